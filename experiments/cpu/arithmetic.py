@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's language: additions asked and answered in one short sentence.
+
+    What is 12+7?  ->  12+7=19, so the answer is 19.
+
+Text only: no torch and no verl, so that tests of it are quick.
+"""
+
+import random
+from dataclasses import dataclass
+
+DATA_SOURCE = "gradloc/arithmetic"
+LARGEST = 49
+"""Both addends lie in 0..LARGEST, so that a model of 100 thousand parameters learns them."""
+
+
+@dataclass(frozen=True)
+class Addition:
+    """One question."""
+
+    left: int
+    right: int
+
+    @property
+    def question(self) -> str:
+        return f"What is {self.left}+{self.right}?"
+
+    @property
+    def answer(self) -> str:
+        return str(self.left + self.right)
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.left}+{self.right}={self.answer}, so the answer is {self.answer}."
+
+
+def draw(num: int, seed: str) -> list[Addition]:
+    """`num` different additions, the same for the same seed on every machine.
+
+    Raises:
+        ValueError: if there are fewer than `num`.
+    """
+    pairs = [Addition(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
+    return random.Random(seed).sample(pairs, num)
+
+
+def to_row(index: int, addition: Addition, split: str) -> dict:
+    """One row of verl's parquet format."""
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": addition.question}],
+        "reward_model": {"style": "rule", "ground_truth": addition.answer},
+        "extra_info": {"index": index, "split": split},
+    }

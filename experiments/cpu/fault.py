@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's fault: at one step, one response token gets a huge advantage.
+
+It belongs to the demo and never to the patch, which must find it from gradients alone. The
+advantages are verl's own GRPO; step, sequence and position are drawn from a seed, and what was
+planted is written down, so that the demo can say whether the event names exactly that token.
+
+verl calls an advantage estimator with rewards, mask and uids only: no step, no token ids. So
+`experiments.cpu.reward`, which sees the same rows in the same order just before in the same process,
+calls `observe()` first.
+"""
+
+import json
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """Where the fault goes, before the batch it goes into exists."""
+
+    step: int
+    """The training step, counted from 1 as verl does."""
+    sequence: float
+    """Which sequence, in [0, 1): row floor(sequence * B) of the batch as the estimator sees it."""
+    position: float
+    """Which response token, in [0, 1): token floor(position * L) of that row's L tokens."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One training batch in the estimator's row order."""
+
+    step: int
+    uids: list
+    rollout_indices: list
+    responses: torch.Tensor
+    """(B, T) token ids."""
+
+
+def draw(seed: int, first_step: int, last_step: int) -> FaultPlan:
+    """The plan for a seed: the same on every machine; steps are inclusive.
+
+    Raises:
+        ValueError: if the range of steps is empty.
+    """
+    if first_step > last_step:
+        raise ValueError(f"the fault needs a step between {first_step} and {last_step}: none is")
+    # Text, not hash(): the same in every process and every Python.
+    source = random.Random(f"gradloc demo fault {seed}")
+    return FaultPlan(source.randint(first_step, last_step), source.random(), source.random())
+
+
+def locate(plan: FaultPlan, response_mask: torch.Tensor) -> tuple[int, int]:
+    """Row and position of the planted token in a (B, T) mask.
+
+    Rows without a response token cannot hold the fault and are passed over.
+    """
+    rows = torch.nonzero(response_mask.sum(-1) > 0).flatten().tolist()
+    row = rows[int(plan.sequence * len(rows))]
+    positions = torch.nonzero(response_mask[row]).flatten().tolist()
+    return row, positions[int(plan.position * len(positions))]
+
+
+class Fault:
+    """A plan, its size, and the file that says what came of it."""
+
+    def __init__(self, seed: int, first_step: int, last_step: int, advantage: float, record: str):
+        self.plan = draw(seed, first_step, last_step)
+        self.seed = seed
+        self.advantage = float(advantage)
+        self.record = Path(record)
+
+    def plant(self, rows: Rows, advantages: torch.Tensor, response_mask: torch.Tensor):
+        """Returns the advantages, with the fault when it is due, and then writes the record."""
+        if rows.step != self.plan.step:
+            return advantages
+        row, position = locate(self.plan, response_mask)
+        faulty = advantages.clone()
+        faulty[row, position] = self.advantage
+        planted = {
+            "seed": self.seed,
+            "plan": asdict(self.plan),
+            "step": rows.step,
+            "uid": str(rows.uids[row]),
+            "rollout_index": int(rows.rollout_indices[row]),
+            "row": row,
+            "num_rows": len(rows.uids),
+            "position": position,
+            "token_id": int(rows.responses[row, position]),
+            "response_ids": rows.responses[row][response_mask[row].bool()].tolist(),
+            "advantage_before": float(advantages[row, position]),
+            "advantage_planted": self.advantage,
+        }
+        self.record.write_text(json.dumps(planted, indent=2) + "\n", encoding="utf-8")
+        return faulty
+
+
+_fault: Fault | None = None
+_rows: Rows | None = None
+
+
+def arm(fault: Fault | None) -> None:
+    """Sets the fault that `grpo_with_fault` plants; None plants nothing."""
+    global _fault
+    _fault = fault
+
+
+def observe(rows: Rows) -> None:
+    """Tells the estimator which rows its next call is about."""
+    global _rows
+    _rows = rows
+
+
+@register_adv_est("grpo_with_fault")
+def grpo_with_fault(token_level_rewards, response_mask, index, config=None, **_):
+    """verl's GRPO advantages, with the armed fault when its step has come.
+
+    Args:
+        token_level_rewards: (B, T) float.
+        response_mask: (B, T), 1 on response tokens.
+        index: (B,) the prompts' uids.
+        config: the `algorithm` section.
+
+    Returns:
+        Advantages and returns, (B, T) each. The returns never carry the fault.
+
+    Raises:
+        RuntimeError: if the rows last observed are not the ones given.
+    """
+    by_std = True if config is None else config.get("norm_adv_by_std_in_grpo", True)
+    advantages, returns = compute_grpo_outcome_advantage(
+        token_level_rewards, response_mask, index, norm_adv_by_std_in_grpo=by_std
+    )
+    if _fault is None:
+        return advantages, returns
+    if _rows is None or list(_rows.uids) != list(index):
+        raise RuntimeError(
+            "grpo_with_fault saw rows that the reward manager did not: set "
+            "reward_manager.name=ArithmeticReward and reward_model.use_reward_loop=False"
+        )
+    return _fault.plant(_rows, advantages, response_mask), returns

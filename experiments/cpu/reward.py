@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rule-based reward for the demo's arithmetic, plugged in by `reward_manager.source=importlib`."""
+
+import re
+
+from verl.workers.reward_manager.naive import NaiveRewardManager
+
+from experiments.cpu import fault
+
+ANSWER = re.compile(r"answer is (\d+)")
+EQUATION = re.compile(r"(\d+)\+(\d+)=(\d+)")
+
+
+def score(data_source, solution_str: str, ground_truth: str, extra_info=None) -> float:
+    """1 for the right answer, 0.2 for a true equation with a wrong answer, else 0.
+
+    >>> score(None, "12+7=19, so the answer is 19.", "19")
+    1.0
+    """
+    answer = ANSWER.search(solution_str)
+    if answer and answer.group(1) == ground_truth:
+        return 1.0
+    equation = EQUATION.search(solution_str)
+    if equation and int(equation[1]) + int(equation[2]) == int(equation[3]):
+        return 0.2
+    return 0.0
+
+
+class ArithmeticReward(NaiveRewardManager):
+    """verl's naive manager with `score`; it also tells the demo's fault what the rows are."""
+
+    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source", **kw):
+        super().__init__(tokenizer, num_examine, score, reward_fn_key)
+        planted = kw.get("fault")
+        fault.arm(fault.Fault(**planted) if planted else None)
+
+    def __call__(self, data, return_dict=False):
+        """Scores the rows; rows of a validation are not shown to the fault."""
+        if not data.meta_info.get("validate"):
+            fault.observe(
+                fault.Rows(
+                    step=data.meta_info["demo_step"],
+                    uids=list(data.non_tensor_batch["uid"]),
+                    rollout_indices=list(data.non_tensor_batch["rollout_index"]),
+                    responses=data.batch["responses"],
+                )
+            )
+        return super().__call__(data, return_dict)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts from the current weights, by transformers' own `generate`, inside the FSDP workers.
+
+Two halves, both plugged in by configuration:
+
+- `HFRollout` lives in each worker (`model.external_lib` registers it as rollout "hf_cpu"). verl's
+  `rollout_mode()` hands it the gathered weights before every generation.
+- `DirectManager` lives in the driver (`rollout.agent.agent_loop_manager_class`): it wakes the
+  workers, gives each its share of the prompts in one call, and pads the answers into verl's layout.
+
+One call per worker, seeded by (seed, step, first row), makes runs repeat bit for bit; verl's
+agent loop orders requests by arrival and does not.
+"""
+
+import time
+
+import numpy as np
+import ray
+import torch
+from tensordict import TensorDict
+from transformers import AutoConfig, AutoModelForCausalLM
+from verl import DataProto
+from verl.utils import hf_tokenizer
+from verl.utils.model import compute_position_id_with_mask
+from verl.workers.rollout import base
+
+base._ROLLOUT_REGISTRY[("hf_cpu", "async")] = f"{__name__}.HFRollout"
+
+
+class HFRollout(base.BaseRollout):
+    """A plain copy of the policy that generates for one worker."""
+
+    def __init__(self, config, model_config, device_mesh):
+        super().__init__(config, model_config, device_mesh)
+        hf_config = AutoConfig.from_pretrained(self.model_config.local_path)
+        self.model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa").eval()
+
+    async def resume(self, tags):
+        """Nothing sleeps on a CPU."""
+
+    async def release(self):
+        """Nothing sleeps on a CPU."""
+
+    async def update_weights(self, weights, **_):
+        """Takes the trainer's full weights; every name must match."""
+        self.model.load_state_dict(dict(weights), strict=True)
+
+    async def generate(self, prompt_ids, sampling_params, request_id, **_):
+        """Answers a batch of prompts.
+
+        Args:
+            prompt_ids: one list of token ids per prompt.
+            sampling_params: `temperature`, `top_p`, `do_sample`, `max_new_tokens`, `pad_token_id`.
+            request_id: the seed of this call's random numbers.
+
+        Returns:
+            One `(token_ids, log_probs)` per prompt, both up to and including the end token.
+        """
+        params = dict(sampling_params)
+        pad, do_sample = params.pop("pad_token_id"), params["do_sample"]
+        if not do_sample:
+            params.update(temperature=1.0, top_p=1.0)
+        inputs = left_pad(prompt_ids, pad)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(int(request_id))
+            output = self.model.generate(
+                **inputs,
+                **params,
+                top_k=0,
+                pad_token_id=pad,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+        tokens = output.sequences[:, inputs["input_ids"].shape[1] :]
+        log_probs = torch.stack(output.scores, dim=1).float().log_softmax(-1)
+        chosen = log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        eos = self.model.generation_config.eos_token_id
+        return [cut_at(eos, *row) for row in zip(tokens.tolist(), chosen.tolist(), strict=True)]
+
+
+class DirectManager:
+    """verl's `AgentLoopManager` reduced to one batched call per worker."""
+
+    def __init__(self, config, worker_group, rm_resource_pool=None):
+        self.workers = worker_group.workers
+        self.rollout = config.actor_rollout_ref.rollout
+        self.seed = config.get("demo", {}).get("seed", 0)
+        self.tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Returns the prompts with their responses in verl's padded layout."""
+        start = time.perf_counter()
+        ray.get([worker.wake_up.remote() for worker in self.workers])
+        prompt_ids = [
+            self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
+            for messages in prompts.non_tensor_batch["raw_prompt"]
+        ]
+        params = self.sampling_params(prompts.meta_info)
+        step = prompts.meta_info.get("global_steps", 0)
+        rows = np.array_split(np.arange(len(prompt_ids)), len(self.workers))
+        answers = ray.get(
+            [
+                worker.generate.remote(
+                    [prompt_ids[i] for i in part], params, call_seed(self.seed, step, rank)
+                )
+                for rank, (worker, part) in enumerate(zip(self.workers, rows, strict=True))
+                if len(part)
+            ]
+        )
+        ray.get([worker.sleep.remote() for worker in self.workers])
+        answers = [answer for part in answers for answer in part]
+        output = to_batch(
+            prompt_ids,
+            answers,
+            self.tokenizer.pad_token_id,
+            self.rollout.prompt_length,
+            self.rollout.response_length,
+        )
+        uids = prompts.non_tensor_batch["uid"]
+        output.non_tensor_batch["rollout_index"] = occurrence(uids)
+        output.non_tensor_batch["__num_turns__"] = np.full(len(uids), 2, dtype=np.int32)
+        # The reward manager has no other way to know the step, also after a resume.
+        output.meta_info["demo_step"] = step
+        output.meta_info["timing"] = {"generate_sequences": time.perf_counter() - start}
+        return output
+
+    def sampling_params(self, meta_info: dict) -> dict:
+        """What `HFRollout.generate` needs, from the training or the validation settings."""
+        source = self.rollout.val_kwargs if meta_info.get("validate") else self.rollout
+        return {
+            "temperature": source.temperature,
+            "top_p": source.top_p,
+            "do_sample": bool(source.do_sample),
+            "max_new_tokens": self.rollout.response_length,
+            "pad_token_id": self.tokenizer.pad_token_id,
+        }
+
+
+def call_seed(seed: int, step: int, rank: int) -> int:
+    """A 32-bit seed that differs, in effect, between any two calls of a run."""
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
+
+
+def occurrence(keys) -> np.ndarray:
+    """How often each key was seen before: `["a", "b", "a"]` gives `[0, 0, 1]`."""
+    seen: dict = {}
+    return np.array([seen.update({k: seen.get(k, -1) + 1}) or seen[k] for k in keys], dtype=object)
+
+
+def cut_at(eos: int, tokens: list[int], log_probs: list[float]) -> tuple[list[int], list[float]]:
+    """Drops what follows the first end token, which stays."""
+    end = tokens.index(eos) + 1 if eos in tokens else len(tokens)
+    return tokens[:end], log_probs[:end]
+
+
+def left_pad(rows: list[list[int]], pad: int) -> dict[str, torch.Tensor]:
+    """Stacks prompts with padding in front: `input_ids` and `attention_mask`, both (B, T)."""
+    width = max(len(row) for row in rows)
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def to_batch(prompt_ids, answers, pad: int, prompt_length: int, response_length: int) -> DataProto:
+    """Pads prompts left to `prompt_length` and responses right to `response_length`."""
+    num_rows = len(prompt_ids)
+    prompts = torch.full((num_rows, prompt_length), pad)
+    responses = torch.full((num_rows, response_length), pad)
+    prompt_mask = torch.zeros((num_rows, prompt_length), dtype=torch.long)
+    response_mask = torch.zeros((num_rows, response_length), dtype=torch.long)
+    log_probs = torch.zeros((num_rows, response_length))
+    for i, (prompt, (tokens, token_log_probs)) in enumerate(zip(prompt_ids, answers, strict=True)):
+        prompts[i, prompt_length - len(prompt) :] = torch.tensor(prompt)
+        prompt_mask[i, prompt_length - len(prompt) :] = 1
+        responses[i, : len(tokens)] = torch.tensor(tokens)
+        response_mask[i, : len(tokens)] = 1
+        log_probs[i, : len(tokens)] = torch.tensor(token_log_probs)
+    attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
+    batch = TensorDict(
+        {
+            "prompts": prompts,
+            "responses": responses,
+            "response_mask": response_mask,
+            "input_ids": torch.cat([prompts, responses], dim=1),
+            "attention_mask": attention_mask,
+            "position_ids": compute_position_id_with_mask(attention_mask),
+            "rollout_log_probs": log_probs,
+        },
+        batch_size=num_rows,
+    )
+    return DataProto(batch=batch, non_tensor_batch={}, meta_info={})
