@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tools behind ``apply_patch.py`` and ``make_patch.sh``.
+
+The applier trusts one thing only: the digest of a file's bytes before and after. It needs a bare
+Python 3.10 and nothing else; ``requests`` is imported late, for downloads alone. The builder
+(``build``, ``regenerate``) also calls git. Nothing here imports torch or verl.
+"""
+
+VERSION = "0.1.0"
+"""The version of the patch that ``verl_overrides/`` builds; pyproject.toml names the same."""
+
+BASE_COMMIT = "f9c855f7cf04d603c9546bc01776c74806a879c1"
+"""The verl commit that the patch is made for: tag v0.7.0."""

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes ``patches/`` from ``verl_overrides/``, or checks that it is what would be written."""
+
+import argparse
+import difflib
+import os
+import sys
+from pathlib import Path
+
+from patchkit import compose
+from patchkit.base import ensure_base
+from patchkit.errors import IntegrityError, PatchkitError
+from patchkit.wording import render_error
+
+ROOT = Path(__file__).resolve().parent.parent
+OVERRIDES = ROOT / "verl_overrides"
+PATCHES = ROOT / "patches"
+MAX_DIFF_LINES = 40
+
+
+def build(overrides: Path, patches: Path, base: Path) -> list[str]:
+    """Writes what differs into ``patches``; returns the names of the files written."""
+    patches.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, data in compose.compose(overrides, base, patches / "older").items():
+        path = patches / name
+        if not path.is_file() or path.read_bytes() != data:
+            write_file(path, data)
+            written.append(name)
+    return written
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes ``data`` to ``path``, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)
+
+
+def check(overrides: Path, patches: Path, base: Path) -> None:
+    """Raises IntegrityError unless ``patches`` is, byte for byte, what a build would write."""
+    expected = compose.compose(overrides, base, patches / "older")
+    for name, data in expected.items():
+        path = patches / name
+        found = path.read_bytes() if path.is_file() else b""
+        if found != data:
+            raise IntegrityError("build-stale", path=name, diff=_difference(name, found, data))
+    known = {patches / name for name in expected} | set((patches / "older").glob("*.patch"))
+    for path in sorted(patches.rglob("*")):
+        if path not in known and not path.is_dir() and path.name not in (".gitkeep", "README.md"):
+            raise IntegrityError("build-unlisted", path=path.relative_to(patches).as_posix())
+
+
+def _difference(name: str, found: bytes, expected: bytes) -> list[str]:
+    lines = difflib.unified_diff(
+        found.decode("utf-8", "replace").splitlines(),
+        expected.decode("utf-8", "replace").splitlines(),
+        f"patches/{name}",
+        f"built from verl_overrides/: {name}",
+        lineterm="",
+        n=1,
+    )
+    shown = [line for _, line in zip(range(MAX_DIFF_LINES + 1), lines, strict=False)]
+    return shown[:MAX_DIFF_LINES] + (["..."] if len(shown) > MAX_DIFF_LINES else [])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m patchkit.build", description=__doc__)
+    parser.add_argument("--overrides", type=Path, default=OVERRIDES, help="default: %(default)s")
+    parser.add_argument("--patches", type=Path, default=PATCHES, help="default: %(default)s")
+    parser.add_argument("--base", type=Path, help="a pristine verl tree (default: fetched)")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if stale")
+    options = parser.parse_args(arguments)
+    try:
+        base = options.base or ensure_base()
+        if options.check:
+            check(options.overrides, options.patches, base)
+            print(f"{options.patches.name}/ is what verl_overrides/ builds")
+        else:
+            written = build(options.overrides, options.patches, base)
+            print(f"written: {', '.join(written)}" if written else "nothing changed")
+    except PatchkitError as error:
+        print(render_error(error), file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
