@@ -1,20 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes ``patches/`` from ``verl_overrides/``, or checks that it is what would be written."""
 
-import argparse
 import difflib
 import os
-import sys
 from pathlib import Path
 
-from patchkit import compose
-from patchkit.base import ensure_base
-from patchkit.errors import IntegrityError, PatchkitError
-from patchkit.wording import render_error
+from patchkit.compose import compose, read_sources
+from patchkit.errors import IntegrityError
 
-ROOT = Path(__file__).resolve().parent.parent
-OVERRIDES = ROOT / "verl_overrides"
-PATCHES = ROOT / "patches"
 MAX_DIFF_LINES = 40
 
 
@@ -22,7 +15,7 @@ def build(overrides: Path, patches: Path, base: Path) -> list[str]:
     """Writes what differs into ``patches``; returns the names of the files written."""
     patches.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, data in compose.compose(overrides, base, patches / "older").items():
+    for name, data in compose(read_sources(overrides), base, patches / "older").items():
         path = patches / name
         if not path.is_file() or path.read_bytes() != data:
             write_file(path, data)
@@ -40,7 +33,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 def check(overrides: Path, patches: Path, base: Path) -> None:
     """Raises IntegrityError unless ``patches`` is, byte for byte, what a build would write."""
-    expected = compose.compose(overrides, base, patches / "older")
+    expected = compose(read_sources(overrides), base, patches / "older")
     for name, data in expected.items():
         path = patches / name
         found = path.read_bytes() if path.is_file() else b""
@@ -63,29 +56,3 @@ def _difference(name: str, found: bytes, expected: bytes) -> list[str]:
     )
     shown = [line for _, line in zip(range(MAX_DIFF_LINES + 1), lines, strict=False)]
     return shown[:MAX_DIFF_LINES] + (["..."] if len(shown) > MAX_DIFF_LINES else [])
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m patchkit.build", description=__doc__)
-    parser.add_argument("--overrides", type=Path, default=OVERRIDES, help="default: %(default)s")
-    parser.add_argument("--patches", type=Path, default=PATCHES, help="default: %(default)s")
-    parser.add_argument("--base", type=Path, help="a pristine verl tree (default: fetched)")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if stale")
-    options = parser.parse_args(arguments)
-    try:
-        base = options.base or ensure_base()
-        if options.check:
-            check(options.overrides, options.patches, base)
-            print(f"{options.patches.name}/ is what verl_overrides/ builds")
-        else:
-            written = build(options.overrides, options.patches, base)
-            print(f"written: {', '.join(written)}" if written else "nothing changed")
-    except PatchkitError as error:
-        print(render_error(error), file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

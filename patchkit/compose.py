@@ -169,16 +169,16 @@ def _describe_file(file: FilePatch, base: Path) -> FileChange:
     return FileChange(file.path, Digest.of(content), Digest.of(forward(file, content)))
 
 
-def compose(overrides: Path, base: Path, older: Path | None = None) -> dict[str, bytes]:
+def compose(sources: Sources, base: Path, older: Path | None = None) -> dict[str, bytes]:
     """Returns what ``patches/`` must hold, by file name.
 
     Args:
-        overrides: the folder with ``verl/`` (new files) and ``seams/``.
+        sources: the new files and seams.
         base: a pristine tree of the pinned verl.
         older: a folder of earlier editions, ``gradloc-<version>.patch`` each; they stay in the
             manifest, so that a checkout that has one of them is known and can be upgraded.
     """
-    patch = compose_patch(read_sources(overrides))
+    patch = compose_patch(sources)
     editions = [describe(VERSION, PATCH_NAME, patch, base)]
     for path in sorted(older.glob("*.patch")) if older and older.is_dir() else ():
         version = path.stem.removeprefix("gradloc-")

@@ -264,6 +264,111 @@ WORDS: dict[str, Words] = {
         "It is not the released archive.",
         "Delete it and fetch it again.",
     ),
+    # The target.
+    "target-empty": Words(
+        "the target is an empty string",
+        "A shell variable was unset.",
+        "python apply_patch.py --repo VERL",
+    ),
+    "target-missing": Words(
+        "there is no folder {target}", "It is misspelt, or relative to another folder.", "Check it."
+    ),
+    "target-unreadable": Words(
+        "the folder {target} cannot be read",
+        "It belongs to another user.",
+        "Run as its owner.",
+    ),
+    "target-not-a-folder": Words(
+        "{target} is a file", "An archive was named, not the folder it unpacks to.", "Unpack it."
+    ),
+    "target-not-verl": Words(
+        "NOT_VERL: {target} is not the top of a verl tree",
+        "Another folder was named.",
+        "git clone verl, or name the folder that has verl/__init__.py in it",
+    ),
+    "target-inside": Words(
+        "NOT_VERL: {target} lies inside a verl tree",
+        "Its parent was meant.",
+        "python apply_patch.py --repo {parent}",
+    ),
+    "target-bare": Words(
+        "NOT_VERL: {target} is a bare repository or a .git folder",
+        "It has no files to patch.",
+        "git clone {target} VERL",
+    ),
+    "target-installed": Words(
+        "{target} is an environment's package folder",
+        "Patching an environment changes every program that runs in it, so it is asked for by "
+        "name.",
+        "python apply_patch.py --installed   (with the Python of that environment)",
+    ),
+    "target-not-installed": Words(
+        "NOT_VERL: this Python has no verl",
+        "apply_patch.py was started with another Python than the one that trains.",
+        "ENVIRONMENT/bin/python apply_patch.py --installed",
+    ),
+    # Taking edits from a checkout.
+    "git-missing": Words("git is not installed", "make_patch.sh needs it.", "Install git."),
+    "git-failed": Words(
+        "git {command} failed in {path}", "The checkout is damaged, or not a clone.", "git status"
+    ),
+    "take-nothing": Words(
+        "{target} has no edits under verl/ since the base",
+        "It was never patched or edited, or another checkout was meant.",
+        "python apply_patch.py --repo {target}   (then edit, then run this again)",
+    ),
+    "take-no-commit": Words(
+        "{target} has no commit {rev}",
+        "A shallow clone, or a clone of another repository.",
+        "git -C {target} fetch origin {rev}",
+    ),
+    "take-deleted": Words(
+        "{path} was deleted in the checkout",
+        "Our patches never delete verl's files.",
+        "git checkout -- {path}   (in the checkout)",
+    ),
+    "take-outside": Words(
+        "{path} was changed, which lies outside verl/",
+        "The patch carries verl's package only.",
+        "Undo it there, or keep it in a branch of its own: git -C {target} checkout -- {path}",
+    ),
+    "take-both-sides": Words(
+        "{path} was edited in the checkout and in verl_overrides/, differently: the checkout has "
+        "{theirs}, verl_overrides/ builds {ours}, and the checkout was given {given}",
+        "Someone edited verl_overrides/ directly, or took another checkout's edits since.",
+        "Bring both edits together in the checkout (git diff shows yours), undo the one in "
+        "verl_overrides/ with git checkout, and run this again.",
+    ),
+    "take-stale-yaml": Words(
+        "{path} is not what the configuration composes to",
+        "A yaml was edited and the generated reference was not.",
+        "bash make_patch.sh --repo {target} --refresh-generated",
+    ),
+    "take-config-broken": Words(
+        "verl's configuration {path} does not compose",
+        "An edited yaml is wrong.",
+        "Repair the yaml that the line above names.",
+    ),
+    "take-needs-git": Words(
+        "{target} is no clone, so it has no commits",
+        "--base and --head name commits.",
+        "Leave them out: the files as they are will be taken.",
+    ),
+    "take-needs-repo": Words(
+        "--base, --head and --output need --repo",
+        "They say what to take from a checkout.",
+        "bash make_patch.sh --repo CHECKOUT ...",
+    ),
+    "take-check-repo": Words(
+        "--check and --repo do not go together",
+        "--check compares patches/ with verl_overrides/; no checkout takes part.",
+        "bash make_patch.sh --check",
+    ),
+    "take-other-base": Words(
+        "verl_overrides/ is for the pinned base only",
+        "A patch for another commit cannot be built from it.",
+        "Add --output FILE to write such a patch elsewhere.",
+    ),
     # The build.
     "build-nothing": Words(
         "verl_overrides/ holds neither new files nor seams",

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds patches/ from verl_overrides/, after taking a checkout's edits into it if one is named.
+
+Edits flow one way at a time: edit and run in a patched checkout, then take the edits back with
+--repo. Without --repo, patches/ is built from verl_overrides/ as it is.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from patchkit import BASE_COMMIT
+from patchkit.base import ensure_base
+from patchkit.build import build, check, write_file
+from patchkit.checkout import resolve
+from patchkit.compose import PATCH_NAME, compose, compose_patch, read_sources
+from patchkit.digest import sha256_hex
+from patchkit.errors import CheckoutStateError, PatchkitError, UsageError
+from patchkit.generated import can_check, is_source, refresh
+from patchkit.generated import check as check_generated
+from patchkit.language import FilePatch, parse
+from patchkit.snapshot import Edits, edits_of_archive, edits_of_clone, resolve_commit
+from patchkit.take import Merge, merge, sources_of
+from patchkit.wording import render_error
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def read_edits(options: argparse.Namespace) -> tuple[Edits, Path]:
+    """Returns the edits of the checkout that the options name, and its root."""
+    checkout = resolve(options.repo, allow_installed=True)
+    root = checkout.root
+    if checkout.git_dir is None:
+        if options.head or options.base != BASE_COMMIT:
+            raise UsageError("take-needs-git", target=root)
+        return edits_of_archive(root, ensure_base()), root
+    edits = edits_of_clone(root, options.base, options.head)
+    if options.head is None and any(is_source(path) for path in edits.contents):
+        if can_check():
+            check_generated(root)
+        else:
+            print(
+                "note: whether _generated_*.yaml are fresh was not checked: no hydra here "
+                "(PYTHON=... bash make_patch.sh names a Python that has it)"
+            )
+    return edits, root
+
+
+def export(edits: Edits, output: Path) -> None:
+    """Writes a patch of the edits to ``output``, and its checksum beside it."""
+    data = compose_patch(sources_of(edits))
+    write_file(output, data)
+    sums = output.with_name(output.name + ".sha256")
+    write_file(sums, f"{sha256_hex(data)}  {output.name}\n".encode())
+    print(f"written: {output} ({len(data)} bytes), {sums.name}")
+
+
+def take(edits: Edits, root: Path, overrides: Path, patches: Path) -> Merge:
+    """Takes the edits into ``overrides``; everything is composed before anything is written."""
+    merged = merge(read_sources(overrides), sources_of(edits), _given(root, patches))
+    compose(merged.sources, ensure_base(), patches / "older")
+    _write_sources(merged, overrides)
+    for label, paths in (
+        ("taken", merged.taken),
+        ("removed", merged.removed),
+        ("kept, newer in verl_overrides/", merged.kept),
+        ("left out, ignored by git or outside verl/", edits.left_out),
+    ):
+        for path in paths:
+            print(f"{label}: {path}")
+    if not (merged.taken or merged.removed):
+        print("nothing to take: the checkout has no edits that verl_overrides/ lacks")
+    return merged
+
+
+def _given(root: Path, patches: Path) -> tuple[FilePatch, ...]:
+    """The patch that the checkout was given by the applier, else the built one."""
+    kept = resolve(str(root), allow_installed=True).state_folder / "applied.patch"
+    built = patches / PATCH_NAME
+    for path in (kept, built):
+        if path.is_file():
+            return parse(path.read_bytes())
+    return ()
+
+
+def _write_sources(merged: Merge, overrides: Path) -> None:
+    for path in (*merged.taken, *merged.removed):
+        places = (
+            (overrides / path, merged.sources.new_files),
+            (overrides / "seams" / f"{path}.patch", merged.sources.seams),
+        )
+        for place, texts in places:
+            if path in texts:
+                write_file(place, texts[path].encode())
+            else:
+                place.unlink(missing_ok=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="make_patch.sh", description=__doc__)
+    parser.add_argument("--repo", metavar="CHECKOUT", help="take the edits of this checkout")
+    parser.add_argument(
+        "--base",
+        default=BASE_COMMIT,
+        metavar="REV",
+        help="the commit that the edits start from (default: the pinned one)",
+    )
+    parser.add_argument(
+        "--head", metavar="REV", help="take a commit's content (default: the working tree)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write a patch of the checkout here and leave this repository alone",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; fail if patches/ is not what would be built",
+    )
+    parser.add_argument(
+        "--refresh-generated",
+        action="store_true",
+        help="write the checkout's _generated_*.yaml anew before taking its edits",
+    )
+    parser.add_argument(
+        "--overrides", type=Path, default=ROOT / "verl_overrides", help=argparse.SUPPRESS
+    )
+    parser.add_argument("--patches", type=Path, default=ROOT / "patches", help=argparse.SUPPRESS)
+    parser.add_argument("--debug", action="store_true", help="show a traceback on an error")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.check and options.repo:
+        raise UsageError("take-check-repo")
+    if options.check:
+        check(options.overrides, options.patches, ensure_base())
+        print("patches/ is what verl_overrides/ builds")
+        return
+    if options.repo is None:
+        if options.head or options.output or options.base != BASE_COMMIT:
+            raise UsageError("take-needs-repo")
+    else:
+        if options.refresh_generated:
+            for path in refresh(resolve(options.repo, allow_installed=True).root):
+                print(f"refreshed: {path}")
+        edits, root = read_edits(options)
+        if not edits.contents:
+            raise CheckoutStateError("take-nothing", target=root)
+        if options.output:
+            export(edits, options.output)
+            return
+        if options.base != BASE_COMMIT and resolve_commit(root, options.base) != BASE_COMMIT:
+            raise UsageError("take-other-base", expected=BASE_COMMIT, found=options.base)
+        take(edits, root, options.overrides, options.patches)
+    written = build(options.overrides, options.patches, ensure_base())
+    print(f"built: {', '.join(written)}" if written else "patches/ is unchanged")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        _run(options)
+    except PatchkitError as error:
+        if options.debug:
+            raise
+        print(render_error(error), file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
