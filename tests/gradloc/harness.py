@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's real actor around a tiny model, and the driver's part of one trainer step, without Ray.
+
+Everything below the worker class is the real thing: DataParallelPPOActor, FSDP, the config composed from verl's own
+yaml, the batch dealt out to ranks as verl's dispatch does. Runs inside a rank of :mod:`world`.
+"""
+
+import copy
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+NUM_PROMPT, NUM_RESPONSE, VOCABULARY = 5, 12, 96
+
+
+@dataclass
+class Trainer:
+    """One rank's view of a trainer: the actor, and the driver that every rank runs alike."""
+
+    actor: Any
+    driver: Any
+    config: Any
+    step: int = 0
+
+    def update(self, batch: Any) -> dict[str, Any]:
+        """One trainer step on the whole batch: policy, dispatch, update, events. Returns metrics and events."""
+        from verl.gradloc.hook import pop_events
+
+        self.step += 1
+        if self.driver is not None:
+            self.driver.stamp(batch)
+            self.driver.before_update(batch, self.step, dist.get_world_size() // self.sp_size)
+        batch.meta_info["temperature"] = 1.0
+        local = batch.chunk(dist.get_world_size() // self.sp_size)[dist.get_rank() // self.sp_size]
+        metrics = self.actor.update_policy(local)
+        meta = pop_events(metrics)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (metrics, meta))
+        merged = {key: [entry[0][key] for entry in everyone] for key in everyone[0][0]}
+        output = copy.copy(batch)
+        output.meta_info = {"metrics": merged, **everyone[0][1]}
+        events = everyone[0][1].get("gradloc_events", [])
+        if self.driver is not None:
+            self.driver.after_update(batch, output)
+        return {"metrics": output.meta_info["metrics"], "events": events}
+
+    @property
+    def sp_size(self) -> int:
+        return self.actor.ulysses_sequence_parallel_size
+
+    def weights_hash(self) -> str:
+        """sha256 over this rank's weight shards and optimizer state."""
+        digest = hashlib.sha256()
+        for param in self.actor.actor_module.parameters():
+            digest.update(_bytes(param))
+            for _, value in sorted(self.actor.actor_optimizer.state.get(param, {}).items()):
+                digest.update(_bytes(value))
+        return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def make_model(seed: int = 0, dropout: float = 0.0) -> torch.nn.Module:
+    """A random Qwen3 of about 60k parameters in float32."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        attention_dropout=dropout,
+        attn_implementation="sdpa",
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def make_config(overrides: list[str], dump_dir: str) -> Any:
+    """verl's ppo_trainer config, composed by Hydra, with the worker's own normalisation of sizes applied."""
+    from pathlib import Path
+
+    import verl
+    from hydra import compose, initialize_config_dir
+
+    base = [
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        "actor_rollout_ref.actor.use_torch_compile=False",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.rollout.n=1",
+        f"actor_rollout_ref.actor.bisect_dump_dir={dump_dir}",
+        "trainer.project_name=tests",
+        "trainer.experiment_name=harness",
+    ]
+    folder = str(Path(verl.__file__).parent / "trainer" / "config")
+    with initialize_config_dir(folder, version_base=None):
+        return compose("ppo_trainer", overrides=base + overrides)
+
+
+def make_trainer(overrides: list[str], dump_dir: str, seed: int = 0, dropout: float = 0.0) -> Trainer:
+    """An actor on this world's ranks and the matching driver (None when spike_detection is off)."""
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.actor.dp_actor import DataParallelPPOActor
+
+    if dist.get_rank() != 0:  # in verl one process, the trainer's, writes
+        dump_dir = f"{dump_dir}-rank{dist.get_rank()}"
+    config = make_config(overrides, dump_dir)
+    actor_config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    sp_size = actor_config.ulysses_sequence_parallel_size
+    actor_config.ppo_mini_batch_size //= dist.get_world_size() // sp_size
+    module = shard(make_model(seed, dropout), actor_config, config.actor_rollout_ref.model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=actor_config.optim.lr)
+    torch.manual_seed(1000 + seed)
+    actor = DataParallelPPOActor(actor_config, module, optimizer)
+    return Trainer(actor, _make_driver(config), config)
+
+
+def _make_driver(config: Any):
+    try:
+        from verl.gradloc.driver import build_driver
+    except ImportError:  # unpatched verl, the baseline of the bit-identity tests
+        return None
+    return build_driver(config, Decoder())
+
+
+class Decoder:
+    """Stands where a tokenizer stands: token 7 reads ``t7``. The demo's tests use a real one."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return " ".join(f"t{token}" for token in ids)
+
+
+def shard(module: torch.nn.Module, actor_config: Any, model_config: Any) -> torch.nn.Module:
+    """Wrap as verl's FSDP worker does."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from verl.utils.fsdp_utils import apply_fsdp2
+    from verl.utils.torch_dtypes import PrecisionType
+
+    fsdp = actor_config.fsdp_config
+    dtype = PrecisionType.to_dtype(fsdp.dtype)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    kwargs = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": fsdp.reshard_after_forward}
+    apply_fsdp2(module, kwargs, fsdp)
+    return module
+
+
+def make_batch(num_rows: int = 16, seed: int = 0, noise: float = 0.3) -> Any:
+    """A batch as the trainer has it after advantages: ragged responses, pairs of rows share a uid."""
+    import numpy as np
+    from verl import DataProto
+
+    generator = torch.Generator().manual_seed(seed)
+    total = NUM_PROMPT + NUM_RESPONSE
+    input_ids = torch.randint(3, VOCABULARY, (num_rows, total), generator=generator)
+    lengths = torch.randint(NUM_RESPONSE // 2, NUM_RESPONSE + 1, (num_rows,), generator=generator)
+    response_mask = (torch.arange(NUM_RESPONSE)[None] < lengths[:, None]).long()
+    attention_mask = torch.cat([torch.ones(num_rows, NUM_PROMPT, dtype=torch.long), response_mask], 1)
+    position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    shape = (num_rows, NUM_RESPONSE)
+    old = -4.5 + noise * torch.randn(shape, generator=generator)
+    advantages = torch.randn(num_rows, 1, generator=generator).expand(shape).clone() * response_mask
+    tensors = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "responses": input_ids[:, -NUM_RESPONSE:],
+        "response_mask": response_mask,
+        "old_log_probs": old,
+        "advantages": advantages,
+        "ref_log_prob": old + noise * torch.randn(shape, generator=generator),
+        "token_level_scores": torch.randn(shape, generator=generator) * response_mask,
+    }
+    uids = np.array([f"prompt-{row // 2}" for row in range(num_rows)], dtype=object)
+    sources = np.array(["arithmetic"] * num_rows, dtype=object)
+    return DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids, "data_source": sources})

@@ -1,0 +1,177 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The settings under ``actor_rollout_ref.actor.gradloc``, validated when the run starts.
+
+The four published knobs (``spike_detection``, ``grad_norm_threshold``, ``bisect_budget_steps``,
+``bisect_dump_dir``) live on the actor's own config and are not repeated here. The defaults below mirror
+``verl/trainer/config/actor/actor.yaml``; a test holds the two and the documented table together.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+__all__ = ["TriggerConfig", "SearchConfig", "ActionConfig", "EvidenceConfig", "GradLocConfig", "check_actor_config"]
+
+STRATEGIES = ("bisect",)
+ACTIONS = ("observe",)
+_KEY = "actor_rollout_ref.actor"
+
+
+def _require(ok: bool, key: str, expected: str, found: Any) -> None:
+    if not ok:
+        raise ValueError(f"{_KEY}.{key} must be {expected}, found {found!r}.")
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+@dataclass(frozen=True)
+class TriggerConfig:
+    """When a gradient norm counts as a spike.
+
+    With ``grad_norm_threshold`` set, the published fixed rule decides and ``window``, ``warmup`` and
+    ``num_deviations`` are not used. A non-finite norm is always a spike.
+    """
+
+    window: int = 128
+    """Optimizer steps whose norms the adaptive rule learns from (flagged ones stay out)."""
+    warmup: int = 16
+    """Optimizer steps before the adaptive rule may fire."""
+    num_deviations: float = 6.0
+    """How many robust standard deviations of the log-norm above its median make a spike."""
+    cooldown_steps: int = 0
+    """Trainer steps after an event in which nothing is localized."""
+    max_events_per_step: int = 1
+    """Spiking mini-batches localized within one trainer step."""
+    max_events: int = 100
+    """Events localized within one run; later spikes are only counted."""
+    force_step: Optional[int] = None
+    """Rehearsal: localize at this global step even though nothing spikes there."""
+
+    def __post_init__(self):
+        for name, least in (("window", 8), ("warmup", 2), ("cooldown_steps", 0), ("max_events_per_step", 1)):
+            value = getattr(self, name)
+            _require(_is_int(value, least), f"gradloc.trigger.{name}", f"an integer of at least {least}", value)
+        _require(_is_int(self.max_events, 0), "gradloc.trigger.max_events", "an integer of at least 0", self.max_events)
+        _require(
+            self.warmup <= self.window,
+            "gradloc.trigger.warmup",
+            f"at most gradloc.trigger.window ({self.window})",
+            self.warmup,
+        )
+        _require(
+            _is_number(self.num_deviations) and self.num_deviations > 0,
+            "gradloc.trigger.num_deviations",
+            "a positive number",
+            self.num_deviations,
+        )
+        _require(
+            self.force_step is None or _is_int(self.force_step, 1),
+            "gradloc.trigger.force_step",
+            "null or a global step of at least 1",
+            self.force_step,
+        )
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """How the culprits are looked for."""
+
+    strategy: str = "bisect"
+    """The search: ``bisect``, the published binary search."""
+    max_culprits: int = 8
+    """Stop after this many culprits."""
+
+    def __post_init__(self):
+        _require(self.strategy in STRATEGIES, "gradloc.search.strategy", f"one of {STRATEGIES}", self.strategy)
+        _require(
+            _is_int(self.max_culprits, 1), "gradloc.search.max_culprits", "an integer of at least 1", self.max_culprits
+        )
+
+
+@dataclass(frozen=True)
+class ActionConfig:
+    """What happens to the optimizer step that spiked."""
+
+    mode: str = "observe"
+    """``observe``: the run goes on as if nobody had looked."""
+
+    def __post_init__(self):
+        _require(self.mode in ACTIONS, "gradloc.action.mode", f"one of {ACTIONS}", self.mode)
+
+
+@dataclass(frozen=True)
+class EvidenceConfig:
+    """What an event keeps on disk."""
+
+    context_tokens: int = 32
+    """Tokens of text kept before and after each culprit."""
+
+    def __post_init__(self):
+        _require(
+            _is_int(self.context_tokens, 0),
+            "gradloc.evidence.context_tokens",
+            "an integer of at least 0",
+            self.context_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class GradLocConfig:
+    """Everything under ``actor.gradloc``."""
+
+    trigger: TriggerConfig = field(default_factory=TriggerConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
+    action: ActionConfig = field(default_factory=ActionConfig)
+    evidence: EvidenceConfig = field(default_factory=EvidenceConfig)
+
+
+def check_actor_config(actor: Any) -> None:
+    """Refuse a wrong combination of the published knobs when the actor's config is built.
+
+    Args:
+        actor: verl's ``ActorConfig`` with the four published knobs and ``gradloc``.
+
+    Raises:
+        ValueError: one sentence that names the key, what it must be and what was found.
+    """
+    _require(isinstance(actor.spike_detection, bool), "spike_detection", "true or false", actor.spike_detection)
+    threshold = actor.grad_norm_threshold
+    _require(
+        threshold is None or (_is_number(threshold) and threshold > 0),
+        "grad_norm_threshold",
+        "null (adaptive) or a positive number (the published per-token threshold)",
+        threshold,
+    )
+    budget = actor.bisect_budget_steps
+    _require(_is_int(budget, 1), "bisect_budget_steps", "an integer of at least 1", budget)
+    _require(
+        isinstance(actor.bisect_dump_dir, str) and actor.bisect_dump_dir.strip() != "",
+        "bisect_dump_dir",
+        "the path of a folder",
+        actor.bisect_dump_dir,
+    )
+    if not actor.spike_detection:
+        return
+    _require(
+        actor.strategy in ("fsdp", "fsdp2"),
+        "strategy",
+        "fsdp or fsdp2 while spike_detection is on (Megatron is not supported yet)",
+        actor.strategy,
+    )

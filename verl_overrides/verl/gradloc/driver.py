@@ -1,0 +1,182 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What verl's trainer calls: the trigger's policy, and the writing of events.
+
+The driver process knows the step, the whole batch, the tokenizer and its own file system, which on a cluster is not
+the workers'. It sends each step's policy with the batch and writes what comes back. Whatever fails in here is logged
+and counted; training goes on.
+"""
+
+import logging
+import os
+from typing import Any, Optional
+
+import numpy as np
+import torch
+
+from .evidence import SCHEMA_VERSION, bundle_tensors, complete_event, complete_sequences
+from .hook import EVENTS_KEY, POLICY_KEY, ROW_KEY
+from .store import EventStore
+from .trigger import History, StepPolicy, fixed_threshold, spike_kind
+
+__all__ = ["Driver", "build_driver"]
+
+logger = logging.getLogger(__file__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+SEQUENCE_KEY = "sequence_id"
+
+
+def build_driver(config: Any, tokenizer: Any) -> Optional["Driver"]:
+    """The trainer's driver of localization, or None while ``spike_detection`` is off.
+
+    Args:
+        config: the trainer's whole config.
+        tokenizer: decodes culprits.
+    """
+    if not config.actor_rollout_ref.actor.get("spike_detection", False):
+        return None
+    return Driver(config, tokenizer)
+
+
+class Driver:
+    """Decides when to look, learns from every norm, and writes the events."""
+
+    def __init__(self, config: Any, tokenizer: Any):
+        from omegaconf import OmegaConf
+
+        from verl.utils.config import omega_conf_to_dataclass
+
+        actor = config.actor_rollout_ref.actor
+        self.actor_config = OmegaConf.to_container(actor, resolve=True)
+        self.settings = omega_conf_to_dataclass(actor.gradloc)
+        self.tau = actor.grad_norm_threshold
+        self.tokenizer = tokenizer
+        self.sequences_per_mini_batch = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+        trigger = self.settings.trigger
+        self.history = History(trigger.window, trigger.warmup, trigger.num_deviations)
+        self.store = EventStore(os.path.abspath(os.path.expanduser(actor.bisect_dump_dir)))
+        self.run = {"project": config.trainer.project_name, "experiment": config.trainer.experiment_name}
+        self._num_events = 0
+        self._num_failures = 0
+        self._quiet_until = 0
+        self._policy: Optional[StepPolicy] = None
+
+    def stamp(self, batch: Any) -> None:
+        """Name every sequence ``<uid>:<rollout index>`` while the rollouts of a prompt still stand side by side."""
+        seen: dict[str, int] = {}
+        names = []
+        for uid in batch.non_tensor_batch["uid"]:
+            seen[uid] = seen.get(uid, -1) + 1
+            names.append(f"{uid}:{seen[uid]}")
+        batch.non_tensor_batch[SEQUENCE_KEY] = np.array(names, dtype=object)
+
+    def before_update(self, batch: Any, global_step: int, dp_size: int) -> None:
+        """Attach the step's policy and each row's number to the batch that goes to the actor."""
+        num_rows = len(batch)
+        batch.batch[ROW_KEY] = torch.arange(num_rows)
+        num_tokens = self._tokens_per_mini_batch(batch.batch["response_mask"], dp_size)
+        trigger = self.settings.trigger
+        allowed = min(trigger.max_events_per_step, trigger.max_events - self._num_events)
+        self._policy = StepPolicy(
+            global_step=global_step,
+            kind="adaptive" if self.tau is None else "fixed",
+            num_tokens=num_tokens,
+            thresholds=[self._threshold(n) for n in num_tokens],
+            tau=[self._tau(n) for n in num_tokens],
+            max_events=0 if global_step < self._quiet_until else max(allowed, 0),
+            force=trigger.force_step == global_step,
+            history={} if self.tau is not None else self.history.summary(),
+        )
+        batch.meta_info[POLICY_KEY] = self._policy.as_dict()
+
+    def after_update(self, batch: Any, actor_output: Any) -> None:
+        """Learn from the norms, write the events, and add ``gradloc/*`` to the update's metrics."""
+        batch.meta_info.pop(POLICY_KEY, None)
+        batch.batch.pop(ROW_KEY, None)
+        events = actor_output.meta_info.pop(EVENTS_KEY, [])
+        metrics = actor_output.meta_info["metrics"]
+        num_spikes = self._learn(metrics["actor/grad_norm"][0])
+        for raw in events:
+            self._write(raw, batch)
+        if events:
+            self._quiet_until = self._policy.global_step + 1 + self.settings.trigger.cooldown_steps
+        metrics.update(self._metrics(events, num_spikes))
+
+    # ---- inside
+
+    def _tokens_per_mini_batch(self, response_mask: torch.Tensor, dp_size: int) -> list[int]:
+        """Response tokens of each mini-batch over all ranks: rows are dealt out to ranks in equal runs, and each rank
+        cuts its run into mini-batches in order."""
+        per_row = response_mask.sum(-1)
+        rows_per_rank = len(per_row) // dp_size
+        size = max(self.sequences_per_mini_batch // dp_size, 1)
+        by_rank = per_row[: rows_per_rank * dp_size].view(dp_size, rows_per_rank)
+        return [int(chunk.sum()) for chunk in by_rank.split(size, dim=1)]
+
+    def _threshold(self, num_tokens: int) -> Optional[float]:
+        return self.history.threshold() if self.tau is None else fixed_threshold(self.tau, num_tokens)
+
+    def _tau(self, num_tokens: int) -> Optional[float]:
+        """Per-token threshold: as configured, or what the adaptive threshold says under the same noise model."""
+        if self.tau is not None:
+            return self.tau
+        threshold = self.history.threshold()
+        return None if threshold is None else threshold * max(num_tokens, 1) ** 0.5
+
+    def _learn(self, norms: list[float]) -> int:
+        """Feed the step's norms (epochs x mini-batches, in order) to the history; returns how many spiked."""
+        thresholds, num_spikes = self._policy.thresholds, 0
+        for index, norm in enumerate(norms):
+            is_spike = spike_kind(norm, thresholds[index % len(thresholds)], self._policy.kind) is not None
+            self.history.observe(norm, is_spike)
+            num_spikes += is_spike
+        return num_spikes
+
+    def _write(self, raw: dict[str, Any], batch: Any) -> None:
+        self._num_events += 1
+        try:
+            step = raw["step"]
+            event_id = self.store.new_id(step["global_step"], step["epoch"], step["mini_batch"])
+            context = self.settings.evidence.context_tokens
+            event = complete_event(raw, event_id, self.run, batch, self.tokenizer, context)
+            tensors, layout = bundle_tensors(raw, batch)
+            meta = {
+                "schema_version": SCHEMA_VERSION,
+                "actor": self.actor_config,
+                "temperature": raw["temperature"],
+                "on_policy": raw["on_policy"],
+                "layout": layout,
+                "event": event,
+            }
+            sequences = complete_sequences(raw, event_id, batch, self.tokenizer)
+            if layout:
+                event["folder"] = self.store.write_bundle(event_id, tensors, {"meta": meta, "sequences": sequences})
+            self.store.append(event)
+        except Exception:
+            self._num_failures += 1
+            logger.exception("gradloc: writing an event to %s failed; training goes on", self.store.root)
+
+    def _metrics(self, events: list[dict[str, Any]], num_spikes: int) -> dict[str, list[float]]:
+        """Scalars for the trackers, in lists as reduce_metrics expects; mind names that contain 'min' or 'max'."""
+        search = [event["search"] for event in events]
+        return {
+            "gradloc/spikes": [num_spikes],
+            "gradloc/events": [len(events)],
+            "gradloc/culprits": [sum(len(event["culprits"]) for event in events)],
+            "gradloc/explained": [sum(event["certificate"]["verdict"] == "explained" for event in events)],
+            "gradloc/probes": [sum(entry["backwards"] for entry in search)],
+            "gradloc/seconds": [sum(entry["seconds"] for entry in search)],
+            "gradloc/write_failures": [self._num_failures],
+        }

@@ -1,0 +1,80 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Which layer and which kind of module a parameter belongs to, by its name.
+
+FSDP1 without original parameters merges all parameters of a wrapped unit into one flat parameter; what is left of its
+name still tells the layer, and its kind is then ``mixed``.
+"""
+
+import re
+
+import torch
+
+__all__ = ["kind_of", "layer_of", "norms_by"]
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(?:_\w+\.)*(\d+)(?:\.|$)")
+_KINDS = (
+    ("head", ("lm_head", "output_layer", "score")),
+    ("embedding", ("embed", "wte", "wpe")),
+    ("attention", ("attn", "attention")),
+    ("mlp", ("mlp", "feed_forward", "experts")),
+    ("norm", ("norm", "ln_")),
+)
+
+
+def layer_of(name: str) -> str:
+    """``layer N`` for a block's parameter, else its kind.
+
+    >>> layer_of("model.layers.3.mlp.up_proj.weight")
+    'layer 3'
+    >>> layer_of("model.embed_tokens.weight")
+    'embedding'
+    """
+    found = _LAYER.search(name)
+    return f"layer {found.group(1)}" if found else kind_of(name)
+
+
+def kind_of(name: str) -> str:
+    """``embedding``, ``attention``, ``mlp``, ``norm``, ``head``, ``mixed`` (a flat parameter) or ``other``.
+
+    >>> kind_of("model.layers.3.post_attention_layernorm.weight")
+    'norm'
+    """
+    if name.endswith("_flat_param"):
+        return "mixed"
+    leaf = name.rsplit(".", 2)[-2] if name.count(".") else name
+    for kind, marks in _KINDS:
+        if any(mark in leaf for mark in marks):
+            return kind
+    for kind, marks in _KINDS:
+        if any(mark in name for mark in marks):
+            return kind
+    return "other"
+
+
+def norms_by(group, names: list[str], squares: torch.Tensor) -> dict[str, float]:
+    """Add squared norms up by group and take the root.
+
+    Args:
+        group: ``layer_of`` or ``kind_of``.
+        names: parameter names (num_params).
+        squares: squared norms, float64 (num_params,).
+
+    Returns:
+        Norm per group, in the order in which the groups first appear.
+    """
+    sums: dict[str, float] = {}
+    for name, square in zip(names, squares.tolist(), strict=True):
+        sums[group(name)] = sums.get(group(name), 0.0) + square
+    return {key: value**0.5 for key, value in sums.items()}

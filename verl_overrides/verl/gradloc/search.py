@@ -1,0 +1,101 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Localize one spike: propose and verify culprits, then certify. Knows tensors, ranks and a step; no trainer.
+
+Whatever happens in here, the training gradient and the random state are put back bit for bit before returning.
+"""
+
+import time
+from dataclasses import dataclass
+
+from .bisect import SearchResult, bisect
+from .certificate import Certificate, certify
+from .gradients import GradientSpace
+from .probe import Prober, RngState, TrainingStep
+from .ranks import Ranks
+from .trigger import Spike
+
+__all__ = ["Finding", "localize"]
+
+_REHEARSAL_SHARE = 0.5  # on a step that does not spike: open parts that carry half of what their weight predicts
+
+
+@dataclass
+class Finding:
+    """Everything one localization found out; the same on every rank."""
+
+    strategy: str
+    status: str
+    """``found``, ``not_found`` or ``budget_exhausted`` (which may still have found some)."""
+    result: SearchResult
+    certificate: Certificate
+    tau: float
+    num_forwards: int
+    num_backwards: int
+    seconds: float
+
+
+def localize(
+    step: TrainingStep,
+    space: GradientSpace,
+    ranks: Ranks,
+    spike: Spike,
+    clip_scale: float,
+    strategy: str,
+    budget: int,
+    max_culprits: int,
+) -> Finding:
+    """Find and certify the culprits of the gradient that is in ``.grad``.
+
+    Args:
+        step: the step that produced it, ready to be replayed.
+        space: the trainable parameters; ``.grad`` holds ``clip_scale`` times the gradient.
+        ranks: the data-parallel ranks, all of which must call this together.
+        spike: why, and the thresholds.
+        clip_scale: the factor verl's clipping applied; in (0, 1].
+        strategy: one of ``config.STRATEGIES``.
+        budget: largest number of probes of the search.
+        max_culprits: stop after this many.
+    """
+    started = time.perf_counter()
+    device = space.params[0].device
+    rng = RngState(device)
+    saved = space.take()
+    prober = Prober(step, space, ranks)
+    try:
+        tau = spike.tau if spike.tau is not None else _rehearsal_tau(spike, step, ranks)
+        result = bisect(prober, saved, tau, budget, max_culprits)
+        tokens = [culprit.token for culprit in result.culprits]
+        certificate = certify(prober, saved, clip_scale, spike.grad_norm, spike.threshold, tokens)
+    finally:
+        space.put(saved)
+        rng.restore()
+    status = "budget_exhausted" if result.exhausted else "found" if tokens else "not_found"
+    return Finding(
+        strategy=strategy,
+        status=status,
+        result=result,
+        certificate=certificate,
+        tau=tau,
+        num_forwards=prober.num_forwards,
+        num_backwards=prober.num_backwards,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _rehearsal_tau(spike: Spike, step: TrainingStep, ranks: Ranks) -> float:
+    """A per-token threshold for a step that has none: a share of the norm per unit of weight."""
+    local = sum(step.token_weights(i).double().square().sum().item() for i in range(step.num_micro_batches))
+    weight_norm = ranks.sum([local])[0] ** 0.5
+    return _REHEARSAL_SHARE * spike.grad_norm / weight_norm if weight_norm > 0 else 1.0
