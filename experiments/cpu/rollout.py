@@ -84,7 +84,7 @@ class DirectManager:
     def __init__(self, config, worker_group, rm_resource_pool=None):
         self.workers = worker_group.workers
         self.rollout = config.actor_rollout_ref.rollout
-        self.seed = config.get("demo", {}).get("seed", 0)
+        self.seed = config.get("seed", 0)
         self.tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of run_experiment.sh: chooses, checks, says what it will run, runs it."""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from experiments import catalog, launch, target
+from experiments.cpu import environment
+from experiments.errors import ExperimentError, UsageError
+
+EPILOG = """\
+arguments after NAME are Hydra overrides and go to verl as they are:
+  ./run_experiment.sh demo seed=3
+
+variables:
+  VERL_REPO   the verl to run on; else the current folder if it is verl; else what PYTHON imports
+              (the demo: a patched copy that it makes itself)
+  PYTHON      the Python to run with; else python3 (the demo: an environment that it makes itself)
+  RUN_DIR     where results go; else runs/NAME-<time>
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="./run_experiment.sh",
+        description="Runs experiments/NAME.yaml with verl's own trainer.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("name", nargs="?", metavar="NAME", help="the experiment; --list names them")
+    made.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides")
+    made.add_argument("--list", action="store_true", help="the experiments and what each needs")
+    made.add_argument(
+        "--dry-run", action="store_true", help="print what would be run, and run nothing"
+    )
+    made.add_argument(
+        "--verbose", action="store_true", help="the trainer's whole output; demo: not only steps"
+    )
+    return made
+
+
+def main(argv=None) -> int:
+    """Runs the command line; returns the exit code."""
+    args = parser().parse_intermixed_args(argv)
+    if args.list:
+        print(catalog.describe())
+        return 0
+    try:
+        return run(args, os.environ, Path.cwd())
+    except ExperimentError as error:
+        print(f"run_experiment.sh: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
+        return 130
+
+
+def run(args, environ, cwd: Path) -> int:
+    """Prepares one experiment and runs it, or says what it would run."""
+    experiment = choose(args, environ)
+    problem = experiment.problem(environ)
+    if problem:
+        raise ExperimentError(problem)
+    is_demo = experiment.name == catalog.DEMO
+    chosen = target.named(environ, cwd)
+    if chosen is None and not is_demo:
+        chosen = target.imported(sys.executable)
+    python = environ.get("PYTHON") or ("" if is_demo else sys.executable)
+    shown = chosen or target.Target(environment.copy_path(), "a patched copy that the demo makes")
+    say("verl", f"{shown.path} ({shown.origin})")
+    run_dir = results_folder(environ, cwd, experiment.name)
+    if args.dry_run:
+        shown_python = python or str(environment.CACHE / "venv" / "bin" / "python")
+        describe(command(shown_python, experiment.name, args.overrides), run_dir)
+        return 0
+    if chosen is not None:
+        target.check_patched(chosen)
+    if is_demo:
+        python = python or environment.ensure_python(report=progress)
+        chosen = chosen or environment.ensure_patched_copy(report=progress)
+    check_imports(python, experiment)
+    run_dir.mkdir(parents=True)
+    os.environ.update(child_environment(environ, chosen.path, run_dir, is_demo))
+    if is_demo:
+        material = environment.ensure_material(python, report=progress)
+        os.environ["GRADLOC_DEMO_MATERIAL"] = str(material)
+    line = command(python, experiment.name, args.overrides)
+    describe(line, run_dir)
+    code = launch.run(line, run_dir / "console.log", is_brief=is_demo and not args.verbose)
+    if code == 0 and is_demo:
+        from experiments.cpu import verdict
+
+        code = verdict.main([str(run_dir)])
+    say("results", run_dir)
+    return code
+
+
+def choose(args, environ) -> catalog.Experiment:
+    """The experiment named, or the published one when its variables are set."""
+    if args.name is not None and "=" in args.name:
+        raise UsageError(f"{args.name} stands where the experiment's name belongs: name it first.")
+    wrong = [text for text in args.overrides if "=" not in text and not text.startswith("~")]
+    if wrong:
+        raise UsageError(f"{wrong[0]!r} is no override: write key=value.")
+    if args.name is not None:
+        return catalog.load(args.name)
+    published = catalog.load(catalog.PUBLISHED)
+    if any(not environ.get(variable.name) for variable in published.variables):
+        needed = ", ".join(variable.name for variable in published.variables)
+        raise UsageError(
+            f"set {needed} to run the published experiment ({published.name}), "
+            f"or run `./run_experiment.sh {catalog.DEMO}`, which needs nothing."
+        )
+    return published
+
+
+def results_folder(environ, cwd: Path, name: str) -> Path:
+    """A folder that does not exist yet.
+
+    Raises:
+        ExperimentError: if RUN_DIR names one that does.
+    """
+    if environ.get("RUN_DIR"):
+        folder = cwd / Path(environ["RUN_DIR"]).expanduser()
+        if folder.exists():
+            raise ExperimentError(f"RUN_DIR={folder} exists: name a folder that does not.")
+        return folder
+    stem = target.REPO / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, count = stem, 1
+    while folder.exists():
+        count += 1
+        folder = stem.with_name(f"{stem.name}-{count}")
+    return folder
+
+
+def command(python: str, name: str, overrides: list[str]) -> list[str]:
+    """What is run: verl's own entry point with the experiment's config."""
+    fixed = ["--config-dir", str(catalog.CONFIGS), "--config-name", name]
+    return [python, "-m", "verl.trainer.main_ppo", *fixed, *overrides]
+
+
+def child_environment(environ, verl: Path, run_dir: Path, is_demo: bool) -> dict[str, str]:
+    """The variables that the trainer and Ray's workers get beyond the present ones."""
+    modules = ["experiments.metrics_file"]
+    added = {
+        "PYTHONPATH": os.pathsep.join(
+            [str(verl), str(target.REPO), *filter(None, [environ.get("PYTHONPATH")])]
+        ),
+        # Else a verl in the current folder would win over the one chosen (from Python 3.11 on).
+        "PYTHONSAFEPATH": "1",
+        "GRADLOC_RUN_DIR": str(run_dir),
+        "VERL_FILE_LOGGER_PATH": str(run_dir / "metrics.jsonl"),
+    }
+    if is_demo:
+        modules.insert(0, "experiments.cpu.device")
+        # One thread a worker: two workers share two cores, and sums come out the same every time.
+        added.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="-1,-1")
+    present = [m for m in environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m]
+    added["VERL_USE_EXTERNAL_MODULES"] = ",".join([*present, *modules])
+    return added
+
+
+def check_imports(python: str, experiment: catalog.Experiment) -> None:
+    """Refuses a Python that lacks a package which the experiment cannot do without."""
+    needed = experiment.imports or ("torch", "ray", "hydra")
+    code = "import importlib.util as u, sys; print(*[m for m in sys.argv[1:] if not u.find_spec(m)])"
+    try:
+        done = subprocess.run([python, "-c", code, *needed], capture_output=True, text=True)
+    except OSError as error:
+        raise ExperimentError(
+            f"PYTHON={python} cannot be run ({error.strerror}): set it to an interpreter."
+        ) from None
+    if done.stdout.split() or done.returncode:
+        raise ExperimentError(
+            f"{python} lacks {', '.join(done.stdout.split()) or 'a working import system'}, which "
+            f"{experiment.name} needs: install verl's requirements for it, or set PYTHON."
+        )
+
+
+def describe(line: list[str], run_dir: Path) -> None:
+    """Says what is run and where its results go."""
+    say("command", shlex.join(line))
+    say("results", run_dir)
+
+
+def say(word: str, text) -> None:
+    print(f"{word + ':':<9}{text}", flush=True)
+
+
+def progress(text: str) -> None:
+    print(text, flush=True)

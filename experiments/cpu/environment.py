@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes what the demo runs in: a Python environment, and a patched copy of the pinned verl.
+
+Both lie under `.gradloc/` and are kept: a folder is named after, or stamped with, a hash of what it
+was made from, and made again only when that changes. Each is complete or absent, never in between.
+Standard library only.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from experiments.errors import ExperimentError
+from experiments.target import REPO, Target
+
+CACHE = REPO / ".gradloc"
+REQUIREMENTS = REPO / "requirements" / "demo.txt"
+PATCH_SHA256 = REPO / "patches" / "gradloc.patch.sha256"
+# numpy 1.26.4, which verl 0.7.0 needs, has no wheel above; pandas 3.0.6 none below.
+SUPPORTED = ((3, 11), (3, 12))
+
+
+def ensure_python(report=print) -> str:
+    """Returns the interpreter of an environment with the pinned packages, made if need be.
+
+    Raises:
+        ExperimentError: if no supported Python is found or pip cannot install the packages.
+    """
+    folder = CACHE / "venv"
+    python = folder / "bin" / "python"
+    stamp = folder / "requirements.sha256"
+    digest = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
+    if stamp.is_file() and stamp.read_text().strip() == digest and python.exists():
+        return str(python)
+    base = supported_python()
+    report(f"making an environment in {folder} (once: about a minute, 2 GB)")
+    shutil.rmtree(folder, ignore_errors=True)
+    step([base, "-m", "venv", str(folder)], "python -m venv failed: install Python's venv module")
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "-q"]
+    torch = next(line for line in REQUIREMENTS.read_text().splitlines() if line[:7] == "torch==")
+    help_text = "pip could not install the demo's packages: check the connection, then run it again"
+    report(f"  {torch}")
+    step([*pip, torch], help_text)
+    report(f"  the other packages of {REQUIREMENTS.name}")
+    step([*pip, "-r", str(REQUIREMENTS)], help_text)
+    # Written last: an interrupted installation is begun again.
+    stamp.write_text(digest + "\n")
+    return str(python)
+
+
+def supported_python() -> str:
+    """A Python that the pins exist for: the running one, else the first found on PATH."""
+    if sys.version_info[:2] in SUPPORTED:
+        return sys.executable
+    for major, minor in reversed(SUPPORTED):
+        found = shutil.which(f"python{major}.{minor}")
+        if found:
+            return found
+    versions = " or ".join(".".join(map(str, version)) for version in SUPPORTED)
+    raise ExperimentError(
+        f"the demo's pinned packages need Python {versions}, and this is "
+        f"{'.'.join(map(str, sys.version_info[:2]))}: install one of them, or set PYTHON to an "
+        "interpreter that has the packages of requirements/demo.txt."
+    )
+
+
+def copy_path() -> Path:
+    """Where the patched copy for the present patch lies, whether or not it is there yet.
+
+    Raises:
+        ExperimentError: if the patch has no checksum file.
+    """
+    if not PATCH_SHA256.is_file():
+        raise ExperimentError(
+            f"{PATCH_SHA256} is missing, so there is no patch to apply: "
+            f"make it with\n    bash {REPO / 'make_patch.sh'}"
+        )
+    return CACHE / f"verl-{PATCH_SHA256.read_text().split()[0][:12]}"
+
+
+def ensure_patched_copy(report=print) -> Target:
+    """Returns a copy of the pinned verl with the present patch on it, made if need be.
+
+    Raises:
+        ExperimentError: if verl cannot be fetched or the patch does not apply.
+    """
+    target = copy_path()
+    if not target.is_dir():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        report("getting verl 0.7.0 and patching a copy of it")
+        base = step(
+            [sys.executable, "-m", "patchkit.base"], "the pinned verl could not be fetched"
+        ).strip()
+        work = Path(tempfile.mkdtemp(prefix="verl-", dir=CACHE))
+        try:
+            shutil.copytree(base, work, dirs_exist_ok=True)
+            apply = [sys.executable, str(REPO / "apply_patch.py"), "--repo", str(work)]
+            step(apply, "the patch could not be applied to the pinned verl")
+            work.chmod(0o755)
+            if not target.is_dir():
+                work.rename(target)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    return Target(target, "the demo's own patched copy of verl 0.7.0")
+
+
+def ensure_material(python: str, report=print) -> Path:
+    """Returns the folder with the demo's model and data, made if need be."""
+    command = [python, "-m", "experiments.cpu.build", "--cache", str(CACHE)]
+    report("model, tokenizer and data")
+    return Path(step(command, "the demo's model could not be built", show=True).strip())
+
+
+def step(command: list[str], problem: str, show: bool = False) -> str:
+    """Runs one command from the repository's root and returns what it printed.
+
+    Args:
+        command: the arguments.
+        problem: the sentence to say when it fails.
+        show: let its stderr through, for progress.
+
+    Raises:
+        ExperimentError: if it fails; the last thing it said goes with the sentence.
+    """
+    environ = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        command,
+        cwd=REPO,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=None if show else subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        said = (done.stdout + (done.stderr or "")).strip().splitlines()
+        raise ExperimentError(f"{problem}.\n    {said[-1] if said else ' '.join(command)}")
+    return done.stdout

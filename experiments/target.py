@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which verl an experiment runs on, and whether that one is patched.
+
+The order: `VERL_REPO`, else the current folder if it is verl, else the experiment's own
+environment (the demo's patched copy, or what the Python in use imports).
+"""
+
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.errors import ExperimentError
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Target:
+    """A folder that contains `verl/`, and how it was chosen."""
+
+    path: Path
+    origin: str
+
+
+def is_verl(folder: Path) -> bool:
+    """Whether the folder contains the `verl` package with its trainer."""
+    return (folder / "verl" / "trainer" / "main_ppo.py").is_file()
+
+
+def named(environ, cwd: Path) -> Target | None:
+    """The verl that the user points at, or None.
+
+    Raises:
+        ExperimentError: if `VERL_REPO` is set and is no verl.
+    """
+    if environ.get("VERL_REPO"):
+        path = Path(environ["VERL_REPO"]).expanduser()
+        if not is_verl(path):
+            raise ExperimentError(
+                f"VERL_REPO={path} is not verl (no verl/trainer/main_ppo.py in it): "
+                "set it to the folder that contains verl/, or unset it."
+            )
+        return Target(path.resolve(), "VERL_REPO")
+    if is_verl(cwd):
+        return Target(cwd.resolve(), "the current folder")
+    return None
+
+
+def imported(python: str) -> Target:
+    """The verl that a Python imports.
+
+    Raises:
+        ExperimentError: if it imports none.
+    """
+    code = "import importlib.util as u; s = u.find_spec('verl'); print(s.origin if s else '')"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd=REPO)
+    origin = done.stdout.strip()
+    if not origin:
+        raise ExperimentError(
+            f"no verl found: neither VERL_REPO nor the current folder is one, and {python} imports "
+            "none; set VERL_REPO to a checkout that apply_patch.py has patched."
+        )
+    return Target(Path(origin).parent.parent, f"what {python} imports")
+
+
+def check_patched(target: Target) -> None:
+    """Refuses a verl that the patch is not on, with the command that puts it there.
+
+    Raises:
+        ExperimentError: if `apply_patch.py --status` does not say APPLIED.
+    """
+    command = [sys.executable, str(REPO / "apply_patch.py"), "--repo", str(target.path)]
+    done = subprocess.run([*command, "--status"], capture_output=True, text=True, check=False)
+    if "APPLIED" in done.stdout.split():
+        return
+    said = (done.stdout + done.stderr).strip().splitlines()
+    raise ExperimentError(
+        f"{target.path} is not patched ({said[-1] if said else 'no status'}): "
+        f"patch it with\n    {shlex.join(command)}"
+    )
