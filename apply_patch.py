@@ -1,0 +1,13 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Puts GradLoc on a verl checkout, or takes it off: ``python apply_patch.py --repo VERL``."""
+
+import sys
+
+if sys.version_info < (3, 10):  # noqa: UP036 - this is what says so
+    sys.exit("apply_patch.py needs Python 3.10 or newer; this is " + sys.version.split()[0])
+
+from patchkit.cli import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main())
