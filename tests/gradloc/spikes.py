@@ -23,7 +23,9 @@ def address(event: dict[str, Any]) -> set[tuple[int, int]]:
     return {(culprit["row"], culprit["positions"][0]) for culprit in event["culprits"]}
 
 
-def localize_planted(plants: list[tuple[int, int, float]], overrides: list[str], dump_dir: str) -> dict[str, Any]:
+def localize_planted(
+    plants: list[tuple[int, int, float]], overrides: list[str], dump_dir: str
+) -> dict[str, Any]:
     """Plant, run one update, and report event and oracle side by side (the oracle on rank 0)."""
     batch = make_batch()
     for row, position, advantage in plants:
@@ -39,16 +41,93 @@ def localize_planted(plants: list[tuple[int, int, float]], overrides: list[str],
     culprits = []
     if event is not None:
         for culprit in event["culprits"]:
-            key = (culprit["rank"], culprit["micro_batch"], culprit["micro_batch_row"], culprit["positions"][0])
+            key = (
+                culprit["rank"],
+                culprit["micro_batch"],
+                culprit["micro_batch_row"],
+                culprit["positions"][0],
+            )
             culprits.append(oracle[key])
     without = total - sum(culprits) if culprits else total
     return {
         "event": event,
         "metrics": out["metrics"],
-        "planted": sorted((row, position % int(batch.batch["response_mask"][row].sum())) for row, position, _ in plants),
+        "planted": sorted(
+            (row, position % int(batch.batch["response_mask"][row].sum()))
+            for row, position, _ in plants
+        ),
         "oracle_norm": float(total.norm()),
         "oracle_norm_without": float(without.norm()),
         "oracle_shares": [float(g @ total / (total @ total)) for g in culprits],
         "oracle_culprit_norms": [float(g.norm()) for g in culprits],
         "largest_norms": sorted(norms.values(), reverse=True)[:4],
+    }
+
+
+def explain_kl_spike(dump_dir: str, overrides: list[str]) -> dict[str, Any]:
+    """No advantage is touched: the reference policy all but excludes one token, and the KL term blows up there."""
+    batch = make_batch()
+    row, position = 9, 4
+    batch.batch["ref_log_prob"][row, position] = -60.0
+    trainer = make_trainer(ON + KL + overrides, dump_dir)
+    oracle = token_gradients(trainer, make_model(), batch) if dist.get_rank() == 0 else {}
+    out = trainer.update(batch)
+    norms = {key: float(value.norm()) for key, value in oracle.items()}
+    return {
+        "event": out["events"][0] if out["events"] else None,
+        "planted": (row, position),
+        "oracle_largest": max(norms, key=norms.get) if norms else None,
+        "oracle_norm": max(norms.values(), default=0.0),
+    }
+
+
+KL = [
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "actor_rollout_ref.actor.kl_loss_coef=10.0",
+    "actor_rollout_ref.actor.kl_loss_type=k2",
+]
+
+
+def train(
+    overrides: list[str], dump_dir: str, num_steps: int, dropout: float = 0.0, spike_at: int = 0
+) -> dict:
+    """Real updates; returns what training leaves behind. ``spike_at`` plants a spike at that step."""
+    trainer = make_trainer(overrides, dump_dir, dropout=dropout)
+    norms, events = [], []
+    for step in range(1, num_steps + 1):
+        batch = make_batch(seed=step)
+        if step == spike_at:
+            plant(batch, 6, 2, 1e4)
+        out = trainer.update(batch)
+        norms.append(out["metrics"]["actor/grad_norm"])
+        events += out["events"]
+    return {
+        "weights": trainer.weights_hash(),
+        "rng": torch.get_rng_state().numpy().tobytes(),
+        "norms": norms,
+        "events": len(events),
+        "metrics": out["metrics"],
+    }
+
+
+def update_batch(kind: str, overrides: list[str], dump_dir: str) -> dict[str, Any]:
+    """One update on a batch that has no single culprit or no finite gradient, and one healthy update after it."""
+    batch = make_batch()
+    if kind == "spread":
+        batch.batch["advantages"] *= 300
+    elif kind == "sequence":
+        batch.batch["advantages"][3] *= 3000
+    elif kind == "nan":
+        plant(batch, 10, 3, float("nan"))
+    elif kind == "inf":
+        plant(batch, 1, 0, float("inf"))
+    elif kind == "spike":
+        plant(batch, 5, 3, 1e4)
+    trainer = make_trainer(overrides, dump_dir)
+    out = trainer.update(batch)
+    after = trainer.update(make_batch(seed=1))
+    return {
+        "event": out["events"][0] if out["events"] else None,
+        "metrics": out["metrics"],
+        "next_norm": after["metrics"]["actor/grad_norm"][0][0],
     }

@@ -77,7 +77,11 @@ class World:
 def _serve(rank: int, size: int, port: int, verl_tree: str, pipe) -> None:
     sys.path[:0] = [verl_tree, str(REPO)]
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank)
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
     )
     import torch
 
@@ -90,6 +94,8 @@ def _serve(rank: int, size: int, port: int, verl_tree: str, pipe) -> None:
             return
         module, name = function.rsplit(".", 1)
         try:
-            pipe.send((True, getattr(importlib.import_module(f"tests.gradloc.{module}"), name)(**kwargs)))
+            pipe.send(
+                (True, getattr(importlib.import_module(f"tests.gradloc.{module}"), name)(**kwargs))
+            )
         except BaseException:
             pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read what a run wrote, and hold it against the published schemas."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+SCHEMAS = Path(__file__).resolve().parents[2] / "schema"
+
+
+def read_events(dump_dir: str) -> list[dict[str, Any]]:
+    """All events of a folder, each validated, with the documents of its folder."""
+    root = Path(dump_dir)
+    events = [json.loads(line) for line in (root / "events.jsonl").read_text().splitlines()]
+    for event in events:
+        validate("event", event)
+        if event["folder"] is not None:
+            folder = root / event["folder"]
+            validate("bundle", json.loads((folder / "meta.json").read_text()))
+            validate("sequences", json.loads((folder / "sequences.json").read_text()))
+            assert (folder / "batch.safetensors").stat().st_size > 0
+    return events
+
+
+def validate(name: str, document: dict[str, Any]) -> None:
+    """Raise when a document does not follow its published schema."""
+    jsonschema.validate(document, json.loads((SCHEMAS / f"{name}.v1.schema.json").read_text()))

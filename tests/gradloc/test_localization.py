@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planted culprits are found, nothing else is named, and the numbers are the oracle's."""
+
+import pytest
+
+from tests.gradloc.events import read_events
+
+TAU = ["actor_rollout_ref.actor.grad_norm_threshold=640"]
+
+# rows 0-7 are rank 0's and 8-15 rank 1's; micro-batches hold two rows each
+PLACES = {
+    "rank 0, first micro-batch, first token": [(0, 0, 1e4)],
+    "rank 0, last micro-batch, last token": [(7, -1, 1e4)],
+    "rank 1, first micro-batch, last token": [(9, -1, 1e4)],
+    "rank 1, last micro-batch, first token": [(14, 0, 1e4)],
+    "rank 1, a token in the middle": [(11, 5, -1e4)],
+    "two culprits on two ranks, one micro-batch": [(2, 3, 1e4), (11, 5, 8e3)],
+    "two culprits on two ranks, two micro-batches": [(1, 2, 1e4), (15, 6, -9e3)],
+    "two culprits in one sequence": [(4, 0, 1e4), (4, 5, 1e4)],
+}
+
+
+@pytest.mark.parametrize("plants", PLACES.values(), ids=PLACES.keys())
+def test_planted_culprits_and_nothing_else_are_named(world, dump_dir, plants):
+    found, other = world.run(
+        "spikes.localize_planted", plants=plants, overrides=TAU, dump_dir=dump_dir
+    )
+    (event,) = read_events(dump_dir)
+    named = {(culprit["row"], culprit["positions"][0]) for culprit in event["culprits"]}
+    assert sorted(named) == found["planted"]
+    assert event["search"]["status"] == "found"
+    for culprit, share, norm in zip(
+        event["culprits"], found["oracle_shares"], found["oracle_culprit_norms"], strict=True
+    ):
+        assert culprit["grad_norm"] == pytest.approx(norm, rel=1e-3)
+        assert culprit["share"] == pytest.approx(share, abs=1e-3)
+        assert culprit["cause"]["label"] == "extreme_advantage"
+    certificate = event["certificate"]
+    assert certificate["verdict"] == "explained"
+    assert certificate["norm_before"] == pytest.approx(found["oracle_norm"], rel=1e-4)
+    difference = abs(certificate["norm_after"] - found["oracle_norm_without"])
+    # the oracle is itself in float32: allow its own rounding beside the stated bound
+    assert difference <= certificate["error_bound"] + 1e-5 * found["oracle_norm"]
+    assert other["event"] is not None, "every rank builds the same event"
+
+
+def test_a_spike_that_nobody_edited_into_the_advantages_is_found_and_its_term_named(
+    world, dump_dir
+):
+    tau = ["actor_rollout_ref.actor.grad_norm_threshold=200"]
+    found, _ = world.run("spikes.explain_kl_spike", dump_dir=dump_dir, overrides=tau)
+    (event,) = read_events(dump_dir)
+    (culprit,) = event["culprits"]
+    oracle = found["oracle_largest"]
+    place = (
+        culprit["rank"],
+        culprit["micro_batch"],
+        culprit["micro_batch_row"],
+        culprit["positions"][0],
+    )
+    assert place == tuple(oracle)
+    assert (culprit["row"], culprit["positions"][0]) == found["planted"]
+    assert culprit["grad_norm"] == pytest.approx(found["oracle_norm"], rel=1e-3)
+    assert culprit["cause"]["label"] == "kl_term"
+    assert event["certificate"]["verdict"] == "explained"
+
+
+@pytest.mark.parametrize("kind", ["spread", "sequence"])
+def test_a_spike_without_a_single_culprit_is_an_event_that_says_how_far_the_search_got(
+    world, dump_dir, kind
+):
+    tau = ["actor_rollout_ref.actor.grad_norm_threshold=" + ("100" if kind == "spread" else "4000")]
+    found, _ = world.run("spikes.update_batch", kind=kind, overrides=ON + tau, dump_dir=dump_dir)
+    (event,) = read_events(dump_dir)
+    assert event["search"]["path"], "the way it went is recorded"
+    assert event["search"]["stop_reason"]
+    assert event["certificate"]["verdict"] != "explained" or event["culprits"]
+    assert found["next_norm"] > 0, "training goes on"
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_a_gradient_that_is_not_finite_is_traced_and_training_goes_on(world, dump_dir, kind):
+    found, _ = world.run("spikes.update_batch", kind=kind, overrides=ON + TAU, dump_dir=dump_dir)
+    (event,) = read_events(dump_dir)
+    assert event["trigger"]["kind"] == "non_finite"
+    (culprit,) = event["culprits"]
+    assert (culprit["row"], culprit["positions"]) == {"nan": (10, [3]), "inf": (1, [0])}[kind]
+    assert culprit["cause"]["label"] == "non_finite"
+    assert event["certificate"]["verdict"] == "explained"
+    assert found["next_norm"] == pytest.approx(found["next_norm"]), "the next norm is a number"
+
+
+def test_an_exhausted_budget_leaves_an_event_that_says_so(world, dump_dir):
+    budget = ["actor_rollout_ref.actor.bisect_budget_steps=7"]
+    found, _ = world.run(
+        "spikes.update_batch", kind="spike", overrides=ON + TAU + budget, dump_dir=dump_dir
+    )
+    (event,) = read_events(dump_dir)
+    assert event["search"]["status"] == "budget_exhausted"
+    assert event["search"]["stop_reason"] == "the budget of 7 probes was used up"
+    assert event["culprits"] == []
+    assert event["certificate"]["verdict"] == "not_explained"
+    assert found["next_norm"] > 0
+
+
+def test_a_rehearsal_localizes_on_a_healthy_step(world, dump_dir):
+    force = ["actor_rollout_ref.actor.gradloc.trigger.force_step=1"]
+    world.run("spikes.update_batch", kind="healthy", overrides=ON + TAU + force, dump_dir=dump_dir)
+    (event,) = read_events(dump_dir)
+    assert event["trigger"]["kind"] == "forced"
+    assert event["trigger"]["threshold"] is None
+    assert event["certificate"]["verdict"] == "undecided"
+    assert event["search"]["path"]
+
+
+def test_the_verdict_does_not_depend_on_how_tokens_are_dealt_out(world, single, dump_dir):
+    """The same batch on one or two ranks, in micro-batches of 1 to 8 rows: the same culprits."""
+    answers = set()
+    for name, ranks, rows in [("a", world, 1), ("b", world, 4), ("c", single, 2), ("d", single, 8)]:
+        size = [f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={rows}"]
+        mean = [
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"
+        ]  # same weights everywhere
+        where = f"{dump_dir}-{name}"
+        ranks.run(
+            "spikes.update_batch", kind="spike", overrides=ON + TAU + size + mean, dump_dir=where
+        )
+        (event,) = read_events(where)
+        named = tuple(sorted((c["row"], c["positions"][0]) for c in event["culprits"]))
+        answers.add((named, event["certificate"]["verdict"]))
+    assert answers == {(((5, 3),), "explained")}
+
+
+ON = ["actor_rollout_ref.actor.spike_detection=True"]
