@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's real actor around a tiny model, and the driver's part of one trainer step, without Ray.
 
-Everything below the worker class is the real thing: DataParallelPPOActor, FSDP, the config composed from verl's own
-yaml, the batch dealt out to ranks as verl's dispatch does. Runs inside a rank of :mod:`world`.
+Everything below the worker class is the real thing: DataParallelPPOActor, FSDP, the config composed
+from verl's own yaml, the batch dealt out to ranks as verl's dispatch does. Runs inside a rank of
+:mod:`world`.
 """
 
 import copy
@@ -26,7 +27,7 @@ class Trainer:
     step: int = 0
 
     def update(self, batch: Any) -> dict[str, Any]:
-        """One trainer step on the whole batch: policy, dispatch, update, events. Returns metrics and events."""
+        """One trainer step on the whole batch; returns its metrics and events."""
         self.step += 1
         if self.driver is not None:
             self.driver.stamp(batch)
@@ -92,7 +93,7 @@ def make_model(seed: int = 0, dropout: float = 0.0) -> torch.nn.Module:
 
 
 def make_config(overrides: list[str], dump_dir: str) -> Any:
-    """verl's ppo_trainer config, composed by Hydra, with the worker's own normalisation of sizes applied."""
+    """verl's ppo_trainer config, composed by Hydra."""
     from importlib.util import find_spec
     from pathlib import Path
 
@@ -176,7 +177,7 @@ def shard(module: torch.nn.Module, actor_config: Any, model_config: Any) -> torc
 
 
 def make_batch(num_rows: int = 16, seed: int = 0, noise: float = 0.3) -> Any:
-    """A batch as the trainer has it after advantages: ragged responses, pairs of rows share a uid."""
+    """A batch as after the advantages: ragged responses, pairs of rows share a uid."""
     import numpy as np
     from verl import DataProto
 

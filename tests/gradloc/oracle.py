@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slow obvious way: every token's gradient by its own backward, on an unsharded copy of the model.
+"""The slow obvious way: every token's gradient by its own backward, on an unsharded model.
 
-Shares no code with the probes. The loss is verl's; its derivatives by each log-prob and entropy are taken on leaves,
-then every token gets a backward of its own through the plain model.
+Shares no code with the probes. The loss is verl's; its derivatives by each log-prob and entropy are
+taken on leaves, then every token gets a backward of its own through the plain model.
 """
 
 import copy
@@ -23,7 +23,7 @@ def token_gradients(
         batch: the whole batch as dispatched.
 
     Returns:
-        (rank, micro_batch, row in it, position) -> flat gradient (num_params,), already averaged over ranks.
+        (rank, micro_batch, row in it, position) -> flat gradient, averaged over ranks.
     """
     from verl.workers.actor.dp_actor import DataParallelPPOActor
 

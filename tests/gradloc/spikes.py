@@ -65,7 +65,7 @@ def localize_planted(
 
 
 def explain_kl_spike(dump_dir: str, overrides: list[str]) -> dict[str, Any]:
-    """No advantage is touched: the reference policy all but excludes one token, and the KL term blows up there."""
+    """No advantage is touched: the reference policy excludes one token; its KL term blows up."""
     batch = make_batch()
     row, position = 9, 4
     batch.batch["ref_log_prob"][row, position] = -60.0
@@ -91,7 +91,7 @@ KL = [
 def train(
     overrides: list[str], dump_dir: str, num_steps: int, dropout: float = 0.0, spike_at: int = 0
 ) -> dict:
-    """Real updates; returns what training leaves behind. ``spike_at`` plants a spike at that step."""
+    """Real updates; returns what they leave behind. ``spike_at`` plants a spike at that step."""
     trainer = make_trainer(overrides, dump_dir, dropout=dropout)
     norms, events = [], []
     for step in range(1, num_steps + 1):
@@ -111,7 +111,7 @@ def train(
 
 
 def update_batch(kind: str, overrides: list[str], dump_dir: str) -> dict[str, Any]:
-    """One update on a batch that has no single culprit or no finite gradient, and one healthy update after it."""
+    """One update on a batch of the given kind, and a healthy one after it."""
     batch = make_batch()
     if kind == "spread":
         batch.batch["advantages"] *= 300

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Off is unpatched verl, and observing is not looking: weights, optimizer and random state, bit for bit."""
+"""Off is unpatched verl, observing is not looking: weights, optimizer and random state, bitwise."""
 
 import pytest
 

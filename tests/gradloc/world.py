@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A few gloo processes that stay up and run scenario functions together.
 
-Importing torch and verl costs seconds, an update of the tiny actor a fraction of one. So the processes of a world are
-started once per test session; each test names a function, every rank calls it, and the results come back by rank.
+Importing torch and verl costs seconds, an update of the tiny actor a fraction of one. So the
+processes of a world are started once per test session; each test names a function, every rank calls
+it, and the results come back by rank.
 """
 
 import importlib
@@ -51,7 +52,7 @@ class World:
             Each rank's return value.
 
         Raises:
-            RankError: with the traceback of the ranks that raised, or when a rank does not answer in time.
+            RankError: with the tracebacks, or when a rank does not answer in time.
         """
         for pipe in self._pipes:
             pipe.send((function, kwargs))
