@@ -11,3 +11,6 @@ VERSION = "0.1.0"
 
 BASE_COMMIT = "f9c855f7cf04d603c9546bc01776c74806a879c1"
 """The verl commit that the patch is made for: tag v0.7.0."""
+
+BASE_VERSIONS = ("0.7.0", "0.7.0.dev")
+"""What ``verl/version/version`` says in the released package, and at that commit."""

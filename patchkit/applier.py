@@ -168,21 +168,14 @@ class Applier:
             commit=self.library.manifest.base_commit[:12],
             files=[stranger.as_json() for stranger in listed],
             diff=[f"{stranger.path}: {stranger.why}" for stranger in listed],
-            forced=self.force,
+            is_clone=self.checkout.git_dir is not None,
+            unforced=" --force never overwrites such files." if self.force else "",
         )
 
     def _partial(self, found: Survey) -> dict[str, Any]:
-        based = [
-            path
-            for path, content in found.found.items()
-            if (digest := found.base[path]) is None
-            and content.content is None
-            or digest is not None
-            and digest.admits(content.content or b"")
-        ]
+        based = [path for path in found.found if found.is_base(path)]
         return {
             "target": self.checkout.root,
-            "path": based[0] if based else next(iter(found.found)),
             "found": f"{len(found.found) - len(based)} of {len(found.found)} files patched",
             "diff": [f"not patched: {path}" for path in based],
         }

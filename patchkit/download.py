@@ -56,7 +56,9 @@ def fetch(
                 break
             except (OSError, HTTPError, _Transient) as error:
                 if attempt == ATTEMPTS or time.monotonic() > ends:
-                    raise DownloadError("net-failed", url=url, found=_reason(error)) from error
+                    raise DownloadError(
+                        "net-failed", url=url, attempts=attempt, found=_reason(error)
+                    ) from error
                 wait_s = getattr(error, "wait_s", None) or float(attempt)
                 sleep(min(wait_s, max(0.0, ends - time.monotonic())))
     if size is not None and len(data) != size:

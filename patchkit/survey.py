@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from patchkit import BASE_VERSIONS
 from patchkit.checkout import Checkout
 from patchkit.digest import Digest
 from patchkit.manifest import Edition, FileChange
@@ -45,14 +46,23 @@ class Survey:
     """The base's digest of each path; None for a file that an edition adds."""
     strangers: tuple[str, ...]
     """Paths whose content is in no edition and not the base's."""
-    only_leftovers: bool
-    """PARTIAL, but every file of verl's own is the base's: only files that we added are there."""
+
+    def is_base(self, path: str) -> bool:
+        """True if ``path`` holds what the base has there."""
+        return _is(self.found[path], self.base[path])
+
+    @property
+    def only_leftovers(self) -> bool:
+        """PARTIAL, but verl's own files are the base's: only files that we add are there."""
+        return self.state is State.PARTIAL and all(
+            self.is_base(path) for path, before in self.base.items() if before is not None
+        )
 
 
 def survey(checkout: Checkout, editions: tuple[Edition, ...], base_commit: str) -> Survey:
     """Returns what the checkout holds, measured against ``editions`` (the current one first)."""
     changes = [file for edition in editions for file in edition.files]
-    base = {file.path: file.before for file in changes}
+    base = {file.path: file.before for file in reversed(changes)}
     found = {path: read_plain(checkout.root, path) for path in sorted(base)}
     known: dict[str, list[Digest | None]] = {path: [before] for path, before in base.items()}
     for file in changes:
@@ -62,12 +72,12 @@ def survey(checkout: Checkout, editions: tuple[Edition, ...], base_commit: str) 
     )
     state, edition = _judge(found, base, editions)
     if strangers:
-        elsewhere = checkout.head is not None and checkout.head != base_commit
+        if checkout.head is not None:
+            elsewhere = checkout.head != base_commit
+        else:
+            elsewhere = checkout.version not in BASE_VERSIONS
         state = State.WRONG_BASE if elsewhere else State.DRIFTED
-    only_leftovers = state is State.PARTIAL and all(
-        _is(found[path], before) for path, before in base.items() if before is not None
-    )
-    return Survey(state, edition, found, base, strangers, only_leftovers)
+    return Survey(state, edition, found, base, strangers)
 
 
 def _judge(
@@ -120,12 +130,11 @@ def read_plain(root: Path, path: str) -> Found:
             return Found(None, _kind((root / path).lstat().st_mode, error.strerror))
         except OSError:
             return Found(None, error.strerror)
+    info = os.fstat(handle)
+    if not stat.S_ISREG(info.st_mode) or info.st_size > MAX_FILE_BYTES:
+        os.close(handle)
+        return Found(None, _kind(info.st_mode, f"a file of {info.st_size} bytes"))
     with os.fdopen(handle, "rb") as stream:
-        info = os.fstat(handle)
-        if not stat.S_ISREG(info.st_mode):
-            return Found(None, _kind(info.st_mode))
-        if info.st_size > MAX_FILE_BYTES:
-            return Found(None, f"a file of {info.st_size} bytes")
         return Found(stream.read())
 
 

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkout is, and what each command does in each state.
+
+Rows of the bad-input table: 58 to 66. python -m pytest tests/patchkit/test_states.py
+"""
+
+import json
+import os
+
+import pytest
+
+from patchkit.compose import compose_patch
+from tests.patchkit import world
+from tests.patchkit.world import ACTOR, BASE, DEEP, NEW, OLDER, RESULT, TRAINER
+
+
+def test_apply_brings_the_result_and_reverse_the_base(apply, tree):
+    assert apply("--repo", tree).code == 0
+    assert world.files_of(tree) == RESULT
+    assert apply("--repo", tree, "--reverse").code == 0
+    assert world.files_of(tree) == BASE
+
+
+def test_reverse_leaves_an_archive_exactly_as_it_was(apply, tree):
+    before = {path: seen for path, seen in world.picture(tree).items() if path not in RESULT}
+    names = set(world.picture(tree))
+    apply(tree)
+    apply(tree, "--reverse")
+    after = world.picture(tree)
+    assert set(after) == names
+    assert {path: after[path] for path in before} == before
+
+
+def test_reverse_removes_the_bytecode_of_the_modules_it_removes(apply, tree):
+    apply(tree)
+    cache = tree / "verl/gradloc/__pycache__"
+    cache.mkdir()
+    (cache / "hook.cpython-311.pyc").write_bytes(b"code")
+    apply(tree, "--reverse")
+    assert not (tree / "verl/gradloc").exists()
+
+
+def test_reverse_keeps_a_file_of_the_users_in_our_folder(apply, tree):
+    apply(tree)
+    (tree / "verl/gradloc/mine.py").write_text("mine = 1\n")
+    assert apply(tree, "--reverse").code == 0
+    assert world.files_of(tree) == BASE | {"verl/gradloc/mine.py": "mine = 1\n"}
+
+
+def test_row_63_already_applied_changes_no_mtime(apply, tree):
+    apply("--repo", tree)
+    before = world.picture(tree)
+    second = apply("--repo", tree)
+    assert second.code == 0 and "already applied" in second.out
+    assert world.picture(tree) == before
+
+
+def test_reverse_of_a_pristine_tree_changes_nothing(apply, tree):
+    before = world.picture(tree)
+    assert apply(tree, "--reverse").code == 0
+    assert world.picture(tree) == before
+
+
+@pytest.mark.parametrize("mode", ["--check", "--status"])
+@pytest.mark.parametrize("applied", [False, True])
+def test_check_and_status_change_nothing(apply, tree, mode, applied):
+    if applied:
+        apply(tree)
+    before = world.picture(tree)
+    assert apply(tree, mode).code == 0
+    assert world.picture(tree) == before
+
+
+@pytest.mark.parametrize(
+    ("files", "state", "code"),
+    [
+        (BASE, "PRISTINE", 0),
+        (RESULT, "APPLIED", 0),
+        (OLDER, "OTHER_VERSION", 0),
+        (BASE | {ACTOR: RESULT[ACTOR]}, "PARTIAL", 1),
+        (BASE | {ACTOR: BASE[ACTOR] + "mine\n"}, "DRIFTED", 1),
+        (BASE | {ACTOR: "another\n", "verl/version/version": "0.6.1\n"}, "WRONG_BASE", 1),
+        ({path: text for path, text in BASE.items() if path != ACTOR}, "NOT_VERL", 1),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_each_state_has_its_name_and_exit_code(apply, tmp_path, files, state, code):
+    root = world.write_tree(tmp_path / "t", files)
+    outcome = apply(root, "--status")
+    assert outcome.code == code
+    assert (outcome.out + outcome.err).removeprefix("refused: ").startswith(state)
+    if state != "NOT_VERL":
+        assert apply(root, "--status", "--quiet").out == state + "\n"
+        assert json.loads(apply(root, "--status", "--json").out)["state"] == state
+
+
+DRIFTS = {
+    "58-base-drift-offset": ({ACTOR: "#\n" * 40 + BASE[ACTOR]}, "hunk 1 does not fit at line 8"),
+    "59-base-wrong-place": (
+        {ACTOR: "def other():\n" + BASE[ACTOR] + BASE[ACTOR]},
+        "does not fit",
+    ),
+    "60-base-dirty-elsewhere": ({ACTOR: BASE[ACTOR] + "mine()\n"}, "not where the patch edits it"),
+    "61-base-crlf-checkout": (
+        {path: BASE[path].replace("\n", "\r\n") for path in (ACTOR, TRAINER)},
+        "CRLF",
+    ),
+    "66-new-file-exists-different": ({NEW: "mine = True\n"}, "stand where the patch adds its own"),
+    "67-parent-blocked": ({"verl/gradloc": "a file\n"}, "verl/gradloc is a plain file"),
+}
+
+
+@pytest.mark.parametrize("row", DRIFTS)
+@pytest.mark.parametrize("options", [(), ("--check",), ("--force",), ("--reverse", "--force")])
+def test_a_file_of_unknown_content_is_never_overwritten(apply, tmp_path, row, options):
+    edits, said = DRIFTS[row]
+    root = world.write_tree(tmp_path / "t", BASE | edits)
+    before = world.picture(root)
+    outcome = apply("--repo", root, *options)
+    assert outcome.code == 1
+    assert "DRIFTED" in outcome.err and said in outcome.err
+    assert next(iter(edits)).removesuffix("/x") in outcome.err
+    assert "next:" in outcome.err
+    assert ("--force never overwrites" in outcome.err) == ("--force" in options)
+    assert world.picture(root) == before
+
+
+def _replaced(kind: str, place) -> None:
+    place.unlink()
+    if kind == "became-a-folder":
+        place.mkdir()
+        (place / "x").write_text("x\n")
+    elif kind == "is-a-link":
+        place.symlink_to("/etc/passwd")
+    elif kind == "is-a-link-to-the-right-content":
+        (place.parent / "elsewhere.py").write_text(BASE[TRAINER])
+        place.symlink_to("elsewhere.py")
+    elif kind == "is-a-pipe":
+        os.mkfifo(place)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["missing", "became-a-folder", "is-a-link", "is-a-link-to-the-right-content", "is-a-pipe"],
+)
+def test_row_62_a_base_file_that_is_no_plain_file_is_refused(apply, tree, kind):
+    _replaced(kind, tree / TRAINER)
+    before = world.files_of(tree) if kind == "is-a-pipe" else world.picture(tree)
+    outcome = apply(tree)
+    assert outcome.code == 1 and TRAINER in outcome.err
+    assert (world.files_of(tree) if kind == "is-a-pipe" else world.picture(tree)) == before
+
+
+def test_a_linked_folder_is_never_written_through(apply, tree, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tree / "verl/gradloc").symlink_to(outside)
+    outcome = apply(tree)
+    assert outcome.code == 1 and "symbolic link" in outcome.err
+    assert not any(outside.iterdir())
+
+
+def test_row_64_a_half_patched_tree_is_refused_and_force_finishes_or_undoes_it(apply, tmp_path):
+    for options, wanted in ((("--force",), RESULT), (("--reverse", "--force"), BASE)):
+        root = world.write_tree(tmp_path / options[0] / str(len(options)), BASE)
+        world.write_tree(root, {ACTOR: RESULT[ACTOR]})
+        before = world.picture(root)
+        refused = apply(root)
+        assert refused.code == 1 and "PARTIAL" in refused.err
+        assert "--force" in refused.err and "--reverse" in refused.err
+        assert TRAINER in refused.err
+        assert world.picture(root) == before
+        forced = apply(root, *options)
+        assert forced.code == 0 and "--force skipped the check" in forced.out
+        assert world.files_of(root) == wanted
+
+
+def test_row_65_an_older_version_is_upgraded_in_one_step(apply, tmp_path):
+    root = world.write_tree(tmp_path / "t", OLDER)
+    outcome = apply(root)
+    assert outcome.code == 0 and "upgraded from 0.0.9" in outcome.out
+    assert world.files_of(root) == RESULT
+
+
+def test_an_older_version_is_reversed_to_the_base(apply, tmp_path):
+    root = world.write_tree(tmp_path / "t", OLDER)
+    assert apply(root, "--reverse").code == 0
+    assert world.files_of(root) == BASE
+
+
+def test_an_older_version_can_be_asked_for_by_name(apply, tree):
+    apply(tree)
+    assert apply(tree, "--patch-version", "0.0.9").code == 0
+    assert world.files_of(tree) == OLDER
+    unknown = apply(tree, "--patch-version", "9.9")
+    assert unknown.code == 2 and "0.0.9" in unknown.err
+
+
+def test_row_66_a_new_file_with_the_right_content_is_part_of_the_state(apply, tree):
+    world.write_tree(tree, {NEW: RESULT[NEW]})
+    assert apply(tree).code == 0
+    assert world.files_of(tree) == RESULT
+
+
+def test_after_git_checkout_the_new_files_left_behind_do_no_harm(apply, clone):
+    apply(clone)
+    world.git(clone, "checkout", "--", ".")
+    assert apply(clone, "--status", "--quiet").out == "PARTIAL\n"
+    assert apply(clone, "--reverse").code == 0
+    assert world.files_of(clone) == BASE
+
+
+def test_a_development_build_is_known_by_the_copy_it_left(capsys, apply, tree, tmp_path):
+    built = BASE | {ACTOR: BASE[ACTOR] + "trial()\n", "verl/gradloc/trial.py": "trial = 1\n"}
+    world.run(capsys, world.make_patches(tmp_path / "trial", built), tree)
+    assert world.files_of(tree) == built
+    assert apply(tree, "--status", "--quiet").out == "OTHER_VERSION\n"
+    assert apply(tree).code == 0
+    assert world.files_of(tree) == RESULT
+    assert not (tree / "verl/gradloc/trial.py").exists()
+
+
+def test_a_damaged_copy_in_the_state_folder_is_of_no_use_and_does_no_harm(apply, tree):
+    apply(tree)
+    (tree / ".gradloc-patch/applied.patch").write_bytes(b"diff --git a/../x b/../x\n")
+    assert "is no use" in apply(tree, "--status").out
+    assert apply(tree, "--reverse").code == 0
+    assert world.files_of(tree) == BASE
+
+
+def test_a_file_without_a_final_newline_can_be_given_one_and_loses_it_again(capsys, tmp_path):
+    base = BASE | {"verl/config.yaml": world.numbered("key", 9) + "last: 1"}
+    result = base | {"verl/config.yaml": base["verl/config.yaml"] + "\nours: 2\n"}
+    patches = world.make_patches(tmp_path / "w", result, base)
+    root = world.write_tree(tmp_path / "t", base)
+    assert world.run(capsys, patches, root).code == 0
+    assert world.files_of(root) == result
+    assert world.run(capsys, patches, root, "--reverse").code == 0
+    assert world.files_of(root) == base
+
+
+def test_permissions_of_a_replaced_file_stay(apply, tree):
+    (tree / ACTOR).chmod(0o640)
+    apply(tree)
+    assert (tree / ACTOR).stat().st_mode & 0o777 == 0o640
+    apply(tree, "--reverse")
+    assert (tree / ACTOR).stat().st_mode & 0o777 == 0o640
+
+
+def test_a_foreign_patch_with_full_ids_is_applied_by_its_digest(apply, tree, tmp_path):
+    other = BASE | {ACTOR: BASE[ACTOR].replace("line 30\n", "line thirty\n"), DEEP: "deep = 1\n"}
+    file = tmp_path / "other.patch"
+    file.write_bytes(compose_patch(world.sources(BASE, other)))
+    digest = world.hashlib.sha256(file.read_bytes()).hexdigest()
+    refused = apply("--repo", tree, "--patch-file", file)
+    assert refused.code == 3 and "no checksum" in refused.err
+    assert apply("--repo", tree, "--patch-file", file, "--patch-sha256", digest).code == 0
+    assert world.files_of(tree) == other
+    assert apply("--repo", tree).code == 0, "ours replaces it: the copy it left tells how"
+    assert world.files_of(tree) == RESULT

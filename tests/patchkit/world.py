@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small verl to patch: a base tree, a result, and a patches/ folder that leads from one to the
+other. Its seams are made with difflib, so the applier is tested on diffs that git did not write.
+"""
+
+import difflib
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from patchkit import build, cli
+from patchkit.compose import Sources, compose_patch
+from patchkit.digest import blob_id
+
+ACTOR = "verl/workers/actor/dp_actor.py"
+TRAINER = "verl/trainer/ray_trainer.py"
+NEW = "verl/gradloc/hook.py"
+DEEP = "verl/gradloc/search/bisect.py"
+
+
+def numbered(label: str, count: int = 40) -> str:
+    """Returns a text of distinct lines."""
+    return "".join(f"{label} line {number}\n" for number in range(1, count + 1))
+
+
+BASE = {
+    "verl/__init__.py": "version = 1\n",
+    "verl/version/version": "0.7.0\n",
+    ACTOR: numbered("actor"),
+    TRAINER: numbered("trainer", 60),
+    "verl/utils/other.py": "untouched = True\n",
+}
+RESULT = BASE | {
+    ACTOR: BASE[ACTOR].replace("actor line 10\n", "actor line 10\nhook()\n"),
+    TRAINER: BASE[TRAINER].replace("trainer line 7\n", "").replace("line 50\n", "line fifty\n"),
+    NEW: "def hook():\n    return None\n",
+    DEEP: numbered("bisect", 5),
+}
+OLDER = BASE | {
+    ACTOR: BASE[ACTOR].replace("actor line 12\n", "actor line twelve\n"),
+    NEW: "def hook():\n    return 'older'\n",
+    "verl/gradloc/gone.py": "gone = True\n",
+}
+
+
+def seam(path: str, before: str, after: str) -> str:
+    """Returns the section that turns ``before`` into ``after``, by difflib."""
+    lines = difflib.unified_diff(
+        before.splitlines(keepends=True), after.splitlines(keepends=True), n=3
+    )
+    body = "".join(
+        line if line.endswith("\n") else line + "\n\\ No newline at end of file\n"
+        for line in list(lines)[2:]
+    )
+    ids = f"{blob_id(before.encode())}..{blob_id(after.encode())}"
+    return f"diff --git a/{path} b/{path}\nindex {ids} 100644\n--- a/{path}\n+++ b/{path}\n{body}"
+
+
+def sources(before: Mapping[str, str], after: Mapping[str, str]) -> Sources:
+    """Returns the sources of the patch from ``before`` to ``after``."""
+    changed = {path: text for path, text in after.items() if before.get(path) != text}
+    return Sources(
+        {path: text for path, text in changed.items() if path not in before},
+        {path: seam(path, before[path], text) for path, text in changed.items() if path in before},
+    )
+
+
+def write_tree(root: Path, files: Mapping[str, str]) -> Path:
+    """Writes ``files`` under ``root``; returns it."""
+    for path, text in files.items():
+        place = root / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(text.encode())
+    return root
+
+
+def write_overrides(root: Path, made: Sources) -> Path:
+    """Writes ``made`` as a verl_overrides/ folder; returns it."""
+    write_tree(root, made.new_files)
+    write_tree(root / "seams", {f"{path}.patch": text for path, text in made.seams.items()})
+    return root
+
+
+def make_patches(
+    folder: Path,
+    after: Mapping[str, str] = RESULT,
+    before: Mapping[str, str] = BASE,
+    older: Mapping[str, str] | None = None,
+) -> Path:
+    """Builds a patches/ folder below ``folder`` as make_patch.sh does; returns it."""
+    base = write_tree(folder / "pristine", before)
+    patches = folder / "patches"
+    if older is not None:
+        place = patches / "older" / "gradloc-0.0.9.patch"
+        place.parent.mkdir(parents=True)
+        place.write_bytes(compose_patch(sources(before, older)))
+    build.build(write_overrides(folder / "overrides", sources(before, after)), patches, base)
+    return patches
+
+
+def files_of(root: Path) -> dict[str, str]:
+    """Returns the text of every file under ``root`` but those of git and of the applier."""
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes().decode()
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and not {".git", ".gradloc-patch"} & set(path.relative_to(root).parts)
+    }
+
+
+def picture(root: Path) -> dict[str, tuple]:
+    """Returns everything about a tree that must not change: kinds, modes, times, contents."""
+    seen = {}
+    for folder, names, files in os.walk(root):
+        for name in [*names, *files]:
+            path = Path(folder) / name
+            info = path.lstat()
+            content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+            times = () if path.is_dir() else (info.st_mtime_ns,)
+            seen[str(path.relative_to(root))] = (info.st_mode, *times, content)
+    return seen
+
+
+def make_clone(root: Path, files: Mapping[str, str] = BASE) -> Path:
+    """Writes ``files`` as a git repository with one commit; returns its root."""
+    write_tree(root, files)
+    git(root, "init", "-q", "-b", "main")
+    git(root, "add", "-A")
+    git(root, "commit", "-q", "-m", "base")
+    return root
+
+
+def git(root: Path, *arguments: str, **variables: str) -> str:
+    """Runs git with a neutral identity; returns its output."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    environment |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"} | variables
+    done = subprocess.run(
+        ["git", "-c", "user.name=T", "-c", "user.email=t@example.org", *arguments],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+class Outcome:
+    """What a command line returned and printed."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code = code
+        self.out = out
+        self.err = err
+
+    @property
+    def document(self) -> dict:
+        return json.loads(self.out)
+
+    @property
+    def reason(self) -> str | None:
+        return self.document.get("error", {}).get("reason")
+
+
+def run(capsys, patches: Path, *arguments: str) -> Outcome:
+    """Runs apply_patch.py's command line in this process."""
+    capsys.readouterr()
+    code = cli.main(["--patches", str(patches), *map(str, arguments)])
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+    return Outcome(code, captured.out, captured.err)
