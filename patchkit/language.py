@@ -146,7 +146,7 @@ def _read_index(reader: _Reader, path: str, is_new: bool) -> tuple[Digest | None
     text = reader.take()
     match = _INDEX.match(text)
     if not match:
-        abbreviated = re.match(r"index [0-9a-f]{4,39}\.\.[0-9a-f]{4,39}( 100644)?\Z", text)
+        abbreviated = re.match(r"index [0-9a-f]{4,40}\.\.[0-9a-f]{4,40}( 100644)?\Z", text)
         reason = "patch-abbreviated" if abbreviated else "patch-unknown-line"
         if text.startswith("index ") and re.search(r" 1(00755|20000|60000|04755|00777)\Z", text):
             reason = "mode-refused"

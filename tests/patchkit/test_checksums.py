@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checksum lists and manifests that must be refused: exit 3, the place named, an untouched tree.
+
+Rows 1 to 13 of the bad-input table.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from patchkit import library
+from patchkit.digest import sha256_hex
+from patchkit.errors import IntegrityError
+from patchkit.language import MAX_BYTES
+from tests.patchkit import world
+
+NAME = "gradloc.patch"
+
+
+@pytest.fixture
+def own(patches: Path, tmp_path: Path) -> Path:
+    """A patches/ folder that a test may damage."""
+    return Path(shutil.copytree(patches, tmp_path / "patches"))
+
+
+def refused(capsys, own: Path, tree: Path, *options, code: int = 3):
+    before = world.picture(tree)
+    outcome = world.run(capsys, own, "--repo", tree, *options)
+    assert outcome.code == code, outcome.out + outcome.err
+    assert "cause:" in outcome.err and "next:" in outcome.err
+    assert world.picture(tree) == before
+    return outcome.err
+
+
+def line(digest: str, name: str = NAME) -> str:
+    return f"{digest}  {name}\n"
+
+
+LISTS = {
+    "2-sums-empty": (lambda d: "", "is empty"),
+    "2-sums-blank": (lambda d: "\n\n", "is empty"),
+    "3-sums-garbage-line": (lambda d: line(d) + "garbage\n", "line 2"),
+    "3-sums-short-digest": (lambda d: line(d[:63]), "line 1"),
+    "3-sums-bare-digest": (lambda d: d + "\n", "line 1"),
+    "4-sums-duplicate": (lambda d: line(d) + line("0" * 64), f"names {NAME} twice"),
+    "5-sums-traversal": (lambda d: line(d, "../x") + line(d), "outside its folder"),
+    "5-sums-absolute": (lambda d: line(d, "/x") + line(d), "outside its folder"),
+    "5-sums-backslash": (lambda d: line(d, "a\\x") + line(d), "outside its folder"),
+    "other-name": (lambda d: line(d, "x.patch"), "no line for gradloc.patch"),
+    "other-digest": (lambda d: line("0" * 64), "disagree"),
+}
+
+
+@pytest.mark.parametrize("row", LISTS)
+def test_a_bad_checksum_list_is_refused(capsys, own, tree, row):
+    make, said = LISTS[row]
+    digest = sha256_hex((own / NAME).read_bytes())
+    (own / f"{NAME}.sha256").write_text(make(digest))
+    assert said in refused(capsys, own, tree)
+
+
+def test_row_1_a_missing_checksum_list_is_refused(capsys, own, tree):
+    (own / f"{NAME}.sha256").unlink()
+    assert "no checksum for gradloc.patch" in refused(capsys, own, tree)
+
+
+def test_row_1_the_offline_form_takes_the_list_beside_the_patch_or_the_manifest(
+    capsys, own, tree, tmp_path
+):
+    for name in (NAME, f"{NAME}.sha256"):
+        shutil.copy(own / name, tmp_path / name)
+    assert world.run(capsys, own, "--repo", tree, "--patch-file", tmp_path / NAME).code == 0
+    (tmp_path / f"{NAME}.sha256").unlink()
+    assert world.run(capsys, own, "--repo", tree, "--patch-file", tmp_path / NAME).code == 0
+    (tmp_path / NAME).write_text("diff --git a/verl/x b/verl/x\n")
+    said = refused(capsys, own, tree, "--patch-file", tmp_path / NAME)
+    assert "no checksum for" in said and "--patch-sha256" in said
+
+
+def test_the_list_beside_a_patch_is_believed_before_the_manifest(capsys, own, tree, tmp_path):
+    shutil.copy(own / NAME, tmp_path / NAME)
+    (tmp_path / f"{NAME}.sha256").write_text(line("0" * 64))
+    said = refused(capsys, own, tree, "--patch-file", tmp_path / NAME)
+    assert "expected: " + "0" * 64 in said
+
+
+def test_row_6_a_file_that_the_manifest_does_not_name_fails_the_check_of_the_build(own, tmp_path):
+    from patchkit.build import check
+
+    overrides = world.write_overrides(tmp_path / "o", world.sources(world.BASE, world.RESULT))
+    base = world.write_tree(tmp_path / "base", world.BASE)
+    check(overrides, own, base)
+    (own / "extra.patch").write_text("x\n")
+    with pytest.raises(IntegrityError) as caught:
+        check(overrides, own, base)
+    assert caught.value.reason == "build-unlisted" and caught.value.exit_code == 3
+    assert caught.value.data["path"] == "extra.patch"
+
+
+def test_row_7_one_flipped_byte_is_refused_with_both_digests(capsys, own, tree):
+    data = bytearray((own / NAME).read_bytes())
+    expected = sha256_hex(bytes(data))
+    data[-5] ^= 1
+    (own / NAME).write_bytes(bytes(data))
+    said = refused(capsys, own, tree)
+    assert f"expected: {expected}" in said and f"found:    {sha256_hex(bytes(data))}" in said
+
+
+@pytest.mark.parametrize(
+    "style",
+    [str.upper, lambda text: text.replace("\n", "\r\n"), lambda text: text.replace("  ", " *")],
+    ids=["8-hash-uppercase", "8-crlf-list", "8-binary-star"],
+)
+def test_row_8_other_spellings_of_the_same_list_are_accepted(capsys, own, tree, style):
+    text = (own / f"{NAME}.sha256").read_text()
+    styled = style(text).replace(NAME.upper(), NAME)
+    (own / f"{NAME}.sha256").write_bytes(styled.encode())
+    assert world.run(capsys, own, "--repo", tree).code == 0
+
+
+def test_an_uppercase_digest_on_the_command_line_is_accepted_and_a_short_one_is_not(
+    capsys, own, tree
+):
+    digest = sha256_hex((own / NAME).read_bytes()).upper()
+    options = ("--patch-file", own / NAME, "--patch-sha256")
+    assert world.run(capsys, own, "--repo", tree, *options, digest).code == 0
+    assert "64 hex digits" in refused(capsys, own, tree, *options, digest[:63], code=2)
+
+
+def edited(change) -> str:
+    def make(text: str) -> str:
+        document = json.loads(text)
+        change(document)
+        return json.dumps(document)
+
+    return make
+
+
+def _set(*keys, value):
+    def change(document):
+        for key in keys[:-1]:
+            document = document[key]
+        document[keys[-1]] = value
+
+    return edited(change)
+
+
+def _drop(*keys):
+    def change(document):
+        for key in keys[:-1]:
+            document = document[key]
+        del document[keys[-1]]
+
+    return edited(change)
+
+
+FILE = ("editions", 0, "files", 0)
+MANIFESTS = {
+    "9-truncated": (lambda text: text[:200], "line 11"),
+    "9-trailing-comma": (lambda text: text.replace("}\n", ",}\n"), "not JSON at line"),
+    "9-not-utf8": (lambda text: text[:60] + "\udcff", "not JSON at byte 60"),
+    "10-unknown-key": (_set("extra", value=1), "$.extra"),
+    "10-unknown-key-deep": (_set(*FILE, "extra", value=1), "$.editions[0].files[0].extra"),
+    "10-missing-key": (_drop("base", "commit"), "$.base.commit"),
+    "10-missing-before": (_drop(*FILE, "before"), "$.editions[0].files[0]"),
+    "10-wrong-type": (_set("editions", value={}), "$.editions"),
+    "10-bool-for-int": (_set("schema_version", value=True), "$.schema_version"),
+    "10-not-an-object": (lambda text: "[]", "wrong at $"),
+    "10-no-editions": (_set("editions", value=[]), "$.editions"),
+    "10-short-digest": (_set(*FILE, "after", "sha256", value="00"), "after.sha256"),
+    "10-repeated-key": (lambda text: '{"base": 1, "base": 2}', "a key twice"),
+    "10-bad-path": (_set(*FILE, "path", value="verl/../x"), "may not stand in a patch"),
+    "10-patch-elsewhere": (
+        _set("editions", 0, "patch", "name", value="../../x"),
+        "$.editions[0].patch.name",
+    ),
+    "11-future-schema": (_set("schema_version", value=99), "newer than this tool"),
+    "11-past-schema": (_set("schema_version", value=0), "$.schema_version"),
+    "12-nan": (_set("schema_version", value=float("nan")), "no plain integer"),
+    "12-1e400": (lambda text: text.replace('"schema_version": 1', '"schema_version": 1e400'), "no"),
+    "12-huge-integer": (_set("schema_version", value=10**300), "no plain integer"),
+    "12-nesting": (lambda text: "[" * 10**6, "nested too deeply"),
+    "12-too-large": (lambda text: text + " " * 2**21, "too large"),
+    "13-file-the-patch-lacks": (
+        lambda text: edited(
+            lambda d: d["editions"][0]["files"].append(
+                d["editions"][0]["files"][0] | {"path": "verl/zzz.py"}
+            )
+        )(text),
+        "do not name the same changes (verl/zzz.py)",
+    ),
+    "13-file-the-manifest-lacks": (_drop(*FILE), "do not name the same changes"),
+    "13-other-blob": (_set(*FILE, "after", "blob", value="1" * 40), "do not name the same"),
+    "result-digest-disagrees": (_set(*FILE, "after", "sha256", value="1" * 64), "would not become"),
+}
+
+
+@pytest.mark.parametrize("row", MANIFESTS)
+def test_a_bad_manifest_is_refused_with_the_place(capsys, own, tree, row):
+    change, said = MANIFESTS[row]
+    path = own / "manifest.json"
+    path.write_bytes(change(path.read_text()).encode("utf-8", "surrogateescape"))
+    assert said in refused(capsys, own, tree)
+
+
+def test_a_missing_manifest_is_refused(capsys, own, tree):
+    (own / "manifest.json").unlink()
+    assert "manifest.json cannot be read" in refused(capsys, own, tree)
+
+
+def test_a_missing_patch_is_refused(capsys, own, tree):
+    (own / NAME).unlink()
+    assert "gradloc.patch cannot be read" in refused(capsys, own, tree)
+
+
+def test_row_12_a_manifest_of_200_megabytes_is_not_read(capsys, own, tree):
+    with (own / "manifest.json").open("wb") as stream:
+        stream.truncate(200 * 2**20)
+    assert "too large" in refused(capsys, own, tree)
+
+
+def test_row_31_a_file_of_two_gigabytes_is_not_read(capsys, own, tree, tmp_path):
+    huge = tmp_path / "huge.patch"
+    with huge.open("wb") as stream:
+        stream.truncate(2 * 2**30)
+    said = refused(capsys, own, tree, "--patch-file", huge, "--patch-sha256", "0" * 64)
+    assert f"at most {MAX_BYTES} bytes" in said
+
+
+def test_the_publicly_released_patch_is_named_and_refused(capsys, own, tree, tmp_path, monkeypatch):
+    # Its bytes are not ours to keep, so another file takes the place of its digest.
+    stand_in = tmp_path / "released.patch"
+    stand_in.write_text("diff --git a/verl/x.py b/verl/x.py\n")
+    digest = sha256_hex(stand_in.read_bytes())
+    assert library.PUBLISHED_SHA256.startswith("9bd7c21f7a95a5b9")
+    monkeypatch.setattr(library, "PUBLISHED_SHA256", digest)
+    for options in ((), ("--patch-sha256", digest)):
+        said = refused(capsys, own, tree, "--patch-file", stand_in, *options)
+        assert "publicly released GradLoc patch" in said
+        assert "every training run stops" in said and "Leave out --patch-file" in said
+        assert "final newline" in said and "abbreviated" in said

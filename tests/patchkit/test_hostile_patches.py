@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patches that must be refused: exit 3, the reason, the line, an untouched tree.
+
+Rows 14 to 50 of the bad-input table; git accepts about half of them in silence. Each patch comes
+with its own right checksum, so it is the patch language that refuses, not the digest.
+"""
+
+import gzip
+import io
+import zipfile
+
+import pytest
+
+from patchkit.compose import new_file_section
+from patchkit.digest import ABSENT_BLOB, blob_id, sha256_hex
+from tests.patchkit import world
+from tests.patchkit.world import ACTOR, BASE, RESULT
+
+GOOD = world.seam(ACTOR, BASE[ACTOR], RESULT[ACTOR])
+BLOB = blob_id(b"x\n")
+
+
+def added(path: str, text: str = "x\n", mode: str = "100644") -> str:
+    """Returns a section that adds ``path``."""
+    return new_file_section(path, text).replace("mode 100644", f"mode {mode}")
+
+
+def zipped(text: str) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("gradloc.patch", text)
+    return buffer.getvalue()
+
+
+def two_hunks() -> str:
+    after = BASE[ACTOR].replace("line 10\n", "line ten\n").replace("line 30\n", "line thirty\n")
+    return world.seam(ACTOR, BASE[ACTOR], after)
+
+
+def swapped(text: str) -> str:
+    head, first, second = text.split("@@ -")
+    return head + "@@ -" + second + "@@ -" + first
+
+
+def overlapping(text: str) -> str:
+    return text.replace("@@ -27,7 +27,7 @@", "@@ -12,7 +12,7 @@")
+
+
+HEADER = f"diff --git a/{ACTOR} b/{ACTOR}\n"
+ZERO_CONTEXT = (
+    HEADER + f"index {blob_id(BASE[ACTOR].encode())}..{blob_id(RESULT[ACTOR].encode())} 100644\n"
+    f"--- a/{ACTOR}\n+++ b/{ACTOR}\n@@ -10,0 +11 @@ actor line 10\n+hook()\n"
+)
+CONTEXT_DIFF = f"*** a/{ACTOR}\n--- b/{ACTOR}\n***************\n*** 1,2 ****\n"
+
+PATCHES: dict[str, tuple[str | bytes, str]] = {
+    "14-patch-empty": (b"", "patch-empty"),
+    "15-patch-html": ("<!DOCTYPE html>\n<html>404</html>\n", "patch-html"),
+    "16-patch-gzip": (gzip.compress(GOOD.encode()), "patch-compressed"),
+    "16-patch-zip": (zipped(GOOD), "patch-compressed"),
+    "17-patch-utf16": (GOOD.encode("utf-16"), "patch-utf16"),
+    "17-patch-utf16-without-bom": (GOOD.encode("utf-16-le"), "patch-utf16"),
+    "18-patch-bom": (b"\xef\xbb\xbf" + GOOD.encode(), "patch-bom"),
+    "19-patch-crlf": (GOOD.replace("\n", "\r\n"), "patch-crlf"),
+    "19-patch-one-cr": (GOOD.replace("+hook()\n", "+hook()\r\n"), "patch-crlf"),
+    "20-patch-nul-in-path": (GOOD.replace("dp_actor", "dp\0actor"), "patch-nul"),
+    "20-patch-nul-in-body": (GOOD.replace("+hook", "+ho\0ok"), "patch-nul"),
+    "21-patch-truncated-hunk": (GOOD[: GOOD.index("+hook")], "patch-truncated"),
+    "22-patch-no-final-newline": (GOOD[:-1], "patch-no-final-newline"),
+    "23-patch-count-short": (GOOD.replace("-8,6 +8,7", "-8,8 +8,9"), "patch-truncated"),
+    "23-patch-count-short-before-a-file": (
+        GOOD.replace("-8,6 +8,7", "-8,8 +8,9") + added("verl/z.py"),
+        "patch-count",
+    ),
+    "24-patch-count-long": (GOOD.replace("-8,6 +8,7", "-8,5 +8,6"), "patch-count"),
+    "25-patch-trailing-garbage": (GOOD + "-- \n2.39.5\n", "patch-count"),
+    "25-patch-trailing-text": (GOOD + "the end\n", "patch-unknown-line"),
+    "25-patch-trailing-empty-line": (GOOD + "\n", "patch-unknown-line"),
+    "26-patch-same-file-twice": (GOOD + GOOD, "path-twice"),
+    "27-patch-header-mismatch": (GOOD.replace("+++ b/verl/w", "+++ b/verl/x"), "names-disagree"),
+    "28-patch-git-line-mismatch": (
+        GOOD.replace(HEADER, "diff --git a/verl/x.py b/verl/x.py\n"),
+        "names-disagree",
+    ),
+    "28-patch-git-line-two-names": (
+        GOOD.replace(HEADER, f"diff --git a/verl/x.py b/{ACTOR}\n"),
+        "names-disagree",
+    ),
+    "29-patch-hunks-descending": (swapped(two_hunks()), "patch-hunk-order"),
+    "29-patch-hunks-overlapping": (overlapping(two_hunks()), "patch-hunk-order"),
+    "29-patch-hunks-wrong-shift": (GOOD.replace("-8,6 +8,7", "-8,6 +9,7"), "patch-hunk-order"),
+    "30-patch-zero-context": (ZERO_CONTEXT, "patch-context"),
+    "31-patch-long-line": ("diff --git " + "x" * (6 * 2**20) + "\n", "patch-too-large"),
+    "31-patch-many-hunks": (
+        GOOD.split("@@")[0] + "@@ -1 +1 @@\n-a\n+b\n" * 250_000,
+        "patch-context",
+    ),
+    "32-path-dotdot": (added("verl/../../escape"), "path-unsafe"),
+    "32-path-dot": (added("verl/./x"), "path-unsafe"),
+    "33-path-absolute": (added("/tmp/x"), "path-unsafe"),
+    "33-path-double-slash": (added("//x"), "path-unsafe"),
+    "33-path-drive": (added("C:\\x"), "path-unsafe"),
+    "33-path-drive-relative": (added("C:x"), "path-unsafe"),
+    "33-path-unc": (added("\\\\srv\\x"), "path-unsafe"),
+    "34-path-dotgit": (added(".git/hooks/x"), "path-unsafe"),
+    "34-path-dotgit-case": (added(".GIT/config"), "path-unsafe"),
+    "34-path-dotgit-short": (added("git~1/config"), "path-unsafe"),
+    "34-path-dotgit-inside": (added("verl/pkg/.git/config"), "path-unsafe"),
+    "34-path-dotgit-dot": (added("verl/.git./x"), "path-unsafe"),
+    "34-path-dotgit-space": (added("verl/.git /x"), "path-unsafe"),
+    "34-path-dotgit-stream": (added("verl/.git::$INDEX_ALLOCATION/x"), "path-unsafe"),
+    "34-path-gitmodules": (added("verl/.gitmodules"), "path-unsafe"),
+    "34-path-gitattributes": (added("verl/.gitattributes"), "path-unsafe"),
+    "35-path-backslash": (added("verl\\x.py"), "path-unsafe"),
+    "35-path-control": (added("verl/a\tb.py"), "path-unsafe"),
+    "35-path-quoted": (added('"verl/a\\nb.py"'), "path-unsafe"),
+    "36-path-nfd": (added("verl/u\u0308.py"), "path-unsafe"),
+    "36-path-bidi": (added("verl/\u202eyp.py"), "path-unsafe"),
+    "36-path-homoglyph": (added("verl/\u0430.py"), "path-unsafe"),
+    "37-path-case-collision": (added("verl/pkg/A.py") + added("verl/pkg/a.py"), "path-case"),
+    "38-path-outside-prefix": (added("setup.py"), "path-unsafe"),
+    "38-path-workflow": (added(".github/workflows/x.yml"), "path-unsafe"),
+    "39-path-device-name": (added("verl/con.py"), "path-unsafe"),
+    "39-path-aux": (added("verl/aux/x.py"), "path-unsafe"),
+    "39-path-trailing-dot": (added("verl/x."), "path-unsafe"),
+    "39-path-trailing-space": (added("verl/x "), "path-unsafe"),
+    "39-path-too-long": (added("verl/" + "x" * 200), "path-unsafe"),
+    "40-path-file-and-dir": (added("verl/x") + added("verl/x/y"), "path-file-and-folder"),
+    "41-type-symlink": (added("verl/link", "/etc/passwd\n", "120000"), "type-symlink"),
+    "42-type-symlink-then-through": (
+        added("verl/link", "/tmp\n", "120000") + added("verl/link/x"),
+        "type-symlink",
+    ),
+    "43-type-gitlink": (added("verl/sub", "Subproject\n", "160000"), "type-gitlink"),
+    "44-mode-exec": (added("verl/x.py", mode="100755"), "mode-refused"),
+    "44-mode-change-only": (HEADER + "old mode 100644\nnew mode 100755\n", "mode-refused"),
+    "44-mode-in-index-line": (GOOD.replace(" 100644\n", " 100755\n"), "mode-refused"),
+    "45-mode-setuid": (added("verl/x.py", mode="104755"), "mode-refused"),
+    "45-mode-100777": (added("verl/x.py", mode="100777"), "mode-refused"),
+    "46-rename": (
+        f"diff --git a/{ACTOR} b/{ACTOR}\nsimilarity index 100%\nrename from {ACTOR}\n",
+        "patch-renames",
+    ),
+    "46-copy": (HEADER + f"copy from {ACTOR}\n", "patch-renames"),
+    "47-delete-file": (HEADER + "deleted file mode 100644\n", "patch-deletes"),
+    "48-binary-literal": (
+        added("verl/x.py").split("index")[0] + "GIT binary patch\nliteral 0\n",
+        "patch-unknown-line",
+    ),
+    "48-binary-files-differ": (HEADER + "Binary files a/x and b/x differ\n", "patch-binary"),
+    "49-ed-style": ("10a\nhook()\n.\n", "patch-no-files"),
+    "49-context-diff": (CONTEXT_DIFF, "patch-dialect"),
+    "49-plain-unified-diff": (GOOD[GOOD.index("---") :], "patch-dialect"),
+    "50-content-bidi": (GOOD.replace("+hook()", "+hook()  # \u202e"), "patch-hidden-character"),
+    "50-content-zero-width": (GOOD.replace("+hook", "+ho\u200bok"), "patch-hidden-character"),
+    "abbreviated-index": (GOOD.replace(blob_id(BASE[ACTOR].encode()), "abcdef01"), "abbreviated"),
+    "index-of-nothing": (GOOD.replace(blob_id(RESULT[ACTOR].encode()), ABSENT_BLOB), "index"),
+    "index-lies": (GOOD.replace(blob_id(RESULT[ACTOR].encode()), BLOB), "result-digest"),
+    "no-hunks": (GOOD[: GOOD.index("@@")], "patch-no-hunks"),
+    "only-context": (
+        GOOD[: GOOD.index("@@")] + "@@ -1,2 +1,2 @@\n actor line 1\n actor line 2\n",
+        "patch-no-hunks",
+    ),
+    "result-without-newline": (
+        added("verl/x.py") + "\\ No newline at end of file\n",
+        "patch-result-newline",
+    ),
+    "sections-unsorted": (added("verl/z.py") + added("verl/a.py"), "patch-unsorted"),
+    "preamble-too-long": ("words\n" * 70 + GOOD, "patch-dialect"),
+    "not-utf8": (GOOD.replace("+hook", "+h\xf6").encode("latin-1"), "patch-not-utf8"),
+    "new-file-in-two-hunks": (added("verl/x.py") + "@@ -5,0 +9 @@\n+y\n", "patch-new-file"),
+    "count-of-one-spelt-out": (added("verl/x.py").replace("+1 @@", "+1,1 @@"), "unknown-line"),
+}
+
+
+@pytest.mark.parametrize("row", PATCHES)
+def test_a_hostile_patch_is_refused_and_the_tree_untouched(apply, tree, tmp_path, row):
+    text, reason = PATCHES[row]
+    data = text if isinstance(text, bytes) else text.encode()
+    file = tmp_path / "hostile.patch"
+    file.write_bytes(data)
+    before = world.picture(tmp_path)
+    options = ("--repo", tree, "--patch-file", file, "--patch-sha256", sha256_hex(data))
+    outcome = apply(*options, "--json")
+    assert outcome.code == 3, outcome.out
+    assert reason in outcome.reason, outcome.out
+    shown = apply(*options).err
+    assert shown.startswith("refused: ") and "cause:" in shown and "next:" in shown
+    assert world.picture(tmp_path) == before
+
+
+def test_the_patch_that_these_were_made_from_is_accepted(apply, tree, tmp_path):
+    file = tmp_path / "good.patch"
+    file.write_text("Description: a preamble\n\n" + GOOD)
+    digest = sha256_hex(file.read_bytes())
+    assert apply("--repo", tree, "--patch-file", file, "--patch-sha256", digest).code == 0
+    assert world.files_of(tree)[ACTOR] == RESULT[ACTOR]
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [("19-patch-one-cr", 9), ("24-patch-count-long", 12), ("47-delete-file", 2)],
+)
+def test_a_refusal_names_the_line_of_the_patch(apply, tree, tmp_path, row, line):
+    file = tmp_path / "hostile.patch"
+    text, _ = PATCHES[row]
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    digest = sha256_hex(file.read_bytes())
+    outcome = apply("--repo", tree, "--patch-file", file, "--patch-sha256", digest)
+    assert f"line {line}" in outcome.err
