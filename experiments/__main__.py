@@ -4,7 +4,7 @@
 import sys
 from pathlib import Path
 
-# Run by path, and not with -m, so that nothing in the current folder can stand in for a module here.
+# Run by path and not with -m: nothing in the current folder can stand in for a module here.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from experiments import cli  # noqa: E402

@@ -51,9 +51,7 @@ class Experiment:
             # A name without a leading / . or ~ may be one that transformers looks up by itself.
             path = os.path.expanduser(value)
             if variable.kind == "reads" and path[0] in "/." and not os.path.exists(path):
-                return (
-                    f"{variable.name}={value} does not exist: it has to name {variable.meaning}."
-                )
+                return f"{variable.name}={value} does not exist: it has to name {variable.meaning}."
         return None
 
 

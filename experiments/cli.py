@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from experiments import catalog, launch, target
-from experiments.cpu import environment
+from experiments.cpu import environment, verdict
 from experiments.errors import ExperimentError, UsageError
 
 EPILOG = """\
@@ -67,34 +67,33 @@ def run(args, environ, cwd: Path) -> int:
     if problem:
         raise ExperimentError(problem)
     is_demo = experiment.name == catalog.DEMO
+    # run_experiment.sh has started us with PYTHON, where it is set.
+    python = sys.executable if environ.get("PYTHON") or not is_demo else None
     chosen = target.named(environ, cwd)
-    if chosen is None and not is_demo:
-        chosen = target.imported(sys.executable)
-    python = environ.get("PYTHON") or ("" if is_demo else sys.executable)
-    shown = chosen or target.Target(environment.copy_path(), "a patched copy that the demo makes")
-    say("verl", f"{shown.path} ({shown.origin})")
+    if chosen is None:
+        chosen = environment.patched_copy() if is_demo else target.imported(sys.executable)
+    say("verl", f"{chosen.path} ({chosen.origin})")
+    target.check_folder(cwd, chosen)
     run_dir = results_folder(environ, cwd, experiment.name)
     if args.dry_run:
-        shown_python = python or str(environment.CACHE / "venv" / "bin" / "python")
-        describe(command(shown_python, experiment.name, args.overrides), run_dir)
+        python = python or str(environment.VENV_PYTHON)
+        describe(command(python, experiment.name, args.overrides), run_dir)
         return 0
-    if chosen is not None:
-        target.check_patched(chosen)
     if is_demo:
         python = python or environment.ensure_python(report=progress)
-        chosen = chosen or environment.ensure_patched_copy(report=progress)
+        if chosen == environment.patched_copy():
+            environment.ensure_patched_copy(python, report=progress)
+    target.check_patched(chosen)
     check_imports(python, experiment)
-    run_dir.mkdir(parents=True)
-    os.environ.update(child_environment(environ, chosen.path, run_dir, is_demo))
+    added = child_environment(environ, chosen.path, run_dir, is_demo)
     if is_demo:
-        material = environment.ensure_material(python, report=progress)
-        os.environ["GRADLOC_DEMO_MATERIAL"] = str(material)
+        added["GRADLOC_DEMO_MATERIAL"] = str(environment.ensure_material(python, report=progress))
+    os.environ.update(added)
+    run_dir.mkdir(parents=True)
     line = command(python, experiment.name, args.overrides)
     describe(line, run_dir)
     code = launch.run(line, run_dir / "console.log", is_brief=is_demo and not args.verbose)
     if code == 0 and is_demo:
-        from experiments.cpu import verdict
-
         code = verdict.main([str(run_dir)])
     say("results", run_dir)
     return code
@@ -151,8 +150,6 @@ def child_environment(environ, verl: Path, run_dir: Path, is_demo: bool) -> dict
         "PYTHONPATH": os.pathsep.join(
             [str(verl), str(target.REPO), *filter(None, [environ.get("PYTHONPATH")])]
         ),
-        # Else a verl in the current folder would win over the one chosen (from Python 3.11 on).
-        "PYTHONSAFEPATH": "1",
         "GRADLOC_RUN_DIR": str(run_dir),
         "VERL_FILE_LOGGER_PATH": str(run_dir / "metrics.jsonl"),
     }
@@ -168,7 +165,10 @@ def child_environment(environ, verl: Path, run_dir: Path, is_demo: bool) -> dict
 def check_imports(python: str, experiment: catalog.Experiment) -> None:
     """Refuses a Python that lacks a package which the experiment cannot do without."""
     needed = experiment.imports or ("torch", "ray", "hydra")
-    code = "import importlib.util as u, sys; print(*[m for m in sys.argv[1:] if not u.find_spec(m)])"
+    code = (
+        "import sys; from importlib.util import find_spec; "
+        "print(*[m for m in sys.argv[1:] if not find_spec(m)])"
+    )
     try:
         done = subprocess.run([python, "-c", code, *needed], capture_output=True, text=True)
     except OSError as error:

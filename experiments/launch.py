@@ -9,11 +9,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
-GRACE_S = 15
-"""How long an interrupted trainer may take to stop Ray before it is ended by force."""
+GRACE_S = 5
+"""How long the trainer, and then what is left of Ray, may take to end before it is made to."""
 TAIL_LINES = 30
 STEP = re.compile(r"step:(\d+) - (.*)")
 NUMBER = re.compile(r"(?:np\.\w+\()?([-+0-9.einfa]+)\)?$")
@@ -66,68 +67,101 @@ def brief(line: str) -> str | None:
 
 
 def run(command: list[str], log: Path, is_brief: bool) -> int:
-    """Runs the command to its end and returns its exit code; 130 or 143 when interrupted."""
+    """Runs the command to its end and returns its exit code; 130 or 143 when interrupted.
+
+    Args:
+        command: what to run. It gets a session of its own, so that an interrupt reaches it once.
+        log: the file that takes everything it prints.
+        is_brief: show only what `brief` makes of it.
+    """
     started = time.monotonic()
     tail: list[str] = []
-    # A session of its own, so that an interrupt reaches the trainer once and in order.
-    with (
-        log.open("w", encoding="utf-8", errors="replace") as sink,
-        subprocess.Popen(
+    caught: list[int] = []
+    with log.open("w", encoding="utf-8", errors="replace") as sink:
+        child = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
             start_new_session=True,
-        ) as child,
-    ):
-        caught: list[int] = []
+        )
 
         def interrupt(number, _frame):
+            if not caught:
+                threading.Thread(target=stop, args=(child,), daemon=True).start()
             caught.append(number)
-            stop(child)
 
         before = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+        threading.Thread(target=reap, args=(child,), daemon=True).start()
         try:
             for line in child.stdout:
                 sink.write(line)
                 sink.flush()
                 tail = [*tail[1 - TAIL_LINES :], line]
                 shown = brief(line) if is_brief else line.rstrip("\n")
-                if shown is not None:
+                if shown is not None and not caught:
                     prefix = f"[{time.monotonic() - started:5.0f} s] " if is_brief else ""
                     print(prefix + shown, flush=True)
             code = child.wait()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            end_session(child)
+            end_session(child.pid)
     if caught:
-        print(f"Stopped by {signal.Signals(caught[0]).name}; Ray and its workers are gone.")
+        print(f"Stopped by {signal.Signals(caught[0]).name}, Ray's processes included.")
         return 128 + caught[0]
-    if code and is_brief:
-        print(f"The trainer failed with exit code {code}. Its last lines:", file=sys.stderr)
-        sys.stderr.writelines("    " + line for line in tail)
     if code:
+        if is_brief:
+            print(f"The trainer failed with exit code {code}. Its last lines:", file=sys.stderr)
+            sys.stderr.writelines("    " + line for line in tail)
         print(f"All of its output: {log}", file=sys.stderr)
     return code
 
 
 def stop(child: subprocess.Popen) -> None:
-    """Asks the trainer to stop as Ctrl-C would, then insists."""
+    """Asks the trainer to end as Ctrl-C would, then insists."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        if child.poll() is None:
-            child.send_signal(number)
-            try:
-                child.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                continue
+        child.send_signal(number)
+        try:
+            child.wait(GRACE_S)
+            return
+        except subprocess.TimeoutExpired:
+            continue
 
 
-def end_session(child: subprocess.Popen) -> None:
-    """Ends what the trainer left behind: Ray's processes live in the same session."""
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+def reap(child: subprocess.Popen) -> None:
+    """Ends what outlives the trainer: it holds our end of the pipe, and we would wait for ever."""
+    child.wait()
+    for _ in range(10 * GRACE_S):
+        if not session_members(child.pid):
+            return
+        time.sleep(0.1)
+    end_session(child.pid)
 
+
+def session_members(session: int) -> list[int]:
+    """The processes of a session. Ray's have process groups of their own, but one session."""
+    proc = Path("/proc")
+    if (proc / "self").exists():
+        listed = [entry.name for entry in proc.iterdir() if entry.name.isdigit()]
+    else:
+        command = ["ps", "-A", "-o", "pid="]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    members = []
+    for pid in map(int, listed):
+        try:
+            if os.getsid(pid) == session:
+                members.append(pid)
+        except (ProcessLookupError, PermissionError):
+            continue
+    return members
+
+
+def end_session(session: int) -> None:
+    """Kills every process of a session."""
+    for pid in session_members(session):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue

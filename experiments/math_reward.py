@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's own math-verify scoring for every data source, in the form `custom_reward_function` wants."""
+"""verl's own math-verify scoring, in the form that `custom_reward_function` wants."""
 
 # verl.utils.reward_score.math_verify catches every exception and scores 0, the missing package
 # included: importing it here turns a run of zero rewards into an error at start.

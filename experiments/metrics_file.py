@@ -2,8 +2,8 @@
 """Makes verl's `file` logger usable: `trainer.logger=[console,file]` fails at the first step as is.
 
 With `trainer.balance_batch=True` (verl's default) the metrics hold torch scalars, and verl 0.7.0
-hands them to `json.dumps`: "Object of type Tensor is not JSON serializable". It also keeps the lines
-in a buffer until the run ends. Load with `VERL_USE_EXTERNAL_MODULES=experiments.metrics_file`.
+hands them to `json.dumps`: "Object of type Tensor is not JSON serializable". It also keeps lines in
+a buffer until the run ends. Load with `VERL_USE_EXTERNAL_MODULES=experiments.metrics_file`.
 """
 
 from verl.utils import tracking

@@ -5,6 +5,7 @@ The order: `VERL_REPO`, else the current folder if it is verl, else the experime
 environment (the demo's patched copy, or what the Python in use imports).
 """
 
+import json
 import shlex
 import subprocess
 import sys
@@ -65,6 +66,22 @@ def imported(python: str) -> Target:
     return Target(Path(origin).parent.parent, f"what {python} imports")
 
 
+def check_folder(cwd: Path, target: Target) -> None:
+    """Refuses a current folder whose packages Ray's workers would import instead of the right ones.
+
+    Ray puts the folder it is started from in front of its workers' import path.
+
+    Raises:
+        ExperimentError: if the folder holds another `verl` or another `experiments` package.
+    """
+    for package, home in (("verl", target.path), ("experiments", REPO)):
+        if (cwd / package / "__init__.py").is_file() and cwd.resolve() != home.resolve():
+            raise ExperimentError(
+                f"the current folder {cwd} has a package {package}/ of its own, which Ray's "
+                f"workers would import instead of the one in {home}: run this from another folder."
+            )
+
+
 def check_patched(target: Target) -> None:
     """Refuses a verl that the patch is not on, with the command that puts it there.
 
@@ -72,11 +89,18 @@ def check_patched(target: Target) -> None:
         ExperimentError: if `apply_patch.py --status` does not say APPLIED.
     """
     command = [sys.executable, str(REPO / "apply_patch.py"), "--repo", str(target.path)]
-    done = subprocess.run([*command, "--status"], capture_output=True, text=True, check=False)
-    if "APPLIED" in done.stdout.split():
-        return
-    said = (done.stdout + done.stderr).strip().splitlines()
-    raise ExperimentError(
-        f"{target.path} is not patched ({said[-1] if said else 'no status'}): "
-        f"patch it with\n    {shlex.join(command)}"
-    )
+    asked = [*command, "--status", "--json"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    try:
+        status = json.loads(done.stdout)
+    except ValueError:
+        said = (done.stdout + done.stderr).strip().splitlines() or ["nothing was said"]
+        raise ExperimentError(
+            f"whether {target.path} is patched cannot be told ({said[-1]}): "
+            f"see\n    {shlex.join(asked[:-1])}"
+        ) from None
+    if status.get("state") != "APPLIED":
+        found = status.get("state") or status.get("error", {}).get("what", "no state")
+        raise ExperimentError(
+            f"{target.path} is not patched ({found}): patch it with\n    {shlex.join(command)}"
+        )

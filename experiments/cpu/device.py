@@ -74,7 +74,7 @@ def allow_sync_of_cpu_modules() -> None:
 
 
 def keep_reference_policy_in_place() -> None:
-    """verl offloads the reference policy to the CPU with pinned memory: here it is there already."""
+    """verl offloads the reference policy to pinned CPU memory; here it is on the CPU anyway."""
     fsdp = torch.distributed.fsdp
 
     class CPUOffloadPolicy(fsdp.OffloadPolicy):

@@ -18,6 +18,7 @@ from experiments.errors import ExperimentError
 from experiments.target import REPO, Target
 
 CACHE = REPO / ".gradloc"
+VENV_PYTHON = CACHE / "venv" / "bin" / "python"
 REQUIREMENTS = REPO / "requirements" / "demo.txt"
 PATCH_SHA256 = REPO / "patches" / "gradloc.patch.sha256"
 # numpy 1.26.4, which verl 0.7.0 needs, has no wheel above; pandas 3.0.6 none below.
@@ -30,8 +31,7 @@ def ensure_python(report=print) -> str:
     Raises:
         ExperimentError: if no supported Python is found or pip cannot install the packages.
     """
-    folder = CACHE / "venv"
-    python = folder / "bin" / "python"
+    folder, python = VENV_PYTHON.parent.parent, VENV_PYTHON
     stamp = folder / "requirements.sha256"
     digest = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
     if stamp.is_file() and stamp.read_text().strip() == digest and python.exists():
@@ -68,8 +68,8 @@ def supported_python() -> str:
     )
 
 
-def copy_path() -> Path:
-    """Where the patched copy for the present patch lies, whether or not it is there yet.
+def patched_copy() -> Target:
+    """The patched copy for the present patch, whether or not it is there yet.
 
     Raises:
         ExperimentError: if the patch has no checksum file.
@@ -79,33 +79,36 @@ def copy_path() -> Path:
             f"{PATCH_SHA256} is missing, so there is no patch to apply: "
             f"make it with\n    bash {REPO / 'make_patch.sh'}"
         )
-    return CACHE / f"verl-{PATCH_SHA256.read_text().split()[0][:12]}"
+    path = CACHE / f"verl-{PATCH_SHA256.read_text().split()[0][:12]}"
+    return Target(path, "the demo's own patched copy")
 
 
-def ensure_patched_copy(report=print) -> Target:
-    """Returns a copy of the pinned verl with the present patch on it, made if need be.
+def ensure_patched_copy(python: str, report=print) -> None:
+    """Makes `patched_copy()`, unless it is there.
+
+    Args:
+        python: an interpreter that has pip, which fetches verl's source archive.
+        report: takes one line of progress.
 
     Raises:
         ExperimentError: if verl cannot be fetched or the patch does not apply.
     """
-    target = copy_path()
-    if not target.is_dir():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        report("getting verl 0.7.0 and patching a copy of it")
-        base = step(
-            [sys.executable, "-m", "patchkit.base"], "the pinned verl could not be fetched"
-        ).strip()
-        work = Path(tempfile.mkdtemp(prefix="verl-", dir=CACHE))
-        try:
-            shutil.copytree(base, work, dirs_exist_ok=True)
-            apply = [sys.executable, str(REPO / "apply_patch.py"), "--repo", str(work)]
-            step(apply, "the patch could not be applied to the pinned verl")
-            work.chmod(0o755)
-            if not target.is_dir():
-                work.rename(target)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-    return Target(target, "the demo's own patched copy of verl 0.7.0")
+    target = patched_copy().path
+    if target.is_dir():
+        return
+    CACHE.mkdir(parents=True, exist_ok=True)
+    report("getting verl 0.7.0 and patching a copy of it")
+    base = step([python, "-m", "patchkit.base"], "the pinned verl could not be fetched").strip()
+    work = Path(tempfile.mkdtemp(prefix="verl-", dir=CACHE))
+    try:
+        shutil.copytree(base, work, dirs_exist_ok=True)
+        apply = [python, str(REPO / "apply_patch.py"), "--repo", str(work)]
+        step(apply, "the patch could not be applied to the pinned verl")
+        work.chmod(0o755)
+        if not target.is_dir():
+            work.rename(target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def ensure_material(python: str, report=print) -> Path:

@@ -6,8 +6,8 @@ advantages are verl's own GRPO; step, sequence and position are drawn from a see
 planted is written down, so that the demo can say whether the event names exactly that token.
 
 verl calls an advantage estimator with rewards, mask and uids only: no step, no token ids. So
-`experiments.cpu.reward`, which sees the same rows in the same order just before in the same process,
-calls `observe()` first.
+`experiments.cpu.reward`, which sees the same rows in the same order, just before and in the same
+process, calls `observe()` first.
 """
 
 import json

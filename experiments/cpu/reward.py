@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rule-based reward for the demo's arithmetic, plugged in by `reward_manager.source=importlib`."""
+"""A rule-based reward for arithmetic, plugged in by `reward_manager.source=importlib`."""
 
 import re
 
@@ -29,10 +29,9 @@ def score(data_source, solution_str: str, ground_truth: str, extra_info=None) ->
 class ArithmeticReward(NaiveRewardManager):
     """verl's naive manager with `score`; it also tells the demo's fault what the rows are."""
 
-    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source", **kw):
+    def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key, fault_settings=None):
         super().__init__(tokenizer, num_examine, score, reward_fn_key)
-        planted = kw.get("fault")
-        fault.arm(fault.Fault(**planted) if planted else None)
+        fault.arm(fault.Fault(**fault_settings) if fault_settings else None)
 
     def __call__(self, data, return_dict=False):
         """Scores the rows; rows of a validation are not shown to the fault."""

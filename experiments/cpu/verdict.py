@@ -50,7 +50,7 @@ def read_planted(path: Path) -> dict:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        raise ExperimentError(f"{path} is not JSON: the run was cut off while writing it.") from None
+        raise ExperimentError(f"{path} is not JSON: the run was cut off while writing.") from None
 
 
 def tell(event: dict) -> str:
