@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one error that ends a command: a sentence for the user, printed by the CLI without a traceback."""
+
+
+class ReportError(Exception):
+    """Says in one sentence what is wrong and what to do."""
+
+    exit_code = 2
