@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Row 69: the disk fails, or the process dies, at every single operation on the disk.
+
+A run that can still speak leaves all-before or all-after. A run that died leaves each file whole,
+as before or as after, and the next run finishes or undoes the rest.
+"""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from patchkit.applier import Applier
+from patchkit.checkout import resolve
+from patchkit.errors import PatchkitError
+from patchkit.filesystem import Filesystem
+from patchkit.library import Library
+from tests.patchkit import world
+from tests.patchkit.world import BASE, OLDER, RESULT
+
+OPERATIONS = (
+    "make_folder",
+    "remove_folder",
+    "create",
+    "open_lock",
+    "write",
+    "set_mode",
+    "set_owner",
+    "sync",
+    "close",
+    "sync_folder",
+    "replace",
+    "remove",
+)
+COMMANDS = {
+    "apply": (BASE, "apply", RESULT),
+    "reverse": (RESULT, "reverse", BASE),
+    "upgrade": (OLDER, "apply", RESULT),
+    "downgrade": (OLDER, "reverse", BASE),
+}
+
+
+class Killed(BaseException):
+    """The process ended here: nothing after this reaches the disk."""
+
+
+class FaultyDisk(Filesystem):
+    """Counts operations; number ``at`` (and, if ``lasting``, all later ones) fails."""
+
+    def __init__(self, at: int, fault: type[BaseException] = OSError, lasting: bool = False):
+        self.at = at
+        self.fault = fault
+        self.lasting = lasting
+        self.count = 0
+
+    def _meet(self, name: str, arguments: tuple) -> None:
+        self.count += 1
+        if self.count == self.at or (self.lasting and self.count > self.at):
+            if name == "write":  # half of it reaches the disk
+                os.write(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
+            if name == "close":
+                os.close(arguments[0])
+            if self.fault is OSError:
+                raise OSError(errno.ENOSPC, "No space left on device", str(arguments[0]))
+            raise self.fault
+
+
+def _guarded(name: str):
+    plain = getattr(Filesystem, name)
+
+    def operation(self, *arguments):
+        self._meet(name, arguments)
+        return plain(self, *arguments)
+
+    return operation
+
+
+for _name in OPERATIONS:
+    setattr(FaultyDisk, _name, _guarded(_name))
+
+
+def run(root: Path, patches: Path, method: str, disk: Filesystem | None = None) -> int:
+    """Runs a command on the library's level; returns the exit code that it would have."""
+    try:
+        getattr(Applier(resolve(str(root)), Library(patches), files=disk), method)()
+    except PatchkitError as error:
+        return error.exit_code
+    except OSError:  # before anything began; the command line says so with exit code 4
+        return 4
+    return 0
+
+
+def each_operation(patches: Path, folder: Path, command: str, **options) -> Iterator[tuple]:
+    """Yields (root, exit code) of the command with operation 1, 2, 3 ... failing."""
+    before, method, _ = COMMANDS[command]
+    at = 0
+    while True:
+        at += 1
+        root = world.write_tree(folder / f"{command}-{at}", before)
+        disk = FaultyDisk(at, **options)
+        try:
+            code = run(root, patches, method, disk)
+        except Killed:
+            code = None
+        yield root, code
+        if disk.count < at:
+            return
+
+
+def no_traces(root: Path) -> bool:
+    return not [path for path in root.rglob("*") if path.name.endswith(".tmp")]
+
+
+def test_every_operation_that_changes_a_disk_is_one_that_the_tests_make_fail():
+    defined = {name for name in vars(Filesystem) if not name.startswith("_")}
+    assert defined == {*OPERATIONS, "write_new", "remove_if_there"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_one_failed_operation_is_rolled_back_or_does_no_harm(patches, tmp_path, command):
+    before, method, after = COMMANDS[command]
+    codes = []
+    for root, code in each_operation(patches, tmp_path, command):
+        codes.append(code)
+        assert code in (0, 4)
+        assert world.files_of(root) == (after if code == 0 else before)
+        assert no_traces(root)
+        assert run(root, patches, method) == 0
+        assert world.files_of(root) == after
+    assert codes.count(4) > 40 and codes[-1] == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_disk_that_stays_broken_is_reported_and_repaired_by_the_next_run(
+    patches, tmp_path, command
+):
+    before, method, after = COMMANDS[command]
+    codes = set()
+    for root, code in each_operation(patches, tmp_path, command, lasting=True):
+        codes.add(code)
+        assert code in (0, 4, 5)
+        if code != 5:
+            assert world.files_of(root) in (before, after)
+        assert_each_file_is_whole(root, before, after)
+        assert run(root, patches, method) == 0
+        assert world.files_of(root) == after
+        assert no_traces(root)
+    assert {4, 5} <= codes
+
+
+@pytest.mark.parametrize("next_method", ["apply", "reverse"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_that_died_is_finished_or_undone_by_the_next(patches, tmp_path, command, next_method):
+    before, method, after = COMMANDS[command]
+    for root, _ in each_operation(patches, tmp_path, command, fault=Killed, lasting=True):
+        assert_each_file_is_whole(root, before, after)
+        untouched = world.picture(root)
+        assert run(root, patches, "status") == 0
+        assert world.picture(root) == untouched
+        assert run(root, patches, next_method) == 0
+        assert world.files_of(root) == (RESULT if next_method == "apply" else BASE)
+        assert no_traces(root)
+
+
+@pytest.mark.parametrize("fault", [OSError, Killed])
+def test_a_recovery_that_dies_or_fails_is_recovered_from(patches, tmp_path, fault):
+    counter = FaultyDisk(10**9)
+    run(world.write_tree(tmp_path / "count", BASE), patches, "apply", counter)
+    tries = 0
+    for first in range(counter.count // 2, counter.count - 8, 5):
+        at = 0
+        while True:
+            at += 1
+            root = world.write_tree(tmp_path / f"{first}-{at}", BASE)
+            with pytest.raises(Killed):
+                run(root, patches, "apply", FaultyDisk(first, Killed, lasting=True))
+            disk = FaultyDisk(at, fault, lasting=True)
+            with contextlib.suppress(Killed):
+                assert run(root, patches, "reverse", disk) in (0, 4, 5)
+            assert_each_file_is_whole(root, BASE, RESULT)
+            assert run(root, patches, "apply") == 0
+            assert world.files_of(root) == RESULT and no_traces(root)
+            tries += 1
+            if disk.count < at:
+                break
+    assert tries > 100
+
+
+def assert_each_file_is_whole(root: Path, before: dict, after: dict) -> None:
+    files = {path: text for path, text in world.files_of(root).items() if ".tmp" not in path}
+    for path, text in files.items():
+        assert text in (before.get(path), after.get(path)), path
+    for path in before.keys() & after.keys():
+        assert path in files, path
+
+
+def test_an_edit_made_during_the_run_is_kept_and_the_rest_put_back(patches, tree):
+    class Early(Filesystem):
+        edited = False
+
+        def replace(self, source, target):
+            if target.name != "journal.json" and not self.edited:
+                self.edited = True
+                (tree / world.ACTOR).write_text("my edit\n")
+            super().replace(source, target)
+
+    code = run(tree, patches, "apply", Early())
+    assert code == 1
+    assert world.files_of(tree) == BASE | {world.ACTOR: "my edit\n"}
+
+
+def test_an_edit_made_after_a_crash_is_never_overwritten(capsys, patches, tree):
+    for at in range(1, 200):
+        with pytest.raises(Killed):
+            run(tree, patches, "apply", FaultyDisk(at, Killed, lasting=True))
+        if world.files_of(tree).get(world.DEEP) == RESULT[world.DEEP]:
+            break
+        run(tree, patches, "reverse")
+    (tree / world.TRAINER).write_text("my edit\n")
+    before = world.files_of(tree)
+    for options in ((), ("--reverse",), ("--force",)):
+        outcome = world.run(capsys, patches, tree, *options)
+        assert outcome.code == 1
+        assert "was edited after a run was interrupted" in outcome.err
+        assert world.TRAINER in outcome.err
+    assert world.files_of(tree) == before
+
+
+def test_a_journal_that_names_a_path_outside_the_tree_is_refused(capsys, patches, tree):
+    state = tree / ".gradloc-patch"
+    state.mkdir()
+    entry = {
+        "where": "tree",
+        "path": "verl/../../escape",
+        "before": None,
+        "after": None,
+        "temporary": ".gradloc.1.0.tmp",
+    }
+    for entries in ([entry], [entry | {"path": "verl/x", "temporary": "../x"}], [{}], 7):
+        document = {"schema_version": 1, "committing": True, "entries": entries, "folders": []}
+        (state / "journal.json").write_text(world.json.dumps(document))
+        outcome = world.run(capsys, patches, tree)
+        assert outcome.code == 5 and "journal.json" in outcome.err
+    assert world.files_of(tree) == BASE
+
+
+def test_an_interrupt_from_the_keyboard_puts_everything_back(patches, tree):
+    at = 0
+    while True:
+        at += 1
+        disk = FaultyDisk(at, KeyboardInterrupt)
+        try:
+            run(tree, patches, "apply", disk)
+        except KeyboardInterrupt:
+            assert world.files_of(tree) in (BASE, RESULT)
+            assert no_traces(tree)
+            run(tree, patches, "reverse")
+        if disk.count < at:
+            break
+
+
+def test_a_full_disk_is_predicted_before_anything_is_written(capsys, patches, tree, monkeypatch):
+    real = os.statvfs(tree)
+    full = os.statvfs_result((*real[:4], 10, *real[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda folder: full)
+    before = world.picture(tree)
+    for options in ((), ("--check",)):
+        outcome = world.run(capsys, patches, tree, *options)
+        assert outcome.code == 4 and "not enough room" in outcome.err
+    assert world.picture(tree) == before

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kill -9`` at random moments, and two runs at once: real processes, the real disk.
+
+Rows 69 and 70 of the bad-input table. The default suite kills a few hundred runs; the long one
+thousands: python -m pytest tests/patchkit/test_kills.py -m slow
+"""
+
+import fcntl
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from patchkit.applier import Applier
+from patchkit.checkout import resolve
+from patchkit.errors import PatchkitError
+from patchkit.library import Library
+from tests.patchkit import world
+from tests.patchkit.test_faults import assert_each_file_is_whole, no_traces, run
+from tests.patchkit.world import ACTOR, BASE, NEW, OLDER, RESULT
+
+ROOT = Path(__file__).resolve().parents[2]
+STARTS = {"apply": (BASE, RESULT), "reverse": (RESULT, BASE), "upgrade": (OLDER, RESULT)}
+
+
+def forked(root: Path, patches: Path, method: str) -> int:
+    """Starts a command in a child process; a fork, so that no time goes into starting Python."""
+    child = os.fork()
+    if child == 0:
+        code = 70
+        try:
+            code = run(root, patches, method)
+        finally:
+            os._exit(code)
+    return child
+
+
+def code_of(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill_at_random(patches: Path, folder: Path, wanted: int) -> None:
+    """Kills runs at random moments until ``wanted`` of them died of it."""
+    random.seed(20240607)
+    spans_s = {}
+    for name, (start, _) in STARTS.items():
+        root = world.write_tree(folder / f"time-{name}", start)
+        began = time.monotonic()
+        code_of(forked(root, patches, "reverse" if name == "reverse" else "apply"))
+        spans_s[name] = time.monotonic() - began
+    killed = unfinished = rounds = 0
+    while killed < wanted:
+        rounds += 1
+        assert rounds < 20 * wanted, "hardly any kill comes in time"
+        name = random.choice(list(STARTS))
+        start, end = STARTS[name]
+        method = "reverse" if name == "reverse" else "apply"
+        root = world.write_tree(folder / f"{rounds}", start)
+        child = forked(root, patches, method)
+        time.sleep(random.uniform(0, spans_s[name]))
+        os.kill(child, signal.SIGKILL)
+        killed += code_of(child) == -signal.SIGKILL
+        assert_each_file_is_whole(root, start, end)
+        unfinished += (root / ".gradloc-patch/journal.json").exists()
+        assert run(root, patches, method) == 0
+        assert world.files_of(root) == end and no_traces(root)
+    print(f"{killed} of {rounds} runs killed, {unfinished} of them with a journal")
+    assert unfinished > wanted // 20
+
+
+def test_row_69_three_hundred_kills_leave_every_file_whole(patches, tmp_path):
+    kill_at_random(patches, tmp_path, 300)
+
+
+@pytest.mark.slow
+def test_row_69_five_thousand_kills_leave_every_file_whole(patches, tmp_path):
+    kill_at_random(patches, tmp_path, 5000)
+
+
+def test_row_70_of_two_appliers_one_wins_and_the_other_says_so(patches, tmp_path):
+    refused = 0
+    for number in range(40):
+        root = world.write_tree(tmp_path / str(number), BASE)
+        ready_r, ready_w = os.pipe()
+        children = []
+        for _ in range(2):
+            child = os.fork()
+            if child == 0:
+                code = 70
+                try:
+                    os.read(ready_r, 1)  # both wait for the same moment
+                    code = run(root, patches, "apply")
+                finally:
+                    os._exit(code)
+            children.append(child)
+        os.write(ready_w, b"go")
+        codes = sorted(code_of(child) for child in children)
+        os.close(ready_r)
+        os.close(ready_w)
+        assert codes in ([0, 0], [0, 6]), codes
+        refused += codes == [0, 6]
+        assert world.files_of(root) == RESULT and no_traces(root)
+    print(f"{refused} of 40 rounds met; in the others one ended before the other began")
+    assert refused >= 1
+
+
+def test_row_70_apply_against_reverse_leaves_one_or_the_other(patches, tmp_path):
+    for number in range(20):
+        start = BASE if number % 2 else RESULT
+        root = world.write_tree(tmp_path / str(number), start)
+        children = [forked(root, patches, method) for method in ("apply", "reverse")]
+        assert {code_of(child) for child in children} <= {0, 6}
+        assert world.files_of(root) in (BASE, RESULT) and no_traces(root)
+
+
+def test_the_holder_of_the_lock_is_named(apply, tree):
+    state = tree / ".gradloc-patch"
+    state.mkdir()
+    with (state / "lock").open("w") as stream:
+        stream.write("process 4242 on box since 2024-01-01 00:00:00\n")
+        stream.flush()
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        for options in ((), ("--reverse",), ("--check",), ("--force",)):
+            outcome = apply(tree, *options)
+            assert outcome.code == 6
+            assert "another run is at work" in outcome.err and "process 4242" in outcome.err
+        assert "another run is at work" in apply(tree, "--status").out
+    assert world.files_of(tree) == BASE
+
+
+def test_a_lock_file_that_a_dead_run_left_is_no_lock(apply, tree):
+    state = tree / ".gradloc-patch"
+    state.mkdir()
+    (state / "lock").write_text("process 4242 on box since 2024-01-01 00:00:00\n")
+    assert apply(tree).code == 0
+
+
+@pytest.mark.parametrize("link", ["to a folder", "to nothing", "a file"])
+def test_a_state_folder_that_is_none_is_refused(apply, tree, tmp_path, link):
+    outside = tmp_path / "outside"
+    state = tree / ".gradloc-patch"
+    if link == "a file":
+        state.write_text("mine\n")
+    else:
+        if link == "to a folder":
+            outside.mkdir()
+        state.symlink_to(outside)
+    outcome = apply(tree)
+    assert outcome.code == 1 and ".gradloc-patch is not a folder" in outcome.err
+    assert world.files_of(tree) == BASE
+    assert not outside.exists() or not any(outside.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("rebase-merge", "a rebase"),
+        ("MERGE_HEAD", "a merge"),
+        ("index.lock", "another git command"),
+    ],
+)
+def test_row_70_an_unfinished_git_operation_is_noted_and_refused_where_files_differ(
+    apply, clone, name, said
+):
+    (clone / ".git" / name).write_text("")
+    outcome = apply(clone)
+    assert outcome.code == 0 and f"{said} is under way" in outcome.out
+    refused = apply(clone, "--reverse")
+    assert refused.code == 1 and f"{said} is under way" in refused.err
+    assert world.files_of(clone) == RESULT
+    forced = apply(clone, "--reverse", "--force")
+    assert forced.code == 0 and said in forced.out and "--force skipped" in forced.out
+    assert world.files_of(clone) == BASE
+
+
+def test_row_69_a_limit_on_file_sizes_is_a_disk_that_fails(patches, tmp_path):
+    """``ulimit -f``: git is killed by it and leaves three files changed."""
+    big = RESULT | {NEW: world.numbered("big", 4000)}
+    made = world.make_patches(tmp_path / "w", big)
+    root = world.write_tree(tmp_path / "t", BASE)
+    # Python ignores SIGXFSZ, so the write fails with EFBIG.
+    command = f"ulimit -f 24; exec {sys.executable} apply_patch.py --patches {made} {root}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 4, done.stderr
+    assert "the disk failed" in done.stderr and "Traceback" not in done.stderr
+    assert world.files_of(root) == BASE and no_traces(root)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_row_69_a_read_only_folder_is_refused_before_anything_is_written(apply, tree):
+    (tree / ACTOR).parent.chmod(0o555)
+    outcome = apply(tree)
+    (tree / ACTOR).parent.chmod(0o755)
+    assert outcome.code == 1 and "may not be written to" in outcome.err
+    assert world.files_of(tree) == BASE
+
+
+def test_row_69_a_folder_that_may_not_be_written_to_is_refused(apply, tree, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "actor")
+    before = world.picture(tree)
+    outcome = apply(tree)
+    assert outcome.code == 1 and "may not be written to" in outcome.err
+    assert world.picture(tree) == before
+
+
+def test_an_error_in_the_tool_itself_is_no_traceback(capsys, patches, tree, monkeypatch):
+    def broken(self):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Applier, "apply", broken)
+    outcome = world.run(capsys, patches, tree)
+    assert outcome.code == 4 and "RuntimeError: a bug" in outcome.err and "--debug" in outcome.err
+    with pytest.raises(PatchkitError):
+        world.run(capsys, patches, tree, "--debug")
+
+
+def test_the_library_level_names_the_checkout(patches, tree):
+    report = Applier(resolve(str(tree)), Library(patches)).apply()
+    assert report.target == str(tree) and report.state == "APPLIED"
