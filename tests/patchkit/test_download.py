@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Row 71: networks and servers that fail or mean harm. Exit 7, or 3 where the bytes are wrong."""
+
+import socket
+import sys
+import time
+
+import pytest
+
+from patchkit import download
+from patchkit.digest import sha256_hex
+from patchkit.errors import DownloadError
+from tests.patchkit import world
+from tests.patchkit.servers import serving
+from tests.patchkit.world import BASE, RESULT
+
+pytest.importorskip("requests")
+
+
+@pytest.fixture
+def server(patches, tmp_path, monkeypatch):
+    content = (patches / "gradloc.patch").read_bytes()
+    sums = (patches / "gradloc.patch.sha256").read_bytes()
+    with serving(tmp_path, content, sums) as running:
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path / "ca.pem"))
+        for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        yield running
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """The seconds that a download would have waited between attempts."""
+    noted = []
+    fetch = download.fetch
+    monkeypatch.setattr(
+        download,
+        "fetch",
+        lambda *a, **k: fetch(*a, **{"sleep": noted.append, "deadline_s": 1.9} | k),
+    )
+    return noted
+
+
+def url(server, behaviour: str, name: str = "gradloc.patch") -> str:
+    return f"https://localhost:{server.server_address[1]}/{behaviour}/{name}"
+
+
+def test_the_published_online_form_works_and_says_what_the_checksum_proves(apply, server, tree):
+    sums = url(server, "sums", "gradloc.patch.sha256")
+    outcome = apply("--repo", tree, "--patch-url", url(server, "plain"), "--sha256-file", sums)
+    assert outcome.code == 0, outcome.err
+    assert "not who made it" in outcome.out
+    assert world.files_of(tree) == RESULT
+
+
+@pytest.mark.parametrize("behaviour", ["plain", "chunked", "hop"])
+def test_a_download_is_applied_when_its_digest_is_known(apply, server, tree, behaviour):
+    assert apply("--repo", tree, "--patch-url", url(server, behaviour)).code == 0
+    assert world.files_of(tree) == RESULT
+
+
+@pytest.mark.parametrize(("behaviour", "waited"), [("busy-once", [1.0]), ("short-once", [1.0])])
+def test_a_passing_failure_is_tried_again(apply, server, tree, waits, behaviour, waited):
+    assert apply("--repo", tree, "--patch-url", url(server, behaviour)).code == 0
+    assert waits == waited
+
+
+BAD = {
+    "net-https-to-http-hop": ("to-http", 7, "only https"),
+    "net-redirect-loop": ("loop", 7, "redirects"),
+    "net-file-hop": ("to-file", 7, "only https"),
+    "net-503-three-times": ("busy", 7, "HTTP 503"),
+    "net-short-body": ("short", 7, "IncompleteRead"),
+    "net-cut-chunk": ("cut-chunk", 7, "3 attempts"),
+    "net-close-delimited-cut": ("until-close", 3, "size"),
+    "net-drip": ("drip", 7, "too long"),
+    "net-gzip-bomb": ("bomb", 7, "compressed"),
+    "net-wrong-size": ("larger", 3, "size"),
+    "net-endless": ("endless", 3, "size"),
+    "net-wrong-hash": ("other", 3, "sha256"),
+    "net-page": ("page", 3, "web page"),
+    "net-404": ("missing", 7, "HTTP 404"),
+}
+
+
+@pytest.mark.parametrize("row", BAD)
+def test_a_bad_server_is_refused_and_nothing_left(apply, server, tree, waits, tmp_path, row):
+    behaviour, code, said = BAD[row]
+    before = world.picture(tmp_path)
+    outcome = apply("--repo", tree, "--patch-url", url(server, behaviour))
+    assert outcome.code == code, outcome.err
+    assert said in outcome.err and "next:" in outcome.err
+    assert world.picture(tmp_path) == before
+    if row == "net-503-three-times":
+        assert len(server.requests) == 3 and waits == [1.0, 2.0]
+
+
+ADDRESSES = {
+    "net-http-url": ("http://localhost/gradloc.patch", "only https"),
+    "net-ftp-url": ("ftp://localhost/gradloc.patch", "only https"),
+    "net-data-url": ("data://text,x", "only https"),
+    "net-no-host": ("https:///gradloc.patch", "only https"),
+    "net-userinfo": ("https://me:secret@localhost/gradloc.patch", "user name or a password"),
+    "net-blob-page": (
+        "https://github.com/o/r/blob/main/patches/gradloc.patch",
+        "https://github.com/o/r/raw/main/patches/gradloc.patch",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", ADDRESSES)
+def test_a_bad_address_is_refused_without_a_request(apply, tree, row, monkeypatch):
+    monkeypatch.setattr(socket, "create_connection", lambda *a, **k: pytest.fail("connected"))
+    address, said = ADDRESSES[row]
+    outcome = apply("--repo", tree, "--patch-url", address)
+    assert outcome.code == 7 and said in outcome.err
+    assert "secret" not in outcome.err
+
+
+def test_net_dns_failure_is_exit_7(apply, tree, waits, monkeypatch):
+    def fail(*arguments, **options):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    outcome = apply("--repo", tree, "--patch-url", "https://nowhere.example/gradloc.patch")
+    assert outcome.code == 7 and "Name or service not known" in outcome.err
+
+
+def test_net_tls_error_is_exit_7(apply, server, tree, waits, monkeypatch):
+    monkeypatch.delenv("REQUESTS_CA_BUNDLE")
+    outcome = apply("--repo", tree, "--patch-url", url(server, "plain"))
+    assert outcome.code == 7 and "CERTIFICATE_VERIFY_FAILED" in outcome.err
+
+
+def test_net_no_requests_installed_is_exit_7_and_says_what_to_do(apply, tree, monkeypatch):
+    monkeypatch.setitem(sys.modules, "requests", None)
+    outcome = apply("--repo", tree, "--patch-url", "https://localhost/gradloc.patch")
+    assert outcome.code == 7
+    assert "pip install requests" in outcome.err and "--patch-file" in outcome.err
+
+
+def test_passwords_are_not_taken_from_netrc(server, tmp_path, monkeypatch):
+    (tmp_path / ".netrc").write_text("machine localhost login me password secret\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    seen = []
+    real = server.RequestHandlerClass.plain
+    monkeypatch.setattr(
+        server.RequestHandlerClass,
+        "plain",
+        lambda self, content: (seen.append(self.headers.get("Authorization")), real(self, content)),
+    )
+    download.fetch(url(server, "plain"), limit=10**6)
+    assert seen == [None]
+
+
+def test_the_deadline_holds_for_all_attempts_together(server):
+    began = time.monotonic()
+    with pytest.raises(DownloadError):
+        download.fetch(url(server, "drip"), limit=10**6, deadline_s=0.5)
+    assert time.monotonic() - began < 3
+
+
+def test_an_unknown_patch_needs_its_digest(apply, server, tree):
+    outcome = apply("--repo", tree, "--patch-url", url(server, "other"), "--patch-sha256", "0" * 64)
+    assert outcome.code == 3 and "expected: " + "0" * 64 in outcome.err
+    changed = server.content.replace(b"hook()", b"hack()")
+    options = ("--patch-sha256", sha256_hex(changed))
+    refused = apply("--repo", tree, "--patch-url", url(server, "other"), *options)
+    assert refused.code == 3, "the digest is right, but the result is not what its ids say"
+    assert world.files_of(tree) == BASE
+
+
+def test_two_sources_for_the_digest_are_refused(apply, tree, patches):
+    outcome = apply(
+        "--repo",
+        tree,
+        "--patch-file",
+        patches / "gradloc.patch",
+        "--patch-sha256",
+        "0" * 64,
+        "--sha256-file",
+        "x",
+    )
+    assert outcome.code == 2
+    assert apply("--repo", tree, "--patch-sha256", "0" * 64).code == 2

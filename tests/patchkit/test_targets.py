@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may be named as a target, and what it is recognised as. Rows 51 to 57 and 68."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from patchkit import cli
+from tests.patchkit import world
+from tests.patchkit.world import ACTOR, BASE, RESULT
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("missing", 1, "there is no folder"),
+        ("file", 1, "is a file"),
+        ("file/below", 1, "there is no folder"),
+        ("", 2, "empty string"),
+    ],
+    ids=["51-target-missing", "51-is-a-file", "51-below-a-file", "51-empty-string"],
+)
+def test_a_target_that_is_no_folder_is_refused(apply, tmp_path, name, code, said):
+    (tmp_path / "file").write_text("x\n")
+    outcome = apply("--repo", tmp_path / name if name else "")
+    assert outcome.code == code and said in outcome.err and "next:" in outcome.err
+
+
+def test_row_51_a_folder_that_may_not_be_read_is_refused(apply, tree, monkeypatch):
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "listdir", forbidden)
+    outcome = apply("--repo", tree)
+    assert outcome.code == 1 and "cannot be read" in outcome.err
+
+
+@pytest.mark.parametrize("named", [(), ("A", "--repo", "B"), ("A", "--installed")])
+def test_exactly_one_target_must_be_named(apply, named):
+    outcome = apply(*named)
+    assert outcome.code == 2 and "exactly one target" in outcome.err
+
+
+@pytest.mark.parametrize("kind", ["another repository", "empty site-packages", "our own"])
+def test_row_52_what_is_not_verl_is_refused(apply, tmp_path, kind):
+    root = tmp_path / "site-packages"
+    root.mkdir()
+    if kind == "another repository":
+        world.make_clone(root, {"setup.py": "x = 1\n"})
+    outcome = apply("--repo", ROOT if kind == "our own" else root)
+    assert outcome.code == 1 and "NOT_VERL" in outcome.err
+    assert "no verl/__init__.py" in outcome.err
+
+
+def test_row_52_an_environment_is_only_patched_when_asked_for_by_name(apply, tmp_path):
+    root = world.write_tree(tmp_path / "site-packages", BASE)
+    outcome = apply("--repo", root)
+    assert outcome.code == 1 and "--installed" in outcome.err
+    assert world.files_of(root) == BASE
+
+
+def test_row_53_a_bare_repository_is_refused(apply, clone, tmp_path):
+    world.git(clone, "clone", "-q", "--bare", str(clone), str(tmp_path / "bare.git"))
+    for target in (tmp_path / "bare.git", clone / ".git"):
+        outcome = apply("--repo", target)
+        assert outcome.code == 1 and "bare" in outcome.err
+
+
+def test_row_53_a_linked_worktree_is_patched_and_its_status_shows_the_patch_alone(
+    apply, clone, tmp_path
+):
+    linked = tmp_path / "linked"
+    world.git(clone, "worktree", "add", "-q", str(linked))
+    head = world.git(linked, "rev-parse", "HEAD").strip()
+    assert json.loads(apply(linked, "--status", "--json").out)["head"] == head
+    assert apply(linked).code == 0
+    assert world.files_of(linked) == RESULT and world.files_of(clone) == BASE
+    listed = world.git(linked, "status", "--porcelain", "--untracked-files=all").splitlines()
+    changed = {path for path in RESULT if RESULT[path] != BASE.get(path)}
+    assert {line[3:] for line in listed} == changed
+    assert apply(linked, "--reverse").code == 0
+    assert world.git(linked, "status", "--porcelain", "--ignored") == ""
+
+
+def test_row_53_a_submodule_is_patched(apply, clone, tmp_path):
+    outer = world.make_clone(tmp_path / "outer", {"README": "x\n"})
+    allow = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "protocol.file.allow"}
+    world.git(
+        outer, "submodule", "add", "-q", str(clone), "verl", GIT_CONFIG_VALUE_0="always", **allow
+    )
+    inner = outer / "verl"
+    assert (inner / ".git").is_file()
+    outcome = apply(inner)
+    assert outcome.code == 0 and "submodule" in outcome.out
+    assert world.files_of(inner) == RESULT
+    assert apply(inner, "--reverse").code == 0
+    assert world.git(inner, "status", "--porcelain", "--ignored") == ""
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_row_54_verl_inside_another_repository_is_patched(apply, tmp_path, tracked):
+    outer = world.make_clone(tmp_path / "outer", {"README": "x\n"})
+    inner = world.write_tree(outer / "third_party/verl-src", BASE)
+    if tracked:
+        world.git(outer, "add", "-A")
+        world.git(outer, "commit", "-q", "-m", "vendored")
+    assert apply(inner).code == 0
+    assert world.files_of(inner) == RESULT
+    assert ".gradloc-patch" not in world.git(outer, "status", "--porcelain", "-uall")
+    assert apply(inner, "--reverse").code == 0
+    assert not (inner / ".gradloc-patch").exists()
+
+
+def test_row_55_an_unpacked_archive_is_patched_and_the_commit_said_to_be_unknown(apply, tree):
+    outcome = apply(tree)
+    assert outcome.code == 0 and "the commit is unknown" in outcome.out
+    assert world.files_of(tree) == RESULT
+
+
+def test_row_56_a_folder_inside_verl_is_refused_and_the_parent_proposed(apply, tree):
+    before = world.picture(tree)
+    outcome = apply("--repo", tree / "verl")
+    assert outcome.code == 1 and f"--repo {tree}" in outcome.err
+    assert world.picture(tree) == before
+
+
+def test_row_57_a_checkout_of_another_owner_works_and_is_noted(apply, clone, monkeypatch):
+    owner = clone.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    outcome = apply(clone)
+    assert outcome.code == 0 and "belongs to another user" in outcome.out
+    assert world.files_of(clone) == RESULT
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_root_leaves_the_files_of_another_owner_to_that_owner(apply, clone):
+    for path in [clone, *clone.rglob("*")]:
+        os.chown(path, 12345, 12345, follow_symlinks=False)
+    assert apply(clone).code == 0
+    assert (clone / ACTOR).stat().st_uid == 12345
+
+
+def test_another_commit_with_the_same_touched_files_is_patched_with_a_note(apply, clone):
+    world.write_tree(clone, {"verl/utils/other.py": "another = 1\n"})
+    world.git(clone, "commit", "-qam", "elsewhere")
+    outcome = apply(clone)
+    assert outcome.code == 0 and "HEAD is " in outcome.out and "not the base" in outcome.out
+
+
+def test_another_commit_with_other_touched_files_is_the_wrong_base(apply, clone):
+    world.write_tree(clone, {ACTOR: BASE[ACTOR].replace("actor line 10\n", "")})
+    world.git(clone, "commit", "-qam", "here")
+    outcome = apply(clone)
+    assert outcome.code == 1 and "WRONG_BASE" in outcome.err and "f9c855f7cf04" in outcome.err
+    assert f"expected: sha256 {world.hashlib.sha256(BASE[ACTOR].encode()).hexdigest()[:12]}" in (
+        outcome.err
+    )
+
+
+def test_dirt_elsewhere_is_left_alone(apply, clone):
+    world.write_tree(clone, {"verl/utils/other.py": "mine\n", "notes.txt": "mine\n"})
+    assert apply(clone).code == 0
+    assert apply(clone, "--reverse").code == 0
+    mine = {"verl/utils/other.py": "mine\n", "notes.txt": "mine\n"}
+    assert world.files_of(clone) == BASE | mine
+
+
+@pytest.mark.parametrize("refs", ["loose", "packed", "detached"])
+def test_the_commit_is_read_from_any_kind_of_ref(apply, clone, refs):
+    head = world.git(clone, "rev-parse", "HEAD").strip()
+    if refs == "packed":
+        world.git(clone, "pack-refs", "--all")
+    if refs == "detached":
+        world.git(clone, "checkout", "-q", "--detach")
+    assert json.loads(apply(clone, "--status", "--json").out)["head"] == head
+
+
+SETTINGS = {
+    "whitespace-fix": ("apply.whitespace", "fix"),
+    "ignore-whitespace": ("apply.ignoreWhitespace", "change"),
+    "autocrlf": ("core.autocrlf", "true"),
+    "external-diff": ("diff.external", "/bin/false"),
+    "fsmonitor": ("core.fsmonitor", "touch /tmp/gradloc-was-here; false"),
+}
+
+
+@pytest.mark.parametrize("row", [*SETTINGS, "attributes", "git-dir", "assume-unchanged"])
+def test_row_68_no_setting_of_git_changes_the_result(apply, clone, monkeypatch, tmp_path, row):
+    if row in SETTINGS:
+        world.git(clone, "config", *SETTINGS[row])
+    elif row == "attributes":
+        (clone / ".gitattributes").write_text("* text eol=crlf\n")
+    elif row == "git-dir":
+        other = world.make_clone(tmp_path / "other", {"x": "x\n"})
+        monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+        monkeypatch.setenv("GIT_WORK_TREE", str(other))
+    else:
+        world.git(clone, "update-index", "--assume-unchanged", ACTOR)
+        world.write_tree(clone, {ACTOR: "dirty\n"})
+        assert apply(clone).code == 1
+        world.write_tree(clone, {ACTOR: BASE[ACTOR]})
+    assert apply(clone).code == 0
+    files = {p: t for p, t in world.files_of(clone).items() if p != ".gitattributes"}
+    assert files == RESULT
+    assert not Path("/tmp/gradloc-was-here").exists()
+
+
+def test_the_index_is_never_touched(apply, clone):
+    before = (clone / ".git/index").read_bytes()
+    apply(clone)
+    apply(clone, "--reverse")
+    assert (clone / ".git/index").read_bytes() == before
+
+
+def test_installed_says_first_what_it_will_do_to_which_environment(
+    apply, tmp_path, monkeypatch, capsys
+):
+    root = world.write_tree(tmp_path / "lib/site-packages", BASE)
+    monkeypatch.setattr(cli, "installed_root", lambda: root)
+    outcome = apply("--installed")
+    first = outcome.out.splitlines()[0]
+    assert outcome.code == 0 and str(root) in first and sys.prefix in first and "apply:" in first
+    assert world.files_of(root) == RESULT
+    assert "--installed --reverse" in outcome.out
+    assert apply("--installed", "--reverse").code == 0
+    assert world.files_of(root) == BASE
+
+
+def test_installed_without_verl_is_refused(tmp_path):
+    command = [sys.executable, "-I", "-S", str(ROOT / "apply_patch.py"), "--installed"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and "this Python has no verl" in done.stderr
+
+
+def test_a_path_with_spaces_and_another_working_directory_work(apply, tmp_path, monkeypatch):
+    world.write_tree(tmp_path / "a b/verl tree", BASE)
+    monkeypatch.chdir(tmp_path / "a b")
+    assert apply("verl tree").code == 0
+    assert world.files_of(tmp_path / "a b/verl tree") == RESULT
