@@ -155,23 +155,31 @@ class Decoder:
 
 
 def shard(module: torch.nn.Module, actor_config: Any, model_config: Any) -> torch.nn.Module:
-    """Wrap as verl's FSDP worker does."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-    from verl.utils.fsdp_utils import apply_fsdp2
+    """Wrap as verl's FSDP worker does: ``strategy`` fsdp or fsdp2, or not at all on ``none``."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
+    from verl.utils.fsdp_utils import apply_fsdp2, get_fsdp_wrap_policy
     from verl.utils.torch_dtypes import PrecisionType
+    from verl.workers.fsdp_workers import create_device_mesh, get_sharding_strategy
 
     fsdp = actor_config.fsdp_config
     dtype = PrecisionType.to_dtype(fsdp.dtype)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    if model_config.enable_gradient_checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    mesh = create_device_mesh(world_size=dist.get_world_size(), fsdp_size=fsdp.fsdp_size)
+    if actor_config.strategy == "fsdp":
+        return FullyShardedDataParallel(
+            module,
+            auto_wrap_policy=get_fsdp_wrap_policy(module=module, config=None, is_lora=False),
+            device_id=torch.device("cpu"),
+            sharding_strategy=get_sharding_strategy(mesh, fsdp.reshard_after_forward),
+            mixed_precision=MixedPrecision(dtype, torch.float32, torch.float32),
+            device_mesh=mesh,
+            use_orig_params=fsdp.use_orig_params,
+        )
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
     )
-    kwargs = {
-        "mesh": mesh,
-        "mp_policy": policy,
-        "reshard_after_forward": fsdp.reshard_after_forward,
-    }
+    kwargs = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": fsdp.reshard_after_forward}
     apply_fsdp2(module, kwargs, fsdp)
     return module
 

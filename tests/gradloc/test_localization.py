@@ -5,7 +5,10 @@ import pytest
 
 from tests.gradloc.events import read_events
 
-TAU = ["actor_rollout_ref.actor.grad_norm_threshold=640"]
+TAU = [
+    "actor_rollout_ref.actor.grad_norm_threshold=640",
+    "actor_rollout_ref.actor.gradloc.search.strategy=bisect",
+]
 
 # rows 0-7 are rank 0's and 8-15 rank 1's; micro-batches hold two rows each
 PLACES = {

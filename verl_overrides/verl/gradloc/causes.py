@@ -87,7 +87,7 @@ def classify(culprit: dict[str, Any], batch: BatchStatistics) -> dict[str, Any]:
     if any(not math.isfinite(value) for value in finite):
         return {"label": "non_finite", "numbers": {"coefficient": coefficient, "advantage": culprit["advantage"]}}
 
-    jacobian = norm / abs(coefficient) if norm is not None and coefficient else None
+    jacobian = norm / abs(coefficient) if culprit["span"] == "token" and norm is not None and coefficient else None
     ratio = _ratio(culprit["log_prob"], culprit["old_log_prob_used"])
     excess = {
         "advantage": _over(culprit["advantage"], batch.advantage),

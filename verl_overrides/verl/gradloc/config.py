@@ -21,9 +21,10 @@ The four published knobs (``spike_detection``, ``grad_norm_threshold``, ``bisect
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from .search import STRATEGIES
+
 __all__ = ["TriggerConfig", "SearchConfig", "ActionConfig", "EvidenceConfig", "GradLocConfig", "check_actor_config"]
 
-STRATEGIES = ("bisect",)
 ACTIONS = ("observe",)
 _KEY = "actor_rollout_ref.actor"
 
@@ -93,13 +94,14 @@ class TriggerConfig:
 class SearchConfig:
     """How the culprits are looked for."""
 
-    strategy: str = "bisect"
-    """The search: ``bisect``, the published binary search."""
+    strategy: str = "auto"
+    """``auto``; or one method alone: ``share``, ``sketch``, ``bisect`` (the published binary search)."""
     max_culprits: int = 8
     """Stop after this many culprits."""
 
     def __post_init__(self):
-        _require(self.strategy in STRATEGIES, "gradloc.search.strategy", f"one of {STRATEGIES}", self.strategy)
+        names = ", ".join(STRATEGIES)
+        _require(self.strategy in STRATEGIES, "gradloc.search.strategy", f"one of {names}", self.strategy)
         _require(
             _is_int(self.max_culprits, 1), "gradloc.search.max_culprits", "an integer of at least 1", self.max_culprits
         )

@@ -196,10 +196,10 @@ class _Texts:
 def _complete_culprit(culprit: dict[str, Any], batch: Any, texts: _Texts, statistics: BatchStatistics):
     tensors, labels = batch.batch, batch.non_tensor_batch
     row, positions = culprit["row"], culprit["positions"]
-    first = positions[0]
+    peak = culprit["peak"]
 
     def at(key: str) -> Optional[float]:
-        return float(tensors[key][row, first]) if key in tensors.keys() else None
+        return float(tensors[key][row, peak]) if key in tensors.keys() else None
 
     def label(key: str) -> Optional[str]:
         return str(labels[key][row]) if key in labels else None
@@ -213,7 +213,7 @@ def _complete_culprit(culprit: dict[str, Any], batch: Any, texts: _Texts, statis
         rollout_log_prob=at("rollout_log_probs"),
         ref_log_prob=at("ref_log_prob"),
         is_weight=at("rollout_is_weights"),
-        **texts.around(row, first, positions[-1]),
+        **texts.around(row, positions[0], positions[-1]),
     )
     culprit["ratios"] = {
         "current_over_old": _ratio(culprit["log_prob"], culprit["old_log_prob_used"]),

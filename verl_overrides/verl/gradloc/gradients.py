@@ -61,12 +61,15 @@ class GradientSpace:
     """
 
     def __init__(self, module: torch.nn.Module):
+        self.module = module
         named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
         self.names: list[str] = [name for name, _ in named]
         self.params: list[torch.nn.Parameter] = [param for _, param in named]
         self.rounding = max((torch.finfo(param.dtype).eps / 2 for param in self.params), default=0.0)
         """Relative rounding error of one operation on gradients (2**-24 in float32)."""
         self._groups = _shard_groups(module, self.params)
+        self.shard_index = sum(group.rank() for group in self._groups)
+        """Differs between processes that hold different shards, the same for replicas."""
 
     def take(self) -> Gradient:
         """Remove the gradient from ``.grad`` and return it."""
@@ -112,6 +115,15 @@ class GradientSpace:
             if a is not None and b is not None:
                 out[index] = torch.dot(local_shard(a).flatten(), local_shard(b).flatten())
         return self._reduce(out)
+
+    def weight_square_and_count(self) -> tuple[float, int]:
+        """Squared L2 norm and number of all trainable weights over all shards."""
+        shards = [local_shard(param) for param in self.params]
+        totals = self._zeros()[:1].repeat(2)
+        totals[0] = sum(torch.linalg.vector_norm(shard, dtype=torch.float64) ** 2 for shard in shards)
+        totals[1] = sum(shard.numel() for shard in shards)
+        square, count = self._reduce(totals).tolist()
+        return square, int(count)
 
     def current(self) -> Gradient:
         """What is in ``.grad``, left where it is."""

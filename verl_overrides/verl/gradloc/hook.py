@@ -21,18 +21,22 @@ replays parts of the step through verl's own loss to find the tokens, and hands 
 import logging
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
 
 from verl.utils.device import get_device_id
 
-from .bisect import Culprit
+from .finding import Culprit, PathEntry
 from .gradients import GradientSpace
 from .layers import kind_of, layer_of, norms_by
 from .probe import Recorded, RngState, let_through, record
 from .ranks import Ranks
 from .search import Finding, localize
+from .selection import Token, mask_without
+from .share import ShareMap
 from .trigger import Spike, StepPolicy, spike_kind
 
 __all__ = ["ActorHook", "ActorStep", "build_hook", "pop_events"]
@@ -44,6 +48,8 @@ ROW_KEY = "gradloc_row"
 POLICY_KEY = "gradloc"
 EVENTS_KEY = "gradloc_events"
 _MAX_FAILURES = 3
+_NOTABLE_SHARE = 0.05  # of the spike: sequences from here on are kept token by token
+_MAX_SEQUENCES = 8
 
 
 def build_hook(actor: Any) -> Optional["ActorHook"]:
@@ -99,6 +105,25 @@ class ActorStep:
         (weights,) = torch.autograd.grad(loss, token_losses)
         return weights.nan_to_num() * self.actor._loss_scale_factor(mask) / self.dp_size
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.actor.param_dtype
+
+    def forward(self, micro_batch: int) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
+        self._recorded[micro_batch].rng.restore()
+        with torch.no_grad(), _precise_readout(self.actor):
+            entropy, log_prob = self.actor._forward_for_loss(self._inputs(micro_batch), self.temperature)
+        return log_prob, entropy
+
+    def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
+        recorded = self._recorded[micro_batch]
+        # a coefficient is of this rank's own (scaled) loss; the step's gradient is the mean over the ranks
+        factor = 1.0 / (self.dp_size * self.loss_scale)
+        found = recorded.log_prob_coefficient
+        log_prob = torch.zeros_like(recorded.log_prob) if found is None else found * factor
+        entropy = recorded.entropy_coefficient
+        return log_prob, None if entropy is None else entropy * factor
+
     def backward(self, micro_batch: int, selected: Optional[torch.Tensor]) -> None:
         self._recorded[micro_batch].rng.restore()
         inputs = self._inputs(micro_batch)
@@ -132,6 +157,31 @@ class ActorStep:
     def _loss(self, inputs, log_prob, entropy, terms=None) -> torch.Tensor:
         scratch = {"actor/pg_loss": 0.0, "actor/kl_loss": 0.0}
         return self.actor._micro_batch_loss(inputs, log_prob, entropy, self.on_policy, scratch, {}, terms)
+
+
+@contextmanager
+def _precise_readout(actor: Any) -> Iterator[None]:
+    """Compute the logits in float32 from the last hidden state while the model itself computes in half precision.
+
+    verl's log-probs are rounded to the compute dtype where flash attention's cross entropy is absent, so a small
+    change of a log-prob would read as none. Not possible with fused kernels, which never show the logits.
+    """
+    if actor.param_dtype == torch.float32 or actor.use_fused_kernels:
+        yield
+        return
+    module = getattr(actor.actor_module, "_fsdp_wrapped_module", actor.actor_module)
+    head = module.get_output_embeddings()
+
+    def read_out(head: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device_type=actor.device_name, enabled=False):
+            bias = None if head.bias is None else head.bias.float()
+            return torch.nn.functional.linear(inputs[0].float(), head.weight.float(), bias)
+
+    handle = head.register_forward_hook(read_out)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class ActorHook:
@@ -239,17 +289,15 @@ class ActorHook:
             search.max_culprits,
         )
         spike_squares = space.squares() / clip_scale**2
-        return self._raw_event(spike, finding, space.names, spike_squares, clip_scale)
+        return self._raw_event(spike, finding, space.names, spike_squares)
 
     def _raw_event(
-        self, spike: Spike, finding: Finding, names: list[str], spike_squares: torch.Tensor, clip_scale: float
+        self, spike: Spike, finding: Finding, names: list[str], spike_squares: torch.Tensor
     ) -> dict[str, Any]:
         """All that the ranks know of the event, in plain numbers; the driver adds what it knows and writes."""
         epoch, mini_batch = self._position
-        step, culprits = self._step, finding.result.culprits
-        holders = sorted({culprit.token.micro_batch for culprit in culprits})
-        local = self.ranks.agree(lambda: self._local_evidence(culprits, holders, names, spike_squares, clip_scale))
-        gathered = self.ranks.gather(local)
+        step, result = self._step, finding.result
+        gathered = self.ranks.gather(self.ranks.agree(lambda: self._local_evidence(finding, names)))
         owned = {key: value for part in gathered for key, value in part["culprits"].items()}
         return {
             "step": {
@@ -271,17 +319,13 @@ class ActorHook:
                 "history": self._policy.history or None,
             },
             "search": _search_record(finding, self.actor.config.bisect_budget_steps),
-            "culprits": [owned[index] for index in range(len(culprits))],
+            "culprits": [owned[index] for index in range(len(result.culprits))],
             "sequences": [sequence for part in gathered for sequence in part["sequences"]],
             "certificate": vars(finding.certificate),
-            "action": {
-                "requested": self.config.action.mode,
-                "taken": "observe",
-                "reason": "the step goes on unchanged",
-            },
+            "action": {"requested": self.config.action.mode, "taken": "observe", "reason": "the step goes on as is"},
             "layers": norms_by(layer_of, names, spike_squares),
             "kinds": norms_by(kind_of, names, spike_squares),
-            "shares": None,
+            "shares": _shares_record(result.shares, [part["shares"] for part in gathered]),
             "residual_coefficient_norm": math.sqrt(sum(part["coefficient_square"] for part in gathered)),
             "layout": [
                 {"rank": rank, "micro_batch": index, "rows": rows, "rng": rng}
@@ -292,122 +336,147 @@ class ActorHook:
             "on_policy": step.on_policy,
         }
 
-    def _local_evidence(self, culprits: list[Culprit], holders, names, spike_squares, clip_scale) -> dict[str, Any]:
+    def _local_evidence(self, finding: Finding, names: list[str]) -> dict[str, Any]:
         """This rank's part of the event: its own culprits, and the rows of the micro-batches that hold any."""
-        step, mine = self._step, {}
+        step, result, rank = self._step, finding.result, self.ranks.rank
+        holders = sorted({token.micro_batch for token in result.tokens})
         kl = {index: step.kl_coefficients(index) for index in holders}
-        for number, culprit in enumerate(culprits):
-            if culprit.token.rank == self.ranks.rank:
-                mine[number] = self._culprit_record(culprit, kl, names, spike_squares, clip_scale)
-        square = 0.0
+        mine = {
+            number: self._culprit_record(culprit, result.shares, kl, names)
+            for number, culprit in enumerate(result.culprits)
+            if culprit.tokens[0].rank == rank
+        }
+        square, shares = 0.0, []
         for index in range(step.num_micro_batches):
-            coefficient = step.recorded(index).log_prob_coefficient
-            if coefficient is not None:
-                square += coefficient[step.token_mask(index)].double().square().sum().item() * self._per_rank**2
-        square -= sum((entry["coefficients"]["log_prob"] or 0.0) ** 2 for entry in mine.values())
+            kept = mask_without(result.tokens, index, rank, step.token_mask(index)) & step.token_mask(index)
+            square += step.coefficients(index)[0][kept].double().square().sum().item()
+            shares.append(0.0 if result.shares is None else float(result.shares.shares(index).sum()))
         return {
             "culprits": mine,
-            "coefficient_square": max(square, 0.0),
-            "sequences": self._sequences(culprits),
+            "coefficient_square": square,
+            "sequences": self._sequences(finding),
+            "shares": shares,
             "layout": [(index, step.rows(index), step.recorded(index).rng.cpu.numpy()) for index in holders],
         }
 
-    def _sequences(self, culprits: list[Culprit]) -> list[dict[str, Any]]:
-        """Per-token numbers of this rank's sequences that hold a culprit."""
-        step, found = self._step, {}
-        for culprit in culprits:
-            if culprit.token.rank != self.ranks.rank:
-                continue
-            index = culprit.token.micro_batch
-            mask = step.token_mask(index)
-            row = int(mask.flatten().nonzero()[culprit.token.index]) // mask.shape[1]
+    def _sequences(self, finding: Finding) -> list[dict[str, Any]]:
+        """Per-token numbers of this rank's sequences that hold a culprit, or a notable share of the spike."""
+        step, shares = self._step, finding.result.shares
+        wanted = [
+            (token.micro_batch, self._row_of(token)) for token in finding.result.tokens if token.rank == self.ranks.rank
+        ]
+        if shares is not None and shares.is_trusted:
+            for index in range(step.num_micro_batches):
+                per_row = shares.shares(index).sum(-1).abs()
+                wanted += [(index, row) for row in (per_row >= _NOTABLE_SHARE).nonzero().squeeze(-1).tolist()]
+        found = []
+        for index, row in list(dict.fromkeys(wanted))[:_MAX_SEQUENCES]:
             recorded, rows = step.recorded(index), step.rows(index)
 
-            def of(values: Optional[torch.Tensor], factor: float = 1.0, row: int = row) -> Optional[list[float]]:
-                return None if values is None else (values[row].float() * factor).tolist()
+            def of(values: Optional[torch.Tensor], row: int = row) -> Optional[list[float]]:
+                return None if values is None else values[row].float().tolist()
 
-            found[index, row] = {
-                "rank": self.ranks.rank,
-                "micro_batch": index,
-                "micro_batch_row": row,
-                "row": rows[row] if rows else None,
-                "log_prob": of(recorded.log_prob),
-                "entropy": of(recorded.entropy),
-                "coefficient": of(recorded.log_prob_coefficient, self._per_rank),
-                "share": None,
-            }
-        return list(found.values())
+            found.append(
+                {
+                    "rank": self.ranks.rank,
+                    "micro_batch": index,
+                    "micro_batch_row": row,
+                    "row": rows[row] if rows else None,
+                    "log_prob": of(recorded.log_prob),
+                    "entropy": of(recorded.entropy),
+                    "coefficient": of(step.coefficients(index)[0]),
+                    "share": None if shares is None else of(shares.shares(index)),
+                }
+            )
+        return found
 
-    def _culprit_record(self, culprit: Culprit, kl, names, spike_squares, clip_scale) -> dict[str, Any]:
-        step, token = self._step, culprit.token
-        index = token.micro_batch
+    def _row_of(self, token: Token) -> int:
+        mask = self._step.token_mask(token.micro_batch)
+        return int(mask.flatten().nonzero()[token.index]) // mask.shape[1]
+
+    def _culprit_record(self, culprit: Culprit, shares: Optional[ShareMap], kl, names: list[str]) -> dict[str, Any]:
+        step, index = self._step, culprit.tokens[0].micro_batch
         mask = step.token_mask(index)
-        flat = int(mask.flatten().nonzero()[token.index])
-        row, position = divmod(flat, mask.shape[1])
-        recorded = step.recorded(index)
-        rows = step.rows(index)
+        flat = mask.flatten().nonzero().squeeze(-1)[[token.index for token in culprit.tokens]].tolist()
+        row, positions = flat[0] // mask.shape[1], [place % mask.shape[1] for place in flat]
+        recorded, rows = step.recorded(index), step.rows(index)
+        coefficients, entropy_coefficients = step.coefficients(index)
+        peak = positions[int(coefficients[row, positions].abs().nan_to_num(nan=math.inf).argmax())]
 
         def at(values: Optional[torch.Tensor], factor: float = 1.0) -> Optional[float]:
-            return None if values is None else float(values[row, position]) * factor
+            return None if values is None else float(values[row, peak]) * factor
 
-        batch = step.micro_batches[index].batch
-        old = recorded.log_prob if step.on_policy and not self._uses_rollout_log_probs() else batch["old_log_probs"]
-        difference = (recorded.log_prob - old.to(recorded.log_prob.device))[row][mask[row]]
-        spike_square = float(spike_squares.sum())
-        dot = float(culprit.dots.sum()) / clip_scale
+        stored = step.micro_batches[index].batch["old_log_probs"].to(recorded.log_prob.device)
+        old = recorded.log_prob if step.on_policy and not self._uses_rollout_log_probs() else stored
+        share = culprit.share
+        if share is None and shares is not None and shares.is_trusted:
+            share = float(shares.shares(index)[row, positions].sum())
         return {
-            "span": "token",
-            "rank": token.rank,
+            "span": culprit.span,
+            "rank": culprit.tokens[0].rank,
             "micro_batch": index,
             "micro_batch_row": row,
             "row": rows[row] if rows else None,
-            "positions": [position],
+            "positions": positions,
+            "peak": peak,
             "log_prob": at(recorded.log_prob),
             "old_log_prob_used": at(old),
             "entropy": at(recorded.entropy),
-            "sequence_mean_log_ratio": float(difference.mean()),
+            "sequence_mean_log_ratio": float((recorded.log_prob - old)[row][mask[row]].mean()),
             "coefficients": {
-                "log_prob": at(recorded.log_prob_coefficient, self._per_rank),
+                "log_prob": at(coefficients),
                 "kl": at(kl[index], 1.0 / self.ranks.size),
-                "entropy": at(recorded.entropy_coefficient, self._per_rank),
+                "entropy": at(entropy_coefficients),
             },
             "loss_weight": at(step.token_weights(index)),
             "grad_norm": culprit.norm,
+            "is_exact": culprit.is_exact,
             "threshold": culprit.threshold,
-            "share": dot / spike_square if math.isfinite(spike_square) and spike_square > 0 else None,
-            "layers": norms_by(layer_of, names, culprit.squares),
+            "share": share,
+            "layers": {} if culprit.squares is None else norms_by(layer_of, names, culprit.squares),
         }
-
-    @property
-    def _per_rank(self) -> float:
-        """From the coefficient of a rank's own (scaled) loss to that of the step's: FSDP averages the ranks."""
-        return 1.0 / (self.ranks.size * self._step.loss_scale)
 
     def _uses_rollout_log_probs(self) -> bool:
         return bool(self.actor.config.get("use_rollout_log_probs", False))
 
 
+def _shares_record(shares: Optional[ShareMap], by_rank: list[list[float]]) -> Optional[dict[str, Any]]:
+    """The share of every micro-batch of every rank; None when they were not measured."""
+    if shares is None:
+        return None
+    return {
+        "closure": shares.closure,
+        "is_trusted": shares.is_trusted,
+        "micro_batches": [list(row) for row in zip(*by_rank, strict=True)],
+    }
+
+
 def _search_record(finding: Finding, budget: int) -> dict[str, Any]:
+    result = finding.result
     return {
         "strategy": finding.strategy,
         "status": finding.status,
-        "stop_reason": finding.result.stop_reason,
+        "stop_reason": result.stop_reason,
         "tau": finding.tau,
         "budget": budget,
         "forwards": finding.num_forwards,
         "backwards": finding.num_backwards,
         "seconds": finding.seconds,
-        "path": [
-            {
-                "phase": entry.phase,
-                "micro_batch": entry.part.micro_batch,
-                "ranks": [entry.part.first_rank, entry.part.end_rank],
-                "tokens": None if entry.part.end_token is None else [entry.part.first_token, entry.part.end_token],
-                "num_tokens": entry.num_tokens,
-                "norm": entry.norm,
-                "threshold": entry.threshold,
-                "verdict": entry.verdict,
-            }
-            for entry in finding.result.path
-        ],
+        "path": [_path_record(entry) for entry in result.path],
+    }
+
+
+def _path_record(entry: PathEntry) -> dict[str, Any]:
+    part = entry.part
+    is_interval = part is not None and part.end_token is not None
+    return {
+        "phase": entry.phase,
+        "verdict": entry.verdict,
+        "micro_batch": None if part is None else part.micro_batch,
+        "ranks": None if part is None else [part.first_rank, part.end_rank],
+        "tokens": [part.first_token, part.end_token] if is_interval else None,
+        "num_tokens": entry.num_tokens,
+        "norm": entry.norm,
+        "threshold": entry.threshold,
+        "note": entry.note,
     }

@@ -102,6 +102,15 @@ class TrainingStep(Protocol):
     def recorded(self, micro_batch: int) -> Recorded:
         """What the training pass left behind."""
 
+    def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
+        """d step loss / d log_prob and d entropy (B, T) of this rank's tokens, in the scale of the step's gradient."""
+
+    compute_dtype: torch.dtype
+    """What the forward computes in."""
+
+    def forward(self, micro_batch: int) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
+        """log_prob and entropy (B, T) at the present weights, without a graph, read out as precisely as can be."""
+
     def backward(self, micro_batch: int, selected: Optional[torch.Tensor]) -> None:
         """Add the selected tokens' part of the training gradient to ``.grad``; None selects everything."""
 
@@ -129,6 +138,16 @@ class Prober:
         self.ranks = ranks
         self.num_forwards = 0
         self.num_backwards = 0
+
+    @property
+    def cost(self) -> int:
+        """What was spent, in forwards of one micro-batch; a backward counts as two."""
+        return self.num_forwards + 2 * self.num_backwards
+
+    def forward(self, micro_batch: int) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
+        """See :meth:`TrainingStep.forward`."""
+        self.num_forwards += 1
+        return self.step.forward(micro_batch)
 
     def compute(self, selections: Iterable[tuple[int, Optional[torch.Tensor]]]) -> None:
         """Fill ``.grad`` with the sum of these selections' gradients, in the order given.

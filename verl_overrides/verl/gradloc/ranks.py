@@ -17,6 +17,7 @@ A rank that fails alone leaves its peers waiting in a collective. So whatever ma
 :meth:`Ranks.agree`, which tells every rank whether all of them succeeded before anyone enters the next collective.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Optional, TypeVar
 
@@ -61,6 +62,15 @@ class Ranks:
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(total, group=self.group)
         return (total / self.replicas).tolist()
+
+    def max(self, values: list[float]) -> list[float]:
+        """The largest of each value over the ranks; NaN counts as the largest. The same bits on every rank."""
+        if self.num_processes == 1:
+            return [float(value) for value in values]
+        # gloo and NCCL disagree on NaN, so it travels as infinity does
+        most = torch.tensor(values, dtype=torch.float64, device=self.device).nan_to_num(nan=math.inf, posinf=math.inf)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+        return most.tolist()
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""

@@ -19,21 +19,26 @@ Whatever happens in here, the training gradient and the random state are put bac
 import time
 from dataclasses import dataclass
 
-from .bisect import SearchResult, bisect
+from .auto import auto, share
+from .bisect import bisect
 from .certificate import Certificate, certify
+from .finding import SearchResult, Task
 from .gradients import GradientSpace
 from .probe import Prober, RngState, TrainingStep
 from .ranks import Ranks
+from .sketch import sketch
 from .trigger import Spike
 
-__all__ = ["Finding", "localize"]
+__all__ = ["Finding", "STRATEGIES", "localize"]
+
+STRATEGIES = {"auto": auto, "share": share, "sketch": sketch, "bisect": bisect}
 
 _REHEARSAL_SHARE = 0.5  # on a step that does not spike: open parts that carry half of what their weight predicts
 
 
 @dataclass
 class Finding:
-    """Everything one localization found out; the same on every rank."""
+    """Everything one localization found out; the same on every rank but for ``result.shares``."""
 
     strategy: str
     status: str
@@ -64,27 +69,26 @@ def localize(
         ranks: the data-parallel ranks, all of which must call this together.
         spike: why, and the thresholds.
         clip_scale: the factor verl's clipping applied; in (0, 1].
-        strategy: one of ``config.STRATEGIES``.
-        budget: largest number of probes of the search.
+        strategy: one of ``STRATEGIES``.
+        budget: largest number of probes of the search; the certificate is not counted.
         max_culprits: stop after this many.
     """
     started = time.perf_counter()
-    device = space.params[0].device
-    rng = RngState(device)
+    rng = RngState(space.params[0].device)
     saved = space.take()
     prober = Prober(step, space, ranks)
     try:
         tau = spike.tau if spike.tau is not None else _rehearsal_tau(spike, step, ranks)
-        result = bisect(prober, saved, tau, budget, max_culprits)
-        tokens = [culprit.token for culprit in result.culprits]
-        certificate = certify(prober, saved, clip_scale, spike.grad_norm, spike.threshold, tokens)
+        result = STRATEGIES[strategy](Task(prober, saved, clip_scale, spike, tau, budget, max_culprits))
+        certificate = result.certificate
+        if certificate is None:
+            certificate = certify(prober, saved, clip_scale, spike.grad_norm, spike.threshold, result.tokens)
     finally:
         space.put(saved)
         rng.restore()
-    status = "budget_exhausted" if result.exhausted else "found" if tokens else "not_found"
     return Finding(
         strategy=strategy,
-        status=status,
+        status="budget_exhausted" if result.exhausted else "found" if result.culprits else "not_found",
         result=result,
         certificate=certificate,
         tau=tau,

@@ -1,0 +1,180 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Which spans of tokens may be culprits: read off shares, coefficients and the sketch. Local numbers, gathered once.
+
+Every function here looks at this rank's tokens, then all ranks' candidates are merged, so that every rank goes on
+with the same list.
+
+Shapes: B rows of a micro-batch, T response positions.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .finding import Task
+from .selection import Token
+from .share import ShareMap
+
+__all__ = ["Candidate", "by_coefficient", "by_share", "by_value", "non_finite", "spans_by_share"]
+
+_WINDOW_SHARE = 0.9  # of a sequence's product, that a segment must carry to be named instead of the sequence
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A span of one rank's micro-batch."""
+
+    bound: float
+    """Lower bound on its norm; 0 for a mere hint, which has to be verified."""
+    span: str
+    """``token``, ``segment`` or ``sequence``."""
+    tokens: tuple[Token, ...]
+
+
+def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Candidate]:
+    """Tokens whose norm is, by Cauchy-Schwarz, at least a culprit's."""
+    norm = shares.square**0.5
+    return by_value(task, lambda index: shares.products[index].abs() / norm, task.culprit_norm, named)
+
+
+def by_value(
+    task: Task, value: Callable[[int], torch.Tensor], least: float, named: set[Token], is_bound: bool = True
+) -> list[Candidate]:
+    """Tokens for which a per-token value (B, T) of their micro-batch is at least ``least``, largest first."""
+
+    def local() -> list[tuple[float, Candidate]]:
+        found = []
+        for index in range(task.prober.step.num_micro_batches):
+            values = value(index)[task.prober.step.token_mask(index)]
+            for number in (values >= least).nonzero().squeeze(-1).tolist():
+                size = float(values[number])
+                found.append((size, _token(task, index, number, size if is_bound else 0.0)))
+        return found
+
+    return _merge(task, local, named)
+
+
+def by_coefficient(task: Task, most: int, named: set[Token]) -> list[Candidate]:
+    """Tokens whose coefficient alone would make them culprits, were their log-prob gradient a typical one: hints.
+
+    |c_t| (1 - pi_t) stands for a token's norm (arXiv 2505.12929). With all tokens as independent noise, a part's norm
+    goes with the root of its sum of squares; a culprit carries a quarter of the norm or more, so a sixteenth of the
+    sum of squares of all the others. Needs no forward, and sees pairs that cancel in the gradient.
+    """
+    prober = task.prober
+    square = 0.0
+
+    def proxies(index: int) -> torch.Tensor:
+        prob = prober.step.recorded(index).log_prob.double().exp().clamp(max=1.0)
+        return prober.step.coefficients(index)[0].double().abs() * (1 - prob)
+
+    def local() -> list[tuple[float, Candidate]]:
+        nonlocal square
+        found = []
+        for index in range(prober.step.num_micro_batches):
+            values = proxies(index)[prober.step.token_mask(index)]
+            square += float(values.square().sum())
+            top = values.topk(min(most + len(named), len(values)))
+            for size, number in zip(top.values.tolist(), top.indices.tolist(), strict=True):
+                found.append((size, _token(task, index, number, 0.0)))
+        return found
+
+    merged = _merge_sized(task, local)
+    (rest,) = prober.ranks.sum([square])
+    kept = []
+    for size, candidate in merged:
+        rest -= size**2
+        if named.isdisjoint(candidate.tokens):
+            if 16 * size**2 < rest or len(kept) == most:
+                break
+            kept.append(candidate)
+    return kept
+
+
+def spans_by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Candidate]:
+    """Sequences whose tokens together are a culprit, narrowed to the segment that carries them where there is one."""
+    norm = shares.square**0.5
+
+    def local() -> list[tuple[float, Candidate]]:
+        found = []
+        for index, first, values in _rows(task, lambda index: shares.products[index]):
+            bound = float(values.sum().abs()) / norm
+            if bound >= task.culprit_norm:
+                start, end = _window(values)
+                span = "sequence" if end - start == len(values) else "segment" if end - start > 1 else "token"
+                found.append((bound, _span(task, index, first + start, first + end, span, bound)))
+        return found
+
+    return _merge(task, local, named)
+
+
+def non_finite(task: Task) -> list[Candidate]:
+    """Spans whose coefficients are not finite numbers: found with no forward at all."""
+
+    def local() -> list[tuple[float, Candidate]]:
+        found = []
+        for index, first, values in _rows(task, lambda index: task.prober.step.coefficients(index)[0]):
+            bad = (~torch.isfinite(values)).nonzero().squeeze(-1).tolist()
+            if len(bad) == len(values) and len(bad) > 1:
+                found.append((1.0, _span(task, index, first, first + len(values), "sequence", 0.0)))
+            else:
+                found += [(1.0, _token(task, index, first + number, 0.0)) for number in bad]
+        return found
+
+    return _merge(task, local, set())
+
+
+def _rows(task: Task, value: Callable[[int], torch.Tensor]) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(micro_batch, number of the row's first token, the row's values at response tokens), rows without any skipped."""
+    for index in range(task.prober.step.num_micro_batches):
+        first = 0
+        for row, mask in zip(value(index), task.prober.step.token_mask(index), strict=True):
+            values = row[mask]
+            if len(values):
+                yield index, first, values
+            first += len(values)
+
+
+def _token(task: Task, index: int, number: int, bound: float) -> Candidate:
+    return _span(task, index, number, number + 1, "token", bound)
+
+
+def _span(task: Task, index: int, start: int, end: int, span: str, bound: float) -> Candidate:
+    rank = task.prober.ranks.rank
+    return Candidate(bound, span, tuple(Token(index, rank, number) for number in range(start, end)))
+
+
+def _window(values: torch.Tensor) -> tuple[int, int]:
+    """The shortest run that carries most of the sum, where that is at most half of the sequence; else all of it."""
+    target = _WINDOW_SHARE * float(values.sum().abs())
+    sums = torch.cat([values.new_zeros(1), values.cumsum(0)])
+    sums = sums if sums[-1] >= 0 else -sums
+    for length in range(1, len(values) // 2 + 1):
+        carried = sums[length:] - sums[:-length]
+        if float(carried.max()) >= target:
+            start = int(carried.argmax())
+            return start, start + length
+    return 0, len(values)
+
+
+def _merge(task: Task, local: Callable[[], list[tuple[float, Candidate]]], named: set[Token]) -> list[Candidate]:
+    return [candidate for _, candidate in _merge_sized(task, local) if named.isdisjoint(candidate.tokens)]
+
+
+def _merge_sized(task: Task, local: Callable[[], list[tuple[float, Candidate]]]) -> list[tuple[float, Candidate]]:
+    ranks = task.prober.ranks
+    found = [item for part in ranks.gather(ranks.agree(local)) for item in part]
+    return sorted(found, key=lambda item: (-item[0], item[1].tokens[0]))
