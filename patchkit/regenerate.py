@@ -16,14 +16,17 @@ from patchkit.checkout import resolve
 from patchkit.compose import PATCH_NAME, compose, compose_patch, read_sources
 from patchkit.digest import sha256_hex
 from patchkit.errors import CheckoutStateError, PatchkitError, UsageError
+from patchkit.filesystem import Filesystem
 from patchkit.generated import can_check, is_source, refresh
 from patchkit.generated import check as check_generated
 from patchkit.language import FilePatch, parse
+from patchkit.lock import locked
 from patchkit.snapshot import Edits, edits_of_archive, edits_of_clone, resolve_commit
 from patchkit.take import Merge, merge, sources_of
 from patchkit.wording import render_error
 
 ROOT = Path(__file__).resolve().parent.parent
+MAX_LISTED = 30
 
 
 def read_edits(options: argparse.Namespace) -> tuple[Edits, Path]:
@@ -66,8 +69,10 @@ def take(edits: Edits, root: Path, overrides: Path, patches: Path) -> Merge:
         ("kept, newer in verl_overrides/", merged.kept),
         ("left out, ignored by git or outside verl/", edits.left_out),
     ):
-        for path in paths:
+        for path in paths[:MAX_LISTED]:
             print(f"{label}: {path}")
+        if len(paths) > MAX_LISTED:
+            print(f"{label}: {len(paths) - MAX_LISTED} more")
     if not (merged.taken or merged.removed):
         print("nothing to take: the checkout has no edits that verl_overrides/ lacks")
     return merged
@@ -162,8 +167,11 @@ def _run(options: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     options = _parser().parse_args(arguments)
+    folder = options.overrides.resolve().parent / ".gradloc"
     try:
-        _run(options)
+        folder.mkdir(exist_ok=True)
+        with locked(Filesystem(), folder / "make_patch", hide=False):
+            _run(options)
     except PatchkitError as error:
         if options.debug:
             raise

@@ -61,6 +61,7 @@ def edits_of_clone(root: Path, base_rev: str, head_rev: str | None) -> Edits:
             committed, staged, changed and new in it.
     """
     base = _list_commit(root, base_rev)
+    _check_descends(root, base_rev, head_rev or "HEAD")
     if head_rev is not None:
         current = _list_commit(root, head_rev)
         return _compare(root, base, current, {p: b for p, (_, b) in current.items()}, ())
@@ -148,6 +149,19 @@ def resolve_commit(root: Path, rev: str) -> str:
     if not found:
         raise CheckoutStateError("take-no-commit", rev=rev, target=root)
     return found
+
+
+def _check_descends(root: Path, base_rev: str, head_rev: str) -> None:
+    base, head = resolve_commit(root, base_rev), resolve_commit(root, head_rev)
+    shared = run_git(root, "merge-base", base, head, allowed=(0, 1)).decode().strip()
+    if shared != base:
+        raise CheckoutStateError(
+            "take-wrong-commit",
+            target=root,
+            expected=f"{base[:12]} or a commit on top of it",
+            found=head[:12],
+            commit=base[:12],
+        )
 
 
 def _names(root: Path, *arguments: str) -> list[str]:

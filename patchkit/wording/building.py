@@ -21,6 +21,11 @@ WORDS: dict[str, Words] = {
         "A shallow clone, or a clone of another repository.",
         "git -C {target} fetch origin {rev}",
     ),
+    "take-wrong-commit": Words(
+        "{target} is not at the base, nor on top of it",
+        "Another version of verl is checked out; its own changes would end up in the patch.",
+        "git -C {target} worktree add DIR {commit}   (make the edits there)",
+    ),
     "take-deleted": Words(
         "{path} was deleted in the checkout",
         "Our patches never delete verl's files.",
@@ -28,7 +33,7 @@ WORDS: dict[str, Words] = {
     ),
     "take-outside": Words(
         "{path} was changed, which lies outside verl/",
-        "The patch carries verl's package only.",
+        "The patch carries verl's package only; or a newer verl is checked out.",
         "Undo it there, or keep it in a branch of its own: git -C {target} checkout -- {path}",
     ),
     "take-both-sides": Words(

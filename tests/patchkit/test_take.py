@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""make_patch.sh: what it takes from a checkout, what it refuses, and that it builds the same bytes.
+
+The list below the bad-input table.
+"""
+
+import fcntl
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from patchkit import regenerate
+from patchkit.compose import compose, read_sources
+from patchkit.language import parse
+from tests.patchkit import world
+from tests.patchkit.world import ACTOR, BASE, NEW, RESULT, TRAINER
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Workshop:
+    """A clone that has the patch on it, and the verl_overrides/ that the patch was built from."""
+
+    def __init__(self, folder: Path, monkeypatch, capsys) -> None:
+        self.patches = world.make_patches(folder)
+        self.overrides = folder / "overrides"
+        self.base = folder / "pristine"
+        self.clone = world.make_clone(folder / "the clone")
+        self.capsys = capsys
+        self.commit = world.git(self.clone, "rev-parse", "HEAD").strip()
+        monkeypatch.setattr(regenerate, "BASE_COMMIT", self.commit)
+        monkeypatch.setattr(regenerate, "ensure_base", lambda: self.base)
+        world.run(capsys, self.patches, self.clone)
+
+    def make(self, *options) -> world.Outcome:
+        """Runs make_patch.sh's command line in this process."""
+        self.capsys.readouterr()
+        places = ["--overrides", str(self.overrides), "--patches", str(self.patches)]
+        code = regenerate.main([*places, *map(str, options)])
+        captured = self.capsys.readouterr()
+        return world.Outcome(code, captured.out, captured.err)
+
+    def take(self, *options) -> world.Outcome:
+        return self.make("--repo", self.clone, *options)
+
+    def edit(self, path: str, text: str) -> None:
+        world.write_tree(self.clone, {path: text})
+
+    def refused(self, code: int, said: str, *options) -> str:
+        """Asserts that a take is refused and that nothing was written."""
+        before = world.picture(self.overrides), world.picture(self.patches)
+        outcome = self.take(*options)
+        assert outcome.code == code, outcome.out + outcome.err
+        assert said in outcome.err and "next:" in outcome.err
+        assert (world.picture(self.overrides), world.picture(self.patches)) == before
+        return outcome.err
+
+    def result(self) -> dict[str, str]:
+        """What the built patch makes of the base."""
+        root = world.write_tree(self.clone.parent / "fresh", BASE)
+        assert world.run(self.capsys, self.patches, root).code == 0
+        files = world.files_of(root)
+        subprocess.run(["rm", "-r", str(root)], check=True)
+        return files
+
+
+@pytest.fixture
+def shop(tmp_path, monkeypatch, capsys):
+    return Workshop(tmp_path, monkeypatch, capsys)
+
+
+def test_a_build_of_the_same_sources_is_the_same_bytes_and_writes_nothing(shop):
+    before = world.picture(shop.patches)
+    outcome = shop.make()
+    assert outcome.code == 0 and "unchanged" in outcome.out
+    assert world.picture(shop.patches) == before
+    assert shop.make("--check").code == 0
+
+
+def test_taking_from_an_unedited_patched_checkout_changes_nothing(shop):
+    before = world.picture(shop.overrides), world.picture(shop.patches)
+    outcome = shop.take()
+    assert outcome.code == 0 and "nothing to take" in outcome.out
+    assert (world.picture(shop.overrides), world.picture(shop.patches)) == before
+
+
+@pytest.mark.parametrize("how", ["uncommitted", "staged", "committed", "staged-then-edited"])
+def test_edits_are_taken_whether_or_not_they_are_committed(shop, how):
+    changed = RESULT[ACTOR].replace("hook()", "hook(self)")
+    shop.edit(ACTOR, "staged\n" if how == "staged-then-edited" else changed)
+    if how != "uncommitted":
+        world.git(shop.clone, "add", "-A")
+    if how == "committed":
+        world.git(shop.clone, "commit", "-qm", "mine")
+    shop.edit(ACTOR, changed)
+    outcome = shop.take()
+    assert outcome.code == 0 and f"taken: {ACTOR}" in outcome.out
+    assert "built: gradloc.patch" in outcome.out
+    assert shop.result() == RESULT | {ACTOR: changed}
+    assert shop.make("--check").code == 0
+
+
+def test_an_untracked_new_module_is_taken_and_a_removed_one_removed(shop):
+    shop.edit("verl/gradloc/fresh.py", "fresh = 1\n")
+    (shop.clone / NEW).unlink()
+    outcome = shop.take()
+    assert outcome.code == 0
+    assert "taken: verl/gradloc/fresh.py" in outcome.out and f"removed: {NEW}" in outcome.out
+    wanted = {path: text for path, text in RESULT.items() if path != NEW}
+    assert shop.result() == wanted | {"verl/gradloc/fresh.py": "fresh = 1\n"}
+
+
+def test_a_seam_that_was_undone_is_removed(shop):
+    shop.edit(TRAINER, BASE[TRAINER])
+    assert f"removed: {TRAINER}" in shop.take().out
+    assert not (shop.overrides / f"seams/{TRAINER}.patch").exists()
+    assert shop.result() == RESULT | {TRAINER: BASE[TRAINER]}
+
+
+def test_an_ignored_new_file_is_listed_and_one_of_ours_is_taken_all_the_same(shop):
+    (shop.clone / ".git/info/exclude").write_text("*.yaml\n*.log\n__pycache__/\n")
+    shop.edit("verl/gradloc/table.yaml", "a: 1\n")
+    shop.edit("verl/utils/run.log", "x\n")
+    shop.edit("notes.txt", "x\n")
+    shop.edit("verl/gradloc/__pycache__/hook.cpython-311.pyc", "x\n")
+    outcome = shop.take()
+    assert "taken: verl/gradloc/table.yaml" in outcome.out
+    assert "left out, ignored by git or outside verl/: verl/utils/run.log" in outcome.out
+    assert "left out, ignored by git or outside verl/: notes.txt" in outcome.out
+    assert "pycache" not in outcome.out
+
+
+def test_assume_unchanged_hides_no_edit(shop):
+    world.git(shop.clone, "update-index", "--assume-unchanged", TRAINER)
+    shop.edit(TRAINER, RESULT[TRAINER] + "more\n")
+    assert f"taken: {TRAINER}" in shop.take().out
+
+
+REFUSALS = {
+    "deleted-file": (1, "was deleted", "verl/utils/other.py", None),
+    "binary-added": (3, "is not UTF-8 text", "verl/gradloc/x.bin", b"\x00\xff"),
+    "not-utf8": (3, "is not UTF-8 text", "verl/gradloc/x.py", b"\xff\n"),
+    "crlf-introduced": (3, "carriage return", ACTOR, b"a\r\nb\r\n"),
+    "no-final-newline": (3, "does not end in a newline", NEW, b"x = 1"),
+    "empty-file": (3, "is empty", "verl/gradloc/__init__.py", b""),
+    "bidi": (3, "U+202E", NEW, "x = 1  # \u202e\n".encode()),
+    "zero-width": (3, "U+200B", NEW, "x = '\u200b'\n".encode()),
+    "outside-tracked": (1, "lies outside verl/", "setup.py", b"x = 2\n"),
+    "bad-name": (3, "may not stand in a patch", "verl/gradloc/a b.py", b"x = 1\n"),
+    "case-collision": (3, "differ in case only", "verl/gradloc/Hook.py", b"x = 1\n"),
+}
+
+
+@pytest.mark.parametrize("row", REFUSALS)
+def test_what_a_patch_must_not_carry_is_refused_by_name(shop, row):
+    code, said, path, content = REFUSALS[row]
+    if content is None:
+        (shop.clone / path).unlink()
+    else:
+        shop.edit(path, "")
+        (shop.clone / path).write_bytes(content)
+    if row.startswith("outside"):
+        world.git(shop.clone, "add", "setup.py")
+    assert path in shop.refused(code, said)
+
+
+def test_a_symlink_is_refused(shop):
+    (shop.clone / "verl/gradloc/link.py").symlink_to("hook.py")
+    assert "verl/gradloc/link.py" in shop.refused(3, "symbolic link")
+
+
+@pytest.mark.parametrize("path", [NEW, ACTOR, "verl/utils/other.py"])
+def test_a_mode_change_is_refused(shop, path):
+    (shop.clone / path).chmod(0o755)
+    assert path in shop.refused(3, "chmod 644")
+
+
+def test_a_checkout_at_another_commit_is_refused(shop):
+    world.git(shop.clone, "checkout", "-q", "--orphan", "other")
+    world.git(shop.clone, "commit", "-qm", "unrelated")
+    shop.refused(1, "is not at the base")
+
+
+def test_a_checkout_that_lacks_the_base_commit_is_refused(shop, monkeypatch):
+    monkeypatch.setattr(regenerate, "BASE_COMMIT", "1" * 40)
+    assert "1" * 40 in shop.refused(1, "has no commit")
+
+
+def test_a_checkout_without_edits_is_refused(shop):
+    world.run(shop.capsys, shop.patches, shop.clone, "--reverse")
+    assert "apply_patch.py" in shop.refused(1, "has no edits")
+
+
+def test_edits_of_one_file_on_both_sides_are_refused_and_both_shown(shop):
+    shop.edit(NEW, "def hook():\n    return 'checkout'\n")
+    (shop.overrides / NEW).write_text("def hook():\n    return 'overrides'\n")
+    said = shop.refused(1, "was edited in the checkout and in verl_overrides/")
+    assert NEW in said
+    for text in ("'checkout'", "'overrides'", "None"):
+        content = RESULT[NEW].replace("None", text).encode()
+        assert world.blob_id(content)[:12] in said
+
+
+def test_edits_of_two_files_on_two_sides_are_brought_together(shop):
+    shop.edit(ACTOR, RESULT[ACTOR].replace("hook()", "hook(self)"))
+    (shop.overrides / NEW).write_text("def hook(actor):\n    return None\n")
+    outcome = shop.take()
+    assert outcome.code == 0 and f"kept, newer in verl_overrides/: {NEW}" in outcome.out
+    result = shop.result()
+    assert "hook(self)" in result[ACTOR] and "hook(actor)" in result[NEW]
+
+
+def test_a_checkout_with_an_older_build_brings_its_own_edits_only(shop):
+    """Two people, two checkouts: the second take does not undo the first."""
+    (shop.overrides / NEW).write_text("def hook():\n    return 'first'\n")
+    assert shop.make().code == 0
+    shop.edit(TRAINER, RESULT[TRAINER] + "second\n")
+    assert shop.take().code == 0
+    result = shop.result()
+    assert "first" in result[NEW] and result[TRAINER].endswith("second\n")
+
+
+@pytest.mark.parametrize("where", ["user", "clone"])
+def test_no_setting_of_git_changes_the_bytes(shop, monkeypatch, tmp_path, where):
+    shop.edit(ACTOR, RESULT[ACTOR].replace("hook()", "hook(self)"))
+    assert shop.take("--output", tmp_path / "plain.patch").code == 0
+    settings = {
+        "diff.noprefix": "true",
+        "diff.mnemonicPrefix": "true",
+        "diff.context": "9",
+        "diff.algorithm": "patience",
+        "diff.external": "/bin/false",
+        "color.ui": "always",
+        "core.abbrev": "7",
+        "core.quotePath": "true",
+        "core.autocrlf": "true",
+        "diff.interHunkContext": "50",
+    }
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    for name, value in settings.items():
+        place = ["--file", str(tmp_path / ".gitconfig")] if where == "user" else []
+        world.git(shop.clone, "config", *place, name, value)
+    monkeypatch.setenv("GIT_DIFF_OPTS", "-u0")
+    monkeypatch.setenv("GIT_EXTERNAL_DIFF", "/bin/false")
+    assert shop.take("--output", tmp_path / "again.patch").code == 0
+    assert (tmp_path / "again.patch").read_bytes() == (tmp_path / "plain.patch").read_bytes()
+
+
+def test_output_writes_a_patch_elsewhere_and_leaves_this_repository_alone(shop, tmp_path):
+    shop.edit(NEW, "def hook():\n    return 1\n")
+    before = world.picture(shop.overrides), world.picture(shop.patches)
+    out = tmp_path / "out put/mine.patch"
+    assert shop.take("--output", out).code == 0
+    assert (world.picture(shop.overrides), world.picture(shop.patches)) == before
+    fresh = world.write_tree(tmp_path / "fresh", BASE)
+    options = ("--repo", fresh, "--patch-file", out)
+    assert world.run(shop.capsys, shop.patches, *options).code == 0, "its .sha256 lies beside it"
+    assert world.files_of(fresh) == RESULT | {NEW: "def hook():\n    return 1\n"}
+
+
+def test_head_takes_a_commit_and_not_the_work_tree(shop, tmp_path):
+    world.git(shop.clone, "add", "-A")
+    world.git(shop.clone, "commit", "-qm", "patched")
+    shop.edit(NEW, "not committed\n")
+    out = tmp_path / "head.patch"
+    assert shop.take("--base", shop.commit, "--head", "HEAD", "--output", out).code == 0
+    assert {file.path for file in parse(out.read_bytes())} == {
+        path for path in RESULT if RESULT[path] != BASE.get(path)
+    }
+    assert "not committed" not in out.read_text()
+    shop.refused(1, "has no commit", "--head", "nowhere")
+
+
+def test_another_base_needs_output(shop):
+    world.git(shop.clone, "add", "-A")
+    world.git(shop.clone, "commit", "-qm", "patched")
+    shop.edit(NEW, "more = 1\n")
+    shop.refused(2, "--output", "--base", "HEAD")
+
+
+@pytest.mark.parametrize(
+    "options", [("--head", "HEAD"), ("--output", "x"), ("--check", "--repo", "x")]
+)
+def test_options_that_make_no_sense_together_are_refused(shop, options):
+    assert shop.make(*options).code == 2
+
+
+def test_an_archive_without_git_can_be_edited_and_taken_from(shop, tmp_path):
+    root = world.write_tree(tmp_path / "archive", BASE)
+    world.run(shop.capsys, shop.patches, root)
+    world.write_tree(root, {NEW: "from_archive = 1\n", "verl/gradloc/x.py": "x = 1\n"})
+    outcome = shop.make("--repo", root)
+    assert outcome.code == 0, outcome.err
+    assert shop.result() == RESULT | {NEW: "from_archive = 1\n", "verl/gradloc/x.py": "x = 1\n"}
+    assert shop.make("--repo", root, "--head", "HEAD").code == 2
+
+
+def test_a_concurrent_run_is_refused(shop):
+    folder = shop.overrides.parent / ".gradloc/make_patch"
+    folder.mkdir(parents=True)
+    with (folder / "lock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        shop.refused(6, "another run is at work")
+
+
+def test_check_shows_the_difference_and_writes_nothing(shop):
+    (shop.overrides / NEW).write_text("def hook():\n    return 2\n")
+    before = world.picture(shop.patches)
+    outcome = shop.make("--check")
+    assert outcome.code == 3 and "bash make_patch.sh" in outcome.err
+    assert "+    return 2" in outcome.err and "-+    return None" in outcome.err
+    assert world.picture(shop.patches) == before
+
+
+def test_nothing_is_written_when_the_edits_cannot_be_built(shop):
+    shop.edit(NEW, "fine = 1\n")
+    stray = world.write_tree(shop.overrides / "seams", {"verl/copy.py": "a copy of a file\n"})
+    assert "seams/verl/copy.py" in shop.refused(3, "no .patch file")
+    assert stray.exists()
+
+
+@pytest.mark.parametrize("damage", ["path", "preamble", "base", "both"])
+def test_damaged_sources_do_not_build(shop, damage):
+    place = shop.overrides / f"seams/{ACTOR}.patch"
+    text = place.read_text()
+    if damage == "path":
+        place.rename(place.with_name("other.py.patch"))
+    elif damage == "preamble":
+        place.write_text("Words.\n" + text)
+    elif damage == "base":
+        place.write_text(text.replace(world.blob_id(BASE[ACTOR].encode()), "1" * 40))
+    else:
+        world.write_tree(shop.overrides, {ACTOR: "a copy\n"})
+    before = world.picture(shop.patches)
+    assert shop.make().code == 3
+    assert world.picture(shop.patches) == before
+
+
+def test_the_script_works_from_any_folder(base_tree, tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        ["bash", str(ROOT / "make_patch.sh"), "--check"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_committed_patch_is_what_the_sources_build(base_tree):
+    built = compose(read_sources(ROOT / "verl_overrides"), base_tree, ROOT / "patches/older")
+    for name, data in built.items():
+        assert (ROOT / "patches" / name).read_bytes() == data, f"patches/{name} is stale"
