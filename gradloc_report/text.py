@@ -96,7 +96,7 @@ def span(positions: list[int]) -> str:
 
 def plural(count: int, noun: str) -> str:
     """``1 token``, ``2 tokens``, ``1,000 tokens``."""
-    ending = "" if count == 1 else "es" if noun.endswith("h") else "s"
+    ending = "" if count == 1 else "es" if noun.endswith(("h", "s")) else "s"
     return f"{count:,} {noun}{ending}"
 
 

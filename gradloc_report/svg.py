@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes matplotlib's SVG fit to stand inside the page: its colours follow the theme, its ids clash
+with nobody's, and it needs no inline style, which the page's security policy forbids.
+"""
+
+import io
+import re
+import xml.etree.ElementTree as ET
+
+from matplotlib.figure import Figure
+
+# Stand-ins: matplotlib draws with these, the page's theme decides what they look like.
+COLOURS = {
+    "#010101": "var(--ink)",
+    "#020202": "var(--muted)",
+    "#030303": "var(--line)",
+    "#040404": "var(--spike)",
+    "#050505": "var(--calm)",
+    "#060606": "var(--paper)",
+    "#070707": "var(--soft)",
+    "#080808": "rgb(var(--spike-rgb))",
+    "#090909": "rgb(var(--calm-rgb))",
+}
+INK, MUTED, LINE, SPIKE, CALM, PAPER, SOFT, SPIKE_FILL, CALM_FILL = COLOURS
+
+SVG = "http://www.w3.org/2000/svg"
+XLINK = "http://www.w3.org/1999/xlink"
+ET.register_namespace("", SVG)
+ET.register_namespace("xlink", XLINK)
+
+
+def to_svg(figure: Figure, name: str, title: str) -> str:
+    """The figure as an ``<svg>`` element.
+
+    Args:
+        figure: drawn with the stand-in colours above.
+        name: prefix of every id inside, unique on the page.
+        title: what the picture shows, for those who do not see it.
+
+    Returns:
+        The same bytes for the same figure: no date, no random ids.
+    """
+    import matplotlib
+
+    sink = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gradloc"}):
+        figure.savefig(sink, format="svg", transparent=True, metadata={"Date": None})
+    root = ET.fromstring(sink.getvalue())
+    _strip(root)
+    for element in root.iter():
+        _plain(element, name)
+    root.set("role", "img")
+    root.set("aria-label", title)
+    for key in ("height", "version"):
+        root.attrib.pop(key, None)
+    root.set("width", root.get("viewBox", "0 0 0 0").split()[2])
+    return ET.tostring(root, encoding="unicode")
+
+
+def _strip(root: ET.Element) -> None:
+    """Take out metadata, matplotlib's page-wide style rule, and groups with nothing in them."""
+    for parent in list(root.iter())[::-1]:
+        for child in list(parent):
+            is_empty = child.tag == f"{{{SVG}}}g" and not len(child)
+            if is_empty or child.tag in (f"{{{SVG}}}metadata", f"{{{SVG}}}style"):
+                parent.remove(child)
+
+
+def _plain(element: ET.Element, name: str) -> None:
+    """Turn inline style into attributes, prefix ids, and put theme colours in."""
+    for declaration in element.attrib.pop("style", "").split(";"):
+        key, _, value = (part.strip() for part in declaration.partition(":"))
+        if key == "font":
+            size = re.search(r"([\d.]+)px", value)
+            element.set("font-size", size[1] if size else "10")
+            if "bold" in value or "700" in value:
+                element.set("font-weight", "600")
+        elif key:
+            element.set(key, value)
+    element.attrib.pop("font-family", None)  # the page's own
+    if element.tag == f"{{{SVG}}}a":
+        target = element.get(f"{{{XLINK}}}href", "")
+        element.set("aria-label", target.removeprefix("#").replace("-", " ", 1))
+    for key, value in list(element.attrib.items()):
+        if key == "id":
+            element.set(key, f"{name}-{value}")
+        elif key == f"{{{XLINK}}}href" and value.startswith("#") and element.tag == f"{{{SVG}}}use":
+            element.set(key, f"#{name}-{value[1:]}")
+        elif value.startswith("url(#"):
+            element.set(key, f"url(#{name}-{value[5:]}")
+        elif value in COLOURS:
+            element.set(key, COLOURS[value])

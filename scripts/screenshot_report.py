@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes a picture of a report with a headless Chromium, for the README and for looking at it.
+
+    python scripts/screenshot_report.py report.html picture.png [--dark] [--width 390] [--height 844] [--whole]
+
+Needs selenium, chromium and chromedriver (Debian: apt-get install chromium chromium-driver).
+"""
+
+import argparse
+import base64
+import contextlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ARGUMENTS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+)
+
+
+def missing() -> str | None:
+    """What a browser session lacks on this machine, as a sentence; None when it has everything."""
+    try:
+        import selenium  # noqa: F401
+    except ImportError:
+        return "selenium is not installed (pip install selenium)"
+    for names in (("chromium", "chromium-browser", "google-chrome"), ("chromedriver",)):
+        if not any(map(shutil.which, names)):
+            return f"there is no {names[0]} (Debian: apt-get install chromium chromium-driver)"
+    return None
+
+
+@contextlib.contextmanager
+def browser() -> Iterator:
+    """A headless Chromium with a profile of its own, and its console and network logs kept."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    names = ("chromium", "chromium-browser", "google-chrome")
+    options.binary_location = next(filter(None, map(shutil.which, names)))
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        for argument in (*ARGUMENTS, f"--user-data-dir={profile}"):
+            options.add_argument(argument)
+        driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+        try:
+            yield driver
+        finally:
+            driver.quit()
+
+
+def show(driver, page: Path, width: int, height: int, is_dark: bool, fragment: str = "") -> None:
+    """Open a report at a size and in a theme."""
+    driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": height, "deviceScaleFactor": 1.5, "mobile": width < 600},
+    )
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    driver.get(page.resolve().as_uri() + fragment)
+
+
+def capture(driver, out: Path, is_whole: bool) -> None:
+    """Write what the browser shows, or the whole page, as PNG."""
+    options = {"format": "png", "captureBeyondViewport": is_whole}
+    if is_whole:
+        size = driver.execute_cdp_cmd("Page.getLayoutMetrics", {})["cssContentSize"]
+        options["clip"] = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+    found = driver.execute_cdp_cmd("Page.captureScreenshot", options)
+    out.write_bytes(base64.b64decode(found["data"]))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("report", type=Path)
+    parser.add_argument("picture", type=Path)
+    parser.add_argument("--width", type=int, default=1280)
+    parser.add_argument("--height", type=int, default=1000)
+    parser.add_argument("--dark", action="store_true", help="the dark theme; else the light one")
+    parser.add_argument("--whole", action="store_true", help="the whole page, not one screen of it")
+    parser.add_argument("--event", default="", metavar="ID", help="start at this event")
+    args = parser.parse_args(argv)
+    problem = missing()
+    if problem is None and not args.report.is_file():
+        problem = f"{args.report} does not exist: name a report"
+    if problem:
+        print(f"screenshot_report: {problem}.", file=sys.stderr)
+        return 2
+    with browser() as driver:
+        fragment = f"#event-{args.event}" if args.event else ""
+        show(driver, args.report, args.width, args.height, args.dark, fragment)
+        capture(driver, args.picture, args.whole)
+    print(args.picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
