@@ -33,20 +33,25 @@ def read_edits(options: argparse.Namespace) -> tuple[Edits, Path]:
     """Returns the edits of the checkout that the options name, and its root."""
     checkout = resolve(options.repo, allow_installed=True)
     root = checkout.root
-    if checkout.git_dir is None:
-        if options.head or options.base != BASE_COMMIT:
-            raise UsageError("take-needs-git", target=root)
-        return edits_of_archive(root, ensure_base()), root
-    edits = edits_of_clone(root, options.base, options.head)
+    if checkout.git_dir is not None:
+        edits = edits_of_clone(root, options.base, options.head)
+    elif options.head or options.base != BASE_COMMIT:
+        raise UsageError("take-needs-git", target=root)
+    else:
+        edits = edits_of_archive(root, ensure_base())
     if options.head is None and any(is_source(path) for path in edits.contents):
-        if can_check():
-            check_generated(root)
-        else:
-            print(
-                "note: whether _generated_*.yaml are fresh was not checked: no hydra here "
-                "(PYTHON=... bash make_patch.sh names a Python that has it)"
-            )
+        _check_generated(root)
     return edits, root
+
+
+def _check_generated(root: Path) -> None:
+    if can_check():
+        check_generated(root)
+    else:
+        print(
+            "note: whether _generated_*.yaml are fresh was not checked: no hydra here "
+            "(PYTHON=... bash make_patch.sh names a Python that has it)"
+        )
 
 
 def export(edits: Edits, output: Path) -> None:

@@ -6,13 +6,15 @@ The list below the bad-input table.
 
 import fcntl
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from patchkit import regenerate
+from patchkit import generated, regenerate
 from patchkit.compose import compose, read_sources
+from patchkit.errors import IntegrityError
 from patchkit.language import parse
 from tests.patchkit import world
 from tests.patchkit.world import ACTOR, BASE, NEW, RESULT, TRAINER
@@ -304,6 +306,60 @@ def test_a_concurrent_run_is_refused(shop):
     with (folder / "lock").open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         shop.refused(6, "another run is at work")
+
+
+CONFIG = "verl/trainer/config"
+
+
+@pytest.fixture
+def configured(base_tree, tmp_path):
+    """The real verl's configuration, to be edited."""
+    shutil.copytree(base_tree / CONFIG, tmp_path / "real" / CONFIG)
+    return tmp_path / "real"
+
+
+def test_the_generated_yaml_of_the_real_base_is_fresh_and_can_be_refreshed(configured):
+    pytest.importorskip("hydra")
+    generated.check(configured)
+    edited = configured / CONFIG / "actor/actor.yaml"
+    edited.write_text(edited.read_text().replace("grad_clip: 1.0", "grad_clip: 2.0"))
+    actor = configured / CONFIG / "actor/dp_actor.yaml"
+    actor.write_text(actor.read_text().replace("grad_clip: 1.0", "grad_clip: 2.0"))
+    with pytest.raises(IntegrityError) as caught:
+        generated.check(configured)
+    assert caught.value.reason == "take-stale-yaml"
+    assert caught.value.data["path"] == f"{CONFIG}/_generated_ppo_trainer.yaml"
+    assert f"{CONFIG}/_generated_ppo_trainer.yaml" in generated.refresh(configured)
+    generated.check(configured)
+
+
+def test_a_configuration_that_does_not_compose_is_refused(configured):
+    pytest.importorskip("hydra")
+    (configured / CONFIG / "ppo_trainer.yaml").write_text("defaults:\n  - nowhere\n")
+    with pytest.raises(IntegrityError) as caught:
+        generated.check(configured)
+    assert caught.value.reason == "take-config-broken"
+
+
+def test_stale_generated_yaml_is_refused_with_the_command_that_refreshes_it(shop, monkeypatch):
+    def stale(root):
+        raise IntegrityError("take-stale-yaml", path="_generated_ppo_trainer.yaml", target=root)
+
+    monkeypatch.setattr(regenerate, "can_check", lambda: True)
+    monkeypatch.setattr(regenerate, "check_generated", stale)
+    shop.edit(f"{CONFIG}/actor.yaml", "a: 1\n")
+    said = shop.refused(3, "_generated_ppo_trainer.yaml")
+    assert f"make_patch.sh --repo {shop.clone} --refresh-generated" in said
+    monkeypatch.setattr(regenerate, "check_generated", lambda root: None)
+    monkeypatch.setattr(regenerate, "refresh", lambda root: [f"{CONFIG}/_generated.yaml"])
+    assert "refreshed: " in shop.take("--refresh-generated").out
+
+
+def test_without_hydra_the_skipped_check_is_said(shop, monkeypatch):
+    monkeypatch.setattr(regenerate, "can_check", lambda: False)
+    shop.edit(f"{CONFIG}/actor.yaml", "a: 1\n")
+    outcome = shop.take()
+    assert outcome.code == 0 and "was not checked: no hydra" in outcome.out
 
 
 def test_check_shows_the_difference_and_writes_nothing(shop):

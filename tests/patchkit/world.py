@@ -48,15 +48,19 @@ OLDER = BASE | {
 
 def seam(path: str, before: str, after: str) -> str:
     """Returns the section that turns ``before`` into ``after``, by difflib."""
-    lines = difflib.unified_diff(
-        before.splitlines(keepends=True), after.splitlines(keepends=True), n=3
-    )
+    lines = difflib.unified_diff(split(before), split(after), n=3)
     body = "".join(
         line if line.endswith("\n") else line + "\n\\ No newline at end of file\n"
         for line in list(lines)[2:]
     )
     ids = f"{blob_id(before.encode())}..{blob_id(after.encode())}"
     return f"diff --git a/{path} b/{path}\nindex {ids} 100644\n--- a/{path}\n+++ b/{path}\n{body}"
+
+
+def split(text: str) -> list[str]:
+    """Returns the lines of ``text`` with their ends; a line feed is the only line end."""
+    lines = [line + "\n" for line in text.split("\n")]
+    return lines[:-1] if lines[-1] == "\n" else [*lines[:-1], lines[-1][:-1]]
 
 
 def sources(before: Mapping[str, str], after: Mapping[str, str]) -> Sources:

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text of refusals: complete, in one place, and without a traceback."""
+
+import json
+import re
+import string
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from patchkit import cli
+from patchkit.errors import CheckoutStateError, IntegrityError, PatchkitError
+from patchkit.wording import WORDS, parts_of, render_error
+from tests.patchkit import world
+from tests.patchkit.world import ACTOR, BASE
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = [p for p in (ROOT / "patchkit").rglob("*.py") if "wording" not in p.parts]
+FIELDS = "|".join(WORDS)
+
+
+def raised() -> set[str]:
+    """Every string literal of the package that is a reason."""
+    text = "".join(path.read_text() for path in SOURCES)
+    return set(re.findall(rf'"({FIELDS})"', text))
+
+
+def test_every_reason_is_worded_and_every_wording_is_used():
+    text = "".join(path.read_text() for path in SOURCES)
+    called = set(re.findall(r'Error\(\s*"([a-z0-9-]+)"', text))
+    assert called <= WORDS.keys()
+    assert raised() == WORDS.keys()
+
+
+@pytest.mark.parametrize("reason", WORDS)
+def test_a_refusal_says_what_why_and_what_to_do(reason):
+    words = WORDS[reason]
+    for text in (words.what, words.cause, words.next):
+        assert text.strip() == text and text
+        assert text.isascii() and "\n" not in text
+        assert "reinstall" not in text
+    assert not words.what.endswith("."), "a line of its own, not a sentence in a row"
+    names = {name for text in words for _, name, _, _ in string.Formatter().parse(text) if name}
+    error = PatchkitError(reason, **{name.split("!")[0]: "THING" for name in names})
+    assert render_error(error).startswith("refused: ")
+
+
+def test_the_whole_of_a_refusal_reads_like_this(apply, tree):
+    world.write_tree(tree, {ACTOR: BASE[ACTOR].replace("actor line 9\n", "mine()\n")})
+    assert apply("--repo", tree).err == (
+        "refused: DRIFTED: 1 of the files that the patch touches hold neither verl's content nor "
+        f"the patch's, first {ACTOR}\n"
+        f"  expected: sha256 {world.hashlib.sha256(BASE[ACTOR].encode()).hexdigest()[:12]}\n"
+        f"  found:    sha256 "
+        f"{world.hashlib.sha256((tree / ACTOR).read_bytes()).hexdigest()[:12]}\n"
+        "  cause:    hunk 1 does not fit at line 9: the patch expects 'actor line 9', there is "
+        "'mine()'.\n"
+        f"  next:     Move {tree}/{ACTOR} away and take it from the verl==0.7.0 archive again.\n"
+        f"  {ACTOR}: hunk 1 does not fit at line 9: the patch expects 'actor line 9', there is "
+        "'mine()'\n"
+    )
+
+
+def test_json_carries_the_same_parts(apply, tree):
+    world.write_tree(tree, {ACTOR: "mine\n"})
+    document = json.loads(apply("--repo", tree, "--json").out)
+    assert document["exit_code"] == 1
+    assert set(document["error"]) == {"reason", "what", "expected", "found", "cause", "next"}
+    assert [file["path"] for file in document["files"]] == [ACTOR]
+
+
+def test_json_of_a_success_says_what_was_done(apply, tree):
+    document = json.loads(apply("--repo", tree, "--json").out)
+    assert document["exit_code"] == 0 and document["state"] == "APPLIED"
+    assert ACTOR in document["changed"] and document["command"] == "apply"
+
+
+def test_quiet_prints_errors_only(apply, tree):
+    assert apply("--repo", tree, "--quiet").out == ""
+    world.write_tree(tree, {ACTOR: "mine\n"})
+    outcome = apply("--repo", tree, "--quiet")
+    assert outcome.out == "" and outcome.err.startswith("refused: ")
+
+
+def test_list_names_every_edition_with_its_files(apply):
+    outcome = apply("--list")
+    assert outcome.code == 0 and "0.0.9: sha256" in outcome.out and ACTOR in outcome.out
+    editions = json.loads(apply("--list", "--json").out)["editions"]
+    assert [edition["version"] for edition in editions][1] == "0.0.9"
+
+
+def test_wrong_usage_is_exit_2(capsys):
+    for arguments in (["--nonsense"], ["--check", "--status"], ["--rep", "x"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == 2
+
+
+def test_help_has_an_example_and_the_exit_codes(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert "python apply_patch.py --repo" in text and "Exit codes: 0 done" in text
+
+
+def test_an_error_is_one_class_per_exit_code():
+    codes = {kind.__name__: kind.exit_code for kind in PatchkitError.__subclasses__()}
+    assert codes == {
+        "CheckoutStateError": 1,
+        "UsageError": 2,
+        "IntegrityError": 3,
+        "TransactionError": 4,
+        "RollbackError": 5,
+        "LockedError": 6,
+        "DownloadError": 7,
+    }
+
+
+def test_the_way_out_fits_the_kind_of_target():
+    data = {"target": "T", "path": "P", "count": 1, "why": "w", "unforced": ""}
+    clone = parts_of(CheckoutStateError("state-drifted", is_clone=True, **data))
+    archive = parts_of(CheckoutStateError("state-drifted", is_clone=False, **data))
+    assert clone["next"].startswith("git -C T stash") and "git" not in archive["next"]
+
+
+def test_debug_shows_the_error_itself(patches, tree):
+    with pytest.raises(IntegrityError):
+        cli.main(["--patches", str(patches / "nowhere"), "--debug", "--repo", str(tree)])
+
+
+def test_the_tool_runs_with_nothing_but_the_standard_library(tmp_path):
+    """No package, no user site, no environment; and it imports neither torch nor requests."""
+    script = (
+        "import runpy, sys; sys.argv = ['apply_patch.py', '--list', '--quiet']\n"
+        f"try: runpy.run_path({str(ROOT / 'apply_patch.py')!r}, run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "loaded = {name.split('.')[0] for name in sys.modules}\n"
+        "ours = {'patchkit', '__main__', '__mp_main__', 'sitecustomize'}\n"
+        "print(sorted(loaded - set(sys.stdlib_module_names) - ours))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_shellcheck_finds_nothing_in_our_scripts():
+    scripts = [ROOT / "make_patch.sh", ROOT / "scripts/applier_transcript.sh"]
+    command = [str(Path(sys.executable).with_name("shellcheck")), *map(str, scripts)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
