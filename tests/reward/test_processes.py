@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reward works in the processes that verl scores in, and leaves none behind.
+
+pytest tests/reward/test_processes.py
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.reward.answers import HANGING, boxed, pids
+
+SCRIPT = """
+import os, sys, threading, time
+from verl.utils.reward_score import default_compute_score, math_verify_pool
+from verl.utils.reward_score.math_verify import compute_score
+HANGING = sys.argv[1]
+
+def print_workers(count):
+    while math_verify_pool._pool is None or len(math_verify_pool._pool._workers) < count:
+        time.sleep(0.05)
+    print(*(worker._process.pid for worker in math_verify_pool._pool._workers), flush=True)
+"""
+ACTOR = """
+import asyncio, json, ray
+
+@ray.remote(num_cpus=0)
+class RewardLoop:
+    async def score(self):
+        loop = asyncio.get_running_loop()
+        calls = [loop.run_in_executor(None, lambda: compute_score(HANGING, "1", -1.0, timeout_s=2))]
+        for n in range(20):
+            args = ("math_verify", "so $" + str(n) + "$", str(n % 5))
+            calls.append(loop.run_in_executor(None, lambda args=args: default_compute_score(*args)))
+        return await asyncio.gather(*calls), math_verify_pool.counts()
+
+ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR")
+print(json.dumps(ray.get(RewardLoop.remote().score.remote())), flush=True)
+ray.shutdown()
+"""
+
+
+@pytest.fixture
+def start(patched_tree):
+    """Starts SCRIPT and what follows it as a process of its own on the patched tree."""
+    processes = []
+
+    def start(code):
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", SCRIPT + code, HANGING],
+                env={**os.environ, "PYTHONPATH": str(patched_tree), "RAY_DEDUP_LOGS": "0"},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether the process is gone; a zombie that its new parent has not reaped counts as gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def _end_within(pid: int, limit_s: float) -> bool:
+    deadline = time.monotonic() + limit_s
+    while not _has_ended(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return _has_ended(pid)
+
+
+@pytest.mark.parametrize("daemon", [True, False], ids=["daemonic", "not daemonic"])
+def test_a_process_forked_from_one_with_a_pool_scores_with_workers_of_its_own(
+    reward_score, pool_module, daemon
+):
+    compute = reward_score.math_verify.compute_score
+    assert compute(boxed(1), "1") == 1.0
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def score_in_child():
+        scores = [compute(HANGING, "1", -1, 0.5)] + [compute(boxed(n), "1") for n in (1, 2)]
+        theirs.send((scores, pool_module.counts(), list(pids(pool_module._pool))))
+
+    process = context.Process(target=score_in_child, daemon=daemon)
+    process.start()
+    assert ours.poll(30)
+    scores, counts, workers = ours.recv()
+    assert scores == [-1, 1.0, 0.0] and counts == {"scored": 2, "timeouts": 1, "errors": 0}
+    process.join(10)
+    assert process.exitcode == 0
+    assert len(workers) == 1 and _end_within(workers[0], 1)
+    assert compute(boxed(1), "1") == 1.0
+
+
+def test_a_script_that_ends_takes_its_idle_and_busy_workers_with_it(start):
+    process = start("""
+for n in range(2):
+    thread = threading.Thread(target=compute_score, args=(HANGING, "1", 0, 60), daemon=True)
+    thread.start()
+print(compute_score("$1$", "1"))
+print_workers(3)
+""")
+    assert process.stdout.readline() == "1.0\n"
+    workers = [int(pid) for pid in process.stdout.readline().split()]
+    assert process.wait(30) == 0
+    assert len(workers) == 3
+    assert all(_end_within(pid, 1) for pid in workers)
+
+
+def test_workers_outlive_a_killed_parent_by_no_more_than_their_items_limit(start):
+    process = start("""
+for answer in (HANGING, "$1$"):
+    threading.Thread(target=compute_score, args=(answer, "1", 0, 3), daemon=True).start()
+print_workers(2)
+time.sleep(60)
+""")
+    workers = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(workers) == 2 and not all(_has_ended(pid) for pid in workers)
+    process.send_signal(signal.SIGKILL)
+    assert all(_end_within(pid, 3 + 1 + 1) for pid in workers)
+
+
+@pytest.mark.e2e
+def test_an_asyncio_loop_in_a_ray_actor_scores_twenty_answers_around_a_hanging_one(start):
+    process = start(ACTOR)
+    output, _ = process.communicate(timeout=60)
+    scores, counts = json.loads(output.splitlines()[-1])
+    assert scores == [-1.0] + [float(n < 5) for n in range(20)]
+    assert counts == {"scored": 20, "timeouts": 1, "errors": 0}
