@@ -58,6 +58,8 @@ def brief(line: str) -> str | None:
         parts = [f"{text} {metrics[key]:.3g}" for key, text in SHOWN.items() if key in metrics]
         if metrics.get("gradloc/events"):
             parts.append("SPIKE: localized")
+        elif metrics.get("gradloc/spikes"):
+            parts.append("SPIKE: not localized")
         return f"step {number:>2}  " + "  ".join(parts)
     for pattern, text in MILESTONES:
         found = pattern.search(line)
@@ -133,7 +135,8 @@ def stop(child: subprocess.Popen) -> None:
 def reap(child: subprocess.Popen) -> None:
     """Ends what outlives the trainer: it holds our end of the pipe, and we would wait for ever."""
     child.wait()
-    for _ in range(10 * GRACE_S):
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline:
         if not session_members(child.pid):
             return
         time.sleep(0.1)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures for the experiments' tests."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def verl(patched_tree: Path):
+    """Makes `import verl` in this process find the patched tree, unless one is loaded already."""
+    pytest.importorskip("torch")
+    if "verl" not in sys.modules and str(patched_tree) not in sys.path:
+        sys.path.insert(0, str(patched_tree))
+    import verl
+
+    return verl
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory) -> Path:
+    """Model, tokenizer and data with a warm-up of three steps: the form is right, the text not."""
+    pytest.importorskip("transformers")
+    from experiments.cpu.build import Recipe, build
+
+    recipe = Recipe(warmup_steps=3, warmup_batch=8, num_train=12, num_val=4)
+    return build(tmp_path_factory.mktemp("material"), recipe, report=lambda _: None)
+
+
+@pytest.fixture
+def run_experiment(tmp_path):
+    """Calls a run_experiment.sh as a user would; returns the finished process."""
+
+    def call(*args, cwd=None, script=REPO / "run_experiment.sh", **variables):
+        kept = ("PATH", "HOME", "LANG", "PIP_INDEX_URL", "PIP_CONFIG_FILE")
+        environ = {key: os.environ[key] for key in kept if key in os.environ}
+        return subprocess.run(
+            [str(script), *map(str, args)],
+            cwd=cwd or tmp_path,
+            env={**environ, **{key: str(value) for key, value in variables.items()}},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return call

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's questions and answers."""
+
+import pytest
+
+from experiments.cpu.arithmetic import LARGEST, Addition, draw, to_row
+
+
+def test_a_question_and_its_sentence_read_as_english():
+    addition = Addition(12, 7)
+    assert addition.question == "What is 12+7?"
+    assert addition.sentence == "12+7=19, so the answer is 19."
+
+
+def test_the_same_seed_draws_the_same_additions_and_another_seed_others():
+    assert draw(20, "a") == draw(20, "a")
+    assert draw(20, "a") != draw(20, "b")
+
+
+def test_no_addition_is_drawn_twice():
+    every = (LARGEST + 1) ** 2
+    assert len(set(draw(every, "all"))) == every
+
+
+def test_more_additions_than_there_are_is_refused():
+    with pytest.raises(ValueError):
+        draw((LARGEST + 1) ** 2 + 1, "too many")
+
+
+def test_a_row_has_the_columns_that_verl_reads():
+    row = to_row(3, Addition(1, 2), "val")
+    assert row["prompt"] == [{"role": "user", "content": "What is 1+2?"}]
+    assert row["reward_model"] == {"style": "rule", "ground_truth": "3"}
+    assert row["extra_info"] == {"index": 3, "split": "val"}
+    assert row["data_source"]

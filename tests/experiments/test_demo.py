@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo itself: verl's real trainer, two FSDP2 workers, a planted spike, and its token."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.experiments.conftest import REPO
+
+pytestmark = pytest.mark.e2e
+
+
+def test_the_demo_names_exactly_the_token_that_it_planted(patched_tree, tmp_path):
+    jsonschema = pytest.importorskip("jsonschema")
+    run_dir = tmp_path / "a run"
+    environ = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "VERL_REPO": str(patched_tree),
+        "RUN_DIR": str(run_dir),
+    }
+    # The shortest honest form: every part as in the demo, the fault early, and no steps after it
+    # but one, which shows that training went on.
+    arguments = ["demo", "demo.steps=3", "demo.fault.first_step=2", "demo.fault.last_step=2"]
+    done = subprocess.run(
+        [str(REPO / "run_experiment.sh"), *arguments],
+        env=environ,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "FOUND: the event names exactly the token that was planted" in done.stdout
+    schema = json.loads((REPO / "schema" / "event.v1.schema.json").read_text())
+    events = (run_dir / "gradloc" / "events.jsonl").read_text().splitlines()
+    for line in events:
+        jsonschema.validate(json.loads(line), schema)
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    norms = {step["step"]: step["data"]["actor/grad_norm"] for step in steps}
+    assert sorted(norms) == [1, 2, 3]
+    assert norms[2] > 10 * max(norms[1], norms[3])
+    assert steps[1]["data"]["gradloc/events"] == 1
+    # The rollouts come from the weights being trained, not from the ones the run began with.
+    assert all(step["data"]["training/rollout_probs_diff_max"] < 1e-4 for step in steps)

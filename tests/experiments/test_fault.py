@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fault that the demo plants: where it goes, and that it goes nowhere else."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(autouse=True)
+def fault(verl):
+    from experiments.cpu import fault
+
+    yield fault
+    fault.arm(None)
+
+
+def plan(fault, sequence, position, step=1):
+    return fault.FaultPlan(step, sequence, position)
+
+
+MASK = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
+UIDS = ["p", "p", "q", "q"]
+
+
+def rows(fault, step=2, uids=UIDS):
+    responses = torch.arange(16).view(4, 4)
+    return fault.Rows(step, list(uids), [0, 1, 0, 1], responses)
+
+
+def armed(fault, tmp_path, seed=1):
+    made = fault.Fault(seed, 2, 2, 1000.0, str(tmp_path / "planted.json"))
+    fault.arm(made)
+    return made
+
+
+def test_a_seed_draws_the_same_place_everywhere(fault):
+    assert fault.draw(1, 3, 6) == fault.FaultPlan(5, 0.819075893664897, 0.7154095937980914)
+
+
+def test_different_seeds_draw_different_places(fault):
+    assert len({fault.draw(seed, 3, 6) for seed in range(50)}) == 50
+
+
+def test_every_step_of_the_range_is_drawn_and_no_other(fault):
+    assert {fault.draw(seed, 3, 6).step for seed in range(100)} == {3, 4, 5, 6}
+
+
+def test_an_empty_range_of_steps_is_refused(fault):
+    with pytest.raises(ValueError, match="between 5 and 4"):
+        fault.draw(1, 5, 4)
+
+
+@pytest.mark.parametrize(
+    "sequence, position, expected",
+    [
+        (0.0, 0.0, (0, 0)),
+        (0.0, 0.999, (0, 2)),
+        (0.5, 0.0, (2, 0)),
+        (0.999, 0.999, (3, 0)),
+    ],
+    ids=["first-first", "last-real-token", "empty-row-passed-over", "last-row"],
+)
+def test_the_place_is_always_a_response_token(fault, sequence, position, expected):
+    assert fault.locate(plan(fault, sequence, position), MASK) == expected
+
+
+def test_only_the_planted_token_changes_and_the_record_names_it(fault, tmp_path):
+    armed(fault, tmp_path)
+    rewards = torch.zeros(4, 4)
+    rewards[0, 2] = 1.0
+    fault.observe(rows(fault))
+    advantages, returns = fault.grpo_with_fault(rewards, MASK, UIDS)
+    changed = (advantages != returns).nonzero().tolist()
+    planted = json.loads((tmp_path / "planted.json").read_text())
+    assert changed == [[planted["row"], planted["position"]]]
+    row, position = changed[0]
+    assert advantages[row, position] == 1000.0 == planted["advantage_planted"]
+    assert planted["token_id"] == 4 * row + position
+    assert planted["uid"] == UIDS[row] and planted["rollout_index"] == row % 2
+    assert planted["step"] == 2 and planted["num_rows"] == 4 and planted["seed"] == 1
+
+
+def test_without_the_fault_the_advantages_are_verls_own(fault, tmp_path):
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+    rewards = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
+    expected = compute_grpo_outcome_advantage(rewards, MASK, UIDS)
+    assert all(map(torch.equal, fault.grpo_with_fault(rewards, MASK, UIDS), expected))
+    armed(fault, tmp_path)
+    fault.observe(rows(fault, step=1))
+    assert all(map(torch.equal, fault.grpo_with_fault(rewards, MASK, UIDS), expected))
+    assert not (tmp_path / "planted.json").exists()
+
+
+def test_the_normalization_setting_is_passed_on(fault):
+    rewards = torch.zeros(4, 4)
+    rewards[0, 2] = 1.0
+    raw, _ = fault.grpo_with_fault(rewards, MASK, UIDS, config={"norm_adv_by_std_in_grpo": False})
+    scaled, _ = fault.grpo_with_fault(rewards, MASK, UIDS, config={})
+    assert not torch.equal(raw, scaled)
+
+
+def test_rows_that_were_not_observed_are_refused(fault, tmp_path):
+    armed(fault, tmp_path)
+    fault.observe(rows(fault, uids=["q", "p", "p", "q"]))
+    with pytest.raises(RuntimeError, match="ArithmeticReward"):
+        fault.grpo_with_fault(torch.zeros(4, 4), MASK, UIDS)
+
+
+def test_verl_finds_the_estimator_by_name(fault):
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    assert get_adv_estimator_fn("grpo_with_fault") is fault.grpo_with_fault

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running the trainer's command: its log, what is shown of it, and how it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from experiments import launch
+from tests.experiments.conftest import REPO
+
+STEP = (
+    "\x1b[36m(TaskRunner pid=6337)\x1b[0m step:3 - global_seqlen/mean:1.0 - "
+    "actor/grad_norm:np.float64(118.0) - critic/score/mean:0.606 - timing_s/step:0.9"
+)
+
+
+def python(code):
+    return [sys.executable, "-u", "-c", textwrap.dedent(code)]
+
+
+def test_a_step_is_read_from_verls_console_line():
+    step, metrics = launch.parse_step(STEP)
+    assert step == 3
+    assert metrics["actor/grad_norm"] == 118.0 and metrics["critic/score/mean"] == 0.606
+
+
+@pytest.mark.parametrize("value", ["tensor(3.)", "None", "", "1.2.3", "nan"])
+def test_a_value_that_is_no_number_does_no_harm(value):
+    assert launch.parse_step(f"step:1 - a:{value} - b:2")[1]["b"] == 2.0
+
+
+def test_a_brief_run_shows_steps_and_milestones_only():
+    assert launch.brief(STEP) == "step  3  grad norm 118  score 0.606  seconds 0.9"
+    assert launch.brief(STEP + " - gradloc/events:1").endswith("SPIKE: localized")
+    assert launch.brief(STEP + " - gradloc/spikes:1 - gradloc/events:0").endswith("not localized")
+    assert "8 steps to go" in launch.brief("(TaskRunner) Total training steps: 8")
+    assert launch.brief("some warning") is None
+
+
+def test_everything_goes_to_the_log_and_the_exit_code_comes_back(tmp_path, capfd):
+    command = python("import sys; print('to out'); print('to err', file=sys.stderr); sys.exit(3)")
+    assert launch.run(command, tmp_path / "log", is_brief=True) == 3
+    log = (tmp_path / "log").read_text()
+    assert "to out" in log and "to err" in log
+    shown = capfd.readouterr()
+    assert "to out" not in shown.out
+    assert "exit code 3" in shown.err and "to err" in shown.err and str(tmp_path) in shown.err
+
+
+def test_a_verbose_run_shows_everything(tmp_path, capfd):
+    assert launch.run(python("print('hello')"), tmp_path / "log", is_brief=False) == 0
+    assert capfd.readouterr().out == "hello\n"
+
+
+def test_output_that_is_not_text_does_no_harm(tmp_path):
+    command = python("import sys; sys.stdout.buffer.write(bytes([255, 10]))")
+    assert launch.run(command, tmp_path / "log", is_brief=True) == 0
+
+
+def test_what_outlives_the_trainer_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "GRACE_S", 0.2)
+    pid_file = tmp_path / "pid"
+    # As Ray's workers do: a process group of its own, the same session, our end of the pipe.
+    command = python(f"""
+        import subprocess, sys
+        code = "import os, time; os.setpgid(0, 0); time.sleep(60)"
+        child = subprocess.Popen([sys.executable, "-c", code])
+        open({str(pid_file)!r}, "w").write(str(child.pid))
+    """)
+    started = time.monotonic()
+    assert launch.run(command, tmp_path / "log", is_brief=True) == 0
+    assert time.monotonic() - started < 10
+    assert not is_running(int(pid_file.read_text()))
+
+
+@pytest.mark.parametrize(
+    "number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "term"]
+)
+def test_an_interrupt_ends_the_trainer_and_its_children(tmp_path, number, code):
+    pid_file = tmp_path / "pid"
+    trainer = f"""
+        import os, subprocess, sys, time
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        open({str(pid_file)!r}, "w").write(str(child.pid))
+        print("ready")
+        time.sleep(60)
+    """
+    launcher = f"""
+        import sys
+        from pathlib import Path
+        from experiments import launch
+        launch.GRACE_S = 0.5
+        command = [sys.executable, "-u", "-c", {textwrap.dedent(trainer)!r}]
+        sys.exit(launch.run(command, Path({str(tmp_path / "log")!r}), is_brief=False))
+    """
+    environ = {**os.environ, "PYTHONPATH": str(REPO)}
+    process = subprocess.Popen(python(launcher), env=environ, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert "Stopped by" in said
+    assert not is_running(int(pid_file.read_text()))
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return not state.stdout.strip().startswith("Z")

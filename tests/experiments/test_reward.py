@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's reward, and the published experiment's."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("12+7=19, so the answer is 19.", 1.0),
+        ("nonsense answer is 19.", 1.0),
+        ("12+7=19, so the answer is 9.", 0.2),
+        ("12+7=19, so", 0.2),
+        ("12+7=18, so the answer is 18.", 0.0),
+        ("the answer is 190.", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_an_answer_is_scored_by_rule(verl, text, expected):
+    from experiments.cpu.reward import score
+
+    assert score("any", text, "19") == expected
+
+
+def batch(verl, tokenizer, text, **meta_info):
+    ids = torch.tensor([tokenizer.encode(text)])
+    mask = torch.ones(1, 2 * ids.shape[1], dtype=torch.long)
+    return verl.DataProto.from_dict(
+        tensors={"prompts": ids, "responses": ids, "attention_mask": mask},
+        non_tensors={
+            "uid": np.array(["p"], dtype=object),
+            "rollout_index": np.array([0], dtype=object),
+            "data_source": np.array(["arithmetic"], dtype=object),
+            "reward_model": np.array([{"ground_truth": "3"}], dtype=object),
+            "extra_info": np.array([{}], dtype=object),
+        },
+        meta_info=meta_info,
+    )
+
+
+def test_training_rows_are_shown_to_the_fault_and_validation_rows_are_not(verl, monkeypatch):
+    from experiments.cpu import build, fault
+    from experiments.cpu.reward import ArithmeticReward
+
+    seen = []
+    monkeypatch.setattr(fault, "observe", seen.append)
+    tokenizer = build.make_tokenizer()
+    manager = ArithmeticReward(tokenizer, 0, None, "data_source")
+    text = "1+2=3, so the answer is 3."
+    manager(batch(verl, tokenizer, text, validate=True))
+    assert seen == []
+    reward = manager(batch(verl, tokenizer, text, demo_step=7))
+    assert [(rows.step, rows.uids) for rows in seen] == [(7, ["p"])]
+    assert reward.sum() == 1.0
+
+
+def test_mathematics_is_scored_by_verls_own_function(verl):
+    pytest.importorskip("math_verify")
+    from experiments.math_reward import score
+
+    assert score("math", r"so we get \boxed{\frac{1}{2}}", "0.5") == 1.0
+    assert score("math", r"so we get \boxed{3}", "0.5") == 0.0

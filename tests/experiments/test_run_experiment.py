@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""run_experiment.sh as a user meets it, up to the point where the trainer would start."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import catalog
+from tests.experiments.conftest import REPO
+
+PUBLISHED = ("MODEL_PATH", "TRAIN_FILE", "CKPTS_DIR")
+
+
+def one_sentence(done, code):
+    """The refusal, after checking that it is one: exit code, prefix, no traceback."""
+    assert done.returncode == code, done.stderr + done.stdout
+    assert done.stderr.startswith("run_experiment.sh: ") and "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.fixture
+def published(tmp_path):
+    """Variables that the published experiment accepts."""
+    for name in ("model", "ckpts"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "train file.parquet").touch()
+    return {
+        "MODEL_PATH": tmp_path / "model",
+        "TRAIN_FILE": tmp_path / "train file.parquet",
+        "CKPTS_DIR": tmp_path / "ckpts",
+    }
+
+
+def test_help_explains_arguments_and_variables(run_experiment):
+    done = run_experiment("--help")
+    assert done.returncode == 0
+    for word in ("--list", "--dry-run", "key=value", "VERL_REPO", "PYTHON", "RUN_DIR"):
+        assert word in done.stdout
+
+
+def test_list_names_every_experiment_and_what_it_reads(run_experiment):
+    done = run_experiment("--list")
+    assert done.returncode == 0
+    for name in catalog.names():
+        assert f"{name}: " in done.stdout
+    for variable in PUBLISHED:
+        assert variable in done.stdout
+
+
+def test_with_no_name_and_nothing_set_it_says_what_to_set_and_names_the_demo(run_experiment):
+    said = one_sentence(run_experiment(), 2)
+    assert "demo" in said and all(variable in said for variable in PUBLISHED)
+
+
+def test_with_no_name_the_published_experiment_runs_when_its_variables_are_set(
+    run_experiment, published, patched_tree
+):
+    done = run_experiment("--dry-run", VERL_REPO=patched_tree, **published)
+    assert done.returncode == 0, done.stderr
+    assert "--config-name gradloc-qwen3-4b" in done.stdout
+
+
+@pytest.mark.parametrize("missing", PUBLISHED)
+def test_each_variable_of_the_published_experiment_is_asked_for(run_experiment, published, missing):
+    published.pop(missing)
+    said = one_sentence(run_experiment(catalog.PUBLISHED, **published), 1)
+    assert f"{missing} is not set" in said
+
+
+@pytest.mark.parametrize("name", ["MODEL_PATH", "TRAIN_FILE"])
+def test_a_model_or_a_file_that_does_not_exist_is_refused(run_experiment, published, name):
+    published[name] = "/no/such/place"
+    said = one_sentence(run_experiment(catalog.PUBLISHED, **published), 1)
+    assert f"{name}=/no/such/place does not exist" in said
+
+
+def test_a_dry_run_prints_target_command_and_results_and_leaves_nothing(
+    run_experiment, patched_tree, tmp_path
+):
+    done = run_experiment(
+        "demo", "seed=3", "--dry-run", "+a.b=[1,2]", VERL_REPO=patched_tree, RUN_DIR="my run"
+    )
+    assert done.returncode == 0, done.stderr
+    first, command, results = done.stdout.splitlines()
+    assert first == f"verl:    {patched_tree} (VERL_REPO)"
+    assert "-m verl.trainer.main_ppo" in command and command.endswith("seed=3 '+a.b=[1,2]'")
+    assert results.split(None, 1)[1] == str(tmp_path / "my run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_current_folder_is_the_target_when_it_is_verl(run_experiment, patched_tree):
+    done = run_experiment("demo", "--dry-run", cwd=patched_tree)
+    assert done.stdout.startswith(f"verl:    {patched_tree} (the current folder)")
+
+
+def test_the_demo_makes_its_own_target_otherwise(run_experiment):
+    done = run_experiment("demo", "--dry-run")
+    assert "the demo's own patched copy" in done.stdout
+
+
+def test_an_unpatched_target_is_refused_with_the_command_that_patches_it(run_experiment, base_tree):
+    said = one_sentence(run_experiment("demo", VERL_REPO=base_tree), 1)
+    assert "is not patched (PRISTINE)" in said
+    assert f"apply_patch.py --repo {base_tree}" in said
+
+
+def test_a_folder_that_is_no_verl_is_refused(run_experiment, tmp_path):
+    said = one_sentence(run_experiment("demo", VERL_REPO=tmp_path), 1)
+    assert "is not verl" in said
+
+
+def test_a_folder_whose_packages_ray_would_prefer_is_refused(
+    run_experiment, patched_tree, tmp_path
+):
+    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl" / "__init__.py").touch()
+    said = one_sentence(run_experiment("demo", VERL_REPO=patched_tree), 1)
+    assert "run this from another folder" in said
+
+
+def test_a_python_without_verl_is_told_so(run_experiment, published, tmp_path):
+    bare = tmp_path / "bare"
+    os.symlink(sys.executable, bare)
+    done = run_experiment(
+        catalog.PUBLISHED, PYTHON=Path(os.path.realpath(sys.executable)), **published
+    )
+    if "what" in done.stdout:
+        pytest.skip("this interpreter has verl outside its environment")
+    assert "no verl found" in one_sentence(done, 1)
+
+
+def test_a_python_without_the_packages_is_told_which_ones(
+    run_experiment, published, patched_tree, tmp_path
+):
+    bare = tmp_path / "env"
+    done = __import__("subprocess").run(
+        [sys.executable, "-m", "venv", "--without-pip", str(bare)], check=False
+    )
+    assert done.returncode == 0
+    python = bare / "bin" / "python"
+    done = run_experiment(catalog.PUBLISHED, VERL_REPO=patched_tree, PYTHON=python, **published)
+    said = one_sentence(done, 1)
+    assert "lacks torch, ray, hydra, vllm, math_verify" in said
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["nonsense"], "there are demo, gradloc-qwen3-4b"),
+        (["demo", "second"], "'second' is no override"),
+        (["seed=3"], "name it first"),
+    ],
+    ids=["unknown-name", "two-names", "override-first"],
+)
+def test_a_wrong_call_is_answered_with_what_would_be_right(run_experiment, arguments, expected):
+    assert expected in one_sentence(run_experiment(*arguments), 2)
+
+
+def test_an_unknown_option_is_a_usage_error(run_experiment):
+    done = run_experiment("demo", "--no-such-option")
+    assert done.returncode == 2 and "--no-such-option" in done.stderr
+
+
+def test_results_are_never_written_over(run_experiment, patched_tree, tmp_path):
+    said = one_sentence(
+        run_experiment("demo", "--dry-run", VERL_REPO=patched_tree, RUN_DIR=tmp_path), 1
+    )
+    assert "exists" in said
+
+
+def test_a_missing_python_is_one_sentence(run_experiment, tmp_path):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("bash", "env", "dirname"):
+        os.symlink(shutil.which(tool), tools / tool)
+    assert "no Python 3.10 or newer" in one_sentence(run_experiment("--list", PATH=tools), 1)
+
+
+def test_a_python_variable_that_is_no_python_is_one_sentence(run_experiment):
+    assert "PYTHON=/no/python" in one_sentence(run_experiment("--list", PYTHON="/no/python"), 1)
+
+
+def test_it_works_from_a_folder_with_spaces_and_through_a_link(run_experiment, tmp_path):
+    copy = tmp_path / "a folder with spaces"
+    ignore = shutil.ignore_patterns(".git", ".gradloc", "runs", "__pycache__")
+    shutil.copytree(REPO, copy, ignore=ignore)
+    done = run_experiment("demo", "--dry-run", script=copy / "run_experiment.sh")
+    assert done.returncode == 0, done.stderr
+    assert f"'{copy}/experiments'" in done.stdout
