@@ -79,11 +79,15 @@ def run(args, environ, cwd: Path) -> int:
         python = python or str(environment.VENV_PYTHON)
         describe(command(python, experiment.name, args.overrides), run_dir)
         return 0
+    is_own = is_demo and chosen == environment.patched_copy()
+    if not is_own:
+        # Before anything is installed for it.
+        target.check_patched(chosen)
     if is_demo:
         python = python or environment.ensure_python(report=progress)
-        if chosen == environment.patched_copy():
-            environment.ensure_patched_copy(python, report=progress)
-    target.check_patched(chosen)
+    if is_own:
+        environment.ensure_patched_copy(python, report=progress)
+        target.check_patched(chosen)
     check_imports(python, experiment)
     added = child_environment(environ, chosen.path, run_dir, is_demo)
     if is_demo:
