@@ -20,10 +20,12 @@ class Advice:
 @functools.cache
 def load() -> dict[str, Advice]:
     """Every cause's advice, by the cause's label."""
-    text = resources.files("gradloc_report").joinpath("assets/advice.json").read_text(encoding="utf-8")
+    text = (
+        resources.files("gradloc_report").joinpath("assets/advice.json").read_text(encoding="utf-8")
+    )
     return {label: Advice(**entry) for label, entry in json.loads(text).items()}
 
 
 def of(label: str) -> Advice:
-    """The advice for a cause; for a label that is not known, what is said when nothing stands out."""
+    """The advice for a cause; for an unknown label, what is said when nothing stands out."""
     return load().get(label) or load()["unknown"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one error that ends a command: a sentence for the user, printed by the CLI without a traceback."""
+"""The one error that ends a command: a sentence that the CLI prints without a traceback."""
 
 
 class ReportError(Exception):

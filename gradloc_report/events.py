@@ -53,7 +53,10 @@ def _read_line(line: bytes, number: int, is_last: bool) -> tuple[Event | None, s
         raw = json.loads(line.decode("utf-8", errors="replace"))
     except ValueError:
         if is_last:
-            return None, f"The last line of events.jsonl (line {number}) is cut off and was left out."
+            return (
+                None,
+                f"The last line of events.jsonl (line {number}) is cut off and was left out.",
+            )
         return None, f"{where[0].upper()}{where[1:]} is not JSON and was left out."
     if not isinstance(raw, dict):
         return None, f"{where[0].upper()}{where[1:]} is no event record and was left out."
@@ -66,8 +69,8 @@ def _read_line(line: bytes, number: int, is_last: bool) -> tuple[Event | None, s
         return None, f"{where[0].upper()}{where[1:]}{of} cannot be read ({error}); it was left out."
     if not is_known:
         return event, (
-            f"{where[0].upper()}{where[1:]} is of schema version {version!r}, and this reader knows "
-            f"version {SCHEMA_VERSION}: it is shown as far as it could be read."
+            f"{where[0].upper()}{where[1:]} is of schema version {version!r}, and this reader "
+            f"knows version {SCHEMA_VERSION}: it is shown as far as it could be read."
         )
     return event, None
 
@@ -81,7 +84,10 @@ def read_sequences(root: Path, event: Event) -> tuple[list[Sequence], str | None
     """
     folder = bundle_folder(root, event)
     if folder is None:
-        return [], f"Event {event.event_id} was written without a bundle: its token view is missing."
+        return (
+            [],
+            f"Event {event.event_id} was written without a bundle: its token view is missing.",
+        )
     path = folder / "sequences.json"
     if not path.is_file():
         return [], (
@@ -92,7 +98,10 @@ def read_sequences(root: Path, event: Event) -> tuple[list[Sequence], str | None
         text = path.read_text(encoding="utf-8", errors="replace")
         found = convert(json.loads(text), SequenceFile)
     except (OSError, ValueError, msgspec.ValidationError):
-        return [], f"sequences.json of event {event.event_id} cannot be read: its token view is missing."
+        return (
+            [],
+            f"sequences.json of event {event.event_id} cannot be read: its token view is missing.",
+        )
     return found.sequences, None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One event as the page's template wants it: everything worked out, nothing left to decide there."""
+"""One event as the page's template wants it, with everything worked out beforehand."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +9,16 @@ from gradloc_report import advice, figures, searchpath, tokens
 from gradloc_report.events import bundle_folder, read_sequences
 from gradloc_report.records import Culprit, Event
 from gradloc_report.shading import Shades, shade
-from gradloc_report.text import number, one_line, percent, plural, replay_command, span, times, visible
+from gradloc_report.text import (
+    number,
+    one_line,
+    percent,
+    plural,
+    replay_command,
+    span,
+    times,
+    visible,
+)
 
 CULPRITS = 40
 """Culprits written out per event; the rest are counted."""
@@ -87,7 +96,9 @@ def plain_view(event: Event, root: Path) -> EventView:
     )
 
 
-def full_view(event: Event, root: Path, name: str, budget: int, shown: int) -> tuple[EventView, str | None]:
+def full_view(
+    event: Event, root: Path, name: str, budget: int, shown: int
+) -> tuple[EventView, str | None]:
     """The event with pictures and its sequences token by token.
 
     Args:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures: the run's curve, where the spike is, and which layers carry it. Drawn by matplotlib.
+"""The pictures: the run's curve, where the spike is, which layers carry it; drawn by matplotlib.
 
 No pyplot: figures are made one by one and keep no global state.
 """
@@ -85,7 +85,13 @@ def heat_map(event: Event, name: str) -> tuple[str, bool] | None:
                 axes.add_patch(_rectangle(box, colour, strength))
             if grid.size <= 96 and abs(value) >= 5e-4:
                 axes.text(
-                    column, row, f"{100 * value:.3g}%", ha="center", va="center", color=INK, fontsize=10
+                    column,
+                    row,
+                    f"{100 * value:.3g}%",
+                    ha="center",
+                    va="center",
+                    color=INK,
+                    fontsize=10,
                 )
     axes.set_xlim(-0.5, num_ranks - 0.5)
     axes.set_ylim(num_micro - 0.5, -0.5)
@@ -149,7 +155,12 @@ def layer_bars(event: Event, name: str) -> str | None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
     axes.grid(False, axis="y")
     figure.legend(
-        loc="outside upper left", ncols=2, frameon=False, fontsize=11, labelcolor=MUTED, handlelength=1.2
+        loc="outside upper left",
+        ncols=2,
+        frameon=False,
+        fontsize=11,
+        labelcolor=MUTED,
+        handlelength=1.2,
     )
     return to_svg(figure, name, "Gradient norm per layer, the whole step and the largest culprit")
 

@@ -94,7 +94,7 @@ def _number(value) -> float | None:
 
 
 def read_csv(path: Path) -> tuple[Metrics, list[str]]:
-    """A table with a step column; W&B's exports name columns ``<run> - <metric>``, which is understood."""
+    """A table with a step column; W&B's ``<run> - <metric>`` column names are understood."""
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         reader = csv.DictReader(file)
         columns = [name for name in reader.fieldnames or [] if name]
@@ -123,7 +123,7 @@ def read_tensorboard(folder: Path) -> tuple[Metrics, list[str]]:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:
         return Metrics(folder.name), [
-            f"{folder.name} holds TensorBoard files, which need `pip install tensorboard` to be read."
+            f"{folder.name} holds TensorBoard files: to read them, `pip install tensorboard`."
         ]
     accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     accumulator.Reload()
@@ -155,7 +155,7 @@ def is_metrics_csv(path: Path) -> bool:
 
 
 def read(path: Path) -> tuple[Metrics, list[str]]:
-    """Read one metrics source by what it is: a folder or event file of TensorBoard, a CSV, or JSONL."""
+    """Read one metrics source by what it is: TensorBoard's folder or file, a CSV, or JSONL."""
     if path.is_dir():
         return read_tensorboard(path)
     if ".tfevents." in path.name:

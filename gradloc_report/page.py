@@ -17,6 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from gradloc_report import figures, tokens
+from gradloc_report.comparison import Comparison
 from gradloc_report.eventview import EventView, culprit_count, full_view, plain_view, severity
 from gradloc_report.records import Event
 from gradloc_report.run import RunFolder
@@ -34,7 +35,9 @@ BUDGET = {"one": 6_000_000, "many": 1_100_000}
 Progress = Callable[[Iterable[Event], int], Iterable[Event]]
 
 
-def render(run: RunFolder, events: list[Event] | None = None, progress: Progress | None = None) -> str:
+def render(
+    run: RunFolder, events: list[Event] | None = None, progress: Progress | None = None
+) -> str:
     """The whole report of a run.
 
     Args:
@@ -91,6 +94,17 @@ def curves(run: RunFolder) -> list[str]:
     ]
 
 
+def overlays(runs: list[RunFolder], found: Comparison) -> list[str]:
+    """The compared runs' curves, wide and for a phone; nothing when no run has metrics."""
+    labelled = [
+        (one_line(name, 40), run.metrics) for name, run in zip(found.names, runs, strict=True)
+    ]
+    made = [
+        figures.overlay(labelled, width, name) for width, name in ((940, "wide"), (370, "narrow"))
+    ]
+    return [picture for picture in made if picture is not None]
+
+
 def facts(run: RunFolder) -> list[tuple[str, str]]:
     """The run in a few numbers."""
     made = [("events", number(len(run.events)))]
@@ -126,11 +140,20 @@ def _fill(template: str, payload: dict[str, Any], **context: Any) -> str:
         undefined=StrictUndefined,
     )
     environment.filters.update(
-        number=number, percent=percent, visible=visible, one_line=one_line, svg=Markup, plural=plural
+        number=number,
+        percent=percent,
+        visible=visible,
+        one_line=one_line,
+        svg=Markup,
+        plural=plural,
     )
     environment.globals.update(culprit_count=culprit_count, level=_level)
     made = environment.get_template(template).render(
-        policy=policy, style=Markup(style), script=Markup(script), payload=escape_json(payload), **context
+        policy=policy,
+        style=Markup(style),
+        script=Markup(script),
+        payload=escape_json(payload),
+        **context,
     )
     # A lone surrogate in a name or a path cannot be written as UTF-8.
     return made.encode("utf-8", errors="replace").decode("utf-8")
@@ -146,7 +169,9 @@ def _asset(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode(
+        "ascii"
+    )
 
 
 def escape_json(value: Any) -> Markup:

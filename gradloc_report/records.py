@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An event as the report sees it: the fields of schema/event.v1.schema.json that it shows.
 
-Every field has a default, and fields that are not known are passed over: a record of another version
-is shown as far as it can be read. Numbers that JSON cannot spell arrive as "NaN", "Infinity" and
-"-Infinity" and become floats.
+Every field has a default, and fields that are not known are passed over: a record of another
+version is shown as far as it can be read. Numbers that JSON cannot spell arrive as "NaN",
+"Infinity" and "-Infinity" and become floats.
 """
 
 from typing import Any

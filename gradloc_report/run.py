@@ -82,7 +82,7 @@ def read_run(path: Path, metrics_path: Path | None = None) -> RunFolder:
 
 
 def _walk(folder: Path, depth: int = DEPTH) -> list[Path]:
-    """Files of a folder, nearest first, by name; big folders that hold neither kind are passed over."""
+    """Files of a folder, nearest first; big folders that hold neither kind are passed over."""
     entries = sorted(folder.iterdir(), key=lambda entry: entry.name) if depth else []
     files = [entry for entry in entries if entry.is_file()]
     for entry in entries:
@@ -105,15 +105,21 @@ def _nearest(found: list[Path]) -> Path | None:
 def _read_metrics(run: RunFolder, files: list[Path], named: Path | None) -> None:
     if named is not None:
         if not named.exists():
-            raise ReportError(f"{named} does not exist: --metrics names a JSONL, CSV or TensorBoard folder.")
+            raise ReportError(
+                f"{named} does not exist: --metrics names a JSONL, CSV or TensorBoard folder."
+            )
         run.metrics, notes = metrics_files.read(named)
         run.notes += notes
         return
     if run.events_root == run.path:
         # The events' folder was named: the metrics usually lie one folder up, beside it.
-        files = files + [entry for entry in sorted(run.path.resolve().parent.iterdir()) if entry.is_file()]
+        files = files + [
+            entry for entry in sorted(run.path.resolve().parent.iterdir()) if entry.is_file()
+        ]
     candidates = [f for f in files if f.suffix == ".jsonl" and metrics_files.is_metrics_jsonl(f)]
-    candidates += [f for f in files if f.suffix.lower() == ".csv" and metrics_files.is_metrics_csv(f)]
+    candidates += [
+        f for f in files if f.suffix.lower() == ".csv" and metrics_files.is_metrics_csv(f)
+    ]
     candidates += [f for f in files if ".tfevents." in f.name]
     for candidate in candidates:
         found, notes = metrics_files.read(candidate)
@@ -141,7 +147,9 @@ def _check(run: RunFolder, events_file: Path | None, has_files: bool) -> None:
     if events_file is not None and run.notes:
         raise ReportError(f"{events_file} holds no event that can be read. {run.notes[0]}")
     if events_file is not None:
-        raise ReportError(f"{events_file} is empty and there are no metrics: there is nothing to show yet.")
+        raise ReportError(
+            f"{events_file} is empty and there are no metrics: there is nothing to show yet."
+        )
     if not has_files:
         raise ReportError(f"{run.path} is empty: name the folder of a run.")
     raise ReportError(

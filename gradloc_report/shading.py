@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How strongly each token is shaded, for every measure that a reader can choose.
 
-A shade is a level from -10 to 10 on a square-root scale (a share of 1% must still show beside one of
-99%); its sign picks the colour. Levels travel as one character per token, so that the page's script
-needs no arithmetic. Scales are common to all sequences of an event, so that they can be compared.
+A shade is a level from -10 to 10 on a square-root scale (a share of 1% must still show beside one
+of 99%); its sign picks the colour. Levels travel as one character per token, so that the page's
+script needs no arithmetic. All sequences of an event share one scale, so that they compare.
 """
 
 from dataclasses import dataclass
@@ -32,16 +32,22 @@ class Measure:
 
 
 MEASURES = (
-    Measure("share", "share of the spike", "orange adds to the spike, blue pulls the other way", 1e-6),
+    Measure(
+        "share", "share of the spike", "orange adds to the spike, blue pulls the other way", 1e-6
+    ),
     Measure(
         "coefficient",
         "loss coefficient",
         "d loss / d log-prob; orange lowers the token's probability, blue raises it",
         1e-12,
     ),
-    Measure("ratio", "ratio to the old policy", "log of new / old; orange above 1, blue below", 0.2),
+    Measure(
+        "ratio", "ratio to the old policy", "log of new / old; orange above 1, blue below", 0.2
+    ),
     Measure("advantage", "advantage", "orange positive, blue negative", 1.0),
-    Measure("entropy", "entropy", "of the distribution the token was drawn from, in nats", 1.0, False),
+    Measure(
+        "entropy", "entropy", "of the distribution the token was drawn from, in nats", 1.0, False
+    ),
     Measure("gap", "log-prob gap", "trainer minus rollout engine; orange above, blue below", 0.1),
 )
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens of a sequence a page carries, which it shows at first, and what is folded away.
 
-A response can have 32,000 tokens, of which a reader wants the culprits and what stands around them.
-So three sets, each within the next: shown at first; carried (a click unfolds them); all. Tokens that
-are not even carried are counted, and a report of that one event (``--event``) carries them.
+A response can have 32,000 tokens, of which a reader wants the culprits and what stands around
+them. So three sets, each within the next: shown at first; carried (a click unfolds them); all.
+Tokens that are not even carried are counted; a report of that one event (``--event``) has them.
 """
 
 from collections.abc import Iterable, Iterator

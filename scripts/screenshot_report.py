@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes a picture of a report with a headless Chromium, for the README and for looking at it.
 
-    python scripts/screenshot_report.py report.html picture.png [--dark] [--width 390] [--height 844] [--whole]
+    python scripts/screenshot_report.py report.html picture.png [--dark] [--width 390] [--whole]
 
 Needs selenium, chromium and chromedriver (Debian: apt-get install chromium chromium-driver).
 """
@@ -76,7 +76,13 @@ def capture(driver, out: Path, is_whole: bool) -> None:
     options = {"format": "png", "captureBeyondViewport": is_whole}
     if is_whole:
         size = driver.execute_cdp_cmd("Page.getLayoutMetrics", {})["cssContentSize"]
-        options["clip"] = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        options["clip"] = {
+            "x": 0,
+            "y": 0,
+            "width": size["width"],
+            "height": size["height"],
+            "scale": 1,
+        }
     found = driver.execute_cdp_cmd("Page.captureScreenshot", options)
     out.write_bytes(base64.b64decode(found["data"]))
 

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs for the tests, written as the trainer writes them; `test_builder.py` holds them to the schemas."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+SCHEMAS = REPO / "schema"
+HOSTILE = [
+    "</script><img src=x onerror=alert(1)>",
+    "\u202eevil",
+    "\ufffd",
+    "🦜",
+    "漢字",
+    "\n",
+    '"><b>{{ 7 * 7 }}',
+    "\x1b[31mred",
+]
+VISIBLE = [
+    "</script><img src=x onerror=alert(1)>",
+    "⟨U+202E⟩evil",
+    "\ufffd",
+    "🦜",
+    "漢字",
+    "↵\n",
+    '"><b>{{ 7 * 7 }}',
+    "⟨U+001B⟩[31mred",
+]
+
+
+def load_announce():
+    """The trainer's announce.py, loaded by path: it needs neither torch nor verl."""
+    path = REPO / "verl_overrides" / "verl" / "gradloc" / "announce.py"
+    spec = importlib.util.spec_from_file_location("announce_under_test", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_culprit(position: int = 3, token: str = " is", rank: int = 1, **changes: Any) -> dict:
+    """A culprit's record."""
+    return {
+        "span": "token",
+        "rank": rank,
+        "micro_batch": 2,
+        "micro_batch_row": 0,
+        "row": 12,
+        "positions": [position],
+        "sequence_id": "3c0f6a52-uid-of-a-prompt-in-verl:1",
+        "data_source": "arithmetic",
+        "reward": 1.0,
+        "token_ids": [1000 + position],
+        "tokens": [token],
+        "text_before": "the answer",
+        "text_after": " 60.",
+        "prompt": "What is 20+40?",
+        "log_prob": -4.6,
+        "old_log_prob_used": -4.6,
+        "old_log_prob_stored": -4.8,
+        "rollout_log_prob": -4.7,
+        "ref_log_prob": None,
+        "ratios": {
+            "current_over_old": 1.0,
+            "current_over_rollout": 1.1,
+            "old_over_rollout": 0.9,
+            "sequence_geometric_mean": 1.0,
+        },
+        "advantage": 10000.0,
+        "is_weight": None,
+        "entropy": 1.25,
+        "coefficients": {"log_prob": -73.5, "kl": None, "entropy": None},
+        "loss_weight": 0.007,
+        "grad_norm": 650.3,
+        "threshold": 4.7,
+        "share": 0.75,
+        "layers": {"embedding": 395.7, "layer 0": 231.7, "layer 10": 203.6, "head": 413.7},
+        "cause": {
+            "label": "extreme_advantage",
+            "numbers": {"advantage_over_typical": 14577.6, "ratio_over_typical": 1.0, "kl": None},
+        },
+        **changes,
+    }
+
+
+def make_event(step: int = 5, culprits: list[dict] | None = None, **changes: Any) -> dict:
+    """An event's record with its verdict; its path is a small search."""
+    event_id = f"step{step:06d}-epoch0-mini0"
+    norm = 747.66
+    event = {
+        "schema_version": 1,
+        "event_id": event_id,
+        "run": {"project": "tests", "experiment": "report"},
+        "step": {
+            "global_step": step,
+            "epoch": 0,
+            "mini_batch": 0,
+            "num_mini_batches": 1,
+            "num_micro_batches": 4,
+            "world_size": 2,
+            "dp_size": 2,
+            "sp_size": 1,
+        },
+        "trigger": {
+            "kind": "fixed",
+            "grad_norm": norm,
+            "threshold": 52.26,
+            "tau": 640.0,
+            "num_tokens": 150,
+            "history": None,
+        },
+        "search": {
+            "strategy": "bisect",
+            "status": "found",
+            "stop_reason": "every part over its threshold was followed to its end",
+            "tau": 640.0,
+            "budget": 128,
+            "forwards": 24,
+            "backwards": 24,
+            "seconds": 0.65,
+            "path": make_path(),
+        },
+        "culprits": [make_culprit()] if culprits is None else culprits,
+        "certificate": {
+            "norm_before": norm,
+            "norm_after": 0.77,
+            "error_bound": 0.0007,
+            "threshold": 52.26,
+            "method": "swap",
+            "verdict": "explained",
+            "reason": "without the culprits the norm is under the threshold",
+        },
+        "action": {
+            "requested": "observe",
+            "taken": "observe",
+            "reason": "the step goes on unchanged",
+        },
+        "layers": {"embedding": 459.6, "head": 480.8, "layer 0": 254.5, "layer 10": 227.5},
+        "kinds": {"attention": 337.5, "mlp": 50.9},
+        "shares": {"closure": 0.9998, "micro_batches": [[0.0, 0.01], [0.0, 0.0], [-0.05, 0.8]]},
+        "batch": {"advantage": 0.69, "one_minus_prob": 0.98, "jacobian": 9.8},
+        "folder": f"events/{event_id}",
+        **changes,
+    }
+    event.setdefault("verdict", load_announce().verdict_sentences(event))
+    return event
+
+
+def make_path() -> list[dict]:
+    """Two micro-batches, of which the second is searched down to one token."""
+
+    def probe(phase, micro_batch, ranks, tokens, norm, verdict):
+        return {
+            "phase": phase,
+            "micro_batch": micro_batch,
+            "ranks": ranks,
+            "tokens": tokens,
+            "num_tokens": 10,
+            "norm": norm,
+            "threshold": 4.7,
+            "verdict": verdict,
+        }
+
+    return [
+        probe("micro_batch", 0, [0, 2], None, 0.2, "under"),
+        probe("micro_batch", 2, [0, 2], None, 747.0, "split"),
+        probe("rank", 2, [0, 1], None, 0.1, "under"),
+        probe("rank", 2, [1, 2], None, 747.0, "split"),
+        probe("token", 2, [1, 2], [0, 3], 0.1, "under"),
+        probe("token", 2, [1, 2], [3, 6], 747.0, "split"),
+        probe("token", 2, [1, 2], [3, 4], 747.0, "culprit"),
+        probe("token", 2, [1, 2], [4, 6], 0.1, "under"),
+    ]
+
+
+def make_sequence(num: int = 8, tokens: list[str] | None = None, **changes: Any) -> dict:
+    """A sequence of ``num`` tokens whose third position carries the spike."""
+    tokens = tokens or [f" w{i}" for i in range(num)]
+    num = len(tokens)
+    return {
+        "rank": 1,
+        "micro_batch": 2,
+        "micro_batch_row": 0,
+        "row": 12,
+        "sequence_id": "3c0f6a52-uid-of-a-prompt-in-verl:1",
+        "data_source": "arithmetic",
+        "prompt": "What is 20+40?",
+        "token_ids": list(range(1000, 1000 + num)),
+        "tokens": tokens,
+        "response_mask": [1] * num,
+        "log_prob": [-0.5 - 0.001 * (i % 97) for i in range(num)],
+        "old_log_prob": [-0.5 - 0.001 * (i % 89) for i in range(num)],
+        "rollout_log_prob": [-0.5 - 0.001 * (i % 83) for i in range(num)],
+        "ref_log_prob": None,
+        "advantage": [10000.0 if i == 3 else 0.5 for i in range(num)],
+        "entropy": [abs(math.sin(i)) for i in range(num)],
+        "is_weight": None,
+        "coefficient": [-73.5 if i == 3 else -0.009 for i in range(num)],
+        "share": [0.75 if i == 3 else 0.001 * math.sin(i) for i in range(num)],
+        **changes,
+    }
+
+
+def make_metrics(num_steps: int = 20, spikes: tuple[int, ...] = (5,)) -> list[dict]:
+    """What verl's file logger writes."""
+    return [
+        {
+            "step": step,
+            "data": {
+                "actor/grad_norm": 100.0 if step in spikes else 1.0 + 0.1 * math.sin(step),
+                "actor/grad_norm_max": 747.0 if step in spikes else 1.2 + 0.1 * math.sin(step),
+                "critic/score/mean": 0.5 + 0.01 * step,
+            },
+        }
+        for step in range(1, num_steps + 1)
+    ]
+
+
+def write_run(
+    folder: Path,
+    events: list[dict] | None = None,
+    sequences: dict[str, list[dict]] | None = None,
+    metrics: list[dict] | None = None,
+) -> Path:
+    """A run's folder.
+
+    Args:
+        folder: made when it does not exist.
+        events: written to gradloc/events.jsonl; no file when None.
+        sequences: per event id the sequences of its sequences.json; one small sequence when left out.
+        metrics: written to metrics.jsonl; no file when None.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if metrics is not None:
+        lines = "".join(json.dumps(entry) + "\n" for entry in metrics)
+        (folder / "metrics.jsonl").write_text(lines)
+    if events is None:
+        return folder
+    root = folder / "gradloc"
+    root.mkdir(exist_ok=True)
+    with (root / "events.jsonl").open("w", encoding="utf-8") as file:
+        for event in events:
+            file.write(json.dumps(event, ensure_ascii=True) + "\n")
+    for event in events:
+        found = (sequences or {}).get(event["event_id"], [make_sequence()])
+        if event.get("folder"):
+            bundle = root / event["folder"]
+            bundle.mkdir(parents=True, exist_ok=True)
+            document = {"schema_version": 1, "event_id": event["event_id"], "sequences": found}
+            (bundle / "sequences.json").write_text(json.dumps(document), encoding="utf-8")
+    return folder
