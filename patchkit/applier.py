@@ -156,6 +156,8 @@ class Applier:
             reason = "state-crlf"
         elif all(stranger.why == explain.NEW_FILE for stranger in listed):
             reason = "state-in-the-way"
+        elif all(stranger.why.startswith(explain.EDITED) for stranger in listed):
+            reason = "state-edited"
         raise CheckoutStateError(
             reason,
             target=self.checkout.root,

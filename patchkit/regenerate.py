@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 from patchkit import BASE_COMMIT
+from patchkit.applier import KEPT_PATCH
 from patchkit.base import ensure_base
 from patchkit.build import build, check, write_file
-from patchkit.checkout import resolve
+from patchkit.checkout import Checkout, resolve
 from patchkit.compose import PATCH_NAME, compose, compose_patch, read_sources
 from patchkit.digest import sha256_hex
 from patchkit.errors import CheckoutStateError, PatchkitError, UsageError
@@ -65,9 +66,15 @@ def export(edits: Edits, output: Path) -> None:
 
 def take(edits: Edits, root: Path, overrides: Path, patches: Path) -> Merge:
     """Takes the edits into ``overrides``; everything is composed before anything is written."""
-    merged = merge(read_sources(overrides), sources_of(edits), _given(root, patches))
+    checkout = resolve(str(root), allow_installed=True)
+    theirs = sources_of(edits)
+    merged = merge(read_sources(overrides), theirs, _given(checkout, patches))
     compose(merged.sources, ensure_base(), patches / "older")
     _write_sources(merged, overrides)
+    # From now on this is what the checkout and verl_overrides/ last agreed on; and the applier
+    # knows the checkout by it.
+    with locked(Filesystem(), checkout.state_folder, hide=checkout.git_dir is None):
+        write_file(checkout.state_folder / KEPT_PATCH, compose_patch(theirs))
     for label, paths in (
         ("taken", merged.taken),
         ("removed", merged.removed),
@@ -83,11 +90,9 @@ def take(edits: Edits, root: Path, overrides: Path, patches: Path) -> Merge:
     return merged
 
 
-def _given(root: Path, patches: Path) -> tuple[FilePatch, ...]:
-    """The patch that the checkout was given by the applier, else the built one."""
-    kept = resolve(str(root), allow_installed=True).state_folder / "applied.patch"
-    built = patches / PATCH_NAME
-    for path in (kept, built):
+def _given(checkout: Checkout, patches: Path) -> tuple[FilePatch, ...]:
+    """The patch that the checkout was given, or had when edits were last taken; else the built."""
+    for path in (checkout.state_folder / KEPT_PATCH, patches / PATCH_NAME):
         if path.is_file():
             return parse(path.read_bytes())
     return ()

@@ -51,6 +51,10 @@ class Survey:
         """True if ``path`` holds what the base has there."""
         return _is(self.found[path], self.base[path])
 
+    def holds(self, path: str, digest: Digest) -> bool:
+        """True if ``path`` holds a file of this digest."""
+        return _is(self.found[path], digest)
+
     @property
     def only_leftovers(self) -> bool:
         """PARTIAL, but verl's own files are the base's: only files that we add are there."""

@@ -81,6 +81,12 @@ WORDS: dict[str, Words] = {
         "{unforced}",
         "mv {target}/{path} {target}/{path}.mine   (and so on, then run this again)",
     ),
+    "state-edited": Words(
+        "DRIFTED: {count} of the patch's files were edited after it was applied, first {path}",
+        "Work on the patch in this checkout.{unforced}",
+        "bash make_patch.sh --repo {target}   (takes the edits into verl_overrides/; then this "
+        "runs)",
+    ),
     "state-partial": Words(
         "PARTIAL: the checkout is half patched",
         "Some files were restored by hand, by git checkout or by git stash. Every content is "

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the applier's tests: a patches/ folder and a tree, both small."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,18 @@ from tests.patchkit import world
 
 settings.register_profile("suite", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No test can cut the power, so none waits for a disk; what is synced when has its own test.
+
+    Runs that are to be killed halfway do wait: it gives the kill time to land.
+    """
+    if "kills" not in request.node.nodeid:
+        monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 @pytest.fixture(scope="session")

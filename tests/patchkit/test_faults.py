@@ -262,6 +262,53 @@ def test_an_interrupt_from_the_keyboard_puts_everything_back(patches, tree):
             break
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_everything_is_durable_before_the_journal_says_so(patches, tmp_path, command):
+    """Power may fail too: each file is synced before it counts, each folder before it is over."""
+    before, method, _ = COMMANDS[command]
+    root = world.write_tree(tmp_path / "t", before)
+    names, unsynced, log = {}, set(), []
+
+    class Watched(Filesystem):
+        def create(self, path, mode):
+            handle = super().create(path, mode)
+            names[handle] = path
+            unsynced.add(path)
+            return handle
+
+        def sync(self, handle):
+            unsynced.discard(names[handle])
+            super().sync(handle)
+
+        def sync_folder(self, path):
+            log.append(("folder", path))
+            super().sync_folder(path)
+
+        def replace(self, source, target):
+            assert not unsynced, "something is moved in before everything written is durable"
+            log.append(("replace", target))
+            super().replace(source, target)
+
+        def remove(self, path):
+            log.append(("remove", path))
+            super().remove(path)
+
+    assert run(root, patches, method, Watched()) == 0
+    state = root / ".gradloc-patch"
+    journal = state / "journal.json"
+    begun = [at for at, entry in enumerate(log) if entry == ("replace", journal)]
+    over = log.index(("remove", journal))
+    moved = [at for at, (_, path) in enumerate(log) if state not in path.parents and path != state]
+    assert len(begun) == 2 and log[begun[1] + 1] == ("folder", state)
+    assert begun[1] < min(moved) and max(moved) < over
+    last = {}
+    for at, (kind, path) in enumerate(log[:over]):
+        if kind in ("replace", "remove") and path.parent.is_dir():
+            last[path.parent] = at
+    for folder, at in last.items():
+        assert ("folder", folder) in log[at:over], f"{folder} is not synced"
+
+
 def test_a_full_disk_is_predicted_before_anything_is_written(capsys, patches, tree, monkeypatch):
     real = os.statvfs(tree)
     full = os.statvfs_result((*real[:4], 10, *real[5:]))

@@ -125,6 +125,28 @@ def test_a_file_of_unknown_content_is_never_overwritten(apply, tmp_path, row, op
     assert world.picture(root) == before
 
 
+def test_edits_of_a_patched_checkout_are_told_from_strange_files(apply, clone):
+    apply(clone)
+    world.write_tree(clone, {NEW: "mine = 1\n", ACTOR: RESULT[ACTOR].replace("hook()", "hook(1)")})
+    before = world.picture(clone)
+    for options in ((), ("--reverse",), ("--force",)):
+        outcome = apply(clone, *options)
+        assert outcome.code == 1 and "were edited after it was applied" in outcome.err
+        assert f"bash make_patch.sh --repo {clone}" in outcome.err
+        assert "the patch expects 'hook()', there is 'hook(1)'" in outcome.err
+    assert world.picture(clone) == before
+
+
+def test_edits_can_be_thrown_away_and_the_patch_completed(apply, clone):
+    apply(clone)
+    world.write_tree(clone, {NEW: "mine = 1\n", ACTOR: RESULT[ACTOR] + "mine\n"})
+    (clone / NEW).unlink()
+    world.git(clone, "checkout", "--", ACTOR)
+    assert apply(clone).code == 1
+    assert apply(clone, "--force").code == 0
+    assert world.files_of(clone) == RESULT
+
+
 def _replaced(kind: str, place) -> None:
     place.unlink()
     if kind == "became-a-folder":

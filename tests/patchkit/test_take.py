@@ -214,6 +214,25 @@ def test_edits_of_two_files_on_two_sides_are_brought_together(shop):
     assert "hook(self)" in result[ACTOR] and "hook(actor)" in result[NEW]
 
 
+def test_the_same_file_can_be_edited_and_taken_again_and_again(shop):
+    for number in range(3):
+        shop.edit(NEW, f"edit = {number}\n")
+        assert f"taken: {NEW}" in shop.take().out
+        assert shop.result()[NEW] == f"edit = {number}\n"
+    assert world.run(shop.capsys, shop.patches, shop.clone, "--reverse").code == 0
+    assert world.files_of(shop.clone) == BASE
+
+
+def test_after_a_take_the_checkout_can_be_brought_to_a_newer_build(shop):
+    shop.edit(NEW, "edit = 1\n")
+    shop.take()
+    world.write_tree(shop.overrides, {"verl/gradloc/other.py": "from_elsewhere = 1\n"})
+    assert shop.make().code == 0
+    assert world.run(shop.capsys, shop.patches, shop.clone).code == 0
+    wanted = {NEW: "edit = 1\n", "verl/gradloc/other.py": "from_elsewhere = 1\n"}
+    assert world.files_of(shop.clone) == RESULT | wanted
+
+
 def test_a_checkout_with_an_older_build_brings_its_own_edits_only(shop):
     """Two people, two checkouts: the second take does not undo the first."""
     (shop.overrides / NEW).write_text("def hook():\n    return 'first'\n")
