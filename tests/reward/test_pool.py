@@ -154,6 +154,6 @@ def test_without_the_package_the_error_names_the_command_that_installs_it(make_p
     assert str(caught.value) == (
         "data_source math_verify needs the package math-verify, which could not be loaded "
         "(ModuleNotFoundError: No module named 'math_verify'): "
-        "run `pip install 'math-verify[antlr4_9_3]==0.9.0'`."
+        "run `pip install math-verify==0.9.0 antlr4-python3-runtime==4.9.3`."
     )
     assert not pids(pool)

@@ -46,8 +46,8 @@ __all__ = ["INSTALL_COMMAND", "Pool", "ScoringError", "ScoringTimeout", "close",
 logger = logging.getLogger(__file__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
-# The extra keeps the antlr runtime at the version that Hydra 1.3 needs.
-INSTALL_COMMAND = "pip install 'math-verify[antlr4_9_3]==0.9.0'"
+# The second pin keeps the antlr runtime that Hydra 1.3 needs. Math-Verify's extra for it is ignored by pip 23.2.
+INSTALL_COMMAND = "pip install math-verify==0.9.0 antlr4-python3-runtime==4.9.3"
 
 WORKER_FILE = Path(__file__).resolve().with_name("math_verify_worker.py")
 # What Math-Verify itself grants in a main thread: 5 s to parse an answer and 5 s for a comparison. Usual answers take
