@@ -73,12 +73,14 @@ class Applier:
     def check(self) -> Report:
         """Reports what ``apply`` would do, or raises what it would raise; changes nothing."""
         self._refuse_if_held()
-        if self.transaction.pending():
-            self.notes.append("an interrupted run would be finished or undone first")
         found = self._survey()
-        report = self._report("check", found)
+        if self.transaction.pending():
+            report = self._report("check", found)
+            report.did = "would first finish or undo an interrupted run"
+            return report
         changes = self._changes(found, self.library.wanted)
         preflight(self.checkout.root, self.state_folder, changes)
+        report = self._report("check", found)
         report.changed = [change.path for change in changes]
         report.did = f"would change {_count(changes)}" if changes else "nothing to do"
         return report
@@ -154,10 +156,10 @@ class Applier:
         reason = "state-drifted" if found.state is State.DRIFTED else "state-wrong-base"
         if all(stranger.why == explain.CRLF for stranger in listed):
             reason = "state-crlf"
-        elif all(stranger.why == explain.NEW_FILE for stranger in listed):
-            reason = "state-in-the-way"
         elif all(stranger.why.startswith(explain.EDITED) for stranger in listed):
             reason = "state-edited"
+        elif all(found.base[stranger.path] is None for stranger in listed):
+            reason = "state-in-the-way"
         raise CheckoutStateError(
             reason,
             target=self.checkout.root,

@@ -72,7 +72,8 @@ def resolve(target: str, allow_installed: bool = False) -> Checkout:
     try:
         mode = root.stat().st_mode
         root = root.resolve()
-        os.listdir(root) if stat.S_ISDIR(mode) else None
+        if stat.S_ISDIR(mode):
+            os.listdir(root)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckoutStateError("target-missing", target=target) from error
     except OSError as error:

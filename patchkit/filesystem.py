@@ -17,6 +17,9 @@ class Filesystem:
 
     def make_folder(self, path: Path) -> None:
         os.mkdir(path)
+        if os.geteuid() == 0:  # what root makes in a user's checkout is the user's
+            parent = path.parent.stat()
+            os.chown(path, parent.st_uid, parent.st_gid)
 
     def remove_folder(self, path: Path) -> None:
         os.rmdir(path)
@@ -65,14 +68,16 @@ class Filesystem:
         Args:
             path: where; nothing may be there.
             data: the content.
-            like: a file whose permissions (and, for root, owner) the new one takes over.
+            like: a file whose permissions the new one takes over. Its owner, where root runs
+                this, is that of ``like``, else of the folder.
         """
         handle = self.create(path, 0o666)
         try:
             if like is not None:
                 self.set_mode(handle, stat.S_IMODE(like.st_mode) & 0o777)
-                if os.geteuid() == 0 and (like.st_uid, like.st_gid) != (0, 0):
-                    self.set_owner(handle, like.st_uid, like.st_gid)
+            owner = like or path.parent.stat()
+            if os.geteuid() == 0 and (owner.st_uid, owner.st_gid) != (0, 0):
+                self.set_owner(handle, owner.st_uid, owner.st_gid)
             view = memoryview(data)
             while view:
                 view = view[self.write(handle, view) :]

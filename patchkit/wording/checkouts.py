@@ -76,10 +76,10 @@ WORDS: dict[str, Words] = {
         "Unpack the archive again, without converting line ends.",
     ),
     "state-in-the-way": Words(
-        "DRIFTED: {count} files stand where the patch adds its own, first {path}",
+        "DRIFTED: something else stands where the patch adds {count} files, first {path}",
         "Files of yours under the same name, or a version of the patch that is not known here."
         "{unforced}",
-        "mv {target}/{path} {target}/{path}.mine   (and so on, then run this again)",
+        "Move away what the lines below name, then run this again.",
     ),
     "state-edited": Words(
         "DRIFTED: {count} of the patch's files were edited after it was applied, first {path}",

@@ -158,7 +158,7 @@ def test_a_run_that_died_is_finished_or_undone_by_the_next(patches, tmp_path, co
     for root, _ in each_operation(patches, tmp_path, command, fault=Killed, lasting=True):
         assert_each_file_is_whole(root, before, after)
         untouched = world.picture(root)
-        assert run(root, patches, "status") == 0
+        assert run(root, patches, "status") == run(root, patches, "check") == 0
         assert world.picture(root) == untouched
         assert run(root, patches, next_method) == 0
         assert world.files_of(root) == (RESULT if next_method == "apply" else BASE)

@@ -105,7 +105,7 @@ DRIFTS = {
         {path: BASE[path].replace("\n", "\r\n") for path in (ACTOR, TRAINER)},
         "CRLF",
     ),
-    "66-new-file-exists-different": ({NEW: "mine = True\n"}, "stand where the patch adds its own"),
+    "66-new-file-exists-different": ({NEW: "mine = True\n"}, "stands where the patch adds"),
     "67-parent-blocked": ({"verl/gradloc": "a file\n"}, "verl/gradloc is a plain file"),
 }
 

@@ -11,7 +11,7 @@ import pytest
 
 from patchkit import cli
 from tests.patchkit import world
-from tests.patchkit.world import ACTOR, BASE, RESULT
+from tests.patchkit.world import ACTOR, BASE, NEW, RESULT
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -143,7 +143,8 @@ def test_root_leaves_the_files_of_another_owner_to_that_owner(apply, clone):
     for path in [clone, *clone.rglob("*")]:
         os.chown(path, 12345, 12345, follow_symlinks=False)
     assert apply(clone).code == 0
-    assert (clone / ACTOR).stat().st_uid == 12345
+    for path in (ACTOR, NEW, "verl/gradloc", ".git/.gradloc-patch/applied.json"):
+        assert (clone / path).stat().st_uid == 12345, path
 
 
 def test_another_commit_with_the_same_touched_files_is_patched_with_a_note(apply, clone):
