@@ -17,19 +17,29 @@ import pytest
 
 from tests.reward.answers import HANGING, boxed, pids
 
-SCRIPT = """
-import os, sys, threading, time
-from verl.utils.reward_score import default_compute_score, math_verify_pool
-from verl.utils.reward_score.math_verify import compute_score
-HANGING = sys.argv[1]
+# Loads the pool by its path: it needs nothing of verl, and `import verl` takes seconds of torch.
+POOL = """
+import importlib.util, sys, threading, time
+spec = importlib.util.spec_from_file_location("math_verify_pool", sys.argv[1])
+pool = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(pool)
+
+def start(answer, limit_s):
+    threading.Thread(target=pool.score, args=("$1$", answer, limit_s), daemon=True).start()
 
 def print_workers(count):
-    while math_verify_pool._pool is None or len(math_verify_pool._pool._workers) < count:
+    while pool._pool is None or len(pool._pool._workers) < count:
         time.sleep(0.05)
-    print(*(worker._process.pid for worker in math_verify_pool._pool._workers), flush=True)
+    print(*(worker._process.pid for worker in pool._pool._workers), flush=True)
+
+HANGING = sys.argv[2]
 """
 ACTOR = """
-import asyncio, json, ray
+import asyncio, json, ray, sys
+from verl.utils.reward_score import default_compute_score, math_verify_pool
+from verl.utils.reward_score.math_verify import compute_score
+
+HANGING = sys.argv[2]
 
 @ray.remote(num_cpus=0)
 class RewardLoop:
@@ -49,13 +59,14 @@ ray.shutdown()
 
 @pytest.fixture
 def start(patched_tree):
-    """Starts SCRIPT and what follows it as a process of its own on the patched tree."""
+    """Starts Python code as a process of its own on the patched tree."""
+    pool_file = patched_tree / "verl/utils/reward_score/math_verify_pool.py"
     processes = []
 
     def start(code):
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-c", SCRIPT + code, HANGING],
+                [sys.executable, "-c", code, str(pool_file), HANGING],
                 env={**os.environ, "PYTHONPATH": str(patched_tree), "RAY_DEDUP_LOGS": "0"},
                 stdout=subprocess.PIPE,
                 text=True,
@@ -110,13 +121,13 @@ def test_a_process_forked_from_one_with_a_pool_scores_with_workers_of_its_own(
 
 
 def test_a_script_that_ends_takes_its_idle_and_busy_workers_with_it(start):
-    process = start("""
-for n in range(2):
-    thread = threading.Thread(target=compute_score, args=(HANGING, "1", 0, 60), daemon=True)
-    thread.start()
-print(compute_score("$1$", "1"))
+    code = """
+start(HANGING, 60)
+start(HANGING, 60)
+print(pool.score("$1$", "$1$"))
 print_workers(3)
-""")
+"""
+    process = start(POOL + code)
     assert process.stdout.readline() == "1.0\n"
     workers = [int(pid) for pid in process.stdout.readline().split()]
     assert process.wait(30) == 0
@@ -125,12 +136,13 @@ print_workers(3)
 
 
 def test_workers_outlive_a_killed_parent_by_no_more_than_their_items_limit(start):
-    process = start("""
-for answer in (HANGING, "$1$"):
-    threading.Thread(target=compute_score, args=(answer, "1", 0, 3), daemon=True).start()
+    code = """
+start(HANGING, 3)
+start("$1$", 3)
 print_workers(2)
 time.sleep(60)
-""")
+"""
+    process = start(POOL + code)
     workers = [int(pid) for pid in process.stdout.readline().split()]
     assert len(workers) == 2 and not all(_has_ended(pid) for pid in workers)
     process.send_signal(signal.SIGKILL)
