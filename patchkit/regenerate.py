@@ -111,40 +111,41 @@ def _write_sources(merged: Merge, overrides: Path) -> None:
                 place.unlink(missing_ok=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="make_patch.sh", description=__doc__)
-    parser.add_argument("--repo", metavar="CHECKOUT", help="take the edits of this checkout")
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    """Returns the command line's parser."""
+    made = argparse.ArgumentParser(prog="make_patch.sh", description=__doc__)
+    made.add_argument("--repo", metavar="CHECKOUT", help="take the edits of this checkout")
+    made.add_argument(
         "--base",
         default=BASE_COMMIT,
         metavar="REV",
         help="the commit that the edits start from (default: the pinned one)",
     )
-    parser.add_argument(
+    made.add_argument(
         "--head", metavar="REV", help="take a commit's content (default: the working tree)"
     )
-    parser.add_argument(
+    made.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
         help="write a patch of the checkout here and leave this repository alone",
     )
-    parser.add_argument(
+    made.add_argument(
         "--check",
         action="store_true",
         help="write nothing; fail if patches/ is not what would be built",
     )
-    parser.add_argument(
+    made.add_argument(
         "--refresh-generated",
         action="store_true",
         help="write the checkout's _generated_*.yaml anew before taking its edits",
     )
-    parser.add_argument(
+    made.add_argument(
         "--overrides", type=Path, default=ROOT / "verl_overrides", help=argparse.SUPPRESS
     )
-    parser.add_argument("--patches", type=Path, default=ROOT / "patches", help=argparse.SUPPRESS)
-    parser.add_argument("--debug", action="store_true", help="show a traceback on an error")
-    return parser
+    made.add_argument("--patches", type=Path, default=ROOT / "patches", help=argparse.SUPPRESS)
+    made.add_argument("--debug", action="store_true", help="show a traceback on an error")
+    return made
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -176,7 +177,7 @@ def _run(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     folder = options.overrides.resolve().parent / ".gradloc"
     try:
         folder.mkdir(exist_ok=True)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/applier.md names every option, state and exit code, and no other."""
+
+import re
+from pathlib import Path
+
+from patchkit import VERSION, cli, regenerate
+from patchkit.errors import PatchkitError
+from patchkit.survey import State
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/applier.md").read_text()
+
+
+def options(parser) -> set[str]:
+    """The options that a parser's help shows."""
+    return {
+        name
+        for action in parser._actions
+        for name in action.option_strings
+        if name.startswith("--") and action.help != "==SUPPRESS=="
+    } - {"--help"}
+
+
+def test_every_option_is_on_the_page_and_every_option_of_the_page_exists():
+    known = options(cli.parser()) | options(regenerate.parser())
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", PAGE))
+    assert named <= known, named - known
+    assert options(cli.parser()) <= named
+    assert options(regenerate.parser()) - {"--debug"} <= named
+
+
+def test_every_state_has_its_row():
+    for state in [*State.__members__, "NOT_VERL"]:
+        assert f"\n| `{state}` |" in PAGE
+
+
+def test_every_exit_code_has_its_row():
+    rows = {int(code) for code in re.findall(r"^\| (\d) \|", PAGE, flags=re.M)}
+    assert rows == {0} | {kind.exit_code for kind in PatchkitError.__subclasses__()}
+
+
+def test_one_version_is_named_everywhere():
+    assert f'\nversion = "{VERSION}"\n' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_script_of_make_patch_shows_its_own_options():
+    head = (ROOT / "make_patch.sh").read_text()
+    for option in set(re.findall(r"--[a-z-]+", head)) - {"--help"}:
+        assert option in options(regenerate.parser())
+
+
+def test_the_transcript_has_no_path_of_the_machine_it_was_made_on():
+    text = (ROOT / "docs/applier-transcript.md").read_text()
+    assert not re.search(r"/(tmp|home|root|work|opt|Users)/", text)
