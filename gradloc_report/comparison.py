@@ -67,6 +67,6 @@ def _steps(first: list[Event], second: list[Event]) -> list[list[str]]:
 def _found(events: list[Event]) -> str:
     parts = []
     for event in events:
-        token = one_line("".join(event.culprits[0].tokens), 20) if event.culprits else "no culprit"
+        token = one_line(event.culprits[0].text, 20) if event.culprits else "no culprit"
         parts.append(f"{number(event.trigger.grad_norm)} ({token})")
     return ", ".join(parts) or "–"

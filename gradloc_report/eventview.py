@@ -83,7 +83,7 @@ def plain_view(event: Event, root: Path) -> EventView:
         event=event,
         verdict=visible(event.verdict) if event.verdict else "",
         title=f"Step {event.step.global_step}, mini-batch {event.step.mini_batch}",
-        excess="–" if excess is None else f"{number(excess, 3)}×",
+        excess=number(event.trigger.grad_norm) if excess is None else f"{number(excess, 3)}×",
         culprits=written,
         num_hidden_culprits=max(len(shown) - CULPRITS, 0),
         causes=_causes(written),
@@ -149,7 +149,10 @@ def describe(culprit: Culprit) -> dict[str, Any]:
     ratios = culprit.ratios
     facts = [
         ("share of the spike", percent(culprit.share)),
-        ("gradient norm", number(culprit.grad_norm)),
+        (
+            "gradient norm" if culprit.is_exact else "gradient norm, at least",
+            number(culprit.grad_norm),
+        ),
         ("advantage", number(culprit.advantage)),
         ("log-prob", number(culprit.log_prob)),
         ("old log-prob, used", number(culprit.old_log_prob_used)),
@@ -169,9 +172,9 @@ def describe(culprit: Culprit) -> dict[str, Any]:
     numbers = [(_spoken(name), number(value)) for name, value in culprit.cause.numbers.items()]
     return {
         "culprit": culprit,
-        "token": one_line("".join(culprit.tokens) or _ids(culprit), 60) or "(no text)",
+        "token": one_line(culprit.text, 60) or "(no text)",
         "before": visible(culprit.text_before or "")[-300:],
-        "marked": visible("".join(culprit.tokens) or _ids(culprit))[:600],
+        "marked": visible(culprit.text)[:600],
         "after": visible(culprit.text_after or "")[:300],
         "place": (
             f"rank {number(culprit.rank)}, micro-batch {number(culprit.micro_batch)}, "
@@ -184,10 +187,6 @@ def describe(culprit: Culprit) -> dict[str, Any]:
         "facts": [fact for fact in facts if fact[1] != "–"],
         "numbers": [pair for pair in numbers if pair[1] != "–"],
     }
-
-
-def _ids(culprit: Culprit) -> str:
-    return " ".join(f"<{token}>" for token in culprit.token_ids[:20])
 
 
 def _spoken(name: str) -> str:

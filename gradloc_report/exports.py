@@ -97,7 +97,7 @@ def _row(event: Event, culprit: Culprit | None) -> list[Any]:
         len(culprit.positions),
         _quoted(culprit.sequence_id),
         _quoted(culprit.data_source),
-        json.dumps("".join(culprit.tokens)),
+        json.dumps(culprit.text),
         _quoted(culprit.cause.label),
         culprit.share,
         culprit.grad_norm,

@@ -52,7 +52,7 @@ def curve(metrics: Metrics, events: list[Event], width: int, name: str) -> str:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         figure.legend(
-            handles, labels, loc="outside upper left", ncols=4 if width > 500 else 2,
+            handles, labels, loc="outside upper left", ncols=5 if width > 500 else 2,
             frameon=False, fontsize=11, labelcolor=MUTED, handlelength=1.6, borderaxespad=0.2,
         )  # fmt: skip
     return to_svg(figure, name, f"Gradient norm over the run with {len(events)} events marked")

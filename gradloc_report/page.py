@@ -110,7 +110,7 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
     made = [("events", number(len(run.events)))]
     explained = sum(event.certificate.verdict == "explained" for event in run.events)
     if run.events:
-        made.append(("explained", f"{explained} of {len(run.events)}"))
+        made.append(("explained", f"{number(explained)} of {number(len(run.events))}"))
         causes = [c.cause.label for event in run.events for c in event.culprits]
         if causes:
             common = max(sorted(set(causes)), key=causes.count)

@@ -56,6 +56,7 @@ class Probe(msgspec.Struct):
     norm: Number = None
     threshold: Number = None
     verdict: str = ""
+    note: str | None = None
 
 
 class Search(msgspec.Struct):
@@ -104,11 +105,16 @@ class Culprit(msgspec.Struct):
     micro_batch_row: int | None = None
     row: int | None = None
     positions: list[int] = []
+    peak: int | None = None
+    """Of a longer span, the position whose numbers the record gives."""
+    is_exact: bool = True
+    """Whether the norm was measured; else it is a lower bound."""
     sequence_id: str | None = None
     data_source: str | None = None
     reward: Number = None
-    token_ids: list[int] = []
-    tokens: list[str] = []
+    token_ids: list[int] | None = None
+    tokens: list[str] | None = None
+    """Null when the run kept no text."""
     text_before: str | None = None
     text_after: str | None = None
     prompt: str | None = None
@@ -128,6 +134,12 @@ class Culprit(msgspec.Struct):
     share: Number = None
     layers: dict[str, Number] = {}
     cause: Cause = msgspec.field(default_factory=Cause)
+
+    @property
+    def text(self) -> str:
+        """The span's text; where the run kept none, its token numbers."""
+        kept = "".join(self.tokens or [])
+        return kept or " ".join(f"<{token}>" for token in (self.token_ids or [])[:20])
 
 
 class Certificate(msgspec.Struct):
@@ -154,6 +166,7 @@ class Shares(msgspec.Struct):
     """Measured shares of the spike per micro-batch and rank; closure is their sum, 1 when right."""
 
     closure: Number = None
+    is_trusted: bool = True
     micro_batches: list[list[Number]] = []
 
 
@@ -186,8 +199,9 @@ class Sequence(msgspec.Struct):
     sequence_id: str | None = None
     data_source: str | None = None
     prompt: str | None = None
-    token_ids: list[int] = []
+    token_ids: list[int] | None = None
     tokens: list[str] | None = None
+    response_mask: list[Number] | None = None
     log_prob: list[Number] | None = None
     old_log_prob: list[Number] | None = None
     rollout_log_prob: list[Number] | None = None
@@ -197,6 +211,16 @@ class Sequence(msgspec.Struct):
     is_weight: list[Number] | None = None
     coefficient: list[Number] | None = None
     share: list[Number] | None = None
+
+    def __len__(self) -> int:
+        known = (self.token_ids, self.tokens, self.response_mask, self.log_prob, self.share)
+        return max((len(column) for column in known if column is not None), default=0)
+
+    @property
+    def ids(self) -> list[int]:
+        """The token numbers; where the run kept none, -1 - position, so that no two are equal."""
+        kept = self.token_ids or []
+        return kept + [-1 - position for position in range(len(kept), len(self))]
 
 
 class SequenceFile(msgspec.Struct):

@@ -8,6 +8,15 @@ from gradloc_report.text import plural
 
 LIMIT = 160
 """Parts drawn per event; a search with a larger budget says how many are left out."""
+STAGES = {
+    "share": "shares of all tokens",
+    "coefficients": "loss coefficients",
+    "verify": "candidate, measured alone",
+    "residual": "what is left without the culprits",
+    "sketch": "norms by random directions",
+    "bisect": "bisection",
+}
+"""Phases that are about no part of the batch: what each measures."""
 
 
 @dataclass
@@ -29,6 +38,8 @@ class Node:
     def label(self) -> str:
         """What the part is, in words."""
         probe = self.probe
+        if probe.phase in STAGES:
+            return STAGES[probe.phase]
         where = f"micro-batch {probe.micro_batch}" if probe.micro_batch is not None else probe.phase
         if probe.phase == "micro_batch":
             return where
@@ -64,6 +75,8 @@ def tree(search: Search) -> tuple[list[Node], int]:
 
 
 def _holds(outer: Probe, inner: Probe) -> bool:
+    if outer.phase in STAGES or inner.phase in STAGES:
+        return False
     if outer.micro_batch != inner.micro_batch or _size(outer) <= _size(inner):
         return False
     if outer.ranks and inner.ranks and not _within(inner.ranks, outer.ranks):

@@ -106,7 +106,7 @@ def shade(sequences: list[Sequence]) -> list[Shades]:
             continue
         largest = max((float(c.max()) for c in finite if len(c)), default=0.0)
         scale = max(largest, measure.least_scale)
-        lengths = [len(sequence.token_ids) for sequence in sequences]
+        lengths = [len(sequence) for sequence in sequences]
         levels = [_levels(c, scale, n) for c, n in zip(columns, lengths, strict=True)]
         made.append(Shades(measure, levels, scale))
     return made

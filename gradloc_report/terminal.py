@@ -81,7 +81,7 @@ def _one(console: Console, event: Event) -> None:
     for culprit in event.culprits[:CULPRITS]:
         where = f"{number(culprit.rank)}, {number(culprit.micro_batch)}, {span(culprit.positions)}"
         cells = (
-            f'"{one_line("".join(culprit.tokens), 24)}"',
+            f'"{one_line(culprit.text, 24)}"',
             where,
             percent(culprit.share),
             number(culprit.grad_norm),
@@ -103,7 +103,7 @@ def _table(events: list[Event]) -> Table:
         table.add_column(head, no_wrap=head in ("norm", "share"))
     for event in events:
         first = event.culprits[0] if event.culprits else None
-        token = f'"{one_line("".join(first.tokens), 16)}"' if first else "none"
+        token = f'"{one_line(first.text, 16)}"' if first else "none"
         more = f" +{len(event.culprits) - 1}" if len(event.culprits) > 1 else ""
         cells = (
             one_line(event.event_id),

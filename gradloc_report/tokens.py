@@ -74,14 +74,14 @@ class TokenView:
     """Intervals [start, end) whose text and numbers are in the page."""
 
     def __len__(self) -> int:
-        return len(self.sequence.token_ids)
+        return len(self.sequence)
 
     def text(self, position: int) -> str:
         """One token as visible text; its number where the run kept no text."""
-        tokens = self.sequence.tokens
-        if tokens is None or position >= len(tokens):
-            return f"<{self.sequence.token_ids[position]}>"
-        return visible(tokens[position])
+        tokens, ids = self.sequence.tokens or [], self.sequence.token_ids or []
+        if position < len(tokens):
+            return visible(tokens[position])
+        return f"<{ids[position]}> " if position < len(ids) else f"<position {position}> "
 
 
 def view(sequence: Sequence, culprits: Iterable[Culprit], limit: int, shown: int) -> TokenView:
@@ -93,7 +93,7 @@ def view(sequence: Sequence, culprits: Iterable[Culprit], limit: int, shown: int
         limit: how many tokens the page can carry of this sequence.
         shown: how many it can show at first.
     """
-    num = len(sequence.token_ids)
+    num = len(sequence)
     mine = sorted({p for c in culprits if _is_same(c, sequence) for p in c.positions if p < num})
     made = TokenView(sequence, mine)
     anchors = mine or ([0] if num else [])
@@ -159,7 +159,7 @@ def _folds(made: TokenView, start: int, end: int, shares: np.ndarray | None) -> 
 
 def _shown(made: TokenView, start: int, end: int, shares: np.ndarray | None) -> Iterator[Piece]:
     """A window, with long runs of one token folded; culprits always show."""
-    ids, culprits = made.sequence.token_ids, set(made.culprits)
+    ids, culprits = made.sequence.ids, set(made.culprits)
     at = first = start
     while first < end:
         last = first + 1
@@ -198,7 +198,7 @@ def payload(made: TokenView, index: int, shades: list[Shades]) -> dict[str, Any]
         numbers = {n: _pack(c[start:end]) for n, c in columns.items() if c is not None}
         levels = {s.measure.name: s.levels[index][start:end] for s in shades}
         texts = [made.text(position) for position in range(start, end)]
-        ids = made.sequence.token_ids[start:end]
+        ids = (made.sequence.token_ids or [])[start:end]
         parts.append({"a": start, "t": texts, "i": ids, "v": numbers, "l": levels})
     return {"n": len(made), "c": made.culprits, "parts": parts}
 

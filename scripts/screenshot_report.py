@@ -67,7 +67,8 @@ def show(driver, page: Path, width: int, height: int, is_dark: bool, fragment: s
         {"width": width, "height": height, "deviceScaleFactor": 1.5, "mobile": width < 600},
     )
     scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    motion = {"name": "prefers-reduced-motion", "value": "reduce"}  # a picture cannot wait for it
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme, motion]})
     driver.get(page.resolve().as_uri() + fragment)
 
 

@@ -55,7 +55,8 @@
     if (!part) return;
     const at = position - part.a;
     const record = article.querySelector(".record");
-    const rows = [["position", position], ["token id", part.i[at]]];
+    const rows = [["position", position]];
+    if (at < part.i.length) rows.push(["token id", part.i[at]]);
     for (const [name, label] of Object.entries(data.labels)) {
       if (!(name in part.v)) continue;
       const value = Array.isArray(part.v[name]) ? part.v[name][at] : part.v[name];

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs for the tests, written as the trainer writes them; `test_builder.py` holds them to the schemas."""
+"""Runs for the tests, written as the trainer writes them.
+
+`test_builder.py` holds them to the schemas.
+"""
 
 import importlib.util
 import json
@@ -49,6 +52,8 @@ def make_culprit(position: int = 3, token: str = " is", rank: int = 1, **changes
         "micro_batch_row": 0,
         "row": 12,
         "positions": [position],
+        "peak": position,
+        "is_exact": True,
         "sequence_id": "3c0f6a52-uid-of-a-prompt-in-verl:1",
         "data_source": "arithmetic",
         "reward": 1.0,
@@ -139,12 +144,23 @@ def make_event(step: int = 5, culprits: list[dict] | None = None, **changes: Any
         },
         "layers": {"embedding": 459.6, "head": 480.8, "layer 0": 254.5, "layer 10": 227.5},
         "kinds": {"attention": 337.5, "mlp": 50.9},
-        "shares": {"closure": 0.9998, "micro_batches": [[0.0, 0.01], [0.0, 0.0], [-0.05, 0.8]]},
-        "batch": {"advantage": 0.69, "one_minus_prob": 0.98, "jacobian": 9.8},
+        "shares": {
+            "closure": 0.9998,
+            "is_trusted": True,
+            "micro_batches": [[0.0, 0.01], [0.0, 0.0], [-0.05, 0.8]],
+        },
+        "batch": {
+            "advantage": 0.69,
+            "one_minus_prob": 0.98,
+            "jacobian": 9.8,
+            "layer_spread": None,
+        },
+        "layer_history": None,
         "folder": f"events/{event_id}",
         **changes,
     }
-    event.setdefault("verdict", load_announce().verdict_sentences(event))
+    if "verdict" not in event:
+        event["verdict"] = load_announce().verdict_sentences(event)
     return event
 
 
@@ -161,6 +177,7 @@ def make_path() -> list[dict]:
             "norm": norm,
             "threshold": 4.7,
             "verdict": verdict,
+            "note": None,
         }
 
     return [
@@ -229,7 +246,7 @@ def write_run(
     Args:
         folder: made when it does not exist.
         events: written to gradloc/events.jsonl; no file when None.
-        sequences: per event id the sequences of its sequences.json; one small sequence when left out.
+        sequences: per event id those of its sequences.json; one small one when left out.
         metrics: written to metrics.jsonl; no file when None.
     """
     folder.mkdir(parents=True, exist_ok=True)

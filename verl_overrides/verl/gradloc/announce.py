@@ -228,6 +228,7 @@ def _number(value: Optional[float]) -> str:
 
 
 def _quote(culprit: dict[str, Any]) -> str:
-    text = "".join(culprit["tokens"]) or " ".join(f"<{token}>" for token in culprit["token_ids"])
+    # evidence.text=off keeps no text
+    text = "".join(culprit["tokens"] or []) or " ".join(f"<{token}>" for token in culprit["token_ids"] or ["?"])
     shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:40])
     return f'"{shown}"'

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a page shows, carries and leaves out of a sequence; how it shades it."""
+
+import random
+
+import pytest
+
+from gradloc_report import tokens
+from gradloc_report.records import Culprit, Sequence, convert
+from gradloc_report.shading import shade
+from tests.report.builder import make_culprit, make_sequence
+
+
+def sequence(num: int = 8, **changes) -> Sequence:
+    made = make_sequence(num)
+    made.update(changes)
+    return convert(made, Sequence)
+
+
+def culprit(position: int) -> Culprit:
+    return convert(make_culprit(position), Culprit)
+
+
+def test_a_short_sequence_is_shown_whole():
+    made = tokens.view(sequence(8), [culprit(3)], limit=1000, shown=1000)
+    assert [(p.kind, p.start, p.end) for p in made.pieces] == [("shown", 0, 8)]
+    assert made.carried == [(0, 8)]
+    assert made.culprits == [3]
+
+
+def test_a_long_sequence_folds_around_its_culprit():
+    made = tokens.view(sequence(2000), [culprit(1000)], limit=5000, shown=500)
+    assert [(p.kind, p.start, p.end) for p in made.pieces] == [
+        ("fold", 0, 940),
+        ("shown", 940, 1061),
+        ("fold", 1061, 2000),
+    ]
+
+
+def test_what_a_page_cannot_carry_is_counted_and_not_unfoldable():
+    made = tokens.view(sequence(30000), [culprit(15000)], limit=1000, shown=300)
+    kinds = [p.kind for p in made.pieces]
+    assert kinds == ["absent", "fold", "shown", "fold", "absent"]
+    assert sum(end - start for start, end in made.carried) <= 1000
+
+
+def test_a_run_of_one_token_folds_but_a_culprit_in_it_shows():
+    ids = [7] * 100
+    made = tokens.view(sequence(100, token_ids=ids), [culprit(50)], limit=1000, shown=1000)
+    shown = [p for p in made.pieces if p.kind == "shown"]
+    assert any(p.start <= 50 < p.end for p in shown)
+    assert [p.kind for p in made.pieces].count("repeat") == 2
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_pieces_cover_every_token_once_and_every_culprit_shows(seed):
+    source = random.Random(seed)
+    num = source.randint(1, 3000)
+    ids = [source.choice([1, 1, 1, 1, 2]) for _ in range(num)]
+    places = sorted(source.sample(range(num), min(source.randint(0, 6), num)))
+    limit, shown = source.randint(50, 3000), source.randint(20, 800)
+    made = tokens.view(
+        sequence(num, token_ids=ids), [culprit(p) for p in places], limit=limit, shown=shown
+    )
+    covered = [i for piece in made.pieces for i in range(piece.start, piece.end)]
+    assert covered == list(range(num))
+    visible = {i for p in made.pieces if p.kind == "shown" for i in range(p.start, p.end)}
+    assert set(places) <= visible
+    carried = {i for start, end in made.carried for i in range(start, end)}
+    openable = {
+        i for p in made.pieces if p.kind in ("fold", "repeat") for i in range(p.start, p.end)
+    }
+    assert openable <= carried
+
+
+def test_more_culprits_than_room_show_the_first_ones():
+    assert tokens.around(list(range(0, 100, 2)), 1000, 3, reach=60) == [(0, 1), (2, 3), (4, 5)]
+
+
+def test_a_sequence_without_tokens_or_text_is_no_obstacle():
+    assert tokens.view(sequence(0, token_ids=[], tokens=[]), [], 100, 100).pieces == []
+    made = tokens.view(sequence(3, tokens=None), [culprit(1)], 100, 100)
+    assert made.text(1) == "<1001> "
+
+
+def test_a_run_that_kept_no_text_shows_positions_with_their_numbers():
+    found = sequence(20, tokens=None, token_ids=None)
+    made = tokens.view(found, [culprit(3)], 100, 100)
+    assert made.text(3) == "<position 3> "
+    assert [p.kind for p in made.pieces] == ["shown"]
+    assert tokens.payload(made, 0, shade([found]))["parts"][0]["i"] == []
+
+
+def test_culprits_belong_to_their_own_sequence_only():
+    other = convert(make_culprit(3, rank=0), Culprit)
+    assert tokens.view(sequence(8), [other], 100, 100).culprits == []
+
+
+def test_the_share_shades_when_measured_and_the_coefficient_when_not():
+    assert shade([sequence()])[0].measure.name == "share"
+    assert shade([sequence(share=None)])[0].measure.name == "coefficient"
+
+
+def test_levels_keep_sign_scale_and_what_is_not_a_number():
+    shares = [1.0, -1.0, 0.25, 0.0, None, float("nan"), 0.01, -0.0001]
+    found = shade([sequence(8, share=shares)])[0]
+    assert found.levels == ["uapkzzlk"]
+    assert found.ends == ("-100%", "100%")
+
+
+def test_noise_is_not_blown_up_to_full_colour():
+    flat = shade([sequence(4, log_prob=[-1.0] * 4, rollout_log_prob=[-1.0001] * 4)])
+    gap = next(s for s in flat if s.measure.name == "gap")
+    assert gap.levels == ["kkkk"]
+
+
+def test_shades_are_as_long_as_the_sequence_when_an_array_is_short():
+    found = shade([sequence(8, share=[0.5, 0.5]), sequence(4, share=None)])[0]
+    assert [len(levels) for levels in found.levels] == [8, 4]
+    assert found.levels[1] == "----"
+
+
+def test_the_payload_holds_what_the_script_needs_and_packs_constant_arrays():
+    found = sequence(8, advantage=[0.5] * 8, share=[float("inf")] * 8)
+    made = tokens.view(found, [culprit(3)], 100, 100)
+    packed = tokens.payload(made, 0, shade([found]))
+    part = packed["parts"][0]
+    assert (packed["n"], packed["c"], part["a"]) == (8, [3], 0)
+    assert part["v"]["advantage"] == 0.5
+    assert part["v"]["share"] == "∞" or part["v"]["share"] == ["∞"] * 8
+    assert len(part["t"]) == len(part["i"]) == len(part["l"]["advantage"]) == 8
