@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures that every room shares: the pristine pinned verl, and the same with our patch on it."""
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -24,7 +25,12 @@ def base_tree() -> Path:
 
 @pytest.fixture(scope="session")
 def patched_tree(base_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pinned verl with patches/gradloc.patch on it, put there by the applier. Read only."""
+    """The pinned verl with patches/gradloc.patch on it, put there by the applier. Read only.
+
+    VERL_REPO names a patched checkout to test instead: the one that is being edited.
+    """
+    if os.environ.get("VERL_REPO"):
+        return Path(os.environ["VERL_REPO"]).resolve()
     tree = tmp_path_factory.mktemp("patched") / base_tree.name
     shutil.copytree(base_tree, tree)
     Applier(resolve(str(tree)), Library(ROOT / "patches")).apply()

@@ -48,6 +48,8 @@ class World:
     def run(self, function: str, timeout_s: float = 120, **kwargs: Any) -> list[Any]:
         """Call ``tests.gradloc.<module>.<name>(**kwargs)`` on every rank at once.
 
+        A name of more parts, ``tests.analysis.<module>.<name>``, is taken as it is.
+
         Returns:
             Each rank's return value.
 
@@ -96,7 +98,11 @@ def _serve(rank: int, size: int, port: int, verl_tree: str, pipe) -> None:
         module, name = function.rsplit(".", 1)
         try:
             pipe.send(
-                (True, getattr(importlib.import_module(f"tests.gradloc.{module}"), name)(**kwargs))
+                (True, getattr(importlib.import_module(_in_tests(module)), name)(**kwargs))
             )
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+def _in_tests(module: str) -> str:
+    return module if "." in module else f"tests.gradloc.{module}"

@@ -51,9 +51,9 @@ class _Search:
         if not math.isfinite(self.task.spike.grad_norm):
             return self._trace_non_finite()
         for number in range(max_rounds):
-            if not self.task.can_afford(forwards=2 * self.prober.step.num_micro_batches):
-                return self._stop_exhausted()
             shares = self._measure(number)
+            if shares is None:
+                return self._stop_exhausted()
             if not shares.is_trusted:
                 return self._fall_back("the shares do not add up to 1, so they are not used", is_last_resort_allowed)
             if not self._name(self._candidates(shares, with_hints=number == 0)):
@@ -67,13 +67,26 @@ class _Search:
 
     # ---- stages
 
-    def _measure(self, number: int) -> ShareMap:
-        coefficients = self.prober.ranks.agree(lambda: self.task.coefficients(self.result.tokens))
-        shares = measure_shares(self.prober, coefficients, self._direction, self._scale)
+    def _measure(self, number: int) -> Optional[ShareMap]:
+        """Shares along what is left: first of the micro-batches that moved the running norm, then of all."""
+        everything = list(range(self.prober.step.num_micro_batches))
+        suspects = self.task.suspects() if number == 0 else everything
+        shares = self._measure_of(suspects)
+        if shares is not None and not shares.is_trusted and len(suspects) < len(everything):
+            shares = self._measure_of(everything)
         if number == 0:
             self.result.shares = shares
+        return shares
+
+    def _measure_of(self, micro_batches: list[int]) -> Optional[ShareMap]:
+        if not self.task.can_afford(forwards=2 * len(micro_batches)):
+            return None
+        coefficients = self.prober.ranks.agree(lambda: self.task.coefficients(self.result.tokens))
+        shares = measure_shares(self.prober, coefficients, self._direction, self._scale, micro_batches)
         verdict = "measured" if shares.is_trusted else "untrusted"
-        self._note("share", verdict, f"the shares of all tokens add up to {shares.closure:.4f}", shares.square**0.5)
+        total = self.prober.step.num_micro_batches
+        of = "all micro-batches" if len(micro_batches) == total else f"micro-batches {micro_batches} of {total}"
+        self._note("share", verdict, f"the shares of {of} add up to {shares.closure:.4f}", shares.square**0.5)
         return shares
 
     def _candidates(self, shares: ShareMap, with_hints: bool) -> list[Candidate]:

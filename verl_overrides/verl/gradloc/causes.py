@@ -40,6 +40,7 @@ CAUSES = (
 )
 
 _NOTABLE = 3.0  # a factor under three times its typical value explains nothing
+_SPREAD = 10.0  # a layer ten times further above its history than the median layer explodes alone
 _TINY = 1e-30
 
 
@@ -53,6 +54,8 @@ class BatchStatistics:
     """Mean of 1 - pi_old over response tokens (arXiv 2505.12929: a token's gradient goes with 1 - pi)."""
     jacobian: Optional[float]
     """Norm of a typical token's log-prob gradient: residual norm over the root sum of squared coefficients."""
+    layer_spread: Optional[float] = None
+    """How much further the most excited layer is above its own history than the median layer."""
 
 
 def _ratio(log_new: Optional[float], log_old: Optional[float]) -> Optional[float]:
@@ -109,6 +112,9 @@ def _label(culprit, batch, excess, numbers, kl, coefficient) -> str:
     if abs(kl) <= abs((coefficient or 0.0) - kl):
         excess = {**excess, "kl": 0.0}  # the KL term is the smaller part of the coefficient: it is not the cause
     name, value = max(excess.items(), key=lambda item: item[1])
+    if name == "jacobian" and (batch.layer_spread or 0.0) > _SPREAD:
+        numbers["layer_spread"] = batch.layer_spread
+        return "layer_heterogeneity"
     if value < _NOTABLE:
         return "unknown"
     if name == "advantage":

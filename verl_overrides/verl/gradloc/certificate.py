@@ -19,12 +19,11 @@ are bit-identical and cancel, so only accumulation is left as error, a few units
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Optional
 
 from .probe import Prober
-from .selection import Token, mask_without
+from .selection import Token
 
 __all__ = ["Certificate", "certify", "judge"]
 
@@ -91,7 +90,7 @@ def certify(
         method = "swap"
         prober.compute((index, None) for index in holders)
         with_culprits = prober.space.take()
-        prober.compute(_without(prober, holders, culprits))
+        prober.compute_without(culprits, holders)
         without_norm = prober.space.norm()
         prober.space.add(with_culprits, alpha=-1.0)
         prober.space.add(spike, alpha=1.0 / scale)
@@ -99,14 +98,8 @@ def certify(
         norm_after = prober.space.norm()
     else:
         method = "recompute"
-        prober.compute(_without(prober, range(num_micro_batches), culprits))
+        prober.compute_without(culprits)
         norm_after = prober.space.norm()
         error_bound = rounding * num_micro_batches * norm_after
     verdict, reason = judge(norm_after, error_bound, threshold)
     return Certificate(norm_before, norm_after, error_bound, threshold, method, verdict, reason)
-
-
-def _without(prober: Prober, micro_batches: Iterable[int], culprits: list[Token]):
-    """These micro-batches without the culprits, in training's own order."""
-    for index in micro_batches:
-        yield index, mask_without(culprits, index, prober.ranks.rank, prober.step.token_mask(index))

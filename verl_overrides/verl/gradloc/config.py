@@ -21,11 +21,11 @@ The four published knobs (``spike_detection``, ``grad_norm_threshold``, ``bisect
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from .actions import ACTIONS
 from .search import STRATEGIES
 
 __all__ = ["TriggerConfig", "SearchConfig", "ActionConfig", "EvidenceConfig", "GradLocConfig", "check_actor_config"]
 
-ACTIONS = ("observe",)
 _KEY = "actor_rollout_ref.actor"
 
 
@@ -98,8 +98,13 @@ class SearchConfig:
     """``auto``; or one method alone: ``share``, ``sketch``, ``bisect`` (the published binary search)."""
     max_culprits: int = 8
     """Stop after this many culprits."""
+    layer_window: int = 32
+    """Optimizer steps whose norm per layer is remembered, to tell a layer that explodes alone; 0 for none."""
 
     def __post_init__(self):
+        _require(
+            _is_int(self.layer_window, 0), "gradloc.search.layer_window", "an integer of at least 0", self.layer_window
+        )
         names = ", ".join(STRATEGIES)
         _require(self.strategy in STRATEGIES, "gradloc.search.strategy", f"one of {names}", self.strategy)
         _require(
@@ -112,10 +117,19 @@ class ActionConfig:
     """What happens to the optimizer step that spiked."""
 
     mode: str = "observe"
-    """``observe``: the run goes on as if nobody had looked."""
+    """``observe``: the run goes on as if nobody had looked. ``mask``: take the step without the culprits. ``skip``:
+    take no step. ``abort``: take no step, write the event, stop the run."""
+    max_masked_tokens: int = 64
+    """Skip the step instead of masking more tokens than this."""
+    max_masked_share: float = 0.05
+    """Skip the step instead of masking more than this share of the mini-batch's tokens."""
 
     def __post_init__(self):
-        _require(self.mode in ACTIONS, "gradloc.action.mode", f"one of {ACTIONS}", self.mode)
+        _require(self.mode in ACTIONS, "gradloc.action.mode", f"one of {', '.join(ACTIONS)}", self.mode)
+        most = self.max_masked_tokens
+        _require(_is_int(most, 1), "gradloc.action.max_masked_tokens", "an integer of at least 1", most)
+        share = self.max_masked_share
+        _require(_is_number(share) and 0 < share <= 1, "gradloc.action.max_masked_share", "in (0, 1]", share)
 
 
 @dataclass(frozen=True)
@@ -124,8 +138,32 @@ class EvidenceConfig:
 
     context_tokens: int = 32
     """Tokens of text kept before and after each culprit."""
+    text: str = "on"
+    """``off`` keeps prompts and text out of events; a bundle still holds token ids, so see ``bundle``, too."""
+    bundle: str = "culprits"
+    """What the replay bundle holds: ``culprits`` (their micro-batches), ``full`` (the mini-batch) or ``off``."""
+    checkpoint: str = "off"
+    """``before_step`` saves the weights that the event happened at, in verl's own checkpoint format."""
+    max_gb: float = 20.0
+    """No bundle or checkpoint is written once the dump folder holds this many gigabytes."""
 
     def __post_init__(self):
+        if isinstance(self.text, bool):  # YAML reads a bare on/off as a boolean
+            object.__setattr__(self, "text", "on" if self.text else "off")
+        if self.bundle is False:
+            object.__setattr__(self, "bundle", "off")
+        if self.checkpoint is False:
+            object.__setattr__(self, "checkpoint", "off")
+        for name, allowed in (
+            ("text", ("on", "off")),
+            ("bundle", ("culprits", "full", "off")),
+            ("checkpoint", ("off", "before_step")),
+        ):
+            value = getattr(self, name)
+            _require(value in allowed, f"gradloc.evidence.{name}", f"one of {', '.join(allowed)}", value)
+        _require(
+            _is_number(self.max_gb) and self.max_gb >= 0, "gradloc.evidence.max_gb", "a number from 0 on", self.max_gb
+        )
         _require(
             _is_int(self.context_tokens, 0),
             "gradloc.evidence.context_tokens",

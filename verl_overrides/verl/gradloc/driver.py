@@ -18,6 +18,7 @@ the workers'. It sends each step's policy with the batch and writes what comes b
 and counted; training goes on.
 """
 
+import json
 import logging
 import os
 from typing import Any, Optional
@@ -25,17 +26,24 @@ from typing import Any, Optional
 import numpy as np
 import torch
 
+from .announce import announce, verdict_sentences
 from .evidence import SCHEMA_VERSION, bundle_tensors, complete_event, complete_sequences
 from .hook import EVENTS_KEY, POLICY_KEY, ROW_KEY
 from .store import EventStore
 from .trigger import History, StepPolicy, fixed_threshold, spike_kind
 
-__all__ = ["Driver", "build_driver"]
+__all__ = ["AbortedBySpike", "Driver", "build_driver"]
 
 logger = logging.getLogger(__file__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 SEQUENCE_KEY = "sequence_id"
+_STATE_FILE = "gradloc.json"
+_TAKEN = ("mask", "skip", "abort")
+
+
+class AbortedBySpike(RuntimeError):
+    """The run was configured to stop at a gradient spike, and one came."""
 
 
 def build_driver(config: Any, tokenizer: Any) -> Optional["Driver"]:
@@ -44,9 +52,17 @@ def build_driver(config: Any, tokenizer: Any) -> Optional["Driver"]:
     Args:
         config: the trainer's whole config.
         tokenizer: decodes culprits.
+
+    Raises:
+        ValueError: one sentence, where localization is asked of workers that do not have it.
     """
     if not config.actor_rollout_ref.actor.get("spike_detection", False):
         return None
+    if config.trainer.get("use_legacy_worker_impl", "auto") == "disable":
+        raise ValueError(
+            "actor_rollout_ref.actor.spike_detection needs verl's FSDP workers, found "
+            "trainer.use_legacy_worker_impl=disable (the engine workers): set it to auto, or spike_detection to false."
+        )
     return Driver(config, tokenizer)
 
 
@@ -62,7 +78,8 @@ class Driver:
         self.actor_config = OmegaConf.to_container(actor, resolve=True)
         self.settings = omega_conf_to_dataclass(actor.gradloc)
         self.tau = actor.grad_norm_threshold
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer if self.settings.evidence.text == "on" else None
+        self.trackers = config.trainer.logger
         self.sequences_per_mini_batch = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
         trigger = self.settings.trigger
         self.history = History(trigger.window, trigger.warmup, trigger.num_deviations)
@@ -74,7 +91,15 @@ class Driver:
         self._policy: Optional[StepPolicy] = None
 
     def stamp(self, batch: Any) -> None:
-        """Name every sequence ``<uid>:<rollout index>`` while the rollouts of a prompt still stand side by side."""
+        """Name every sequence ``<uid>:<rollout index>`` while the rollouts of a prompt still stand side by side.
+
+        Raises:
+            ValueError: one sentence, for inputs that localization does not know.
+        """
+        if "multi_modal_inputs" in batch.non_tensor_batch:
+            raise ValueError(
+                "actor_rollout_ref.actor.spike_detection does not know multi-modal inputs yet: set it to false."
+            )
         seen: dict[str, int] = {}
         names = []
         for uid in batch.non_tensor_batch["uid"]:
@@ -102,17 +127,51 @@ class Driver:
         batch.meta_info[POLICY_KEY] = self._policy.as_dict()
 
     def after_update(self, batch: Any, actor_output: Any) -> None:
-        """Learn from the norms, write the events, and add ``gradloc/*`` to the update's metrics."""
+        """Learn from the norms, write and announce the events, and add ``gradloc/*`` to the update's metrics.
+
+        Raises:
+            AbortedBySpike: when ``action.mode`` is abort and a spike came; the event is on disk.
+        """
         batch.meta_info.pop(POLICY_KEY, None)
         batch.batch.pop(ROW_KEY, None)
-        events = actor_output.meta_info.pop(EVENTS_KEY, [])
+        raw_events = actor_output.meta_info.pop(EVENTS_KEY, [])
         metrics = actor_output.meta_info["metrics"]
-        num_spikes = self._learn(metrics["actor/grad_norm"][0])
-        for raw in events:
-            self._write(raw, batch)
-        if events:
+        num_spikes = self._learn(metrics["actor/grad_norm"][0], raw_events)
+        written = [event for event in (self._write(raw, batch) for raw in raw_events) if event is not None]
+        announce(written, self.trackers, self._policy.global_step)
+        if raw_events:
             self._quiet_until = self._policy.global_step + 1 + self.settings.trigger.cooldown_steps
-        metrics.update(self._metrics(events, num_spikes))
+        metrics.update(self._metrics(raw_events, num_spikes))
+        if any(raw["action"]["taken"] == "abort" for raw in raw_events):
+            said = written[-1]["verdict"] if written else "The event could not be written."
+            raise AbortedBySpike(
+                f"gradloc stopped the run (actor_rollout_ref.actor.gradloc.action.mode=abort). {said} "
+                f"The step was not taken; the event is in {self.store.root}."
+            )
+
+    def save(self, global_step_folder: str) -> None:
+        """Put the trigger's history beside a checkpoint."""
+        state = {"schema_version": SCHEMA_VERSION, "history": self.history.state(), "num_events": self._num_events}
+        path = os.path.join(global_step_folder, _STATE_FILE)
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(state, file)
+        except OSError:
+            self._num_failures += 1
+            logger.exception("gradloc: %s could not be written; a resumed run will learn its history anew", path)
+
+    def load(self, global_step_folder: str) -> None:
+        """Take the trigger's history back from a checkpoint; one without it (or not ours) starts a new history."""
+        path = os.path.join(global_step_folder, _STATE_FILE)
+        if not os.path.exists(path):
+            return
+        try:
+            with open(path, encoding="utf-8") as file:
+                state = json.load(file)
+            self.history.load_state(state["history"])
+            self._num_events = int(state["num_events"])
+        except (OSError, ValueError, KeyError, TypeError):
+            logger.exception("gradloc: %s could not be read; the trigger starts with an empty history", path)
 
     # ---- inside
 
@@ -135,38 +194,57 @@ class Driver:
         threshold = self.history.threshold()
         return None if threshold is None else threshold * max(num_tokens, 1) ** 0.5
 
-    def _learn(self, norms: list[float]) -> int:
+    def _learn(self, norms: list[float], events: list[dict[str, Any]]) -> int:
         """Feed the step's norms (epochs x mini-batches, in order) to the history; returns how many spiked."""
         thresholds, num_spikes = self._policy.thresholds, 0
-        for index, norm in enumerate(norms):
+        measured = list(norms)
+        for event in events:  # a masked or skipped step reports the norm it took; the history wants the one it had
+            where = event["step"]
+            measured[where["epoch"] * len(thresholds) + where["mini_batch"]] = event["trigger"]["grad_norm"]
+        for index, norm in enumerate(measured):
             is_spike = spike_kind(norm, thresholds[index % len(thresholds)], self._policy.kind) is not None
             self.history.observe(norm, is_spike)
             num_spikes += is_spike
         return num_spikes
 
-    def _write(self, raw: dict[str, Any], batch: Any) -> None:
+    def _write(self, raw: dict[str, Any], batch: Any) -> Optional[dict[str, Any]]:
+        """Write one event; returns its record, None when that failed."""
         self._num_events += 1
         try:
-            step = raw["step"]
-            event_id = self.store.new_id(step["global_step"], step["epoch"], step["mini_batch"])
-            context = self.settings.evidence.context_tokens
-            event = complete_event(raw, event_id, self.run, batch, self.tokenizer, context)
-            tensors, layout = bundle_tensors(raw, batch)
-            meta = {
-                "schema_version": SCHEMA_VERSION,
-                "actor": self.actor_config,
-                "temperature": raw["temperature"],
-                "on_policy": raw["on_policy"],
-                "layout": layout,
-                "event": event,
-            }
-            sequences = complete_sequences(raw, event_id, batch, self.tokenizer)
-            if layout:
-                event["folder"] = self.store.write_bundle(event_id, tensors, {"meta": meta, "sequences": sequences})
-            self.store.append(event)
+            return self._write_event(raw, batch)
         except Exception:
             self._num_failures += 1
             logger.exception("gradloc: writing an event to %s failed; training goes on", self.store.root)
+            return None
+
+    def _write_event(self, raw: dict[str, Any], batch: Any) -> dict[str, Any]:
+        step, evidence = raw["step"], self.settings.evidence
+        event_id = self.store.new_id(step["global_step"], step["epoch"], step["mini_batch"])
+        event = complete_event(raw, event_id, self.run, batch, self.tokenizer, evidence.context_tokens)
+        event["verdict"] = verdict_sentences(event)
+        documents = {"sequences": complete_sequences(raw, event_id, batch, self.tokenizer)}
+        tensors = {}
+        if evidence.bundle != "off" and raw["layout"]:
+            if self.store.size_gb() < evidence.max_gb:
+                tensors, layout = bundle_tensors(raw, batch)
+                documents["meta"] = {
+                    "schema_version": SCHEMA_VERSION,
+                    "actor": self.actor_config,
+                    "temperature": raw["temperature"],
+                    "on_policy": raw["on_policy"],
+                    "checkpoint": raw["checkpoint"],
+                    "layout": layout,
+                    "event": event,
+                }
+            else:
+                logger.warning(
+                    "gradloc: %s holds gradloc.evidence.max_gb=%s or more, so this event gets no replay bundle",
+                    self.store.root,
+                    evidence.max_gb,
+                )
+        event["folder"] = self.store.write_folder(event_id, tensors, documents)
+        self.store.append(event)
+        return event
 
     def _metrics(self, events: list[dict[str, Any]], num_spikes: int) -> dict[str, list[float]]:
         """Scalars for the trackers, in lists as reduce_metrics expects; mind names that contain 'min' or 'max'."""
@@ -176,6 +254,7 @@ class Driver:
             "gradloc/events": [len(events)],
             "gradloc/culprits": [sum(len(event["culprits"]) for event in events)],
             "gradloc/explained": [sum(event["certificate"]["verdict"] == "explained" for event in events)],
+            **{f"gradloc/{taken}": [sum(event["action"]["taken"] == taken for event in events)] for taken in _TAKEN},
             "gradloc/probes": [sum(entry["backwards"] for entry in search)],
             "gradloc/seconds": [sum(entry["seconds"] for entry in search)],
             "gradloc/write_failures": [self._num_failures],

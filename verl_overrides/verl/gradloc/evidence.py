@@ -51,7 +51,7 @@ def complete_event(raw: dict[str, Any], event_id: str, run: dict[str, Any], batc
         event_id: name of the event.
         run: identity of the run.
         batch: verl's DataProto of the step, in the order in which it was dispatched.
-        tokenizer: decodes the text.
+        tokenizer: decodes the text; None keeps text and prompts out.
         context: tokens of text to keep on either side of a culprit.
 
     Returns:
@@ -73,6 +73,7 @@ def complete_event(raw: dict[str, Any], event_id: str, run: dict[str, Any], batc
         "action": raw["action"],
         "layers": raw["layers"],
         "kinds": raw["kinds"],
+        "layer_history": raw["layer_history"],
         "shares": raw["shares"],
         "batch": vars(statistics),
         "folder": None,
@@ -110,8 +111,8 @@ def complete_sequences(raw: dict[str, Any], event_id: str, batch: Any, tokenizer
                 "sequence_id": str(labels["sequence_id"][row]) if "sequence_id" in labels else None,
                 "data_source": str(labels["data_source"][row]) if "data_source" in labels else None,
                 "prompt": texts.prompt(row),
-                "token_ids": ids,
-                "tokens": [texts.decode([token]) for token in ids],
+                "token_ids": ids if tokenizer is not None else None,
+                "tokens": [texts.decode([token]) for token in ids] if tokenizer is not None else None,
                 "entropy": None,
                 "share": None,
                 **{name: None if values is None else values[:num_tokens] for name, values in numbers.items()},
@@ -149,6 +150,7 @@ def _statistics(tensors: Any, raw: dict[str, Any]) -> BatchStatistics:
         advantage=float(advantages.median()) if len(advantages) else 0.0,
         one_minus_prob=float(1 - probs.nanmean()) if len(probs) else 0.0,
         jacobian=norm_after / coefficient_norm if has_jacobian else None,
+        layer_spread=raw["layer_history"]["spread"] if raw["layer_history"] else None,
     )
 
 
@@ -160,7 +162,9 @@ class _Texts:
         self._tensors = tensors
         self._context = context
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int]) -> Optional[str]:
+        if self._tokenizer is None:
+            return None
         try:
             return self._tokenizer.decode(ids, skip_special_tokens=False)
         except Exception:
@@ -186,7 +190,7 @@ class _Texts:
         after = answer[last + 1 : last + 1 + self._context]
         return {
             "token_ids": span,
-            "tokens": [self.decode([token]) for token in span],
+            "tokens": None if self._tokenizer is None else [self.decode([token]) for token in span],
             "text_before": self.decode(before),
             "text_after": self.decode(after),
             "prompt": self.decode(prompt),

@@ -46,6 +46,8 @@ class Task:
     budget: int
     """Largest number of probes, one forward and backward (3 forwards' worth) of one micro-batch each."""
     max_culprits: int
+    increments: Optional[list[float]] = None
+    """Lower bound on each micro-batch's own gradient norm over all ranks; None when it was not tracked."""
 
     @property
     def reference(self) -> float:
@@ -56,6 +58,13 @@ class Task:
     def culprit_norm(self) -> float:
         """How large the gradient of a single culprit is at least."""
         return _SHARE_OF_THRESHOLD * self.reference
+
+    def suspects(self) -> list[int]:
+        """Micro-batches that moved the running norm by a culprit's worth; all of them when that was not tracked."""
+        everything = list(range(self.prober.step.num_micro_batches))
+        if self.increments is None:
+            return everything
+        return [index for index in everything if self.increments[index] >= self.culprit_norm] or everything
 
     def can_afford(self, forwards: int = 0, backwards: int = 0) -> bool:
         """Whether this much more stays within the budget; a backward (with its forward) is one probe."""

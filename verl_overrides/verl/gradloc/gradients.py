@@ -102,7 +102,7 @@ class GradientSpace:
             if grad is not None:
                 # float64 accumulation: a squared float32 norm would overflow from 1e19 on
                 norms[index] = torch.linalg.vector_norm(local_shard(grad), dtype=torch.float64)
-        return self._reduce(norms.square_())
+        return self.reduce(norms.square_())
 
     def norm(self, gradient: Optional[Gradient] = None) -> float:
         """L2 norm over all parameters and shards; NaN or inf when an element is not finite."""
@@ -114,7 +114,7 @@ class GradientSpace:
         for index, (a, b) in enumerate(zip(left, right, strict=True)):
             if a is not None and b is not None:
                 out[index] = torch.dot(local_shard(a).flatten(), local_shard(b).flatten())
-        return self._reduce(out)
+        return self.reduce(out)
 
     def weight_square_and_count(self) -> tuple[float, int]:
         """Squared L2 norm and number of all trainable weights over all shards."""
@@ -122,7 +122,7 @@ class GradientSpace:
         totals = self._zeros()[:1].repeat(2)
         totals[0] = sum(torch.linalg.vector_norm(shard, dtype=torch.float64) ** 2 for shard in shards)
         totals[1] = sum(shard.numel() for shard in shards)
-        square, count = self._reduce(totals).tolist()
+        square, count = self.reduce(totals).tolist()
         return square, int(count)
 
     def current(self) -> Gradient:
@@ -146,10 +146,21 @@ class GradientSpace:
                 param.grad = torch.zeros_like(other)
             local_shard(param.grad).add_(local_shard(other), alpha=alpha)
 
+    @torch.no_grad()
+    def local_squares(self) -> torch.Tensor:
+        """Squared norm of each parameter's part of ``.grad`` on this rank, (num_params,): no communication."""
+        shards = [local_shard(param) if param.grad is None else local_shard(param.grad) for param in self.params]
+        squares = torch.stack(torch._foreach_norm(shards)).square_()
+        missing = [index for index, param in enumerate(self.params) if param.grad is None]
+        if missing:
+            squares[missing] = 0.0
+        return squares
+
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(len(self.params), dtype=torch.float64, device=self.params[0].device)
 
-    def _reduce(self, values: torch.Tensor) -> torch.Tensor:
+    def reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """Add local values up over all shards, in place."""
         for group in self._groups:
             dist.all_reduce(values, group=group)
         return values

@@ -21,15 +21,16 @@ forward or the loss draws are replayed from the state recorded before the traini
 Shapes: B rows of the micro-batch, T response positions.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Optional, Protocol
 
 import torch
 
 from .gradients import GradientSpace
-from .ranks import Ranks
-from .selection import Part, mask_of
+from .ranks import LostRank, Ranks
+from .selection import Part, Token, mask_of, mask_without
 
 __all__ = ["Measurement", "Prober", "Recorded", "RngState", "TrainingStep", "let_through", "record"]
 
@@ -147,7 +148,18 @@ class Prober:
     def forward(self, micro_batch: int) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
         """See :meth:`TrainingStep.forward`."""
         self.num_forwards += 1
-        return self.step.forward(micro_batch)
+        with self._in_step_with_peers():
+            return self.step.forward(micro_batch)
+
+    @contextmanager
+    def _in_step_with_peers(self) -> Iterator[None]:
+        """Around a forward or backward, whose collectives wait for every rank: failing alone cannot be recovered."""
+        try:
+            yield
+        except Exception as error:
+            if self.ranks.num_processes > 1:
+                raise LostRank("a forward or backward of the search failed on this rank alone") from error
+            raise
 
     def compute(self, selections: Iterable[tuple[int, Optional[torch.Tensor]]]) -> None:
         """Fill ``.grad`` with the sum of these selections' gradients, in the order given.
@@ -159,9 +171,24 @@ class Prober:
         for micro_batch, selected in selections:
             self.num_forwards += 1
             self.num_backwards += 1
-            self.step.backward(micro_batch, selected)
+            with self._in_step_with_peers():
+                self.step.backward(micro_batch, selected)
         if self.step.loss_scale != 1.0:
             self.space.scale(1.0 / self.step.loss_scale)
+
+    def compute_without(self, tokens: Sequence[Token], micro_batches: Optional[Sequence[int]] = None) -> None:
+        """Fill ``.grad`` with these micro-batches' gradient (all of them by default) without some tokens.
+
+        Over all micro-batches this is bit for bit what training with these tokens' coefficients set to zero would have
+        accumulated: the same kernels on the same values in the same order.
+        """
+        step, rank = self.step, self.ranks.rank
+        chosen = range(step.num_micro_batches) if micro_batches is None else micro_batches
+
+        def prepare() -> list[tuple[int, torch.Tensor]]:
+            return [(index, mask_without(tokens, index, rank, step.token_mask(index))) for index in chosen]
+
+        self.compute(self.ranks.agree(prepare))
 
     def measure(self, part: Part) -> Measurement:
         """Probe one part; its gradient stays in ``.grad`` until the next probe."""

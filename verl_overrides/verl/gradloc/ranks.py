@@ -24,13 +24,17 @@ from typing import Any, Optional, TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["PeerFailure", "Ranks"]
+__all__ = ["LostRank", "PeerFailure", "Ranks"]
 
 T = TypeVar("T")
 
 
 class PeerFailure(RuntimeError):
     """Some rank failed in its local part, and every rank heard of it."""
+
+
+class LostRank(RuntimeError):
+    """This rank failed where its peers wait for it in a collective: the process group cannot go on."""
 
 
 class Ranks:

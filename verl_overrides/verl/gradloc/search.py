@@ -18,6 +18,7 @@ Whatever happens in here, the training gradient and the random state are put bac
 
 import time
 from dataclasses import dataclass
+from typing import Optional
 
 from .auto import auto, share
 from .bisect import bisect
@@ -60,6 +61,7 @@ def localize(
     strategy: str,
     budget: int,
     max_culprits: int,
+    increments: Optional[list[float]] = None,
 ) -> Finding:
     """Find and certify the culprits of the gradient that is in ``.grad``.
 
@@ -72,6 +74,7 @@ def localize(
         strategy: one of ``STRATEGIES``.
         budget: largest number of probes of the search; the certificate is not counted.
         max_culprits: stop after this many.
+        increments: how much each micro-batch changed the running norm, where that was tracked.
     """
     started = time.perf_counter()
     rng = RngState(space.params[0].device)
@@ -79,7 +82,7 @@ def localize(
     prober = Prober(step, space, ranks)
     try:
         tau = spike.tau if spike.tau is not None else _rehearsal_tau(spike, step, ranks)
-        result = STRATEGIES[strategy](Task(prober, saved, clip_scale, spike, tau, budget, max_culprits))
+        result = STRATEGIES[strategy](Task(prober, saved, clip_scale, spike, tau, budget, max_culprits, increments))
         certificate = result.certificate
         if certificate is None:
             certificate = certify(prober, saved, clip_scale, spike.grad_norm, spike.threshold, result.tokens)
@@ -100,6 +103,9 @@ def localize(
 
 def _rehearsal_tau(spike: Spike, step: TrainingStep, ranks: Ranks) -> float:
     """A per-token threshold for a step that has none: a share of the norm per unit of weight."""
-    local = sum(step.token_weights(i).double().square().sum().item() for i in range(step.num_micro_batches))
-    weight_norm = ranks.sum([local])[0] ** 0.5
+
+    def local() -> float:
+        return sum(step.token_weights(i).double().square().sum().item() for i in range(step.num_micro_batches))
+
+    weight_norm = ranks.sum([ranks.agree(local)])[0] ** 0.5
     return _REHEARSAL_SHARE * spike.grad_norm / weight_norm if weight_norm > 0 else 1.0

@@ -19,6 +19,7 @@ by row, so that halving an interval of indices halves the tokens, however long t
 Shapes: B rows of the micro-batch, T response positions.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
@@ -85,7 +86,7 @@ def mask_of(part: Part, rank: int, token_mask_BT: torch.Tensor) -> torch.Tensor:
     return selected
 
 
-def mask_without(tokens: list[Token], micro_batch: int, rank: int, token_mask_BT: torch.Tensor) -> torch.Tensor:
+def mask_without(tokens: Sequence[Token], micro_batch: int, rank: int, token_mask_BT: torch.Tensor) -> torch.Tensor:
     """Every position of one rank's micro-batch but these tokens: bool (B, T)."""
     kept = torch.ones_like(token_mask_BT)
     indices = [token.index for token in tokens if token.micro_batch == micro_batch and token.rank == rank]

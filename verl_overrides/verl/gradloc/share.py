@@ -29,7 +29,9 @@ Shapes: B rows of a micro-batch, T response positions.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Optional
 
 import torch
 
@@ -73,7 +75,13 @@ class ShareMap:
         return self.products[micro_batch] / self.square
 
 
-def measure_shares(prober: Prober, coefficients: list[Coefficients], direction: Gradient, scale: float) -> ShareMap:
+def measure_shares(
+    prober: Prober,
+    coefficients: list[Coefficients],
+    direction: Gradient,
+    scale: float,
+    micro_batches: Optional[Sequence[int]] = None,
+) -> ShareMap:
     """Measure <g_t, R> for every token of every rank.
 
     Args:
@@ -81,17 +89,20 @@ def measure_shares(prober: Prober, coefficients: list[Coefficients], direction: 
         coefficients: per micro-batch; the tokens whose sum R is, others zeroed.
         direction: ``scale`` times R, finite.
         scale: positive factor on ``direction``.
+        micro_batches: look at these only; closure then tells whether they carry the direction alone.
 
     Returns:
         The map with the best closure reached; 2 forwards of each micro-batch, more when the step had to be adapted.
     """
-    return _Measurement(prober, coefficients, direction, scale).run()
+    chosen = range(prober.step.num_micro_batches) if micro_batches is None else micro_batches
+    return _Measurement(prober, coefficients, direction, scale, chosen).run()
 
 
 class _Measurement:
-    def __init__(self, prober: Prober, coefficients: list[Coefficients], direction: Gradient, scale: float):
+    def __init__(self, prober: Prober, coefficients, direction: Gradient, scale: float, micro_batches: Sequence[int]):
         self.prober = prober
         self.coefficients = coefficients
+        self.micro_batches = micro_batches
         self.direction = direction
         self.scale = scale
         self.dtype = prober.step.compute_dtype
@@ -128,33 +139,42 @@ class _Measurement:
         return plus, step
 
     def _leg(self, weights: MovedWeights, step: float):
-        weights.move(self.direction, step / self.scale)
-        return [self.prober.forward(index) for index in range(self.prober.step.num_micro_batches)]
+        self.prober.ranks.agree(lambda: weights.move(self.direction, step / self.scale))
+        return {index: self.prober.forward(index) for index in self.micro_batches}
 
     def _response(self, leg) -> float:
         """Largest change of a log-prob that the loss depends on; non-finite counts as infinite."""
-        local = 0.0
-        for index, (log_prob, _) in enumerate(leg):
-            matters = self.coefficients[index].log_prob != 0
-            change = (log_prob - self.prober.step.recorded(index).log_prob).abs()[matters]
-            if change.numel():
-                local = max(local, float(change.nan_to_num(nan=math.inf).max()))
-        return self.prober.ranks.max([local])[0]
+
+        def local() -> float:
+            largest = 0.0
+            for index, (log_prob, _) in leg.items():
+                matters = self.coefficients[index].log_prob != 0
+                change = (log_prob - self.prober.step.recorded(index).log_prob).abs()[matters]
+                if change.numel():
+                    largest = max(largest, float(change.nan_to_num(nan=math.inf).max()))
+            return largest
+
+        return self.prober.ranks.max([self.prober.ranks.agree(local)])[0]
 
     def _combine(self, plus, minus, step: float) -> ShareMap:
-        products = []
-        for coefficient, (log_plus, h_plus), (log_minus, h_minus) in zip(self.coefficients, plus, minus, strict=True):
+        products = self.prober.ranks.agree(lambda: self._products(plus, minus, step))
+        (total,) = self.prober.ranks.sum([sum(float(product.sum()) for product in products)])
+        closure = total / self.square
+        low, high = _CLOSURE[self.dtype]
+        return ShareMap(products, self.square, closure, low <= closure <= high, step)
+
+    def _products(self, plus, minus, step: float) -> list[torch.Tensor]:
+        products = [torch.zeros_like(coefficient.log_prob).double() for coefficient in self.coefficients]
+        for index in self.micro_batches:
+            coefficient, (log_plus, h_plus), (log_minus, h_minus) = self.coefficients[index], plus[index], minus[index]
             # where(): padding positions hold garbage that must not turn 0 * inf into NaN
             slope = (log_plus.double() - log_minus.double()) / (2 * step)
             product = torch.where(coefficient.log_prob != 0, coefficient.log_prob.double() * slope, 0.0)
             if coefficient.entropy is not None:
                 slope = (h_plus.double() - h_minus.double()) / (2 * step)
                 product += torch.where(coefficient.entropy != 0, coefficient.entropy.double() * slope, 0.0)
-            products.append(product)
-        (total,) = self.prober.ranks.sum([sum(float(product.sum()) for product in products)])
-        closure = total / self.square
-        low, high = _CLOSURE[self.dtype]
-        return ShareMap(products, self.square, closure, low <= closure <= high, step)
+            products[index] = product
+        return products
 
 
 def _positive(value: float) -> float:

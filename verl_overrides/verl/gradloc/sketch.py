@@ -68,7 +68,7 @@ def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DI
     squares = [torch.zeros_like(mean) for mean in means]
     with MovedWeights(prober.space, prober.step.compute_dtype) as weights:
         for number in range(num_directions + 1):
-            weights.move_randomly(number + 1, step_size)
+            prober.ranks.agree(lambda seed=number + 1: weights.move_randomly(seed, step_size))
             for index, c in enumerate(coefficients):
                 log_prob, entropy = prober.forward(index)
                 value = torch.where(c.log_prob != 0, c.log_prob.double() * log_prob.double(), 0.0)

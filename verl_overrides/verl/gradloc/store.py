@@ -67,11 +67,15 @@ class EventStore:
             name = f"{base}-{number}"
         return name
 
-    def write_bundle(self, event_id: str, tensors: dict[str, torch.Tensor], documents: dict[str, Any]) -> str:
-        """Write ``batch.safetensors`` and one JSON file per document (``meta.json``, ...) of one event.
+    def size_gb(self) -> float:
+        """How much the folder holds, checkpoints included."""
+        return sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file()) / 1e9
+
+    def write_folder(self, event_id: str, tensors: dict[str, torch.Tensor], documents: dict[str, Any]) -> str:
+        """Write one event's folder: ``batch.safetensors`` (unless there are no tensors) and one JSON file per document.
 
         Returns:
-            The bundle's folder, relative to the store.
+            The folder, relative to the store.
         """
         from safetensors.torch import save_file
 
@@ -79,7 +83,8 @@ class EventStore:
         partial = folder.with_name(f".{event_id}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / "batch.safetensors")
+        if tensors:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / "batch.safetensors")
         for name, document in documents.items():
             (partial / f"{name}.json").write_text(_dumps(document) + "\n", encoding="utf-8")
         partial.rename(folder)
