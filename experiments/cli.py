@@ -94,9 +94,10 @@ def run(args, environ, cwd: Path) -> int:
         added["GRADLOC_DEMO_MATERIAL"] = str(environment.ensure_material(python, report=progress))
     os.environ.update(added)
     run_dir.mkdir(parents=True)
-    line = command(python, experiment.name, args.overrides)
-    describe(line, run_dir)
-    code = launch.run(line, run_dir / "console.log", is_brief=is_demo and not args.verbose)
+    with launch.plain_path(python) as plain:
+        line = command(plain, experiment.name, args.overrides)
+        describe(line, run_dir)
+        code = launch.run(line, run_dir / "console.log", is_brief=is_demo and not args.verbose)
     if code == 0 and is_demo:
         code = verdict.main([str(run_dir)])
     say("results", run_dir)

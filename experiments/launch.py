@@ -4,11 +4,13 @@
 A brief run shows one line a step instead of everything. Standard library only.
 """
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -66,6 +68,24 @@ def brief(line: str) -> str | None:
         if found:
             return text.format(*found.groups())
     return None
+
+
+@contextlib.contextmanager
+def plain_path(python: str):
+    """Yields a path to the same interpreter that a shell takes for one word.
+
+    Ray starts its workers through a shell and does not quote the interpreter: from a folder with a
+    space in its name no worker would come up, and Ray would try for minutes.
+    """
+    if re.fullmatch(r"[\w./+@:,~-]+", python):
+        yield python
+        return
+    # Not tempfile's default, which may have a space in it as well.
+    with tempfile.TemporaryDirectory(prefix="gradloc-", dir="/tmp") as folder:
+        link = Path(folder) / "python"
+        # The whole environment: an interpreter finds its packages by the folder it is called in.
+        link.symlink_to(Path(python).parent.parent)
+        yield str(link / "bin" / Path(python).name)
 
 
 def run(command: list[str], log: Path, is_brief: bool) -> int:

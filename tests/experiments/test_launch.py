@@ -115,3 +115,19 @@ def is_running(pid):
         return False
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
     return not state.stdout.strip().startswith("Z")
+
+
+def test_an_interpreter_in_a_folder_with_spaces_gets_a_path_without(tmp_path):
+    folder = tmp_path / "a folder"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    given = str(folder / "bin" / "python")
+    with launch.plain_path(given) as plain:
+        assert " " not in plain
+        code = "import sys; print(sys.prefix != sys.base_prefix)"
+        assert subprocess.check_output([plain, "-c", code], text=True) == "True\n"
+    assert not os.path.exists(plain)
+
+
+def test_an_interpreter_with_an_ordinary_path_is_left_alone():
+    with launch.plain_path("/usr/bin/python3.11") as plain:
+        assert plain == "/usr/bin/python3.11"
