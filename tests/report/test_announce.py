@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verdict in two sentences; the trackers: told when in use, never in the way of training."""
+
+import sys
+import types
+
+import pytest
+
+from tests.report.builder import HOSTILE, load_announce, make_culprit, make_event
+
+announce = load_announce()
+
+
+def event(**changes):
+    return make_event(**changes)
+
+
+def test_one_token_is_named_with_its_share_its_cause_and_the_norm_without_it():
+    assert announce.verdict_sentences(event()) == (
+        "At step 5 the gradient norm was 748, 14.3 times the threshold of 52.3: "
+        'the token " is" at position 3 of the response 3c0f6a52:1 carries 75% of it, '
+        "because the advantage there is 14,578 times typical. "
+        "Without that token the norm is 0.77 (within 0.0007), "
+        "under the threshold of 52.3: the spike is explained."
+    )
+
+
+def test_several_culprits_are_counted_and_the_largest_named():
+    said = announce.verdict_sentences(
+        event(culprits=[make_culprit(share=0.2), make_culprit(7, token=" 7", share=0.79)])
+    )
+    assert '2 culprits carry 99% of it, the largest the token " 7" at position 7' in said
+    assert "Without them the norm is" in said
+
+
+def test_a_step_without_a_culprit_says_why_the_search_stopped():
+    said = announce.verdict_sentences(event(culprits=[]))
+    assert "no token was found that carries it. The search stopped because every part" in said
+
+
+@pytest.mark.parametrize("norm", ["NaN", float("nan"), "Infinity", float("inf")])
+def test_a_gradient_that_is_not_finite_reads_so(norm):
+    found = event()
+    found["trigger"]["grad_norm"] = norm
+    found["culprits"][0].update(share=None, cause={"label": "non_finite", "numbers": {}})
+    found.pop("verdict")
+    said = announce.verdict_sentences(found)
+    assert said.startswith("At step 5 the gradient was not finite: the token")
+    assert "made it, because its loss has no finite gradient." in said
+
+
+def test_a_rehearsal_is_called_one():
+    found = event()
+    found["trigger"]["kind"] = "forced"
+    assert "(a rehearsal: this step was asked for)" in announce.verdict_sentences(found)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "words"),
+    [
+        ("not_explained", "still over the threshold of 52.3: something else spikes, too."),
+        ("undecided", "and whether that explains the spike is undecided: because so."),
+    ],
+)
+def test_a_certificate_that_does_not_explain_says_so(verdict, words):
+    found = event()
+    found["certificate"].update(verdict=verdict, reason="because so")
+    assert announce.verdict_sentences(found).endswith(words)
+
+
+def test_an_unknown_norm_without_the_culprits_is_not_made_up():
+    found = event()
+    found["certificate"].update(norm_after="NaN", reason="the rest is not finite")
+    assert announce.verdict_sentences(found).endswith("is not known: the rest is not finite.")
+
+
+@pytest.mark.parametrize("label", [*announce._CAUSES, "unknown", "brand_new"])
+def test_every_cause_is_said_in_words(label):
+    found = event(culprits=[make_culprit(cause={"label": label, "numbers": {}})])
+    said = announce.verdict_sentences(found)
+    assert "{" not in said
+    assert said.count(". ") == 1
+
+
+def test_hostile_tokens_are_printable_and_a_run_without_text_names_numbers():
+    for token in HOSTILE:
+        said = announce.verdict_sentences(event(culprits=[make_culprit(token=token)]))
+        assert said.isprintable()
+    said = announce.verdict_sentences(event(culprits=[make_culprit(tokens=None)]))
+    assert 'the token "<1003>"' in said
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """Stand-ins for both trackers that keep what they are told."""
+    told = {"wandb": [], "tensorboard": [], "folder": None}
+    wandb = types.ModuleType("wandb")
+    wandb.run = object()
+    wandb.Html = lambda text: ("html", text)
+    wandb.Table = lambda columns, data: ("table", columns, data)
+    wandb.log = lambda payload, step: told["wandb"].append((payload, step))
+
+    class Writer:
+        def __init__(self, folder):
+            told["folder"] = folder
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return False
+
+        def add_text(self, name, text, step):
+            told["tensorboard"].append((name, text, step))
+
+    torch, utils = types.ModuleType("torch"), types.ModuleType("torch.utils")
+    board = types.ModuleType("torch.utils.tensorboard")
+    board.SummaryWriter = Writer
+    modules = {"wandb": wandb, "torch": torch, "torch.utils": utils, board.__name__: board}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("TENSORBOARD_DIR", "logs")
+    return told
+
+
+def test_each_tracker_in_use_is_told(fakes, capsys):
+    announce.announce([event()], ["console", "wandb", "tensorboard", "file"], step=5)
+    assert capsys.readouterr().out.startswith("gradloc: At step 5 the gradient norm was 748")
+    [(payload, step)] = fakes["wandb"]
+    assert step == 5
+    assert payload["gradloc/verdict"][1].startswith("<p>At step 5")
+    kind, columns, rows = payload["gradloc/culprits"]
+    assert (kind, len(columns), len(rows)) == ("table", len(rows[0]), 1)
+    [(name, text, step)] = fakes["tensorboard"]
+    assert (name, step, fakes["folder"]) == ("gradloc/verdict", 5, "logs/gradloc")
+
+
+def test_hostile_text_is_escaped_for_each_tracker(fakes):
+    found = event(culprits=[make_culprit(token=HOSTILE[0])])
+    announce.announce([found], ["wandb", "tensorboard"], step=5)
+    assert "<img" not in fakes["wandb"][0][0]["gradloc/verdict"][1]
+    assert "\\<img" in fakes["tensorboard"][0][1]
+
+
+def test_trackers_not_in_use_are_not_even_imported(monkeypatch, capsys):
+    for name in ("wandb", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing them would raise
+    announce.announce([event()], ["file"], step=5)
+    announce.announce([], ["wandb", "tensorboard", "console"], step=5)
+    announce.announce([event()], None, step=5)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("backend", ["wandb", "tensorboard"])
+def test_a_tracker_that_fails_is_logged_and_training_goes_on(monkeypatch, caplog, capsys, backend):
+    name = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}[backend]
+    monkeypatch.setitem(sys.modules, name, None)
+    announce.announce([event()], ["console", backend], step=5)
+    assert capsys.readouterr().out.startswith("gradloc: ")
+    assert f"telling an event to {backend} failed" in caplog.text
+
+
+def test_wandb_without_a_run_is_left_alone(fakes):
+    sys.modules["wandb"].run = None
+    announce.announce([event()], "wandb", step=5)
+    assert fakes["wandb"] == []

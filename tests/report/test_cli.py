@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line as a user meets it: what it prints, writes, refuses."""
+
+import json
+
+import pytest
+
+from gradloc_report.cli import COMMANDS, main
+from tests.report.builder import HOSTILE, make_culprit, make_event, make_metrics, write_run
+
+
+@pytest.fixture
+def folder(tmp_path):
+    events = [make_event(5), make_event(9, [make_culprit(token=HOSTILE[7])])]
+    return write_run(tmp_path / "run", events, metrics=make_metrics(20, (5, 9)))
+
+
+def test_a_run_alone_prints_a_summary(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main([str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "tests / report" in out
+    assert "step000005-epoch0-mini0" in out
+    assert "extreme advantage" in out
+    assert "20 steps in metrics.jsonl" in out
+    assert "\x1b[31m" not in out
+
+
+def test_one_event_is_told_with_its_verdict(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    assert main([str(folder), "--event", "step000009-epoch0-mini0"]) == 0
+    out = capsys.readouterr().out
+    assert "At step 9 the gradient norm was 748" in out
+    assert "\x1b[31m" not in out
+
+
+def test_list_names_the_events_one_a_line(folder, capsys):
+    assert main([str(folder), "--list"]) == 0
+    assert capsys.readouterr().out.split() == ["step000005-epoch0-mini0", "step000009-epoch0-mini0"]
+
+
+def test_the_page_is_written_and_its_path_printed(folder, tmp_path, capsys):
+    out = tmp_path / "report.html"
+    assert main([str(folder), "-o", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    assert out.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["report.html", "run"]
+
+
+@pytest.mark.parametrize("kind", ["md", "json", "csv"])
+def test_every_format_is_printed_or_written(folder, tmp_path, capsys, kind):
+    assert main([str(folder), "--format", kind]) == 0
+    printed = capsys.readouterr().out
+    out = tmp_path / f"report.{kind}"
+    assert main([str(folder), "--format", kind, "-o", str(out)]) == 0
+    assert out.read_text(encoding="utf-8") == printed
+
+
+def test_one_event_can_be_exported_alone(folder, capsys):
+    assert main([str(folder), "--format", "json", "--event", "step000009-epoch0-mini0"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [event["step"]["global_step"] for event in document["events"]] == [9]
+
+
+def test_an_unknown_event_is_refused_with_the_names_there_are(folder, capsys):
+    assert main([str(folder), "--event", "nope"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("gradloc-report: ")
+    assert "has no event 'nope': there are step000005-epoch0-mini0" in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [("missing", "does not exist"), ("", "is not the folder of a run")],
+)
+def test_what_is_no_run_is_refused_in_one_line(tmp_path, capsys, argument, words):
+    (tmp_path / "a.txt").write_text("")
+    assert main([str(tmp_path / argument)]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_folder_as_output_is_refused(folder, tmp_path, capsys):
+    assert main([str(folder), "-o", str(tmp_path)]) == 2
+    assert "-o names the file to write" in capsys.readouterr().err
+
+
+def test_an_output_in_a_folder_that_is_not_there_is_refused_in_one_line(folder, tmp_path, capsys):
+    assert main([str(folder), "-o", str(tmp_path / "no" / "report.html")]) == 2
+    error = capsys.readouterr().err
+    assert "No such file or directory" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_notes_go_to_standard_error(folder, capsys):
+    path = folder / "gradloc" / "events.jsonl"
+    path.write_bytes(path.read_bytes()[:-50])
+    assert main([str(folder), "--format", "csv"]) == 0
+    captured = capsys.readouterr()
+    assert "is cut off and was left out" in captured.err
+    assert "cut off" not in captured.out
+
+
+@pytest.mark.parametrize("arguments", [[], ["--format", "json"], ["--format", "md"]])
+def test_two_runs_are_compared(folder, tmp_path, capsys, arguments):
+    other = write_run(tmp_path / "other", metrics=make_metrics())
+    assert main(["compare", str(folder), str(other), *arguments]) == 0
+    assert "largest" in capsys.readouterr().out
+
+
+def test_a_comparison_can_be_a_page(folder, tmp_path, capsys):
+    out = tmp_path / "compare.html"
+    assert main(["compare", str(folder), str(folder), "-o", str(out)]) == 0
+    assert "Side by side" in out.read_text(encoding="utf-8")
+
+
+def test_every_command_has_help_that_names_it(capsys):
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as caught:
+            main([name, "--help"])
+        assert caught.value.code == 0
+        assert name in capsys.readouterr().out
+
+
+def test_without_arguments_it_says_what_is_missing(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2
+    assert "COMMAND" in capsys.readouterr().err
