@@ -4,6 +4,7 @@
 `test_builder.py` holds them to the schemas.
 """
 
+import functools
 import importlib.util
 import json
 import math
@@ -34,6 +35,7 @@ VISIBLE = [
 ]
 
 
+@functools.cache
 def load_announce():
     """The trainer's announce.py, loaded by path: it needs neither torch nor verl."""
     path = REPO / "verl_overrides" / "verl" / "gradloc" / "announce.py"

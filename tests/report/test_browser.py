@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report in a real browser: it is quiet, reaches for nothing, and its controls work.
+
+Run with `pytest -m browser tests/report`; needs chromium, chromedriver and selenium.
+"""
+
+import importlib.util
+import json
+import random
+import time
+
+import pytest
+
+from gradloc_report import page
+from gradloc_report.run import read_run
+from tests.report.builder import (
+    HOSTILE,
+    REPO,
+    VISIBLE,
+    make_culprit,
+    make_event,
+    make_metrics,
+    make_sequence,
+    write_run,
+)
+
+_spec = importlib.util.spec_from_file_location(
+    "screenshot_report", REPO / "scripts" / "screenshot_report.py"
+)
+shots = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(shots)
+
+MISSING = shots.missing()
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(MISSING is not None, reason=f"no browser session: {MISSING}"),
+]
+
+
+@pytest.fixture(scope="module")
+def driver():
+    with shots.browser() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def hostile_page(tmp_path_factory):
+    """Two events: hostile tokens, and a long sequence with a far culprit."""
+    root = tmp_path_factory.mktemp("hostile")
+    tokens = [*HOSTILE, *(f" w{i}" for i in range(3000))]
+    events = [
+        make_event(5, [make_culprit(3, token=HOSTILE[3])]),
+        make_event(9, [make_culprit(1500)]),
+    ]
+    sequences = {
+        events[0]["event_id"]: [make_sequence(tokens=HOSTILE)],
+        events[1]["event_id"]: [make_sequence(tokens=tokens)],
+    }
+    return _write(write_run(root, events, sequences, make_metrics(20, (5, 9))))
+
+
+@pytest.fixture(scope="module")
+def long_run_page(tmp_path_factory):
+    root = tmp_path_factory.mktemp("long")
+    events = [make_event(step) for step in range(1, 201)]
+    for event in events:
+        event["trigger"]["grad_norm"] = 60.0 + (event["step"]["global_step"] * 37) % 101
+    return _write(write_run(root, events, metrics=make_metrics(200, tuple(range(1, 201)))))
+
+
+@pytest.fixture(scope="module")
+def largest_page(tmp_path_factory):
+    """1,000 events, of which the worst has a sequence of 32k tokens; and how long its page took."""
+    root = tmp_path_factory.mktemp("largest")
+    source = random.Random(0)
+    tokens = [source.choice([" the", " so", "\n", " x", " ="]) for _ in range(32768)]
+    tokens[20000:23000] = ["!"] * 3000
+    events = [make_event(step) for step in range(1, 1001)]
+    events[500]["trigger"]["grad_norm"] = 1e6
+    sequences = {events[500]["event_id"]: [make_sequence(tokens=tokens)]}
+    folder = write_run(root, events, sequences, make_metrics(1000, tuple(range(1, 1001))))
+    start = time.monotonic()
+    path = _write(folder)
+    return path, time.monotonic() - start
+
+
+def _write(folder):
+    out = folder / "report.html"
+    page.write(out, page.render(read_run(folder)))
+    return out
+
+
+def open_page(driver, path, width=1280, fragment=""):
+    driver.get_log("browser")
+    driver.get_log("performance")
+    driver.get("about:blank")  # a fragment alone would not load the page anew
+    shots.show(driver, path, width, 900, is_dark=False, fragment=fragment)
+
+
+def requests(driver) -> list[str]:
+    messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+    sent = [m for m in messages if m["method"] == "Network.requestWillBeSent"]
+    return [m["params"]["request"]["url"] for m in sent]
+
+
+def find(driver, query):
+    return driver.find_elements("css selector", query)
+
+
+@pytest.mark.parametrize("name", ["hostile_page", "long_run_page"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_is_quiet_and_requests_only_itself(driver, request, name, width):
+    path = request.getfixturevalue(name)
+    open_page(driver, path, width)
+    assert [entry["message"] for entry in driver.get_log("browser")] == []
+    asked = [url for url in requests(driver) if not url.startswith(("data:", "about:"))]
+    assert asked == [path.resolve().as_uri()]
+
+
+def test_the_page_never_scrolls_sideways(driver, hostile_page, long_run_page):
+    for path in (hostile_page, long_run_page):
+        for width in (1280, 390, 320):
+            open_page(driver, path, width)
+            wide = driver.execute_script("return document.documentElement.scrollWidth")
+            assert wide <= width
+
+
+def test_hostile_tokens_show_literally_and_run_nothing(driver, hostile_page):
+    open_page(driver, hostile_page)
+    first = find(driver, "article.event")[0]
+    shown = [e.get_property("textContent") for e in first.find_elements("css selector", "[data-p]")]
+    assert shown == VISIBLE
+    assert find(driver, "img") == []
+    assert driver.execute_script("return typeof alert") == "function"
+
+
+def test_shading_follows_the_measure_chosen(driver, hostile_page):
+    open_page(driver, hostile_page)
+    article = find(driver, "article.event")[0]
+
+    def background():
+        token = article.find_element("css selector", '[data-p="3"]')
+        return token.value_of_css_property("background-color")
+
+    by_share = background()
+    for name in ("coefficient", "ratio", "advantage", "entropy", "gap"):
+        radio = article.find_element("css selector", f'.measures input[value="{name}"]')
+        driver.execute_script("arguments[0].click()", radio)
+        low = article.find_element("css selector", ".legend .low").text
+        assert low == radio.get_attribute("data-low")
+        if name == "coefficient":
+            assert background() != by_share  # it is negative: the other colour
+    driver.execute_script("arguments[0].click()", find(driver, ".measures input[value=share]")[0])
+    assert background() == by_share
+
+
+def test_pointing_at_a_token_shows_its_record(driver, hostile_page):
+    open_page(driver, hostile_page)
+    article = find(driver, "article.event")[0]
+    token = article.find_element("css selector", '[data-p="4"]')
+    from selenium.webdriver import ActionChains
+
+    ActionChains(driver).scroll_to_element(token).move_to_element(token).perform()
+    record = article.find_element("css selector", ".record")
+    assert record.find_element("css selector", "h4").text == VISIBLE[4]
+    assert "advantage\n0.5" in record.text
+
+
+def test_arrows_walk_the_tokens_and_c_goes_to_the_culprit(driver, hostile_page):
+    from selenium.webdriver import Keys
+
+    open_page(driver, hostile_page)
+    article = find(driver, "article.event")[0]
+    article.find_element("css selector", ".tokens").send_keys(Keys.ARROW_RIGHT)
+    position = "return document.activeElement.dataset.p"
+    assert driver.execute_script(position) == "0"
+    driver.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
+    assert driver.execute_script(position) == "1"
+    driver.switch_to.active_element.send_keys("c")
+    assert driver.execute_script(position) == "3"
+    assert "A culprit." in article.find_element("css selector", ".record").text
+    driver.switch_to.active_element.send_keys(Keys.END)
+    assert driver.execute_script(position) == str(len(HOSTILE) - 1)
+
+
+def test_a_fold_opens_by_windows_and_closes(driver, hostile_page):
+    open_page(driver, hostile_page)
+    article = find(driver, "article.event")[1]
+    fold = article.find_elements("css selector", ".fold")[0]
+    label = fold.text
+    count = len(article.find_elements("css selector", "[data-p]"))
+    driver.execute_script("arguments[0].click()", fold)
+    assert len(article.find_elements("css selector", "[data-p]")) == count + 400
+    assert fold.get_attribute("aria-expanded") == "true"
+    places = [
+        int(e.get_attribute("data-p")) for e in article.find_elements("css selector", "[data-p]")
+    ]
+    assert places == sorted(places)
+    while fold.get_attribute("aria-expanded") == "true":
+        driver.execute_script("arguments[0].click()", fold)
+    assert fold.text == label
+    assert len(article.find_elements("css selector", "[data-p]")) == count
+
+
+def test_sections_fold_and_the_theme_changes(driver, hostile_page):
+    open_page(driver, hostile_page)
+    section = find(driver, "article.event details")[0]
+    assert section.get_attribute("open") is not None
+    section.find_element("css selector", "summary").click()
+    assert section.get_attribute("open") is None
+    body = find(driver, "body")[0]
+    before = body.value_of_css_property("background-color")
+    find(driver, "#theme")[0].click()
+    assert body.value_of_css_property("background-color") != before
+
+
+def test_the_list_sorts_and_pages(driver, long_run_page):
+    open_page(driver, long_run_page)
+
+    def norms():
+        rows = find(driver, "#events tbody tr:not([hidden])")
+        return [float(row.find_elements("css selector", "td")[1].text) for row in rows]
+
+    assert len(norms()) == 50
+    head = find(driver, "#events th")[1]
+    head.find_element("css selector", "button").click()
+    assert head.get_attribute("aria-sort") == "descending"
+    assert norms() == sorted(norms(), reverse=True)
+    assert norms()[0] == 160.0
+    head.find_element("css selector", "button").click()
+    assert head.get_attribute("aria-sort") == "ascending"
+    assert norms()[0] == 60.0
+    driver.execute_script("arguments[0].click()", find(driver, "#more-events")[0])
+    assert len(norms()) == 100
+
+
+def test_an_event_opens_from_the_list_the_curve_and_the_address(driver, long_run_page):
+    open_page(driver, long_run_page, fragment="#event-step000042-epoch0-mini0")
+    opened = "#stage article"
+    assert find(driver, opened)[0].get_attribute("data-event") == "step000042-epoch0-mini0"
+    driver.execute_script("arguments[0].click()", find(driver, "#events tbody a")[6])
+    time.sleep(0.3)
+    assert find(driver, opened)[0].get_attribute("data-event") == "step000007-epoch0-mini0"
+    assert len(find(driver, opened)) == 1
+    mark = find(driver, "figure.wide svg a")[0]
+    target = mark.get_attribute("xlink:href").removeprefix("#event-")
+    driver.execute_script(
+        "arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))", mark
+    )
+    time.sleep(0.3)
+    assert find(driver, opened)[0].get_attribute("data-event") == target
+
+
+def test_a_thousand_events_and_32k_tokens_stay_light(driver, largest_page):
+    path, seconds = largest_page
+    assert seconds < 20
+    open_page(driver, path, fragment="#event-step000501-epoch0-mini0")
+    count = "return document.getElementsByTagName('*').length"
+    assert driver.execute_script(count) < 20_000
+    for fold in find(driver, "#stage .fold"):
+        for _ in range(6):
+            driver.execute_script("arguments[0].click()", fold)
+    assert driver.execute_script(count) < 20_000
+    assert driver.get_log("browser") == []
+    slowest = driver.execute_async_script(SCROLL)
+    assert slowest < 250, f"one frame took {slowest:.0f} ms"
+
+
+SCROLL = """
+const done = arguments[arguments.length - 1];
+let last = performance.now(), worst = 0, count = 0;
+const step = (now) => {
+  worst = Math.max(worst, now - last);
+  last = now;
+  scrollBy(0, 200);
+  count += 1;
+  if (count < 60) requestAnimationFrame(step); else done(worst);
+};
+requestAnimationFrame((now) => { last = now; requestAnimationFrame(step); });
+"""
