@@ -162,6 +162,7 @@ class Applier:
             reason = "state-in-the-way"
         raise CheckoutStateError(
             reason,
+            state=found.state.name,
             target=self.checkout.root,
             path=first.path,
             expected=first.expected,
@@ -179,6 +180,7 @@ class Applier:
     def _partial(self, found: Survey) -> dict[str, Any]:
         based = [path for path in found.found if found.is_base(path)]
         return {
+            "state": found.state.name,
             "target": self.checkout.root,
             "found": f"{len(found.found) - len(based)} of {len(found.found)} files patched",
             "diff": [f"not patched: {path}" for path in based],

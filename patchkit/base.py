@@ -14,9 +14,9 @@ import tarfile
 import tempfile
 from pathlib import Path, PurePosixPath
 
+from patchkit.command import guarded, say
 from patchkit.digest import sha256_hex
-from patchkit.errors import DownloadError, IntegrityError, PatchkitError
-from patchkit.wording import render_error
+from patchkit.errors import DownloadError, IntegrityError
 
 REQUIREMENT = "verl==0.7.0"
 FOLDER = "verl-0.7.0"
@@ -102,12 +102,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=Path, default=DEFAULT_CACHE, help="where to keep the tree (%(default)s)"
     )
-    try:
-        print(ensure_base(parser.parse_args(arguments).output))
-    except PatchkitError as error:
-        print(render_error(error), file=sys.stderr)
-        return error.exit_code
-    return 0
+    options = parser.parse_args(arguments)
+
+    def run() -> int:
+        say(str(ensure_base(options.output)))
+        return 0
+
+    return guarded(run)
 
 
 if __name__ == "__main__":

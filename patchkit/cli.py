@@ -8,20 +8,17 @@ was put back; 5 the disk failed, run again to finish; 6 another run is at work; 
 """
 
 import argparse
-import json
-import os
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from patchkit.applier import Applier, Report
 from patchkit.checkout import Checkout, installed_root, resolve
-from patchkit.errors import PatchkitError, TransactionError, UsageError
+from patchkit.command import guarded, say, say_json
+from patchkit.errors import UsageError
 from patchkit.library import Library
 from patchkit.source import named_patch
-from patchkit.wording import parts_of, render_error
 
 PATCHES = Path(__file__).resolve().parent.parent / "patches"
 
@@ -69,30 +66,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     options = parser().parse_args(arguments)
-    try:
-        return _run(options)
-    except KeyboardInterrupt:
-        print("interrupted; everything is as it was", file=sys.stderr)
-        return 130
-    except PatchkitError as error:
-        shown = error
-    except OSError as error:
-        shown = TransactionError("disk-failed", path=error.filename or "?", found=error.strerror)
-        shown.__cause__ = error
-    except Exception as error:
-        shown = TransactionError("internal", found=f"{type(error).__name__}: {error}")
-        shown.__cause__ = error
-    if options.debug:
-        raise shown
-    shown.data.setdefault("target", options.repo or options.target or "VERL")
-    if options.json:
-        _print_json(
-            {"exit_code": shown.exit_code, "error": parts_of(shown)}
-            | {"files": shown.data.get("files", [])}
-        )
-    else:
-        print(render_error(shown), file=sys.stderr)
-    return shown.exit_code
+    target = options.repo or options.target or "VERL"
+    return guarded(lambda: _run(options), options.debug, options.json, target)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -106,10 +81,9 @@ def _run(options: argparse.Namespace) -> int:
     applier.notes += notes
     if options.installed and not (options.json or options.quiet):
         command = next((m for m in ("check", "status", "reverse") if getattr(options, m)), "apply")
-        print(
+        say(
             f"{command}: the package verl {checkout.version} in {checkout.root}, of the "
-            f"environment {sys.prefix}; every program that runs in it is affected",
-            flush=True,
+            f"environment {sys.prefix}; every program that runs in it is affected"
         )
     began = time.monotonic()
     if options.check:
@@ -165,41 +139,41 @@ def _list(library: Library, options: argparse.Namespace) -> None:
         for edition in manifest.editions
     ]
     if options.json:
-        _print_json({"exit_code": 0, "base_commit": manifest.base_commit, "editions": editions})
+        say_json({"exit_code": 0, "base_commit": manifest.base_commit, "editions": editions})
         return
-    print(f"base: verl {manifest.base_tag}, commit {manifest.base_commit}")
+    say(f"base: verl {manifest.base_tag}, commit {manifest.base_commit}")
     for edition in editions:
-        print(
+        say(
             f"{edition['version']}: sha256 {edition['patch_sha256']}, "
             f"{len(edition['modified'])} files modified, {len(edition['added'])} added"
         )
         if not options.quiet:
             for label in ("modified", "added"):
                 for path in edition[label]:
-                    print(f"  {label:<8} {path}")
+                    say(f"  {label:<8} {path}")
 
 
 def _print(report: Report, options: argparse.Namespace, code: int, seconds: float) -> None:
     if options.json:
-        _print_json({"exit_code": code} | asdict(report))
+        say_json({"exit_code": code} | asdict(report))
         return
     if options.quiet:
         if report.command == "status":
-            print(report.state)
+            say(report.state)
         return
     if report.command == "status":
         version = f" {report.edition}" if report.edition else ""
-        print(f"{report.state}{version}: {report.did}")
+        say(f"{report.state}{version}: {report.did}")
     else:
-        print(f"{report.did} ({seconds:.2f} s)")
-    print(f"  target:   {report.target} ({report.kind})")
+        say(f"{report.did} ({seconds:.2f} s)")
+    say(f"  target:   {report.target} ({report.kind})")
     for stranger in report.files:
-        print(f"  {stranger['path']}: {stranger['why']}")
+        say(f"  {stranger['path']}: {stranger['why']}")
     for note in report.notes:
-        print(f"  note:     {note}")
+        say(f"  note:     {note}")
     command = _next_command(report)
     if command:
-        print(f"  next:     {command}")
+        say(f"  next:     {command}")
 
 
 def _next_command(report: Report) -> str | None:
@@ -211,10 +185,6 @@ def _next_command(report: Report) -> str | None:
     if report.state == "APPLIED":
         return f"{run} --reverse   (takes it off)"
     return f"{run} --check   (says what is wrong and what to do)"
-
-
-def _print_json(document: dict[str, Any]) -> None:
-    print(json.dumps(document, indent=1, sort_keys=True, default=os.fspath))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from patchkit.paths import check_path
 JOURNAL_NAME = "journal.json"
 ORIGINAL = "original-"
 STATE_FILES = ("applied.json", "applied.patch")
+MAX_BYTES = 2**20
+_NOT_A_JOURNAL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _TEMPORARY = re.compile(r"\.gradloc\.\d+\.\d+\.tmp\Z")
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 
@@ -59,7 +61,11 @@ def read(state: Path) -> Journal | None:
     """
     path = state / JOURNAL_NAME
     try:
-        document = json.loads(path.read_bytes())
+        with path.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ValueError("too large")
+        document = json.loads(data)
         if document.pop("schema_version") != 1:
             raise ValueError("another schema")
         entries = tuple(Entry(**entry) for entry in document.pop("entries"))
@@ -70,7 +76,7 @@ def read(state: Path) -> Journal | None:
             check_path(folder)
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError, PatchkitError, OSError) as error:
+    except (*_NOT_A_JOURNAL, PatchkitError, OSError) as error:
         raise RollbackError("journal-broken", path=path) from error
     return journal
 

@@ -160,13 +160,14 @@ def _read_index(reader: _Reader, path: str, is_new: bool) -> tuple[Digest | None
 def _read_hunks(reader: _Reader, path: str, is_new: bool) -> tuple[Hunk, ...]:
     hunks: list[Hunk] = []
     while (reader.peek() or "").startswith("@@"):
-        hunks.append(_read_hunk(reader, path))
+        hunk = _read_hunk(reader, path)
+        if not is_new:
+            _check_place(hunk, hunks[-1] if hunks else None, path)
+        elif hunks or hunk.old or hunk.old_start or hunk.new_start != 1:
+            raise IntegrityError("patch-new-file", path=path, line=hunk.line)
+        hunks.append(hunk)
     if not hunks:
         raise IntegrityError("patch-no-hunks", path=path, line=reader.number)
-    if is_new and (len(hunks) > 1 or hunks[0].old or hunks[0].old_start or hunks[0].new_start != 1):
-        raise IntegrityError("patch-new-file", path=path, line=hunks[0].line)
-    if not is_new:
-        _check_order(hunks, path)
     following = reader.peek()
     if following is not None and not following.startswith("diff --git "):
         reason = "patch-count" if following[:1] in (" ", "+", "-") else "patch-unknown-line"
@@ -174,22 +175,28 @@ def _read_hunks(reader: _Reader, path: str, is_new: bool) -> tuple[Hunk, ...]:
     return tuple(hunks)
 
 
-def _check_order(hunks: list[Hunk], path: str) -> None:
-    """Hunks ascend, do not overlap, agree on the shift so far, and carry git's context."""
+def _check_place(hunk: Hunk, previous: Hunk | None, path: str) -> None:
+    """Hunks ascend, do not overlap, agree on the shift so far, and carry git's context.
+
+    Less context is right only at the file's ends; the end is checked when the hunk is applied.
+    """
     end, shift = 1, 0
-    for hunk in hunks:
-        # An empty side is written with the line BEFORE it, hence the + 1.
-        old_at = hunk.old_start + (not hunk.old)
-        new_at = hunk.new_start + (not hunk.new)
-        if old_at < end or new_at != old_at + shift:
-            raise IntegrityError("patch-hunk-order", path=path, line=hunk.line)
-        is_last = hunk is hunks[-1]
-        if (hunk.lead < CONTEXT_LINES and old_at != 1) or (
-            hunk.trail < CONTEXT_LINES and not is_last
-        ):
-            raise IntegrityError("patch-context", path=path, line=hunk.line)
-        end = old_at + len(hunk.old)
-        shift += len(hunk.new) - len(hunk.old)
+    if previous is not None:
+        if previous.trail < CONTEXT_LINES:
+            raise IntegrityError("patch-context", path=path, line=previous.line)
+        old_at, new_at = _starts(previous)
+        end = old_at + len(previous.old)
+        shift = new_at - old_at + len(previous.new) - len(previous.old)
+    old_at, new_at = _starts(hunk)
+    if old_at < end or new_at != old_at + shift:
+        raise IntegrityError("patch-hunk-order", path=path, line=hunk.line)
+    if hunk.lead < CONTEXT_LINES and old_at != 1:
+        raise IntegrityError("patch-context", path=path, line=hunk.line)
+
+
+def _starts(hunk: Hunk) -> tuple[int, int]:
+    """The first line of each side; an empty side is written with the line BEFORE it."""
+    return hunk.old_start + (not hunk.old), hunk.new_start + (not hunk.new)
 
 
 def _read_hunk(reader: _Reader, path: str) -> Hunk:

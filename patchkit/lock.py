@@ -2,6 +2,7 @@
 """One run at a time per checkout. The kernel holds the lock, so a dead run never leaves one."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -32,7 +33,14 @@ def locked(files: Filesystem, folder: Path, hide: bool) -> Iterator[None]:
         LockedError: if another run holds the lock.
         CheckoutStateError: if something else stands where the folder should be.
     """
-    handle = _acquire(files, folder)
+    try:
+        handle = _acquire(files, folder)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise CheckoutStateError(
+                "blocked-permission", path=folder.parent, target=folder.parent
+            ) from error
+        raise
     try:
         if hide and not (folder / IGNORE_NAME).exists():
             files.write_new(folder / IGNORE_NAME, b"*\n")

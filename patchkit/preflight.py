@@ -21,6 +21,8 @@ def preflight(root: Path, state: Path, changes: list[Change]) -> None:
     """
     if not changes:
         return
+    if not os.access(state if state.is_dir() else state.parent, os.W_OK | os.X_OK):
+        raise CheckoutStateError("blocked-permission", path=state.parent, target=root)
     for change in changes:
         check_folders(root, root / change.path)
         folder = (root / change.path).parent

@@ -14,9 +14,10 @@ from patchkit.applier import KEPT_PATCH
 from patchkit.base import ensure_base
 from patchkit.build import build, check, write_file
 from patchkit.checkout import Checkout, resolve
+from patchkit.command import guarded, say
 from patchkit.compose import PATCH_NAME, compose, compose_patch, read_sources
 from patchkit.digest import sha256_hex
-from patchkit.errors import CheckoutStateError, PatchkitError, UsageError
+from patchkit.errors import CheckoutStateError, UsageError
 from patchkit.filesystem import Filesystem
 from patchkit.generated import can_check, is_source, refresh
 from patchkit.generated import check as check_generated
@@ -24,7 +25,6 @@ from patchkit.language import FilePatch, parse
 from patchkit.lock import locked
 from patchkit.snapshot import Edits, edits_of_archive, edits_of_clone, resolve_commit
 from patchkit.take import Merge, merge, sources_of
-from patchkit.wording import render_error
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LISTED = 30
@@ -49,7 +49,7 @@ def _check_generated(root: Path) -> None:
     if can_check():
         check_generated(root)
     else:
-        print(
+        say(
             "note: whether _generated_*.yaml are fresh was not checked: no hydra here "
             "(PYTHON=... bash make_patch.sh names a Python that has it)"
         )
@@ -61,7 +61,7 @@ def export(edits: Edits, output: Path) -> None:
     write_file(output, data)
     sums = output.with_name(output.name + ".sha256")
     write_file(sums, f"{sha256_hex(data)}  {output.name}\n".encode())
-    print(f"written: {output} ({len(data)} bytes), {sums.name}")
+    say(f"written: {output} ({len(data)} bytes), {sums.name}")
 
 
 def take(edits: Edits, root: Path, overrides: Path, patches: Path) -> Merge:
@@ -82,11 +82,11 @@ def take(edits: Edits, root: Path, overrides: Path, patches: Path) -> Merge:
         ("left out, ignored by git or outside verl/", edits.left_out),
     ):
         for path in paths[:MAX_LISTED]:
-            print(f"{label}: {path}")
+            say(f"{label}: {path}")
         if len(paths) > MAX_LISTED:
-            print(f"{label}: {len(paths) - MAX_LISTED} more")
+            say(f"{label}: {len(paths) - MAX_LISTED} more")
     if not (merged.taken or merged.removed):
-        print("nothing to take: the checkout has no edits that verl_overrides/ lacks")
+        say("nothing to take: the checkout has no edits that verl_overrides/ lacks")
     return merged
 
 
@@ -153,7 +153,7 @@ def _run(options: argparse.Namespace) -> None:
         raise UsageError("take-check-repo")
     if options.check:
         check(options.overrides, options.patches, ensure_base())
-        print("patches/ is what verl_overrides/ builds")
+        say("patches/ is what verl_overrides/ builds")
         return
     if options.repo is None:
         if options.head or options.output or options.base != BASE_COMMIT:
@@ -161,7 +161,7 @@ def _run(options: argparse.Namespace) -> None:
     else:
         if options.refresh_generated:
             for path in refresh(resolve(options.repo, allow_installed=True).root):
-                print(f"refreshed: {path}")
+                say(f"refreshed: {path}")
         edits, root = read_edits(options)
         if not edits.contents:
             raise CheckoutStateError("take-nothing", target=root)
@@ -172,23 +172,21 @@ def _run(options: argparse.Namespace) -> None:
             raise UsageError("take-other-base", expected=BASE_COMMIT, found=options.base)
         take(edits, root, options.overrides, options.patches)
     written = build(options.overrides, options.patches, ensure_base())
-    print(f"built: {', '.join(written)}" if written else "patches/ is unchanged")
+    say(f"built: {', '.join(written)}" if written else "patches/ is unchanged")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     options = parser().parse_args(arguments)
     folder = options.overrides.resolve().parent / ".gradloc"
-    try:
+
+    def run() -> int:
         folder.mkdir(exist_ok=True)
         with locked(Filesystem(), folder / "make_patch", hide=False):
             _run(options)
-    except PatchkitError as error:
-        if options.debug:
-            raise
-        print(render_error(error), file=sys.stderr)
-        return error.exit_code
-    return 0
+        return 0
+
+    return guarded(run, options.debug, target=options.repo or "CHECKOUT")
 
 
 if __name__ == "__main__":

@@ -239,7 +239,10 @@ def test_a_journal_that_names_a_path_outside_the_tree_is_refused(capsys, patches
         "after": None,
         "temporary": ".gradloc.1.0.tmp",
     }
-    for entries in ([entry], [entry | {"path": "verl/x", "temporary": "../x"}], [{}], 7):
+    deep: list = []
+    for _ in range(900):
+        deep = [deep]
+    for entries in ([entry], [entry | {"path": "verl/x", "temporary": "../x"}], [{}], 7, deep):
         document = {"schema_version": 1, "committing": True, "entries": entries, "folders": []}
         (state / "journal.json").write_text(world.json.dumps(document))
         outcome = world.run(capsys, patches, tree)

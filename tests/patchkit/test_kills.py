@@ -5,6 +5,7 @@ Rows 69 and 70 of the bad-input table. The default suite kills a few hundred run
 thousands: python -m pytest tests/patchkit/test_kills.py -m slow
 """
 
+import errno
 import fcntl
 import os
 import random
@@ -19,10 +20,11 @@ import pytest
 from patchkit.applier import Applier
 from patchkit.checkout import resolve
 from patchkit.errors import PatchkitError
+from patchkit.filesystem import Filesystem
 from patchkit.library import Library
 from tests.patchkit import world
 from tests.patchkit.test_faults import assert_each_file_is_whole, no_traces, run
-from tests.patchkit.world import ACTOR, BASE, NEW, OLDER, RESULT
+from tests.patchkit.world import BASE, NEW, OLDER, RESULT
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTS = {"apply": (BASE, RESULT), "reverse": (RESULT, BASE), "upgrade": (OLDER, RESULT)}
@@ -191,13 +193,16 @@ def test_row_69_a_limit_on_file_sizes_is_a_disk_that_fails(patches, tmp_path):
     assert world.files_of(root) == BASE and no_traces(root)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_row_69_a_read_only_folder_is_refused_before_anything_is_written(apply, tree):
-    (tree / ACTOR).parent.chmod(0o555)
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+def test_row_69_a_read_only_tree_is_refused(apply, tree, monkeypatch, code):
+    def fail(self, path):
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(Filesystem, "make_folder", fail)
+    before = world.picture(tree)
     outcome = apply(tree)
-    (tree / ACTOR).parent.chmod(0o755)
     assert outcome.code == 1 and "may not be written to" in outcome.err
-    assert world.files_of(tree) == BASE
+    assert world.picture(tree) == before
 
 
 def test_row_69_a_folder_that_may_not_be_written_to_is_refused(apply, tree, monkeypatch):

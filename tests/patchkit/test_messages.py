@@ -66,7 +66,7 @@ def test_the_whole_of_a_refusal_reads_like_this(apply, tree):
 def test_json_carries_the_same_parts(apply, tree):
     world.write_tree(tree, {ACTOR: "mine\n"})
     document = json.loads(apply("--repo", tree, "--json").out)
-    assert document["exit_code"] == 1
+    assert document["exit_code"] == 1 and document["state"] == "DRIFTED"
     assert set(document["error"]) == {"reason", "what", "expected", "found", "cause", "next"}
     assert [file["path"] for file in document["files"]] == [ACTOR]
 
@@ -123,6 +123,25 @@ def test_the_way_out_fits_the_kind_of_target():
     clone = parts_of(CheckoutStateError("state-drifted", is_clone=True, **data))
     archive = parts_of(CheckoutStateError("state-drifted", is_clone=False, **data))
     assert clone["next"].startswith("git -C T stash") and "git" not in archive["next"]
+
+
+def test_a_reader_that_goes_away_is_no_failure(patches, tree):
+    command = f"{sys.executable} apply_patch.py --patches {patches} {tree} | true; "
+    done = subprocess.run(
+        ["bash", "-c", command + 'exit "${PIPESTATUS[0]}"'],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stderr == ""
+    assert world.files_of(tree) == world.RESULT
+
+
+def test_a_target_whose_name_cannot_be_printed_works(patches, tmp_path):
+    root = world.write_tree(tmp_path / "v\udcff", BASE)
+    command = [sys.executable, "apply_patch.py", "--patches", patches, root]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_debug_shows_the_error_itself(patches, tree):
