@@ -52,6 +52,7 @@ class EventView:
     certificate: str
     action: str
     replay: str | None
+    layer_note: str | None
     path: list[searchpath.Node]
     num_hidden_parts: int
     sequences: list[tokens.TokenView] = field(default_factory=list)
@@ -91,6 +92,7 @@ def plain_view(event: Event, root: Path) -> EventView:
         certificate=CERTIFICATES.get(event.certificate.verdict, event.certificate.verdict),
         action=ACTIONS.get(event.action.taken, event.action.taken),
         replay=replay_command(str(folder)) if folder is not None and folder.is_dir() else None,
+        layer_note=_layer_note(event),
         path=path,
         num_hidden_parts=num_hidden,
     )
@@ -187,6 +189,17 @@ def describe(culprit: Culprit) -> dict[str, Any]:
         "facts": [fact for fact in facts if fact[1] != "–"],
         "numbers": [pair for pair in numbers if pair[1] != "–"],
     }
+
+
+def _layer_note(event: Event) -> str | None:
+    """Which layers are furthest above their own history, as a sentence."""
+    history = event.layer_history
+    known = {k: v for k, v in (history.excess if history else {}).items() if v is not None}
+    if not known:
+        return None
+    highest = sorted(known, key=known.__getitem__, reverse=True)[:3]
+    listed = ", ".join(f"{layer} {number(known[layer], 3)}" for layer in highest)
+    return f"Times its own median over {number(history.num_steps)} steps: {listed}."
 
 
 def _spoken(name: str) -> str:

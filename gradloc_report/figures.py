@@ -41,7 +41,7 @@ def curve(metrics: Metrics, events: list[Event], width: int, name: str) -> str:
     if mean:
         axes.plot(*_thin(*mean), color=CALM, linewidth=1.3, label="mean of the step")
     _threshold(axes, metrics, events)
-    _marks(axes, events)
+    _marks(axes, events, " (select to open)" if width > 500 else "")
     axes.set_yscale("log")
     axes.set_xlabel("training step")
     axes.set_ylabel("gradient norm")
@@ -251,7 +251,7 @@ def _threshold(axes, metrics: Metrics, events: list[Event]) -> None:
     axes.step([first, *steps, last], [levels[0], *levels, levels[-1]], where="post", **style)
 
 
-def _marks(axes, events: list[Event]) -> None:
+def _marks(axes, events: list[Event], hint: str) -> None:
     """Each event as a diamond that links to it; those without a finite norm stand at the top."""
     placed = [e for e in events if e.trigger.grad_norm is not None]
     placed.sort(key=lambda e: -_finite(e.trigger.grad_norm))
@@ -260,7 +260,7 @@ def _marks(axes, events: list[Event]) -> None:
     if finite:
         found = axes.scatter(
             [e.step.global_step for e in finite], [e.trigger.grad_norm for e in finite],
-            marker="D", s=34, color=SPIKE, zorder=4, label="event (select to open)", clip_on=False,
+            marker="D", s=34, color=SPIKE, zorder=4, label=f"event{hint}", clip_on=False,
         )  # fmt: skip
         found.set_urls([f"#event-{e.event_id}" for e in finite])
     if endless:

@@ -170,6 +170,15 @@ class Shares(msgspec.Struct):
     micro_batches: list[list[Number]] = []
 
 
+class LayerHistory(msgspec.Struct):
+    """Each layer's norm over the median of its own history."""
+
+    num_steps: int | None = None
+    excess: dict[str, Number] = {}
+    spread: Number = None
+    mean_correlation: Number = None
+
+
 class Event(msgspec.Struct):
     """One localized spike: a line of events.jsonl."""
 
@@ -185,6 +194,7 @@ class Event(msgspec.Struct):
     action: Action = msgspec.field(default_factory=Action)
     layers: dict[str, Number] = {}
     kinds: dict[str, Number] = {}
+    layer_history: LayerHistory | None = None
     shares: Shares | None = None
     folder: str | None = None
 
