@@ -97,9 +97,7 @@ def _serve(rank: int, size: int, port: int, verl_tree: str, pipe) -> None:
             return
         module, name = function.rsplit(".", 1)
         try:
-            pipe.send(
-                (True, getattr(importlib.import_module(_in_tests(module)), name)(**kwargs))
-            )
+            pipe.send((True, getattr(importlib.import_module(_in_tests(module)), name)(**kwargs)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
 

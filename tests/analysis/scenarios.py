@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scenarios that every rank runs together: split a gradient, hold it against training's own."""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.gradloc.harness import make_batch, make_trainer
+
+UNEVEN = [0, 2, 1, 2, 2, 1, 2, 2, 1, 2, 2, 2, 1, 2, 2, 1]
+"""The bucket of each of 16 rows: sizes 1, 5 and 10, scattered over ranks and micro-batches."""
+TERMS = [
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "actor_rollout_ref.actor.kl_loss_coef=0.3",
+    "actor_rollout_ref.actor.kl_loss_type=k2",
+    "actor_rollout_ref.actor.entropy_coeff=0.05",
+]
+
+
+def local_rows(batch: Any) -> Any:
+    """This rank's rows, with the temperature that verl sends along."""
+    batch.meta_info["temperature"] = 1.0
+    local = batch.chunk(dist.get_world_size())[dist.get_rank()]
+    local.batch.lock_()  # as it comes out of Ray
+    return local
+
+
+def training_step(trainer: Any, batch: Any) -> tuple[torch.Tensor, float]:
+    """What verl's own update leaves in ``.grad`` (this rank's shard, flat), and the loss."""
+    actor, caught, losses = trainer.actor, [], []
+    loss_of = actor._micro_batch_loss
+
+    def keep_gradient():
+        caught.append([param.grad for param in actor.actor_module.parameters()])
+        return torch.tensor(0.0)
+
+    def keep_loss(*args):
+        losses.append(loss_of(*args))
+        return losses[-1]
+
+    actor._optimizer_step, actor._micro_batch_loss = keep_gradient, keep_loss
+    rng = torch.get_rng_state()
+    actor.update_policy(local_rows(batch))
+    torch.set_rng_state(rng)
+    del actor._optimizer_step, actor._micro_batch_loss
+    total = torch.stack([sum(loss.detach() for loss in losses)])
+    dist.all_reduce(total)
+    return flat(caught[0]), float(total) / dist.get_world_size()
+
+
+def flat(gradient: list[Any]) -> torch.Tensor:
+    from verl.gradloc.gradients import local_shard
+
+    return torch.cat(
+        [local_shard(grad).flatten().double() for grad in gradient if grad is not None]
+    )
+
+
+def norm(shard: torch.Tensor) -> float:
+    square = shard.square().sum()
+    dist.all_reduce(square)
+    return float(square.sqrt())
+
+
+def probe_of(trainer: Any, batch: Any, buckets: list[int]) -> Any:
+    """A finished :class:`ComponentProbe` that also keeps every bucket's part of every term."""
+    from verl.gradloc.analysis import probe as module
+    from verl.gradloc.gradients import GradientSpace
+    from verl.gradloc.ranks import Ranks
+
+    class Keeping(module.ComponentProbe):
+        def _keep(self, parts):
+            self.parts = [*getattr(self, "parts", []), parts]
+            super()._keep(parts)
+
+    space = GradientSpace(trainer.actor.actor_module)
+    probe = Keeping(trainer.actor, Ranks(), space)
+    with module._undisturbed(trainer.actor, space):
+        probe.measure(local_rows(with_buckets(batch, buckets)))
+    return probe
+
+
+def with_buckets(batch: Any, buckets: list[int]) -> Any:
+    """The batch as the trainer sends it to the workers."""
+    batch = batch.select(deepcopy=True)
+    batch.batch["gradloc_bucket"] = torch.tensor(buckets)
+    batch.meta_info["gradloc_num_buckets"] = max(buckets) + 1
+    return batch
+
+
+def split(overrides: list[str], dump_dir: str, buckets: list[int] = UNEVEN) -> dict[str, Any]:
+    """Split a batch's gradient; how far its parts are from what they should add up to."""
+    batch = make_batch(len(buckets))
+    trainer = make_trainer(TERMS + overrides, dump_dir)
+    training, loss = training_step(trainer, batch)
+    alone = make_trainer(overrides, dump_dir)
+    task_alone, _ = training_step(alone, batch)
+    probe = probe_of(trainer, batch, buckets)
+    record = probe.record()
+    whole = {term: flat(gradient) for term, gradient in probe.whole.items()}
+    together = probe_of(trainer, batch, [0] * len(buckets))
+    return {
+        "training_norm": norm(training),
+        "total_error": norm(sum(whole.values()) - training) / norm(training),
+        "task_error": norm(whole["task"] - task_alone) / norm(task_alone),
+        "bucket_sum_error": norm(
+            sum(flat(parts["task"]) for parts in probe.parts) - flat(together.whole["task"])
+        )
+        / norm(task_alone),
+        "slow_errors": slow_errors(trainer, batch, buckets, probe),
+        "loss": loss,
+        "loss_sum": float(np.sum(record["losses"])),
+        "weights": np.sum(record["weights"], axis=0).tolist(),
+        "record": record,
+    }
+
+
+def slow_errors(trainer: Any, batch: Any, buckets: list[int], probe: Any) -> list[float]:
+    """Each bucket's part against the localizer's probe, which detaches all other rows."""
+    from verl.gradloc.hook import ActorStep
+
+    local = local_rows(with_buckets(batch, buckets))
+    size = trainer.actor.config.ppo_micro_batch_size_per_gpu
+    step = ActorStep(trainer.actor, local.split(size), 1.0, True, dist.get_world_size())
+    trainer.actor.gradient_accumulation = step.num_micro_batches
+    errors = []
+    for bucket, parts in enumerate(probe.parts):
+        probe.space.clear()
+        for index in range(step.num_micro_batches):
+            step.before_forward(index)
+            rows = step.micro_batches[index].batch["gradloc_bucket"] == bucket
+            step.backward(index, rows[:, None].expand_as(step.token_mask(index)))
+        slow = flat(probe.space.take())
+        errors.append(norm(sum(flat(part) for part in parts.values()) - slow) / norm(slow))
+    return errors
+
+
+def split_odd(dump_dir: str, overrides: list[str]) -> dict[str, Any]:
+    """15 rows and one that fills up the ranks; the same with other numbers in that row."""
+    batch = make_batch(16)
+    trainer = make_trainer(TERMS + overrides, dump_dir)
+    buckets = [0, 1, 0, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 1, 0, -1]
+    with_filler = probe_of(trainer, batch, buckets)
+    changed = make_batch(16)
+    changed.batch["advantages"][15] *= 1e3
+    changed.batch["ref_log_prob"][15] -= 10
+    other = probe_of(trainer, changed, buckets)
+    return {
+        "record": with_filler.record(),
+        "difference": norm(flat(with_filler.whole["task"]) - flat(other.whole["task"])),
+    }
+
+
+def split_rows_of_one_rank(dump_dir: str) -> dict[str, Any]:
+    """All rows of bucket 0 live on rank 0 and all of bucket 1 on rank 1."""
+    trainer = make_trainer(TERMS, dump_dir)
+    batch = make_batch(16)
+    training, _ = training_step(trainer, batch)
+    probe = probe_of(trainer, batch, [0] * 8 + [1] * 8)
+    total = sum(flat(gradient) for gradient in probe.whole.values())
+    return {"error": norm(total - training) / norm(training)}
+
+
+def dot_of_unlike_rows(dump_dir: str) -> dict[str, Any]:
+    """Rows that say the same, and the opposite: their task gradients' cosines."""
+    trainer = make_trainer(["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"], dump_dir)
+    batch = make_batch(16)
+    for value in batch.batch.values():
+        value[:] = value[:1].clone()
+    batch.batch["advantages"][8:12] *= -2
+    batch.batch["advantages"][12:] = 0
+    record = probe_of(trainer, batch, [0] * 8 + [1] * 4 + [2] * 4).record()
+    return {"record": record}
+
+
+def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str, Any]:
+    """Three real updates, with an analysis before each or none."""
+    from verl.gradloc.analysis.probe import analyze
+
+    from tests.gradloc.harness import make_trainer
+
+    trainer = make_trainer(TERMS + overrides, dump_dir, dropout=0.1)
+    norms, records = [], []
+    for step in range(1, 4):
+        batch = make_batch(seed=step)
+        if with_analysis:
+            records.append(analyze(trainer.actor, local_rows(with_buckets(batch, UNEVEN))))
+        norms.append(trainer.update(batch)["metrics"]["actor/grad_norm"])
+    return {
+        "weights": trainer.weights_hash(),
+        "rng": torch.get_rng_state().numpy().tobytes(),
+        "norms": norms,
+        "analyses": len(records),
+    }
+
+
+def fail_on_one_rank(dump_dir: str) -> dict[str, Any]:
+    """The loss raises on rank 1 during the analysis; both ranks then train on."""
+    from verl.gradloc.analysis.probe import analyze
+
+    trainer = make_trainer(TERMS, dump_dir)
+    plain = make_trainer(TERMS, dump_dir)
+    batch = make_batch()
+    if dist.get_rank() == 1:
+        trainer.actor._micro_batch_loss = _broken
+    record = analyze(trainer.actor, local_rows(with_buckets(batch, UNEVEN)))
+    trainer.actor.__dict__.pop("_micro_batch_loss", None)
+    trainer.update(make_batch())
+    plain.update(make_batch())
+    return {"record": record, "is_same": trainer.weights_hash() == plain.weights_hash()}
+
+
+def _broken(*_):
+    raise ZeroDivisionError("no loss today")

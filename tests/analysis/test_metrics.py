@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The analysis record, its metrics and its files, from numbers small enough to check by hand."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from tests.analysis.pure import load
+
+metrics = load("metrics")
+store = load("store")
+GROUPS = load("groups").group_rows(
+    ["a", "a", "b", "b", "c", "c"], [0, 1, 1, 1, 0, 4], [1, 2, 3, 4, 5, 5]
+)
+BUCKETS = {"bucket_1": [1], "bucket_2": [0, 2]}
+RAW = {
+    "terms": ["task", "kl"],
+    "norms": [{"task": 2.0, "kl": 0.0}, {"task": 3.0, "kl": 4.0}, {"task": 5.0, "kl": 4.0}],
+    "dots": [{"task_kl": 0.0}, {"task_kl": -6.0}, {"task_kl": 20.0}],
+    "weights": [[0.25, 0.25], [0.75, 0.75]],
+    "losses": [[0.5, 0.25], [1.5, 0.75]],
+    "task_dots": [[4.0, 3.0], [3.0, 9.0]],
+    "forwards": 8,
+    "backwards": 6,
+}
+TOKENS = np.array([1, 2, 3, 4, 5, 5])
+
+
+def record():
+    return {
+        "global_step": 51,
+        "buckets": metrics.bucket_records(RAW, BUCKETS, GROUPS, TOKENS),
+        "task_cosines": metrics.bucket_cosines(RAW),
+        "groups": metrics.group_table(BUCKETS, GROUPS),
+        "batch": {
+            "source": "training",
+            "num_groups": 3,
+            "num_rows": 6,
+            "zero_variance_share": GROUPS.zero_variance_share,
+        },
+        "cost": {"backwards": 6},
+    }
+
+
+def test_a_bucket_is_measured_both_as_a_part_and_as_if_it_were_the_batch():
+    first, second, whole = record()["buckets"]
+    assert [bucket["name"] for bucket in (first, second, whole)] == ["bucket_1", "bucket_2", "all"]
+    assert first["norm"]["task"] == {
+        "own": 8.0,  # 2 at a quarter of the weight
+        "part": 2.0,
+        "per_row": 1.0,
+        "per_token": pytest.approx(2 / 7),
+    }
+    assert second["norm"]["kl"]["own"] == pytest.approx(4 / 0.75)
+    assert whole["norm"]["task"]["own"] == whole["norm"]["task"]["part"] == 5.0
+    assert whole["num_rows"] == 6 and whole["num_tokens"] == 20
+
+
+def test_losses_of_buckets_are_their_own_means_and_weigh_together_to_the_batch_loss():
+    first, second, whole = (bucket["loss"] for bucket in record()["buckets"])
+    assert first == {"policy": 2.0, "kl": 1.0, "total": 3.0}
+    assert whole == {"policy": 2.0, "kl": 1.0, "total": 3.0}
+    assert 0.25 * first["total"] + 0.75 * second["total"] == pytest.approx(whole["total"])
+
+
+def test_cosines_are_left_out_where_a_gradient_is_zero():
+    first, second, whole = (bucket["cosine"]["task_kl"] for bucket in record()["buckets"])
+    assert first is None
+    assert second == pytest.approx(-0.5)
+    assert whole == pytest.approx(1.0)
+    assert record()["task_cosines"] == [[1.0, 0.5], [0.5, 1.0]]
+
+
+def test_metrics_carry_the_guides_names():
+    logged = metrics.analysis_metrics(record())
+    for bucket in ("all", "bucket_1", "bucket_2"):
+        for name in (
+            "sample_count sample_pct reward_std_mean reward_std_min reward_std_max group_rv_count "
+            "task kl per_sample/task per_sample/kl per_token/task per_token/kl "
+            "loss/policy loss/kl loss/total"
+        ).split():
+            assert isinstance(logged[f"grad_norm/{bucket}/{name}"], float), name
+    for name in ("loss/policy", "loss/kl", "loss/total", "grad_norm/task", "grad_norm/kl"):
+        assert f"actor/{name}" in logged
+    assert logged["actor/grad_norm/task"] == logged["grad_norm/all/task"] == 5.0
+    assert logged["grad_norm/bucket_2/sample_pct"] == pytest.approx(4 / 6)
+    assert logged["grad_cosine/task/bucket_1/bucket_2"] == 0.5
+    assert logged["grad_analysis/zero_variance_share"] == pytest.approx(1 / 3)
+    assert "grad_norm/bucket_1/cosine/task_kl" not in logged
+    assert not any("entropy" in name for name in logged)
+
+
+def test_an_analysis_is_written_as_json_and_its_groups_as_csv(tmp_path):
+    path = store.write_analysis(str(tmp_path), {**record(), "odd": float("nan")})
+    assert path == tmp_path / "gradient_analysis" / "step_51.json"
+    assert json.loads(path.read_text())["odd"] == "NaN"
+    with open(path.parent / "group_rv_table_step_51.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["bucket"], row["group_id"], row["uid"]) for row in rows] == [
+        ("bucket_1", "1", "b"),
+        ("bucket_2", "0", "a"),
+        ("bucket_2", "2", "c"),
+    ]
+    assert float(rows[2]["reward_std"]) == pytest.approx(8**0.5)
+
+
+def test_a_step_analysed_again_after_a_resume_replaces_its_files(tmp_path):
+    store.write_analysis(str(tmp_path), record())
+    store.write_analysis(str(tmp_path), {**record(), "again": True})
+    folder = tmp_path / "gradient_analysis"
+    assert json.loads((folder / "step_51.json").read_text())["again"]
+    assert len(list(folder.iterdir())) == 2

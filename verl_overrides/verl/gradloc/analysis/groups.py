@@ -1,0 +1,78 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The rollouts of a batch, grouped by prompt, and how much each group's rewards differ.
+
+Shapes: R rows (rollouts), G groups (prompts). Groups stand in the order in which their first row does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["Groups", "group_rows"]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Per-group numbers; every array is (G,) except ``of_row``."""
+
+    uids: tuple[str, ...]
+    of_row: np.ndarray
+    """(R,) int: the group of each row."""
+    sizes: np.ndarray
+    """Rows per group, at least 1."""
+    reward_std: np.ndarray
+    """Unbiased standard deviation of the rows' rewards. Exactly 0 where all are equal and for a single row; NaN
+    where a reward is not finite."""
+    reward_mean: np.ndarray
+    length_mean: np.ndarray
+    """Mean number of response tokens."""
+
+    def __len__(self) -> int:
+        return len(self.uids)
+
+    @property
+    def zero_variance_share(self) -> float:
+        """Share of the groups whose rewards are all equal, in [0, 1]: under GRPO they teach nothing. 0 if empty."""
+        return float(np.mean(self.reward_std == 0.0)) if len(self) else 0.0
+
+
+def group_rows(uids: Sequence[str], rewards: Sequence[float], lengths: Sequence[int]) -> Groups:
+    """Group the rows of a batch by prompt.
+
+    Args:
+        uids: the prompt's name of each row; rows of a prompt need not stand together.
+        rewards: sum of the token-level scores of each row, before any KL penalty.
+        lengths: response tokens of each row.
+    """
+    number: dict[str, int] = {}
+    of_row = np.array([number.setdefault(str(uid), len(number)) for uid in uids], dtype=np.int64)
+    rewards, lengths = np.asarray(rewards, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
+    members = [np.flatnonzero(of_row == group) for group in range(len(number))]
+    return Groups(
+        uids=tuple(number),
+        of_row=of_row,
+        sizes=np.array([len(rows) for rows in members], dtype=np.int64),
+        reward_std=np.array([_std(rewards[rows]) for rows in members], dtype=np.float64),
+        reward_mean=np.array([rewards[rows].mean() for rows in members], dtype=np.float64),
+        length_mean=np.array([lengths[rows].mean() for rows in members], dtype=np.float64),
+    )
+
+
+def _std(values: np.ndarray) -> float:
+    if not np.isfinite(values).all():
+        return float("nan")
+    # equal values must give 0, not the rounding error of their mean
+    return 0.0 if np.ptp(values) == 0.0 else float(values.std(ddof=1))

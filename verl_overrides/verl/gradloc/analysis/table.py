@@ -1,0 +1,43 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The group table in Weights & Biases; other trackers have the CSV file."""
+
+from typing import Any
+
+__all__ = ["log_group_table"]
+
+_COLUMNS = ["bucket", "group_id", "reward_std"]
+
+
+def log_group_table(loggers: Any, record: dict[str, Any]) -> None:
+    """Log ``grad_norm/<bucket>/group_rv_table`` for each bucket to the run that verl has opened.
+
+    Args:
+        loggers: ``trainer.logger``; nothing happens unless wandb is among them.
+        record: the analysis.
+    """
+    if "wandb" not in loggers:
+        return
+    import wandb
+
+    if wandb.run is None:
+        return
+    rows: dict[str, list[list[Any]]] = {}
+    for group in record["groups"]:
+        rows.setdefault(group["bucket"], []).append([group[column] for column in _COLUMNS])
+    tables = {
+        f"grad_norm/{bucket}/group_rv_table": wandb.Table(columns=_COLUMNS, data=data) for bucket, data in rows.items()
+    }
+    # the step stays open: verl logs its scalars under the same one
+    wandb.log(tables, step=record["global_step"], commit=False)
