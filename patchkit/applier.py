@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``apply_patch.py`` does: apply, check, reverse, status. Returns reports, prints nothing."""
 
-import contextlib
 import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +58,6 @@ class Applier:
         self.state_folder = checkout.state_folder
         self.transaction = Transaction(self.files, checkout.root, self.state_folder)
         self.notes: list[str] = []
-        self._know_kept_patch()
 
     def apply(self) -> Report:
         """Brings the checkout to the wanted edition, from whatever known state it is in."""
@@ -99,7 +96,7 @@ class Applier:
         return report
 
     def _change(self, command: str, goal: Edition | None) -> Report:
-        with self._locked():
+        with lock.locked(self.files, self.state_folder, hide=self.checkout.git_dir is None):
             resolved = self.transaction.recover()
             if resolved:
                 self.notes.append(f"an interrupted run was {resolved} first")
@@ -114,17 +111,13 @@ class Applier:
             report.did = _did(command, found, goal, changes)
             return report
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with lock.locked(self.files, self.state_folder, hide=self.checkout.git_dir is None):
-            yield
-
     def _refuse_if_held(self) -> None:
         holder = lock.holder(self.state_folder)
         if holder:
             raise LockedError("locked", path=self.state_folder, found=holder)
 
     def _survey(self) -> Survey:
+        self._know_kept_patch()
         return survey(self.checkout, self.library.editions, self.library.manifest.base_commit)
 
     def _changes(self, found: Survey, goal: Edition | None) -> list[Change]:
@@ -242,10 +235,13 @@ class Applier:
         return path.read_bytes() if path.is_file() and not path.is_symlink() else None
 
     def _know_kept_patch(self) -> None:
+        """Reads the copy anew each time: a recovery may have put another one in its place."""
         kept = self.state_folder / KEPT_PATCH
         if kept.is_file() and not kept.is_symlink() and kept.stat().st_size <= MAX_STATE_BYTES:
-            if not self.library.know_patch(kept.read_bytes(), "an earlier build"):
-                self.notes.append(f"the copy of an applied patch in {kept.parent.name} is no use")
+            note = f"the copy of an applied patch in {kept.parent.name} is no use"
+            known = self.library.know_patch(kept.read_bytes(), "an earlier build")
+            if not known and note not in self.notes:
+                self.notes.append(note)
 
 
 def _count(changes: list[Change]) -> str:

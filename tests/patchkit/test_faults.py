@@ -165,6 +165,24 @@ def test_a_run_that_died_is_finished_or_undone_by_the_next(patches, tmp_path, co
         assert no_traces(root)
 
 
+def test_an_upgrade_from_a_build_that_only_its_copy_knows_survives_any_death(patches, tmp_path):
+    trial = BASE | {world.ACTOR: BASE[world.ACTOR] + "trial()\n", "verl/gradloc/t.py": "t = 1\n"}
+    made = world.make_patches(tmp_path / "trial", trial)
+    at = 0
+    while True:
+        at += 1
+        root = world.write_tree(tmp_path / str(at), BASE)
+        assert run(root, made, "apply") == 0
+        disk = FaultyDisk(at, Killed, lasting=True)
+        with contextlib.suppress(Killed):
+            run(root, patches, "apply", disk)
+        assert run(root, patches, "apply") == 0
+        assert world.files_of(root) == RESULT
+        if disk.count < at:
+            break
+    assert at > 60
+
+
 @pytest.mark.parametrize("fault", [OSError, Killed])
 def test_a_recovery_that_dies_or_fails_is_recovered_from(patches, tmp_path, fault):
     counter = FaultyDisk(10**9)
