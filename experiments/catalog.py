@@ -6,6 +6,8 @@
     # writes VARIABLE: what the folder is for
     # imports MODULE MODULE ...
 
+An experiment that lists another one among its `defaults` needs what that one needs, too.
+
 Standard library only: it works before anything is installed.
 """
 
@@ -39,6 +41,8 @@ class Experiment:
     summary: str
     variables: tuple[Variable, ...]
     imports: tuple[str, ...]
+    is_on_cpu: bool
+    """Whether it is the demo or builds on it: it then runs in the demo's environment."""
 
     def problem(self, environ) -> str | None:
         """The first thing wrong with its variables, as a sentence, or None."""
@@ -73,13 +77,19 @@ def load(name: str) -> Experiment:
     summary = re.search(rf"^# {re.escape(name)}: (.+)$", text, re.M)
     if not summary:
         raise ExperimentError(f"{path} has no line '# {name}: what it is': add it.")
-    variables = re.findall(r"^# (reads|writes) ([A-Z_]+): (.+)$", text, re.M)
-    imports = re.search(r"^# imports (.+)$", text, re.M)
+    bases = [load(base) for base in re.findall(r"^  - ([\w-]+)$", text, re.M) if base in names()]
+    variables = [v for base in bases for v in base.variables]
+    for kind, variable, meaning in re.findall(r"^# (reads|writes) ([A-Z_]+): (.+)$", text, re.M):
+        variables.append(Variable(variable, kind, meaning))
+    imports = [module for base in bases for module in base.imports]
+    for line in re.findall(r"^# imports (.+)$", text, re.M):
+        imports += line.split()
     return Experiment(
         name=name,
         summary=summary[1],
-        variables=tuple(Variable(name, kind, meaning) for kind, name, meaning in variables),
-        imports=tuple(imports[1].split()) if imports else (),
+        variables=tuple(variables),
+        imports=tuple(imports),
+        is_on_cpu=name == DEMO or any(base.is_on_cpu for base in bases),
     )
 
 

@@ -66,12 +66,12 @@ def run(args, environ, cwd: Path) -> int:
     problem = experiment.problem(environ)
     if problem:
         raise ExperimentError(problem)
-    is_demo = experiment.name == catalog.DEMO
+    on_cpu = experiment.is_on_cpu
     # run_experiment.sh has started us with PYTHON, where it is set.
-    python = sys.executable if environ.get("PYTHON") or not is_demo else None
+    python = sys.executable if environ.get("PYTHON") or not on_cpu else None
     chosen = target.named(environ, cwd)
     if chosen is None:
-        chosen = environment.patched_copy() if is_demo else target.imported(sys.executable)
+        chosen = environment.patched_copy() if on_cpu else target.imported(sys.executable)
     say("verl", f"{chosen.path} ({chosen.origin})")
     target.check_folder(cwd, chosen)
     run_dir = results_folder(environ, cwd, experiment.name)
@@ -79,26 +79,26 @@ def run(args, environ, cwd: Path) -> int:
         python = python or str(environment.VENV_PYTHON)
         describe(command(python, experiment.name, args.overrides), run_dir)
         return 0
-    is_own = is_demo and chosen == environment.patched_copy()
+    is_own = on_cpu and chosen == environment.patched_copy()
     if not is_own:
         # Before anything is installed for it.
         target.check_patched(chosen)
-    if is_demo:
+    if on_cpu:
         python = python or environment.ensure_python(report=progress)
     if is_own:
         environment.ensure_patched_copy(python, report=progress)
         target.check_patched(chosen)
     check_imports(python, experiment)
-    added = child_environment(environ, chosen.path, run_dir, is_demo)
-    if is_demo:
+    added = child_environment(environ, chosen.path, run_dir, on_cpu)
+    if on_cpu:
         added["GRADLOC_DEMO_MATERIAL"] = str(environment.ensure_material(python, report=progress))
     os.environ.update(added)
     run_dir.mkdir(parents=True)
     with launch.plain_path(python) as plain:
         line = command(plain, experiment.name, args.overrides)
         describe(line, run_dir)
-        code = launch.run(line, run_dir / "console.log", is_brief=is_demo and not args.verbose)
-    if code == 0 and is_demo:
+        code = launch.run(line, run_dir / "console.log", is_brief=on_cpu and not args.verbose)
+    if code == 0 and experiment.name == catalog.DEMO:
         code = verdict.main([str(run_dir)])
     say("results", run_dir)
     return code
@@ -148,7 +148,7 @@ def command(python: str, name: str, overrides: list[str]) -> list[str]:
     return [python, "-m", "verl.trainer.main_ppo", *fixed, *overrides]
 
 
-def child_environment(environ, verl: Path, run_dir: Path, is_demo: bool) -> dict[str, str]:
+def child_environment(environ, verl: Path, run_dir: Path, on_cpu: bool) -> dict[str, str]:
     """The variables that the trainer and Ray's workers get beyond the present ones."""
     modules = ["experiments.metrics_file"]
     added = {
@@ -158,7 +158,7 @@ def child_environment(environ, verl: Path, run_dir: Path, is_demo: bool) -> dict
         "GRADLOC_RUN_DIR": str(run_dir),
         "VERL_FILE_LOGGER_PATH": str(run_dir / "metrics.jsonl"),
     }
-    if is_demo:
+    if on_cpu:
         modules.insert(0, "experiments.cpu.device")
         # One thread a worker: two workers share two cores, and sums come out the same every time.
         added.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="-1,-1")

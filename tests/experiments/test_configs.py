@@ -68,7 +68,15 @@ def composed(request, tmp_path_factory, patched_tree):
 
 
 def test_an_experiment_composes_and_becomes_verls_dataclasses(composed):
-    _, _, config = composed
+    name, folder, config = composed
+    assert config["trainer"]["experiment_name"] == name
+    assert str(folder) in config["data"]["train_files"]
+
+
+def test_the_published_knobs_have_the_published_values(composed):
+    name, _, config = composed
+    if name not in (catalog.DEMO, catalog.PUBLISHED):
+        pytest.skip("about the demo and the published experiment")
     actor = config["actor_rollout_ref"]["actor"]
     assert actor["spike_detection"] is True
     assert actor["grad_norm_threshold"] == 640.0
@@ -109,7 +117,7 @@ def test_the_demos_seed_reaches_the_fault_the_data_and_the_rollouts(tmp_path, pa
 
 
 @pytest.mark.parametrize("name", catalog.names())
-def test_what_a_config_needs_from_the_environment_is_what_its_head_says(name):
+def test_what_a_config_takes_from_the_environment_is_what_its_head_says(name):
     text = (catalog.CONFIGS / f"{name}.yaml").read_text()
     used = set(re.findall(r"\$\{oc\.env:([A-Z_]+)\}", text))
     provided = {
@@ -119,7 +127,7 @@ def test_what_a_config_needs_from_the_environment_is_what_its_head_says(name):
         "VERL_USE_EXTERNAL_MODULES",
         "VERL_FILE_LOGGER_PATH",
     }
-    assert used - provided == {variable.name for variable in catalog.load(name).variables}
+    assert used - provided <= {variable.name for variable in catalog.load(name).variables}
 
 
 @pytest.mark.parametrize("name", catalog.names())

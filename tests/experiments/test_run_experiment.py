@@ -149,7 +149,7 @@ def test_a_python_without_the_packages_is_told_which_ones(
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        (["nonsense"], "there are demo, gradloc-qwen3-4b"),
+        (["nonsense"], f"there are {', '.join(catalog.names())}"),
         (["demo", "second"], "'second' is no override"),
         (["seed=3"], "name it first"),
     ],
