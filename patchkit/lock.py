@@ -51,7 +51,8 @@ def locked(files: Filesystem, folder: Path, hide: bool) -> Iterator[None]:
 
 def _acquire(files: Filesystem, folder: Path) -> int:
     for _ in range(_ATTEMPTS):
-        with contextlib.suppress(FileExistsError):
+        # Gone at once is possible too: a run that just ended removes the folder if it is empty.
+        with contextlib.suppress(FileExistsError, FileNotFoundError):
             files.make_folder(folder)
         try:
             if not stat.S_ISDIR(folder.lstat().st_mode):

@@ -187,7 +187,7 @@ SETTINGS = {
     "ignore-whitespace": ("apply.ignoreWhitespace", "change"),
     "autocrlf": ("core.autocrlf", "true"),
     "external-diff": ("diff.external", "/bin/false"),
-    "fsmonitor": ("core.fsmonitor", "touch /tmp/gradloc-was-here; false"),
+    "fsmonitor": ("core.fsmonitor", "touch was-here; false"),
 }
 
 
@@ -209,7 +209,7 @@ def test_row_68_no_setting_of_git_changes_the_result(apply, clone, monkeypatch, 
     assert apply(clone).code == 0
     files = {p: t for p, t in world.files_of(clone).items() if p != ".gitattributes"}
     assert files == RESULT
-    assert not Path("/tmp/gradloc-was-here").exists()
+    assert not list(tmp_path.rglob("was-here"))
 
 
 def test_the_index_is_never_touched(apply, clone):
