@@ -156,7 +156,11 @@ class Decoder:
 
 def shard(module: torch.nn.Module, actor_config: Any, model_config: Any) -> torch.nn.Module:
     """Wrap as verl's FSDP worker does: ``strategy`` fsdp or fsdp2, or not at all on ``none``."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
+    from torch.distributed.fsdp import (
+        FullyShardedDataParallel,
+        MixedPrecision,
+        MixedPrecisionPolicy,
+    )
     from verl.utils.fsdp_utils import apply_fsdp2, get_fsdp_wrap_policy
     from verl.utils.torch_dtypes import PrecisionType
     from verl.workers.fsdp_workers import create_device_mesh, get_sharding_strategy
@@ -179,7 +183,11 @@ def shard(module: torch.nn.Module, actor_config: Any, model_config: Any) -> torc
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
     )
-    kwargs = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": fsdp.reshard_after_forward}
+    kwargs = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "reshard_after_forward": fsdp.reshard_after_forward,
+    }
     apply_fsdp2(module, kwargs, fsdp)
     return module
 

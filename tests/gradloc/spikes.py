@@ -131,3 +131,10 @@ def update_batch(kind: str, overrides: list[str], dump_dir: str) -> dict[str, An
         "metrics": out["metrics"],
         "next_norm": after["metrics"]["actor/grad_norm"][0][0],
     }
+
+
+def localize_twice(overrides: list[str], dump_dir: str) -> dict[str, Any]:
+    """A culprit in the second mini-batch of each epoch."""
+    batch = make_batch()
+    plant(batch, 6, 2, -1e4)
+    return make_trainer(overrides, dump_dir).update(batch)["metrics"]

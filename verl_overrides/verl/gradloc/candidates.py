@@ -31,6 +31,8 @@ from .share import ShareMap
 __all__ = ["Candidate", "by_coefficient", "by_share", "by_value", "non_finite", "spans_by_share"]
 
 _WINDOW_SHARE = 0.9  # of a sequence's product, that a segment must carry to be named instead of the sequence
+_MIN_SEGMENT = 4  # this many culprit tokens side by side are named as one segment
+_MAX_GAP = 2  # positions from one of them to the next
 
 
 @dataclass(frozen=True)
@@ -45,23 +47,30 @@ class Candidate:
 
 
 def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Candidate]:
-    """Tokens whose norm is, by Cauchy-Schwarz, at least a culprit's."""
+    """Tokens whose norm is, by Cauchy-Schwarz, at least a culprit's; many in a row are one segment."""
     norm = shares.square**0.5
-    return by_value(task, lambda index: shares.products[index].abs() / norm, task.culprit_norm, named)
+
+    def local() -> list[tuple[float, Candidate]]:
+        found = []
+        for index, first, values in _rows(task, lambda index: shares.products[index] / norm):
+            for start, end in _runs((values.abs() >= task.culprit_norm).nonzero().squeeze(-1).tolist()):
+                span = "token" if end - start == 1 else "sequence" if end - start == len(values) else "segment"
+                bound = float(values[start:end].sum().abs())
+                found.append((bound, _span(task, index, first + start, first + end, span, bound)))
+        return found
+
+    return _merge(task, local, named)
 
 
-def by_value(
-    task: Task, value: Callable[[int], torch.Tensor], least: float, named: set[Token], is_bound: bool = True
-) -> list[Candidate]:
-    """Tokens for which a per-token value (B, T) of their micro-batch is at least ``least``, largest first."""
+def by_value(task: Task, value: Callable[[int], torch.Tensor], least: float, named: set[Token]) -> list[Candidate]:
+    """Tokens for which a per-token value (B, T) of their micro-batch is at least ``least``, largest first: hints."""
 
     def local() -> list[tuple[float, Candidate]]:
         found = []
         for index in range(task.prober.step.num_micro_batches):
             values = value(index)[task.prober.step.token_mask(index)]
             for number in (values >= least).nonzero().squeeze(-1).tolist():
-                size = float(values[number])
-                found.append((size, _token(task, index, number, size if is_bound else 0.0)))
+                found.append((float(values[number]), _token(task, index, number, 0.0)))
         return found
 
     return _merge(task, local, named)
@@ -155,6 +164,23 @@ def _token(task: Task, index: int, number: int, bound: float) -> Candidate:
 def _span(task: Task, index: int, start: int, end: int, span: str, bound: float) -> Candidate:
     rank = task.prober.ranks.rank
     return Candidate(bound, span, tuple(Token(index, rank, number) for number in range(start, end)))
+
+
+def _runs(positions: list[int]) -> list[tuple[int, int]]:
+    """Intervals [start, end) that hold these positions: neighbours are joined where that makes a run of some length."""
+    joined: list[list[int]] = []
+    for position in positions:
+        if joined and position - joined[-1][-1] <= _MAX_GAP:
+            joined[-1].append(position)
+        else:
+            joined.append([position])
+    runs = []
+    for run in joined:
+        if len(run) >= _MIN_SEGMENT:
+            runs.append((run[0], run[-1] + 1))
+        else:
+            runs += [(position, position + 1) for position in run]
+    return runs
 
 
 def _window(values: torch.Tensor) -> tuple[int, int]:

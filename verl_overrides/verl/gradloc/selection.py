@@ -28,7 +28,7 @@ import torch
 __all__ = ["Part", "Token", "mask_of", "mask_without"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Token:
     """One response token of the mini-batch."""
 

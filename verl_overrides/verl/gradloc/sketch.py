@@ -99,7 +99,7 @@ def sketch(task: Task, named: list[Token] = ()) -> SearchResult:
         return result
     found = measure_norms(task, list(named))
     least = task.culprit_norm
-    candidates = by_value(task, lambda index: found.norms[index], _MARGIN * least, set(named), is_bound=False)
+    candidates = by_value(task, lambda index: found.norms[index], _MARGIN * least, set(named))
     for candidate in candidates[: 2 * task.max_culprits]:
         if len(result.culprits) == task.max_culprits or not task.can_afford(backwards=1):
             break

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scenarios about the probes themselves: do they add up, do shares, is a masked step right."""
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.gradloc.harness import make_batch, make_trainer
+from tests.gradloc.spikes import ON, plant
+
+FORCE = ["actor_rollout_ref.actor.gradloc.trigger.force_step=1"]
+
+
+@contextlib.contextmanager
+def instead_of_localizing(measure):
+    """Run ``measure`` where the hook would search, and collect what it returns."""
+    from verl.gradloc.hook import ActorHook
+    from verl.gradloc.probe import Prober
+
+    original, results = ActorHook._look_into, []
+
+    def look_into(hook, spike, grad_norm):
+        saved = hook._space.take()
+        clip = min(1.0, hook.actor.config.grad_clip / (spike.grad_norm + 1e-6))
+        results.append(
+            measure(hook, saved, clip, Prober(hook._step, hook._space, hook.ranks), spike)
+        )
+        hook._space.put(saved)
+        return grad_norm
+
+    ActorHook._look_into = look_into
+    try:
+        yield results
+    finally:
+        ActorHook._look_into = original
+
+
+def cover_error(overrides: list[str], dump_dir: str, noise: float = 0.3) -> dict[str, Any]:
+    """Relative error of the sum over a random disjoint three-way cover of the tokens."""
+
+    def measure(hook, saved, clip, prober, spike):
+        step = prober.step
+        parts = [
+            torch.randint(0, 3, step.token_mask(i).shape) for i in range(step.num_micro_batches)
+        ]
+        total, norms = None, []
+        for part in range(3):
+            prober.compute((i, parts[i] == part) for i in range(step.num_micro_batches))
+            norms.append(prober.space.norm())
+            found = prober.space.take()
+            prober.space.put(total if total is not None else [None] * len(found))
+            prober.space.add(found)
+            total = prober.space.take()
+        prober.space.put(total)
+        prober.space.add(saved, alpha=-1.0 / clip)
+        return {"error": prober.space.norm() / spike.grad_norm, "parts": norms}
+
+    with instead_of_localizing(measure) as results:
+        trainer = make_trainer(ON + FORCE + overrides, dump_dir)
+        batch = make_batch(noise=noise)
+        batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"] + 0.01
+        trainer.update(batch)
+    return results[0]
+
+
+def share_identities(overrides: list[str], dump_dir: str) -> dict[str, Any]:
+    """Closure, and the sums of shares by rank, micro-batch and sequence, on a planted spike."""
+    from verl.gradloc.finding import Task
+    from verl.gradloc.share import measure_shares
+
+    def measure(hook, saved, clip, prober, spike):
+        before = [
+            param.to_local().clone() if hasattr(param, "to_local") else param.detach().clone()
+            for param in prober.space.params
+        ]
+        task = Task(prober, saved, clip, spike, 1.0, 128, 8)
+        shares = measure_shares(prober, task.coefficients([]), saved, clip)
+        after = [
+            param.to_local() if hasattr(param, "to_local") else param.detach()
+            for param in prober.space.params
+        ]
+        by_micro_batch = [
+            hook.ranks.sum([float(shares.shares(i).sum())])[0]
+            for i in range(prober.step.num_micro_batches)
+        ]
+        sequences = sum(
+            float(shares.shares(i).sum(-1).sum()) for i in range(prober.step.num_micro_batches)
+        )
+        top = max(float(shares.shares(i).max()) for i in range(prober.step.num_micro_batches))
+        log_prob, _ = prober.forward(0)
+        return {
+            "closure": shares.closure,
+            "is_trusted": shares.is_trusted,
+            "by_micro_batch": by_micro_batch,
+            "by_rank": hook.ranks.gather(sequences),
+            "top": hook.ranks.max([top])[0],
+            "weights_restored": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
+            "log_prob_drift": float((log_prob - prober.step.recorded(0).log_prob).abs().max()),
+            "forwards": prober.num_forwards,
+        }
+
+    with instead_of_localizing(measure) as results:
+        trainer = make_trainer(ON + FORCE + overrides, dump_dir)
+        batch = make_batch()
+        plant(batch, 5, 3, -1e4)
+        plant(batch, 12, 2, -3e3)
+        trainer.update(batch)
+    return results[0]
+
+
+def masked_step(overrides: list[str], dump_dir: str, dropout: float, plants: list) -> dict:
+    """One spiking step under ``action.mode=mask``, against training with the culprits let out."""
+    mask = [*ON, "actor_rollout_ref.actor.gradloc.action.mode=mask"]
+
+    def run(settings: list[str], let_out: bool) -> dict[str, Any]:
+        batch = make_batch(seed=1)
+        for row, position, advantage in plants:
+            plant(batch, row, position, advantage)
+        trainer = make_trainer(settings + overrides, dump_dir, dropout=dropout)
+        with _letting_out(plants, batch) if let_out else contextlib.nullcontext():
+            out = trainer.update(batch)
+        trainer.update(make_batch(seed=2))
+        return {
+            "weights": trainer.weights_hash(),
+            "rng": torch.get_rng_state().numpy().tobytes(),
+            "event": out["events"][0] if out["events"] else None,
+            "metrics": out["metrics"],
+        }
+
+    return {"masked": run(mask, False), "wanted": run([], True), "clipped": run([], False)}
+
+
+@contextlib.contextmanager
+def _letting_out(plants: list, batch: Any):
+    """Make plain training detach the planted tokens in its own forward."""
+    from verl.workers.actor.dp_actor import DataParallelPPOActor
+
+    original = DataParallelPPOActor._forward_for_loss
+    targets = [(batch.batch["input_ids"][row], position) for row, position, _ in plants]
+
+    def forward(self, inputs, temperature):
+        entropy, log_prob = original(self, inputs, temperature)
+        kept = torch.ones_like(log_prob, dtype=torch.bool)
+        for ids, position in targets:
+            for row in range(len(kept)):
+                if torch.equal(inputs["input_ids"][row], ids):
+                    kept[row, position] = False
+        return entropy, torch.where(kept, log_prob, log_prob.detach())
+
+    DataParallelPPOActor._forward_for_loss = forward
+    try:
+        yield
+    finally:
+        DataParallelPPOActor._forward_for_loss = original
+
+
+def collectives_of_a_step(overrides: list[str], dump_dir: str) -> int:
+    """How many collectives one healthy update calls on this rank, as torch's profiler sees them."""
+    trainer = make_trainer(overrides, dump_dir)
+    trainer.update(make_batch(seed=1))
+    batch = make_batch(seed=2)
+    batch.meta_info["temperature"] = 1.0
+    if trainer.driver is not None:
+        trainer.driver.before_update(batch, 2, dist.get_world_size())
+    local = batch.chunk(dist.get_world_size())[dist.get_rank()]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        trainer.actor.update_policy(local)
+    return sum(
+        event.name.startswith(("c10d::", "_c10d_functional::")) for event in profile.events()
+    )

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Probes are parts of the real gradient, shares add up to 1, and a masked step is the right one."""
+
+import pytest
+
+ACTOR = "actor_rollout_ref.actor"
+TERMS = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.entropy_coeff=0.05"]
+OFF_POLICY = [f"{ACTOR}.ppo_epochs=2"]  # the first epoch is looked at; it uses the stored log-probs
+FSDP1 = [f"{ACTOR}.strategy=fsdp"]
+BF16 = [f"{ACTOR}.fsdp_config.dtype=bfloat16"]
+KEEP = [f"{ACTOR}.fsdp_config.reshard_after_forward=false"]
+
+MODES = ["vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo"]
+AGGREGATIONS = [
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_probes_of_a_random_cover_add_up_to_the_gradient_under_every_loss(
+    world, dump_dir, mode
+):
+    loss = [f"{ACTOR}.policy_loss.loss_mode={mode}", f"{ACTOR}.policy_loss.clip_cov_ratio=0.1"]
+    cells = [(aggregation, []) for aggregation in AGGREGATIONS] + [(AGGREGATIONS[0], OFF_POLICY)]
+    for aggregation, policy in cells:
+        overrides = [*loss, f"{ACTOR}.loss_agg_mode={aggregation}", *TERMS, *policy]
+        found, other = world.run("identities.cover_error", overrides=overrides, dump_dir=dump_dir)
+        assert found["error"] < 1e-5, f"{aggregation}, {'off' if policy else 'on'}-policy"
+        assert found["error"] == other["error"], "every rank measures the same"
+        assert all(norm > 0 for norm in found["parts"])
+
+
+def test_a_mode_that_its_own_config_cannot_express_is_refused_by_verl_itself(world, dump_dir):
+    """bypass_mode needs policy_loss.rollout_correction, which verl 0.7.0's dataclass lacks."""
+    loss = [f"{ACTOR}.policy_loss.loss_mode=bypass_mode"]
+    with pytest.raises(AssertionError, match="rollout_correction"):
+        world.run("identities.cover_error", overrides=loss, dump_dir=dump_dir)
+
+
+LAYOUTS = {
+    "FSDP2": [],
+    "FSDP2, weights kept": KEEP,
+    "FSDP1": FSDP1,
+    "FSDP1, weights kept": FSDP1 + KEEP,
+    "FSDP2, entropy and KL": TERMS,
+    "FSDP2, bf16": BF16,
+    "FSDP1, bf16": FSDP1 + BF16,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_the_shares_of_all_tokens_add_up_however_they_are_grouped(world, dump_dir, layout):
+    found, other = world.run("identities.share_identities", overrides=layout, dump_dir=dump_dir)
+    low, high = (0.8, 1.25) if layout[-1:] == BF16 else (0.95, 1.05)
+    assert low <= found["closure"] <= high
+    assert found["is_trusted"]
+    assert sum(found["by_micro_batch"]) == pytest.approx(found["closure"], abs=1e-9)
+    assert sum(found["by_rank"]) == pytest.approx(found["closure"], abs=1e-9)
+    assert found["top"] == pytest.approx(0.91, abs=0.08)
+    assert found["weights_restored"] and other["weights_restored"]
+    if BF16[0] not in layout:
+        assert found["log_prob_drift"] == 0.0, "no stale weights are left in any unit"
+
+
+@pytest.mark.parametrize("strategy", [[], FSDP1], ids=["FSDP2", "FSDP1"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no dropout", "dropout"])
+def test_a_masked_step_is_training_without_the_culprits_bit_for_bit(
+    world, dump_dir, strategy, dropout
+):
+    settings = [f"{ACTOR}.grad_clip=0.5", f"{ACTOR}.grad_norm_threshold=640"]
+    answers = world.run(
+        "identities.masked_step",
+        overrides=strategy + settings,
+        dump_dir=dump_dir,
+        dropout=dropout,
+        plants=[(5, 3, 1e4), (12, 4, 1e4)],
+    )
+    for answer in answers:
+        assert answer["masked"]["event"]["action"]["taken"] == "mask"
+        assert answer["masked"]["weights"] == answer["wanted"]["weights"]
+        assert answer["masked"]["rng"] == answer["wanted"]["rng"]
+        assert answer["masked"]["weights"] != answer["clipped"]["weights"], "the plant mattered"
+    metrics = answers[0]["masked"]["metrics"]
+    assert metrics["gradloc/mask"] == [1] and metrics["gradloc/skip"] == [0]
+
+
+def test_nothing_is_communicated_while_nothing_spikes(world, unpatched_world, dump_dir):
+    on = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=1e6"]
+    counts = {
+        "unpatched": unpatched_world.run(
+            "identities.collectives_of_a_step", overrides=[], dump_dir=dump_dir
+        ),
+        "off": world.run("identities.collectives_of_a_step", overrides=[], dump_dir=dump_dir),
+        "on": world.run("identities.collectives_of_a_step", overrides=on, dump_dir=dump_dir),
+    }
+    assert counts["unpatched"] == counts["off"] == counts["on"]
+    assert counts["on"][0] > 0, "the count counts"

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same culprits, the oracle's, under every way of running the actor that is supported."""
+
+import pytest
+
+from tests.gradloc.events import read_events
+
+ACTOR = "actor_rollout_ref.actor"
+ON = [f"{ACTOR}.spike_detection=True"]
+TAU = [f"{ACTOR}.grad_norm_threshold=640"]
+PLANTS = [(2, 3, -1e4), (11, 5, -8e3)]
+
+FSDP1 = [f"{ACTOR}.strategy=fsdp"]
+KEEP = [f"{ACTOR}.fsdp_config.reshard_after_forward=false"]
+BF16 = [f"{ACTOR}.fsdp_config.dtype=bfloat16"]
+FP16 = [f"{ACTOR}.fsdp_config.dtype=float16"]
+CHECKPOINTING = ["actor_rollout_ref.model.enable_gradient_checkpointing=true"]
+ENTROPY = [f"{ACTOR}.entropy_coeff=0.05"]
+KL = [f"{ACTOR}.use_kl_loss=true"]
+SMALL = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=1"]
+
+LAYOUTS = {
+    "FSDP2": [],
+    "FSDP2, weights kept after forward": KEEP,
+    "FSDP2, bf16": BF16,
+    "FSDP2, bf16, checkpointing": BF16 + CHECKPOINTING,
+    "FSDP2, entropy and KL terms": ENTROPY + KL,
+    "FSDP2, one row per micro-batch": SMALL,
+    "FSDP1": FSDP1,
+    "FSDP1, original parameters": [*FSDP1, f"{ACTOR}.fsdp_config.use_orig_params=true"],
+    "FSDP1, weights kept after forward": FSDP1 + KEEP,
+    "FSDP1, bf16": FSDP1 + BF16,
+    "FSDP1, fp16 with its scaler": FSDP1 + FP16,
+}
+
+
+CASES = [(name, "auto") for name in LAYOUTS] + [
+    (name, "bisect")
+    for name in ("FSDP1", "FSDP2, bf16, checkpointing", "FSDP1, fp16 with its scaler")
+]
+
+
+@pytest.mark.parametrize(("name", "strategy"), CASES, ids=[" by ".join(case) for case in CASES])
+def test_the_planted_culprits_are_found_and_nothing_else(world, dump_dir, name, strategy):
+    layout = LAYOUTS[name]
+    search = [f"{ACTOR}.gradloc.search.strategy={strategy}"]
+    found, _ = world.run(
+        "spikes.localize_planted", plants=PLANTS, overrides=TAU + search + layout, dump_dir=dump_dir
+    )
+    (event,) = read_events(dump_dir)
+    named = {(culprit["row"], culprit["positions"][0]) for culprit in event["culprits"]}
+    assert sorted(named) == found["planted"]
+    half = any("float16" in key for key in layout)
+    for culprit, share, norm in zip(
+        event["culprits"], found["oracle_shares"], found["oracle_culprit_norms"], strict=True
+    ):
+        assert culprit["grad_norm"] == pytest.approx(norm, rel=0.03 if half else 1e-3)
+        assert culprit["share"] == pytest.approx(share, abs=0.03 if half else 1e-3)
+    assert event["certificate"]["verdict"] == "explained"
+    tolerance = 0.05 if half else 0.002
+    assert event["certificate"]["norm_after"] == pytest.approx(
+        found["oracle_norm_without"], rel=tolerance
+    )
+    if strategy == "auto":
+        assert event["shares"]["is_trusted"]
+        if not half:
+            assert 0.95 <= event["shares"]["closure"] <= 1.05
+
+
+def test_a_dynamic_batch_size_changes_nothing_but_the_dealing_out(world, dump_dir):
+    """verl deals rows out by length, so only the culprits' places in the batch are compared."""
+    dynamic = [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=40"]
+    world.run("spikes.update_batch", kind="spike", overrides=ON + TAU + dynamic, dump_dir=dump_dir)
+    (event,) = read_events(dump_dir)
+    assert [(c["row"], c["positions"]) for c in event["culprits"]] == [(5, [3])]
+    assert event["certificate"]["verdict"] == "explained"
+
+
+def test_a_spike_in_a_later_mini_batch_and_epoch_is_found_there(world, dump_dir):
+    several = [f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_epochs=2"]
+    budget = [f"{ACTOR}.gradloc.trigger.max_events_per_step=4"]
+    loss = [f"{ACTOR}.policy_loss.loss_mode=gpg"]  # no ratio that could clip the plant away
+    overrides = ON + TAU + several + budget + loss
+    world.run("spikes.localize_twice", overrides=overrides, dump_dir=dump_dir)
+    events = read_events(dump_dir)
+    places = [(e["step"]["epoch"], e["step"]["mini_batch"]) for e in events]
+    assert places == [(0, 1), (1, 1)]
+    for event in events:
+        assert [(c["row"], c["positions"]) for c in event["culprits"]] == [(6, [2])]
