@@ -13,6 +13,8 @@
     return element;
   };
 
+  const plain = (value) => (typeof value === "number" ? value.toLocaleString("en", { maximumSignificantDigits: 4 }) : value);
+
   // ---- tokens: where they lie in the payload, and how they look
 
   const articleOf = (element) => element.closest("article.event");
@@ -60,7 +62,7 @@
     for (const [name, label] of Object.entries(data.labels)) {
       if (!(name in part.v)) continue;
       const value = Array.isArray(part.v[name]) ? part.v[name][at] : part.v[name];
-      rows.push([label, name === "share" && typeof value === "number" ? `${+(100 * value).toPrecision(3)}%` : value]);
+      rows.push([label, name === "share" && typeof value === "number" ? `${+(100 * value).toPrecision(3)}%` : plain(value)]);
     }
     record.querySelector("h4").textContent = part.t[at];
     record.querySelector(".hint").textContent = sequence.c.includes(position) ? "A culprit." : "";

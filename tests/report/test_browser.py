@@ -103,11 +103,62 @@ def requests(driver) -> list[str]:
     return [m["params"]["request"]["url"] for m in sent]
 
 
+CONTRAST = """
+const channels = (text) => text.match(/[\\d.]+/g).map(Number);
+const light = ([r, g, b]) => {
+  const part = (v) => ((v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * part(r) + 0.7152 * part(g) + 0.0722 * part(b);
+};
+const behind = (element) => {
+  const layers = [];
+  for (let at = element; at; at = at.parentElement) {
+    const [r, g, b, a = 1] = channels(getComputedStyle(at).backgroundColor);
+    layers.unshift([r, g, b, a]);
+  }
+  const mix = (under, [r, g, b, a]) => [r, g, b].map((v, i) => v * a + under[i] * (1 - a));
+  return layers.reduce(mix, [255, 255, 255]);
+};
+const worst = [];
+const texts = "p, dt, dd, th, td, span, summary, code, button, legend, h1, h2, h3, h4, li, b";
+for (const element of document.querySelectorAll(texts)) {
+  if (!element.textContent.trim() || !element.checkVisibility()) continue;
+  const [one, two] = [light(channels(getComputedStyle(element).color)), light(behind(element))];
+  const ratio = (Math.max(one, two) + 0.05) / (Math.min(one, two) + 0.05);
+  const what = element.textContent.slice(0, 20);
+  if (ratio < 4.5) worst.push(`${element.className} ${what} ${ratio.toFixed(2)}`);
+}
+return worst;
+"""
+
+
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+def test_every_text_has_the_contrast_that_wcag_asks_for(driver, demo_page, hostile_page, is_dark):
+    for path in (demo_page, hostile_page):
+        shots.show(driver, path, 1280, 900, is_dark)
+        assert driver.execute_script(CONTRAST) == []
+
+
+def test_every_control_can_be_reached_and_named(driver, demo_page, long_run_page):
+    for path in (demo_page, long_run_page):
+        open_page(driver, path)
+        for control in find(driver, "button, a, summary, input, [tabindex]"):
+            if control.is_displayed():
+                assert control.accessible_name or control.text, control.get_attribute("outerHTML")
+
+
 def find(driver, query):
     return driver.find_elements("css selector", query)
 
 
-@pytest.mark.parametrize("name", ["hostile_page", "long_run_page"])
+@pytest.fixture(scope="module")
+def demo_page(tmp_path_factory):
+    """What the demo left behind, kept in examples/."""
+    out = tmp_path_factory.mktemp("demo") / "report.html"
+    page.write(out, page.render(read_run(REPO / "examples" / "demo")))
+    return out
+
+
+@pytest.mark.parametrize("name", ["demo_page", "hostile_page", "long_run_page"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_page_is_quiet_and_requests_only_itself(driver, request, name, width):
     path = request.getfixturevalue(name)
