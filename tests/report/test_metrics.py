@@ -85,3 +85,22 @@ def test_metrics_elsewhere_can_be_named(tmp_path):
     folder = write_run(tmp_path / "run", [make_event()])
     write_run(tmp_path / "logs", metrics=make_metrics(4, ()))
     assert read_run(folder, tmp_path / "logs" / "metrics.jsonl").metrics.steps == [1, 2, 3, 4]
+
+
+def test_tensorboard_files_are_read_where_its_package_is(tmp_path):
+    writers = pytest.importorskip(
+        "tensorboard.summary.writer.event_file_writer", reason="tensorboard is not installed"
+    )
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    folder = tmp_path / "run" / "tensorboard_log"
+    writer = writers.EventFileWriter(str(folder))
+    for step in (1, 2, 3):
+        value = Summary.Value(tag=MEAN, simple_value=float(step))
+        writer.add_event(Event(wall_time=0.0, step=step, summary=Summary(value=[value])))
+    writer.close()
+    write_run(tmp_path / "run", [make_event()])
+    metrics = read_run(tmp_path / "run").metrics
+    assert metrics.steps == [1, 2, 3]
+    assert metrics.get(MEAN) == [1.0, 2.0, 3.0]
