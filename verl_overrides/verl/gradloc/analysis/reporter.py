@@ -214,9 +214,10 @@ class Analysis:
         raw = self._ask_workers(trainer, batch, groups, buckets)
         record = self._record(trainer, batch, groups, buckets, raw)
         record["cost"]["seconds"] = time.perf_counter() - start
+        record["metrics"] = analysis_metrics(record)
         write_analysis(self.root, record)
         log_group_table(trainer.config.trainer.logger, record)
-        return analysis_metrics(record)
+        return record["metrics"]
 
     def _ask_workers(self, trainer: Any, batch: Any, groups: Groups, buckets: dict[str, list[int]]) -> dict[str, Any]:
         from verl.protocol import pad_dataproto_to_divisor
