@@ -83,7 +83,10 @@ def read_run(path: Path, metrics_path: Path | None = None) -> RunFolder:
 
 def _walk(folder: Path, depth: int = DEPTH) -> list[Path]:
     """Files of a folder, nearest first; big folders that hold neither kind are passed over."""
-    entries = sorted(folder.iterdir(), key=lambda entry: entry.name) if depth else []
+    try:
+        entries = sorted(folder.iterdir(), key=lambda entry: entry.name) if depth else []
+    except PermissionError:  # somebody else's folder inside the run's is no reason to stop
+        return []
     files = [entry for entry in entries if entry.is_file()]
     for entry in entries:
         if entry.is_dir() and not entry.is_symlink() and entry.name not in SKIPPED:

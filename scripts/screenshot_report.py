@@ -3,13 +3,16 @@
 
     python scripts/screenshot_report.py report.html picture.png [--dark] [--width 390] [--whole]
 
-Needs selenium, chromium and chromedriver (Debian: apt-get install chromium chromium-driver).
+Needs selenium, chromium and chromedriver; the browser tests install the latter two where they may
+(Debian: apt-get install chromium chromium-driver).
 """
 
 import argparse
 import base64
 import contextlib
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -38,6 +41,19 @@ def missing() -> str | None:
         if not any(map(shutil.which, names)):
             return f"there is no {names[0]} (Debian: apt-get install chromium chromium-driver)"
     return None
+
+
+def install() -> None:
+    """Install the browser from the distribution's packages, where that can be done: root and apt.
+
+    Elsewhere, or when it fails, nothing happens, and `missing` says what is not there.
+    """
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        return
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    packages = ["-y", "-qq", "--no-install-recommends", "chromium", "chromium-driver"]
+    for command in (["update", "-qq"], ["install", *packages]):
+        subprocess.run(["apt-get", *command], env=environment, capture_output=True, timeout=600)
 
 
 @contextlib.contextmanager
