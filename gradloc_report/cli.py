@@ -16,6 +16,7 @@ from gradloc_report.errors import ReportError
 COMMANDS = {
     "show": "a run's events: in the terminal, as an HTML page, or as Markdown, JSON or CSV",
     "compare": "two runs side by side",
+    "buckets": "a run's gradient analyses: figures by reward variance, or three steps in one",
 }
 DEFAULT = "show"
 EPILOG = """\
@@ -57,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments and not is_named:
         arguments.insert(0, DEFAULT)
     args = parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a token may be more than the terminal can say
     try:
         return _module(args.command).run(args)
     except ReportError as error:

@@ -97,10 +97,11 @@ def _one(console: Console, event: Event) -> None:
 
 
 def _table(events: list[Event]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("event", no_wrap=True, overflow="fold")  # --event wants the whole name
-    for head in ("norm", "x thresh.", "culprit", "share", "cause", "certificate"):
-        table.add_column(head, no_wrap=head in ("norm", "share"))
+    widths = {"norm": 5, "x thresh.": 5, "culprit": 7, "share": 5, "cause": 9, "certificate": 11}
+    for head, width in widths.items():
+        table.add_column(head, no_wrap=head in ("norm", "share"), min_width=width)
     for event in events:
         first = event.culprits[0] if event.culprits else None
         token = f'"{one_line(first.text, 16)}"' if first else "none"

@@ -2,11 +2,14 @@
 """The command line as a user meets it: what it prints, writes, refuses."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
 from gradloc_report.cli import COMMANDS, main
-from tests.report.builder import HOSTILE, make_culprit, make_event, make_metrics, write_run
+from tests.report.builder import HOSTILE, REPO, make_culprit, make_event, make_metrics, write_run
 
 
 @pytest.fixture
@@ -129,3 +132,18 @@ def test_without_arguments_it_says_what_is_missing(capsys):
         main([])
     assert caught.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
+
+
+def test_a_terminal_that_speaks_ascii_only_gets_a_summary(folder):
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-m", "gradloc_report", str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert b"step000005-epoch0-mini0" in done.stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(folder):
+    command = f"{sys.executable} -m gradloc_report {folder} --format json | head -c 10"
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(command, shell=True, env=environment, capture_output=True)
+    assert done.stderr == b""
