@@ -18,6 +18,12 @@ def world(patched_tree):
     yield from _world(2, patched_tree)
 
 
+@pytest.fixture(scope="module")
+def four_ranks(patched_tree):
+    """Four ranks on the patched tree."""
+    yield from _world(4, patched_tree)
+
+
 @pytest.fixture(scope="session")
 def single(patched_tree):
     """One rank on the patched tree."""

@@ -92,6 +92,19 @@ def make_model(seed: int = 0, dropout: float = 0.0) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config)
 
 
+def add_adapters(model: torch.nn.Module) -> torch.nn.Module:
+    """LoRA as verl's worker adds it; the second factor is not zero, so that both have gradients."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(7)
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear")
+    model = get_peft_model(model, config)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param, std=0.02)
+    return model
+
+
 def make_config(overrides: list[str], dump_dir: str) -> Any:
     """verl's ppo_trainer config, composed by Hydra."""
     from importlib.util import find_spec
@@ -128,12 +141,16 @@ def make_trainer(
 
     if dist.get_rank() != 0:  # in verl one process, the trainer's, writes
         dump_dir = f"{dump_dir}-rank{dist.get_rank()}"
-    config = make_config(overrides, dump_dir)
+    has_adapters = "lora" in overrides
+    config = make_config([override for override in overrides if override != "lora"], dump_dir)
     actor_config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     sp_size = actor_config.ulysses_sequence_parallel_size
     actor_config.ppo_mini_batch_size //= dist.get_world_size() // sp_size
-    module = shard(make_model(seed, dropout), actor_config, config.actor_rollout_ref.model)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=actor_config.optim.lr)
+    model = make_model(seed, dropout)
+    model = add_adapters(model) if has_adapters else model
+    module = shard(model, actor_config, config.actor_rollout_ref.model)
+    trainable = [param for param in module.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=actor_config.optim.lr)
     torch.manual_seed(1000 + seed)
     actor = DataParallelPPOActor(actor_config, module, optimizer)
     return Trainer(actor, _make_driver(config), config)

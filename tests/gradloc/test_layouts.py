@@ -26,6 +26,7 @@ LAYOUTS = {
     "FSDP2, bf16, checkpointing": BF16 + CHECKPOINTING,
     "FSDP2, entropy and KL terms": ENTROPY + KL,
     "FSDP2, one row per micro-batch": SMALL,
+    "FSDP2, LoRA": ["lora"],
     "FSDP1": FSDP1,
     "FSDP1, original parameters": [*FSDP1, f"{ACTOR}.fsdp_config.use_orig_params=true"],
     "FSDP1, weights kept after forward": FSDP1 + KEEP,
@@ -65,6 +66,26 @@ def test_the_planted_culprits_are_found_and_nothing_else(world, dump_dir, name, 
         assert event["shares"]["is_trusted"]
         if not half:
             assert 0.95 <= event["shares"]["closure"] <= 1.05
+
+
+@pytest.mark.parametrize("strategy", [[], FSDP1], ids=["FSDP2", "FSDP1"])
+def test_hybrid_sharding_does_not_count_replicas_twice(four_ranks, dump_dir, strategy):
+    """Four ranks in two replicas: norms, shares and culprits are the oracle's."""
+    hybrid = [f"{ACTOR}.fsdp_config.fsdp_size=2", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"]
+    found, *_ = four_ranks.run(
+        "spikes.localize_planted",
+        plants=PLANTS,
+        overrides=TAU + hybrid + strategy,
+        dump_dir=dump_dir,
+    )
+    (event,) = read_events(dump_dir)
+    assert event["step"]["dp_size"] == 4
+    named = {(culprit["row"], culprit["positions"][0]) for culprit in event["culprits"]}
+    assert sorted(named) == found["planted"]
+    assert event["trigger"]["grad_norm"] == pytest.approx(found["oracle_norm"], rel=1e-4)
+    assert event["shares"]["closure"] == pytest.approx(1.0, abs=0.05)
+    for culprit, norm in zip(event["culprits"], found["oracle_culprit_norms"], strict=True):
+        assert culprit["grad_norm"] == pytest.approx(norm, rel=1e-3)
 
 
 def test_a_dynamic_batch_size_changes_nothing_but_the_dealing_out(world, dump_dir):

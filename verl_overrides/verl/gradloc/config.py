@@ -215,3 +215,16 @@ def check_actor_config(actor: Any) -> None:
         "fsdp or fsdp2 while spike_detection is on (Megatron is not supported yet)",
         actor.strategy,
     )
+    sequence_parallel = getattr(actor, "ulysses_sequence_parallel_size", 1)
+    _require(
+        sequence_parallel == 1,
+        "ulysses_sequence_parallel_size",
+        "1 while spike_detection is on (sequence parallelism is not supported yet)",
+        sequence_parallel,
+    )
+    _require(
+        not getattr(getattr(actor, "fsdp_config", None), "offload_policy", False),
+        "fsdp_config.offload_policy",
+        "false while spike_detection is on (use param_offload and optimizer_offload instead)",
+        True,
+    )

@@ -27,9 +27,9 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(?:_\w+\.)*(\d+)(?:\.|$)")
 _KINDS = (
     ("head", ("lm_head", "output_layer", "score")),
     ("embedding", ("embed", "wte", "wpe")),
+    ("norm", ("norm", "ln_")),  # before attention: post_attention_layernorm is a norm
     ("attention", ("attn", "attention")),
     ("mlp", ("mlp", "feed_forward", "experts")),
-    ("norm", ("norm", "ln_")),
 )
 
 

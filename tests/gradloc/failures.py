@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scenarios in which one rank, the disk or a tracker fails while a spike is looked into."""
+
+from typing import Any
+
+import torch
+
+from tests.gradloc.harness import make_batch, make_trainer
+from tests.gradloc.spikes import plant
+
+
+def fail_at(
+    method: str, call: int, rank: int, overrides: list[str], dump_dir: str
+) -> dict[str, Any]:
+    """Make one use of a method of the step raise on one rank, on a spike, then train on.
+
+    Returns:
+        What training left behind, and whether the failure was reached at all.
+    """
+    from verl.gradloc.actor_step import ActorStep
+
+    calls = 0
+    original = getattr(ActorStep, method)
+
+    def failing(self, *args):
+        nonlocal calls
+        calls += 1
+        if calls == call and torch.distributed.get_rank() == rank:
+            raise RuntimeError(f"made to fail at use {call} of {method}")
+        return original(self, *args)
+
+    trainer = make_trainer(overrides, dump_dir)
+    batch = make_batch(seed=1)
+    plant(batch, 6, 2, 1e4)
+    setattr(ActorStep, method, failing)
+    try:
+        out = trainer.update(batch)
+    finally:
+        setattr(ActorStep, method, original)
+    trainer.update(make_batch(seed=2))
+    return {
+        "reached": calls >= call,
+        "weights": trainer.weights_hash(),
+        "failures": out["metrics"].get("gradloc/failures", [[0]])[0][0],
+    }
+
+
+def fail_repeatedly(overrides: list[str], dump_dir: str) -> dict[str, Any]:
+    """Four spiking steps whose localization always fails on rank 1."""
+    from verl.gradloc.actor_step import ActorStep
+
+    original, uses = ActorStep.token_mask, 0
+
+    def failing(self, *args):
+        nonlocal uses
+        uses += 1
+        if torch.distributed.get_rank() == 1:
+            raise RuntimeError("made to fail")
+        return original(self, *args)
+
+    trainer = make_trainer(overrides, dump_dir)
+    ActorStep.token_mask = failing
+    counts = []
+    try:
+        for seed in range(5):
+            batch = make_batch(seed=seed)
+            plant(batch, 6, 2, 1e4)
+            counts.append(trainer.update(batch)["metrics"]["gradloc/failures"][0][0])
+    finally:
+        ActorStep.token_mask = original
+    return {"failures": counts, "uses": uses}
+
+
+def write_into_trouble(kind: str, overrides: list[str], dump_dir: str) -> dict[str, Any]:
+    """A spike whose event cannot be written, or not be told; then a healthy step."""
+    import shutil
+    from pathlib import Path
+
+    from verl.gradloc import announce
+
+    trainer = make_trainer(overrides, dump_dir)
+    root = trainer.driver.store.root
+    originals = (announce._to_console, trainer.driver.store.append)
+    if kind == "file in the way":
+        root.parent.mkdir(parents=True, exist_ok=True)
+        root.write_text("not a folder")
+    elif kind == "tracker raises":
+
+        def raising(events, step):
+            raise RuntimeError("no connection")
+
+        announce._to_console = raising
+    elif kind == "disk full":
+
+        def full(event):
+            raise OSError(28, "No space left on device")
+
+        trainer.driver.store.append = full
+    elif kind == "folder vanishes":
+        root.mkdir(parents=True)
+        shutil.rmtree(root)
+        original = trainer.driver.store.append
+
+        def vanish(event):
+            shutil.rmtree(Path(root), ignore_errors=True)
+            original(event)
+
+        trainer.driver.store.append = vanish
+    batch = make_batch()
+    plant(batch, 5, 3, 1e4)
+    try:
+        out = trainer.update(batch)
+    finally:
+        announce._to_console = originals[0]
+        trainer.driver.store.append = originals[1]
+    after = trainer.update(make_batch(seed=1))
+    return {
+        "write_failures": out["metrics"]["gradloc/write_failures"][0],
+        "next_norm": after["metrics"]["actor/grad_norm"][0][0],
+    }
+
+
+def stop_or_skip(mode: str, overrides: list[str], dump_dir: str) -> dict[str, Any]:
+    """A spike under ``action.mode`` skip or abort: what the step left of weights and optimizer."""
+    trainer = make_trainer(overrides, dump_dir)
+    trainer.update(make_batch(seed=1))
+    before = trainer.weights_hash()
+    batch = make_batch()
+    plant(batch, 5, 3, 1e4)
+    message, out = "", None
+    try:
+        out = trainer.update(batch)
+    except RuntimeError as error:
+        message = f"{type(error).__name__}: {error}"
+    return {
+        "before": before,
+        "after": trainer.weights_hash(),
+        "message": message,
+        "metrics": out["metrics"] if out else None,
+    }

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever fails while a spike is looked into, training goes on as if nobody had looked."""
+
+import pytest
+
+from tests.gradloc.events import read_events
+from tests.gradloc.world import RankError, World
+
+ACTOR = "actor_rollout_ref.actor"
+ON = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=640"]
+STRATEGIES = ["auto", "bisect"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "method", ["token_mask", "token_weights", "coefficients", "kl_coefficients"]
+)
+def test_one_rank_failing_between_collectives_is_heard_by_all_and_recovered(
+    world, dump_dir, method, strategy
+):
+    """The failure is moved through the whole search, use by use, until none is left to fail."""
+    overrides = [*ON, f"{ACTOR}.gradloc.search.strategy={strategy}"]
+    untouched = world.run(
+        "failures.fail_at",
+        method=method,
+        call=10**9,
+        rank=1,
+        overrides=overrides,
+        dump_dir=dump_dir,
+    )
+    for call in (1, 2, 3, 5, 8, 13, 21, 34):
+        answers = world.run(
+            "failures.fail_at",
+            timeout_s=60,
+            method=method,
+            call=call,
+            rank=call % 2,
+            overrides=overrides,
+            dump_dir=dump_dir,
+        )
+        assert [a["weights"] for a in answers] == [u["weights"] for u in untouched]
+        if not answers[call % 2]["reached"]:
+            return
+        assert [answer["failures"] for answer in answers] == [1, 1]
+
+
+def test_after_three_failures_it_switches_itself_off_on_all_ranks_together(world, dump_dir):
+    answers = world.run("failures.fail_repeatedly", overrides=ON, dump_dir=dump_dir)
+    assert [answer["failures"] for answer in answers] == [[1, 2, 3, 3, 3]] * 2
+
+
+@pytest.mark.parametrize("method", ["backward", "forward"])
+def test_a_rank_that_fails_inside_a_forward_or_backward_ends_instead_of_hanging(
+    patched_tree, dump_dir, method
+):
+    doomed = World(2, patched_tree)
+    try:
+        with pytest.raises((RankError, EOFError, ConnectionError)) as caught:
+            doomed.run(
+                "failures.fail_at",
+                timeout_s=60,
+                method=method,
+                call=1,
+                rank=1,
+                overrides=ON,
+                dump_dir=dump_dir,
+            )
+        assert "did not answer" not in str(caught.value)
+    finally:
+        doomed.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "failures"),
+    [("file in the way", 1), ("disk full", 1), ("folder vanishes", 0), ("tracker raises", 0)],
+)
+def test_trouble_with_disk_or_tracker_never_reaches_training(world, dump_dir, kind, failures):
+    answers = world.run("failures.write_into_trouble", kind=kind, overrides=ON, dump_dir=dump_dir)
+    assert answers[0]["write_failures"] == failures
+    assert answers[0]["next_norm"] > 0
+
+
+def test_skip_takes_no_step_at_all(world, dump_dir):
+    skip = [f"{ACTOR}.gradloc.action.mode=skip"]
+    answers = world.run(
+        "failures.stop_or_skip", mode="skip", overrides=ON + skip, dump_dir=dump_dir
+    )
+    for answer in answers:
+        assert answer["before"] == answer["after"], "weights, moments and step counts are as before"
+        assert answer["metrics"]["gradloc/skip"] == [1]
+    assert read_events(dump_dir)[0]["action"]["taken"] == "skip"
+
+
+def test_abort_stops_the_run_with_the_event_on_disk(world, dump_dir):
+    abort = [f"{ACTOR}.gradloc.action.mode=abort"]
+    answers = world.run(
+        "failures.stop_or_skip", mode="abort", overrides=ON + abort, dump_dir=dump_dir
+    )
+    for answer in answers:
+        assert answer["message"].startswith("AbortedBySpike: gradloc stopped the run")
+        assert answer["before"] == answer["after"]
+    assert read_events(dump_dir)[0]["action"]["taken"] == "abort"
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ([f"{ACTOR}.gradloc.action.max_masked_tokens=1"], "2 tokens would be masked"),
+        ([f"{ACTOR}.gradloc.action.max_masked_share=0.001"], "of the tokens would be masked"),
+        ([f"{ACTOR}.gradloc.search.max_culprits=1"], "would not help"),
+    ],
+)
+def test_past_its_budgets_mask_skips_instead(world, dump_dir, settings, reason):
+    mask = [f"{ACTOR}.gradloc.action.mode=mask"]
+    plants = [(2, 3, 1e4), (11, 5, 8e3)]
+    world.run(
+        "spikes.localize_planted", plants=plants, overrides=ON + mask + settings, dump_dir=dump_dir
+    )
+    (event,) = read_events(dump_dir)
+    assert event["action"]["taken"] == "skip"
+    assert reason in event["action"]["reason"]
+
+
+EVIDENCE = f"{ACTOR}.gradloc.evidence"
+
+
+def test_text_can_be_kept_out_of_what_is_written(world, dump_dir):
+    settings = [f"{EVIDENCE}.text=off", f"{EVIDENCE}.bundle=off"]
+    world.run("spikes.update_batch", kind="spike", overrides=ON + settings, dump_dir=dump_dir)
+    (event,) = read_events(dump_dir)
+    (culprit,) = event["culprits"]
+    for key in ("prompt", "text_before", "text_after", "tokens"):
+        assert culprit[key] is None
+
+
+def test_a_full_bundle_holds_the_whole_mini_batch_and_a_cap_keeps_it_out(world, dump_dir, tmp_path):
+    import json
+
+    from safetensors import safe_open
+
+    full = [f"{EVIDENCE}.bundle=full"]
+    world.run("spikes.update_batch", kind="spike", overrides=ON + full, dump_dir=dump_dir)
+    (event,) = read_events(dump_dir)
+    folder = tmp_path / "gradloc" / event["folder"]
+    layout = json.loads((folder / "meta.json").read_text())["layout"]
+    assert sorted((entry["rank"], entry["micro_batch"]) for entry in layout) == [
+        (rank, index) for rank in range(2) for index in range(4)
+    ]
+    with safe_open(folder / "batch.safetensors", "np") as tensors:
+        assert tensors.get_tensor("input_ids").shape[0] == 16
+    capped = dump_dir + "-capped"
+    world.run(
+        "spikes.update_batch",
+        kind="spike",
+        overrides=[*ON, f"{EVIDENCE}.max_gb=0"],
+        dump_dir=capped,
+    )
+    (event,) = read_events(capped)
+    assert event["culprits"] and not list((tmp_path / "gradloc-capped").rglob("*.safetensors"))
+
+
+def test_the_weights_before_the_step_can_be_kept_in_verls_own_format(world, dump_dir, tmp_path):
+    settings = [f"{EVIDENCE}.checkpoint=before_step"]
+    world.run("spikes.update_batch", kind="spike", overrides=ON + settings, dump_dir=dump_dir)
+    shards = list(tmp_path.rglob("weights/global_step_1/actor/model_world_size_2_rank_*.pt"))
+    assert shards

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's own gates hold on the patched tree for every file that the patch touches or adds."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HOLDERS = (
+    "Copyright 2024 Bytedance",
+    "Copyright 2025 Bytedance",
+    "Copyright 2025 Individual Contributor:",
+)
+HOLDERS += (
+    "Copyright 2023-2024 SGLang Team",
+    "Copyright 2025 ModelBest Inc.",
+    "Copyright 2025 Meituan Ltd.",
+)
+
+
+def touched(suffix):
+    """Files of the patch, from its manifest."""
+    manifest = json.loads((ROOT / "patches" / "manifest.json").read_text())
+    text = json.dumps(manifest)
+    return sorted({path for path in re.findall(r'"(verl/[^"]+)"', text) if path.endswith(suffix)})
+
+
+def test_the_manifest_names_python_and_yaml_files():
+    assert "verl/workers/actor/dp_actor.py" in touched(".py")
+    assert "verl/trainer/config/actor/actor.yaml" in touched(".yaml")
+
+
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=["lint", "format"])
+def test_ruff_with_verls_own_settings_finds_nothing(patched_tree, command):
+    files = [str(patched_tree / path) for path in touched(".py")]
+    settings = ["--config", str(patched_tree / "pyproject.toml")]
+    ruff = [sys.executable, "-m", "ruff", *command, *settings, *files]
+    done = subprocess.run(ruff, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_python_file_has_a_licence_header_that_verl_accepts(patched_tree):
+    for path in touched(".py"):
+        head = (patched_tree / path).read_text()[:400]
+        assert any(holder in head for holder in HOLDERS), path
+        assert "Apache License" in head, path
+
+
+def test_modified_files_state_that_they_were_modified(base_tree, patched_tree):
+    for path in touched(".py"):
+        if (base_tree / path).exists():
+            assert "# Modified by the GradLoc patch:" in (patched_tree / path).read_text(), path
+
+
+def test_every_yaml_key_that_is_added_has_a_comment_above_and_a_blank_line_between(
+    base_tree, patched_tree
+):
+    for path in touched(".yaml"):
+        if "_generated_" in path:
+            continue
+        before = set((base_tree / path).read_text().splitlines())
+        lines = (patched_tree / path).read_text().splitlines()
+        for number, line in enumerate(lines):
+            if line in before or not re.match(r"\s*[a-z_]+:", line):
+                continue
+            assert lines[number - 1].lstrip().startswith("#"), (
+                f"{path}:{number + 1} has no comment above"
+            )
+            assert " #" not in line.split(":", 1)[1] or '"' in line, (
+                f"{path}:{number + 1} has one behind"
+            )
+
+
+def test_the_generated_yaml_is_fresh(patched_tree):
+    for config, name in (
+        ("ppo_trainer", "_generated_ppo_trainer.yaml"),
+        ("ppo_megatron_trainer", "_generated_ppo_megatron_trainer.yaml"),
+    ):
+        code = (
+            "from hydra import compose, initialize_config_dir\n"
+            "from omegaconf import OmegaConf\n"
+            f"folder = {str(patched_tree / 'verl' / 'trainer' / 'config')!r}\n"
+            "with initialize_config_dir(folder, version_base=None):\n"
+            f"    print(OmegaConf.to_yaml(compose({config!r})))\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        generated = (patched_tree / "verl" / "trainer" / "config" / name).read_text()
+        body = generated[generated.index("actor_rollout_ref:") :]
+        printed = done.stdout
+        assert body.strip() == printed[printed.index("actor_rollout_ref:") :].strip(), name

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules that need no process group: trigger, verdict, action, cause, selections."""
+
+import math
+import random
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def gradloc(patched_tree):
+    """The torch-only modules, imported from the patched tree without importing verl itself."""
+    import importlib
+    import types
+
+    for name, path in (("verl_stub", patched_tree / "verl"),):
+        package = types.ModuleType(name)
+        package.__path__ = [str(path)]
+        sys.modules[name] = package
+    names = [
+        "trigger",
+        "certificate",
+        "actions",
+        "causes",
+        "selection",
+        "layers",
+        "store",
+        "candidates",
+    ]
+    found = {name: importlib.import_module(f"verl_stub.gradloc.{name}") for name in names}
+    yield types.SimpleNamespace(**found)
+    for name in [name for name in sys.modules if name.startswith("verl_stub")]:
+        del sys.modules[name]
+
+
+# ---- trigger: three recorded kinds of norm histories
+
+
+def fires(gradloc, norms, **settings):
+    history = gradloc.trigger.History(
+        **{"window": 64, "warmup": 16, "num_deviations": 6.0, **settings}
+    )
+    fired = []
+    for step, norm in enumerate(norms):
+        kind = gradloc.trigger.spike_kind(norm, history.threshold(), "adaptive")
+        if kind:
+            fired.append(step)
+        history.observe(norm, kind is not None)
+    return fired
+
+
+def healthy(seed, steps=400, level=lambda step: 0.8):
+    rng = random.Random(seed)
+    return [level(step) * math.exp(rng.gauss(0, 0.25)) for step in range(steps)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_healthy_history_never_fires(gradloc, seed):
+    assert fires(gradloc, healthy(seed)) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_spike_fires_once_and_leaves_the_threshold_alone(gradloc, seed):
+    norms = healthy(seed)
+    norms[200] = 111.0
+    norms[300] = 54_648_652.0
+    assert fires(gradloc, norms) == [200, 300]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_slow_drift_over_two_orders_of_magnitude_never_fires(gradloc, seed):
+    assert fires(gradloc, healthy(seed, level=lambda step: 0.1 * 100 ** (step / 400))) == []
+
+
+def test_a_new_level_is_learned_after_a_few_steps(gradloc):
+    norms = healthy(0, 100) + [50 * norm for norm in healthy(1, 300)]
+    fired = fires(gradloc, norms)
+    assert fired == list(range(100, 108))
+
+
+def test_nothing_but_non_finite_fires_before_the_warm_up_is_over(gradloc):
+    norms = [0.5, 900.0, float("nan"), 0.6, float("inf")] + healthy(0, 20)
+    assert fires(gradloc, norms) == [2, 4]
+
+
+def test_a_history_comes_back_from_a_checkpoint_exactly(gradloc):
+    norms = healthy(3, 90)
+    one = gradloc.trigger.History(64, 16, 6.0)
+    for norm in norms:
+        one.observe(norm, False)
+    two = gradloc.trigger.History(64, 16, 6.0)
+    two.load_state(one.state())
+    assert two.threshold() == one.threshold() and two.summary() == one.summary()
+
+
+def test_the_published_threshold_is_tau_over_root_n(gradloc):
+    assert gradloc.trigger.fixed_threshold(640.0, 16384) == 5.0
+    assert gradloc.trigger.fixed_threshold(640.0, 0) == math.inf
+
+
+# ---- verdict and action
+
+
+@pytest.mark.parametrize(
+    ("norm", "bound", "threshold", "verdict"),
+    [
+        (1.0, 0.0, 10.0, "explained"),
+        (1.0, 4.4, 10.0, "explained"),
+        (1.0, 4.6, 10.0, "undecided"),
+        (19.0, 4.4, 10.0, "not_explained"),
+        (19.0, 4.6, 10.0, "undecided"),
+        (10.0, 0.0, 10.0, "undecided"),
+        (math.nan, 0.0, 10.0, "not_explained"),
+        (1.0, math.nan, 10.0, "undecided"),
+        (1.0, 0.0, None, "undecided"),
+    ],
+)
+def test_a_verdict_needs_a_bound_below_half_the_distance_to_the_threshold(
+    gradloc, norm, bound, threshold, verdict
+):
+    assert gradloc.certificate.judge(norm, bound, threshold)[0] == verdict
+
+
+def decide(gradloc, mode, verdict="explained", num_masked=1, is_rehearsal=False, obstacle=None):
+    certificate = gradloc.certificate.Certificate(9.0, 1.0, 0.0, 5.0, "swap", verdict, "because")
+    tokens = [gradloc.selection.Token(0, 0, index) for index in range(num_masked)]
+    return gradloc.actions.decide(mode, certificate, tokens, 1000, 8, 0.05, is_rehearsal, obstacle)[
+        0
+    ]
+
+
+def test_actions_are_taken_as_configured_or_fall_back_to_skip(gradloc):
+    assert decide(gradloc, "observe") == "observe"
+    assert decide(gradloc, "skip") == "skip"
+    assert decide(gradloc, "abort") == "abort"
+    assert decide(gradloc, "mask") == "mask"
+    assert decide(gradloc, "mask", verdict="undecided") == "skip"
+    assert decide(gradloc, "mask", num_masked=9) == "skip"
+    assert decide(gradloc, "mask", obstacle="overflow") == "skip"
+    assert decide(gradloc, "abort", is_rehearsal=True) == "observe"
+
+
+# ---- causes
+
+
+def classify(gradloc, **changes):
+    culprit = {
+        "span": "token",
+        "coefficients": {"log_prob": -0.01, "kl": None, "entropy": None},
+        "loss_weight": 0.01,
+        "grad_norm": 0.05,
+        "advantage": 1.0,
+        "log_prob": -0.5,
+        "old_log_prob_used": -0.5,
+        "is_weight": None,
+        "ratios": {"sequence_geometric_mean": 1.0},
+    }
+    spread = changes.pop("layer_spread", None)
+    culprit.update(changes)
+    batch = gradloc.causes.BatchStatistics(1.0, 0.4, 5.0, spread)
+    return gradloc.causes.classify(culprit, batch)["label"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "label"),
+    [
+        ({}, "unknown"),
+        ({"advantage": 800.0}, "extreme_advantage"),
+        ({"old_log_prob_used": -9.0}, "token_mismatch"),
+        (
+            {"old_log_prob_used": -9.0, "ratios": {"sequence_geometric_mean": 3000.0}},
+            "sequence_mismatch",
+        ),
+        ({"is_weight": 40.0}, "is_weight"),
+        ({"grad_norm": 9.0}, "large_jacobian"),
+        ({"grad_norm": 9.0, "layer_spread": 30.0}, "layer_heterogeneity"),
+        ({"grad_norm": 0.2, "log_prob": -9.0, "old_log_prob_used": -9.0}, "low_probability"),
+        (
+            {"coefficients": {"log_prob": 4.0, "kl": 4.01, "entropy": None}},
+            "kl_term",
+        ),
+        (
+            {"coefficients": {"log_prob": 0.0, "kl": None, "entropy": -1.0}},
+            "entropy_term",
+        ),
+        (
+            {"coefficients": {"log_prob": math.nan, "kl": None, "entropy": None}},
+            "non_finite",
+        ),
+        ({"advantage": math.inf}, "non_finite"),
+    ],
+)
+def test_the_factor_furthest_above_typical_is_the_cause(gradloc, changes, label):
+    assert classify(gradloc, **changes) == label
+
+
+# ---- small things
+
+
+def test_neighbours_are_one_segment_and_strangers_are_not(gradloc):
+    runs = gradloc.candidates._runs
+    assert runs([]) == []
+    assert runs([3]) == [(3, 4)]
+    assert runs([3, 4, 5]) == [(3, 4), (4, 5), (5, 6)]
+    assert runs([3, 4, 6, 7]) == [(3, 8)]
+    assert runs([0, 5, 10, 15]) == [(0, 1), (5, 6), (10, 11), (15, 16)]
+
+
+def test_a_cut_off_line_does_not_spoil_the_next_event(gradloc, tmp_path):
+    store = gradloc.store.EventStore(str(tmp_path))
+    (tmp_path / "events.jsonl").write_text('{"a": 1}\n{"cut": ')
+    store.append({"b": math.nan, "c": [math.inf, -math.inf]})
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert lines[0] == '{"a": 1}' and lines[-1] == '{"b": "NaN", "c": ["Infinity", "-Infinity"]}'
+
+
+def test_event_names_are_unique_when_a_resumed_run_passes_a_step_again(gradloc, tmp_path):
+    store = gradloc.store.EventStore(str(tmp_path))
+    first = store.new_id(7, 0, 1)
+    store.write_folder(first, {}, {"sequences": {}})
+    assert store.new_id(7, 0, 1) == f"{first}-2"
+
+
+def test_parameters_are_grouped_by_layer_and_kind(gradloc):
+    layer_of, kind_of = gradloc.layers.layer_of, gradloc.layers.kind_of
+    assert layer_of("model.layers.3.mlp.up_proj.weight") == "layer 3"
+    assert (
+        layer_of("_fsdp_wrapped_module.model.layers.11._fsdp_wrapped_module._flat_param")
+        == "layer 11"
+    )
+    assert layer_of("lm_head.weight") == "head"
+    assert kind_of("model.layers.3.post_attention_layernorm.weight") == "norm"
+    assert kind_of("model.layers.3.self_attn.q_proj.weight") == "attention"
+    assert kind_of("base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight") == "mlp"
+
+
+def test_the_core_knows_neither_verl_nor_its_trainer(patched_tree):
+    """Everything but the hook's room imports with verl absent."""
+    allowed = {"hook", "driver", "actor_step", "replay", "rebuild"}
+    code = (
+        "import sys, types, pathlib, importlib\n"
+        f"root = pathlib.Path({str(patched_tree)!r}) / 'verl'\n"
+        "stub = types.ModuleType('core'); stub.__path__ = [str(root)]; sys.modules['core'] = stub\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] == 'verl': raise ImportError(name + ' is not ours')\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        f"allowed = {sorted(allowed)!r}\n"
+        "for path in sorted((root / 'gradloc').glob('*.py')):\n"
+        "    if path.stem not in allowed: importlib.import_module(f'core.gradloc.{path.stem}')\n"
+        "print('ok')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "ok", done.stderr
