@@ -31,7 +31,7 @@ def test_the_demo_names_exactly_the_token_that_it_planted(patched_tree, tmp_path
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
