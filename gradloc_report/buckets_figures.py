@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from gradloc_report.buckets import ALL, LOSSES, TERMS, Analysis
@@ -47,7 +48,7 @@ PNG = Colours()
 
 def summary(analysis: Analysis, colours: Colours = PNG) -> Figure:
     """Four panels: the task norm, all terms, the reward deviation, and how the buckets agree."""
-    figure = _figure(2, 2, 11, 7.6)
+    figure = _figure(11, 7.6)
     axes = figure.subplots(2, 2)
     _bars(axes[0][0], analysis, ["task"], "{}", colours)
     axes[0][0].set_title("Task gradient of each bucket on its own")
@@ -62,8 +63,8 @@ def summary(analysis: Analysis, colours: Colours = PNG) -> Figure:
 
 def norms(analysis: Analysis, colours: Colours = PNG) -> Figure:
     """One panel per term: the norm of each bucket's own gradient."""
-    terms = analysis.terms
-    figure = _figure(1, len(terms), 4.4 * len(terms), 4.2)
+    terms = analysis.terms or ["task"]
+    figure = _figure(4.4 * len(terms), 4.2)
     for axes, term in zip(np.atleast_1d(figure.subplots(1, len(terms))), terms, strict=True):
         _bars(axes, analysis, [term], "{}", colours)
         axes.set_title(NAMES[term])
@@ -75,7 +76,8 @@ def norms(analysis: Analysis, colours: Colours = PNG) -> Figure:
 def losses(analysis: Analysis, colours: Colours = PNG) -> Figure:
     """One panel per term of the loss and one for their sum: each bucket's mean."""
     names = [name for name in LOSSES if any(f"loss/{name}" in v for v in analysis.values.values())]
-    figure = _figure(1, len(names), 3.8 * len(names), 4.0)
+    names = names or ["total"]
+    figure = _figure(3.8 * len(names), 4.0)
     for axes, name in zip(np.atleast_1d(figure.subplots(1, len(names))), names, strict=True):
         _bars(axes, analysis, [name], "loss/{}", colours)
         axes.set_title(NAMES[name])
@@ -86,7 +88,7 @@ def losses(analysis: Analysis, colours: Colours = PNG) -> Figure:
 
 def reward_deviation(analysis: Analysis, colours: Colours = PNG) -> Figure:
     """Every group's reward deviation by bucket, or each bucket's mean and range without a table."""
-    figure = _figure(1, 1, 7.5, 4.4)
+    figure = _figure(7.5, 4.4)
     _deviations(figure.subplots(), analysis, colours)
     _finish(figure, f"Reward deviation of the groups, step {analysis.step}", colours)
     return figure
@@ -94,8 +96,8 @@ def reward_deviation(analysis: Analysis, colours: Colours = PNG) -> Figure:
 
 def normed(analysis: Analysis, colours: Colours = PNG) -> Figure:
     """Each bucket's part of the gradient, per row and per token."""
-    terms = analysis.terms
-    figure = _figure(2, len(terms), 4.4 * len(terms), 7.0)
+    terms = analysis.terms or ["task"]
+    figure = _figure(4.4 * len(terms), 7.0)
     grid = np.reshape(figure.subplots(2, len(terms)), (2, len(terms)))
     for row, unit in zip(grid, ("sample", "token"), strict=True):
         for axes, term in zip(row, terms, strict=True):
@@ -109,12 +111,9 @@ def normed(analysis: Analysis, colours: Colours = PNG) -> Figure:
 def three_steps(analyses: Sequence[Analysis], labels: Sequence[str], title: str) -> Figure:
     """One row per term, one column per step, the same scale along a row; common buckets only."""
     common = [name for name in analyses[0].buckets if all(name in a.values for a in analyses)]
-    kept = [
-        Analysis(a.step, {n: a.values[n] for n in (*common, ALL) if n in a.values})
-        for a in analyses
-    ]
+    kept = [_only(analysis, [*common, ALL]) for analysis in analyses]
     terms = [term for term in TERMS if any(term in a.terms for a in kept)]
-    figure = _figure(len(terms), len(kept), 3.9 * len(kept), 2.9 * len(terms) + 0.6)
+    figure = _figure(3.9 * len(kept), 2.9 * len(terms) + 0.6)
     grid = np.reshape(figure.subplots(len(terms), len(kept), sharey="row"), (len(terms), len(kept)))
     for row, term in zip(grid, terms, strict=True):
         for axes, analysis, label in zip(row, kept, labels, strict=True):
@@ -128,7 +127,11 @@ def three_steps(analyses: Sequence[Analysis], labels: Sequence[str], title: str)
 # ---- inside
 
 
-def _figure(rows: int, columns: int, width: float, height: float) -> Figure:
+def _only(analysis: Analysis, buckets: list[str]) -> Analysis:
+    return Analysis(analysis.step, {b: analysis.values[b] for b in buckets if b in analysis.values})
+
+
+def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(max(width, 6.0), height), layout="constrained")
 
 
@@ -158,7 +161,10 @@ def _bars(
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4))
         axes.yaxis.set_major_locator(MaxNLocator(6))
     _ticks(axes, analysis)
-    if axes.get_legend_handles_labels()[0]:
+    logged = [analysis.get(b, pattern.format(n)) for b in (*buckets, ALL) for n in names]
+    if not any(map(math.isfinite, logged)):
+        axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center")
+    elif axes.get_legend_handles_labels()[0]:
         _legend(axes, min(len(names), 3))
 
 
@@ -212,29 +218,29 @@ def _deviations(axes: Axes, analysis: Analysis, colours: Colours) -> None:
     _ticks(axes, analysis)
     if all(analysis.get(bucket, "reward_std_max") == 0 for bucket in by_bucket):
         axes.set_ylim(-0.05, 1)
-        axes.text(
-            0.5, 0.5, "every group's rewards are all equal", transform=axes.transAxes, ha="center"
-        )
+        text = "every group's rewards are all equal"
+        axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=colours.muted)
 
 
 def _agreement(axes: Axes, analysis: Analysis, colours: Colours) -> None:
-    """The cosines between the buckets' task gradients, as numbers on a heat map."""
+    """The cosines between the buckets' task gradients: numbers on squares, fuller away from 0."""
     buckets = analysis.buckets
-    matrix = np.full((len(buckets), len(buckets)), np.nan)
+    axes.set_title("Do the buckets pull the same way? (cosine)")
     for row, left in enumerate(buckets):
         for column, right in enumerate(buckets):
-            matrix[row, column] = (
-                1.0 if row == column else analysis.cosines.get((left, right), np.nan)
-            )
-    axes.set_title("Do the buckets pull the same way? (cosine)")
-    axes.imshow(matrix, cmap="RdBu", vmin=-1, vmax=1, aspect="auto", alpha=0.85)
-    for (row, column), value in np.ndenumerate(matrix):
-        text = "-" if math.isnan(value) else f"{value:.2f}"
-        colour = "white" if abs(value) > 0.6 else colours.ink
-        axes.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
+            value = 1.0 if row == column else analysis.cosines.get((left, right), math.nan)
+            if math.isfinite(value):
+                colour = colours.task if value > 0 else colours.whole
+                square = Rectangle((column - 0.48, row - 0.46), 0.96, 0.92, linewidth=0)
+                square.set(facecolor=colour, alpha=0.06 + 0.5 * abs(value))
+                axes.add_patch(square)
+            text = f"{value:.2f}" if math.isfinite(value) else "-"
+            axes.text(column, row, text, ha="center", va="center", fontsize=8, color=colours.ink)
     names = [bucket.removeprefix("bucket_") for bucket in buckets]
     axes.set_xticks(range(len(names)), names)
     axes.set_yticks(range(len(names)), names)
+    axes.set_xlim(-0.55, len(names) - 0.45)
+    axes.set_ylim(len(names) - 0.45, -0.55)
     axes.set_xlabel("bucket")
     axes.set_ylabel("bucket")
 
@@ -252,7 +258,7 @@ def _finish(figure: Figure, title: str, colours: Colours) -> None:
         for side, spine in axes.spines.items():
             spine.set_visible(side in ("left", "bottom"))
             spine.set_color(colours.line)
-        if not axes.images:
+        if axes.get_ylabel() != "bucket":
             axes.grid(axis="y", color=colours.line, linewidth=0.6)
             axes.set_axisbelow(True)
         legend = axes.get_legend()
@@ -267,3 +273,13 @@ def _short(value: float) -> str:
     if 1e-3 <= abs(value) < 1e4:
         return f"{value:.3g}"
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
+
+
+FIGURES = {
+    "summary": summary,
+    "plots": norms,
+    "loss_plots": losses,
+    "reward_std": reward_deviation,
+    "normed_grads": normed,
+}
+"""What the guide's files are called -> what draws them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient analyses of a run that Weights & Biases keeps. The only file here that needs a network."""
+"""Gradient analyses of a run that Weights & Biases keeps; the only file that needs a network."""
 
 import json
 import re

@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from gradloc_report import figures, tokens
+from gradloc_report import buckets_page, figures, tokens
 from gradloc_report.comparison import Comparison
 from gradloc_report.eventview import EventView, culprit_count, full_view, plain_view, severity
 from gradloc_report.records import Event
@@ -75,6 +75,7 @@ def render(
         num_detailed=len(detailed),
         facts=facts(run),
         curves=curves(run),
+        analyses=buckets_page.sections(run.path),
         payload={"labels": tokens.LABELS, "events": payload},
     )
 

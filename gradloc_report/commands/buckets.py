@@ -11,6 +11,7 @@ from gradloc_report.errors import ReportError
 
 OUTPUTS = "gradient_analysis_outputs"
 STEPS = (0, 20, 40)
+DPI = 150
 EPILOG = """\
 examples:
   gradloc-report buckets runs/demo-1 --list-steps
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="the run's folder")
     parser.add_argument(
-        "--wandb-path", metavar="ENTITY/PROJECT/RUN_ID", help="read the run from W&B"
+        "--wandb-path", metavar="ENTITY/PROJECT/RUN_ID", help="read the run from Weights & Biases"
     )
     parser.add_argument("--list-steps", action="store_true", help="print the analysed steps")
     parser.add_argument("--step", "--steps", nargs="+", type=int, metavar="N", help="these only")
@@ -36,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     three = parser.add_argument_group("one figure of three steps")
     three.add_argument("--mode", choices=("grpo", "ppo"), help="what the figure's title says")
     for step in STEPS:
-        three.add_argument(f"--step{step}-dir", type=Path, metavar="DIR", help=argparse.SUPPRESS)
+        three.add_argument(
+            f"--step{step}-dir", type=Path, metavar="DIR", help="files of one step, from --step"
+        )
     three.add_argument("--out", type=Path, metavar="PNG", help="where the figure goes")
 
 
@@ -84,17 +87,10 @@ def write(analysis: Analysis, folder: Path) -> list[Path]:
     Returns:
         Their paths: five figures, the metrics and the groups' deviations.
     """
-    from gradloc_report import buckets_figures as figures
+    from gradloc_report.buckets_figures import FIGURES
 
-    drawn = {
-        "summary": figures.summary,
-        "plots": figures.norms,
-        "loss_plots": figures.losses,
-        "reward_std": figures.reward_deviation,
-        "normed_grads": figures.normed,
-    }
     paths = []
-    for name, draw in drawn.items():
+    for name, draw in FIGURES.items():
         path = folder / f"gradient_analysis_{name}_step_{analysis.step}.png"
         save(draw(analysis), path)
         paths.append(path)
@@ -115,7 +111,7 @@ def save(figure, path: Path) -> None:
 
     FigureCanvasAgg(figure)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, metadata={"Software": None})
+    figure.savefig(path, dpi=DPI, metadata={"Software": None})
 
 
 def _three_steps(args) -> int:

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gradloc-report buckets``: what it reads, what it writes, and what it says when it cannot."""
+
+import csv
+import json
+import struct
+
+import pytest
+
+from gradloc_report.buckets import from_metrics, read_analyses
+from gradloc_report.cli import main
+from gradloc_report.commands import buckets
+from tests.report_buckets.builder import DEVIATIONS, metrics, write_log, write_record, write_table
+
+
+@pytest.fixture(autouse=True)
+def small_figures(monkeypatch):
+    """Drawing is most of the time here; files are written at a fourth of the resolution."""
+    monkeypatch.setattr(buckets, "DPI", 40)
+
+
+NAMES = ["summary", "plots", "loss_plots", "reward_std", "normed_grads"]
+
+
+def expected_files(step):
+    return {
+        *(f"gradient_analysis_{name}_step_{step}.png" for name in NAMES),
+        f"gradient_analysis_metrics_step_{step}.json",
+        f"gradient_analysis_bucket_rv_table_step_{step}.csv",
+    }
+
+
+def size(png):
+    data = png.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", data[16:24])
+
+
+def test_the_guides_seven_files_are_written_for_each_step(tmp_path, capsys):
+    write_record(tmp_path, 51, scale=2.0)
+    out = tmp_path / "out"
+    assert main(["buckets", str(tmp_path), "--output-dir", str(out)]) == 0
+    assert {path.name for path in out.iterdir()} == expected_files(51)
+    assert len(capsys.readouterr().out.splitlines()) == 7
+    for path in out.glob("*.png"):
+        assert min(size(path)) > 150
+    data = json.loads((out / "gradient_analysis_metrics_step_51.json").read_text())
+    assert list(data["buckets"]) == ["bucket_1", "bucket_2", "bucket_10", "all"]
+    assert data["buckets"]["bucket_2"]["task"] == 4.0
+    with (out / "gradient_analysis_bucket_rv_table_step_51.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["bucket", "reward_std"]
+    assert len(rows) == 6
+
+
+def test_steps_are_listed_and_chosen(tmp_path, capsys):
+    for step in (1, 51, 101):
+        write_record(tmp_path, step)
+    assert main(["buckets", str(tmp_path), "--list-steps"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"step {step}: 3 buckets, 24 rows" for step in (1, 51, 101)
+    ]
+    out = tmp_path / "out"
+    assert main(["buckets", str(tmp_path), "--step", "51", "--output-dir", str(out)]) == 0
+    assert {path.name for path in out.iterdir()} == expected_files(51)
+
+
+def test_the_default_folder_is_the_guides(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(buckets, "write", lambda analysis, folder: [folder])
+    write_record(tmp_path / "run-7", 1)
+    assert main(["buckets", "run-7"]) == 0
+    assert (tmp_path / "gradient_analysis_outputs" / "run-7").is_dir()
+
+
+def test_the_same_run_gives_the_same_bytes(tmp_path):
+    write_record(tmp_path / "run", 1)
+    outs = [tmp_path / "one", tmp_path / "two"]
+    for out in outs:
+        main(["buckets", str(tmp_path / "run"), "--output-dir", str(out)])
+    for path in outs[0].iterdir():
+        assert path.read_bytes() == (outs[1] / path.name).read_bytes(), path.name
+
+
+def test_a_run_without_our_files_is_read_from_verls_log(tmp_path):
+    write_log(tmp_path, {1: metrics(), 2: {"actor/grad_norm": 1.0}, 51: metrics(scale=2.0)})
+    write_table(tmp_path, 51)
+    analyses, notes = read_analyses(tmp_path)
+    assert list(analyses) == [1, 51]
+    assert not notes
+    assert analyses[1].table == []
+    assert analyses[51].table == [(b, d) for b, ds in DEVIATIONS.items() for d in ds]
+    assert analyses[51].cosines["bucket_2", "bucket_1"] == -0.25
+
+
+def test_a_file_that_was_cut_off_is_noted_and_the_others_are_read(tmp_path, capsys):
+    write_record(tmp_path, 1)
+    broken = write_record(tmp_path, 51)
+    broken.write_text(broken.read_text()[:100])
+    assert main(["buckets", str(tmp_path), "--list-steps"]) == 0
+    out = capsys.readouterr().out
+    assert "note: step_51.json cannot be read" in out
+    assert "step 1: 3 buckets" in out
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        metrics(terms=("task",)),
+        {name: value for name, value in metrics().items() if "/all/" not in name},
+        {name: value for name, value in metrics().items() if "/loss/" not in name},
+        {name: (0.0 if "reward_std" in name else v) for name, v in metrics().items()},
+        {**metrics(), "grad_norm/bucket_1/task": float("nan")},
+        {"grad_norm/bucket_1/task": 1.0},
+        {name: (0.0 if name.endswith("/task") else v) for name, v in metrics().items()},
+    ],
+    ids=[
+        "task only",
+        "no all",
+        "no losses",
+        "rewards all equal",
+        "NaN",
+        "next to nothing",
+        "zeros",
+    ],
+)
+def test_figures_are_drawn_of_whatever_there_is(tmp_path, row):
+    written = buckets.write(from_metrics(1, row), tmp_path)
+    assert {path.name for path in written} == expected_files(1)
+    data = json.loads((tmp_path / "gradient_analysis_metrics_step_1.json").read_text())
+    assert data["step"] == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["@run", "--step", "2"], "step 2 was not analysed: there are 1, 51."),
+        (["@empty"], "holds no gradient analysis: none was due, or trainer.gradient_analysis_mode"),
+        (["@run/nothing"], "is not a folder: name the folder of a run."),
+        ([], "name one run: its folder, or --wandb-path ENTITY/PROJECT/RUN_ID."),
+        (["@run", "--wandb-path", "a/b/c"], "name one run: its folder, or --wandb-path"),
+        (["--wandb-path", "a/b"], "--wandb-path a/b must be ENTITY/PROJECT/RUN_ID."),
+        (
+            ["--mode", "ppo", "--step0-dir", "@empty"],
+            "also needs --step20-dir, --step40-dir, --out.",
+        ),
+        (
+            [
+                "--mode=ppo",
+                "--step0-dir=@empty",
+                "--step20-dir=@run",
+                "--step40-dir=@run",
+                "--out=x",
+            ],
+            "holds 0 gradient_analysis_metrics_step_*.json: name a folder with one",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path, capsys, arguments, sentence):
+    write_record(tmp_path / "run", 1)
+    write_record(tmp_path / "run", 51)
+    (tmp_path / "empty").mkdir()
+    for word, place in {"@run": tmp_path / "run", "@empty": tmp_path / "empty"}.items():
+        arguments = [argument.replace(word, str(place)) for argument in arguments]
+    assert main(["buckets", *arguments]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_three_steps_make_one_figure_of_their_common_buckets(tmp_path):
+    folders = []
+    for step in (1, 21, 41):
+        write_record(
+            tmp_path / f"run{step}", step, terms=("task",) if step == 1 else ("task", "kl")
+        )
+        folders.append(tmp_path / f"files{step}")
+        run = str(tmp_path / f"run{step}")
+        main(["buckets", run, "--step", str(step), "--output-dir", str(folders[-1])])
+    out = tmp_path / "figures" / "ppo.png"
+    names = [
+        f"--step{step}-dir={folder}" for step, folder in zip((0, 20, 40), folders, strict=True)
+    ]
+    assert main(["buckets", "--mode", "ppo", *names, "--out", str(out)]) == 0
+    assert min(size(out)) > 200
+
+
+def test_steps_with_no_common_bucket_are_refused(tmp_path, capsys):
+    folders = []
+    for number in (1, 2, 3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        row = {f"bucket_{number}": {"task": 1.0}}
+        data = {"step": number, "buckets": row, "task_cosines": {}}
+        (folder / "metrics.json").write_text(json.dumps(data))
+        folders.append(folder)
+    names = [
+        f"--step{step}-dir={folder}" for step, folder in zip((0, 20, 40), folders, strict=True)
+    ]
+    assert main(["buckets", "--mode", "grpo", *names, "--out", str(tmp_path / "x.png")]) == 2
+    assert "the three steps have no bucket in common." in capsys.readouterr().err
+
+
+def test_the_html_report_shows_the_same_figures(tmp_path):
+    for step in (1, 51):
+        write_record(tmp_path, step)
+    write_log(tmp_path, {step: {"actor/grad_norm": 1.0 + step} for step in range(1, 60)})
+    page = tmp_path / "report.html"
+    assert main([str(tmp_path), "-o", str(page)]) == 0
+    text = page.read_text()
+    assert "Gradient by reward variance" in text
+    assert text.index("Step 51: 3 buckets of 24 rows") < text.index("Step 1: 3 buckets of 24 rows")
+    assert text.count('aria-label="Per sample and per token"') == 4  # region and picture, two steps
+    assert "<image" not in text
+
+
+def test_a_run_without_analyses_has_no_such_section(tmp_path):
+    write_log(tmp_path, {1: {"actor/grad_norm": 1.0}, 2: {"actor/grad_norm": 2.0}})
+    page = tmp_path / "report.html"
+    assert main([str(tmp_path), "-o", str(page)]) == 0
+    assert "Gradient by reward variance" not in page.read_text()
