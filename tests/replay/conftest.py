@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real events of the real actor on two ranks, and the weights they happened at."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.gradloc.conftest import single, world  # noqa: F401
+
+A = "actor_rollout_ref.actor."
+ON = [f"{A}spike_detection=True", f"{A}grad_norm_threshold=640"]
+
+
+@pytest.fixture(scope="session")
+def models(single, tmp_path_factory):  # noqa: F811
+    """``model`` has the events' weights, ``other`` has others, the rest other shapes."""
+    folder = tmp_path_factory.mktemp("models")
+    single.run("tests.replay.scenarios.save_models", folder=str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prints(world):  # noqa: F811
+    """Fingerprints as the first rank has them; what is sharded must be the same on the second."""
+    first, second = world.run("tests.replay.scenarios.fingerprints")
+    assert all(first[name] == second[name] for name in first if "fsdp" in name)
+    return first
+
+
+@pytest.fixture(scope="session")
+def event(world, tmp_path_factory):  # noqa: F811
+    """``event(name, overrides, plants)``: the bundle of a real event, each name made once."""
+    made: dict[str, Path] = {}
+
+    def make(name: str, overrides: tuple[str, ...] = (), plants=((2, 3, 1e4),)) -> Path:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(re.sub(r"\W+", "-", name))
+            world.run(
+                "tests.replay.scenarios.make_event",
+                plants=plants,
+                overrides=[*ON, *overrides],
+                dump_dir=str(folder),
+            )
+            (made[name],) = (folder / "events").iterdir()
+        return made[name]
+
+    return make
+
+
+@pytest.fixture
+def bundle(event, tmp_path):
+    """A copy, free to be spoilt, of an event with one culprit: the culprit's micro-batches."""
+    return shutil.copytree(event("spike"), tmp_path / "bundle")
+
+
+@pytest.fixture
+def replay(single):  # noqa: F811
+    """``replay(bundle, model, *options)`` in one process: its exit code and output."""
+
+    def run(*argv, patches=None, ranks=single):
+        argv = [str(argument) for argument in argv]
+        if len(argv) > 1 and not argv[1].startswith("-"):
+            argv.insert(1, "--model")
+        return ranks.run("tests.replay.scenarios.run_replay", argv=argv, patches=patches or {})[0]
+
+    return run
+
+
+def edit_meta(bundle: Path, change) -> None:
+    """Rewrite ``meta.json`` after ``change(meta)``."""
+    path = bundle / "meta.json"
+    meta = json.loads(path.read_text())
+    change(meta)
+    path.write_text(json.dumps(meta))
+
+
+def edit_tensors(bundle: Path, change) -> None:
+    """Rewrite ``batch.safetensors`` after ``change(tensors)``."""
+    from safetensors.torch import load_file, save_file
+
+    path = bundle / "batch.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, path)

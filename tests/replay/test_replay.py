@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real event, replayed: the same weights give the same culprits, and all else is said."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.replay.conftest import A, edit_meta, edit_tensors
+
+FULL = f"{A}gradloc.evidence.bundle=full"
+RUNS = {
+    "micro-batches of two rows": (),
+    "dynamic micro-batches": (
+        f"{A}use_dynamic_bsz=True",
+        f"{A}ppo_max_token_len_per_gpu=60",
+    ),
+    "two mini-batches, sequence sums, KL and entropy": (
+        f"{A}ppo_mini_batch_size=8",
+        f"{A}loss_agg_mode=seq-mean-token-sum",
+        f"{A}use_kl_loss=True",
+        f"{A}entropy_coeff=0.01",
+    ),
+    "a loss that draws random numbers": (f"{A}policy_loss.loss_mode=clip_cov",),
+    "FSDP1": (f"{A}strategy=fsdp",),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_same_event_at_its_weights_gives_the_same_culprits_and_the_same_norm(
+    event, models, replay, tmp_path, run
+):
+    bundle = event(f"full, {run}", overrides=(FULL, *RUNS[run]))
+    out = tmp_path / "out.json"
+    done = replay(bundle, models / "model", "--json", out)
+    assert (done["code"], done["err"]) == (0, "")
+    record, meta = json.loads(out.read_text()), json.loads((bundle / "meta.json").read_text())
+    assert record["verdict"] == "same"
+    assert record["weights"]["verdict"] == "same"
+    assert record["micro_batches"]["is_whole_step"]
+    norm = meta["event"]["trigger"]["grad_norm"]
+    assert record["norm"]["replay"] == pytest.approx(norm, rel=1e-5)
+    for culprit in record["culprits"]:
+        before, now = culprit["event"], culprit["replay"]
+        assert now["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-4)
+        assert now["share"] == pytest.approx(before["share"], abs=1e-4)
+    assert record["certificate"]["verdict"] == "explained"
+
+
+def test_the_culprits_micro_batches_alone_keep_their_weights_and_the_answer_says_so(
+    bundle, models, replay, tmp_path
+):
+    done = replay(bundle, models / "model", "--json", tmp_path / "out.json")
+    assert done["code"] == 0
+    assert "2 micro-batches (a part of the step, whose gradient alone is looked at)" in done["out"]
+    assert done["out"].endswith("The same culprits as in the event.\n")
+    (culprit,) = json.loads((tmp_path / "out.json").read_text())["culprits"]
+    assert (culprit["rank"], culprit["positions"]) == (0, [3])
+    assert culprit["replay"]["grad_norm"] == pytest.approx(culprit["event"]["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "share", "sketch", "bisect"])
+def test_every_strategy_names_them(event, models, replay, strategy):
+    bundle = event("full, micro-batches of two rows", overrides=(FULL,))
+    done = replay(bundle, models / "model", "--strategy", strategy, "--budget", 200)
+    assert done["code"] == 0, done
+    assert f"search       {strategy}: " in done["out"]
+
+
+@pytest.mark.parametrize("num_entries", [2, 1], ids=["the run's layout", "dealt out anew"])
+def test_several_processes_share_the_micro_batches(bundle, models, replay, world, num_entries):
+    def keep(meta):
+        held = {(culprit["rank"], culprit["micro_batch"]) for culprit in meta["event"]["culprits"]}
+        entries = meta["layout"]
+        entries.sort(key=lambda entry: (entry["rank"], entry["micro_batch"]) not in held)
+        del entries[num_entries:]
+
+    edit_meta(bundle, keep)
+    alone = replay(bundle, models / "model", "--oracle")
+    together = replay(bundle, models / "model", "--oracle", ranks=world)
+    assert (alone["code"], together["code"]) == (0, 0)
+    assert "2 processes on cpu" in together["out"]
+    # how the work was dealt out changes the effort, never a figure
+    figures = [done["out"].split("rank  micro-batch")[1] for done in (alone, together)]
+    assert figures[0] == figures[1]
+
+
+def test_the_command_runs_alone_and_under_torchrun(bundle, models, patched_tree):
+    environment = {**os.environ, "PYTHONPATH": str(patched_tree), "OMP_NUM_THREADS": "1"}
+    command = ["-m", "verl.gradloc.replay", str(bundle), "--model", str(models / "model")]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for before, where in (([], "1 process on cpu"), (launch, "2 processes on cpu")):
+        done = subprocess.run(
+            [sys.executable, *before, *command],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        assert where in done.stdout
+        assert done.stdout.endswith("The same culprits as in the event.\n")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_the_weights_may_come_from_a_checkpoint_of_verls_workers(
+    bundle, world, replay, tmp_path, strategy
+):
+    world.run("tests.replay.scenarios.save_checkpoint", folder=str(tmp_path), strategy=strategy)
+    done = replay(bundle, tmp_path / "global_step_0")
+    assert (done["code"], done["err"]) == (0, "")
+    assert "weights are as good as" in done["out"] or "by their fingerprint" in done["out"]
+
+
+def test_other_weights_are_named_by_the_fingerprint(bundle, models, replay, prints):
+    edit_meta(bundle, lambda meta: meta.update(fingerprint=prints["plain"]))
+    assert "are those of the event, by their fingerprint" in replay(bundle, models / "model")["out"]
+    other = replay(bundle, models / "other")
+    assert "The weights differ from those of the event in 16 of 25 parameters" in other["out"]
+    edit_meta(bundle, lambda meta: meta["event"]["step"].update(mini_batch=1))
+    assert "evidence.checkpoint=before_step saves them" in replay(bundle, models / "other")["out"]
+
+
+def test_without_a_fingerprint_the_culprits_log_probs_tell(bundle, models, replay):
+    edit_meta(bundle, lambda meta: meta.pop("fingerprint", None))
+    assert "weights are as good as those of the event" in replay(bundle, models / "model")["out"]
+    assert "weights differ from those of the event" in replay(bundle, models / "other")["out"]
+
+
+def test_other_culprits_than_the_events_end_with_1(bundle, models, replay, tmp_path):
+    edit_meta(bundle, lambda meta: meta["event"]["culprits"][0].update(positions=[0]))
+    done = replay(bundle, models / "model", "--json", tmp_path / "out.json")
+    assert done["code"] == 1
+    assert done["out"].endswith("NOT the same culprits as in the event.\n")
+    before, now = json.loads((tmp_path / "out.json").read_text())["culprits"]
+    assert (before["positions"], before["replay"]) == ([0], None)
+    assert (now["positions"], now["event"]) == ([3], None)
+
+
+def test_the_oracle_agrees_and_counts_what_a_search_missed(bundle, models, replay, tmp_path):
+    replay(bundle, models / "model", "--oracle", "--json", tmp_path / "out.json")
+    record = json.loads((tmp_path / "out.json").read_text())
+    oracle, (culprit,) = record["oracle"], record["culprits"]
+    assert (oracle["recall"], oracle["false_positives"], oracle["missed"]) == (1.0, [], [])
+    top = oracle["top"][0]
+    assert top["is_named"] and top["position"] == 3
+    assert top["grad_norm"] == pytest.approx(culprit["replay"]["grad_norm"], rel=1e-6)
+
+    def plant_another(tensors):
+        tensors["advantages"][2, 1] = 8e3
+
+    edit_tensors(bundle, plant_another)
+    edit_meta(bundle, lambda m: m["actor"]["gradloc"]["search"].update(max_culprits=1))
+    replay(bundle, models / "model", "--oracle", "--json", tmp_path / "out.json")
+    oracle = json.loads((tmp_path / "out.json").read_text())["oracle"]
+    assert (oracle["num_culprits"], oracle["recall"]) == (2, 0.5)
+    assert oracle["missed"] == [[1, 1, 0, 1]]
+
+
+def test_a_gradient_that_was_not_finite_is_traced_again(event, models, replay, tmp_path):
+    done = replay(
+        event("nan", plants=[(10, 3, float("nan"))]),
+        models / "model",
+        "--json",
+        tmp_path / "out.json",
+    )
+    assert done["code"] == 0, done
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert record["norm"] == {"event": "NaN", "replay": "NaN"}
+    assert record["verdict"] == "same"
+
+
+def test_half_precision_computes_as_fsdp_does(event, models, replay):
+    overrides = (f"{A}fsdp_config.dtype=bfloat16", FULL)
+    done = replay(event("bf16", overrides=overrides), models / "model")
+    assert done["code"] == 0, done
+    event_norm, replay_norm = done["out"].split("norm         event ")[1].split(", ")[:2]
+    assert float(event_norm) == pytest.approx(float(replay_norm.split()[1]), rel=1e-3)
