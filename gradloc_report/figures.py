@@ -71,7 +71,7 @@ def heat_map(event: Event, name: str) -> tuple[str, bool] | None:
     num_micro, num_ranks = grid.shape
     width = int(min(max(num_ranks * 64, 60), 400)) + 60
     height = int(min(max(num_micro * 25, 40), 420)) + 50
-    figure, axes = _figure(width, height)
+    figure, axes = _figure(width, height, margins=(44, 6, 8, 40))
     scale = max(float(np.nanmax(np.abs(np.where(np.isfinite(grid), grid, 0)))), 1e-12)
     for row in range(num_micro):
         for column in range(num_ranks):
@@ -135,7 +135,8 @@ def layer_bars(event: Event, name: str) -> str | None:
     if not any(norms):
         return None
     step = 19 if len(layers) <= 40 else 9
-    figure, axes = _figure(380, 58 + step * len(layers))
+    margin = 12 + 7 * max(map(len, layers))
+    figure, axes = _figure(380, 70 + step * len(layers), margins=(min(margin, 170), 28, 14, 40))
     rows = range(len(layers))
     axes.barh(rows, norms, color=SOFT, height=0.72, label="the whole step")
     largest = sorted(event.culprits, key=lambda c: -(_finite(c.grad_norm)))[:1]
@@ -155,7 +156,7 @@ def layer_bars(event: Event, name: str) -> str | None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
     axes.grid(False, axis="y")
     figure.legend(
-        loc="outside upper left",
+        loc="upper left",
         ncols=2,
         frameon=False,
         fontsize=11,
@@ -194,10 +195,18 @@ def natural(layer: str) -> tuple:
     return order.get(kind, 4), int(digits[0]) if digits else 0, layer
 
 
-def _figure(width: int, height: int):
-    figure = Figure(figsize=(width * PX, height * PX), layout="constrained")
+def _figure(width: int, height: int, margins: tuple[int, int, int, int] | None = None):
+    """A figure with quiet axes; sizes in pixels.
+
+    Without margins (left, top, right, bottom) matplotlib finds them, which takes most of a
+    drawing's time: pictures that every event has give their own.
+    """
+    figure = Figure(figsize=(width * PX, height * PX), layout=None if margins else "constrained")
     FigureCanvasSVG(figure)
     axes = figure.add_subplot()
+    if margins:
+        left, top, right, bottom = margins
+        figure.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height)
     axes.set_facecolor("none")
     axes.tick_params(colors=MUTED, labelsize=11, length=0, pad=5, which="both")
     axes.xaxis.label.set(color=MUTED, fontsize=11)
