@@ -72,7 +72,7 @@ def long_run_page(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def largest_page(tmp_path_factory):
-    """1,000 events, of which the worst has a sequence of 32k tokens; and the CPU seconds of its page."""
+    """1,000 events, the worst with a sequence of 32k tokens; and the CPU seconds of its page."""
     root = tmp_path_factory.mktemp("largest")
     source = random.Random(0)
     tokens = [source.choice([" the", " so", "\n", " x", " ="]) for _ in range(32768)]
