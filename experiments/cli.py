@@ -100,8 +100,22 @@ def run(args, environ, cwd: Path) -> int:
         code = launch.run(line, run_dir / "console.log", is_brief=on_cpu and not args.verbose)
     if code == 0 and experiment.name == catalog.DEMO:
         code = verdict.main([str(run_dir)])
+        draw_report(python, run_dir)
     say("results", run_dir)
     return code
+
+
+def draw_report(python: str, run_dir: Path) -> None:
+    """Draws the run's page, or says why not: a user's own Python may lack what it needs."""
+    page = run_dir / "report.html"
+    line = [python, "-m", "gradloc_report", str(run_dir), "-o", str(page)]
+    environ = {**os.environ, "PYTHONPATH": str(target.REPO)}
+    done = subprocess.run(line, capture_output=True, text=True, env=environ, check=False)
+    if done.returncode == 0:
+        say("report", page)
+    else:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        say("report", f"not drawn ({said[-1] if said else 'no reason given'})")
 
 
 def choose(args, environ) -> catalog.Experiment:

@@ -19,7 +19,7 @@ from experiments.target import REPO, Target
 
 CACHE = REPO / ".gradloc"
 VENV_PYTHON = CACHE / "venv" / "bin" / "python"
-REQUIREMENTS = REPO / "requirements" / "demo.txt"
+REQUIREMENTS = [REPO / "requirements" / name for name in ("demo.txt", "report.txt")]
 PATCH_SHA256 = REPO / "patches" / "gradloc.patch.sha256"
 # numpy 1.26.4, which verl 0.7.0 needs, has no wheel above; pandas 3.0.6 none below.
 SUPPORTED = ((3, 11), (3, 12))
@@ -33,7 +33,8 @@ def ensure_python(report=print) -> str:
     """
     folder, python = VENV_PYTHON.parent.parent, VENV_PYTHON
     stamp = folder / "requirements.sha256"
-    digest = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
+    content = [path.read_text() for path in REQUIREMENTS]
+    digest = hashlib.sha256("".join(content).encode()).hexdigest()
     if stamp.is_file() and stamp.read_text().strip() == digest and python.exists():
         return str(python)
     base = supported_python()
@@ -41,12 +42,12 @@ def ensure_python(report=print) -> str:
     shutil.rmtree(folder, ignore_errors=True)
     step([base, "-m", "venv", str(folder)], "python -m venv failed: install Python's venv module")
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "-q"]
-    torch = next(line for line in REQUIREMENTS.read_text().splitlines() if line[:7] == "torch==")
+    torch = next(line for line in content[0].splitlines() if line[:7] == "torch==")
     help_text = "pip could not install the demo's packages: check the connection, then run it again"
     report(f"  {torch}")
     step([*pip, torch], help_text)
-    report(f"  the other packages of {REQUIREMENTS.name}")
-    step([*pip, "-r", str(REQUIREMENTS)], help_text)
+    report(f"  the other packages of {' and '.join(path.name for path in REQUIREMENTS)}")
+    step([*pip, *(word for path in REQUIREMENTS for word in ("-r", str(path)))], help_text)
     # Written last: an interrupted installation is begun again.
     stamp.write_text(digest + "\n")
     return str(python)
