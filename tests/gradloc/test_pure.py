@@ -199,13 +199,21 @@ def test_the_factor_furthest_above_typical_is_the_cause(gradloc, changes, label)
 # ---- small things
 
 
-def test_neighbours_are_one_segment_and_strangers_are_not(gradloc):
-    runs = gradloc.candidates._runs
-    assert runs([]) == []
-    assert runs([3]) == [(3, 4)]
-    assert runs([3, 4, 5]) == [(3, 4), (4, 5), (5, 6)]
-    assert runs([3, 4, 6, 7]) == [(3, 8)]
-    assert runs([0, 5, 10, 15]) == [(0, 1), (5, 6), (10, 11), (15, 16)]
+def spans(gradloc, values, least=1.0):
+    import torch
+
+    return gradloc.candidates._spans(torch.tensor(values), least)
+
+
+def test_a_row_is_named_by_its_few_tokens_its_segment_or_as_a_sequence(gradloc):
+    quiet = [0.01] * 40
+    assert spans(gradloc, quiet) == []
+    assert spans(gradloc, [*quiet, 5.0, *quiet]) == [(40, 41)]
+    assert spans(gradloc, [5.0, *quiet, 5.0, *quiet, -9.0]) == [(0, 1), (41, 42), (82, 83)]
+    assert spans(gradloc, [*quiet, *[3.0] * 16, *quiet]) == [(40, 56)], "a cluster is one segment"
+    assert spans(gradloc, [1.5] * 60) == [(0, 60)], "a spread row is no list of its loudest tokens"
+    assert spans(gradloc, [0.1] * 60) == [(0, 60)], "nor is it overlooked when none of them is loud"
+    assert spans(gradloc, [4.0, -4.0, *quiet]) == [(0, 1), (1, 2)], "a pair that cancels"
 
 
 def test_a_cut_off_line_does_not_spoil_the_next_event(gradloc, tmp_path):

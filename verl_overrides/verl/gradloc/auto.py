@@ -23,7 +23,7 @@ import math
 from typing import Optional
 
 from .bisect import bisect
-from .candidates import Candidate, by_coefficient, by_share, non_finite, spans_by_share
+from .candidates import Candidate, by_coefficient, by_share, non_finite
 from .certificate import certify
 from .finding import Culprit, PathEntry, SearchResult, Task, verify
 from .gradients import Gradient
@@ -90,14 +90,12 @@ class _Search:
         return shares
 
     def _candidates(self, shares: ShareMap, with_hints: bool) -> list[Candidate]:
-        """Tokens by share, and in the first round by coefficient; sequences and segments where no token stands out."""
+        """Spans by share, and in the first round tokens by coefficient."""
         named = set(self.result.tokens)
         found = by_share(self.task, shares, named)
         if with_hints:
             known = named | {token for candidate in found for token in candidate.tokens}
             found += by_coefficient(self.task, _MAX_HINTS, known)
-        if not any(candidate.bound for candidate in found):
-            found += spans_by_share(self.task, shares, named)
         return found
 
     def _name(self, candidates: list[Candidate]) -> bool:

@@ -28,11 +28,11 @@ from .finding import Task
 from .selection import Token
 from .share import ShareMap
 
-__all__ = ["Candidate", "by_coefficient", "by_share", "by_value", "non_finite", "spans_by_share"]
+__all__ = ["Candidate", "by_coefficient", "by_share", "by_value", "non_finite"]
 
 _WINDOW_SHARE = 0.9  # of a sequence's product, that a segment must carry to be named instead of the sequence
-_MIN_SEGMENT = 4  # this many culprit tokens side by side are named as one segment
-_MAX_GAP = 2  # positions from one of them to the next
+_LOUD_SHARE = 0.5  # of a row's product, that its loud tokens must carry to be named one by one
+_FEW = 3  # this many may always be
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,17 @@ class Candidate:
 
 
 def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Candidate]:
-    """Tokens whose norm is, by Cauchy-Schwarz, at least a culprit's; many in a row are one segment."""
+    """Spans whose norm is, by Cauchy-Schwarz, at least a culprit's; each row is judged as a whole first.
+
+    A row whose tokens together are a culprit is named by its few tokens when these carry it, else by the segment that
+    does, else as a sequence: a spread spike is not its loudest token.
+    """
     norm = shares.square**0.5
 
     def local() -> list[tuple[float, Candidate]]:
         found = []
         for index, first, values in _rows(task, lambda index: shares.products[index] / norm):
-            for start, end in _runs((values.abs() >= task.culprit_norm).nonzero().squeeze(-1).tolist()):
+            for start, end in _spans(values, task.culprit_norm):
                 span = "token" if end - start == 1 else "sequence" if end - start == len(values) else "segment"
                 bound = float(values[start:end].sum().abs())
                 found.append((bound, _span(task, index, first + start, first + end, span, bound)))
@@ -113,23 +117,6 @@ def by_coefficient(task: Task, most: int, named: set[Token]) -> list[Candidate]:
     return kept
 
 
-def spans_by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Candidate]:
-    """Sequences whose tokens together are a culprit, narrowed to the segment that carries them where there is one."""
-    norm = shares.square**0.5
-
-    def local() -> list[tuple[float, Candidate]]:
-        found = []
-        for index, first, values in _rows(task, lambda index: shares.products[index]):
-            bound = float(values.sum().abs()) / norm
-            if bound >= task.culprit_norm:
-                start, end = _window(values)
-                span = "sequence" if end - start == len(values) else "segment" if end - start > 1 else "token"
-                found.append((bound, _span(task, index, first + start, first + end, span, bound)))
-        return found
-
-    return _merge(task, local, named)
-
-
 def non_finite(task: Task) -> list[Candidate]:
     """Spans whose coefficients are not finite numbers: found with no forward at all."""
 
@@ -166,21 +153,25 @@ def _span(task: Task, index: int, start: int, end: int, span: str, bound: float)
     return Candidate(bound, span, tuple(Token(index, rank, number) for number in range(start, end)))
 
 
-def _runs(positions: list[int]) -> list[tuple[int, int]]:
-    """Intervals [start, end) that hold these positions: neighbours are joined where that makes a run of some length."""
-    joined: list[list[int]] = []
-    for position in positions:
-        if joined and position - joined[-1][-1] <= _MAX_GAP:
-            joined[-1].append(position)
-        else:
-            joined.append([position])
-    runs = []
-    for run in joined:
-        if len(run) >= _MIN_SEGMENT:
-            runs.append((run[0], run[-1] + 1))
-        else:
-            runs += [(position, position + 1) for position in run]
-    return runs
+def _spans(values: torch.Tensor, least: float) -> list[tuple[int, int]]:
+    """Intervals [start, end) of one row that are worth naming.
+
+    Args:
+        values: signed lower bounds on the norm of each token of the row, (num_tokens,).
+        least: what a culprit has at least.
+    """
+    loud = (values.abs() >= least).nonzero().squeeze(-1).tolist()
+    total = float(values.sum().abs())
+    if total >= least:
+        start, end = _window(values)
+        carried = float(values[loud].sum().abs())
+        if len(loud) > max(_FEW, (end - start) // 4) or carried < _LOUD_SHARE * total:
+            while start > 0 and start - 1 in loud:  # the window holds most of the sum, maybe not its last loud token
+                start -= 1
+            while end in loud:
+                end += 1
+            return [(start, end)]
+    return [(number, number + 1) for number in loud]
 
 
 def _window(values: torch.Tensor) -> tuple[int, int]:
