@@ -3,6 +3,8 @@
 
 import pytest
 
+from tests.gradloc.events import validate
+
 RUN = "tests.analysis.trainer."
 MIXED = [0, 0, 0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7.0]
 
@@ -29,6 +31,7 @@ def test_an_analysis_logs_writes_and_leaves_the_batch_alone(world, dump_dir):
     assert metrics["grad_analysis/failures"] == 0
     assert out["timing"]["gradient_analysis"] > 0
     assert all(record["metrics"][name] == metrics[name] for name in record["metrics"])
+    validate("gradient_analysis", record)
     deviations = [group["reward_std"] for group in record["groups"]]
     assert deviations == sorted(deviations)
 
@@ -62,6 +65,7 @@ def test_odd_batches_are_analysed_all_the_same(
         dump_dir=dump_dir,
         overrides=rollout(**settings),
     )[0]
+    validate("gradient_analysis", out["record"])
     *buckets, whole = out["record"]["buckets"]
     assert [bucket["num_rows"] for bucket in buckets] == counts
     assert whole["num_rows"] == len(rewards)
