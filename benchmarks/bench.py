@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure cells: history first, then the plant, the searches, and what the oracle says of them."""
+
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.batch import healthy_batch
+from benchmarks.core import core
+from benchmarks.corpus import load, split, text, trained
+from benchmarks.model import SIZES
+from benchmarks.oracle import Oracle
+from benchmarks.plan import Cell
+from benchmarks.published import formula_cost
+from benchmarks.scenarios import SCENARIOS, Planter, count_scenario
+from benchmarks.world import World
+
+HEALTHY_STEPS = 20
+_HISTORY = dict(window=128, warmup=16, num_deviations=6.0)  # the trigger's defaults in verl's yaml
+_BUDGET = 128  # the published bisect_budget_steps
+_MAX_CULPRITS = 8  # search.max_culprits' default
+_RANDOM_TOKENS = 24  # of the oracle's pool, beside everything planted or named
+
+
+class Bench:
+    """Keeps ranks, models and histories between cells.
+
+    Args:
+        folder: where trained models are kept.
+        device: ``cpu`` or ``cuda``.
+        training_steps: of the models; None for what their size asks for.
+    """
+
+    def __init__(self, folder: Path, device: str, training_steps: int | None = None):
+        self.folder = folder
+        self.training_steps = training_steps
+        self.device = device
+        self.trainings: dict[str, dict] = {}
+        self.histories: dict[tuple, dict[str, Any]] = {}
+        self._models: dict[str, tuple] = {}
+        self._batches: tuple[tuple, list] = ((), [])
+        self._world: World | None = None
+
+    def close(self) -> None:
+        if self._world is not None:
+            self._world.close()
+            self._world = None
+
+    def measure(self, cell: Cell) -> dict[str, Any]:
+        """Everything about one cell, ready for JSON."""
+        model, path, held = self._model(cell.model)
+        history = self._history(cell)
+        # seeds from 10,000 on: no spiked step is among those that the history was made of
+        healthy = healthy_batch(model, held, cell.tokens, 10_000 + cell.seed)
+        planter = Planter(model, healthy, history["median_norm"], cell.seed)
+        plant = SCENARIOS[cell.scenario] if cell.count is None else count_scenario(cell.count)
+        planted = plant(planter)
+        answers = self._ranks(cell.ranks).run(
+            "benchmarks.worker.search_cell",
+            model=cell.model,
+            weights=str(path),
+            dtype=cell.dtype,
+            micro_batches=cell.micro_batches,
+            batch=planted.batch,
+            threshold=history["threshold"],
+            strategies=list(cell.strategies),
+            budget=_BUDGET,
+            max_culprits=_MAX_CULPRITS,
+            device=self.device,
+        )
+        answer = answers[0]
+        if any(_named(a) != _named(answer) for a in answers):
+            raise RuntimeError(f"the ranks disagree on the culprits of {cell}")
+        self._judge(cell, planted, answer, Oracle(model, planted.batch), history["threshold"])
+        return {"cell": asdict(cell), "history": history, **answer}
+
+    def _judge(self, cell: Cell, planted, answer: dict, oracle: Oracle, threshold: float) -> None:
+        """Add recall, false positives and cost, and hold the planted against the oracle."""
+        truth = set(planted.places)
+        pool = {place for places in _named(answer).values() for place in places} | truth
+        generator = torch.Generator().manual_seed(cell.seed)
+        rows, length = planted.batch.labels.shape
+        for number in torch.randint(rows * length, (_RANDOM_TOKENS,), generator=generator).tolist():
+            pool.add(divmod(number, length))
+        norms = oracle.norms(sorted(pool))
+        others = [norm for place, norm in norms.items() if place not in truth]
+        answer["oracle"] = {
+            "pool": len(norms),
+            "planted": len(truth),
+            "smallest_planted": min(norms[place] for place in truth),
+            "largest_planted": max(norms[place] for place in truth),
+            "largest_other_in_pool": max(others, default=0.0),
+        }
+        per_rank = rows * length // (cell.ranks * cell.micro_batches)
+        published = formula_cost(cell.micro_batches, cell.ranks, per_rank)
+        answer["published_formula_f"] = published
+        baseline = answer["strategies"].get("published")
+        for found in answer["strategies"].values():
+            named = {tuple(place) for culprit in found["culprits"] for place in culprit["places"]}
+            found["recall"] = len(named & truth) / len(truth)
+            found["false_positives"] = len(named - truth)
+            found["false_over_threshold"] = sum(norms[p] >= threshold for p in named - truth)
+            found["cost_f"] = found["forwards"] + 2 * found["backwards"]
+            found["cost_ratio"] = found["cost_f"] / published
+            found["wall_ratio"] = (
+                None if baseline is None else found["seconds"] / baseline["seconds"]
+            )
+            exact = [
+                abs(culprit["norm"] / norms[tuple(culprit["places"][0])] - 1)
+                for culprit in found["culprits"]
+                if culprit["is_exact"] and len(culprit["places"]) == 1
+            ]
+            found["largest_norm_error"] = max(exact, default=None)
+            for culprit in found["culprits"]:
+                if len(culprit["places"]) > 1:
+                    first, last = culprit["places"][0], culprit["places"][-1]
+                    culprit["places"] = [first, last]  # a span: its ends say it
+
+    def _history(self, cell: Cell) -> dict[str, Any]:
+        """The threshold that the trigger has learned on healthy steps of this set-up.
+
+        The norm of a step does not depend on how its rows are dealt out to ranks and micro-batches,
+        so one history serves all layouts of a model, precision and N.
+        """
+        key = (cell.model, cell.dtype, cell.tokens)
+        if key not in self.histories:
+            model, path, held = self._model(cell.model)
+            if self._batches[0] != (cell.model, cell.tokens):
+                seeds = range(HEALTHY_STEPS)
+                batches = [healthy_batch(model, held, cell.tokens, seed) for seed in seeds]
+                self._batches = (cell.model, cell.tokens), batches
+            norms = self._ranks(cell.ranks).run(
+                "benchmarks.worker.healthy_norms",
+                model=cell.model,
+                weights=str(path),
+                dtype=cell.dtype,
+                micro_batches=cell.micro_batches,
+                batches=self._batches[1],
+                device=self.device,
+            )[0]
+            history = core("trigger").History(**_HISTORY)
+            for norm in norms:
+                history.observe(norm, is_spike=False)
+            self.histories[key] = {
+                "steps": len(norms),
+                "median_norm": median(norms),
+                "largest_norm": max(norms),
+                "threshold": history.threshold(),
+            }
+        return self.histories[key]
+
+    def _model(self, name: str) -> tuple:
+        if name not in self._models:
+            path, self.trainings[name] = trained(name, self.folder, self.training_steps)
+            held = split(text(SIZES[name].vocabulary))[1]
+            self._models[name] = load(name, path), path, held
+        return self._models[name]
+
+    def _ranks(self, size: int) -> World:
+        if self._world is None or self._world.size != size:
+            self.close()
+            self._world = World(size, self.device)
+        return self._world
+
+
+def _named(answer: dict[str, Any]) -> dict[str, list]:
+    return {
+        name: [tuple(place) for culprit in found["culprits"] for place in culprit["places"]]
+        for name, found in answer["strategies"].items()
+    }

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every strategy on the same spikes, side by side, against brute force.
+
+    python -m benchmarks.localize --quick
+    python -m benchmarks.localize --full --out runs/benchmarks/localize
+    python -m benchmarks.localize --full --device cuda
+
+Needs torch; no verl, no Ray. Writes localize.json, localize.md and, with matplotlib, localize.svg.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file: python benchmarks/localize.py
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from benchmarks.bench import HEALTHY_STEPS, Bench
+from benchmarks.core import digest
+from benchmarks.plan import Cell, full, quick
+from benchmarks.progress import Progress
+from benchmarks.tables import markdown, plot
+
+SCHEMA_VERSION = 1
+REPO = Path(__file__).resolve().parents[1]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the plan that the arguments name, and write what was measured."""
+    parsed = _parser().parse_args(arguments)
+    cells = full(parsed.seeds) if parsed.full else quick()
+    cells = [cell for cell in cells if _is_wanted(cell, parsed)]
+    if not cells:
+        print(
+            "localize: no cell is left to measure: check --sweep, --scenario, --device",
+            file=sys.stderr,
+        )
+        return 2
+    command = shlex.join(["python", "-m", "benchmarks.localize", *(arguments or sys.argv[1:])])
+    out = Path(parsed.out)
+    run = measure(cells, parsed.device, parsed.threads, Path(parsed.cache), command, out)
+    write(run, out)
+    print(markdown(run))
+    print(f"written to {out}/localize.json, localize.md", file=sys.stderr)
+    return 0
+
+
+def measure(
+    cells: list[Cell],
+    device: str,
+    threads: int,
+    folder: Path,
+    command: str,
+    out: Path | None = None,
+    training_steps: int | None = None,
+) -> dict[str, Any]:
+    """Measure the cells in order; the run's whole record.
+
+    Args:
+        cells: what to measure.
+        device: ``cpu`` or ``cuda``.
+        threads: of torch, in this process.
+        folder: where trained models are kept.
+        command: for the record.
+        out: where the record is kept up to date after every cell, so that an interrupted run is
+            not lost.
+        training_steps: see :class:`~benchmarks.bench.Bench`.
+    """
+    torch.set_num_threads(threads)
+    bench, started = Bench(folder, device, training_steps), time.perf_counter()
+    progress = Progress(len(cells))
+    run = {
+        "schema_version": SCHEMA_VERSION,
+        "command": command,
+        "is_complete": False,
+        "core_sha256": digest(),
+        "machine": {
+            "processor": platform.machine(),
+            "cpus": os.cpu_count(),
+            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        },
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "healthy_steps": HEALTHY_STEPS,
+        "trainings": bench.trainings,
+        "cells": [],
+    }
+    try:
+        for number, cell in enumerate(cells, 1):
+            record = bench.measure(cell)
+            run["cells"].append({**record, "load": os.getloadavg()[0]})
+            run["seconds"] = time.perf_counter() - started
+            run["is_complete"] = number == len(cells)
+            if out is not None:
+                write_json(run, out)
+            what = f"{cell.scenario} N={cell.tokens} W={cell.ranks} M={cell.micro_batches}"
+            progress.step(f"{what} {cell.model} {cell.dtype} seed {cell.seed}")
+    finally:
+        bench.close()
+    return run
+
+
+def write_json(run: dict[str, Any], out: Path) -> None:
+    """localize.json, replaced at once."""
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_finite(run), indent=1, sort_keys=True, allow_nan=False)
+    scratch = out / "localize.json.new"
+    scratch.write_text(text + "\n", encoding="utf-8")
+    scratch.replace(out / "localize.json")
+
+
+def write(run: dict[str, Any], out: Path) -> None:
+    """localize.json, localize.md, and localize.svg where it can be drawn."""
+    write_json(run, out)
+    (out / "localize.md").write_text(markdown(run) + "\n", encoding="utf-8")
+    if not plot(run, out / "localize.svg"):
+        print("localize: no figure (needs matplotlib and a sweep over tokens)", file=sys.stderr)
+
+
+def _is_wanted(cell: Cell, parsed: argparse.Namespace) -> bool:
+    if parsed.sweep and cell.sweep not in parsed.sweep:
+        return False
+    if parsed.scenario and cell.scenario not in parsed.scenario:
+        return False
+    return parsed.device == "cpu" or cell.ranks <= torch.cuda.device_count()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks.localize", description=__doc__.split("\n")[0])
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="one seed, small (the default)")
+    size.add_argument("--full", action="store_true", help="three seeds and all sweeps")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--seeds", type=int, default=3, help="of the full battery")
+    parser.add_argument("--sweep", action="append", help="only this sweep (repeatable)")
+    parser.add_argument("--scenario", action="append", help="only this scenario (repeatable)")
+    parser.add_argument("--threads", type=int, default=2, help="of the process that prepares cells")
+    parser.add_argument("--out", default=str(REPO / "runs" / "benchmarks" / "localize"))
+    parser.add_argument("--cache", default=str(REPO / ".gradloc" / "benchmarks"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

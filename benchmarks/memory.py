@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peak memory of this process while something runs: the device's on CUDA, else the resident set."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_KIB_PER_MIB = 1024
+
+
+class Peak:
+    """Filled when the measurement ends."""
+
+    extra_mib: float | None = None
+    """Peak above what was in use at the start; None where the system does not tell."""
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[Peak]:
+    """Measure the block's peak above its start."""
+    peak = Peak()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        start = torch.cuda.memory_allocated(device)
+        yield peak
+        peak.extra_mib = (torch.cuda.max_memory_allocated(device) - start) / 2**20
+        return
+    _reset()
+    start = _status("VmRSS")
+    yield peak
+    end = _status("VmHWM")
+    peak.extra_mib = None if start is None or end is None else (end - start) / _KIB_PER_MIB
+
+
+def _reset() -> None:
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # Linux: start the high-water mark anew
+    except OSError:
+        pass
+
+
+def _status(key: str) -> int | None:
+    try:
+        with open("/proc/self/status") as file:
+            for line in file:
+                if line.startswith(key + ":"):
+                    return int(line.split()[1])
+    except OSError:
+        pass
+    return None

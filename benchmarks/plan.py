@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which cells a run measures: the scenario battery, then one thing varied at a time."""
+
+from dataclasses import dataclass
+
+from benchmarks.scenarios import SCENARIOS
+from benchmarks.worker import UNTRACKED
+
+ALL = ("published", "bisect", "share", "sketch", "auto", UNTRACKED)
+PAIR = ("published", "auto")
+MAIN = ("published", "auto", UNTRACKED)
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One spiked step and the strategies that search it."""
+
+    sweep: str
+    scenario: str
+    tokens: int = 2048
+    ranks: int = 2
+    micro_batches: int = 4
+    model: str = "S"
+    dtype: str = "float32"
+    seed: int = 0
+    strategies: tuple[str, ...] = ALL
+    count: int | None = None
+    """Planted culprits, where the scenario leaves it open."""
+
+
+def quick() -> list[Cell]:
+    """About two minutes on two free cores."""
+    cells = [Cell("battery", name, tokens=512) for name in SCENARIOS]
+    cells += [
+        Cell("battery", name, tokens=512, dtype="bfloat16", strategies=PAIR) for name in SCENARIOS
+    ]
+    cells += [Cell("tokens", "single_10", tokens=tokens, strategies=MAIN) for tokens in (128, 2048)]
+    return _ordered(cells)
+
+
+def full(seeds: int = 3) -> list[Cell]:
+    """The figures of docs/benchmarks.md: all strategies once, the main pair on every seed."""
+    cells = [
+        Cell(
+            "battery",
+            name,
+            dtype=dtype,
+            seed=seed,
+            tokens=1024,
+            strategies=ALL if seed == 0 else PAIR,
+        )
+        for seed in range(seeds)
+        for dtype in DTYPES
+        for name in SCENARIOS
+    ]
+    for tokens in (128, 512, 2048, 4096, 8192, 16384):
+        cells.append(Cell("tokens", "single_10", tokens=tokens, strategies=MAIN))
+    for micro_batches in (1, 2, 4, 8):
+        cells.append(
+            Cell(
+                "micro_batches",
+                "single_10",
+                tokens=4096,
+                micro_batches=micro_batches,
+                strategies=MAIN,
+            )
+        )
+    for count in (1, 2, 3, 5, 8):
+        cells.append(Cell("culprits", "loud", tokens=4096, count=count, strategies=PAIR))
+    for ranks in (1, 2, 4):
+        cells.append(Cell("ranks", "three", tokens=1024, ranks=ranks, strategies=PAIR))
+    for model in ("XS", "S", "M"):
+        cells.append(Cell("model", "three", tokens=1024, model=model, strategies=PAIR))
+    return _ordered(cells)
+
+
+def _ordered(cells: list[Cell]) -> list[Cell]:
+    """Cells that share ranks, model and history stand together; the battery comes first."""
+    return sorted(
+        cells,
+        key=lambda c: (
+            c.sweep != "battery",
+            c.ranks != 2,
+            c.ranks,
+            c.model,
+            c.tokens,
+            c.seed,
+            c.dtype,
+        ),
+    )

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A progress bar on one line of stderr; plain lines where stderr is no terminal."""
+
+import sys
+import time
+
+
+class Progress:
+    """Counts to ``total``."""
+
+    def __init__(self, total: int):
+        self.total = total
+        self._done = 0
+        self._started = time.perf_counter()
+
+    def step(self, what: str) -> None:
+        """One more is done; ``what`` was it."""
+        self._done += 1
+        seconds = time.perf_counter() - self._started
+        left = seconds / self._done * (self.total - self._done)
+        filled = round(24 * self._done / self.total)
+        line = (
+            f"[{'#' * filled}{'.' * (24 - filled)}] {self._done}/{self.total} "
+            f"{seconds:.0f} s, about {left:.0f} s left: {what}"
+        )
+        if sys.stderr.isatty():
+            end = "\n" if self._done == self.total else ""
+            print(f"\r\x1b[2K{line}", end=end, file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's cells as Markdown tables and one figure."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+Records = list[dict[str, Any]]
+
+
+def markdown(run: dict[str, Any]) -> str:
+    """All tables of a run."""
+    cells: Records = run["cells"]
+    parts = [f"`{run['command']}`", ""]
+    battery = [c for c in cells if c["cell"]["sweep"] == "battery"]
+    for dtype in sorted({c["cell"]["dtype"] for c in battery}, reverse=True):
+        chosen = [c for c in battery if c["cell"]["dtype"] == dtype]
+        parts += [f"### Battery, {dtype}", "", _recall_table(chosen), ""]
+        parts += [f"### Cost on the battery, {dtype}", "", _cost_table(chosen), ""]
+    for sweep in ("tokens", "micro_batches", "ranks", "model", "culprits"):
+        chosen = [c for c in cells if c["cell"]["sweep"] == sweep]
+        if chosen:
+            parts += [f"### Varying {sweep}", "", _sweep_table(sweep, chosen), ""]
+    return "\n".join(parts)
+
+
+def strategies_of(cells: Iterable[dict[str, Any]]) -> list[str]:
+    """Strategy names in the order in which they ran."""
+    return list(dict.fromkeys(name for cell in cells for name in cell["strategies"]))
+
+
+def _recall_table(cells: Records) -> str:
+    names = strategies_of(cells)
+    rows = [["scenario", *names, "auto's verdicts"]]
+    for scenario, group in _grouped(cells, "scenario"):
+        row = [scenario]
+        for name in names:
+            found = _found(group, name)
+            if not found:
+                row.append("no spike" if not any(c["spikes"] for c in group) else "-")
+                continue
+            recall = sum(f["recall"] for f in found) / len(found)
+            false = sum(f["false_positives"] for f in found)
+            row.append(f"{recall:.2f}" + (f" ({false} false)" if false else ""))
+        verdicts = [f["verdict"] for f in _found(group, "auto")]
+        row.append(", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts)))
+        rows.append(row)
+    return _table(rows)
+
+
+def _cost_table(cells: Records) -> str:
+    names = strategies_of(cells)
+    rows = [["scenario", *(f"{n}: f, wall" for n in names), "auto's closure", "norm error"]]
+    for scenario, group in _grouped(cells, "scenario"):
+        row = [scenario]
+        for name in names:
+            found = _found(group, name)
+            if found:
+                cost = median(f["cost_f"] for f in found)
+                row.append(f"{cost:.0f}, {_number(_median_of(found, 'wall_ratio'), '.2f')}")
+            else:
+                row.append("-")
+        auto = _found(group, "auto")
+        closures = [f["closure"] for f in auto if f["closure"] is not None]
+        errors = [f["largest_norm_error"] for f in auto if f["largest_norm_error"] is not None]
+        row.append(f"{min(closures):.3f} to {max(closures):.3f}" if closures else "-")
+        row.append(f"{max(errors):.1e}" if errors else "-")
+        rows.append(row)
+    return _table(rows)
+
+
+def _sweep_table(sweep: str, cells: Records) -> str:
+    names = strategies_of(cells)
+    head = [sweep, "scenario", "published by formula (f)"]
+    rows = [[*head, *(f"{n}: recall, f, of formula, wall ratio, s, MiB" for n in names)]]
+    key = {"culprits": "count"}.get(sweep, sweep)
+    order = {"XS": 0, "S": 1, "M": 2}
+    for cell in sorted(
+        cells, key=lambda c: (c["cell"]["scenario"], order.get(c["cell"][key], c["cell"][key]))
+    ):
+        where = cell["cell"]
+        row = [str(where[key]), where["scenario"], f"{cell['published_formula_f']:.0f}"]
+        for name in names:
+            found = cell["strategies"].get(name)
+            row.append("no spike" if not cell["spikes"] else "-" if found is None else _sums(found))
+        rows.append(row)
+    return _table(rows)
+
+
+def _sums(found: dict[str, Any]) -> str:
+    false = f" ({found['false_positives']} false)" if found["false_positives"] else ""
+    memory = found["peak_extra_mib"]
+    return (
+        f"{found['recall']:.2f}{false}, {found['cost_f']}, {found['cost_ratio']:.2f}, "
+        f"{_number(found['wall_ratio'], '.2f')}, {found['seconds']:.2f}, {_number(memory, '.0f')}"
+    )
+
+
+def plot(run: dict[str, Any], path: Path) -> bool:
+    """Cost over N, M and the number of culprits; False where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "gradloc"
+    panels = [("tokens", "tokens", "N, response tokens"), ("micro_batches", "micro_batches", "M")]
+    panels.append(("culprits", "count", "planted culprits"))
+    panels = [p for p in panels if any(c["cell"]["sweep"] == p[0] for c in run["cells"])]
+    if not panels:
+        return False
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.4), squeeze=False)
+    for axis, (sweep, key, label) in zip(axes[0], panels, strict=True):
+        cells = [c for c in run["cells"] if c["cell"]["sweep"] == sweep and c["spikes"]]
+        first = cells[0]["cell"]["scenario"] if cells else ""
+        cells = [c for c in cells if c["cell"]["scenario"] == first]
+        for name in strategies_of(cells):
+            points = [(c["cell"][key], c["strategies"].get(name)) for c in cells]
+            points = sorted((x, f["cost_f"]) for x, f in points if f is not None)
+            axis.plot(*zip(*points, strict=True), marker="o", label=name)
+        if sweep == "tokens":
+            axis.set_xscale("log", base=2)
+        axis.set(xlabel=label, ylabel="cost in f", title=first)
+        axis.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    return True
+
+
+def _grouped(cells: Records, key: str) -> list[tuple[str, Records]]:
+    names = dict.fromkeys(cell["cell"][key] for cell in cells)
+    return [(name, [c for c in cells if c["cell"][key] == name]) for name in names]
+
+
+def _found(cells: Records, name: str) -> Records:
+    return [c["strategies"][name] for c in cells if name in c["strategies"]]
+
+
+def _median_of(found: Records, key: str) -> float | None:
+    values = [f[key] for f in found if f[key] is not None]
+    return median(values) if values else None
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _table(rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines.insert(1, "|" + " --- |" * len(rows[0]))
+    return "\n".join(lines)

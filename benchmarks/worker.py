@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every rank does: healthy steps, and one spiked step searched by each strategy in turn."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.batch import Batch
+from benchmarks.core import core
+from benchmarks.corpus import load
+from benchmarks.memory import peak_memory
+from benchmarks.model import Decoder
+from benchmarks.published import descend
+from benchmarks.step import BareStep, shard
+
+UNTRACKED = "auto_untracked"
+"""``auto`` where the running norm after each micro-batch was not noted."""
+_GRAD_CLIP = 1.0  # verl's default: what is in .grad when the trigger fires is clipped
+
+
+def healthy_norms(
+    model: str, weights: str, dtype: str, micro_batches: int, batches: list[Batch], device: str
+) -> list[float]:
+    """The gradient norm of each batch's training pass."""
+    sharded = _sharded(model, weights, dtype, device)
+    space = core("gradients").GradientSpace(sharded)
+    norms = []
+    space.clear()
+    for batch in batches:
+        BareStep(sharded, batch, micro_batches, getattr(torch, dtype)).train()
+        norms.append(space.norm())
+        space.clear()
+    return norms
+
+
+def search_cell(
+    model: str,
+    weights: str,
+    dtype: str,
+    micro_batches: int,
+    batch: Batch,
+    threshold: float,
+    strategies: list[str],
+    budget: int,
+    max_culprits: int,
+    device: str,
+) -> dict[str, Any]:
+    """Train once on the batch, then let every strategy search the same gradient.
+
+    Args:
+        model: a size's name; ``weights`` its file.
+        dtype: what the forward computes in.
+        micro_batches: per rank.
+        batch: all ranks' rows.
+        threshold: on the gradient norm, from history.
+        strategies: of the core, ``published``, and ``auto_untracked``.
+        budget: of the core's strategies, in probes.
+        max_culprits: of the core's strategies.
+        device: ``cpu`` or ``cuda``.
+    """
+    sharded = _sharded(model, weights, dtype, device)
+    step = BareStep(sharded, batch, micro_batches, getattr(torch, dtype))
+    space = core("gradients").GradientSpace(sharded)
+    ranks = core("ranks").Ranks(device=step.device)
+    space.clear()  # what an earlier cell left behind
+    tracker = core("tracking").NormTracker(0)
+    tracker.begin_mini_batch()
+    step.train(lambda: tracker.after_backward(space))
+    increments = tracker.increments(space, ranks, 1.0)
+    norm = space.norm()
+    clip_scale = min(1.0, _GRAD_CLIP / (norm + 1e-6))
+    space.scale(clip_scale)
+    forward_seconds, pass_seconds = _unit_costs(step, space)
+    tau = threshold * batch.num_tokens**0.5
+    spike = core("trigger").Spike("adaptive", norm, threshold, tau, batch.num_tokens)
+    rows_each = len(batch.labels) // (ranks.size * micro_batches)
+    answer = {
+        "grad_norm": norm,
+        "spikes": norm > threshold,
+        "forward_seconds": forward_seconds,
+        "forward_backward_seconds": pass_seconds,
+        "strategies": {},
+    }
+    before = space.current()
+    for name in strategies if norm > threshold else ():
+        dist.barrier()
+        with peak_memory(step.device) as peak:
+            started = time.perf_counter()
+            if name == "published":
+                found = _published(step, space, ranks, tau)
+            else:
+                tracked = None if name == UNTRACKED else increments
+                strategy = "auto" if name == UNTRACKED else name
+                arguments = (spike, clip_scale, strategy, budget, max_culprits, tracked)
+                found = _localize(step, space, ranks, arguments)
+            found["seconds"] = time.perf_counter() - started
+        mib = peak.extra_mib
+        found["peak_extra_mib"] = None if mib is None else ranks.max([mib])[0]
+        found["gradient_restored"] = all(
+            a is b for a, b in zip(before, space.current(), strict=True)
+        )
+        found["culprits"] = [
+            _culprit(culprit, micro_batches, rows_each, batch) for culprit in found["culprits"]
+        ]
+        answer["strategies"][name] = found
+    return answer
+
+
+def _localize(step, space, ranks, arguments: tuple) -> dict[str, Any]:
+    finding = core("search").localize(step, space, ranks, *arguments)
+    result, certificate = finding.result, finding.certificate
+    return {
+        "culprits": [
+            (culprit.span, culprit.tokens, culprit.norm, culprit.is_exact)
+            for culprit in result.culprits
+        ],
+        "forwards": finding.num_forwards,
+        "backwards": finding.num_backwards,
+        "status": finding.status,
+        "stop_reason": result.stop_reason,
+        "closure": None if result.shares is None else result.shares.closure,
+        "verdict": certificate.verdict,
+        "norm_after": certificate.norm_after,
+        "error_bound": certificate.error_bound,
+        "path": [
+            f"{e.phase} {e.verdict}" + (f" {e.norm:.4g}" if e.norm is not None else "")
+            for e in result.path
+        ],
+    }
+
+
+def _published(step, space, ranks, tau: float) -> dict[str, Any]:
+    saved = space.take()
+    prober = core("probe").Prober(step, space, ranks)
+    try:
+        descent = descend(prober, tau)
+    finally:
+        space.put(saved)
+    return {
+        "culprits": [("token", (descent.token,), descent.norm, True)],
+        "stopped_at": descent.stopped_at,
+        "forwards": prober.num_forwards,
+        "backwards": prober.num_backwards,
+    }
+
+
+def _culprit(found, micro_batches: int, rows_each: int, batch: Batch) -> dict[str, Any]:
+    """Tokens as (row of the batch, position)."""
+    span, tokens, norm, is_exact = found
+    places = []
+    for token in tokens:
+        row, position = divmod(token.index, batch.labels.shape[1])
+        places.append(
+            ((token.rank * micro_batches + token.micro_batch) * rows_each + row, position)
+        )
+    return {"span": span, "places": places, "norm": norm, "is_exact": is_exact}
+
+
+def _unit_costs(step: BareStep, space) -> tuple[float, float]:
+    """Seconds of one micro-batch's forward, and of its forward and backward (the second run)."""
+    saved = space.take()
+    for _ in range(2):
+        dist.barrier()
+        started = time.perf_counter()
+        step.forward(0)
+        forward = time.perf_counter() - started
+        started = time.perf_counter()
+        step.backward(0, None)
+        _wait(step.device)
+        both = time.perf_counter() - started
+        space.clear()
+    space.put(saved)
+    return forward, both
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+_kept: dict[tuple, Decoder] = {}
+
+
+def _sharded(model: str, weights: str, dtype: str, device: str) -> Decoder:
+    key = (model, weights, dtype)
+    if key not in _kept:
+        _kept.clear()
+        place = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device(device)
+        _kept[key] = shard(load(model, Path(weights)), getattr(torch, dtype), place)
+    return _kept[key]
