@@ -9,39 +9,82 @@ from tests.gradloc.harness import make_batch, make_trainer
 from tests.gradloc.spikes import plant
 
 
-def fail_at(
-    method: str, call: int, rank: int, overrides: list[str], dump_dir: str
+def fail_at_boundary(
+    boundary: int, rank: int, overrides: list[str], dump_dir: str
 ) -> dict[str, Any]:
-    """Make one use of a method of the step raise on one rank, on a spike, then train on.
+    """On a spike, make one rank fail right before the given collective boundary, then train on.
+
+    Whatever a rank computes by itself between two collectives goes through ``Ranks.agree``; so its
+    uses are the boundaries, in order.
 
     Returns:
-        What training left behind, and whether the failure was reached at all.
+        What training left behind, and whether the boundary was reached at all.
     """
+    from verl.gradloc.ranks import Ranks
+
+    uses, original = 0, Ranks.agree
+
+    def agree(self, local):
+        nonlocal uses
+        uses += 1
+        is_due = uses == boundary and self.rank == rank
+
+        def failing():
+            raise RuntimeError(f"made to fail at boundary {boundary}")
+
+        return original(self, failing if is_due else local)
+
+    trainer = make_trainer(overrides, dump_dir)
+    batch = make_batch(seed=1)
+    plant(batch, 6, 2, 1e4)
+    Ranks.agree = agree
+    try:
+        out = trainer.update(batch)
+    finally:
+        Ranks.agree = original
+    trainer.update(make_batch(seed=2))
+    return {
+        "reached": uses >= boundary,
+        "weights": trainer.weights_hash(),
+        "failures": out["metrics"].get("gradloc/failures", [[0]])[0][0],
+    }
+
+
+def fail_inside(method: str, overrides: list[str], dump_dir: str) -> None:
+    """On a spike, make rank 1 fail inside a forward or backward of the search."""
     from verl.gradloc.actor_step import ActorStep
 
-    calls = 0
     original = getattr(ActorStep, method)
 
     def failing(self, *args):
-        nonlocal calls
-        calls += 1
-        if calls == call and torch.distributed.get_rank() == rank:
-            raise RuntimeError(f"made to fail at use {call} of {method}")
+        if torch.distributed.get_rank() == 1:
+            raise RuntimeError(f"made to fail inside {method}")
         return original(self, *args)
 
     trainer = make_trainer(overrides, dump_dir)
     batch = make_batch(seed=1)
     plant(batch, 6, 2, 1e4)
     setattr(ActorStep, method, failing)
-    try:
-        out = trainer.update(batch)
-    finally:
-        setattr(ActorStep, method, original)
-    trainer.update(make_batch(seed=2))
+    trainer.update(batch)
+
+
+def resume(overrides: list[str], dump_dir: str) -> dict[str, Any]:
+    """Train, save beside a checkpoint, go on; and go on from the checkpoint in another trainer."""
+    import os
+
+    os.makedirs(dump_dir, exist_ok=True)
+    first = make_trainer(overrides, dump_dir)
+    for seed in range(12):
+        first.update(make_batch(seed=seed))
+    first.driver.save(dump_dir)
+    second = make_trainer(overrides, dump_dir)
+    before = second.driver.history.threshold()
+    second.driver.load(dump_dir)
     return {
-        "reached": calls >= call,
-        "weights": trainer.weights_hash(),
-        "failures": out["metrics"].get("gradloc/failures", [[0]])[0][0],
+        "empty": before,
+        "saved": first.driver.history.state(),
+        "loaded": second.driver.history.state(),
+        "thresholds": (first.driver.history.threshold(), second.driver.history.threshold()),
     }
 
 

@@ -233,6 +233,7 @@ class Driver:
                     "temperature": raw["temperature"],
                     "on_policy": raw["on_policy"],
                     "checkpoint": raw["checkpoint"],
+                    "fingerprint": raw["fingerprint"],
                     "layout": layout,
                     "event": event,
                 }

@@ -30,6 +30,7 @@ from verl.utils.device import get_device_id
 
 from .actions import decide
 from .actor_step import ROW_KEY, ActorStep
+from .fingerprint import fingerprint
 from .gradients import GradientSpace
 from .memory import check_memory
 from .probe import Prober, RngState
@@ -210,6 +211,7 @@ class ActorHook:
             self.actor.config.bisect_budget_steps,
             keeps_all=self.config.evidence.bundle == "full",
         )
+        event["fingerprint"] = fingerprint(space)
         if self.config.evidence.checkpoint == "before_step":
             event["checkpoint"] = self._save_weights(policy.global_step)
         return event, self._act(taken, finding)

@@ -17,7 +17,7 @@ import torch
 
 from .gradients import GradientSpace, local_shard
 
-__all__ = ["NotEnoughMemory", "check_memory"]
+__all__ = ["NotEnoughMemory", "check_memory", "free_bytes"]
 
 _NUM_COPIES = 3  # of this rank's shards: the gradient set aside, the probe's own, and the weights or a residual
 
@@ -36,16 +36,18 @@ def check_memory(space: GradientSpace) -> None:
     """
     needed = _NUM_COPIES * sum(local_shard(param).numel() * param.element_size() for param in space.params)
     device = space.params[0].device
-    if device.type == "cpu":
-        import psutil
-
-        free = psutil.virtual_memory().available
-    else:
-        module = torch.get_device_module(device.type)
-        free, _ = module.mem_get_info()
-        # what the caching allocator holds without using it is free for us, too
-        free += module.memory_reserved() - module.memory_allocated()
+    free = free_bytes(device)
     if needed > free:
         raise NotEnoughMemory(
             f"a search needs {needed / 2**30:.2f} GiB beside training on {device}, and {free / 2**30:.2f} GiB are free"
         )
+
+
+def free_bytes(device: torch.device) -> int:
+    """What this process may still take on a device, with what the caching allocator holds without using it."""
+    if device.type == "cpu":
+        import psutil  # comes with accelerate, which verl installs
+
+        return psutil.virtual_memory().available
+    module = torch.get_device_module(device.type)
+    return module.mem_get_info()[0] + module.memory_reserved() - module.memory_allocated()

@@ -42,6 +42,7 @@ from verl.workers.actor.dp_actor import DataParallelPPOActor
 from .actor_step import ROW_KEY, ActorStep
 from .bundle import Bundle, Entry, ReplayError
 from .gradients import GradientSpace
+from .memory import free_bytes
 
 __all__ = ["ReplayStep", "build_actor", "deal", "start_processes"]
 
@@ -377,8 +378,6 @@ def _size(num_bytes: float) -> str:
 
 def _free_bytes() -> int:
     """What one of this machine's processes may take."""
-    if get_device_name() != "cpu":
-        return get_torch_device().mem_get_info()[0]
-    import psutil  # comes with accelerate, which verl installs
-
-    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    name = get_device_name()
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if name == "cpu" else 1
+    return free_bytes(torch.device(name)) // processes

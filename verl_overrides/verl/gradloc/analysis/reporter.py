@@ -18,7 +18,6 @@ analysis switches itself off.
 """
 
 import logging
-import math
 import os
 import time
 from typing import Any, Optional
@@ -29,11 +28,11 @@ import torch
 from .buckets import split_groups
 from .coefficients import BUCKET_KEY
 from .config import AnalysisSettings, FilterSettings, check_geometry, geometry, read_settings
-from .filtering import advantage_scale, fill_up, rank, select
-from .groups import Groups, group_rows
+from .groups import Groups
 from .metrics import SCHEMA_VERSION, analysis_metrics, bucket_cosines, bucket_records, group_table
 from .probe import NUM_BUCKETS_KEY, RECORD_KEY
 from .rollout import prepare_batch
+from .rollout_filter import FILTER_KEY, RolloutFilter, groups_of
 from .store import write_analysis
 from .table import log_group_table
 
@@ -42,7 +41,6 @@ __all__ = ["Analysis", "build_analysis"]
 logger = logging.getLogger(__file__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
-FILTER_KEY = "gradloc_filter"
 _MAX_FAILURES = 3
 _ACTOR_KEYS = (
     "responses",
@@ -86,51 +84,12 @@ class Analysis:
     """
 
     def __init__(self, settings: Optional[AnalysisSettings], chosen: FilterSettings, config: Any):
-        self.settings, self.chosen = settings, chosen
+        self.settings = settings
+        self.filter = RolloutFilter(chosen)
         actor = config.actor_rollout_ref.actor
         self.root = os.path.abspath(os.path.expanduser(actor.bisect_dump_dir))
         self.seed = config.data.get("seed") or 0
         self.num_failures = 0
-
-    # ---- the seams, in the order in which fit() calls them
-
-    def filter(self, trainer: Any, batch: Any, rewards: torch.Tensor, extras: dict[str, Any], metrics: dict) -> tuple:
-        """Keep the groups that the filter chooses.
-
-        A filter that leaves nothing is not applied: a step needs rows. Where the rows kept cannot be dealt out to the
-        ranks evenly, the next best groups stay too.
-
-        Args:
-            trainer: balances the smaller batch and knows the ranks.
-            batch: with uid, response_mask and attention_mask.
-            rewards: (R, T) token-level scores.
-            extras: per-row lists that the reward function returned.
-            metrics: of the step; ``rollout/*`` is added.
-
-        Returns:
-            batch, rewards and extras of the rows kept.
-        """
-        groups = _groups_of(batch, rewards)
-        metrics["rollout/zero_variance_share"] = groups.zero_variance_share
-        if self.chosen.keeps_all:
-            return batch, rewards, extras
-        kept, counts = self._choose(groups, _num_ranks(trainer))
-        batch.meta_info[FILTER_KEY] = counts
-        metrics.update({f"rollout/filter_{name}": value for name, value in counts.items()})
-        if len(kept) == len(groups):
-            return batch, rewards, extras
-        rows = np.flatnonzero(np.isin(groups.of_row, kept))
-        batch.batch["token_level_scores"] = rewards  # travels with the rows; fit() sets it to the same later
-        batch.non_tensor_batch.update({key: np.array(value) for key, value in extras.items()})
-        batch = batch.select_idxs(rows)
-        if trainer.config.trainer.balance_batch:
-            trainer._balance_batch(batch, metrics=metrics)
-        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
-        return (
-            batch,
-            batch.batch.pop("token_level_scores"),
-            {key: batch.non_tensor_batch[key].tolist() for key in extras},
-        )
 
     def run(self, trainer: Any, batch: Any, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
         """Scale the filtered batch's advantages, and analyse where the step is due.
@@ -144,7 +103,7 @@ class Analysis:
         Returns:
             Whether the run is to end here.
         """
-        self._scale_advantages(batch)
+        self.filter.scale_advantages(batch)
         settings = self.settings
         if settings is None or not settings.is_due(trainer.global_steps) or self.num_failures >= _MAX_FAILURES:
             return False
@@ -172,42 +131,16 @@ class Analysis:
 
     # ---- inside
 
-    def _choose(self, groups: Groups, num_ranks: int) -> tuple[np.ndarray, dict[str, float]]:
-        """The groups to keep, and what the filter did in numbers for the trackers."""
-        chosen = self.chosen
-        scores, candidates = rank(groups, chosen.metric, chosen.type, chosen.include_zero)
-        kept = select(scores, candidates, chosen.strategy, chosen.value, chosen.type, chosen.top_p_prob_mode)
-        is_empty = len(kept) == 0
-        if is_empty:
-            logger.warning("the rollout filter would leave no group, so this step keeps all %d", len(groups))
-            kept = np.arange(len(groups))
-        _, everyone = rank(groups, chosen.metric, chosen.type, include_zero=True)
-        rest = [group for group in everyone if group not in set(candidates.tolist())]
-        kept = fill_up(kept, np.concatenate([candidates, rest]).astype(int), groups.sizes, num_ranks)
-        return kept, {
-            "kept_count": len(kept),
-            "kept_ratio": float(groups.sizes[kept].sum() / groups.sizes.sum()),
-            "zero_count": int((groups.reward_std == 0.0).sum()),
-            "empty": float(is_empty),
-        }
-
-    def _scale_advantages(self, batch: Any) -> None:
-        kept_ratio = batch.meta_info.get(FILTER_KEY, {}).get("kept_ratio", 1.0)
-        if self.chosen.loss_scaling != "none" and kept_ratio < 1.0:
-            batch.batch["advantages"] = batch.batch["advantages"] * advantage_scale(
-                self.chosen.loss_scaling, kept_ratio
-            )
-
     def _analyse(self, trainer: Any, batch: Any) -> dict[str, float]:
         """Run one analysis, write it, and return its metrics."""
         settings, start = self.settings, time.perf_counter()
         if settings.is_separate:
             seed = self.seed + 1_000_003 * trainer.global_steps
             batch = prepare_batch(trainer, *geometry(settings, trainer.config), seed)
-            self._scale_advantages(batch)
+            self.filter.scale_advantages(batch)
         if "multi_modal_inputs" in batch.non_tensor_batch:
             raise ValueError("the gradient analysis does not take batches with multi_modal_inputs")
-        groups = _groups_of(batch, batch.batch["token_level_scores"])
+        groups = groups_of(batch, batch.batch["token_level_scores"])
         buckets = split_groups(groups.reward_std, settings.bucket_mode, settings.num_buckets)
         if settings.bucket_mode == "quantile" and len(groups) > 1 and len(np.unique(groups.reward_std)) == 1:
             logger.warning("every group has the same reward deviation, so the quantile buckets say nothing")
@@ -271,19 +204,6 @@ class Analysis:
                 "probe_seconds": raw["seconds"],
             },
         }
-
-
-def _groups_of(batch: Any, rewards: torch.Tensor) -> Groups:
-    lengths = batch.batch["response_mask"].sum(-1)
-    return group_rows(batch.non_tensor_batch["uid"], rewards.double().sum(-1).tolist(), lengths.tolist())
-
-
-def _num_ranks(trainer: Any) -> int:
-    """What the number of rows must be a multiple of."""
-    sizes = [trainer._get_dp_size(trainer.actor_rollout_wg, "actor")]
-    if trainer.use_critic:
-        sizes.append(trainer._get_dp_size(trainer.critic_wg, "critic"))
-    return math.lcm(*sizes)
 
 
 def _is_of_workers(error: Exception) -> bool:
