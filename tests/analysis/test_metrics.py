@@ -3,6 +3,7 @@
 
 import csv
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -112,3 +113,33 @@ def test_a_step_analysed_again_after_a_resume_replaces_its_files(tmp_path):
     folder = tmp_path / "gradient_analysis"
     assert json.loads((folder / "step_51.json").read_text())["again"]
     assert len(list(folder.iterdir())) == 2
+
+
+class FakeWandb:
+    """As much of wandb as the table needs."""
+
+    run = object()
+
+    def __init__(self):
+        self.logged = []
+
+    def Table(self, columns, data):
+        return columns, data
+
+    def log(self, tables, step, commit):
+        self.logged.append((tables, step, commit))
+
+
+def test_the_group_table_goes_to_wandb_where_verl_logs_there(monkeypatch):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    log_group_table = load("table").log_group_table
+    log_group_table(["console", "file"], record())
+    assert wandb.logged == []
+    log_group_table(["console", "wandb"], record())
+    ((tables, step, commit),) = wandb.logged
+    assert (step, commit) == (51, False)
+    assert list(tables) == [f"grad_norm/bucket_{number}/group_rv_table" for number in (1, 2)]
+    columns, rows = tables["grad_norm/bucket_2/group_rv_table"]
+    assert columns == ["bucket", "group_id", "reward_std"]
+    assert [row[:2] for row in rows] == [["bucket_2", 0], ["bucket_2", 2]]

@@ -42,6 +42,8 @@ logger = logging.getLogger(__file__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 _MAX_FAILURES = 3
+_SEEDS_APART = 1_000_003
+"""Between the draws of two steps: a prime above any seed that people type."""
 _ACTOR_KEYS = (
     "responses",
     "response_mask",
@@ -135,7 +137,7 @@ class Analysis:
         """Run one analysis, write it, and return its metrics."""
         settings, start = self.settings, time.perf_counter()
         if settings.is_separate:
-            seed = self.seed + 1_000_003 * trainer.global_steps
+            seed = self.seed + _SEEDS_APART * trainer.global_steps
             batch = prepare_batch(trainer, *geometry(settings, trainer.config), seed)
             self.filter.scale_advantages(batch)
         if "multi_modal_inputs" in batch.non_tensor_batch:
