@@ -153,6 +153,10 @@ def make_trainer(
     optimizer = torch.optim.AdamW(trainable, lr=actor_config.optim.lr)
     torch.manual_seed(1000 + seed)
     actor = DataParallelPPOActor(actor_config, module, optimizer)
+    if actor.scaler is not None:  # verl's own asks for CUDA and switches itself off without
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        actor.scaler = ShardedGradScaler(device="cpu", init_scale=8.0, growth_interval=400)
     return Trainer(actor, _make_driver(config), config)
 
 

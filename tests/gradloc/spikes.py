@@ -139,3 +139,11 @@ def localize_twice(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     batch = make_batch()
     plant(batch, 6, 2, -1e4)
     return make_trainer(overrides, dump_dir).update(batch)["metrics"]
+
+
+def overflow(overrides: list[str], dump_dir: str) -> dict[str, Any]:
+    """A healthy fp16 step whose loss scale is far too large, as at the start of every fp16 run."""
+    trainer = make_trainer(overrides, dump_dir)
+    trainer.actor.scaler._init_scale = 2.0**120
+    out = trainer.update(make_batch())
+    return {"norm": out["metrics"]["actor/grad_norm"][0][0], "events": len(out["events"])}

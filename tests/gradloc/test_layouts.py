@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same culprits, the oracle's, under every way of running the actor that is supported."""
 
+import math
+
 import pytest
 
 from tests.gradloc.events import read_events
@@ -66,6 +68,12 @@ def test_the_planted_culprits_are_found_and_nothing_else(world, dump_dir, name, 
         assert event["shares"]["is_trusted"]
         if not half:
             assert 0.95 <= event["shares"]["closure"] <= 1.05
+
+
+def test_a_loss_scale_that_overflows_is_no_spike(world, dump_dir):
+    found, _ = world.run("spikes.overflow", overrides=ON + TAU + FSDP1 + FP16, dump_dir=dump_dir)
+    assert not math.isfinite(found["norm"])
+    assert found["events"] == 0
 
 
 @pytest.mark.parametrize("strategy", [[], FSDP1], ids=["FSDP2", "FSDP1"])

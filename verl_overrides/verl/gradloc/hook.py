@@ -147,11 +147,25 @@ class ActorHook:
         threshold, tau = policy.thresholds[mini_batch], policy.tau[mini_batch]
         num_tokens = policy.num_tokens[mini_batch]
         kind = spike_kind(norm, threshold, policy.kind)
+        if kind == "non_finite" and self._is_overflow():
+            return None
         if kind is not None:
             return Spike(kind, norm, threshold, tau, num_tokens)
         if policy.force and (epoch, mini_batch) == (0, 0):
             return Spike("forced", norm, None, None, num_tokens)
         return None
+
+    def _is_overflow(self) -> bool:
+        """Whether the fp16 scaler's scale alone made the norm non-finite: its everyday business, and no spike."""
+        if self.actor.scaler is None:
+            return False
+        step = self._step
+
+        def has_bad_coefficient() -> float:
+            indices = range(step.num_micro_batches)
+            return float(any(not torch.isfinite(step.coefficients(index)[0]).all() for index in indices))
+
+        return self.ranks.max([self.ranks.agree(has_bad_coefficient)])[0] == 0.0
 
     def _look_into(self, spike: Spike, grad_norm: torch.Tensor) -> torch.Tensor:
         """Localize and act; whatever goes wrong in a way that all ranks know of leaves the step as it was."""
