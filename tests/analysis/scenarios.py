@@ -214,3 +214,28 @@ def fail_on_one_rank(dump_dir: str) -> dict[str, Any]:
 
 def _broken(*_):
     raise ZeroDivisionError("no loss today")
+
+
+def leave_as_found(dump_dir: str) -> dict[str, bool]:
+    """An actor in the middle of something: gradients, eval mode, an accumulation count."""
+    from verl.gradloc.analysis.probe import analyze
+
+    trainer = make_trainer(TERMS, dump_dir)
+    actor = trainer.actor
+    for param in actor.actor_module.parameters():
+        param.grad = torch.ones_like(param)
+    before = [param.grad for param in actor.actor_module.parameters()]
+    actor.actor_module.eval()
+    actor.gradient_accumulation = 7
+    analyze(actor, local_rows(with_buckets(make_batch(), UNEVEN)))
+    after = [param.grad for param in actor.actor_module.parameters()]
+    return {
+        "gradients": all(old is new for old, new in zip(before, after, strict=True)),
+        "values": all(bool((local == 1).all()) for local in map(_local, after)),
+        "mode": not actor.actor_module.training,
+        "count": actor.gradient_accumulation == 7,
+    }
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

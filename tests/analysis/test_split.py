@@ -91,6 +91,11 @@ def test_training_with_the_analysis_is_bit_identical_to_training_without(world, 
         assert with_analysis == without
 
 
+def test_an_actor_in_the_middle_of_something_is_left_as_it_was_found(world, dump_dir):
+    for out in world.run(RUN + "leave_as_found", dump_dir=dump_dir):
+        assert out == {"gradients": True, "values": True, "mode": True, "count": True}
+
+
 def test_a_failure_on_one_rank_is_told_to_all_and_training_goes_on(world, dump_dir):
     for out in world.run(RUN + "fail_on_one_rank", dump_dir=dump_dir):
         assert "failed" in out["record"]["error"]
