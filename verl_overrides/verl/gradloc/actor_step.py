@@ -106,12 +106,22 @@ class ActorStep:
         """d (KL term) / d log_prob (B, T) from the recorded log-probs: no forward. None without a KL loss."""
         if not self.actor.config.use_kl_loss:
             return None
-        recorded = self._recorded[micro_batch]
-        log_prob = recorded.log_prob.clone().requires_grad_()
         terms: dict[str, torch.Tensor] = {}
-        self._loss(self._inputs(micro_batch), log_prob, recorded.entropy, terms)
+        log_prob, _ = self._loss_of_recorded(micro_batch, terms)
         (coefficients,) = torch.autograd.grad(terms["kl"], log_prob)
         return coefficients
+
+    def has_finite_loss(self, micro_batch: int) -> bool:
+        """Whether the loss and its derivative by every log-prob are finite before any scaling: no forward."""
+        log_prob, loss = self._loss_of_recorded(micro_batch, {})
+        (coefficients,) = torch.autograd.grad(loss, log_prob)
+        return bool(torch.isfinite(loss) and torch.isfinite(coefficients).all())
+
+    def _loss_of_recorded(self, micro_batch: int, terms: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        """The recorded log-probs in float32 as a leaf, and the loss of them; ``terms`` receives its terms."""
+        recorded = self._recorded[micro_batch]
+        log_prob = recorded.log_prob.detach().float().clone().requires_grad_()
+        return log_prob, self._loss(self._inputs(micro_batch), log_prob, recorded.entropy, terms)
 
     def old_log_prob(self, micro_batch: int) -> torch.Tensor:
         """The old log-probs (B, T) that the loss used: the current ones under verl's on-policy shortcut."""

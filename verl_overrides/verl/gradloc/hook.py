@@ -160,12 +160,8 @@ class ActorHook:
         if self.actor.scaler is None:
             return False
         step = self._step
-
-        def has_bad_coefficient() -> float:
-            indices = range(step.num_micro_batches)
-            return float(any(not torch.isfinite(step.coefficients(index)[0]).all() for index in indices))
-
-        return self.ranks.max([self.ranks.agree(has_bad_coefficient)])[0] == 0.0
+        is_finite = self.ranks.agree(lambda: all(step.has_finite_loss(i) for i in range(step.num_micro_batches)))
+        return self.ranks.max([0.0 if is_finite else 1.0])[0] == 0.0
 
     def _look_into(self, spike: Spike, grad_norm: torch.Tensor) -> torch.Tensor:
         """Localize and act; whatever goes wrong in a way that all ranks know of leaves the step as it was."""
