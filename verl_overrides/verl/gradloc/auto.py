@@ -20,6 +20,7 @@ cancels; where shares cannot be trusted, the published bisection.
 """
 
 import math
+from dataclasses import replace
 from typing import Optional
 
 from .bisect import bisect
@@ -55,6 +56,9 @@ class _Search:
             if shares is None:
                 return self._stop_exhausted()
             if not shares.is_trusted:
+                # they may still rank: the loudest are worth a backward of their own before anything dearer
+                if self._name(self._loudest(shares)) and self._certify():
+                    return self.result
                 return self._fall_back("the shares do not add up to 1, so they are not used", is_last_resort_allowed)
             if not self._name(self._candidates(shares, with_hints=number == 0)):
                 break
@@ -97,6 +101,11 @@ class _Search:
             known = named | {token for candidate in found for token in candidate.tokens}
             found += by_coefficient(self.task, _MAX_HINTS, known)
         return found
+
+    def _loudest(self, shares: ShareMap) -> list[Candidate]:
+        """The top candidates of shares that cannot be trusted, as hints."""
+        found = by_share(self.task, shares, set(self.result.tokens))
+        return [replace(candidate, bound=0.0) for candidate in found[:_MAX_HINTS]]
 
     def _name(self, candidates: list[Candidate]) -> bool:
         """Verify the top few and all hints, take the others at their bound; returns whether anything was named."""
