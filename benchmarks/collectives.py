@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _LIBRARIES = ("c10d", "_c10d_functional", "c10d_functional")
-_WAITS = ("wait_tensor",)  # waits for a collective, is none
+_OTHERS = ("wait_tensor", "_wrap_tensor_autograd")  # in the same libraries, but no communication
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -25,6 +25,6 @@ class CollectiveCounter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # let DTensor break it down: its collectives come back here
         library, _, name = func.name().partition("::")
-        if library in _LIBRARIES and not name.startswith(_WAITS):
+        if library in _LIBRARIES and not name.startswith(_OTHERS):
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))

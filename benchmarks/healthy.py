@@ -91,32 +91,41 @@ def measure(base: Path, patched: Path, pairs: int, ranks: int, scratch: Path) ->
         "pairs": len(groups),
         "dropped_with_an_event": events,
         "updates_that_tracked_norms": tracked,
-        "median_seconds": {name: median(t[name] for t in groups) for name in worlds},
+        "median_seconds": {name: median(g[name]["seconds"] for g in groups) for name in worlds},
         "ratios": {
-            label: _ratio([t[top] / t[bottom] for t in groups])
-            for label, (top, bottom) in RATIOS.items()
+            measure: {
+                label: _interval([g[top][measure] / g[bottom][measure] for g in groups])
+                for label, (top, bottom) in RATIOS.items()
+            }
+            for measure in ("seconds", "cpu_seconds")
         },
+        "hook_share": _interval([g["on"]["hook_seconds"] / g["on"]["cpu_seconds"] for g in groups]),
         "collectives": collectives,
         "groups": groups,
     }
 
 
-def _groups(worlds: dict[str, World], pairs: int) -> tuple[list[dict[str, float]], int, int]:
+def _groups(worlds: dict[str, World], pairs: int) -> tuple[list[dict[str, dict]], int, int]:
     order = random.Random(0)
     groups, events, tracked, progress = [], 0, 0, Progress(pairs)
     while len(groups) < pairs:
-        seconds, has_event = {}, False
+        group, has_event = {}, False
         for name in order.sample(sorted(worlds), len(worlds)):
             seed = 1000 + len(groups) + events
             found = worlds[name].run("benchmarks.actor.update", name=name, seed=seed)
-            seconds[name] = max(rank["seconds"] for rank in found)
+            # the step lasts as long as its slowest rank; processor time is spent by all of them
+            group[name] = {
+                "seconds": max(rank["seconds"] for rank in found),
+                "cpu_seconds": sum(rank["cpu_seconds"] for rank in found),
+                "hook_seconds": sum(rank["hook_seconds"] for rank in found),
+            }
             has_event |= any(rank["events"] for rank in found)
             tracked += found[0]["tracks_norms"]
         if has_event:  # not a healthy step
             events += 1
             continue
-        groups.append(seconds)
-        progress.step(f"on {seconds['on']:.3f} s, off {seconds['off']:.3f} s")
+        groups.append(group)
+        progress.step(f"on {group['on']['seconds']:.3f} s, off {group['off']['seconds']:.3f} s")
     return groups, events, tracked
 
 
@@ -125,26 +134,34 @@ def _counted(world: World, name: str) -> dict[str, int]:
     return dict(sorted(found[0]["collectives"].items()))
 
 
-def _ratio(ratios: list[float]) -> dict[str, float]:
+def _interval(values: list[float]) -> dict[str, float]:
     """Median with its bootstrap 95% interval (percentiles of 2000 resamples)."""
     draw = random.Random(1)
-    medians = sorted(median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return {"median": median(ratios), "low": medians[50], "high": medians[1949]}
+    medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(2000))
+    return {"median": median(values), "low": medians[50], "high": medians[1949]}
 
 
 def markdown(run: dict[str, Any]) -> str:
     """The ratios and the collectives as tables."""
     lines = [f"`{run['command']}`", "", f"{run['pairs']} groups, {run['ranks']} ranks", ""]
-    lines += ["| `update_policy` | median ratio | 95% interval |", "| --- | --- | --- |"]
-    for label, ratio in run["ratios"].items():
-        interval = f"{ratio['low']:.4f} to {ratio['high']:.4f}"
-        lines.append(f"| {label} | {ratio['median']:.4f} | {interval} |")
+    lines += [
+        "| `update_policy` | wall time: median ratio (95%) | processor time: median ratio (95%) |",
+        "| --- | --- | --- |",
+    ]
+    for label in RATIOS:
+        cells = [_cell(run["ratios"][measure][label]) for measure in ("seconds", "cpu_seconds")]
+        lines.append(f"| {label} | {cells[0]} | {cells[1]} |")
+    lines += ["", f"Hook's share of the processor time of an update: {_cell(run['hook_share'])}."]
     lines += ["", "| variant | median seconds | collectives of one update |", "| --- | --- | --- |"]
     for name, counts in run["collectives"].items():
         listed = ", ".join(f"{count} {operator}" for operator, count in counts.items())
         total = sum(counts.values())
         lines.append(f"| {name} | {run['median_seconds'][name]:.4f} | {total}: {listed} |")
     return "\n".join(lines)
+
+
+def _cell(interval: dict[str, float]) -> str:
+    return f"{interval['median']:.4f} ({interval['low']:.4f} to {interval['high']:.4f})"
 
 
 def _trees(scratch: Path, tree: str | None) -> tuple[Path, Path]:

@@ -6,6 +6,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.batch import shape_of
+from benchmarks.plan import ALL
+
 Records = list[dict[str, Any]]
 
 
@@ -26,8 +29,9 @@ def markdown(run: dict[str, Any]) -> str:
 
 
 def strategies_of(cells: Iterable[dict[str, Any]]) -> list[str]:
-    """Strategy names in the order in which they ran."""
-    return list(dict.fromkeys(name for cell in cells for name in cell["strategies"]))
+    """The names of the strategies that ran, the baseline first."""
+    ran = {name for cell in cells for name in cell["strategies"]}
+    return [name for name in ALL if name in ran]
 
 
 def _recall_table(cells: Records) -> str:
@@ -52,6 +56,7 @@ def _recall_table(cells: Records) -> str:
 def _cost_table(cells: Records) -> str:
     names = strategies_of(cells)
     rows = [["scenario", *(f"{n}: f, wall" for n in names), "auto's closure", "norm error"]]
+    rows[0].append("auto within its bound")
     for scenario, group in _grouped(cells, "scenario"):
         row = [scenario]
         for name in names:
@@ -66,13 +71,15 @@ def _cost_table(cells: Records) -> str:
         errors = [f["largest_norm_error"] for f in auto if f["largest_norm_error"] is not None]
         row.append(f"{min(closures):.3f} to {max(closures):.3f}" if closures else "-")
         row.append(f"{max(errors):.1e}" if errors else "-")
+        within = [f["cost_f"] <= bound_of(c) for c, f in zip(group, auto, strict=True)]
+        row.append(f"{sum(within)} of {len(within)}")
         rows.append(row)
     return _table(rows)
 
 
 def _sweep_table(sweep: str, cells: Records) -> str:
     names = strategies_of(cells)
-    head = [sweep, "scenario", "published by formula (f)"]
+    head = [sweep, "scenario", "published by formula (f)", "auto's bound (f)"]
     rows = [[*head, *(f"{n}: recall, f, of formula, wall ratio, s, MiB" for n in names)]]
     key = {"culprits": "count"}.get(sweep, sweep)
     order = {"XS": 0, "S": 1, "M": 2}
@@ -81,11 +88,26 @@ def _sweep_table(sweep: str, cells: Records) -> str:
     ):
         where = cell["cell"]
         row = [str(where[key]), where["scenario"], f"{cell['published_formula_f']:.0f}"]
+        row.append(str(bound_of(cell)) if "auto" in cell["strategies"] else "-")
         for name in names:
             found = cell["strategies"].get(name)
             row.append("no spike" if not cell["spikes"] else "-" if found is None else _sums(found))
         rows.append(row)
     return _table(rows)
+
+
+def bound_of(cell: dict[str, Any]) -> int:
+    """What ``auto`` may cost at most, in f: 2M + 12, and 6 for each micro-batch with a culprit."""
+    where = cell["cell"]
+    rows, _ = shape_of(where["tokens"])
+    each = rows // (where["ranks"] * where["micro_batches"])
+    named = cell["strategies"]["auto"]["culprits"]
+    holders = {
+        place[0] // each % where["micro_batches"]
+        for culprit in named
+        for place in culprit["places"]
+    }
+    return 2 * where["micro_batches"] + 12 + 6 * len(holders)
 
 
 def _sums(found: dict[str, Any]) -> str:
