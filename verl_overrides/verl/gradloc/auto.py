@@ -193,7 +193,12 @@ class _Search:
             found = bisect(self.task)
             named = set(self.result.tokens)
             self.result.path += found.path
-            self.result.culprits += [culprit for culprit in found.culprits if named.isdisjoint(culprit.tokens)]
+            # bisection's own leaves are held against the published per-token threshold, which loud healthy tokens pass
+            self.result.culprits += [
+                culprit
+                for culprit in found.culprits
+                if named.isdisjoint(culprit.tokens) and not culprit.norm < self.task.culprit_norm
+            ]
             self.result.exhausted, self.result.certificate = found.exhausted, None
             self.result.stop_reason = f"{why}; bisection: {found.stop_reason}"
         return self.result
