@@ -146,6 +146,9 @@ def warm_up(model, tokenizer, recipe: Recipe, report) -> float:
     """Teaches the model to write the sentences; returns the last loss."""
     import torch
 
+    # So small a model gains nothing from a second thread, and threads that wait for each other on
+    # a busy machine lose minutes.
+    torch.set_num_threads(1)
     torch.manual_seed(recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
