@@ -76,8 +76,11 @@ class _Search:
         everything = list(range(self.prober.step.num_micro_batches))
         suspects = self.task.suspects() if number == 0 else everything
         shares = self._measure_of(suspects)
-        if shares is not None and not shares.is_trusted and len(suspects) < len(everything):
-            shares = self._measure_of(everything)
+        if shares is not None and len(suspects) < len(everything):
+            # what the suspects do not carry must be too little to hide a culprit
+            unseen = (1 - shares.closure) * shares.square
+            if not shares.is_trusted or unseen >= (self.task.reference / 2) ** 2:
+                shares = self._measure_of(everything)
         if number == 0:
             self.result.shares = shares
         return shares

@@ -47,7 +47,7 @@ class Task:
     """Largest number of probes, one forward and backward (3 forwards' worth) of one micro-batch each."""
     max_culprits: int
     increments: Optional[list[float]] = None
-    """Lower bound on each micro-batch's own gradient norm over all ranks; None when it was not tracked."""
+    """Estimate of each micro-batch's own gradient norm over all ranks; None when it was not tracked."""
 
     @property
     def reference(self) -> float:
@@ -60,7 +60,7 @@ class Task:
         return _SHARE_OF_THRESHOLD * self.reference
 
     def suspects(self) -> list[int]:
-        """Micro-batches that moved the running norm by a culprit's worth; all of them when that was not tracked."""
+        """Micro-batches whose own gradient seems to be a culprit's worth; all of them when that was not tracked."""
         everything = list(range(self.prober.step.num_micro_batches))
         if self.increments is None:
             return everything

@@ -74,7 +74,7 @@ def localize(
         strategy: one of ``STRATEGIES``.
         budget: largest number of probes of the search; the certificate is not counted.
         max_culprits: stop after this many.
-        increments: how much each micro-batch changed the running norm, where that was tracked.
+        increments: estimate of each micro-batch's own gradient norm, where that was tracked.
     """
     started = time.perf_counter()
     rng = RngState(space.params[0].device)

@@ -14,8 +14,8 @@
 """Norms noted while training: after each micro-batch's backward, and per parameter after the last.
 
 Both are local numbers of this rank's shards, so nothing is communicated while nothing spikes; the sums over ranks are
-taken when somebody asks, on a spike. The running norm's change is a lower bound on the micro-batch's own gradient
-(triangle inequality), which tells where to look first. The last norms of many steps tell a layer that explodes alone
+taken when somebody asks, on a spike. How the running norm changes tells how large a micro-batch's own gradient is about,
+and so where to look first. The last norms of many steps tell a layer that explodes alone
 from a spike of the whole model.
 """
 
@@ -77,12 +77,16 @@ class NormTracker:
             self._history.append(self._running[-1])
 
     def increments(self, space: GradientSpace, ranks: Ranks, loss_scale: float) -> Optional[list[float]]:
-        """How much each micro-batch changed the running norm, over all ranks; None when some rank did not track."""
+        """About how large each micro-batch's own gradient is, over all ranks; None when some rank did not track.
+
+        The root of the change of the running squared norm: exact where the micro-batch's gradient is orthogonal to
+        what came before, as independent ones nearly are.
+        """
         if not self._is_on_everywhere(ranks, bool(self._running)):
             return None
         totals = torch.stack([squares.sum() for squares in self._running]).double()
-        norms = [0.0, *(space.reduce(totals).sqrt() / loss_scale).tolist()]
-        return [abs(after - before) for before, after in zip(norms[:-1], norms[1:], strict=True)]
+        running = [0.0, *(space.reduce(totals) / loss_scale**2).tolist()]
+        return [abs(after - before) ** 0.5 for before, after in zip(running[:-1], running[1:], strict=True)]
 
     def history(self, space: GradientSpace, ranks: Ranks) -> Optional[torch.Tensor]:
         """Squared norm per parameter of the remembered steps: float64 (steps, num_params); None without any."""

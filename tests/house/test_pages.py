@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages tell the truth: links lead somewhere, commands, options and keys exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def tracked():
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in done.stdout.decode().split("\0") if name]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_to_a_file_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def help_of(*command):
+    done = subprocess.run(
+        [*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.stdout + done.stderr
+
+
+def commands(page):
+    """Indented lines without comments and continuations, and what stands between backticks."""
+    text = page.read_text()
+    yield from re.findall(r"`([^`\n]+)`", text)
+    for line in text.splitlines():
+        if line.startswith("    "):
+            yield line.split("  #")[0].split(" # ")[0].strip().rstrip("\\").strip()
+
+
+TOOLS = {
+    "apply_patch.py": (sys.executable, "apply_patch.py"),
+    "make_patch.sh": ("bash", "make_patch.sh"),
+    "run_experiment.sh": ("bash", "run_experiment.sh"),
+    "gradloc-report": (sys.executable, "-m", "gradloc_report"),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_option_in_the_readme_is_one_of_the_tools(tool):
+    said = help_of(*TOOLS[tool])
+    lines = [line for page in PAGES[:2] for line in commands(page) if tool in line]
+    assert lines, f"the README does not show {tool}"
+    for line in lines:
+        for option in re.findall(r"(?<!\S)(--?[a-z][a-z-]*)", line.split(tool, 1)[1]):
+            assert option in said, f"{option} in: {line}"
+
+
+def test_the_make_targets_in_the_readme_exist():
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    lines = [line for page in PAGES[:2] for line in commands(page) if line.startswith("make ")]
+    assert {line.split()[1] for line in lines} <= set(targets) and lines
+
+
+def test_the_experiments_in_the_readme_are_listed():
+    listed = subprocess.run(
+        ["bash", "run_experiment.sh", "--list"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for name in ("demo", "gradloc-qwen3-4b"):
+        assert name in listed
+
+
+def test_the_keys_in_the_readme_are_documented():
+    documented = (ROOT / "docs" / "configuration.md").read_text()
+    keys = re.findall(r"actor_rollout_ref\.actor\.([a-z_.]+)=", (ROOT / "README.md").read_text())
+    assert keys
+    for key in keys:
+        assert f"`{key}`" in documented, key
+
+
+def test_no_file_names_a_path_of_one_machine():
+    pattern = re.compile(r"/(?:work|root|opt|farm)/[a-z]")
+    for path in tracked():
+        if path.suffix in {".png", ".safetensors"} or not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if path != Path(__file__).resolve():
+            assert not pattern.search(text), f"{path.relative_to(ROOT)}: {pattern.search(text)}"
+
+
+def test_the_seams_and_modules_stay_small():
+    """No module of ours over 500 lines: a reader should know the room."""
+    for path in tracked():
+        if path.suffix == ".py" and path.is_file():
+            assert len(path.read_text().splitlines()) <= 500, path.relative_to(ROOT)
