@@ -14,9 +14,9 @@
 """Norms noted while training: after each micro-batch's backward, and per parameter after the last.
 
 Both are local numbers of this rank's shards, so nothing is communicated while nothing spikes; the sums over ranks are
-taken when somebody asks, on a spike. How the running norm changes tells how large a micro-batch's own gradient is about,
-and so where to look first. The last norms of many steps tell a layer that explodes alone
-from a spike of the whole model.
+taken when somebody asks, on a spike. How the running norm changes tells about how large each micro-batch's own gradient
+is, and so where to look first. The last norms of many steps tell a layer that explodes alone from a spike of the whole
+model.
 """
 
 import time
