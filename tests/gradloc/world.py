@@ -78,7 +78,7 @@ class World:
 
 
 def _serve(rank: int, size: int, port: int, verl_tree: str, pipe) -> None:
-    sys.dont_write_bytecode = True  # the trees are shared with tests that compare them, byte for byte
+    sys.dont_write_bytecode = True  # other tests compare these trees byte for byte
     sys.path[:0] = [verl_tree, str(REPO)]
     os.environ.update(
         MASTER_ADDR="127.0.0.1",

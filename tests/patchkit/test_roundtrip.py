@@ -32,7 +32,7 @@ def contents(root: Path) -> dict[str, bytes]:
     return {
         path.relative_to(root).as_posix(): path.read_bytes()
         for path in sorted(root.rglob("*"))
-        if path.is_file() and ".gradloc-patch" not in path.parts
+        if path.is_file() and not {".gradloc-patch", "__pycache__"} & set(path.parts)
     }
 
 
