@@ -56,7 +56,11 @@ class Bench:
         # seeds from 10,000 on: no spiked step is among those that the history was made of
         healthy = healthy_batch(model, held, cell.tokens, 10_000 + cell.seed)
         planter = Planter(model, healthy, history["median_norm"], cell.seed)
-        plant = SCENARIOS[cell.scenario] if cell.count is None else count_scenario(cell.count)
+        plant = (
+            SCENARIOS[cell.scenario]
+            if cell.count is None
+            else count_scenario(cell.count, cell.kappa)
+        )
         planted = plant(planter)
         answers = self._ranks(cell.ranks).run(
             "benchmarks.worker.search_cell",

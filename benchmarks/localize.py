@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=3, help="of the full battery")
     parser.add_argument("--sweep", action="append", help="only this sweep (repeatable)")
     parser.add_argument("--scenario", action="append", help="only this scenario (repeatable)")
-    parser.add_argument("--threads", type=int, default=2, help="of the process that prepares cells")
+    parser.add_argument("--threads", type=int, default=1, help="of the process that prepares cells")
     parser.add_argument("--out", default=str(REPO / "runs" / "benchmarks" / "localize"))
     parser.add_argument("--cache", default=str(REPO / ".gradloc" / "benchmarks"))
     return parser

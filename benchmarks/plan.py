@@ -26,7 +26,8 @@ class Cell:
     seed: int = 0
     strategies: tuple[str, ...] = ALL
     count: int | None = None
-    """Planted culprits, where the scenario leaves it open."""
+    """Planted culprits of size ``kappa`` each, in scenario ``loud``."""
+    kappa: float = 10.0
 
 
 def quick() -> list[Cell]:
@@ -66,8 +67,11 @@ def full(seeds: int = 3) -> list[Cell]:
                 strategies=MAIN,
             )
         )
-    for count in (1, 2, 3, 5, 8):
-        cells.append(Cell("culprits", "loud", tokens=4096, count=count, strategies=PAIR))
+    for kappa in (5.0, 10.0):
+        for count in (1, 2, 3, 5, 8):
+            cells.append(
+                Cell("culprits", "loud", tokens=4096, count=count, kappa=kappa, strategies=PAIR)
+            )
     for ranks in (1, 2, 4):
         cells.append(Cell("ranks", "three", tokens=1024, ranks=ranks, strategies=PAIR))
     for model in ("XS", "S", "M"):

@@ -199,6 +199,6 @@ SCENARIOS: dict[str, Callable[[Planter], Planted]] = {
 }
 
 
-def count_scenario(count: int) -> Callable[[Planter], Planted]:
-    """``count`` culprits of kappa 5 each."""
-    return _loud(*[5.0] * count)
+def count_scenario(count: int, kappa: float) -> Callable[[Planter], Planted]:
+    """``count`` culprits of one size."""
+    return _loud(*[kappa] * count)

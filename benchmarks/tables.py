@@ -84,10 +84,11 @@ def _sweep_table(sweep: str, cells: Records) -> str:
     key = {"culprits": "count"}.get(sweep, sweep)
     order = {"XS": 0, "S": 1, "M": 2}
     for cell in sorted(
-        cells, key=lambda c: (c["cell"]["scenario"], order.get(c["cell"][key], c["cell"][key]))
+        cells, key=lambda c: (c["cell"]["kappa"], order.get(c["cell"][key], c["cell"][key]))
     ):
         where = cell["cell"]
-        row = [str(where[key]), where["scenario"], f"{cell['published_formula_f']:.0f}"]
+        kappa = f" {where['kappa']:.0f}" if where["count"] else ""
+        row = [str(where[key]), where["scenario"] + kappa, f"{cell['published_formula_f']:.0f}"]
         row.append(str(bound_of(cell)) if "auto" in cell["strategies"] else "-")
         for name in names:
             found = cell["strategies"].get(name)
