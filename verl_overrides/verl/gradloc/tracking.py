@@ -30,7 +30,7 @@ from .ranks import Ranks
 
 __all__ = ["NormTracker"]
 
-_MAX_COST = 0.005  # of an update's time; tracking switches itself off beyond
+_MAX_COST = 0.002  # of an update's time; tracking switches itself off beyond
 _NUM_TRIALS = 3  # updates to judge that by
 
 
