@@ -147,6 +147,13 @@ def test_the_weights_before_the_step_can_be_kept_in_verls_own_format(world, dump
     world.run("spikes.update_batch", kind="spike", overrides=ON + settings, dump_dir=dump_dir)
     shards = list(tmp_path.rglob("weights/global_step_1/actor/model_world_size_2_rank_*.pt"))
     assert shards
+    world.run(
+        "spikes.update_batch",
+        kind="spike",
+        overrides=[*ON, *settings, f"{EVIDENCE}.max_gb=0"],
+        dump_dir=dump_dir + "-capped",
+    )
+    assert not list((tmp_path / "gradloc-capped").rglob("*.pt"))
 
 
 def test_resuming_from_a_checkpoint_goes_on_with_the_same_history(world, dump_dir):

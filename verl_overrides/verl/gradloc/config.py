@@ -145,7 +145,7 @@ class EvidenceConfig:
     checkpoint: str = "off"
     """``before_step`` saves the weights that the event happened at, in verl's own checkpoint format."""
     max_gb: float = 20.0
-    """No bundle is written once the dump folder holds this many gigabytes; checkpoints are not capped."""
+    """No bundle or checkpoint is written once the dump folder holds this many gigabytes."""
 
     def __post_init__(self):
         if isinstance(self.text, bool):  # YAML reads a bare on/off as a boolean

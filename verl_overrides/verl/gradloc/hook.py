@@ -37,6 +37,7 @@ from .probe import Prober, RngState
 from .ranks import LostRank, Ranks
 from .raw_event import Place, raw_event
 from .search import Finding, localize
+from .store import EventStore
 from .tracking import NormTracker
 from .trigger import Spike, StepPolicy, spike_kind
 
@@ -253,13 +254,17 @@ class ActorHook:
         self._space.clear()
         return torch.zeros((), device=self._space.params[0].device)
 
-    def _save_weights(self, global_step: int) -> str:
-        """Save the weights that the event happened at with verl's own checkpoint writer; returns the folder."""
+    def _save_weights(self, global_step: int) -> Optional[str]:
+        """Save the weights of the event with verl's own checkpoint writer; returns the folder, None past the cap."""
         from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
         contents = {"save_contents": ["model"], "load_contents": ["model"]}
         manager = FSDPCheckpointManager(self.actor.actor_module, checkpoint_config=contents)
         root = os.path.abspath(os.path.expanduser(self.actor.config.bisect_dump_dir))
+        size_gb = self.ranks.agree(lambda: EventStore(root).size_gb() if self.ranks.is_first else 0.0)
+        if self.ranks.max([size_gb])[0] >= self.config.evidence.max_gb:
+            logger.warning("gradloc: %s holds gradloc.evidence.max_gb or more, so no weights are saved", root)
+            return None
         folder = os.path.join(root, "weights", f"global_step_{global_step}", "actor")
         manager.save_checkpoint(folder, global_step=global_step)
         return folder
