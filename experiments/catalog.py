@@ -5,14 +5,21 @@
     # reads VARIABLE: what the file or folder is
     # writes VARIABLE: what the folder is for
     # imports MODULE MODULE ...
+    # material MODULE
+    # arm NAME: what is different in it
+    #     key=value key=value
+    # seeds 1 2 3
+    # summary MODULE
 
-An experiment that lists another one among its `defaults` needs what that one needs, too.
+An experiment that lists another one among its `defaults` needs what that one needs, too. Arms,
+seeds and summary are its own; `experiments.suite` runs an experiment that has arms.
 
 Standard library only: it works before anything is installed.
 """
 
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +41,16 @@ class Variable:
 
 
 @dataclass(frozen=True)
+class Arm:
+    """One of the runs that an experiment compares: the same config, with some values replaced."""
+
+    name: str
+    meaning: str
+    overrides: tuple[str, ...]
+    """Hydra overrides, in order; none for the config as it is."""
+
+
+@dataclass(frozen=True)
 class Experiment:
     """One config and what its head says."""
 
@@ -43,6 +60,14 @@ class Experiment:
     imports: tuple[str, ...]
     is_on_cpu: bool
     """Whether it is the demo or builds on it: it then runs in the demo's environment."""
+    material: str = "experiments.cpu.build"
+    """The module that builds model and data of an experiment on the CPU."""
+    arms: tuple[Arm, ...] = ()
+    """None for an experiment that is one run."""
+    seeds: tuple[int, ...] = ()
+    """The values of `seed` that every arm runs with; none for the config's own."""
+    summary_module: str | None = None
+    """What is run once the arms are through: `python -m MODULE SUITE_DIR`."""
 
     def problem(self, environ) -> str | None:
         """The first thing wrong with its variables, as a sentence, or None."""
@@ -84,13 +109,41 @@ def load(name: str) -> Experiment:
     imports = [module for base in bases for module in base.imports]
     for line in re.findall(r"^# imports (.+)$", text, re.M):
         imports += line.split()
+    material = re.search(r"^# material ([\w.]+)$", text, re.M)
+    seeds = re.search(r"^# seeds ([\d ]+)$", text, re.M)
+    summary_module = re.search(r"^# summary ([\w.]+)$", text, re.M)
     return Experiment(
         name=name,
         summary=summary[1],
         variables=tuple(variables),
         imports=tuple(imports),
         is_on_cpu=name == DEMO or any(base.is_on_cpu for base in bases),
+        material=material[1] if material else bases[0].material if bases else Experiment.material,
+        arms=read_arms(text, path),
+        seeds=tuple(map(int, seeds[1].split())) if seeds else (),
+        summary_module=summary_module[1] if summary_module else None,
     )
+
+
+def read_arms(text: str, path: Path) -> tuple[Arm, ...]:
+    """The arms in the head of a config.
+
+    Raises:
+        ExperimentError: if two have one name, or one has something that is no override.
+    """
+    arms = []
+    head = re.compile(r"^# arm ([\w.-]+): (.+)\n((?:#     .+\n)*)", re.M)
+    for name, meaning, lines in head.findall(text):
+        overrides = shlex.split(lines.replace("#     ", ""))
+        wrong = [word for word in overrides if "=" not in word and not word.startswith("~")]
+        if wrong:
+            raise ExperimentError(
+                f"{path}: arm {name} has {wrong[0]!r}, which is no override: write key=value."
+            )
+        if name in (arm.name for arm in arms):
+            raise ExperimentError(f"{path}: two arms are called {name}: rename one.")
+        arms.append(Arm(name, meaning, tuple(overrides)))
+    return tuple(arms)
 
 
 def describe() -> str:
@@ -100,4 +153,8 @@ def describe() -> str:
         lines.append(f"{experiment.name}: {experiment.summary}")
         for variable in experiment.variables:
             lines.append(f"    {variable.kind} {variable.name}: {variable.meaning}")
+        for arm in experiment.arms:
+            lines.append(f"    arm {arm.name}: {arm.meaning}")
+        if experiment.seeds:
+            lines.append(f"    seeds {' '.join(map(str, experiment.seeds))}")
     return "\n".join(lines)

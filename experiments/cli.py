@@ -9,13 +9,17 @@ import sys
 import time
 from pathlib import Path
 
-from experiments import catalog, launch, target
+from experiments import catalog, launch, suite, target
 from experiments.cpu import environment, verdict
 from experiments.errors import ExperimentError, UsageError
 
 EPILOG = """\
 arguments after NAME are Hydra overrides and go to verl as they are:
   ./run_experiment.sh demo seed=3
+
+an experiment with arms (--list shows them) runs every arm, one after the other, and then compares
+them; a part of it, and overrides for all arms:
+  ./run_experiment.sh NAME --arms one,other --seeds 1,2 key=value
 
 variables:
   VERL_REPO   the verl to run on; else the current folder if it is verl; else what PYTHON imports
@@ -38,6 +42,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--dry-run", action="store_true", help="print what would be run, and run nothing"
     )
+    made.add_argument("--arms", metavar="A,B", help="only these arms of an experiment with arms")
+    made.add_argument("--seeds", metavar="1,2", help="run each arm with these seeds")
     made.add_argument(
         "--verbose", action="store_true", help="the trainer's whole output; demo: not only steps"
     )
@@ -66,6 +72,7 @@ def run(args, environ, cwd: Path) -> int:
     problem = experiment.problem(environ)
     if problem:
         raise ExperimentError(problem)
+    cells = suite.plan(experiment, args.arms, args.seeds, args.overrides)
     on_cpu = experiment.is_on_cpu
     # run_experiment.sh has started us with PYTHON, where it is set.
     python = sys.executable if environ.get("PYTHON") or not on_cpu else None
@@ -77,7 +84,11 @@ def run(args, environ, cwd: Path) -> int:
     run_dir = results_folder(environ, cwd, experiment.name)
     if args.dry_run:
         python = python or str(environment.VENV_PYTHON)
-        describe(command(python, experiment.name, args.overrides), run_dir)
+        for cell in cells:
+            overrides = cell.overrides(args.overrides)
+            describe(command(python, experiment.name, overrides), run_dir / cell.folder)
+        if not cells:
+            describe(command(python, experiment.name, args.overrides), run_dir)
         return 0
     is_own = on_cpu and chosen == environment.patched_copy()
     if not is_own:
@@ -89,15 +100,28 @@ def run(args, environ, cwd: Path) -> int:
         environment.ensure_patched_copy(python, report=progress)
         target.check_patched(chosen)
     check_imports(python, experiment)
-    added = child_environment(environ, chosen.path, run_dir, on_cpu)
+    material = None
     if on_cpu:
-        added["GRADLOC_DEMO_MATERIAL"] = str(environment.ensure_material(python, report=progress))
-    os.environ.update(added)
+        material = environment.ensure_material(python, experiment.material, report=progress)
+    before = dict(environ)
     run_dir.mkdir(parents=True)
     with launch.plain_path(python) as plain:
-        line = command(plain, experiment.name, args.overrides)
-        describe(line, run_dir)
-        code = launch.run(line, run_dir / "console.log", is_brief=on_cpu and not args.verbose)
+
+        def run_one(overrides: list[str], folder: Path) -> int:
+            folder.mkdir(exist_ok=True)
+            os.environ.update(child_environment(before, chosen.path, folder, material))
+            line = command(plain, experiment.name, overrides)
+            describe(line, folder)
+            is_brief = on_cpu and not args.verbose
+            return launch.run(line, folder / "console.log", is_brief)
+
+        if cells:
+            code = suite.run(experiment, cells, args.overrides, run_dir, run_one, plain)
+            for cell in cells:
+                if (run_dir / cell.folder / "gradloc" / "events.jsonl").is_file():
+                    draw_report(python, run_dir / cell.folder)
+        else:
+            code = run_one(args.overrides, run_dir)
     if code == 0 and experiment.name == catalog.DEMO:
         code = verdict.main([str(run_dir)])
         draw_report(python, run_dir)
@@ -162,8 +186,15 @@ def command(python: str, name: str, overrides: list[str]) -> list[str]:
     return [python, "-m", "verl.trainer.main_ppo", *fixed, *overrides]
 
 
-def child_environment(environ, verl: Path, run_dir: Path, on_cpu: bool) -> dict[str, str]:
-    """The variables that the trainer and Ray's workers get beyond the present ones."""
+def child_environment(environ, verl: Path, run_dir: Path, material: Path | None) -> dict[str, str]:
+    """The variables that the trainer and Ray's workers get beyond the given ones.
+
+    Args:
+        environ: what the user has set.
+        verl: the folder with the patched `verl/`.
+        run_dir: where this run's results go.
+        material: the folder with model and data of an experiment on the CPU; None for another one.
+    """
     modules = ["experiments.metrics_file"]
     added = {
         "PYTHONPATH": os.pathsep.join(
@@ -172,10 +203,11 @@ def child_environment(environ, verl: Path, run_dir: Path, on_cpu: bool) -> dict[
         "GRADLOC_RUN_DIR": str(run_dir),
         "VERL_FILE_LOGGER_PATH": str(run_dir / "metrics.jsonl"),
     }
-    if on_cpu:
+    if material is not None:
         modules.insert(0, "experiments.cpu.device")
         # One thread a worker: two workers share two cores, and sums come out the same every time.
         added.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="-1,-1")
+        added["GRADLOC_DEMO_MATERIAL"] = str(material)
     present = [m for m in environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m]
     added["VERL_USE_EXTERNAL_MODULES"] = ",".join([*present, *modules])
     return added

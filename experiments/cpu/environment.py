@@ -112,11 +112,17 @@ def ensure_patched_copy(python: str, report=print) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def ensure_material(python: str, report=print) -> Path:
-    """Returns the folder with the demo's model and data, made if need be."""
-    command = [python, "-m", "experiments.cpu.build", "--cache", str(CACHE)]
+def ensure_material(python: str, module: str, report=print) -> Path:
+    """Returns the folder with an experiment's model and data, made if need be.
+
+    Args:
+        python: an interpreter with the demo's packages.
+        module: what builds them: `python -m MODULE --cache FOLDER` prints their folder within it.
+        report: takes one line of progress.
+    """
+    command = [python, "-m", module, "--cache", str(CACHE)]
     report("model, tokenizer and data")
-    return Path(step(command, "the demo's model could not be built", show=True).strip())
+    return Path(step(command, "model and data could not be built", show=True).strip())
 
 
 def step(command: list[str], problem: str, show: bool = False) -> str:

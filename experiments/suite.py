@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs an experiment that has arms: every arm, with every seed, one after the other.
+
+Each run has a folder of its own, `SUITE_DIR/ARM` or `SUITE_DIR/ARM-seedN`, and is what a single
+experiment's run is. `SUITE_DIR/suite.json` says which there are and what became of them; the
+experiment's summary reads it. Standard library only.
+"""
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.catalog import Arm, Experiment
+from experiments.errors import ExperimentError, UsageError
+
+RECORD = "suite.json"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a suite."""
+
+    arm: Arm
+    seed: int | None
+    """None where the config's own seed stands."""
+
+    @property
+    def folder(self) -> str:
+        """Its folder's name within the suite's."""
+        return self.arm.name if self.seed is None else f"{self.arm.name}-seed{self.seed}"
+
+    def overrides(self, given: list[str]) -> list[str]:
+        """The arm's overrides, the seed, and then the user's, which win."""
+        seed = [] if self.seed is None else [f"seed={self.seed}"]
+        return [*self.arm.overrides, *seed, *given]
+
+
+def plan(experiment: Experiment, arms: str | None, seeds: str | None, given: list[str]):
+    """The cells to run, in order: arm by arm, and within an arm seed by seed.
+
+    Args:
+        experiment: what was chosen; without arms it has no cells.
+        arms: names with commas between them; None for all.
+        seeds: whole numbers with commas between them; None for the experiment's own.
+        given: the user's overrides.
+
+    Raises:
+        UsageError: if an arm or a seed is none, or the seed is set twice.
+    """
+    if not experiment.arms:
+        for option, value in (("--arms", arms), ("--seeds", seeds)):
+            if value is not None:
+                raise UsageError(
+                    f"{experiment.name} is one run and has no arms: leave {option} out."
+                )
+        return []
+    known = {arm.name: arm for arm in experiment.arms}
+    names = list(known) if arms is None else arms.split(",")
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        raise UsageError(
+            f"{experiment.name} has no arm {wrong[0]!r}: there are {', '.join(known)}."
+        )
+    chosen = experiment.seeds if seeds is None else seeds.split(",")
+    if not all(str(seed).isdecimal() for seed in chosen):
+        raise UsageError(f"--seeds {seeds} is no list of whole numbers: write --seeds 1,2,3.")
+    if chosen and any(text.lstrip("+").startswith("seed=") for text in given):
+        raise UsageError("every arm runs with its own seeds: write --seeds N instead of seed=N.")
+    numbers = [int(seed) for seed in chosen] or [None]
+    return [Cell(known[name], seed) for name in dict.fromkeys(names) for seed in numbers]
+
+
+def run(
+    experiment: Experiment,
+    cells: list[Cell],
+    given: list[str],
+    folder: Path,
+    run_one: Callable[[list[str], Path], int],
+    python: str,
+) -> int:
+    """Runs the cells, goes on after one that fails, and ends with the summary.
+
+    Args:
+        experiment: whose cells they are.
+        cells: what `plan` gave.
+        given: the user's overrides.
+        folder: the suite's folder, which exists.
+        run_one: runs one experiment with overrides into a folder and returns its exit code; from
+            128 on it was interrupted, which ends the suite.
+        python: the interpreter that runs the summary.
+
+    Returns:
+        0 if every cell and the summary went well, 1 if not, or the code of the interrupt.
+    """
+    started = time.monotonic()
+    records = [
+        {
+            "arm": cell.arm.name,
+            "meaning": cell.arm.meaning,
+            "seed": cell.seed,
+            "folder": cell.folder,
+            "overrides": cell.overrides(given),
+            "exit_code": None,
+            "seconds": None,
+        }
+        for cell in cells
+    ]
+    suite = {"experiment": experiment.name, "cells": records}
+    for number, (cell, record) in enumerate(zip(cells, records, strict=True)):
+        write(folder, suite)
+        gone = time.monotonic() - started
+        say(f"\nrun {number + 1} of {len(cells)}: {cell.folder} ({cell.arm.meaning})")
+        say(f"{clock(gone)} gone{expectation(gone, number, len(cells))}")
+        begun = time.monotonic()
+        code = run_one(record["overrides"], folder / cell.folder)
+        record.update(exit_code=code, seconds=round(time.monotonic() - begun, 1))
+        if code >= 128:
+            write(folder, suite)
+            return code
+        if code:
+            say(f"{cell.folder} FAILED with exit code {code}; the others go on.")
+    write(folder, suite)
+    failed = [record["folder"] for record in records if record["exit_code"]]
+    took = clock(time.monotonic() - started)
+    say(f"\n{len(cells) - len(failed)} of {len(cells)} runs ended well, {took} in all")
+    if failed:
+        say(f"failed: {', '.join(failed)}")
+    return 1 if summarize(experiment, folder, python) or failed else 0
+
+
+def summarize(experiment: Experiment, folder: Path, python: str) -> int:
+    """Runs the experiment's summary over the suite's folder; returns its exit code."""
+    if experiment.summary_module is None:
+        return 0
+    line = [python, "-m", experiment.summary_module, str(folder)]
+    return subprocess.run(line, check=False).returncode
+
+
+def read(folder: Path) -> dict:
+    """What `suite.json` says: `experiment`, and `cells` as `run` writes them.
+
+    Raises:
+        ExperimentError: if the folder has none, or it is no JSON.
+    """
+    path = folder / RECORD
+    if not path.is_file():
+        raise ExperimentError(f"{folder} has no {RECORD}: name the results folder of a suite.")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise ExperimentError(f"{path} is not JSON: the suite was cut off while writing.") from None
+
+
+def write(folder: Path, suite: dict) -> None:
+    """Replaces `suite.json` at once: a reader sees the old one or the new one."""
+    part = folder / f"{RECORD}.part"
+    part.write_text(json.dumps(suite, indent=2) + "\n", encoding="utf-8")
+    os.replace(part, folder / RECORD)
+
+
+def expectation(gone: float, done: int, total: int) -> str:
+    """How long the rest will take if it goes as before; nothing while nothing is known."""
+    return f", about {clock(gone / done * (total - done))} to go" if done else ""
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds.
+
+    >>> clock(65.4)
+    '1:05'
+    """
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
