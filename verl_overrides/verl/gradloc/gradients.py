@@ -17,6 +17,7 @@ Holds the only code that knows how FSDP1, FSDP2 and an unsharded module lay out 
 and putting it back moves references, never values: it costs no memory traffic and is bit-exact.
 """
 
+from collections.abc import Sequence
 from typing import Optional
 
 import torch
@@ -134,6 +135,13 @@ class GradientSpace:
         """Multiply what is in ``.grad`` in place."""
         for grad in self.current():
             if grad is not None:
+                local_shard(grad).mul_(factor)
+
+    @torch.no_grad()
+    def scale_each(self, factors: Sequence[float]) -> None:
+        """Multiply each parameter's part of ``.grad`` in place (num_params); what gets 1 is not touched."""
+        for grad, factor in zip(self.current(), factors, strict=True):
+            if grad is not None and factor != 1.0:
                 local_shard(grad).mul_(factor)
 
     @torch.no_grad()

@@ -11,14 +11,31 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Stabilizers: what an update does against a gradient spike, each by itself and off by default."""
+"""Stabilizers: what an update does against a gradient spike, each by itself and off by default.
+
+``ratio_clip`` weighs tokens and sequences that drifted from the policy that wrote them, ``layer_clip`` bounds each
+layer's gradient by its own history, ``skip_step`` takes no step that is far off the last ones: plain arithmetic, all
+three. ``stabilizer`` is what verl's actor calls, ``settings`` what the trainer asks before a run.
+"""
+
+from typing import Any, Optional
+
+from .settings import check_whole_config
+
+__all__ = ["STABILIZER_KEY", "build_stabilizer", "check_whole_config"]
 
 STABILIZER_KEY = "gradloc_stabilizer"
+"""Under this key the statistics travel: to the actor in meta_info, back among the first rank's metrics."""
 
 
-def build_stabilizer(actor):
-    """The stabilizer of verl's ``DataParallelPPOActor``, or None while nothing of it is on."""
-    return None
+def build_stabilizer(actor: Any) -> Optional[Any]:
+    """The :class:`~.stabilizer.Stabilizer` of verl's ``DataParallelPPOActor``.
 
+    Returns:
+        None for a reference policy and while nothing of ``actor.gradloc.stabilize`` is on.
+    """
+    if actor.actor_optimizer is None or not actor.config.gradloc.stabilize.is_on:
+        return None
+    from .stabilizer import Stabilizer  # verl's config imports this package, and it imports verl
 
-__all__ = ["STABILIZER_KEY", "build_stabilizer"]
+    return Stabilizer(actor)
