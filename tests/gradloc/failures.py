@@ -76,10 +76,10 @@ def resume(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     first = make_trainer(overrides, dump_dir)
     for seed in range(12):
         first.update(make_batch(seed=seed))
-    first.driver.save(dump_dir)
+    first.hook.save(dump_dir)
     second = make_trainer(overrides, dump_dir)
     before = second.driver.history.threshold()
-    second.driver.load(dump_dir)
+    second.hook.load(dump_dir)
     return {
         "empty": before,
         "saved": first.driver.history.state(),

@@ -22,7 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from .actions import ACTIONS
+from .checks import is_int, is_number, require
 from .search import STRATEGIES
+from .stabilize.config import StabilizeConfig
 
 __all__ = ["TriggerConfig", "SearchConfig", "ActionConfig", "EvidenceConfig", "GradLocConfig", "check_actor_config"]
 
@@ -30,16 +32,7 @@ _KEY = "actor_rollout_ref.actor"
 
 
 def _require(ok: bool, key: str, expected: str, found: Any) -> None:
-    if not ok:
-        raise ValueError(f"{_KEY}.{key} must be {expected}, found {found!r}.")
-
-
-def _is_int(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    require(ok, f"{_KEY}.{key}", expected, found)
 
 
 @dataclass(frozen=True)
@@ -68,8 +61,8 @@ class TriggerConfig:
     def __post_init__(self):
         for name, least in (("window", 8), ("warmup", 2), ("cooldown_steps", 0), ("max_events_per_step", 1)):
             value = getattr(self, name)
-            _require(_is_int(value, least), f"gradloc.trigger.{name}", f"an integer of at least {least}", value)
-        _require(_is_int(self.max_events, 0), "gradloc.trigger.max_events", "an integer of at least 0", self.max_events)
+            _require(is_int(value, least), f"gradloc.trigger.{name}", f"an integer of at least {least}", value)
+        _require(is_int(self.max_events, 0), "gradloc.trigger.max_events", "an integer of at least 0", self.max_events)
         _require(
             self.warmup <= self.window,
             "gradloc.trigger.warmup",
@@ -77,13 +70,13 @@ class TriggerConfig:
             self.warmup,
         )
         _require(
-            _is_number(self.num_deviations) and self.num_deviations > 0,
+            is_number(self.num_deviations) and self.num_deviations > 0,
             "gradloc.trigger.num_deviations",
             "a positive number",
             self.num_deviations,
         )
         _require(
-            self.force_step is None or _is_int(self.force_step, 1),
+            self.force_step is None or is_int(self.force_step, 1),
             "gradloc.trigger.force_step",
             "null or a global step of at least 1",
             self.force_step,
@@ -103,12 +96,12 @@ class SearchConfig:
 
     def __post_init__(self):
         _require(
-            _is_int(self.layer_window, 0), "gradloc.search.layer_window", "an integer of at least 0", self.layer_window
+            is_int(self.layer_window, 0), "gradloc.search.layer_window", "an integer of at least 0", self.layer_window
         )
         names = ", ".join(STRATEGIES)
         _require(self.strategy in STRATEGIES, "gradloc.search.strategy", f"one of {names}", self.strategy)
         _require(
-            _is_int(self.max_culprits, 1), "gradloc.search.max_culprits", "an integer of at least 1", self.max_culprits
+            is_int(self.max_culprits, 1), "gradloc.search.max_culprits", "an integer of at least 1", self.max_culprits
         )
 
 
@@ -127,9 +120,9 @@ class ActionConfig:
     def __post_init__(self):
         _require(self.mode in ACTIONS, "gradloc.action.mode", f"one of {', '.join(ACTIONS)}", self.mode)
         most = self.max_masked_tokens
-        _require(_is_int(most, 1), "gradloc.action.max_masked_tokens", "an integer of at least 1", most)
+        _require(is_int(most, 1), "gradloc.action.max_masked_tokens", "an integer of at least 1", most)
         share = self.max_masked_share
-        _require(_is_number(share) and 0 < share <= 1, "gradloc.action.max_masked_share", "in (0, 1]", share)
+        _require(is_number(share) and 0 < share <= 1, "gradloc.action.max_masked_share", "in (0, 1]", share)
 
 
 @dataclass(frozen=True)
@@ -162,10 +155,10 @@ class EvidenceConfig:
             value = getattr(self, name)
             _require(value in allowed, f"gradloc.evidence.{name}", f"one of {', '.join(allowed)}", value)
         _require(
-            _is_number(self.max_gb) and self.max_gb >= 0, "gradloc.evidence.max_gb", "a number from 0 on", self.max_gb
+            is_number(self.max_gb) and self.max_gb >= 0, "gradloc.evidence.max_gb", "a number from 0 on", self.max_gb
         )
         _require(
-            _is_int(self.context_tokens, 0),
+            is_int(self.context_tokens, 0),
             "gradloc.evidence.context_tokens",
             "an integer of at least 0",
             self.context_tokens,
@@ -180,6 +173,7 @@ class GradLocConfig:
     search: SearchConfig = field(default_factory=SearchConfig)
     action: ActionConfig = field(default_factory=ActionConfig)
     evidence: EvidenceConfig = field(default_factory=EvidenceConfig)
+    stabilize: StabilizeConfig = field(default_factory=StabilizeConfig)
 
 
 def check_actor_config(actor: Any) -> None:
@@ -194,37 +188,48 @@ def check_actor_config(actor: Any) -> None:
     _require(isinstance(actor.spike_detection, bool), "spike_detection", "true or false", actor.spike_detection)
     threshold = actor.grad_norm_threshold
     _require(
-        threshold is None or (_is_number(threshold) and threshold > 0),
+        threshold is None or (is_number(threshold) and threshold > 0),
         "grad_norm_threshold",
         "null (adaptive) or a positive number (the published per-token threshold)",
         threshold,
     )
     budget = actor.bisect_budget_steps
-    _require(_is_int(budget, 1), "bisect_budget_steps", "an integer of at least 1", budget)
+    _require(is_int(budget, 1), "bisect_budget_steps", "an integer of at least 1", budget)
     _require(
         isinstance(actor.bisect_dump_dir, str) and actor.bisect_dump_dir.strip() != "",
         "bisect_dump_dir",
         "the path of a folder",
         actor.bisect_dump_dir,
     )
-    if not actor.spike_detection:
+    if not actor.spike_detection and not actor.gradloc.stabilize.is_on:
         return
+    because = f"while {'spike_detection' if actor.spike_detection else 'a part of gradloc.stabilize'} is on"
     _require(
         actor.strategy in ("fsdp", "fsdp2"),
         "strategy",
-        "fsdp or fsdp2 while spike_detection is on (Megatron is not supported yet)",
+        f"fsdp or fsdp2 {because} (Megatron is not supported yet)",
         actor.strategy,
     )
     sequence_parallel = getattr(actor, "ulysses_sequence_parallel_size", 1)
     _require(
         sequence_parallel == 1,
         "ulysses_sequence_parallel_size",
-        "1 while spike_detection is on (sequence parallelism is not supported yet)",
+        f"1 {because} (sequence parallelism is not supported yet)",
         sequence_parallel,
     )
+    fsdp = getattr(actor, "fsdp_config", None)
     _require(
-        not getattr(getattr(actor, "fsdp_config", None), "offload_policy", False),
+        not getattr(fsdp, "offload_policy", False),
         "fsdp_config.offload_policy",
-        "false while spike_detection is on (use param_offload and optimizer_offload instead)",
+        f"false {because} (use param_offload and optimizer_offload instead)",
         True,
+    )
+    layer_clip = actor.gradloc.stabilize.layer_clip
+    is_flat = actor.strategy == "fsdp" and not getattr(fsdp, "use_orig_params", False)
+    _require(
+        layer_clip.rule == "off" or layer_clip.group == "layer" or not is_flat,
+        "fsdp_config.use_orig_params",
+        f"true with strategy=fsdp and gradloc.stabilize.layer_clip.group={layer_clip.group} (FSDP1 merges a layer's "
+        "parameters into one without it)",
+        False,
     )

@@ -11,14 +11,13 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""What verl's trainer calls: the trigger's policy, and the writing of events.
+"""The trainer's side of localization: the trigger's policy, and the writing of events.
 
 The driver process knows the step, the whole batch, the tokenizer and its own file system, which on a cluster is not
 the workers'. It sends each step's policy with the batch and writes what comes back. Whatever fails in here is logged
 and counted; training goes on.
 """
 
-import json
 import logging
 import os
 from typing import Any, Optional
@@ -29,6 +28,7 @@ import torch
 from .announce import announce, verdict_sentences
 from .evidence import SCHEMA_VERSION, bundle_tensors, complete_event, complete_sequences
 from .hook import EVENTS_KEY, POLICY_KEY, ROW_KEY
+from .reweighting import STAGE_NAME_KEY
 from .store import EventStore
 from .trigger import History, StepPolicy, fixed_threshold, spike_kind
 
@@ -38,7 +38,6 @@ logger = logging.getLogger(__file__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 SEQUENCE_KEY = "sequence_id"
-_STATE_FILE = "gradloc.json"
 _TAKEN = ("mask", "skip", "abort")
 
 
@@ -81,14 +80,19 @@ class Driver:
         self.tokenizer = tokenizer if self.settings.evidence.text == "on" else None
         self.trackers = config.trainer.logger
         self.sequences_per_mini_batch = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
-        trigger = self.settings.trigger
-        self.history = History(trigger.window, trigger.warmup, trigger.num_deviations)
+        self._histories: dict[str, History] = {}
+        self._stage = ""
         self.store = EventStore(os.path.abspath(os.path.expanduser(actor.bisect_dump_dir)))
         self.run = {"project": config.trainer.project_name, "experiment": config.trainer.experiment_name}
         self._num_events = 0
         self._num_failures = 0
         self._quiet_until = 0
         self._policy: Optional[StepPolicy] = None
+
+    @property
+    def history(self) -> History:
+        """What the present update is judged by. Lopti's two stages have norms of different size: one history each."""
+        return self._history(self._stage)
 
     def stamp(self, batch: Any) -> None:
         """Name every sequence ``<uid>:<rollout index>`` while the rollouts of a prompt still stand side by side.
@@ -110,6 +114,7 @@ class Driver:
     def before_update(self, batch: Any, global_step: int, dp_size: int) -> None:
         """Attach the step's policy and each row's number to the batch that goes to the actor."""
         num_rows = len(batch)
+        self._stage = batch.meta_info.get(STAGE_NAME_KEY, "")
         batch.batch[ROW_KEY] = torch.arange(num_rows)
         num_tokens = self._tokens_per_mini_batch(batch.batch["response_mask"], dp_size)
         trigger = self.settings.trigger
@@ -122,6 +127,7 @@ class Driver:
             tau=[self._tau(n) for n in num_tokens],
             max_events=0 if global_step < self._quiet_until else max(allowed, 0),
             force=trigger.force_step == global_step,
+            stage=self._stage or None,
             history={} if self.tau is not None else self.history.summary(),
         )
         batch.meta_info[POLICY_KEY] = self._policy.as_dict()
@@ -149,31 +155,23 @@ class Driver:
                 f"The step was not taken; the event is in {self.store.root}."
             )
 
-    def save(self, global_step_folder: str) -> None:
-        """Put the trigger's history beside a checkpoint."""
-        state = {"schema_version": SCHEMA_VERSION, "history": self.history.state(), "num_events": self._num_events}
-        path = os.path.join(global_step_folder, _STATE_FILE)
-        try:
-            with open(path, "w", encoding="utf-8") as file:
-                json.dump(state, file)
-        except OSError:
-            self._num_failures += 1
-            logger.exception("gradloc: %s could not be written; a resumed run will learn its history anew", path)
+    def state(self) -> dict[str, Any]:
+        """JSON-ready content, for the checkpoint: what the trigger has learned."""
+        histories = {stage: history.state() for stage, history in self._histories.items()}
+        return {"histories": histories, "num_events": self._num_events}
 
-    def load(self, global_step_folder: str) -> None:
-        """Take the trigger's history back from a checkpoint; one without it (or not ours) starts a new history."""
-        path = os.path.join(global_step_folder, _STATE_FILE)
-        if not os.path.exists(path):
-            return
-        try:
-            with open(path, encoding="utf-8") as file:
-                state = json.load(file)
-            self.history.load_state(state["history"])
-            self._num_events = int(state["num_events"])
-        except (OSError, ValueError, KeyError, TypeError):
-            logger.exception("gradloc: %s could not be read; the trigger starts with an empty history", path)
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state` gave."""
+        for stage, history in state["histories"].items():
+            self._history(stage).load_state(history)
+        self._num_events = int(state["num_events"])
 
     # ---- inside
+
+    def _history(self, stage: str) -> History:
+        trigger = self.settings.trigger
+        fresh = History(trigger.window, trigger.warmup, trigger.num_deviations)
+        return self._histories.setdefault(stage, fresh)
 
     def _tokens_per_mini_batch(self, response_mask: torch.Tensor, dp_size: int) -> list[int]:
         """Response tokens of each mini-batch over all ranks: rows are dealt out to ranks in equal runs, and each rank

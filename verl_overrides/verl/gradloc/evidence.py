@@ -40,6 +40,7 @@ BUNDLE_KEYS = (
     "ref_log_prob",
     "rollout_log_probs",
     "rollout_is_weights",
+    "lopti_mask",
 )
 
 

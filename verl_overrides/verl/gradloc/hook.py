@@ -37,6 +37,7 @@ from .probe import Prober, RngState
 from .ranks import LostRank, Ranks
 from .raw_event import Place, raw_event
 from .search import Finding, localize
+from .stabilize import STABILIZER_KEY
 from .store import EventStore
 from .tracking import NormTracker
 from .trigger import Spike, StepPolicy, spike_kind
@@ -59,9 +60,9 @@ def build_hook(actor: Any) -> Optional["ActorHook"]:
 
 
 def pop_events(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Take the raw events out of an update's metrics, as meta info of their own (only rank 0 has any)."""
-    events = metrics.pop(EVENTS_KEY, None)
-    return {} if events is None else {EVENTS_KEY: events}
+    """Take what is no metric out of an update's metrics, as meta info of its own: the raw events and the stabilizers'
+    statistics. Only rank 0 has any."""
+    return {key: metrics.pop(key) for key in (EVENTS_KEY, STABILIZER_KEY) if key in metrics}
 
 
 class ActorHook:
@@ -193,7 +194,8 @@ class ActorHook:
         space, step, search = self._space, self._step, self.config.search
         self.ranks.agree(lambda: check_memory(space))
         # how torch and FSDP clip: the gradient in .grad is this times the true one
-        grad_clip = self.actor.config.grad_clip
+        measures_only = self.actor.stabilizer is not None and self.actor.stabilizer.clips_layers
+        grad_clip = math.inf if measures_only else self.actor.config.grad_clip
         clip_scale = min(1.0, grad_clip / (spike.grad_norm + 1e-6)) if math.isfinite(spike.grad_norm) else 1.0
         finding = localize(
             step,
@@ -210,7 +212,7 @@ class ActorHook:
         epoch, mini_batch = self._position
         policy = self._policy
         event = raw_event(
-            Place(policy.global_step, epoch, mini_batch, len(policy.num_tokens), policy.history),
+            Place(policy.global_step, epoch, mini_batch, len(policy.num_tokens), policy.history, policy.stage),
             spike,
             finding,
             step,

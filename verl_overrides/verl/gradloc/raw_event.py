@@ -43,6 +43,8 @@ class Place:
     num_mini_batches: int
     history: dict[str, Any]
     """What the adaptive threshold was made of."""
+    stage: Optional[str] = None
+    """Which of Lopti's two updates of the step; None for the only one."""
 
 
 def raw_event(
@@ -87,6 +89,7 @@ def raw_event(
             "world_size": ranks.num_processes,
             "dp_size": ranks.size,
             "sp_size": ranks.replicas,
+            "stage": place.stage,
         },
         "trigger": {**vars(spike), "history": place.history or None},
         "search": _search_record(finding, budget),

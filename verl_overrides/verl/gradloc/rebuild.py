@@ -43,6 +43,7 @@ from .actor_step import ROW_KEY, ActorStep
 from .bundle import Bundle, Entry, ReplayError
 from .gradients import GradientSpace
 from .memory import free_bytes
+from .stabilize.ratio_clip import TokenWeigher
 
 __all__ = ["ReplayStep", "build_actor", "deal", "start_processes"]
 
@@ -88,6 +89,7 @@ class ReplayActor(DataParallelPPOActor):
             super().__init__(config, module)
         if not config.use_dynamic_bsz:
             self.gradient_accumulation = config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu
+        self.stabilizer = TokenWeigher(config.gradloc.stabilize) if config.gradloc.stabilize.weighs_tokens else None
         self._processes_per_rank = dist.get_world_size() / dp_size
         self.watch: Optional[Callable] = None
 
@@ -169,6 +171,8 @@ def build_actor(bundle: Bundle, model_path: str) -> ReplayActor:
     """
     has_flash = _has_flash_attention()
     config = _actor_config(bundle, has_flash)
+    if config.gradloc.stabilize.weighs_tokens and "rollout_log_probs" not in bundle.tensors:
+        raise ReplayError("batch.safetensors: rollout_log_probs is missing, by which the run's clips weighed its loss.")
     dtype = PrecisionType.to_dtype(config.fsdp_config.dtype)
     folder, is_checkpoint = _find_model(Path(model_path))
     attention = "flash_attention_2" if has_flash else "sdpa"
@@ -196,6 +200,9 @@ def _actor_config(bundle: Bundle, has_flash: bool) -> Any:
     defaults = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
     actor = OmegaConf.to_container(defaults.actor_rollout_ref.actor, resolve=True)
     given = {key: value for key, value in bundle.meta["actor"].items() if key != "gradloc"}
+    of_run = bundle.meta["actor"].get("gradloc")
+    if isinstance(of_run, dict) and "stabilize" in of_run:  # of gradloc's own settings, only these are part of the loss
+        given["gradloc"] = {"stabilize": of_run["stabilize"]}
     unknown = _targets(given) - _targets(actor)
     if unknown:  # a config says what is to be built from it; a bundle from elsewhere must not be able to run anything
         raise ReplayError(

@@ -55,6 +55,8 @@ class StepPolicy:
     """Localize the first mini-batch even when it does not spike."""
     history: dict[str, Any] = field(default_factory=dict)
     """What the adaptive threshold was made of, for the record."""
+    stage: Optional[str] = None
+    """Which of Lopti's two updates of the step this is; None for the only one."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

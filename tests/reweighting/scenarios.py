@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every rank runs together: the two stages beside the ordinary update, by gradient."""
+
+from typing import Any
+
+import torch
+
+from tests.gradloc.harness import make_batch, make_trainer
+from tests.gradloc.spikes import address, plant
+
+ALGORITHM = "algorithm.lopti.enable=true"
+
+
+def formulas(log_prob: list, mask: list, advantages: list, calls: list[dict]) -> list[Any]:
+    """The pure functions on plain lists, one answer per call."""
+    from verl.gradloc.reweighting import LoptiConfig, reweight, split
+
+    log_prob, mask = torch.tensor(log_prob), torch.tensor(mask)
+    answers: list[Any] = []
+    for call in calls:
+        if "alpha" in call:
+            answers.append(reweight(torch.tensor(advantages), log_prob, call["alpha"]).tolist())
+        else:
+            stages = split(log_prob, mask, LoptiConfig(enable=True, **call))
+            answers.append([[stage.name, stage.mask.tolist()] for stage in stages])
+    return answers
+
+
+def batch_of(seed: int, trainer: Any = None) -> Any:
+    """A batch whose old probabilities spread over (0, 1), or are the trainer's own."""
+    batch = make_batch(seed=seed)
+    if trainer is None:
+        generator = torch.Generator().manual_seed(seed)
+        shape = batch.batch["old_log_probs"].shape
+        batch.batch["old_log_probs"] = -3 * torch.rand(shape, generator=generator)
+        return batch
+    local = batch.select(deepcopy=True)
+    local.meta_info = {
+        "temperature": 1.0,
+        "micro_batch_size": 4,
+        "use_dynamic_bsz": False,
+        "max_token_len": 4096,
+    }
+    batch.batch["old_log_probs"], _ = trainer.actor.compute_log_prob(local)
+    return batch
+
+
+def stage_gradients(
+    overrides: list[str], dump_dir: str, uses_own_probs: bool = False
+) -> dict[str, Any]:
+    """The gradient of each optimizer step of a frozen actor: ordinary, and in Lopti's stages.
+
+    Returns:
+        ``error``: the largest relative distance of a mini-batch's ordinary gradient from the sum of
+        its stages'; ``norms`` of both stages, first mini-batch; ``order``; ``batch_is_intact``.
+    """
+    # a weight decay or a learning rate would move the weights between the stages
+    frozen = [
+        "actor_rollout_ref.actor.optim.lr=0",
+        "actor_rollout_ref.actor.optim.weight_decay=0",
+        "actor_rollout_ref.actor.grad_clip=1e9",
+    ]
+    found = {}
+    for name, extra in (("ordinary", []), ("lopti", [ALGORITHM])):
+        trainer = make_trainer(overrides + frozen + extra, dump_dir)
+        batch = batch_of(3, trainer if uses_own_probs else None)
+        before = {key: value.clone() for key, value in batch.batch.items()}
+        steps = recorded_steps(trainer)
+        out = trainer.update(batch)
+        found[name] = [steps, batch, before, out]
+    ordinary, (steps, batch, before, out) = found["ordinary"][0], found["lopti"]
+    num_mini = len(ordinary)
+    errors = [
+        float((first + second - whole).norm() / whole.norm())
+        for whole, first, second in zip(ordinary, steps[:num_mini], steps[num_mini:], strict=True)
+    ]
+    return {
+        "error": max(errors),
+        "norms": (float(steps[0].norm()), float(steps[num_mini].norm())),
+        "batch_is_intact": all(torch.equal(batch.batch[key], before[key]) for key in before)
+        and set(batch.batch.keys()) == set(before),
+        "metrics": out["metrics"],
+        "ordinary_metrics": found["ordinary"][3]["metrics"],
+    }
+
+
+def recorded_steps(trainer: Any) -> list[torch.Tensor]:
+    """Will hold the whole gradient of each optimizer step, as one vector of this rank's shards."""
+    steps: list[torch.Tensor] = []
+    original = trainer.actor._optimizer_step
+
+    def step() -> Any:
+        parts = []
+        for param in trainer.actor.actor_module.parameters():
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            local = grad.to_local() if hasattr(grad, "to_local") else grad
+            parts.append(local.detach().flatten().double().clone())
+        steps.append(torch.cat(parts))
+        return original()
+
+    trainer.actor._optimizer_step = step
+    return steps
+
+
+def train(overrides: list[str], dump_dir: str, num_steps: int = 3) -> dict[str, Any]:
+    """A few updates; weights, norms and the metrics of the last."""
+    trainer = make_trainer(overrides, dump_dir, dropout=0.1)
+    norms = []
+    for seed in range(num_steps):
+        out = trainer.update(make_batch(seed=seed))
+        norms.append(out["metrics"]["actor/grad_norm"])
+    state = torch.get_rng_state()
+    return {
+        "weights": trainer.weights_hash(),
+        "norms": norms,
+        "rng": state.numpy().tobytes(),
+        "metrics": out["metrics"],
+    }
+
+
+def by_hand(dump_dir: str, eta: float) -> dict[str, Any]:
+    """Lopti through the hook, and the same two updates called one after the other by hand."""
+    settings = [
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.kl_loss_coef=0.1",
+    ]
+    ours = make_trainer([*settings, ALGORITHM, f"algorithm.lopti.eta={eta}"], dump_dir)
+    ours.update(batch_of(5))
+    plain = make_trainer(settings, dump_dir)
+    batch = batch_of(5)
+    mask = batch.batch["response_mask"].float()
+    prob, advantages = batch.batch["old_log_probs"].exp(), batch.batch["advantages"]
+    low = torch.zeros_like(mask)
+    for row in range(len(mask)):
+        for position in range(mask.shape[1]):
+            if mask[row, position] == 1 and prob[row, position] < abs(eta):
+                low[row, position] = 1
+    stages = [low, mask - low]
+    batch.meta_info["temperature"] = 1.0
+    for stage in stages if eta > 0 else stages[::-1]:
+        batch.batch["advantages"] = advantages * stage
+        batch.batch["lopti_mask"] = stage
+        plain.update_actor(batch)
+    return {"ours": ours.weights_hash(), "by_hand": plain.weights_hash()}
+
+
+def spike_in_a_stage(dump_dir: str, is_low: bool) -> dict[str, Any]:
+    """A spike planted among the low- or the high-probability tokens, with the localizer on."""
+    on = [
+        "actor_rollout_ref.actor.spike_detection=true",
+        "actor_rollout_ref.actor.grad_norm_threshold=640",
+    ]
+    trainer = make_trainer([*on, ALGORITHM], dump_dir)
+    batch = batch_of(1)
+    prob = batch.batch["old_log_probs"].exp()
+    mask = batch.batch["response_mask"].bool()
+    wanted = mask & ((prob < 0.3) if is_low else (prob > 0.7))
+    row, position = wanted.nonzero()[3].tolist()
+    plant(batch, row, position, 1e5)
+    out = trainer.update(batch)
+    return {
+        "planted": (row, position),
+        "events": [
+            {
+                "found": address(e),
+                "stage": e["step"]["stage"],
+                "verdict": e["certificate"]["verdict"],
+            }
+            for e in out["events"]
+        ],
+        "metrics": out["metrics"],
+        "histories": sorted(trainer.driver.state()["histories"]),
+    }
+
+
+def spikes_by_history(dump_dir: str) -> dict[str, Any]:
+    """Thresholds that each stage's own history makes."""
+    trainer = make_trainer(["actor_rollout_ref.actor.spike_detection=true", ALGORITHM], dump_dir)
+    for seed in range(4):
+        trainer.update(batch_of(seed))
+    return {
+        stage: [history["log_norms"], len(history["log_norms"])]
+        for stage, history in trainer.driver.state()["histories"].items()
+    }

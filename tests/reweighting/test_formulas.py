@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The formulas and the split, against loops that anyone can read; and what is refused."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+LOG_PROB = [[-0.01, -2.0, -0.7, -5.0], [-0.3, -0.3, -0.1, -9.0], [-1.0, -0.9, 0.0, -0.69]]
+MASK = [[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]]
+ADVANTAGES = [[1.0, -2.0, 0.5, 0.0], [3.0, 3.0, 0.0, 0.0], [-1.0, -1.0, -1.0, -1.0]]
+
+
+@pytest.fixture
+def call(world):
+    """Each call's answer: {"alpha": ...} reweights, anything else is Lopti's settings."""
+
+    def run(*calls, log_prob=LOG_PROB):
+        arguments = dict(log_prob=log_prob, mask=MASK, advantages=ADVANTAGES, calls=calls)
+        return world.run("tests.reweighting.scenarios.formulas", **arguments)[0]
+
+    return run
+
+
+def test_an_advantage_is_scaled_by_the_tokens_probability(call):
+    from math import exp
+
+    alphas = [0.0, 0.1, 0.3, 1.0]
+    for alpha, found in zip(alphas, call(*[{"alpha": alpha} for alpha in alphas]), strict=True):
+        for row, log_probs in enumerate(LOG_PROB):
+            for position, log_prob in enumerate(log_probs):
+                weight = alpha * exp(log_prob) + (1 - alpha)
+                expected = weight * ADVANTAGES[row][position]
+                assert found[row][position] == pytest.approx(expected, rel=1e-6)
+
+
+def slow_split(is_low):
+    low = [
+        [bool(m) and is_low(p) for m, p in zip(*rows, strict=True)]
+        for rows in zip(MASK, LOG_PROB, strict=True)
+    ]
+    high = [
+        [bool(m) and not is_low(p) for m, p in zip(*rows, strict=True)]
+        for rows in zip(MASK, LOG_PROB, strict=True)
+    ]
+    return low, high
+
+
+@pytest.mark.parametrize("eta", [0.5, 0.9, -0.5, -0.05])
+def test_the_stages_are_the_tokens_below_the_threshold_and_the_rest_in_the_order_of_its_sign(
+    call, eta
+):
+    from math import exp
+
+    ((first, second),) = call({"eta": eta})
+    low, high = slow_split(lambda log_prob: exp(log_prob) < abs(eta))
+    expected = [["low", low], ["high", high]]
+    assert [first, second] == (expected if eta > 0 else expected[::-1])
+
+
+@pytest.mark.parametrize("quantile", [0.1, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("eta", [0.5, 0, -0.5])
+def test_a_quantile_splits_the_batchs_own_tokens_in_that_proportion(call, quantile, eta):
+    from math import exp
+
+    ((first, second),) = call({"eta": eta, "quantile": quantile})
+    flat = [
+        p for row, m in zip(LOG_PROB, MASK, strict=True) for p, on in zip(row, m, strict=True) if on
+    ]
+    threshold = sorted(exp(p) for p in flat)[int(quantile * len(flat))]
+    low, high = slow_split(lambda log_prob: exp(log_prob) < threshold * (1 - 1e-7))
+    expected = [["low", low], ["high", high]]
+    assert [first, second] == (expected if eta >= 0 else expected[::-1])
+
+
+def test_the_stages_are_disjoint_and_complete_even_with_a_probability_that_is_no_number(call):
+    log_prob = [[float("nan"), -2.0, -0.7, -5.0], *LOG_PROB[1:]]
+    ((_, first), (_, second)) = call({"eta": 0.5}, log_prob=log_prob)[0]
+    for row, mask in enumerate(MASK):
+        for position, is_token in enumerate(mask):
+            assert first[row][position] + second[row][position] == is_token
+
+
+REFUSE = """
+import json, pathlib, sys
+from hydra import compose, initialize_config_dir
+import verl
+from verl.gradloc.trainer_hook import build_trainer_hook
+folder = str(pathlib.Path(verl.__file__).parent / "trainer" / "config")
+answers = []
+with initialize_config_dir(folder, version_base=None):
+    for overrides in json.load(sys.stdin):
+        size = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
+        try:
+            hook = build_trainer_hook(compose("ppo_trainer", overrides=[size, *overrides]), None)
+            answers.append("nothing is on" if hook is None else "on")
+        except Exception as error:
+            answers.append(f"{error} {error.__cause__ or ''}")
+print(json.dumps(answers))
+"""
+WRONG = [
+    (
+        "algorithm.advantage_reweighting.alpha=1.5",
+        "alpha must be a number from 0 (off) to 1, found 1.5",
+    ),
+    ("algorithm.advantage_reweighting.alpha=-0.1", "alpha must be a number from 0 (off) to 1"),
+    ("algorithm.lopti.eta=1", "lopti.eta must be a number between -1 and 1, exclusive, found 1"),
+    ("algorithm.lopti.eta=-1.0", "lopti.eta must be a number between -1 and 1, exclusive"),
+    ("algorithm.lopti.eta=0", "lopti.quantile must be set while algorithm.lopti.eta is 0"),
+    ("algorithm.lopti.quantile=0", "lopti.quantile must be null or a number between 0 and 1"),
+    ("algorithm.lopti.quantile=1", "lopti.quantile must be null or a number between 0 and 1"),
+    ("algorithm.lopti.enable=3", "lopti.enable must be true or false, found 3"),
+]
+
+
+def test_wrong_settings_are_refused_by_name_and_right_ones_are_taken(patched_tree):
+    right = [[], ["algorithm.advantage_reweighting.alpha=0.3"], ["algorithm.lopti.enable=true"]]
+    engine = ["algorithm.lopti.enable=true", "trainer.use_legacy_worker_impl=disable"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", REFUSE],
+        input=json.dumps([[override] for override, _ in WRONG] + right + [engine]),
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": str(patched_tree), "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout.splitlines()[-1])
+    for (override, expected), answer in zip(WRONG, answers, strict=False):
+        assert expected in answer, override
+    assert answers[len(WRONG) : -1] == ["nothing is on", "on", "on"]
+    assert "algorithm.lopti.enable needs verl's FSDP workers" in answers[-1]

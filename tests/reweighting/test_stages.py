@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two stages on the real actor: parts of the ordinary gradient, in order, nothing else changed."""
+
+import pytest
+
+ACTOR = "actor_rollout_ref.actor"
+KL = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1"]
+TERMS = [*KL, f"{ACTOR}.entropy_coeff=0.05"]
+TWO_MINI_BATCHES = [f"{ACTOR}.ppo_mini_batch_size=8"]
+FSDP1 = [f"{ACTOR}.strategy=fsdp"]
+DYNAMIC = [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=40"]
+LAYOUTS = {
+    "FSDP2": TWO_MINI_BATCHES,
+    "FSDP1": FSDP1 + TWO_MINI_BATCHES,
+    "entropy and KL": TERMS + TWO_MINI_BATCHES,
+    "FSDP1, KL": FSDP1 + KL + TWO_MINI_BATCHES,
+    "dynamic batch size, KL": DYNAMIC + KL + TWO_MINI_BATCHES,
+    "sequence means": [f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", *KL, *TWO_MINI_BATCHES],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_at_frozen_weights_the_stages_add_up_to_the_ordinary_gradient(world, dump_dir, layout):
+    found = world.run(
+        "tests.reweighting.scenarios.stage_gradients", overrides=layout, dump_dir=dump_dir
+    )
+    for rank in found:
+        assert rank["error"] < 1e-5
+        assert all(norm > 0 for norm in rank["norms"])
+        assert rank["batch_is_intact"]
+
+
+def test_and_to_that_of_the_shortcut_which_takes_the_current_log_probs_for_the_old(world, dump_dir):
+    found = world.run(
+        "tests.reweighting.scenarios.stage_gradients",
+        overrides=[*TERMS, "algorithm.lopti.quantile=0.5"],
+        dump_dir=dump_dir,
+        uses_own_probs=True,
+    )
+    assert all(rank["error"] < 1e-5 for rank in found)
+
+
+def test_the_metrics_of_the_stages_are_told_apart_and_their_losses_add_up(world, dump_dir):
+    found = world.run(
+        "tests.reweighting.scenarios.stage_gradients",
+        overrides=TERMS + TWO_MINI_BATCHES,
+        dump_dir=dump_dir,
+    )[0]
+    both, ordinary = found["metrics"], found["ordinary_metrics"]
+    for key in ("actor/pg_loss", "actor/kl_loss"):
+        assert both[key] == pytest.approx(ordinary[key], rel=1e-5)
+    for stage in ("low", "high"):
+        assert len(both[f"lopti/{stage}/grad_norm"][0]) == 2
+    assert both["lopti/low/share"][0] + both["lopti/high/share"][0] == pytest.approx(1)
+    assert len(both["actor/grad_norm"]) == 2 * len(ordinary["actor/grad_norm"])
+
+
+@pytest.mark.parametrize("eta", [0.4, -0.4])
+def test_it_is_two_updates_one_after_the_other_in_the_order_of_etas_sign(world, dump_dir, eta):
+    for rank in world.run("tests.reweighting.scenarios.by_hand", dump_dir=dump_dir, eta=eta):
+        assert rank["ours"] == rank["by_hand"]
+
+
+def test_alpha_0_without_lopti_is_unpatched_verl_bit_for_bit(world, unpatched_world, dump_dir):
+    settings = ["algorithm.advantage_reweighting.alpha=0", "algorithm.lopti.enable=false"]
+    arguments = dict(dump_dir=dump_dir)
+    scenario = "tests.reweighting.scenarios.train"
+    ours = world.run(scenario, overrides=settings + TERMS, **arguments)
+    theirs = unpatched_world.run(scenario, overrides=TERMS, **arguments)
+    for left, right in zip(ours, theirs, strict=True):
+        for key in ("weights", "norms", "rng", "metrics"):
+            assert left[key] == right[key], key
+
+
+def test_reweighting_changes_the_update_and_runs_together_with_lopti(world, dump_dir):
+    scenario = "tests.reweighting.scenarios.train"
+    reweighted = ["algorithm.advantage_reweighting.alpha=0.3"]
+    lopti = ["algorithm.lopti.enable=true", "algorithm.lopti.quantile=0.5"]
+    weights = {
+        world.run(scenario, overrides=overrides, dump_dir=dump_dir)[0]["weights"]
+        for overrides in ([], reweighted, lopti, reweighted + lopti)
+    }
+    assert len(weights) == 4
+
+
+@pytest.mark.parametrize("is_low", [True, False], ids=["low", "high"])
+def test_the_localizer_finds_a_spike_in_the_stage_that_it_is_in(world, dump_dir, is_low):
+    found = world.run(
+        "tests.reweighting.scenarios.spike_in_a_stage", dump_dir=dump_dir, is_low=is_low
+    )[0]
+    (event,) = found["events"]
+    assert event["found"] == {found["planted"]}
+    assert event["stage"] == ("low" if is_low else "high")
+    assert event["verdict"] == "explained"
+    assert found["metrics"]["gradloc/events"] == [1]
+    assert found["histories"] == ["high", "low"]
+
+
+def test_each_stage_is_judged_by_its_own_history(world, dump_dir):
+    found = world.run("tests.reweighting.scenarios.spikes_by_history", dump_dir=dump_dir)[0]
+    assert found["low"][1] == found["high"][1] == 4
+    assert found["low"][0] != found["high"][0]

@@ -1,0 +1,36 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Advantage Reweighting: a token's advantage, scaled down the less likely the token was."""
+
+import torch
+
+__all__ = ["ADVANTAGES_BEFORE_KEY", "reweight"]
+
+ADVANTAGES_BEFORE_KEY = "advantages_before_reweighting"
+"""The batch keeps the advantages as the estimator gave them under this name."""
+
+
+def reweight(advantages: torch.Tensor, old_log_prob: torch.Tensor, alpha: float) -> torch.Tensor:
+    """``[alpha * pi_old + (1 - alpha)] * A`` (arXiv 2505.12929).
+
+    Args:
+        advantages: (B, T).
+        old_log_prob: (B, T), of the policy before the update; padding may hold anything finite.
+        alpha: in [0, 1].
+
+    Returns:
+        (B, T), in the dtype of ``advantages``. A token of probability 1 keeps its advantage; one of probability 0 keeps
+        the share ``1 - alpha`` of it.
+    """
+    return advantages * (alpha * old_log_prob.exp() + (1 - alpha)).to(advantages.dtype)

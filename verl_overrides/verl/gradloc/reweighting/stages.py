@@ -1,0 +1,154 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Lopti: one rollout, two updates, the tokens split by their probability under the old policy.
+
+Each stage goes through the actor's whole update. Its batch carries the stage's mask: advantages outside are zero, and
+the actor leaves the other tokens out of the KL and entropy terms. Denominators stay all response tokens, so that at
+frozen weights the two stages' gradients add up to the ordinary one. The old log-probs are those from before both.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .config import LoptiConfig
+
+__all__ = ["KEEPS_LR_SCHEDULE_KEY", "STAGE_MASK_KEY", "STAGE_NAME_KEY", "Lopti", "Stage", "split"]
+
+logger = logging.getLogger(__file__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+STAGE_MASK_KEY = "lopti_mask"
+"""Batch tensor (B, T), 1 on the stage's tokens; the actor reads it."""
+STAGE_NAME_KEY = "lopti_stage"
+"""Meta info: ``low`` or ``high``."""
+KEEPS_LR_SCHEDULE_KEY = "keeps_lr_schedule"
+"""Meta info: the worker does not advance the learning-rate schedule after this update."""
+
+# Means over all response tokens of which each stage has its part, and what the localizer counts per update.
+_ADDITIVE = ("actor/pg_loss", "actor/kl_loss", "actor/entropy") + tuple(
+    f"gradloc/{count}"
+    for count in ("spikes", "events", "culprits", "explained", "mask", "skip", "abort", "probes", "seconds")
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of the two updates."""
+
+    name: str
+    """``low`` or ``high``: the tokens below the threshold, or the others."""
+    mask: torch.Tensor
+    """(B, T) bool, a part of the response mask."""
+
+
+def split(old_log_prob: torch.Tensor, response_mask: torch.Tensor, config: LoptiConfig) -> list[Stage]:
+    """Cut the response tokens in two, in the order in which they are to be updated.
+
+    Args:
+        old_log_prob: (B, T), of the policy before the update.
+        response_mask: (B, T), 1 on response tokens.
+        config: threshold or quantile, and order.
+
+    Returns:
+        Two stages, disjoint and complete; either may be empty.
+    """
+    tokens = response_mask.bool()
+    prob = old_log_prob.float().exp()
+    threshold = abs(config.eta)
+    if config.quantile is not None:
+        # sorted by hand: torch.quantile takes at most 2**24 values
+        values = prob[tokens].sort().values
+        threshold = values[int(config.quantile * len(values))] if len(values) else 0.0
+    is_low = tokens & (prob < threshold)
+    stages = [Stage("low", is_low), Stage("high", tokens & ~is_low)]
+    return stages if config.eta >= 0 else stages[::-1]
+
+
+class Lopti:
+    """Runs a step's actor update in two stages."""
+
+    def __init__(self, config: LoptiConfig):
+        self.config = config
+
+    def update(self, update_actor: Callable[[Any], Any], batch: Any) -> Any:
+        """Update the low- and the high-probability tokens one after the other.
+
+        A stage without a token on any rank is left out, and said so.
+
+        Args:
+            update_actor: one whole update of the actor on a batch; returns verl's DataProto of metrics.
+            batch: verl's DataProto with ``old_log_probs``, ``response_mask`` and ``advantages``, (B, T) each; it comes
+                back as it was.
+
+        Returns:
+            The last stage's output with the metrics of both: ``lopti/<stage>/*`` apart, and under their own names both
+            together (losses and counts added, other values side by side).
+        """
+        advantages = batch.batch["advantages"]
+        stages = split(batch.batch["old_log_probs"], batch.batch["response_mask"], self.config)
+        filled = [stage for stage in stages if stage.mask.any()] or stages[-1:]
+        if len(filled) < len(stages):
+            empty = next(stage.name for stage in stages if stage is not filled[0])
+            logger.warning(
+                "algorithm.lopti: this batch has no %s-probability token, so it is updated in one stage; see "
+                "algorithm.lopti.eta and quantile",
+                empty,
+            )
+        outputs = []
+        try:
+            for index, stage in enumerate(filled):
+                mask = stage.mask.to(advantages.dtype)
+                batch.batch["advantages"] = advantages * mask
+                batch.batch[STAGE_MASK_KEY] = mask
+                batch.meta_info[STAGE_NAME_KEY] = stage.name
+                is_last = index == len(filled) - 1
+                batch.meta_info[KEEPS_LR_SCHEDULE_KEY] = not (is_last or self.config.step_lr_each_stage)
+                outputs.append(update_actor(batch))
+        finally:
+            batch.batch["advantages"] = advantages
+            batch.batch.pop(STAGE_MASK_KEY, None)
+            for key in (STAGE_NAME_KEY, KEEPS_LR_SCHEDULE_KEY):
+                batch.meta_info.pop(key, None)
+        return self._merged(stages, filled, outputs)
+
+    def _merged(self, stages: list[Stage], filled: list[Stage], outputs: list[Any]) -> Any:
+        together: dict[str, Any] = {}
+        for output in outputs:
+            for key, value in output.meta_info["metrics"].items():
+                together[key] = value if key not in together else _join(key, together[key], value)
+        num_tokens = sum(int(stage.mask.sum()) for stage in stages)
+        for stage in stages:
+            together[f"lopti/{stage.name}/share"] = [int(stage.mask.sum()) / max(num_tokens, 1)]
+        for stage, output in zip(filled, outputs, strict=True):
+            for key, value in output.meta_info["metrics"].items():
+                if key.startswith("actor/"):
+                    together[f"lopti/{stage.name}/{key.removeprefix('actor/')}"] = value
+        outputs[-1].meta_info["metrics"] = together
+        return outputs[-1]
+
+
+def _join(key: str, first: Any, second: Any) -> Any:
+    """One metric of two updates: a list over ranks, of numbers or of lists over micro-batches, as verl has them."""
+    return _added(first, second) if key in _ADDITIVE else [*first, *second]
+
+
+def _added(first: Any, second: Any) -> Any:
+    if isinstance(first, list):
+        return [_added(a, b) for a, b in zip(first, second, strict=True)]
+    return first + second
