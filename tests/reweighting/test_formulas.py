@@ -2,10 +2,15 @@
 """The formulas and the split, against loops that anyone can read; and what is refused."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
 
 LOG_PROB = [[-0.01, -2.0, -0.7, -5.0], [-0.3, -0.3, -0.1, -9.0], [-1.0, -0.9, 0.0, -0.69]]
 MASK = [[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]]
@@ -112,6 +117,20 @@ WRONG = [
     ("algorithm.lopti.quantile=1", "lopti.quantile must be null or a number between 0 and 1"),
     ("algorithm.lopti.enable=3", "lopti.enable must be true or false, found 3"),
 ]
+
+
+def test_every_setting_is_documented_with_its_default_in_both_trainers_configs(patched_tree):
+    page = (ROOT / "docs" / "reweighting.md").read_text()
+    documented = dict(re.findall(r"^\| `(algorithm[a-z_.]+)` \| `([^`]*)` \|", page, flags=re.M))
+    for trainer in ("ppo_trainer", "ppo_megatron_trainer"):
+        path = f"verl/trainer/config/_generated_{trainer}.yaml"
+        algorithm = yaml.safe_load((patched_tree / path).read_text())["algorithm"]
+        found = {}
+        for block in ("advantage_reweighting", "lopti"):
+            for key, value in algorithm[block].items():
+                if key != "_target_":
+                    found[f"algorithm.{block}.{key}"] = json.dumps(value)
+        assert found == documented
 
 
 def test_wrong_settings_are_refused_by_name_and_right_ones_are_taken(patched_tree):
