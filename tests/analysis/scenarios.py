@@ -77,7 +77,7 @@ def probe_of(trainer: Any, batch: Any, buckets: list[int]) -> Any:
 
     space = GradientSpace(trainer.actor.actor_module)
     probe = Keeping(trainer.actor, Ranks(), space)
-    with module._undisturbed(trainer.actor, space):
+    with module.undisturbed(trainer.actor, space):
         probe.measure(local_rows(with_buckets(batch, buckets)))
     return probe
 

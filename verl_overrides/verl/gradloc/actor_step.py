@@ -23,7 +23,7 @@ from verl.utils.device import get_device_id
 
 from .probe import Recorded, RngState, let_through, record
 
-__all__ = ["ROW_KEY", "ActorStep"]
+__all__ = ["ROW_KEY", "ActorStep", "precise_readout"]
 
 ROW_KEY = "gradloc_row"
 
@@ -74,7 +74,7 @@ class ActorStep:
 
     def forward(self, micro_batch: int) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
         self._recorded[micro_batch].rng.restore()
-        with torch.no_grad(), _precise_readout(self.actor):
+        with torch.no_grad(), precise_readout(self.actor):
             entropy, log_prob = self.actor._forward_for_loss(self._inputs(micro_batch), self.temperature)
         return log_prob, entropy
 
@@ -140,7 +140,7 @@ class ActorStep:
 
 
 @contextmanager
-def _precise_readout(actor: Any) -> Iterator[None]:
+def precise_readout(actor: Any) -> Iterator[None]:
     """Compute the logits in float32 from the last hidden state while the model itself computes in half precision.
 
     verl's log-probs are rounded to the compute dtype where flash attention's cross entropy is absent, so a small

@@ -82,6 +82,14 @@ class MovedWeights:
 
         self._set(draw)
 
+    @torch.no_grad()
+    def distance(self) -> float:
+        """L2 norm, over all weights and shards, of how far they are from where they were."""
+        square = torch.zeros(1, dtype=torch.float64, device=self._space.params[0].device)
+        for param, saved in zip(self._space.params, self._saved, strict=True):
+            square += torch.linalg.vector_norm(local_shard(param) - saved, dtype=torch.float64) ** 2
+        return float(self._space.reduce(square).sqrt())
+
     def _set(self, change) -> None:
         dither = self._generator(self._seed)
         for index, (param, saved) in enumerate(zip(self._space.params, self._saved, strict=True)):

@@ -21,6 +21,7 @@ and the parts add up to the training gradient whatever the loss and its aggregat
 Shapes: R rows on this rank, T response positions, K buckets, C terms of the loss.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -28,7 +29,18 @@ import torch
 
 from verl.utils.device import get_device_id
 
-__all__ = ["BUCKET_KEY", "Forwarded", "Frozen", "forward", "freeze", "row_weights", "terms_of"]
+__all__ = [
+    "BUCKET_KEY",
+    "Forwarded",
+    "Frozen",
+    "MicroBatch",
+    "forward",
+    "freeze",
+    "loss_terms",
+    "micro_batches_of",
+    "row_weights",
+    "terms_of",
+]
 
 BUCKET_KEY = "gradloc_bucket"
 """int (R,): each row's bucket, -1 for rows that only fill up the ranks."""
@@ -44,15 +56,21 @@ def terms_of(config: Any) -> tuple[str, ...]:
 
 
 @dataclass
-class Forwarded:
-    """One of training's micro-batches, without its filling rows, and what the model says of it."""
+class MicroBatch:
+    """One of training's micro-batches, without its filling rows, on the device."""
 
     inputs: dict[str, Any]
     rows: torch.Tensor
     """int (B,): which of this rank's rows they are; empty where the micro-batch only keeps peers company."""
+    on_policy: bool
+
+
+@dataclass
+class Forwarded(MicroBatch):
+    """What the model says of a micro-batch."""
+
     log_prob: torch.Tensor
     entropy: Optional[torch.Tensor]
-    on_policy: bool
 
 
 @dataclass
@@ -70,22 +88,28 @@ class Frozen:
 
 def forward(actor: Any, data: Any, temperature: float) -> list[Forwarded]:
     """Run the model over this rank's rows without a gradient; every rank runs the same number of micro-batches."""
+    done = []
+    for part in micro_batches_of(actor, data):
+        with torch.no_grad():
+            entropy, log_prob = actor._forward_for_loss(part.inputs, temperature)
+        done.append(Forwarded(part.inputs, part.rows, part.on_policy, log_prob, entropy))
+    return done
+
+
+def micro_batches_of(actor: Any, data: Any) -> Iterator[MicroBatch]:
+    """Cut this rank's rows as training would; every rank gets the same number of micro-batches."""
     from verl import DataProto
 
     # a batch that came through Ray is locked
     data = DataProto.from_dict({**data.batch, _INDEX_KEY: torch.arange(len(data))})
     micro_batches, on_policy = _cut(actor, data)
-    done = []
     for micro_batch in micro_batches:
         is_real = micro_batch.batch[BUCKET_KEY] >= 0
         if is_real.any():
             micro_batch = micro_batch.select_idxs(is_real)
         inputs = {**micro_batch.to(get_device_id()).batch}
         rows = inputs[_INDEX_KEY].cpu() if is_real.any() else torch.empty(0, dtype=torch.long)
-        with torch.no_grad():
-            entropy, log_prob = actor._forward_for_loss(inputs, temperature)
-        done.append(Forwarded(inputs, rows, log_prob, entropy, on_policy))
-    return done
+        yield MicroBatch(inputs, rows, on_policy)
 
 
 def _cut(actor: Any, data: Any) -> tuple[list[Any], bool]:
@@ -134,7 +158,7 @@ def freeze(
         mask = part.inputs["response_mask"]
         log_prob, entropy = part.log_prob.clone().requires_grad_(), part.entropy
         entropy = None if entropy is None else entropy.clone().requires_grad_()
-        by_term = _losses(actor, part.inputs, log_prob, entropy, part.on_policy)
+        by_term = loss_terms(actor, part.inputs, log_prob, entropy, part.on_policy)
         for term in terms:
             (grad,) = torch.autograd.grad(by_term[term], entropy if term == "entropy" else log_prob, retain_graph=True)
             coefficients[term][part.rows] = (grad * (share * dp_size)).float()
@@ -171,7 +195,7 @@ def _mode(config: Any, term: str) -> str:
     return "seq-mean-token-mean" if by_sequence else config.loss_agg_mode
 
 
-def _losses(actor: Any, inputs: dict[str, Any], log_prob, entropy, on_policy: bool) -> dict[str, torch.Tensor]:
+def loss_terms(actor: Any, inputs: dict[str, Any], log_prob, entropy, on_policy: bool) -> dict[str, torch.Tensor]:
     """The terms of verl's loss on these values, coefficients included, without the factor of accumulation."""
     scratch, terms = {"actor/pg_loss": 0.0, "actor/kl_loss": 0.0}, {}
     total = actor._micro_batch_loss(inputs, log_prob, entropy, on_policy, scratch, {}, terms)
@@ -184,4 +208,4 @@ def _losses_of_rows(actor: Any, part: Forwarded, inside: torch.Tensor) -> dict[s
     inputs = {key: value[inside] for key, value in part.inputs.items()}
     entropy = None if part.entropy is None else part.entropy[inside]
     with torch.no_grad():
-        return _losses(actor, inputs, part.log_prob[inside], entropy, part.on_policy)
+        return loss_terms(actor, inputs, part.log_prob[inside], entropy, part.on_policy)

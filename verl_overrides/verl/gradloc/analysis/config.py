@@ -11,14 +11,21 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""The settings of the gradient analysis and the rollout filter, read from verl's config and checked at start."""
+"""The settings of the gradient analyses and the rollout filter, read from verl's config and checked at start."""
 
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from . import buckets, filtering
+from . import buckets, filtering, quartiles
 
-__all__ = ["AnalysisSettings", "FilterSettings", "check_geometry", "read_settings"]
+__all__ = [
+    "AnalysisSettings",
+    "FilterSettings",
+    "QuartileSettings",
+    "check_geometry",
+    "read_quartiles",
+    "read_settings",
+]
 
 _TRAINER, _ROLLOUT, _ACTOR = "trainer", "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 
@@ -109,6 +116,55 @@ class FilterSettings:
         return self.value == 1 and self.include_zero
 
 
+@dataclass(frozen=True)
+class QuartileSettings:
+    """When the gradient is split by probability quartile, and how."""
+
+    every: int = 50
+    """Analyse at the steps where ``(global_step - 1) % every == 0``: 1, 51, 101, ..."""
+    split: str = "quantile"
+    num_tokens: int = 64
+    """Tokens whose own gradient is measured, one backward each."""
+
+    def __post_init__(self):
+        key = f"{_TRAINER}.quartile_analysis"
+        _require(_is_count(self.every), f"{key}_every", "an integer of at least 1", self.every)
+        _require(self.split in quartiles.SPLITS, f"{key}_split", f"one of {quartiles.SPLITS}", self.split)
+        is_ok = _is_count(self.num_tokens) or (self.num_tokens == 0 and not isinstance(self.num_tokens, bool))
+        _require(is_ok, f"{key}_num_tokens", "an integer from 0 on", self.num_tokens)
+
+    def is_due(self, global_step: int) -> bool:
+        return (global_step - 1) % self.every == 0
+
+
+def read_quartiles(config: Any) -> Optional[QuartileSettings]:
+    """Read and check the keys of the quartile analysis, whether or not it is on.
+
+    Args:
+        config: the trainer's whole config; keys that an older config lacks take their defaults.
+
+    Returns:
+        None while ``trainer.quartile_analysis_mode`` is off.
+
+    Raises:
+        ValueError: one sentence that names the key, what it must be and what was found.
+    """
+    mode = config.trainer.get("quartile_analysis_mode", False)
+    _require(isinstance(mode, bool), f"{_TRAINER}.quartile_analysis_mode", "true or false", mode)
+    names = ("every", "split", "num_tokens")
+    given = {name: config.trainer.get(f"quartile_analysis_{name}", getattr(QuartileSettings, name)) for name in names}
+    settings = QuartileSettings(**given)
+    if not mode:
+        return None
+    _refuse_other_workers(config, "quartile_analysis_mode")
+    actor, hint = config.actor_rollout_ref.actor, f"while {_TRAINER}.quartile_analysis_mode is on"
+    found = actor.get("ulysses_sequence_parallel_size", 1)
+    _require(found == 1, f"{_ACTOR}.ulysses_sequence_parallel_size", f"1 {hint}", found)
+    found = actor.get("fsdp_config", {}).get("offload_policy", False)
+    _require(not found, f"{_ACTOR}.fsdp_config.offload_policy", f"false {hint}: use param_offload instead", found)
+    return settings
+
+
 def read_settings(config: Any) -> tuple[Optional[AnalysisSettings], FilterSettings]:
     """Read and check the keys, whether or not the features are on.
 
@@ -143,13 +199,13 @@ def read_settings(config: Any) -> tuple[Optional[AnalysisSettings], FilterSettin
         is_async,
     )
     if mode:
-        _refuse_other_workers(config)
+        _refuse_other_workers(config, "gradient_analysis_mode")
     return (analysis if mode else None), chosen
 
 
-def _refuse_other_workers(config: Any) -> None:
+def _refuse_other_workers(config: Any, mode: str) -> None:
     key, found = f"{_ACTOR}.strategy", config.actor_rollout_ref.actor.strategy
-    hint = "while trainer.gradient_analysis_mode is on: other workers are not analysed"
+    hint = f"while {_TRAINER}.{mode} is on: other workers are not analysed"
     _require(found in ("fsdp", "fsdp2"), key, f"fsdp or fsdp2 {hint}", found)
     found = config.trainer.get("use_legacy_worker_impl", "auto")
     _require(found != "disable", "trainer.use_legacy_worker_impl", f"auto or enable {hint}", found)

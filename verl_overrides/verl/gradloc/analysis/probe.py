@@ -29,12 +29,14 @@ import torch
 
 from verl.utils.device import get_device_id
 
-from ..gradients import Gradient, GradientSpace, local_shard
+from ..gradients import Gradient, GradientSpace
 from ..probe import RngState
 from ..ranks import PeerFailure, Ranks
 from .coefficients import BUCKET_KEY, Frozen, forward, freeze, terms_of
+from .quartiles_probe import QUARTILE_KEY, QuartileProbe
+from .rows import RowProbe, Weights, add_up
 
-__all__ = ["NUM_BUCKETS_KEY", "RECORD_KEY", "ComponentProbe", "analyze"]
+__all__ = ["NUM_BUCKETS_KEY", "RECORD_KEY", "ComponentProbe", "analyze", "undisturbed"]
 
 logger = logging.getLogger(__file__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -44,16 +46,16 @@ RECORD_KEY = "gradloc_analysis"
 
 
 def analyze(actor: Any, data: Any) -> dict[str, Any]:
-    """Split the gradient of a batch by term and bucket; the actor is left as it was, bit for bit.
+    """Split the gradient of a batch; the actor is left as it was, bit for bit.
 
     Args:
         actor: verl's ``DataParallelPPOActor``.
-        data: this rank's rows, as many as every other rank has, with ``BUCKET_KEY``; meta info ``temperature`` and
-            ``NUM_BUCKETS_KEY``.
+        data: this rank's rows, as many as every other rank has, with ``BUCKET_KEY``; meta info ``temperature``. With
+            ``QUARTILE_KEY`` it is split by probability quartile, else by term and bucket.
 
     Returns:
-        The same plain numbers on every rank, see :meth:`ComponentProbe.record`; ``{"error": sentence}`` when a rank
-        failed where all could be told.
+        Plain numbers, see :meth:`ComponentProbe.record` and :meth:`QuartileProbe.record`; ``{"error": sentence}`` when
+        a rank failed where all could be told.
 
     Raises:
         Exception: whatever a forward or backward raised. Peers wait in its collective, so the run cannot go on.
@@ -63,8 +65,9 @@ def analyze(actor: Any, data: Any) -> dict[str, Any]:
     space = GradientSpace(actor.actor_module)
     start = time.perf_counter()
     try:
-        with _undisturbed(actor, space):
-            probe = ComponentProbe(actor, ranks, space)
+        with undisturbed(actor, space):
+            is_by_quartile = QUARTILE_KEY in data.batch.keys()
+            probe = (QuartileProbe if is_by_quartile else ComponentProbe)(actor, ranks, space)
             probe.measure(data)
     except PeerFailure as error:
         logger.exception("gradloc: the gradient analysis failed; training goes on")
@@ -76,7 +79,7 @@ def analyze(actor: Any, data: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _undisturbed(actor: Any, space: GradientSpace) -> Iterator[None]:
+def undisturbed(actor: Any, space: GradientSpace) -> Iterator[None]:
     """Put back what an analysis touches: gradients, random state, train or eval mode, the accumulation count."""
     rng, gradient = RngState(torch.device(actor.device_name)), space.take()
     was_training = actor.actor_module.training
@@ -94,7 +97,7 @@ def _undisturbed(actor: Any, space: GradientSpace) -> Iterator[None]:
             actor.gradient_accumulation = accumulation
 
 
-class ComponentProbe:
+class ComponentProbe(RowProbe):
     """One analysis on one rank; every rank makes the same calls in the same order.
 
     Gradients that have to be kept, one per bucket and two per term, wait in host memory.
@@ -106,19 +109,18 @@ class ComponentProbe:
     """
 
     def __init__(self, actor: Any, ranks: Ranks, space: GradientSpace):
-        self.actor, self.ranks, self.space = actor, ranks, space
+        super().__init__(actor, ranks, space)
         self.terms = terms_of(actor.config)
         self.whole: dict[str, Gradient] = {}
         """Per term, the whole batch's gradient: the sum over the buckets."""
         self.norms: list[dict[str, float]] = []
         self.dots: list[dict[str, float]] = []
-        self.num_forwards = self.num_backwards = 0
         self._task: list[Gradient] = []
         self._frozen: Optional[Frozen] = None
 
     def measure(self, data: Any) -> None:
         """Fill in everything that :meth:`record` reports."""
-        self._data, self._temperature = data, data.meta_info["temperature"]
+        self._hold(data)
         num_buckets = data.meta_info[NUM_BUCKETS_KEY]
         forwarded = forward(self.actor, data, self._temperature)
         self.num_forwards += len(forwarded)
@@ -135,7 +137,7 @@ class ComponentProbe:
             for term in self.terms:
                 key = (bucket, term)
                 num_chunks = max(lengths[key] for lengths in everyone)
-                parts[term] = self._gradient(term, plan[key], num_chunks)
+                parts[term] = self._gradient(self._weights(term), plan[key], num_chunks)
             self._keep(parts)
         self._summarize(self.whole)
 
@@ -165,69 +167,22 @@ class ComponentProbe:
 
     def _plan(self, buckets: torch.Tensor, num_buckets: int) -> dict[tuple[int, str], list[list[int]]]:
         """Which of this rank's rows are run together, per bucket and term; rows that the term ignores are not."""
-        lengths = self._data.batch["attention_mask"].sum(-1)
         plan = {}
         for term in self.terms:
             counts = (self._frozen.coefficients[term] != 0).any(-1).cpu()  # NaN counts
             for bucket in range(num_buckets):
-                rows = ((buckets == bucket) & counts).nonzero().flatten()
-                rows = rows[lengths[rows].argsort(descending=True, stable=True)]
-                plan[bucket, term] = self._chunks(rows.tolist(), lengths)
-        self._filler = int(lengths.argmin())
+                plan[bucket, term] = self._chunks((buckets == bucket) & counts)
         return plan
 
-    def _chunks(self, rows: list[int], lengths: torch.Tensor) -> list[list[int]]:
-        """Cut rows into runs that fit where training's micro-batches fit."""
-        config = self.actor.config
-        if not config.use_dynamic_bsz:
-            size = config.ppo_micro_batch_size_per_gpu
-            return [rows[start : start + size] for start in range(0, len(rows), size)]
-        budget = config.ppo_max_token_len_per_gpu * self.actor.ulysses_sequence_parallel_size
-        chunks, room = [], 0
-        for row in rows:
-            length = int(lengths[row])
-            if not chunks or length > room:
-                chunks.append([])
-                room = budget
-            chunks[-1].append(row)
-            room -= length
-        return chunks
-
-    def _gradient(self, term: str, chunks: list[list[int]], num_chunks: int) -> Gradient:
-        """The additive part of some rows in one term's gradient, moved to host memory."""
-        self.space.clear()
-        for index in range(num_chunks):
-            self._backward(term, chunks[index] if index < len(chunks) else None)
-        scale = self._loss_scale
-        if scale != 1.0:
-            self.space.scale(1.0 / scale)
-        return [None if grad is None else local_shard(grad).cpu() for grad in self.space.take()]
-
-    def _backward(self, term: str, rows: Optional[list[int]]) -> None:
-        self.num_forwards += 1
-        self.num_backwards += 1
-        chosen = [self._filler] if rows is None else rows
-        inputs = {**self._data.select_idxs(chosen).to(get_device_id()).batch}
-        is_entropy = term == "entropy"
-        entropy, log_prob = self.actor._forward_micro_batch(
-            inputs, temperature=self._temperature, calculate_entropy=is_entropy
-        )
-        values = entropy if is_entropy else log_prob
-        coefficients = self._frozen.coefficients[term][chosen]
-        if rows is None:
-            coefficients = torch.zeros_like(coefficients)
-        ((values * coefficients).sum() * self._loss_scale).backward()
-
-    @property
-    def _loss_scale(self) -> float:
-        """The fp16 scaler's factor, which keeps small gradients from vanishing; taken out again afterwards."""
-        return 1.0 if self.actor.scaler is None else self.actor.scaler.get_scale()
+    def _weights(self, term: str) -> Weights:
+        coefficients = self._frozen.coefficients[term]
+        return Weights(entropy=coefficients) if term == "entropy" else Weights(log_prob=coefficients)
 
     def _keep(self, parts: dict[str, Gradient]) -> None:
         self._summarize(parts)
         self._task.append(parts["task"])
         for term, part in parts.items():
-            self.whole[term] = _sum(self.whole.get(term), part)
+            self.whole[term] = add_up(self.whole.get(term), part)
 
     def _summarize(self, parts: dict[str, Gradient]) -> None:
         """Note the norms of the terms' gradients and their inner products."""
@@ -237,17 +192,3 @@ class ComponentProbe:
 
     def _dot(self, left: Gradient, right: Gradient) -> float:
         return float(self.space.dots(left, right).sum())
-
-
-def _sum(total: Optional[Gradient], part: Gradient) -> Gradient:
-    """Add a part to a running total, in place; the first part is copied."""
-    if total is None:
-        return [None if grad is None else grad.clone() for grad in part]
-    for index, grad in enumerate(part):
-        if grad is None:
-            continue
-        if total[index] is None:
-            total[index] = grad.clone()
-        else:
-            total[index].add_(grad)
-    return total

@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""An analysis on disk: ``step_<N>.json`` with everything, and the group table as CSV beside it."""
+"""An analysis on disk: ``step_<N>.json`` with everything; by bucket, the group table as CSV beside it."""
 
 import csv
 import io
@@ -22,9 +22,9 @@ from typing import Any
 
 from ..store import plain
 
-__all__ = ["FOLDER", "TABLE_COLUMNS", "write_analysis"]
+__all__ = ["FOLDER", "QUARTILES_FOLDER", "TABLE_COLUMNS", "write_analysis", "write_record"]
 
-FOLDER = "gradient_analysis"
+FOLDER, QUARTILES_FOLDER = "gradient_analysis", "quartile_analysis"
 """Inside ``bisect_dump_dir``."""
 TABLE_COLUMNS = ("bucket", "group_id", "reward_std", "reward_mean", "num_rows", "uid")
 
@@ -47,8 +47,15 @@ def write_analysis(root: str, record: dict[str, Any]) -> Path:
     writer.writeheader()
     writer.writerows(record["groups"])
     _replace(folder / f"group_rv_table_step_{step}.csv", table.getvalue())
+    return write_record(root, FOLDER, record)
+
+
+def write_record(root: str, name: str, record: dict[str, Any]) -> Path:
+    """Write an analysis's JSON file into the folder of that name; returns the file."""
+    folder = Path(root) / name
+    folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(plain(record), allow_nan=False, ensure_ascii=False, indent=1)
-    return _replace(folder / f"step_{step}.json", text + "\n")
+    return _replace(folder / f"step_{record['global_step']}.json", text + "\n")
 
 
 def _replace(path: Path, text: str) -> Path:

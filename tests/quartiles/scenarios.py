@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scenarios that every rank runs together: split a gradient by quartile, try updates."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.analysis.scenarios import TERMS, flat, local_rows, norm
+from tests.gradloc.harness import make_batch, make_model, make_trainer
+from tests.gradloc.oracle import token_gradients
+
+MICRO = 2
+"""Rows of a micro-batch, as the harness sets it."""
+
+
+def prepared(batch: Any, split: str = "quantile", num_tokens: int = 0) -> tuple[Any, Any, Any]:
+    """The batch as the trainer sends it, its quartiles (16, T), and the sampled tokens (S, 2)."""
+    from verl.gradloc.analysis.quartiles import assign, sample_tokens
+
+    batch = batch.select(deepcopy=True)
+    mask = batch.batch["response_mask"].bool().numpy()
+    quartiles = assign(batch.batch["old_log_probs"].numpy(), mask, split)
+    sampled = sample_tokens(quartiles, num_tokens, seed=1)
+    numbers = torch.full(quartiles.shape, -1)
+    for number, (row, position) in enumerate(sampled.tolist()):
+        numbers[row, position] = number
+    batch.batch["gradloc_bucket"] = torch.zeros(len(quartiles), dtype=torch.long)
+    batch.batch["gradloc_quartile"] = torch.from_numpy(quartiles)
+    batch.batch["gradloc_sample"] = numbers
+    batch.meta_info["gradloc_num_sampled"] = len(sampled)
+    return batch, quartiles, sampled
+
+
+def probe_of(trainer: Any, data: Any) -> Any:
+    """A finished probe of the prepared batch."""
+    from verl.gradloc.analysis.probe import undisturbed
+    from verl.gradloc.analysis.quartiles_probe import QuartileProbe
+    from verl.gradloc.gradients import GradientSpace
+    from verl.gradloc.ranks import Ranks
+
+    space = GradientSpace(trainer.actor.actor_module)
+    probe = QuartileProbe(trainer.actor, Ranks(), space)
+    with undisturbed(trainer.actor, space):
+        probe.measure(local_rows(data))
+    return probe
+
+
+def all_rows(found: np.ndarray) -> np.ndarray:
+    """Every rank's rows, in order."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, found)
+    return np.concatenate(parts)
+
+
+def split(overrides: list[str], dump_dir: str, num_tokens: int = 6) -> dict[str, Any]:
+    """Quartiles' gradients and single tokens', and the same from every token's own backward."""
+    batch = make_batch()
+    trainer = make_trainer(overrides, dump_dir)
+    data, quartiles, sampled = prepared(batch, num_tokens=num_tokens)
+    probe = probe_of(trainer, data)
+    model = make_model()
+    gradients = by_row(token_gradients(trainer, model, batch), len(batch))
+    whole = sum(gradients.values())
+    parts = [
+        sum(gradients[place] for place in gradients if quartiles[place] == quartile)
+        for quartile in range(4)
+    ]
+    return {
+        "record": {key: value for key, value in probe.record().items() if key != "log_probs"},
+        "whole": float(whole.norm()),
+        "norms": [float(part.norm()) for part in parts],
+        "dots": [float(part @ whole) for part in parts],
+        "loss_norms": [float(gradients[tuple(place)].norm()) for place in sampled.tolist()],
+        "log_prob_norms": log_prob_norms(trainer, model, batch, sampled),
+    }
+
+
+def by_row(gradients: dict, num_rows: int) -> dict[tuple[int, int], torch.Tensor]:
+    """(rank, micro-batch, row, position) -> (row of the batch, position)."""
+    per_rank = num_rows // dist.get_world_size()
+    return {
+        (rank * per_rank + index * MICRO + row, position): gradient
+        for (rank, index, row, position), gradient in gradients.items()
+    }
+
+
+def log_prob_norms(trainer: Any, model: torch.nn.Module, batch: Any, sampled: Any) -> list[float]:
+    """The norm of each sampled token's d log pi / d weights, in a plain model."""
+    log_probs = plain_log_probs(trainer, model, batch, has_graph=True)
+    params = list(model.parameters())
+    norms = []
+    for row, position in sampled.tolist():
+        grads = torch.autograd.grad(log_probs[row, position], params, retain_graph=True)
+        norms.append(float(torch.cat([grad.flatten() for grad in grads]).norm()))
+    return norms
+
+
+def plain_log_probs(trainer: Any, model: torch.nn.Module, batch: Any, has_graph: bool = False):
+    """(R, T): the response's log-probs from a plain model, by softmax and indexing."""
+    inputs = batch.batch
+    with torch.set_grad_enabled(has_graph):
+        logits = model(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            position_ids=inputs["position_ids"],
+        ).logits
+        length = inputs["responses"].shape[1]
+        log_probs = logits[:, -length - 1 : -1].log_softmax(-1)
+        return log_probs.gather(-1, inputs["responses"][..., None]).squeeze(-1)
+
+
+def against_detaching(overrides: list[str], dump_dir: str, kind: str = "quantile") -> dict:
+    """Each quartile's part against the localizer's probe, which detaches all other tokens."""
+    from verl.gradloc.actor_step import ActorStep
+
+    trainer = make_trainer(TERMS + overrides, dump_dir)
+    batch = make_batch()
+    spread = torch.rand(batch.batch["old_log_probs"].shape, generator=torch.manual_seed(0))
+    batch.batch["old_log_probs"] = spread.log()  # on-policy: only the split reads it
+    data, quartiles, _ = prepared(batch, split=kind)
+    probe = probe_of(trainer, data)
+    local = local_rows(data)
+    actor = trainer.actor
+    step = ActorStep(actor, local.split(MICRO), 1.0, True, dist.get_world_size())
+    actor.gradient_accumulation = step.num_micro_batches
+    errors = []
+    for quartile, part in enumerate(probe.parts):
+        probe.space.clear()
+        for index in range(step.num_micro_batches):
+            step.before_forward(index)
+            inside = step.micro_batches[index].batch["gradloc_quartile"] == quartile
+            step.backward(index, inside)
+        slow = flat(probe.space.take())
+        errors.append(norm(flat(part) - slow) / norm(slow))
+    return {"errors": errors, "closure": probe.record()["closure"]}
+
+
+def closure(overrides: list[str], dump_dir: str) -> dict[str, Any]:
+    """How far the parts miss the whole, and the whole that verl's own update computes."""
+    from tests.analysis.scenarios import training_step
+
+    trainer = make_trainer(TERMS + overrides, dump_dir)
+    batch = make_batch()
+    training, _ = training_step(trainer, batch)
+    probe = probe_of(trainer, prepared(batch)[0])
+    return {
+        "closure": probe.record()["closure"],
+        "whole_error": norm(flat(probe.whole) - training) / norm(training),
+    }
+
+
+def updates(overrides: list[str], dump_dir: str, num_before: int) -> dict[str, Any]:
+    """Probability changes, and the same from a literal copy of model and optimizer."""
+    trainer = make_trainer(overrides, dump_dir)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=trainer.actor.config.optim.lr)
+    for seed in range(1, num_before + 1):  # so that the optimizer has a past
+        earlier = make_batch(seed=seed)
+        gradients = token_gradients(trainer, model, earlier)
+        take_step(model, optimizer, sum(gradients.values()), trainer.actor.config.grad_clip)
+        trainer.update(earlier)
+    batch = make_batch()
+    data, quartiles, _ = prepared(batch)
+    record = probe_of(trainer, data).record()
+    fast = {
+        name: None if found is None else all_rows(found)
+        for name, found in record["log_probs"].items()
+    }
+    gradients = by_row(token_gradients(trainer, model, batch), len(batch))
+    mask = quartiles >= 0
+    before = plain_log_probs(trainer, model, batch)
+    out = {"before": float((torch.from_numpy(fast["before"]) - before)[mask].abs().max())}
+    for name, chosen in (("all", range(4)), ("lowest", [0]), ("highest", [3])):
+        twin = copy.deepcopy(model)
+        steps = copied_optimizer(twin, optimizer)
+        part = sum(gradients[place] for place in gradients if quartiles[place] in chosen)
+        clipped = take_step(twin, steps, part, trainer.actor.config.grad_clip)
+        change = plain_log_probs(trainer, twin, batch).exp() - before.exp()
+        found = np.exp(fast[name]) - np.exp(fast["before"])
+        size = float(change[mask].abs().max())
+        moved = sum(
+            float((new - old).square().sum())
+            for new, old in zip(twin.parameters(), model.parameters(), strict=True)
+        )
+        out[name] = {
+            "size": size,
+            "error": float((torch.from_numpy(found) - change)[mask].abs().max()) / size,
+            "norm": (record["steps"][name]["grad_norm"], clipped),
+            "update_norm": (record["steps"][name]["update_norm"], moved**0.5),
+        }
+    return out
+
+
+def take_step(model, optimizer, gradient: torch.Tensor, clip: float) -> float:
+    """One step of a plain model with a flat gradient; its norm before clipping."""
+    at = 0
+    for param in model.parameters():
+        param.grad = gradient[at : at + param.numel()].view_as(param).clone()
+        at += param.numel()
+    found = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(found)
+
+
+def copied_optimizer(model, optimizer):
+    twin = torch.optim.AdamW(model.parameters(), lr=optimizer.param_groups[0]["lr"])
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return twin
+
+
+def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str, Any]:
+    """Three real updates, with an analysis before each, trial steps included, or none."""
+    from verl.gradloc.analysis.probe import analyze
+
+    trainer = make_trainer(TERMS + overrides, dump_dir, dropout=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        trainer.actor.actor_optimizer, lambda step: 1 / (1 + step)
+    )
+    norms, taken = [], []
+    for step in range(1, 4):
+        batch = make_batch(seed=step)
+        if with_analysis:
+            record = analyze(trainer.actor, local_rows(prepared(batch, num_tokens=2)[0]))
+            taken.append([found["is_taken"] for found in record["steps"].values()])
+        norms.append(trainer.update(batch)["metrics"]["actor/grad_norm"])
+        scheduler.step()
+    return {
+        "weights": trainer.weights_hash(),
+        "rng": torch.get_rng_state().numpy().tobytes(),
+        "norms": norms,
+        "rate": scheduler.get_last_lr(),
+        "taken": taken,
+    }
+
+
+def leave_as_found(overrides: list[str], dump_dir: str) -> dict[str, bool]:
+    """An actor in the middle of something, before its first step: no optimizer state yet."""
+    from verl.gradloc.analysis.probe import analyze
+
+    trainer = make_trainer(overrides, dump_dir)
+    actor, batch = trainer.actor, make_batch()
+    for param in actor.actor_module.parameters():
+        param.grad = torch.ones_like(param)
+    before = [param.grad for param in actor.actor_module.parameters()]
+    weights = trainer.weights_hash()
+    groups = copy.deepcopy(options(actor))
+    actor.actor_module.eval()
+    actor.gradient_accumulation = 7
+    rng = torch.get_rng_state()
+    record = analyze(actor, local_rows(prepared(batch, num_tokens=2)[0]))
+    after = [param.grad for param in actor.actor_module.parameters()]
+    return {
+        "was_moved": all(step["update_norm"] > 0 for step in record["steps"].values()),
+        "gradients": all(old is new for old, new in zip(before, after, strict=True)),
+        "weights": trainer.weights_hash() == weights,
+        "optimizer": not actor.actor_optimizer.state,
+        "groups": options(actor) == groups,
+        "rng": torch.equal(rng, torch.get_rng_state()),
+        "mode": not actor.actor_module.training,
+        "count": actor.gradient_accumulation == 7,
+    }
+
+
+def options(actor: Any) -> list[dict[str, Any]]:
+    """Everything in the optimizer's groups but the parameters."""
+    groups = actor.actor_optimizer.param_groups
+    return [{key: group[key] for key in group if key != "params"} for group in groups]
+
+
+def fail_during_update(dump_dir: str) -> dict[str, bool]:
+    """A trial step ends in an exception on every rank: everything is put back all the same."""
+    from verl.gradloc.analysis.quartiles_step import trial_step
+    from verl.gradloc.gradients import GradientSpace, local_shard
+
+    trainer = make_trainer([], dump_dir)
+    trainer.update(make_batch(seed=1))
+    weights, state = trainer.weights_hash(), len(trainer.actor.actor_optimizer.state)
+    space = GradientSpace(trainer.actor.actor_module)
+    gradient = [torch.ones_like(local_shard(param)) for param in space.params]
+    moved = None
+    try:
+        with trial_step(trainer.actor, space, gradient) as step:
+            moved = step.update_norm
+            raise ZeroDivisionError("not today")
+    except ZeroDivisionError:
+        pass
+    return {
+        "moved": moved > 0,
+        "weights": trainer.weights_hash() == weights,
+        "state": len(trainer.actor.actor_optimizer.state) == state,
+    }
+
+
+def odd(dump_dir: str, what: str) -> dict[str, Any]:
+    """Batches in which something is missing or broken; the raw record and each rank's rows."""
+    batch = make_batch()
+    overrides: list[str] = []
+    tensors = batch.batch
+    if what == "nan advantage":
+        lowest = tensors["old_log_probs"].masked_fill(tensors["response_mask"] == 0, 1.0)
+        place = divmod(int(lowest.argmin()), lowest.shape[1])
+        tensors["advantages"][place] = float("nan")
+    elif what == "no advantage":
+        tensors["advantages"].zero_()
+    elif what == "ties":
+        tensors["old_log_probs"].fill_(-1.0)
+    elif what == "three tokens":
+        tensors["response_mask"].zero_()
+        for row in (0, 9, 13):
+            tensors["response_mask"][row, 0] = 1
+    elif what == "no step size":
+        overrides.append("actor_rollout_ref.actor.optim.lr=0.0")
+    trainer = make_trainer(overrides, dump_dir)
+    data, quartiles, _ = prepared(batch, num_tokens=4)
+    record = probe_of(trainer, data).record()
+    log_probs = record.pop("log_probs")
+    before = all_rows(log_probs.pop("before"))
+    changes = {
+        name: None if found is None else float(np.abs(all_rows(found) - before).max())
+        for name, found in log_probs.items()
+    }
+    return {
+        "record": record,
+        "counts": [int((quartiles == quartile).sum()) for quartile in range(4)],
+        "largest_change": changes,
+    }
+
+
+def with_filling_row(dump_dir: str) -> dict[str, Any]:
+    """15 rows and one that fills up the ranks; the same with other numbers in that row."""
+    found = []
+    for factor in (1.0, 1e3):
+        batch = make_batch(16)
+        batch.batch["advantages"][15] *= factor
+        trainer = make_trainer([], dump_dir)
+        data, _, _ = prepared(batch, num_tokens=0)
+        data.batch["gradloc_bucket"][15] = -1
+        data.batch["gradloc_quartile"][15] = -1
+        record = probe_of(trainer, data).record()
+        found.append((record["whole"], record["norms"], record["closure"]))
+    return {"same": found[0] == found[1], "closure": found[0][2]}
+
+
+def fail_on_one_rank(dump_dir: str) -> dict[str, Any]:
+    """Cutting the rows raises on rank 1; both ranks then train on."""
+    from verl.gradloc.analysis.probe import analyze
+    from verl.gradloc.analysis.rows import RowProbe
+
+    trainer, plain = make_trainer([], dump_dir), make_trainer([], dump_dir)
+    data, _, _ = prepared(make_batch())
+    whole = RowProbe._chunks
+    if dist.get_rank() == 1:
+        RowProbe._chunks = _broken
+    try:
+        record = analyze(trainer.actor, local_rows(data))
+    finally:
+        RowProbe._chunks = whole
+    trainer.update(make_batch())
+    plain.update(make_batch())
+    return {"record": record, "is_same": trainer.weights_hash() == plain.weights_hash()}
+
+
+def _broken(*_):
+    raise ZeroDivisionError("no rows today")

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quartiles of the gradient and tried updates on two ranks: right, adding up, and unnoticed."""
+
+import pytest
+
+from tests.analysis.test_split import AGGREGATIONS, actor
+
+RUN = "tests.quartiles.scenarios."
+ENTROPY = actor(entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type="k2")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [actor(), actor(strategy="fsdp"), ENTROPY],
+    ids=["fsdp2", "fsdp1", "entropy and kl terms"],
+)
+def test_each_quartile_and_token_agrees_with_a_backward_of_every_token_on_a_plain_model(
+    world, dump_dir, overrides
+):
+    for out in world.run(RUN + "split", overrides=overrides, dump_dir=dump_dir):
+        record = out["record"]
+        assert record["whole"] == pytest.approx(out["whole"], rel=1e-5)
+        assert record["norms"] == pytest.approx(out["norms"], rel=1e-5)
+        assert record["dots"] == pytest.approx(out["dots"], rel=1e-4)
+        assert sum(record["dots"]) == pytest.approx(out["whole"] ** 2, rel=1e-5)
+        assert record["closure"] < 1e-5
+        found = record["tokens"]
+        assert len(found) == 6
+        assert [token["loss_norm"] for token in found] == pytest.approx(out["loss_norms"], rel=1e-4)
+        assert [token["log_prob_norm"] for token in found] == pytest.approx(
+            out["log_prob_norms"], rel=1e-4
+        )
+
+
+@pytest.mark.parametrize("kind", ["quantile", "range"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_a_part_is_what_detaching_all_other_tokens_leaves(world, dump_dir, strategy, kind):
+    for out in world.run(
+        RUN + "against_detaching", overrides=actor(strategy=strategy), dump_dir=dump_dir, kind=kind
+    ):
+        assert max(out["errors"]) < 1e-5
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_the_parts_add_up_to_the_gradient_that_training_takes(world, dump_dir, mode):
+    out = world.run(RUN + "closure", overrides=actor(loss_agg_mode=mode), dump_dir=dump_dir)[0]
+    assert out["closure"] < 1e-5
+    assert out["whole_error"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        actor(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=40),
+        actor(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=40, strategy="fsdp"),
+        ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"],
+        ["actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"],
+        ["actor_rollout_ref.actor.fsdp_config.use_orig_params=True", *actor(strategy="fsdp")],
+        ["actor_rollout_ref.model.enable_gradient_checkpointing=True"],
+    ],
+    ids=["dynamic", "dynamic, fsdp1", "gspo", "clip_cov", "original parameters", "checkpointing"],
+)
+def test_the_parts_add_up_however_the_batch_is_cut_and_whatever_the_loss(
+    world, dump_dir, overrides
+):
+    out = world.run(RUN + "closure", overrides=overrides, dump_dir=dump_dir)[0]
+    assert out["closure"] < 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_probability_changes_are_those_of_a_literal_copy_of_model_and_optimizer(
+    world, dump_dir, strategy, num_before
+):
+    for out in world.run(
+        RUN + "updates",
+        overrides=actor(strategy=strategy),
+        dump_dir=dump_dir,
+        num_before=num_before,
+    ):
+        assert out.pop("before") < 1e-5
+        for name, found in out.items():
+            assert found["size"] > 1e-5, name
+            assert found["error"] < 0.01, name
+            assert found["norm"][0] == pytest.approx(found["norm"][1], rel=1e-4)
+            assert found["update_norm"][0] == pytest.approx(found["update_norm"][1], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        actor(),
+        actor(strategy="fsdp"),
+        ["actor_rollout_ref.actor.fsdp_config.use_orig_params=True", *actor(strategy="fsdp")],
+        actor(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=40),
+        ["lora"],
+    ],
+    ids=["fsdp2", "fsdp1", "fsdp1 with original parameters", "dynamic", "adapters"],
+)
+def test_training_with_tried_updates_is_bit_identical_to_training_without(
+    world, dump_dir, overrides
+):
+    on = world.run(RUN + "train", overrides=overrides, dump_dir=dump_dir, with_analysis=True)
+    off = world.run(RUN + "train", overrides=overrides, dump_dir=dump_dir, with_analysis=False)
+    for with_analysis, without in zip(on, off, strict=True):
+        assert with_analysis.pop("taken") == [[True] * 3] * 3 and without.pop("taken") == []
+        assert with_analysis == without
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_an_actor_before_its_first_step_is_left_as_it_was_found(world, dump_dir, strategy):
+    overrides = actor(strategy=strategy)
+    for out in world.run(RUN + "leave_as_found", overrides=overrides, dump_dir=dump_dir):
+        assert all(out.values()), out
+
+
+def test_a_tried_update_that_fails_is_taken_back(world, dump_dir):
+    for out in world.run(RUN + "fail_during_update", dump_dir=dump_dir):
+        assert all(out.values()), out
+
+
+def test_a_failure_on_one_rank_is_told_to_all_and_training_goes_on(world, dump_dir):
+    for out in world.run(RUN + "fail_on_one_rank", dump_dir=dump_dir):
+        assert "failed" in out["record"]["error"]
+        assert out["is_same"]
+
+
+def test_a_row_that_fills_up_the_ranks_weighs_nothing(world, dump_dir):
+    out = world.run(RUN + "with_filling_row", dump_dir=dump_dir)[0]
+    assert out["same"]
+    assert out["closure"] < 1e-5
+
+
+def test_a_broken_token_spoils_its_quartile_and_no_other(world, dump_dir):
+    out = world.run(RUN + "odd", dump_dir=dump_dir, what="nan advantage")[0]
+    norms = out["record"]["norms"]
+    assert norms[0] != norms[0] and all(value > 0 for value in norms[1:])
+    assert out["record"]["steps"]["lowest"]["is_taken"] is False
+    assert out["record"]["steps"]["all"]["is_taken"] is False
+    assert out["largest_change"]["lowest"] is out["largest_change"]["all"] is None
+    assert out["largest_change"]["highest"] > 0
+
+
+def test_tokens_without_advantage_have_no_gradient_and_no_update(world, dump_dir):
+    out = world.run(RUN + "odd", dump_dir=dump_dir, what="no advantage")[0]
+    assert out["record"]["norms"] == [0.0] * 4
+    assert out["record"]["closure"] is None
+    assert out["record"]["steps"]["lowest"] is None
+    assert all(token["log_prob_norm"] > 0 for token in out["record"]["tokens"])
+    assert all(token["loss_norm"] == 0 for token in out["record"]["tokens"])
+
+
+@pytest.mark.parametrize(
+    "what, counts",
+    [("ties", None), ("three tokens", [1, 1, 1, 0])],
+    ids=["all equally probable", "fewer than four tokens"],
+)
+def test_an_empty_quartile_is_reported_as_empty(world, dump_dir, what, counts):
+    out = world.run(RUN + "odd", dump_dir=dump_dir, what=what)[0]
+    if counts is None:
+        assert out["counts"][1:] == [0, 0, 0] and out["counts"][0] > 100
+    else:
+        assert out["counts"] == counts
+    for count, value in zip(out["counts"], out["record"]["norms"], strict=True):
+        assert (value > 0) == (count > 0)
+    assert out["record"]["steps"]["highest"] is None
+    assert out["record"]["steps"]["lowest"]["is_taken"]
+    assert out["record"]["closure"] < 1e-5
+
+
+def test_a_learning_rate_of_zero_changes_nothing_at_all(world, dump_dir):
+    out = world.run(RUN + "odd", dump_dir=dump_dir, what="no step size")[0]
+    assert out["record"]["learning_rate"] == 0
+    assert out["largest_change"] == {"all": 0.0, "lowest": 0.0, "highest": 0.0}
