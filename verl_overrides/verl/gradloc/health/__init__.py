@@ -11,4 +11,13 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Is the run well? States and reasons from the metrics that it logs."""
+"""Is the run well? States and reasons from the metrics that it logs.
+
+Plain rules over numbers, with nothing but the standard library: the trainer's ``monitor`` asks them at each step, and
+``gradloc-report health`` asks the very same code later, from a run's metrics alone.
+"""
+
+from .config import HealthConfig
+from .judge import STATES, Judge, Reason, Verdict
+
+__all__ = ["STATES", "HealthConfig", "Judge", "Reason", "Verdict"]
