@@ -173,10 +173,11 @@ def updates(overrides: list[str], dump_dir: str, num_before: int) -> dict[str, A
     mask = quartiles >= 0
     before = plain_log_probs(trainer, model, batch)
     out = {"before": float((torch.from_numpy(fast["before"]) - before)[mask].abs().max())}
-    for name, chosen in (("all", range(4)), ("lowest", [0]), ("highest", [3])):
+    for name, chosen in (("all", range(4)), ("lowest", [0]), ("highest", [3]), ("none", [])):
         twin = copy.deepcopy(model)
         steps = copied_optimizer(twin, optimizer)
-        part = sum(gradients[place] for place in gradients if quartiles[place] in chosen)
+        inside = [gradients[place] for place in gradients if quartiles[place] in chosen]
+        part = sum(inside, torch.zeros_like(next(iter(gradients.values()))))
         clipped = take_step(twin, steps, part, trainer.actor.config.grad_clip)
         change = plain_log_probs(trainer, twin, batch).exp() - before.exp()
         found = np.exp(fast[name]) - np.exp(fast["before"])

@@ -42,8 +42,14 @@ SPLITS = ("quantile", "range")
 NUM_QUARTILES = 4
 EMPTY = -1
 """The quartile of what is no response token."""
-UPDATES = {"all": None, "lowest": 0, "highest": NUM_QUARTILES - 1}
-"""The updates that are tried: their names in the record, and the quartile whose gradient each takes."""
+UPDATES: dict[str, tuple[int, ...]] = {
+    "all": tuple(range(NUM_QUARTILES)),
+    "lowest": (0,),
+    "highest": (NUM_QUARTILES - 1,),
+    "none": (),
+}
+"""The updates that are tried: their names in the record, and the quartiles whose gradient each takes. ``none`` tells
+what the optimizer does of itself, by its momentum and weight decay."""
 NUM_BINS = 120
 PERCENTS = (0, 5, 25, 50, 75, 95, 100)
 
@@ -118,7 +124,7 @@ def agreement(change: np.ndarray, reference: np.ndarray) -> dict[str, Optional[f
 
     Args:
         change: (N,), per token.
-        reference: (N,), of the update of all tokens.
+        reference: (N,), of the update that it is held against.
 
     Returns:
         ``correlation`` (Pearson's, None where undefined) and ``ratio`` of the mean sizes (None where the reference

@@ -78,8 +78,8 @@ class QuartileProbe(RowProbe):
             self.tokens.append(self._token(weights, samples == number))
         self.actor.actor_module.eval()
         self.log_probs["before"] = self._read_log_probs()
-        for name, quartile in UPDATES.items():
-            self._try(name, self.whole if quartile is None else self.parts[quartile])
+        for name, quartiles in UPDATES.items():
+            self._try(name, self._gradient_of(quartiles))
 
     def record(self) -> dict[str, Any]:
         """What this rank found.
@@ -170,6 +170,14 @@ class QuartileProbe(RowProbe):
         mine = weights.log_prob[is_token]
         coefficient = self.ranks.sum([float(mine.sum()) if len(mine) else 0.0])[0] / self.ranks.size
         return {"log_prob_norm": log_prob_norm, "loss_norm": abs(coefficient) * log_prob_norm}
+
+    def _gradient_of(self, quartiles: tuple[int, ...]) -> Gradient:
+        """What an update of these quartiles takes: the whole gradient, one part, or zeros."""
+        if len(quartiles) == NUM_QUARTILES:
+            return self.whole
+        if quartiles:
+            return self.parts[quartiles[0]]
+        return [None if grad is None else torch.zeros_like(grad) for grad in self.whole]
 
     def _try(self, name: str, gradient: Gradient) -> None:
         """Update with this gradient, read every token's log-prob, and take the update back."""

@@ -59,7 +59,7 @@ def measured(
         "tokens": tokens,
         "rank_correlation": _relation(tokens),
         "updates": {
-            name: _update(raw, name, change, changes["all"], quartiles, batch["advantages"], edges)
+            name: _update(raw["steps"][name], change, changes, quartiles, batch["advantages"], edges)
             for name, change in changes.items()
         },
         "change_edges": edges,
@@ -120,6 +120,7 @@ def _quartile(number: int, raw, inside, num_tokens: int, probability, advantages
         "cosine": dot / (norm * whole) if norm * whole != 0 else None,
         "sampled": len(mine),
         "mean_log_prob_norm": _mean([token["log_prob_norm"] for token in mine]),
+        "median_log_prob_norm": _median([token["log_prob_norm"] for token in mine]),
         "mean_loss_norm": _mean([token["loss_norm"] for token in mine]),
     }
 
@@ -134,32 +135,49 @@ def _mean(values: list[float]) -> Optional[float]:
     return float(np.mean(values)) if values else None
 
 
-def _update(raw, name: str, change, reference, quartiles, advantages, edges) -> Optional[dict[str, Any]]:
+def _median(values: list[float]) -> Optional[float]:
+    return float(np.median(values)) if values else None
+
+
+def _update(step, change, changes, quartiles, advantages, edges) -> Optional[dict[str, Any]]:
     """One tried update; None where its quartile has no gradient."""
-    step = raw["steps"][name]
     if step is None:
         return None
     if change is None:
-        return {**step, "changes": None, "agreement": None}
+        return {**step, "changes": None, "agreement": None, "own_agreement": None}
     mask = quartiles != EMPTY
+    own = change - changes["none"]
+    whole = changes["all"]
     return {
         **step,
         "changes": [
-            _change(change[inside], advantages[inside], edges)
+            _change(change[inside], own[inside], advantages[inside], edges)
             for inside in (quartiles == number for number in range(NUM_QUARTILES))
         ],
-        "agreement": None if reference is None else agreement(change[mask], reference[mask]),
+        "agreement": None if whole is None else agreement(change[mask], whole[mask]),
+        "own_agreement": None if whole is None else agreement(own[mask], (whole - changes["none"])[mask]),
     }
 
 
-def _change(change: np.ndarray, advantages: np.ndarray, edges: list[float]) -> Optional[dict[str, Any]]:
-    """How the tokens of a quartile moved; ``right_way`` is the share that followed the sign of its advantage."""
+def _change(change, own, advantages, edges: list[float]) -> Optional[dict[str, Any]]:
+    """How a quartile's tokens moved.
+
+    Args:
+        change: (N,), of their probabilities.
+        own: (N,), what of it the gradient did: without what the optimizer does of itself.
+        advantages: (N,).
+        edges: of the bins.
+
+    Returns:
+        None without tokens; ``right_way`` is the share of tokens with an advantage that followed its sign.
+    """
     found = distribution(change, edges)
     if found is None:
         return None
-    follows = np.sign(change) == np.sign(advantages)
     counts = advantages != 0
-    return {**found, "right_way": float(follows[counts].mean()) if counts.any() else None}
+    follows = np.sign(change[counts]) == np.sign(advantages[counts])
+    right_way = float(follows.mean()) if len(follows) else None
+    return {**found, "own_mean_abs": float(np.abs(own).mean()), "right_way": right_way}
 
 
 def quartile_metrics(record: dict[str, Any]) -> dict[str, float]:
@@ -190,6 +208,7 @@ def quartile_metrics(record: dict[str, Any]) -> dict[str, float]:
         for quartile, change in zip(record["quartiles"], found["changes"], strict=True):
             if change is not None:
                 metrics[f"{at}/update_{update}/change_{quartile['name']}"] = change["mean_abs"]
-        if update != "all" and found["agreement"] is not None:
-            metrics[f"{at}/update_{update}/correlation_with_all"] = found["agreement"]["correlation"]
+        if update in ("lowest", "highest") and found["own_agreement"] is not None:
+            metrics[f"{at}/update_{update}/agreement"] = found["own_agreement"]["correlation"]
+            metrics[f"{at}/update_{update}/size"] = found["own_agreement"]["ratio"]
     return {name: float(value) for name, value in metrics.items() if value is not None}
