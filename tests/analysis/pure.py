@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain arithmetic of ``verl.gradloc.analysis``, imported from its source with no verl."""
+"""The plain arithmetic of ``verl.gradloc``'s rooms, imported from its source with no verl."""
 
 import importlib
 import sys
@@ -9,13 +9,13 @@ from types import ModuleType
 SOURCE = Path(__file__).resolve().parents[2] / "verl_overrides" / "verl" / "gradloc"
 
 
-def load(name: str) -> ModuleType:
-    """``analysis.<name>`` under a package name of its own."""
+def load(name: str, room: str = "analysis") -> ModuleType:
+    """``<room>.<name>`` under a package name of its own."""
     package = "gradloc_source"
-    if package not in sys.modules:
-        sys.modules[package] = _package(package, SOURCE)
-        sys.modules[f"{package}.analysis"] = _package(f"{package}.analysis", SOURCE / "analysis")
-    return importlib.import_module(f"{package}.analysis.{name}")
+    for part, folder in ((package, SOURCE), (f"{package}.{room}", SOURCE / room)):
+        if part not in sys.modules:
+            sys.modules[part] = _package(part, folder)
+    return importlib.import_module(f"{package}.{room}.{name}")
 
 
 def _package(name: str, folder: Path) -> ModuleType:

@@ -233,8 +233,13 @@ def shard(module: torch.nn.Module, actor_config: Any, model_config: Any) -> torc
     return module
 
 
-def make_batch(num_rows: int = 16, seed: int = 0, noise: float = 0.3) -> Any:
-    """A batch as after the advantages: ragged responses, pairs of rows share a uid."""
+def make_batch(
+    num_rows: int = 16, seed: int = 0, noise: float = 0.3, rollout_noise: float | None = None
+) -> Any:
+    """A batch as after the advantages: ragged responses, pairs of rows share a uid.
+
+    ``rollout_noise``: with log-probs of the rollout, this far (standard deviation) from the old.
+    """
     import numpy as np
     from verl import DataProto
 
@@ -261,6 +266,8 @@ def make_batch(num_rows: int = 16, seed: int = 0, noise: float = 0.3) -> Any:
         "ref_log_prob": old + noise * torch.randn(shape, generator=generator),
         "token_level_scores": torch.randn(shape, generator=generator) * response_mask,
     }
+    if rollout_noise is not None:
+        tensors["rollout_log_probs"] = old + rollout_noise * torch.randn(shape, generator=generator)
     uids = np.array([f"prompt-{row // 2}" for row in range(num_rows)], dtype=object)
     sources = np.array(["arithmetic"] * num_rows, dtype=object)
     return DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids, "data_source": sources})

@@ -24,10 +24,13 @@ def address(event: dict[str, Any]) -> set[tuple[int, int]]:
 
 
 def localize_planted(
-    plants: list[tuple[int, int, float]], overrides: list[str], dump_dir: str
+    plants: list[tuple[int, int, float]],
+    overrides: list[str],
+    dump_dir: str,
+    rollout_noise: float | None = None,
 ) -> dict[str, Any]:
     """Plant, run one update, and report event and oracle side by side (the oracle on rank 0)."""
-    batch = make_batch()
+    batch = make_batch(rollout_noise=rollout_noise)
     for row, position, advantage in plants:
         plant(batch, row, position, advantage)
     trainer = make_trainer(ON + overrides, dump_dir)
@@ -90,13 +93,18 @@ KL = [
 
 
 def train(
-    overrides: list[str], dump_dir: str, num_steps: int, dropout: float = 0.0, spike_at: int = 0
+    overrides: list[str],
+    dump_dir: str,
+    num_steps: int,
+    dropout: float = 0.0,
+    spike_at: int = 0,
+    rollout_noise: float | None = None,
 ) -> dict:
     """Real updates; returns what they leave behind. ``spike_at`` plants a spike at that step."""
     trainer = make_trainer(overrides, dump_dir, dropout=dropout)
     norms, events = [], []
     for step in range(1, num_steps + 1):
-        batch = make_batch(seed=step)
+        batch = make_batch(seed=step, rollout_noise=rollout_noise)
         if step == spike_at:
             plant(batch, 6, 2, 1e4)
         out = trainer.update(batch)

@@ -35,7 +35,7 @@ def event(world, tmp_path_factory):  # noqa: F811
     """``event(name, overrides, plants)``: the bundle of a real event, each name made once."""
     made: dict[str, Path] = {}
 
-    def make(name: str, overrides: tuple[str, ...] = (), plants=((2, 3, 1e4),)) -> Path:
+    def make(name: str, overrides=(), plants=((2, 3, 1e4),), rollout_noise=None) -> Path:
         if name not in made:
             folder = tmp_path_factory.mktemp(re.sub(r"\W+", "-", name))
             world.run(
@@ -43,6 +43,7 @@ def event(world, tmp_path_factory):  # noqa: F811
                 plants=plants,
                 overrides=[*ON, *overrides],
                 dump_dir=str(folder),
+                rollout_noise=rollout_noise,
             )
             (made[name],) = (folder / "events").iterdir()
         return made[name]

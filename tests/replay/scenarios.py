@@ -34,9 +34,11 @@ def save_models(folder: str) -> None:
     model.save_pretrained(f"{folder}/nan")
 
 
-def make_event(plants: list, overrides: list[str], dump_dir: str) -> None:
+def make_event(
+    plants: list, overrides: list[str], dump_dir: str, rollout_noise: float | None = None
+) -> None:
     """One real update of the harness's model, with these tokens' advantages changed."""
-    batch = make_batch()
+    batch = make_batch(rollout_noise=rollout_noise)
     for row, position, advantage in plants:
         plant(batch, row, position, advantage)
     make_trainer(overrides, dump_dir).update(batch)

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of a world run: verl's real actor, and its real gradients gathered whole."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.gradloc.harness import make_batch, make_config, make_trainer
+from tests.gradloc.spikes import plant
+from tests.stabilize import slow
+
+STABILIZE = "actor_rollout_ref.actor.gradloc.stabilize"
+LAYER_CLIP = f"{STABILIZE}.layer_clip"
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def gather(actor: Any) -> dict[str, list[float]]:
+    """The whole gradient in ``.grad`` over all ranks: parameter name -> plain list."""
+    gathered = {}
+    for name, param in actor.actor_module.named_parameters():
+        mine = None if param.grad is None else local(param.grad).detach().flatten().clone()
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, mine)
+        parts = [part for part in parts if part is not None]
+        gathered[name] = torch.cat(parts).tolist() if parts else []
+    return gathered
+
+
+def group_of(name: str, group: str) -> str:
+    """By the names of this model alone, with nothing of the code under test."""
+    name = name.replace("_fsdp_wrapped_module.", "")
+    if group == "tensor":
+        return name
+    parts = name.split(".")
+    if group == "layer" and "layers" in parts:
+        return f"layer {parts[parts.index('layers') + 1]}"
+    if name.endswith("_flat_param"):
+        return "mixed"
+    for kind, mark in (("attention", "self_attn"), ("mlp", "mlp"), ("head", "lm_head")):
+        if mark in parts:
+            inner = parts[-2]
+            return "norm" if inner in ("q_norm", "k_norm") else kind
+    return "embedding" if "embed_tokens" in parts else "norm"
+
+
+def watch(trainer: Any, group: str, change: Callable | None = None) -> list[dict[str, Any]]:
+    """Note the whole gradient before anything is clipped and as the optimizer gets it.
+
+    ``change(step, actor)`` edits ``.grad`` in place first: a planted gradient.
+    """
+    seen: list[dict[str, Any]] = []
+    actor = trainer.actor
+    clip, step = actor._clip_grad_norm, actor.actor_optimizer.step
+
+    def clip_watched():
+        if change is not None:
+            change(len(seen), actor)
+        seen.append({"before": gather(actor)})
+        return clip()
+
+    def step_watched(*args, **kwargs):
+        seen[-1]["after"] = gather(actor)
+        return step(*args, **kwargs)
+
+    actor._clip_grad_norm, actor.actor_optimizer.step = clip_watched, step_watched
+    return seen
+
+
+def norms_of(gradient: dict[str, list[float]], group: str) -> dict[str, float]:
+    """Norm per group, by plain loops."""
+    values: dict[str, list[float]] = {}
+    for name, part in gradient.items():
+        values.setdefault(group_of(name, group), []).extend(part)
+    return {key: slow.norm(part) for key, part in values.items()}
+
+
+def equalize(actor: Any, group: str, spiking: str, factor: float) -> None:
+    """Give every group's gradient norm 1, and one of them ``factor``."""
+    norms = norms_of(gather(actor), group)
+    assert spiking in norms, sorted(norms)
+    for name, param in actor.actor_module.named_parameters():
+        if param.grad is not None:
+            key = group_of(name, group)
+            local(param.grad).mul_((factor if key == spiking else 1.0) / norms[key])
+
+
+def spike_one_layer(
+    overrides: list[str], dump_dir: str, group: str, spiking: str, factor: float, num_steps: int
+) -> dict[str, Any]:
+    """All groups at norm 1 but for one, which spikes in the last step; what is left of each."""
+
+    def change(step: int, actor: Any) -> None:
+        equalize(actor, group, spiking, factor if step == num_steps - 1 else 1.0)
+
+    trainer = make_trainer(overrides, dump_dir)
+    seen = watch(trainer, group, change)
+    for seed in range(num_steps):
+        metrics = trainer.update(make_batch(seed=seed))["metrics"]
+    before, after = seen[-1]["before"], seen[-1]["after"]
+    sizes, cosines = {}, {}
+    for key, norm in norms_of(before, group).items():
+        pairs = [
+            pair
+            for name in before
+            if group_of(name, group) == key
+            for pair in zip(before[name], after[name], strict=True)
+        ]
+        size = slow.norm([value for _, value in pairs])
+        sizes[key] = size / norm
+        cosines[key] = sum(a * b for a, b in pairs) / (norm * size)
+    same = {
+        key: all(before[name] == after[name] for name in before if group_of(name, group) == key)
+        for key in sizes
+    }
+    return {"sizes": sizes, "cosines": cosines, "same": same, "metrics": metrics}
+
+
+def clip_as_the_slow_version(
+    overrides: list[str], dump_dir: str, group: str, rule: str, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Real gradients over some steps, some with a culprit; the optimizer's gradient held against
+    the whole gradient clipped by plain loops."""
+    trainer = make_trainer(overrides, dump_dir)
+    seen = watch(trainer, group)
+    reported = []
+    for seed in range(8):
+        batch = make_batch(seed=seed)
+        if seed in (5, 7):
+            plant(batch, 6, 2, 300.0)
+        metrics = trainer.update(batch)["metrics"]
+        reported.append({key: values[0] for key, values in metrics.items()})
+    grad_clip = trainer.actor.config.grad_clip
+    norms = [norms_of(step["before"], group) for step in seen]
+    factors = getattr(slow, rule)(norms, grad_clip=grad_clip, **settings)
+    worst = 0.0
+    for step, of_step in zip(seen, factors, strict=True):
+        for name, part in step["before"].items():
+            factor = of_step[group_of(name, group)]
+            for value, found in zip(part, step["after"][name], strict=True):
+                worst = max(worst, abs(found - factor * value) / (abs(factor * value) + 1e-8))
+    return {
+        "worst": worst,
+        "factors": [list(of_step.values()) for of_step in factors],
+        "norms": [slow.norm(of_step.values()) for of_step in norms],
+        "after": [slow.norm(norms_of(step["after"], group).values()) for step in seen],
+        "metrics": reported,
+        "weights": trainer.weights_hash(),
+        "num_groups": len(norms[0]),
+    }
+
+
+def skip_an_outlier(overrides: list[str], dump_dir: str) -> dict[str, Any]:
+    """Healthy steps, then one with a culprit, then a healthy one."""
+    trainer = make_trainer(overrides, dump_dir)
+    seen = watch(trainer, "layer")
+    hashes, metrics = [], []
+    for seed in range(6):
+        batch = make_batch(seed=seed)
+        if seed == 4:
+            plant(batch, 6, 2, 1e5)
+        out = trainer.update(batch)
+        hashes.append(trainer.weights_hash())
+        metrics.append({key: values[0] for key, values in out["metrics"].items()})
+    return {
+        "hashes": hashes,
+        "metrics": metrics,
+        "norms": [slow.norm(norms_of(step["before"], "layer").values()) for step in seen],
+        "state": trainer.hook.stabilizers.state(),
+    }
+
+
+def learn(kinds: list[str], overrides: list[str], dump_dir: str) -> list[dict[str, Any]]:
+    """One update per kind of batch: ``healthy``, ``spike`` or ``nan``; what each one taught."""
+    trainer = make_trainer(overrides, dump_dir)
+    answers = []
+    for seed, kind in enumerate(kinds):
+        batch = make_batch(seed=seed)
+        if kind == "spike":
+            plant(batch, 6, 2, 1e5)
+        if kind == "nan":
+            plant(batch, 6, 2, float("nan"))
+        out = trainer.update(batch)
+        answers.append(
+            {
+                "state": copy.deepcopy(trainer.hook.stabilizers.state()),
+                "metrics": {key: values[0] for key, values in out["metrics"].items()},
+                "actions": [event["action"]["taken"] for event in out["events"]],
+                "weights": trainer.weights_hash(),
+            }
+        )
+    return answers
+
+
+def overflow_and_recover(overrides: list[str], dump_dir: str) -> list[dict[str, Any]]:
+    """fp16: a loss scale that is far too large in the second of four updates."""
+    trainer = make_trainer(overrides, dump_dir)
+    answers = []
+    for seed in range(4):
+        scaler = trainer.actor.scaler
+        if seed == 1:
+            scaler._scale.fill_(2.0**120)
+        out = trainer.update(make_batch(seed=seed))
+        if seed == 1:
+            scaler._scale.fill_(8.0)
+        answers.append(
+            {
+                "norm": out["metrics"]["actor/grad_norm"][0][0],
+                "state": copy.deepcopy(trainer.hook.stabilizers.state()),
+                "weights": trainer.weights_hash(),
+            }
+        )
+    return answers
+
+
+def resume(overrides: list[str], dump_dir: str, num_steps: int, cut: int) -> dict[str, Any]:
+    """Train through; and train up to ``cut``, save, go on in a new trainer."""
+    whole = make_trainer(overrides, dump_dir)
+    norms = [update(whole, seed) for seed in range(num_steps)]
+    first = make_trainer(overrides, dump_dir)
+    for seed in range(cut):
+        update(first, seed)
+    folder = Path(f"{dump_dir}-checkpoint-rank{dist.get_rank()}")
+    folder.mkdir(parents=True)
+    first.hook.save(str(folder))
+    second = make_trainer(overrides, dump_dir)
+    with torch.no_grad():
+        for new, old in zip(
+            second.actor.actor_module.parameters(),
+            first.actor.actor_module.parameters(),
+            strict=True,
+        ):
+            local(new).copy_(local(old))
+    second.actor.actor_optimizer.load_state_dict(
+        copy.deepcopy(first.actor.actor_optimizer.state_dict())
+    )
+    second.step = cut
+    second.hook.load(str(folder))
+    again = [update(second, seed) for seed in range(cut, num_steps)]
+    return {
+        "whole": (whole.weights_hash(), norms[cut:], whole.hook.stabilizers.state()),
+        "resumed": (second.weights_hash(), again, second.hook.stabilizers.state()),
+        "saved": json.loads((folder / "gradloc.json").read_text()),
+        "metrics": sorted(key for key in again[-1] if key.startswith("gradloc/")),
+    }
+
+
+def update(trainer: Any, seed: int) -> dict[str, Any]:
+    batch = make_batch(seed=seed, rollout_noise=0.5)
+    if seed in (3, 6):
+        plant(batch, 6, 2, 300.0)
+    metrics = trainer.update(batch)["metrics"]
+    # NaN is not equal to itself; what is compared here is whether the same was reported
+    return {key: repr(value) for key, value in metrics.items() if "seconds" not in key}
+
+
+# ---- clips on ratios
+
+
+def weigh(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``ratio_weights`` of random log-ratios, and the slow version's answer."""
+    from verl.gradloc.stabilize.ratio_clip import ratio_weights
+
+    generator = torch.Generator().manual_seed(0)
+    log_ratio = torch.randn((6, 9), generator=generator)
+    log_ratio[0, 0], log_ratio[1, 1], log_ratio[5] = 30.0, -30.0, 3.0
+    mask = (torch.rand((6, 9), generator=generator) < 0.7).long()
+    mask[4] = 0
+    log_ratio[4] = float("nan")  # padding may hold anything
+    answers = []
+    for case in cases:
+        weights, metrics = ratio_weights(log_ratio, mask, **case)
+        counted = mask.bool()
+        expected = slow.token_weights(log_ratio.tolist(), mask.tolist(), **case)
+        answers.append(
+            {
+                "found": weights[counted].tolist(),
+                "expected": torch.tensor(expected)[counted].tolist(),
+                "metrics": metrics,
+                "log_ratio": log_ratio[counted].tolist(),
+            }
+        )
+    empty, metrics = ratio_weights(log_ratio, torch.zeros_like(mask), **cases[0])
+    return [*answers, {"empty": empty.tolist(), "metrics": metrics}]
+
+
+def loss_under(overrides: list[str], layout: list[str], dump_dir: str) -> dict[str, Any]:
+    """The real actor's update with clips on ratios, against verl's own with the slow weights.
+
+    verl multiplies the token losses by ``rollout_is_weights``: the slow weights go in there.
+    """
+    batch = make_batch(rollout_noise=1.0)
+    clipped = make_trainer(overrides + layout, dump_dir)
+    stabilize = clipped.actor.config.gradloc.stabilize
+    out = clipped.update(copy.deepcopy(batch))
+    plain = make_trainer(layout, dump_dir)
+    log_prob = _log_probs(plain, batch)
+    log_ratio = (log_prob - batch.batch["rollout_log_probs"]).tolist()
+    mask = batch.batch["response_mask"].tolist()
+    weights = torch.ones_like(log_prob)
+    for level, clip in (("token", stabilize.token_clip), ("geometric", stabilize.seq_clip)):
+        if clip.mode != "off":
+            weights *= torch.tensor(
+                slow.token_weights(
+                    log_ratio,
+                    mask,
+                    level=level,
+                    mode=clip.mode,
+                    upper=clip.upper,
+                    lower=clip.lower,
+                )
+            )
+    batch.batch["rollout_is_weights"] = weights
+    expected = plain.update(batch)
+    unclipped = make_trainer(layout, dump_dir).update(make_batch())
+    return {
+        "norm": out["metrics"]["actor/grad_norm"][0][0],
+        "expected": expected["metrics"]["actor/grad_norm"][0][0],
+        "unclipped": unclipped["metrics"]["actor/grad_norm"][0][0],
+        "metrics": {key: values[0] for key, values in out["metrics"].items()},
+        "num_changed": int((weights[batch.batch["response_mask"].bool()] != 1).sum()),
+    }
+
+
+def _log_probs(trainer: Any, batch: Any) -> torch.Tensor:
+    data = batch.select(["responses", "input_ids", "attention_mask", "position_ids"], [], [])
+    data.meta_info = {"micro_batch_size": 2, "temperature": 1.0, "use_dynamic_bsz": False}
+    return trainer.actor.compute_log_prob(data)[0]
+
+
+def update_without_rollout_log_probs(overrides: list[str], dump_dir: str) -> str:
+    """The sentence that refuses the batch."""
+    trainer = make_trainer(overrides, dump_dir)
+    try:
+        trainer.update(make_batch())
+    except ValueError as refusal:
+        return str(refusal)
+    return ""
+
+
+def check_configs(cases: list[list[str]], dump_dir: str) -> list[Any]:
+    """What ``check_whole_config`` says to each list of overrides."""
+    from verl.gradloc.stabilize import check_whole_config
+
+    answers: list[Any] = []
+    for overrides in cases:
+        try:
+            answers.append(check_whole_config(make_config(overrides, dump_dir)))
+        except ValueError as refusal:
+            answers.append(str(refusal))
+    return answers

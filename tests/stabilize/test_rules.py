@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""layer_clip and skip_step as arithmetic, each against its slow obvious version."""
+
+import json
+import math
+import random
+
+import pytest
+
+from tests.analysis.pure import load
+from tests.stabilize import slow
+
+config = load("config", room="stabilize")
+LayerClip = load("layer_clip", room="stabilize").LayerClip
+SkipStep = load("skip_step", room="stabilize").SkipStep
+LAYERS = [f"layer {number}" for number in range(4)]
+
+
+def histories(num_steps, seed=0, spikes=()):
+    """Log-normal norms per layer and step; ``spikes``: (step, layer, factor)."""
+    rng = random.Random(seed)
+    steps = [
+        {layer: (1 + i) * math.exp(rng.gauss(0, 0.3)) for i, layer in enumerate(LAYERS)}
+        for _ in range(num_steps)
+    ]
+    for step, layer, factor in spikes:
+        steps[step][LAYERS[layer]] *= factor
+    return steps
+
+
+SPIKES = [(12, 1, 50.0), (30, 2, 1e6), *((step, 0, 20.0) for step in range(45, 60))]
+
+
+def run(clip, steps):
+    return [clip.clip(norms) for norms in steps]
+
+
+def close(ours, slow_ones):
+    for step, (found, expected) in enumerate(zip(ours, slow_ones, strict=True)):
+        assert found == pytest.approx(expected, rel=1e-12), step
+
+
+@pytest.mark.parametrize("grad_clip", [1.0, 1e9], ids=["clipping warm-up", "free warm-up"])
+@pytest.mark.parametrize("seed", range(3))
+def test_adagc_is_its_slow_version_through_warm_up_spikes_and_a_new_level(seed, grad_clip):
+    settings = config.LayerClipConfig(rule="adagc", relative_factor=1.3, beta=0.9, warmup=8)
+    steps = histories(80, seed, SPIKES)
+    expected = slow.adagc(steps, factor=1.3, beta=0.9, warmup=8, grad_clip=grad_clip)
+    close(run(LayerClip(settings, grad_clip), steps), expected)
+
+
+@pytest.mark.parametrize("grad_clip", [1.0, 1e9], ids=["clipping warm-up", "free warm-up"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_z_score_rule_is_its_slow_version_through_warm_up_spikes_and_a_new_level(
+    seed, grad_clip
+):
+    settings = config.LayerClipConfig(rule="zscore", window=16, num_deviations=4.0, warmup=8)
+    steps = histories(80, seed, SPIKES)
+    expected = slow.zscore(steps, window=16, num_deviations=4.0, warmup=8, grad_clip=grad_clip)
+    close(run(LayerClip(settings, grad_clip), steps), expected)
+
+
+@pytest.mark.parametrize("rule", ["adagc", "zscore"])
+def test_a_spiking_layer_is_cut_to_its_history_and_the_others_keep_exactly_their_step(rule):
+    clip = LayerClip(config.LayerClipConfig(rule=rule, warmup=20, relative_factor=3.0), 1e9)
+    steps = histories(21, spikes=[(20, 1, 1e4)])
+    factors = run(clip, steps)[-1]
+    assert factors[LAYERS[1]] < 1e-2
+    assert [factors[layer] for layer in LAYERS if layer != LAYERS[1]] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("rule", ["adagc", "zscore"])
+def test_one_spike_does_not_change_what_later_steps_may_be_by_more_than_it_was_allowed(rule):
+    settings = config.LayerClipConfig(rule=rule, warmup=20, relative_factor=3.0)
+    with_spike, without = LayerClip(settings, 1e9), LayerClip(settings, 1e9)
+    run(with_spike, histories(40, spikes=[(30, 1, 1e9)]))
+    run(without, histories(40))
+    probe = dict.fromkeys(LAYERS, 1e12)
+    ours, theirs = with_spike.clip(probe), without.clip(probe)
+    assert ours[LAYERS[1]] == pytest.approx(theirs[LAYERS[1]], rel=0.5)
+
+
+@pytest.mark.parametrize("rule", ["adagc", "zscore"])
+def test_a_layer_that_has_no_gradient_in_a_step_is_not_stopped_by_it(rule):
+    """An expert that no token was sent to: as a running minimum, 0 would clip it to 0 for good."""
+    clip = LayerClip(config.LayerClipConfig(rule=rule, warmup=3), 1e9)
+    for expert in (0.0, 1.0, 1.1, 0.0, 0.9):
+        factors = clip.clip({"layer 0": 1.0, "expert": expert})
+        assert factors == {"layer 0": 1.0, "expert": 1.0}
+
+
+@pytest.mark.parametrize("rule", ["adagc", "zscore"])
+def test_a_layer_that_wakes_up_after_the_warm_up_is_bounded_by_the_global_limit(rule):
+    clip = LayerClip(config.LayerClipConfig(rule=rule, warmup=2), 5.0)
+    for _ in range(3):
+        clip.clip({"layer 0": 1.0, "expert": 0.0})
+    assert clip.clip({"layer 0": 1.0, "expert": 100.0}) == {"layer 0": 1.0, "expert": 0.05}
+
+
+@pytest.mark.parametrize("rule", ["adagc", "zscore"])
+def test_a_state_that_went_through_json_goes_on_bit_by_bit(rule):
+    settings = config.LayerClipConfig(rule=rule, warmup=10, window=16)
+    steps = histories(60, spikes=SPIKES)
+    whole = LayerClip(settings, 1.0)
+    answers = run(whole, steps)
+    for cut in (3, 10, 13, 50):
+        first, second = LayerClip(settings, 1.0), LayerClip(settings, 1.0)
+        run(first, steps[:cut])
+        second.load_state(json.loads(json.dumps(first.state())))
+        assert run(second, steps[cut:]) == answers[cut:]
+        assert second.state() == whole.state()
+
+
+def test_statistics_of_another_rule_or_grouping_are_not_taken_over():
+    state = LayerClip(config.LayerClipConfig(rule="adagc"), 1.0).state()
+    for other in ({"rule": "zscore"}, {"rule": "adagc", "group": "kind"}):
+        with pytest.raises(ValueError, match="the checkpoint's statistics are of"):
+            LayerClip(config.LayerClipConfig(**other), 1.0).load_state(state)
+
+
+# ---- skip_step
+
+
+def decide(skip, norms):
+    return [skip.is_outlier(norm) for norm in norms]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_steps_are_skipped_as_the_plain_list_says(seed):
+    rng = random.Random(seed)
+    norms = [math.exp(rng.gauss(0, 0.2)) for _ in range(200)]
+    for step, factor in ((3, 100.0), (40, 30.0), (41, 30.0), (90, 1e4), (150, 2.5)):
+        norms[step] *= factor
+    norms[60], norms[61] = math.nan, math.inf
+    settings = config.SkipStepConfig(enable=True, window=32, num_deviations=4.0)
+    decided = decide(SkipStep(settings), norms)
+    assert decided == slow.skip_step(norms, window=32, num_deviations=4.0)
+    assert decided[40] and decided[90]
+    assert not decided[3], "fewer than half a window of norms are known there"
+
+
+def test_a_level_that_moved_for_good_is_accepted_after_a_few_skipped_steps():
+    rng = random.Random(1)
+    level = [1.0] * 64 + [10.0] * 64
+    norms = [value * math.exp(rng.gauss(0, 0.1)) for value in level]
+    decided = decide(SkipStep(config.SkipStepConfig(enable=True)), norms)
+    assert decided[64]
+    assert sum(decided) < 8
+
+
+def test_what_is_not_finite_is_left_to_verl_and_not_remembered():
+    skip = SkipStep(config.SkipStepConfig(enable=True, window=8))
+    decide(skip, [1.0, 1.1, 0.9, 1.0])
+    before = skip.state()
+    assert decide(skip, [math.nan, math.inf]) == [False, False]
+    assert skip.state() == before
+
+
+def test_the_skip_rules_norms_go_through_json_bit_by_bit():
+    rng = random.Random(2)
+    norms = [math.exp(rng.gauss(0, 0.5)) for _ in range(60)]
+    settings = config.SkipStepConfig(enable=True, window=16, num_deviations=1.5)
+    whole, first, second = SkipStep(settings), SkipStep(settings), SkipStep(settings)
+    decided = decide(whole, norms)
+    decide(first, norms[:25])
+    second.load_state(json.loads(json.dumps(first.state())))
+    assert decide(second, norms[25:]) == decided[25:]
+    assert second.threshold() == whole.threshold()

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused, with which sentence; and the cautious start."""
+
+import pytest
+
+ACTOR = "actor_rollout_ref.actor"
+STABILIZE = f"{ACTOR}.gradloc.stabilize"
+LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs=true"
+ENGINE = "trainer.use_legacy_worker_impl=disable"
+
+WRONG = [
+    ("token_clip.mode=truncate", "token_clip.mode must be one of off, mask, clamp, found 'trunc"),
+    ("token_clip.upper=0.9", "token_clip.upper must be null (no bound) or a number of at least 1"),
+    ("seq_clip.lower=0", "seq_clip.lower must be null (no bound) or in (0, 1]"),
+    ("layer_clip.rule=norm", "layer_clip.rule must be one of off, adagc, zscore, found 'norm'"),
+    ("layer_clip.group=row", "layer_clip.group must be one of layer, kind, tensor, found 'row'"),
+    ("layer_clip.relative_factor=0.5", "layer_clip.relative_factor must be a number of at least"),
+    ("layer_clip.beta=1", "layer_clip.beta must be in [0, 1), found 1"),
+    ("layer_clip.warmup=1", "layer_clip.warmup must be an integer of at least 2, found 1"),
+    ("layer_clip.window=4", "layer_clip.window must be an integer of at least 8, found 4"),
+    ("layer_clip.num_deviations=0", "layer_clip.num_deviations must be a positive number"),
+    ("skip_step.enable=maybe", "skip_step.enable must be true or false, found 'maybe'"),
+    ("skip_step.window=3", "skip_step.window must be an integer of at least 4, found 3"),
+    ("skip_step.num_deviations=-1", "skip_step.num_deviations must be a positive number"),
+]
+
+
+def test_a_wrong_value_is_refused_with_a_sentence_that_names_the_key(compose):
+    answers = compose(*([f"{STABILIZE}.{override}"] for override, _ in WRONG))
+    for (override, sentence), answer in zip(WRONG, answers, strict=True):
+        assert f"{STABILIZE}.{sentence}" in answer.get("error", ""), override
+
+
+def test_a_clip_without_any_bound_is_refused(compose):
+    (answer,) = compose([f"{STABILIZE}.token_clip.mode=mask", f"{STABILIZE}.token_clip.upper=null"])
+    assert (
+        f"{STABILIZE}.token_clip.upper must be a number while token_clip.mode=mask"
+        in (answer["error"])
+    )
+
+
+@pytest.mark.parametrize("group", ["kind", "tensor"])
+def test_fsdp1_without_original_parameters_has_nothing_finer_than_layers(compose, group):
+    fine = [
+        f"{ACTOR}.strategy=fsdp",
+        f"{STABILIZE}.layer_clip.rule=adagc",
+        f"{STABILIZE}.layer_clip.group={group}",
+    ]
+    refused, allowed, off = compose(
+        fine, [*fine, f"{ACTOR}.fsdp_config.use_orig_params=true"], [fine[0], fine[2]]
+    )
+    assert (
+        f"{ACTOR}.fsdp_config.use_orig_params must be true with strategy=fsdp and "
+        f"gradloc.stabilize.layer_clip.group={group}" in refused["error"]
+    )
+    assert "ok" in allowed and "ok" in off
+
+
+@pytest.mark.parametrize(
+    "on",
+    [
+        "token_clip.mode=mask",
+        "seq_clip.mode=clamp",
+        "layer_clip.rule=zscore",
+        "skip_step.enable=true",
+    ],
+)
+def test_what_is_not_supported_is_refused_while_a_stabilizer_is_on(compose, on):
+    cases = {
+        f"{ACTOR}.strategy=veomni": "strategy must be fsdp or fsdp2 while a part of gradloc.stab",
+        f"{ACTOR}.ulysses_sequence_parallel_size=2": "ulysses_sequence_parallel_size must be 1",
+        f"{ACTOR}.fsdp_config.offload_policy=true": "fsdp_config.offload_policy must be false",
+    }
+    answers = compose(*([f"{STABILIZE}.{on}", override] for override in cases))
+    for (override, sentence), answer in zip(cases.items(), answers, strict=True):
+        assert sentence in answer["error"], override
+
+
+def test_off_may_be_written_as_yaml_reads_it(compose):
+    (answer,) = compose(
+        [
+            f"{STABILIZE}.{key}=off"
+            for key in ("token_clip.mode", "seq_clip.mode", "layer_clip.rule")
+        ]
+    )
+    assert answer["ok"]["stabilize"]["layer_clip"]["rule"] == "off"
+
+
+def test_the_whole_config_is_checked_for_what_a_stabilizer_needs(single, dump_dir):
+    cases = [
+        ([], False),
+        ([ENGINE], False),
+        ([f"{STABILIZE}.layer_clip.rule=adagc"], True),
+        ([f"{STABILIZE}.skip_step.enable=true"], True),
+        ([f"{STABILIZE}.token_clip.mode=mask", LOG_PROBS], True),
+        (
+            [f"{STABILIZE}.token_clip.mode=mask"],
+            "actor_rollout_ref.rollout.calculate_log_probs=true",
+        ),
+        (
+            [f"{STABILIZE}.seq_clip.mode=clamp"],
+            "actor_rollout_ref.rollout.calculate_log_probs=true",
+        ),
+        (
+            [f"{STABILIZE}.skip_step.enable=true", ENGINE],
+            "found trainer.use_legacy_worker_impl=dis",
+        ),
+    ]
+    (answers,) = single.run(
+        "tests.stabilize.scenarios.check_configs",
+        cases=[overrides for overrides, _ in cases],
+        dump_dir=dump_dir,
+    )
+    for (overrides, expected), answer in zip(cases, answers, strict=True):
+        if isinstance(expected, bool):
+            assert answer is expected, overrides
+        else:
+            assert expected in answer, overrides
+
+
+def test_a_batch_without_the_rollouts_log_probs_is_refused_on_every_rank(world, dump_dir):
+    for sentence in world.run(
+        "tests.stabilize.scenarios.update_without_rollout_log_probs",
+        overrides=[LOG_PROBS, f"{STABILIZE}.token_clip.mode=mask"],
+        dump_dir=dump_dir,
+    ):
+        assert "need the rollout's log-probs, found none: set actor_rollout_ref.rollout" in sentence
+
+
+def test_safe_is_a_cautious_start_and_overrides_go_over_it(compose, single, dump_dir):
+    safe, changed = compose(
+        ["+gradloc=safe"], ["+gradloc=safe", f"{STABILIZE}.layer_clip.rule=adagc"]
+    )
+    assert safe["spike"] is True
+    assert safe["ok"]["action"]["mode"] == "observe"
+    stabilize = safe["ok"]["stabilize"]
+    assert stabilize["token_clip"] == {"mode": "clamp", "upper": 5.0, "lower": None}
+    assert stabilize["layer_clip"]["rule"] == "zscore"
+    assert stabilize["seq_clip"]["mode"] == "off"
+    assert stabilize["skip_step"]["enable"] is False
+    assert changed["ok"]["stabilize"]["layer_clip"]["rule"] == "adagc"
+    answers = single.run(
+        "tests.stabilize.scenarios.check_configs", cases=[["+gradloc=safe"]], dump_dir=dump_dir
+    )
+    assert answers == [[True]]
+
+
+def test_a_stabilized_run_under_safe_trains(world, dump_dir):
+    for found in world.run(
+        "spikes.train",
+        overrides=["+gradloc=safe"],
+        dump_dir=dump_dir,
+        num_steps=2,
+        rollout_noise=0.3,
+    ):
+        assert "gradloc/token_clip/share" in found["metrics"]
+        assert "gradloc/layer_clip/share" in found["metrics"]
