@@ -62,7 +62,8 @@ def test_every_yaml_key_that_is_added_has_a_comment_above_and_a_blank_line_betwe
     for path in touched(".yaml"):
         if "_generated_" in path:
             continue
-        before = set((base_tree / path).read_text().splitlines())
+        old = base_tree / path
+        before = set(old.read_text().splitlines()) if old.exists() else set()
         lines = (patched_tree / path).read_text().splitlines()
         for number, line in enumerate(lines):
             if line in before or not re.match(r"\s*[a-z_]+:", line):
