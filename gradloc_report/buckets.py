@@ -103,7 +103,7 @@ def _from_files(path: Path) -> tuple[dict[int, Analysis], list[str]]:
     """What the trainer wrote itself: ``gradient_analysis/step_<N>.json``."""
     found: dict[int, Analysis] = {}
     notes: list[str] = []
-    for file in _files(path, "step_*.json"):
+    for file in files(path, FOLDER, "step_*.json"):
         try:
             record = json.loads(file.read_text(encoding="utf-8"))
             analysis = from_metrics(int(record["global_step"]), _numbers(record["metrics"]))
@@ -134,7 +134,7 @@ def _from_logs(path: Path) -> tuple[dict[int, Analysis], list[str]]:
             analysis = from_metrics(step, row)
             if analysis is not None:
                 found.setdefault(step, analysis)
-    for file in _files(path, "group_rv_table_step_*.csv"):
+    for file in files(path, FOLDER, "group_rv_table_step_*.csv"):
         step = int(file.stem.rpartition("_")[2])
         if step in found:
             found[step].table = read_table(file)
@@ -155,8 +155,9 @@ def _log_files(path: Path) -> list[Path]:
     ]
 
 
-def _files(path: Path, pattern: str) -> list[Path]:
-    places = [path] if path.name == FOLDER else sorted(path.rglob(FOLDER))
+def files(path: Path, folder: str, pattern: str) -> list[Path]:
+    """The files in every folder of that name in a run, or in the run's own folder if it is one."""
+    places = [path] if path.name == folder else sorted(path.rglob(folder))
     return [file for place in places for file in sorted(place.glob(pattern))]
 
 

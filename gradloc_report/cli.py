@@ -16,7 +16,9 @@ from gradloc_report.errors import ReportError
 COMMANDS = {
     "show": "a run's events: in the terminal, as an HTML page, or as Markdown, JSON or CSV",
     "compare": "two runs side by side",
+    "health": "healthy, warning or danger, step by step, with reasons and what people do",
     "buckets": "a run's gradient analyses: figures by reward variance, or three steps in one",
+    "quartiles": "which tokens' gradients dominate, by probability: figures and tables",
 }
 DEFAULT = "show"
 EPILOG = """\
@@ -25,6 +27,7 @@ examples:
   gradloc-report runs/demo-1 -o report.html       the whole report, one file
   gradloc-report runs/demo-1 --event ID -o e.html one event with every token
   gradloc-report runs/demo-1 --format csv         one line per culprit
+  gradloc-report health runs/demo-1               was the run well, step by step
   gradloc-report compare runs/a runs/b            two runs side by side
 """
 

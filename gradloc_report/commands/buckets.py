@@ -106,12 +106,15 @@ def write(analysis: Analysis, folder: Path) -> list[Path]:
 
 
 def save(figure, path: Path) -> None:
-    """Write a figure as PNG, the same bytes for the same figure."""
+    """Write a figure as PNG or SVG, by its ending; the same bytes for the same figure."""
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     FigureCanvasAgg(figure)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI, metadata={"Software": None})
+    undated = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+    with matplotlib.rc_context({"svg.hashsalt": "gradloc"}):
+        figure.savefig(path, dpi=DPI, metadata=undated)
 
 
 def _three_steps(args) -> int:

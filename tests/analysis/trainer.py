@@ -33,7 +33,9 @@ class Workers:
         if self.error is not None:
             raise self.error
         record = analyze(self.actor, data.chunk(dist.get_world_size())[dist.get_rank()])
-        return DataProto(meta_info={"metrics": {RECORD_KEY: [record]}})
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, record)
+        return DataProto(meta_info={"metrics": {RECORD_KEY: everyone}})
 
 
 class StandIn:

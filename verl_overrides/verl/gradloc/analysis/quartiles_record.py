@@ -47,7 +47,8 @@ def measured(
     probability = np.exp(batch["old_log_probs"].astype(np.float64))
     changes = _changes([record["log_probs"] for record in found], len(quartiles))
     mask = quartiles != EMPTY
-    edges = change_edges([change[mask] for change in changes.values() if change is not None])
+    none = changes["none"]
+    owns = {name: None if change is None or none is None else change - none for name, change in changes.items()}
     tokens = _tokens(raw["tokens"], sampled, batch, quartiles, probability)
     return {
         "whole": {"norm": raw["whole"], "num_tokens": int(mask.sum())},
@@ -59,10 +60,15 @@ def measured(
         "tokens": tokens,
         "rank_correlation": _relation(tokens),
         "updates": {
-            name: _update(raw["steps"][name], change, changes, quartiles, batch["advantages"], edges)
-            for name, change in changes.items()
+            name: None
+            if step is None
+            else {
+                **step,
+                "changes": _moved(changes, name, quartiles, batch["advantages"]),
+                "own_changes": _moved(owns, name, quartiles, batch["advantages"]),
+            }
+            for name, step in raw["steps"].items()
         },
-        "change_edges": edges,
         "optimizer": {"name": raw["optimizer"], "learning_rate": raw["learning_rate"]},
     }
 
@@ -139,45 +145,41 @@ def _median(values: list[float]) -> Optional[float]:
     return float(np.median(values)) if values else None
 
 
-def _update(step, change, changes, quartiles, advantages, edges) -> Optional[dict[str, Any]]:
-    """One tried update; None where its quartile has no gradient."""
-    if step is None:
-        return None
+def _moved(changes: dict[str, Optional[np.ndarray]], name: str, quartiles, advantages) -> Optional[dict[str, Any]]:
+    """How the tokens moved in one update; None where no step was taken.
+
+    Args:
+        changes: by update, (R, T).
+        name: of the update.
+        quartiles: (R, T).
+        advantages: (R, T).
+    """
+    change, mask = changes[name], quartiles != EMPTY
     if change is None:
-        return {**step, "changes": None, "agreement": None, "own_agreement": None}
-    mask = quartiles != EMPTY
-    own = change - changes["none"]
+        return None
+    edges = change_edges([found[mask] for found in changes.values() if found is not None])
     whole = changes["all"]
     return {
-        **step,
-        "changes": [
-            _change(change[inside], own[inside], advantages[inside], edges)
+        "edges": edges,
+        "quartiles": [
+            _change(change[inside], advantages[inside], edges)
             for inside in (quartiles == number for number in range(NUM_QUARTILES))
         ],
         "agreement": None if whole is None else agreement(change[mask], whole[mask]),
-        "own_agreement": None if whole is None else agreement(own[mask], (whole - changes["none"])[mask]),
     }
 
 
-def _change(change, own, advantages, edges: list[float]) -> Optional[dict[str, Any]]:
-    """How a quartile's tokens moved.
+def _change(change: np.ndarray, advantages: np.ndarray, edges: list[float]) -> Optional[dict[str, Any]]:
+    """How a quartile's tokens moved, both (N,); None without tokens.
 
-    Args:
-        change: (N,), of their probabilities.
-        own: (N,), what of it the gradient did: without what the optimizer does of itself.
-        advantages: (N,).
-        edges: of the bins.
-
-    Returns:
-        None without tokens; ``right_way`` is the share of tokens with an advantage that followed its sign.
+    ``right_way`` is the share of the tokens with an advantage that followed its sign.
     """
     found = distribution(change, edges)
     if found is None:
         return None
     counts = advantages != 0
     follows = np.sign(change[counts]) == np.sign(advantages[counts])
-    right_way = float(follows.mean()) if len(follows) else None
-    return {**found, "own_mean_abs": float(np.abs(own).mean()), "right_way": right_way}
+    return {**found, "right_way": float(follows.mean()) if len(follows) else None}
 
 
 def quartile_metrics(record: dict[str, Any]) -> dict[str, float]:
@@ -205,10 +207,11 @@ def quartile_metrics(record: dict[str, Any]) -> dict[str, float]:
         if found is None or found["changes"] is None:
             continue
         metrics[f"{at}/update_{update}/norm"] = found["update_norm"]
-        for quartile, change in zip(record["quartiles"], found["changes"], strict=True):
+        for quartile, change in zip(record["quartiles"], found["changes"]["quartiles"], strict=True):
             if change is not None:
                 metrics[f"{at}/update_{update}/change_{quartile['name']}"] = change["mean_abs"]
-        if update in ("lowest", "highest") and found["own_agreement"] is not None:
-            metrics[f"{at}/update_{update}/agreement"] = found["own_agreement"]["correlation"]
-            metrics[f"{at}/update_{update}/size"] = found["own_agreement"]["ratio"]
+        own = found["own_changes"]
+        if update in ("lowest", "highest") and own is not None and own["agreement"] is not None:
+            metrics[f"{at}/update_{update}/agreement"] = own["agreement"]["correlation"]
+            metrics[f"{at}/update_{update}/size"] = own["agreement"]["ratio"]
     return {name: float(value) for name, value in metrics.items() if value is not None}

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plain arithmetic: which token belongs where, samples, correlations, settings."""
+
+import numpy as np
+import pytest
+
+from tests.analysis.pure import load
+from tests.analysis.test_settings import make
+
+quartiles = load("quartiles")
+config = load("config")
+
+
+def slow_assign(probabilities, split):
+    """By sorting, token by token."""
+    ordered = sorted(probabilities)
+    if split == "quantile":
+        return [4 * ordered.index(pi) // len(ordered) for pi in probabilities]
+    edges = [0.25, 0.5, 0.75]
+    return [sum(pi > edge for edge in edges) for pi in probabilities]
+
+
+@pytest.mark.parametrize("split", quartiles.SPLITS)
+@pytest.mark.parametrize("seed", range(4))
+def test_tokens_are_assigned_as_by_sorting(split, seed):
+    generator = np.random.default_rng(seed)
+    log_prob = np.log(generator.random((7, 9)).round(1 + seed) * 0.98 + 0.01)  # with many ties
+    mask = generator.random((7, 9)) < 0.7
+    found = quartiles.assign(log_prob, mask, split)
+    assert (found[~mask] == -1).all()
+    assert found[mask].tolist() == slow_assign(np.exp(log_prob[mask]).tolist(), split)
+
+
+@pytest.mark.parametrize(
+    "probabilities, expected",
+    [
+        ([0.5], [0]),
+        ([0.5, 0.4], [2, 0]),
+        ([0.5, 0.4, 0.6], [1, 0, 2]),
+        ([0.5] * 9, [0] * 9),
+        ([0.1, 1.0, 1.0, 1.0], [0, 1, 1, 1]),
+        ([], []),
+    ],
+    ids=["one token", "two", "three", "all equal", "most equal", "none"],
+)
+def test_equally_probable_tokens_stay_together_and_quartiles_may_be_empty(probabilities, expected):
+    log_prob = np.log(np.array([probabilities]))
+    mask = np.ones(log_prob.shape, bool)
+    assert quartiles.assign(log_prob, mask, "quantile")[0].tolist() == expected
+
+
+def test_the_ends_of_a_range_belong_to_the_lower_one_and_certainty_to_the_highest():
+    log_prob = np.log(np.array([[0.25, 0.5, 0.75, 1.0, 1e-30]]))
+    mask = np.ones(log_prob.shape, bool)
+    assert quartiles.assign(log_prob, mask, "range")[0].tolist() == [0, 1, 2, 3, 0]
+    above = quartiles.assign(log_prob * 0 + 1e-7, mask, "range")  # rounding may exceed 1
+    assert (above == 3).all()
+
+
+def test_log_probs_that_are_not_finite_are_refused_in_a_sentence_that_counts_them():
+    log_prob = np.array([[np.nan, -1.0, -np.inf]])
+    with pytest.raises(ValueError, match="found 2 of 3 response tokens without"):
+        quartiles.assign(log_prob, np.ones((1, 3), bool), "quantile")
+    masked = quartiles.assign(log_prob, np.array([[False, True, False]]), "quantile")
+    assert masked.tolist() == [[-1, 0, -1]]
+
+
+def test_samples_are_spread_over_the_quartiles_and_drawn_once():
+    assigned = np.array([[0] * 10, [1] * 10, [2] * 10, [3] * 2 + [-1] * 8])
+    found = quartiles.sample_tokens(assigned, 14, seed=3)
+    assert np.bincount(assigned[tuple(found.T)], minlength=4).tolist() == [4, 4, 4, 2]
+    assert len({tuple(place) for place in found.tolist()}) == 14
+    again = quartiles.sample_tokens(assigned, 14, seed=3)
+    other = quartiles.sample_tokens(assigned, 14, seed=4)
+    assert (found == again).all() and (found != other).any()
+    assert len(quartiles.sample_tokens(assigned, 1000, seed=0)) == 32
+    assert quartiles.sample_tokens(assigned, 0, seed=0).shape == (0, 2)
+
+
+def test_the_rank_correlation_is_that_of_pandas():
+    pandas = pytest.importorskip("pandas")
+    generator = np.random.default_rng(0)
+    for _ in range(5):
+        left = generator.integers(0, 6, 40).astype(float)
+        right = left + generator.integers(0, 9, 40)
+        table = pandas.DataFrame({"left": left, "right": right}).corr(method="spearman")
+        found = quartiles.rank_correlation(left, right)
+        assert found == pytest.approx(table.loc["left", "right"])
+    assert quartiles.rank_correlation(left, left * 0) is None
+    assert quartiles.rank_correlation(left[:1], left[:1]) is None
+    assert quartiles.rank_correlation(left, np.where(left > 3, np.nan, left)) is None
+
+
+def test_agreement_is_one_with_itself_and_undefined_with_nothing():
+    change = np.array([0.1, -0.2, 0.0])
+    found = quartiles.agreement(-2 * change, change)
+    assert found == {"correlation": pytest.approx(-1.0), "ratio": pytest.approx(2.0)}
+    assert quartiles.agreement(change, change * 0) == {"correlation": None, "ratio": None}
+    assert quartiles.agreement(change * np.nan, change)["correlation"] is None
+
+
+def test_every_change_is_counted_in_a_bin():
+    changes = [np.array([0.0, 0.3, -0.1]), np.array([-0.4, np.nan])]
+    edges = quartiles.change_edges(changes)
+    assert edges[0] == -0.4 and edges[-1] == 0.4
+    assert sum(quartiles.distribution(changes[0], edges)["counts"]) == 3
+    nothing = np.zeros(5)
+    assert quartiles.distribution(nothing, quartiles.change_edges([nothing]))["counts"] == [5]
+    assert quartiles.distribution(np.array([]), edges) is None
+
+
+ON = {"quartile_analysis_mode": True}
+
+
+def test_the_analysis_is_off_by_default_and_in_a_config_without_its_keys():
+    assert config.read_quartiles(make()) is None
+    settings = config.read_quartiles(make(trainer=ON))
+    assert (settings.every, settings.split, settings.num_tokens) == (50, "quantile", 64)
+    assert [step for step in range(1, 120) if settings.is_due(step)] == [1, 51, 101]
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+@pytest.mark.parametrize(
+    "key, value, expected",
+    [
+        ("mode", "yes", "true or false"),
+        ("every", 0, "an integer of at least 1"),
+        ("split", "median", "one of ('quantile', 'range')"),
+        ("num_tokens", -1, "an integer from 0 on"),
+        ("num_tokens", True, "an integer from 0 on"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_its_key(key, value, expected, is_on):
+    keys = {"quartile_analysis_mode": is_on, f"quartile_analysis_{key}": value}
+    with pytest.raises(ValueError) as refusal:
+        config.read_quartiles(make(trainer=keys))
+    key = f"trainer.quartile_analysis_{key}"
+    assert str(refusal.value) == f"{key} must be {expected}, found {value!r}."
+
+
+@pytest.mark.parametrize(
+    "actor, trainer, beginning",
+    [
+        ({"strategy": "megatron"}, {}, "actor_rollout_ref.actor.strategy must be fsdp or fsdp2"),
+        (
+            {"ulysses_sequence_parallel_size": 2},
+            {},
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size must be 1 while",
+        ),
+        (
+            {"fsdp_config": {"offload_policy": True}},
+            {},
+            "actor_rollout_ref.actor.fsdp_config.offload_policy must be false while",
+        ),
+        ({}, {"use_legacy_worker_impl": "disable"}, "trainer.use_legacy_worker_impl must be auto"),
+    ],
+    ids=["megatron", "ulysses", "offload policy", "engine workers"],
+)
+def test_what_the_actor_cannot_do_is_refused_while_the_analysis_is_on(actor, trainer, beginning):
+    with pytest.raises(ValueError) as refusal:
+        config.read_quartiles(make(actor=actor, trainer={**ON, **trainer}))
+    assert str(refusal.value).startswith(beginning)
+    assert "trainer.quartile_analysis_mode is on" in str(refusal.value)
+    assert config.read_quartiles(make(actor=actor, trainer=trainer)) is None
