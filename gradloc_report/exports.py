@@ -47,14 +47,15 @@ CULPRIT_COLUMNS = (
 def to_json(run: RunFolder, events: list[Event]) -> str:
     """The events' records with what was noted while reading; non-finite numbers are spelled out."""
     document = {"run": run.name, "notes": run.notes, "events": msgspec.to_builtins(events)}
-    return json.dumps(_spelled(document), indent=2, allow_nan=False) + "\n"
+    return json.dumps(spelled(document), indent=2, allow_nan=False) + "\n"
 
 
-def _spelled(value: Any) -> Any:
+def spelled(value: Any) -> Any:
+    """The document with non-finite numbers as words, since JSON has none."""
     if isinstance(value, dict):
-        return {key: _spelled(item) for key, item in value.items()}
+        return {key: spelled(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_spelled(item) for item in value]
+        return [spelled(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

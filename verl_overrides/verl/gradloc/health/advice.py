@@ -38,6 +38,7 @@ _KL_MSE = ("Use an estimator that does not take an exponential, which overflows.
 _FP32 = ("Rule out precision: keep the trained weights in fp32.", f"{_ACTOR}.fsdp_config.model_dtype=fp32")
 _WEIGH = ("Weigh tokens by the truncated ratio of trainer to rollout engine.", f"{_CORRECTION}.rollout_is=token")
 _REJECT = ("Drop sequences whose mean ratio is out of bounds.", f"{_CORRECTION}.rollout_rs=geometric")
+_BOUNDS = ("Those bounds; the mean ratio needs tight ones.", f"{_CORRECTION}.rollout_rs_threshold=1.001")
 _MEASURE = (
     "Weighing and checking the two engines needs the rollout's own log-probs.",
     f"{_ROLLOUT}.calculate_log_probs=true",
@@ -99,7 +100,7 @@ ADVICE: dict[str, tuple[tuple[str, str], ...]] = {
     "clip_fraction": (_ONE_EPOCH, _SMALLER_STEPS),
     "mismatch_kl": _MISMATCH,
     "mismatch_rise": _MISMATCH,
-    "mismatch_chi2": (_REJECT, *_MISMATCH),
+    "mismatch_chi2": (_REJECT, _BOUNDS, *_MISMATCH),
     "mismatch_weight": _MISMATCH,
     "mismatch_spread": (("Truncate the weights lower.", f"{_CORRECTION}.rollout_is_threshold=1.5"), _EAGER),
     "mismatch_sample_size": (("Truncate the weights lower.", f"{_CORRECTION}.rollout_is_threshold=1.5"), _EAGER),

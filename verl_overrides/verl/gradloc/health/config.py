@@ -57,7 +57,7 @@ class HealthConfig:
     clip_window: int = 20
     """Steps over which the share at the clip limit is counted."""
     deviations: float = 5.0
-    """Robust standard deviations that a change must have besides its size."""
+    """Robust standard deviations that a jump must have besides its size."""
     gradient_jump: Limits = (10.0, 100.0)
     """Gradient norm, as a multiple of its own median."""
     spikes: Limits = (1.0, None)
@@ -69,7 +69,7 @@ class HealthConfig:
     no_gradient: Limits = (1.0, 3.0)
     """Steps in a row in which both gradient and policy loss are zero."""
     reward_fall: Limits = (0.3, 0.7)
-    """How far the reward has fallen from its best, as a share of the range that it went through."""
+    """How far the reward has fallen, as a share of its best or of its range, whichever is larger."""
     entropy_fall: Limits = (0.25, 0.1)
     """Entropy, as a multiple of what it was at the start."""
     entropy_rise: Limits = (2.0, 4.0)

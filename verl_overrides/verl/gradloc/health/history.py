@@ -15,26 +15,14 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from statistics import median
 from typing import Any, Optional
 
-__all__ = ["History", "robust_sigma"]
+__all__ = ["History"]
 
 _MAD_TO_SIGMA = 1.4826  # MAD of a normal distribution is sigma / 1.4826
 _SIGMA_FLOOR = 0.05  # log units: a run of nearly equal norms must not make a 1% wobble a spike
 _RELEARN_AFTER = 8  # flagged steps in a row: the level has moved, this is no spike any more
-
-
-def robust_sigma(values: Sequence[float], center: Optional[float] = None) -> float:
-    """Standard deviation as the MAD says it, which a few outliers cannot move.
-
-    Args:
-        values: at least one.
-        center: their median, where it is known.
-    """
-    center = median(values) if center is None else center
-    return _MAD_TO_SIGMA * median(abs(value - center) for value in values)
 
 
 class History:
@@ -82,7 +70,8 @@ class History:
 
     def _center_and_sigma(self) -> tuple[float, float]:
         center = median(self._log_norms)
-        return center, max(robust_sigma(self._log_norms, center), _SIGMA_FLOOR)
+        deviation = median(abs(value - center) for value in self._log_norms)
+        return center, max(_MAD_TO_SIGMA * deviation, _SIGMA_FLOOR)
 
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the checkpoint."""

@@ -73,6 +73,8 @@ class Judge:
     def __init__(self, config: HealthConfig, grad_clip: Optional[float] = None):
         self.config = config
         self._last_step: Optional[int] = None
+        self.heard: set[str] = set()
+        """The rules whose metrics came at least once."""
         self._asked: list[tuple[Rule, Measure]] = []
         for rule in RULES:
             measure = rule.measure(config, grad_clip) if getattr(config, rule.name) is not None else None
@@ -99,6 +101,7 @@ class Judge:
         found = [(rule, measure, rule.reads(numbers)) for rule, measure in self._asked]
         if all(read is None for _, _, read in found):
             return None
+        self.heard.update(rule.name for rule, _, read in found if read is not None)
         reasons = [self._ask(rule, measure, *read) for rule, measure, read in found if read is not None]
         kept = [reason for reason in reasons if reason is not None]
         return Verdict(step, tuple(sorted(kept, key=lambda reason: -STATES.index(reason.state))))

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Optional
 
-from .history import History, robust_sigma
+from .history import History
 
 __all__ = ["AgainstStart", "AgainstWindow", "Fall", "Jump", "Mean", "Measure", "Reading", "Share", "Streak", "Value"]
 
@@ -190,19 +190,23 @@ class AgainstWindow(Measure):
 
 
 class Fall(Measure):
-    """How far the mean over the last steps lies below its best, as a share of the range that it went through.
+    """How far the mean over the last steps lies below its best.
 
-    Silent unless the fall exceeds the noise of such a mean ``deviations`` times. The noise is the robust standard
-    deviation of the differences between consecutive values, over the square root of 2: a trend does not enter it.
+    In shares of the best, or of the range that the mean went through where that is larger. Silent unless the fall is
+    beyond chance: of n means, the largest lies about sqrt(2 ln n) of their standard deviations above the expectation,
+    and the fall must exceed that and two more, for a difference of two such means. The standard deviation of one value
+    is the root mean square of the differences between consecutive ones, over the square root of 2, which a trend
+    hardly enters.
     """
 
-    def __init__(self, warmup: int, recent: int, window: int, deviations: float):
-        super().__init__(window=window, recent=recent, best=1, worst=1)
-        self._warmup, self._deviations = warmup, deviations
+    def __init__(self, warmup: int, recent: int, window: int):
+        super().__init__(window=window, recent=recent, best=1, worst=1, count=1)
+        self._warmup = warmup
 
     def observe(self, value: float) -> Optional[Reading]:
-        values = self._kept["window"]
+        values, count = self._kept["window"], self._kept["count"]
         values.append(value)
+        count.append((count or [0.0])[0] + 1)
         mean = self._push(value)
         if mean is None:
             return None
@@ -210,14 +214,14 @@ class Fall(Measure):
         worst = min([mean, *self._kept["worst"]])
         self._kept["best"].append(best)
         self._kept["worst"].append(worst)
-        fall, range_ = best - mean, best - worst
-        if len(values) < self._warmup or fall <= self._deviations * self._noise_of_difference():
+        fall, scale = best - mean, max(best - worst, abs(best))
+        if count[0] < self._warmup or fall <= self._chance(max(abs(best), abs(worst))):
             return None
-        return Reading(fall / range_, mean, best)
+        return Reading(fall / scale, mean, best)
 
-    def _noise_of_difference(self) -> float:
+    def _chance(self, level: float) -> float:
         values, recent = list(self._kept["window"]), self._kept["recent"].maxlen
-        steps = [after - before for before, after in zip(values, values[1:], strict=False)]
-        level = max(abs(self._kept["best"][0]), abs(self._kept["worst"][0]))
-        sigma = max(robust_sigma(steps) / math.sqrt(2), _NOISE_FLOOR * level)
-        return sigma * math.sqrt(2 / recent)
+        squares = [(after - before) ** 2 for before, after in zip(values, values[1:], strict=False)]
+        sigma = max(math.sqrt(fmean(squares) / 2), _NOISE_FLOOR * level)
+        deviations = 2 + math.sqrt(2 * math.log(self._kept["count"][0]))
+        return deviations * sigma * math.sqrt(2 / recent)

@@ -124,7 +124,7 @@ def _over_clip(config: HealthConfig, clip: Optional[float]) -> Optional[Measure]
 
 
 def _fall(config: HealthConfig, clip: Optional[float]) -> Measure:
-    return Fall(config.warmup, config.recent, config.window, config.deviations)
+    return Fall(config.warmup, config.recent, config.window)
 
 
 def _start(floor: float = 0.0):
@@ -153,7 +153,7 @@ RULES = (
         "spikes",
         _first("gradloc/spikes"),
         _value,
-        "GradLoc's trigger saw {found} spike(s) in this step (limit {limit}).",
+        "GradLoc's trigger saw {found} spike(s) in this step, and their events name the tokens (limit {limit}).",
     ),
     Rule(
         "clip_share",
@@ -172,7 +172,7 @@ RULES = (
         "reward_fall",
         _first(*SCORES),
         _fall,
-        "{metric} has fallen from {typical} to {value} (means of {recent} steps), {found} of its range ({limit}).",
+        "{metric} has fallen from {typical} to {value} (means of {recent} steps), a fall of {found} (limit {limit}).",
     ),
     Rule("entropy_fall", _first(*ENTROPY), _start(), _TIMES_START),
     Rule("entropy_rise", _first(*ENTROPY), _start(), _TIMES_START),
