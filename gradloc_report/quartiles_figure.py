@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from gradloc_report.buckets_figures import PNG, Colours
 from gradloc_report.quartiles import NUM_QUARTILES, SPLITS, Analysis, Change, Moved, Update
@@ -35,7 +36,7 @@ def figure_of(analysis: Analysis, colours: Colours = PNG) -> Figure:
     Where the optimizer moves the weights without any gradient, the changes once more without that.
     """
     kinds = ("changes", "own_changes") if analysis.has_momentum else ("changes",)
-    figure = Figure(figsize=(13, 4.2 + 4.2 * len(kinds)), layout="constrained")
+    figure = Figure(figsize=(13, 4.0 + 3.6 * len(kinds)), layout="constrained")
     top, *rows = figure.subplots(1 + len(kinds), 3)
     _shares(top[0], analysis, colours)
     _norms(top[1], analysis, colours)
@@ -45,13 +46,16 @@ def figure_of(analysis: Analysis, colours: Colours = PNG) -> Figure:
         largest = _largest(moved.values())
         for axes, name in zip(row, PANELS, strict=True):
             _violins(axes, analysis.update(name), moved[name], name, colours)
-            head = PANELS[name] if kind == "changes" else OWN.format(PANELS[name][:3])
-            axes.set_title(f"{head}\n{_said(analysis.update(name), moved[name], name)}")
+            is_own = kind == "own_changes"
+            head = OWN.format(PANELS[name][:3]) if is_own else PANELS[name]
+            axes.set_title(f"{head}\n{_said(analysis.update(name), moved[name], name, is_own)}")
             if largest > 0:
                 axes.set_ylim(-1.08 * largest, 1.08 * largest)
     for axes in (top[0], top[1], *(axes for row in rows for axes in row)):
         _name_quartiles(axes, analysis)
+    _explain(rows[0][1], colours)
     title = f"Gradient by the tokens' probability, step {analysis.global_step}"
+    title += f" (in {SPLITS.get(analysis.split, analysis.split)})"
     figure.suptitle(title, color=colours.ink, fontsize=14)
     _dress(figure, colours)
     return figure
@@ -112,7 +116,7 @@ def _norms(axes: Axes, analysis: Analysis, colours: Colours) -> None:
 def _tokens(axes: Axes, analysis: Analysis, colours: Colours) -> None:
     """Every sampled token: its own gradient norm against 1 - pi."""
     found = analysis.rank_correlation.log_prob_norm
-    axes.set_title(f"Single tokens: rank correlation {number(found, 2)}")
+    axes.set_title(f"{len(analysis.tokens)} single tokens: rank correlation {number(found, 2)}")
     shades = (colours.whole, colours.entropy, colours.kl, colours.task)
     drawn = []
     for index, shade in enumerate(shades):
@@ -165,12 +169,12 @@ def _violins(axes: Axes, update: Update | None, moved: Moved | None, name: str, 
             _violin(axes, place, change, moved.edges, colour, colours)
 
 
-def _said(update: Update | None, moved: Moved | None, name: str) -> str:
+def _said(update: Update | None, moved: Moved | None, name: str, is_own: bool) -> str:
     """The numbers under a panel's title."""
     if update is None or moved is None:
         return ""
     if name == "all" or moved.agreement is None:
-        return f"step of norm {number(update.update_norm, 2)}"
+        return "" if is_own else f"step of norm {number(update.update_norm, 2)}"
     found = moved.agreement
     return f"against (c): r = {number(found.correlation, 2)}, size x {number(found.ratio, 2)}"
 
@@ -183,7 +187,7 @@ def _violin(
     if counts.sum() > 0 and high > low:
         centres = (np.array(edges[1:]) + np.array(edges[:-1])) / 2
         kernel = np.exp(-(np.linspace(-2, 2, 7) ** 2) / 2)
-        density = np.convolve(counts, kernel / kernel.sum(), mode="same")
+        density = np.convolve(counts, kernel / kernel.sum())[3:-3]
         # as far as the tokens go, and no farther
         inside = (centres >= low) & (centres <= high)
         at = np.concatenate([[low], centres[inside], [high]])
@@ -224,7 +228,16 @@ def _name_quartiles(axes: Axes, analysis: Analysis) -> None:
             span = f"{quartile.probability.min:.2g} to {quartile.probability.max:.2g}"
         labels.append(f"{span}\nn={quartile.num_tokens:,}")
     axes.set_xticks(PLACES, labels)
-    axes.set_xlabel(f"probability before the update: {SPLITS.get(analysis.split, analysis.split)}")
+    axes.set_xlabel("probability before the update, number of tokens")
+
+
+def _explain(axes: Axes, colours: Colours) -> None:
+    """What the two colours of the violins mean."""
+    handles = [
+        Patch(facecolor=colours.entropy, alpha=0.5, label="updated"),
+        Patch(facecolor=colours.task, alpha=0.5, label="not updated"),
+    ]
+    axes.legend(handles=handles, frameon=False, fontsize=8, loc="lower left", ncols=2)
 
 
 def _dress(figure: Figure, colours: Colours) -> None:
