@@ -6,35 +6,60 @@ No pyplot: figures are made one by one and keep no global state.
 
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
+from gradloc_report.health import Span
 from gradloc_report.metrics import MAX, MEAN, Metrics
 from gradloc_report.records import Event
-from gradloc_report.svg import CALM, CALM_FILL, INK, LINE, MUTED, SOFT, SPIKE, SPIKE_FILL, to_svg
+from gradloc_report.svg import (
+    CALM,
+    CALM_FILL,
+    DANGER,
+    GOOD,
+    INK,
+    LINE,
+    MUTED,
+    SOFT,
+    SPIKE,
+    SPIKE_FILL,
+    WARN,
+    to_svg,
+)
 from gradloc_report.text import number
 
 POINTS = 1200
 """Points drawn per curve; of more, the lowest and highest of each bin are kept."""
 LINKED = 300
 """Events that the curve links; the largest ones."""
+BAND = 12
+"""Height of the strip of states, in pixels."""
+STATE_MARKS = {"healthy": (GOOD, 0.2), "warning": (WARN, 0.6), "danger": (DANGER, 1.0)}
+"""Colour, and height as a share of the strip's: no meaning rests on colour alone."""
 PX = 1 / 72
 """An SVG pixel of matplotlib's in inches."""
 
 
-def curve(metrics: Metrics, events: list[Event], width: int, name: str) -> str:
+def curve(
+    metrics: Metrics, events: list[Event], width: int, name: str, spans: Sequence[Span] = ()
+) -> str:
     """Gradient norm over the run on a log scale: mean, max, threshold, events (each a link).
+
+    Above it a strip of the run's states, the worse the higher.
 
     Args:
         metrics: may be empty; then the events alone are drawn.
         events: all events of the run.
         width: in pixels; the height follows.
         name: unique on the page.
+        spans: of states; none where the run was not judged.
     """
     figure, axes = _figure(width, max(200, int(width * 0.30)))
+    notes = _states(axes, spans, BAND / (width * 0.30))
     mean, top = _points(metrics, MEAN), _points(metrics, MAX)
     if top and top[1] != mean[1]:
         axes.plot(*_thin(*top), color=SPIKE, linewidth=0.9, label="max of the step's mini-batches")
@@ -55,7 +80,8 @@ def curve(metrics: Metrics, events: list[Event], width: int, name: str) -> str:
             handles, labels, loc="outside upper left", ncols=5 if width > 500 else 2,
             frameon=False, fontsize=11, labelcolor=MUTED, handlelength=1.6, borderaxespad=0.2,
         )  # fmt: skip
-    return to_svg(figure, name, f"Gradient norm over the run with {len(events)} events marked")
+    title = f"Gradient norm over the run with {len(events)} events marked"
+    return to_svg(figure, name, title, notes)
 
 
 def heat_map(event: Event, name: str) -> tuple[str, bool] | None:
@@ -279,6 +305,22 @@ def _marks(axes, events: list[Event], hint: str) -> None:
             label="not finite", clip_on=False,
         )  # fmt: skip
         found.set_urls([f"#event-{e.event_id}" for e in endless])
+
+
+def _states(axes, spans: Sequence[Span], height: float) -> dict[str, str]:
+    """Draw each span as a bar above the axes; returns what each stands for, by its gid."""
+    notes = {}
+    for index, span in enumerate(spans):
+        colour, share = STATE_MARKS[span.state]
+        left, right = span.first - 0.5, span.last + 0.5
+        (bar,) = axes.bar(
+            [(left + right) / 2], [height * share], [right - left], [1 + height / 4], color=colour,
+            transform=axes.get_xaxis_transform(), clip_on=False, linewidth=0,
+        )  # fmt: skip
+        if span.reasons:
+            bar.set_gid(f"state-{index}")
+            notes[f"state-{index}"] = span.note
+    return notes
 
 
 def _finite(value: float | None) -> float:

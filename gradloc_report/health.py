@@ -57,6 +57,15 @@ class Span:
     reasons: tuple[Reason, ...]
     """As they were at the span's first step."""
 
+    @property
+    def note(self) -> str:
+        """The span in words."""
+        when = (
+            f"Step {self.first}" if self.first == self.last else f"Steps {self.first}-{self.last}"
+        )
+        said = " ".join(f"{reason.name}: {reason.sentence}" for reason in self.reasons)
+        return f"{when}: {self.state}. {said}".rstrip()
+
 
 @dataclass
 class RunHealth:
@@ -91,7 +100,8 @@ class RunHealth:
         last = self.verdicts[-1]
         if not self.num_unwell:
             return f"Healthy at each of {len(self.verdicts)} steps."
-        share = f"{self.num_unwell} of {len(self.verdicts)} steps were not healthy"
+        verb = "was" if self.num_unwell == 1 else "were"
+        share = f"{self.num_unwell} of {len(self.verdicts)} steps {verb} not healthy"
         worst = f"the worst state was {self.worst.state}, first at step {self.worst.step}"
         return f"At the last step, {last.step}: {last.state}. {share}; {worst}."
 
@@ -110,7 +120,7 @@ class RunHealth:
 
     def spans(self, most: int) -> list[Span]:
         """The run as at most so many spans; of more, neighbours are told by their worst step."""
-        size = -(-len(self.verdicts) // most)
+        size = max(-(-len(self.verdicts) // most), 1)
         bins = [self.verdicts[at : at + size] for at in range(0, len(self.verdicts), size)]
         made: list[Span] = []
         for members in bins:

@@ -19,6 +19,7 @@ from markupsafe import Markup
 from gradloc_report import buckets_page, figures, tokens
 from gradloc_report.comparison import Comparison
 from gradloc_report.eventview import EventView, culprit_count, full_view, plain_view, severity
+from gradloc_report.health import RunHealth, judge, ranges
 from gradloc_report.records import Event
 from gradloc_report.run import RunFolder
 from gradloc_report.text import number, one_line, percent, plural, visible
@@ -27,6 +28,8 @@ INLINE = 10
 """Up to so many events stand one below the other; of more, one is open at a time."""
 DETAILED = 40
 """Events that get pictures and token arrays: the worst ones."""
+SPANS = 120
+"""Parts that the strip of states has at most; each that is not healthy can be tabbed to."""
 SHOWN_TOKENS = 4000
 """Tokens that the page shows before anything is unfolded."""
 BUDGET = {"one": 6_000_000, "many": 1_100_000}
@@ -66,6 +69,7 @@ def render(
         payload[event.event_id] = {
             "s": [tokens.payload(s, i, view.shades) for i, s in enumerate(view.sequences)]
         }
+    health = judge(run.metrics)
     return _fill(
         "report.html",
         run=run,
@@ -74,7 +78,8 @@ def render(
         is_inline=is_inline,
         num_detailed=len(detailed),
         facts=facts(run),
-        curves=curves(run),
+        curves=curves(run, health),
+        health=health,
         analyses=buckets_page.sections(run.path),
         payload={"labels": tokens.LABELS, "events": payload},
     )
@@ -85,13 +90,13 @@ def render_comparison(name: str, **parts: Any) -> str:
     return _fill(name, payload={}, **parts)
 
 
-def curves(run: RunFolder) -> list[str]:
+def curves(run: RunFolder, health: RunHealth) -> list[str]:
     """The run's curve, wide and for a phone; nothing when there is nothing to draw."""
     if not run.metrics and not run.events:
         return []
     return [
-        figures.curve(run.metrics, run.events, width, name)
-        for width, name in ((940, "curve-wide"), (370, "curve-narrow"))
+        figures.curve(run.metrics, run.events, width, name, health.spans(most))
+        for width, name, most in ((940, "curve-wide", SPANS), (370, "curve-narrow", SPANS // 3))
     ]
 
 
@@ -148,7 +153,7 @@ def _fill(template: str, payload: dict[str, Any], **context: Any) -> str:
         svg=Markup,
         plural=plural,
     )
-    environment.globals.update(culprit_count=culprit_count, level=_level)
+    environment.globals.update(culprit_count=culprit_count, level=_level, ranges=ranges)
     made = environment.get_template(template).render(
         policy=policy,
         style=Markup(style),

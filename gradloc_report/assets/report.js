@@ -214,6 +214,12 @@
   });
   document.addEventListener("mouseover", (event) => event.target.matches(".tok[data-p]") && describe(event.target));
   document.addEventListener("focusin", (event) => event.target.matches(".tok[data-p]") && describe(event.target));
+  for (const kind of ["mouseover", "focusin"]) {
+    document.addEventListener(kind, (event) => {
+      const part = event.target.closest("svg .noted");
+      if (part) document.getElementById("state-note").textContent = part.getAttribute("aria-label");
+    });
+  }
   document.addEventListener("change", (event) => event.target.matches(".measures input") && shade(articleOf(event.target)));
   document.addEventListener("keydown", walk);
   addEventListener("hashchange", follow);

@@ -20,7 +20,7 @@ _ACTOR, _ROLLOUT, _CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.ro
 _SMALLER_STEPS = ("Take smaller steps.", f"{_ACTOR}.optim.lr=5e-7")
 _ONE_EPOCH = ("Let the policy drift less within a step: one epoch over the rollouts.", f"{_ACTOR}.ppo_epochs=1")
 _KEEP_ROLLOUTS = ("Keep the rollouts and read them, with their rewards.", "trainer.rollout_data_dir=rollouts")
-_LOCALIZE = ("Let GradLoc name the tokens that do it.", f"{_ACTOR}.spike_detection=true")
+_LOCALIZE = ("Let GradLoc name the tokens that do it, where it does not yet.", f"{_ACTOR}.spike_detection=true")
 _MASK = ("Take such a step without its culprits.", f"{_ACTOR}.gradloc.action.mode=mask")
 _CLIP = ("Clip harder; direction and the rest of the run stay as they are.", f"{_ACTOR}.grad_clip=0.5")
 _CLIP_LAYERS = (
@@ -67,6 +67,10 @@ ADVICE: dict[str, tuple[tuple[str, str], ...]] = {
         (
             "Read the rewards first: a cap, a parser that fails or a task that is too hard gives all the same.",
             "trainer.rollout_data_dir=rollouts",
+        ),
+        (
+            "Where there was a reward before, the policy broke: begin anew with smaller steps.",
+            f"{_ACTOR}.optim.lr=5e-7",
         ),
         _MORE_ROLLOUTS,
         _WARMER,

@@ -134,6 +134,8 @@ class Judge:
                     metric=metric,
                     recent=self.config.recent,
                     clip_window=self.config.clip_window,
+                    percent=f"{100 * reading.found:.3g}%",
+                    percent_limit=f"{100 * limit:.3g}%",
                     **{name: _spoken(number) for name, number in numbers.items()},
                 )
                 return Reason(rule.name, state, metric, reading.found, limit, said)

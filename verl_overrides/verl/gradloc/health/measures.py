@@ -215,7 +215,7 @@ class Fall(Measure):
         self._kept["best"].append(best)
         self._kept["worst"].append(worst)
         fall, scale = best - mean, max(best - worst, abs(best))
-        if count[0] < self._warmup or fall <= self._chance(max(abs(best), abs(worst))):
+        if count[0] <= self._warmup or fall <= self._chance(max(abs(best), abs(worst))):
             return None
         return Reading(fall / scale, mean, best)
 

@@ -124,8 +124,8 @@ def _zero_variance(batch: Any) -> dict[str, float]:
 
 
 def _line(verdict: Verdict, before: str) -> str:
+    line = f"health: step {verdict.step}: {verdict.state} (was {before})."
     if not verdict.reasons:
-        return f"health: step {verdict.step} is healthy again (was in {before})."
+        return line
     worst, more = verdict.reasons[0], len(verdict.reasons) - 1
-    start = f"health: step {verdict.step} is in {verdict.state} (was {before}), {worst.name}: {worst.sentence}"
-    return start + (f" And {more} more reason{'s' * (more > 1)}." if more else "")
+    return f"{line} {worst.name}: {worst.sentence}" + (f" And {more} more reason{'s' * (more > 1)}." if more else "")

@@ -51,7 +51,7 @@ class Rule:
     measure: Callable[[HealthConfig, Optional[float]], Optional[Measure]]
     """(settings, clip limit) -> the measure; None where the rule has nothing to hold on to."""
     sentence: str
-    """With ``{metric}``, ``{found}``, ``{limit}``, ``{value}``, ``{typical}``, ``{recent}`` and ``{clip_window}``."""
+    """With ``{metric}``, ``{found}`` and ``{limit}`` (or both in percent), ``{value}``, ``{typical}``, ``{recent}``."""
     is_strict: bool = False
     """Whether a number at the limit is still in order, as in verl's alert rules."""
 
@@ -139,7 +139,6 @@ _TIMES_START = (
     "{metric} is {value} over the last {recent} steps, {found} times the {typical} of the start (limit {limit})."
 )
 _TIMES_WINDOW = "{metric} is {value} over the last {recent} steps, {found} times its own median of {typical} ({limit})."
-_AVERAGE = "{metric} is {value} on average over the last {recent} steps (limit {limit})."
 _AT_STEP = "{metric} is {value} (limit {limit})."
 
 RULES = (
@@ -153,26 +152,26 @@ RULES = (
         "spikes",
         _first("gradloc/spikes"),
         _value,
-        "GradLoc's trigger saw {found} spike(s) in this step, and their events name the tokens (limit {limit}).",
+        "GradLoc's trigger saw {found} spike(s) in this step; an event names tokens and cause (limit {limit}).",
     ),
     Rule(
         "clip_share",
         _first(GRAD_NORM),
         _over_clip,
-        "{found} of the last {clip_window} steps had a norm over the clip limit of {typical} (limit {limit}).",
+        "{percent} of the last {clip_window} steps had a norm over the clip limit of {typical} (limit {percent_limit}).",
     ),
-    Rule("non_finite", _non_finite, _streak, "{metric} is not finite, {found} steps in a row (limit {limit})."),
+    Rule("non_finite", _non_finite, _streak, "{metric} is not finite, {found} step(s) in a row (limit {limit})."),
     Rule(
         "no_gradient",
         _no_gradient,
         _streak,
-        "Gradient and policy loss are zero, {found} steps in a row (limit {limit}): nothing is learned.",
+        "Gradient and policy loss are zero, {found} step(s) in a row (limit {limit}): nothing is learned.",
     ),
     Rule(
         "reward_fall",
         _first(*SCORES),
         _fall,
-        "{metric} has fallen from {typical} to {value} (means of {recent} steps), a fall of {found} (limit {limit}).",
+        "{metric} has fallen from {typical} to {value} (means of {recent} steps), a fall of {percent} ({percent_limit}).",
     ),
     Rule("entropy_fall", _first(*ENTROPY), _start(), _TIMES_START),
     Rule("entropy_rise", _first(*ENTROPY), _start(), _TIMES_START),
@@ -180,7 +179,7 @@ RULES = (
         "zero_variance",
         _zero_variance,
         _mean,
-        "{found} of the prompts had rollouts of one and the same reward, over the last {recent} steps (limit {limit}).",
+        "{percent} of the prompts had one reward for all their rollouts, over {recent} steps (limit {percent_limit}).",
     ),
     Rule("policy_kl", _first("actor/ppo_kl"), _size, _AT_STEP),
     Rule(
@@ -189,7 +188,12 @@ RULES = (
         _jump,
         "{metric} is {value}, {found} times its own median of {typical} (limit {limit} times).",
     ),
-    Rule("clip_fraction", _first("actor/pg_clipfrac"), _mean, _AVERAGE),
+    Rule(
+        "clip_fraction",
+        _first("actor/pg_clipfrac"),
+        _mean,
+        "PPO's clip cut {percent} of the tokens off, over {recent} steps (limit {percent_limit}).",
+    ),
     Rule("mismatch_kl", _first("rollout_corr/kl"), _size, _AT_STEP, is_strict=True),
     Rule("mismatch_rise", _first("rollout_corr/k3_kl"), _start(_MISMATCH_FLOOR), _TIMES_START),
     Rule("mismatch_chi2", _first("rollout_corr/chi2_token"), _value, _AT_STEP, is_strict=True),
@@ -204,8 +208,19 @@ RULES = (
     Rule("mismatch_sample_size", _first("rollout_corr/rollout_is_eff_sample_size"), _value, _AT_STEP, is_strict=True),
     Rule("mismatch_veto", _first("rollout_corr/rollout_is_veto_fraction"), _value, _AT_STEP, is_strict=True),
     Rule("mismatch_probs", _first("training/rollout_probs_diff_mean"), _value, _AT_STEP, is_strict=True),
-    Rule("truncation", _first("response_length/clip_ratio"), _mean, _AVERAGE),
+    Rule(
+        "truncation",
+        _first("response_length/clip_ratio"),
+        _mean,
+        "{percent} of the responses ended at the length limit, over {recent} steps (limit {percent_limit}).",
+    ),
     Rule("length_rise", _first(LENGTH), _window, _TIMES_WINDOW),
     Rule("length_fall", _first(LENGTH), _window, _TIMES_WINDOW),
-    Rule("aborted", _first("response/aborted_ratio"), _value, _AT_STEP, is_strict=True),
+    Rule(
+        "aborted",
+        _first("response/aborted_ratio"),
+        _value,
+        "{percent} of the responses are empty (limit {percent_limit}).",
+        is_strict=True,
+    ),
 )

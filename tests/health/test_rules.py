@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every rule says what it is there to say, in both states, and nothing else does."""
+
+import math
+
+import pytest
+
+from gradloc_report.health import STATES, HealthConfig, Judge
+from tests.health.histories import CALM, TROUBLES, healthy, named, run, with_trouble
+
+
+def test_a_healthy_run_is_healthy_at_every_step():
+    verdicts = run([healthy(step) for step in range(1, 400)])
+    assert {verdict.state for verdict in verdicts} == {"healthy"}
+
+
+@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda t: f"{t.rule}-{t.state}")
+def test_a_rule_finds_its_trouble_alone(trouble):
+    verdicts = run(with_trouble(trouble))
+    assert all(not verdict.reasons for verdict in verdicts[:CALM])
+    assert named(verdicts[-1]) == {trouble.rule: trouble.state}
+    assert verdicts[-1].state == trouble.state
+    assert {name for verdict in verdicts for name in named(verdict)} == {trouble.rule}
+
+
+def test_every_state_of_every_rule_has_a_history_here():
+    tested = {(trouble.rule, trouble.state) for trouble in TROUBLES}
+    config = HealthConfig()
+    expected = {
+        (name, state)
+        for name in config.rule_names()
+        for state, limit in zip(STATES[1:], getattr(config, name), strict=True)
+        if limit is not None
+    }
+    assert tested == expected
+
+
+@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda t: f"{t.rule}-{t.state}")
+def test_a_reason_carries_its_numbers_a_sentence_and_advice(trouble):
+    (reason,) = run(with_trouble(trouble))[-1].reasons
+    pair = getattr(HealthConfig(), trouble.rule)
+    assert reason.limit == pair[STATES.index(trouble.state) - 1]
+    assert math.isfinite(reason.found) and reason.metric
+    assert reason.sentence.endswith(".") and "{" not in reason.sentence
+    assert reason.advice and all("=" in line and do.endswith(".") for do, line in reason.advice)
+
+
+@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda t: f"{t.rule}-{t.state}")
+def test_a_rule_that_is_off_is_silent(trouble):
+    config = HealthConfig.from_mapping({trouble.rule: None})
+    assert not run(with_trouble(trouble), config)[-1].reasons
+
+
+LEARNING = (
+    "gradient_jump", "reward_fall", "entropy_fall", "entropy_rise", "reference_kl_jump",
+    "mismatch_rise", "length_rise", "length_fall",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "trouble", [t for t in TROUBLES if t.rule in LEARNING], ids=lambda t: f"{t.rule}-{t.state}"
+)
+def test_a_rule_about_the_runs_own_history_is_silent_in_the_warm_up(trouble):
+    # the whole trouble lies within the first ten values
+    verdicts = run(with_trouble(trouble, calm=10 - trouble.steps))
+    assert all(trouble.rule not in named(verdict) for verdict in verdicts)
+
+
+STRICT = {
+    # verl's documentation says > and <: at the limit all is well
+    "mismatch_kl": ("rollout_corr/kl", 0.1),
+    "mismatch_chi2": ("rollout_corr/chi2_token", 1.0),
+    "mismatch_weight": ("rollout_corr/rollout_is_mean", 2.0),
+    "mismatch_spread": ("rollout_corr/rollout_is_std", 1.0),
+    "mismatch_sample_size": ("rollout_corr/rollout_is_eff_sample_size", 0.3),
+    "mismatch_veto": ("rollout_corr/rollout_is_veto_fraction", 0.1),
+    "mismatch_probs": ("training/rollout_probs_diff_mean", 0.01),
+    "aborted": ("response/aborted_ratio", 0.05),
+}
+
+
+@pytest.mark.parametrize("rule", STRICT)
+def test_verls_alert_rules_are_silent_at_the_limit_and_speak_just_beyond(rule):
+    metric, limit = STRICT[rule]
+    beyond = math.nextafter(limit, -1 if rule == "mismatch_sample_size" else 9)
+    at, over = run([{**healthy(1), metric: limit}, {**healthy(2), metric: beyond}])
+    assert rule not in named(at) and rule in named(over)
+
+
+@pytest.mark.parametrize(
+    ("rule", "metric", "limit"),
+    [
+        ("policy_kl", "actor/ppo_kl", 0.1),
+        ("spikes", "gradloc/spikes", 1.0),
+        ("clip_fraction", "actor/pg_clipfrac", 0.3),
+        ("zero_variance", "rollout/zero_variance_share", 0.75),
+        ("truncation", "response_length/clip_ratio", 0.25),
+    ],
+)
+def test_the_other_limits_belong_to_the_state(rule, metric, limit):
+    at = run([{**healthy(step), metric: limit} for step in range(1, 6)])[-1]
+    under = run([{**healthy(step), metric: limit * 0.99} for step in range(1, 6)])[-1]
+    assert named(at).get(rule) == "warning" and rule not in named(under)
+
+
+def test_the_mean_weight_counts_on_both_sides_of_one():
+    for weight, expected in ((0.5, {}), (0.49, {"mismatch_weight": "warning"}), (2.1, {"mismatch_weight": "warning"})):  # fmt: skip  # noqa: E501
+        row = {**healthy(1), "rollout_corr/rollout_is_mean": weight}
+        assert named(run([row])[0]) == expected
+
+
+def test_norms_are_logged_before_clipping_so_one_above_the_limit_is_no_trouble_by_itself():
+    rows = [
+        {**healthy(step), "actor/grad_norm": 3.0, "actor/grad_norm_max": 3.2}
+        for step in range(1, 60)
+    ]  # noqa: E501
+    verdicts = run(rows)
+    assert [named(verdict) for verdict in verdicts[:19]] == [{}] * 19  # the window is not full yet
+    assert all(named(verdict) == {"clip_share": "warning"} for verdict in verdicts[19:])
+    assert not run(rows, grad_clip=None)[-1].reasons  # without a clip there is no limit to be at
+
+
+def test_a_loss_of_zero_alone_is_what_on_policy_grpo_looks_like():
+    rows = [{**healthy(step), "actor/pg_loss": 0.0} for step in range(1, 40)]
+    assert all(not verdict.reasons for verdict in run(rows))
+
+
+def test_without_a_maximum_the_mean_gradient_is_judged():
+    rows = [healthy(step) for step in range(1, 20)]
+    for row in rows:
+        del row["actor/grad_norm_max"]
+    rows[-1]["actor/grad_norm"] = 50.0
+    (reason,) = run(rows)[-1].reasons
+    assert (reason.name, reason.state, reason.metric) == (
+        "gradient_jump",
+        "danger",
+        "actor/grad_norm",
+    )
+
+
+def test_unpatched_verl_shows_equal_rewards_by_their_maximum_and_minimum():
+    rows = [healthy(step) for step in range(1, 40)]
+    for row in rows:
+        del row["rollout/zero_variance_share"]
+    assert not run(rows)[-1].reasons
+    for row in rows[-5:]:
+        row.update({"critic/score/max": 0.0, "critic/score/min": 0.0})
+    assert named(run(rows)[-1]) == {"zero_variance": "danger"}
+
+
+def test_a_spike_does_not_become_the_norm_but_a_lasting_level_does():
+    rows = [healthy(step) for step in range(1, 80)]
+    for row in rows[30:]:
+        row.update({"actor/grad_norm": 0.9, "actor/grad_norm_max": 30.0})
+    states = [named(verdict).get("gradient_jump") for verdict in run(rows)]
+    assert states[:30] == [None] * 30
+    assert states[30:37] == ["warning"] * 7  # seven spikes in a row are spikes
+    assert set(states[50:]) == {None}  # from eight on the level has moved
+
+
+def test_a_collapsed_reward_stays_collapsed_until_it_recovers():
+    rows = [healthy(step) for step in range(1, 301)]
+    for row in rows[60:200]:
+        row["critic/score/mean"] = 0.02
+    states = [named(verdict).get("reward_fall") for verdict in run(rows)]
+    assert set(states[:60]) == {None} and set(states[66:200]) == {"danger"}
+    assert set(states[210:]) == {None}
+
+
+def test_a_reward_that_never_was_is_no_fall_but_equal_rewards():
+    still = {"critic/score/mean": 0.0, "critic/score/max": 0.0, "rollout/zero_variance_share": 1.0}
+    rows = [{**healthy(step), **still} for step in range(1, 40)]
+    assert named(run(rows)[-1]) == {"zero_variance": "danger"}
+
+
+def test_the_worst_reason_comes_first():
+    row = {**healthy(1), "actor/ppo_kl": 0.2, "rollout_corr/chi2_token": 9.0}
+    (verdict,) = run([row])
+    assert [r.state for r in verdict.reasons] == ["danger", "warning"] and verdict.state == "danger"
+
+
+def test_rules_whose_metrics_came_are_known():
+    judge = Judge(HealthConfig())
+    judge.observe(1, {"actor/ppo_kl": 0.0, "actor/entropy": 0.1})
+    assert judge.heard == {"policy_kl", "entropy_fall", "entropy_rise", "non_finite"}
