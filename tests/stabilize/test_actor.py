@@ -25,14 +25,19 @@ LAYOUTS = {
 }
 CASES = [
     ("FSDP2 by layer", "adagc"),
-    ("FSDP2 by layer", "zscore"),
-    ("FSDP2 by kind", "adagc"),
-    ("FSDP2 by tensor", "zscore"),
-    ("FSDP1 by layer", "adagc"),
     ("FSDP1 by layer", "zscore"),
-    ("FSDP1 with original parameters, by layer", "zscore"),
-    ("FSDP1 with original parameters, by kind", "zscore"),
     ("FSDP1 with original parameters, by tensor", "adagc"),
+    ("FSDP2 by kind", "zscore"),
+]
+CASES += [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in (
+        ("FSDP2 by layer", "zscore"),
+        ("FSDP2 by tensor", "zscore"),
+        ("FSDP1 by layer", "adagc"),
+        ("FSDP1 with original parameters, by layer", "zscore"),
+        ("FSDP1 with original parameters, by kind", "adagc"),
+    )
 ]
 SPIKING = {"layer": "layer 1", "kind": "mlp", "tensor": "model.layers.1.mlp.up_proj.weight"}
 FACTOR = 50.0
@@ -214,6 +219,29 @@ def test_a_step_without_its_culprits_is_clipped_and_learned_as_it_is_then(world,
     assert steps[3]["actions"] == ["mask"]
     for steps in world.run(name, overrides=BOTH, **arguments):
         assert steps[3]["metrics"]["gradloc/layer_clip/scale_min"][0] < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [[], FSDP1], ids=["FSDP2", "FSDP1"])
+def test_under_hybrid_sharding_replicas_stay_equal_and_the_norm_counts_them_once(
+    four_ranks, world, dump_dir, layout
+):
+    kinds = ["healthy", "healthy", "healthy", "spike", "healthy"]
+    overrides = [*layout, *rule("zscore", "layer", warmup=2)]
+    name = "tests.stabilize.scenarios.learn"
+    hybrid = [f"{ACTOR}.fsdp_config.fsdp_size=2"]
+    found = four_ranks.run(
+        name, timeout_s=300, kinds=kinds, overrides=overrides + hybrid, dump_dir=dump_dir
+    )
+    plain = world.run(name, kinds=kinds, overrides=overrides, dump_dir=dump_dir)
+    for step in range(len(kinds)):
+        hashes = [steps[step]["weights"] for steps in found]
+        assert hashes[:2] == hashes[2:], "ranks 0 and 2 hold the same shard, as do 1 and 3"
+        metrics = found[0][step]["metrics"]
+        assert metrics["gradloc/layer_clip/norm_after"] == pytest.approx(
+            plain[0][step]["metrics"]["gradloc/layer_clip/norm_after"], rel=1e-3
+        )
+    assert found[0][3]["metrics"]["gradloc/layer_clip/scale_min"][0] < 0.01
 
 
 ALL = [
