@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puzzles: who is there, what each says, and the one way in which that can be.
+
+Every person is a knight, whose statement is true, or a knave, whose statement is false. A SAT
+solver (python-sat) counts the ways; a puzzle has exactly one.
+"""
+
+import random
+from dataclasses import dataclass
+from functools import cached_property
+
+from experiments.errors import ExperimentError
+from experiments.kk import statements
+
+NAMES = (
+    "Abigail Alexander Amelia Aria Aurora Ava Avery Benjamin Charlotte Chloe Daniel David Elizabeth "
+    "Ella Emily Emma Ethan Evelyn Grace Harper Henry Isabella Jack Jackson Jacob James Joseph "
+    "Joshua Lily Liam Logan Lucas Luke Mason Matthew Mia Michael Noah Oliver Olivia Owen Penelope "
+    "Riley Samuel Scarlett Sebastian Sofia Sophia Theodore Victoria William Zoey"
+).split()
+FEWEST, MOST = 2, 7
+"""How many people there can be; the paper trains on 3 to 7."""
+PATIENCE = 10_000
+"""Drawings without a new puzzle after which there are taken to be no more."""
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """A puzzle that may have any number of solutions."""
+
+    names: tuple[str, ...]
+    said: tuple[tuple, ...]
+    """One statement for each name, in the notation of `statements`."""
+
+    @cached_property
+    def solution(self) -> tuple[bool, ...]:
+        """Who is a knight.
+
+        Raises:
+            ExperimentError: if there is not exactly one solution.
+        """
+        found = solutions(self.said)
+        if len(found) != 1:
+            raise ExperimentError(
+                f"the puzzle of {', '.join(self.names)} has {'no' if not found else 'more than one'} "
+                "solution where exactly one is needed."
+            )
+        return found[0]
+
+
+def solutions(said: tuple[tuple, ...], limit: int = 2) -> list[tuple[bool, ...]]:
+    """Up to `limit` ways to be knights and knaves that fit what is said; True is a knight.
+
+    >>> solutions((("lying", 1), ("and", ("telling-truth", 0), ("telling-truth", 1))))
+    [(True, False)]
+    """
+    from pysat.formula import And, Atom, Equals, Formula
+    from pysat.solvers import Solver
+
+    # Atoms keep their numbers in a table of the library's, which would grow with every puzzle.
+    Formula.cleanup()
+    people = [Atom(i + 1) for i in range(len(said))]
+    claim = And(*(Equals(p, statements.formula(s)) for p, s in zip(people, said, strict=True)))
+    claim.clausify()
+    found = []
+    with Solver(bootstrap_with=list(claim)) as solver:
+        while len(found) < limit and solver.solve():
+            model = set(solver.get_model())
+            found.append(tuple(person.name in model for person in people))
+            # Not this way again; variables that stand for parts of a statement follow from people.
+            solver.add_clause([-p.name if p.name in model else p.name for p in people])
+    return found
+
+
+def draw_statement(rng: random.Random, num_people: int, speaker: int, depth: int) -> tuple:
+    """A statement by one of the people, about others or, within a larger one, anybody."""
+    if depth == 0 or rng.random() < 0.3:
+        about = rng.choice([i for i in range(num_people) if i != speaker])
+        return (rng.choice(statements.LEAVES), about)
+    kind = rng.choice(("not", *statements.MANY, *statements.BINARY))
+    if kind == "not":
+        return (kind, draw_statement(rng, num_people, speaker, 0))
+    pair = rng.sample(range(num_people), 2)
+    return (kind, *((rng.choice(statements.LEAVES), person) for person in pair))
+
+
+def draw(num: int, num_people: int, rng: random.Random, names=NAMES, report=None) -> list[Puzzle]:
+    """Different puzzles with exactly one solution each.
+
+    Args:
+        num: how many.
+        num_people: 2 to 7.
+        rng: the same state gives the same puzzles on every machine.
+        names: who can be there.
+        report: takes the number of puzzles found so far, after each.
+
+    Raises:
+        ExperimentError: if no more new ones turn up.
+    """
+    found, since = {}, 0
+    while len(found) < num:
+        puzzle = Puzzle(
+            tuple(rng.sample(list(names), num_people)),
+            tuple(draw_statement(rng, num_people, i, depth=1) for i in range(num_people)),
+        )
+        since += 1
+        if puzzle not in found and len(solutions(puzzle.said)) == 1:
+            found[puzzle] = since = 0
+            if report:
+                report(len(found))
+        if since > PATIENCE:
+            raise ExperimentError(
+                f"only {len(found)} different puzzles of {num_people} people were found and {num} "
+                "are needed: ask for fewer, or for more people."
+            )
+    return list(found)
