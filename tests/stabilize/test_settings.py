@@ -145,7 +145,7 @@ def test_safe_is_a_cautious_start_and_overrides_go_over_it(compose, single, dump
     assert answers == [[True]]
 
 
-def test_a_stabilized_run_under_safe_trains(world, dump_dir):
+def test_a_run_under_safe_trains(world, dump_dir):
     for found in world.run(
         "spikes.train",
         overrides=["+gradloc=safe"],
