@@ -4,6 +4,7 @@
     # NAME: what it is
     # reads VARIABLE: what the file or folder is
     # writes VARIABLE: what the folder is for
+    # number VARIABLE: what it sets
     # imports MODULE MODULE ...
     # material MODULE
     # arm NAME: what is different in it
@@ -17,6 +18,7 @@ seeds and summary are its own; `experiments.suite` runs an experiment that has a
 Standard library only: it works before anything is installed.
 """
 
+import math
 import os
 import re
 import shlex
@@ -32,11 +34,11 @@ DEMO = "demo"
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable that an experiment cannot do without."""
+    """An environment variable that an experiment takes a value from."""
 
     name: str
     kind: str
-    """`reads`: what it names must exist. `writes`: it will be made."""
+    """`reads`: what it names must exist. `writes`: it will be made. `number`: it may be unset."""
     meaning: str
 
 
@@ -73,6 +75,13 @@ class Experiment:
         """The first thing wrong with its variables, as a sentence, or None."""
         for variable in self.variables:
             value = environ.get(variable.name, "")
+            if variable.kind == "number":
+                if variable.name in environ and not is_amount(value):
+                    return (
+                        f"{variable.name}={value} is no number from 0 on: it sets "
+                        f"{variable.meaning}; unset it for the experiment's own."
+                    )
+                continue
             if not value:
                 return (
                     f"{variable.name} is not set: {self.name} needs it to name {variable.meaning}."
@@ -82,6 +91,14 @@ class Experiment:
             if variable.kind == "reads" and path[0] in "/." and not os.path.exists(path):
                 return f"{variable.name}={value} does not exist: it has to name {variable.meaning}."
         return None
+
+
+def is_amount(text: str) -> bool:
+    """Whether a text is a finite number from 0 on."""
+    try:
+        return 0 <= float(text) < math.inf
+    except ValueError:
+        return False
 
 
 def names() -> list[str]:
@@ -103,9 +120,11 @@ def load(name: str) -> Experiment:
     if not summary:
         raise ExperimentError(f"{path} has no line '# {name}: what it is': add it.")
     bases = [load(base) for base in re.findall(r"^  - ([\w-]+)$", text, re.M) if base in names()]
-    variables = [v for base in bases for v in base.variables]
-    for kind, variable, meaning in re.findall(r"^# (reads|writes) ([A-Z_]+): (.+)$", text, re.M):
-        variables.append(Variable(variable, kind, meaning))
+    # An experiment's own line for a variable stands in for its base's.
+    variables = {v.name: v for base in bases for v in base.variables}
+    line = re.compile(r"^# (reads|writes|number) ([A-Z_]+): (.+)$", re.M)
+    for kind, variable, meaning in line.findall(text):
+        variables[variable] = Variable(variable, kind, meaning)
     imports = [module for base in bases for module in base.imports]
     for line in re.findall(r"^# imports (.+)$", text, re.M):
         imports += line.split()
@@ -115,7 +134,7 @@ def load(name: str) -> Experiment:
     return Experiment(
         name=name,
         summary=summary[1],
-        variables=tuple(variables),
+        variables=tuple(variables.values()),
         imports=tuple(imports),
         is_on_cpu=name == DEMO or any(base.is_on_cpu for base in bases),
         material=material[1] if material else bases[0].material if bases else Experiment.material,

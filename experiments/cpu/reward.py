@@ -3,6 +3,7 @@
 
 import re
 
+import torch
 from verl.workers.reward_manager.naive import NaiveRewardManager
 
 from experiments.cpu import fault
@@ -26,11 +27,31 @@ def score(data_source, solution_str: str, ground_truth: str, extra_info=None) ->
     return 0.0
 
 
-class ArithmeticReward(NaiveRewardManager):
-    """verl's naive manager with `score`; it also tells the demo's fault what the rows are."""
+def is_runaway(responses: torch.Tensor, response_mask: torch.Tensor, eos: int) -> torch.Tensor:
+    """Which rows of (B, T) responses reached the length limit without an end token: (B,) bool."""
+    return response_mask.bool().all(-1) & (responses[:, -1] != eos)
 
-    def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key, fault_settings=None):
+
+class ArithmeticReward(NaiveRewardManager):
+    """verl's naive manager with `score`; it also tells the demo's fault what the rows are.
+
+    Args:
+        runaway_penalty: what the reward of a training response is multiplied by when it reached the
+            length limit without an end; validation scores stay comparable.
+        fault_settings: what `fault.Fault` takes; None plants nothing.
+    """
+
+    def __init__(
+        self,
+        tokenizer,
+        num_examine,
+        compute_score,
+        reward_fn_key,
+        runaway_penalty=1.0,
+        fault_settings=None,
+    ):
         super().__init__(tokenizer, num_examine, score, reward_fn_key)
+        self.runaway_penalty = float(runaway_penalty)
         fault.arm(fault.Fault(**fault_settings) if fault_settings else None)
 
     def __call__(self, data, return_dict=False):
@@ -44,4 +65,11 @@ class ArithmeticReward(NaiveRewardManager):
                     responses=data.batch["responses"],
                 )
             )
-        return super().__call__(data, return_dict)
+        result = super().__call__(data, return_dict)
+        if not data.meta_info.get("validate"):
+            responses = data.batch["responses"]
+            mask = data.batch["attention_mask"][:, -responses.shape[1] :]
+            rewards = result["reward_tensor"] if return_dict else result
+            runaways = is_runaway(responses, mask, self.tokenizer.eos_token_id)
+            rewards[runaways] *= self.runaway_penalty
+        return result

@@ -97,18 +97,8 @@ class DirectManager:
         ]
         params = self.sampling_params(prompts.meta_info)
         step = prompts.meta_info.get("global_steps", 0)
-        rows = np.array_split(np.arange(len(prompt_ids)), len(self.workers))
-        answers = ray.get(
-            [
-                worker.generate.remote(
-                    [prompt_ids[i] for i in part], params, call_seed(self.seed, step, rank)
-                )
-                for rank, (worker, part) in enumerate(zip(self.workers, rows, strict=True))
-                if len(part)
-            ]
-        )
+        answers = self.answer(prompt_ids, params, step)
         ray.get([worker.sleep.remote() for worker in self.workers])
-        answers = [answer for part in answers for answer in part]
         output = to_batch(
             prompt_ids,
             answers,
@@ -123,6 +113,20 @@ class DirectManager:
         output.meta_info["demo_step"] = step
         output.meta_info["timing"] = {"generate_sequences": time.perf_counter() - start}
         return output
+
+    def answer(self, prompt_ids: list[list[int]], params: dict, step: int) -> list:
+        """One `(token_ids, log_probs)` per prompt; each worker answers an equal run of them."""
+        rows = np.array_split(np.arange(len(prompt_ids)), len(self.workers))
+        answers = ray.get(
+            [
+                worker.generate.remote(
+                    [prompt_ids[i] for i in part], params, call_seed(self.seed, step, rank)
+                )
+                for rank, (worker, part) in enumerate(zip(self.workers, rows, strict=True))
+                if len(part)
+            ]
+        )
+        return [answer for part in answers for answer in part]
 
     def sampling_params(self, meta_info: dict) -> dict:
         """What `HFRollout.generate` needs, from the training or the validation settings."""

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from experiments.cpu import arithmetic, build  # noqa: E402
+from experiments.cpu import arithmetic, build, material  # noqa: E402
 from experiments.cpu.build import Recipe  # noqa: E402
 
 QUICK = Recipe(warmup_steps=1, warmup_batch=4, num_train=6, num_val=3)
@@ -34,7 +34,7 @@ def test_digits_are_tokens_of_their_own():
 
 def test_only_the_answer_is_taught():
     tokenizer = build.make_tokenizer()
-    ids, labels = build.encode(tokenizer, [arithmetic.Addition(1, 2), arithmetic.Addition(10, 20)])
+    ids, labels = material.encode(tokenizer, [arithmetic.Addition(1, 2), arithmetic.Addition(10, 20)])
     for row, addition in zip(labels, ("1+2=3", "10+20=30"), strict=True):
         taught = tokenizer.decode(row[row >= 0])
         assert taught.startswith(addition) and taught.endswith(".<end>")
@@ -83,7 +83,7 @@ def test_an_interrupted_build_leaves_nothing_behind(tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(build, "warm_up", interrupt)
+    monkeypatch.setattr(material, "warm_up", interrupt)
     with pytest.raises(KeyboardInterrupt):
         quietly(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -63,3 +63,23 @@ def test_a_path_must_exist_and_a_name_is_left_to_transformers(configs, value, pr
     configs("one", "# one: the first\n# reads PLACE: a folder\n")
     said = catalog.load("one").problem({} if value is None else {"PLACE": value})
     assert said is None if problem is None else problem in said
+
+
+@pytest.mark.parametrize("value", ["0", "1e-4", "0.5", "1.0e+9"])
+def test_a_number_may_be_unset_or_any_from_0_on(configs, value):
+    configs("one", "# one: the first\n# number RATE: a rate\n")
+    one = catalog.load("one")
+    assert one.problem({}) is None and one.problem({"RATE": value}) is None
+
+
+@pytest.mark.parametrize("value", ["", "fast", "-1", "nan", "inf", "1 2"])
+def test_a_number_that_is_none_is_refused_with_what_it_sets(configs, value):
+    configs("one", "# one: the first\n# number RATE: a rate\n")
+    said = catalog.load("one").problem({"RATE": value})
+    assert said.startswith(f"RATE={value} is no number from 0 on: it sets a rate;")
+
+
+def test_an_experiments_own_line_for_a_variable_stands_in_for_its_bases(configs):
+    configs("demo", "# demo: base\n# number RATE: a rate (1)\n")
+    configs("child", "# child: more\n# number RATE: a rate (2)\ndefaults:\n  - demo\n")
+    assert [v.meaning for v in catalog.load("child").variables] == ["a rate (2)"]

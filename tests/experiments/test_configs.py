@@ -15,25 +15,29 @@ from tests.experiments.conftest import REPO
 pytest.importorskip("hydra")
 
 COMPOSE = """
-import json, sys
+import json, os, sys
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-name, configs, *overrides = sys.argv[1:]
-searchpath = "hydra.searchpath=[pkg://verl.trainer.config]"
-with initialize_config_dir(configs, version_base=None):
-    config = compose(name, overrides=[*overrides, searchpath])
-OmegaConf.resolve(config)
-actor = config.actor_rollout_ref
-# Not `ref` and `reward_manager`: even verl's own defaults of these do not become dataclasses.
-built = {
-    "actor": omega_conf_to_dataclass(actor.actor),
-    "rollout": omega_conf_to_dataclass(actor.rollout),
-    "algorithm": omega_conf_to_dataclass(config.algorithm),
-}
-validate_config(config, use_reference_policy=False, use_critic=False)
-print(json.dumps({"config": OmegaConf.to_container(config), "built": sorted(built)}))
+configs, cases = sys.argv[1], json.loads(sys.argv[2])
+before, made = dict(os.environ), []
+for name, overrides, variables in cases:
+    os.environ.update(variables)
+    searchpath = "hydra.searchpath=[pkg://verl.trainer.config]"
+    with initialize_config_dir(configs, version_base=None):
+        config = compose(name, overrides=[*overrides, searchpath])
+    OmegaConf.resolve(config)
+    actor = config.actor_rollout_ref
+    # Not `ref` and `reward_manager`: even verl's own defaults of these do not become dataclasses.
+    for part in (actor.actor, actor.rollout, config.algorithm):
+        omega_conf_to_dataclass(part)
+    validate_config(config, use_reference_policy=False, use_critic=False)
+    made.append(OmegaConf.to_container(config))
+    for key in variables:
+        os.environ.pop(key)
+    os.environ.update(before)
+print(json.dumps(made))
 """
 
 
@@ -52,12 +56,21 @@ def environment(tmp_path, tree):
     }
 
 
-def compose(tmp_path, tree, name, *overrides, **variables):
-    command = [sys.executable, "-c", COMPOSE, name, str(catalog.CONFIGS), *overrides]
-    environ = {**environment(tmp_path, tree), **variables}
+def compose_all(tmp_path, tree, *cases):
+    """Each case's config; one process for all, since most of its time goes into importing verl.
+
+    Args:
+        cases: `(name, overrides, variables)` each.
+    """
+    command = [sys.executable, "-c", COMPOSE, str(catalog.CONFIGS), json.dumps(cases)]
+    environ = environment(tmp_path, tree)
     done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])["config"]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compose(tmp_path, tree, name, *overrides, **variables):
+    return compose_all(tmp_path, tree, (name, overrides, variables))[0]
 
 
 @pytest.fixture(scope="module", params=catalog.names())
@@ -114,6 +127,54 @@ def test_the_demos_seed_reaches_the_fault_the_data_and_the_rollouts(tmp_path, pa
     assert settings["seed"] == config["data"]["seed"] == config["seed"] == 7
     assert settings["record"].endswith("run, dir=1/planted.json")
     assert settings["last_step"] < config["trainer"]["total_training_steps"] >= 8
+
+
+KNOBS = {
+    "GRPO_MAX_GRAD_NORM": "0.25",
+    "GRPO_TEMPERATURE": "0.8",
+    "GRPO_LEARNING_RATE": "3e-6",
+    "RUNAWAY_PENALTY_MULTIPLIER": "0.4",
+}
+
+
+def knobs_of(config):
+    """The four values in the order of `KNOBS`."""
+    worker = config["actor_rollout_ref"]
+    return (
+        worker["actor"]["grad_clip"],
+        worker["rollout"]["temperature"],
+        worker["actor"]["optim"]["lr"],
+        config["reward_model"]["reward_kwargs"]["runaway_penalty"],
+    )
+
+
+def test_the_post_mortems_variables_reach_verls_config(tmp_path, patched_tree):
+    names = ["demo", "explosion", "buckets-demo"]
+    found = compose_all(tmp_path, patched_tree, *((name, [], KNOBS) for name in names))
+    assert [knobs_of(config) for config in found] == [(0.25, 0.8, 3e-6, 0.4)] * 3
+
+
+def test_without_the_variables_the_values_are_the_documented_ones(tmp_path, patched_tree):
+    demo, explosion = compose_all(tmp_path, patched_tree, ("demo", [], {}), ("explosion", [], {}))
+    assert knobs_of(demo) == (1.0, 1.0, 1e-4, 1.0)
+    assert knobs_of(explosion) == (1e9, 1.0, 4e-4, 0.3)
+    worker = explosion["actor_rollout_ref"]["actor"]
+    # Whatever would limit the ratio is switched off.
+    for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"):
+        assert worker[key] == 1e9
+    # With one mini-batch verl takes the present log-probs for the old ones.
+    assert explosion["data"]["train_batch_size"] >= 2 * worker["ppo_mini_batch_size"]
+    planted = explosion["explosion"]
+    assert (planted["old_probability"], planted["advantage"]) == (1e-5, 0.8)
+    assert explosion["data"]["max_response_length"] == 200
+    assert planted["spike_step"] + 5 < explosion["trainer"]["total_training_steps"]
+
+
+@pytest.mark.parametrize("name", [n for n in catalog.names() if catalog.load(n).arms])
+def test_every_arm_of_an_experiment_composes(tmp_path, patched_tree, name):
+    arms = catalog.load(name).arms
+    cases = [(name, arm.overrides, {}) for arm in arms]
+    assert len(compose_all(tmp_path, patched_tree, *cases)) == len(arms)
 
 
 @pytest.mark.parametrize("name", catalog.names())

@@ -57,6 +57,39 @@ def test_training_rows_are_shown_to_the_fault_and_validation_rows_are_not(verl, 
     assert reward.sum() == 1.0
 
 
+RIGHT = "1+2=3, so the answer is 3."
+
+
+@pytest.mark.parametrize(
+    "length, ending, factor",
+    [(0, "", 0.3), (0, "<end>", 1.0), (1, "", 1.0)],
+    ids=["at-the-limit-without-an-end", "at-the-limit-with-one", "under-the-limit"],
+)
+def test_only_a_response_without_an_end_in_time_is_penalized(verl, length, ending, factor):
+    from experiments.cpu import build
+    from experiments.cpu.reward import ArithmeticReward
+
+    tokenizer = build.make_tokenizer()
+    manager = ArithmeticReward(tokenizer, 0, None, "data_source", runaway_penalty=0.3)
+    data = batch(verl, tokenizer, RIGHT + ending, demo_step=7)
+    # `length` more columns than the response has tokens: padding, so the limit was not reached.
+    pad = torch.zeros(1, length, dtype=torch.long)
+    for key in ("responses", "attention_mask"):
+        data.batch[key] = torch.cat([data.batch[key], pad], dim=1)
+    assert manager(data).sum().item() == pytest.approx(factor)
+    with_extras = manager(data, return_dict=True)["reward_tensor"]
+    assert with_extras.sum().item() == pytest.approx(factor)
+
+
+def test_a_validation_is_scored_without_the_penalty(verl):
+    from experiments.cpu import build
+    from experiments.cpu.reward import ArithmeticReward
+
+    tokenizer = build.make_tokenizer()
+    manager = ArithmeticReward(tokenizer, 0, None, "data_source", runaway_penalty=0.3)
+    assert manager(batch(verl, tokenizer, RIGHT, validate=True)).sum() == 1.0
+
+
 def test_mathematics_is_scored_by_verls_own_function(verl):
     pytest.importorskip("math_verify")
     from experiments.math_reward import score

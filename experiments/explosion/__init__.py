@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GRPO explosion made on purpose: an importance ratio of 100 000, and what each safeguard does.
+
+What is planted belongs to this experiment and never to the patch. Everything is loaded by hooks of
+verl's own and acts at two steps only (docs/explosion.md):
+
+- `stale`    the plan, and what a batch carries of it: which rows and tokens are planted
+- `rollout`  by `agent_loop_manager_class` (driver) and `model.external_lib` (workers): makes the
+             long response, marks the stale tokens, stores the old log-probs that they had
+- `reward`   by `reward_manager.source=importlib`: the advantage, and what was planted, on record
+- `readings`, `table`, `plot`, `summary`: what came of it, arm by arm
+"""

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one run of the explosion left on disk, in numbers. No torch and no verl."""
+
+import json
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from experiments.cpu.verdict import read_events
+from experiments.errors import ExperimentError
+
+LAST_STEPS = 5
+"""How many steps at the end of a run the weights' late movement is measured over."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One run."""
+
+    name: str
+    meaning: str
+    knobs: dict
+    steps: dict[int, dict]
+    """verl's metrics, by step."""
+    planted: list[dict]
+    """What was planted, in the order of steps; a healthy twin's have no positions."""
+    events: list[dict]
+    reward: tuple[float, float] | None
+    """Mean over the final validation's questions, and its standard error; None without one."""
+    weights: list[np.ndarray]
+    """All parameters as one float64 vector: before each step, and after the last."""
+
+    @property
+    def norms(self) -> dict[int, float]:
+        """The largest norm of each step's mini-batches, before anything was clipped."""
+        return {step: metrics["actor/grad_norm_max"] for step, metrics in self.steps.items()}
+
+    @property
+    def typical_norm(self) -> float:
+        """The median of the norms before anything was planted."""
+        first = self.planted[0]["step"]
+        return float(np.median([norm for step, norm in self.norms.items() if step < first]))
+
+    @property
+    def moved(self) -> float:
+        """How far the weights are from where they began."""
+        return distance(self.weights[-1], self.weights[0])
+
+    @property
+    def moved_lately(self) -> float:
+        """How far the last `LAST_STEPS` steps took the weights."""
+        return distance(self.weights[-1], self.weights[-1 - LAST_STEPS])
+
+    def event_at(self, step: int) -> dict | None:
+        """The event of a step, or None."""
+        found = [event for event in self.events if event["step"]["global_step"] == step]
+        return found[0] if found else None
+
+
+def read(folder: Path, name: str, meaning: str) -> Reading:
+    """Reads a run's folder.
+
+    Raises:
+        ExperimentError: if a file of it is missing or cut off.
+    """
+    try:
+        lines = json_lines(folder / "metrics.jsonl")
+        return Reading(
+            name=name,
+            meaning=meaning,
+            knobs=json.loads((folder / "knobs.json").read_text(encoding="utf-8")),
+            steps={line["step"]: line["data"] for line in lines},
+            planted=json_lines(folder / "planted.jsonl"),
+            events=read_events(folder / "gradloc" / "events.jsonl"),
+            reward=read_reward(folder / "validation"),
+            weights=[
+                as_vector(path) for path in sorted((folder / "weights").glob("*.safetensors"))
+            ],
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ExperimentError(f"the run in {folder} cannot be read: {error}.") from None
+
+
+def json_lines(path: Path) -> list[dict]:
+    """Every line of a file, as JSON."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def as_vector(path: Path) -> np.ndarray:
+    """A safetensors file's values, one after the other by name."""
+    state = load_file(path)
+    return np.concatenate([state[name].ravel().astype(np.float64) for name in sorted(state)])
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    """The L2 norm of the difference."""
+    return float(np.linalg.norm(one - other))
+
+
+def read_reward(folder: Path) -> tuple[float, float] | None:
+    """Mean reward of the last validation and its standard error; None if there was none.
+
+    Answers to one question are not independent: the error is that of a mean over questions.
+    """
+    files = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
+    if not files:
+        return None
+    by_question = defaultdict(list)
+    for line in json_lines(files[-1]):
+        by_question[line["input"]].append(line["score"])
+    means = [float(np.mean(scores)) for scores in by_question.values()]
+    error = float(np.std(means, ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else math.nan
+    return float(np.mean(means)), error

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table: one line for each run, made of its readings and its healthy twin's. Pure."""
+
+from experiments.explosion.readings import LAST_STEPS, Reading, distance
+
+HEADER = [
+    "arm",
+    "final reward",
+    "norm before",
+    "warning",
+    "spike",
+    "done at the spike",
+    "named",
+    "from twin",
+    f"moved in the last {LAST_STEPS}",
+]
+LEGEND = f"""\
+final reward: mean on unseen questions, 8 answers each at temperature 1, with the final weights, and
+  its standard error. norm before: median of the steps before anything was planted; warning, spike:
+  the norm at those steps (largest of the step's mini-batches, before clipping; after token_clip).
+named: at the spike, the first culprit's cause and its ratio to the old policy; "as planted" if the
+  event names the planted token and nothing else. from twin: L2 distance of the final weights from
+  the healthy twin's, as a share of the way that the twin's weights went. moved in the last
+  {LAST_STEPS}: how far the last steps took the weights, as a share of the twin's."""
+
+
+def rows(readings: list[Reading], twins: dict[str, Reading]) -> list[list[str]]:
+    """The table's cells.
+
+    Args:
+        readings: one for each run.
+        twins: the healthy run to compare with, by the run's name; none where it is missing.
+    """
+    return [row(reading, twins.get(reading.name)) for reading in readings]
+
+
+def row(reading: Reading, twin: Reading | None) -> list[str]:
+    """One run's cells, in the order of `HEADER`."""
+    warning, spike = (entry["step"] for entry in reading.planted)
+    reward = "-" if reading.reward is None else "{:.2f} ± {:.2f}".format(*reading.reward)
+    return [
+        reading.name,
+        reward,
+        number(reading.typical_norm),
+        number(reading.norms[warning]),
+        number(reading.norms[spike]),
+        done(reading, spike),
+        named(reading, spike),
+        "-" if twin is None else f"{away(reading, twin):.0%}",
+        "-" if twin is None else f"{reading.moved_lately / twin.moved_lately:.0%}",
+    ]
+
+
+def away(reading: Reading, twin: Reading) -> float:
+    """Distance from the twin at the end, as a share of the twin's own way."""
+    return distance(reading.weights[-1], twin.weights[-1]) / twin.moved
+
+
+def done(reading: Reading, step: int) -> str:
+    """What the run's safeguards did at a step, as far as its metrics say."""
+    metrics = reading.steps[step]
+    norm, limit = metrics["actor/grad_norm_max"], reading.knobs["max_grad_norm"]
+    deeds = []
+    if metrics.get("gradloc/mask"):
+        deeds.append("step without the culprit")
+    if metrics.get("gradloc/skip") or metrics.get("gradloc/skip_step/skipped"):
+        deeds.append("step skipped")
+    if metrics.get("gradloc/layer_clip/scale_min", 1.0) < 1:
+        deeds.append(f"layers scaled by down to {number(metrics['gradloc/layer_clip/scale_min'])}")
+    if metrics.get("gradloc/token_clip/share", 0.0) > 0:
+        deeds.append("token left out")
+    if metrics.get("actor/pg_clipfrac", 0.0) > 0:
+        deeds.append("ratios clipped")
+    if not deeds and norm > limit:
+        deeds.append(f"scaled by {number(limit / norm)}")
+    return ", ".join(deeds) or "nothing"
+
+
+def named(reading: Reading, step: int) -> str:
+    """What the localizer said about a step's first culprit."""
+    event = reading.event_at(step)
+    if event is None or not event["culprits"]:
+        return "no event" if event is None else "no culprit"
+    culprit = event["culprits"][0]
+    ratio = culprit["ratios"]["current_over_old"]
+    said = f"{culprit['cause']['label']}, ratio {number(ratio)}"
+    return f"{said}, as planted" if is_as_planted(event, planted_at(reading, step)) else said
+
+
+def planted_at(reading: Reading, step: int) -> dict:
+    """The record of what was planted at a step."""
+    return next(entry for entry in reading.planted if entry["step"] == step)
+
+
+def is_as_planted(event: dict, planted: dict) -> bool:
+    """Whether the event names exactly the stale tokens and nothing else."""
+    culprits = event["culprits"]
+    positions = sorted(position for culprit in culprits for position in culprit["positions"])
+    sequence = f"{planted['uid']}:{planted['rollout_index']}"
+    return positions == planted["positions"] and all(
+        culprit["sequence_id"] == sequence for culprit in culprits
+    )
+
+
+def number(value: float | None) -> str:
+    """Three digits, with thousands apart from 10 000 on."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}".replace(",", " ") if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def as_text(cells: list[list[str]]) -> str:
+    """The table for a terminal."""
+    lines = [HEADER, *cells]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def as_markdown(cells: list[list[str]]) -> str:
+    """The table for a page."""
+    lines = [HEADER, ["---"] * len(HEADER), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

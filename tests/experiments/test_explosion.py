@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The explosion itself: two arms of it on the real trainer, its token, its table."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.experiments.conftest import REPO
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+def test_the_stale_token_explodes_is_named_and_is_compared_with_the_healthy_twin(
+    patched_tree, tmp_path
+):
+    run_dir = tmp_path / "suite"
+    environ = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "VERL_REPO": str(patched_tree),
+        "RUN_DIR": str(run_dir),
+        "RUNAWAY_PENALTY_MULTIPLIER": "0.25",
+    }
+    # Every part as in the experiment, with the plants early. The trigger has to know healthy norms.
+    early = ["demo.steps=6", "explosion.warning_step=5", "explosion.spike_step=6"]
+    command = [str(REPO / "run_experiment.sh"), "explosion", "--arms", "healthy,unprotected"]
+    done = subprocess.run(
+        [*command, *early],
+        env=environ,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "run 2 of 2: unprotected" in done.stdout and "2 of 2 runs ended well" in done.stdout
+    norms = {}
+    for arm in ("healthy", "unprotected"):
+        lines = (run_dir / arm / "metrics.jsonl").read_text().splitlines()
+        norms[arm] = [json.loads(line)["data"]["actor/grad_norm_max"] for line in lines]
+        assert json.loads((run_dir / arm / "knobs.json").read_text())["runaway_penalty"] == 0.25
+    # The same up to the plant, to the last digit; a warning; the catastrophe.
+    assert norms["healthy"][:4] == norms["unprotected"][:4]
+    warning, spike = norms["unprotected"][4:]
+    assert spike > 3 * warning > 6 * max(norms["healthy"])
+    events = (run_dir / "unprotected" / "gradloc" / "events.jsonl").read_text().splitlines()
+    event = json.loads(events[-1])
+    (culprit,) = event["culprits"]
+    planted = [json.loads(line) for line in (run_dir / "unprotected" / "planted.jsonl").open()]
+    assert event["step"]["global_step"] == planted[1]["step"] == 6
+    assert culprit["positions"] == planted[1]["positions"] and planted[1]["length"] == 200
+    assert culprit["token_ids"] == planted[1]["token_ids"]
+    assert culprit["advantage"] == pytest.approx(0.8)
+    assert 5e4 < culprit["ratios"]["current_over_old"] < 1e5
+    assert culprit["cause"]["label"] == "token_mismatch"
+    assert "as planted" in done.stdout and (run_dir / "summary.html").is_file()
+    assert (run_dir / "unprotected" / "report.html").is_file()
+    assert not (run_dir / "healthy" / "gradloc" / "events.jsonl").exists()

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the explosion plants: the row, the token, the ratio, the advantage, and nothing else."""
+
+import asyncio
+import json
+import math
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def stale(verl):
+    from experiments.explosion import stale
+
+    return stale
+
+
+@pytest.fixture(scope="module")
+def rollout(verl):
+    from experiments.explosion import rollout
+
+    return rollout
+
+
+@pytest.fixture(scope="module")
+def reward(verl):
+    from experiments.explosion import reward
+
+    return reward
+
+
+SETTINGS = {
+    "is_stale": True,
+    "warning_step": 3,
+    "warning_probability": 1e-4,
+    "spike_step": 4,
+    "old_probability": 1e-5,
+    "num_stale": 1,
+    "sure": 0.9,
+    "advantage": 0.8,
+}
+# Probabilities of one response's tokens: 0.93 is the least sure that still counts as sure.
+LOG_PROBS = [math.log(p) for p in (0.999, 0.5, 0.93, 0.89, 0.97)]
+
+
+def test_the_stale_token_is_the_least_sure_of_the_sure_ones(stale):
+    assert stale.choose(stale.Settings(**SETTINGS), LOG_PROBS) == [2]
+
+
+@pytest.mark.parametrize("number, positions", [(2, [2, 4]), (3, [0, 2, 4]), (200, [0, 2, 4])])
+def test_more_tokens_can_be_stale_but_only_sure_ones(stale, number, positions):
+    settings = stale.Settings(**{**SETTINGS, "num_stale": number})
+    assert stale.choose(settings, LOG_PROBS) == positions
+
+
+def test_the_healthy_twin_has_no_stale_token(stale):
+    assert stale.choose(stale.Settings(**{**SETTINGS, "is_stale": False}), LOG_PROBS) == []
+
+
+def test_a_response_without_a_sure_token_is_refused(stale):
+    with pytest.raises(ValueError, match="lower explosion.sure"):
+        stale.choose(stale.Settings(**SETTINGS), [math.log(0.5)] * 3)
+
+
+@pytest.mark.parametrize(
+    "key, value, problem",
+    [
+        ("warning_step", 4, "before explosion.spike_step, found 4 and 4"),
+        ("warning_step", 0, "at least 1"),
+        ("old_probability", 0.0, "explosion.old_probability must be between 0 and 1, found 0.0"),
+        ("sure", 1.0, "explosion.sure must be between"),
+        ("num_stale", 0, "explosion.num_stale must be at least 1"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(stale, key, value, problem):
+    with pytest.raises(ValueError, match=problem):
+        stale.Settings(**{**SETTINGS, key: value})
+
+
+def test_the_row_is_the_same_on_every_machine_and_any_row_can_be_it(stale):
+    assert [stale.draw_row(1, step, 64) for step in (7, 8)] == [9, 24]
+    assert {stale.draw_row(seed, 7, 4) for seed in range(50)} == {0, 1, 2, 3}
+
+
+def test_only_the_marked_token_gets_the_old_policys_log_prob(stale):
+    planted = stale.marks(3, 5, row=1, length=4, positions=[2])
+    assert planted.tolist() == [[0] * 5, [1, 1, 2, 1, 0], [0] * 5]
+    log_probs = torch.rand(3, 5).log()
+    changed = stale.as_sampled(log_probs, planted, 1e-5)
+    assert (changed != log_probs).nonzero().tolist() == [[1, 2]]
+    # What the loss makes of it: a token near 1 now has a ratio of about 100 000.
+    assert torch.exp(math.log(0.93) - changed[1, 2]).item() == pytest.approx(93_000, rel=1e-4)
+
+
+def batch(verl, stale, marks, **meta_info):
+    """A batch of as many rows of 4 tokens as there are marks."""
+    rows = len(marks)
+    return verl.DataProto.from_dict(
+        tensors={
+            stale.KEY: marks,
+            "responses": torch.arange(rows * 4).view(rows, 4) % 20,
+            "prompts": torch.zeros(rows, 2, dtype=torch.long),
+            "attention_mask": torch.ones(rows, 6, dtype=torch.long),
+            "rollout_log_probs": torch.full((rows, 4), -9.0),
+        },
+        non_tensors={
+            "uid": np.array(["p", "p", "q"][:rows], dtype=object),
+            "rollout_index": np.array([0, 1, 0][:rows], dtype=object),
+        },
+        meta_info=meta_info,
+    )
+
+
+def test_the_actor_stores_the_rollouts_log_prob_for_the_stale_token_only(verl, stale, rollout):
+    computed, entropy = torch.rand(3, 4), torch.rand(3, 4)
+    wrapped = rollout.store_stale_log_probs(lambda _, data, calculate_entropy: (computed, entropy))
+    data = batch(verl, stale, stale.marks(3, 4, row=2, length=4, positions=[1]))
+    log_probs, same = wrapped(None, data, calculate_entropy=True)
+    assert (log_probs != computed).nonzero().tolist() == [[2, 1]] and log_probs[2, 1] == -9.0
+    assert same is entropy
+
+
+def test_a_batch_without_marks_keeps_its_log_probs(verl, stale, rollout):
+    computed = torch.rand(3, 4)
+    wrapped = rollout.store_stale_log_probs(lambda *_, **__: (computed, None))
+    data = batch(verl, stale, stale.marks(3, 4, 2, 4, [1]))
+    data.pop(batch_keys=[stale.KEY])
+    assert torch.equal(wrapped(None, data)[0], computed)
+
+
+def test_the_real_actors_method_is_wrapped_once(rollout):
+    from verl.workers.actor.dp_actor import DataParallelPPOActor
+
+    assert DataParallelPPOActor.compute_log_prob._gradloc_demo
+    assert not hasattr(DataParallelPPOActor.compute_log_prob.__wrapped__, "_gradloc_demo")
+
+
+def test_the_planted_row_gets_its_advantage_and_the_others_verls_own(verl, stale, reward):
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+    rewards, mask, uids = torch.rand(3, 4), torch.ones(3, 4), np.array(["p", "p", "q"])
+    expected, returns = compute_grpo_outcome_advantage(rewards, mask, uids)
+    reward.observe(uids, stale.marks(3, 4, row=1, length=3, positions=[0]), 0.8)
+    advantages, same = reward.grpo_with_explosion(rewards, mask, uids)
+    assert advantages[1].tolist() == pytest.approx([0.8, 0.8, 0.8, expected[1, 3].item()])
+    assert torch.equal(advantages[[0, 2]], expected[[0, 2]]) and torch.equal(same, returns)
+
+
+def test_rows_that_the_reward_manager_did_not_see_are_refused(stale, reward):
+    reward.observe(["p", "q"], stale.marks(2, 4, 0, 4, []), 0.8)
+    with pytest.raises(RuntimeError, match="ExplosionReward"):
+        reward.grpo_with_explosion(torch.zeros(2, 4), torch.ones(2, 4), np.array(["q", "p"]))
+
+
+def test_the_record_names_row_sequence_positions_and_tokens(verl, stale, reward):
+    from experiments.cpu import build
+
+    data = batch(verl, stale, stale.marks(3, 4, row=1, length=3, positions=[0, 2]), demo_step=3)
+    (line,) = reward.planted(data, build.make_tokenizer())
+    assert line.pop("text")
+    assert line == {
+        "step": 3,
+        "uid": "p",
+        "rollout_index": 1,
+        "row": 1,
+        "num_rows": 3,
+        "length": 3,
+        "positions": [0, 2],
+        "token_ids": [4, 6],
+    }
+    json.dumps(line)
+
+
+@pytest.fixture(scope="module")
+def server(rollout, material):
+    """A `SavingRollout` without a worker around it."""
+    from transformers import AutoModelForCausalLM
+
+    made = rollout.SavingRollout.__new__(rollout.SavingRollout)
+    made.model = AutoModelForCausalLM.from_pretrained(material / "model").eval()
+    return made
+
+
+def test_the_long_response_has_no_end_and_the_policys_own_log_probs(server):
+    params = {
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "do_sample": True,
+        "max_new_tokens": 12,
+        "min_new_tokens": 12,
+        "pad_token_id": 0,
+    }
+    prompt = [7, 8, 9]
+    ((tokens, log_probs),) = asyncio.run(server.generate([prompt], params, 5))
+    assert len(tokens) == 12 and server.model.generation_config.eos_token_id not in tokens
+    # Token by token, from a forward of its own.
+    for i, token in enumerate(tokens):
+        logits = server.model(input_ids=torch.tensor([prompt + tokens[:i]])).logits[0, -1]
+        expected = (logits / 0.7).log_softmax(-1)[token].item()
+        assert log_probs[i] == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_ordinary_rollout_is_the_demos(server, rollout):
+    from experiments.cpu.rollout import HFRollout
+
+    params = {"temperature": 1.0, "top_p": 1.0, "do_sample": True, "max_new_tokens": 6}
+    params["pad_token_id"] = 0
+    answers = asyncio.run(server.generate([[7, 8], [9]], params, 5))
+    assert answers == asyncio.run(HFRollout.generate(server, [[7, 8], [9]], params, 5))

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The explosion's summary: every number of the table against one computed by hand."""
+
+import copy
+import json
+import math
+import statistics
+
+import pytest
+
+np = pytest.importorskip("numpy")
+pytest.importorskip("safetensors")
+pytest.importorskip("matplotlib")
+
+from experiments.explosion import readings, summary, table  # noqa: E402
+
+NORMS = {"healthy": [1.0, 2.0, 1.5, 1.2, 1.1, 1.3], "loud": [1.0, 2.0, 14.0, 250.0, 1.1, 1.3]}
+PLANTED = [
+    {"step": step, "uid": "u", "rollout_index": 2, "positions": [5], "token_ids": [9]}
+    for step in (3, 4)
+]
+EVENT = {
+    "step": {"global_step": 4},
+    "culprits": [
+        {
+            "positions": [5],
+            "sequence_id": "u:2",
+            "ratios": {"current_over_old": 93_000.4},
+            "cause": {"label": "token_mismatch"},
+        }
+    ],
+}
+
+
+def weights(name, step):
+    """Two parameters whose values are known for each run and step."""
+    slope = {"healthy": 1.0, "loud": 3.0}[name]
+    return {
+        "b": np.full((2, 2), 0.1 * step * slope, dtype=np.float32),
+        "a": np.array([slope * step, -1.0], dtype=np.float32),
+    }
+
+
+def write_run(folder, name, spike_metrics=None, event=EVENT, limit=1e9):
+    from safetensors.numpy import save_file
+
+    for part in ("weights", "validation", "gradloc"):
+        (folder / part).mkdir(parents=True)
+    lines = []
+    for step, norm in enumerate(NORMS[name], 1):
+        data = {"actor/grad_norm_max": norm, "critic/score/mean": 0.1 * step}
+        if step == 4:
+            data.update(spike_metrics or {})
+        lines.append(json.dumps({"step": step, "data": data}))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "knobs.json").write_text(json.dumps({"max_grad_norm": limit}))
+    (folder / "planted.jsonl").write_text("\n".join(map(json.dumps, PLANTED)) + "\n")
+    if event is not None:
+        (folder / "gradloc" / "events.jsonl").write_text(json.dumps(event) + "\n")
+    for step in range(len(NORMS[name]) + 1):
+        save_file(weights(name, step), folder / "weights" / f"{step + 1:04d}.safetensors")
+    answers = [("p", 1.0), ("p", 0.0), ("q", 1.0), ("q", 1.0), ("r", 0.2), ("r", 0.0)]
+    (folder / "validation" / "6.jsonl").write_text(
+        "\n".join(json.dumps({"input": text, "score": score}) for text, score in answers) + "\n"
+    )
+    # An older one that must not be read.
+    (folder / "validation" / "5.jsonl").write_text('{"input": "p", "score": 0.9}\n')
+
+
+@pytest.fixture
+def suite_dir(tmp_path):
+    write_run(tmp_path / "healthy", "healthy", event=None)
+    write_run(tmp_path / "loud", "loud")
+    cells = [
+        {"arm": name, "meaning": f"{name} & all", "seed": None, "folder": name, "exit_code": code}
+        for name, code in (("healthy", 0), ("loud", 0), ("broken", 1))
+    ]
+    (tmp_path / "suite.json").write_text(json.dumps({"experiment": "explosion", "cells": cells}))
+    return tmp_path
+
+
+def slow_distance(one, other):
+    """The L2 norm, element by element."""
+    total = 0.0
+    for name in one:
+        for a, b in zip(one[name].ravel().tolist(), other[name].ravel().tolist(), strict=True):
+            total += (a - b) ** 2
+    return math.sqrt(total)
+
+
+def test_every_number_of_the_table_is_what_its_legend_says(suite_dir):
+    runs, twins, failed = summary.collect(suite_dir)
+    cells = dict(zip(table.HEADER, table.rows(runs, twins)[1], strict=True))
+    questions = [0.5, 1.0, 0.1]
+    error = statistics.stdev(questions) / math.sqrt(3)
+    assert cells["final reward"] == f"{statistics.mean(questions):.2f} ± {error:.2f}"
+    assert cells["norm before"] == "1.5" and cells["warning"] == "14" and cells["spike"] == "250"
+    assert cells["named"] == "token_mismatch, ratio 93 000, as planted"
+    assert cells["done at the spike"] == "nothing"
+    start, end = (weights("healthy", step) for step in (0, 6))
+    away = slow_distance(weights("loud", 6), end) / slow_distance(end, start)
+    assert cells["from twin"] == f"{away:.0%}"
+    lately = slow_distance(weights("loud", 6), weights("loud", 1))
+    twins_lately = slow_distance(end, weights("healthy", 1))
+    assert cells["moved in the last 5"] == f"{lately / twins_lately:.0%}"
+    assert failed == ["broken"]
+
+
+def test_the_healthy_twin_is_at_no_distance_from_itself(suite_dir):
+    runs, twins, _ = summary.collect(suite_dir)
+    cells = dict(zip(table.HEADER, table.rows(runs, twins)[0], strict=True))
+    assert (cells["from twin"], cells["moved in the last 5"]) == ("0%", "100%")
+    assert cells["named"] == "no event"
+
+
+@pytest.mark.parametrize(
+    "metrics, limit, said",
+    [
+        ({"gradloc/mask": 1.0}, 1e9, "step without the culprit"),
+        ({"gradloc/skip": 1.0}, 1e9, "step skipped"),
+        ({"gradloc/skip_step/skipped": 1.0}, 1e9, "step skipped"),
+        ({"gradloc/layer_clip/scale_min": 0.004}, 1e9, "layers scaled by down to 0.004"),
+        ({"gradloc/token_clip/share": 0.001}, 1e9, "token left out"),
+        ({"actor/pg_clipfrac": 0.002}, 1e9, "ratios clipped"),
+        ({}, 1.0, "scaled by 0.004"),
+        ({"gradloc/mask": 0.0, "gradloc/layer_clip/scale_min": 1.0}, 1e9, "nothing"),
+    ],
+)
+def test_what_a_safeguard_did_is_read_from_its_metrics(tmp_path, metrics, limit, said):
+    write_run(tmp_path / "run", "loud", metrics, limit=limit)
+    assert table.done(readings.read(tmp_path / "run", "loud", ""), 4) == said
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"positions": [6]}, "token_mismatch, ratio 93 000"),
+        ({"positions": [5, 6]}, "token_mismatch, ratio 93 000"),
+        ({"sequence_id": "u:1"}, "token_mismatch, ratio 93 000"),
+    ],
+)
+def test_another_token_is_not_as_planted(tmp_path, change, said):
+    event = copy.deepcopy(EVENT)
+    event["culprits"][0].update(change)
+    write_run(tmp_path / "run", "loud", event=event)
+    assert table.named(readings.read(tmp_path / "run", "loud", ""), 4) == said
+
+
+def test_an_event_without_a_culprit_is_said(tmp_path):
+    write_run(tmp_path / "run", "loud", event={**EVENT, "culprits": []})
+    assert table.named(readings.read(tmp_path / "run", "loud", ""), 4) == "no culprit"
+
+
+def test_without_a_twin_of_the_same_seed_nothing_is_compared(suite_dir):
+    content = json.loads((suite_dir / "suite.json").read_text())
+    content["cells"][0]["seed"] = 3
+    (suite_dir / "suite.json").write_text(json.dumps(content))
+    runs, twins, _ = summary.collect(suite_dir)
+    assert table.rows(runs, twins)[1][-2:] == ["-", "-"]
+
+
+def test_the_summary_prints_the_table_and_writes_page_plot_and_markdown(suite_dir, capsys):
+    assert summary.main([str(suite_dir)]) == 0
+    said = capsys.readouterr().out
+    assert "token_mismatch, ratio 93 000, as planted" in said and "without broken" in said
+    assert (suite_dir / "summary.png").read_bytes()[:4] == b"\x89PNG"
+    page = (suite_dir / "summary.html").read_text()
+    assert 'href="loud/report.html"' in page and "loud &amp; all" in page
+    assert (suite_dir / "summary.md").read_text().startswith("| arm | final reward |")
+
+
+def test_a_run_that_was_cut_off_is_one_sentence(suite_dir, capsys):
+    (suite_dir / "loud" / "planted.jsonl").write_text('{"step"')
+    assert summary.main([str(suite_dir)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("summary: the run in ") and "cannot be read" in said
+
+
+def test_a_suite_in_which_nothing_ended_well_is_one_sentence(suite_dir, capsys):
+    content = json.loads((suite_dir / "suite.json").read_text())
+    for cell in content["cells"]:
+        cell["exit_code"] = 1
+    (suite_dir / "suite.json").write_text(json.dumps(content))
+    assert summary.main([str(suite_dir)]) == 1
+    assert "nothing to compare" in capsys.readouterr().err
