@@ -182,3 +182,14 @@ def spikes_by_history(dump_dir: str) -> dict[str, Any]:
         stage: [history["log_norms"], len(history["log_norms"])]
         for stage, history in trainer.driver.state()["histories"].items()
     }
+
+
+def learned_by_stage(dump_dir: str) -> dict[str, Any]:
+    """What the stabilizers have learned of each stage after three updates, for the checkpoint."""
+    stabilize = "actor_rollout_ref.actor.gradloc.stabilize"
+    on = [f"{stabilize}.layer_clip.rule=adagc", f"{stabilize}.skip_step.enable=true"]
+    trainer = make_trainer([*on, ALGORITHM], dump_dir)
+    for seed in range(3):
+        out = trainer.update(batch_of(seed))
+    norms = {stage: out["metrics"][f"lopti/{stage}/grad_norm"][0] for stage in ("low", "high")}
+    return {"state": trainer.hook.stabilizers.state(), "last_norms": norms}

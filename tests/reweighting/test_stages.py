@@ -100,3 +100,11 @@ def test_each_stage_is_judged_by_its_own_history(world, dump_dir):
     found = world.run("tests.reweighting.scenarios.spikes_by_history", dump_dir=dump_dir)[0]
     assert found["low"][1] == found["high"][1] == 4
     assert found["low"][0] != found["high"][0]
+
+
+def test_the_stabilizers_learn_each_stages_norms_apart(world, dump_dir):
+    found = world.run("tests.reweighting.scenarios.learned_by_stage", dump_dir=dump_dir)[0]
+    for stage, (norm,) in found["last_norms"].items():
+        learned = found["state"][stage]
+        assert learned["layer_clip"]["num_steps"] == len(learned["skip_step"]["norms"]) == 3
+        assert learned["skip_step"]["norms"][-1] == pytest.approx(norm)

@@ -20,6 +20,7 @@ cancels; where shares cannot be trusted, the published bisection.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Optional
 
@@ -28,7 +29,7 @@ from .candidates import Candidate, by_coefficient, by_share, non_finite
 from .certificate import certify
 from .finding import Culprit, PathEntry, SearchResult, Task, verify
 from .gradients import Gradient
-from .share import ShareMap, measure_shares
+from .share import MAX_TRIES, ShareMap, measure_shares
 from .sketch import sketch
 
 __all__ = ["auto", "share"]
@@ -57,8 +58,13 @@ class _Search:
                 return self._stop_exhausted()
             if not shares.is_trusted:
                 # they may still rank: the loudest are worth a backward of their own before anything dearer
-                if self._name(self._loudest(shares)) and self._certify():
+                has_named = self._name(self._loudest(shares))
+                if has_named and self._certify():
                     return self.result
+                shares = self._measure_finer(number, along_the_rest=has_named)
+                if shares is None:
+                    return self._stop_exhausted()
+            if not shares.is_trusted:
                 return self._fall_back("the shares do not add up to 1, so they are not used", is_last_resort_allowed)
             if not self._name(self._candidates(shares, with_hints=number == 0)):
                 break
@@ -72,27 +78,37 @@ class _Search:
     # ---- stages
 
     def _measure(self, number: int) -> Optional[ShareMap]:
-        """Shares along what is left: first of the micro-batches that moved the running norm, then of all."""
-        everything = list(range(self.prober.step.num_micro_batches))
-        suspects = self.task.suspects() if number == 0 else everything
+        """Shares along what is left: first of the micro-batches that moved the running norm, then of the others."""
+        everything = range(self.prober.step.num_micro_batches)
+        suspects = self.task.suspects() if number == 0 else list(everything)
         shares = self._measure_of(suspects)
         if shares is not None and len(suspects) < len(everything):
             # what the suspects do not carry must be too little to hide a culprit
             unseen = (1 - shares.closure) * shares.square
             if not shares.is_trusted or unseen >= (self.task.reference / 2) ** 2:
-                shares = self._measure_of(everything)
+                shares = self._measure_of([index for index in everything if index not in suspects], known=shares)
         if number == 0:
             self.result.shares = shares
         return shares
 
-    def _measure_of(self, micro_batches: list[int]) -> Optional[ShareMap]:
+    def _measure_finer(self, number: int, along_the_rest: bool) -> Optional[ShareMap]:
+        """The smaller steps that :meth:`_measure` left out; all of them where the direction is a new one."""
+        everything = list(range(self.prober.step.num_micro_batches))
+        shares = self._measure_of(everything, range(0 if along_the_rest else 1, MAX_TRIES))
+        if number == 0 and not along_the_rest:
+            self.result.shares = shares
+        return shares
+
+    def _measure_of(
+        self, micro_batches: list[int], tries: Sequence[int] = range(1), known: Optional[ShareMap] = None
+    ) -> Optional[ShareMap]:
         if not self.task.can_afford(forwards=2 * len(micro_batches)):
             return None
         coefficients = self.prober.ranks.agree(lambda: self.task.coefficients(self.result.tokens))
-        shares = measure_shares(self.prober, coefficients, self._direction, self._scale, micro_batches)
+        shares = measure_shares(self.prober, coefficients, self._direction, self._scale, micro_batches, tries, known)
         verdict = "measured" if shares.is_trusted else "untrusted"
-        total = self.prober.step.num_micro_batches
-        of = "all micro-batches" if len(micro_batches) == total else f"micro-batches {micro_batches} of {total}"
+        is_whole = known is not None or len(micro_batches) == self.prober.step.num_micro_batches
+        of = "all micro-batches" if is_whole else f"micro-batches {micro_batches} alone"
         self._note("share", verdict, f"the shares of {of} add up to {shares.closure:.4f}", shares.square**0.5)
         return shares
 

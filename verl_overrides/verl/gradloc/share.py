@@ -39,12 +39,13 @@ from .gradients import Gradient
 from .probe import Prober
 from .weights import MovedWeights
 
-__all__ = ["Coefficients", "ShareMap", "measure_shares"]
+__all__ = ["MAX_TRIES", "Coefficients", "ShareMap", "measure_shares"]
 
 _TARGET = {torch.float32: 0.03, torch.bfloat16: 0.5, torch.float16: 0.5}
 _CLOSURE = {torch.float32: (0.95, 1.05), torch.bfloat16: (0.8, 1.25), torch.float16: (0.8, 1.25)}
 _PARTIAL_CLOSURE = 0.5  # from here on, some micro-batches alone are worth looking at: they carry most of the gradient
-_MAX_TRIES = 3
+MAX_TRIES = 3
+_SHRINK = 0.25  # of the step, per try
 
 
 @dataclass
@@ -82,6 +83,8 @@ def measure_shares(
     direction: Gradient,
     scale: float,
     micro_batches: Optional[Sequence[int]] = None,
+    tries: Sequence[int] = range(MAX_TRIES),
+    known: Optional[ShareMap] = None,
 ) -> ShareMap:
     """Measure <g_t, R> for every token of every rank.
 
@@ -91,58 +94,89 @@ def measure_shares(
         direction: ``scale`` times R, finite.
         scale: positive factor on ``direction``.
         micro_batches: look at these only; closure is then the part of the direction that they carry.
+        tries: which of the step sizes to take until closure is right; 0 is the first, each next one a quarter.
+        known: the map of other micro-batches along the same direction, to be completed at the step that it took.
 
     Returns:
-        The map with the best closure reached; 2 forwards of each micro-batch, more when the step had to be adapted.
+        The map with the best closure reached; 2 forwards of each micro-batch, mostly one more to adapt the step.
     """
     chosen = range(prober.step.num_micro_batches) if micro_batches is None else micro_batches
-    return _Measurement(prober, coefficients, direction, scale, chosen).run()
+    return _Measurement(prober, coefficients, direction, scale, chosen, known).run(tries)
 
 
 class _Measurement:
-    def __init__(self, prober: Prober, coefficients, direction: Gradient, scale: float, micro_batches: Sequence[int]):
+    def __init__(
+        self,
+        prober: Prober,
+        coefficients: list[Coefficients],
+        direction: Gradient,
+        scale: float,
+        micro_batches: Sequence[int],
+        known: Optional[ShareMap],
+    ):
         self.prober = prober
         self.coefficients = coefficients
         self.micro_batches = micro_batches
-        self.is_partial = len(micro_batches) < prober.step.num_micro_batches
+        self.known = known
+        self.is_partial = known is None and len(micro_batches) < prober.step.num_micro_batches
         self.direction = direction
         self.scale = scale
         self.dtype = prober.step.compute_dtype
         self.target = _TARGET[self.dtype]
         self.square = prober.space.norm(direction) ** 2 / scale**2
 
-    def run(self) -> ShareMap:
-        largest = max((float(c.log_prob.abs().max()) for c in self.coefficients if c.log_prob.numel()), default=0.0)
-        (largest,) = self.prober.ranks.max([largest])
+    def run(self, tries: Sequence[int]) -> ShareMap:
+        (largest,) = self.prober.ranks.max([max((_largest(c) for c in self.coefficients), default=0.0)])
         best = None
         if self.square <= 0 or largest <= 0 or not math.isfinite(self.square):
             return ShareMap([c.log_prob.double() * 0 for c in self.coefficients], self.square, 0.0, False, 0.0)
-        step = self.target * largest / self.square
+        step = self.target * largest / self.square * _SHRINK ** tries[0] if self.known is None else self.known.step
         with MovedWeights(self.prober.space, self.dtype) as weights:
-            for attempt in range(1 if self.is_partial else _MAX_TRIES):
-                plus, step = self._calibrated_leg(weights, step, may_grow=attempt == 0)
-                minus = self._leg(weights, -step)
+            for attempt in tries[:1] if self.is_partial else tries:
+                may_grow = attempt == 0 and self.known is None
+                plus, step = self._calibrated_leg(weights, step, may_grow)
+                minus = self._leg(weights, -step, self.micro_batches)
                 found = self._combine(plus, minus, step)
                 if best is None or abs(math.log(_positive(found.closure))) < abs(math.log(_positive(best.closure))):
                     best = found
                 if found.is_trusted:
                     break
-                step /= 4
+                step *= _SHRINK
         return best
 
     def _calibrated_leg(self, weights: MovedWeights, step: float, may_grow: bool):
-        """The forward at +step; once more, rescaled, where the response is far from the target."""
-        plus = self._leg(weights, step)
-        response = self._response(plus)
+        """The forward at +step, rescaled where the response is far from the target.
+
+        A pilot, the micro-batch with this rank's largest coefficient, tells that at a forward of its own.
+        """
+        pilot = max(self.micro_batches, key=lambda index: _largest(self.coefficients[index]))
+        others = [index for index in self.micro_batches if index != pilot]
+        plus = self._leg(weights, step, [pilot])
+        rescaled = self._rescaled(step, plus, may_grow)
+        if rescaled != step:
+            step = rescaled
+            plus = self._leg(weights, step, [pilot])
+        plus |= self._forward(others)
+        rescaled = self._rescaled(step, plus, may_grow=False)
+        if others and rescaled != step:
+            step = rescaled
+            plus = self._leg(weights, step, self.micro_batches)
+        return plus, step
+
+    def _rescaled(self, step: float, leg, may_grow: bool) -> float:
+        """The step that would bring the response to the target; the same where it is near enough."""
+        response = self._response(leg)
         too_small, too_large = response < self.target / 3, response > 2 * self.target
         if response > 0 and ((too_small and may_grow) or too_large):
             step *= min(max(self.target / response, 0.1), 10.0)
-            plus = self._leg(weights, step)
-        return plus, step
+        return step
 
-    def _leg(self, weights: MovedWeights, step: float):
+    def _leg(self, weights: MovedWeights, step: float, micro_batches: Sequence[int]):
         self.prober.ranks.agree(lambda: weights.move(self.direction, step / self.scale))
-        return {index: self.prober.forward(index) for index in self.micro_batches}
+        return self._forward(micro_batches)
+
+    def _forward(self, micro_batches: Sequence[int]):
+        return {index: self.prober.forward(index) for index in micro_batches}
 
     def _response(self, leg) -> float:
         """Largest change of a log-prob that the loss depends on; non-finite counts as infinite."""
@@ -168,7 +202,10 @@ class _Measurement:
         return ShareMap(products, self.square, closure, low <= closure <= high, step)
 
     def _products(self, plus, minus, step: float) -> list[torch.Tensor]:
-        products = [torch.zeros_like(coefficient.log_prob).double() for coefficient in self.coefficients]
+        if self.known is None:
+            products = [torch.zeros_like(coefficient.log_prob).double() for coefficient in self.coefficients]
+        else:
+            products = list(self.known.products)
         for index in self.micro_batches:
             coefficient, (log_plus, h_plus), (log_minus, h_minus) = self.coefficients[index], plus[index], minus[index]
             # where(): padding positions hold garbage that must not turn 0 * inf into NaN
@@ -179,6 +216,10 @@ class _Measurement:
                 product += torch.where(coefficient.entropy != 0, coefficient.entropy.double() * slope, 0.0)
             products[index] = product
         return products
+
+
+def _largest(coefficients: Coefficients) -> float:
+    return float(coefficients.log_prob.abs().max()) if coefficients.log_prob.numel() else 0.0
 
 
 def _positive(value: float) -> float:

@@ -15,7 +15,8 @@
 
 Every rank decides alike without asking: the norms come out of one reduction, and the statistics follow from them.
 With ``layer_clip`` that reduction replaces verl's own, nothing is clipped before localization has looked, and what is
-clipped is what localization decided to take. A step that is not taken teaches the layers nothing.
+clipped is what localization decided to take. A step that is not taken teaches the layers nothing. Lopti's two stages
+have gradients of different size: each learns from its own.
 """
 
 import logging
@@ -28,6 +29,7 @@ import torch.distributed as dist
 
 from ..gradients import GradientSpace
 from ..layers import kind_of, layer_of, norms_by
+from ..reweighting import STAGE_NAME_KEY
 from . import STABILIZER_KEY
 from .layer_clip import LayerClip
 from .ratio_clip import TokenWeigher
@@ -60,9 +62,8 @@ class Stabilizer:
         self.settings = settings = actor.config.gradloc.stabilize
         self._weigher = TokenWeigher(settings)
         self._group = _GROUPS[settings.layer_clip.group]
-        is_on = settings.layer_clip.rule != "off"
-        self._layer_clip = LayerClip(settings.layer_clip, actor.config.grad_clip) if is_on else None
-        self._skip_step = SkipStep(settings.skip_step) if settings.skip_step.enable else None
+        self._by_stage: dict[str, dict[str, Any]] = {}
+        self._turn_to("")
         self._space: Optional[GradientSpace] = None
         self._squares: Optional[torch.Tensor] = None
         self._metrics: dict[str, list[float]] = {}
@@ -82,6 +83,7 @@ class Stabilizer:
         """
         if self.settings.weighs_tokens and "rollout_log_probs" not in data.batch.keys():
             raise ValueError(NEEDS_ROLLOUT_LOG_PROBS)
+        self._turn_to(data.meta_info.get(STAGE_NAME_KEY, ""))
         self._space = GradientSpace(self.actor.actor_module)
         self._metrics, self._num_nonfinite, self._num_skipped = {}, 0, 0
         state = data.meta_info.get(STABILIZER_KEY)
@@ -158,16 +160,30 @@ class Stabilizer:
     def _note(self, name: str, value: float) -> None:
         self._metrics.setdefault(f"gradloc/{name}", []).append(value)
 
-    def _parts(self) -> dict[str, Any]:
-        parts = {"layer_clip": self._layer_clip, "skip_step": self._skip_step}
-        return {name: part for name, part in parts.items() if part is not None}
+    def _turn_to(self, stage: str) -> None:
+        """Go on with what was learned from this stage of Lopti's; "" is the only stage of an ordinary update."""
+        parts = self._parts(stage)
+        self._layer_clip: Optional[LayerClip] = parts.get("layer_clip")
+        self._skip_step: Optional[SkipStep] = parts.get("skip_step")
+
+    def _parts(self, stage: str) -> dict[str, Any]:
+        """What learns and is on, for one stage."""
+        if stage not in self._by_stage:
+            settings, parts = self.settings, {}
+            if settings.layer_clip.rule != "off":
+                parts["layer_clip"] = LayerClip(settings.layer_clip, self.actor.config.grad_clip)
+            if settings.skip_step.enable:
+                parts["skip_step"] = SkipStep(settings.skip_step)
+            self._by_stage[stage] = parts
+        return self._by_stage[stage]
 
     def _state(self) -> dict[str, Any]:
-        return {name: part.state() for name, part in self._parts().items()}
+        return {stage: {name: part.state() for name, part in parts.items()} for stage, parts in self._by_stage.items()}
 
     def _load_state(self, state: dict[str, Any]) -> None:
-        for name, part in self._parts().items():
-            try:
-                part.load_state(state[name])
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                logger.warning("gradloc: %s learns anew, the checkpoint's statistics do not fit (%r)", name, error)
+        for stage, of_stage in state.items():
+            for name, part in self._parts(stage).items():
+                try:
+                    part.load_state(of_stage[name])
+                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    logger.warning("gradloc: %s learns anew, the checkpoint's statistics do not fit (%r)", name, error)
