@@ -246,7 +246,7 @@ def test_parameters_are_grouped_by_layer_and_kind(gradloc):
 
 def test_the_core_knows_neither_verl_nor_its_trainer(patched_tree):
     """Everything but the hook's room imports with verl absent."""
-    allowed = {"hook", "driver", "actor_step", "replay", "rebuild"}
+    allowed = {"hook", "driver", "trainer_hook", "actor_step", "replay", "rebuild"}
     code = (
         "import sys, types, pathlib, importlib\n"
         f"root = pathlib.Path({str(patched_tree)!r}) / 'verl'\n"
