@@ -6,6 +6,7 @@ import pytest
 from tests.analysis.test_split import AGGREGATIONS, actor
 
 RUN = "tests.quartiles.scenarios."
+CLIP = ("rule=adagc", "warmup=2", "relative_factor=1.01")
 ENTROPY = actor(entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type="k2")
 
 
@@ -80,8 +81,9 @@ def test_probability_changes_are_those_of_a_literal_copy_of_model_and_optimizer(
     ):
         assert out.pop("before") < 1e-5
         for name, found in out.items():
-            assert found["size"] > 1e-5, name
-            assert found["error"] < 0.01, name
+            # without a past, a gradient of zero leaves weight decay alone: next to nothing
+            assert found["size"] > (1e-5 if name != "none" or num_before else 0), name
+            assert found["error"] < max(0.01, 1e-6 / found["size"]), name
             assert found["norm"][0] == pytest.approx(found["norm"][1], rel=1e-4)
             assert found["update_norm"][0] == pytest.approx(found["update_norm"][1], rel=1e-2)
 
@@ -94,8 +96,9 @@ def test_probability_changes_are_those_of_a_literal_copy_of_model_and_optimizer(
         ["actor_rollout_ref.actor.fsdp_config.use_orig_params=True", *actor(strategy="fsdp")],
         actor(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=40),
         ["lora"],
+        [f"actor_rollout_ref.actor.gradloc.stabilize.layer_clip.{key}" for key in CLIP],
     ],
-    ids=["fsdp2", "fsdp1", "fsdp1 with original parameters", "dynamic", "adapters"],
+    ids=["fsdp2", "fsdp1", "fsdp1, original parameters", "dynamic", "adapters", "stabilized"],
 )
 def test_training_with_tried_updates_is_bit_identical_to_training_without(
     world, dump_dir, overrides
