@@ -107,16 +107,18 @@ class RunHealth:
 
     @property
     def findings(self) -> list[Finding]:
-        """Every rule that found fault: the worst first, then by how often."""
-        found: dict[str, list[tuple[int, Reason]]] = {}
+        """Every rule that found fault: the worst first, then in the order of the rules."""
+        found: dict[str, list[tuple[int, Reason]]] = {
+            name: [] for name in HealthConfig.rule_names()
+        }
         for verdict in self.verdicts:
             for reason in verdict.reasons:
-                found.setdefault(reason.name, []).append((verdict.step, reason))
+                found[reason.name].append((verdict.step, reason))
         made = []
-        for entries in found.values():
+        for entries in filter(None, found.values()):
             step, worst = max(entries, key=lambda entry: STATES.index(entry[1].state))
             made.append(Finding(worst, step, tuple(step for step, _ in entries)))
-        return sorted(made, key=lambda f: (-STATES.index(f.worst.state), -len(f.steps)))
+        return sorted(made, key=lambda finding: -STATES.index(finding.worst.state))
 
     def spans(self, most: int) -> list[Span]:
         """The run as at most so many spans; of more, neighbours are told by their worst step."""

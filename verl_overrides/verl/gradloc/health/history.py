@@ -22,6 +22,7 @@ __all__ = ["History"]
 
 _MAD_TO_SIGMA = 1.4826  # MAD of a normal distribution is sigma / 1.4826
 _SIGMA_FLOOR = 0.05  # log units: a run of nearly equal norms must not make a 1% wobble a spike
+_LARGEST_EXPONENT = 709.0  # of a float; norms that scatter this far have no threshold
 _RELEARN_AFTER = 8  # flagged steps in a row: the level has moved, this is no spike any more
 
 
@@ -45,7 +46,8 @@ class History:
         if len(self._log_norms) < self.warmup:
             return None
         center, sigma = self._center_and_sigma()
-        return math.exp(center + self.num_deviations * sigma)
+        exponent = center + self.num_deviations * sigma
+        return math.exp(exponent) if exponent < _LARGEST_EXPONENT else math.inf
 
     def observe(self, grad_norm: float, is_spike: bool) -> None:
         """Learn from one optimizer step. Spikes stay out, unless so many follow each other that the level moved."""

@@ -221,7 +221,7 @@ class Fall(Measure):
 
     def _chance(self, level: float) -> float:
         values, recent = list(self._kept["window"]), self._kept["recent"].maxlen
-        squares = [(after - before) ** 2 for before, after in zip(values, values[1:], strict=False)]
-        sigma = max(math.sqrt(fmean(squares) / 2), _NOISE_FLOOR * level)
+        changes = [after - before for before, after in zip(values, values[1:], strict=False)]
+        sigma = max(math.sqrt(fmean(change * change for change in changes) / 2), _NOISE_FLOOR * level)
         deviations = 2 + math.sqrt(2 * math.log(self._kept["count"][0]))
         return deviations * sigma * math.sqrt(2 / recent)

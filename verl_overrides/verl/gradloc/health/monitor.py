@@ -62,7 +62,7 @@ def clip_limit(actor: Mapping[str, Any]) -> Optional[float]:
 
 
 class Monitor:
-    """Adds ``health/*`` to a step's metrics and prints a line when the state changes.
+    """Adds ``health/*`` to a step's metrics and prints a line when the state changes or a rule comes to danger.
 
     Args:
         config: limits and memory.
@@ -74,6 +74,7 @@ class Monitor:
         self._judge = Judge(config, grad_clip)
         self._compares_rollouts = compares_rollouts
         self._state = STATES[0]
+        self._told: set[str] = set()
         self._num_failures = 0
 
     def observe(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
@@ -94,12 +95,12 @@ class Monitor:
 
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the checkpoint."""
-        return {"judge": self._judge.state(), "state": self._state}
+        return {"judge": self._judge.state(), "state": self._state, "told": sorted(self._told)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state` gave."""
         self._judge.load_state(state["judge"])
-        self._state = str(state["state"])
+        self._state, self._told = str(state["state"]), set(state["told"])
 
     def _observe(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         if ZERO_VARIANCE not in metrics and self._compares_rollouts:
@@ -109,9 +110,12 @@ class Monitor:
             return
         metrics["health/state"] = STATES.index(verdict.state)
         metrics["health/reasons"] = len(verdict.reasons)
-        if verdict.state != self._state:
-            print(_line(verdict, self._state), flush=True)
-            self._state = verdict.state
+        # a second danger changes no state, and is still news
+        dangers = {reason.name for reason in verdict.reasons if reason.state == STATES[-1]}
+        if verdict.state != self._state or not dangers <= self._told:
+            print(_line(verdict, self._state, self._told), flush=True)
+        self._told = self._told | dangers if dangers else set()
+        self._state = verdict.state
 
 
 def _zero_variance(batch: Any) -> dict[str, float]:
@@ -123,9 +127,10 @@ def _zero_variance(batch: Any) -> dict[str, float]:
     return {ZERO_VARIANCE: groups.zero_variance_share} if len(groups) and groups.sizes.max() > 1 else {}
 
 
-def _line(verdict: Verdict, before: str) -> str:
-    line = f"health: step {verdict.step}: {verdict.state} (was {before})."
+def _line(verdict: Verdict, before: str, told: set[str]) -> str:
+    line = f"health: step {verdict.step}: {verdict.state}" + (f" (was {before})" if verdict.state != before else "")
     if not verdict.reasons:
-        return line
-    worst, more = verdict.reasons[0], len(verdict.reasons) - 1
-    return f"{line} {worst.name}: {worst.sentence}" + (f" And {more} more reason{'s' * (more > 1)}." if more else "")
+        return f"{line}."
+    news = next((reason for reason in verdict.reasons if reason.name not in told), verdict.reasons[0])
+    more = len(verdict.reasons) - 1
+    return f"{line}. {news.name}: {news.sentence}" + (f" And {more} more reason{'s' * (more > 1)}." if more else "")

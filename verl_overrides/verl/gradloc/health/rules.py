@@ -158,7 +158,7 @@ RULES = (
         "clip_share",
         _first(GRAD_NORM),
         _over_clip,
-        "{percent} of the last {clip_window} steps had a norm over the clip limit of {typical} (limit {percent_limit}).",
+        "{percent} of the last {clip_window} steps were over the clip limit of {typical} (limit {percent_limit}).",
     ),
     Rule("non_finite", _non_finite, _streak, "{metric} is not finite, {found} step(s) in a row (limit {limit})."),
     Rule(
@@ -171,7 +171,7 @@ RULES = (
         "reward_fall",
         _first(*SCORES),
         _fall,
-        "{metric} has fallen from {typical} to {value} (means of {recent} steps), a fall of {percent} ({percent_limit}).",
+        "{metric} fell by {percent} (limit {percent_limit}), from {typical} to {value} (means of {recent} steps).",
     ),
     Rule("entropy_fall", _first(*ENTROPY), _start(), _TIMES_START),
     Rule("entropy_rise", _first(*ENTROPY), _start(), _TIMES_START),

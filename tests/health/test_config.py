@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting of trainer.health: one default, one row in the docs, one sentence when wrong."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from gradloc_report import health
+from gradloc_report.health import HealthConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "health.md").read_text()
+ADVICE = sys.modules[f"{health.NAME}.advice"].ADVICE
+
+PROBE = """
+import json, pathlib, sys
+import verl
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from verl.gradloc.health.monitor import build_monitor
+folder = str(pathlib.Path(verl.__file__).parent / "trainer" / "config")
+answers = []
+with initialize_config_dir(folder, version_base=None):
+    for name, overrides in json.load(sys.stdin):
+        try:
+            config = compose(name, overrides=overrides)
+            monitor = build_monitor(config)
+            block = OmegaConf.to_container(config.trainer.health, resolve=True)
+            answers.append({"on": monitor is not None, "yaml": block})
+        except Exception as error:
+            answers.append({"error": str(error).splitlines()[0]})
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def compose(patched_tree):
+    """Compose verl's configs, each with its overrides, in one process."""
+
+    def run(*asked):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", PROBE],
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            check=False,
+            env={"PYTHONPATH": str(patched_tree), "PATH": "/usr/bin:/bin", "HOME": str(ROOT)},
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+def plain(config):
+    """As JSON has it."""
+    return json.loads(json.dumps(asdict(config)))
+
+
+def test_both_yamls_and_the_dataclass_say_the_same_and_are_off(compose):
+    for answer in compose(("ppo_trainer", []), ("ppo_megatron_trainer", [])):
+        assert answer["yaml"] == plain(HealthConfig()) and answer["on"] is False
+
+
+def test_it_is_switched_on_by_its_key(compose):
+    on = ["trainer.health.enable=true", "trainer.health.policy_kl=[0.5,null]"]
+    (answer,) = compose(("ppo_trainer", on))
+    assert answer["on"] and answer["yaml"]["policy_kl"] == [0.5, None]
+
+
+def test_every_setting_has_its_row_in_the_docs_with_its_default():
+    documented = dict(re.findall(r"^\| `([a-z_0-9]+)` \| `([^`]*)` \|", PAGE, flags=re.M))
+    assert documented == {name: json.dumps(value) for name, value in plain(HealthConfig()).items()}
+
+
+def test_every_override_that_is_advised_is_one_that_verl_takes(compose):
+    lines = sorted({line for advice in ADVICE.values() for _, line in advice})
+    assert set(ADVICE) == set(HealthConfig.rule_names())
+    for line, answer in zip(
+        lines, compose(*(("ppo_trainer", [line]) for line in lines)), strict=True
+    ):  # noqa: E501
+        assert "error" not in answer, (line, answer)
+
+
+WRONG = [
+    ({"enable": 1}, "trainer.health.enable must be true or false, found 1."),
+    ({"warmup": 1}, "trainer.health.warmup must be an integer of at least 2, found 1."),
+    ({"warmup": 200}, "trainer.health.warmup must be at most trainer.health.window=100, which is all that is remembered, found 200."),  # noqa: E501
+    ({"window": 2.5}, "trainer.health.window must be an integer of at least 8, found 2.5."),
+    ({"recent": True}, "trainer.health.recent must be an integer of at least 1, found True."),
+    ({"deviations": 0}, "trainer.health.deviations must be a positive number, found 0."),
+    ({"aborted": 0.1}, "trainer.health.aborted must be null (off) or [warning, danger], each null or a number from 0 on, found 0.1."),  # noqa: E501
+    ({"aborted": [-1, None]}, "trainer.health.aborted must be null (off) or [warning, danger], each null or a number from 0 on, found [-1, None]."),  # noqa: E501
+    ({"aborted": [float("nan"), None]}, "trainer.health.aborted must be null (off) or [warning, danger], each null or a number from 0 on, found [nan, None]."),  # noqa: E501
+    ({"policy_kl": [2, 1]}, "trainer.health.policy_kl must be [warning, danger] in order, found [2, 1]."),  # noqa: E501
+    ({"entropy_fall": [0.1, 0.2]}, "trainer.health.entropy_fall must be [warning, danger] with danger not above warning, found [0.1, 0.2]."),  # noqa: E501
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "sentence"), WRONG, ids=lambda value: str(value)[:40])
+def test_a_wrong_value_is_refused_in_one_sentence(given, sentence):
+    with pytest.raises(ValueError) as caught:
+        HealthConfig.from_mapping(given)
+    assert str(caught.value) == sentence
+
+
+def test_a_setting_that_is_none_is_refused_with_those_there_are():
+    with pytest.raises(
+        ValueError, match=r"trainer.health.entropy is no setting: there are enable, "
+    ):
+        HealthConfig.from_mapping({"entropy": 1})
+
+
+def test_a_wrong_value_is_refused_also_while_the_monitor_is_off(compose):
+    (answer,) = compose(("ppo_trainer", ["trainer.health.recent=0"]))
+    assert answer["error"] == "trainer.health.recent must be an integer of at least 1, found 0."
+
+
+def test_a_pair_of_nulls_is_off():
+    assert HealthConfig(aborted=(None, None)).aborted is None

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each measure against its definition written out over the whole history, and against chance."""
+
+import random
+import sys
+from statistics import fmean, median
+
+import pytest
+
+from gradloc_report import health
+
+measures = sys.modules[f"{health.NAME}.measures"]
+
+
+def values(seed, count=160):
+    draw = random.Random(seed)
+    return [draw.lognormvariate(0, 0.4) for _ in range(count)]
+
+
+def mean_of_last(history, count=5):
+    return fmean(history[-count:]) if len(history) >= count else None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_mean_share_and_streak_are_what_they_are_called(seed):
+    mean, share, streak = measures.Mean(5), measures.Share(1.2, 20), measures.Streak(1.2)
+    history, row = [], 0
+    for value in values(seed):
+        history.append(value)
+        row = row + 1 if value > 1.2 else 0
+        found = mean.observe(value)
+        assert (found and found.found) == mean_of_last(history)
+        found = share.observe(value)
+        is_full = len(history) >= 20
+        assert (found is not None) == is_full
+        if is_full:
+            assert found.found == pytest.approx(sum(v > 1.2 for v in history[-20:]) / 20)
+        assert streak.observe(value).found == row
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_against_the_start_is_the_last_mean_over_the_median_of_the_first(seed):
+    measure, history = measures.AgainstStart(10, 5), []
+    for value in values(seed):
+        history.append(value)
+        found = measure.observe(value)
+        if len(history) < 15:
+            assert found is None
+        else:
+            assert found.found == pytest.approx(mean_of_last(history) / median(history[:10]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_against_the_window_is_the_last_mean_over_the_median_before_it(seed):
+    measure, history = measures.AgainstWindow(10, 5, 50), []
+    for value in values(seed):
+        history.append(value)
+        before, found = history[:-5][-50:], measure.observe(value)
+        if len(before) < 10:
+            assert found is None
+        else:
+            assert found.found == pytest.approx(mean_of_last(history) / median(before))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_jump_is_a_multiple_of_the_median_of_what_was_not_flagged(seed):
+    measure, history = measures.Jump(10, 50, 5.0), []
+    for index, value in enumerate(values(seed)):
+        value = value * 40 if index % 37 == 36 else value
+        found = measure.observe(value)
+        if found is not None:
+            assert found.found == pytest.approx(value / median(history[-50:]), rel=0.1)
+            assert index % 37 == 36
+        else:
+            assert index % 37 != 36 or len(history) < 10
+        measure.learn(value, found is not None)
+        if found is None:
+            history.append(value)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_fall_is_the_distance_of_the_mean_from_its_best(seed):
+    measure, history, means = measures.Fall(10, 5, 100), [], []
+    draw = random.Random(seed)
+    level = [0.2 + 0.006 * step for step in range(100)] + [0.8 - 0.02 * step for step in range(40)]
+    spoken = 0
+    for value in (center + draw.gauss(0, 0.02) for center in level):
+        history.append(value)
+        if len(history) >= 5:
+            means.append(mean_of_last(history))
+        found = measure.observe(value)
+        if found is not None:
+            spoken += 1
+            best, scale = max(means), max(max(means) - min(means), abs(max(means)))
+            assert found.found == pytest.approx((best - means[-1]) / scale)
+            assert (found.value, found.typical) == (means[-1], best)
+    assert found.found > 0.7 and spoken > 20
+
+
+SCATTERS = {
+    "normal around zero": lambda draw: draw.gauss(0, 0.2),
+    "64 answers, 5% right": lambda draw: sum(draw.random() < 0.05 for _ in range(64)) / 64,
+    "16 answers, half right": lambda draw: sum(draw.random() < 0.5 for _ in range(16)) / 16,
+}
+
+
+@pytest.mark.parametrize("scatter", SCATTERS.values(), ids=SCATTERS.keys())
+def test_a_reward_that_only_scatters_is_rarely_called_a_fall(scatter):
+    draw, wrong = random.Random(0), 0
+    for _ in range(30):
+        measure = measures.Fall(10, 5, 100)
+        readings = [measure.observe(scatter(draw)) for _ in range(300)]
+        wrong += any(reading is not None and reading.found >= 0.3 for reading in readings)
+    assert wrong <= 2
+
+
+def test_a_reward_that_was_constant_may_wobble():
+    measure = measures.Fall(10, 5, 100)
+    assert all(measure.observe(1.0) is None for _ in range(50))
+    assert all(measure.observe(0.98) is None for _ in range(50))
+    assert [measure.observe(0.0) for _ in range(5)][-1].found > 0.9
