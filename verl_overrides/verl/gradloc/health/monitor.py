@@ -15,7 +15,6 @@
 
 import logging
 import os
-from collections.abc import Mapping
 from typing import Any, Optional
 
 from .config import HealthConfig
@@ -49,15 +48,25 @@ def build_monitor(config: Any) -> Optional["Monitor"]:
     if not settings.enable:
         return None
     estimator = str(getattr(config.algorithm.adv_estimator, "value", config.algorithm.adv_estimator))
-    return Monitor(settings, clip_limit(config.actor_rollout_ref.actor), estimator not in _WITHOUT_GROUPS)
+    return Monitor(settings, clip_limit(config), estimator not in _WITHOUT_GROUPS)
 
 
-def clip_limit(actor: Mapping[str, Any]) -> Optional[float]:
-    """The norm that the actor's gradient is clipped to; None where each layer has a limit of its own."""
+def clip_limit(config: Any) -> Optional[float]:
+    """The norm that the actor's gradient is clipped to; None where each layer has a limit of its own.
+
+    Args:
+        config: the trainer's whole config. verl's FSDP workers clip to ``actor.grad_clip``, its Megatron and engine
+            workers to ``actor.optim.clip_grad``.
+    """
+    actor = config.actor_rollout_ref.actor
     stabilize = (actor.get("gradloc") or {}).get("stabilize") or {}
     if (stabilize.get("layer_clip") or {}).get("rule") not in (None, False, "off"):
         return None
-    limit = actor.get("grad_clip") or (actor.get("optim") or {}).get("clip_grad")
+    is_engine = config.trainer.get("use_legacy_worker_impl", "auto") == "disable"
+    if actor.get("strategy") in ("fsdp", "fsdp2") and not is_engine:
+        limit = actor.get("grad_clip")
+    else:
+        limit = (actor.get("optim") or {}).get("clip_grad")
     return float(limit) if limit else None
 
 
