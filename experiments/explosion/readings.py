@@ -29,8 +29,8 @@ class Reading:
     planted: list[dict]
     """What was planted, in the order of steps; a healthy twin's have no positions."""
     events: list[dict]
-    reward: tuple[float, float] | None
-    """Mean over the final validation's questions, and its standard error; None without one."""
+    rewards: dict[str, float]
+    """Mean reward of each question's answers in the final validation; empty without one."""
     weights: list[np.ndarray]
     """All parameters as one float64 vector: before each step, and after the last."""
 
@@ -76,7 +76,7 @@ def read(folder: Path, name: str, meaning: str) -> Reading:
             steps={line["step"]: line["data"] for line in lines},
             planted=json_lines(folder / "planted.jsonl"),
             events=read_events(folder / "gradloc" / "events.jsonl"),
-            reward=read_reward(folder / "validation"),
+            rewards=read_rewards(folder / "validation"),
             weights=[
                 as_vector(path) for path in sorted((folder / "weights").glob("*.safetensors"))
             ],
@@ -101,17 +101,16 @@ def distance(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.linalg.norm(one - other))
 
 
-def read_reward(folder: Path) -> tuple[float, float] | None:
-    """Mean reward of the last validation and its standard error; None if there was none.
-
-    Answers to one question are not independent: the error is that of a mean over questions.
-    """
+def read_rewards(folder: Path) -> dict[str, float]:
+    """The last validation's mean reward of each question's answers."""
     files = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
-    if not files:
-        return None
     by_question = defaultdict(list)
-    for line in json_lines(files[-1]):
+    for line in json_lines(files[-1]) if files else []:
         by_question[line["input"]].append(line["score"])
-    means = [float(np.mean(scores)) for scores in by_question.values()]
-    error = float(np.std(means, ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else math.nan
-    return float(np.mean(means)), error
+    return {question: float(np.mean(scores)) for question, scores in by_question.items()}
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """The mean of independent values and its standard error; NaN where one value has none."""
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return float(np.mean(values)), error

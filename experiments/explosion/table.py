@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table: one line for each run, made of its readings and its healthy twin's. Pure."""
 
-from experiments.explosion.readings import LAST_STEPS, Reading, distance
+from experiments.explosion.readings import LAST_STEPS, Reading, distance, mean_and_error
 
 HEADER = [
     "arm",
     "final reward",
+    "against twin",
     "norm before",
     "warning",
     "spike",
@@ -16,8 +17,9 @@ HEADER = [
 ]
 LEGEND = f"""\
 final reward: mean on unseen questions, 8 answers each at temperature 1, with the final weights, and
-  its standard error. norm before: median of the steps before anything was planted; warning, spike:
-  the norm at those steps (largest of the step's mini-batches, before clipping; after token_clip).
+  its standard error over the questions; against twin: the same of each question's difference.
+norm before: median of the steps before anything was planted; warning, spike: the norm at those
+  steps (largest of the step's mini-batches, before clipping; after token_clip).
 named: at the spike, the first culprit's cause and its ratio to the old policy; "as planted" if the
   event names the planted token and nothing else. from twin: L2 distance of the final weights from
   the healthy twin's, as a share of the way that the twin's weights went. moved in the last
@@ -37,10 +39,10 @@ def rows(readings: list[Reading], twins: dict[str, Reading]) -> list[list[str]]:
 def row(reading: Reading, twin: Reading | None) -> list[str]:
     """One run's cells, in the order of `HEADER`."""
     warning, spike = (entry["step"] for entry in reading.planted)
-    reward = "-" if reading.reward is None else "{:.2f} ± {:.2f}".format(*reading.reward)
     return [
         reading.name,
-        reward,
+        "{:.2f} ± {:.2f}".format(*mean_and_error(list(reading.rewards.values()))),
+        "-" if twin is None else "{:+.2f} ± {:.2f}".format(*gain(reading, twin)),
         number(reading.typical_norm),
         number(reading.norms[warning]),
         number(reading.norms[spike]),
@@ -49,6 +51,11 @@ def row(reading: Reading, twin: Reading | None) -> list[str]:
         "-" if twin is None else f"{away(reading, twin):.0%}",
         "-" if twin is None else f"{reading.moved_lately / twin.moved_lately:.0%}",
     ]
+
+
+def gain(reading: Reading, twin: Reading) -> tuple[float, float]:
+    """How much higher the final reward is than the twin's, question by question, and the error."""
+    return mean_and_error([mean - twin.rewards[key] for key, mean in reading.rewards.items()])
 
 
 def away(reading: Reading, twin: Reading) -> float:

@@ -41,6 +41,12 @@ def weights(name, step):
     }
 
 
+ANSWERS = {
+    "healthy": [("p", 1.0), ("p", 1.0), ("q", 1.0), ("q", 0.2), ("r", 0.2), ("r", 0.2)],
+    "loud": [("p", 1.0), ("p", 0.0), ("q", 1.0), ("q", 1.0), ("r", 0.2), ("r", 0.0)],
+}
+
+
 def write_run(folder, name, spike_metrics=None, event=EVENT, limit=1e9):
     from safetensors.numpy import save_file
 
@@ -59,9 +65,9 @@ def write_run(folder, name, spike_metrics=None, event=EVENT, limit=1e9):
         (folder / "gradloc" / "events.jsonl").write_text(json.dumps(event) + "\n")
     for step in range(len(NORMS[name]) + 1):
         save_file(weights(name, step), folder / "weights" / f"{step + 1:04d}.safetensors")
-    answers = [("p", 1.0), ("p", 0.0), ("q", 1.0), ("q", 1.0), ("r", 0.2), ("r", 0.0)]
     (folder / "validation" / "6.jsonl").write_text(
-        "\n".join(json.dumps({"input": text, "score": score}) for text, score in answers) + "\n"
+        "\n".join(json.dumps({"input": text, "score": score}) for text, score in ANSWERS[name])
+        + "\n"
     )
     # An older one that must not be read.
     (folder / "validation" / "5.jsonl").write_text('{"input": "p", "score": 0.9}\n')
@@ -94,6 +100,9 @@ def test_every_number_of_the_table_is_what_its_legend_says(suite_dir):
     questions = [0.5, 1.0, 0.1]
     error = statistics.stdev(questions) / math.sqrt(3)
     assert cells["final reward"] == f"{statistics.mean(questions):.2f} ± {error:.2f}"
+    differences = [0.5 - 1.0, 1.0 - 0.6, 0.1 - 0.2]
+    error = statistics.stdev(differences) / math.sqrt(3)
+    assert cells["against twin"] == f"{statistics.mean(differences):+.2f} ± {error:.2f}"
     assert cells["norm before"] == "1.5" and cells["warning"] == "14" and cells["spike"] == "250"
     assert cells["named"] == "token_mismatch, ratio 93 000, as planted"
     assert cells["done at the spike"] == "nothing"
@@ -110,6 +119,7 @@ def test_the_healthy_twin_is_at_no_distance_from_itself(suite_dir):
     runs, twins, _ = summary.collect(suite_dir)
     cells = dict(zip(table.HEADER, table.rows(runs, twins)[0], strict=True))
     assert (cells["from twin"], cells["moved in the last 5"]) == ("0%", "100%")
+    assert cells["against twin"] == "+0.00 ± 0.00"
     assert cells["named"] == "no event"
 
 
@@ -156,7 +166,9 @@ def test_without_a_twin_of_the_same_seed_nothing_is_compared(suite_dir):
     content["cells"][0]["seed"] = 3
     (suite_dir / "suite.json").write_text(json.dumps(content))
     runs, twins, _ = summary.collect(suite_dir)
-    assert table.rows(runs, twins)[1][-2:] == ["-", "-"]
+    cells = dict(zip(table.HEADER, table.rows(runs, twins)[1], strict=True))
+    columns = ("against twin", "from twin", "moved in the last 5")
+    assert [cells[column] for column in columns] == ["-"] * 3
 
 
 def test_the_summary_prints_the_table_and_writes_page_plot_and_markdown(suite_dir, capsys):
