@@ -51,6 +51,15 @@ class Reading:
         return distance(self.weights[-1], self.weights[0])
 
     @property
+    def moved_at_the_spike(self) -> float:
+        """How far the spike's step and the next one took the weights."""
+        spike = self.planted[-1]["step"]
+        # The first weights are those before step 1.
+        return distance(
+            self.weights[min(spike + 1, len(self.weights) - 1)], self.weights[spike - 1]
+        )
+
+    @property
     def moved_lately(self) -> float:
         """How far the last `LAST_STEPS` steps took the weights."""
         return distance(self.weights[-1], self.weights[-1 - LAST_STEPS])

@@ -12,7 +12,9 @@ HEADER = [
     "spike",
     "done at the spike",
     "named",
+    "norm without it",
     "from twin",
+    "moved at the spike",
     f"moved in the last {LAST_STEPS}",
 ]
 LEGEND = f"""\
@@ -21,9 +23,10 @@ final reward: mean on unseen questions, 8 answers each at temperature 1, with th
 norm before: median of the steps before anything was planted; warning, spike: the norm at those
   steps (largest of the step's mini-batches, before clipping; after token_clip).
 named: at the spike, the first culprit's cause and its ratio to the old policy; "as planted" if the
-  event names the planted token and nothing else. from twin: L2 distance of the final weights from
-  the healthy twin's, as a share of the way that the twin's weights went. moved in the last
-  {LAST_STEPS}: how far the last steps took the weights, as a share of the twin's."""
+  event names the planted token and nothing else; norm without it: the certificate's.
+from twin: L2 distance of the final weights from the healthy twin's, as a share of the way that the
+  twin's weights went. moved: how far the spike's step and the next one, and the last {LAST_STEPS}
+  steps, took the weights, as a share of the twin's."""
 
 
 def rows(readings: list[Reading], twins: dict[str, Reading]) -> list[list[str]]:
@@ -48,7 +51,9 @@ def row(reading: Reading, twin: Reading | None) -> list[str]:
         number(reading.norms[spike]),
         done(reading, spike),
         named(reading, spike),
+        norm_without(reading, spike),
         "-" if twin is None else f"{away(reading, twin):.0%}",
+        "-" if twin is None else f"{reading.moved_at_the_spike / twin.moved_at_the_spike:.0%}",
         "-" if twin is None else f"{reading.moved_lately / twin.moved_lately:.0%}",
     ]
 
@@ -92,6 +97,12 @@ def named(reading: Reading, step: int) -> str:
     ratio = culprit["ratios"]["current_over_old"]
     said = f"{culprit['cause']['label']}, ratio {number(ratio)}"
     return f"{said}, as planted" if is_as_planted(event, planted_at(reading, step)) else said
+
+
+def norm_without(reading: Reading, step: int) -> str:
+    """The norm of a step without the culprits, as the event's certificate has it."""
+    event = reading.event_at(step)
+    return "-" if event is None else number(event["certificate"]["norm_after"])
 
 
 def planted_at(reading: Reading, step: int) -> dict:

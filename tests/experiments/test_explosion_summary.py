@@ -21,6 +21,7 @@ PLANTED = [
 ]
 EVENT = {
     "step": {"global_step": 4},
+    "certificate": {"norm_after": 1.4551},
     "culprits": [
         {
             "positions": [5],
@@ -109,6 +110,10 @@ def test_every_number_of_the_table_is_what_its_legend_says(suite_dir):
     start, end = (weights("healthy", step) for step in (0, 6))
     away = slow_distance(weights("loud", 6), end) / slow_distance(end, start)
     assert cells["from twin"] == f"{away:.0%}"
+    assert cells["norm without it"] == "1.46"
+    two_steps = slow_distance(weights("loud", 5), weights("loud", 3))
+    twins_two = slow_distance(weights("healthy", 5), weights("healthy", 3))
+    assert cells["moved at the spike"] == f"{two_steps / twins_two:.0%}"
     lately = slow_distance(weights("loud", 6), weights("loud", 1))
     twins_lately = slow_distance(end, weights("healthy", 1))
     assert cells["moved in the last 5"] == f"{lately / twins_lately:.0%}"
@@ -167,8 +172,8 @@ def test_without_a_twin_of_the_same_seed_nothing_is_compared(suite_dir):
     (suite_dir / "suite.json").write_text(json.dumps(content))
     runs, twins, _ = summary.collect(suite_dir)
     cells = dict(zip(table.HEADER, table.rows(runs, twins)[1], strict=True))
-    columns = ("against twin", "from twin", "moved in the last 5")
-    assert [cells[column] for column in columns] == ["-"] * 3
+    columns = ("against twin", "from twin", "moved at the spike", "moved in the last 5")
+    assert [cells[column] for column in columns] == ["-"] * 4
 
 
 def test_the_summary_prints_the_table_and_writes_page_plot_and_markdown(suite_dir, capsys):
