@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from gradloc_report.metrics import Metrics
+from gradloc_report.text import plural
 
 NAME = "gradloc_report._health"
 PLACES = ("_health", "../verl_overrides/verl/gradloc/health")
@@ -99,7 +100,7 @@ class RunHealth:
         """The run's state in a sentence or two."""
         last = self.verdicts[-1]
         if not self.num_unwell:
-            return f"Healthy at each of {len(self.verdicts)} steps."
+            return f"Healthy throughout ({plural(len(self.verdicts), 'step')})."
         verb = "was" if self.num_unwell == 1 else "were"
         share = f"{self.num_unwell} of {len(self.verdicts)} steps {verb} not healthy"
         worst = f"the worst state was {self.worst.state}, first at step {self.worst.step}"
@@ -161,8 +162,8 @@ def judge(
     made = RunHealth(verdicts, tuple(name for name in known if name not in asked.heard))
     if verdicts and len(verdicts) <= config.warmup:
         made.notes.append(
-            f"The run has {len(verdicts)} steps, and rules about its own history are silent for "
-            f"the first {config.warmup}: --set warmup=3 lets them speak sooner."
+            f"The run has {plural(len(verdicts), 'step')}, and rules about its own history are "
+            f"silent for the first {config.warmup}: --set warmup=3 lets them speak sooner."
         )
     made.notes += _differences(metrics, verdicts)
     return made

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The strip of states in a real browser: pointer and keyboard both bring its reasons up.
+
+Run with `pytest -m browser tests/health`; skipped where there is no Chromium.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gradloc_report.cli import main
+from tests.report.test_browser import driver, open_page  # noqa: F401
+
+pytestmark = pytest.mark.browser
+RECORDINGS = Path(__file__).parent / "recordings"
+
+
+@pytest.fixture(scope="module")
+def collapsed_page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("collapsed")
+    shutil.copy(RECORDINGS / "collapsed.jsonl", folder / "metrics.jsonl")
+    out = folder / "report.html"
+    assert main([str(folder), "-o", str(out)]) == 0
+    return out
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_part_of_the_strip_says_its_reasons_when_pointed_at_or_tabbed_to(
+    driver,  # noqa: F811
+    collapsed_page,
+    width,
+):
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    open_page(driver, collapsed_page, width)
+    parts = [p for p in driver.find_elements(By.CSS_SELECTOR, "svg .noted") if p.is_displayed()]
+    note = driver.find_element(By.ID, "state-note")
+    assert note.text.startswith("The strip above the curve")
+    assert len(parts) >= 5
+
+    ActionChains(driver).move_to_element(parts[0]).perform()
+    assert note.text.startswith("Steps 8-9: warning. truncation: ")
+
+    driver.find_element(By.ID, "theme").click()
+    driver.find_element(By.ID, "theme").send_keys(Keys.TAB)
+    assert driver.switch_to.active_element.get_attribute("aria-label") == note.text
+    driver.switch_to.active_element.send_keys(Keys.TAB)
+    assert note.text.startswith("Steps 10-11: danger. ")
+    assert not driver.get_log("browser")
+
+
+def test_the_page_is_no_wider_than_the_phone(driver, collapsed_page):  # noqa: F811
+    open_page(driver, collapsed_page, 390)
+    size = driver.execute_script(
+        "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    )
+    assert size[0] <= size[1]

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The health command and the strip in the page, as a user meets them."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradloc_report import health
+from gradloc_report.cli import main
+from gradloc_report.health import HealthConfig, judge, ranges
+from gradloc_report.metrics import build, read_jsonl
+from tests.health.histories import healthy
+from tests.report.builder import make_event, write_run
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDINGS = Path(__file__).parent / "recordings"
+
+
+@pytest.fixture
+def run_of(tmp_path, monkeypatch):
+    """A run's folder with the metrics of a recording, or with those that are given."""
+    monkeypatch.setenv("COLUMNS", "140")
+
+    def make(source, name="run"):
+        folder = tmp_path / name
+        folder.mkdir()
+        if isinstance(source, str):
+            shutil.copy(RECORDINGS / f"{source}.jsonl", folder / "metrics.jsonl")
+        else:
+            lines = [json.dumps({"step": step, "data": row}) for step, row in source]
+            (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        return folder
+
+    return make
+
+
+def test_the_terminal_tells_the_state_the_strip_the_reasons_and_what_people_do(run_of, capsys):
+    assert main(["health", str(run_of("spiking"))]) == 0
+    out = capsys.readouterr().out
+    assert "At the last step, 24: healthy. 1 of 24 steps was not healthy; the worst state" in out
+    assert "step      1  ···················X····" in out
+    assert "X gradient_jump  danger at step 20" in out
+    assert "119 times its own median of 1.03 (limit 100 times)" in out
+    assert "actor_rollout_ref.actor.gradloc.action.mode=mask" in out
+    assert "Not judged, for want of their metrics: mismatch_weight" in out
+    assert "\x1b[" not in out
+
+
+def test_advice_that_several_reasons_share_is_given_once(run_of, capsys):
+    assert main(["health", str(run_of("collapsed"))]) == 0
+    out = capsys.readouterr().out
+    assert out.count("actor_rollout_ref.rollout.n=16") == 1 and "- and see above" in out
+    assert "found at 12, 16-30" in out
+
+
+def test_json_has_every_step_and_nothing_that_json_does_not_know(run_of, capsys):
+    rows = [(step, healthy(step)) for step in range(1, 31)]
+    rows[-1][1].update({"actor/grad_norm_max": float("inf"), "rollout_corr/rollout_is_mean": 0.0})
+    assert main(["health", str(run_of(rows)), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert len(found["steps"]) == 30 and found["state"] == "warning"
+    assert found["worst"] == {"state": "warning", "step": 30}
+    reasons = {reason["name"]: reason for reason in found["steps"][-1]["reasons"]}
+    assert reasons["mismatch_weight"]["found"] == "Infinity"
+    assert reasons["non_finite"]["metric"] == "actor/grad_norm_max"
+    assert set(found["advice"]) == set(reasons) and found["not_judged"] == []
+
+
+def test_thresholds_and_the_clip_limit_can_be_named(run_of, capsys):
+    folder = str(run_of("healthy"))
+
+    def states(*options):
+        assert main(["health", folder, "--json", *options]) == 0
+        steps = json.loads(capsys.readouterr().out)["steps"]
+        return {reason["name"] for step in steps for reason in step["reasons"]}
+
+    assert states() == set()
+    assert states("--grad-clip", "0.1") == {"clip_share"}
+    assert states("--grad-clip", "0") == set()
+    assert states("--set", "truncation=[0.01,null]") == {"truncation"}
+    assert states("--set", "trainer.health.truncation=[0.01,null]", "--set", "recent=30") == set()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--set", "truncation"], "--set truncation cannot be read: write KEY=VALUE with a number"),
+        (["--set", "truncation=much"], "--set truncation=much cannot be read"),
+        (["--set", "truncation=[2,1]"], "trainer.health.truncation must be [warning, danger] in"),
+        (["--set", "nonsense=1"], "trainer.health.nonsense is no setting: there are enable,"),
+        (["--grad-clip", "-1"], "--grad-clip must be a norm or 0 for none, found -1.0."),
+        (["--grad-clip", "nan"], "--grad-clip must be a norm or 0 for none, found nan."),
+    ],
+)
+def test_a_wrong_option_is_refused_with_a_sentence(run_of, capsys, options, sentence):
+    assert main(["health", str(run_of("healthy")), *options]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_run_without_metrics_that_can_be_judged_is_refused_with_a_sentence(
+    run_of, tmp_path, capsys
+):
+    assert main(["health", str(run_of([(1, {"val-core/acc": 0.5})]))]) == 2
+    assert "has no metrics that can be judged" in capsys.readouterr().err
+    assert main(["health", str(tmp_path / "nowhere")]) == 2
+    assert "does not exist: name the folder of a run." in capsys.readouterr().err
+    events = write_run(tmp_path / "events", [make_event()])
+    assert main(["health", str(events)]) == 2
+    assert "has no metrics that can be judged" in capsys.readouterr().err
+
+
+def test_a_run_of_unpatched_verl_in_a_csv_is_judged(tmp_path, capsys):
+    metrics, _ = read_jsonl(RECORDINGS / "collapsed.jsonl")
+    own = ("gradloc/", "health/", "rollout/zero", "actor/grad_norm_max")
+    names = [name for name in metrics.series if not name.startswith(own)]
+    with (tmp_path / "history.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["_step", *(f"run - {name}" for name in names)])
+        for index, step in enumerate(metrics.steps):
+            writer.writerow([step, *(metrics.series[name][index] for name in names)])
+    assert main(["health", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["state"] == "danger" and found["worst"]["step"] == 10
+    assert "spikes" in found["not_judged"]
+
+
+def test_one_step_and_short_runs_say_that_most_rules_were_silent(run_of, capsys):
+    assert main(["health", str(run_of([(7, healthy(7))]))]) == 0
+    out = capsys.readouterr().out
+    assert "Healthy throughout (1 step)." in out
+    assert "The run has 1 step, and rules about its own history are silent for the first 10" in out
+
+
+def test_a_run_that_was_resumed_is_judged_with_its_later_values(run_of):
+    rows = [(step, healthy(step)) for step in [*range(1, 21), *range(16, 31)]]
+    rows[17][1]["actor/ppo_kl"] = 5.0  # step 18 of the first try, which the second replaced
+    metrics, _ = read_jsonl(run_of(rows) / "metrics.jsonl")
+    assert [v.step for v in judge(metrics).verdicts] == list(range(1, 31))
+    assert judge(metrics).num_unwell == 0
+
+
+def test_the_runs_own_monitor_may_have_had_other_thresholds(run_of, capsys):
+    rows = [(step, {**healthy(step), "health/state": int(step == 4)}) for step in range(1, 21)]
+    assert main(["health", str(run_of(rows))]) == 0
+    out = capsys.readouterr().out
+    assert "The run's own monitor judged 1 of 20 steps differently (first: step 4)" in out
+
+
+def test_a_long_run_has_a_short_strip_in_which_no_danger_is_lost(run_of, capsys):
+    rows = [(step, healthy(step)) for step in range(1, 2001)]
+    rows[1234][1]["actor/ppo_kl"] = 5.0
+    assert main(["health", str(run_of(rows))]) == 0
+    out = capsys.readouterr().out
+    strip = [line for line in out.splitlines() if line.startswith("step ")]
+    assert len(strip) <= 5 and sum(line.count("X") for line in strip) == 1
+    assert "7 steps to a mark" in out
+
+
+def test_spans_cover_every_step_once_and_keep_the_worst():
+    rows = {step: healthy(step) for step in range(1, 301)}
+    for step in (50, 51, 52, 200):
+        rows[step]["actor/ppo_kl"] = 0.5 if step == 200 else 5.0
+    found = judge(build(rows, "made"))
+    exact = found.spans(300)
+    assert [(s.first, s.last, s.state) for s in exact] == [
+        (1, 49, "healthy"),
+        (50, 52, "danger"),
+        (53, 199, "healthy"),
+        (200, 200, "warning"),
+        (201, 300, "healthy"),
+    ]
+    few = found.spans(10)
+    assert len(few) <= 10 and [s.state for s in few if s.reasons] == ["danger", "warning"]
+    assert few[0].first == 1 and few[-1].last == 300
+    assert all(a.last + 1 == b.first for a, b in zip(few, few[1:], strict=False))
+    assert exact[1].note == "Steps 50-52: danger. policy_kl: actor/ppo_kl is 5 (limit 1)."
+
+
+def test_ranges_name_the_first_and_count_the_rest():
+    assert ranges((1, 2, 3, 7, 9, 11, 13, 20, 21)) == "1-3, 7, 9, 11, 13 and 2 more"
+
+
+def page_of(folder, tmp_path):
+    out = tmp_path / "report.html"
+    assert main([str(folder), "-o", str(out)]) == 0
+    return out.read_text(encoding="utf-8")
+
+
+def test_the_page_has_a_strip_with_reasons_and_the_same_in_text(run_of, tmp_path):
+    text = page_of(run_of("collapsed"), tmp_path)
+    notes = re.findall(r'<g[^>]*class="noted"[^>]*>\s*<[^>]*title>([^<]*)<', text)
+    assert any(note.startswith("Steps 18-19: danger. no_gradient: ") for note in notes)
+    assert text.count('tabindex="0" role="img" aria-label="Step') == len(notes) >= 10
+    assert "At the last step, 30: danger. 23 of 30 steps were not healthy" in text
+    assert "<code>data.max_response_length=4096</code>" in text
+
+
+def test_a_page_without_metrics_has_no_strip(tmp_path):
+    folder = write_run(tmp_path / "run", [make_event()])
+    text = page_of(folder, tmp_path)
+    assert 'class="noted"' not in text and "The run's health" not in text
+
+
+def test_the_wheel_holds_the_rules_and_works_without_the_repository(run_of, tmp_path):
+    text = (ROOT / "pyproject.toml").read_text()
+    table = text.split("[tool.hatch.build.targets.wheel.force-include]\n")[1].split("\n\n")[0]
+    site = tmp_path / "site"
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "gradloc_report", site / "gradloc_report", ignore=ignore)
+    for source, target in re.findall(r'^"(.*)" = "(.*)"$', table, flags=re.M):
+        shutil.copytree(ROOT / source, site / target, ignore=ignore)
+    code = (
+        "import sys; from gradloc_report import cli, health\n"
+        "print(health._health.__file__)\n"
+        f"sys.exit(cli.main(['health', {str(run_of('spiking'))!r}]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(site / health.NAME.replace(".", "/")) in done.stdout
+    assert "X gradient_jump  danger at step 20" in done.stdout
+
+
+def test_the_defaults_of_the_report_are_the_trainers():
+    rows = {step: healthy(step) for step in range(1, 20)}
+    assert judge(build(rows, "x")).verdicts == judge(build(rows, "x"), HealthConfig()).verdicts
