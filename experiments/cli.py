@@ -113,13 +113,13 @@ def run(args, environ, cwd: Path) -> int:
             line = command(plain, experiment.name, overrides)
             describe(line, folder)
             is_brief = on_cpu and not args.verbose
-            return launch.run(line, folder / "console.log", is_brief)
+            code = launch.run(line, folder / "console.log", is_brief)
+            if cells and code == 0 and (folder / "gradloc" / "events.jsonl").is_file():
+                draw_report(python, folder)
+            return code
 
         if cells:
             code = suite.run(experiment, cells, args.overrides, run_dir, run_one, plain)
-            for cell in cells:
-                if (run_dir / cell.folder / "gradloc" / "events.jsonl").is_file():
-                    draw_report(python, run_dir / cell.folder)
         else:
             code = run_one(args.overrides, run_dir)
     if code == 0 and experiment.name == catalog.DEMO:

@@ -37,18 +37,20 @@ def collect(folder: Path):
     return list(found.values()), twins, [c["folder"] for c in cells if c["exit_code"] != 0]
 
 
-def page(cells: list[list[str]], picture: bytes, runs: list[readings.Reading]) -> str:
-    """One HTML file: table, plot, and each run's report."""
+def page(cells: list[list[str]], picture: bytes, runs: list[readings.Reading], folder: Path) -> str:
+    """One HTML file: table, plot, and each run's report, where something spiked in it."""
+
+    def title(run):
+        name, report = html.escape(run.name), f"{run.name}/report.html"
+        return (
+            f'<a href="{html.escape(report)}">{name}</a>' if (folder / report).is_file() else name
+        )
 
     def line(tag, texts):
         return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>"
 
     body = "\n".join(line("td", row) for row in cells)
-    links = "\n".join(
-        f'<li><a href="{html.escape(run.name)}/report.html">{html.escape(run.name)}</a>: '
-        f"{html.escape(run.meaning)}</li>"
-        for run in runs
-    )
+    links = "\n".join(f"<li>{title(run)}: {html.escape(run.meaning)}</li>" for run in runs)
     image = base64.b64encode(picture).decode()
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>The explosion, safeguard by safeguard</title>
@@ -85,7 +87,7 @@ def main(argv=None) -> int:
         print(f"without {', '.join(failed)}, which did not end well")
     (folder / "summary.md").write_text(f"{table.as_markdown(cells)}\n", encoding="utf-8")
     (folder / "summary.png").write_bytes(picture)
-    (folder / "summary.html").write_text(page(cells, picture, runs), encoding="utf-8")
+    (folder / "summary.html").write_text(page(cells, picture, runs, folder), encoding="utf-8")
     print(f"page:    {folder / 'summary.html'}")
     return 0
 

@@ -177,12 +177,14 @@ def test_without_a_twin_of_the_same_seed_nothing_is_compared(suite_dir):
 
 
 def test_the_summary_prints_the_table_and_writes_page_plot_and_markdown(suite_dir, capsys):
+    (suite_dir / "loud" / "report.html").touch()
     assert summary.main([str(suite_dir)]) == 0
     said = capsys.readouterr().out
     assert "token_mismatch, ratio 93 000, as planted" in said and "without broken" in said
     assert (suite_dir / "summary.png").read_bytes()[:4] == b"\x89PNG"
     page = (suite_dir / "summary.html").read_text()
     assert 'href="loud/report.html"' in page and "loud &amp; all" in page
+    assert "healthy/report.html" not in page
     assert (suite_dir / "summary.md").read_text().startswith("| arm | final reward |")
 
 
