@@ -87,6 +87,15 @@ def test_every_override_that_is_advised_is_one_that_verl_takes(compose):
         assert "error" not in answer, (line, answer)
 
 
+def test_the_docs_give_the_advice_that_is_given():
+    rows = re.findall(r"^\| (?:`([a-z_0-9]+)`)? ?\| ([^|`]+) \| `([^`]+)` \|$", PAGE, flags=re.M)
+    told, name = {}, ""
+    for reason, do, line in rows:
+        name = reason or name
+        told.setdefault(name, []).append((do, line))
+    assert {name: list(advice) for name, advice in ADVICE.items()} == told
+
+
 WRONG = [
     ({"enable": 1}, "trainer.health.enable must be true or false, found 1."),
     ({"warmup": 1}, "trainer.health.warmup must be an integer of at least 2, found 1."),

@@ -21,14 +21,14 @@ _SMALLER_STEPS = ("Take smaller steps.", f"{_ACTOR}.optim.lr=5e-7")
 _ONE_EPOCH = ("Let the policy drift less within a step: one epoch over the rollouts.", f"{_ACTOR}.ppo_epochs=1")
 _KEEP_ROLLOUTS = ("Keep the rollouts and read them, with their rewards.", "trainer.rollout_data_dir=rollouts")
 _LOCALIZE = ("Let GradLoc name the tokens that do it, where it does not yet.", f"{_ACTOR}.spike_detection=true")
-_MASK = ("Take such a step without its culprits.", f"{_ACTOR}.gradloc.action.mode=mask")
-_CLIP = ("Clip harder; direction and the rest of the run stay as they are.", f"{_ACTOR}.grad_clip=0.5")
+_MASK = ("Take such a step without its culprits; needs spike_detection.", f"{_ACTOR}.gradloc.action.mode=mask")
+_CLIP = ("Clip harder; the direction stays, and so does a culprit's part in it.", f"{_ACTOR}.grad_clip=0.5")
 _CLIP_LAYERS = (
     "Clip each layer by its own history instead, so that one layer's spike does not starve the others.",
     f"{_ACTOR}.gradloc.stabilize.layer_clip.rule=adagc",
 )
 _CLIP_TOKENS = (
-    "Bound the ratio of tokens that drifted from the policy that wrote them.",
+    "Bound the ratio of tokens that drifted from the policy that wrote them; needs rollout.calculate_log_probs.",
     f"{_ACTOR}.gradloc.stabilize.token_clip.mode=clamp",
 )
 _WARMER = ("Sample more diverse rollouts, where the temperature is below that.", f"{_ROLLOUT}.temperature=1.0")
@@ -76,7 +76,10 @@ ADVICE: dict[str, tuple[tuple[str, str], ...]] = {
         _WARMER,
     ),
     "reward_fall": (
-        ("Go back to a checkpoint from before the fall.", "trainer.resume_mode=resume_path"),
+        (
+            "Go back to a checkpoint from before the fall, named by trainer.resume_from_path.",
+            "trainer.resume_mode=resume_path",
+        ),
         _SMALLER_STEPS,
         ("Hold the policy near the reference.", f"{_ACTOR}.use_kl_loss=true"),
         _COOLER,
