@@ -13,8 +13,9 @@ from experiments.errors import ExperimentError
 from experiments.kk import statements
 
 NAMES = (
-    "Abigail Alexander Amelia Aria Aurora Ava Avery Benjamin Charlotte Chloe Daniel David Elizabeth "
-    "Ella Emily Emma Ethan Evelyn Grace Harper Henry Isabella Jack Jackson Jacob James Joseph "
+    "Abigail Alexander Amelia Aria Aurora Ava Avery Benjamin Charlotte Chloe Daniel David "
+    "Elizabeth Ella Emily Emma Ethan Evelyn Grace Harper Henry Isabella Jack Jackson Jacob James "
+    "Joseph "
     "Joshua Lily Liam Logan Lucas Luke Mason Matthew Mia Michael Noah Oliver Olivia Owen Penelope "
     "Riley Samuel Scarlett Sebastian Sofia Sophia Theodore Victoria William Zoey"
 ).split()
@@ -41,9 +42,9 @@ class Puzzle:
         """
         found = solutions(self.said)
         if len(found) != 1:
+            many = "more than one" if found else "no"
             raise ExperimentError(
-                f"the puzzle of {', '.join(self.names)} has {'no' if not found else 'more than one'} "
-                "solution where exactly one is needed."
+                f"the puzzle of {', '.join(self.names)} has {many} solution, and needs exactly one."
             )
         return found[0]
 

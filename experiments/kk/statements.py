@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a person on the island says, in the notation of the Knights-and-Knaves data set.
 
-A statement is a tuple: `("telling-truth", i)` and `("lying", i)` are about person i, counted from 0;
-`("not", s)`, `("and", s, ...)`, `("or", s, ...)`, `("->", s, s)` and `("<=>", s, s)` are made of
-others. Source of the notation: Xie et al., arXiv 2410.23123.
+A statement is a tuple: `("telling-truth", i)` and `("lying", i)` are about person i, counted from
+0; `("not", s)`, `("and", s, ...)`, `("or", s, ...)`, `("->", s, s)` and `("<=>", s, s)` are made
+of others. Source of the notation: Xie et al., arXiv 2410.23123.
 """
 
 import ast

@@ -34,7 +34,8 @@ def test_digits_are_tokens_of_their_own():
 
 def test_only_the_answer_is_taught():
     tokenizer = build.make_tokenizer()
-    ids, labels = material.encode(tokenizer, [arithmetic.Addition(1, 2), arithmetic.Addition(10, 20)])
+    additions = [arithmetic.Addition(1, 2), arithmetic.Addition(10, 20)]
+    ids, labels = material.encode(tokenizer, additions)
     for row, addition in zip(labels, ("1+2=3", "10+20=30"), strict=True):
         taught = tokenizer.decode(row[row >= 0])
         assert taught.startswith(addition) and taught.endswith(".<end>")
