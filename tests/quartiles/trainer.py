@@ -50,7 +50,9 @@ def analyse(
 
 def run_at_steps(dump_dir: str, overrides: list[str], steps: list[int]) -> list[int]:
     """At which of these steps the workers were asked."""
-    trainer = StandIn([*ON, "trainer.quartile_analysis_num_tokens=0", *overrides], dump_dir)
+    few = "trainer.quartile_analysis_num_tokens=0"
+    large = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16"
+    trainer = StandIn([*ON, few, large, *overrides], dump_dir)
     asked = []
     for step in steps:
         trainer.global_steps = step
