@@ -5,6 +5,8 @@ PYTHONPATH=PATCHED_TREE python tests/health/monitor_probe.py
 """
 
 import json
+import os
+import tempfile
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from omegaconf import OmegaConf
 from verl import DataProto
 from verl.gradloc.health import HealthConfig
 from verl.gradloc.health.monitor import Monitor, build_monitor
+from verl.gradloc.trainer_hook import TrainerHook
 
 CALM = {"actor/grad_norm": 0.5, "actor/pg_loss": 0.01, "critic/score/mean": 0.4}
 
@@ -76,6 +79,22 @@ def resumed():
     return answers
 
 
+def checkpointed(folder):
+    """The last judged step in a checkpoint, which verl saves before the step has its metrics."""
+    hook = TrainerHook(monitor=Monitor(HealthConfig(enable=True), 1.0))
+    kept = []
+    for step in range(1, 5):
+        if step == 3:
+            hook.save(folder)
+        hook.after_step(batch_of([("a", 1.0), ("a", 0.0)]), dict(CALM), step)
+    with open(f"{folder}/gradloc.json") as file:
+        kept.append(json.load(file)["health"]["judge"]["last_step"])
+    resumed = TrainerHook(monitor=Monitor(HealthConfig(enable=True), 1.0))
+    resumed.load(folder)
+    kept.append(resumed.monitor.state()["judge"]["last_step"])
+    return kept + [os.listdir(folder)]
+
+
 def spoken():
     """Lines are printed by the monitor itself; the answer is only what follows them."""
     monitor = Monitor(HealthConfig(enable=True), 1.0)
@@ -96,6 +115,7 @@ print(
             "broken": observed(PAIRS, has_uids=False),
             "nothing": observed(PAIRS, {name: None for name in CALM}, compares_rollouts=False),
             "resumed": resumed(),
+            "checkpointed": checkpointed(tempfile.mkdtemp()),
             "fsdp": clip_and_comparing(),
             "megatron": clip_and_comparing(**{"actor_rollout_ref.actor.strategy": "megatron"}),
             "engine": clip_and_comparing(**{"trainer.use_legacy_worker_impl": "disable"}),

@@ -59,6 +59,10 @@ def test_a_checkpoint_in_between_changes_nothing(probe):
     assert whole == resumed == [0] * 20 + [2]
 
 
+def test_a_checkpoint_holds_the_step_that_it_was_saved_in(probe):
+    assert probe[0]["checkpointed"] == [3, 3, ["gradloc.json"]]
+
+
 def test_a_line_is_printed_when_the_state_changes_or_a_rule_comes_to_danger(probe):
     assert probe[1][:3] == [
         "health: step 2: danger (was healthy). "

@@ -137,6 +137,7 @@ class TrainerHook:
     ):
         self.spikes, self.alpha, self.lopti = spikes, alpha, lopti
         self.stabilizers, self.monitor = stabilizers, monitor
+        self._checkpoint: Optional[str] = None
 
     @property
     def is_on(self) -> bool:
@@ -195,14 +196,19 @@ class TrainerHook:
         """Just before the step's metrics are logged."""
         if self.monitor is not None:
             self.monitor.observe(batch, metrics, global_step)
+            if self._checkpoint is not None:  # written before the step had its metrics
+                self.save(self._checkpoint)
+        self._checkpoint = None
 
     def save(self, global_step_folder: str) -> None:
         """Put the parts' states beside a checkpoint."""
         state = {name: part.state() for name, part in self._stateful.items() if part is not None}
         path = os.path.join(global_step_folder, _STATE_FILE)
         try:
-            with open(path, "w", encoding="utf-8") as file:
+            with open(f"{path}.partial", "w", encoding="utf-8") as file:
                 json.dump({"schema_version": SCHEMA_VERSION, **state}, file)
+            os.replace(f"{path}.partial", path)
+            self._checkpoint = global_step_folder
         except OSError:
             logger.exception("gradloc: %s could not be written; a resumed run will learn its history anew", path)
 
