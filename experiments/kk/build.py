@@ -11,11 +11,11 @@ from experiments.kk.language import language
 
 RECIPE = material.Recipe(
     # Enough for the format and for part of the puzzles: the rest is left to RL.
-    warmup_steps=200,
+    warmup_steps=100,
     warmup_batch=64,
     label_smoothing=0.01,
-    num_train=1000,
-    num_val=128,
+    num_train=320,
+    num_val=80,
 )
 
 if __name__ == "__main__":

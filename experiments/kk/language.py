@@ -19,7 +19,8 @@ from experiments.kk import puzzle, statements, wording
 
 NAMES = ("Ava", "Jack", "Mia", "Zoey")
 NUM_PEOPLE = 2
-NUM_PUZZLES = 1200
+KINDS = (puzzle.SIMPLE, "and", "or")
+NUM_PUZZLES = 400
 """How many are drawn in all; training, validation and the warm-up take theirs from these."""
 PIECES = r"</?[a-z]+>| ?[A-Za-z]+|\s|[^\sA-Za-z]"
 """A tag, a word with the space before it, or one other character."""
@@ -48,7 +49,7 @@ class Exercise:
 def pool() -> tuple[Exercise, ...]:
     """All exercises there are, in an order that says nothing."""
     rng = random.Random("knights of the demo")
-    return tuple(map(Exercise, puzzle.draw(NUM_PUZZLES, NUM_PEOPLE, rng, NAMES)))
+    return tuple(map(Exercise, puzzle.draw(NUM_PUZZLES, NUM_PEOPLE, rng, NAMES, KINDS)))
 
 
 def split(num_train: int, num_val: int, _seed: int) -> tuple[list[Exercise], list[Exercise]]:

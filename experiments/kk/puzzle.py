@@ -21,6 +21,10 @@ NAMES = (
 ).split()
 FEWEST, MOST = 2, 7
 """How many people there can be; the paper trains on 3 to 7."""
+SIMPLE = "simple"
+"""The kind of a statement that is a leaf."""
+KINDS = (SIMPLE, SIMPLE, "not", *statements.MANY, *statements.BINARY)
+"""What is said, each as likely as the others; a simple claim twice as likely."""
 PATIENCE = 10_000
 """Drawings without a new puzzle after which there are taken to be no more."""
 
@@ -73,19 +77,20 @@ def solutions(said: tuple[tuple, ...], limit: int = 2) -> list[tuple[bool, ...]]
     return found
 
 
-def draw_statement(rng: random.Random, num_people: int, speaker: int, depth: int) -> tuple:
-    """A statement by one of the people, about others or, within a larger one, anybody."""
-    if depth == 0 or rng.random() < 0.3:
+def draw_statement(rng: random.Random, num_people: int, speaker: int, kinds) -> tuple:
+    """A statement by one of the people: about another one or, if it has two parts, anybody."""
+    kind = rng.choice(kinds)
+    if kind in (SIMPLE, "not"):
         about = rng.choice([i for i in range(num_people) if i != speaker])
-        return (rng.choice(statements.LEAVES), about)
-    kind = rng.choice(("not", *statements.MANY, *statements.BINARY))
-    if kind == "not":
-        return (kind, draw_statement(rng, num_people, speaker, 0))
+        claim = (rng.choice(statements.LEAVES), about)
+        return claim if kind == SIMPLE else (kind, claim)
     pair = rng.sample(range(num_people), 2)
     return (kind, *((rng.choice(statements.LEAVES), person) for person in pair))
 
 
-def draw(num: int, num_people: int, rng: random.Random, names=NAMES, report=None) -> list[Puzzle]:
+def draw(
+    num: int, num_people: int, rng: random.Random, names=NAMES, kinds=KINDS, report=None
+) -> list[Puzzle]:
     """Different puzzles with exactly one solution each.
 
     Args:
@@ -93,6 +98,7 @@ def draw(num: int, num_people: int, rng: random.Random, names=NAMES, report=None
         num_people: 2 to 7.
         rng: the same state gives the same puzzles on every machine.
         names: who can be there.
+        kinds: what they can say, some of `KINDS`.
         report: takes the number of puzzles found so far, after each.
 
     Raises:
@@ -102,7 +108,7 @@ def draw(num: int, num_people: int, rng: random.Random, names=NAMES, report=None
     while len(found) < num:
         puzzle = Puzzle(
             tuple(rng.sample(list(names), num_people)),
-            tuple(draw_statement(rng, num_people, i, depth=1) for i in range(num_people)),
+            tuple(draw_statement(rng, num_people, i, kinds) for i in range(num_people)),
         )
         since += 1
         if puzzle not in found and len(solutions(puzzle.said)) == 1:
