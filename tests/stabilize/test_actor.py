@@ -153,7 +153,7 @@ def test_an_outlier_is_skipped_and_leaves_weights_and_moments_as_they_were(world
             assert reported == pytest.approx(found["norms"], rel=1e-5)
         assert metrics[4]["gradloc/skip_step/threshold"][0] < reported[4]
         assert metrics[3]["gradloc/skip_step/threshold"] == [0.0]
-    assert found["state"]["skip_step"]["norms"] == reported
+    assert found["state"][""]["skip_step"]["norms"] == reported
 
 
 BOTH = [
@@ -213,7 +213,7 @@ def test_a_step_without_its_culprits_is_clipped_and_learned_as_it_is_then(world,
     mask = [f"{ACTOR}.gradloc.action.mode=mask"]
     for steps in world.run(name, overrides=ON + BOTH + mask, **arguments):
         assert steps[3]["weights"] != steps[2]["weights"]
-        norms = steps[3]["state"]["skip_step"]["norms"]
+        norms = steps[3]["state"][""]["skip_step"]["norms"]
         assert norms[3] < 3 * max(norms[:3]), "the norm that was learned has no culprit in it"
         assert steps[3]["metrics"]["gradloc/layer_clip/scale_min"][0] > 0.3
     assert steps[3]["actions"] == ["mask"]
@@ -275,7 +275,7 @@ def test_a_resumed_run_goes_on_bit_by_bit_with_everything_on(world, dump_dir, ca
         cut=5,
     ):
         assert found["resumed"] == found["whole"]
-        assert found["saved"]["stabilizers"].keys() == {"layer_clip", "skip_step"}
+        assert found["saved"]["stabilizers"][""].keys() == {"layer_clip", "skip_step"}
         json.dumps(found["saved"], allow_nan=False)
 
 

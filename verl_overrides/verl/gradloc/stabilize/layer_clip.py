@@ -92,9 +92,10 @@ class _ZScore:
         return {layer: history.state() for layer, history in self._histories.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._histories = {layer: self._new() for layer in state}
-        for layer, history in self._histories.items():
+        histories = {layer: self._new() for layer in state}
+        for layer, history in histories.items():
             history.load_state(state[layer])
+        self._histories = histories
 
     def _new(self) -> History:
         # one norm is enough for it: how long the warm-up lasts is this module's business
@@ -168,5 +169,6 @@ class LayerClip:
         for key, ours in (("rule", self._settings.rule), ("group", self._settings.group)):
             if state[key] != ours:
                 raise ValueError(f"layer_clip.{key} is {ours} now, and the checkpoint's statistics are of {state[key]}")
+        num_steps = int(state["num_steps"])
         self._rule.load_state(state["layers"])
-        self._num_steps = int(state["num_steps"])
+        self._num_steps = num_steps
