@@ -53,6 +53,7 @@ def environment(tmp_path, tree):
         "MODEL_PATH": str(tmp_path / "model $x"),
         "TRAIN_FILE": str(tmp_path / "train.parquet"),
         "CKPTS_DIR": str(tmp_path / "ckpts"),
+        "KK_DATA": str(tmp_path / "knights"),
     }
 
 

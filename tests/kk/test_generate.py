@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: what it writes, what it refuses, and that it finds bad rows."""
+
+import pytest
+
+pytest.importorskip("pysat")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+import pyarrow  # noqa: E402
+
+from experiments.kk import generate  # noqa: E402
+
+
+def run(capsys, *args):
+    code = generate.main([str(arg) for arg in args])
+    return code, capsys.readouterr()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kk") / "data"
+    arguments = ["--people", "2", "3", "--train", "8", "--test", "3", "--out", str(folder)]
+    assert generate.main(arguments) == 0
+    return folder
+
+
+def rows_of(path):
+    return parquet.read_table(path).to_pylist()
+
+
+def test_it_writes_training_and_test_files_that_share_no_puzzle(data):
+    parts = {path.name: rows_of(path) for path in data.iterdir()}
+    assert {name: len(rows) for name, rows in parts.items()} == {
+        "train.parquet": 16,
+        "test-2ppl.parquet": 3,
+        "test-3ppl.parquet": 3,
+    }
+    questions = [row["prompt"][1]["content"] for rows in parts.values() for row in rows]
+    assert len(set(questions)) == len(questions)
+
+
+def test_progress_is_shown_and_the_same_seed_writes_the_same_files(capsys, data, tmp_path):
+    code, said = run(
+        capsys, "--people", 2, 3, "--train", 8, "--test", 3, "--out", tmp_path / "again"
+    )
+    assert code == 0
+    assert "3 people: 11/11 puzzles" in said.err
+    for path in data.iterdir():
+        assert rows_of(path) == rows_of(tmp_path / "again" / path.name)
+
+
+def test_a_good_file_passes_the_check(capsys, data):
+    code, said = run(capsys, "--check", data / "train.parquet")
+    assert code == 0 and "16 puzzles, each with exactly one solution" in said.out
+
+
+def truth_of(row):
+    return row["reward_model"]["ground_truth"]
+
+
+def ambiguous(row):
+    truth_of(row)["statements"] = "(('telling-truth', 1), ('telling-truth', 0))"
+
+
+def paradox(row):
+    truth_of(row)["statements"] = "(('lying', 0), ('lying', 0))"
+
+
+def mislabelled(row):
+    text = truth_of(row)["solution_text_format"]
+    first, *rest = text.split("\n")
+    other = first[:-6] + "knave" if first.endswith("knight") else first[:-5] + "knight"
+    truth_of(row)["solution_text_format"] = "\n".join([other, *rest])
+
+
+def garbled(row):
+    truth_of(row)["statements"] = "hm"
+
+
+@pytest.mark.parametrize(
+    "damage, said",
+    [
+        (ambiguous, "has more than one solution"),
+        (paradox, "has no solution"),
+        (mislabelled, "its solution is not the one that its statements have"),
+        (garbled, "is no tuple of statements"),
+    ],
+)
+def test_a_row_without_the_unique_solution_that_it_states_is_refused(
+    capsys, data, tmp_path, damage, said
+):
+    rows = rows_of(data / "test-2ppl.parquet")
+    damage(rows[1])
+    path = tmp_path / "bad.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    code, output = run(capsys, "--check", path)
+    assert code == 1
+    assert output.err.startswith(f"generate: 1 of the 3 rows of {path} cannot be trained on: row 1")
+    assert said in output.err and "Traceback" not in output.err
+
+
+def test_another_data_sets_file_is_refused_row_by_row_but_briefly(capsys, tmp_path):
+    path = tmp_path / "math.parquet"
+    rows = [{"reward_model": {"style": "rule", "ground_truth": "4"}}] * 20
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    code, output = run(capsys, "--check", path)
+    assert code == 1
+    assert "20 of the 20 rows" in output.err and "and 15 more" in output.err
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        ([], "--people and --out are needed"),
+        (["--people", 8, "--out", "x"], "--people 8 is not from 2 to 7"),
+        (["--people", 1, "--out", "x"], "--people 1 is not from 2 to 7"),
+        (["--people", 3, "--train", 0, "--out", "x"], "--train 0 is no number of puzzles"),
+        (["--people", 3, "--test", -1, "--out", "x"], "--test -1 is no number of puzzles"),
+        (["--check", "absent.parquet"], "absent.parquet is no file"),
+        (["--check", __file__], "cannot be read as parquet"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_one_sentence(
+    capsys, tmp_path, monkeypatch, args, said
+):
+    monkeypatch.chdir(tmp_path)
+    code, output = run(capsys, *args)
+    assert code != 0
+    assert output.err.startswith("generate: ") and said in output.err
+    assert len(output.err.splitlines()) == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_file_is_not_written_over(capsys, data):
+    code, output = run(capsys, "--people", 2, "--out", data)
+    assert code == 1 and "exists: name another folder" in output.err

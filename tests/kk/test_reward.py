@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reward's four values, each for what it is for."""
+
+import random
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("pysat")
+
+from experiments.kk import puzzle, wording  # noqa: E402
+from tests.kk.test_puzzle import any_claims  # noqa: E402
+
+PROPERTY = settings(deadline=None, max_examples=60, derandomize=True)
+PUZZLES = [one for n in range(2, 8) for one in puzzle.draw(4, n, random.Random(f"reward {n}"))]
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+TRUTH = {"solution_text_format": "(1) Zoey is a knight\n(2) Oliver is a knave", "statements": ""}
+RIGHT = "<think>Zoey must be.</think><answer>(1) Zoey is a knight\n(2) Oliver is a knave</answer>"
+
+any_puzzle = st.sampled_from(PUZZLES)
+# No tags, and no header of another turn.
+any_thoughts = st.text(st.characters(exclude_characters="<>:"), max_size=40)
+
+
+def truth(one):
+    return wording.to_row(0, one, "test")["reward_model"]["ground_truth"]
+
+
+def score(kk, text, ground_truth=TRUTH):
+    found = kk.compute_score(text, ground_truth)
+    assert found["acc"] + found["wrong_answer"] + found["format_error"] == 1.0
+    return found["score"]
+
+
+@PROPERTY
+@given(one=any_puzzle, thoughts=any_thoughts)
+def test_the_generated_solution_scores_full(kk, one, thoughts):
+    text = wording.response(thoughts, wording.answer(one))
+    assert score(kk, text, truth(one)) == 3.0
+
+
+@PROPERTY
+@given(one=any_puzzle, data=st.data())
+def test_any_flipped_role_scores_the_answer_error(kk, one, data):
+    flipped = data.draw(st.sets(st.integers(0, len(one.names) - 1), min_size=1))
+    lines = wording.answer(one).splitlines()
+    swap = {"knight": "knave", "knave": "knight"}
+    for i in flipped:
+        *rest, role = lines[i].split()
+        lines[i] = " ".join([*rest, swap[role]])
+    assert score(kk, wording.response("hm", "\n".join(lines)), truth(one)) == -0.5
+
+
+@PROPERTY
+@given(one=any_puzzle, data=st.data())
+def test_a_person_left_out_or_named_twice_scores_the_unreadable_answer(kk, one, data):
+    lines = wording.answer(one).splitlines()
+    i = data.draw(st.integers(0, len(lines) - 1))
+    for answer in (lines[:i] + lines[i + 1 :], [*lines, lines[i]]):
+        assert score(kk, wording.response("hm", "\n".join(answer)), truth(one)) == -1.0
+
+
+@PROPERTY
+@given(one=any_puzzle, tag=st.sampled_from(TAGS), place=st.floats(0, 1), add=st.booleans())
+def test_a_tag_missing_or_twice_scores_the_format_error(kk, one, tag, place, add):
+    text = wording.response("hm", wording.answer(one))
+    at = int(place * len(text))
+    broken = text[:at] + tag + text[at:] if add else text.replace(tag, "")
+    # An insertion within a tag that makes no second one of it leaves one tag less.
+    assume([broken.count(tag) for tag in TAGS] != [1, 1, 1, 1])
+    assert score(kk, broken, truth(one)) == -3.0
+
+
+@PROPERTY
+@given(order=st.permutations(TAGS))
+def test_tags_out_of_order_score_the_format_error(kk, order):
+    assume(tuple(order) != TAGS)
+    lines = TRUTH["solution_text_format"]
+    text = f"{order[0]}hm{order[1]}{order[2]}{lines}{order[3]}"
+    assert score(kk, text) == -3.0
+
+
+@PROPERTY
+@given(text=st.text(alphabet="<>/thinkaswer knigve is a(1)Zoy\n", max_size=200))
+def test_noise_scores_the_format_error(kk, text):
+    assume(not all(tag in text for tag in TAGS))
+    assert score(kk, text) == -3.0
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (RIGHT, 3.0),
+        (f"Well. {RIGHT} There.", 3.0),
+        (RIGHT.replace("knight", "KNIGHT"), 3.0),
+        (RIGHT.replace("(1) ", "").replace("(2) ", "and "), 3.0),
+        ("Assistant: " + RIGHT, 3.0),
+        # The published function begins after such a header, and so has lost the first tag.
+        (RIGHT.replace("must be", "must be. Assistant: yes"), -3.0),
+        (RIGHT.replace("is a knave", "is  a\nknave"), 3.0),
+        (RIGHT.replace("knave", "knight"), -0.5),
+        (RIGHT.replace("is a knave", "is no knave"), -1.0),
+        (RIGHT.replace("is a knave", "is a liar"), -1.0),
+        (RIGHT.replace("Oliver", "Olivier"), -1.0),
+        (RIGHT.replace("knave<", "knave or a knight<"), -1.0),
+        ("<think></think><answer></answer>", -1.0),
+        (RIGHT.replace("<answer>", "<Answer>"), -3.0),
+        (RIGHT.removeprefix("<think>"), -3.0),
+        ("", -3.0),
+    ],
+)
+def test_the_published_values(kk, text, expected):
+    assert score(kk, text) == expected
+
+
+def test_a_solution_about_nobody_is_refused(kk):
+    with pytest.raises(ValueError, match="experiments.kk.generate --check"):
+        kk.compute_score(RIGHT, {"solution_text_format": ""})
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(said=any_claims())
+def test_the_truth_of_any_puzzle_is_read_back(kk, said):
+    assume(len(puzzle.solutions(said)) == 1)
+    one = puzzle.Puzzle(puzzle.NAMES[: len(said)], said)
+    read = kk.parse_solution(truth(one)["solution_text_format"])
+    assert read == {
+        name: "knight" if is_knight else "knave"
+        for name, is_knight in zip(one.names, one.solution, strict=True)
+    }
+
+
+def test_verl_routes_the_data_source_to_it(patched_tree, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(patched_tree))
+    from verl.utils.reward_score import default_compute_score
+
+    assert default_compute_score("kk_logic2", RIGHT, TRUTH)["score"] == 3.0
+    assert default_compute_score("kk_logic7", "", TRUTH)["format_error"] == 1.0
