@@ -140,8 +140,8 @@ def _print(found: RunFolder, health: RunHealth, config: HealthConfig) -> None:
             (f"{mark} {finding.worst.name}", style),
             f"  {finding.worst.state} at step {finding.worst_step}"
             if len(finding.steps) == 1
-            else f"  {finding.worst.state} from step {finding.worst_step} on"
-            f" (found at {ranges(finding.steps)})",
+            else f"  {finding.worst.state}, first at step {finding.worst_step};"
+            f" found at {ranges(finding.steps)}",
         )
         console.print(head)
         console.print(Padding(Text(finding.worst.sentence), (0, 0, 0, 2)))

@@ -99,7 +99,9 @@ def spoken():
     """Lines are printed by the monitor itself; the answer is only what follows them."""
     monitor = Monitor(HealthConfig(enable=True), 1.0)
     chi2, kl = "rollout_corr/chi2_token", "actor/ppo_kl"
-    for step, extra in enumerate(({}, {chi2: 5.0}, {chi2: 5.0}, {chi2: 5.0, kl: 3.0}, {}, {}), 1):
+    for step, extra in enumerate(
+        ({}, {chi2: 500.0}, {chi2: 500.0}, {chi2: 500.0, kl: 3.0}, {}, {}), 1
+    ):
         monitor.observe(batch_of([("a", 1.0), ("a", 0.0)]), {**CALM, **extra}, step)
 
 

@@ -66,7 +66,8 @@ def test_a_checkpoint_holds_the_step_that_it_was_saved_in(probe):
 def test_a_line_is_printed_when_the_state_changes_or_a_rule_comes_to_danger(probe):
     assert probe[1][:3] == [
         "health: step 2: danger (was healthy). "
-        "mismatch_chi2: rollout_corr/chi2_token is 5 (limit 1).",
+        "mismatch_chi2: rollout_corr/chi2_token, of the policy in the update against the rollout "
+        "engine, is 500 (limit 100).",
         "health: step 4: danger. policy_kl: actor/ppo_kl is 3 (limit 1). And 1 more reason.",
         "health: step 5: healthy (was danger).",
     ]

@@ -57,7 +57,7 @@ def test_advice_that_several_reasons_share_is_given_once(run_of, capsys):
     assert main(["health", str(run_of("collapsed"))]) == 0
     out = capsys.readouterr().out
     assert out.count("actor_rollout_ref.rollout.n=16") == 1 and "- and see above" in out
-    assert "found at 12, 16-30" in out
+    assert "X no_gradient  danger, first at step 18; found at 12, 16-30" in out
 
 
 def test_json_has_every_step_and_nothing_that_json_does_not_know(run_of, capsys):

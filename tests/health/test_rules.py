@@ -174,7 +174,7 @@ def test_a_reward_that_never_was_is_no_fall_but_equal_rewards():
 
 
 def test_the_worst_reason_comes_first():
-    row = {**healthy(1), "actor/ppo_kl": 0.2, "rollout_corr/chi2_token": 9.0}
+    row = {**healthy(1), "actor/ppo_kl": 0.2, "rollout_corr/chi2_token": 900.0}
     (verdict,) = run([row])
     assert [r.state for r in verdict.reasons] == ["danger", "warning"] and verdict.state == "danger"
 

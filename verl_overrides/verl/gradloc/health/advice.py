@@ -39,12 +39,9 @@ _FP32 = ("Rule out precision: keep the trained weights in fp32.", f"{_ACTOR}.fsd
 _WEIGH = ("Weigh tokens by the truncated ratio of trainer to rollout engine.", f"{_CORRECTION}.rollout_is=token")
 _REJECT = ("Drop sequences whose mean ratio is out of bounds.", f"{_CORRECTION}.rollout_rs=geometric")
 _BOUNDS = ("Those bounds; the mean ratio needs tight ones.", f"{_CORRECTION}.rollout_rs_threshold=1.001")
-_MEASURE = (
-    "Weighing and checking the two engines needs the rollout's own log-probs.",
-    f"{_ROLLOUT}.calculate_log_probs=true",
-)
 _EAGER = ("Rule the engine's optimizations out: run it eagerly for a while.", f"{_ROLLOUT}.enforce_eager=true")
-_MISMATCH = (_WEIGH, _MEASURE, _EAGER)
+_MISMATCH = (_WEIGH, _EAGER)
+_DRIFT = (_ONE_EPOCH, _CLIP_TOKENS, _SMALLER_STEPS)  # within the step, which the same metrics hold
 _LONGER = ("Leave more room for answers.", "data.max_response_length=4096")
 _MODERATE_LENGTH = (
     "Keep long responses from weighing more than short ones.",
@@ -105,9 +102,9 @@ ADVICE: dict[str, tuple[tuple[str, str], ...]] = {
     "policy_kl": (_ONE_EPOCH, _SMALLER_STEPS, _CLIP_TOKENS),
     "reference_kl_jump": (_KL_MSE, _LOCALIZE, _SMALLER_STEPS),
     "clip_fraction": (_ONE_EPOCH, _SMALLER_STEPS),
-    "mismatch_kl": _MISMATCH,
-    "mismatch_rise": _MISMATCH,
-    "mismatch_chi2": (_REJECT, _BOUNDS, *_MISMATCH),
+    "mismatch_kl": (*_DRIFT, *_MISMATCH),
+    "mismatch_rise": (*_MISMATCH, *_DRIFT),
+    "mismatch_chi2": (_LOCALIZE, *_DRIFT, _REJECT, _BOUNDS, _EAGER),
     "mismatch_weight": _MISMATCH,
     "mismatch_spread": (("Truncate the weights lower.", f"{_CORRECTION}.rollout_is_threshold=1.5"), _EAGER),
     "mismatch_sample_size": (("Truncate the weights lower.", f"{_CORRECTION}.rollout_is_threshold=1.5"), _EAGER),

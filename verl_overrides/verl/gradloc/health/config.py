@@ -83,11 +83,11 @@ class HealthConfig:
     clip_fraction: Limits = (0.3, 0.6)
     """Share of the tokens that PPO's clip cuts off."""
     mismatch_kl: Limits = (0.1, None)
-    """KL between rollout engine and trainer, either sign."""
+    """KL between the rollout engine and the policy in the update, either sign."""
     mismatch_rise: Limits = (10.0, None)
     """The same KL (k3 estimate), as a multiple of what it was at the start; nothing below 0.001 counts."""
-    mismatch_chi2: Limits = (None, 1.0)
-    """Chi-squared divergence per token between rollout engine and trainer."""
+    mismatch_chi2: Limits = (1.0, 100.0)
+    """Chi-squared divergence per token between the rollout engine and the policy in the update."""
     mismatch_weight: Limits = (2.0, None)
     """Mean importance weight of the rollout correction, or one over it when it is below 1."""
     mismatch_spread: Limits = (1.0, None)

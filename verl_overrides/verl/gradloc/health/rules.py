@@ -140,6 +140,8 @@ _TIMES_START = (
 )
 _TIMES_WINDOW = "{metric} is {value} over the last {recent} steps, {found} times its own median of {typical} ({limit})."
 _AT_STEP = "{metric} is {value} (limit {limit})."
+# verl's actor computes these during the update and replaces what the trainer had computed before it
+_IN_UPDATE = "{metric}, of the policy in the update against the rollout engine, is {value} (limit {limit})."
 
 RULES = (
     Rule(
@@ -194,9 +196,9 @@ RULES = (
         _mean,
         "PPO's clip cut {percent} of the tokens off, over {recent} steps (limit {percent_limit}).",
     ),
-    Rule("mismatch_kl", _first("rollout_corr/kl"), _size, _AT_STEP, is_strict=True),
+    Rule("mismatch_kl", _first("rollout_corr/kl"), _size, _IN_UPDATE, is_strict=True),
     Rule("mismatch_rise", _first("rollout_corr/k3_kl"), _start(_MISMATCH_FLOOR), _TIMES_START),
-    Rule("mismatch_chi2", _first("rollout_corr/chi2_token"), _value, _AT_STEP, is_strict=True),
+    Rule("mismatch_chi2", _first("rollout_corr/chi2_token"), _value, _IN_UPDATE, is_strict=True),
     Rule(
         "mismatch_weight",
         _first("rollout_corr/rollout_is_mean"),
