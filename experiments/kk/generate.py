@@ -11,6 +11,7 @@ of N people. No puzzle is in two files, and each has exactly one solution.
 import argparse
 import random
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from experiments.errors import ExperimentError
@@ -39,17 +40,19 @@ def main(argv=None) -> int:
     """Runs the command line; returns the exit code."""
     args = parser().parse_args(argv)
     try:
-        try:
-            import pysat  # noqa: F401
-        except ImportError:
+        missing = [name for name in ("pysat", "pyarrow") if find_spec(name) is None]
+        if missing:
             raise ExperimentError(
-                "python-sat is missing, which decides whether a puzzle has one solution: "
-                "pip install -r requirements/demo.txt."
-            ) from None
+                f"{sys.executable} lacks {' and '.join(missing)}: install requirements/demo.txt, "
+                "or use the demo's .gradloc/venv/bin/python."
+            )
         return check(args.check) if args.check else generate(args)
     except ExperimentError as error:
         print(f"generate: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"generate: {error}: name a folder that can be written to.", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
         return 130
@@ -72,6 +75,7 @@ def generate(args) -> int:
     for name in written:
         if (args.out / name).exists():
             raise ExperimentError(f"{args.out / name} exists: name another folder, or remove it.")
+    args.out.mkdir(parents=True, exist_ok=True)
     train, tests = [], {}
     for number in sorted(set(args.people)):
         # A stream for each N: adding an N changes no other's puzzles.
@@ -80,7 +84,6 @@ def generate(args) -> int:
         train += found[: args.train]
         tests[number] = found[args.train :]
     random.Random(f"order {args.seed}").shuffle(train)
-    args.out.mkdir(parents=True, exist_ok=True)
     write(args.out / "train.parquet", train, "train")
     for number, part in tests.items():
         if part:

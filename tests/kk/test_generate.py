@@ -130,6 +130,13 @@ def test_what_cannot_be_done_is_refused_with_one_sentence(
     assert len(output.err.splitlines()) == 1 and list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_made_is_refused(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    code, output = run(capsys, "--people", 2, "--train", 2, "--out", tmp_path / "file" / "data")
+    assert code == 1 and len(output.err.splitlines()) == 1
+    assert output.err.startswith("generate: ") and "can be written to" in output.err
+
+
 def test_an_existing_file_is_not_written_over(capsys, data):
     code, output = run(capsys, "--people", 2, "--out", data)
     assert code == 1 and "exists: name another folder" in output.err
