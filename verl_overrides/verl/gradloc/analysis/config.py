@@ -16,6 +16,7 @@
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from ..checks import is_int, require
 from . import buckets, filtering, quartiles
 
 __all__ = [
@@ -28,15 +29,6 @@ __all__ = [
 ]
 
 _TRAINER, _ROLLOUT, _ACTOR = "trainer", "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
-
-
-def _require(ok: bool, key: str, expected: str, found: Any) -> None:
-    if not ok:
-        raise ValueError(f"{key} must be {expected}, found {found!r}.")
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass(frozen=True)
@@ -56,8 +48,8 @@ class AnalysisSettings:
 
     def __post_init__(self):
         key = f"{_TRAINER}.gradient_analysis"
-        _require(_is_count(self.every), f"{key}_every", "an integer of at least 1", self.every)
-        _require(
+        require(is_int(self.every, 1), f"{key}_every", "an integer of at least 1", self.every)
+        require(
             isinstance(self.exit_after, bool),
             f"{_TRAINER}.exit_after_gradient_analysis",
             "true or false",
@@ -65,10 +57,10 @@ class AnalysisSettings:
         )
         for name in ("env_groups", "group_size"):
             value = getattr(self, name)
-            _require(value is None or _is_count(value), f"{key}_{name}", "null or an integer of at least 1", value)
+            require(value is None or is_int(value, 1), f"{key}_{name}", "null or an integer of at least 1", value)
         rollout = f"{_ROLLOUT}.gradient_analysis"
-        _require(_is_count(self.num_buckets), f"{rollout}_num_buckets", "an integer of at least 1", self.num_buckets)
-        _require(
+        require(is_int(self.num_buckets, 1), f"{rollout}_num_buckets", "an integer of at least 1", self.num_buckets)
+        require(
             self.bucket_mode in buckets.MODES, f"{rollout}_bucket_mode", f"one of {buckets.MODES}", self.bucket_mode
         )
 
@@ -101,14 +93,14 @@ class FilterSettings:
             ("top_p_prob_mode", filtering.PROB_MODES),
         ):
             value = getattr(self, name)
-            _require(value in choices, f"{_ROLLOUT}.rollout_filter_{name}", f"one of {choices}", value)
+            require(value in choices, f"{_ROLLOUT}.rollout_filter_{name}", f"one of {choices}", value)
         value, key = self.value, f"{_ROLLOUT}.rollout_filter_value"
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        _require(is_number and 0 < value <= 1, key, "a number above 0 and at most 1", value)
+        require(is_number and 0 < value <= 1, key, "a number above 0 and at most 1", value)
         key = f"{_ROLLOUT}.rollout_filter_include_zero"
-        _require(isinstance(self.include_zero, bool), key, "true or false", self.include_zero)
+        require(isinstance(self.include_zero, bool), key, "true or false", self.include_zero)
         key = f"{_ACTOR}.filter_loss_scaling"
-        _require(self.loss_scaling in filtering.SCALINGS, key, f"one of {filtering.SCALINGS}", self.loss_scaling)
+        require(self.loss_scaling in filtering.SCALINGS, key, f"one of {filtering.SCALINGS}", self.loss_scaling)
 
     @property
     def keeps_all(self) -> bool:
@@ -128,10 +120,9 @@ class QuartileSettings:
 
     def __post_init__(self):
         key = f"{_TRAINER}.quartile_analysis"
-        _require(_is_count(self.every), f"{key}_every", "an integer of at least 1", self.every)
-        _require(self.split in quartiles.SPLITS, f"{key}_split", f"one of {quartiles.SPLITS}", self.split)
-        is_ok = _is_count(self.num_tokens) or (self.num_tokens == 0 and not isinstance(self.num_tokens, bool))
-        _require(is_ok, f"{key}_num_tokens", "an integer from 0 on", self.num_tokens)
+        require(is_int(self.every, 1), f"{key}_every", "an integer of at least 1", self.every)
+        require(self.split in quartiles.SPLITS, f"{key}_split", f"one of {quartiles.SPLITS}", self.split)
+        require(is_int(self.num_tokens, 0), f"{key}_num_tokens", "an integer from 0 on", self.num_tokens)
 
     def is_due(self, global_step: int) -> bool:
         return (global_step - 1) % self.every == 0
@@ -150,7 +141,7 @@ def read_quartiles(config: Any) -> Optional[QuartileSettings]:
         ValueError: one sentence that names the key, what it must be and what was found.
     """
     mode = config.trainer.get("quartile_analysis_mode", False)
-    _require(isinstance(mode, bool), f"{_TRAINER}.quartile_analysis_mode", "true or false", mode)
+    require(isinstance(mode, bool), f"{_TRAINER}.quartile_analysis_mode", "true or false", mode)
     names = ("every", "split", "num_tokens")
     given = {name: config.trainer.get(f"quartile_analysis_{name}", getattr(QuartileSettings, name)) for name in names}
     settings = QuartileSettings(**given)
@@ -159,9 +150,9 @@ def read_quartiles(config: Any) -> Optional[QuartileSettings]:
     _refuse_other_workers(config, "quartile_analysis_mode")
     actor, hint = config.actor_rollout_ref.actor, f"while {_TRAINER}.quartile_analysis_mode is on"
     found = actor.get("ulysses_sequence_parallel_size", 1)
-    _require(found == 1, f"{_ACTOR}.ulysses_sequence_parallel_size", f"1 {hint}", found)
+    require(found == 1, f"{_ACTOR}.ulysses_sequence_parallel_size", f"1 {hint}", found)
     found = actor.get("fsdp_config", {}).get("offload_policy", False)
-    _require(not found, f"{_ACTOR}.fsdp_config.offload_policy", f"false {hint}: use param_offload instead", found)
+    require(not found, f"{_ACTOR}.fsdp_config.offload_policy", f"false {hint}: use param_offload instead", found)
     return settings
 
 
@@ -179,7 +170,7 @@ def read_settings(config: Any) -> tuple[Optional[AnalysisSettings], FilterSettin
     """
     trainer, rollout, actor = config.trainer, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     mode = trainer.get("gradient_analysis_mode", False)
-    _require(isinstance(mode, bool), f"{_TRAINER}.gradient_analysis_mode", "true or false", mode)
+    require(isinstance(mode, bool), f"{_TRAINER}.gradient_analysis_mode", "true or false", mode)
     analysis = AnalysisSettings(
         every=trainer.get("gradient_analysis_every", 50),
         exit_after=trainer.get("exit_after_gradient_analysis", False),
@@ -192,7 +183,7 @@ def read_settings(config: Any) -> tuple[Optional[AnalysisSettings], FilterSettin
     given = {name: rollout.get(f"rollout_filter_{name}", getattr(FilterSettings, name)) for name in names}
     chosen = FilterSettings(loss_scaling=actor.get("filter_loss_scaling", "none"), **given)
     is_async = config.reward_model.get("launch_reward_fn_async", False)
-    _require(
+    require(
         chosen.keeps_all or not is_async,
         "reward_model.launch_reward_fn_async",
         f"false while {_ROLLOUT}.rollout_filter_* drops groups, since the filter needs the rewards at once",
@@ -206,9 +197,9 @@ def read_settings(config: Any) -> tuple[Optional[AnalysisSettings], FilterSettin
 def _refuse_other_workers(config: Any, mode: str) -> None:
     key, found = f"{_ACTOR}.strategy", config.actor_rollout_ref.actor.strategy
     hint = f"while {_TRAINER}.{mode} is on: other workers are not analysed"
-    _require(found in ("fsdp", "fsdp2"), key, f"fsdp or fsdp2 {hint}", found)
+    require(found in ("fsdp", "fsdp2"), key, f"fsdp or fsdp2 {hint}", found)
     found = config.trainer.get("use_legacy_worker_impl", "auto")
-    _require(found != "disable", "trainer.use_legacy_worker_impl", f"auto or enable {hint}", found)
+    require(found != "disable", "trainer.use_legacy_worker_impl", f"auto or enable {hint}", found)
 
 
 def check_geometry(settings: AnalysisSettings, config: Any, num_prompts: int) -> None:
@@ -226,10 +217,10 @@ def check_geometry(settings: AnalysisSettings, config: Any, num_prompts: int) ->
         return
     key = f"{_TRAINER}.gradient_analysis_env_groups"
     groups, size = geometry(settings, config)
-    _require(groups <= num_prompts, key, f"at most the {num_prompts} prompts of the training set", groups)
+    require(groups <= num_prompts, key, f"at most the {num_prompts} prompts of the training set", groups)
     sp_size = config.actor_rollout_ref.actor.get("ulysses_sequence_parallel_size", 1)
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node // sp_size
-    _require(
+    require(
         groups * size % ranks == 0,
         key,
         f"a number that times the group size ({size}) is a multiple of the {ranks} data-parallel ranks",
