@@ -38,23 +38,30 @@ print(json.dumps(answers))
 """
 
 
+LINES = sorted({line for advice in ADVICE.values() for _, line in advice})
+ASKED = {
+    "default": ("ppo_trainer", []),
+    "megatron": ("ppo_megatron_trainer", []),
+    "on": ("ppo_trainer", ["trainer.health.enable=true", "trainer.health.policy_kl=[0.5,null]"]),
+    "wrong": ("ppo_trainer", ["trainer.health.recent=0"]),
+    "advised": ("ppo_trainer", LINES),
+    "no such key": ("ppo_trainer", [*LINES, "trainer.no_such=1"]),
+}
+
+
 @pytest.fixture(scope="module")
-def compose(patched_tree):
-    """Compose verl's configs, each with its overrides, in one process."""
-
-    def run(*asked):
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", PROBE],
-            input=json.dumps(asked),
-            capture_output=True,
-            text=True,
-            check=False,
-            env={"PYTHONPATH": str(patched_tree), "PATH": "/usr/bin:/bin", "HOME": str(ROOT)},
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return run
+def composed(patched_tree):
+    """verl's configs with each of the overrides above, composed in one process."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROBE],
+        input=json.dumps(list(ASKED.values())),
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": str(patched_tree), "PATH": "/usr/bin:/bin", "HOME": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(ASKED, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
 def plain(config):
@@ -62,14 +69,13 @@ def plain(config):
     return json.loads(json.dumps(asdict(config)))
 
 
-def test_both_yamls_and_the_dataclass_say_the_same_and_are_off(compose):
-    for answer in compose(("ppo_trainer", []), ("ppo_megatron_trainer", [])):
-        assert answer["yaml"] == plain(HealthConfig()) and answer["on"] is False
+def test_both_yamls_and_the_dataclass_say_the_same_and_are_off(composed):
+    for name in ("default", "megatron"):
+        assert composed[name] == {"yaml": plain(HealthConfig()), "on": False}
 
 
-def test_it_is_switched_on_by_its_key(compose):
-    on = ["trainer.health.enable=true", "trainer.health.policy_kl=[0.5,null]"]
-    (answer,) = compose(("ppo_trainer", on))
+def test_it_is_switched_on_by_its_key(composed):
+    answer = composed["on"]
     assert answer["on"] and answer["yaml"]["policy_kl"] == [0.5, None]
 
 
@@ -78,12 +84,10 @@ def test_every_setting_has_its_row_in_the_docs_with_its_default():
     assert documented == {name: json.dumps(value) for name, value in plain(HealthConfig()).items()}
 
 
-def test_every_override_that_is_advised_is_one_that_verl_takes(compose):
-    lines = sorted({line for advice in ADVICE.values() for _, line in advice})
+def test_every_override_that_is_advised_is_one_that_verl_takes(composed):
     assert set(ADVICE) == set(HealthConfig.rule_names())
-    good, bad = compose(("ppo_trainer", lines), ("ppo_trainer", [*lines, "trainer.no_such=1"]))
-    assert "error" not in good, good
-    assert "trainer.no_such" in bad["error"]  # one key that there is not would have been named
+    assert "error" not in composed["advised"], composed["advised"]
+    assert "trainer.no_such" in composed["no such key"]["error"]  # it would have been named
 
 
 def test_the_docs_give_the_advice_that_is_given():
@@ -124,9 +128,9 @@ def test_a_setting_that_is_none_is_refused_with_those_there_are():
         HealthConfig.from_mapping({"entropy": 1})
 
 
-def test_a_wrong_value_is_refused_also_while_the_monitor_is_off(compose):
-    (answer,) = compose(("ppo_trainer", ["trainer.health.recent=0"]))
-    assert answer["error"] == "trainer.health.recent must be an integer of at least 1, found 0."
+def test_a_wrong_value_is_refused_also_while_the_monitor_is_off(composed):
+    sentence = "trainer.health.recent must be an integer of at least 1, found 0."
+    assert composed["wrong"]["error"] == sentence
 
 
 def test_a_pair_of_nulls_is_off():
