@@ -112,11 +112,13 @@ def table(runs: list[Run]) -> list[list[str]]:
 
 
 def spread(values: list[float]) -> str:
-    """Mean and sample standard deviation; the mean alone of one value.
+    """Mean and sample standard deviation; the mean alone of one value, a dash if one is missing.
 
     >>> spread([1.0, 2.0])
     '1.50 ± 0.71'
     """
+    if any(map(math.isnan, values)):
+        return "-"
     mean = f"{statistics.fmean(values):.2f}"
     return f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean
 

@@ -48,6 +48,12 @@ def test_the_table_has_means_and_spreads_over_seeds(suite_dir, capsys):
     assert (suite_dir / "summary.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_without_a_validation_leaves_a_dash(suite_dir):
+    make_run(suite_dir / "more", [1.0, 2.0], {})
+    one = summary.read_run(suite_dir / "more", "one", 1)
+    assert summary.table([one, one])[1] == ["one", "2", "1.50 ± 0.00", "-", "-", "-", "-"]
+
+
 def test_two_drawings_are_the_same_bytes(suite_dir, tmp_path):
     runs, _ = summary.read(suite_dir)
     for name in ("a.png", "b.png"):
