@@ -163,7 +163,8 @@ def judge(
     if verdicts and len(verdicts) <= config.warmup:
         made.notes.append(
             f"The run has {plural(len(verdicts), 'step')}, and rules about its own history are "
-            f"silent for the first {config.warmup}: --set warmup=3 lets them speak sooner."
+            f"silent for the first {config.warmup}: `gradloc-report health RUN_DIR --set warmup=3` "
+            "lets them speak sooner."
         )
     made.notes += _differences(metrics, verdicts)
     return made
