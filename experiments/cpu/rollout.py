@@ -104,7 +104,7 @@ class DirectManager:
             answers,
             self.tokenizer.pad_token_id,
             self.rollout.prompt_length,
-            self.rollout.response_length,
+            self.response_width(answers),
         )
         uids = prompts.non_tensor_batch["uid"]
         output.non_tensor_batch["rollout_index"] = occurrence(uids)
@@ -127,6 +127,10 @@ class DirectManager:
             ]
         )
         return [answer for part in answers for answer in part]
+
+    def response_width(self, answers: list) -> int:
+        """How many columns the padded responses have."""
+        return self.rollout.response_length
 
     def sampling_params(self, meta_info: dict) -> dict:
         """What `HFRollout.generate` needs, from the training or the validation settings."""
