@@ -102,7 +102,7 @@ class ExplosionManager(rollout.DirectManager):
         return output
 
     def response_width(self, answers):
-        """No wider than it has to be: with 200 columns for 17 tokens a step takes twice as long.
+        """No wider than it has to be: with 200 columns for 17 tokens most of them are padding.
 
         One column more than the longest has tells verl that it did not reach the limit.
         """
