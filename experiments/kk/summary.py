@@ -144,6 +144,7 @@ def draw(runs: list[Run], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for index, (arm, group) in enumerate(by_arm(runs).items()):
@@ -155,7 +156,8 @@ def draw(runs: list[Run], path: Path) -> None:
         if len(group) > 1:
             low, high = [min(c) for c in columns], [max(c) for c in columns]
             axes.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
-    axes.set(xlabel="step", ylabel="mean reward of the step's rollouts", ylim=(-3, 3))
+    axes.set(xlabel="step", ylabel="mean reward of the step's rollouts")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title("kk-demo: mean over seeds; the band runs from the least to the most")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
