@@ -19,7 +19,7 @@ NUM_PROMPT, NUM_RESPONSE, VOCABULARY = 5, 12, 96
 
 @dataclass
 class Trainer:
-    """One rank's view of a trainer: the actor, and the trainer's hook that every rank runs alike."""
+    """One rank's view of a trainer: the actor, and the hook that every rank runs alike."""
 
     actor: Any
     hook: Any
