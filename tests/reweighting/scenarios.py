@@ -193,3 +193,21 @@ def learned_by_stage(dump_dir: str) -> dict[str, Any]:
         out = trainer.update(batch_of(seed))
     norms = {stage: out["metrics"][f"lopti/{stage}/grad_norm"][0] for stage in ("low", "high")}
     return {"state": trainer.hook.stabilizers.state(), "last_norms": norms}
+
+
+def spikes_in_both_stages(dump_dir: str, max_events: int) -> list[str]:
+    """The stages whose spikes were localized, in a step that has one in each."""
+    trainer = make_trainer(
+        [
+            "actor_rollout_ref.actor.spike_detection=true",
+            "actor_rollout_ref.actor.grad_norm_threshold=640",
+            f"actor_rollout_ref.actor.gradloc.trigger.max_events_per_step={max_events}",
+            ALGORITHM,
+        ],
+        dump_dir,
+    )
+    batch = batch_of(1)
+    prob, mask = batch.batch["old_log_probs"].exp(), batch.batch["response_mask"].bool()
+    for wanted in (mask & (prob < 0.3), mask & (prob > 0.7)):
+        plant(batch, *wanted.nonzero()[3].tolist(), 1e5)
+    return [event["step"]["stage"] for event in trainer.update(batch)["events"]]

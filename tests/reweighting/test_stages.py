@@ -108,3 +108,9 @@ def test_the_stabilizers_learn_each_stages_norms_apart(world, dump_dir):
         learned = found["state"][stage]
         assert learned["layer_clip"]["num_steps"] == len(learned["skip_step"]["norms"]) == 3
         assert learned["skip_step"]["norms"][-1] == pytest.approx(norm)
+
+
+@pytest.mark.parametrize("most, stages", [(1, ["low"]), (2, ["low", "high"])])
+def test_the_events_of_a_step_are_counted_over_its_stages(world, dump_dir, most, stages):
+    scenario = "tests.reweighting.scenarios.spikes_in_both_stages"
+    assert world.run(scenario, dump_dir=dump_dir, max_events=most)[0] == stages

@@ -87,6 +87,7 @@ class Driver:
         self._num_events = 0
         self._num_failures = 0
         self._quiet_until = 0
+        self._step = self._num_in_step = 0
         self._policy: Optional[StepPolicy] = None
 
     @property
@@ -118,14 +119,17 @@ class Driver:
         batch.batch[ROW_KEY] = torch.arange(num_rows)
         num_tokens = self._tokens_per_mini_batch(batch.batch["response_mask"], dp_size)
         trigger = self.settings.trigger
-        allowed = min(trigger.max_events_per_step, trigger.max_events - self._num_events)
+        if global_step != self._step:  # an update in stages calls this once for each
+            self._step, self._num_in_step = global_step, 0
+        allowed = min(trigger.max_events_per_step - self._num_in_step, trigger.max_events - self._num_events)
+        is_quiet = global_step < self._quiet_until and self._num_in_step == 0
         self._policy = StepPolicy(
             global_step=global_step,
             kind="adaptive" if self.tau is None else "fixed",
             num_tokens=num_tokens,
             thresholds=[self._threshold(n) for n in num_tokens],
             tau=[self._tau(n) for n in num_tokens],
-            max_events=0 if global_step < self._quiet_until else max(allowed, 0),
+            max_events=0 if is_quiet else max(allowed, 0),
             force=trigger.force_step == global_step,
             stage=self._stage or None,
             history={} if self.tau is not None else self.history.summary(),
@@ -145,6 +149,7 @@ class Driver:
         num_spikes = self._learn(metrics["actor/grad_norm"][0], raw_events)
         written = [event for event in (self._write(raw, batch) for raw in raw_events) if event is not None]
         announce(written, self.trackers, self._policy.global_step)
+        self._num_in_step += len(raw_events)
         if raw_events:
             self._quiet_until = self._policy.global_step + 1 + self.settings.trigger.cooldown_steps
         metrics.update(self._metrics(raw_events, num_spikes))
