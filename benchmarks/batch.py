@@ -54,9 +54,7 @@ def shape_of(num_tokens: int) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def healthy_batch(
-    model: torch.nn.Module, source: torch.Tensor, num_tokens: int, seed: int
-) -> Batch:
+def healthy_batch(model: torch.nn.Module, source: torch.Tensor, num_tokens: int, seed: int) -> Batch:
     """Rows cut from text that the model was not trained on; responses sampled from the model.
 
     Every response token is drawn from the model's distribution after the text before it, so its

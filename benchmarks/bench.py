@@ -56,11 +56,7 @@ class Bench:
         # seeds from 10,000 on: no spiked step is among those that the history was made of
         healthy = healthy_batch(model, held, cell.tokens, 10_000 + cell.seed)
         planter = Planter(model, healthy, history["median_norm"], cell.seed)
-        plant = (
-            SCENARIOS[cell.scenario]
-            if cell.count is None
-            else count_scenario(cell.count, cell.kappa)
-        )
+        plant = SCENARIOS[cell.scenario] if cell.count is None else count_scenario(cell.count, cell.kappa)
         planted = plant(planter)
         answers = self._ranks(cell.ranks).run(
             "benchmarks.worker.search_cell",
@@ -109,9 +105,7 @@ class Bench:
             found["false_over_threshold"] = sum(norms[p] >= threshold for p in named - truth)
             found["cost_f"] = found["forwards"] + 2 * found["backwards"]
             found["cost_ratio"] = found["cost_f"] / published
-            found["wall_ratio"] = (
-                None if baseline is None else found["seconds"] / baseline["seconds"]
-            )
+            found["wall_ratio"] = None if baseline is None else found["seconds"] / baseline["seconds"]
             exact = [
                 abs(culprit["norm"] / norms[tuple(culprit["places"][0])] - 1)
                 for culprit in found["culprits"]
@@ -145,7 +139,7 @@ class Bench:
                 batches=self._batches[1],
                 device=self.device,
             )[0]
-            history = core("trigger").History(**_HISTORY)
+            history = core("core.trigger").History(**_HISTORY)
             for norm in norms:
                 history.observe(norm, is_spike=False)
             self.histories[key] = {

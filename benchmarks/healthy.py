@@ -73,9 +73,7 @@ def measure(base: Path, patched: Path, pairs: int, ranks: int, scratch: Path) ->
         for name, world in worlds.items():
             overrides = ON if name == "on" else []
             dump_dir = str(scratch / name)
-            shards = world.run(
-                "benchmarks.actor.prepare", name=name, overrides=overrides, dump_dir=dump_dir
-            )
+            shards = world.run("benchmarks.actor.prepare", name=name, overrides=overrides, dump_dir=dump_dir)
         collectives = {name: _counted(world, name) for name, world in worlds.items()}
         for seed in range(_WARM_UP):
             for name, world in worlds.items():

@@ -64,9 +64,7 @@ class Block(nn.Module):
         rows, length, width = x.shape
         qkv = self.qkv(self.norm_in(x)).view(rows, length, 3, self.heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, S, D)
-        mixed = F.scaled_dot_product_attention(
-            _rotate(q, rotation), _rotate(k, rotation), v, is_causal=True
-        )
+        mixed = F.scaled_dot_product_attention(_rotate(q, rotation), _rotate(k, rotation), v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
         return x + self.mlp(self.norm_mlp(x))
 
@@ -102,9 +100,7 @@ class Decoder(nn.Module):
             return F.linear(hidden.float(), self.head.weight.float())
         return self.head(hidden)
 
-    def forward(
-        self, tokens: torch.Tensor, labels: torch.Tensor, precise: bool = False
-    ) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, precise: bool = False) -> torch.Tensor:
         """Log-probability (B, T) of ``labels`` at the last T positions."""
         logits = self.logits(tokens, labels.shape[1], precise)
         return logits.log_softmax(-1).gather(-1, labels[..., None]).sum(-1)

@@ -33,9 +33,7 @@ class Cell:
 def quick() -> list[Cell]:
     """About two minutes on two free cores."""
     cells = [Cell("battery", name, tokens=512) for name in SCENARIOS]
-    cells += [
-        Cell("battery", name, tokens=512, dtype="bfloat16", strategies=PAIR) for name in SCENARIOS
-    ]
+    cells += [Cell("battery", name, tokens=512, dtype="bfloat16", strategies=PAIR) for name in SCENARIOS]
     cells += [Cell("tokens", "single_10", tokens=tokens, strategies=MAIN) for tokens in (128, 2048)]
     return _ordered(cells)
 
@@ -69,9 +67,7 @@ def full(seeds: int = 3) -> list[Cell]:
         )
     for kappa in (5.0, 10.0):
         for count in (1, 2, 3, 5, 8):
-            cells.append(
-                Cell("culprits", "loud", tokens=4096, count=count, kappa=kappa, strategies=PAIR)
-            )
+            cells.append(Cell("culprits", "loud", tokens=4096, count=count, kappa=kappa, strategies=PAIR))
     for ranks in (1, 2, 4):
         cells.append(Cell("ranks", "three", tokens=1024, ranks=ranks, strategies=PAIR))
     for model in ("XS", "S", "M"):

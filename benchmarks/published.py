@@ -34,7 +34,7 @@ def descend(prober, tau: float) -> Descent:
         prober: the core's ``Prober``.
         tau: per-token threshold.
     """
-    selection = core("selection")
+    selection = core("core.selection")
     stopped_at = None
     size, total = prober.ranks.size, prober.step.num_micro_batches
     parts = [selection.Part(index, 0, size) for index in range(total)]

@@ -170,9 +170,7 @@ def _layer_local(planter: Planter) -> Planted:
     return _amplified(planter, (len(planter.model.blocks) // 2,))
 
 
-def _calibrated(
-    planter: Planter, with_factor: Callable[[float], Batch], place: Place, kappa: float
-) -> Batch:
+def _calibrated(planter: Planter, with_factor: Callable[[float], Batch], place: Place, kappa: float) -> Batch:
     """The batch whose token has norm kappa: halving over powers of two, until it is 1% close."""
     low, high, wanted = 0.0, 24.0, kappa * planter.healthy_norm
     while True:

@@ -70,7 +70,7 @@ class BareStep:
         Args:
             after_backward: called after every micro-batch.
         """
-        probe = core("probe")
+        probe = core("core.probe")
         for index, (tokens, labels, advantages, old) in enumerate(self._parts):
             self._recorded[index] = probe.Recorded(rng=probe.RngState(self.device))
             log_prob = self._log_prob(index, tokens, labels)
@@ -99,7 +99,7 @@ class BareStep:
         tokens, labels, advantages, old = self._parts[micro_batch]
         log_prob = self._log_prob(micro_batch, tokens, labels)
         if selected is not None:
-            log_prob = core("probe").let_through(selected, log_prob)
+            log_prob = core("core.probe").let_through(selected, log_prob)
         self._loss(log_prob, old, advantages).backward()
 
     def _log_prob(self, micro_batch: int, tokens, labels, precise: bool = False) -> torch.Tensor:

@@ -83,9 +83,7 @@ def _sweep_table(sweep: str, cells: Records) -> str:
     rows = [[*head, *(f"{n}: recall, f, of formula, wall ratio, s, MiB" for n in names)]]
     key = {"culprits": "count"}.get(sweep, sweep)
     order = {"XS": 0, "S": 1, "M": 2}
-    for cell in sorted(
-        cells, key=lambda c: (c["cell"]["kappa"], order.get(c["cell"][key], c["cell"][key]))
-    ):
+    for cell in sorted(cells, key=lambda c: (c["cell"]["kappa"], order.get(c["cell"][key], c["cell"][key]))):
         where = cell["cell"]
         kappa = f" {where['kappa']:.0f}" if where["count"] else ""
         row = [str(where[key]), where["scenario"] + kappa, f"{cell['published_formula_f']:.0f}"]
@@ -103,11 +101,7 @@ def bound_of(cell: dict[str, Any]) -> int:
     rows, _ = shape_of(where["tokens"])
     each = rows // (where["ranks"] * where["micro_batches"])
     named = cell["strategies"]["auto"]["culprits"]
-    holders = {
-        place[0] // each % where["micro_batches"]
-        for culprit in named
-        for place in culprit["places"]
-    }
+    holders = {place[0] // each % where["micro_batches"] for culprit in named for place in culprit["places"]}
     return 2 * where["micro_batches"] + 12 + 6 * len(holders)
 
 

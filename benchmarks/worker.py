@@ -26,7 +26,7 @@ def healthy_norms(
 ) -> list[float]:
     """The gradient norm of each batch's training pass."""
     sharded = _sharded(model, weights, dtype, device)
-    space = core("gradients").GradientSpace(sharded)
+    space = core("core.gradients").GradientSpace(sharded)
     norms = []
     space.clear()
     for batch in batches:
@@ -63,10 +63,10 @@ def search_cell(
     """
     sharded = _sharded(model, weights, dtype, device)
     step = BareStep(sharded, batch, micro_batches, getattr(torch, dtype))
-    space = core("gradients").GradientSpace(sharded)
-    ranks = core("ranks").Ranks(device=step.device)
+    space = core("core.gradients").GradientSpace(sharded)
+    ranks = core("core.ranks").Ranks(device=step.device)
     space.clear()  # what an earlier cell left behind
-    tracker = core("tracking").NormTracker(0)
+    tracker = core("core.tracker").NormTracker(0)
     tracker.begin_mini_batch()
     step.train(lambda: tracker.after_backward(space))
     increments = tracker.increments(space, ranks, 1.0)
@@ -75,7 +75,7 @@ def search_cell(
     space.scale(clip_scale)
     forward_seconds, pass_seconds = _unit_costs(step, space)
     tau = threshold * batch.num_tokens**0.5
-    spike = core("trigger").Spike("adaptive", norm, threshold, tau, batch.num_tokens)
+    spike = core("core.trigger").Spike("adaptive", norm, threshold, tau, batch.num_tokens)
     rows_each = len(batch.labels) // (ranks.size * micro_batches)
     answer = {
         "grad_norm": norm,
@@ -99,24 +99,17 @@ def search_cell(
             found["seconds"] = time.perf_counter() - started
         mib = peak.extra_mib
         found["peak_extra_mib"] = None if mib is None else ranks.max([mib])[0]
-        found["gradient_restored"] = all(
-            a is b for a, b in zip(before, space.current(), strict=True)
-        )
-        found["culprits"] = [
-            _culprit(culprit, micro_batches, rows_each, batch) for culprit in found["culprits"]
-        ]
+        found["gradient_restored"] = all(a is b for a, b in zip(before, space.current(), strict=True))
+        found["culprits"] = [_culprit(culprit, micro_batches, rows_each, batch) for culprit in found["culprits"]]
         answer["strategies"][name] = found
     return answer
 
 
 def _localize(step, space, ranks, arguments: tuple) -> dict[str, Any]:
-    finding = core("search").localize(step, space, ranks, *arguments)
+    finding = core("search.find").localize(step, space, ranks, *arguments)
     result, certificate = finding.result, finding.certificate
     return {
-        "culprits": [
-            (culprit.span, culprit.tokens, culprit.norm, culprit.is_exact)
-            for culprit in result.culprits
-        ],
+        "culprits": [(culprit.span, culprit.tokens, culprit.norm, culprit.is_exact) for culprit in result.culprits],
         "forwards": finding.num_forwards,
         "backwards": finding.num_backwards,
         "status": finding.status,
@@ -125,16 +118,13 @@ def _localize(step, space, ranks, arguments: tuple) -> dict[str, Any]:
         "verdict": certificate.verdict,
         "norm_after": certificate.norm_after,
         "error_bound": certificate.error_bound,
-        "path": [
-            f"{e.phase} {e.verdict}" + (f" {e.norm:.4g}" if e.norm is not None else "")
-            for e in result.path
-        ],
+        "path": [f"{e.phase} {e.verdict}" + (f" {e.norm:.4g}" if e.norm is not None else "") for e in result.path],
     }
 
 
 def _published(step, space, ranks, tau: float) -> dict[str, Any]:
     saved = space.take()
-    prober = core("probe").Prober(step, space, ranks)
+    prober = core("core.probe").Prober(step, space, ranks)
     try:
         descent = descend(prober, tau)
     finally:
@@ -153,9 +143,7 @@ def _culprit(found, micro_batches: int, rows_each: int, batch: Batch) -> dict[st
     places = []
     for token in tokens:
         row, position = divmod(token.index, batch.labels.shape[1])
-        places.append(
-            ((token.rank * micro_batches + token.micro_batch) * rows_each + row, position)
-        )
+        places.append(((token.rank * micro_batches + token.micro_batch) * rows_each + row, position))
     return {"span": span, "places": places, "norm": norm, "is_exact": is_exact}
 
 

@@ -31,9 +31,7 @@ class World:
         threads: of torch, per rank.
     """
 
-    def __init__(
-        self, size: int, device: str = "cpu", path: tuple[str, ...] = (), threads: int = 1
-    ):
+    def __init__(self, size: int, device: str = "cpu", path: tuple[str, ...] = (), threads: int = 1):
         context = multiprocessing.get_context("spawn")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -99,9 +97,7 @@ def _serve(rank, size, port, device, path, threads, pipe) -> None:
     torch.set_num_threads(threads)
     if device == "cuda":
         torch.cuda.set_device(rank)
-    torch.distributed.init_process_group(
-        "nccl" if device == "cuda" else "gloo", rank=rank, world_size=size
-    )
+    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=size)
     while True:
         try:
             function, kwargs = pipe.recv()

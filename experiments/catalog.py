@@ -83,9 +83,7 @@ class Experiment:
                     )
                 continue
             if not value:
-                return (
-                    f"{variable.name} is not set: {self.name} needs it to name {variable.meaning}."
-                )
+                return f"{variable.name} is not set: {self.name} needs it to name {variable.meaning}."
             # A name without a leading / . or ~ may be one that transformers looks up by itself.
             path = os.path.expanduser(value)
             if variable.kind == "reads" and path[0] in "/." and not os.path.exists(path):
@@ -156,9 +154,7 @@ def read_arms(text: str, path: Path) -> tuple[Arm, ...]:
         overrides = shlex.split(lines.replace("#     ", ""))
         wrong = [word for word in overrides if "=" not in word and not word.startswith("~")]
         if wrong:
-            raise ExperimentError(
-                f"{path}: arm {name} has {wrong[0]!r}, which is no override: write key=value."
-            )
+            raise ExperimentError(f"{path}: arm {name} has {wrong[0]!r}, which is no override: write key=value.")
         if name in (arm.name for arm in arms):
             raise ExperimentError(f"{path}: two arms are called {name}: rename one.")
         arms.append(Arm(name, meaning, tuple(overrides)))

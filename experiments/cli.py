@@ -39,14 +39,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("name", nargs="?", metavar="NAME", help="the experiment; --list names them")
     made.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides")
     made.add_argument("--list", action="store_true", help="the experiments and what each needs")
-    made.add_argument(
-        "--dry-run", action="store_true", help="print what would be run, and run nothing"
-    )
+    made.add_argument("--dry-run", action="store_true", help="print what would be run, and run nothing")
     made.add_argument("--arms", metavar="A,B", help="only these arms of an experiment with arms")
     made.add_argument("--seeds", metavar="1,2", help="run each arm with these seeds")
-    made.add_argument(
-        "--verbose", action="store_true", help="the trainer's whole output; demo: not only steps"
-    )
+    made.add_argument("--verbose", action="store_true", help="the trainer's whole output; demo: not only steps")
     return made
 
 
@@ -132,7 +128,7 @@ def run(args, environ, cwd: Path) -> int:
 def draw_report(python: str, run_dir: Path) -> None:
     """Draws the run's page, or says why not: a user's own Python may lack what it needs."""
     page = run_dir / "report.html"
-    line = [python, "-m", "gradloc_report", str(run_dir), "-o", str(page)]
+    line = [python, "-m", "gradloc.report", str(run_dir), "-o", str(page)]
     environ = {**os.environ, "PYTHONPATH": str(target.REPO)}
     done = subprocess.run(line, capture_output=True, text=True, env=environ, check=False)
     if done.returncode == 0:
@@ -197,9 +193,7 @@ def child_environment(environ, verl: Path, run_dir: Path, material: Path | None)
     """
     modules = ["experiments.metrics_file"]
     added = {
-        "PYTHONPATH": os.pathsep.join(
-            [str(verl), str(target.REPO), *filter(None, [environ.get("PYTHONPATH")])]
-        ),
+        "PYTHONPATH": os.pathsep.join([str(verl), str(target.REPO), *filter(None, [environ.get("PYTHONPATH")])]),
         "GRADLOC_RUN_DIR": str(run_dir),
         "VERL_FILE_LOGGER_PATH": str(run_dir / "metrics.jsonl"),
     }
@@ -216,16 +210,11 @@ def child_environment(environ, verl: Path, run_dir: Path, material: Path | None)
 def check_imports(python: str, experiment: catalog.Experiment) -> None:
     """Refuses a Python that lacks a package which the experiment cannot do without."""
     needed = experiment.imports or ("torch", "ray", "hydra")
-    code = (
-        "import sys; from importlib.util import find_spec; "
-        "print(*[m for m in sys.argv[1:] if not find_spec(m)])"
-    )
+    code = "import sys; from importlib.util import find_spec; print(*[m for m in sys.argv[1:] if not find_spec(m)])"
     try:
         done = subprocess.run([python, "-c", code, *needed], capture_output=True, text=True)
     except OSError as error:
-        raise ExperimentError(
-            f"PYTHON={python} cannot be run ({error.strerror}): set it to an interpreter."
-        ) from None
+        raise ExperimentError(f"PYTHON={python} cannot be run ({error.strerror}): set it to an interpreter.") from None
     if done.stdout.split() or done.returncode:
         raise ExperimentError(
             f"{python} lacks {', '.join(done.stdout.split()) or 'a working import system'}, which "

@@ -54,17 +54,13 @@ def plan(experiment: Experiment, arms: str | None, seeds: str | None, given: lis
     if not experiment.arms:
         for option, value in (("--arms", arms), ("--seeds", seeds)):
             if value is not None:
-                raise UsageError(
-                    f"{experiment.name} is one run and has no arms: leave {option} out."
-                )
+                raise UsageError(f"{experiment.name} is one run and has no arms: leave {option} out.")
         return []
     known = {arm.name: arm for arm in experiment.arms}
     names = list(known) if arms is None else arms.split(",")
     wrong = [name for name in names if name not in known]
     if wrong:
-        raise UsageError(
-            f"{experiment.name} has no arm {wrong[0]!r}: there are {', '.join(known)}."
-        )
+        raise UsageError(f"{experiment.name} has no arm {wrong[0]!r}: there are {', '.join(known)}.")
     chosen = experiment.seeds if seeds is None else seeds.split(",")
     if not all(str(seed).isdecimal() for seed in chosen):
         raise UsageError(f"--seeds {seeds} is no list of whole numbers: write --seeds 1,2,3.")

@@ -96,11 +96,8 @@ def check_patched(target: Target) -> None:
     except ValueError:
         said = (done.stdout + done.stderr).strip().splitlines() or ["nothing was said"]
         raise ExperimentError(
-            f"whether {target.path} is patched cannot be told ({said[-1]}): "
-            f"see\n    {shlex.join(asked[:-1])}"
+            f"whether {target.path} is patched cannot be told ({said[-1]}): see\n    {shlex.join(asked[:-1])}"
         ) from None
     if status.get("state") != "APPLIED":
         found = status.get("state") or status.get("error", {}).get("what", "no state")
-        raise ExperimentError(
-            f"{target.path} is not patched ({found}): patch it with\n    {shlex.join(command)}"
-        )
+        raise ExperimentError(f"{target.path} is not patched ({found}): patch it with\n    {shlex.join(command)}")

@@ -87,9 +87,7 @@ class Applier:
         if lock.holder(self.state_folder):
             self.notes.append("another run is at work here: what is said may be out of date")
         if self.transaction.pending():
-            self.notes.append(
-                "a run was interrupted here; the next apply or --reverse finishes or undoes it"
-            )
+            self.notes.append("a run was interrupted here; the next apply or --reverse finishes or undoes it")
         found = self._survey()
         report = self._report("status", found)
         report.did = State[report.state].value
@@ -133,9 +131,7 @@ class Applier:
             self.notes.append(f"{unfinished} is under way in this checkout")
         elif unfinished:
             if not self.force:
-                raise CheckoutStateError(
-                    "git-unfinished", operation=unfinished, target=self.checkout.root
-                )
+                raise CheckoutStateError("git-unfinished", operation=unfinished, target=self.checkout.root)
             skipped.append(f"the check that no git operation is under way ({unfinished})")
         if self.force:
             self.notes.append("--force skipped " + (" and ".join(skipped) or "nothing"))

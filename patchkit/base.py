@@ -43,9 +43,7 @@ def ensure_base(cache: Path = DEFAULT_CACHE) -> Path:
             archive = _archive(Path(scratch))
             data = archive.read_bytes()
             if sha256_hex(data) != SHA256:
-                raise IntegrityError(
-                    "base-digest", path=archive.name, expected=SHA256, found=sha256_hex(data)
-                )
+                raise IntegrityError("base-digest", path=archive.name, expected=SHA256, found=sha256_hex(data))
             _unpack(archive, Path(scratch) / "tree")
             _move(Path(scratch) / "tree" / FOLDER, tree)
     return tree
@@ -99,9 +97,7 @@ def _move(source: Path, target: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m patchkit.base", description=__doc__)
-    parser.add_argument(
-        "--output", type=Path, default=DEFAULT_CACHE, help="where to keep the tree (%(default)s)"
-    )
+    parser.add_argument("--output", type=Path, default=DEFAULT_CACHE, help="where to keep the tree (%(default)s)")
     options = parser.parse_args(arguments)
 
     def run() -> int:

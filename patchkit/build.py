@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes ``patches/`` from ``verl_overrides/``, or checks that it is what would be written."""
+"""Writes ``patches/`` from its sources, or checks that it is what would be written."""
 
 import difflib
 import os
 from pathlib import Path
 
-from patchkit.compose import compose, read_sources
+from patchkit.compose import Folders, compose, read_sources
 from patchkit.errors import IntegrityError
 
 MAX_DIFF_LINES = 40
 
 
-def build(overrides: Path, patches: Path, base: Path) -> list[str]:
+def build(folders: Folders, patches: Path, base: Path) -> list[str]:
     """Writes what differs into ``patches``; returns the names of the files written."""
     patches.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, data in compose(read_sources(overrides), base, patches / "older").items():
+    for name, data in compose(read_sources(folders), base, patches / "older").items():
         path = patches / name
         if not path.is_file() or path.read_bytes() != data:
             write_file(path, data)
@@ -31,9 +31,9 @@ def write_file(path: Path, data: bytes) -> None:
     temporary.replace(path)
 
 
-def check(overrides: Path, patches: Path, base: Path) -> None:
+def check(folders: Folders, patches: Path, base: Path) -> None:
     """Raises IntegrityError unless ``patches`` is, byte for byte, what a build would write."""
-    expected = compose(read_sources(overrides), base, patches / "older")
+    expected = compose(read_sources(folders), base, patches / "older")
     for name, data in expected.items():
         path = patches / name
         found = path.read_bytes() if path.is_file() else b""
@@ -50,7 +50,7 @@ def _difference(name: str, found: bytes, expected: bytes) -> list[str]:
         found.decode("utf-8", "replace").splitlines(),
         expected.decode("utf-8", "replace").splitlines(),
         f"patches/{name}",
-        f"built from verl_overrides/: {name}",
+        f"built from the sources: {name}",
         lineterm="",
         n=1,
     )

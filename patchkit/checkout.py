@@ -77,9 +77,7 @@ def resolve(target: str, allow_installed: bool = False) -> Checkout:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckoutStateError("target-missing", target=target) from error
     except OSError as error:
-        raise CheckoutStateError(
-            "target-unreadable", target=target, found=error.strerror
-        ) from error
+        raise CheckoutStateError("target-unreadable", target=target, found=error.strerror) from error
     if not stat.S_ISDIR(mode):
         raise CheckoutStateError("target-not-a-folder", target=target)
     _refuse_what_is_not_verl(root, target)

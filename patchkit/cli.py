@@ -34,9 +34,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("target", nargs="?", metavar="VERL", help="the same as --repo VERL")
     made.add_argument("--repo", metavar="VERL", help="the top folder of a verl tree")
-    made.add_argument(
-        "--installed", action="store_true", help="the verl package of the Python that runs this"
-    )
+    made.add_argument("--installed", action="store_true", help="the verl package of the Python that runs this")
     mode = made.add_mutually_exclusive_group()
     mode.add_argument("--check", action="store_true", help="predict everything, change nothing")
     mode.add_argument("--status", action="store_true", help="say which state the checkout is in")
@@ -55,9 +53,7 @@ def parser() -> argparse.ArgumentParser:
         "operations; never overwrites a file whose content is not known",
     )
     made.add_argument("--json", action="store_true", help="print one JSON object")
-    made.add_argument(
-        "--quiet", action="store_true", help="print errors only (with --status: the state alone)"
-    )
+    made.add_argument("--quiet", action="store_true", help="print errors only (with --status: the state alone)")
     made.add_argument("--debug", action="store_true", help="show a traceback on an error")
     made.add_argument("--patches", type=Path, default=PATCHES, help=argparse.SUPPRESS)
     return made

@@ -13,9 +13,7 @@ from patchkit.wording import parts_of, render_error
 INTERRUPTED = 130
 
 
-def guarded(
-    work: Callable[[], int], debug: bool = False, as_json: bool = False, target: str = "VERL"
-) -> int:
+def guarded(work: Callable[[], int], debug: bool = False, as_json: bool = False, target: str = "VERL") -> int:
     """Runs ``work`` and returns its exit code, or that of the refusal that it ended in.
 
     Args:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Composes the patch, its checksum and the manifest from ``verl_overrides/``: pure, byte-stable.
+"""Composes the patch, its checksum and the manifest from their sources: pure, byte-stable.
 
-New files come in full from ``verl_overrides/verl/``, edits of verl's own files from
-``verl_overrides/seams/`` (one section per file, taken over word for word). Every section is
-applied to the base here, so what cannot be applied cannot be built.
+The package ``gradloc/`` becomes ``verl/gradloc/``; ``verl_overrides/<base>/`` holds, in verl's own
+folders, the edits of verl's files (``NAME.patch``, one section each, taken over word for word) and
+files that are new there. Every section is applied to the base here, so what cannot be applied
+cannot be built.
 """
 
 import stat
@@ -33,26 +34,52 @@ Applies-To: verl {BASE_TAG}, commit {BASE_COMMIT}
 """
 
 
+PACKAGE = "verl/gradloc/"
+"""Where the patch puts the package."""
+LEFT_OUT = ("report/", "verl_engine/")
+"""Folders of the package that a patched verl does not need."""
+
+
 @dataclass(frozen=True)
 class Sources:
-    """What ``verl_overrides/`` holds: the text of each new file and of each seam, by verl path."""
+    """What a patch is made of: the text of each new file and of each seam, by verl path."""
 
     new_files: dict[str, str]
     seams: dict[str, str]
 
 
-def read_sources(overrides: Path) -> Sources:
-    """Returns the sources under ``overrides``; refuses what a patch must not carry."""
-    new_files = {
-        path.relative_to(overrides).as_posix(): read_text(path)
-        for path in _files_under(overrides / "verl")
-    }
-    seams = {}
-    for path in _files_under(overrides / "seams"):
-        name = path.relative_to(overrides / "seams").as_posix()
-        if not name.endswith(".patch"):
-            raise IntegrityError("build-stray", path=str(path))
-        seams[name.removesuffix(".patch")] = read_text(path)
+@dataclass(frozen=True)
+class Folders:
+    """Where the sources of one base's patch lie."""
+
+    package: Path
+    overrides: Path
+    """``verl_overrides/<base>``."""
+
+    def place(self, path: str) -> Path:
+        """Where the new file ``path`` of verl has its source."""
+        if path.startswith(PACKAGE):
+            return self.package / path.removeprefix(PACKAGE)
+        return self.overrides / path
+
+    def seam(self, path: str) -> Path:
+        """Where the edits of verl's own file ``path`` lie."""
+        return self.overrides / f"{path}.patch"
+
+
+def read_sources(folders: Folders) -> Sources:
+    """Returns the sources in ``folders``; refuses what a patch must not carry."""
+    new_files, seams = {}, {}
+    for path in _files_under(folders.package):
+        name = path.relative_to(folders.package).as_posix()
+        if not name.startswith(LEFT_OUT):
+            new_files[PACKAGE + name] = read_text(path)
+    for path in _files_under(folders.overrides):
+        name = path.relative_to(folders.overrides).as_posix()
+        if name.endswith(".patch"):
+            seams[name.removesuffix(".patch")] = read_text(path)
+        else:
+            new_files[name] = read_text(path)
     for path in new_files.keys() & seams.keys():
         raise IntegrityError("build-twice", path=path)
     return Sources(new_files, seams)
@@ -66,9 +93,7 @@ def _files_under(folder: Path) -> list[Path]:
         path
         for path in folder.rglob("*")
         if not (path.is_dir() and not path.is_symlink())
-        and not any(
-            part == "__pycache__" or part.startswith(".") for part in path.relative_to(folder).parts
-        )
+        and not any(part == "__pycache__" or part.startswith(".") for part in path.relative_to(folder).parts)
     )
 
 
@@ -80,9 +105,7 @@ def read_text(path: Path) -> str:
     if not stat.S_ISREG(mode):
         raise IntegrityError("build-not-a-file", path=str(path))
     if mode & 0o111:
-        raise IntegrityError(
-            "build-mode", path=str(path), expected="644", found=f"{mode & 0o777:o}"
-        )
+        raise IntegrityError("build-mode", path=str(path), expected="644", found=f"{mode & 0o777:o}")
     return check_text(path.read_bytes(), str(path))
 
 
@@ -163,9 +186,7 @@ def _describe_file(file: FilePatch, base: Path) -> FileChange:
     content = path.read_bytes()
     if not file.before.admits(content):
         found = f"git blob {Digest.of(content).blob[:12]}"
-        raise IntegrityError(
-            "build-base-differs", path=file.path, expected=file.before.short(), found=found
-        )
+        raise IntegrityError("build-base-differs", path=file.path, expected=file.before.short(), found=found)
     return FileChange(file.path, Digest.of(content), Digest.of(forward(file, content)))
 
 

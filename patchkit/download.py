@@ -56,15 +56,11 @@ def fetch(
                 break
             except (OSError, HTTPError, _Transient) as error:
                 if attempt == ATTEMPTS or time.monotonic() > ends:
-                    raise DownloadError(
-                        "net-failed", url=url, attempts=attempt, found=_reason(error)
-                    ) from error
+                    raise DownloadError("net-failed", url=url, attempts=attempt, found=_reason(error)) from error
                 wait_s = getattr(error, "wait_s", None) or float(attempt)
                 sleep(min(wait_s, max(0.0, ends - time.monotonic())))
     if size is not None and len(data) != size:
-        raise IntegrityError(
-            "net-size", url=url, expected=f"{size} bytes", found=f"{len(data)} bytes"
-        )
+        raise IntegrityError("net-size", url=url, expected=f"{size} bytes", found=f"{len(data)} bytes")
     return data
 
 
@@ -131,9 +127,7 @@ def _body(response: Any, url: str, limit: int, ends: float) -> bytes:
     while chunk := read1(_CHUNK) if read1 else response.raw.read(_SIP):
         body += chunk
         if len(body) > limit:
-            raise IntegrityError(
-                "net-size", url=url, expected=f"at most {limit} bytes", found="more"
-            )
+            raise IntegrityError("net-size", url=url, expected=f"at most {limit} bytes", found="more")
         if time.monotonic() > ends:
             raise DownloadError("net-deadline", url=url, found=f"{len(body)} bytes so far")
     announced = response.headers.get("content-length", "")

@@ -57,9 +57,7 @@ def _explain(path: str, survey: Survey, library: Library, applied: Edition | Non
     return Stranger(path, expected, shown, _why(path, found.content, survey, library, applied))
 
 
-def _why(
-    path: str, content: bytes, survey: Survey, library: Library, applied: Edition | None
-) -> str:
+def _why(path: str, content: bytes, survey: Survey, library: Library, applied: Edition | None) -> str:
     base = survey.base[path]
     plain = content.replace(b"\r\n", b"\n")
     known = [base] + [f.after for e in library.editions for f in e.files if f.path == path]
@@ -81,8 +79,5 @@ def _why(
 def _where(error: IntegrityError, applied: Edition | None) -> str:
     data = error.data
     place = f"hunk {data['hunk']} does not fit at line {data['line']}"
-    lines = (
-        f"the patch expects {data['expected'].strip()[:60]!r}, "
-        f"there is {data['found'].strip()[:60]!r}"
-    )
+    lines = f"the patch expects {data['expected'].strip()[:60]!r}, there is {data['found'].strip()[:60]!r}"
     return f"{EDITED}: {place}: {lines}" if applied else f"{place}: {lines}"

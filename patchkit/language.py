@@ -41,9 +41,7 @@ class Hunk:
 
     def inverse(self) -> "Hunk":
         """Returns the hunk that undoes this one."""
-        return Hunk(
-            self.new_start, self.new, self.old_start, self.old, self.lead, self.trail, self.line
-        )
+        return Hunk(self.new_start, self.new, self.old_start, self.old, self.lead, self.trail, self.line)
 
 
 @dataclass(frozen=True)
@@ -123,9 +121,7 @@ def _read_file(reader: _Reader) -> FilePatch:
         found = reader.take()
         if found != mark + wanted:
             reason = "patch-names-disagree" if found.startswith(mark) else "patch-unknown-line"
-            raise IntegrityError(
-                reason, line=reader.number, expected=mark + wanted, found=found[:80]
-            )
+            raise IntegrityError(reason, line=reader.number, expected=mark + wanted, found=found[:80])
     hunks = _read_hunks(reader, path, is_new)
     return FilePatch(path, before, after, hunks)
 

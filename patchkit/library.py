@@ -94,9 +94,7 @@ class Library:
             raise IntegrityError("sums-missing", path=PATCH_NAME, name=PATCH_NAME) from error
         listed = sums.digest_for(PATCH_NAME, data, name)
         if listed != current.patch_sha256:
-            raise IntegrityError(
-                "sums-manifest", path=name, expected=current.patch_sha256, found=listed
-            )
+            raise IntegrityError("sums-manifest", path=name, expected=current.patch_sha256, found=listed)
         self.sections(current)
 
     def _foreign(self, data: bytes, label: str) -> Edition:
@@ -118,8 +116,7 @@ class Library:
     def _shares_base(self, one: Edition, other: Edition) -> bool:
         bases = {file.path: file.before for file in other.files}
         return all(
-            file.path not in bases
-            or (file.before and file.before.blob) == (bases[file.path] and bases[file.path].blob)
+            file.path not in bases or (file.before and file.before.blob) == (bases[file.path] and bases[file.path].blob)
             for file in one.files
         )
 
@@ -135,9 +132,7 @@ def _compare(edition: Edition, sections: dict[str, FilePatch]) -> None:
     for path, file in listed.items():
         section = sections[path]
         before = file.before.blob if file.before else None
-        if (section.before.blob if section.before else None) != before or (
-            section.after.blob != file.after.blob
-        ):
+        if (section.before.blob if section.before else None) != before or (section.after.blob != file.after.blob):
             raise IntegrityError("manifest-disagrees", path=path)
 
 

@@ -37,9 +37,7 @@ def locked(files: Filesystem, folder: Path, hide: bool) -> Iterator[None]:
         handle = _acquire(files, folder)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise CheckoutStateError(
-                "blocked-permission", path=folder.parent, target=folder.parent
-            ) from error
+            raise CheckoutStateError("blocked-permission", path=folder.parent, target=folder.parent) from error
         raise
     try:
         if hide and not (folder / IGNORE_NAME).exists():
@@ -65,9 +63,7 @@ def _acquire(files: Filesystem, folder: Path) -> int:
         except BlockingIOError as error:
             holder = os.pread(handle, _HOLDER_BYTES, 0).decode("utf-8", "replace").strip()
             os.close(handle)
-            raise LockedError("locked", path=folder, found=holder or "a run that just began") from (
-                error
-            )
+            raise LockedError("locked", path=folder, found=holder or "a run that just began") from (error)
         # The holder may have removed the file between our open and our lock.
         with contextlib.suppress(FileNotFoundError):
             if (folder / LOCK_NAME).stat().st_ino == os.fstat(handle).st_ino:

@@ -110,9 +110,7 @@ def parse(data: bytes, name: str = "manifest.json") -> Manifest:
     document = reader.read_json(data)
     version = document.get("schema_version") if isinstance(document, dict) else None
     if type(version) is int and version > SCHEMA_VERSION:
-        raise IntegrityError(
-            "manifest-future", path=name, expected=SCHEMA_VERSION, found=str(version)[:20]
-        )
+        raise IntegrityError("manifest-future", path=name, expected=SCHEMA_VERSION, found=str(version)[:20])
     top = reader.fields(document, "$", schema_version=int, base=dict, editions=list)
     if top["schema_version"] != SCHEMA_VERSION:
         raise reader.wrong("$.schema_version", str(SCHEMA_VERSION), top["schema_version"])
@@ -120,9 +118,7 @@ def parse(data: bytes, name: str = "manifest.json") -> Manifest:
     reader.match(_HEX["blob"], base["commit"], "$.base.commit", "40 hex digits")
     if not top["editions"]:
         raise reader.wrong("$.editions", "at least one edition", "none")
-    editions = tuple(
-        reader.edition(item, f"$.editions[{index}]") for index, item in enumerate(top["editions"])
-    )
+    editions = tuple(reader.edition(item, f"$.editions[{index}]") for index, item in enumerate(top["editions"]))
     return Manifest(base["commit"], base["tag"], editions)
 
 
@@ -134,9 +130,7 @@ class _Reader:
 
     def wrong(self, where: str, expected: str, found: Any) -> IntegrityError:
         shown = found if isinstance(found, str) else json.dumps(found)
-        return IntegrityError(
-            "manifest-schema", path=self.name, where=where, expected=expected, found=shown[:80]
-        )
+        return IntegrityError("manifest-schema", path=self.name, where=where, expected=expected, found=shown[:80])
 
     def read_json(self, data: bytes) -> Any:
         def refuse(text: str) -> None:
@@ -162,9 +156,7 @@ class _Reader:
             )
         except json.JSONDecodeError as error:
             place = f"line {error.lineno}, column {error.colno}"
-            raise IntegrityError(
-                "manifest-json", path=self.name, where=place, found=error.msg
-            ) from error
+            raise IntegrityError("manifest-json", path=self.name, where=place, found=error.msg) from error
         except UnicodeDecodeError as error:
             raise IntegrityError(
                 "manifest-json", path=self.name, where=f"byte {error.start}", found="not UTF-8"
@@ -195,9 +187,7 @@ class _Reader:
         patch = self.fields(item["patch"], f"{where}.patch", name=str, sha256=str, size_bytes=int)
         self.match(_FILE_NAME, patch["name"], f"{where}.patch.name", "a plain file name")
         self.match(_HEX["sha256"], patch["sha256"], f"{where}.patch.sha256", "64 hex digits")
-        files = tuple(
-            self.file(entry, f"{where}.files[{index}]") for index, entry in enumerate(item["files"])
-        )
+        files = tuple(self.file(entry, f"{where}.files[{index}]") for index, entry in enumerate(item["files"]))
         check_path_set([file.path for file in files])
         return Edition(item["version"], patch["name"], patch["sha256"], patch["size_bytes"], files)
 

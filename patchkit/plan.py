@@ -28,9 +28,7 @@ def changes_to(goal: Edition | None, survey: Survey, library: Library) -> list[C
     return changes
 
 
-def _content(
-    path: str, digest: Digest | None, goal: Edition | None, survey: Survey, library: Library
-) -> bytes | None:
+def _content(path: str, digest: Digest | None, goal: Edition | None, survey: Survey, library: Library) -> bytes | None:
     if digest is None:
         return None
     content = survey.found[path].content

@@ -15,7 +15,7 @@ from patchkit.base import ensure_base
 from patchkit.build import build, check, write_file
 from patchkit.checkout import Checkout, resolve
 from patchkit.command import guarded, say
-from patchkit.compose import PATCH_NAME, compose, compose_patch, read_sources
+from patchkit.compose import BASE_TAG, PATCH_NAME, Folders, compose, compose_patch, read_sources
 from patchkit.digest import sha256_hex
 from patchkit.errors import CheckoutStateError, UsageError
 from patchkit.filesystem import Filesystem
@@ -64,13 +64,13 @@ def export(edits: Edits, output: Path) -> None:
     say(f"written: {output} ({len(data)} bytes), {sums.name}")
 
 
-def take(edits: Edits, root: Path, overrides: Path, patches: Path) -> Merge:
-    """Takes the edits into ``overrides``; everything is composed before anything is written."""
+def take(edits: Edits, root: Path, folders: Folders, patches: Path) -> Merge:
+    """Takes the edits into ``folders``; everything is composed before anything is written."""
     checkout = resolve(str(root), allow_installed=True)
     theirs = sources_of(edits)
-    merged = merge(read_sources(overrides), theirs, _given(checkout, patches))
+    merged = merge(read_sources(folders), theirs, _given(checkout, patches))
     compose(merged.sources, ensure_base(), patches / "older")
-    _write_sources(merged, overrides)
+    _write_sources(merged, folders)
     # From now on this is what the checkout and verl_overrides/ last agreed on; and the applier
     # knows the checkout by it.
     with locked(Filesystem(), checkout.state_folder, hide=checkout.git_dir is None):
@@ -98,11 +98,11 @@ def _given(checkout: Checkout, patches: Path) -> tuple[FilePatch, ...]:
     return ()
 
 
-def _write_sources(merged: Merge, overrides: Path) -> None:
+def _write_sources(merged: Merge, folders: Folders) -> None:
     for path in (*merged.taken, *merged.removed):
         places = (
-            (overrides / path, merged.sources.new_files),
-            (overrides / "seams" / f"{path}.patch", merged.sources.seams),
+            (folders.place(path), merged.sources.new_files),
+            (folders.seam(path), merged.sources.seams),
         )
         for place, texts in places:
             if path in texts:
@@ -121,9 +121,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="REV",
         help="the commit that the edits start from (default: the pinned one)",
     )
-    made.add_argument(
-        "--head", metavar="REV", help="take a commit's content (default: the working tree)"
-    )
+    made.add_argument("--head", metavar="REV", help="take a commit's content (default: the working tree)")
     made.add_argument(
         "--output",
         type=Path,
@@ -140,9 +138,9 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="write the checkout's _generated_*.yaml anew before taking its edits",
     )
-    made.add_argument(
-        "--overrides", type=Path, default=ROOT / "verl_overrides", help=argparse.SUPPRESS
-    )
+    made.add_argument("--package", type=Path, default=ROOT / "gradloc", help=argparse.SUPPRESS)
+    overrides = ROOT / "verl_overrides" / BASE_TAG
+    made.add_argument("--overrides", type=Path, default=overrides, help=argparse.SUPPRESS)
     made.add_argument("--patches", type=Path, default=ROOT / "patches", help=argparse.SUPPRESS)
     made.add_argument("--debug", action="store_true", help="show a traceback on an error")
     return made
@@ -152,7 +150,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.check and options.repo:
         raise UsageError("take-check-repo")
     if options.check:
-        check(options.overrides, options.patches, ensure_base())
+        check(Folders(options.package, options.overrides), options.patches, ensure_base())
         say("patches/ is what verl_overrides/ builds")
         return
     if options.repo is None:
@@ -170,15 +168,15 @@ def _run(options: argparse.Namespace) -> None:
             return
         if options.base != BASE_COMMIT and resolve_commit(root, options.base) != BASE_COMMIT:
             raise UsageError("take-other-base", expected=BASE_COMMIT, found=options.base)
-        take(edits, root, options.overrides, options.patches)
-    written = build(options.overrides, options.patches, ensure_base())
+        take(edits, root, Folders(options.package, options.overrides), options.patches)
+    written = build(Folders(options.package, options.overrides), options.patches, ensure_base())
     say(f"built: {', '.join(written)}" if written else "patches/ is unchanged")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     options = parser().parse_args(arguments)
-    folder = options.overrides.resolve().parent / ".gradloc"
+    folder = options.package.resolve().parent / ".gradloc"
 
     def run() -> int:
         folder.mkdir(exist_ok=True)

@@ -140,9 +140,7 @@ def resolve_commit(root: Path, rev: str) -> str:
     """Returns the full id of a commit of the clone at ``root``."""
     spec = f"{rev}^{{commit}}"
     found = (
-        run_git(
-            root, "rev-parse", "--verify", "--quiet", "--end-of-options", spec, allowed=(0, 1, 128)
-        )
+        run_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", spec, allowed=(0, 1, 128))
         .decode()
         .strip()
     )
@@ -182,6 +180,4 @@ def _walk(folder: Path, prefix: str) -> Iterator[str]:
 
 def _is_cache(path: str) -> bool:
     parts = path.split("/")
-    return path.endswith((".pyc", ".pyo")) or any(
-        part == "__pycache__" or part.startswith(".") for part in parts
-    )
+    return path.endswith((".pyc", ".pyo")) or any(part == "__pycache__" or part.startswith(".") for part in parts)

@@ -51,9 +51,7 @@ def named_patch(
 
 def _listed(sums_at: str, name: str, url: str | None) -> tuple[str, list[str]]:
     if not download.is_url(sums_at):
-        return sums.digest_for(
-            name, read_capped(Path(sums_at), sums.MAX_BYTES, sums_at), sums_at
-        ), []
+        return sums.digest_for(name, read_capped(Path(sums_at), sums.MAX_BYTES, sums_at), sums_at), []
     listed = sums.digest_for(name, download.fetch(sums_at, limit=sums.MAX_BYTES), sums_at)
     notes = []
     if url and urlsplit(url).hostname == urlsplit(sums_at).hostname:

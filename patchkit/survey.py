@@ -71,9 +71,7 @@ def survey(checkout: Checkout, editions: tuple[Edition, ...], base_commit: str) 
     known: dict[str, list[Digest | None]] = {path: [before] for path, before in base.items()}
     for file in changes:
         known[file.path].append(file.after)
-    strangers = tuple(
-        path for path in found if not any(_is(found[path], digest) for digest in known[path])
-    )
+    strangers = tuple(path for path in found if not any(_is(found[path], digest) for digest in known[path]))
     state, edition = _judge(found, base, editions)
     if strangers:
         if checkout.head is not None:

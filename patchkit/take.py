@@ -49,9 +49,7 @@ def seam(path: str, before: bytes, after: bytes) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         hunks = changed_hunks(before, after, Path(scratch))
     header = (
-        f"diff --git a/{path} b/{path}\n"
-        f"index {blob_id(before)}..{blob_id(after)} 100644\n"
-        f"--- a/{path}\n+++ b/{path}\n"
+        f"diff --git a/{path} b/{path}\nindex {blob_id(before)}..{blob_id(after)} 100644\n--- a/{path}\n+++ b/{path}\n"
     )
     text = header + hunks
     parse(text.encode())
@@ -79,9 +77,7 @@ def merge(ours: Sources, theirs: Sources, given: tuple[FilePatch, ...]) -> Merge
         if b == origin:
             kept.append(path)
         elif a != origin:
-            raise CheckoutStateError(
-                "take-both-sides", path=path, ours=_show(a), theirs=_show(b), given=_show(origin)
-            )
+            raise CheckoutStateError("take-both-sides", path=path, ours=_show(a), theirs=_show(b), given=_show(origin))
         else:
             (removed if b is None else taken).append(path)
     new_files = _merged(ours.new_files, theirs.new_files, taken, removed)
@@ -97,9 +93,7 @@ def _results(sources: Sources) -> dict[str, str]:
     return results
 
 
-def _merged(
-    ours: dict[str, str], theirs: dict[str, str], taken: list[str], removed: list[str]
-) -> dict[str, str]:
+def _merged(ours: dict[str, str], theirs: dict[str, str], taken: list[str], removed: list[str]) -> dict[str, str]:
     gone = {*taken, *removed}
     kept = {path: text for path, text in ours.items() if path not in gone}
     return kept | {path: theirs[path] for path in taken if path in theirs}

@@ -57,9 +57,7 @@ class Transaction:
             self.files.remove(self.state / JOURNAL_NAME)
         except OSError as error:
             self._undo(journal, error)
-            raise TransactionError(
-                "disk-failed", path=_named(error, self.root), found=error.strerror
-            ) from error
+            raise TransactionError("disk-failed", path=_named(error, self.root), found=error.strerror) from error
         except BaseException as error:  # an interrupt from the keyboard too
             self._undo(journal, error)
             raise
@@ -82,9 +80,7 @@ class Transaction:
                 return None
             return self._resolve(journal)
         except OSError as error:
-            raise RollbackError(
-                "disk-failed-again", path=self.state / JOURNAL_NAME, found=error.strerror
-            ) from error
+            raise RollbackError("disk-failed-again", path=self.state / JOURNAL_NAME, found=error.strerror) from error
 
     def pending(self) -> bool:
         """True if an interrupted run left a journal; changes nothing."""
@@ -186,9 +182,7 @@ class Transaction:
     def _resolve(self, journal: Journal) -> str:
         entries = journal.entries
         for entry in entries:
-            if journal.committing and not (
-                self._is(entry, entry.before) or self._is(entry, entry.after)
-            ):
+            if journal.committing and not (self._is(entry, entry.before) or self._is(entry, entry.after)):
                 raise CheckoutStateError(
                     "journal-conflict",
                     path=entry.path,

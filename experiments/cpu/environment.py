@@ -77,8 +77,7 @@ def patched_copy() -> Target:
     """
     if not PATCH_SHA256.is_file():
         raise ExperimentError(
-            f"{PATCH_SHA256} is missing, so there is no patch to apply: "
-            f"make it with\n    bash {REPO / 'make_patch.sh'}"
+            f"{PATCH_SHA256} is missing, so there is no patch to apply: make it with\n    bash {REPO / 'make_patch.sh'}"
         )
     path = CACHE / f"verl-{PATCH_SHA256.read_text().split()[0][:12]}"
     return Target(path, "the demo's own patched copy")

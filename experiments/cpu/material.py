@@ -161,9 +161,7 @@ def warm_up(model, tokenizer, language: Language, recipe: Recipe, report) -> flo
     torch.set_num_threads(1)
     torch.manual_seed(recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, recipe.learning_rate, total_steps=recipe.warmup_steps
-    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.learning_rate, total_steps=recipe.warmup_steps)
     start = time.perf_counter()
     for step in range(1, recipe.warmup_steps + 1):
         batch = language.lessons(recipe.warmup_batch, f"warm-up {recipe.seed} {step}")

@@ -119,9 +119,7 @@ class DirectManager:
         rows = np.array_split(np.arange(len(prompt_ids)), len(self.workers))
         answers = ray.get(
             [
-                worker.generate.remote(
-                    [prompt_ids[i] for i in part], params, call_seed(self.seed, step, rank)
-                )
+                worker.generate.remote([prompt_ids[i] for i in part], params, call_seed(self.seed, step, rank))
                 for rank, (worker, part) in enumerate(zip(self.workers, rows, strict=True))
                 if len(part)
             ]

@@ -44,9 +44,7 @@ def read_planted(path: Path) -> dict:
         ExperimentError: if it was not planted, or the record cannot be read.
     """
     if not path.is_file():
-        raise ExperimentError(
-            f"nothing was planted ({path} does not exist): the run ended before the fault's step."
-        )
+        raise ExperimentError(f"nothing was planted ({path} does not exist): the run ended before the fault's step.")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
@@ -55,9 +53,7 @@ def read_planted(path: Path) -> dict:
 
 def tell(event: dict) -> str:
     """An event in a few lines."""
-    step, trigger, search, certificate = (
-        event[key] for key in ("step", "trigger", "search", "certificate")
-    )
+    step, trigger, search, certificate = (event[key] for key in ("step", "trigger", "search", "certificate"))
     lines = [
         f"Spike at step {step['global_step']}, mini-batch {step['mini_batch']}: "
         f"gradient norm {number(trigger['grad_norm'])}, threshold {number(trigger['threshold'])} "
@@ -145,9 +141,7 @@ def expected(planted: dict, step: dict) -> dict:
 def differences(culprit: dict, wanted: dict) -> list[str]:
     """One sentence for each field of the culprit that is not as planted."""
     return [
-        f"{key} is {culprit[key]}, and {value} was planted"
-        for key, value in wanted.items()
-        if culprit[key] != value
+        f"{key} is {culprit[key]}, and {value} was planted" for key, value in wanted.items() if culprit[key] != value
     ]
 
 

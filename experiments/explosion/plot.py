@@ -38,9 +38,7 @@ def draw(readings: list[Reading], twins: dict[str, Reading]) -> bytes:
     distances.set(title="weights' distance from the healthy twin's", xlabel="steps taken")
     for axes in (norms, rewards, distances):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.legend(
-        *norms.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False
-    )
+    figure.legend(*norms.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
     out = io.BytesIO()
     # Without metadata two drawings of the same runs are the same bytes.
     figure.savefig(out, format="png", dpi=90, metadata={"Software": None})

@@ -55,9 +55,7 @@ class Reading:
         """How far the spike's step and the next one took the weights."""
         spike = self.planted[-1]["step"]
         # The first weights are those before step 1.
-        return distance(
-            self.weights[min(spike + 1, len(self.weights) - 1)], self.weights[spike - 1]
-        )
+        return distance(self.weights[min(spike + 1, len(self.weights) - 1)], self.weights[spike - 1])
 
     @property
     def moved_lately(self) -> float:
@@ -86,9 +84,7 @@ def read(folder: Path, name: str, meaning: str) -> Reading:
             planted=json_lines(folder / "planted.jsonl"),
             events=read_events(folder / "gradloc" / "events.jsonl"),
             rewards=read_rewards(folder / "validation"),
-            weights=[
-                as_vector(path) for path in sorted((folder / "weights").glob("*.safetensors"))
-            ],
+            weights=[as_vector(path) for path in sorted((folder / "weights").glob("*.safetensors"))],
         )
     except (OSError, ValueError, KeyError) as error:
         raise ExperimentError(f"the run in {folder} cannot be read: {error}.") from None

@@ -54,8 +54,7 @@ class SavingRollout(rollout.HFRollout):
             return answers
         pairs = zip(prompt_ids, answers, strict=True)
         return [
-            (tokens, self.log_probs(prompt, tokens, sampling_params["temperature"]))
-            for prompt, (tokens, _) in pairs
+            (tokens, self.log_probs(prompt, tokens, sampling_params["temperature"])) for prompt, (tokens, _) in pairs
         ]
 
     @torch.no_grad()
@@ -116,9 +115,7 @@ class ExplosionManager(rollout.DirectManager):
             row = stale.draw_row(self.seed, step, len(prompt_ids))
             length = params["max_new_tokens"]
             seed = rollout.call_seed(self.seed, step, len(self.workers))
-            call = self.workers[0].generate.remote(
-                [prompt_ids[row]], {**params, "min_new_tokens": length}, seed
-            )
+            call = self.workers[0].generate.remote([prompt_ids[row]], {**params, "min_new_tokens": length}, seed)
             (answers[row],) = ray.get(call)
         return answers
 
@@ -144,6 +141,4 @@ def store_stale_log_probs(compute_log_prob):
 
 
 if not getattr(DataParallelPPOActor.compute_log_prob, "_gradloc_demo", False):
-    DataParallelPPOActor.compute_log_prob = store_stale_log_probs(
-        DataParallelPPOActor.compute_log_prob
-    )
+    DataParallelPPOActor.compute_log_prob = store_stale_log_probs(DataParallelPPOActor.compute_log_prob)

@@ -51,9 +51,7 @@ class Settings:
             raise ValueError(f"explosion.num_stale must be at least 1, found {self.num_stale}.")
         for name in ("warning_probability", "old_probability", "sure"):
             if not 0 < getattr(self, name) < 1:
-                raise ValueError(
-                    f"explosion.{name} must be between 0 and 1, found {getattr(self, name)}."
-                )
+                raise ValueError(f"explosion.{name} must be between 0 and 1, found {getattr(self, name)}.")
 
     @property
     def probabilities(self) -> dict[int, float]:

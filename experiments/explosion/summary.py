@@ -28,10 +28,7 @@ def collect(folder: Path):
     """
     cells = suite.read(folder)["cells"]
     well = [cell for cell in cells if cell["exit_code"] == 0]
-    found = {
-        cell["folder"]: readings.read(folder / cell["folder"], cell["folder"], cell["meaning"])
-        for cell in well
-    }
+    found = {cell["folder"]: readings.read(folder / cell["folder"], cell["folder"], cell["meaning"]) for cell in well}
     by_seed = {cell["seed"]: found[cell["folder"]] for cell in well if cell["arm"] == TWIN}
     twins = {cell["folder"]: by_seed[cell["seed"]] for cell in well if cell["seed"] in by_seed}
     return list(found.values()), twins, [c["folder"] for c in cells if c["exit_code"] != 0]
@@ -42,9 +39,7 @@ def page(cells: list[list[str]], picture: bytes, runs: list[readings.Reading], f
 
     def title(run):
         name, report = html.escape(run.name), f"{run.name}/report.html"
-        return (
-            f'<a href="{html.escape(report)}">{name}</a>' if (folder / report).is_file() else name
-        )
+        return f'<a href="{html.escape(report)}">{name}</a>' if (folder / report).is_file() else name
 
     def line(tag, texts):
         return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>"

@@ -115,9 +115,7 @@ def is_as_planted(event: dict, planted: dict) -> bool:
     culprits = event["culprits"]
     positions = sorted(position for culprit in culprits for position in culprit["positions"])
     sequence = f"{planted['uid']}:{planted['rollout_index']}"
-    return positions == planted["positions"] and all(
-        culprit["sequence_id"] == sequence for culprit in culprits
-    )
+    return positions == planted["positions"] and all(culprit["sequence_id"] == sequence for culprit in culprits)
 
 
 def number(value: float | None) -> str:
@@ -132,8 +130,7 @@ def as_text(cells: list[list[str]]) -> str:
     lines = [HEADER, *cells]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
 
 

@@ -65,9 +65,7 @@ def generate(args) -> int:
     few, most = puzzle.FEWEST, puzzle.MOST
     for number in args.people:
         if not few <= number <= most:
-            raise ExperimentError(
-                f"--people {number} is not from {few} to {most}: choose from these."
-            )
+            raise ExperimentError(f"--people {number} is not from {few} to {most}: choose from these.")
     for option, value in (("--train", args.train), ("--test", args.test)):
         if value < 0 or (option == "--train" and value == 0):
             raise ExperimentError(f"{option} {value} is no number of puzzles: give a positive one.")

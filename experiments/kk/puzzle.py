@@ -47,9 +47,7 @@ class Puzzle:
         found = solutions(self.said)
         if len(found) != 1:
             many = "more than one" if found else "no"
-            raise ExperimentError(
-                f"the puzzle of {', '.join(self.names)} has {many} solution, and needs exactly one."
-            )
+            raise ExperimentError(f"the puzzle of {', '.join(self.names)} has {many} solution, and needs exactly one.")
         return found[0]
 
 
@@ -88,9 +86,7 @@ def draw_statement(rng: random.Random, num_people: int, speaker: int, kinds) -> 
     return (kind, *((rng.choice(statements.LEAVES), person) for person in pair))
 
 
-def draw(
-    num: int, num_people: int, rng: random.Random, names=NAMES, kinds=KINDS, report=None
-) -> list[Puzzle]:
+def draw(num: int, num_people: int, rng: random.Random, names=NAMES, kinds=KINDS, report=None) -> list[Puzzle]:
     """Different puzzles with exactly one solution each.
 
     Args:

@@ -46,16 +46,12 @@ def check(statement, num_people: int) -> None:
         person = parts[0] if len(parts) == 1 else None
         # A bool is an int to Python.
         if type(person) is not int or not 0 <= person < num_people:
-            raise ExperimentError(
-                f"{statement!r:.60} names no person from 0 to {num_people - 1}, as it should."
-            )
+            raise ExperimentError(f"{statement!r:.60} names no person from 0 to {num_people - 1}, as it should.")
         return
     right = {"not": len(parts) == 1}
     right |= dict.fromkeys(BINARY, len(parts) == 2) | dict.fromkeys(MANY, len(parts) >= 2)
     if not isinstance(kind, str) or not right.get(kind):
-        raise ExperimentError(
-            f"{statement!r:.60} is no statement: see experiments/kk/statements.py."
-        )
+        raise ExperimentError(f"{statement!r:.60} is no statement: see experiments/kk/statements.py.")
     for part in parts:
         check(part, num_people)
 

@@ -53,9 +53,7 @@ def answer(puzzle: Puzzle) -> str:
     """The solution, one numbered line a person: `(1) Zoey is a knight`."""
     roles = ("knave", "knight")
     pairs = zip(puzzle.names, puzzle.solution, strict=True)
-    return "\n".join(
-        f"({i}) {name} is a {roles[is_knight]}" for i, (name, is_knight) in enumerate(pairs, 1)
-    )
+    return "\n".join(f"({i}) {name} is a {roles[is_knight]}" for i, (name, is_knight) in enumerate(pairs, 1))
 
 
 def response(thoughts: str, conclusion: str) -> str:

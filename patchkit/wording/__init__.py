@@ -19,9 +19,7 @@ def render_error(error: PatchkitError) -> str:
     parts = parts_of(error)
     lines = [f"refused: {parts['what']}"]
     lines += [
-        f"  {label + ':':<9} {parts[label]}"
-        for label in ("expected", "found", "cause", "next")
-        if parts.get(label)
+        f"  {label + ':':<9} {parts[label]}" for label in ("expected", "found", "cause", "next") if parts.get(label)
     ]
     return "\n".join(lines + [f"  {line}" for line in error.data.get("diff", ())])
 

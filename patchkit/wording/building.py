@@ -8,9 +8,7 @@ _REBUILD = "bash make_patch.sh"
 WORDS: dict[str, Words] = {
     # Taking edits from a checkout.
     "git-missing": Words("git is not installed", "make_patch.sh needs it.", "Install git."),
-    "git-failed": Words(
-        "git {command} failed in {path}", "The checkout is damaged, or not a clone.", "git status"
-    ),
+    "git-failed": Words("git {command} failed in {path}", "The checkout is damaged, or not a clone.", "git status"),
     "take-nothing": Words(
         "{target} has no edits under verl/ since the base",
         "It was never patched or edited, or another checkout was meant.",
@@ -89,31 +87,21 @@ WORDS: dict[str, Words] = {
         "A file that verl has was copied to verl_overrides/verl/.",
         "Keep one of the two.",
     ),
-    "build-symlink": Words(
-        "{path} is a symbolic link", "A patch carries plain files only.", "Put the file itself."
-    ),
-    "build-not-a-file": Words(
-        "{path} is not a plain file", "A patch carries plain files only.", "Remove it."
-    ),
+    "build-symlink": Words("{path} is a symbolic link", "A patch carries plain files only.", "Put the file itself."),
+    "build-not-a-file": Words("{path} is not a plain file", "A patch carries plain files only.", "Remove it."),
     "build-mode": Words(
         "{path} is executable or has another special mode",
         "A patch of ours sets no modes.",
         "chmod 644 {path}",
     ),
-    "build-binary": Words(
-        "{path} is not UTF-8 text", "A patch carries text only.", "Keep it out of the tree."
-    ),
-    "build-empty": Words(
-        "{path} is empty", "GNU patch cannot make an empty file.", "Give it its licence header."
-    ),
+    "build-binary": Words("{path} is not UTF-8 text", "A patch carries text only.", "Keep it out of the tree."),
+    "build-empty": Words("{path} is empty", "GNU patch cannot make an empty file.", "Give it its licence header."),
     "build-crlf": Words(
         "line {line} of {path} has a carriage return",
         "An editor or git's autocrlf wrote the line ends of Windows.",
         "sed -i 's/\\r$//' {path}",
     ),
-    "build-no-final-newline": Words(
-        "{path} does not end in a newline", "An editor left it out.", "echo >> {path}"
-    ),
+    "build-no-final-newline": Words("{path} does not end in a newline", "An editor left it out.", "echo >> {path}"),
     "build-hidden-character": Words(
         "line {line} of {path} holds an invisible or reordering character",
         "It was pasted from a page; such characters make code read other than it runs.",

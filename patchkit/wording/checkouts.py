@@ -38,8 +38,7 @@ WORDS: dict[str, Words] = {
     ),
     "target-installed": Words(
         "{target} is an environment's package folder",
-        "Patching an environment changes every program that runs in it, so it is asked for by "
-        "name.",
+        "Patching an environment changes every program that runs in it, so it is asked for by name.",
         "python apply_patch.py --installed   (with the Python of that environment)",
     ),
     "target-not-installed": Words(
@@ -63,29 +62,25 @@ WORDS: dict[str, Words] = {
     "state-wrong-base": Words(
         "WRONG_BASE: this is verl at {head}, the patch is for {commit}, and {count} of the files "
         "that it touches differ, first {path}",
-        "Another version of verl is checked out, or commits of your own changed these files."
-        "{unforced}",
+        "Another version of verl is checked out, or commits of your own changed these files.{unforced}",
         "git -C {target} worktree add DIR {commit}   (a second checkout, at the right commit)",
         "Use verl 0.7.0.",
     ),
     "state-crlf": Words(
         "DRIFTED: {count} of the files that the patch touches have CRLF line ends, first {path}",
-        "The checkout was made with core.autocrlf, or through Windows; only the line ends "
-        "differ.{unforced}",
+        "The checkout was made with core.autocrlf, or through Windows; only the line ends differ.{unforced}",
         "git clone -c core.autocrlf=false {target} DIR   (and use DIR)",
         "Unpack the archive again, without converting line ends.",
     ),
     "state-in-the-way": Words(
         "DRIFTED: something else stands where the patch adds {count} files, first {path}",
-        "Files of yours under the same name, or a version of the patch that is not known here."
-        "{unforced}",
+        "Files of yours under the same name, or a version of the patch that is not known here.{unforced}",
         "Move away what the lines below name, then run this again.",
     ),
     "state-edited": Words(
         "DRIFTED: {count} of the patch's files were edited after it was applied, first {path}",
         "Work on the patch in this checkout.{unforced}",
-        "bash make_patch.sh --repo {target}   (takes the edits into verl_overrides/; then this "
-        "runs)",
+        "bash make_patch.sh --repo {target}   (takes the edits into verl_overrides/; then this runs)",
     ),
     "state-partial": Words(
         "PARTIAL: the checkout is half patched",
@@ -179,9 +174,7 @@ WORDS: dict[str, Words] = {
         "It was copied from the browser's address line.",
         "--patch-url {raw}",
     ),
-    "net-hops": Words(
-        "{url} redirects in circles or too often", "The server is set up wrongly.", "Try later."
-    ),
+    "net-hops": Words("{url} redirects in circles or too often", "The server is set up wrongly.", "Try later."),
     "net-status": Words(
         "the server does not have {url}",
         "It is misspelt, moved or not public.",
@@ -197,9 +190,7 @@ WORDS: dict[str, Words] = {
         "A proxy or a server that ignores the request.",
         "Download the file yourself and use --patch-file.",
     ),
-    "net-deadline": Words(
-        "{url} takes too long", "A slow or a hostile server.", "Run this again later."
-    ),
+    "net-deadline": Words("{url} takes too long", "A slow or a hostile server.", "Run this again later."),
     "net-size": Words(
         "{url} has not the size of the patch",
         "It is another file, or another version.",

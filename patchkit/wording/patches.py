@@ -16,9 +16,7 @@ WORDS: dict[str, Words] = {
         "--patch-sha256, --sha256-file, a file {name}.sha256 beside it nor the manifest does.",
         "Add --patch-sha256 HEX with the sha256 that its author published.",
     ),
-    "sums-empty": Words(
-        "the checksum file {path} is empty", "It was cut off or never written.", _GET_AGAIN
-    ),
+    "sums-empty": Words("the checksum file {path} is empty", "It was cut off or never written.", _GET_AGAIN),
     "sums-line": Words(
         "line {line} of the checksum file {path} is not '<64 hex digits>  <name>'",
         "It is not a list that sha256sum wrote.",
@@ -55,8 +53,7 @@ WORDS: dict[str, Words] = {
         "does not have (AttributeError: 'FSDPActorConfig' object has no attribute "
         "'spike_detection'). It also names files by abbreviated ids and leaves one without a "
         "final newline, so its result cannot be verified.",
-        "Leave out --patch-file and --patch-url: the patch that comes with this tool has the same "
-        "options and trains.",
+        "Leave out --patch-file and --patch-url: the patch that comes with this tool has the same options and trains.",
     ),
     "sums-manifest": Words(
         "{path} and the manifest disagree about the patch",
@@ -80,9 +77,7 @@ WORDS: dict[str, Words] = {
     "manifest-unreadable": Words(
         "the manifest {path} cannot be read", "The folder patches/ is not complete.", _RESTORE
     ),
-    "manifest-too-large": Words(
-        "the manifest {path} is too large to be ours", "It is another file.", _RESTORE
-    ),
+    "manifest-too-large": Words("the manifest {path} is too large to be ours", "It is another file.", _RESTORE),
     "manifest-json": Words(
         "the manifest {path} is not JSON at {where}",
         "It was cut off or edited by hand; it is generated.",
@@ -96,9 +91,7 @@ WORDS: dict[str, Words] = {
     "manifest-repeated-key": Words(
         "the manifest {path} has a key twice", "It was edited by hand; it is generated.", _RESTORE
     ),
-    "manifest-nesting": Words(
-        "the manifest {path} is nested too deeply", "It is not our manifest.", _RESTORE
-    ),
+    "manifest-nesting": Words("the manifest {path} is nested too deeply", "It is not our manifest.", _RESTORE),
     "manifest-schema": Words(
         "the manifest {path} is wrong at {where}",
         "It was edited by hand; it is generated.",
@@ -125,13 +118,9 @@ WORDS: dict[str, Words] = {
         "A server sent an error page or the page that shows the file.",
         "Get it from the address of the raw file.",
     ),
-    "patch-compressed": Words(
-        "the patch is {kind}-compressed", "An archive was saved under its name.", "Unpack it."
-    ),
+    "patch-compressed": Words("the patch is {kind}-compressed", "An archive was saved under its name.", "Unpack it."),
     "patch-utf16": Words("the patch is UTF-16", "A shell redirection re-encoded it.", _GET_AGAIN),
-    "patch-bom": Words(
-        "the patch begins with a byte order mark", "An editor saved it again.", _GET_AGAIN
-    ),
+    "patch-bom": Words("the patch begins with a byte order mark", "An editor saved it again.", _GET_AGAIN),
     "patch-crlf": Words(
         "line {line} of the patch ends in CRLF",
         "git or an editor turned its line ends into those of Windows.",
@@ -143,35 +132,22 @@ WORDS: dict[str, Words] = {
         "the patch's last line {line} has no line end", "The file was cut off.", _GET_AGAIN
     ),
     # The patch's language.
-    "patch-no-files": Words(
-        "the patch names no file ('diff --git' never occurs)", "It is another file.", _BUILT
-    ),
+    "patch-no-files": Words("the patch names no file ('diff --git' never occurs)", "It is another file.", _BUILT),
     "patch-dialect": Words(
         "line {line}: only git's own form of a diff is read",
         "It is a context, ed or plain diff.",
         _BUILT,
     ),
-    "patch-unknown-line": Words(
-        "line {line} of the patch is not a part of the patch language", _NOT_OURS, _BUILT
-    ),
-    "patch-names-disagree": Words(
-        "line {line} of the patch names another file than its section", _NOT_OURS, _BUILT
-    ),
+    "patch-unknown-line": Words("line {line} of the patch is not a part of the patch language", _NOT_OURS, _BUILT),
+    "patch-names-disagree": Words("line {line} of the patch names another file than its section", _NOT_OURS, _BUILT),
     "patch-abbreviated": Words(
         "line {line} of the patch names {path} by an abbreviated id",
-        "It was made by git diff without --full-index, so its base and its result cannot be "
-        "verified.",
+        "It was made by git diff without --full-index, so its base and its result cannot be verified.",
         "Make it again with: bash make_patch.sh --repo CHECKOUT --output FILE",
     ),
-    "patch-index": Words(
-        "line {line}: the ids of {path} do not agree with what its section does", _NOT_OURS, _BUILT
-    ),
-    "patch-no-hunks": Words(
-        "the patch's section for {path} changes nothing (line {line})", _NOT_OURS, _BUILT
-    ),
-    "patch-new-file": Words(
-        "line {line}: the new file {path} is not one whole hunk", _NOT_OURS, _BUILT
-    ),
+    "patch-index": Words("line {line}: the ids of {path} do not agree with what its section does", _NOT_OURS, _BUILT),
+    "patch-no-hunks": Words("the patch's section for {path} changes nothing (line {line})", _NOT_OURS, _BUILT),
+    "patch-new-file": Words("line {line}: the new file {path} is not one whole hunk", _NOT_OURS, _BUILT),
     "patch-hunk-order": Words(
         "line {line}: the hunks of {path} overlap, descend or disagree on line numbers",
         _NOT_OURS,
@@ -187,9 +163,7 @@ WORDS: dict[str, Words] = {
         "The patch was edited by hand.",
         _BUILT,
     ),
-    "patch-truncated": Words(
-        "the patch ends in the middle, at line {line}", "The file was cut off.", _GET_AGAIN
-    ),
+    "patch-truncated": Words("the patch ends in the middle, at line {line}", "The file was cut off.", _GET_AGAIN),
     "patch-result-newline": Words(
         "line {line}: the patch would leave {path} without a final newline", _NOT_OURS, _BUILT
     ),
@@ -198,12 +172,8 @@ WORDS: dict[str, Words] = {
         "Such characters make code read other than it runs.",
         "Do not use this patch.",
     ),
-    "patch-unsorted": Words(
-        "the patch's sections are not in order: {path} after {other}", _NOT_OURS, _BUILT
-    ),
-    "patch-deletes": Words(
-        "line {line}: the patch deletes {path}", "Our patches never delete verl's files.", _BUILT
-    ),
+    "patch-unsorted": Words("the patch's sections are not in order: {path} after {other}", _NOT_OURS, _BUILT),
+    "patch-deletes": Words("line {line}: the patch deletes {path}", "Our patches never delete verl's files.", _BUILT),
     "patch-renames": Words("line {line}: the patch renames or copies {path}", _NOT_OURS, _BUILT),
     "patch-binary": Words("line {line}: the patch holds binary data for {path}", _NOT_OURS, _BUILT),
     "type-symlink": Words(
@@ -211,9 +181,7 @@ WORDS: dict[str, Words] = {
         "Links lead a writer out of the tree.",
         "Do not use this patch.",
     ),
-    "type-gitlink": Words(
-        "line {line}: the patch makes {path} a submodule", _NOT_OURS, "Do not use this patch."
-    ),
+    "type-gitlink": Words("line {line}: the patch makes {path} a submodule", _NOT_OURS, "Do not use this patch."),
     "mode-refused": Words(
         "line {line}: the patch sets a file mode for {path}",
         "Only new files of mode 100644 are allowed.",
@@ -225,12 +193,8 @@ WORDS: dict[str, Words] = {
         "Do not use this patch.",
     ),
     "path-twice": Words("{path} occurs twice", _NOT_OURS, _BUILT),
-    "path-case": Words(
-        "{path} and {other} differ in case only", "On some disks they are one file.", _BUILT
-    ),
-    "path-file-and-folder": Words(
-        "{path} is both a file and the folder of {other}", _NOT_OURS, _BUILT
-    ),
+    "path-case": Words("{path} and {other} differ in case only", "On some disks they are one file.", _BUILT),
+    "path-file-and-folder": Words("{path} is both a file and the folder of {other}", _NOT_OURS, _BUILT),
     # Application.
     "hunk-mismatch": Words(
         "hunk {hunk} of {path} does not fit at line {line}",
@@ -242,7 +206,5 @@ WORDS: dict[str, Words] = {
         "The patch and its index lines or the manifest disagree.",
         _RESTORE,
     ),
-    "result-not-utf8": Words(
-        "{path} is not UTF-8", "It is not verl's file.", "Restore it from verl."
-    ),
+    "result-not-utf8": Words("{path} is not UTF-8", "It is not verl's file.", "Restore it from verl."),
 }

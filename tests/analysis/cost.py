@@ -25,7 +25,7 @@ SIZES = [
 def measure(num_terms: int, num_buckets: int, dump_dir: str) -> dict[str, Any]:
     """Runs on every rank of a world; seconds are medians."""
     import torch
-    from verl.gradloc.analysis.probe import analyze
+    from verl.gradloc.analysis.buckets.probe import analyze
 
     from tests.analysis.scenarios import TERMS, local_rows, with_buckets
     from tests.gradloc.harness import make_batch, make_trainer

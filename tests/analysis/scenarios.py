@@ -51,11 +51,9 @@ def training_step(trainer: Any, batch: Any) -> tuple[torch.Tensor, float]:
 
 
 def flat(gradient: list[Any]) -> torch.Tensor:
-    from verl.gradloc.gradients import local_shard
+    from verl.gradloc.core.gradients import local_shard
 
-    return torch.cat(
-        [local_shard(grad).flatten().double() for grad in gradient if grad is not None]
-    )
+    return torch.cat([local_shard(grad).flatten().double() for grad in gradient if grad is not None])
 
 
 def norm(shard: torch.Tensor) -> float:
@@ -66,9 +64,9 @@ def norm(shard: torch.Tensor) -> float:
 
 def probe_of(trainer: Any, batch: Any, buckets: list[int]) -> Any:
     """A finished :class:`ComponentProbe` that also keeps every bucket's part of every term."""
-    from verl.gradloc.analysis import probe as module
-    from verl.gradloc.gradients import GradientSpace
-    from verl.gradloc.ranks import Ranks
+    from verl.gradloc.analysis.buckets import probe as module
+    from verl.gradloc.core.gradients import GradientSpace
+    from verl.gradloc.core.ranks import Ranks
 
     class Keeping(module.ComponentProbe):
         def _keep(self, parts):
@@ -105,9 +103,7 @@ def split(overrides: list[str], dump_dir: str, buckets: list[int] = UNEVEN) -> d
         "training_norm": norm(training),
         "total_error": norm(sum(whole.values()) - training) / norm(training),
         "task_error": norm(whole["task"] - task_alone) / norm(task_alone),
-        "bucket_sum_error": norm(
-            sum(flat(parts["task"]) for parts in probe.parts) - flat(together.whole["task"])
-        )
+        "bucket_sum_error": norm(sum(flat(parts["task"]) for parts in probe.parts) - flat(together.whole["task"]))
         / norm(task_alone),
         "slow_errors": slow_errors(trainer, batch, buckets, probe),
         "loss": loss,
@@ -119,7 +115,7 @@ def split(overrides: list[str], dump_dir: str, buckets: list[int] = UNEVEN) -> d
 
 def slow_errors(trainer: Any, batch: Any, buckets: list[int], probe: Any) -> list[float]:
     """Each bucket's part against the localizer's probe, which detaches all other rows."""
-    from verl.gradloc.hook import ActorStep
+    from verl.gradloc.verl_actor.hook import ActorStep
 
     local = local_rows(with_buckets(batch, buckets))
     size = trainer.actor.config.ppo_micro_batch_size_per_gpu
@@ -177,7 +173,7 @@ def dot_of_unlike_rows(dump_dir: str) -> dict[str, Any]:
 
 def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str, Any]:
     """Three real updates, with an analysis before each or none."""
-    from verl.gradloc.analysis.probe import analyze
+    from verl.gradloc.analysis.buckets.probe import analyze
 
     from tests.gradloc.harness import make_trainer
 
@@ -198,7 +194,7 @@ def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str,
 
 def fail_on_one_rank(dump_dir: str) -> dict[str, Any]:
     """The loss raises on rank 1 during the analysis; both ranks then train on."""
-    from verl.gradloc.analysis.probe import analyze
+    from verl.gradloc.analysis.buckets.probe import analyze
 
     trainer = make_trainer(TERMS, dump_dir)
     plain = make_trainer(TERMS, dump_dir)
@@ -218,7 +214,7 @@ def _broken(*_):
 
 def leave_as_found(dump_dir: str) -> dict[str, bool]:
     """An actor in the middle of something: gradients, eval mode, an accumulation count."""
-    from verl.gradloc.analysis.probe import analyze
+    from verl.gradloc.analysis.buckets.probe import analyze
 
     trainer = make_trainer(TERMS, dump_dir)
     actor = trainer.actor

@@ -29,9 +29,7 @@ def run(tmp_path, patched_tree, name, experiment, *overrides):
     return folder, {entry["step"]: entry["data"] for entry in map(json.loads, lines)}
 
 
-def test_the_demo_is_analysed_at_steps_one_and_five_and_trains_as_if_it_were_not(
-    tmp_path, patched_tree
-):
+def test_the_demo_is_analysed_at_steps_one_and_five_and_trains_as_if_it_were_not(tmp_path, patched_tree):
     folder, on = run(tmp_path, patched_tree, "on", "buckets-demo")
     analyses = folder / "gradloc" / "gradient_analysis"
     assert {path.name for path in analyses.iterdir()} == {
@@ -42,17 +40,13 @@ def test_the_demo_is_analysed_at_steps_one_and_five_and_trains_as_if_it_were_not
         record = json.loads((analyses / f"step_{step}.json").read_text())
         validate("gradient_analysis", record)
         assert record["loss"]["terms"] == ["task", "entropy", "kl"]
-    _, off = run(
-        tmp_path, patched_tree, "off", "buckets-demo", "trainer.gradient_analysis_mode=False"
-    )
+    _, off = run(tmp_path, patched_tree, "off", "buckets-demo", "trainer.gradient_analysis_mode=False")
     for step in range(1, 6):
         for name in ("actor/grad_norm", "actor/pg_loss", "actor/kl_loss", "critic/score/mean"):
             assert on[step][name] == off[step][name]
 
 
-def test_ppo_with_a_critic_analyses_a_batch_of_its_own_and_ends_before_the_update(
-    tmp_path, patched_tree
-):
+def test_ppo_with_a_critic_analyses_a_batch_of_its_own_and_ends_before_the_update(tmp_path, patched_tree):
     folder, metrics = run(
         tmp_path,
         patched_tree,

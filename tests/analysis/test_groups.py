@@ -7,8 +7,8 @@ import pytest
 from tests.analysis.pure import load
 
 groups_of = load("groups").group_rows
-split = load("buckets").split_groups
-filtering = load("filtering")
+split = load("split", "analysis.buckets").split_groups
+filtering = load("rank", "rollout_filter")
 
 
 def make(std, reward=None, length=None, size=2):
@@ -45,9 +45,7 @@ def test_rows_of_a_prompt_need_not_stand_together():
     assert groups.uids == ("a", "b", "c")
     assert groups.of_row.tolist() == [0, 1, 0, 1, 2]
     assert groups.sizes.tolist() == [2, 2, 1]
-    assert groups.reward_std == pytest.approx(
-        [0.5**0.5, 0, 0]
-    )  # unbiased; a single row deviates by 0
+    assert groups.reward_std == pytest.approx([0.5**0.5, 0, 0])  # unbiased; a single row deviates by 0
     assert groups.reward_mean == pytest.approx([0.5, 1, 5])
     assert groups.length_mean == pytest.approx([3, 4, 9])
     assert groups.zero_variance_share == pytest.approx(2 / 3)

@@ -10,11 +10,9 @@ import pytest
 
 from tests.analysis.pure import load
 
-metrics = load("metrics")
+metrics = load("metrics", "analysis.buckets")
 store = load("store")
-GROUPS = load("groups").group_rows(
-    ["a", "a", "b", "b", "c", "c"], [0, 1, 1, 1, 0, 4], [1, 2, 3, 4, 5, 5]
-)
+GROUPS = load("groups").group_rows(["a", "a", "b", "b", "c", "c"], [0, 1, 1, 1, 0, 4], [1, 2, 3, 4, 5, 5])
 BUCKETS = {"bucket_1": [1], "bucket_2": [0, 2]}
 RAW = {
     "terms": ["task", "kl"],
@@ -133,7 +131,7 @@ class FakeWandb:
 def test_the_group_table_goes_to_wandb_where_verl_logs_there(monkeypatch):
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    log_group_table = load("table").log_group_table
+    log_group_table = load("table", "analysis.buckets").log_group_table
     log_group_table(["console", "file"], record())
     assert wandb.logged == []
     log_group_table(["console", "wandb"], record())

@@ -55,9 +55,7 @@ def test_an_analysis_logs_writes_and_leaves_the_batch_alone(world, dump_dir):
         "rows that do not divide among the ranks",
     ],
 )
-def test_odd_batches_are_analysed_all_the_same(
-    world, dump_dir, rewards, per_group, settings, counts
-):
+def test_odd_batches_are_analysed_all_the_same(world, dump_dir, rewards, per_group, settings, counts):
     out = world.run(
         RUN + "analyse",
         rewards=rewards,
@@ -102,15 +100,8 @@ def test_failures_are_counted_and_switch_the_analysis_off_after_three(single, du
     ],
     ids=["a worker is lost", "the analysis is all that was asked for", "anything else"],
 )
-def test_only_failures_that_training_survives_are_contained(
-    single, dump_dir, overrides, is_of_ray, expected
-):
-    assert (
-        single.run(
-            RUN + "fail_for_good", dump_dir=dump_dir, overrides=overrides, is_of_ray=is_of_ray
-        )[0]
-        == expected
-    )
+def test_only_failures_that_training_survives_are_contained(single, dump_dir, overrides, is_of_ray, expected):
+    assert single.run(RUN + "fail_for_good", dump_dir=dump_dir, overrides=overrides, is_of_ray=is_of_ray)[0] == expected
 
 
 def test_the_run_is_to_end_after_the_analysis_where_asked(world, dump_dir):

@@ -64,12 +64,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "section, key, value, expected", REFUSED, ids=[case[1] for case in REFUSED]
-)
-def test_a_bad_value_is_refused_by_name_also_while_the_features_are_off(
-    section, key, value, expected
-):
+@pytest.mark.parametrize("section, key, value, expected", REFUSED, ids=[case[1] for case in REFUSED])
+def test_a_bad_value_is_refused_by_name_also_while_the_features_are_off(section, key, value, expected):
     with pytest.raises(ValueError) as refusal:
         config.read_settings(make(**{section.rpartition(".")[2]: {key: value}}))
     assert str(refusal.value) == f"{section}.{key} must be {expected}, found {value!r}."

@@ -27,7 +27,7 @@ class Workers:
 
     def analyze_gradients(self, data: Any) -> Any:
         from verl import DataProto
-        from verl.gradloc.analysis.probe import RECORD_KEY, analyze
+        from verl.gradloc.analysis.buckets.probe import RECORD_KEY, analyze
 
         self.num_asked += 1
         if self.error is not None:
@@ -72,9 +72,7 @@ def scored_batch(rewards: list[float], per_group: int) -> Any:
     return batch
 
 
-def analyse(
-    rewards: list[float], per_group: int, dump_dir: str, overrides: list[str] = ()
-) -> dict[str, Any]:
+def analyse(rewards: list[float], per_group: int, dump_dir: str, overrides: list[str] = ()) -> dict[str, Any]:
     """One analysis of the training batch: its metrics, its files, and what it did to the batch."""
     trainer = StandIn([*ON, *overrides], f"{dump_dir}-{dist.get_rank()}")
     batch = scored_batch(rewards, per_group)
@@ -137,9 +135,7 @@ def fail_for_good(dump_dir: str, overrides: list[str], is_of_ray: bool) -> str:
     return "nothing"
 
 
-def filter_rows(
-    rewards: list[float], per_group: int, dump_dir: str, overrides: list[str]
-) -> dict[str, Any]:
+def filter_rows(rewards: list[float], per_group: int, dump_dir: str, overrides: list[str]) -> dict[str, Any]:
     """The rollout filter as fit() calls it, then the advantages as the update sees them."""
     trainer = StandIn(overrides, f"{dump_dir}-{dist.get_rank()}")
     batch = scored_batch(rewards, per_group)
@@ -147,9 +143,7 @@ def filter_rows(
     batch.non_tensor_batch["row"] = np.arange(len(rewards))
     ids, metrics = batch.batch["input_ids"].clone(), {}
     extras = {"acc": [float(reward) for reward in rewards]}
-    kept, kept_scores, kept_extras = trainer.analysis.filter(
-        trainer, batch, scores, extras, metrics
-    )
+    kept, kept_scores, kept_extras = trainer.analysis.filter(trainer, batch, scores, extras, metrics)
     rows = kept.non_tensor_batch["row"].tolist()
     before = kept.batch["advantages"].clone()
     trainer.analysis.run(trainer, kept, {}, {})
@@ -169,11 +163,9 @@ def filter_rows(
 
 def prepare_separate(dump_dir: str) -> dict[str, Any]:
     """verl's loop on a twin: what the twin sees, and what the trainer looks like afterwards."""
-    from verl.gradloc.analysis.rollout import prepare_batch
+    from verl.gradloc.verl_actor.analysis_batch import prepare_batch
 
-    trainer = StandIn(
-        [*ON, "trainer.gradient_analysis_env_groups=4", "trainer.n_gpus_per_node=1"], dump_dir
-    )
+    trainer = StandIn([*ON, "trainer.gradient_analysis_env_groups=4", "trainer.n_gpus_per_node=1"], dump_dir)
     trainer.train_dataset = list(range(100, 200))
     trainer.train_dataloader = _Loader()
     trainer.val_reward_fn = len

@@ -116,9 +116,7 @@ def test_the_published_sizes_are_the_defaults(composed):
 
 
 def test_a_size_can_be_set_by_its_variable_and_by_an_override(tmp_path, patched_tree):
-    config = compose(
-        tmp_path, patched_tree, catalog.PUBLISHED, "data.train_batch_size=32", NNODES="2"
-    )
+    config = compose(tmp_path, patched_tree, catalog.PUBLISHED, "data.train_batch_size=32", NNODES="2")
     assert config["data"]["train_batch_size"] == 32 and config["trainer"]["nnodes"] == 2
 
 

@@ -53,7 +53,5 @@ def test_every_shim_does_its_work_when_verl_loads_the_module(patched_tree, tmp_p
         "VERL_USE_EXTERNAL_MODULES": "experiments.cpu.device",
         "CUDA_VISIBLE_DEVICES": "-1,-1",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", CHECKS], env=environ, cwd=tmp_path, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", CHECKS], env=environ, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "all well" in done.stdout, done.stderr

@@ -13,9 +13,7 @@ from tests.experiments.conftest import REPO
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-def test_the_stale_token_explodes_is_named_and_is_compared_with_the_healthy_twin(
-    patched_tree, tmp_path
-):
+def test_the_stale_token_explodes_is_named_and_is_compared_with_the_healthy_twin(patched_tree, tmp_path):
     run_dir = tmp_path / "suite"
     environ = {
         **os.environ,

@@ -15,10 +15,7 @@ pytest.importorskip("matplotlib")
 from experiments.explosion import readings, summary, table  # noqa: E402
 
 NORMS = {"healthy": [1.0, 2.0, 1.5, 1.2, 1.1, 1.3], "loud": [1.0, 2.0, 14.0, 250.0, 1.1, 1.3]}
-PLANTED = [
-    {"step": step, "uid": "u", "rollout_index": 2, "positions": [5], "token_ids": [9]}
-    for step in (3, 4)
-]
+PLANTED = [{"step": step, "uid": "u", "rollout_index": 2, "positions": [5], "token_ids": [9]} for step in (3, 4)]
 EVENT = {
     "step": {"global_step": 4},
     "certificate": {"norm_after": 1.4551},
@@ -67,8 +64,7 @@ def write_run(folder, name, spike_metrics=None, event=EVENT, limit=1e9):
     for step in range(len(NORMS[name]) + 1):
         save_file(weights(name, step), folder / "weights" / f"{step + 1:04d}.safetensors")
     (folder / "validation" / "6.jsonl").write_text(
-        "\n".join(json.dumps({"input": text, "score": score}) for text, score in ANSWERS[name])
-        + "\n"
+        "\n".join(json.dumps({"input": text, "score": score}) for text, score in ANSWERS[name]) + "\n"
     )
     # An older one that must not be read.
     (folder / "validation" / "5.jsonl").write_text('{"input": "p", "score": 0.9}\n')

@@ -78,9 +78,7 @@ def test_what_outlives_the_trainer_is_ended(tmp_path, monkeypatch):
     assert not is_running(int(pid_file.read_text()))
 
 
-@pytest.mark.parametrize(
-    "number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "term"]
-)
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "term"])
 def test_an_interrupt_ends_the_trainer_and_its_children(tmp_path, number, code):
     pid_file = tmp_path / "pid"
     trainer = f"""

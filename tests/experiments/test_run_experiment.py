@@ -55,9 +55,7 @@ def test_with_no_name_and_nothing_set_it_says_what_to_set_and_names_the_demo(run
     assert "demo" in said and all(variable in said for variable in PUBLISHED)
 
 
-def test_with_no_name_the_published_experiment_runs_when_its_variables_are_set(
-    run_experiment, published, patched_tree
-):
+def test_with_no_name_the_published_experiment_runs_when_its_variables_are_set(run_experiment, published, patched_tree):
     done = run_experiment("--dry-run", VERL_REPO=patched_tree, **published)
     assert done.returncode == 0, done.stderr
     assert "--config-name gradloc-qwen3-4b" in done.stdout
@@ -77,12 +75,8 @@ def test_a_model_or_a_file_that_does_not_exist_is_refused(run_experiment, publis
     assert f"{name}=/no/such/place does not exist" in said
 
 
-def test_a_dry_run_prints_target_command_and_results_and_leaves_nothing(
-    run_experiment, patched_tree, tmp_path
-):
-    done = run_experiment(
-        "demo", "seed=3", "--dry-run", "+a.b=[1,2]", VERL_REPO=patched_tree, RUN_DIR="my run"
-    )
+def test_a_dry_run_prints_target_command_and_results_and_leaves_nothing(run_experiment, patched_tree, tmp_path):
+    done = run_experiment("demo", "seed=3", "--dry-run", "+a.b=[1,2]", VERL_REPO=patched_tree, RUN_DIR="my run")
     assert done.returncode == 0, done.stderr
     first, command, results = done.stdout.splitlines()
     assert first == f"verl:    {patched_tree} (VERL_REPO)"
@@ -112,9 +106,7 @@ def test_a_folder_that_is_no_verl_is_refused(run_experiment, tmp_path):
     assert "is not verl" in said
 
 
-def test_a_folder_whose_packages_ray_would_prefer_is_refused(
-    run_experiment, patched_tree, tmp_path
-):
+def test_a_folder_whose_packages_ray_would_prefer_is_refused(run_experiment, patched_tree, tmp_path):
     (tmp_path / "verl").mkdir()
     (tmp_path / "verl" / "__init__.py").touch()
     said = one_sentence(run_experiment("demo", VERL_REPO=patched_tree), 1)
@@ -124,21 +116,15 @@ def test_a_folder_whose_packages_ray_would_prefer_is_refused(
 def test_a_python_without_verl_is_told_so(run_experiment, published, tmp_path):
     bare = tmp_path / "bare"
     os.symlink(sys.executable, bare)
-    done = run_experiment(
-        catalog.PUBLISHED, PYTHON=Path(os.path.realpath(sys.executable)), **published
-    )
+    done = run_experiment(catalog.PUBLISHED, PYTHON=Path(os.path.realpath(sys.executable)), **published)
     if "what" in done.stdout:
         pytest.skip("this interpreter has verl outside its environment")
     assert "no verl found" in one_sentence(done, 1)
 
 
-def test_a_python_without_the_packages_is_told_which_ones(
-    run_experiment, published, patched_tree, tmp_path
-):
+def test_a_python_without_the_packages_is_told_which_ones(run_experiment, published, patched_tree, tmp_path):
     bare = tmp_path / "env"
-    done = __import__("subprocess").run(
-        [sys.executable, "-m", "venv", "--without-pip", str(bare)], check=False
-    )
+    done = __import__("subprocess").run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=False)
     assert done.returncode == 0
     python = bare / "bin" / "python"
     done = run_experiment(catalog.PUBLISHED, VERL_REPO=patched_tree, PYTHON=python, **published)
@@ -165,9 +151,7 @@ def test_an_unknown_option_is_a_usage_error(run_experiment):
 
 
 def test_results_are_never_written_over(run_experiment, patched_tree, tmp_path):
-    said = one_sentence(
-        run_experiment("demo", "--dry-run", VERL_REPO=patched_tree, RUN_DIR=tmp_path), 1
-    )
+    said = one_sentence(run_experiment("demo", "--dry-run", VERL_REPO=patched_tree, RUN_DIR=tmp_path), 1)
     assert "exists" in said
 
 

@@ -9,9 +9,7 @@ from tests.gradloc.harness import make_batch, make_trainer
 from tests.gradloc.spikes import plant
 
 
-def fail_at_boundary(
-    boundary: int, rank: int, overrides: list[str], dump_dir: str
-) -> dict[str, Any]:
+def fail_at_boundary(boundary: int, rank: int, overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """On a spike, make one rank fail right before the given collective boundary, then train on.
 
     Whatever a rank computes by itself between two collectives goes through ``Ranks.agree``; so its
@@ -20,7 +18,7 @@ def fail_at_boundary(
     Returns:
         What training left behind, and whether the boundary was reached at all.
     """
-    from verl.gradloc.ranks import Ranks
+    from verl.gradloc.core.ranks import Ranks
 
     uses, original = 0, Ranks.agree
 
@@ -52,7 +50,7 @@ def fail_at_boundary(
 
 def fail_inside(method: str, overrides: list[str], dump_dir: str) -> None:
     """On a spike, make rank 1 fail inside a forward or backward of the search."""
-    from verl.gradloc.actor_step import ActorStep
+    from verl.gradloc.verl_actor.step import ActorStep
 
     original = getattr(ActorStep, method)
 
@@ -90,7 +88,7 @@ def resume(overrides: list[str], dump_dir: str) -> dict[str, Any]:
 
 def fail_repeatedly(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """Four spiking steps whose localization always fails on rank 1."""
-    from verl.gradloc.actor_step import ActorStep
+    from verl.gradloc.verl_actor.step import ActorStep
 
     original, uses = ActorStep.token_mask, 0
 
@@ -119,7 +117,7 @@ def write_into_trouble(kind: str, overrides: list[str], dump_dir: str) -> dict[s
     import shutil
     from pathlib import Path
 
-    from verl.gradloc import announce
+    from verl.gradloc.evidence import trackers as announce
 
     trainer = make_trainer(overrides, dump_dir)
     root = trainer.driver.store.root

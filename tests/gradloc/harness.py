@@ -81,7 +81,7 @@ class Trainer:
 
 
 def _pop_events(metrics: dict[str, Any]) -> dict[str, Any]:
-    from verl.gradloc.hook import pop_events
+    from verl.gradloc.verl_actor.hook import pop_events
 
     return pop_events(metrics)
 
@@ -152,9 +152,7 @@ def make_config(overrides: list[str], dump_dir: str) -> Any:
         return compose("ppo_trainer", overrides=base + overrides)
 
 
-def make_trainer(
-    overrides: list[str], dump_dir: str, seed: int = 0, dropout: float = 0.0
-) -> Trainer:
+def make_trainer(overrides: list[str], dump_dir: str, seed: int = 0, dropout: float = 0.0) -> Trainer:
     """An actor on this world's ranks and the matching driver (None when spike_detection is off)."""
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.actor.dp_actor import DataParallelPPOActor
@@ -182,7 +180,7 @@ def make_trainer(
 
 def _make_hook(config: Any):
     try:
-        from verl.gradloc.trainer_hook import build_trainer_hook
+        from verl.gradloc.verl_actor.trainer_hook import build_trainer_hook
     except ImportError:  # unpatched verl, the baseline of the bit-identity tests
         return None
     return build_trainer_hook(config, Decoder())
@@ -221,9 +219,7 @@ def shard(module: torch.nn.Module, actor_config: Any, model_config: Any) -> torc
             device_mesh=mesh,
             use_orig_params=fsdp.use_orig_params,
         )
-    policy = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
-    )
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
     kwargs = {
         "mesh": mesh,
         "mp_policy": policy,
@@ -233,9 +229,7 @@ def shard(module: torch.nn.Module, actor_config: Any, model_config: Any) -> torc
     return module
 
 
-def make_batch(
-    num_rows: int = 16, seed: int = 0, noise: float = 0.3, rollout_noise: float | None = None
-) -> Any:
+def make_batch(num_rows: int = 16, seed: int = 0, noise: float = 0.3, rollout_noise: float | None = None) -> Any:
     """A batch as after the advantages: ragged responses, pairs of rows share a uid.
 
     ``rollout_noise``: with log-probs of the rollout, this far (standard deviation) from the old.
@@ -248,9 +242,7 @@ def make_batch(
     input_ids = torch.randint(3, VOCABULARY, (num_rows, total), generator=generator)
     lengths = torch.randint(NUM_RESPONSE // 2, NUM_RESPONSE + 1, (num_rows,), generator=generator)
     response_mask = (torch.arange(NUM_RESPONSE)[None] < lengths[:, None]).long()
-    attention_mask = torch.cat(
-        [torch.ones(num_rows, NUM_PROMPT, dtype=torch.long), response_mask], 1
-    )
+    attention_mask = torch.cat([torch.ones(num_rows, NUM_PROMPT, dtype=torch.long), response_mask], 1)
     position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
     shape = (num_rows, NUM_RESPONSE)
     old = -4.5 + noise * torch.randn(shape, generator=generator)

@@ -16,17 +16,15 @@ FORCE = ["actor_rollout_ref.actor.gradloc.trigger.force_step=1"]
 @contextlib.contextmanager
 def instead_of_localizing(measure):
     """Run ``measure`` where the hook would search, and collect what it returns."""
-    from verl.gradloc.hook import ActorHook
-    from verl.gradloc.probe import Prober
+    from verl.gradloc.core.probe import Prober
+    from verl.gradloc.verl_actor.hook import ActorHook
 
     original, results = ActorHook._look_into, []
 
     def look_into(hook, spike, grad_norm):
         saved = hook._space.take()
         clip = min(1.0, hook.actor.config.grad_clip / (spike.grad_norm + 1e-6))
-        results.append(
-            measure(hook, saved, clip, Prober(hook._step, hook._space, hook.ranks), spike)
-        )
+        results.append(measure(hook, saved, clip, Prober(hook._step, hook._space, hook.ranks), spike))
         hook._space.put(saved)
         return grad_norm
 
@@ -42,9 +40,7 @@ def cover_error(overrides: list[str], dump_dir: str, noise: float = 0.3) -> dict
 
     def measure(hook, saved, clip, prober, spike):
         step = prober.step
-        parts = [
-            torch.randint(0, 3, step.token_mask(i).shape) for i in range(step.num_micro_batches)
-        ]
+        parts = [torch.randint(0, 3, step.token_mask(i).shape) for i in range(step.num_micro_batches)]
         total, norms = None, []
         for part in range(3):
             prober.compute((i, parts[i] == part) for i in range(step.num_micro_batches))
@@ -67,8 +63,8 @@ def cover_error(overrides: list[str], dump_dir: str, noise: float = 0.3) -> dict
 
 def share_identities(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """Closure, and the sums of shares by rank, micro-batch and sequence, on a planted spike."""
-    from verl.gradloc.finding import Task
-    from verl.gradloc.share import measure_shares
+    from verl.gradloc.search.share import measure_shares
+    from verl.gradloc.search.task import Task
 
     def measure(hook, saved, clip, prober, spike):
         before = [
@@ -77,17 +73,11 @@ def share_identities(overrides: list[str], dump_dir: str) -> dict[str, Any]:
         ]
         task = Task(prober, saved, clip, spike, 1.0, 128, 8)
         shares = measure_shares(prober, task.coefficients([]), saved, clip)
-        after = [
-            param.to_local() if hasattr(param, "to_local") else param.detach()
-            for param in prober.space.params
-        ]
+        after = [param.to_local() if hasattr(param, "to_local") else param.detach() for param in prober.space.params]
         by_micro_batch = [
-            hook.ranks.sum([float(shares.shares(i).sum())])[0]
-            for i in range(prober.step.num_micro_batches)
+            hook.ranks.sum([float(shares.shares(i).sum())])[0] for i in range(prober.step.num_micro_batches)
         ]
-        sequences = sum(
-            float(shares.shares(i).sum(-1).sum()) for i in range(prober.step.num_micro_batches)
-        )
+        sequences = sum(float(shares.shares(i).sum(-1).sum()) for i in range(prober.step.num_micro_batches))
         top = max(float(shares.shares(i).max()) for i in range(prober.step.num_micro_batches))
         log_prob, _ = prober.forward(0)
         return {
@@ -167,6 +157,4 @@ def collectives_of_a_step(overrides: list[str], dump_dir: str) -> int:
     local = batch.chunk(dist.get_world_size())[dist.get_rank()]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         trainer.actor.update_policy(local)
-    return sum(
-        event.name.startswith(("c10d::", "_c10d_functional::")) for event in profile.events()
-    )
+    return sum(event.name.startswith(("c10d::", "_c10d_functional::")) for event in profile.events())

@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 
 
-def token_gradients(
-    trainer: Any, model: torch.nn.Module, batch: Any
-) -> dict[tuple[int, int, int, int], torch.Tensor]:
+def token_gradients(trainer: Any, model: torch.nn.Module, batch: Any) -> dict[tuple[int, int, int, int], torch.Tensor]:
     """Gradient of every response token of the first mini-batch in the step's loss.
 
     Args:
@@ -39,9 +37,7 @@ def token_gradients(
     for rank, local in enumerate(batch.chunk(num_ranks)):
         mini_batches = local.split(config.ppo_mini_batch_size)
         on_policy = len(mini_batches) == 1 and config.ppo_epochs == 1
-        for index, micro_batch in enumerate(
-            mini_batches[0].split(config.ppo_micro_batch_size_per_gpu)
-        ):
+        for index, micro_batch in enumerate(mini_batches[0].split(config.ppo_micro_batch_size_per_gpu)):
             inputs = {**micro_batch.batch}
             entropy, log_prob = plain._forward_for_loss(inputs, 1.0)
             leaf = log_prob.detach().requires_grad_()
@@ -54,7 +50,5 @@ def token_gradients(
                 if entropy is not None and entropy_leaf.grad is not None:
                     root = root + entropy[row, position] * entropy_leaf.grad[row, position]
                 grads = torch.autograd.grad(root, params, retain_graph=True)
-                gradients[rank, index, row, position] = (
-                    torch.cat([g.flatten() for g in grads]) / num_ranks
-                )
+                gradients[rank, index, row, position] = torch.cat([g.flatten() for g in grads]) / num_ranks
     return gradients

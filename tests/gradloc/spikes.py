@@ -57,8 +57,7 @@ def localize_planted(
         "event": event,
         "metrics": out["metrics"],
         "planted": sorted(
-            (row, position % int(batch.batch["response_mask"][row].sum()))
-            for row, position, _ in plants
+            (row, position % int(batch.batch["response_mask"][row].sum())) for row, position, _ in plants
         ),
         "oracle_norm": float(total.norm()),
         "oracle_norm_without": float(without.norm()),

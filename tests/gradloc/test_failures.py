@@ -11,9 +11,7 @@ ON = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=640"]
 
 
 @pytest.mark.parametrize("strategy", ["auto", "bisect"])
-def test_a_rank_that_fails_at_any_collective_boundary_is_heard_by_all_and_recovered(
-    world, dump_dir, strategy
-):
+def test_a_rank_that_fails_at_any_collective_boundary_is_heard_by_all_and_recovered(world, dump_dir, strategy):
     """Boundary by boundary, until the search has no more; nothing may hang, nothing may change."""
     overrides = [*ON, f"{ACTOR}.gradloc.search.strategy={strategy}"]
     arguments = dict(overrides=overrides, dump_dir=dump_dir, timeout_s=60)
@@ -35,9 +33,7 @@ def test_after_three_failures_it_switches_itself_off_on_all_ranks_together(world
 
 
 @pytest.mark.parametrize("method", ["backward", "forward"])
-def test_a_rank_that_fails_inside_a_forward_or_backward_ends_instead_of_hanging(
-    patched_tree, dump_dir, method
-):
+def test_a_rank_that_fails_inside_a_forward_or_backward_ends_instead_of_hanging(patched_tree, dump_dir, method):
     doomed = World(2, patched_tree)
     try:
         with pytest.raises((RankError, EOFError, ConnectionError)) as caught:
@@ -65,9 +61,7 @@ def test_trouble_with_disk_or_tracker_never_reaches_training(world, dump_dir, ki
 
 def test_skip_takes_no_step_at_all(world, dump_dir):
     skip = [f"{ACTOR}.gradloc.action.mode=skip"]
-    answers = world.run(
-        "failures.stop_or_skip", mode="skip", overrides=ON + skip, dump_dir=dump_dir
-    )
+    answers = world.run("failures.stop_or_skip", mode="skip", overrides=ON + skip, dump_dir=dump_dir)
     for answer in answers:
         assert answer["before"] == answer["after"], "weights, moments and step counts are as before"
         assert answer["metrics"]["gradloc/skip"] == [1]
@@ -76,9 +70,7 @@ def test_skip_takes_no_step_at_all(world, dump_dir):
 
 def test_abort_stops_the_run_with_the_event_on_disk(world, dump_dir):
     abort = [f"{ACTOR}.gradloc.action.mode=abort"]
-    answers = world.run(
-        "failures.stop_or_skip", mode="abort", overrides=ON + abort, dump_dir=dump_dir
-    )
+    answers = world.run("failures.stop_or_skip", mode="abort", overrides=ON + abort, dump_dir=dump_dir)
     for answer in answers:
         assert answer["message"].startswith("AbortedBySpike: gradloc stopped the run")
         assert answer["before"] == answer["after"]
@@ -96,9 +88,7 @@ def test_abort_stops_the_run_with_the_event_on_disk(world, dump_dir):
 def test_past_its_budgets_mask_skips_instead(world, dump_dir, settings, reason):
     mask = [f"{ACTOR}.gradloc.action.mode=mask"]
     plants = [(2, 3, 1e4), (11, 5, 8e3)]
-    world.run(
-        "spikes.localize_planted", plants=plants, overrides=ON + mask + settings, dump_dir=dump_dir
-    )
+    world.run("spikes.localize_planted", plants=plants, overrides=ON + mask + settings, dump_dir=dump_dir)
     (event,) = read_events(dump_dir)
     assert event["action"]["taken"] == "skip"
     assert reason in event["action"]["reason"]

@@ -56,9 +56,7 @@ def test_modified_files_state_that_they_were_modified(base_tree, patched_tree):
             assert "# Modified by the GradLoc patch:" in (patched_tree / path).read_text(), path
 
 
-def test_every_yaml_key_that_is_added_has_a_comment_above_and_a_blank_line_between(
-    base_tree, patched_tree
-):
+def test_every_yaml_key_that_is_added_has_a_comment_above_and_a_blank_line_between(base_tree, patched_tree):
     for path in touched(".yaml"):
         if "_generated_" in path:
             continue
@@ -68,12 +66,8 @@ def test_every_yaml_key_that_is_added_has_a_comment_above_and_a_blank_line_betwe
         for number, line in enumerate(lines):
             if line in before or not re.match(r"\s*[a-z_]+:", line):
                 continue
-            assert lines[number - 1].lstrip().startswith("#"), (
-                f"{path}:{number + 1} has no comment above"
-            )
-            assert " #" not in line.split(":", 1)[1] or '"' in line, (
-                f"{path}:{number + 1} has one behind"
-            )
+            assert lines[number - 1].lstrip().startswith("#"), f"{path}:{number + 1} has no comment above"
+            assert " #" not in line.split(":", 1)[1] or '"' in line, f"{path}:{number + 1} has one behind"
 
 
 def test_the_generated_yaml_is_fresh(patched_tree):
@@ -88,9 +82,7 @@ def test_the_generated_yaml_is_fresh(patched_tree):
             "with initialize_config_dir(folder, version_base=None):\n"
             f"    print(OmegaConf.to_yaml(compose({config!r})))\n"
         )
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         generated = (patched_tree / "verl" / "trainer" / "config" / name).read_text()
         body = generated[generated.index("actor_rollout_ref:") :]
         printed = done.stdout

@@ -20,9 +20,7 @@ AGGREGATIONS = [
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_probes_of_a_random_cover_add_up_to_the_gradient_under_every_loss(
-    world, dump_dir, mode
-):
+def test_the_probes_of_a_random_cover_add_up_to_the_gradient_under_every_loss(world, dump_dir, mode):
     loss = [f"{ACTOR}.policy_loss.loss_mode={mode}", f"{ACTOR}.policy_loss.clip_cov_ratio=0.1"]
     cells = [(aggregation, []) for aggregation in AGGREGATIONS] + [(AGGREGATIONS[0], OFF_POLICY)]
     for aggregation, policy in cells:
@@ -67,9 +65,7 @@ def test_the_shares_of_all_tokens_add_up_however_they_are_grouped(world, dump_di
 
 @pytest.mark.parametrize("strategy", [[], FSDP1], ids=["FSDP2", "FSDP1"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no dropout", "dropout"])
-def test_a_masked_step_is_training_without_the_culprits_bit_for_bit(
-    world, dump_dir, strategy, dropout
-):
+def test_a_masked_step_is_training_without_the_culprits_bit_for_bit(world, dump_dir, strategy, dropout):
     settings = [f"{ACTOR}.grad_clip=0.5", f"{ACTOR}.grad_norm_threshold=640"]
     answers = world.run(
         "identities.masked_step",
@@ -90,9 +86,7 @@ def test_a_masked_step_is_training_without_the_culprits_bit_for_bit(
 def test_nothing_is_communicated_while_nothing_spikes(world, unpatched_world, dump_dir):
     on = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=1e6"]
     counts = {
-        "unpatched": unpatched_world.run(
-            "identities.collectives_of_a_step", overrides=[], dump_dir=dump_dir
-        ),
+        "unpatched": unpatched_world.run("identities.collectives_of_a_step", overrides=[], dump_dir=dump_dir),
         "off": world.run("identities.collectives_of_a_step", overrides=[], dump_dir=dump_dir),
         "on": world.run("identities.collectives_of_a_step", overrides=on, dump_dir=dump_dir),
     }

@@ -38,8 +38,7 @@ LAYOUTS = {
 
 
 CASES = [(name, "auto") for name in LAYOUTS] + [
-    (name, "bisect")
-    for name in ("FSDP1", "FSDP2, bf16, checkpointing", "FSDP1, fp16 with its scaler")
+    (name, "bisect") for name in ("FSDP1", "FSDP2, bf16, checkpointing", "FSDP1, fp16 with its scaler")
 ]
 
 
@@ -47,9 +46,7 @@ CASES = [(name, "auto") for name in LAYOUTS] + [
 def test_the_planted_culprits_are_found_and_nothing_else(world, dump_dir, name, strategy):
     layout = LAYOUTS[name]
     search = [f"{ACTOR}.gradloc.search.strategy={strategy}"]
-    found, _ = world.run(
-        "spikes.localize_planted", plants=PLANTS, overrides=TAU + search + layout, dump_dir=dump_dir
-    )
+    found, _ = world.run("spikes.localize_planted", plants=PLANTS, overrides=TAU + search + layout, dump_dir=dump_dir)
     (event,) = read_events(dump_dir)
     named = {(culprit["row"], culprit["positions"][0]) for culprit in event["culprits"]}
     assert sorted(named) == found["planted"]
@@ -61,9 +58,7 @@ def test_the_planted_culprits_are_found_and_nothing_else(world, dump_dir, name, 
         assert culprit["share"] == pytest.approx(share, abs=0.03 if half else 1e-3)
     assert event["certificate"]["verdict"] == "explained"
     tolerance = 0.05 if half else 0.002
-    assert event["certificate"]["norm_after"] == pytest.approx(
-        found["oracle_norm_without"], rel=tolerance
-    )
+    assert event["certificate"]["norm_after"] == pytest.approx(found["oracle_norm_without"], rel=tolerance)
     if strategy == "auto":
         assert event["shares"]["is_trusted"]
         if not half:

@@ -25,9 +25,7 @@ PLACES = {
 
 @pytest.mark.parametrize("plants", PLACES.values(), ids=PLACES.keys())
 def test_planted_culprits_and_nothing_else_are_named(world, dump_dir, plants):
-    found, other = world.run(
-        "spikes.localize_planted", plants=plants, overrides=TAU, dump_dir=dump_dir
-    )
+    found, other = world.run("spikes.localize_planted", plants=plants, overrides=TAU, dump_dir=dump_dir)
     (event,) = read_events(dump_dir)
     named = {(culprit["row"], culprit["positions"][0]) for culprit in event["culprits"]}
     assert sorted(named) == found["planted"]
@@ -47,9 +45,7 @@ def test_planted_culprits_and_nothing_else_are_named(world, dump_dir, plants):
     assert other["event"] is not None, "every rank builds the same event"
 
 
-def test_a_spike_that_nobody_edited_into_the_advantages_is_found_and_its_term_named(
-    world, dump_dir
-):
+def test_a_spike_that_nobody_edited_into_the_advantages_is_found_and_its_term_named(world, dump_dir):
     tau = ["actor_rollout_ref.actor.grad_norm_threshold=200"]
     found, _ = world.run("spikes.explain_kl_spike", dump_dir=dump_dir, overrides=tau)
     (event,) = read_events(dump_dir)
@@ -69,9 +65,7 @@ def test_a_spike_that_nobody_edited_into_the_advantages_is_found_and_its_term_na
 
 
 @pytest.mark.parametrize("kind", ["spread", "sequence"])
-def test_a_spike_without_a_single_culprit_is_an_event_that_says_how_far_the_search_got(
-    world, dump_dir, kind
-):
+def test_a_spike_without_a_single_culprit_is_an_event_that_says_how_far_the_search_got(world, dump_dir, kind):
     tau = ["actor_rollout_ref.actor.grad_norm_threshold=" + ("100" if kind == "spread" else "4000")]
     found, _ = world.run("spikes.update_batch", kind=kind, overrides=ON + tau, dump_dir=dump_dir)
     (event,) = read_events(dump_dir)
@@ -95,9 +89,7 @@ def test_a_gradient_that_is_not_finite_is_traced_and_training_goes_on(world, dum
 
 def test_an_exhausted_budget_leaves_an_event_that_says_so(world, dump_dir):
     budget = ["actor_rollout_ref.actor.bisect_budget_steps=7"]
-    found, _ = world.run(
-        "spikes.update_batch", kind="spike", overrides=ON + TAU + budget, dump_dir=dump_dir
-    )
+    found, _ = world.run("spikes.update_batch", kind="spike", overrides=ON + TAU + budget, dump_dir=dump_dir)
     (event,) = read_events(dump_dir)
     assert event["search"]["status"] == "budget_exhausted"
     assert event["search"]["stop_reason"] == "the budget of 7 probes was used up"
@@ -121,13 +113,9 @@ def test_the_verdict_does_not_depend_on_how_tokens_are_dealt_out(world, single, 
     answers = set()
     for name, ranks, rows in [("a", world, 1), ("b", world, 4), ("c", single, 2), ("d", single, 8)]:
         size = [f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={rows}"]
-        mean = [
-            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"
-        ]  # same weights everywhere
+        mean = ["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"]  # same weights everywhere
         where = f"{dump_dir}-{name}"
-        ranks.run(
-            "spikes.update_batch", kind="spike", overrides=ON + TAU + size + mean, dump_dir=where
-        )
+        ranks.run("spikes.update_batch", kind="spike", overrides=ON + TAU + size + mean, dump_dir=where)
         (event,) = read_events(where)
         named = tuple(sorted((c["row"], c["positions"][0]) for c in event["culprits"]))
         answers.add((named, event["certificate"]["verdict"]))

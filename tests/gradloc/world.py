@@ -38,9 +38,7 @@ class World:
         self._pipes, self._processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, size, port, str(verl_tree), theirs), daemon=True
-            )
+            process = context.Process(target=_serve, args=(rank, size, port, str(verl_tree), theirs), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from gradloc_report.health import HealthConfig, Judge
+from gradloc.report.runs.health import HealthConfig, Judge
 
 CALM = 30
 """Healthy steps before the trouble begins: over the warm-up and over the clip window."""

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from verl import DataProto
 from verl.gradloc.health import HealthConfig
 from verl.gradloc.health.monitor import Monitor, build_monitor
-from verl.gradloc.trainer_hook import TrainerHook
+from verl.gradloc.verl_actor.trainer_hook import TrainerHook
 
 CALM = {"actor/grad_norm": 0.5, "actor/pg_loss": 0.01, "critic/score/mean": 0.4}
 
@@ -99,9 +99,7 @@ def spoken():
     """Lines are printed by the monitor itself; the answer is only what follows them."""
     monitor = Monitor(HealthConfig(enable=True), 1.0)
     chi2, kl = "rollout_corr/chi2_token", "actor/ppo_kl"
-    for step, extra in enumerate(
-        ({}, {chi2: 500.0}, {chi2: 500.0}, {chi2: 500.0, kl: 3.0}, {}, {}), 1
-    ):
+    for step, extra in enumerate(({}, {chi2: 500.0}, {chi2: 500.0}, {chi2: 500.0, kl: 3.0}, {}, {}), 1):
         monitor.observe(batch_of([("a", 1.0), ("a", 0.0)]), {**CALM, **extra}, step)
 
 
@@ -121,9 +119,7 @@ print(
             "fsdp": clip_and_comparing(),
             "megatron": clip_and_comparing(**{"actor_rollout_ref.actor.strategy": "megatron"}),
             "engine": clip_and_comparing(**{"trainer.use_legacy_worker_impl": "disable"}),
-            "layers": clip_and_comparing(
-                **{"actor_rollout_ref.actor.gradloc.stabilize.layer_clip.rule": "adagc"}
-            ),
+            "layers": clip_and_comparing(**{"actor_rollout_ref.actor.gradloc.stabilize.layer_clip.rule": "adagc"}),
             "unclipped": clip_and_comparing(**{"actor_rollout_ref.actor.grad_clip": None}),
             "gae": clip_and_comparing(**{"algorithm.adv_estimator": "gae"}),
             "off": [

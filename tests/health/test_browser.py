@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gradloc_report.cli import main
+from gradloc.report.cli import main
 from tests.report.test_browser import driver, open_page  # noqa: F401
 
 pytestmark = pytest.mark.browser
@@ -54,7 +54,5 @@ def test_a_part_of_the_strip_says_its_reasons_when_pointed_at_or_tabbed_to(
 
 def test_the_page_is_no_wider_than_the_phone(driver, collapsed_page):  # noqa: F811
     open_page(driver, collapsed_page, 390)
-    size = driver.execute_script(
-        "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
-    )
+    size = driver.execute_script("return [document.documentElement.scrollWidth, document.documentElement.clientWidth]")
     assert size[0] <= size[1]

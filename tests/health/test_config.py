@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every setting of trainer.health: one default, one row in the docs, one sentence when wrong."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -10,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from gradloc_report import health
-from gradloc_report.health import HealthConfig
+from gradloc.report.runs.health import HealthConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "health.md").read_text()
-ADVICE = sys.modules[f"{health.NAME}.advice"].ADVICE
+ADVICE = importlib.import_module("gradloc.health.advice").ADVICE
 
 PROBE = """
 import json, pathlib, sys
@@ -122,9 +122,7 @@ def test_a_wrong_value_is_refused_in_one_sentence(given, sentence):
 
 
 def test_a_setting_that_is_none_is_refused_with_those_there_are():
-    with pytest.raises(
-        ValueError, match=r"trainer.health.entropy is no setting: there are enable, "
-    ):
+    with pytest.raises(ValueError, match=r"trainer.health.entropy is no setting: there are enable, "):
         HealthConfig.from_mapping({"entropy": 1})
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from gradloc_report.health import HealthConfig, Judge
+from gradloc.report.runs.health import HealthConfig, Judge
 from tests.health.histories import TROUBLES, healthy, named, run, with_trouble
 
-FOLDER = Path(__file__).resolve().parents[2] / "verl_overrides/verl/gradloc/health"
+FOLDER = Path(__file__).resolve().parents[2] / "gradloc/health"
 EMPTY = (None, float("nan"), float("inf"), "text", True, [1.0], {"a": 1})
 
 
@@ -54,9 +54,7 @@ def test_any_order_of_nonsense_is_judged_without_an_exception():
     judge, step = Judge(HealthConfig(warmup=2, window=8, recent=2, clip_window=2), 1.0), 0
     for _ in range(3000):
         step = max(step + draw.choice([-3, 0, 1, 1, 1, 7]), 0)
-        judge.observe(
-            step, {name: draw.choice(values) for name in healthy(1) if draw.random() < 0.8}
-        )
+        judge.observe(step, {name: draw.choice(values) for name in healthy(1) if draw.random() < 0.8})
     json.dumps(judge.state(), allow_nan=False)
 
 
@@ -84,9 +82,7 @@ def test_a_state_of_other_rules_is_taken_as_far_as_it_goes():
     run([healthy(step) for step in range(1, 30)], judge=few)
     every = Judge(HealthConfig(), 1.0)
     every.load_state(few.state())
-    assert named(every.observe(30, {**healthy(30), "actor/grad_norm_max": 200.0})) == {
-        "gradient_jump": "danger"
-    }
+    assert named(every.observe(30, {**healthy(30), "actor/grad_norm_max": 200.0})) == {"gradient_jump": "danger"}
 
 
 def test_steps_that_come_again_break_a_streak_and_keep_what_was_learned():
@@ -96,9 +92,7 @@ def test_steps_that_come_again_break_a_streak_and_keep_what_was_learned():
     run([{**healthy(1), **still}] * 2, judge=judge, first=31)
     again = judge.observe(31, {**healthy(31), **still})
     assert named(again) == {"no_gradient": "warning"}  # the first in a row, not the third
-    assert named(judge.observe(32, {**healthy(32), "actor/grad_norm_max": 200.0})) == {
-        "gradient_jump": "danger"
-    }
+    assert named(judge.observe(32, {**healthy(32), "actor/grad_norm_max": 200.0})) == {"gradient_jump": "danger"}
 
 
 def test_memory_is_bounded():
@@ -120,7 +114,5 @@ def test_the_rules_import_alone_with_nothing_but_the_standard_library(tmp_path):
         "assert new <= sys.stdlib_module_names, new - sys.stdlib_module_names\n"
         "print(health.Judge(health.HealthConfig()).observe(1, {'actor/ppo_kl': 3.0}).state)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "danger", done.stderr

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each measure against its definition written out over the whole history, and against chance."""
 
+import importlib
 import random
-import sys
 from statistics import fmean, median
 
 import pytest
 
-from gradloc_report import health
-
-measures = sys.modules[f"{health.NAME}.measures"]
+measures = importlib.import_module("gradloc.health.measures")
 
 
 def values(seed, count=160):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gradloc_report.health import LOGGED, STATES, judge
-from gradloc_report.metrics import read_jsonl
+from gradloc.report.runs.health import LOGGED, STATES, judge
+from gradloc.report.runs.metrics import read_jsonl
 from tests.health.histories import named
 
 RECORDINGS = Path(__file__).parent / "recordings"
@@ -27,9 +27,7 @@ def verdicts_on(name):
 
 def test_the_report_judges_as_the_trainer_did(recording):
     health = judge(recording)
-    assert [STATES[int(state)] for state in recording.get(LOGGED)] == [
-        verdict.state for verdict in health.verdicts
-    ]
+    assert [STATES[int(state)] for state in recording.get(LOGGED)] == [verdict.state for verdict in health.verdicts]
     assert [int(count) for count in recording.get("health/reasons")] == [
         len(verdict.reasons) for verdict in health.verdicts
     ]
@@ -53,9 +51,7 @@ def test_the_collapsed_run_warns_before_it_breaks_and_stays_in_danger():
     health, reasons = verdicts_on("collapsed")
     assert all(not reasons[step] for step in range(1, 8))
     assert health.worst.step == 10 and health.state == "danger"
-    assert reasons[30] == dict.fromkeys(
-        ("no_gradient", "reward_fall", "zero_variance", "truncation"), "danger"
-    )
+    assert reasons[30] == dict.fromkeys(("no_gradient", "reward_fall", "zero_variance", "truncation"), "danger")
     assert next(s for s in reasons if reasons[s].get("reward_fall") == "danger") == 13
     assert [finding.worst.name for finding in health.findings][:2] == ["no_gradient", "reward_fall"]
 

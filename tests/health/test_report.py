@@ -3,19 +3,15 @@
 
 import csv
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from gradloc_report import health
-from gradloc_report.cli import main
-from gradloc_report.health import HealthConfig, judge, ranges
-from gradloc_report.metrics import build, read_jsonl
+from gradloc.report.cli import main
+from gradloc.report.runs.health import HealthConfig, judge, ranges
+from gradloc.report.runs.metrics import build, read_jsonl
 from tests.health.histories import healthy
 from tests.report.builder import make_event, write_run
 
@@ -104,9 +100,7 @@ def test_a_wrong_option_is_refused_with_a_sentence(run_of, capsys, options, sent
     assert sentence in capsys.readouterr().err
 
 
-def test_a_run_without_metrics_that_can_be_judged_is_refused_with_a_sentence(
-    run_of, tmp_path, capsys
-):
+def test_a_run_without_metrics_that_can_be_judged_is_refused_with_a_sentence(run_of, tmp_path, capsys):
     assert main(["health", str(run_of([(1, {"val-core/acc": 0.5})]))]) == 2
     assert "has no metrics that can be judged" in capsys.readouterr().err
     assert main(["health", str(tmp_path / "nowhere")]) == 2
@@ -206,32 +200,6 @@ def test_a_page_without_metrics_has_no_strip(tmp_path):
     folder = write_run(tmp_path / "run", [make_event()])
     text = page_of(folder, tmp_path)
     assert 'class="noted"' not in text and "The run's health" not in text
-
-
-def test_the_wheel_holds_the_rules_and_works_without_the_repository(run_of, tmp_path):
-    text = (ROOT / "pyproject.toml").read_text()
-    table = text.split("[tool.hatch.build.targets.wheel.force-include]\n")[1].split("\n\n")[0]
-    site = tmp_path / "site"
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "gradloc_report", site / "gradloc_report", ignore=ignore)
-    for source, target in re.findall(r'^"(.*)" = "(.*)"$', table, flags=re.M):
-        shutil.copytree(ROOT / source, site / target, ignore=ignore)
-    code = (
-        "import sys; from gradloc_report import cli, health\n"
-        "print(health._health.__file__)\n"
-        f"sys.exit(cli.main(['health', {str(run_of('spiking'))!r}]))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(site)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert str(site / health.NAME.replace(".", "/")) in done.stdout
-    assert "X gradient_jump  danger at step 20" in done.stdout
 
 
 def test_the_defaults_of_the_report_are_the_trainers():

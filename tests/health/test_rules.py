@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from gradloc_report.health import STATES, HealthConfig, Judge
+from gradloc.report.runs.health import STATES, HealthConfig, Judge
 from tests.health.histories import CALM, TROUBLES, healthy, named, run, with_trouble
 
 
@@ -57,9 +57,7 @@ LEARNING = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "trouble", [t for t in TROUBLES if t.rule in LEARNING], ids=lambda t: f"{t.rule}-{t.state}"
-)
+@pytest.mark.parametrize("trouble", [t for t in TROUBLES if t.rule in LEARNING], ids=lambda t: f"{t.rule}-{t.state}")
 def test_a_rule_about_the_runs_own_history_is_silent_in_the_warm_up(trouble):
     # the whole trouble lies within the first ten values
     verdicts = run(with_trouble(trouble, calm=10 - trouble.steps))
@@ -110,10 +108,7 @@ def test_the_mean_weight_counts_on_both_sides_of_one():
 
 
 def test_norms_are_logged_before_clipping_so_one_above_the_limit_is_no_trouble_by_itself():
-    rows = [
-        {**healthy(step), "actor/grad_norm": 3.0, "actor/grad_norm_max": 3.2}
-        for step in range(1, 60)
-    ]  # noqa: E501
+    rows = [{**healthy(step), "actor/grad_norm": 3.0, "actor/grad_norm_max": 3.2} for step in range(1, 60)]  # noqa: E501
     verdicts = run(rows)
     assert [named(verdict) for verdict in verdicts[:19]] == [{}] * 19  # the window is not full yet
     assert all(named(verdict) == {"clip_share": "warning"} for verdict in verdicts[19:])

@@ -27,9 +27,7 @@ def test_every_link_to_a_file_leads_somewhere(page):
 
 
 def help_of(*command):
-    done = subprocess.run(
-        [*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
 
 
@@ -46,7 +44,7 @@ TOOLS = {
     "apply_patch.py": (sys.executable, "apply_patch.py"),
     "make_patch.sh": ("bash", "make_patch.sh"),
     "run_experiment.sh": ("bash", "run_experiment.sh"),
-    "gradloc-report": (sys.executable, "-m", "gradloc_report"),
+    "gradloc-report": (sys.executable, "-m", "gradloc.report"),
 }
 
 

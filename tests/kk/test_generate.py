@@ -40,9 +40,7 @@ def test_it_writes_training_and_test_files_that_share_no_puzzle(data):
 
 
 def test_progress_is_shown_and_the_same_seed_writes_the_same_files(capsys, data, tmp_path):
-    code, said = run(
-        capsys, "--people", 2, 3, "--train", 8, "--test", 3, "--out", tmp_path / "again"
-    )
+    code, said = run(capsys, "--people", 2, 3, "--train", 8, "--test", 3, "--out", tmp_path / "again")
     assert code == 0
     assert "3 people: 11/11 puzzles" in said.err
     for path in data.iterdir():
@@ -86,9 +84,7 @@ def garbled(row):
         (garbled, "is no tuple of statements"),
     ],
 )
-def test_a_row_without_the_unique_solution_that_it_states_is_refused(
-    capsys, data, tmp_path, damage, said
-):
+def test_a_row_without_the_unique_solution_that_it_states_is_refused(capsys, data, tmp_path, damage, said):
     rows = rows_of(data / "test-2ppl.parquet")
     damage(rows[1])
     path = tmp_path / "bad.parquet"
@@ -120,9 +116,7 @@ def test_another_data_sets_file_is_refused_row_by_row_but_briefly(capsys, tmp_pa
         (["--check", __file__], "cannot be read as parquet"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_one_sentence(
-    capsys, tmp_path, monkeypatch, args, said
-):
+def test_what_cannot_be_done_is_refused_with_one_sentence(capsys, tmp_path, monkeypatch, args, said):
     monkeypatch.chdir(tmp_path)
     code, output = run(capsys, *args)
     assert code != 0

@@ -126,8 +126,7 @@ def test_the_truth_of_any_puzzle_is_read_back(kk, said):
     one = puzzle.Puzzle(puzzle.NAMES[: len(said)], said)
     read = kk.parse_solution(truth(one)["solution_text_format"])
     assert read == {
-        name: "knight" if is_knight else "knave"
-        for name, is_knight in zip(one.names, one.solution, strict=True)
+        name: "knight" if is_knight else "knave" for name, is_knight in zip(one.names, one.solution, strict=True)
     }
 
 

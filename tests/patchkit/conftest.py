@@ -16,9 +16,7 @@ settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def no_waiting_for_the_disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test can cut the power, so none waits for a disk; what is synced when has its own test.
 
     Runs that are to be killed halfway wait a moment instead: it gives the kill time to land.

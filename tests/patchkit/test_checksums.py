@@ -66,9 +66,7 @@ def test_row_1_a_missing_checksum_list_is_refused(capsys, own, tree):
     assert "no checksum for gradloc.patch" in refused(capsys, own, tree)
 
 
-def test_row_1_the_offline_form_takes_the_list_beside_the_patch_or_the_manifest(
-    capsys, own, tree, tmp_path
-):
+def test_row_1_the_offline_form_takes_the_list_beside_the_patch_or_the_manifest(capsys, own, tree, tmp_path):
     for name in (NAME, f"{NAME}.sha256"):
         shutil.copy(own / name, tmp_path / name)
     assert world.run(capsys, own, "--repo", tree, "--patch-file", tmp_path / NAME).code == 0
@@ -89,7 +87,7 @@ def test_the_list_beside_a_patch_is_believed_before_the_manifest(capsys, own, tr
 def test_row_6_a_file_that_the_manifest_does_not_name_fails_the_check_of_the_build(own, tmp_path):
     from patchkit.build import check
 
-    overrides = world.write_overrides(tmp_path / "o", world.sources(world.BASE, world.RESULT))
+    overrides = world.write_sources(tmp_path / "o", world.sources(world.BASE, world.RESULT))
     base = world.write_tree(tmp_path / "base", world.BASE)
     check(overrides, own, base)
     (own / "extra.patch").write_text("x\n")
@@ -120,9 +118,7 @@ def test_row_8_other_spellings_of_the_same_list_are_accepted(capsys, own, tree, 
     assert world.run(capsys, own, "--repo", tree).code == 0
 
 
-def test_an_uppercase_digest_on_the_command_line_is_accepted_and_a_short_one_is_not(
-    capsys, own, tree
-):
+def test_an_uppercase_digest_on_the_command_line_is_accepted_and_a_short_one_is_not(capsys, own, tree):
     digest = sha256_hex((own / NAME).read_bytes()).upper()
     options = ("--patch-file", own / NAME, "--patch-sha256")
     assert world.run(capsys, own, "--repo", tree, *options, digest).code == 0
@@ -185,9 +181,7 @@ MANIFESTS = {
     "12-too-large": (lambda text: text + " " * 2**21, "too large"),
     "13-file-the-patch-lacks": (
         lambda text: edited(
-            lambda d: d["editions"][0]["files"].append(
-                d["editions"][0]["files"][0] | {"path": "verl/zzz.py"}
-            )
+            lambda d: d["editions"][0]["files"].append(d["editions"][0]["files"][0] | {"path": "verl/zzz.py"})
         )(text),
         "do not name the same changes (verl/zzz.py)",
     ),

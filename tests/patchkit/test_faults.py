@@ -134,9 +134,7 @@ def test_one_failed_operation_is_rolled_back_or_does_no_harm(patches, tmp_path, 
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_disk_that_stays_broken_is_reported_and_repaired_by_the_next_run(
-    patches, tmp_path, command
-):
+def test_a_disk_that_stays_broken_is_reported_and_repaired_by_the_next_run(patches, tmp_path, command):
     before, method, after = COMMANDS[command]
     codes = set()
     for root, code in each_operation(patches, tmp_path, command, lasting=True):

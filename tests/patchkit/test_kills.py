@@ -166,9 +166,7 @@ def test_a_state_folder_that_is_none_is_refused(apply, tree, tmp_path, link):
         ("index.lock", "another git command"),
     ],
 )
-def test_row_70_an_unfinished_git_operation_is_noted_and_refused_where_files_differ(
-    apply, clone, name, said
-):
+def test_row_70_an_unfinished_git_operation_is_noted_and_refused_where_files_differ(apply, clone, name, said):
     (clone / ".git" / name).write_text("")
     outcome = apply(clone)
     assert outcome.code == 0 and f"{said} is under way" in outcome.out

@@ -159,8 +159,6 @@ def test_the_tool_runs_with_nothing_but_the_standard_library(tmp_path):
         "ours = {'patchkit', '__main__', '__mp_main__', 'sitecustomize'}\n"
         "print(sorted(loaded - set(sys.stdlib_module_names) - ours))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, cwd=tmp_path
-    )
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"

@@ -47,9 +47,7 @@ def patched(base_tree, patched_tree):
     return contents(patched_tree)
 
 
-def test_apply_on_the_real_base_gives_the_manifests_results_and_touches_nothing_else(
-    manifest, base_tree, patched
-):
+def test_apply_on_the_real_base_gives_the_manifests_results_and_touches_nothing_else(manifest, base_tree, patched):
     base = contents(base_tree)
     expected = dict(base)
     for file in manifest.current.files:

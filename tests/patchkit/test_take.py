@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from patchkit import generated, regenerate
-from patchkit.compose import compose, read_sources
+from patchkit.compose import BASE_TAG, Folders, compose, read_sources
 from patchkit.errors import IntegrityError
 from patchkit.language import parse
 from tests.patchkit import world
@@ -23,11 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Workshop:
-    """A clone that has the patch on it, and the verl_overrides/ that the patch was built from."""
+    """A clone that has the patch on it, and the sources that the patch was built from."""
 
     def __init__(self, folder: Path, monkeypatch, capsys) -> None:
         self.patches = world.make_patches(folder)
-        self.overrides = folder / "overrides"
+        self.folders = Folders(folder / "gradloc", folder / "overrides")
         self.base = folder / "pristine"
         self.clone = world.make_clone(folder / "the clone")
         self.capsys = capsys
@@ -39,7 +39,14 @@ class Workshop:
     def make(self, *options) -> world.Outcome:
         """Runs make_patch.sh's command line in this process."""
         self.capsys.readouterr()
-        places = ["--overrides", str(self.overrides), "--patches", str(self.patches)]
+        places = [
+            "--package",
+            str(self.folders.package),
+            "--overrides",
+            str(self.folders.overrides),
+            "--patches",
+            str(self.patches),
+        ]
         code = regenerate.main([*places, *map(str, options)])
         captured = self.capsys.readouterr()
         return world.Outcome(code, captured.out, captured.err)
@@ -52,12 +59,15 @@ class Workshop:
 
     def refused(self, code: int, said: str, *options) -> str:
         """Asserts that a take is refused and that nothing was written."""
-        before = world.picture(self.overrides), world.picture(self.patches)
+        before = self.picture()
         outcome = self.take(*options)
         assert outcome.code == code, outcome.out + outcome.err
         assert said in outcome.err and "next:" in outcome.err
-        assert (world.picture(self.overrides), world.picture(self.patches)) == before
+        assert self.picture() == before
         return outcome.err
+
+    def picture(self) -> tuple:
+        return tuple(map(world.picture, (self.folders.package, self.folders.overrides, self.patches)))
 
     def result(self) -> dict[str, str]:
         """What the built patch makes of the base."""
@@ -82,10 +92,10 @@ def test_a_build_of_the_same_sources_is_the_same_bytes_and_writes_nothing(shop):
 
 
 def test_taking_from_an_unedited_patched_checkout_changes_nothing(shop):
-    before = world.picture(shop.overrides), world.picture(shop.patches)
+    before = shop.picture()
     outcome = shop.take()
     assert outcome.code == 0 and "nothing to take" in outcome.out
-    assert (world.picture(shop.overrides), world.picture(shop.patches)) == before
+    assert shop.picture() == before
 
 
 @pytest.mark.parametrize("how", ["uncommitted", "staged", "committed", "staged-then-edited"])
@@ -117,7 +127,7 @@ def test_an_untracked_new_module_is_taken_and_a_removed_one_removed(shop):
 def test_a_seam_that_was_undone_is_removed(shop):
     shop.edit(TRAINER, BASE[TRAINER])
     assert f"removed: {TRAINER}" in shop.take().out
-    assert not (shop.overrides / f"seams/{TRAINER}.patch").exists()
+    assert not (shop.folders.seam(TRAINER)).exists()
     assert shop.result() == RESULT | {TRAINER: BASE[TRAINER]}
 
 
@@ -197,7 +207,7 @@ def test_a_checkout_without_edits_is_refused(shop):
 
 def test_edits_of_one_file_on_both_sides_are_refused_and_both_shown(shop):
     shop.edit(NEW, "def hook():\n    return 'checkout'\n")
-    (shop.overrides / NEW).write_text("def hook():\n    return 'overrides'\n")
+    shop.folders.place(NEW).write_text("def hook():\n    return 'overrides'\n")
     said = shop.refused(1, "was edited in the checkout and in verl_overrides/")
     assert NEW in said
     for text in ("'checkout'", "'overrides'", "None"):
@@ -207,7 +217,7 @@ def test_edits_of_one_file_on_both_sides_are_refused_and_both_shown(shop):
 
 def test_edits_of_two_files_on_two_sides_are_brought_together(shop):
     shop.edit(ACTOR, RESULT[ACTOR].replace("hook()", "hook(self)"))
-    (shop.overrides / NEW).write_text("def hook(actor):\n    return None\n")
+    shop.folders.place(NEW).write_text("def hook(actor):\n    return None\n")
     outcome = shop.take()
     assert outcome.code == 0 and f"kept, newer in verl_overrides/: {NEW}" in outcome.out
     result = shop.result()
@@ -226,7 +236,7 @@ def test_the_same_file_can_be_edited_and_taken_again_and_again(shop):
 def test_after_a_take_the_checkout_can_be_brought_to_a_newer_build(shop):
     shop.edit(NEW, "edit = 1\n")
     shop.take()
-    world.write_tree(shop.overrides, {"verl/gradloc/other.py": "from_elsewhere = 1\n"})
+    world.write_tree(shop.folders.package, {"other.py": "from_elsewhere = 1\n"})
     assert shop.make().code == 0
     assert world.run(shop.capsys, shop.patches, shop.clone).code == 0
     wanted = {NEW: "edit = 1\n", "verl/gradloc/other.py": "from_elsewhere = 1\n"}
@@ -235,7 +245,7 @@ def test_after_a_take_the_checkout_can_be_brought_to_a_newer_build(shop):
 
 def test_a_checkout_with_an_older_build_brings_its_own_edits_only(shop):
     """Two people, two checkouts: the second take does not undo the first."""
-    (shop.overrides / NEW).write_text("def hook():\n    return 'first'\n")
+    shop.folders.place(NEW).write_text("def hook():\n    return 'first'\n")
     assert shop.make().code == 0
     shop.edit(TRAINER, RESULT[TRAINER] + "second\n")
     assert shop.take().code == 0
@@ -272,10 +282,10 @@ def test_no_setting_of_git_changes_the_bytes(shop, monkeypatch, tmp_path, where)
 
 def test_output_writes_a_patch_elsewhere_and_leaves_this_repository_alone(shop, tmp_path):
     shop.edit(NEW, "def hook():\n    return 1\n")
-    before = world.picture(shop.overrides), world.picture(shop.patches)
+    before = shop.picture()
     out = tmp_path / "out put/mine.patch"
     assert shop.take("--output", out).code == 0
-    assert (world.picture(shop.overrides), world.picture(shop.patches)) == before
+    assert shop.picture() == before
     fresh = world.write_tree(tmp_path / "fresh", BASE)
     options = ("--repo", fresh, "--patch-file", out)
     assert world.run(shop.capsys, shop.patches, *options).code == 0, "its .sha256 lies beside it"
@@ -302,9 +312,7 @@ def test_another_base_needs_output(shop):
     shop.refused(2, "--output", "--base", "HEAD")
 
 
-@pytest.mark.parametrize(
-    "options", [("--head", "HEAD"), ("--output", "x"), ("--check", "--repo", "x")]
-)
+@pytest.mark.parametrize("options", [("--head", "HEAD"), ("--output", "x"), ("--check", "--repo", "x")])
 def test_options_that_make_no_sense_together_are_refused(shop, options):
     assert shop.make(*options).code == 2
 
@@ -320,7 +328,7 @@ def test_an_archive_without_git_can_be_edited_and_taken_from(shop, tmp_path):
 
 
 def test_a_concurrent_run_is_refused(shop):
-    folder = shop.overrides.parent / ".gradloc/make_patch"
+    folder = shop.folders.overrides.parent / ".gradloc/make_patch"
     folder.mkdir(parents=True)
     with (folder / "lock").open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
@@ -382,7 +390,7 @@ def test_without_hydra_the_skipped_check_is_said(shop, monkeypatch):
 
 
 def test_check_shows_the_difference_and_writes_nothing(shop):
-    (shop.overrides / NEW).write_text("def hook():\n    return 2\n")
+    shop.folders.place(NEW).write_text("def hook():\n    return 2\n")
     before = world.picture(shop.patches)
     outcome = shop.make("--check")
     assert outcome.code == 3 and "bash make_patch.sh" in outcome.err
@@ -392,14 +400,15 @@ def test_check_shows_the_difference_and_writes_nothing(shop):
 
 def test_nothing_is_written_when_the_edits_cannot_be_built(shop):
     shop.edit(NEW, "fine = 1\n")
-    stray = world.write_tree(shop.overrides / "seams", {"verl/copy.py": "a copy of a file\n"})
-    assert "seams/verl/copy.py" in shop.refused(3, "no .patch file")
-    assert stray.exists()
+    stray = shop.folders.package / "link.py"
+    stray.symlink_to("elsewhere.py")
+    assert "link.py" in shop.refused(3, "link")
+    assert stray.is_symlink()
 
 
 @pytest.mark.parametrize("damage", ["path", "preamble", "base", "both"])
 def test_damaged_sources_do_not_build(shop, damage):
-    place = shop.overrides / f"seams/{ACTOR}.patch"
+    place = shop.folders.seam(ACTOR)
     text = place.read_text()
     if damage == "path":
         place.rename(place.with_name("other.py.patch"))
@@ -408,7 +417,7 @@ def test_damaged_sources_do_not_build(shop, damage):
     elif damage == "base":
         place.write_text(text.replace(world.blob_id(BASE[ACTOR].encode()), "1" * 40))
     else:
-        world.write_tree(shop.overrides, {ACTOR: "a copy\n"})
+        world.write_tree(shop.folders.overrides, {ACTOR: "a copy\n"})
     before = world.picture(shop.patches)
     assert shop.make().code == 3
     assert world.picture(shop.patches) == before
@@ -427,6 +436,8 @@ def test_the_script_works_from_any_folder(tmp_path):
 
 
 def test_the_committed_patch_is_what_the_sources_build(base_tree):
-    built = compose(read_sources(ROOT / "verl_overrides"), base_tree, ROOT / "patches/older")
+    built = compose(
+        read_sources(Folders(ROOT / "gradloc", ROOT / f"verl_overrides/{BASE_TAG}")), base_tree, ROOT / "patches/older"
+    )
     for name, data in built.items():
         assert (ROOT / "patches" / name).read_bytes() == data, f"patches/{name} is stale"

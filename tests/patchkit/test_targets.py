@@ -72,9 +72,7 @@ def test_row_53_a_bare_repository_is_refused(apply, clone, tmp_path):
         assert outcome.code == 1 and "bare" in outcome.err
 
 
-def test_row_53_a_linked_worktree_is_patched_and_its_status_shows_the_patch_alone(
-    apply, clone, tmp_path
-):
+def test_row_53_a_linked_worktree_is_patched_and_its_status_shows_the_patch_alone(apply, clone, tmp_path):
     linked = tmp_path / "linked"
     world.git(clone, "worktree", "add", "-q", str(linked))
     head = world.git(linked, "rev-parse", "HEAD").strip()
@@ -91,9 +89,7 @@ def test_row_53_a_linked_worktree_is_patched_and_its_status_shows_the_patch_alon
 def test_row_53_a_submodule_is_patched(apply, clone, tmp_path):
     outer = world.make_clone(tmp_path / "outer", {"README": "x\n"})
     allow = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "protocol.file.allow"}
-    world.git(
-        outer, "submodule", "add", "-q", str(clone), "verl", GIT_CONFIG_VALUE_0="always", **allow
-    )
+    world.git(outer, "submodule", "add", "-q", str(clone), "verl", GIT_CONFIG_VALUE_0="always", **allow)
     inner = outer / "verl"
     assert (inner / ".git").is_file()
     outcome = apply(inner)
@@ -159,9 +155,7 @@ def test_another_commit_with_other_touched_files_is_the_wrong_base(apply, clone)
     world.git(clone, "commit", "-qam", "here")
     outcome = apply(clone)
     assert outcome.code == 1 and "WRONG_BASE" in outcome.err and "f9c855f7cf04" in outcome.err
-    assert f"expected: sha256 {world.hashlib.sha256(BASE[ACTOR].encode()).hexdigest()[:12]}" in (
-        outcome.err
-    )
+    assert f"expected: sha256 {world.hashlib.sha256(BASE[ACTOR].encode()).hexdigest()[:12]}" in (outcome.err)
 
 
 def test_dirt_elsewhere_is_left_alone(apply, clone):
@@ -219,9 +213,7 @@ def test_the_index_is_never_touched(apply, clone):
     assert (clone / ".git/index").read_bytes() == before
 
 
-def test_installed_says_first_what_it_will_do_to_which_environment(
-    apply, tmp_path, monkeypatch, capsys
-):
+def test_installed_says_first_what_it_will_do_to_which_environment(apply, tmp_path, monkeypatch, capsys):
     root = world.write_tree(tmp_path / "lib/site-packages", BASE)
     monkeypatch.setattr(cli, "installed_root", lambda: root)
     outcome = apply("--installed")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from patchkit import build, cli
-from patchkit.compose import Sources, compose_patch
+from patchkit.compose import Folders, Sources, compose_patch
 from patchkit.digest import blob_id
 
 ACTOR = "verl/workers/actor/dp_actor.py"
@@ -50,8 +50,7 @@ def seam(path: str, before: str, after: str) -> str:
     """Returns the section that turns ``before`` into ``after``, by difflib."""
     lines = difflib.unified_diff(split(before), split(after), n=3)
     body = "".join(
-        line if line.endswith("\n") else line + "\n\\ No newline at end of file\n"
-        for line in list(lines)[2:]
+        line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in list(lines)[2:]
     )
     ids = f"{blob_id(before.encode())}..{blob_id(after.encode())}"
     return f"diff --git a/{path} b/{path}\nindex {ids} 100644\n--- a/{path}\n+++ b/{path}\n{body}"
@@ -81,11 +80,15 @@ def write_tree(root: Path, files: Mapping[str, str]) -> Path:
     return root
 
 
-def write_overrides(root: Path, made: Sources) -> Path:
-    """Writes ``made`` as a verl_overrides/ folder; returns it."""
-    write_tree(root, made.new_files)
-    write_tree(root / "seams", {f"{path}.patch": text for path, text in made.seams.items()})
-    return root
+def write_sources(root: Path, made: Sources) -> Folders:
+    """Writes ``made`` as a package and its overrides below ``root``; returns where they are."""
+    folders = Folders(root / "gradloc", root / "overrides")
+    folders.package.mkdir(parents=True, exist_ok=True)
+    for path, text in made.new_files.items():
+        write_tree(folders.place(path).parent, {folders.place(path).name: text})
+    for path, text in made.seams.items():
+        write_tree(folders.seam(path).parent, {folders.seam(path).name: text})
+    return folders
 
 
 def make_patches(
@@ -101,7 +104,7 @@ def make_patches(
         place = patches / "older" / "gradloc-0.0.9.patch"
         place.parent.mkdir(parents=True)
         place.write_bytes(compose_patch(sources(before, older)))
-    build.build(write_overrides(folder / "overrides", sources(before, after)), patches, base)
+    build.build(write_sources(folder, sources(before, after)), patches, base)
     return patches
 
 

@@ -19,7 +19,7 @@ LARGE = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"
 
 def prepared(batch: Any, split: str = "quantile", num_tokens: int = 0) -> tuple[Any, Any, Any]:
     """The batch as the trainer sends it, its quartiles (16, T), and the sampled tokens (S, 2)."""
-    from verl.gradloc.analysis.quartiles import assign, sample_tokens
+    from verl.gradloc.analysis.quartiles.split import assign, sample_tokens
 
     batch = batch.select(deepcopy=True)
     mask = batch.batch["response_mask"].bool().numpy()
@@ -37,10 +37,10 @@ def prepared(batch: Any, split: str = "quantile", num_tokens: int = 0) -> tuple[
 
 def probe_of(trainer: Any, data: Any) -> Any:
     """A finished probe of the prepared batch."""
-    from verl.gradloc.analysis.probe import undisturbed
-    from verl.gradloc.analysis.quartiles_probe import QuartileProbe
-    from verl.gradloc.gradients import GradientSpace
-    from verl.gradloc.ranks import Ranks
+    from verl.gradloc.analysis.buckets.probe import undisturbed
+    from verl.gradloc.analysis.quartiles.probe import QuartileProbe
+    from verl.gradloc.core.gradients import GradientSpace
+    from verl.gradloc.core.ranks import Ranks
 
     space = GradientSpace(trainer.actor.actor_module)
     probe = QuartileProbe(trainer.actor, Ranks(), space)
@@ -65,10 +65,7 @@ def split(overrides: list[str], dump_dir: str, num_tokens: int = 6) -> dict[str,
     model = make_model()
     gradients = by_row(token_gradients(trainer, model, batch), len(batch))
     whole = sum(gradients.values())
-    parts = [
-        sum(gradients[place] for place in gradients if quartiles[place] == quartile)
-        for quartile in range(4)
-    ]
+    parts = [sum(gradients[place] for place in gradients if quartiles[place] == quartile) for quartile in range(4)]
     return {
         "record": {key: value for key, value in probe.record().items() if key != "log_probs"},
         "whole": float(whole.norm()),
@@ -115,7 +112,7 @@ def plain_log_probs(trainer: Any, model: torch.nn.Module, batch: Any, has_graph:
 
 def against_detaching(overrides: list[str], dump_dir: str, kind: str = "quantile") -> dict:
     """Each quartile's part against the localizer's probe, which detaches all other tokens."""
-    from verl.gradloc.actor_step import ActorStep
+    from verl.gradloc.verl_actor.step import ActorStep
 
     trainer = make_trainer(TERMS + overrides, dump_dir)
     batch = make_batch()
@@ -166,10 +163,7 @@ def updates(overrides: list[str], dump_dir: str, num_before: int) -> dict[str, A
     batch = make_batch()
     data, quartiles, _ = prepared(batch)
     record = probe_of(trainer, data).record()
-    fast = {
-        name: None if found is None else all_rows(found)
-        for name, found in record["log_probs"].items()
-    }
+    fast = {name: None if found is None else all_rows(found) for name, found in record["log_probs"].items()}
     gradients = by_row(token_gradients(trainer, model, batch), len(batch))
     mask = quartiles >= 0
     before = plain_log_probs(trainer, model, batch)
@@ -184,8 +178,7 @@ def updates(overrides: list[str], dump_dir: str, num_before: int) -> dict[str, A
         found = np.exp(fast[name]) - np.exp(fast["before"])
         size = float(change[mask].abs().max())
         moved = sum(
-            float((new - old).square().sum())
-            for new, old in zip(twin.parameters(), model.parameters(), strict=True)
+            float((new - old).square().sum()) for new, old in zip(twin.parameters(), model.parameters(), strict=True)
         )
         out[name] = {
             "size": size,
@@ -216,12 +209,10 @@ def copied_optimizer(model, optimizer):
 
 def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str, Any]:
     """Two real updates, with an analysis before each, trial steps included, or none."""
-    from verl.gradloc.analysis.probe import analyze
+    from verl.gradloc.analysis.buckets.probe import analyze
 
     trainer = make_trainer([*TERMS, LARGE, *overrides], dump_dir, dropout=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        trainer.actor.actor_optimizer, lambda step: 1 / (1 + step)
-    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.actor.actor_optimizer, lambda step: 1 / (1 + step))
     norms, taken = [], []
     for step in (1, 2):
         batch = make_batch(seed=step)
@@ -241,7 +232,7 @@ def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str,
 
 def leave_as_found(overrides: list[str], dump_dir: str) -> dict[str, bool]:
     """An actor in the middle of something, before its first step: no optimizer state yet."""
-    from verl.gradloc.analysis.probe import analyze
+    from verl.gradloc.analysis.buckets.probe import analyze
 
     trainer = make_trainer(overrides, dump_dir)
     actor, batch = trainer.actor, make_batch()
@@ -275,8 +266,8 @@ def options(actor: Any) -> list[dict[str, Any]]:
 
 def fail_during_update(dump_dir: str) -> dict[str, bool]:
     """A trial step ends in an exception on every rank: everything is put back all the same."""
-    from verl.gradloc.analysis.quartiles_step import trial_step
-    from verl.gradloc.gradients import GradientSpace, local_shard
+    from verl.gradloc.analysis.quartiles.trial_step import trial_step
+    from verl.gradloc.core.gradients import GradientSpace, local_shard
 
     trainer = make_trainer([], dump_dir)
     trainer.update(make_batch(seed=1))
@@ -349,7 +340,7 @@ def with_filling_row(dump_dir: str) -> dict[str, Any]:
 
 def fail_on_one_rank(dump_dir: str) -> dict[str, Any]:
     """Cutting the rows raises on rank 1; both ranks then train on."""
-    from verl.gradloc.analysis.probe import analyze
+    from verl.gradloc.analysis.buckets.probe import analyze
     from verl.gradloc.analysis.rows import RowProbe
 
     trainer, plain = make_trainer([], dump_dir), make_trainer([], dump_dir)

@@ -15,9 +15,7 @@ ENTROPY = actor(entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.3, kl_loss_
     [actor(), actor(strategy="fsdp"), ENTROPY],
     ids=["fsdp2", "fsdp1", "entropy and kl terms"],
 )
-def test_each_quartile_and_token_agrees_with_a_backward_of_every_token_on_a_plain_model(
-    world, dump_dir, overrides
-):
+def test_each_quartile_and_token_agrees_with_a_backward_of_every_token_on_a_plain_model(world, dump_dir, overrides):
     for out in world.run(RUN + "split", overrides=overrides, dump_dir=dump_dir):
         record = out["record"]
         assert record["whole"] == pytest.approx(out["whole"], rel=1e-5)
@@ -28,17 +26,13 @@ def test_each_quartile_and_token_agrees_with_a_backward_of_every_token_on_a_plai
         found = record["tokens"]
         assert len(found) == 6
         assert [token["loss_norm"] for token in found] == pytest.approx(out["loss_norms"], rel=1e-4)
-        assert [token["log_prob_norm"] for token in found] == pytest.approx(
-            out["log_prob_norms"], rel=1e-4
-        )
+        assert [token["log_prob_norm"] for token in found] == pytest.approx(out["log_prob_norms"], rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["quantile", "range"])
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 def test_a_part_is_what_detaching_all_other_tokens_leaves(world, dump_dir, strategy, kind):
-    for out in world.run(
-        RUN + "against_detaching", overrides=actor(strategy=strategy), dump_dir=dump_dir, kind=kind
-    ):
+    for out in world.run(RUN + "against_detaching", overrides=actor(strategy=strategy), dump_dir=dump_dir, kind=kind):
         assert max(out["errors"]) < 1e-5
 
 
@@ -61,18 +55,14 @@ def test_the_parts_add_up_to_the_gradient_that_training_takes(world, dump_dir, m
     ],
     ids=["dynamic", "dynamic, fsdp1", "gspo", "clip_cov", "original parameters", "checkpointing"],
 )
-def test_the_parts_add_up_however_the_batch_is_cut_and_whatever_the_loss(
-    world, dump_dir, overrides
-):
+def test_the_parts_add_up_however_the_batch_is_cut_and_whatever_the_loss(world, dump_dir, overrides):
     out = world.run(RUN + "closure", overrides=overrides, dump_dir=dump_dir)[0]
     assert out["closure"] < 1e-5
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 @pytest.mark.parametrize("num_before", [0, 2])
-def test_probability_changes_are_those_of_a_literal_copy_of_model_and_optimizer(
-    world, dump_dir, strategy, num_before
-):
+def test_probability_changes_are_those_of_a_literal_copy_of_model_and_optimizer(world, dump_dir, strategy, num_before):
     for out in world.run(
         RUN + "updates",
         overrides=actor(strategy=strategy),
@@ -100,9 +90,7 @@ def test_probability_changes_are_those_of_a_literal_copy_of_model_and_optimizer(
     ],
     ids=["fsdp2", "fsdp1", "fsdp1, original parameters", "dynamic", "adapters", "stabilized"],
 )
-def test_training_with_tried_updates_is_bit_identical_to_training_without(
-    world, dump_dir, overrides
-):
+def test_training_with_tried_updates_is_bit_identical_to_training_without(world, dump_dir, overrides):
     on = world.run(RUN + "train", overrides=overrides, dump_dir=dump_dir, with_analysis=True)
     off = world.run(RUN + "train", overrides=overrides, dump_dir=dump_dir, with_analysis=False)
     for with_analysis, without in zip(on, off, strict=True):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from gradloc_report.cli import main
+from gradloc.report.cli import main
 from tests.analysis.test_demo import run
 from tests.gradloc.events import validate
 

@@ -31,5 +31,5 @@ def test_the_codes_own_defaults_are_the_documented_ones():
 
 
 def test_every_split_is_documented():
-    for split in load("quartiles").SPLITS:
+    for split in load("split", "analysis.quartiles").SPLITS:
         assert f"`{split}`" in DOCUMENT

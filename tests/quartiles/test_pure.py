@@ -7,7 +7,7 @@ import pytest
 from tests.analysis.pure import load
 from tests.analysis.test_settings import make
 
-quartiles = load("quartiles")
+quartiles = load("split", "analysis.quartiles")
 config = load("config")
 
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from gradloc_report.cli import main
-from gradloc_report.commands import buckets
+from gradloc.report.cli import main
+from gradloc.report.commands import buckets
 from tests.gradloc.events import validate
 
 
@@ -189,9 +189,7 @@ def without_movement(made):
             }
 
 
-@pytest.mark.parametrize(
-    "spoil", [without_steps, with_nothing, with_an_empty_quartile, without_movement]
-)
+@pytest.mark.parametrize("spoil", [without_steps, with_nothing, with_an_empty_quartile, without_movement])
 @pytest.mark.parametrize("split", ["range", "quantile"])
 def test_whatever_there_is_is_drawn_and_told(tmp_path, capsys, spoil, split):
     made = copy.deepcopy(record())

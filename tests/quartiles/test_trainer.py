@@ -36,15 +36,10 @@ def test_what_is_said_of_a_quartile_is_true_of_its_tokens(world, dump_dir, kind)
     out = world.run(RUN + "analyse", dump_dir=dump_dir, overrides=[SPLIT + kind, SAMPLE + "0"])[0]
     rows = zip(out["old_log_probs"], out["response_mask"], strict=True)
     tokens = sorted(
-        math.exp(value)
-        for values, mask in rows
-        for value, inside in zip(values, mask, strict=True)
-        if inside
+        math.exp(value) for values, mask in rows for value, inside in zip(values, mask, strict=True) if inside
     )
     if kind == "quantile":
-        expected = [
-            [pi for i, pi in enumerate(tokens) if 4 * i // len(tokens) == q] for q in range(4)
-        ]
+        expected = [[pi for i, pi in enumerate(tokens) if 4 * i // len(tokens) == q] for q in range(4)]
     else:
         expected = [[pi for pi in tokens if q / 4 < pi <= (q + 1) / 4] for q in range(4)]
     for quartile, mine in zip(out["record"]["quartiles"], expected, strict=True):
@@ -52,15 +47,11 @@ def test_what_is_said_of_a_quartile_is_true_of_its_tokens(world, dump_dir, kind)
         if not mine:
             assert quartile["probability"] is None and quartile["one_minus_probability"] is None
             continue
-        assert quartile["one_minus_probability"] == pytest.approx(
-            sum(1 - pi for pi in mine) / len(mine), rel=1e-5
-        )
+        assert quartile["one_minus_probability"] == pytest.approx(sum(1 - pi for pi in mine) / len(mine), rel=1e-5)
         assert quartile["probability"]["max"] == pytest.approx(mine[-1], rel=1e-5)
     validate("quartile_analysis", out["record"])
     for update in out["record"]["updates"].values():
-        for change, mine in zip(
-            update["changes"]["quartiles"] if update else [], expected, strict=bool(update)
-        ):
+        for change, mine in zip(update["changes"]["quartiles"] if update else [], expected, strict=bool(update)):
             assert sum(change["counts"]) == len(mine) if mine else change is None
 
 
@@ -73,9 +64,7 @@ def test_rows_that_do_not_divide_among_the_ranks_are_all_counted(world, dump_dir
 
 
 def test_a_batch_without_advantages_is_recorded_as_one_without_a_gradient(world, dump_dir):
-    out = world.run(RUN + "analyse", dump_dir=dump_dir, num_advantages=0, overrides=[SAMPLE + "4"])[
-        0
-    ]
+    out = world.run(RUN + "analyse", dump_dir=dump_dir, num_advantages=0, overrides=[SAMPLE + "4"])[0]
     validate("quartile_analysis", out["record"])
     assert out["record"]["closure"] is None
     assert out["record"]["updates"]["lowest"] is None

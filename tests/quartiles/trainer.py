@@ -40,9 +40,7 @@ def analyse(
         "files": files,
         "record": json.loads((folder / "step_1.json").read_text()) if files else None,
         "batch_is_same": list(before) == list(batch.batch.keys())
-        and all(
-            torch.equal(before[key].nan_to_num(), batch.batch[key].nan_to_num()) for key in before
-        ),
+        and all(torch.equal(before[key].nan_to_num(), batch.batch[key].nan_to_num()) for key in before),
         "old_log_probs": batch.batch["old_log_probs"].tolist(),
         "response_mask": batch.batch["response_mask"].tolist(),
     }

@@ -34,9 +34,7 @@ def save_models(folder: str) -> None:
     model.save_pretrained(f"{folder}/nan")
 
 
-def make_event(
-    plants: list, overrides: list[str], dump_dir: str, rollout_noise: float | None = None
-) -> None:
+def make_event(plants: list, overrides: list[str], dump_dir: str, rollout_noise: float | None = None) -> None:
     """One real update of the harness's model, with these tokens' advantages changed."""
     batch = make_batch(rollout_noise=rollout_noise)
     for row, position, advantage in plants:
@@ -87,8 +85,8 @@ def save_checkpoint(folder: str, strategy: str) -> None:
 
 def fingerprints() -> dict[str, Any]:
     """Of the harness's model however it is sharded, and of models near and far."""
-    from verl.gradloc.fingerprint import fingerprint
-    from verl.gradloc.gradients import GradientSpace
+    from verl.gradloc.core.gradients import GradientSpace
+    from verl.gradloc.evidence.fingerprint import fingerprint
 
     def of(module):
         return fingerprint(GradientSpace(module))
@@ -114,7 +112,7 @@ def fingerprints() -> dict[str, Any]:
 
 def compare(a: dict[str, Any], b: dict[str, Any]) -> Any:
     """What ``differs`` says."""
-    from verl.gradloc.fingerprint import differs
+    from verl.gradloc.evidence.fingerprint import differs
 
     return differs(a, b)
 

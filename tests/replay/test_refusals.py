@@ -25,13 +25,11 @@ TENSORS = {
     ),
     "another number of rows": (
         _set("input_ids", lambda t: t[:-1]),
-        "input_ids must be (rows, prompt + response) and responses (rows, response), found "
-        "(3, 17) and (4, 12).",
+        "input_ids must be (rows, prompt + response) and responses (rows, response), found (3, 17) and (4, 12).",
     ),
     "NaN log-probs": (
         _set("old_log_probs", lambda t: t * float("nan")),
-        "old_log_probs is NaN at 37 response tokens (first: row 0, position 0), but the event's "
-        "norm was finite.",
+        "old_log_probs is NaN at 37 response tokens (first: row 0, position 0), but the event's norm was finite.",
     ),
     "an empty response mask": (
         _set("response_mask", torch.zeros_like),
@@ -134,9 +132,7 @@ def test_a_model_that_cannot_be_the_events(bundle, models, replay, name):
 
 def test_another_architecture_is_told_by_the_fingerprint(bundle, models, replay, prints):
     edit_meta(bundle, lambda meta: meta.update(fingerprint=prints["plain"]))
-    sentence = (
-        "mlp.gate_proj.weight has 2048 weights in the event's model and 3072 in the given one."
-    )
+    sentence = "mlp.gate_proj.weight has 2048 weights in the event's model and 3072 in the given one."
     _is_refused(replay(bundle, models / "wide"), sentence)
     sentence = "only the given model has the parameter model.layers.2."
     _is_refused(replay(bundle, models / "deep"), sentence)

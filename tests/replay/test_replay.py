@@ -29,9 +29,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_the_same_event_at_its_weights_gives_the_same_culprits_and_the_same_norm(
-    event, models, replay, tmp_path, run
-):
+def test_the_same_event_at_its_weights_gives_the_same_culprits_and_the_same_norm(event, models, replay, tmp_path, run):
     bundle = event(f"full, {run}", overrides=(FULL, *RUNS[run]))
     out = tmp_path / "out.json"
     done = replay(bundle, models / "model", "--json", out)
@@ -49,9 +47,7 @@ def test_the_same_event_at_its_weights_gives_the_same_culprits_and_the_same_norm
     assert record["certificate"]["verdict"] == "explained"
 
 
-def test_the_culprits_micro_batches_alone_keep_their_weights_and_the_answer_says_so(
-    bundle, models, replay, tmp_path
-):
+def test_the_culprits_micro_batches_alone_keep_their_weights_and_the_answer_says_so(bundle, models, replay, tmp_path):
     done = replay(bundle, models / "model", "--json", tmp_path / "out.json")
     assert done["code"] == 0
     assert "2 micro-batches (a part of the step, whose gradient alone is looked at)" in done["out"]
@@ -105,9 +101,7 @@ def test_the_command_runs_alone_and_under_torchrun(bundle, models, patched_tree)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_the_weights_may_come_from_a_checkpoint_of_verls_workers(
-    bundle, world, replay, tmp_path, strategy
-):
+def test_the_weights_may_come_from_a_checkpoint_of_verls_workers(bundle, world, replay, tmp_path, strategy):
     world.run("tests.replay.scenarios.save_checkpoint", folder=str(tmp_path), strategy=strategy)
     done = replay(bundle, tmp_path / "global_step_0")
     assert (done["code"], done["err"]) == (0, "")

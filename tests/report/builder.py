@@ -4,12 +4,12 @@
 `test_builder.py` holds them to the schemas.
 """
 
-import functools
-import importlib.util
 import json
 import math
 from pathlib import Path
 from typing import Any
+
+from gradloc.evidence.trackers import verdict_sentences
 
 REPO = Path(__file__).resolve().parents[2]
 SCHEMAS = REPO / "schema"
@@ -33,16 +33,6 @@ VISIBLE = [
     '"><b>{{ 7 * 7 }}',
     "⟨U+001B⟩[31mred",
 ]
-
-
-@functools.cache
-def load_announce():
-    """The trainer's announce.py, loaded by path: it needs neither torch nor verl."""
-    path = REPO / "verl_overrides" / "verl" / "gradloc" / "announce.py"
-    spec = importlib.util.spec_from_file_location("announce_under_test", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_culprit(position: int = 3, token: str = " is", rank: int = 1, **changes: Any) -> dict:
@@ -162,7 +152,7 @@ def make_event(step: int = 5, culprits: list[dict] | None = None, **changes: Any
         **changes,
     }
     if "verdict" not in event:
-        event["verdict"] = load_announce().verdict_sentences(event)
+        event["verdict"] = verdict_sentences(event)
     return event
 
 

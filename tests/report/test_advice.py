@@ -6,7 +6,7 @@ import json
 import pytest
 import yaml
 
-from gradloc_report.advice import load, of
+from gradloc.report.runs.advice import load, of
 from tests.report.builder import SCHEMAS
 
 

@@ -6,9 +6,8 @@ import types
 
 import pytest
 
-from tests.report.builder import HOSTILE, load_announce, make_culprit, make_event
-
-announce = load_announce()
+from gradloc.evidence import trackers as announce
+from tests.report.builder import HOSTILE, make_culprit, make_event
 
 
 def event(**changes):

@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from gradloc_report import page
-from gradloc_report.run import read_run
+from gradloc.report.pages import page
+from gradloc.report.runs.run import read_run
 from tests.report.builder import (
     HOSTILE,
     REPO,
@@ -25,9 +25,7 @@ from tests.report.builder import (
     write_run,
 )
 
-_spec = importlib.util.spec_from_file_location(
-    "screenshot_report", REPO / "scripts" / "screenshot_report.py"
-)
+_spec = importlib.util.spec_from_file_location("screenshot_report", REPO / "scripts" / "screenshot_report.py")
 shots = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(shots)
 
@@ -245,9 +243,7 @@ def test_a_fold_opens_by_windows_and_closes(driver, hostile_page):
     driver.execute_script("arguments[0].click()", fold)
     assert len(article.find_elements("css selector", "[data-p]")) == count + 400
     assert fold.get_attribute("aria-expanded") == "true"
-    places = [
-        int(e.get_attribute("data-p")) for e in article.find_elements("css selector", "[data-p]")
-    ]
+    places = [int(e.get_attribute("data-p")) for e in article.find_elements("css selector", "[data-p]")]
     assert places == sorted(places)
     while fold.get_attribute("aria-expanded") == "true":
         driver.execute_script("arguments[0].click()", fold)
@@ -297,9 +293,7 @@ def test_an_event_opens_from_the_list_the_curve_and_the_address(driver, long_run
     assert len(find(driver, opened)) == 1
     mark = find(driver, "figure.wide svg a")[0]
     target = mark.get_attribute("xlink:href").removeprefix("#event-")
-    driver.execute_script(
-        "arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))", mark
-    )
+    driver.execute_script("arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))", mark)
     time.sleep(0.3)
     assert find(driver, opened)[0].get_attribute("data-event") == target
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gradloc_report.cli import COMMANDS, main
+from gradloc.report.cli import COMMANDS, main
 from tests.report.builder import HOSTILE, REPO, make_culprit, make_event, make_metrics, write_run
 
 
@@ -136,14 +136,14 @@ def test_without_arguments_it_says_what_is_missing(capsys):
 
 def test_a_terminal_that_speaks_ascii_only_gets_a_summary(folder):
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(REPO)}
-    command = [sys.executable, "-m", "gradloc_report", str(folder)]
+    command = [sys.executable, "-m", "gradloc.report", str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert b"step000005-epoch0-mini0" in done.stdout
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(folder):
-    command = f"{sys.executable} -m gradloc_report {folder} --format json | head -c 10"
+    command = f"{sys.executable} -m gradloc.report {folder} --format json | head -c 10"
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     done = subprocess.run(command, shell=True, env=environment, capture_output=True)
     assert done.stderr == b""

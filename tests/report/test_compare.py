@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two runs side by side: what each has, and where their spikes meet."""
 
-from gradloc_report.comparison import compare
-from gradloc_report.run import read_run
+from gradloc.report.runs.comparison import compare
+from gradloc.report.runs.run import read_run
 from tests.report.builder import make_event, make_metrics, write_run
 
 

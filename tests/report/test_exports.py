@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from gradloc_report import exports
-from gradloc_report.run import read_run
+from gradloc.report.pages import exports
+from gradloc.report.runs.run import read_run
 from tests.report.builder import HOSTILE, make_culprit, make_event, make_metrics, write_run
 
 
@@ -51,9 +51,7 @@ def test_markdown_shows_the_verdict_the_culprits_and_the_command(run):
 def test_a_hostile_token_stays_in_its_markdown_cell(tmp_path, token):
     event = make_event(culprits=[make_culprit(token=token)])
     found = read_run(write_run(tmp_path, [event]))
-    row = next(
-        line for line in exports.to_markdown(found, found.events).splitlines() if "rank 1" in line
-    )
+    row = next(line for line in exports.to_markdown(found, found.events).splitlines() if "rank 1" in line)
     assert row.count("|") - row.count("\\|") == 8
     fence = row[2:].split(" ")[0]
     assert set(fence) == {"`"}

@@ -15,7 +15,7 @@ class Block:
             raise ImportError(f"{name} is not installed here")
 
 sys.meta_path.insert(0, Block())
-from gradloc_report.cli import main
+from gradloc.report.cli import main
 code = main(sys.argv[1:])
 loaded = {name.split(".")[0] for name in sys.modules}
 assert not loaded & {"torch", "verl"}
@@ -37,7 +37,7 @@ def test_a_report_is_written_with_torch_and_verl_absent(tmp_path):
 
 
 def test_no_module_names_torch_or_verl_as_an_import():
-    for path in (REPO / "gradloc_report").rglob("*.py"):
+    for path in (REPO / "gradloc/report").rglob("*.py"):
         for line in path.read_text(encoding="utf-8").splitlines():
             words = line.split()
             if words[:1] in (["import"], ["from"]):

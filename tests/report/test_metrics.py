@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from gradloc_report.metrics import MAX, MEAN, read
-from gradloc_report.run import read_run
+from gradloc.report.runs.metrics import MAX, MEAN, read
+from gradloc.report.runs.run import read_run
 from tests.report.builder import make_event, make_metrics, write_run
 
 
@@ -88,9 +88,7 @@ def test_metrics_elsewhere_can_be_named(tmp_path):
 
 
 def test_tensorboard_files_are_read_where_its_package_is(tmp_path):
-    writers = pytest.importorskip(
-        "tensorboard.summary.writer.event_file_writer", reason="tensorboard is not installed"
-    )
+    writers = pytest.importorskip("tensorboard.summary.writer.event_file_writer", reason="tensorboard is not installed")
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 

@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from gradloc_report import page
-from gradloc_report.run import read_run
+from gradloc.report.pages import page
+from gradloc.report.runs.run import read_run
 from tests.report.builder import (
     HOSTILE,
     VISIBLE,

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from gradloc_report.errors import ReportError
-from gradloc_report.events import read_sequences
-from gradloc_report.run import read_run
+from gradloc.report.errors import ReportError
+from gradloc.report.runs.events import read_sequences
+from gradloc.report.runs.run import read_run
 from tests.report.builder import make_culprit, make_event, make_metrics, make_sequence, write_run
 
 
@@ -85,9 +85,7 @@ def test_two_events_of_one_name_stay_apart(tmp_path):
 def test_metrics_without_events_are_shown_with_a_sentence(tmp_path):
     run = read_run(write_run(tmp_path, metrics=make_metrics()))
     assert run.metrics
-    assert run.notes == [
-        "No events.jsonl was found: no spike was localized, or spike_detection was off."
-    ]
+    assert run.notes == ["No events.jsonl was found: no spike was localized, or spike_detection was off."]
 
 
 def test_an_empty_events_file_beside_metrics_says_that_nothing_spiked(tmp_path):
@@ -155,8 +153,6 @@ def test_a_broken_sequences_file_is_a_sentence(tmp_path, content):
 
 def test_a_lone_surrogate_in_the_file_is_read(tmp_path):
     event = make_event()
-    run = read_run(
-        write_run(tmp_path, [event], {event["event_id"]: [make_sequence(tokens=["\ud800"])]})
-    )
+    run = read_run(write_run(tmp_path, [event], {event["event_id"]: [make_sequence(tokens=["\ud800"])]}))
     sequences, _ = read_sequences(run.events_root, run.events[0])
     assert json.dumps(sequences[0].tokens) == '["\\ud800"]'

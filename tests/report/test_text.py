@@ -3,7 +3,7 @@
 
 import pytest
 
-from gradloc_report import text
+from gradloc.report import text
 from tests.report.builder import HOSTILE, VISIBLE
 
 
@@ -65,7 +65,5 @@ def test_positions_read_as_a_span(positions, shown):
 
 
 def test_the_replay_command_quotes_the_path():
-    assert text.replay_command("/a b/c") == (
-        "python -m verl.gradloc.replay '/a b/c' --model MODEL_PATH"
-    )
+    assert text.replay_command("/a b/c") == ("python -m verl.gradloc.replay '/a b/c' --model MODEL_PATH")
     assert text.replay_command(None) is None

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from gradloc_report import tokens
-from gradloc_report.records import Culprit, Sequence, convert
-from gradloc_report.shading import shade
+from gradloc.report.pages.shading import shade
+from gradloc.report.runs import tokens
+from gradloc.report.runs.records import Culprit, Sequence, convert
 from tests.report.builder import make_culprit, make_sequence
 
 
@@ -59,17 +59,13 @@ def test_pieces_cover_every_token_once_and_every_culprit_shows(seed):
     ids = [source.choice([1, 1, 1, 1, 2]) for _ in range(num)]
     places = sorted(source.sample(range(num), min(source.randint(0, 6), num)))
     limit, shown = source.randint(50, 3000), source.randint(20, 800)
-    made = tokens.view(
-        sequence(num, token_ids=ids), [culprit(p) for p in places], limit=limit, shown=shown
-    )
+    made = tokens.view(sequence(num, token_ids=ids), [culprit(p) for p in places], limit=limit, shown=shown)
     covered = [i for piece in made.pieces for i in range(piece.start, piece.end)]
     assert covered == list(range(num))
     visible = {i for p in made.pieces if p.kind == "shown" for i in range(p.start, p.end)}
     assert set(places) <= visible
     carried = {i for start, end in made.carried for i in range(start, end)}
-    openable = {
-        i for p in made.pieces if p.kind in ("fold", "repeat") for i in range(p.start, p.end)
-    }
+    openable = {i for p in made.pieces if p.kind in ("fold", "repeat") for i in range(p.start, p.end)}
     assert openable <= carried
 
 

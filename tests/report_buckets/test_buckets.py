@@ -7,9 +7,9 @@ import struct
 
 import pytest
 
-from gradloc_report.buckets import from_metrics, read_analyses
-from gradloc_report.cli import main
-from gradloc_report.commands import buckets
+from gradloc.report.analyses.buckets import from_metrics, read_analyses
+from gradloc.report.cli import main
+from gradloc.report.commands import buckets
 from tests.report_buckets.builder import DEVIATIONS, metrics, write_log, write_record, write_table
 
 
@@ -57,9 +57,7 @@ def test_steps_are_listed_and_chosen(tmp_path, capsys):
     for step in (1, 51, 101):
         write_record(tmp_path, step)
     assert main(["buckets", str(tmp_path), "--list-steps"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"step {step}: 3 buckets, 24 rows" for step in (1, 51, 101)
-    ]
+    assert capsys.readouterr().out.splitlines() == [f"step {step}: 3 buckets, 24 rows" for step in (1, 51, 101)]
     out = tmp_path / "out"
     assert main(["buckets", str(tmp_path), "--step", "51", "--output-dir", str(out)]) == 0
     assert {path.name for path in out.iterdir()} == expected_files(51)
@@ -170,16 +168,12 @@ def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path, capsys, arguments, 
 def test_three_steps_make_one_figure_of_their_common_buckets(tmp_path):
     folders = []
     for step in (1, 21, 41):
-        write_record(
-            tmp_path / f"run{step}", step, terms=("task",) if step == 1 else ("task", "kl")
-        )
+        write_record(tmp_path / f"run{step}", step, terms=("task",) if step == 1 else ("task", "kl"))
         folders.append(tmp_path / f"files{step}")
         run = str(tmp_path / f"run{step}")
         main(["buckets", run, "--step", str(step), "--output-dir", str(folders[-1])])
     out = tmp_path / "figures" / "ppo.png"
-    names = [
-        f"--step{step}-dir={folder}" for step, folder in zip((0, 20, 40), folders, strict=True)
-    ]
+    names = [f"--step{step}-dir={folder}" for step, folder in zip((0, 20, 40), folders, strict=True)]
     assert main(["buckets", "--mode", "ppo", *names, "--out", str(out)]) == 0
     assert min(size(out)) > 200
 
@@ -193,9 +187,7 @@ def test_steps_with_no_common_bucket_are_refused(tmp_path, capsys):
         data = {"step": number, "buckets": row, "task_cosines": {}}
         (folder / "metrics.json").write_text(json.dumps(data))
         folders.append(folder)
-    names = [
-        f"--step{step}-dir={folder}" for step, folder in zip((0, 20, 40), folders, strict=True)
-    ]
+    names = [f"--step{step}-dir={folder}" for step, folder in zip((0, 20, 40), folders, strict=True)]
     assert main(["buckets", "--mode", "grpo", *names, "--out", str(tmp_path / "x.png")]) == 2
     assert "the three steps have no bucket in common." in capsys.readouterr().err
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradloc_report.buckets_wandb import read_wandb
-from gradloc_report.errors import ReportError
+from gradloc.report.analyses.buckets_wandb import read_wandb
+from gradloc.report.errors import ReportError
 from tests.report_buckets.builder import DEVIATIONS, metrics
 
 PATH = "team/project/abc123"
@@ -24,9 +24,7 @@ class Api:
 
     def run(self, path):
         assert path == PATH
-        return SimpleNamespace(
-            name="my run", id="abc123", scan_history=lambda: iter(self.rows), file=self.file
-        )
+        return SimpleNamespace(name="my run", id="abc123", scan_history=lambda: iter(self.rows), file=self.file)
 
     def file(self, path):
         return SimpleNamespace(download=lambda root, replace: self.download(path, root))
@@ -73,9 +71,7 @@ def test_a_missing_table_is_a_note_and_not_the_end():
     assert analyses[1].table == []
     assert notes == ["step 1: its group_rv_table cannot be had (gone); mean and range are drawn."]
     plain = {"_step": 1, **metrics()}
-    assert read_wandb(PATH, api=Api([plain]))[1] == [
-        "step 1: it has no group_rv_table; mean and range are drawn."
-    ]
+    assert read_wandb(PATH, api=Api([plain]))[1] == ["step 1: it has no group_rv_table; mean and range are drawn."]
 
 
 def test_a_missing_metric_is_left_out():

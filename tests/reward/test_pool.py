@@ -18,9 +18,7 @@ import pytest
 from tests.reward.answers import HANGING, boxed, boxed_gold, pids
 
 
-def test_a_hanging_answer_times_out_while_twenty_others_are_scored_right_and_in_time(
-    make_pool, pool_module
-):
+def test_a_hanging_answer_times_out_while_twenty_others_are_scored_right_and_in_time(make_pool, pool_module):
     pool = make_pool(2)
     # Warm, so that the times below are those of the scoring.
     with ThreadPoolExecutor(2) as threads:
@@ -107,10 +105,7 @@ def test_a_thread_and_an_asyncio_executor_score_like_the_main_thread(reward_scor
     async def score_all():
         loop = asyncio.get_running_loop()
         compute = reward_score.default_compute_score
-        calls = [
-            loop.run_in_executor(None, compute, "math_verify", boxed(n), str(n % 3))
-            for n in range(12)
-        ]
+        calls = [loop.run_in_executor(None, compute, "math_verify", boxed(n), str(n % 3)) for n in range(12)]
         return await asyncio.gather(*calls)
 
     scores = []
@@ -120,9 +115,7 @@ def test_a_thread_and_an_asyncio_executor_score_like_the_main_thread(reward_scor
     assert scores == [1.0] * 3 + [0.0] * 9
 
 
-def test_compute_score_gives_a_timeout_its_score_counts_it_and_says_so(
-    reward_score, pool_module, monkeypatch, caplog
-):
+def test_compute_score_gives_a_timeout_its_score_counts_it_and_says_so(reward_score, pool_module, monkeypatch, caplog):
     pool_module.close()
     compute = reward_score.math_verify.compute_score
     with caplog.at_level(logging.WARNING):

@@ -97,9 +97,7 @@ def _end_within(pid: int, limit_s: float) -> bool:
 
 
 @pytest.mark.parametrize("daemon", [True, False], ids=["daemonic", "not daemonic"])
-def test_a_process_forked_from_one_with_a_pool_scores_with_workers_of_its_own(
-    reward_score, pool_module, daemon
-):
+def test_a_process_forked_from_one_with_a_pool_scores_with_workers_of_its_own(reward_score, pool_module, daemon):
     compute = reward_score.math_verify.compute_score
     assert compute(boxed(1), "1") == 1.0
     context = multiprocessing.get_context("fork")

@@ -45,9 +45,7 @@ def batch_of(seed: int, trainer: Any = None) -> Any:
     return batch
 
 
-def stage_gradients(
-    overrides: list[str], dump_dir: str, uses_own_probs: bool = False
-) -> dict[str, Any]:
+def stage_gradients(overrides: list[str], dump_dir: str, uses_own_probs: bool = False) -> dict[str, Any]:
     """The gradient of each optimizer step of a frozen actor: ordinary, and in Lopti's stages.
 
     Returns:

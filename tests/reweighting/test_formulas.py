@@ -41,21 +41,15 @@ def test_an_advantage_is_scaled_by_the_tokens_probability(call):
 
 
 def slow_split(is_low):
-    low = [
-        [bool(m) and is_low(p) for m, p in zip(*rows, strict=True)]
-        for rows in zip(MASK, LOG_PROB, strict=True)
-    ]
+    low = [[bool(m) and is_low(p) for m, p in zip(*rows, strict=True)] for rows in zip(MASK, LOG_PROB, strict=True)]
     high = [
-        [bool(m) and not is_low(p) for m, p in zip(*rows, strict=True)]
-        for rows in zip(MASK, LOG_PROB, strict=True)
+        [bool(m) and not is_low(p) for m, p in zip(*rows, strict=True)] for rows in zip(MASK, LOG_PROB, strict=True)
     ]
     return low, high
 
 
 @pytest.mark.parametrize("eta", [0.5, 0.9, -0.5, -0.05])
-def test_the_stages_are_the_tokens_below_the_threshold_and_the_rest_in_the_order_of_its_sign(
-    call, eta
-):
+def test_the_stages_are_the_tokens_below_the_threshold_and_the_rest_in_the_order_of_its_sign(call, eta):
     from math import exp
 
     ((first, second),) = call({"eta": eta})
@@ -70,9 +64,7 @@ def test_a_quantile_splits_the_batchs_own_tokens_in_that_proportion(call, quanti
     from math import exp
 
     ((first, second),) = call({"eta": eta, "quantile": quantile})
-    flat = [
-        p for row, m in zip(LOG_PROB, MASK, strict=True) for p, on in zip(row, m, strict=True) if on
-    ]
+    flat = [p for row, m in zip(LOG_PROB, MASK, strict=True) for p, on in zip(row, m, strict=True) if on]
     threshold = sorted(exp(p) for p in flat)[int(quantile * len(flat))]
     low, high = slow_split(lambda log_prob: exp(log_prob) < threshold * (1 - 1e-7))
     expected = [["low", low], ["high", high]]
@@ -91,7 +83,7 @@ REFUSE = """
 import json, pathlib, sys
 from hydra import compose, initialize_config_dir
 import verl
-from verl.gradloc.trainer_hook import build_trainer_hook
+from verl.gradloc.verl_actor.trainer_hook import build_trainer_hook
 folder = str(pathlib.Path(verl.__file__).parent / "trainer" / "config")
 answers = []
 with initialize_config_dir(folder, version_base=None):

@@ -21,9 +21,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_at_frozen_weights_the_stages_add_up_to_the_ordinary_gradient(world, dump_dir, layout):
-    found = world.run(
-        "tests.reweighting.scenarios.stage_gradients", overrides=layout, dump_dir=dump_dir
-    )
+    found = world.run("tests.reweighting.scenarios.stage_gradients", overrides=layout, dump_dir=dump_dir)
     for rank in found:
         assert rank["error"] < 1e-5
         assert all(norm > 0 for norm in rank["norms"])
@@ -85,9 +83,7 @@ def test_reweighting_changes_the_update_and_runs_together_with_lopti(world, dump
 
 @pytest.mark.parametrize("is_low", [True, False], ids=["low", "high"])
 def test_the_localizer_finds_a_spike_in_the_stage_that_it_is_in(world, dump_dir, is_low):
-    found = world.run(
-        "tests.reweighting.scenarios.spike_in_a_stage", dump_dir=dump_dir, is_low=is_low
-    )[0]
+    found = world.run("tests.reweighting.scenarios.spike_in_a_stage", dump_dir=dump_dir, is_low=is_low)[0]
     (event,) = found["events"]
     assert event["found"] == {found["planted"]}
     assert event["stage"] == ("low" if is_low else "high")

@@ -116,10 +116,7 @@ def spike_one_layer(
         size = slow.norm([value for _, value in pairs])
         sizes[key] = size / norm
         cosines[key] = sum(a * b for a, b in pairs) / (norm * size)
-    same = {
-        key: all(before[name] == after[name] for name in before if group_of(name, group) == key)
-        for key in sizes
-    }
+    same = {key: all(before[name] == after[name] for name in before if group_of(name, group) == key) for key in sizes}
     return {"sizes": sizes, "cosines": cosines, "same": same, "metrics": metrics}
 
 
@@ -238,9 +235,7 @@ def resume(overrides: list[str], dump_dir: str, num_steps: int, cut: int) -> dic
             strict=True,
         ):
             local(new).copy_(local(old))
-    second.actor.actor_optimizer.load_state_dict(
-        copy.deepcopy(first.actor.actor_optimizer.state_dict())
-    )
+    second.actor.actor_optimizer.load_state_dict(copy.deepcopy(first.actor.actor_optimizer.state_dict()))
     second.step = cut
     second.hook.load(str(folder))
     again = [update(second, seed) for seed in range(cut, num_steps)]

@@ -103,9 +103,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize(("layout", "name"), CASES)
-def test_the_optimizer_gets_the_whole_gradient_clipped_by_plain_loops(
-    world, dump_dir, layout, name
-):
+def test_the_optimizer_gets_the_whole_gradient_clipped_by_plain_loops(world, dump_dir, layout, name):
     overrides, group = LAYOUTS[layout]
     settings = dict(SETTINGS[name])
     expected = dict(settings)
@@ -128,18 +126,14 @@ def test_the_optimizer_gets_the_whole_gradient_clipped_by_plain_loops(
             assert metrics["actor/grad_norm"][0] == pytest.approx(found["norms"][step], rel=1e-5)
             assert metrics["gradloc/layer_clip/share"] == [pytest.approx(share)]
             assert metrics["gradloc/layer_clip/scale_min"] == [pytest.approx(min(factors))]
-            assert metrics["gradloc/layer_clip/norm_after"] == [
-                pytest.approx(found["after"][step], rel=1e-5)
-            ]
+            assert metrics["gradloc/layer_clip/norm_after"] == [pytest.approx(found["after"][step], rel=1e-5)]
             assert metrics["gradloc/layer_clip/warmup"] == [1.0 if step < 2 else 0.0]
 
 
 @pytest.mark.parametrize("layout", [[], FSDP1, FSDP1 + FP16], ids=["FSDP2", "FSDP1", "fp16"])
 def test_an_outlier_is_skipped_and_leaves_weights_and_moments_as_they_were(world, dump_dir, layout):
     skip = [f"{STABILIZE}.skip_step.enable=true", f"{STABILIZE}.skip_step.window=8"]
-    answers = world.run(
-        "tests.stabilize.scenarios.skip_an_outlier", overrides=skip + layout, dump_dir=dump_dir
-    )
+    answers = world.run("tests.stabilize.scenarios.skip_an_outlier", overrides=skip + layout, dump_dir=dump_dir)
     for found in answers:
         hashes, metrics = found["hashes"], found["metrics"]
         assert hashes[4] == hashes[3]
@@ -166,9 +160,7 @@ BOTH = [
 @pytest.mark.parametrize("layout", [[], FSDP1], ids=["FSDP2", "FSDP1"])
 def test_a_gradient_that_is_not_finite_teaches_nothing_and_is_counted(world, dump_dir, layout):
     kinds = ["healthy", "healthy", "nan", "healthy"]
-    for steps in world.run(
-        "tests.stabilize.scenarios.learn", kinds=kinds, overrides=BOTH + layout, dump_dir=dump_dir
-    ):
+    for steps in world.run("tests.stabilize.scenarios.learn", kinds=kinds, overrides=BOTH + layout, dump_dir=dump_dir):
         assert steps[2]["weights"] == steps[1]["weights"]
         assert steps[2]["state"] == steps[1]["state"]
         assert steps[2]["metrics"]["gradloc/layer_clip/nonfinite"][0] > 0
@@ -223,16 +215,12 @@ def test_a_step_without_its_culprits_is_clipped_and_learned_as_it_is_then(world,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [[], FSDP1], ids=["FSDP2", "FSDP1"])
-def test_under_hybrid_sharding_replicas_stay_equal_and_the_norm_counts_them_once(
-    four_ranks, world, dump_dir, layout
-):
+def test_under_hybrid_sharding_replicas_stay_equal_and_the_norm_counts_them_once(four_ranks, world, dump_dir, layout):
     kinds = ["healthy", "healthy", "healthy", "spike", "healthy"]
     overrides = [*layout, *rule("zscore", "layer", warmup=2)]
     name = "tests.stabilize.scenarios.learn"
     hybrid = [f"{ACTOR}.fsdp_config.fsdp_size=2"]
-    found = four_ranks.run(
-        name, timeout_s=300, kinds=kinds, overrides=overrides + hybrid, dump_dir=dump_dir
-    )
+    found = four_ranks.run(name, timeout_s=300, kinds=kinds, overrides=overrides + hybrid, dump_dir=dump_dir)
     plain = world.run(name, kinds=kinds, overrides=overrides, dump_dir=dump_dir)
     for step in range(len(kinds)):
         hashes = [steps[step]["weights"] for steps in found]
@@ -293,9 +281,7 @@ LIMITS = [f"{ACTOR}.grad_clip=1e9"]
 
 
 @pytest.mark.parametrize("layout", [[], FSDP1], ids=["FSDP2", "FSDP1"])
-def test_stabilizers_with_nothing_to_do_are_unpatched_verl_bit_for_bit(
-    world, unpatched_world, dump_dir, layout
-):
+def test_stabilizers_with_nothing_to_do_are_unpatched_verl_bit_for_bit(world, unpatched_world, dump_dir, layout):
     arguments = dict(dump_dir=dump_dir, num_steps=4, dropout=0.1, rollout_noise=0.3)
     on = world.run("spikes.train", overrides=LIMITS + layout + NOTHING_TO_DO, **arguments)
     unpatched = unpatched_world.run("spikes.train", overrides=LIMITS + layout, **arguments)

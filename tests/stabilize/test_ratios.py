@@ -105,9 +105,7 @@ LOCALIZED = {
 
 
 @pytest.mark.parametrize("layout", LOCALIZED)
-def test_planted_culprits_are_found_through_the_clips_with_their_true_norms(
-    world, dump_dir, layout
-):
+def test_planted_culprits_are_found_through_the_clips_with_their_true_norms(world, dump_dir, layout):
     clips = [
         *LOG_PROBS,
         f"{STABILIZE}.token_clip.mode=clamp",
@@ -133,9 +131,7 @@ def test_planted_culprits_are_found_through_the_clips_with_their_true_norms(
         if "bisect" not in layout:
             assert culprit["share"] == pytest.approx(share, abs=1e-3)
     assert event["certificate"]["verdict"] == "explained"
-    assert event["certificate"]["norm_after"] == pytest.approx(
-        found["oracle_norm_without"], rel=2e-3
-    )
+    assert event["certificate"]["norm_after"] == pytest.approx(found["oracle_norm_without"], rel=2e-3)
 
 
 CLAMPED = (

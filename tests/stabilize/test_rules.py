@@ -19,10 +19,7 @@ LAYERS = [f"layer {number}" for number in range(4)]
 def histories(num_steps, seed=0, spikes=()):
     """Log-normal norms per layer and step; ``spikes``: (step, layer, factor)."""
     rng = random.Random(seed)
-    steps = [
-        {layer: (1 + i) * math.exp(rng.gauss(0, 0.3)) for i, layer in enumerate(LAYERS)}
-        for _ in range(num_steps)
-    ]
+    steps = [{layer: (1 + i) * math.exp(rng.gauss(0, 0.3)) for i, layer in enumerate(LAYERS)} for _ in range(num_steps)]
     for step, layer, factor in spikes:
         steps[step][LAYERS[layer]] *= factor
     return steps
@@ -51,9 +48,7 @@ def test_adagc_is_its_slow_version_through_warm_up_spikes_and_a_new_level(seed, 
 
 @pytest.mark.parametrize("grad_clip", [1.0, 1e9], ids=["clipping warm-up", "free warm-up"])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_z_score_rule_is_its_slow_version_through_warm_up_spikes_and_a_new_level(
-    seed, grad_clip
-):
+def test_the_z_score_rule_is_its_slow_version_through_warm_up_spikes_and_a_new_level(seed, grad_clip):
     settings = config.LayerClipConfig(rule="zscore", window=16, num_deviations=4.0, warmup=8)
     steps = histories(80, seed, SPIKES)
     expected = slow.zscore(steps, window=16, num_deviations=4.0, warmup=8, grad_clip=grad_clip)

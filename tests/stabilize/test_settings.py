@@ -33,10 +33,7 @@ def test_a_wrong_value_is_refused_with_a_sentence_that_names_the_key(compose):
 
 def test_a_clip_without_any_bound_is_refused(compose):
     (answer,) = compose([f"{STABILIZE}.token_clip.mode=mask", f"{STABILIZE}.token_clip.upper=null"])
-    assert (
-        f"{STABILIZE}.token_clip.upper must be a number while token_clip.mode=mask"
-        in (answer["error"])
-    )
+    assert f"{STABILIZE}.token_clip.upper must be a number while token_clip.mode=mask" in (answer["error"])
 
 
 @pytest.mark.parametrize("group", ["kind", "tensor"])
@@ -46,9 +43,7 @@ def test_fsdp1_without_original_parameters_has_nothing_finer_than_layers(compose
         f"{STABILIZE}.layer_clip.rule=adagc",
         f"{STABILIZE}.layer_clip.group={group}",
     ]
-    refused, allowed, off = compose(
-        fine, [*fine, f"{ACTOR}.fsdp_config.use_orig_params=true"], [fine[0], fine[2]]
-    )
+    refused, allowed, off = compose(fine, [*fine, f"{ACTOR}.fsdp_config.use_orig_params=true"], [fine[0], fine[2]])
     assert (
         f"{ACTOR}.fsdp_config.use_orig_params must be true with strategy=fsdp and "
         f"gradloc.stabilize.layer_clip.group={group}" in refused["error"]
@@ -77,12 +72,7 @@ def test_what_is_not_supported_is_refused_while_a_stabilizer_is_on(compose, on):
 
 
 def test_off_may_be_written_as_yaml_reads_it(compose):
-    (answer,) = compose(
-        [
-            f"{STABILIZE}.{key}=off"
-            for key in ("token_clip.mode", "seq_clip.mode", "layer_clip.rule")
-        ]
-    )
+    (answer,) = compose([f"{STABILIZE}.{key}=off" for key in ("token_clip.mode", "seq_clip.mode", "layer_clip.rule")])
     assert answer["ok"]["stabilize"]["layer_clip"]["rule"] == "off"
 
 
@@ -128,9 +118,7 @@ def test_a_batch_without_the_rollouts_log_probs_is_refused_on_every_rank(world, 
 
 
 def test_safe_is_a_cautious_start_and_overrides_go_over_it(compose, single, dump_dir):
-    safe, changed = compose(
-        ["+gradloc=safe"], ["+gradloc=safe", f"{STABILIZE}.layer_clip.rule=adagc"]
-    )
+    safe, changed = compose(["+gradloc=safe"], ["+gradloc=safe", f"{STABILIZE}.layer_clip.rule=adagc"])
     assert safe["spike"] is True
     assert safe["ok"]["action"]["mode"] == "observe"
     stabilize = safe["ok"]["stabilize"]
@@ -139,9 +127,7 @@ def test_safe_is_a_cautious_start_and_overrides_go_over_it(compose, single, dump
     assert stabilize["seq_clip"]["mode"] == "off"
     assert stabilize["skip_step"]["enable"] is False
     assert changed["ok"]["stabilize"]["layer_clip"]["rule"] == "adagc"
-    answers = single.run(
-        "tests.stabilize.scenarios.check_configs", cases=[["+gradloc=safe"]], dump_dir=dump_dir
-    )
+    answers = single.run("tests.stabilize.scenarios.check_configs", cases=[["+gradloc=safe"]], dump_dir=dump_dir)
     assert answers == [[True]]
 
 

@@ -1,0 +1,145 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""From the workers' raw numbers to the analysis record and to the guide's metric names. Pure.
+
+Two norms are told apart. A bucket's *part* of the gradient keeps the weight that its rows have in the whole batch, so
+the parts add up to ``all``. Its *own* gradient is the part divided by the bucket's share of the average: what the
+gradient would be if the bucket were the batch, comparable between buckets of any size. For ``all`` they are the same.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..groups import Groups
+
+__all__ = ["ALL", "SCHEMA_VERSION", "analysis_metrics", "bucket_records", "group_table"]
+
+SCHEMA_VERSION = 1
+ALL = "all"
+
+
+def bucket_records(
+    raw: dict[str, Any], buckets: dict[str, list[int]], groups: Groups, tokens: np.ndarray
+) -> list[dict[str, Any]]:
+    """One record per bucket in order, then ``all``.
+
+    Args:
+        raw: what :meth:`~.probe.ComponentProbe.record` returned for these buckets.
+        buckets: name -> groups.
+        groups: of the analysed batch.
+        tokens: (R,) response tokens of each row.
+    """
+    everything = [group for members in buckets.values() for group in members]
+    named = [*buckets.items(), (ALL, everything)]
+    return [_bucket_record(raw, number, name, members, groups, tokens) for number, (name, members) in enumerate(named)]
+
+
+def _bucket_record(raw, number: int, name: str, members: list[int], groups: Groups, tokens) -> dict[str, Any]:
+    is_all, terms = name == ALL, raw["terms"]
+    inside = np.isin(groups.of_row, members)
+    num_rows, num_tokens = int(inside.sum()), int(tokens[inside].sum())
+    std = groups.reward_std[members]
+    weights = [1.0] * len(terms) if is_all else raw["weights"][number]
+    losses = np.sum(raw["losses"], axis=0) if is_all else np.asarray(raw["losses"][number]) / weights
+    norms, dots = raw["norms"][number], raw["dots"][number]
+    loss = {"policy" if term == "task" else term: float(losses[index]) for index, term in enumerate(terms)}
+    return {
+        "name": name,
+        "num_rows": num_rows,
+        "row_share": num_rows / len(tokens),
+        "num_tokens": num_tokens,
+        "num_groups": len(members),
+        "reward_std": {"mean": float(std.mean()), "min": float(std.min()), "max": float(std.max())},
+        "weight": dict(zip(terms, weights, strict=True)),
+        "norm": {
+            term: {
+                "own": norms[term] / weights[index],
+                "part": norms[term],
+                "per_row": norms[term] / num_rows,
+                "per_token": norms[term] / num_tokens if num_tokens else None,
+            }
+            for index, term in enumerate(terms)
+        },
+        "loss": {**loss, "total": sum(loss.values())},
+        "cosine": {pair: _cosine(dot, *(norms[term] for term in pair.split("_"))) for pair, dot in dots.items()},
+    }
+
+
+def _cosine(dot: float, left: float, right: float) -> float | None:
+    """In [-1, 1]; None where a gradient is zero or not finite."""
+    product = left * right
+    if not math.isfinite(product) or product == 0.0 or not math.isfinite(dot):
+        return None
+    return max(-1.0, min(1.0, dot / product))
+
+
+def bucket_cosines(raw: dict[str, Any]) -> list[list[float | None]]:
+    """Cosines between the buckets' task gradients (bucket x bucket); None where one is zero or not finite."""
+    norms = [norms["task"] for norms in raw["norms"][:-1]]
+    return [
+        [_cosine(dot, norms[row], norms[column]) for column, dot in enumerate(dots)]
+        for row, dots in enumerate(raw["task_dots"])
+    ]
+
+
+def group_table(buckets: dict[str, list[int]], groups: Groups) -> list[dict[str, Any]]:
+    """The guide's ``group_rv_table``: one line per group, in ascending order of deviation."""
+    return [
+        {
+            "bucket": name,
+            "group_id": group,
+            "reward_std": float(groups.reward_std[group]),
+            "reward_mean": float(groups.reward_mean[group]),
+            "num_rows": int(groups.sizes[group]),
+            "uid": groups.uids[group],
+        }
+        for name, members in buckets.items()
+        for group in members
+    ]
+
+
+def analysis_metrics(record: dict[str, Any]) -> dict[str, float]:
+    """The record's scalars under the guide's names, for any tracker; what a run lacks is left out."""
+    metrics: dict[str, float] = {}
+    for bucket in record["buckets"]:
+        at = f"grad_norm/{bucket['name']}"
+        metrics[f"{at}/sample_count"] = bucket["num_rows"]
+        metrics[f"{at}/sample_pct"] = bucket["row_share"]
+        metrics[f"{at}/token_count"] = bucket["num_tokens"]
+        metrics[f"{at}/group_rv_count"] = bucket["num_groups"]
+        metrics.update({f"{at}/reward_std_{name}": value for name, value in bucket["reward_std"].items()})
+        metrics[f"{at}/weight"] = bucket["weight"]["task"]
+        for term, norm in bucket["norm"].items():
+            metrics[f"{at}/{term}"] = norm["own"]
+            metrics[f"{at}/part/{term}"] = norm["part"]
+            metrics[f"{at}/per_sample/{term}"] = norm["per_row"]
+            metrics[f"{at}/per_token/{term}"] = norm["per_token"]
+        metrics.update({f"{at}/loss/{name}": value for name, value in bucket["loss"].items()})
+        metrics.update({f"{at}/cosine/{pair}": value for pair, value in bucket["cosine"].items()})
+        if bucket["name"] == ALL:
+            metrics.update({f"actor/loss/{name}": value for name, value in bucket["loss"].items()})
+            metrics.update({f"actor/grad_norm/{term}": norm["own"] for term, norm in bucket["norm"].items()})
+    names = [bucket["name"] for bucket in record["buckets"] if bucket["name"] != ALL]
+    for row, cosines in enumerate(record["task_cosines"]):
+        for column in range(row + 1, len(names)):
+            metrics[f"grad_cosine/task/{names[row]}/{names[column]}"] = cosines[column]
+    batch = record["batch"]
+    metrics["grad_analysis/source_env_groups"] = batch["num_groups"]
+    metrics["grad_analysis/source_batch_size"] = batch["num_rows"]
+    metrics["grad_analysis/uses_training_batch"] = float(batch["source"] == "training")
+    metrics["grad_analysis/zero_variance_share"] = batch["zero_variance_share"]
+    metrics["grad_analysis/passes"] = record["cost"]["backwards"]
+    return {name: float(value) for name, value in metrics.items() if value is not None}

@@ -1,0 +1,236 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The settings of the gradient analyses and the rollout filter, read from verl's config and checked at start."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..checks import is_int, require
+from ..rollout_filter import rank as filtering
+from .buckets import split as buckets
+from .quartiles import split as quartiles
+
+__all__ = [
+    "AnalysisSettings",
+    "FilterSettings",
+    "QuartileSettings",
+    "check_geometry",
+    "read_quartiles",
+    "read_settings",
+]
+
+_TRAINER, _ROLLOUT, _ACTOR = "trainer", "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+
+
+@dataclass(frozen=True)
+class AnalysisSettings:
+    """When the analysis runs and on what."""
+
+    every: int = 50
+    """Analyse at the steps where ``(global_step - 1) % every == 0``: 1, 51, 101, ..."""
+    exit_after: bool = False
+    """End the run after the first analysis, before the actor's update, checkpoints and validation."""
+    env_groups: int | None = None
+    """Prompts of a separate analysis batch; None: as many as the training batch has."""
+    group_size: int | None = None
+    """Rollouts per prompt of a separate analysis batch; None: ``rollout.n``."""
+    num_buckets: int = 6
+    bucket_mode: str = "quantile"
+
+    def __post_init__(self):
+        key = f"{_TRAINER}.gradient_analysis"
+        require(is_int(self.every, 1), f"{key}_every", "an integer of at least 1", self.every)
+        require(
+            isinstance(self.exit_after, bool),
+            f"{_TRAINER}.exit_after_gradient_analysis",
+            "true or false",
+            self.exit_after,
+        )
+        for name in ("env_groups", "group_size"):
+            value = getattr(self, name)
+            require(value is None or is_int(value, 1), f"{key}_{name}", "null or an integer of at least 1", value)
+        rollout = f"{_ROLLOUT}.gradient_analysis"
+        require(is_int(self.num_buckets, 1), f"{rollout}_num_buckets", "an integer of at least 1", self.num_buckets)
+        require(
+            self.bucket_mode in buckets.MODES, f"{rollout}_bucket_mode", f"one of {buckets.MODES}", self.bucket_mode
+        )
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether the analysis rolls out a batch of its own."""
+        return self.env_groups is not None or self.group_size is not None
+
+    def is_due(self, global_step: int) -> bool:
+        return (global_step - 1) % self.every == 0
+
+
+@dataclass(frozen=True)
+class FilterSettings:
+    """Which groups are trained on."""
+
+    strategy: str = "top_p"
+    value: float = 1.0
+    metric: str = "reward_variance"
+    type: str = "largest"
+    include_zero: bool = True
+    top_p_prob_mode: str = "linear"
+    loss_scaling: str = "none"
+
+    def __post_init__(self):
+        for name, choices in (
+            ("strategy", filtering.STRATEGIES),
+            ("metric", filtering.METRICS),
+            ("type", filtering.TYPES),
+            ("top_p_prob_mode", filtering.PROB_MODES),
+        ):
+            value = getattr(self, name)
+            require(value in choices, f"{_ROLLOUT}.rollout_filter_{name}", f"one of {choices}", value)
+        value, key = self.value, f"{_ROLLOUT}.rollout_filter_value"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        require(is_number and 0 < value <= 1, key, "a number above 0 and at most 1", value)
+        key = f"{_ROLLOUT}.rollout_filter_include_zero"
+        require(isinstance(self.include_zero, bool), key, "true or false", self.include_zero)
+        key = f"{_ACTOR}.filter_loss_scaling"
+        require(self.loss_scaling in filtering.SCALINGS, key, f"one of {filtering.SCALINGS}", self.loss_scaling)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the filter is off: the whole of every batch is kept."""
+        return self.value == 1 and self.include_zero
+
+
+@dataclass(frozen=True)
+class QuartileSettings:
+    """When the gradient is split by probability quartile, and how."""
+
+    every: int = 50
+    """Analyse at the steps where ``(global_step - 1) % every == 0``: 1, 51, 101, ..."""
+    split: str = "quantile"
+    num_tokens: int = 64
+    """Tokens whose own gradient is measured, one backward each."""
+
+    def __post_init__(self):
+        key = f"{_TRAINER}.quartile_analysis"
+        require(is_int(self.every, 1), f"{key}_every", "an integer of at least 1", self.every)
+        require(self.split in quartiles.SPLITS, f"{key}_split", f"one of {quartiles.SPLITS}", self.split)
+        require(is_int(self.num_tokens, 0), f"{key}_num_tokens", "an integer from 0 on", self.num_tokens)
+
+    def is_due(self, global_step: int) -> bool:
+        return (global_step - 1) % self.every == 0
+
+
+def read_quartiles(config: Any) -> QuartileSettings | None:
+    """Read and check the keys of the quartile analysis, whether or not it is on.
+
+    Args:
+        config: the trainer's whole config; keys that an older config lacks take their defaults.
+
+    Returns:
+        None while ``trainer.quartile_analysis_mode`` is off.
+
+    Raises:
+        ValueError: one sentence that names the key, what it must be and what was found.
+    """
+    mode = config.trainer.get("quartile_analysis_mode", False)
+    require(isinstance(mode, bool), f"{_TRAINER}.quartile_analysis_mode", "true or false", mode)
+    names = ("every", "split", "num_tokens")
+    given = {name: config.trainer.get(f"quartile_analysis_{name}", getattr(QuartileSettings, name)) for name in names}
+    settings = QuartileSettings(**given)
+    if not mode:
+        return None
+    _refuse_other_workers(config, "quartile_analysis_mode")
+    actor, hint = config.actor_rollout_ref.actor, f"while {_TRAINER}.quartile_analysis_mode is on"
+    found = actor.get("ulysses_sequence_parallel_size", 1)
+    require(found == 1, f"{_ACTOR}.ulysses_sequence_parallel_size", f"1 {hint}", found)
+    found = actor.get("fsdp_config", {}).get("offload_policy", False)
+    require(not found, f"{_ACTOR}.fsdp_config.offload_policy", f"false {hint}: use param_offload instead", found)
+    return settings
+
+
+def read_settings(config: Any) -> tuple[AnalysisSettings | None, FilterSettings]:
+    """Read and check the keys, whether or not the features are on.
+
+    Args:
+        config: the trainer's whole config; keys that an older config lacks take their defaults.
+
+    Returns:
+        The analysis's settings, None while ``trainer.gradient_analysis_mode`` is off, and the filter's.
+
+    Raises:
+        ValueError: one sentence that names the key, what it must be and what was found.
+    """
+    trainer, rollout, actor = config.trainer, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    mode = trainer.get("gradient_analysis_mode", False)
+    require(isinstance(mode, bool), f"{_TRAINER}.gradient_analysis_mode", "true or false", mode)
+    analysis = AnalysisSettings(
+        every=trainer.get("gradient_analysis_every", 50),
+        exit_after=trainer.get("exit_after_gradient_analysis", False),
+        env_groups=trainer.get("gradient_analysis_env_groups"),
+        group_size=trainer.get("gradient_analysis_group_size"),
+        num_buckets=rollout.get("gradient_analysis_num_buckets", 6),
+        bucket_mode=rollout.get("gradient_analysis_bucket_mode", "quantile"),
+    )
+    names = ("strategy", "value", "metric", "type", "include_zero", "top_p_prob_mode")
+    given = {name: rollout.get(f"rollout_filter_{name}", getattr(FilterSettings, name)) for name in names}
+    chosen = FilterSettings(loss_scaling=actor.get("filter_loss_scaling", "none"), **given)
+    is_async = config.reward_model.get("launch_reward_fn_async", False)
+    require(
+        chosen.keeps_all or not is_async,
+        "reward_model.launch_reward_fn_async",
+        f"false while {_ROLLOUT}.rollout_filter_* drops groups, since the filter needs the rewards at once",
+        is_async,
+    )
+    if mode:
+        _refuse_other_workers(config, "gradient_analysis_mode")
+    return (analysis if mode else None), chosen
+
+
+def _refuse_other_workers(config: Any, mode: str) -> None:
+    key, found = f"{_ACTOR}.strategy", config.actor_rollout_ref.actor.strategy
+    hint = f"while {_TRAINER}.{mode} is on: other workers are not analysed"
+    require(found in ("fsdp", "fsdp2"), key, f"fsdp or fsdp2 {hint}", found)
+    found = config.trainer.get("use_legacy_worker_impl", "auto")
+    require(found != "disable", "trainer.use_legacy_worker_impl", f"auto or enable {hint}", found)
+
+
+def check_geometry(settings: AnalysisSettings, config: Any, num_prompts: int) -> None:
+    """Refuse a separate analysis batch that could not be drawn or dealt out to the ranks.
+
+    Args:
+        settings: with the batch's size.
+        config: the trainer's whole config.
+        num_prompts: prompts in the training set.
+
+    Raises:
+        ValueError: one sentence that names the key.
+    """
+    if not settings.is_separate:
+        return
+    key = f"{_TRAINER}.gradient_analysis_env_groups"
+    groups, size = geometry(settings, config)
+    require(groups <= num_prompts, key, f"at most the {num_prompts} prompts of the training set", groups)
+    sp_size = config.actor_rollout_ref.actor.get("ulysses_sequence_parallel_size", 1)
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node // sp_size
+    require(
+        groups * size % ranks == 0,
+        key,
+        f"a number that times the group size ({size}) is a multiple of the {ranks} data-parallel ranks",
+        groups,
+    )
+
+
+def geometry(settings: AnalysisSettings, config: Any) -> tuple[int, int]:
+    """Prompts and rollouts per prompt of the separate analysis batch."""
+    groups = settings.env_groups or config.data.train_batch_size
+    return groups, settings.group_size or config.actor_rollout_ref.rollout.n

@@ -1,0 +1,207 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What the workers do: gradients by probability quartile, single tokens' gradients, and steps that are taken back.
+
+One training pass over the batch, cut into training's own micro-batches, gives the whole gradient and, by hooks, the
+derivative of training's loss by each log-prob and entropy. A quartile's gradient is then the backward of the sum of
+its tokens' log-probs times these coefficients: nothing that goes into the loss is changed, so the four parts add up to
+the whole. How far they miss it is measured (the closure).
+
+Shapes: R rows on this rank, T response positions, S sampled tokens.
+"""
+
+from typing import Any
+
+import torch
+from verl.utils.device import get_device_id
+
+from ...core.gradients import Gradient, GradientSpace
+from ...core.probe import Recorded, RngState, record
+from ...core.ranks import Ranks
+from ...verl_actor.step import precise_readout
+from ..coefficients import BUCKET_KEY, MicroBatch, loss_terms, micro_batches_of, terms_of
+from ..rows import RowProbe, Weights, add_up
+from .split import NUM_QUARTILES, UPDATES
+from .trial_step import trial_step
+
+__all__ = ["NUM_SAMPLED_KEY", "QUARTILE_KEY", "SAMPLE_KEY", "QuartileProbe"]
+
+QUARTILE_KEY = "gradloc_quartile"
+"""int (R, T): each token's quartile; -1 for what is no response token and for rows that only fill up the ranks."""
+SAMPLE_KEY = "gradloc_sample"
+"""int (R, T): the number of each sampled token, from 0 on; -1 for all others."""
+NUM_SAMPLED_KEY = "gradloc_num_sampled"
+
+
+class QuartileProbe(RowProbe):
+    """One analysis on one rank; every rank makes the same calls in the same order.
+
+    Gradients that have to be kept, four at a time, wait in host memory.
+    """
+
+    def __init__(self, actor: Any, ranks: Ranks, space: GradientSpace):
+        super().__init__(actor, ranks, space)
+        self.parts: list[Gradient] = []
+        """Per quartile, the additive part of the gradient."""
+        self.whole: Gradient = []
+        """The whole batch's gradient, from a pass of its own."""
+        self.tokens: list[dict[str, float]] = []
+        self.steps: dict[str, dict[str, Any] | None] = {}
+        self.log_probs: dict[str, torch.Tensor | None] = {}
+
+    def measure(self, data: Any) -> None:
+        """Fill in everything that :meth:`record` reports.
+
+        Args:
+            data: this rank's rows with ``BUCKET_KEY`` (-1 for filling rows, else 0), ``QUARTILE_KEY`` and
+                ``SAMPLE_KEY``; meta info ``temperature`` and ``NUM_SAMPLED_KEY``.
+        """
+        self._hold(data)
+        weights = self._training_pass()
+        quartiles = data.batch[QUARTILE_KEY].to(weights.log_prob.device)
+        for quartile in range(NUM_QUARTILES):
+            self.parts.append(self._part(_only(weights, quartiles == quartile)))
+        samples = data.batch[SAMPLE_KEY].to(weights.log_prob.device)
+        for number in range(data.meta_info[NUM_SAMPLED_KEY]):
+            self.tokens.append(self._token(weights, samples == number))
+        self.actor.actor_module.eval()
+        self.log_probs["before"] = self._read_log_probs()
+        for name, quartiles in UPDATES.items():
+            self._try(name, self._gradient_of(quartiles))
+
+    def record(self) -> dict[str, Any]:
+        """What this rank found.
+
+        Returns:
+            The same on every rank: ``terms``; ``whole`` and ``norms``, ``dots`` per quartile (norm of the part, inner
+            product with the whole); ``closure``; ``tokens``; ``steps`` by update; ``optimizer`` and its
+            ``learning_rate``; ``forwards``, ``backwards``. Of this rank's rows: ``log_probs``, float32 arrays (R, T)
+            ``before`` and after each update, None without a step.
+        """
+        whole = self.space.norm(self.whole)
+        total: Gradient | None = None
+        for part in self.parts:
+            total = add_up(total, part)
+        for left, right in zip(total, self.whole, strict=True):
+            if left is not None and right is not None:
+                left.sub_(right)
+        return {
+            "terms": list(terms_of(self.actor.config)),
+            "whole": whole,
+            "norms": [self.space.norm(part) for part in self.parts],
+            "dots": [float(self.space.dots(part, self.whole).sum()) for part in self.parts],
+            "closure": self.space.norm(total) / whole if whole != 0 else None,
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "optimizer": type(self.actor.actor_optimizer).__name__,
+            "learning_rate": max(float(group["lr"]) for group in self.actor.actor_optimizer.param_groups),
+            "log_probs": {name: None if found is None else found.numpy() for name, found in self.log_probs.items()},
+            "forwards": self.num_forwards,
+            "backwards": self.num_backwards,
+        }
+
+    # ---- inside
+
+    def _training_pass(self) -> Weights:
+        """Accumulate the whole batch's gradient as training does; keep every token's coefficients on the way."""
+        data, config = self._data, self.actor.config
+        num_rows = int(self.ranks.sum([float((data.batch[BUCKET_KEY] >= 0).sum())])[0])
+        shape, device = data.batch[QUARTILE_KEY].shape, torch.device(get_device_id())
+        weights = Weights(log_prob=torch.zeros(shape, device=device))
+        if config.entropy_coeff != 0:
+            weights.entropy = torch.zeros(shape, device=device)
+        self.space.clear()
+        for part in micro_batches_of(self.actor, data):
+            self._train_on(part, len(part.rows) / num_rows * self.ranks.size, weights)
+        self.whole = self._take()
+        return weights
+
+    def _train_on(self, part: MicroBatch, share: float, weights: Weights) -> None:
+        self.num_forwards += 1
+        self.num_backwards += 1
+        kept = Recorded(RngState(torch.device(self.actor.device_name)))
+        entropy, log_prob = self.actor._forward_for_loss(part.inputs, self._temperature)
+        record(kept, log_prob, entropy)
+        if len(part.rows):
+            terms = loss_terms(self.actor, part.inputs, log_prob, entropy, part.on_policy)
+            loss = sum(terms.values()) * share
+        else:
+            loss = (log_prob * 0).sum()  # peers' collectives wait for this backward
+        (loss * self._loss_scale).backward()
+        if len(part.rows):
+            weights.log_prob[part.rows] = kept.log_prob_coefficient.float() / self._loss_scale
+            if weights.entropy is not None:
+                weights.entropy[part.rows] = kept.entropy_coefficient.float() / self._loss_scale
+
+    def _part(self, weights: Weights) -> Gradient:
+        """The gradient of the weighted sum, over the rows of every rank that it says something of."""
+
+        def cut() -> list[list[int]]:
+            counts = (weights.log_prob != 0).any(-1)  # NaN counts
+            if weights.entropy is not None:
+                counts |= (weights.entropy != 0).any(-1)
+            return self._chunks(counts.cpu())
+
+        chunks = self.ranks.agree(cut)
+        return self._gradient(weights, chunks, int(self.ranks.max([len(chunks)])[0]))
+
+    def _token(self, weights: Weights, is_token: torch.Tensor) -> dict[str, float]:
+        """One token's own gradients, each from a backward of its own.
+
+        Returns:
+            ``log_prob_norm``: of its log-prob; ``loss_norm``: of its additive part of the training loss.
+        """
+        alone = Weights(log_prob=is_token.float() * self.ranks.size)
+        log_prob_norm = self.space.norm(self._part(alone))
+        if weights.entropy is not None:
+            return {"log_prob_norm": log_prob_norm, "loss_norm": self.space.norm(self._part(_only(weights, is_token)))}
+        mine = weights.log_prob[is_token]
+        coefficient = self.ranks.sum([float(mine.sum()) if len(mine) else 0.0])[0] / self.ranks.size
+        return {"log_prob_norm": log_prob_norm, "loss_norm": abs(coefficient) * log_prob_norm}
+
+    def _gradient_of(self, quartiles: tuple[int, ...]) -> Gradient:
+        """What an update of these quartiles takes: the whole gradient, one part, or zeros."""
+        if len(quartiles) == NUM_QUARTILES:
+            return self.whole
+        if quartiles:
+            return self.parts[quartiles[0]]
+        return [None if grad is None else torch.zeros_like(grad) for grad in self.whole]
+
+    def _try(self, name: str, gradient: Gradient) -> None:
+        """Update with this gradient, read every token's log-prob, and take the update back."""
+        self.steps[name] = self.log_probs[name] = None
+        if all(grad is None for grad in gradient):
+            return  # no token of the quartile has a gradient
+        with trial_step(self.actor, self.space, gradient) as step:
+            self.steps[name] = {**vars(step)}
+            if step.is_taken:
+                self.log_probs[name] = self._read_log_probs()
+
+    @torch.no_grad()
+    def _read_log_probs(self) -> torch.Tensor:
+        """Every token's log-prob at the present weights, float32 (R, T), 0 where it is not measured."""
+        found = torch.zeros(self._data.batch[QUARTILE_KEY].shape)
+        for part in micro_batches_of(self.actor, self._data):
+            self.num_forwards += 1
+            with precise_readout(self.actor):
+                _, log_prob = self.actor._forward_micro_batch(part.inputs, temperature=self._temperature)
+            if len(part.rows):
+                found[part.rows] = log_prob.float().cpu()
+        return found
+
+
+def _only(weights: Weights, chosen: torch.Tensor) -> Weights:
+    """The weights of the chosen tokens, 0 for all others, even where theirs is not finite."""
+    keep = [None if given is None else given.where(chosen, 0.0) for given in (weights.log_prob, weights.entropy)]
+    return Weights(*keep)

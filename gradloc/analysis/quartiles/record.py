@@ -1,0 +1,217 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""From what the ranks found to the record of a quartile analysis and its metrics. Pure.
+
+Three measures of a quartile's gradient are told apart, because each alone misleads. The *norm* of its part: what the
+optimizer would get if only its tokens were updated (panel (d) of Fig. 1 of arXiv 2505.12929); it grows with the number
+of tokens, and tokens may cancel. Its *share*, ``<part, whole> / ||whole||^2``: what it contributes to the update's
+direction; shares add up to 1. And the mean norm of *single tokens'* gradients, which nothing cancels.
+
+Shapes: R rows of the batch, T response positions, S sampled tokens.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from .split import EMPTY, NUM_QUARTILES, UPDATES, agreement, change_edges, distribution, rank_correlation
+
+__all__ = ["SCHEMA_VERSION", "measured", "quartile_metrics"]
+
+SCHEMA_VERSION = 1
+
+
+def measured(
+    found: list[dict[str, Any]], batch: dict[str, np.ndarray], quartiles: np.ndarray, sampled: np.ndarray
+) -> dict[str, Any]:
+    """The part of the record that the workers' numbers make up.
+
+    Args:
+        found: what each rank found, see :meth:`~.quartiles_probe.QuartileProbe.record`.
+        batch: ``old_log_probs``, ``advantages`` and ``responses``, each (R, T).
+        quartiles: (R, T), from :func:`~.quartiles.assign`.
+        sampled: (S, 2), rows and positions.
+    """
+    raw = found[0]
+    probability = np.exp(batch["old_log_probs"].astype(np.float64))
+    changes = _changes([record["log_probs"] for record in found], len(quartiles))
+    mask = quartiles != EMPTY
+    none = changes["none"]
+    owns = {name: None if change is None or none is None else change - none for name, change in changes.items()}
+    tokens = _tokens(raw["tokens"], sampled, batch, quartiles, probability)
+    return {
+        "whole": {"norm": raw["whole"], "num_tokens": int(mask.sum())},
+        "closure": raw["closure"],
+        "quartiles": [
+            _quartile(number, raw, quartiles == number, int(mask.sum()), probability, batch["advantages"], tokens)
+            for number in range(NUM_QUARTILES)
+        ],
+        "tokens": tokens,
+        "rank_correlation": _relation(tokens),
+        "updates": {
+            name: None
+            if step is None
+            else {
+                **step,
+                "changes": _moved(changes, name, quartiles, batch["advantages"]),
+                "own_changes": _moved(owns, name, quartiles, batch["advantages"]),
+            }
+            for name, step in raw["steps"].items()
+        },
+        "optimizer": {"name": raw["optimizer"], "learning_rate": raw["learning_rate"]},
+    }
+
+
+def _changes(log_probs: list[dict[str, Any]], num_rows: int) -> dict[str, np.ndarray | None]:
+    """By update, how every token's probability changed, float64 (R, T); None where no step was taken."""
+
+    def whole(name: str) -> np.ndarray:
+        rows = np.concatenate([found[name] for found in log_probs])[:num_rows]  # filling rows come last
+        return np.exp(rows.astype(np.float64))
+
+    before = whole("before")
+    return {name: None if log_probs[0][name] is None else whole(name) - before for name in UPDATES}
+
+
+def _tokens(numbers: list[dict[str, float]], sampled, batch, quartiles, probability) -> list[dict[str, Any]]:
+    """What is known of each sampled token."""
+    return [
+        {
+            "row": row,
+            "position": position,
+            "token_id": int(batch["responses"][row, position]),
+            "quartile": int(quartiles[row, position]) + 1,
+            "probability": float(probability[row, position]),
+            "advantage": float(batch["advantages"][row, position]),
+            **norms,
+        }
+        for (row, position), norms in zip(sampled.tolist(), numbers, strict=True)
+    ]
+
+
+def _relation(tokens: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Rank correlation of 1 - pi with the sampled tokens' own gradient norms."""
+    distance = np.array([1.0 - token["probability"] for token in tokens])
+    return {
+        name: rank_correlation(distance, np.array([token[name] for token in tokens]))
+        for name in ("log_prob_norm", "loss_norm")
+    }
+
+
+def _quartile(number: int, raw, inside, num_tokens: int, probability, advantages, tokens) -> dict[str, Any]:
+    count, norm, dot = int(inside.sum()), raw["norms"][number], raw["dots"][number]
+    whole = raw["whole"]
+    inner, mine = probability[inside], [token for token in tokens if token["quartile"] == number + 1]
+    return {
+        "name": f"q{number + 1}",
+        "num_tokens": count,
+        "token_share": count / num_tokens if num_tokens else None,
+        "probability": _ends(inner),
+        "one_minus_probability": float((1.0 - inner).mean()) if count else None,
+        "mean_abs_advantage": float(np.abs(advantages[inside]).mean()) if count else None,
+        "norm": norm,
+        "norm_per_token": norm / count if count else None,
+        "gradient_share": dot / whole**2 if whole != 0 else None,
+        "cosine": dot / (norm * whole) if norm * whole != 0 else None,
+        "sampled": len(mine),
+        "mean_log_prob_norm": _mean([token["log_prob_norm"] for token in mine]),
+        "median_log_prob_norm": _median([token["log_prob_norm"] for token in mine]),
+        "mean_loss_norm": _mean([token["loss_norm"] for token in mine]),
+    }
+
+
+def _ends(values: np.ndarray) -> dict[str, float] | None:
+    if not len(values):
+        return None
+    return {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
+
+
+def _mean(values: list[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _median(values: list[float]) -> float | None:
+    return float(np.median(values)) if values else None
+
+
+def _moved(changes: dict[str, np.ndarray | None], name: str, quartiles, advantages) -> dict[str, Any] | None:
+    """How the tokens moved in one update; None where no step was taken.
+
+    Args:
+        changes: by update, (R, T).
+        name: of the update.
+        quartiles: (R, T).
+        advantages: (R, T).
+    """
+    change, mask = changes[name], quartiles != EMPTY
+    if change is None:
+        return None
+    edges = change_edges([found[mask] for found in changes.values() if found is not None])
+    whole = changes["all"]
+    return {
+        "edges": edges,
+        "quartiles": [
+            _change(change[inside], advantages[inside], edges)
+            for inside in (quartiles == number for number in range(NUM_QUARTILES))
+        ],
+        "agreement": None if whole is None else agreement(change[mask], whole[mask]),
+    }
+
+
+def _change(change: np.ndarray, advantages: np.ndarray, edges: list[float]) -> dict[str, Any] | None:
+    """How a quartile's tokens moved, both (N,); None without tokens.
+
+    ``right_way`` is the share of the tokens with an advantage that followed its sign.
+    """
+    found = distribution(change, edges)
+    if found is None:
+        return None
+    counts = advantages != 0
+    follows = np.sign(change[counts]) == np.sign(advantages[counts])
+    return {**found, "right_way": float(follows.mean()) if len(follows) else None}
+
+
+def quartile_metrics(record: dict[str, Any]) -> dict[str, float]:
+    """The record's scalars, for any tracker; what is undefined is left out."""
+    at = "quartile_analysis"
+    metrics: dict[str, float | None] = {
+        f"{at}/all/norm": record["whole"]["norm"],
+        f"{at}/closure": record["closure"],
+        f"{at}/passes": record["cost"]["backwards"],
+    }
+    for name, value in record["rank_correlation"].items():
+        metrics[f"{at}/rank_correlation/{name}"] = value
+    names = (
+        "token_share",
+        "one_minus_probability",
+        "norm",
+        "norm_per_token",
+        "gradient_share",
+        "mean_log_prob_norm",
+        "mean_loss_norm",
+    )
+    for quartile in record["quartiles"]:
+        metrics.update({f"{at}/{quartile['name']}/{name}": quartile[name] for name in names})
+    for update, found in record["updates"].items():
+        if found is None or found["changes"] is None:
+            continue
+        metrics[f"{at}/update_{update}/norm"] = found["update_norm"]
+        for quartile, change in zip(record["quartiles"], found["changes"]["quartiles"], strict=True):
+            if change is not None:
+                metrics[f"{at}/update_{update}/change_{quartile['name']}"] = change["mean_abs"]
+        own = found["own_changes"]
+        if update in ("lowest", "highest") and own is not None and own["agreement"] is not None:
+            metrics[f"{at}/update_{update}/agreement"] = own["agreement"]["correlation"]
+            metrics[f"{at}/update_{update}/size"] = own["agreement"]["ratio"]
+    return {name: float(value) for name, value in metrics.items() if value is not None}

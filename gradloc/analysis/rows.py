@@ -1,0 +1,141 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Gradients of weighted sums over chosen rows of a batch, wherever these rows live.
+
+The rows are run together whatever micro-batches they came from, cut into runs that fit where training's micro-batches
+fit. Ranks hold unequal parts of a choice: one that has run out of rows runs a row with zero weight, because its peers'
+collectives wait for it.
+
+Shapes: R rows on this rank, T response positions.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from verl.utils.device import get_device_id
+
+from ..core.gradients import Gradient, GradientSpace, local_shard
+from ..core.ranks import Ranks
+
+__all__ = ["RowProbe", "Weights", "add_up"]
+
+
+@dataclass
+class Weights:
+    """The factor of each log-prob and of each entropy in the sum, both (R, T); None: not part of it."""
+
+    log_prob: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+
+    def of(self, rows: list[int], is_silent: bool) -> "Weights":
+        """Those of some rows; all zero where the rows only keep peers company."""
+
+        def pick(weights: torch.Tensor | None) -> torch.Tensor | None:
+            if weights is None:
+                return None
+            return torch.zeros_like(weights[rows]) if is_silent else weights[rows]
+
+        return Weights(pick(self.log_prob), pick(self.entropy))
+
+
+class RowProbe:
+    """What every analysis does on one rank; every rank makes the same calls in the same order.
+
+    Args:
+        actor: verl's actor.
+        ranks: the data-parallel ranks.
+        space: the actor's parameters; ``.grad`` is scratch space.
+    """
+
+    def __init__(self, actor: Any, ranks: Ranks, space: GradientSpace):
+        self.actor, self.ranks, self.space = actor, ranks, space
+        self.num_forwards = self.num_backwards = 0
+
+    def _hold(self, data: Any) -> None:
+        """Take this rank's rows, with ``temperature`` in their meta info."""
+        self._data, self._temperature = data, data.meta_info["temperature"]
+        self._lengths = data.batch["attention_mask"].sum(-1)
+        self._filler = int(self._lengths.argmin())
+
+    def _chunks(self, chosen: torch.Tensor) -> list[list[int]]:
+        """Cut the chosen rows, bool (R,), into runs that fit where training's micro-batches fit, longest first."""
+        rows = chosen.nonzero().flatten()
+        rows = rows[self._lengths[rows].argsort(descending=True, stable=True)].tolist()
+        config = self.actor.config
+        if not config.use_dynamic_bsz:
+            size = config.ppo_micro_batch_size_per_gpu
+            return [rows[start : start + size] for start in range(0, len(rows), size)]
+        budget = config.ppo_max_token_len_per_gpu * self.actor.ulysses_sequence_parallel_size
+        chunks, room = [], 0
+        for row in rows:
+            length = int(self._lengths[row])
+            if not chunks or length > room:
+                chunks.append([])
+                room = budget
+            chunks[-1].append(row)
+            room -= length
+        return chunks
+
+    def _gradient(self, weights: Weights, chunks: list[list[int]], num_chunks: int) -> Gradient:
+        """The gradient of the weighted sum over some rows, moved to host memory.
+
+        Args:
+            weights: of all of this rank's rows.
+            chunks: this rank's rows, in runs.
+            num_chunks: the most chunks that any rank has.
+        """
+        self.space.clear()
+        for index in range(num_chunks):
+            self._backward(weights, chunks[index] if index < len(chunks) else None)
+        return self._take()
+
+    def _take(self) -> Gradient:
+        """Move what is in ``.grad`` to host memory, in the scale of the loss."""
+        scale = self._loss_scale
+        if scale != 1.0:
+            self.space.scale(1.0 / scale)
+        return [None if grad is None else local_shard(grad).cpu() for grad in self.space.take()]
+
+    def _backward(self, weights: Weights, rows: list[int] | None) -> None:
+        self.num_forwards += 1
+        self.num_backwards += 1
+        chosen = [self._filler] if rows is None else rows
+        inputs = {**self._data.select_idxs(chosen).to(get_device_id()).batch}
+        entropy, log_prob = self.actor._forward_micro_batch(
+            inputs, temperature=self._temperature, calculate_entropy=weights.entropy is not None
+        )
+        mine = weights.of(chosen, is_silent=rows is None)
+        pairs = [(log_prob, mine.log_prob), (entropy, mine.entropy)]
+        total = sum((values * factors).sum() for values, factors in pairs if factors is not None)
+        (total * self._loss_scale).backward()
+
+    @property
+    def _loss_scale(self) -> float:
+        """The fp16 scaler's factor, which keeps small gradients from vanishing; taken out again afterwards."""
+        return 1.0 if self.actor.scaler is None else self.actor.scaler.get_scale()
+
+
+def add_up(total: Gradient | None, part: Gradient) -> Gradient:
+    """Add a part to a running total, in place; the first part is copied."""
+    if total is None:
+        return [None if grad is None else grad.clone() for grad in part]
+    for index, grad in enumerate(part):
+        if grad is None:
+            continue
+        if total[index] is None:
+            total[index] = grad.clone()
+        else:
+            total[index].add_(grad)
+    return total

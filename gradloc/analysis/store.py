@@ -1,0 +1,65 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""An analysis on disk: ``step_<N>.json`` with everything; by bucket, the group table as CSV beside it."""
+
+import csv
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ..evidence.store import plain
+
+__all__ = ["FOLDER", "QUARTILES_FOLDER", "TABLE_COLUMNS", "write_analysis", "write_record"]
+
+FOLDER, QUARTILES_FOLDER = "gradient_analysis", "quartile_analysis"
+"""Inside ``bisect_dump_dir``."""
+TABLE_COLUMNS = ("bucket", "group_id", "reward_std", "reward_mean", "num_rows", "uid")
+
+
+def write_analysis(root: str, record: dict[str, Any]) -> Path:
+    """Write one analysis; one of the same step, from before a resume, is replaced.
+
+    Args:
+        root: ``bisect_dump_dir``, absolute.
+        record: with ``global_step`` and ``groups``.
+
+    Returns:
+        The JSON file.
+    """
+    folder = Path(root) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    step = record["global_step"]
+    table = io.StringIO()
+    writer = csv.DictWriter(table, TABLE_COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(record["groups"])
+    _replace(folder / f"group_rv_table_step_{step}.csv", table.getvalue())
+    return write_record(root, FOLDER, record)
+
+
+def write_record(root: str, name: str, record: dict[str, Any]) -> Path:
+    """Write an analysis's JSON file into the folder of that name; returns the file."""
+    folder = Path(root) / name
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(plain(record), allow_nan=False, ensure_ascii=False, indent=1)
+    return _replace(folder / f"step_{record['global_step']}.json", text + "\n")
+
+
+def _replace(path: Path, text: str) -> Path:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+    return path

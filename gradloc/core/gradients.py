@@ -1,0 +1,173 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The gradient in ``.grad`` as one vector, whatever shards it over the ranks.
+
+Holds the only code that knows how FSDP1, FSDP2 and an unsharded module lay out gradients. Setting a gradient aside
+and putting it back moves references, never values: it costs no memory traffic and is bit-exact.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor, Shard
+
+__all__ = ["GradientSpace"]
+
+Gradient = list[torch.Tensor | None]
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that lives on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard_groups(module: torch.nn.Module, params: list[torch.nn.Parameter]) -> list[dist.ProcessGroup]:
+    """Process groups over which squared local norms add up; replicas (hybrid sharding) are not counted twice."""
+    if not dist.is_initialized():
+        return []
+    if isinstance(module, FSDP1):
+        return [module.process_group]
+    sharded = [param for param in params if isinstance(param, DTensor)]
+    if not sharded:
+        return []
+    layouts = {(param.device_mesh, tuple(isinstance(p, Shard) for p in param.placements)) for param in sharded}
+    if len(layouts) > 1 or len(sharded) < len(params):
+        raise ValueError("gradloc needs all trainable parameters sharded in the same way, found a mixture of layouts")
+    mesh, is_sharded = layouts.pop()
+    return [mesh.get_group(dim) for dim, shard in enumerate(is_sharded) if shard]
+
+
+class GradientSpace:
+    """The trainable parameters of a (sharded) module, seen as one vector space.
+
+    Args:
+        module: the actor module as the optimizer sees it: FSDP1, FSDP2 or plain.
+
+    Raises:
+        ValueError: when parameters are sharded in different ways.
+    """
+
+    def __init__(self, module: torch.nn.Module):
+        self.module = module
+        named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+        self.names: list[str] = [name for name, _ in named]
+        self.params: list[torch.nn.Parameter] = [param for _, param in named]
+        self.rounding = max((torch.finfo(param.dtype).eps / 2 for param in self.params), default=0.0)
+        """Relative rounding error of one operation on gradients (2**-24 in float32)."""
+        self._groups = _shard_groups(module, self.params)
+        self.shard_index = sum(group.rank() for group in self._groups)
+        """Differs between processes that hold different shards, the same for replicas."""
+
+    def take(self) -> Gradient:
+        """Remove the gradient from ``.grad`` and return it."""
+        gradient = [param.grad for param in self.params]
+        self.clear()
+        return gradient
+
+    def put(self, gradient: Gradient) -> None:
+        """Make this the content of ``.grad``; the very same tensors, so restoring is bit-exact."""
+        for param, grad in zip(self.params, gradient, strict=True):
+            param.grad = grad
+
+    def clear(self) -> None:
+        """Empty ``.grad``."""
+        for param in self.params:
+            param.grad = None
+
+    def squares(self, gradient: Gradient | None = None) -> torch.Tensor:
+        """Squared L2 norm of each parameter's gradient over all shards.
+
+        Args:
+            gradient: a gradient set aside; None for what is in ``.grad``.
+
+        Returns:
+            float64 tensor (num_params,), the same on every rank of a shard group; 0 where there is no gradient.
+        """
+        grads = self.current() if gradient is None else gradient
+        norms = self._zeros()
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                # float64 accumulation: a squared float32 norm would overflow from 1e19 on
+                norms[index] = torch.linalg.vector_norm(local_shard(grad), dtype=torch.float64)
+        return self.reduce(norms.square_())
+
+    def norm(self, gradient: Gradient | None = None) -> float:
+        """L2 norm over all parameters and shards; NaN or inf when an element is not finite."""
+        return float(self.squares(gradient).sum().sqrt())
+
+    def dots(self, left: Gradient, right: Gradient) -> torch.Tensor:
+        """Inner product per parameter over all shards: float64 (num_params,), 0 where either has no gradient."""
+        out = self._zeros()
+        for index, (a, b) in enumerate(zip(left, right, strict=True)):
+            if a is not None and b is not None:
+                out[index] = torch.dot(local_shard(a).flatten(), local_shard(b).flatten())
+        return self.reduce(out)
+
+    def weight_square_and_count(self) -> tuple[float, int]:
+        """Squared L2 norm and number of all trainable weights over all shards."""
+        shards = [local_shard(param) for param in self.params]
+        totals = self._zeros()[:1].repeat(2)
+        totals[0] = sum(torch.linalg.vector_norm(shard, dtype=torch.float64) ** 2 for shard in shards)
+        totals[1] = sum(shard.numel() for shard in shards)
+        square, count = self.reduce(totals).tolist()
+        return square, int(count)
+
+    def current(self) -> Gradient:
+        """What is in ``.grad``, left where it is."""
+        return [param.grad for param in self.params]
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        """Multiply what is in ``.grad`` in place."""
+        for grad in self.current():
+            if grad is not None:
+                local_shard(grad).mul_(factor)
+
+    @torch.no_grad()
+    def scale_each(self, factors: Sequence[float]) -> None:
+        """Multiply each parameter's part of ``.grad`` in place (num_params); what gets 1 is not touched."""
+        for grad, factor in zip(self.current(), factors, strict=True):
+            if grad is not None and factor != 1.0:
+                local_shard(grad).mul_(factor)
+
+    @torch.no_grad()
+    def add(self, gradient: Gradient, alpha: float = 1.0) -> None:
+        """Add ``alpha`` times a gradient set aside to what is in ``.grad``, in place."""
+        for param, other in zip(self.params, gradient, strict=True):
+            if other is None:
+                continue
+            if param.grad is None:
+                param.grad = torch.zeros_like(other)
+            local_shard(param.grad).add_(local_shard(other), alpha=alpha)
+
+    @torch.no_grad()
+    def local_squares(self) -> torch.Tensor:
+        """Squared norm of each parameter's part of ``.grad`` on this rank, (num_params,): no communication."""
+        shards = [local_shard(param) if param.grad is None else local_shard(param.grad) for param in self.params]
+        squares = torch.stack(torch._foreach_norm(shards)).square_()
+        missing = [index for index, param in enumerate(self.params) if param.grad is None]
+        if missing:
+            squares[missing] = 0.0
+        return squares
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(len(self.params), dtype=torch.float64, device=self.params[0].device)
+
+    def reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """Add local values up over all shards, in place."""
+        for group in self._groups:
+            dist.all_reduce(values, group=group)
+        return values

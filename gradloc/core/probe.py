@@ -1,0 +1,203 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The gradient of a chosen set of tokens, as an exact part of the training gradient.
+
+A probe never changes what goes into the loss. It detaches the log-probs and entropies of the tokens outside the
+set: every value stays what it was, so clips, gates, top-k and normalisation see the same numbers, and for disjoint
+sets that cover all tokens the probes' gradients add up to the full gradient, under any loss. Random numbers that the
+forward or the loss draws are replayed from the state recorded before the training forward.
+
+Shapes: B rows of the micro-batch, T response positions.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .gradients import GradientSpace
+from .ranks import LostRank, Ranks
+from .selection import Part, Token, mask_of, mask_without
+
+__all__ = ["Measurement", "Prober", "Recorded", "RngState", "TrainingStep", "let_through", "record"]
+
+
+class RngState:
+    """The random state of this process: the CPU's, and the accelerator's where there is one."""
+
+    def __init__(self, device: torch.device):
+        self._module = None if device.type == "cpu" else torch.get_device_module(device.type)
+        self.cpu = torch.get_rng_state()
+        self.accelerator = None if self._module is None else self._module.get_rng_state()
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self._module is not None:
+            self._module.set_rng_state(self.accelerator)
+
+
+@dataclass
+class Recorded:
+    """What the training forward and backward of one micro-batch left behind on this rank."""
+
+    rng: RngState
+    """Before the forward."""
+    log_prob: torch.Tensor | None = None
+    """(B, T), detached."""
+    entropy: torch.Tensor | None = None
+    """(B, T), detached; None when the loss did not ask for it."""
+    log_prob_coefficient: torch.Tensor | None = None
+    """d loss / d log_prob (B, T), as the backward delivered it."""
+    entropy_coefficient: torch.Tensor | None = None
+    """d loss / d entropy (B, T); None when entropy is not part of the loss."""
+
+
+def record(recorded: Recorded, log_prob: torch.Tensor, entropy: torch.Tensor | None) -> None:
+    """Keep the training forward's values and hook its coefficients; changes nothing and computes nothing."""
+    recorded.log_prob = log_prob.detach()
+    if log_prob.requires_grad:
+        log_prob.register_hook(lambda grad: setattr(recorded, "log_prob_coefficient", grad.detach()))
+    if entropy is not None:
+        recorded.entropy = entropy.detach()
+        if entropy.requires_grad:
+            entropy.register_hook(lambda grad: setattr(recorded, "entropy_coefficient", grad.detach()))
+
+
+def let_through(selected: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor | None:
+    """Pass gradient for the selected positions only; the values stay the same, bit for bit.
+
+    where() keeps a (zero) path even when nothing is selected, so that a rank with no token of the set still runs the
+    backward, and the collectives in it, that its peers wait for.
+    """
+    if values is None or not values.requires_grad:
+        return values
+    return torch.where(selected, values, values.detach())
+
+
+class TrainingStep(Protocol):
+    """One optimizer step as the search may replay it; the only thing it knows of the trainer."""
+
+    num_micro_batches: int
+    loss_scale: float
+    """What the loss, and so every gradient that ``backward`` adds, is multiplied with (fp16); else 1."""
+
+    def token_mask(self, micro_batch: int) -> torch.Tensor:
+        """bool (B, T): the response tokens of this rank's micro-batch."""
+
+    def token_weights(self, micro_batch: int) -> torch.Tensor:
+        """float (B, T): the factor of each token's own loss in the whole step's loss, over all ranks."""
+
+    def recorded(self, micro_batch: int) -> Recorded:
+        """What the training pass left behind."""
+
+    def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """d step loss / d log_prob and d entropy (B, T) of this rank's tokens, in the scale of the step's gradient."""
+
+    compute_dtype: torch.dtype
+    """What the forward computes in."""
+
+    def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """log_prob and entropy (B, T) at the present weights, without a graph, read out as precisely as can be."""
+
+    def backward(self, micro_batch: int, selected: torch.Tensor | None) -> None:
+        """Add the selected tokens' part of the training gradient to ``.grad``; None selects everything."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A probe's outcome, the same on every rank."""
+
+    norm: float
+    """L2 norm of the part of the training gradient that the tokens carry."""
+    num_tokens: int
+    weight_norm: float
+    """L2 norm of the tokens' loss weights: what the norm of a healthy part is proportional to."""
+
+
+class Prober:
+    """Measures parts of a step's gradient and counts what that cost.
+
+    ``.grad`` is scratch space here: whoever uses a prober sets the training gradient aside first.
+    """
+
+    def __init__(self, step: TrainingStep, space: GradientSpace, ranks: Ranks):
+        self.step = step
+        self.space = space
+        self.ranks = ranks
+        self.num_forwards = 0
+        self.num_backwards = 0
+
+    @property
+    def cost(self) -> int:
+        """What was spent, in forwards of one micro-batch; a backward counts as two."""
+        return self.num_forwards + 2 * self.num_backwards
+
+    def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See :meth:`TrainingStep.forward`."""
+        self.num_forwards += 1
+        with self._in_step_with_peers():
+            return self.step.forward(micro_batch)
+
+    @contextmanager
+    def _in_step_with_peers(self) -> Iterator[None]:
+        """Around a forward or backward, whose collectives wait for every rank: failing alone cannot be recovered."""
+        try:
+            yield
+        except Exception as error:
+            if self.ranks.num_processes > 1:
+                raise LostRank("a forward or backward of the search failed on this rank alone") from error
+            raise
+
+    def compute(self, selections: Iterable[tuple[int, torch.Tensor | None]]) -> None:
+        """Fill ``.grad`` with the sum of these selections' gradients, in the order given.
+
+        Args:
+            selections: pairs of a micro-batch and the tokens of it, bool (B, T); None for all of them.
+        """
+        self.space.clear()
+        for micro_batch, selected in selections:
+            self.num_forwards += 1
+            self.num_backwards += 1
+            with self._in_step_with_peers():
+                self.step.backward(micro_batch, selected)
+        if self.step.loss_scale != 1.0:
+            self.space.scale(1.0 / self.step.loss_scale)
+
+    def compute_without(self, tokens: Sequence[Token], micro_batches: Sequence[int] | None = None) -> None:
+        """Fill ``.grad`` with these micro-batches' gradient (all of them by default) without some tokens.
+
+        Over all micro-batches this is bit for bit what training with these tokens' coefficients set to zero would have
+        accumulated: the same kernels on the same values in the same order.
+        """
+        step, rank = self.step, self.ranks.rank
+        chosen = range(step.num_micro_batches) if micro_batches is None else micro_batches
+
+        def prepare() -> list[tuple[int, torch.Tensor]]:
+            return [(index, mask_without(tokens, index, rank, step.token_mask(index))) for index in chosen]
+
+        self.compute(self.ranks.agree(prepare))
+
+    def measure(self, part: Part) -> Measurement:
+        """Probe one part; its gradient stays in ``.grad`` until the next probe."""
+
+        def prepare() -> tuple[torch.Tensor, torch.Tensor]:
+            selected = mask_of(part, self.ranks.rank, self.step.token_mask(part.micro_batch))
+            return selected, self.step.token_weights(part.micro_batch)[selected].double()
+
+        selected, weights = self.ranks.agree(prepare)
+        self.compute([(part.micro_batch, selected)])
+        num_tokens, square = self.ranks.sum([selected.sum().item(), weights.square().sum().item()])
+        return Measurement(norm=self.space.norm(), num_tokens=int(num_tokens), weight_norm=square**0.5)

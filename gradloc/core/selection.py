@@ -1,0 +1,95 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Sets of tokens over micro-batches and ranks: what a probe looks at.
+
+A token's address is (micro_batch, rank, index): ``index`` counts the response tokens of that rank's micro-batch row
+by row, so that halving an interval of indices halves the tokens, however long the single rows are.
+
+Shapes: B rows of the micro-batch, T response positions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Part", "Token", "mask_of", "mask_without"]
+
+
+@dataclass(frozen=True, order=True)
+class Token:
+    """One response token of the mini-batch."""
+
+    micro_batch: int
+    rank: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """An interval of ranks of one micro-batch and, when a single rank is left, an interval of its tokens."""
+
+    micro_batch: int
+    first_rank: int
+    end_rank: int
+    first_token: int = 0
+    end_token: int | None = None
+    """Exclusive; None stands for all tokens of every rank in the interval."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.end_rank - self.first_rank
+
+    def halves(self, num_tokens: int) -> tuple["Part", "Part"]:
+        """Split the ranks in two, or, when one rank is left, its ``num_tokens`` (at least 2) tokens."""
+        if self.num_ranks > 1:
+            middle = (self.first_rank + self.end_rank) // 2
+            return (
+                Part(self.micro_batch, self.first_rank, middle),
+                Part(self.micro_batch, middle, self.end_rank),
+            )
+        if num_tokens < 2:
+            raise ValueError(f"a part of {num_tokens} tokens on one rank cannot be halved: {self}")
+        end = self.first_token + num_tokens
+        middle = (self.first_token + end) // 2
+        where = (self.micro_batch, self.first_rank, self.end_rank)
+        return Part(*where, self.first_token, middle), Part(*where, middle, end)
+
+
+def mask_of(part: Part, rank: int, token_mask_BT: torch.Tensor) -> torch.Tensor:
+    """The tokens of ``part`` on one rank.
+
+    Args:
+        part: what to select.
+        rank: the rank whose micro-batch this is.
+        token_mask_BT: bool (B, T), which positions are response tokens.
+
+    Returns:
+        bool (B, T); all False on a rank outside the part.
+    """
+    selected = torch.zeros_like(token_mask_BT)
+    if part.first_rank <= rank < part.end_rank:
+        positions = token_mask_BT.flatten().nonzero().squeeze(-1)[part.first_token : part.end_token]
+        selected.view(-1)[positions] = True
+    return selected
+
+
+def mask_without(tokens: Sequence[Token], micro_batch: int, rank: int, token_mask_BT: torch.Tensor) -> torch.Tensor:
+    """Every position of one rank's micro-batch but these tokens: bool (B, T)."""
+    kept = torch.ones_like(token_mask_BT)
+    indices = [token.index for token in tokens if token.micro_batch == micro_batch and token.rank == rank]
+    if indices:
+        positions = token_mask_BT.flatten().nonzero().squeeze(-1)[indices]
+        kept.view(-1)[positions] = False
+    return kept

@@ -1,0 +1,97 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Norms noted while training: after each micro-batch's backward, and per parameter after the last.
+
+Both are local numbers of this rank's shards, so nothing is communicated while nothing spikes; the sums over ranks are
+taken when somebody asks, on a spike. How the running norm changes tells about how large each micro-batch's own gradient
+is, and so where to look first. The last norms of many steps tell a layer that explodes alone from a spike of the whole
+model.
+"""
+
+import time
+from collections import deque
+
+import torch
+
+from .gradients import GradientSpace
+from .ranks import Ranks
+
+__all__ = ["NormTracker"]
+
+_MAX_COST = 0.002  # of an update's time; tracking switches itself off beyond
+_NUM_TRIALS = 3  # updates to judge that by
+
+
+class NormTracker:
+    """Notes local squared norms as training goes, as long as that costs next to nothing.
+
+    Args:
+        window: how many optimizer steps of per-parameter norms to keep; 0 keeps none.
+    """
+
+    def __init__(self, window: int):
+        self.is_on = True
+        self._history: deque[torch.Tensor] = deque(maxlen=window)
+        self._running: list[torch.Tensor] = []
+        self._seconds = 0.0
+        self._update_started: float | None = None
+        self._update_seconds = 0.0
+        self._num_updates = 0
+
+    def begin_update(self) -> None:
+        self._update_started = time.perf_counter()
+
+    def end_update(self) -> None:
+        """Stop tracking when it costs more than the bound; later updates then pay nothing."""
+        self._update_seconds += time.perf_counter() - self._update_started
+        self._num_updates += 1
+        if self._num_updates >= _NUM_TRIALS and self._seconds > _MAX_COST * self._update_seconds:
+            self.is_on = False
+
+    def begin_mini_batch(self) -> None:
+        self._running = []
+
+    def after_backward(self, space: GradientSpace) -> None:
+        """Note the norms of what ``.grad`` has accumulated so far: no communication, no synchronisation."""
+        if not self.is_on:
+            return
+        started = time.perf_counter()
+        self._running.append(space.local_squares())
+        self._seconds += time.perf_counter() - started
+
+    def after_mini_batch(self, is_spike: bool) -> None:
+        """Remember the per-parameter norms of a step that did not spike."""
+        if self._running and not is_spike and self._history.maxlen:
+            self._history.append(self._running[-1])
+
+    def increments(self, space: GradientSpace, ranks: Ranks, loss_scale: float) -> list[float] | None:
+        """About how large each micro-batch's own gradient is, over all ranks; None when some rank did not track.
+
+        The root of the change of the running squared norm: exact where the micro-batch's gradient is orthogonal to
+        what came before, as independent ones nearly are.
+        """
+        if not self._is_on_everywhere(ranks, bool(self._running)):
+            return None
+        totals = torch.stack([squares.sum() for squares in self._running]).double()
+        running = [0.0, *(space.reduce(totals) / loss_scale**2).tolist()]
+        return [abs(after - before) ** 0.5 for before, after in zip(running[:-1], running[1:], strict=True)]
+
+    def history(self, space: GradientSpace, ranks: Ranks) -> torch.Tensor | None:
+        """Squared norm per parameter of the remembered steps: float64 (steps, num_params); None without any."""
+        if not self._is_on_everywhere(ranks, len(self._history) > 1):
+            return None
+        return space.reduce(torch.stack(list(self._history)).double())
+
+    def _is_on_everywhere(self, ranks: Ranks, is_here: bool) -> bool:
+        return ranks.max([0.0 if self.is_on and is_here else 1.0])[0] == 0.0

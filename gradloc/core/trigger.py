@@ -1,0 +1,86 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Is this norm a spike? Pure rules over numbers; nothing here measures.
+
+Fixed rule (GradLoc): tau / sqrt(N), with tau a per-token threshold and N the response tokens of the mini-batch over
+all ranks. Adaptive rule: median and median absolute deviation (MAD) of the log-norm over a window of steps that did
+not spike, as robust statistics that one spike cannot move.
+"""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .history import History
+
+__all__ = ["History", "StepPolicy", "Spike", "fixed_threshold", "spike_kind"]
+
+
+def fixed_threshold(tau: float, num_tokens: int) -> float:
+    """The published threshold on the mini-batch's gradient norm; inf for a mini-batch without response tokens."""
+    return tau / math.sqrt(num_tokens) if num_tokens > 0 else math.inf
+
+
+@dataclass
+class StepPolicy:
+    """What the driver tells every rank about one trainer step; the ranks need no collective to agree on it."""
+
+    global_step: int
+    kind: str
+    """``fixed`` or ``adaptive``."""
+    num_tokens: list[int]
+    """Response tokens over all ranks, per mini-batch."""
+    thresholds: list[float | None]
+    """On the gradient norm, per mini-batch; None while the adaptive rule warms up."""
+    tau: list[float | None]
+    """Per-token threshold, per mini-batch; None where there is no threshold."""
+    max_events: int
+    """Mini-batches of this step that may still be localized."""
+    force: bool = False
+    """Localize the first mini-batch even when it does not spike."""
+    history: dict[str, Any] = field(default_factory=dict)
+    """What the adaptive threshold was made of, for the record."""
+    stage: str | None = None
+    """Which of Lopti's two updates of the step this is; None for the only one."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Spike:
+    """Why a mini-batch is looked into, in numbers."""
+
+    kind: str
+    """``fixed``, ``adaptive``, ``non_finite`` or ``forced``."""
+    grad_norm: float
+    threshold: float | None
+    tau: float | None
+    num_tokens: int
+
+
+def spike_kind(grad_norm: float, threshold: float | None, kind: str) -> str | None:
+    """Which rule a norm breaks.
+
+    Args:
+        grad_norm: the mini-batch's norm before clipping; may be NaN or inf.
+        threshold: None while there is none yet.
+        kind: the rule behind the threshold.
+
+    Returns:
+        ``non_finite`` for NaN and inf, ``kind`` when over the threshold, else None.
+    """
+    if not math.isfinite(grad_norm):
+        return "non_finite"
+    return kind if threshold is not None and grad_norm > threshold else None

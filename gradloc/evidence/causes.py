@@ -1,0 +1,133 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Why a token's gradient is large, from its numbers. Pure; runs where the event is written.
+
+A token's gradient is a product: its loss weight, times |advantage|, times the importance ratio, times the rollout
+correction weight, times the norm of the log-prob's own gradient (the Jacobian); the KL and entropy terms add their own
+coefficients. Each factor is compared with what is typical in the batch. The factor that is furthest above typical,
+in orders of magnitude, is named as the cause, together with all the numbers.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["BatchStatistics", "CAUSES", "classify"]
+
+CAUSES = (
+    "token_mismatch",
+    "sequence_mismatch",
+    "layer_heterogeneity",
+    "large_jacobian",
+    "extreme_advantage",
+    "low_probability",
+    "kl_term",
+    "entropy_term",
+    "is_weight",
+    "non_finite",
+    "unknown",
+)
+
+_NOTABLE = 3.0  # a factor under three times its typical value explains nothing
+_SPREAD = 10.0  # a layer ten times further above its history than the median layer explodes alone
+_TINY = 1e-30
+
+
+@dataclass(frozen=True)
+class BatchStatistics:
+    """What is typical in the batch that the culprit is compared with."""
+
+    advantage: float
+    """Median |advantage| over response tokens whose advantage is not zero."""
+    one_minus_prob: float
+    """Mean of 1 - pi_old over response tokens (arXiv 2505.12929: a token's gradient goes with 1 - pi)."""
+    jacobian: float | None
+    """Norm of a typical token's log-prob gradient: residual norm over the root sum of squared coefficients."""
+    layer_spread: float | None = None
+    """How much further the most excited layer is above its own history than the median layer."""
+
+
+def _ratio(log_new: float | None, log_old: float | None) -> float | None:
+    if log_new is None or log_old is None:
+        return None
+    return math.exp(min(max(log_new - log_old, -20.0), 20.0))  # verl clamps the log-ratio at 20, too
+
+
+def _over(value: float | None, typical: float | None) -> float:
+    """value / typical; 1 where that is not known."""
+    if value is None or typical is None or not math.isfinite(value) or typical <= _TINY:
+        return 1.0
+    return abs(value) / typical
+
+
+def classify(culprit: dict[str, Any], batch: BatchStatistics) -> dict[str, Any]:
+    """Name the cause of one culprit.
+
+    Args:
+        culprit: the culprit's record with log-probs, ratios, advantage, coefficients and gradient norm.
+        batch: typical values.
+
+    Returns:
+        ``label`` (one of ``CAUSES``) and ``numbers``: how many times typical each factor is, and what the decision
+        rests on. ``unknown`` when no factor is over three times its typical value.
+    """
+    coefficient = culprit["coefficients"]["log_prob"]
+    kl = culprit["coefficients"]["kl"] or 0.0
+    weight = culprit["loss_weight"]
+    norm = culprit["grad_norm"]
+    finite = [value for value in (coefficient, norm, culprit["advantage"]) if value is not None]
+    if any(not math.isfinite(value) for value in finite):
+        return {"label": "non_finite", "numbers": {"coefficient": coefficient, "advantage": culprit["advantage"]}}
+
+    jacobian = norm / abs(coefficient) if culprit["span"] == "token" and norm is not None and coefficient else None
+    ratio = _ratio(culprit["log_prob"], culprit["old_log_prob_used"])
+    excess = {
+        "advantage": _over(culprit["advantage"], batch.advantage),
+        "ratio": _over(ratio, 1.0),
+        "is_weight": _over(culprit["is_weight"], 1.0),
+        "jacobian": _over(jacobian, batch.jacobian),
+        "kl": _over(kl, abs(weight) * batch.advantage if weight else None) if kl else 0.0,
+    }
+    numbers: dict[str, Any] = {f"{name}_over_typical": value for name, value in excess.items()}
+    numbers["log_prob_gradient_norm"] = jacobian
+    numbers["kl_share_of_coefficient"] = abs(kl) / (abs(kl) + abs(coefficient - kl) + _TINY) if coefficient else None
+    label = _label(culprit, batch, excess, numbers, kl, coefficient)
+    return {"label": label, "numbers": numbers}
+
+
+def _label(culprit, batch, excess, numbers, kl, coefficient) -> str:
+    if not coefficient and culprit["coefficients"]["entropy"]:
+        return "entropy_term"
+    if abs(kl) <= abs((coefficient or 0.0) - kl):
+        excess = {**excess, "kl": 0.0}  # the KL term is the smaller part of the coefficient: it is not the cause
+    name, value = max(excess.items(), key=lambda item: item[1])
+    if name == "jacobian" and (batch.layer_spread or 0.0) > _SPREAD:
+        numbers["layer_spread"] = batch.layer_spread
+        return "layer_heterogeneity"
+    if value < _NOTABLE:
+        return "unknown"
+    if name == "advantage":
+        return "extreme_advantage"
+    if name == "kl":
+        return "kl_term"
+    if name == "is_weight":
+        return "is_weight"
+    if name == "ratio":
+        log_ratio = math.log(value)
+        log_mean = math.log(max(culprit["ratios"]["sequence_geometric_mean"] or 1.0, _TINY))
+        # the whole sequence is off when its mean log-ratio is at least half of this token's
+        return "sequence_mismatch" if log_mean > log_ratio / 2 else "token_mismatch"
+    predicted = (1 - math.exp(min(culprit["log_prob"] or 0.0, 0.0))) / max(batch.one_minus_prob, _TINY)
+    numbers["jacobian_predicted_by_probability"] = predicted
+    return "low_probability" if value <= _NOTABLE * predicted else "large_jacobian"

@@ -1,0 +1,288 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What the ranks know of an event, gathered into plain numbers on every rank. The driver completes and writes it."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core.ranks import Ranks
+from ..core.selection import Token, mask_without
+from ..core.trigger import Spike
+from ..search.find import Finding
+from ..search.share import ShareMap
+from ..search.task import Culprit, PathEntry
+from .layers import kind_of, layer_of, norms_by
+
+__all__ = ["Place", "raw_event"]
+
+_NOTABLE_SHARE = 0.05  # of the spike: sequences from here on are kept token by token
+_MAX_SEQUENCES = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in training the event happened."""
+
+    global_step: int
+    epoch: int
+    mini_batch: int
+    num_mini_batches: int
+    history: dict[str, Any]
+    """What the adaptive threshold was made of."""
+    stage: str | None = None
+    """Which of Lopti's two updates of the step; None for the only one."""
+
+
+def raw_event(
+    place: Place,
+    spike: Spike,
+    finding: Finding,
+    step: Any,
+    ranks: Ranks,
+    names: list[str],
+    squares: torch.Tensor,
+    history: torch.Tensor | None,
+    action: dict[str, str],
+    budget: int,
+    keeps_all: bool,
+) -> dict[str, Any]:
+    """Gather the event; all ranks call this together and get the same.
+
+    Args:
+        place: which optimizer step.
+        spike: why it was looked into.
+        finding: what was found.
+        step: the :class:`~.actor_step.ActorStep`.
+        ranks: the data-parallel ranks.
+        names: parameter names (num_params).
+        squares: the spike's squared norm per parameter, float64 (num_params,).
+        history: the same of earlier steps, float64 (steps, num_params); None when not tracked.
+        action: requested, taken and reason.
+        budget: the configured number of probes.
+        keeps_all: list all micro-batches for the bundle, not only those that hold culprits.
+    """
+    result = finding.result
+    evidence = _LocalEvidence(step, ranks, finding, names)
+    gathered = ranks.gather(ranks.agree(lambda: evidence.collect(keeps_all)))
+    owned = {key: value for part in gathered for key, value in part["culprits"].items()}
+    return {
+        "step": {
+            "global_step": place.global_step,
+            "epoch": place.epoch,
+            "mini_batch": place.mini_batch,
+            "num_mini_batches": place.num_mini_batches,
+            "num_micro_batches": step.num_micro_batches,
+            "world_size": ranks.num_processes,
+            "dp_size": ranks.size,
+            "sp_size": ranks.replicas,
+            "stage": place.stage,
+        },
+        "trigger": {**vars(spike), "history": place.history or None},
+        "search": _search_record(finding, budget),
+        "culprits": [owned[index] for index in range(len(result.culprits))],
+        "sequences": [sequence for part in gathered for sequence in part["sequences"]],
+        "certificate": vars(finding.certificate),
+        "action": action,
+        "layers": norms_by(layer_of, names, squares),
+        "kinds": norms_by(kind_of, names, squares),
+        "layer_history": _layer_history(names, squares, history),
+        "shares": _shares_record(result.shares, [part["shares"] for part in gathered]),
+        "residual_coefficient_norm": math.sqrt(sum(part["coefficient_square"] for part in gathered)),
+        "layout": [
+            {"rank": rank, "micro_batch": index, "rows": rows, "rng": rng}
+            for rank, part in enumerate(gathered)
+            for index, rows, rng in part["layout"]
+        ],
+        "checkpoint": None,
+        "temperature": step.temperature,
+        "on_policy": step.on_policy,
+    }
+
+
+class _LocalEvidence:
+    """This rank's part of the event: its own culprits, and the rows of the micro-batches to keep."""
+
+    def __init__(self, step: Any, ranks: Ranks, finding: Finding, names: list[str]):
+        self.step = step
+        self.ranks = ranks
+        self.result = finding.result
+        self.names = names
+
+    def collect(self, keeps_all: bool) -> dict[str, Any]:
+        step, rank = self.step, self.ranks.rank
+        kept_micro_batches = sorted({token.micro_batch for token in self.result.tokens})
+        kl = {index: step.kl_coefficients(index) for index in kept_micro_batches}
+        mine = {
+            number: self._culprit_record(culprit, kl)
+            for number, culprit in enumerate(self.result.culprits)
+            if culprit.tokens[0].rank == rank
+        }
+        square, shares = 0.0, []
+        for index in range(step.num_micro_batches):
+            kept = mask_without(self.result.tokens, index, rank, step.token_mask(index)) & step.token_mask(index)
+            square += step.coefficients(index)[0][kept].double().square().sum().item()
+            shares.append(0.0 if self.result.shares is None else float(self.result.shares.shares(index).sum()))
+        return {
+            "culprits": mine,
+            "coefficient_square": square,
+            "sequences": self._sequences(),
+            "shares": shares,
+            "layout": [
+                (index, step.rows(index), step.recorded(index).rng.cpu.numpy())
+                for index in (range(step.num_micro_batches) if keeps_all else kept_micro_batches)
+            ],
+        }
+
+    def _sequences(self) -> list[dict[str, Any]]:
+        """Per-token numbers of the sequences that hold a culprit, or a notable share of the spike."""
+        step, shares = self.step, self.result.shares
+        wanted = [
+            (token.micro_batch, self._row_of(token)) for token in self.result.tokens if token.rank == self.ranks.rank
+        ]
+        if shares is not None and shares.is_trusted:
+            for index in range(step.num_micro_batches):
+                per_row = shares.shares(index).sum(-1).abs()
+                wanted += [(index, row) for row in (per_row >= _NOTABLE_SHARE).nonzero().squeeze(-1).tolist()]
+        return [self._sequence(index, row) for index, row in list(dict.fromkeys(wanted))[:_MAX_SEQUENCES]]
+
+    def _sequence(self, index: int, row: int) -> dict[str, Any]:
+        step, shares = self.step, self.result.shares
+        recorded, rows = step.recorded(index), step.rows(index)
+
+        def of(values: torch.Tensor | None) -> list[float] | None:
+            return None if values is None else values[row].float().tolist()
+
+        return {
+            "rank": self.ranks.rank,
+            "micro_batch": index,
+            "micro_batch_row": row,
+            "row": rows[row] if rows else None,
+            "log_prob": of(recorded.log_prob),
+            "entropy": of(recorded.entropy),
+            "coefficient": of(step.coefficients(index)[0]),
+            "share": None if shares is None else of(shares.shares(index)),
+        }
+
+    def _row_of(self, token: Token) -> int:
+        mask = self.step.token_mask(token.micro_batch)
+        return int(mask.flatten().nonzero()[token.index]) // mask.shape[1]
+
+    def _culprit_record(self, culprit: Culprit, kl: dict[int, torch.Tensor | None]) -> dict[str, Any]:
+        step, index, shares = self.step, culprit.tokens[0].micro_batch, self.result.shares
+        mask = step.token_mask(index)
+        flat = mask.flatten().nonzero().squeeze(-1)[[token.index for token in culprit.tokens]].tolist()
+        row, positions = flat[0] // mask.shape[1], [place % mask.shape[1] for place in flat]
+        recorded, rows, old = step.recorded(index), step.rows(index), step.old_log_prob(index)
+        coefficients, entropy_coefficients = step.coefficients(index)
+        peak = positions[int(coefficients[row, positions].abs().nan_to_num(nan=math.inf).argmax())]
+
+        def at(values: torch.Tensor | None, factor: float = 1.0) -> float | None:
+            return None if values is None else float(values[row, peak]) * factor
+
+        share = culprit.share
+        if share is None and shares is not None and shares.is_trusted:
+            share = float(shares.shares(index)[row, positions].sum())
+        return {
+            "span": culprit.span,
+            "rank": culprit.tokens[0].rank,
+            "micro_batch": index,
+            "micro_batch_row": row,
+            "row": rows[row] if rows else None,
+            "positions": positions,
+            "peak": peak,
+            "log_prob": at(recorded.log_prob),
+            "old_log_prob_used": at(old),
+            "entropy": at(recorded.entropy),
+            "sequence_mean_log_ratio": float((recorded.log_prob - old)[row][mask[row]].mean()),
+            "coefficients": {
+                "log_prob": at(coefficients),
+                "kl": at(kl[index], 1.0 / self.ranks.size),
+                "entropy": at(entropy_coefficients),
+            },
+            "loss_weight": at(step.token_weights(index)),
+            "grad_norm": culprit.norm,
+            "is_exact": culprit.is_exact,
+            "threshold": culprit.threshold,
+            "share": share,
+            "layers": {} if culprit.squares is None else norms_by(layer_of, self.names, culprit.squares),
+        }
+
+
+def _layer_history(names: list[str], squares: torch.Tensor, history: torch.Tensor | None) -> dict | None:
+    """How far each layer's norm is above its own median, and how the layers moved together before.
+
+    Layerwise heterogeneity (GradLoc, intro figure): layers whose norms no longer go together. Here: ``spread``, the
+    largest layer's excess over the median layer's, and the mean correlation over time of the layers' log-norms.
+    """
+    if history is None:
+        return None
+    per_step = [list(norms_by(layer_of, names, row).values()) for row in history]
+    norms = torch.tensor(per_step, dtype=torch.float64)  # (steps, layers)
+    now = torch.tensor(list(norms_by(layer_of, names, squares).values()), dtype=torch.float64)
+    medians = norms.median(0).values
+    excess = torch.where(medians > 0, now / medians, torch.ones_like(now))
+    correlation = torch.corrcoef(norms.clamp(min=1e-30).log().T).nan_to_num(nan=1.0)
+    num = len(now)
+    others = (correlation.sum() - num) / (num * (num - 1)) if num > 1 else torch.tensor(1.0)
+    return {
+        "num_steps": len(per_step),
+        "excess": dict(zip(norms_by(layer_of, names, squares), excess.tolist(), strict=True)),
+        "spread": float(excess.max() / excess.median().clamp(min=1e-30)),
+        "mean_correlation": float(others),
+    }
+
+
+def _shares_record(shares: ShareMap | None, by_rank: list[list[float]]) -> dict[str, Any] | None:
+    """The share of every micro-batch of every rank; None when they were not measured."""
+    if shares is None:
+        return None
+    return {
+        "closure": shares.closure,
+        "is_trusted": shares.is_trusted,
+        "micro_batches": [list(row) for row in zip(*by_rank, strict=True)],
+    }
+
+
+def _search_record(finding: Finding, budget: int) -> dict[str, Any]:
+    result = finding.result
+    return {
+        "strategy": finding.strategy,
+        "status": finding.status,
+        "stop_reason": result.stop_reason,
+        "tau": finding.tau,
+        "budget": budget,
+        "forwards": finding.num_forwards,
+        "backwards": finding.num_backwards,
+        "seconds": finding.seconds,
+        "path": [_path_record(entry) for entry in result.path],
+    }
+
+
+def _path_record(entry: PathEntry) -> dict[str, Any]:
+    part = entry.part
+    is_interval = part is not None and part.end_token is not None
+    return {
+        "phase": entry.phase,
+        "verdict": entry.verdict,
+        "micro_batch": None if part is None else part.micro_batch,
+        "ranks": None if part is None else [part.first_rank, part.end_rank],
+        "tokens": [part.first_token, part.end_token] if is_interval else None,
+        "num_tokens": entry.num_tokens,
+        "norm": entry.norm,
+        "threshold": entry.threshold,
+        "note": entry.note,
+    }

@@ -1,0 +1,154 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The settings under ``trainer.health``, validated when the run starts.
+
+Each rule has one setting, which has the rule's name: a pair (warning, danger) in the rule's own unit. A null in place
+of one of them leaves that state out, a null in place of the pair switches the rule off.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+__all__ = ["FALLING", "Limits", "HealthConfig"]
+
+Limits = tuple[float | None, float | None] | None
+"""Warning and danger."""
+
+FALLING = frozenset({"entropy_fall", "length_fall", "mismatch_sample_size"})
+"""Rules in which small numbers are bad: danger lies below warning."""
+_GENERAL = {"enable": bool, "warmup": 2, "window": 8, "recent": 1, "clip_window": 1, "deviations": float}
+_KEY = "trainer.health"
+
+
+def _require(ok: bool, key: str, expected: str, found: Any) -> None:
+    if not ok:
+        raise ValueError(f"{_KEY}.{key} must be {expected}, found {found!r}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class HealthConfig:
+    """When the health monitor says ``warning`` and ``danger``."""
+
+    enable: bool = False
+    """Whether the trainer judges every step."""
+    warmup: int = 10
+    """Values of a metric that a rule about the run's own history needs before it speaks."""
+    window: int = 100
+    """Values of a metric that such a rule remembers."""
+    recent: int = 5
+    """Steps that rules about what lasts take the mean over."""
+    clip_window: int = 20
+    """Steps over which the share at the clip limit is counted."""
+    deviations: float = 5.0
+    """Robust standard deviations that a jump must have besides its size."""
+    gradient_jump: Limits = (10.0, 100.0)
+    """Gradient norm, as a multiple of its own median."""
+    spikes: Limits = (1.0, None)
+    """Spikes that GradLoc's trigger saw in the step."""
+    clip_share: Limits = (0.9, None)
+    """Share of the steps whose norm before clipping is over the clip limit."""
+    non_finite: Limits = (1.0, 3.0)
+    """Steps in a row with a NaN or an infinity in gradient, loss or reward."""
+    no_gradient: Limits = (1.0, 3.0)
+    """Steps in a row in which both gradient and policy loss are zero."""
+    reward_fall: Limits = (0.3, 0.7)
+    """How far the reward has fallen, as a share of its best or of its range, whichever is larger."""
+    entropy_fall: Limits = (0.25, 0.1)
+    """Entropy, as a multiple of what it was at the start."""
+    entropy_rise: Limits = (2.0, 4.0)
+    """Entropy, as a multiple of what it was at the start."""
+    zero_variance: Limits = (0.75, 1.0)
+    """Share of the prompts whose rollouts all have the same reward."""
+    policy_kl: Limits = (0.1, 1.0)
+    """KL between the policy and the one that the step started from, either sign."""
+    reference_kl_jump: Limits = (10.0, 100.0)
+    """KL to the reference policy, as a multiple of its own median."""
+    clip_fraction: Limits = (0.3, 0.6)
+    """Share of the tokens that PPO's clip cuts off."""
+    mismatch_kl: Limits = (0.1, None)
+    """KL between the rollout engine and the policy in the update, either sign."""
+    mismatch_rise: Limits = (10.0, None)
+    """The same KL (k3 estimate), as a multiple of what it was at the start; nothing below 0.001 counts."""
+    mismatch_chi2: Limits = (1.0, 100.0)
+    """Chi-squared divergence per token between the rollout engine and the policy in the update."""
+    mismatch_weight: Limits = (2.0, None)
+    """Mean importance weight of the rollout correction, or one over it when it is below 1."""
+    mismatch_spread: Limits = (1.0, None)
+    """Standard deviation of those weights."""
+    mismatch_sample_size: Limits = (0.3, None)
+    """Effective sample size under those weights, as a share of the batch."""
+    mismatch_veto: Limits = (0.1, None)
+    """Share of the sequences that the rollout correction vetoes."""
+    mismatch_probs: Limits = (0.01, None)
+    """Mean difference of the tokens' probabilities between rollout engine and trainer."""
+    truncation: Limits = (0.25, 0.5)
+    """Share of the responses that end at the length limit."""
+    length_rise: Limits = (2.0, 4.0)
+    """Mean response length, as a multiple of its own recent median."""
+    length_fall: Limits = (0.5, 0.25)
+    """Mean response length, as a multiple of its own recent median."""
+    aborted: Limits = (0.05, None)
+    """Share of the responses that are empty."""
+
+    def __post_init__(self):
+        _require(isinstance(self.enable, bool), "enable", "true or false", self.enable)
+        for name in ("warmup", "window", "recent", "clip_window"):
+            value, least = getattr(self, name), _GENERAL[name]
+            is_count = isinstance(value, int) and not isinstance(value, bool)
+            _require(is_count and value >= least, name, f"an integer of at least {least}", value)
+        at_most = f"at most {_KEY}.window={self.window}, which is all that is remembered"
+        _require(self.warmup <= self.window, "warmup", at_most, self.warmup)
+        _require(
+            _is_number(self.deviations) and self.deviations > 0, "deviations", "a positive number", self.deviations
+        )
+        for name in self.rule_names():
+            object.__setattr__(self, name, _limits(name, getattr(self, name)))
+
+    @classmethod
+    def rule_names(cls) -> tuple[str, ...]:
+        """The settings that are rules, in order."""
+        return tuple(field.name for field in fields(cls) if field.name not in _GENERAL)
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any]) -> "HealthConfig":
+        """The settings from plain containers, such as yaml makes them.
+
+        Raises:
+            ValueError: one sentence that names the key, also for a key that there is not.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ValueError(f"{_KEY}.{name} is no setting: there are {', '.join(known)}.")
+        return cls(**given)
+
+
+def _limits(name: str, value: Any) -> Limits:
+    if value is None:
+        return None
+    is_pair = isinstance(value, list | tuple) and len(value) == 2
+    expected = "null (off) or [warning, danger], each null or a number from 0 on"
+    _require(is_pair and all(v is None or (_is_number(v) and v >= 0) for v in value), name, expected, value)
+    warning, danger = (None if limit is None else float(limit) for limit in value)
+    if warning is not None and danger is not None:
+        is_ordered = danger <= warning if name in FALLING else warning <= danger
+        order = "[warning, danger] with danger not above warning" if name in FALLING else "[warning, danger] in order"
+        _require(is_ordered, name, order, value)
+    return None if warning is danger is None else (warning, danger)

@@ -1,0 +1,156 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A state for each step, with its reasons: the rules, asked step by step."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .advice import ADVICE
+from .config import FALLING, HealthConfig
+from .measures import Measure, Reading
+from .rules import RULES, Rule
+
+__all__ = ["STATES", "Judge", "Reason", "Verdict"]
+
+STATES = ("healthy", "warning", "danger")
+"""From best to worst; the trackers get the index."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a step is not healthy."""
+
+    name: str
+    """Of the rule, and of its setting under ``trainer.health``."""
+    state: str
+    """``warning`` or ``danger``."""
+    metric: str
+    found: float
+    """In the unit of the limit: a value, a share, a multiple, or steps in a row."""
+    limit: float
+    sentence: str
+
+    @property
+    def advice(self) -> tuple[tuple[str, str], ...]:
+        """What people do about it: pairs of a sentence and a Hydra override."""
+        return ADVICE[self.name]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is said of one step."""
+
+    step: int
+    reasons: tuple[Reason, ...]
+    """Worst first, then in the order of the rules."""
+
+    @property
+    def state(self) -> str:
+        return self.reasons[0].state if self.reasons else STATES[0]
+
+
+class Judge:
+    """Judges a run's steps one after the other.
+
+    Args:
+        config: limits and memory.
+        grad_clip: the norm that gradients are clipped to; None when there is no such limit.
+    """
+
+    def __init__(self, config: HealthConfig, grad_clip: float | None = None):
+        self.config = config
+        self._last_step: int | None = None
+        self.heard: set[str] = set()
+        """The rules whose metrics came at least once."""
+        self._asked: list[tuple[Rule, Measure]] = []
+        for rule in RULES:
+            measure = rule.measure(config, grad_clip) if getattr(config, rule.name) is not None else None
+            if measure is not None:
+                self._asked.append((rule, measure))
+
+    def observe(self, step: int, metrics: Mapping[str, Any]) -> Verdict | None:
+        """Judge a step.
+
+        Args:
+            step: the trainer's. One that is not after the last was repeated by a resumed run: what is said of
+                consecutive steps begins anew, what was learned about the run stays.
+            metrics: as verl logs them; those that are missing, no numbers, NaN or infinite are nobody's fault but
+                the rule's for non-finite ones.
+
+        Returns:
+            None for a step that has none of the metrics that the rules read.
+        """
+        if self._last_step is not None and step <= self._last_step:
+            for _, measure in self._asked:
+                measure.resume()
+        self._last_step = step
+        numbers = {name: float(value) for name, value in metrics.items() if _is_number(value)}
+        found = [(rule, measure, rule.reads(numbers)) for rule, measure in self._asked]
+        if all(read is None for _, _, read in found):
+            return None
+        self.heard.update(rule.name for rule, _, read in found if read is not None)
+        reasons = [self._ask(rule, measure, *read) for rule, measure, read in found if read is not None]
+        kept = [reason for reason in reasons if reason is not None]
+        return Verdict(step, tuple(sorted(kept, key=lambda reason: -STATES.index(reason.state))))
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready content, for the checkpoint."""
+        return {"last_step": self._last_step, "rules": {rule.name: measure.state() for rule, measure in self._asked}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state` gave; a rule that it does not know begins anew."""
+        for rule, measure in self._asked:
+            if rule.name in state["rules"]:
+                measure.load_state(state["rules"][rule.name])
+        self._last_step = state["last_step"]
+
+    def _ask(self, rule: Rule, measure: Measure, metric: str, value: float) -> Reason | None:
+        reading = measure.observe(value)
+        reason = None if reading is None else self._compare(rule, metric, reading)
+        measure.learn(value, reason is not None)
+        return reason
+
+    def _compare(self, rule: Rule, metric: str, reading: Reading) -> Reason | None:
+        for state, limit in zip(STATES[:0:-1], getattr(self.config, rule.name)[::-1], strict=True):
+            if limit is None:
+                continue
+            excess = limit - reading.found if rule.name in FALLING else reading.found - limit
+            if excess > 0 or (excess == 0 and not rule.is_strict):
+                numbers = {"found": reading.found, "limit": limit, "value": reading.value, "typical": reading.typical}
+                said = rule.sentence.format(
+                    metric=metric,
+                    recent=self.config.recent,
+                    clip_window=self.config.clip_window,
+                    percent=f"{100 * reading.found:.3g}%",
+                    percent_limit=f"{100 * limit:.3g}%",
+                    **{name: _spoken(number) for name, number in numbers.items()},
+                )
+                return Reason(rule.name, state, metric, reading.found, limit, said)
+        return None
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: a tensor of several numbers
+        return False
+    return not isinstance(value, bool | str)
+
+
+def _spoken(number: float | None) -> str:
+    if number is None or not math.isfinite(number):
+        return "endless" if number else "unknown"
+    return f"{number:,.0f}" if 1000 <= abs(number) < 1e9 else f"{number:.3g}"

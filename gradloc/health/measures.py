@@ -1,0 +1,227 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What a rule compares with its limits, made from one value per step and what is remembered of the earlier ones.
+
+Each measure takes finite values only, gives None while it has nothing to say, and keeps what a checkpoint needs.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from ..core.history import History
+
+__all__ = ["AgainstStart", "AgainstWindow", "Fall", "Jump", "Mean", "Measure", "Reading", "Share", "Streak", "Value"]
+
+_NOISE_FLOOR = 0.02  # of the level: a reward that was constant has no noise, and a wobble is no collapse
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a measure says of a step."""
+
+    found: float
+    """In the unit of the rule's limits."""
+    value: float
+    """The metric behind it: the step's value, or a mean over the last steps."""
+    typical: float | None = None
+    """What it is held against, where that was learned from the run."""
+
+
+class Measure:
+    """Values remembered by name, each list bounded.
+
+    Args:
+        lengths: how many values of each are kept.
+    """
+
+    def __init__(self, **lengths: int):
+        self._kept: dict[str, deque[float]] = {name: deque(maxlen=length) for name, length in lengths.items()}
+
+    def observe(self, value: float) -> Reading | None:
+        """Take a step's value in."""
+        raise NotImplementedError
+
+    def learn(self, value: float, is_flagged: bool) -> None:
+        """Told after :meth:`observe` whether the rule found fault; flagged values are not what is normal."""
+
+    def resume(self) -> None:
+        """An earlier step came again: what was said of consecutive steps begins anew."""
+        for name in ("recent", "streak"):
+            if name in self._kept:
+                self._kept[name].clear()
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready content, for the checkpoint."""
+        return {name: list(values) for name, values in self._kept.items()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state` gave."""
+        for name, values in self._kept.items():
+            values.clear()
+            values.extend(float(value) for value in state[name])
+
+    def _push(self, value: float) -> float | None:
+        """The mean of the last values once there are enough of them."""
+        recent = self._kept["recent"]
+        recent.append(value)
+        return fmean(recent) if len(recent) == recent.maxlen else None
+
+
+class Value(Measure):
+    """The step's value, seen through a function such as ``abs``."""
+
+    def __init__(self, through: Callable[[float], float] = float):
+        super().__init__()
+        self._through = through
+
+    def observe(self, value: float) -> Reading:
+        return Reading(self._through(value), value)
+
+
+class Mean(Measure):
+    """The mean over the last steps: a rule about what lasts."""
+
+    def __init__(self, recent: int):
+        super().__init__(recent=recent)
+
+    def observe(self, value: float) -> Reading | None:
+        mean = self._push(value)
+        return None if mean is None else Reading(mean, mean)
+
+
+class Share(Measure):
+    """Share of the last steps whose value is above a limit."""
+
+    def __init__(self, limit: float, window: int):
+        super().__init__(recent=window)
+        self._limit = limit
+
+    def observe(self, value: float) -> Reading | None:
+        share = self._push(float(value > self._limit))
+        return None if share is None else Reading(share, value, self._limit)
+
+
+class Streak(Measure):
+    """Steps in a row, this one included, whose value is above a limit."""
+
+    def __init__(self, limit: float = 0.0):
+        super().__init__(streak=1)
+        self._limit = limit
+
+    def observe(self, value: float) -> Reading:
+        count = (self._kept["streak"] or [0.0])[0] + 1 if value > self._limit else 0.0
+        self._kept["streak"].append(count)
+        return Reading(count, value)
+
+
+class Jump(Measure):
+    """A positive value as a multiple of its own median, where it is also far outside of its own scatter."""
+
+    def __init__(self, warmup: int, window: int, deviations: float):
+        super().__init__()
+        self._history = History(window, warmup, deviations)
+
+    def observe(self, value: float) -> Reading | None:
+        threshold = self._history.threshold()
+        if threshold is None or value <= threshold:
+            return None
+        typical = self._history.summary()["median_norm"]
+        return Reading(value / typical, value, typical)
+
+    def learn(self, value: float, is_flagged: bool) -> None:
+        self._history.observe(value, is_flagged)
+
+    def state(self) -> dict[str, Any]:
+        return self._history.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._history.load_state(state)
+
+
+class AgainstStart(Measure):
+    """The mean over the last steps as a multiple of the median of the first values."""
+
+    def __init__(self, warmup: int, recent: int, floor: float = 0.0):
+        super().__init__(start=warmup, recent=recent)
+        self._floor = floor
+
+    def observe(self, value: float) -> Reading | None:
+        start = self._kept["start"]
+        if len(start) < start.maxlen:
+            start.append(value)
+            return None
+        mean = self._push(value)
+        typical = max(median(start), self._floor)
+        if mean is None or typical <= 0 or mean < self._floor:
+            return None
+        return Reading(mean / typical, mean, typical)
+
+
+class AgainstWindow(Measure):
+    """The mean over the last steps as a multiple of the median of the steps before them."""
+
+    def __init__(self, warmup: int, recent: int, window: int):
+        super().__init__(window=window, recent=recent)
+        self._warmup = warmup
+
+    def observe(self, value: float) -> Reading | None:
+        recent, before = self._kept["recent"], self._kept["window"]
+        if len(recent) == recent.maxlen:
+            before.append(recent[0])
+        mean = self._push(value)
+        if mean is None or len(before) < self._warmup or median(before) <= 0:
+            return None
+        return Reading(mean / median(before), mean, median(before))
+
+
+class Fall(Measure):
+    """How far the mean over the last steps lies below its best.
+
+    In shares of the best, or of the range that the mean went through where that is larger. Silent unless the fall is
+    beyond chance: of n means, the largest lies about sqrt(2 ln n) of their standard deviations above the expectation,
+    and the fall must exceed that and two more, for a difference of two such means. The standard deviation of one value
+    is the root mean square of the differences between consecutive ones, over the square root of 2, which a trend
+    hardly enters.
+    """
+
+    def __init__(self, warmup: int, recent: int, window: int):
+        super().__init__(window=window, recent=recent, best=1, worst=1, count=1)
+        self._warmup = warmup
+
+    def observe(self, value: float) -> Reading | None:
+        values, count = self._kept["window"], self._kept["count"]
+        values.append(value)
+        count.append((count or [0.0])[0] + 1)
+        mean = self._push(value)
+        if mean is None:
+            return None
+        best = max([mean, *self._kept["best"]])
+        worst = min([mean, *self._kept["worst"]])
+        self._kept["best"].append(best)
+        self._kept["worst"].append(worst)
+        fall, scale = best - mean, max(best - worst, abs(best))
+        if count[0] <= self._warmup or fall <= self._chance(max(abs(best), abs(worst))):
+            return None
+        return Reading(fall / scale, mean, best)
+
+    def _chance(self, level: float) -> float:
+        values, recent = list(self._kept["window"]), self._kept["recent"].maxlen
+        changes = [after - before for before, after in zip(values, values[1:], strict=False)]
+        sigma = max(math.sqrt(fmean(change * change for change in changes) / 2), _NOISE_FLOOR * level)
+        deviations = 2 + math.sqrt(2 * math.log(self._kept["count"][0]))
+        return deviations * sigma * math.sqrt(2 / recent)

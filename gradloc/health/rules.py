@@ -1,0 +1,227 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The rules: which metric of verl's each one reads, how it measures it, and what it says.
+
+``docs/health.md`` names where each rule comes from.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from .config import HealthConfig
+from .measures import AgainstStart, AgainstWindow, Fall, Jump, Mean, Measure, Share, Streak, Value
+
+__all__ = ["GRAD_NORM", "RULES", "ZERO_VARIANCE", "Rule"]
+
+GRAD_NORM = "actor/grad_norm"
+GRAD_NORMS = ("actor/grad_norm_max", GRAD_NORM)
+PG_LOSS = "actor/pg_loss"
+SCORES = ("critic/score/mean", "critic/rewards/mean")
+ENTROPY = ("actor/entropy", "actor/entropy_loss")
+REFERENCE_KL = ("actor/kl_loss", "actor/reward_kl_penalty")
+ZERO_VARIANCE = "rollout/zero_variance_share"
+LENGTH = "response_length/mean"
+
+_ZERO = 1e-8
+_MISMATCH_FLOOR = 1e-3  # NeMo-RL's guide: an estimate of the KL below this is in order
+
+Read = Callable[[Mapping[str, float]], tuple[str, float] | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule; its setting in :class:`~.config.HealthConfig` has its name."""
+
+    name: str
+    reads: Read
+    """Metrics of a step -> (the metric's name, its value), None where the step does not have it."""
+    measure: Callable[[HealthConfig, float | None], Measure | None]
+    """(settings, clip limit) -> the measure; None where the rule has nothing to hold on to."""
+    sentence: str
+    """With ``{metric}``, ``{found}`` and ``{limit}`` (or both in percent), ``{value}``, ``{typical}``, ``{recent}``."""
+    is_strict: bool = False
+    """Whether a number at the limit is still in order, as in verl's alert rules."""
+
+
+def _first(*names: str) -> Read:
+    """The first of these metrics that the step has, where it is finite."""
+
+    def read(metrics: Mapping[str, float]) -> tuple[str, float] | None:
+        for name in names:
+            if name in metrics:
+                return (name, metrics[name]) if math.isfinite(metrics[name]) else None
+        return None
+
+    return read
+
+
+def _non_finite(metrics: Mapping[str, float]) -> tuple[str, float] | None:
+    """1 and the first metric that is not finite; 0 when all are."""
+    names = [name for name in (*GRAD_NORMS, PG_LOSS, *REFERENCE_KL, *ENTROPY, *SCORES) if name in metrics]
+    for name in names:
+        if not math.isfinite(metrics[name]):
+            return name, 1.0
+    return (names[0], 0.0) if names else None
+
+
+def _no_gradient(metrics: Mapping[str, float]) -> tuple[str, float] | None:
+    """1 when gradient and policy loss are both zero. The loss alone is near zero in any on-policy GRPO step."""
+    found = [_first(*GRAD_NORMS)(metrics), _first(PG_LOSS)(metrics)]
+    if found[0] is None:
+        return None
+    return found[0][0], float(all(abs(value) <= _ZERO for _, value in filter(None, found)))
+
+
+def _zero_variance(metrics: Mapping[str, float]) -> tuple[str, float] | None:
+    """The share, or what verl's own metrics say of it: 1 where all rewards of a batch are equal, else at least 0."""
+    if ZERO_VARIANCE in metrics:
+        return _first(ZERO_VARIANCE)(metrics)
+    ends = [metrics.get(f"critic/score/{end}") for end in ("max", "min")]
+    if None in ends or not all(map(math.isfinite, ends)):
+        return None
+    return "critic/score/{max,min}", float(ends[0] == ends[1])
+
+
+def _value(config: HealthConfig, clip: float | None) -> Measure:
+    return Value()
+
+
+def _size(config: HealthConfig, clip: float | None) -> Measure:
+    return Value(abs)
+
+
+def _from_one(config: HealthConfig, clip: float | None) -> Measure:
+    return Value(lambda weight: max(weight, 1 / weight) if weight > 0 else math.inf)
+
+
+def _mean(config: HealthConfig, clip: float | None) -> Measure:
+    return Mean(config.recent)
+
+
+def _streak(config: HealthConfig, clip: float | None) -> Measure:
+    return Streak()
+
+
+def _jump(config: HealthConfig, clip: float | None) -> Measure:
+    return Jump(config.warmup, config.window, config.deviations)
+
+
+def _over_clip(config: HealthConfig, clip: float | None) -> Measure | None:
+    return None if clip is None else Share(clip, config.clip_window)
+
+
+def _fall(config: HealthConfig, clip: float | None) -> Measure:
+    return Fall(config.warmup, config.recent, config.window)
+
+
+def _start(floor: float = 0.0):
+    return lambda config, clip: AgainstStart(config.warmup, config.recent, floor)
+
+
+def _window(config: HealthConfig, clip: float | None) -> Measure:
+    return AgainstWindow(config.warmup, config.recent, config.window)
+
+
+_TIMES_START = (
+    "{metric} is {value} over the last {recent} steps, {found} times the {typical} of the start (limit {limit})."
+)
+_TIMES_WINDOW = "{metric} is {value} over the last {recent} steps, {found} times its own median of {typical} ({limit})."
+_AT_STEP = "{metric} is {value} (limit {limit})."
+# verl's actor computes these during the update and replaces what the trainer had computed before it
+_IN_UPDATE = "{metric}, of the policy in the update against the rollout engine, is {value} (limit {limit})."
+
+RULES = (
+    Rule(
+        "gradient_jump",
+        _first(*GRAD_NORMS),
+        _jump,
+        "{metric} is {value} before clipping, {found} times its own median of {typical} (limit {limit} times).",
+    ),
+    Rule(
+        "spikes",
+        _first("gradloc/spikes"),
+        _value,
+        "GradLoc's trigger saw {found} spike(s) in this step; an event names tokens and cause (limit {limit}).",
+    ),
+    Rule(
+        "clip_share",
+        _first(GRAD_NORM),
+        _over_clip,
+        "{percent} of the last {clip_window} steps were over the clip limit of {typical} (limit {percent_limit}).",
+    ),
+    Rule("non_finite", _non_finite, _streak, "{metric} is not finite, {found} step(s) in a row (limit {limit})."),
+    Rule(
+        "no_gradient",
+        _no_gradient,
+        _streak,
+        "Gradient and policy loss are zero, {found} step(s) in a row (limit {limit}): nothing is learned.",
+    ),
+    Rule(
+        "reward_fall",
+        _first(*SCORES),
+        _fall,
+        "{metric} fell by {percent} (limit {percent_limit}), from {typical} to {value} (means of {recent} steps).",
+    ),
+    Rule("entropy_fall", _first(*ENTROPY), _start(), _TIMES_START),
+    Rule("entropy_rise", _first(*ENTROPY), _start(), _TIMES_START),
+    Rule(
+        "zero_variance",
+        _zero_variance,
+        _mean,
+        "{percent} of the prompts had one reward for all their rollouts, over {recent} steps (limit {percent_limit}).",
+    ),
+    Rule("policy_kl", _first("actor/ppo_kl"), _size, _AT_STEP),
+    Rule(
+        "reference_kl_jump",
+        _first(*REFERENCE_KL),
+        _jump,
+        "{metric} is {value}, {found} times its own median of {typical} (limit {limit} times).",
+    ),
+    Rule(
+        "clip_fraction",
+        _first("actor/pg_clipfrac"),
+        _mean,
+        "PPO's clip cut {percent} of the tokens off, over {recent} steps (limit {percent_limit}).",
+    ),
+    Rule("mismatch_kl", _first("rollout_corr/kl"), _size, _IN_UPDATE, is_strict=True),
+    Rule("mismatch_rise", _first("rollout_corr/k3_kl"), _start(_MISMATCH_FLOOR), _TIMES_START),
+    Rule("mismatch_chi2", _first("rollout_corr/chi2_token"), _value, _IN_UPDATE, is_strict=True),
+    Rule(
+        "mismatch_weight",
+        _first("rollout_corr/rollout_is_mean"),
+        _from_one,
+        "{metric} is {value}, {found} times away from 1 (limit {limit} times).",
+        is_strict=True,
+    ),
+    Rule("mismatch_spread", _first("rollout_corr/rollout_is_std"), _value, _AT_STEP, is_strict=True),
+    Rule("mismatch_sample_size", _first("rollout_corr/rollout_is_eff_sample_size"), _value, _AT_STEP, is_strict=True),
+    Rule("mismatch_veto", _first("rollout_corr/rollout_is_veto_fraction"), _value, _AT_STEP, is_strict=True),
+    Rule("mismatch_probs", _first("training/rollout_probs_diff_mean"), _value, _AT_STEP, is_strict=True),
+    Rule(
+        "truncation",
+        _first("response_length/clip_ratio"),
+        _mean,
+        "{percent} of the responses ended at the length limit, over {recent} steps (limit {percent_limit}).",
+    ),
+    Rule("length_rise", _first(LENGTH), _window, _TIMES_WINDOW),
+    Rule("length_fall", _first(LENGTH), _window, _TIMES_WINDOW),
+    Rule(
+        "aborted",
+        _first("response/aborted_ratio"),
+        _value,
+        "{percent} of the responses are empty (limit {percent_limit}).",
+        is_strict=True,
+    ),
+)

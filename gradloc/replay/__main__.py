@@ -1,0 +1,326 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Replay an event on one machine: ``python -m verl.gradloc.replay BUNDLE --model PATH``.
+
+Rebuilds verl's actor around the weights given, re-runs the bundled micro-batches with the recorded random numbers,
+localizes the spike again and holds the culprits against the event's. ``--oracle`` measures every token's gradient by
+a backward of its own. Exit code 0: the same culprits; 1: different ones; 2: it could not be replayed, and why.
+"""
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ..core.gradients import GradientSpace
+from ..core.probe import Prober
+from ..core.ranks import Ranks
+from ..evidence.complete import SCHEMA_VERSION
+from ..evidence.store import plain
+from ..search.find import STRATEGIES, localize
+from ..search.task import Task
+from .bundle import Bundle, ReplayError, read_bundle
+from .comparison import (
+    ask_oracle,
+    largest_log_prob_change,
+    named_by_event,
+    named_by_replay,
+    side_by_side,
+    verdict,
+    weights_difference,
+    weights_record,
+)
+
+__all__ = ["main", "replay"]
+
+_BUDGET = 128  # probes, where neither the bundle nor the person says
+_MAX_CULPRITS = 8
+
+
+class _Progress:
+    """One bar per phase, on the first process and only where somebody watches."""
+
+    def __init__(self, is_first: bool):
+        self._is_off = None if is_first else True  # None: tqdm looks whether this is a terminal
+        self._bar: Any = None
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None) -> Iterator[None]:
+        with tqdm(desc=name, total=total, disable=self._is_off, leave=False) as self._bar:
+            yield
+        self._bar = None
+
+    def tick(self) -> None:
+        if self._bar is not None:
+            self._bar.update()
+
+
+def replay(
+    bundle_path: str,
+    model_path: str,
+    strategy: str | None = None,
+    oracle: bool = False,
+    budget: int | None = None,
+) -> dict[str, Any]:
+    """Replay an event; all processes of a torchrun call this together and get the same.
+
+    Args:
+        bundle_path: the bundle's folder.
+        model_path: a Hugging Face model folder, or a checkpoint folder of verl's FSDP workers.
+        strategy: of the search; None for the event's own.
+        oracle: measure every token by itself, too.
+        budget: largest number of probes; None for the event's own.
+
+    Returns:
+        What ``--json`` writes; ``verdict`` is ``same``, ``different`` or ``nothing_to_compare``.
+
+    Raises:
+        ReplayError: one sentence that says why it cannot be replayed.
+    """
+    bundle = read_bundle(bundle_path)
+    expected = named_by_event(bundle)
+    strategy, budget, max_culprits = _settings(bundle, strategy, budget)
+    from ..verl_actor.rebuild import (  # verl's workers take seconds to import
+        ReplayStep,
+        build_actor,
+        deal,
+        start_processes,
+    )
+
+    start_processes()
+    actor = build_actor(bundle, model_path)
+    ranks = Ranks(device=torch.device(actor.device_name))
+    progress = _Progress(ranks.is_first)
+    places = deal(bundle, ranks.size)
+    step = ReplayStep(actor, bundle, places[ranks.rank], progress.tick)
+    space = GradientSpace(actor.actor_module)
+    difference = weights_difference(bundle, space, model_path)
+    with progress.phase("gradient", total=step.num_micro_batches):
+        step.train(space)
+    log_probs = largest_log_prob_change(step, ranks, bundle)
+    spike = bundle.spike(space.norm())
+    with progress.phase("search"):
+        finding = localize(step, space, ranks, spike, 1.0, strategy, budget, max_culprits)
+    found = named_by_replay(finding, bundle, places)
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "bundle": str(bundle.folder),
+        "model": model_path,
+        "event_id": bundle.event.get("event_id"),
+        "step": bundle.event["step"],
+        "num_processes": ranks.num_processes,
+        "device": actor.device_name,
+        "micro_batches": {"replayed": len(bundle.layout), "is_whole_step": bundle.is_whole},
+        "weights": weights_record(bundle, difference, log_probs, step.compute_dtype),
+        "norm": {"event": bundle.event["trigger"].get("grad_norm"), "replay": spike.grad_norm},
+        "threshold": spike.threshold,
+        "search": {
+            "strategy": strategy,
+            "budget": budget,
+            "status": finding.status,
+            "stop_reason": finding.result.stop_reason,
+            "forwards": finding.num_forwards,
+            "backwards": finding.num_backwards,
+            "seconds": finding.seconds,
+        },
+        "certificate": vars(finding.certificate),
+        "culprits": side_by_side(expected or [], found),
+        "verdict": verdict(expected, found),
+        "oracle": None,
+    }
+    if oracle:
+        total = sum(int(bundle.token_mask(entry).sum()) for entry in bundle.layout)
+        task = Task(Prober(step, space, ranks), space.take(), 1.0, spike, finding.tau, budget, max_culprits)
+        with progress.phase("oracle", total=total):
+            record["oracle"] = ask_oracle(task, bundle, places, found)
+    return record
+
+
+def _settings(bundle: Bundle, strategy: str | None, budget: int | None) -> tuple[str, int, int]:
+    """Strategy, budget and largest number of culprits: as asked for, else as in the event, else the defaults."""
+    actor, search = bundle.meta["actor"], bundle.event.get("search") or {}
+    strategy = strategy or search.get("strategy") or "auto"
+    if strategy not in STRATEGIES:
+        raise ReplayError(f"The strategy {strategy!r} is not known; there are {', '.join(STRATEGIES)}.")
+    of_run = (actor.get("gradloc") or {}).get("search") or {}
+    budget = budget or search.get("budget") or actor.get("bisect_budget_steps") or _BUDGET
+    return strategy, budget, of_run.get("max_culprits") or _MAX_CULPRITS
+
+
+# ---- what the person reads
+
+
+def render(record: dict[str, Any]) -> str:
+    """The record of :func:`replay` as text."""
+    certificate, search, batches = record["certificate"], record["search"], record["micro_batches"]
+    whole = "the whole step" if batches["is_whole_step"] else "a part of the step, whose gradient alone is looked at"
+    where = f"{record['num_processes']} process{'es' if record['num_processes'] > 1 else ''} on {record['device']}"
+    lines = [
+        f"event        {record['event_id']}{_at(record['step'])}",
+        f"replayed     {batches['replayed']} micro-batches ({whole}), {where}",
+        f"weights      {record['weights']['sentence']}",
+        f"norm         event {_figure(record['norm']['event'])}, replay {_figure(record['norm']['replay'])}, "
+        f"threshold {_figure(record['threshold'])}",
+        f"search       {search['strategy']}: {search['forwards']} forwards and {search['backwards']} backwards in "
+        f"{search['seconds']:.1f} s; {search['stop_reason']}",
+        f"certificate  {certificate['verdict']}: {_figure(certificate['norm_after'])} without the culprits "
+        f"(error at most {_figure(certificate['error_bound'])}); {certificate['reason']}",
+    ]
+    if record["culprits"]:
+        lines += ["", *_table(_CULPRIT_COLUMNS, [_culprit_cells(culprit) for culprit in record["culprits"]])]
+    if record["oracle"] is not None:
+        lines += ["", *_oracle_lines(record["oracle"])]
+    return "\n".join([*lines, "", _VERDICTS[record["verdict"]]])
+
+
+def _at(step: dict[str, Any]) -> str:
+    names = {"global_step": "step", "epoch": "epoch", "mini_batch": "mini-batch"}
+    return "".join(f", {name} {step[key]}" for key, name in names.items() if step.get(key) is not None)
+
+
+_VERDICTS = {
+    "same": "The same culprits as in the event.",
+    "different": "NOT the same culprits as in the event.",
+    "nothing_to_compare": "The bundle names no culprits to compare with.",
+}
+_CULPRIT_COLUMNS = (
+    "rank",
+    "micro-batch",
+    "row",
+    "positions",
+    "span",
+    "norm: event",
+    "replay",
+    "share: event",
+    "replay",
+)
+_ORACLE_COLUMNS = ("rank", "micro-batch", "row", "position", "norm", "share", "")
+
+
+def _culprit_cells(culprit: dict[str, Any]) -> list[str]:
+    event, replayed = culprit["event"] or {}, culprit["replay"] or {}
+    first, last = culprit["positions"][0], culprit["positions"][-1]
+    return [
+        str(culprit["rank"]),
+        str(culprit["micro_batch"]),
+        str(culprit["micro_batch_row"]),
+        str(first) if first == last else f"{first}-{last}",
+        culprit["span"],
+        _figure(event.get("grad_norm"), "-" if culprit["event"] is not None else "not named"),
+        _figure(replayed.get("grad_norm"), "-" if culprit["replay"] is not None else "not named"),
+        _figure(event.get("share"), "-"),
+        _figure(replayed.get("share"), "-"),
+    ]
+
+
+def _oracle_lines(oracle: dict[str, Any]) -> list[str]:
+    recall = "no culprit by itself" if oracle["recall"] is None else f"recall {oracle['recall']:.0%}"
+    head = (
+        f"oracle       {oracle['num_tokens']} tokens measured one by one: {oracle['num_culprits']} have a norm of "
+        f"{_figure(oracle['threshold'])} or more; {recall}, {len(oracle['false_positives'])} false positives"
+    )
+    cells = [
+        [str(token[key]) for key in ("rank", "micro_batch", "micro_batch_row", "position")]
+        + [_figure(token["grad_norm"]), _figure(token["share"]), "named" if token["is_named"] else ""]
+        for token in oracle["top"]
+    ]
+    return [head, *_table(_ORACLE_COLUMNS, cells)]
+
+
+def _table(columns: tuple[str, ...], rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    table = [columns, *rows]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+
+
+def _figure(value: Any, otherwise: str = "none") -> str:
+    return otherwise if value is None else value if isinstance(value, str) else f"{value:.6g}"
+
+
+# ---- the command
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m verl.gradloc.replay",
+        description="Replay a gradient spike from its bundle and compare the culprits with the event's.",
+        epilog="Exit code 0: the same culprits (or none to compare with); 1: different ones; 2: cannot be replayed.",
+    )
+    parser.add_argument("bundle", help="an event's folder: DUMP_DIR/events/EVENT_ID")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PATH",
+        help="the weights before the step: a Hugging Face folder, or a checkpoint folder of verl's FSDP workers "
+        "(global_step_N/actor), whose shards are put together in memory, in their own precision",
+    )
+    parser.add_argument("--strategy", choices=STRATEGIES, help="of the search (default: the event's own)")
+    parser.add_argument("--oracle", action="store_true", help="measure every token by a backward of its own, too")
+    parser.add_argument("--json", metavar="OUT", help="write what was found to this file, too")
+    parser.add_argument("--budget", type=_positive, metavar="N", help="probes at most (default: the event's own)")
+    return parser.parse_args(argv)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    if error is None:
+        return False
+    is_it = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return is_it or _is_out_of_memory(error.__cause__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    args = _parse(argv)
+    is_first = int(os.environ.get("RANK", 0)) == 0
+    warnings.simplefilter("ignore", UserWarning)  # what verl and torch warn of is the run's own choice
+    try:
+        if args.json is not None and not Path(args.json).absolute().parent.is_dir():
+            raise ReplayError(f"--json {args.json}: there is no such folder.")
+        record = plain(replay(args.bundle, args.model, args.strategy, args.oracle, args.budget))
+    except ReplayError as error:
+        if is_first:
+            print(f"replay: {error}", file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        print("replay: The memory ran out: use more processes (torchrun) or a larger machine.", file=sys.stderr)
+        return 2
+    if is_first:
+        print(render(record))
+        if args.json is not None:
+            Path(args.json).write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    return 1 if record["verdict"] == "different" else 0
+
+
+if __name__ == "__main__":
+    code = main()
+    if code != 2 and torch.distributed.is_initialized():  # after a failure the peers may not come
+        torch.distributed.destroy_process_group()
+    sys.exit(code)

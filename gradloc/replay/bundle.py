@@ -1,0 +1,244 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A replay bundle read from disk and checked. Whatever is wrong with one is said in one sentence.
+
+What a bundle holds, key by key: docs/bundle.md. Only what a replay uses is required, so that a bundle can be written
+by hand.
+
+Shapes: R rows (sequences), P prompt positions, T response positions.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.trigger import Spike, spike_kind
+from ..evidence.complete import SCHEMA_VERSION
+
+__all__ = ["Bundle", "Entry", "ReplayError", "read_bundle"]
+
+_LONG = ("input_ids", "attention_mask", "position_ids")  # (R, P + T)
+_SHORT = ("responses", "response_mask", "old_log_probs", "advantages")  # (R, T)
+_OPTIONAL = ("ref_log_prob", "rollout_log_probs", "rollout_is_weights")  # (R, T)
+_INTEGERS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
+_LOG_PROBS = ("old_log_probs", "ref_log_prob", "rollout_log_probs")
+
+
+class ReplayError(Exception):
+    """The event cannot be replayed from what was given; the message is one sentence for whoever gave it."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One micro-batch of the event."""
+
+    rank: int
+    micro_batch: int
+    first_row: int
+    end_row: int
+    """Exclusive; rows of the bundle's tensors."""
+    rng: torch.Tensor | None
+    """The CPU's random state before the micro-batch's forward; None where the bundle has none."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An event that can be replayed: checked, so nothing in it contradicts anything else."""
+
+    folder: Path
+    meta: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    layout: list[Entry]
+    dp_size: int
+    """Data-parallel ranks of the run: every micro-batch's weight in the step depends on it."""
+
+    @property
+    def event(self) -> dict[str, Any]:
+        return self.meta["event"]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all micro-batches of the step are here, so that the gradient is the step's."""
+        per_rank = self.event["step"].get("num_micro_batches")
+        return per_rank is not None and len(self.layout) == per_rank * self.dp_size
+
+    def token_mask(self, entry: Entry) -> torch.Tensor:
+        """bool (B, T): the response tokens of one micro-batch."""
+        return self.tensors["response_mask"][entry.first_row : entry.end_row].bool()
+
+    def spike(self, grad_norm: float) -> Spike:
+        """The event's trigger, for the norm that the replay has."""
+        trigger = self.event["trigger"]
+        threshold, tau = _number(trigger.get("threshold")), _number(trigger.get("tau"))
+        kind = spike_kind(grad_norm, threshold, trigger.get("kind", "fixed"))
+        num_tokens = trigger.get("num_tokens") or int(self.tensors["response_mask"].bool().sum())
+        return Spike(kind or trigger.get("kind", "fixed"), grad_norm, threshold, tau, num_tokens)
+
+
+def read_bundle(path: str) -> Bundle:
+    """Read and check a bundle.
+
+    Args:
+        path: the folder with ``meta.json`` and ``batch.safetensors``.
+
+    Raises:
+        ReplayError: one sentence; nothing of the bundle was used.
+    """
+    folder = Path(path)
+    for name in ("meta.json", "batch.safetensors"):
+        if not (folder / name).is_file():
+            raise ReplayError(f"{path} is not a bundle folder: it has no {name}.")
+    meta = _read_meta(folder / "meta.json")
+    tensors = _read_tensors(folder / "batch.safetensors")
+    _check_tensors(tensors, meta)
+    dp_size = _get(meta, "event.step.dp_size", int)
+    if dp_size < 1:
+        raise ReplayError(f"meta.json: event.step.dp_size must be at least 1, found {dp_size}.")
+    layout = _read_layout(meta, tensors, dp_size)
+    _check_values(tensors, layout, meta)
+    return Bundle(folder, meta, tensors, layout, dp_size)
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ReplayError(f"{path} is not readable as JSON: {error}.") from error
+    version = meta.get("schema_version") if isinstance(meta, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ReplayError(f"{path} has schema_version {version!r}; this version of gradloc reads {SCHEMA_VERSION}.")
+    for key, kind in (("actor", dict), ("on_policy", bool), ("layout", list), ("event.step", dict)):
+        _get(meta, key, kind)
+    _get(meta, "event.trigger", dict)
+    temperature = _number(meta.get("temperature"))
+    if temperature is None or not temperature > 0:
+        raise ReplayError(f"meta.json: temperature must be a positive number, found {meta.get('temperature')!r}.")
+    for name in ("threshold", "tau"):
+        _number(meta["event"]["trigger"].get(name), f"event.trigger.{name}")
+    return meta
+
+
+def _get(meta: dict[str, Any], dotted: str, kind: type) -> Any:
+    value: Any = meta
+    for key in dotted.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ReplayError(f"meta.json: {dotted} must be of type {kind.__name__}, found {value!r:.80}.")
+    return value
+
+
+def _number(value: Any, where: str = "temperature") -> float | None:
+    """A number, or None for null; ``"NaN"`` and ``"Infinity"`` stand for what JSON has no number for."""
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        raise ReplayError(f"meta.json: {where} must be a number or null, found {value!r:.80}.") from None
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ReplayError(f"{path} is cut off or is no safetensors file: {error}.") from error
+
+
+def _check_tensors(tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+    needed = list(_LONG + _SHORT)
+    if meta["actor"].get("use_kl_loss"):
+        needed.append("ref_log_prob")
+    if (meta["actor"].get("policy_loss") or {}).get("loss_mode") == "bypass_mode":
+        needed.append("rollout_log_probs")
+    for name in needed:
+        if name not in tensors:
+            raise ReplayError(f"batch.safetensors has no tensor {name}.")
+    responses = tensors["responses"]
+    long = tuple(tensors["input_ids"].shape)
+    if responses.dim() != 2 or len(long) != 2 or long[0] != responses.shape[0] or long[1] <= responses.shape[1]:
+        raise ReplayError(
+            "batch.safetensors: input_ids must be (rows, prompt + response) and responses (rows, response), found "
+            f"{long} and {tuple(responses.shape)}."
+        )
+    for names, expected in ((_LONG, long), (_SHORT + _OPTIONAL, tuple(responses.shape))):
+        for name in names:
+            if name in tensors and tuple(tensors[name].shape) != expected:
+                found = tuple(tensors[name].shape)
+                raise ReplayError(f"batch.safetensors: {name} must have the shape {expected}, found {found}.")
+    for name in _LONG + _SHORT + _OPTIONAL:
+        if name in tensors and tensors[name].is_floating_point() != (name not in _INTEGERS):
+            if name == "response_mask":  # verl keeps masks in any dtype
+                continue
+            expected = "integers" if name in _INTEGERS else "floating point numbers"
+            raise ReplayError(f"batch.safetensors: {name} must hold {expected}, found {tensors[name].dtype}.")
+
+
+def _read_layout(meta: dict[str, Any], tensors: dict[str, torch.Tensor], dp_size: int) -> list[Entry]:
+    num_rows = tensors["responses"].shape[0]
+    layout: list[Entry] = []
+    for number, item in enumerate(meta["layout"]):
+        try:
+            rank, micro_batch, (first, end) = int(item["rank"]), int(item["micro_batch"]), map(int, item["rows"])
+        except (KeyError, TypeError, ValueError):
+            raise ReplayError(
+                f"meta.json: layout[{number}] must hold rank, micro_batch and rows [first, end), found {item!r:.80}."
+            ) from None
+        if not 0 <= first < end <= num_rows:
+            raise ReplayError(
+                f"meta.json: layout[{number}] takes rows {first} to {end}, but the tensors have {num_rows} rows."
+            )
+        if not 0 <= rank < dp_size or micro_batch < 0:
+            raise ReplayError(
+                f"meta.json: layout[{number}] is micro-batch {micro_batch} of rank {rank}, but the event had ranks 0 "
+                f"to {dp_size - 1}."
+            )
+        for other in layout:
+            if (other.rank, other.micro_batch) == (rank, micro_batch):
+                raise ReplayError(f"meta.json: layout lists micro-batch {micro_batch} of rank {rank} twice.")
+            if first < other.end_row and other.first_row < end:
+                raise ReplayError(f"meta.json: layout[{number}] shares rows with an earlier entry.")
+        rng = tensors.get(f"rng.{rank}.{micro_batch}")
+        if rng is not None and (rng.dtype, rng.shape) != (torch.uint8, torch.get_rng_state().shape):
+            raise ReplayError(f"batch.safetensors: rng.{rank}.{micro_batch} is no random state of this torch's CPU.")
+        layout.append(Entry(rank, micro_batch, first, end, rng))
+    if not layout:
+        raise ReplayError("meta.json: layout is empty, so there is no micro-batch to replay.")
+    return layout
+
+
+def _check_values(tensors: dict[str, torch.Tensor], layout: list[Entry], meta: dict[str, Any]) -> None:
+    is_listed = torch.zeros(tensors["responses"].shape[0], 1, dtype=torch.bool)
+    for entry in layout:
+        is_listed[entry.first_row : entry.end_row] = True
+    mask = tensors["response_mask"].bool() & is_listed
+    if not mask.any():
+        raise ReplayError("batch.safetensors: response_mask is empty, so there is no token to look at.")
+    num_response = tensors["responses"].shape[1]
+    if not torch.equal(tensors["input_ids"][:, -num_response:][mask], tensors["responses"][mask]):
+        raise ReplayError("batch.safetensors: responses are not the last columns of input_ids.")
+    # a gradient that was not finite may come from just such a log-prob: then it is what the replay has to find
+    if meta["event"]["trigger"].get("kind") == "non_finite":
+        return
+    for name in _LOG_PROBS:
+        bad = (tensors[name].isnan() & mask).nonzero().tolist() if name in tensors else []
+        if bad:
+            row, position = bad[0]
+            raise ReplayError(
+                f"batch.safetensors: {name} is NaN at {len(bad)} response tokens (first: row {row}, position "
+                f"{position}), but the event's norm was finite."
+            )

@@ -1,0 +1,241 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The replay held against the event: culprits, weights, and the oracle's word on every token.
+
+A culprit is compared by its place in the event, since a replay may deal the micro-batches out differently.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core.gradients import GradientSpace
+from ..core.ranks import Ranks
+from ..core.selection import Part
+from ..evidence.fingerprint import differs, fingerprint, is_other_model
+from ..evidence.layers import layer_of
+from ..search.find import Finding
+from ..search.task import Task
+from .bundle import Bundle, Entry, ReplayError
+
+__all__ = [
+    "ask_oracle",
+    "largest_log_prob_change",
+    "named_by_event",
+    "named_by_replay",
+    "side_by_side",
+    "verdict",
+    "weights_difference",
+    "weights_record",
+]
+
+_LOG_PROB_SLACK = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # between machines and kernels
+_NUM_TOP = 10  # tokens in the oracle's table
+
+Places = list[list[Entry | None]]
+"""Per process, per micro-batch there: which of the event's."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A culprit, by its place in the event."""
+
+    rank: int
+    micro_batch: int
+    micro_batch_row: int
+    positions: tuple[int, ...]
+    span: str
+    norm: float | None
+    share: float | None
+
+    @property
+    def address(self) -> tuple[int, int, int]:
+        return self.rank, self.micro_batch, self.micro_batch_row
+
+    @property
+    def tokens(self) -> set[tuple[int, int, int, int]]:
+        return {(*self.address, position) for position in self.positions}
+
+
+# ---- culprits
+
+
+def named_by_event(bundle: Bundle) -> list[Named] | None:
+    """The event's culprits; None where the bundle names none, not even an empty list."""
+    culprits = bundle.event.get("culprits")
+    if culprits is None:
+        return None
+    entries = {(entry.rank, entry.micro_batch): entry for entry in bundle.layout}
+    named = []
+    for number, culprit in enumerate(culprits):
+        try:
+            where = culprit["rank"], culprit["micro_batch"]
+            row, positions = culprit["micro_batch_row"], tuple(culprit["positions"])
+        except (KeyError, TypeError):
+            raise ReplayError(
+                f"meta.json: event.culprits[{number}] must hold rank, micro_batch, micro_batch_row and positions."
+            ) from None
+        mask = bundle.token_mask(entries[where]) if where in entries else torch.zeros(0, 0)
+        if not (0 <= row < mask.shape[0] and all(0 <= p < mask.shape[1] and mask[row, p] for p in positions)):
+            raise ReplayError(f"meta.json: event.culprits[{number}] is at no response token of the bundle.")
+        norm, share = (culprit.get(key) for key in ("grad_norm", "share"))
+        named.append(Named(*where, row, positions, culprit.get("span", "token"), norm, share))
+    return named
+
+
+def named_by_replay(finding: Finding, bundle: Bundle, places: Places) -> list[Named]:
+    named = []
+    for culprit in finding.result.culprits:
+        first = culprit.tokens[0]
+        entry = places[first.rank][first.micro_batch]
+        mask = bundle.token_mask(entry)
+        flat = mask.flatten().nonzero().squeeze(-1)[[token.index for token in culprit.tokens]].tolist()
+        row, positions = flat[0] // mask.shape[1], tuple(place % mask.shape[1] for place in flat)
+        where = entry.rank, entry.micro_batch, row
+        named.append(Named(*where, positions, culprit.span, culprit.norm, culprit.share))
+    return named
+
+
+def verdict(expected: list[Named] | None, found: list[Named]) -> str:
+    """Whether the very same tokens are named, however they are grouped into spans."""
+    if expected is None:
+        return "nothing_to_compare"
+    ours, theirs = (set().union(*(named.tokens for named in side)) for side in (expected, found))
+    return "same" if ours == theirs else "different"
+
+
+def side_by_side(expected: list[Named], found: list[Named]) -> list[dict[str, Any]]:
+    rows: dict[tuple, dict[str, Any]] = {}
+    for side, culprits in (("event", expected), ("replay", found)):
+        for named in culprits:
+            row = rows.setdefault(
+                (named.address, named.positions),
+                {
+                    "rank": named.rank,
+                    "micro_batch": named.micro_batch,
+                    "micro_batch_row": named.micro_batch_row,
+                    "positions": list(named.positions),
+                    "span": named.span,
+                    "event": None,
+                    "replay": None,
+                },
+            )
+            row[side] = {"grad_norm": named.norm, "share": named.share}
+    return list(rows.values())
+
+
+# ---- weights
+
+
+def weights_difference(bundle: Bundle, space: GradientSpace, model_path: str) -> str | None:
+    """How the weights differ from the event's by its fingerprint; raises where it is another model altogether."""
+    expected = bundle.meta.get("fingerprint")
+    if expected is None:
+        layers = {name for name in bundle.event.get("layers") or {} if name.startswith("layer ")}
+        given = {name for name in map(layer_of, space.names) if name.startswith("layer ")}
+        if layers and layers != given:
+            raise ReplayError(
+                f"The model at {model_path} is not the event's: it has {len(given)} layers, that had {len(layers)}."
+            )
+        return None
+    found = fingerprint(space)
+    try:
+        other = is_other_model(expected, found)
+        if other is not None:
+            raise ReplayError(f"The model at {model_path} is not the event's: {other}.")
+        return differs(expected, found)
+    except (KeyError, TypeError, ValueError, IndexError):
+        raise ReplayError("meta.json: fingerprint must hold total and parameters; see docs/bundle.md.") from None
+
+
+def weights_record(bundle: Bundle, difference: str | None, change: float | None, dtype: torch.dtype) -> dict[str, Any]:
+    """Whether the weights are those of the event: by the fingerprint, else by the culprits' log-probs."""
+    if bundle.meta.get("fingerprint") is not None:
+        verdict = "same" if difference is None else "different"
+        sentence = difference or "The weights are those of the event, by their fingerprint."
+    elif change is None:
+        verdict, sentence = "unknown", "The bundle has no fingerprint of the weights and no log-prob to compare."
+    else:
+        verdict = "same" if change <= _LOG_PROB_SLACK[dtype] else "different"
+        are = "are as good as" if verdict == "same" else "differ from"
+        sentence = f"By the culprits' log-probs (changed by at most {change:.2g}) the weights {are} those of the event."
+    at = bundle.event["step"]
+    if verdict == "different" and (at.get("mini_batch") or at.get("epoch")):
+        sentence += (
+            f" The event came at epoch {at.get('epoch')}, mini-batch {at.get('mini_batch')} of its step, so after the "
+            "step's first update: no checkpoint of a step has its weights, evidence.checkpoint=before_step saves them."
+        )
+    return {"verdict": verdict, "sentence": sentence, "largest_log_prob_change": change}
+
+
+def largest_log_prob_change(step: Any, ranks: Ranks, bundle: Bundle) -> float | None:
+    """Largest change of a culprit's log-prob since the event; refuses weights that give NaN where the event did not."""
+    known = {
+        (culprit["rank"], culprit["micro_batch"], culprit["micro_batch_row"], culprit["peak"]): float(
+            culprit["log_prob"]
+        )
+        for culprit in bundle.event.get("culprits") or []
+        if culprit.get("log_prob") is not None and culprit.get("peak") is not None
+    }
+    num_nan, changes = 0, []
+    for index, entry in enumerate(step.places):
+        log_prob = step.recorded(index).log_prob
+        num_nan += int(log_prob[step.token_mask(index)].isnan().sum())
+        for (rank, micro_batch, row, peak), before in known.items():
+            if entry is not None and (entry.rank, entry.micro_batch) == (rank, micro_batch):
+                changes.append(abs(float(log_prob[row, peak]) - before))
+    (total,) = ranks.sum([num_nan])
+    if total and bundle.event["trigger"].get("kind") != "non_finite":
+        raise ReplayError(f"With the given weights the log-probs of {int(total)} response tokens are NaN.")
+    everyone = [change for part in ranks.gather(changes) for change in part]
+    return max((math.inf if change != change else change for change in everyone), default=None)
+
+
+# ---- the oracle
+
+
+def ask_oracle(task: Task, bundle: Bundle, places: Places, found: list[Named]) -> dict[str, Any]:
+    """Every token's gradient norm and share by a probe of its own, and how the strategy did against that."""
+    space, named = task.prober.space, set().union(*(culprit.tokens for culprit in found))
+    alone = set().union(*(culprit.tokens for culprit in found if len(culprit.positions) == 1))
+    tokens, square = [], task.spike.grad_norm**2
+    for rank, of_process in enumerate(places):
+        for index, entry in enumerate(of_process):
+            flat = [] if entry is None else bundle.token_mask(entry).nonzero().tolist()
+            for number, (row, position) in enumerate(flat):
+                norm = task.prober.measure(Part(index, rank, rank + 1, number, number + 1)).norm
+                dot = float(space.dots(space.current(), task.gradient).sum())
+                share = dot / square if square > 0 else math.nan
+                tokens.append((norm, share, (entry.rank, entry.micro_batch, row, position)))
+    culprits = {token for norm, _, token in tokens if not norm < task.culprit_norm}
+    tokens.sort(key=lambda item: (item[0] == item[0], -item[0], item[2]))  # what is not a number comes first
+    return {
+        "threshold": task.culprit_norm,
+        "num_tokens": len(tokens),
+        "num_culprits": len(culprits),
+        "recall": len(culprits & named) / len(culprits) if culprits else None,
+        "missed": sorted(culprits - named),
+        "false_positives": sorted(alone - culprits),
+        "top": [
+            {
+                **dict(zip(("rank", "micro_batch", "micro_batch_row", "position"), token, strict=True)),
+                "grad_norm": norm,
+                "share": share,
+                "is_named": token in named,
+            }
+            for norm, share, token in tokens[:_NUM_TOP]
+        ],
+    }

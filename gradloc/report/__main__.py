@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m gradloc.report`` is ``gradloc-report``."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient analyses: read, drawn, and put on a page."""

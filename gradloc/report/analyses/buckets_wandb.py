@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient analyses of a run that Weights & Biases keeps; the only file that needs a network."""
+
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ..errors import ReportError
+from .buckets import Analysis, from_metrics
+
+_TABLE = re.compile(r"grad_norm/(bucket_\d+)/group_rv_table")
+
+
+def read_wandb(
+    path: str, steps: list[int] | None = None, api: Any = None
+) -> tuple[dict[int, Analysis], list[str], str]:
+    """Read a run's analyses through W&B's API.
+
+    Args:
+        path: ENTITY/PROJECT/RUN_ID.
+        steps: read the tables of these only; None for all.
+        api: stands in for ``wandb.Api()``.
+
+    Returns:
+        The analyses by step, notes, and a folder name: ``<run name>_<run id>``.
+
+    Raises:
+        ReportError: without the wandb package, or when the run cannot be read or has no analysis.
+    """
+    if len(path.strip("/").split("/")) != 3:
+        raise ReportError(f"--wandb-path {path} must be ENTITY/PROJECT/RUN_ID.")
+    try:
+        run = (api or _api()).run(path.strip("/"))
+        rows = list(run.scan_history())
+    except ReportError:
+        raise
+    except Exception as error:  # the package's own errors have no common base
+        raise ReportError(f"W&B has no run {path} that can be read here: {error}") from None
+    found: dict[int, Analysis] = {}
+    notes: list[str] = []
+    for row in rows:
+        step = row.get("training/global_step", row.get("_step"))
+        analysis = None if step is None else from_metrics(int(step), row)
+        if analysis is None:
+            continue
+        found[analysis.step] = analysis
+        if steps is None or analysis.step in steps:
+            analysis.table, problem = _tables(run, row)
+            if problem:
+                notes.append(f"step {analysis.step}: {problem}")
+    if not found:
+        raise ReportError(
+            f"the run {path} has no grad_norm/bucket_* metric: trainer.gradient_analysis_mode was "
+            "off, or no analysed step was logged."
+        )
+    name = re.sub(r"[^\w.-]+", "-", f"{run.name}_{run.id}")
+    return dict(sorted(found.items())), notes, name
+
+
+def _api():
+    try:
+        import wandb
+    except ImportError:
+        raise ReportError("reading from W&B needs its package: pip install wandb, or name the run's folder.") from None
+    return wandb.Api()
+
+
+def _tables(run: Any, row: dict) -> tuple[list[tuple[str, float]], str]:
+    """The groups of one step, and a sentence when their table could not be had."""
+    table: list[tuple[str, float]] = []
+    for key, reference in row.items():
+        if not _TABLE.fullmatch(key) or not isinstance(reference, dict):
+            continue
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                file = run.file(reference["path"]).download(root=folder, replace=True)
+                data = json.loads(Path(file.name).read_text(encoding="utf-8"))
+            bucket, deviation = (data["columns"].index(name) for name in ("bucket", "reward_std"))
+            table += [(line[bucket], float(line[deviation])) for line in data["data"]]
+        except Exception as error:  # without the table there are still mean and range
+            return [], f"its group_rv_table cannot be had ({error}); mean and range are drawn."
+    return table, "" if table else "it has no group_rv_table; mean and range are drawn."

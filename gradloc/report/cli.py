@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: finds the subcommand, runs it, and words what goes wrong in one place.
+
+``gradloc-report RUN_DIR`` is short for ``gradloc-report show RUN_DIR``. A folder that is called
+like a subcommand can be named with ``./`` before it.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+
+from . import __version__
+from .errors import ReportError
+
+COMMANDS = {
+    "show": "a run's events: in the terminal, as an HTML page, or as Markdown, JSON or CSV",
+    "compare": "two runs side by side",
+    "health": "healthy, warning or danger, step by step, with reasons and what people do",
+    "buckets": "a run's gradient analyses: figures by reward variance, or three steps in one",
+    "quartiles": "which tokens' gradients dominate, by probability: figures and tables",
+}
+DEFAULT = "show"
+EPILOG = """\
+examples:
+  gradloc-report runs/demo-1                      a summary in the terminal
+  gradloc-report runs/demo-1 -o report.html       the whole report, one file
+  gradloc-report runs/demo-1 --event ID -o e.html one event with every token
+  gradloc-report runs/demo-1 --format csv         one line per culprit
+  gradloc-report health runs/demo-1               was the run well, step by step
+  gradloc-report compare runs/a runs/b            two runs side by side
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser with every subcommand's arguments."""
+    made = argparse.ArgumentParser(
+        prog="gradloc-report",
+        description="Shows what spiked in a run, which tokens did it, and why.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--version", action="version", version=__version__)
+    commands = made.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        _module(name).add_arguments(sub)
+    return made
+
+
+def _module(name: str):
+    return importlib.import_module(f".commands.{name}", __package__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code: 0, or 2 when there is nothing to show."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    is_named = arguments and arguments[0] in (*COMMANDS, "-h", "--help", "--version")
+    if arguments and not is_named:
+        arguments.insert(0, DEFAULT)
+    args = parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a token may be more than the terminal can say
+    try:
+        return _module(args.command).run(args)
+    except ReportError as error:
+        print(f"gradloc-report: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        print(f"gradloc-report: {error.filename or 'a file'}: {error.strerror}.", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
+        return 130

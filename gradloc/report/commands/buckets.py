@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gradloc-report buckets``: the gradient analyses of a run, as figures and tables."""
+
+import argparse
+import csv
+import json
+from pathlib import Path
+
+from ..analyses.buckets import Analysis, from_json, read_analyses, to_json
+from ..errors import ReportError
+
+OUTPUTS = "gradient_analysis_outputs"
+STEPS = (0, 20, 40)
+DPI = 150
+EPILOG = """\
+examples:
+  gradloc-report buckets runs/demo-1 --list-steps
+  gradloc-report buckets runs/demo-1 --step 1 51
+  gradloc-report buckets --wandb-path ENTITY/PROJECT/RUN_ID --step 1
+  gradloc-report buckets --mode ppo --step0-dir A --step20-dir B --step40-dir C --out ppo.png
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the subcommand takes."""
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="the run's folder")
+    parser.add_argument("--wandb-path", metavar="ENTITY/PROJECT/RUN_ID", help="read the run from Weights & Biases")
+    parser.add_argument("--list-steps", action="store_true", help="print the analysed steps")
+    parser.add_argument("--step", "--steps", nargs="+", type=int, metavar="N", help="these only")
+    parser.add_argument("--output-dir", type=Path, metavar="DIR", help=f"default: {OUTPUTS}/<run's name>")
+    three = parser.add_argument_group("one figure of three steps")
+    three.add_argument("--mode", choices=("grpo", "ppo"), help="what the figure's title says")
+    for step in STEPS:
+        three.add_argument(f"--step{step}-dir", type=Path, metavar="DIR", help="files of one step, from --step")
+    three.add_argument("--out", type=Path, metavar="PNG", help="where the figure goes")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the files; returns 0."""
+    if any(getattr(args, f"step{step}_dir") for step in STEPS) or args.mode or args.out:
+        return _three_steps(args)
+    if (args.run_dir is None) == (args.wandb_path is None):
+        raise ReportError("name one run: its folder, or --wandb-path ENTITY/PROJECT/RUN_ID.")
+    analyses, notes, folder = _read(args)
+    for note in notes:
+        print(f"note: {note}")
+    if args.list_steps:
+        print("\n".join(_line(analysis) for analysis in analyses.values()))
+        return 0
+    for step in args.step or analyses:
+        if step not in analyses:
+            there = ", ".join(map(str, analyses))
+            raise ReportError(f"step {step} was not analysed: there are {there}.")
+    folder.mkdir(parents=True, exist_ok=True)
+    for step in args.step or analyses:
+        for path in write(analyses[step], folder):
+            print(path)
+    return 0
+
+
+def _read(args) -> tuple[dict[int, Analysis], list[str], Path]:
+    if args.wandb_path is None:
+        analyses, notes = read_analyses(args.run_dir)
+        return analyses, notes, args.output_dir or Path(OUTPUTS) / args.run_dir.resolve().name
+    from ..analyses.buckets_wandb import read_wandb
+
+    analyses, notes, name = read_wandb(args.wandb_path, args.step)
+    return analyses, notes, args.output_dir or Path(OUTPUTS) / name
+
+
+def _line(analysis: Analysis) -> str:
+    rows = analysis.get("all", "sample_count")
+    return f"step {analysis.step}: {len(analysis.buckets)} buckets, {rows:.0f} rows"
+
+
+def write(analysis: Analysis, folder: Path) -> list[Path]:
+    """Write the files of one step.
+
+    Returns:
+        Their paths: five figures, the metrics and the groups' deviations.
+    """
+    from ..analyses.buckets_figures import FIGURES
+
+    paths = []
+    for name, draw in FIGURES.items():
+        path = folder / f"gradient_analysis_{name}_step_{analysis.step}.png"
+        save(draw(analysis), path)
+        paths.append(path)
+    path = folder / f"gradient_analysis_metrics_step_{analysis.step}.json"
+    path.write_text(json.dumps(to_json(analysis), indent=1, allow_nan=False) + "\n", "utf-8")
+    paths.append(path)
+    path = folder / f"gradient_analysis_bucket_rv_table_step_{analysis.step}.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("bucket", "reward_std"))
+        writer.writerows(analysis.table)
+    return [*paths, path]
+
+
+def save(figure, path: Path) -> None:
+    """Write a figure as PNG or SVG, by its ending; the same bytes for the same figure."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    undated = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+    with matplotlib.rc_context({"svg.hashsalt": "gradloc"}):
+        figure.savefig(path, dpi=DPI, metadata=undated)
+
+
+def _three_steps(args) -> int:
+    from ..analyses.buckets_figures import three_steps
+
+    folders = [getattr(args, f"step{step}_dir") for step in STEPS]
+    missing = [f"--step{s}-dir" for s, folder in zip(STEPS, folders, strict=True) if folder is None]
+    missing += [f"--{name}" for name in ("mode", "out") if getattr(args, name) is None]
+    if missing:
+        raise ReportError(f"the figure of three steps also needs {', '.join(missing)}.")
+    analyses = [from_json(metrics_file(folder)) for folder in folders]
+    common = set.intersection(*(set(analysis.buckets) for analysis in analyses))
+    if not common:
+        raise ReportError("the three steps have no bucket in common.")
+    labels = [f"step {analysis.step}" for analysis in analyses]
+    title = f"{args.mode.upper()}: gradient by reward variance"
+    save(three_steps(analyses, labels, title), args.out)
+    print(args.out)
+    return 0
+
+
+def metrics_file(folder: Path) -> Path:
+    """The metrics of the one step that a folder holds.
+
+    Raises:
+        ReportError: when there is none or more than one.
+    """
+    found = sorted(folder.glob("gradient_analysis_metrics_step_*.json"))
+    found = found or sorted(folder.glob("metrics.json"))
+    if len(found) != 1:
+        raise ReportError(
+            f"{folder} holds {len(found)} gradient_analysis_metrics_step_*.json: name a folder "
+            "with one, made by `gradloc-report buckets RUN_DIR --step N --output-dir DIR`."
+        )
+    return found[0]

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gradloc-report compare RUN_A RUN_B``: two runs side by side."""
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..pages import terminal
+from ..pages.exports import escape
+from ..runs.comparison import Comparison, compare
+from ..runs.run import read_run
+from ..text import one_line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder")
+    parser.add_argument("run_b", type=Path, metavar="RUN_B", help="another run's folder")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write an HTML page, or the format asked for",
+    )
+    parser.add_argument("--format", choices=("md", "json"), help="Markdown or JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reads both runs and shows what differs."""
+    runs = [read_run(args.run_a), read_run(args.run_b)]
+    found = compare(*runs)
+    notes = [f"{one_line(str(r.path))}: {note}" for r in runs for note in r.notes]
+    if args.format is None and args.output is None:
+        _print(found)
+        terminal.warn(notes)
+        return 0
+    if args.format == "json":
+        text = json.dumps({"runs": found.names, "rows": found.rows, "steps": found.steps}, indent=2) + "\n"
+    elif args.format == "md":
+        text = _markdown(found)
+    else:
+        from .. import page  # matplotlib takes a second to import
+
+        text = page.render_comparison("compare.html", found=found, notes=notes, curves=page.overlays(runs, found))
+    if args.output is None:
+        print(text, end="")
+    else:
+        args.output.write_text(text, encoding="utf-8", errors="replace", newline="\n")
+        print(args.output)
+    terminal.warn(notes)
+    return 0
+
+
+def _print(found: Comparison) -> None:
+    console = Console(highlight=False)
+    table = Table("", *map(one_line, found.names), box=None, padding=(0, 3, 0, 0))
+    for row in found.rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
+    steps = Table("spike at step", *map(one_line, found.names), box=None, padding=(0, 3, 0, 0))
+    for row in found.steps[:30]:
+        steps.add_row(*map(Text, row))
+    if found.steps:
+        console.print()
+        console.print(steps)
+    if len(found.steps) > 30:
+        console.print(Text(f"And {len(found.steps) - 30} more steps.", style="dim"))
+
+
+def _markdown(found: Comparison) -> str:
+    def table(head: str, rows: list[list[str]]) -> list[str]:
+        names = " | ".join(escape(name) for name in found.names)
+        body = ["| " + " | ".join(escape(cell) for cell in row) + " |" for row in rows]
+        return [f"| {head} | {names} |", "| --- | --- | --- |", *body, ""]
+
+    return "\n".join([*table("", found.rows), *table("spike at step", found.steps)])

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gradloc-report quartiles``: which tokens' gradients dominate, by probability."""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import msgspec
+
+from ..analyses.quartiles import SPLITS, Analysis, Moved, Update, read_quartiles
+from ..errors import ReportError
+from ..text import number, percent
+from .buckets import save
+
+OUTPUTS = "quartile_analysis_outputs"
+WIDTH = 92
+"""Columns of the table; a narrower terminal wraps it."""
+UPDATES = ("all", "lowest", "highest", "none")
+EPILOG = """\
+examples:
+  gradloc-report quartiles runs/quartiles-demo-1
+  gradloc-report quartiles runs/quartiles-demo-1 --step 17 --format svg
+  gradloc-report quartiles runs/quartiles-demo-1 --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the subcommand takes."""
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
+    parser.add_argument("--step", "--steps", nargs="+", type=int, metavar="N", help="these only")
+    parser.add_argument("--json", action="store_true", help="print the numbers, draw nothing")
+    parser.add_argument("--format", choices=("png", "svg"), default="png", help="of the figures")
+    parser.add_argument("--output-dir", type=Path, metavar="DIR", help=f"default: {OUTPUTS}/<run's name>")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a table and draws a figure for each step; returns 0."""
+    analyses, notes = read_quartiles(args.run_dir)
+    for step in args.step or ():
+        if step not in analyses:
+            there = ", ".join(map(str, analyses))
+            raise ReportError(f"step {step} was not analysed: there are {there}.")
+    chosen = [analyses[step] for step in args.step or analyses]
+    if args.json:
+        steps = [_finite(msgspec.to_builtins(analysis)) for analysis in chosen]
+        print(json.dumps({"steps": steps, "notes": notes}, indent=1, allow_nan=False))
+        return 0
+    for note in notes:
+        print(f"note: {note}")
+    from ..analyses.quartiles_figure import figure_of
+
+    folder = args.output_dir or Path(OUTPUTS) / args.run_dir.resolve().name
+    for analysis in chosen:
+        show(analysis)
+        path = folder / f"quartiles_step_{analysis.global_step}.{args.format}"
+        save(figure_of(analysis), path)
+        print(f"{path}\n")
+    return 0
+
+
+def show(analysis: Analysis) -> None:
+    """Print one step: a line per quartile, then a line per update."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, WIDTH)
+    what = SPLITS.get(analysis.split, analysis.split)
+    console.print(
+        f"Step {analysis.global_step}: {analysis.whole.num_tokens:,} tokens in {what}; "
+        f"gradient norm {number(analysis.whole.norm, 3)}, "
+        f"the parts miss it by {number(analysis.closure, 2)} of that."
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    heads = ("", "tokens", "mean 1-π", "norm", "gradient", "log π", "(c)", "(e)", "(f)")
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    for index, quartile in enumerate(analysis.quartiles):
+        changes = [_change(analysis.update(name), index) for name in UPDATES[:3]]
+        table.add_row(
+            quartile.name,
+            f"{quartile.num_tokens:,} ({percent(quartile.token_share)})",
+            number(quartile.one_minus_probability, 3),
+            number(quartile.norm, 3) if quartile.num_tokens else "–",
+            percent(quartile.gradient_share),
+            number(quartile.median_log_prob_norm, 3),
+            *changes,
+        )
+    console.print(table)
+    correlation = number(analysis.rank_correlation.log_prob_norm, 2)
+    console.print(
+        "norm: of the part that the quartile's tokens have in the gradient. gradient: their share "
+        "of it; the shares add up to 1. log π: median norm of single tokens' gradients of log π "
+        f"({len(analysis.tokens)} tokens; rank correlation with 1-π: {correlation}). (c), (e), "
+        "(f): mean size of the change of probability after an update of all tokens, of q1, of q4."
+    )
+    optimizer = analysis.optimizer
+    console.print(f"{optimizer.name}, learning rate {number(optimizer.learning_rate, 3)}:")
+    for name in UPDATES:
+        console.print(f"  {_line(name, analysis.update(name))}")
+
+
+def _change(update: Update | None, quartile: int) -> str:
+    moved = None if update is None else update.changes
+    if moved is None or moved.quartiles[quartile] is None:
+        return "–"
+    return number(moved.quartiles[quartile].mean_abs, 2)
+
+
+def _line(name: str, update: Update | None) -> str:
+    """What one update did."""
+    what = {"all": "all tokens", "lowest": "q1 only", "highest": "q4 only"}.get(name, "no gradient")
+    if update is None:
+        return f"{what}: no gradient, no update"
+    if update.changes is None:
+        return f"{what}: the gradient's norm is {number(update.grad_norm)}, so no step was taken"
+    said = f"{what}: gradient {number(update.grad_norm, 3)}, step {number(update.update_norm, 3)}"
+    if name == "none":
+        return f"{said} (the optimizer's momentum and weight decay)"
+    if name == "all":
+        return said
+    raw, own = _against_all(update.changes), _against_all(update.own_changes)
+    return f"{said}; changes against all tokens': {raw}; without momentum {own}"
+
+
+def _against_all(moved: Moved | None) -> str:
+    if moved is None or moved.agreement is None:
+        return "–"
+    found = moved.agreement
+    return f"r = {number(found.correlation, 2)}, size x {number(found.ratio, 2)}"
+
+
+def _finite(value):
+    """JSON has no number for what is not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

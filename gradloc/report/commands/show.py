@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gradloc-report RUN_DIR``: the terminal's summary, the page, or an export."""
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..errors import ReportError
+from ..pages import exports, terminal
+from ..runs.records import Event
+from ..runs.run import RunFolder, read_run
+
+FORMATS = ("md", "json", "csv")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's folder, or its events.jsonl")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write to this file; HTML by default")
+    parser.add_argument("--format", choices=FORMATS, help="write this instead of HTML; without -o, print it")
+    parser.add_argument("--event", action="append", metavar="ID", help="only this event; may be given again")
+    parser.add_argument("--list", action="store_true", help="the events' names and nothing else")
+    parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reads the run and shows it as asked."""
+    found = read_run(args.run_dir, args.metrics)
+    events = [found.find(name) for name in args.event] if args.event else found.events
+    if args.list:
+        for event in events:
+            print(event.event_id)
+        return 0
+    if args.format:
+        return _export(args, found, events)
+    if args.output is None:
+        terminal.summary(found, events)
+        return 0
+    return _page(args, found, events)
+
+
+def _export(args: argparse.Namespace, found: RunFolder, events: list[Event]) -> int:
+    text = exports.FORMATS[args.format](found, events)
+    if args.output is None:
+        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+        sys.stdout.write(text)
+    else:
+        args.output.write_text(text, encoding="utf-8", errors="replace", newline="\n")
+        print(args.output)
+    terminal.warn(found.notes)
+    return 0
+
+
+def _page(args: argparse.Namespace, found: RunFolder, events: list[Event]) -> int:
+    if args.output.is_dir():
+        raise ReportError(f"{args.output} is a folder: -o names the file to write.")
+    from .. import page  # matplotlib takes a second to import
+
+    def progress(items: Iterable[Event], total: int) -> Iterable[Event]:
+        return terminal.track(items, total)
+
+    text = page.render(found, events, progress)
+    page.write(args.output, text)
+    terminal.warn(found.notes)
+    print(args.output)
+    return 0

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run on a page, in a terminal, or as tables."""

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the terminal shows: a summary in tables, notes, a progress bar.
+
+Tokens are hostile here, too: text is made visible first, and never read as rich's markup.
+"""
+
+import sys
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.progress import track as rich_track
+from rich.table import Table
+from rich.text import Text
+
+from ..runs.records import Event
+from ..runs.run import RunFolder
+from ..text import number, one_line, percent, span, times, visible
+
+EVENTS = 30
+"""Events listed in the summary: the last ones."""
+CULPRITS = 8
+"""Culprits listed per event."""
+PROGRESS_FROM = 5
+"""A progress bar is worth it from so many events on."""
+
+
+def summary(run: RunFolder, events: list[Event]) -> None:
+    """Print a run's events; of one event alone, its culprits with their numbers as well."""
+    console = Console(highlight=False)
+    console.print(Text(one_line(run.name), style="bold"))
+    if len(events) == 1:
+        _one(console, events[0])
+    elif events:
+        console.print(_table(events[-EVENTS:]))
+        if len(events) > EVENTS:
+            console.print(Text(f"The last {EVENTS} of {len(events)} events; --list names all.", style="dim"))
+    norms = run.metrics.finite("actor/grad_norm")
+    if norms:
+        middle = sorted(norms)[len(norms) // 2]
+        console.print(
+            f"{len(run.metrics.steps)} steps in {run.metrics.source}: "
+            f"median gradient norm {number(middle)}, largest {number(max(norms))}."
+        )
+    for note in run.notes:
+        console.print(Text(visible(note), style="yellow"))
+    if events:
+        console.print(Text("-o report.html writes the whole report.", style="dim"))
+
+
+def warn(notes: list[str]) -> None:
+    """Print what could not be read to standard error."""
+    for note in notes:
+        print(visible(note), file=sys.stderr)
+
+
+def track(events: Iterable[Event], total: int) -> Iterable[Event]:
+    """The events, with a progress bar on standard error where there is a terminal."""
+    console = Console(stderr=True)
+    if total < PROGRESS_FROM or not console.is_terminal:
+        return events
+    return rich_track(events, description="Events", total=total, console=console, transient=True)
+
+
+def _one(console: Console, event: Event) -> None:
+    if event.verdict:
+        console.print(Text(visible(event.verdict)))
+    console.print(_table([event]))
+    table = Table(
+        "token",
+        "rank, micro-batch, position",
+        "share",
+        "norm",
+        "advantage",
+        "ratio",
+        "cause",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
+    for culprit in event.culprits[:CULPRITS]:
+        where = f"{number(culprit.rank)}, {number(culprit.micro_batch)}, {span(culprit.positions)}"
+        cells = (
+            f'"{one_line(culprit.text, 24)}"',
+            where,
+            percent(culprit.share),
+            number(culprit.grad_norm),
+            number(culprit.advantage),
+            number(culprit.ratios.current_over_old),
+            culprit.cause.label.replace("_", " "),
+        )
+        table.add_row(*map(Text, cells))
+    if event.culprits:
+        console.print(table)
+    if len(event.culprits) > CULPRITS:
+        console.print(Text(f"And {len(event.culprits) - CULPRITS} more culprits.", style="dim"))
+
+
+def _table(events: list[Event]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column("event", no_wrap=True, overflow="fold")  # --event wants the whole name
+    widths = {"norm": 5, "x thresh.": 5, "culprit": 7, "share": 5, "cause": 9, "certificate": 11}
+    for head, width in widths.items():
+        table.add_column(head, no_wrap=head in ("norm", "share"), min_width=width)
+    for event in events:
+        first = event.culprits[0] if event.culprits else None
+        token = f'"{one_line(first.text, 16)}"' if first else "none"
+        more = f" +{len(event.culprits) - 1}" if len(event.culprits) > 1 else ""
+        cells = (
+            one_line(event.event_id),
+            number(event.trigger.grad_norm),
+            number(times(event.trigger.grad_norm, event.trigger.threshold), 3),
+            token + more,
+            percent(first.share if first else None),
+            first.cause.label.replace("_", " ") if first else "–",
+            event.certificate.verdict.replace("_", " "),
+        )
+        table.add_row(*map(Text, cells))
+    return table

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads events.jsonl and the per-token files beside it; says in sentences what could not be read.
+
+A run that is still going, or that was killed while writing, leaves a cut-off last line. That is a
+note, not an error: everything before it is whole.
+"""
+
+import json
+from pathlib import Path
+
+import msgspec
+
+from .records import SCHEMA_VERSION, Event, Sequence, SequenceFile, convert
+
+
+def read_events(path: Path) -> tuple[list[Event], list[str]]:
+    """The events of one file in the order written, and a sentence for each thing not readable.
+
+    Args:
+        path: an existing events.jsonl.
+    """
+    events: list[Event] = []
+    notes: list[str] = []
+    lines = path.read_bytes().split(b"\n")
+    last = max((i for i, line in enumerate(lines) if line.strip()), default=-1)
+    seen: set[str] = set()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        event, note = _read_line(line, number, is_last=number - 1 == last and bool(lines[-1]))
+        if note:
+            notes.append(note)
+        if event is None:
+            continue
+        event.event_id = _unique(event.event_id or f"line-{number}", seen)
+        events.append(event)
+    return events, notes
+
+
+def _unique(name: str, seen: set[str]) -> str:
+    """The name itself, or the name with a number where two events claim it."""
+    made, count = name, 1
+    while made in seen:
+        count += 1
+        made = f"{name}-{count}"
+    seen.add(made)
+    return made
+
+
+def _read_line(line: bytes, number: int, is_last: bool) -> tuple[Event | None, str | None]:
+    where = f"line {number} of events.jsonl"
+    try:
+        raw = json.loads(line.decode("utf-8", errors="replace"))
+    except ValueError:
+        if is_last:
+            return (
+                None,
+                f"The last line of events.jsonl (line {number}) is cut off and was left out.",
+            )
+        return None, f"{where[0].upper()}{where[1:]} is not JSON and was left out."
+    if not isinstance(raw, dict):
+        return None, f"{where[0].upper()}{where[1:]} is no event record and was left out."
+    version = raw.get("schema_version")
+    is_known = version == SCHEMA_VERSION
+    try:
+        event = convert(raw, Event)
+    except msgspec.ValidationError as error:
+        of = "" if is_known else f" is of schema version {version!r} (known: {SCHEMA_VERSION}) and"
+        return None, f"{where[0].upper()}{where[1:]}{of} cannot be read ({error}); it was left out."
+    if not is_known:
+        return event, (
+            f"{where[0].upper()}{where[1:]} is of schema version {version!r}, and this reader "
+            f"knows version {SCHEMA_VERSION}: it is shown as far as it could be read."
+        )
+    return event, None
+
+
+def read_sequences(root: Path, event: Event) -> tuple[list[Sequence], str | None]:
+    """The culprits' sequences token by token, and a sentence when they cannot be had.
+
+    Args:
+        root: the folder of events.jsonl; an event's ``folder`` is relative to it.
+        event: the event; its ``folder`` may be null.
+    """
+    folder = bundle_folder(root, event)
+    if folder is None:
+        return (
+            [],
+            f"Event {event.event_id} was written without a bundle: its token view is missing.",
+        )
+    path = folder / "sequences.json"
+    if not path.is_file():
+        return [], (
+            f"The bundle of event {event.event_id} has no sequences.json under {event.folder}: "
+            "its token view is missing."
+        )
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        found = convert(json.loads(text), SequenceFile)
+    except (OSError, ValueError, msgspec.ValidationError):
+        return (
+            [],
+            f"sequences.json of event {event.event_id} cannot be read: its token view is missing.",
+        )
+    return found.sequences, None
+
+
+def bundle_folder(root: Path, event: Event) -> Path | None:
+    """The event's bundle folder, or None when it names none, or one outside the run's folder."""
+    if not event.folder:
+        return None
+    folder = root / event.folder
+    # The record is not trusted: "../.." must not make the report read somebody else's files.
+    if not folder.resolve().is_relative_to(root.resolve()):
+        return None
+    return folder

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens of a sequence a page carries, which it shows at first, and what is folded away.
+
+A response can have 32,000 tokens, of which a reader wants the culprits and what stands around
+them. So three sets, each within the next: shown at first; carried (a click unfolds them); all.
+Tokens that are not even carried are counted; a report of that one event (``--event``) has them.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..pages.shading import Shades, values
+from ..text import visible
+from .records import Culprit, Sequence
+
+CONTEXT = 60
+"""Tokens shown on either side of a culprit."""
+SHORT = 240
+"""Sequences up to this length are shown whole."""
+REPEAT = 12
+"""So many equal tokens in a row are folded."""
+BYTES_PER_TOKEN = 75
+"""What a carried token costs in the page, measured on GRPO runs with all arrays recorded."""
+NUMBERS = (
+    "share",
+    "coefficient",
+    "log_prob",
+    "old_log_prob",
+    "rollout_log_prob",
+    "ref_log_prob",
+    "ratio",
+    "advantage",
+    "is_weight",
+    "entropy",
+)
+LABELS = {
+    "share": "share of the spike",
+    "coefficient": "d loss / d log-prob",
+    "log_prob": "log-prob, trainer",
+    "old_log_prob": "log-prob, old policy",
+    "rollout_log_prob": "log-prob, rollout",
+    "ref_log_prob": "log-prob, reference",
+    "ratio": "ratio new / old",
+    "advantage": "advantage",
+    "is_weight": "rollout-correction weight",
+    "entropy": "entropy",
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of tokens that is treated alike: shown, folded, or not carried."""
+
+    kind: str
+    """``shown``, ``fold``, ``repeat`` (a fold of equal tokens) or ``absent``."""
+    start: int
+    end: int
+    share: float | None = None
+    """Sum of the shares in a fold, where known."""
+
+
+@dataclass
+class TokenView:
+    """One sequence as a page shows it."""
+
+    sequence: Sequence
+    culprits: list[int]
+    """Positions that belong to culprits, ascending."""
+    pieces: list[Piece] = field(default_factory=list)
+    carried: list[tuple[int, int]] = field(default_factory=list)
+    """Intervals [start, end) whose text and numbers are in the page."""
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+    def text(self, position: int) -> str:
+        """One token as visible text; its number where the run kept no text."""
+        tokens, ids = self.sequence.tokens or [], self.sequence.token_ids or []
+        if position < len(tokens):
+            return visible(tokens[position])
+        return f"<{ids[position]}> " if position < len(ids) else f"<position {position}> "
+
+
+def view(sequence: Sequence, culprits: Iterable[Culprit], limit: int, shown: int) -> TokenView:
+    """Lay out one sequence.
+
+    Args:
+        sequence: T tokens.
+        culprits: all culprits of the event; those of this sequence are found by their address.
+        limit: how many tokens the page can carry of this sequence.
+        shown: how many it can show at first.
+    """
+    num = len(sequence)
+    mine = sorted({p for c in culprits if _is_same(c, sequence) for p in c.positions if p < num})
+    made = TokenView(sequence, mine)
+    anchors = mine or ([0] if num else [])
+    made.carried = around(anchors, num, limit, reach=limit)
+    windows = [(0, num)] if num <= min(SHORT, shown) else around(anchors, num, shown, reach=CONTEXT)
+    made.pieces = list(_pieces(made, windows))
+    return made
+
+
+def _is_same(culprit: Culprit, sequence: Sequence) -> bool:
+    def address(item) -> tuple:
+        return (item.rank, item.micro_batch, item.micro_batch_row)
+
+    return address(culprit) == address(sequence)
+
+
+def around(anchors: list[int], num: int, limit: int, reach: int) -> list[tuple[int, int]]:
+    """Intervals of [0, num) within ``reach`` of the anchors, with at most ``limit`` tokens in all.
+
+    Every anchor gets its own part of the limit, so that many culprits share the room fairly; where
+    there is not room for all anchors, the first ones have it.
+
+    >>> around([50], 100, 11, 60)
+    [(45, 56)]
+    """
+    if num <= limit and reach >= num:
+        return [(0, num)] if num else []
+    reach = min(reach, num)
+    while reach:
+        found = _merge([(max(a - reach, 0), min(a + reach + 1, num)) for a in anchors])
+        if sum(end - start for start, end in found) <= limit:
+            return found
+        reach = reach * 3 // 4 if reach > 8 else reach - 1
+    return _merge([(a, a + 1) for a in anchors[:limit]])
+
+
+def _merge(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    made: list[tuple[int, int]] = []
+    for start, end in intervals:
+        if made and start <= made[-1][1]:
+            made[-1] = (made[-1][0], max(end, made[-1][1]))
+        else:
+            made.append((start, end))
+    return made
+
+
+def _pieces(made: TokenView, windows: list[tuple[int, int]]) -> Iterator[Piece]:
+    shares = values(made.sequence, "share")
+    at = 0
+    for start, end in [*windows, (len(made), len(made))]:
+        yield from _folds(made, at, start, shares)
+        yield from _shown(made, start, end, shares)
+        at = end
+
+
+def _folds(made: TokenView, start: int, end: int, shares: np.ndarray | None) -> Iterator[Piece]:
+    """What lies between two windows, cut where the page stops carrying tokens."""
+    cuts = sorted({start, end, *(c for pair in made.carried for c in pair if start < c < end)})
+    for first, last in zip(cuts, cuts[1:], strict=False):
+        is_carried = any(a <= first and last <= b for a, b in made.carried)
+        yield Piece("fold" if is_carried else "absent", first, last, _sum(shares, first, last))
+
+
+def _shown(made: TokenView, start: int, end: int, shares: np.ndarray | None) -> Iterator[Piece]:
+    """A window, with long runs of one token folded; culprits always show."""
+    ids, culprits = made.sequence.ids, set(made.culprits)
+    at = first = start
+    while first < end:
+        last = first + 1
+        while last < end and ids[last] == ids[first] and last not in culprits:
+            last += 1
+        # One of them stays in sight, so that a reader knows what is repeated.
+        if last - first > REPEAT:
+            yield Piece("shown", at, first + 1)
+            yield Piece("repeat", first + 1, last, _sum(shares, first + 1, last))
+            at = last
+        first = last
+    if at < end:
+        yield Piece("shown", at, end)
+
+
+def _sum(shares: np.ndarray | None, start: int, end: int) -> float | None:
+    if shares is None or start >= end:
+        return None
+    part = shares[start:end]
+    return float(part.sum()) if np.isfinite(part).all() else None
+
+
+def payload(made: TokenView, index: int, shades: list[Shades]) -> dict[str, Any]:
+    """What the page's script needs to unfold, shade and describe the carried tokens.
+
+    A list whose values are all equal (GRPO's advantages, a ratio of 1) is sent as that one value.
+
+    Args:
+        made: the sequence's view.
+        index: its number among the event's sequences.
+        shades: of all the event's sequences.
+    """
+    columns = {name: _column(made.sequence, name) for name in NUMBERS}
+    parts = []
+    for start, end in made.carried:
+        numbers = {n: _pack(c[start:end]) for n, c in columns.items() if c is not None}
+        levels = {s.measure.name: s.levels[index][start:end] for s in shades}
+        texts = [made.text(position) for position in range(start, end)]
+        ids = (made.sequence.token_ids or [])[start:end]
+        parts.append({"a": start, "t": texts, "i": ids, "v": numbers, "l": levels})
+    return {"n": len(made), "c": made.culprits, "parts": parts}
+
+
+def _column(sequence: Sequence, name: str) -> np.ndarray | None:
+    column = values(sequence, name)
+    if column is not None and name == "ratio":
+        with np.errstate(over="ignore"):
+            return np.exp(column)
+    return column
+
+
+def _pack(column: np.ndarray) -> Any:
+    if len(column) and (column == column[0]).all():
+        return _json_number(float(column[0]))
+    return [_json_number(value) for value in column.tolist()]
+
+
+def _json_number(value: float) -> float | str:
+    if value != value or value in (float("inf"), float("-inf")):
+        return "NaN" if value != value else "∞" if value > 0 else "-∞"
+    rounded = float(f"{value:.4g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e6 else rounded

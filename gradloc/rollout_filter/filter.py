@@ -1,0 +1,123 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The rollout filter as verl's trainer applies it: to a batch, its rewards, and what came with them."""
+
+import logging
+import math
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..analysis.config import FilterSettings
+from ..analysis.groups import Groups, group_rows
+from .rank import advantage_scale, fill_up, rank, select
+
+__all__ = ["FILTER_KEY", "RolloutFilter", "groups_of"]
+
+logger = logging.getLogger(__file__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+FILTER_KEY = "gradloc_filter"
+"""In a filtered batch's meta info: what the filter did, in numbers."""
+
+
+def groups_of(batch: Any, rewards: torch.Tensor) -> Groups:
+    """The groups of a batch, by its uids and the sums of its token-level scores (R, T)."""
+    lengths = batch.batch["response_mask"].sum(-1)
+    return group_rows(batch.non_tensor_batch["uid"], rewards.double().sum(-1).tolist(), lengths.tolist())
+
+
+class RolloutFilter:
+    """Keeps the groups worth training on.
+
+    Args:
+        settings: which groups, and how advantages are scaled afterwards.
+    """
+
+    def __init__(self, settings: FilterSettings):
+        self.settings = settings
+
+    def __call__(self, trainer: Any, batch: Any, rewards: torch.Tensor, extras: dict[str, Any], metrics: dict) -> tuple:
+        """Keep the groups that the filter chooses.
+
+        A filter that leaves nothing is not applied: a step needs rows. Where the rows kept cannot be dealt out to the
+        ranks evenly, the next best groups stay too.
+
+        Args:
+            trainer: balances the smaller batch and knows the ranks.
+            batch: with uid, response_mask and attention_mask.
+            rewards: (R, T) token-level scores.
+            extras: per-row lists that the reward function returned.
+            metrics: of the step; ``rollout/*`` is added.
+
+        Returns:
+            batch, rewards and extras of the rows kept.
+        """
+        groups = groups_of(batch, rewards)
+        metrics["rollout/zero_variance_share"] = groups.zero_variance_share
+        if self.settings.keeps_all:
+            return batch, rewards, extras
+        kept, counts = self._choose(groups, _num_ranks(trainer))
+        batch.meta_info[FILTER_KEY] = counts
+        metrics.update({f"rollout/filter_{name}": value for name, value in counts.items()})
+        if len(kept) == len(groups):
+            return batch, rewards, extras
+        rows = np.flatnonzero(np.isin(groups.of_row, kept))
+        batch.batch["token_level_scores"] = rewards  # travels with the rows; fit() sets it to the same later
+        batch.non_tensor_batch.update({key: np.array(value) for key, value in extras.items()})
+        batch = batch.select_idxs(rows)
+        if trainer.config.trainer.balance_batch:
+            trainer._balance_batch(batch, metrics=metrics)
+        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
+        return (
+            batch,
+            batch.batch.pop("token_level_scores"),
+            {key: batch.non_tensor_batch[key].tolist() for key in extras},
+        )
+
+    def scale_advantages(self, batch: Any) -> None:
+        """Scale a filtered batch's advantages as ``filter_loss_scaling`` says; others stay the very same tensor."""
+        kept_ratio = batch.meta_info.get(FILTER_KEY, {}).get("kept_ratio", 1.0)
+        scale = advantage_scale(self.settings.loss_scaling, kept_ratio)
+        if scale != 1.0:
+            batch.batch["advantages"] = batch.batch["advantages"] * scale
+
+    def _choose(self, groups: Groups, num_ranks: int) -> tuple[np.ndarray, dict[str, float]]:
+        """The groups to keep, and what the filter did in numbers for the trackers."""
+        chosen = self.settings
+        scores, candidates = rank(groups, chosen.metric, chosen.type, chosen.include_zero)
+        kept = select(scores, candidates, chosen.strategy, chosen.value, chosen.type, chosen.top_p_prob_mode)
+        is_empty = len(kept) == 0
+        if is_empty:
+            logger.warning("the rollout filter would leave no group, so this step keeps all %d", len(groups))
+            kept = np.arange(len(groups))
+        _, everyone = rank(groups, chosen.metric, chosen.type, include_zero=True)
+        rest = [group for group in everyone if group not in set(candidates.tolist())]
+        kept = fill_up(kept, np.concatenate([candidates, rest]).astype(int), groups.sizes, num_ranks)
+        return kept, {
+            "kept_count": len(kept),
+            "kept_ratio": float(groups.sizes[kept].sum() / groups.sizes.sum()),
+            "zero_count": int((groups.reward_std == 0.0).sum()),
+            "empty": float(is_empty),
+        }
+
+
+def _num_ranks(trainer: Any) -> int:
+    """What the number of rows must be a multiple of."""
+    sizes = [trainer._get_dp_size(trainer.actor_rollout_wg, "actor")]
+    if trainer.use_critic:
+        sizes.append(trainer._get_dp_size(trainer.critic_wg, "critic"))
+    return math.lcm(*sizes)

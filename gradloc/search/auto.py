@@ -1,0 +1,244 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The default search: propose by shares and coefficients, verify the top few, certify, go on along what is left.
+
+One round costs two forwards of each micro-batch (the shares of all tokens of all ranks), one probe for each of the few
+candidates that are verified, and the certificate. When the rest still spikes, the next round measures shares along
+that rest, which is what the certificate left in ``.grad``. Then whole sequences, then the norm sketch, which sees what
+cancels; where shares cannot be trusted, the published bisection.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..core.certificate import certify
+from ..core.gradients import Gradient
+from .bisect import bisect
+from .candidates import Candidate, by_coefficient, by_share, non_finite
+from .share import MAX_TRIES, ShareMap, measure_shares
+from .sketch import sketch
+from .task import Culprit, PathEntry, SearchResult, Task, verify
+
+__all__ = ["auto", "share"]
+
+_MAX_ROUNDS = 4
+_MAX_VERIFIED = 3  # candidates measured by a backward of their own, per round
+_MAX_HINTS = 2
+
+
+class _Search:
+    """The state of one search: what is named so far, and the gradient that is left."""
+
+    def __init__(self, task: Task):
+        self.task = task
+        self.prober = task.prober
+        self.result = SearchResult()
+        self._direction: Gradient = task.gradient
+        self._scale = task.scale
+
+    def run(self, max_rounds: int, is_last_resort_allowed: bool) -> SearchResult:
+        if not math.isfinite(self.task.spike.grad_norm):
+            return self._trace_non_finite()
+        for number in range(max_rounds):
+            shares = self._measure(number)
+            if shares is None:
+                return self._stop_exhausted()
+            if not shares.is_trusted:
+                # they may still rank: the loudest are worth a backward of their own before anything dearer
+                has_named = self._name(self._loudest(shares))
+                if has_named and self._certify():
+                    return self.result
+                shares = self._measure_finer(number, along_the_rest=has_named)
+                if shares is None:
+                    return self._stop_exhausted()
+            if not shares.is_trusted:
+                return self._fall_back("the shares do not add up to 1, so they are not used", is_last_resort_allowed)
+            if not self._name(self._candidates(shares, with_hints=number == 0)):
+                break
+            if self._certify() or len(self.result.culprits) >= self.task.max_culprits:
+                return self.result
+        if is_last_resort_allowed:
+            return self._look_for_hidden()
+        self.result.stop_reason = self.result.stop_reason or "no span of tokens carries enough of the gradient"
+        return self.result
+
+    # ---- stages
+
+    def _measure(self, number: int) -> ShareMap | None:
+        """Shares along what is left: first of the micro-batches that moved the running norm, then of the others."""
+        everything = range(self.prober.step.num_micro_batches)
+        suspects = self.task.suspects() if number == 0 else list(everything)
+        shares = self._measure_of(suspects)
+        if shares is not None and len(suspects) < len(everything):
+            # what the suspects do not carry must be too little to hide a culprit
+            unseen = (1 - shares.closure) * shares.square
+            if not shares.is_trusted or unseen >= (self.task.reference / 2) ** 2:
+                shares = self._measure_of([index for index in everything if index not in suspects], known=shares)
+        if number == 0:
+            self.result.shares = shares
+        return shares
+
+    def _measure_finer(self, number: int, along_the_rest: bool) -> ShareMap | None:
+        """The smaller steps that :meth:`_measure` left out; all of them where the direction is a new one."""
+        everything = list(range(self.prober.step.num_micro_batches))
+        shares = self._measure_of(everything, range(0 if along_the_rest else 1, MAX_TRIES))
+        if number == 0 and not along_the_rest:
+            self.result.shares = shares
+        return shares
+
+    def _measure_of(
+        self, micro_batches: list[int], tries: Sequence[int] = range(1), known: ShareMap | None = None
+    ) -> ShareMap | None:
+        if not self.task.can_afford(forwards=2 * len(micro_batches)):
+            return None
+        coefficients = self.prober.ranks.agree(lambda: self.task.coefficients(self.result.tokens))
+        shares = measure_shares(self.prober, coefficients, self._direction, self._scale, micro_batches, tries, known)
+        verdict = "measured" if shares.is_trusted else "untrusted"
+        is_whole = known is not None or len(micro_batches) == self.prober.step.num_micro_batches
+        of = "all micro-batches" if is_whole else f"micro-batches {micro_batches} alone"
+        self._note("share", verdict, f"the shares of {of} add up to {shares.closure:.4f}", shares.square**0.5)
+        return shares
+
+    def _candidates(self, shares: ShareMap, with_hints: bool) -> list[Candidate]:
+        """Spans by share, and in the first round tokens by coefficient."""
+        named = set(self.result.tokens)
+        found = by_share(self.task, shares, named)
+        if with_hints:
+            known = named | {token for candidate in found for token in candidate.tokens}
+            found += by_coefficient(self.task, _MAX_HINTS, known)
+        return found
+
+    def _loudest(self, shares: ShareMap) -> list[Candidate]:
+        """The top candidates of shares that cannot be trusted, as hints."""
+        found = by_share(self.task, shares, set(self.result.tokens))
+        return [replace(candidate, bound=0.0) for candidate in found[:_MAX_HINTS]]
+
+    def _name(self, candidates: list[Candidate]) -> bool:
+        """Verify the top few and all hints, take the others at their bound; returns whether anything was named."""
+        room = self.task.max_culprits - len(self.result.culprits)
+        num_before = len(self.result.culprits)
+        num_verified = 0
+        for candidate in candidates:
+            if len(self.result.culprits) - num_before == room:
+                break
+            taken = {token for culprit in self.result.culprits for token in culprit.tokens}
+            if not taken.isdisjoint(candidate.tokens):
+                continue
+            is_hint = candidate.bound == 0
+            if (is_hint or num_verified < _MAX_VERIFIED) and self.task.can_afford(backwards=1):
+                num_verified += not is_hint
+                culprit = self._verify(candidate)
+            elif is_hint:
+                continue
+            else:
+                least = self.task.culprit_norm
+                culprit = Culprit(candidate.span, candidate.tokens, candidate.bound, least, is_exact=False)
+            if not culprit.norm < self.task.culprit_norm:
+                self.result.culprits.append(culprit)
+        return len(self.result.culprits) > num_before
+
+    def _verify(self, candidate: Candidate) -> Culprit:
+        culprit = verify(self.task, candidate.span, candidate.tokens, self.task.culprit_norm)
+        first = candidate.tokens[0]
+        where = f"{candidate.span} of rank {first.rank}, micro-batch {first.micro_batch}, from its token {first.index}"
+        self.result.path.append(
+            PathEntry(
+                "verify",
+                "under" if culprit.norm < culprit.threshold else "culprit",
+                num_tokens=len(candidate.tokens),
+                norm=culprit.norm,
+                threshold=culprit.threshold,
+                note=where if candidate.bound else f"{where}; proposed by its coefficient",
+            )
+        )
+        return culprit
+
+    def _certify(self) -> bool:
+        """Certify what is named so far; the rest's gradient becomes the next direction. Returns whether it explains."""
+        task = self.task
+        certificate = certify(
+            self.prober, task.gradient, task.scale, task.spike.grad_norm, task.spike.threshold, self.result.tokens
+        )
+        self.result.certificate = certificate
+        self._note("residual", certificate.verdict, certificate.reason, certificate.norm_after)
+        self._direction, self._scale = self.prober.space.take(), 1.0
+        self.result.stop_reason = certificate.reason
+        return certificate.verdict == "explained" or not math.isfinite(certificate.norm_after)
+
+    def _trace_non_finite(self) -> SearchResult:
+        """A coefficient that is not a finite number names its token with no forward at all."""
+        candidates = non_finite(self.task)
+        if not candidates:
+            why = "all coefficients are finite, so the forward itself made the gradient non-finite"
+            return self._fall_back(why, is_allowed=True)
+        self._note("coefficients", "culprit", f"{len(candidates)} spans have a coefficient that is not finite")
+        for candidate in candidates[: self.task.max_culprits]:
+            culprit = Culprit(candidate.span, candidate.tokens, math.nan, self.task.culprit_norm, is_exact=True)
+            self.result.culprits.append(culprit)
+        self._certify()
+        return self.result
+
+    def _look_for_hidden(self) -> SearchResult:
+        """What shares cannot see: tokens that cancel each other, or hide from the gradient's direction."""
+        found = sketch(self.task, self.result.tokens)
+        self.result.path += found.path
+        if found.exhausted:
+            return self._stop_exhausted()
+        room = self.task.max_culprits - len(self.result.culprits)
+        self.result.culprits += found.culprits[:room]
+        if found.culprits:
+            self._certify()
+        else:
+            self.result.stop_reason = "no token, segment or sequence (else) stands out: the spike is spread"
+        return self.result
+
+    def _fall_back(self, why: str, is_allowed: bool) -> SearchResult:
+        self.result.stop_reason = why
+        if is_allowed:
+            self._note("bisect", "measured", why)
+            found = bisect(self.task)
+            named = set(self.result.tokens)
+            self.result.path += found.path
+            # bisection's own leaves are held against the published per-token threshold, which loud healthy tokens pass
+            self.result.culprits += [
+                culprit
+                for culprit in found.culprits
+                if named.isdisjoint(culprit.tokens) and not culprit.norm < self.task.culprit_norm
+            ]
+            self.result.exhausted, self.result.certificate = found.exhausted, None
+            self.result.stop_reason = f"{why}; bisection: {found.stop_reason}"
+        return self.result
+
+    def _stop_exhausted(self) -> SearchResult:
+        self.result.exhausted = True
+        self.result.stop_reason = f"the budget of {self.task.budget} probes was used up"
+        return self.result
+
+    def _note(self, phase: str, verdict: str, note: str, norm: float | None = None) -> None:
+        self.result.path.append(PathEntry(phase, verdict, norm=norm, note=note))
+
+
+def auto(task: Task) -> SearchResult:
+    """Find all culprits, certified: shares, exact checks, the residual, sequences, the norm sketch, bisection.
+
+    Args:
+        task: what to search; ``.grad`` is overwritten, weights are moved and restored bit for bit.
+    """
+    return _Search(task).run(_MAX_ROUNDS, is_last_resort_allowed=True)
+
+
+def share(task: Task) -> SearchResult:
+    """One round of shares along the gradient, and its certificate."""
+    return _Search(task).run(1, is_last_resort_allowed=False)

@@ -1,0 +1,114 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The published search: global -> micro-batch -> rank -> token, halving what is over its threshold.
+
+Source: GradLoc (Tencent Hunyuan), method figure. A token's loss gradient is taken as noise of norm tau at most, so
+that a mean over n tokens has norm about tau / sqrt(n). The published thresholds are for *means over a part*:
+
+    global tau/sqrt(N);  micro-batch tau*sqrt(M)/sqrt(N);  l ranks tau*sqrt(M)*sqrt(W)/(sqrt(N)*sqrt(l));
+    a segment of L tokens tau/sqrt(L)
+
+Our probes are additive: they measure sum_t w_t * gamma_t, with gamma_t the token's own gradient and w_t its weight
+in the step's loss (1/N when all tokens weigh the same). Under the same noise model such a sum has norm
+tau * sqrt(sum_t w_t^2), which is the published threshold times the part's weight. One formula thus serves all four
+phases, and the verdict does not depend on how the tokens are dealt out to ranks and micro-batches.
+
+Differences from the published code: every part over its threshold is followed, worst first, not only the largest;
+probes are exact parts of the gradient; NaN and inf count as over; nothing found is a result.
+"""
+
+import heapq
+import math
+
+from ..core.selection import Part, Token
+from .task import PathEntry, SearchResult, Task, measured_culprit
+
+__all__ = ["bisect"]
+
+
+class _Search:
+    """The state of one bisection: a heap of parts that are over their threshold, worst first."""
+
+    def __init__(self, task: Task):
+        self.task = task
+        self.prober = task.prober
+        self.result = SearchResult()
+        self._open: list[tuple[float, int, PathEntry]] = []
+
+    def run(self) -> SearchResult:
+        size = self.prober.ranks.size
+        for micro_batch in range(self.prober.step.num_micro_batches):
+            if not self._has_budget():
+                return self._stop()
+            self._probe("micro_batch", Part(micro_batch, 0, size))
+        if not self._open:
+            self.result.stop_reason = "no micro-batch is over its threshold"
+        while self._open and len(self.result.culprits) < self.task.max_culprits:
+            if not self._has_budget(num_probes=2):
+                return self._stop()
+            _, _, entry = heapq.heappop(self._open)
+            self._split(entry)
+        return self._stop()
+
+    def _has_budget(self, num_probes: int = 1) -> bool:
+        self.result.exhausted = not self.task.can_afford(backwards=num_probes)
+        return not self.result.exhausted
+
+    def _probe(self, phase: str, part: Part) -> bool:
+        """Measure a part and file it; returns whether it is over its threshold."""
+        found = self.prober.measure(part)
+        threshold = self.task.tau * found.weight_norm
+        is_over = not math.isfinite(found.norm) or found.norm > threshold
+        verdict = "unopened" if is_over else "under"
+        entry = PathEntry(phase, verdict, part, found.num_tokens, found.norm, threshold)
+        self.result.path.append(entry)
+        if is_over and part.num_ranks == 1 and found.num_tokens == 1:
+            entry.verdict = "culprit"
+            token = Token(part.micro_batch, part.first_rank, part.first_token)
+            self.result.culprits.append(measured_culprit(self.task, "token", (token,), threshold))
+        elif is_over:
+            ratio = found.norm / threshold if math.isfinite(found.norm) and threshold > 0 else math.inf
+            heapq.heappush(self._open, (-ratio, len(self.result.path), entry))
+        return is_over
+
+    def _split(self, entry: PathEntry) -> None:
+        halves = entry.part.halves(entry.num_tokens)
+        phase = "rank" if entry.part.num_ranks > 1 else "token"
+        over = [self._probe(phase, half) for half in halves]
+        entry.verdict = "split" if any(over) else "spread"
+
+    def _stop(self) -> SearchResult:
+        result = self.result
+        if result.exhausted:
+            result.stop_reason = f"the budget of {self.task.budget} probes was used up"
+        elif len(result.culprits) >= self.task.max_culprits:
+            result.stop_reason = f"{self.task.max_culprits} culprits were found, as many as search.max_culprits allows"
+        elif result.culprits:
+            result.stop_reason = "every part over its threshold was followed to its end"
+        elif not result.stop_reason:
+            result.stop_reason = "parts are over their threshold, but no single token in them is: the spike is spread"
+        return result
+
+
+def bisect(task: Task) -> SearchResult:
+    """Find the tokens whose own gradient is over ``tau`` times their loss weight.
+
+    Args:
+        task: what to search; ``.grad`` is overwritten.
+
+    Returns:
+        The culprits in the order found, and every probe made. A culprit whose part holds others that cancel it is
+        missed: use a strategy that sees through cancellation.
+    """
+    return _Search(task).run()

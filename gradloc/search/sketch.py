@@ -1,0 +1,155 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Every token's gradient norm from forwards at random weights: blind to nothing, cancellation irrelevant.
+
+For v standard normal, logp_t(theta + s v) varies with variance s^2 ||grad logp_t||^2 to first order. So k + 1
+forwards at theta + s v_j give, from the sample variance of c_t logp_t + e_t H_t, an unbiased estimate of ||g_t||^2
+with k degrees of freedom; what the forwards share (rounding, curvature) cancels. Each estimate is
+||g_t||^2 chi2_k / k, so
+
+    P(for all N tokens: ||g_t|| <= estimate_t * sqrt(k / chi2_{k, delta/N})) >= 1 - delta
+
+bounds what is left, to the order of the finite difference.
+
+Shapes: B rows of a micro-batch, T response positions.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..core.selection import Token
+from .candidates import by_value
+from .task import PathEntry, SearchResult, Task, verify
+from .weights import MovedWeights
+
+__all__ = ["NUM_DIRECTIONS", "NormSketch", "measure_norms", "sketch"]
+
+NUM_DIRECTIONS = 16
+_DELTA = 0.05
+_MARGIN = 0.7  # an estimate this far under a culprit's norm is still verified: chi2_16 / 16 is under 0.5 in 4% of cases
+_RELATIVE_STEP = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 1e-2}
+
+
+@dataclass
+class NormSketch:
+    """Estimated norm of every token's gradient."""
+
+    norms: list[torch.Tensor]
+    """Per micro-batch float64 (B, T), this rank's tokens."""
+    inflation: float
+    """Factor from an estimate to its upper bound, at once for all tokens."""
+    confidence: float
+
+
+def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DIRECTIONS) -> NormSketch:
+    """Estimate every token's gradient norm: ``num_directions + 1`` forwards of each micro-batch.
+
+    Args:
+        task: the step; weights are moved and restored bit for bit.
+        without: tokens already named; their estimate is 0.
+        num_directions: degrees of freedom k of each estimate, at least 1.
+    """
+    prober = task.prober
+    step_size = _relative_step(task) / _root_mean_count(task)
+    coefficients = prober.ranks.agree(lambda: task.coefficients(without))
+    means = [torch.zeros_like(c.log_prob, dtype=torch.float64) for c in coefficients]
+    squares = [torch.zeros_like(mean) for mean in means]
+    with MovedWeights(prober.space, prober.step.compute_dtype) as weights:
+        for number in range(num_directions + 1):
+            prober.ranks.agree(lambda seed=number + 1: weights.move_randomly(seed, step_size))
+            for index, c in enumerate(coefficients):
+                log_prob, entropy = prober.forward(index)
+                value = torch.where(c.log_prob != 0, c.log_prob.double() * log_prob.double(), 0.0)
+                if c.entropy is not None:
+                    value += torch.where(c.entropy != 0, c.entropy.double() * entropy.double(), 0.0)
+                # Welford's running variance: the values are large against their spread
+                delta = value - means[index]
+                means[index] += delta / (number + 1)
+                squares[index] += delta * (value - means[index])
+    norms = [(square / num_directions).sqrt() / step_size for square in squares]
+    num_tokens = max(int(prober.ranks.sum([sum(float((c.log_prob != 0).sum()) for c in coefficients)])[0]), 1)
+    inflation = (num_directions / _chi2_quantile(num_directions, _DELTA / num_tokens)) ** 0.5
+    return NormSketch(norms, inflation, 1 - _DELTA)
+
+
+def sketch(task: Task, named: list[Token] = ()) -> SearchResult:
+    """Find tokens with a large gradient of their own, whatever they cancel.
+
+    Args:
+        task: what to search; ``.grad`` is overwritten.
+        named: tokens already named; not looked at again.
+    """
+    result = SearchResult()
+    num_micro_batches = task.prober.step.num_micro_batches
+    if not task.can_afford(forwards=(NUM_DIRECTIONS + 1) * num_micro_batches):
+        result.exhausted = True
+        result.stop_reason = f"the budget of {task.budget} probes does not pay for the norm sketch"
+        return result
+    found = measure_norms(task, list(named))
+    least = task.culprit_norm
+    candidates = by_value(task, lambda index: found.norms[index], _MARGIN * least, set(named))
+    for candidate in candidates[: 2 * task.max_culprits]:
+        if len(result.culprits) == task.max_culprits or not task.can_afford(backwards=1):
+            break
+        culprit = verify(task, "token", candidate.tokens, least)
+        if not culprit.norm < least:
+            result.culprits.append(culprit)
+    largest = _largest_left(task, found, {token for c in candidates for token in c.tokens} | set(named))
+    bound = largest * found.inflation
+    result.path.append(
+        PathEntry(
+            "sketch",
+            "measured",
+            norm=bound,
+            threshold=least,
+            note=f"every token not verified has a gradient norm of at most {bound:.4g}, with {found.confidence:.0%} "
+            f"confidence; {len(result.culprits)} of {len(candidates)} candidates were over the threshold",
+        )
+    )
+    result.stop_reason = "the norm sketch saw every token"
+    return result
+
+
+def _largest_left(task: Task, found: NormSketch, seen: set[Token]) -> float:
+    """The largest estimate among the tokens that nobody verified."""
+    largest = 0.0
+    for index, norms in enumerate(found.norms):
+        values = norms[task.prober.step.token_mask(index)].clone()
+        mine = [t.index for t in seen if (t.micro_batch, t.rank) == (index, task.prober.ranks.rank)]
+        values[mine] = 0.0
+        if len(values):
+            largest = max(largest, float(values.max()))
+    return task.prober.ranks.max([largest])[0]
+
+
+def _relative_step(task: Task) -> float:
+    return _RELATIVE_STEP[task.prober.step.compute_dtype]
+
+
+def _root_mean_count(task: Task) -> float:
+    """What to divide by so that a move by v has the wanted size relative to the weights' root mean square."""
+    square, count = task.prober.space.weight_square_and_count()
+    return (count / square) ** 0.5 if square > 0 else 1.0
+
+
+def _chi2_quantile(k: int, probability: float) -> float:
+    """x with P(chi2_k <= x) = probability, by bisection on the regularised incomplete gamma function."""
+    half = torch.tensor(k / 2, dtype=torch.float64)
+    low, high = 0.0, float(k)
+    for _ in range(200):
+        middle = (low + high) / 2
+        below = float(torch.special.gammainc(half, torch.tensor(middle / 2, dtype=torch.float64)))
+        low, high = (middle, high) if below < probability else (low, middle)
+    return high

@@ -1,0 +1,123 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Weights for tokens and sequences that drifted away from the policy that wrote them.
+
+The ratio is pi_theta / pi_rollout: the policy being trained over the one that sampled the response, engine differences
+included. TokenClip bounds it per token, SeqClip its geometric mean per sequence; the published rules of these names are
+not public, these are ours. The weight multiplies the token's loss, is never above 1 and never differentiated.
+
+Shapes: B rows of the micro-batch, T response positions.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from .config import StabilizeConfig
+from .settings import NEEDS_ROLLOUT_LOG_PROBS
+
+__all__ = ["TokenWeigher", "ratio_weights"]
+
+
+def ratio_weights(
+    log_ratio: torch.Tensor,
+    response_mask: torch.Tensor,
+    level: str,
+    mode: str,
+    upper: float | None,
+    lower: float | None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """One weight per token from its own ratio, or from its sequence's.
+
+    Inside of the bounds the weight is 1. ``mask`` gives 0 outside. ``clamp`` gives upper / r above, so that r times its
+    weight is the truncated ratio, and r / lower below: the further out of bounds, the less the token counts.
+
+    Args:
+        log_ratio: log pi_theta - log pi_rollout (B, T), detached; clamped to +-20 as everywhere in verl.
+        response_mask: 1 for response tokens (B, T); what stands elsewhere in ``log_ratio`` does not matter.
+        level: ``token``, or ``geometric`` for the sequence's geometric mean.
+        mode: ``mask`` or ``clamp``.
+        upper: largest ratio, at least 1; None for no bound.
+        lower: smallest ratio, in (0, 1]; None for no bound.
+
+    Returns:
+        weights (B, T) in [0, 1], NaN where a clamped ratio is; and ``share`` (of response tokens outside of the
+        bounds), ``ratio_max`` and ``ratio_min``. Without response tokens: ones, and numbers that say nothing happened.
+    """
+    import verl.utils.torch_functional as verl_F
+    from verl.trainer.ppo.rollout_corr_helper import SAFETY_BOUND, compute_rollout_rejection_mask
+
+    if not response_mask.any():
+        return torch.ones_like(log_ratio), {"share": 0.0, "ratio_max": 1.0, "ratio_min": 1.0}
+    upper = math.inf if upper is None else upper
+    lower = 0.0 if lower is None else lower
+    weights, found = compute_rollout_rejection_mask(log_ratio, response_mask, level, upper, lower)
+    if mode == "clamp":
+        if level == "geometric":
+            log_ratio = verl_F.masked_mean(log_ratio, response_mask, axis=-1).unsqueeze(-1).expand_as(log_ratio)
+        log_ratio = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+        nearest = log_ratio.clamp(math.log(lower) if lower > 0 else -math.inf, math.log(upper))
+        weights = torch.exp(-(log_ratio - nearest).abs())
+    return weights, {
+        "share": found["rollout_rs_masked_fraction"],
+        "ratio_max": found["rollout_rs_max"],
+        "ratio_min": found["rollout_rs_min"],
+    }
+
+
+class TokenWeigher:
+    """``token_clip`` and ``seq_clip`` together.
+
+    Args:
+        settings: what is on.
+    """
+
+    def __init__(self, settings: StabilizeConfig):
+        clips = (("token_clip", "token", settings.token_clip), ("seq_clip", "geometric", settings.seq_clip))
+        self._clips = [clip for clip in clips if clip[2].mode != "off"]
+
+    def token_weights(
+        self,
+        model_inputs: dict[str, Any],
+        log_prob: torch.Tensor,
+        given: torch.Tensor | None,
+        metrics: dict[str, Any],
+    ) -> torch.Tensor | None:
+        """The factors on the token losses of one micro-batch.
+
+        Args:
+            model_inputs: the micro-batch, with ``rollout_log_probs`` and ``response_mask`` (B, T).
+            log_prob: of the current policy (B, T).
+            given: factors (B, T) that the trainer computed; None for ones.
+            metrics: receives what each clip did.
+
+        Returns:
+            ``given`` times the weight of each clip that is on (B, T); ``given`` itself while none is.
+
+        Raises:
+            ValueError: one sentence, when the batch lacks the rollout's log-probs.
+        """
+        if not self._clips:
+            return given
+        if "rollout_log_probs" not in model_inputs:
+            raise ValueError(NEEDS_ROLLOUT_LOG_PROBS)
+        log_ratio = log_prob.detach().float() - model_inputs["rollout_log_probs"]
+        for name, level, clip in self._clips:
+            weights, found = ratio_weights(
+                log_ratio, model_inputs["response_mask"], level, clip.mode, clip.upper, clip.lower
+            )
+            given = weights if given is None else given * weights
+            metrics.update({f"gradloc/{name}/{key}": value for key, value in found.items()})
+        return given

@@ -1,0 +1,66 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Skip a step whose gradient norm is far above the last ones: the rule of OLMo-core's SkipStepOptimizer.
+
+A step is skipped when its norm is more than ``num_deviations`` standard deviations above the mean of the last
+``window`` norms. As there, a norm that was skipped still enters the window, so a level that really moved is accepted
+soon, and one outlier widens the bound for the following ones. Norms that are not finite stay out. Ours looks at the
+norm alone (a policy-gradient loss says little) and decides on the host, where verl has the norm anyway.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from .config import SkipStepConfig
+
+__all__ = ["SkipStep"]
+
+
+class SkipStep:
+    """Decides step after step.
+
+    Args:
+        settings: window and number of deviations.
+    """
+
+    def __init__(self, settings: SkipStepConfig):
+        self._num_deviations = settings.num_deviations
+        self._num_needed = settings.window // 2
+        self._norms: deque[float] = deque(maxlen=settings.window)
+
+    def threshold(self) -> float | None:
+        """The norm above which the next step is skipped; None until half a window of norms has been seen."""
+        if len(self._norms) < self._num_needed:
+            return None
+        return statistics.fmean(self._norms) + self._num_deviations * statistics.stdev(self._norms)
+
+    def is_outlier(self, norm: float) -> bool:
+        """Whether to skip the step; learns its norm either way, unless that is not finite."""
+        threshold = self.threshold()
+        if not math.isfinite(norm):
+            return False
+        self._norms.append(norm)
+        return threshold is not None and norm > threshold
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready content, for the checkpoint."""
+        return {"norms": list(self._norms)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state` gave."""
+        self._norms.clear()
+        self._norms.extend(float(norm) for norm in state["norms"])

@@ -1,0 +1,189 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What verl's actor calls: the stabilizers on the real gradient, sharded as it is.
+
+Every rank decides alike without asking: the norms come out of one reduction, and the statistics follow from them.
+With ``layer_clip`` that reduction replaces verl's own, nothing is clipped before localization has looked, and what is
+clipped is what localization decided to take. A step that is not taken teaches the layers nothing. Lopti's two stages
+have gradients of different size: each learns from its own.
+"""
+
+import logging
+import math
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core.gradients import GradientSpace
+from ..evidence.layers import kind_of, layer_of, norms_by
+from ..reweighting import STAGE_NAME_KEY
+from . import STABILIZER_KEY
+from .layer_clip import LayerClip
+from .ratio_clip import TokenWeigher
+from .settings import NEEDS_ROLLOUT_LOG_PROBS
+from .skip_step import SkipStep
+
+__all__ = ["Stabilizer"]
+
+logger = logging.getLogger(__file__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+
+def _tensor_of(name: str) -> str:
+    """A parameter's name whatever wraps its module."""
+    return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+_GROUPS = {"layer": layer_of, "kind": kind_of, "tensor": _tensor_of}
+
+
+class Stabilizer:
+    """The stabilizers of one actor, called at its seams in the order of the methods.
+
+    Args:
+        actor: verl's ``DataParallelPPOActor`` with an optimizer.
+    """
+
+    def __init__(self, actor: Any):
+        self.actor = actor
+        self.settings = settings = actor.config.gradloc.stabilize
+        self._weigher = TokenWeigher(settings)
+        self._group = _GROUPS[settings.layer_clip.group]
+        self._by_stage: dict[str, dict[str, Any]] = {}
+        self._turn_to("")
+        self._space: GradientSpace | None = None
+        self._squares: torch.Tensor | None = None
+        self._metrics: dict[str, list[float]] = {}
+        self._num_nonfinite = 0
+        self._num_skipped = 0
+
+    @property
+    def clips_layers(self) -> bool:
+        """Whether :meth:`measure` stands in for verl's clipping."""
+        return self._layer_clip is not None
+
+    def begin_update(self, data: Any) -> None:
+        """Prepare for an update on verl's DataProto; after a resume its meta_info brings the statistics.
+
+        Raises:
+            ValueError: one sentence, when a clip needs log-probs of the rollout that the batch lacks.
+        """
+        if self.settings.weighs_tokens and "rollout_log_probs" not in data.batch.keys():
+            raise ValueError(NEEDS_ROLLOUT_LOG_PROBS)
+        self._turn_to(data.meta_info.get(STAGE_NAME_KEY, ""))
+        self._space = GradientSpace(self.actor.actor_module)
+        self._metrics, self._num_nonfinite, self._num_skipped = {}, 0, 0
+        state = data.meta_info.get(STABILIZER_KEY)
+        if state is not None:
+            self._load_state(state)
+
+    def token_weights(
+        self,
+        model_inputs: dict[str, Any],
+        log_prob: torch.Tensor,
+        given: torch.Tensor | None,
+        metrics: dict[str, Any],
+    ) -> torch.Tensor | None:
+        """The factors on the token losses: :meth:`~.ratio_clip.TokenWeigher.token_weights`."""
+        return self._weigher.token_weights(model_inputs, log_prob, given, metrics)
+
+    def measure(self) -> torch.Tensor:
+        """Norm of the gradient in ``.grad``, which stays as it is; one reduction for all layers.
+
+        Returns:
+            float64 scalar, the same on every rank; NaN or inf when an element is not finite.
+        """
+        self._squares = self._space.squares()
+        return self._squares.sum().sqrt()
+
+    def before_step(self, grad_norm: torch.Tensor) -> torch.Tensor:
+        """Skip the step, or clip its layers, in place; learns from it.
+
+        Args:
+            grad_norm: scalar, of the gradient that the step would take, before clipping. 0: there is none (the action
+                on a spike took it away), so there is nothing to do or to learn. Not finite: verl takes no step.
+
+        Returns:
+            ``grad_norm``: what is reported is the norm before clipping, also of a step that is skipped.
+        """
+        norm = float(grad_norm)
+        is_step = math.isfinite(norm) and norm > 0
+        threshold = None if self._skip_step is None else self._skip_step.threshold()
+        if is_step and self._skip_step is not None and self._skip_step.is_outlier(norm):
+            # without gradients the optimizer skips every parameter: no moment, no weight decay, no step count
+            self._space.clear()
+            self._num_skipped += 1
+            is_step = False
+        if self._skip_step is not None:
+            self._note("skip_step/threshold", threshold or 0.0)
+        if self._layer_clip is not None:
+            self._clip_layers(is_step)
+        return grad_norm
+
+    def _clip_layers(self, is_step: bool) -> None:
+        norms = norms_by(self._group, self._space.names, self._squares)
+        self._num_nonfinite += sum(not math.isfinite(norm) for norm in norms.values())
+        factors = self._layer_clip.clip(norms) if is_step else dict.fromkeys(norms, 1.0)
+        self._space.scale_each([factors[self._group(name)] for name in self._space.names])
+        after = math.sqrt(sum((factors[layer] * norm) ** 2 for layer, norm in norms.items())) if is_step else 0.0
+        self._note("layer_clip/share", sum(factor < 1 for factor in factors.values()) / len(factors))
+        self._note("layer_clip/scale_min", min(factors.values()))
+        self._note("layer_clip/norm_after", after)
+
+    def end_update(self, metrics: dict[str, Any]) -> None:
+        """Add what every rank reports alike, and on the first process the statistics for the next checkpoint."""
+        if self._layer_clip is not None:
+            self._metrics["gradloc/layer_clip/nonfinite"] = [self._num_nonfinite]
+            self._metrics["gradloc/layer_clip/warmup"] = [float(self._layer_clip.is_warming_up)]
+        if self._skip_step is not None:
+            self._metrics["gradloc/skip_step/skipped"] = [self._num_skipped]
+        metrics.update(self._metrics)
+        self._space = self._squares = None
+        if dist.get_rank() == 0:
+            metrics[STABILIZER_KEY] = self._state()
+
+    # ---- inside
+
+    def _note(self, name: str, value: float) -> None:
+        self._metrics.setdefault(f"gradloc/{name}", []).append(value)
+
+    def _turn_to(self, stage: str) -> None:
+        """Go on with what was learned from this stage of Lopti's; "" is the only stage of an ordinary update."""
+        parts = self._parts(stage)
+        self._layer_clip: LayerClip | None = parts.get("layer_clip")
+        self._skip_step: SkipStep | None = parts.get("skip_step")
+
+    def _parts(self, stage: str) -> dict[str, Any]:
+        """What learns and is on, for one stage."""
+        if stage not in self._by_stage:
+            settings, parts = self.settings, {}
+            if settings.layer_clip.rule != "off":
+                parts["layer_clip"] = LayerClip(settings.layer_clip, self.actor.config.grad_clip)
+            if settings.skip_step.enable:
+                parts["skip_step"] = SkipStep(settings.skip_step)
+            self._by_stage[stage] = parts
+        return self._by_stage[stage]
+
+    def _state(self) -> dict[str, Any]:
+        return {stage: {name: part.state() for name, part in parts.items()} for stage, parts in self._by_stage.items()}
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        for stage, of_stage in state.items():
+            for name, part in self._parts(stage).items():
+                try:
+                    part.load_state(of_stage[name])
+                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    logger.warning("gradloc: %s learns anew, the checkpoint's statistics do not fit (%r)", name, error)

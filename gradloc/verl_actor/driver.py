@@ -1,0 +1,264 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The trainer's side of localization: the trigger's policy, and the writing of events.
+
+The driver process knows the step, the whole batch, the tokenizer and its own file system, which on a cluster is not
+the workers'. It sends each step's policy with the batch and writes what comes back. Whatever fails in here is logged
+and counted; training goes on.
+"""
+
+import logging
+import os
+from typing import Any, Optional
+
+import numpy as np
+import torch
+
+from ..core.trigger import History, StepPolicy, fixed_threshold, spike_kind
+from ..evidence.complete import SCHEMA_VERSION, bundle_tensors, complete_event, complete_sequences
+from ..evidence.store import EventStore
+from ..evidence.trackers import announce, verdict_sentences
+from ..reweighting import STAGE_NAME_KEY
+from .hook import EVENTS_KEY, POLICY_KEY, ROW_KEY
+
+__all__ = ["AbortedBySpike", "Driver", "build_driver"]
+
+logger = logging.getLogger(__file__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+SEQUENCE_KEY = "sequence_id"
+_TAKEN = ("mask", "skip", "abort")
+
+
+class AbortedBySpike(RuntimeError):
+    """The run was configured to stop at a gradient spike, and one came."""
+
+
+def build_driver(config: Any, tokenizer: Any) -> Optional["Driver"]:
+    """The trainer's driver of localization, or None while ``spike_detection`` is off.
+
+    Args:
+        config: the trainer's whole config.
+        tokenizer: decodes culprits.
+
+    Raises:
+        ValueError: one sentence, where localization is asked of workers that do not have it.
+    """
+    if not config.actor_rollout_ref.actor.get("spike_detection", False):
+        return None
+    if config.trainer.get("use_legacy_worker_impl", "auto") == "disable":
+        raise ValueError(
+            "actor_rollout_ref.actor.spike_detection needs verl's FSDP workers, found "
+            "trainer.use_legacy_worker_impl=disable (the engine workers): set it to auto, or spike_detection to false."
+        )
+    return Driver(config, tokenizer)
+
+
+class Driver:
+    """Decides when to look, learns from every norm, and writes the events."""
+
+    def __init__(self, config: Any, tokenizer: Any):
+        from omegaconf import OmegaConf
+        from verl.utils.config import omega_conf_to_dataclass
+
+        actor = config.actor_rollout_ref.actor
+        self.actor_config = OmegaConf.to_container(actor, resolve=True)
+        self.settings = omega_conf_to_dataclass(actor.gradloc)
+        self.tau = actor.grad_norm_threshold
+        self.tokenizer = tokenizer if self.settings.evidence.text == "on" else None
+        self.trackers = config.trainer.logger
+        self.sequences_per_mini_batch = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+        self._histories: dict[str, History] = {}
+        self._stage = ""
+        self.store = EventStore(os.path.abspath(os.path.expanduser(actor.bisect_dump_dir)))
+        self.run = {"project": config.trainer.project_name, "experiment": config.trainer.experiment_name}
+        self._num_events = 0
+        self._num_failures = 0
+        self._quiet_until = 0
+        self._step = self._num_in_step = 0
+        self._policy: StepPolicy | None = None
+
+    @property
+    def history(self) -> History:
+        """What the present update is judged by. Lopti's two stages have norms of different size: one history each."""
+        return self._history(self._stage)
+
+    def stamp(self, batch: Any) -> None:
+        """Name every sequence ``<uid>:<rollout index>`` while the rollouts of a prompt still stand side by side.
+
+        Raises:
+            ValueError: one sentence, for inputs that localization does not know.
+        """
+        if "multi_modal_inputs" in batch.non_tensor_batch:
+            raise ValueError(
+                "actor_rollout_ref.actor.spike_detection does not know multi-modal inputs yet: set it to false."
+            )
+        seen: dict[str, int] = {}
+        names = []
+        for uid in batch.non_tensor_batch["uid"]:
+            seen[uid] = seen.get(uid, -1) + 1
+            names.append(f"{uid}:{seen[uid]}")
+        batch.non_tensor_batch[SEQUENCE_KEY] = np.array(names, dtype=object)
+
+    def before_update(self, batch: Any, global_step: int, dp_size: int) -> None:
+        """Attach the step's policy and each row's number to the batch that goes to the actor."""
+        num_rows = len(batch)
+        self._stage = batch.meta_info.get(STAGE_NAME_KEY, "")
+        batch.batch[ROW_KEY] = torch.arange(num_rows)
+        num_tokens = self._tokens_per_mini_batch(batch.batch["response_mask"], dp_size)
+        trigger = self.settings.trigger
+        if global_step != self._step:  # an update in stages calls this once for each
+            self._step, self._num_in_step = global_step, 0
+        allowed = min(trigger.max_events_per_step - self._num_in_step, trigger.max_events - self._num_events)
+        is_quiet = global_step < self._quiet_until and self._num_in_step == 0
+        self._policy = StepPolicy(
+            global_step=global_step,
+            kind="adaptive" if self.tau is None else "fixed",
+            num_tokens=num_tokens,
+            thresholds=[self._threshold(n) for n in num_tokens],
+            tau=[self._tau(n) for n in num_tokens],
+            max_events=0 if is_quiet else max(allowed, 0),
+            force=trigger.force_step == global_step,
+            stage=self._stage or None,
+            history={} if self.tau is not None else self.history.summary(),
+        )
+        batch.meta_info[POLICY_KEY] = self._policy.as_dict()
+
+    def after_update(self, batch: Any, actor_output: Any) -> None:
+        """Learn from the norms, write and announce the events, and add ``gradloc/*`` to the update's metrics.
+
+        Raises:
+            AbortedBySpike: when ``action.mode`` is abort and a spike came; the event is on disk.
+        """
+        batch.meta_info.pop(POLICY_KEY, None)
+        batch.batch.pop(ROW_KEY, None)
+        raw_events = actor_output.meta_info.pop(EVENTS_KEY, [])
+        metrics = actor_output.meta_info["metrics"]
+        num_spikes = self._learn(metrics["actor/grad_norm"][0], raw_events)
+        written = [event for event in (self._write(raw, batch) for raw in raw_events) if event is not None]
+        announce(written, self.trackers, self._policy.global_step)
+        self._num_in_step += len(raw_events)
+        if raw_events:
+            self._quiet_until = self._policy.global_step + 1 + self.settings.trigger.cooldown_steps
+        metrics.update(self._metrics(raw_events, num_spikes))
+        if any(raw["action"]["taken"] == "abort" for raw in raw_events):
+            said = written[-1]["verdict"] if written else "The event could not be written."
+            raise AbortedBySpike(
+                f"gradloc stopped the run (actor_rollout_ref.actor.gradloc.action.mode=abort). {said} "
+                f"The step was not taken; the event is in {self.store.root}."
+            )
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready content, for the checkpoint: what the trigger has learned."""
+        histories = {stage: history.state() for stage, history in self._histories.items()}
+        return {"histories": histories, "num_events": self._num_events}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state` gave."""
+        for stage, history in state["histories"].items():
+            self._history(stage).load_state(history)
+        self._num_events = int(state["num_events"])
+
+    # ---- inside
+
+    def _history(self, stage: str) -> History:
+        trigger = self.settings.trigger
+        fresh = History(trigger.window, trigger.warmup, trigger.num_deviations)
+        return self._histories.setdefault(stage, fresh)
+
+    def _tokens_per_mini_batch(self, response_mask: torch.Tensor, dp_size: int) -> list[int]:
+        """Response tokens of each mini-batch over all ranks: rows are dealt out to ranks in equal runs, and each rank
+        cuts its run into mini-batches in order."""
+        per_row = response_mask.sum(-1)
+        rows_per_rank = len(per_row) // dp_size
+        size = max(self.sequences_per_mini_batch // dp_size, 1)
+        by_rank = per_row[: rows_per_rank * dp_size].view(dp_size, rows_per_rank)
+        return [int(chunk.sum()) for chunk in by_rank.split(size, dim=1)]
+
+    def _threshold(self, num_tokens: int) -> float | None:
+        return self.history.threshold() if self.tau is None else fixed_threshold(self.tau, num_tokens)
+
+    def _tau(self, num_tokens: int) -> float | None:
+        """Per-token threshold: as configured, or what the adaptive threshold says under the same noise model."""
+        if self.tau is not None:
+            return self.tau
+        threshold = self.history.threshold()
+        return None if threshold is None else threshold * max(num_tokens, 1) ** 0.5
+
+    def _learn(self, norms: list[float], events: list[dict[str, Any]]) -> int:
+        """Feed the step's norms (epochs x mini-batches, in order) to the history; returns how many spiked."""
+        thresholds, num_spikes = self._policy.thresholds, 0
+        measured = list(norms)
+        for event in events:  # a masked or skipped step reports the norm it took; the history wants the one it had
+            where = event["step"]
+            measured[where["epoch"] * len(thresholds) + where["mini_batch"]] = event["trigger"]["grad_norm"]
+        for index, norm in enumerate(measured):
+            is_spike = spike_kind(norm, thresholds[index % len(thresholds)], self._policy.kind) is not None
+            self.history.observe(norm, is_spike)
+            num_spikes += is_spike
+        return num_spikes
+
+    def _write(self, raw: dict[str, Any], batch: Any) -> dict[str, Any] | None:
+        """Write one event; returns its record, None when that failed."""
+        self._num_events += 1
+        try:
+            return self._write_event(raw, batch)
+        except Exception:
+            self._num_failures += 1
+            logger.exception("gradloc: writing an event to %s failed; training goes on", self.store.root)
+            return None
+
+    def _write_event(self, raw: dict[str, Any], batch: Any) -> dict[str, Any]:
+        step, evidence = raw["step"], self.settings.evidence
+        event_id = self.store.new_id(step["global_step"], step["epoch"], step["mini_batch"])
+        event = complete_event(raw, event_id, self.run, batch, self.tokenizer, evidence.context_tokens)
+        event["verdict"] = verdict_sentences(event)
+        documents = {"sequences": complete_sequences(raw, event_id, batch, self.tokenizer)}
+        tensors = {}
+        if evidence.bundle != "off" and raw["layout"]:
+            if self.store.size_gb() < evidence.max_gb:
+                tensors, layout = bundle_tensors(raw, batch)
+                documents["meta"] = {
+                    "schema_version": SCHEMA_VERSION,
+                    "actor": self.actor_config,
+                    "temperature": raw["temperature"],
+                    "on_policy": raw["on_policy"],
+                    "checkpoint": raw["checkpoint"],
+                    "fingerprint": raw["fingerprint"],
+                    "layout": layout,
+                    "event": event,
+                }
+            else:
+                logger.warning(
+                    "gradloc: %s holds gradloc.evidence.max_gb=%s or more, so this event gets no replay bundle",
+                    self.store.root,
+                    evidence.max_gb,
+                )
+        event["folder"] = self.store.write_folder(event_id, tensors, documents)
+        self.store.append(event)
+        return event
+
+    def _metrics(self, events: list[dict[str, Any]], num_spikes: int) -> dict[str, list[float]]:
+        """Scalars for the trackers, in lists as reduce_metrics expects; mind names that contain 'min' or 'max'."""
+        search = [event["search"] for event in events]
+        return {
+            "gradloc/spikes": [num_spikes],
+            "gradloc/events": [len(events)],
+            "gradloc/culprits": [sum(len(event["culprits"]) for event in events)],
+            "gradloc/explained": [sum(event["certificate"]["verdict"] == "explained" for event in events)],
+            **{f"gradloc/{taken}": [sum(event["action"]["taken"] == taken for event in events)] for taken in _TAKEN},
+            "gradloc/probes": [sum(entry["backwards"] for entry in search)],
+            "gradloc/seconds": [sum(entry["seconds"] for entry in search)],
+            "gradloc/write_failures": [self._num_failures],
+        }

@@ -1,0 +1,388 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A bundled event made runnable: verl's real actor around a given model, and the event's step on it.
+
+Every micro-batch keeps the weight it had in the run: the run's accumulation factor, and its number of data-parallel
+ranks instead of this machine's. FSDP averages over the processes there are, and one process without FSDP adds up, so
+the loss is scaled by (processes here) / (ranks of the run), in the one place where verl scales it.
+"""
+
+import contextlib
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import verl
+from omegaconf import OmegaConf
+from torch.distributed.tensor import DTensor
+from verl import DataProto
+from verl.model_merger.base_model_merger import ModelMergerConfig
+from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.device import get_device_id, get_device_name, get_nccl_backend, get_torch_device
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.actor.dp_actor import DataParallelPPOActor
+
+from ..core.gradients import GradientSpace
+from ..core.memory import free_bytes
+from ..replay.bundle import Bundle, Entry, ReplayError
+from ..stabilize.ratio_clip import TokenWeigher
+from .step import ROW_KEY, ActorStep
+
+__all__ = ["ReplayStep", "build_actor", "deal", "start_processes"]
+
+_NUM_COPIES = 5  # of the model in float32: weights, gradient, the gradient set aside, the weights' copy, a residual
+
+
+def start_processes() -> None:
+    """Join torchrun's process group, or make one of this process alone: verl's actor asks for its rank."""
+    if dist.is_initialized():
+        return
+    device = get_device_name()
+    if device != "cpu":
+        get_torch_device().set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{get_nccl_backend()}"
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def deal(bundle: Bundle, num_processes: int) -> list[list[Entry | None]]:
+    """Which process replays which micro-batches: the run's own layout where it fits, else one after the other.
+
+    Returns:
+        Per process its micro-batches, equally many for all: None fills up, since every process must take part in
+        every forward and backward.
+    """
+    by_rank: list[list[Entry | None]] = [[] for _ in range(num_processes)]
+    entries = sorted(bundle.layout, key=lambda entry: (entry.micro_batch, entry.rank))
+    numbers = [[e.micro_batch for e in entries if e.rank == rank] for rank in range(bundle.dp_size)]
+    keeps_layout = num_processes == bundle.dp_size and all(of_rank == numbers[0] for of_rank in numbers)
+    for number, entry in enumerate(entries):
+        by_rank[entry.rank if keeps_layout else number % num_processes].append(entry)
+    most = max(len(of_process) for of_process in by_rank)
+    return [of_process + [None] * (most - len(of_process)) for of_process in by_rank]
+
+
+class ReplayActor(DataParallelPPOActor):
+    """verl's actor with the run's loss weights, whatever it runs on now."""
+
+    def __init__(self, config: Any, module: torch.nn.Module, dp_size: int):
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints its settings
+            super().__init__(config, module)
+        if not config.use_dynamic_bsz:
+            self.gradient_accumulation = config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu
+        self.stabilizer = TokenWeigher(config.gradloc.stabilize) if config.gradloc.stabilize.weighs_tokens else None
+        self._processes_per_rank = dist.get_world_size() / dp_size
+        self.watch: Callable | None = None
+
+    def _forward_for_loss(self, model_inputs, temperature):
+        entropy, log_prob = super()._forward_for_loss(model_inputs, temperature)
+        if self.watch is not None:
+            self.watch(log_prob, entropy)
+        return entropy, log_prob
+
+    def _loss_scale_factor(self, response_mask):
+        return super()._loss_scale_factor(response_mask) * self._processes_per_rank
+
+
+class ReplayStep(ActorStep):
+    """The event's step, as far as the bundle holds it: this process's micro-batches.
+
+    Args:
+        actor: from :func:`build_actor`.
+        bundle: the event.
+        places: this process's micro-batches, from :func:`deal`.
+        tick: called after every forward without a graph and every backward.
+    """
+
+    def __init__(self, actor: ReplayActor, bundle: Bundle, places: list[Entry | None], tick: Callable[[], Any]):
+        self.places = places
+        self._tick = tick
+        micro_batches = [_micro_batch(bundle, entry or bundle.layout[0]) for entry in places]
+        temperature = float(bundle.meta["temperature"])
+        # dp_size is what the gradient is averaged over here; the run's own is in the actor's loss weights
+        super().__init__(actor, micro_batches, temperature, bundle.meta["on_policy"], dp_size=dist.get_world_size())
+
+    def train(self, space: GradientSpace) -> None:
+        """The training pass: puts the step's gradient into ``.grad`` and records what it leaves behind."""
+        for index, entry in enumerate(self.places):
+            if entry is None or entry.rng is None:
+                torch.manual_seed(index)
+            else:
+                torch.set_rng_state(entry.rng)
+            self.before_forward(index)
+            self.actor.watch = lambda log_prob, entropy, index=index: self.after_forward(index, log_prob, entropy)
+            try:
+                self.backward(index, None)
+            finally:
+                self.actor.watch = None
+        if self.loss_scale != 1.0:
+            space.scale(1.0 / self.loss_scale)
+
+    def token_mask(self, micro_batch: int) -> torch.Tensor:
+        mask = super().token_mask(micro_batch)
+        return torch.zeros_like(mask) if self.places[micro_batch] is None else mask
+
+    def token_weights(self, micro_batch: int) -> torch.Tensor:
+        return super().token_weights(micro_batch) * self.token_mask(micro_batch)
+
+    def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        found = super().forward(micro_batch)
+        self._tick()
+        return found
+
+    def backward(self, micro_batch: int, selected: torch.Tensor | None) -> None:
+        if self.places[micro_batch] is None:  # runs the same collectives and adds nothing
+            selected = self.token_mask(micro_batch)
+        super().backward(micro_batch, selected)
+        self._tick()
+
+
+def _micro_batch(bundle: Bundle, entry: Entry) -> DataProto:
+    rows = slice(entry.first_row, entry.end_row)
+    num_rows = bundle.tensors["responses"].shape[0]
+    tensors = {name: value[rows] for name, value in bundle.tensors.items() if not name.startswith("rng.")}
+    return DataProto.from_dict({**tensors, ROW_KEY: torch.arange(num_rows)[rows]})
+
+
+def build_actor(bundle: Bundle, model_path: str) -> ReplayActor:
+    """verl's actor around the model at ``model_path``, on this machine's processes.
+
+    Raises:
+        ReplayError: the model cannot be loaded, does not fit the bundle, or would not fit into memory.
+    """
+    has_flash = _has_flash_attention()
+    config = _actor_config(bundle, has_flash)
+    if config.gradloc.stabilize.weighs_tokens and "rollout_log_probs" not in bundle.tensors:
+        raise ReplayError("batch.safetensors: rollout_log_probs is missing, by which the run's clips weighed its loss.")
+    dtype = PrecisionType.to_dtype(config.fsdp_config.dtype)
+    folder, is_checkpoint = _find_model(Path(model_path))
+    attention = "flash_attention_2" if has_flash else "sdpa"
+    outline = _outline(folder / "huggingface" if is_checkpoint else folder, bundle)
+    needs_checkpointing = _check_memory(outline, bundle, dtype)
+    module = _load(folder, is_checkpoint, outline.config, attention)
+    if needs_checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.use_remove_padding:
+        from verl.models.transformers.monkey_patch import apply_monkey_patch
+
+        apply_monkey_patch(model=module, use_remove_padding=True, ulysses_sp_size=1)
+    module.train()
+    return ReplayActor(config, _place(module, config, dtype), bundle.dp_size)
+
+
+def _has_flash_attention() -> bool:
+    from transformers.utils import is_flash_attn_2_available
+
+    return get_device_name() == "cuda" and is_flash_attn_2_available()
+
+
+def _actor_config(bundle: Bundle, has_flash: bool) -> Any:
+    """The run's actor config over this verl's defaults, adapted to this machine where that leaves the loss alone."""
+    defaults = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
+    actor = OmegaConf.to_container(defaults.actor_rollout_ref.actor, resolve=True)
+    given = {key: value for key, value in bundle.meta["actor"].items() if key != "gradloc"}
+    of_run = bundle.meta["actor"].get("gradloc")
+    if isinstance(of_run, dict) and "stabilize" in of_run:  # of gradloc's own settings, only these are part of the loss
+        given["gradloc"] = {"stabilize": of_run["stabilize"]}
+    unknown = _targets(given) - _targets(actor)
+    if unknown:  # a config says what is to be built from it; a bundle from elsewhere must not be able to run anything
+        raise ReplayError(
+            f"meta.json: actor names {min(unknown)!r:.80} as a _target_, which verl's own config does not."
+        )
+    try:
+        actor = OmegaConf.to_container(OmegaConf.merge(actor, given))
+        dp_size = bundle.dp_size
+        # as verl's worker normalises them: the config counts prompts over all ranks, the actor sequences of one
+        actor["ppo_mini_batch_size"] = actor["ppo_mini_batch_size"] * actor["rollout_n"] // dp_size
+        if actor["ppo_micro_batch_size"] is not None:
+            actor["ppo_micro_batch_size_per_gpu"] = actor["ppo_micro_batch_size"] // dp_size
+        actor.update(
+            strategy="fsdp2",
+            ppo_micro_batch_size=None,
+            use_torch_compile=False,
+            use_fused_kernels=False,
+            use_remove_padding=actor["use_remove_padding"] and has_flash,
+            ulysses_sequence_parallel_size=1,
+            spike_detection=False,
+        )
+        actor["fsdp_config"].update(ulysses_sequence_parallel_size=1, fsdp_size=-1, offload_policy=False)
+        if not actor["use_dynamic_bsz"] and not actor["ppo_mini_batch_size"] >= actor["ppo_micro_batch_size_per_gpu"]:
+            raise ValueError("ppo_micro_batch_size_per_gpu is larger than a rank's mini-batch")
+        return omega_conf_to_dataclass(OmegaConf.create(actor))
+    except Exception as error:  # hydra, omegaconf and verl's own checks each raise their own kinds
+        why = str(error.__cause__ or error).strip().splitlines()
+        raise ReplayError(
+            f"meta.json: actor is no config of this verl's actor: {why[0] if why else type(error).__name__}."
+        ) from error
+
+
+def _targets(value: Any) -> set[str]:
+    """Every ``_target_`` in a config, however deep."""
+    if isinstance(value, list):
+        return set().union(*map(_targets, value))
+    if not isinstance(value, dict):
+        return set()
+    own = {str(value["_target_"])} if "_target_" in value else set()
+    return own.union(*map(_targets, value.values()))
+
+
+# ---- the model
+
+
+class _ShardReader(FSDPModelMerger):
+    """verl's merger, but in the precision of the checkpoint: merging to disk rounds the weights to bfloat16."""
+
+    def read(self) -> dict[str, torch.Tensor]:
+        world_size, folder = self._get_world_size(), Path(self.config.local_dir)
+        first = self._load_rank_zero_state_dict(world_size)
+        num_shards, _ = self._calculate_shard_configuration(*self._extract_device_mesh_info(first, world_size))
+        paths = [folder / f"model_world_size_{world_size}_rank_{rank}.pt" for rank in range(1, num_shards)]
+        shards = [first] + [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
+        return {name: self._merge([shard[name] for shard in shards]) for name in first}
+
+    def _load_rank_zero_state_dict(self, world_size: int) -> dict[str, torch.Tensor]:
+        path = Path(self.config.local_dir) / f"model_world_size_{world_size}_rank_0.pt"
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+    def _merge(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        if isinstance(parts[0], DTensor):  # the last mesh dimension is the sharded one
+            return self._merge_by_placement([part._local_tensor for part in parts], parts[0].placements[-1])
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _find_model(path: Path) -> tuple[Path, bool]:
+    """The folder to load from, and whether it is a checkpoint of verl's FSDP workers."""
+    for folder in (path, path / "actor"):
+        if (folder / "fsdp_config.json").is_file() and (folder / "huggingface" / "config.json").is_file():
+            return folder, True
+    if (path / "config.json").is_file():
+        return path, False
+    raise ReplayError(
+        f"{path} is neither a Hugging Face model folder (config.json) nor a checkpoint folder of verl's FSDP workers "
+        "(global_step_N/actor with fsdp_config.json)."
+    )
+
+
+def _outline(folder: Path, bundle: Bundle) -> torch.nn.Module:
+    """The model without its weights; refuses one that the bundle's tokens cannot belong to."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _explained(f"{folder} does not describe a causal language model"):
+        with torch.device("meta"):
+            outline = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    size = outline.get_input_embeddings().num_embeddings
+    ids = bundle.tensors["input_ids"]
+    if not 0 <= int(ids.min()) <= int(ids.max()) < size:
+        raise ReplayError(
+            f"The model at {folder} is not the event's: it knows tokens 0 to {size - 1}, and the bundle holds token "
+            f"{int(ids.max()) if ids.max() >= size else int(ids.min())}."
+        )
+    return outline
+
+
+def _load(folder: Path, is_checkpoint: bool, config: Any, attention: str) -> torch.nn.Module:
+    """The model with its weights in float32, as verl's actor keeps them."""
+    from transformers import AutoModelForCausalLM
+
+    with _explained(f"The model at {folder} cannot be loaded"):
+        if not is_checkpoint:
+            module, info = AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, output_loading_info=True, attn_implementation=attention
+            )
+            module = module.float()
+            missing = set(info["missing_keys"])
+        else:
+            described = str(folder / "huggingface")
+            merger = ModelMergerConfig("merge", "fsdp", local_dir=str(folder), hf_model_config_path=described)
+            module = AutoModelForCausalLM.from_config(config, attn_implementation=attention).float()
+            found = module.load_state_dict(_ShardReader(merger).read(), strict=False)
+            missing = set(found.missing_keys) | set(found.unexpected_keys)
+        missing -= set(getattr(module, "_tied_weights_keys", None) or ())
+        if missing:
+            raise ValueError(f"its config and its weights do not agree on {min(missing)}")
+    return module
+
+
+@contextlib.contextmanager
+def _explained(what: str):
+    try:
+        yield
+    except ReplayError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, AssertionError) as error:
+        why = str(error).strip().splitlines()
+        raise ReplayError(f"{what}: {why[0] if why else type(error).__name__}") from error
+
+
+def _place(module: torch.nn.Module, config: Any, dtype: torch.dtype) -> torch.nn.Module:
+    """On one process in float32 as it is; else by FSDP2 as in verl's worker, whose mixed precision is part of it."""
+    size = dist.get_world_size()
+    if size == 1 and dtype == torch.float32:
+        return module.to(get_device_id())
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from verl.utils.fsdp_utils import apply_fsdp2
+
+    mesh = init_device_mesh(get_device_name(), (size,), mesh_dim_names=("fsdp",))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    apply_fsdp2(module, {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": True}, config.fsdp_config)
+    return module.to(get_device_id())
+
+
+# ---- memory
+
+
+def _check_memory(outline: torch.nn.Module, bundle: Bundle, dtype: torch.dtype) -> bool:
+    """Refuse, before anything is loaded, what cannot fit; says whether gradient checkpointing is needed to fit.
+
+    A lower bound: five copies of the weights, the logits of the largest micro-batch twice, and what its layers keep
+    for the backward, 34 s b h bytes each in half precision (arXiv 2205.05198, equation 1, attention recomputed).
+    """
+    config = outline.config.get_text_config()
+    rows = max(entry.end_row - entry.first_row for entry in bundle.layout)
+    length = bundle.tensors["input_ids"].shape[1]
+    tokens = rows * length
+    weights = 4 * _NUM_COPIES * sum(param.numel() for param in outline.parameters()) // dist.get_world_size()
+    logits = 2 * tokens * outline.get_input_embeddings().num_embeddings * dtype.itemsize
+    layer = 17 * tokens * config.hidden_size * dtype.itemsize
+    kept = tokens * config.hidden_size * dtype.itemsize  # per layer, with gradient checkpointing
+    num_layers = config.num_hidden_layers
+    free = _free_bytes()
+    if weights + logits + num_layers * layer <= free:
+        return False
+    needed = weights + logits + num_layers * kept + layer
+    if needed > free:
+        raise ReplayError(
+            f"A micro-batch of {rows} x {length} tokens and this model need at least {_size(needed)} per process, and "
+            f"{_size(free)} are free: use more processes (torchrun) or a larger machine."
+        )
+    return True
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _free_bytes() -> int:
+    """What one of this machine's processes may take."""
+    name = get_device_name()
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if name == "cpu" else 1
+    return free_bytes(torch.device(name)) // processes

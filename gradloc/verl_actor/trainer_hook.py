@@ -1,0 +1,232 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What verl's trainer calls, at its seams: each call goes on to the parts that are switched on.
+
+The parts: localization (:mod:`driver`), Advantage Reweighting and Lopti (:mod:`reweighting`), the stabilizers' memory
+(:mod:`stabilize`, which works in the actor) and the health monitor (:mod:`health`). Their states lie in one file beside
+each checkpoint.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, Optional
+
+from ..evidence.complete import SCHEMA_VERSION
+from ..health.monitor import build_monitor
+from ..reweighting import ADVANTAGES_BEFORE_KEY, Lopti, reweight
+from ..stabilize import STABILIZER_KEY, check_whole_config
+from .driver import Driver, build_driver
+
+__all__ = ["StabilizerMemory", "TrainerHook", "build_trainer_hook"]
+
+logger = logging.getLogger(__file__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+_STATE_FILE = "gradloc.json"
+
+
+def build_trainer_hook(config: Any, tokenizer: Any) -> Optional["TrainerHook"]:
+    """The trainer's hook, or None while nothing of it is switched on.
+
+    Args:
+        config: the trainer's whole config.
+        tokenizer: decodes culprits.
+
+    Raises:
+        ValueError: one sentence, for a setting that is wrong or that these workers do not have.
+    """
+    alpha, lopti = _reweighting(config)
+    hook = TrainerHook(
+        spikes=build_driver(config, tokenizer),
+        alpha=alpha,
+        lopti=lopti,
+        stabilizers=StabilizerMemory() if check_whole_config(config) else None,
+        monitor=build_monitor(config),
+    )
+    return hook if hook.is_on else None
+
+
+def _reweighting(config: Any) -> tuple[float, Lopti | None]:
+    """Advantage Reweighting's alpha and Lopti; a config without the blocks, of another trainer, has them off."""
+    from verl.utils.config import omega_conf_to_dataclass
+
+    algorithm = config.algorithm
+    if algorithm.get("lopti") is None or algorithm.get("advantage_reweighting") is None:
+        return 0.0, None
+    lopti = omega_conf_to_dataclass(algorithm.lopti)
+    if lopti.enable:
+        _check_workers(config)
+    return omega_conf_to_dataclass(algorithm.advantage_reweighting).alpha, Lopti(lopti) if lopti.enable else None
+
+
+def _check_workers(config: Any) -> None:
+    actor, trainer = config.actor_rollout_ref.actor, config.trainer
+    for key, found, is_ok in (
+        ("actor_rollout_ref.actor.strategy", actor.strategy, actor.strategy in ("fsdp", "fsdp2")),
+        (
+            "trainer.use_legacy_worker_impl",
+            trainer.get("use_legacy_worker_impl", "auto"),
+            trainer.get("use_legacy_worker_impl", "auto") != "disable",
+        ),
+    ):
+        if not is_ok:
+            raise ValueError(
+                f"algorithm.lopti.enable needs verl's FSDP workers, found {key}={found}: set strategy to fsdp or fsdp2 "
+                "and use_legacy_worker_impl to auto, or algorithm.lopti.enable to false."
+            )
+
+
+class StabilizerMemory:
+    """Keeps what the actor's stabilizers have learned, for checkpoints: the workers have no file of their own."""
+
+    def __init__(self):
+        self._latest: dict[str, Any] | None = None
+        self._to_send: dict[str, Any] | None = None
+
+    def before_update(self, batch: Any) -> None:
+        """On the first update after a resume, send the state along."""
+        if self._to_send is not None:
+            batch.meta_info[STABILIZER_KEY] = self._to_send
+
+    def after_update(self, batch: Any, actor_output: Any) -> None:
+        """Take the state that the actor gave back; it comes from one rank, and all have the same."""
+        batch.meta_info.pop(STABILIZER_KEY, None)
+        self._to_send = None
+        self._latest = actor_output.meta_info.pop(STABILIZER_KEY, self._latest)
+
+    def state(self) -> dict[str, Any] | None:
+        """JSON-ready content, for the checkpoint; None before the first update."""
+        return self._latest
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Take over what :meth:`state` gave."""
+        self._latest = self._to_send = state
+
+
+class TrainerHook:
+    """The parts that are on, behind the calls that the trainer's seams make.
+
+    Args:
+        spikes: localization.
+        alpha: of Advantage Reweighting; 0 is off.
+        lopti: the update in two stages.
+        stabilizers: memory of the actor's stabilizers.
+        monitor: the health monitor.
+    """
+
+    def __init__(
+        self,
+        spikes: Driver | None = None,
+        alpha: float = 0.0,
+        lopti: Lopti | None = None,
+        stabilizers: StabilizerMemory | None = None,
+        monitor: Any = None,
+    ):
+        self.spikes, self.alpha, self.lopti = spikes, alpha, lopti
+        self.stabilizers, self.monitor = stabilizers, monitor
+        self._checkpoint: str | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self.alpha > 0 or any(part is not None for part in (*self._stateful.values(), self.lopti))
+
+    @property
+    def _stateful(self) -> dict[str, Any]:
+        return {"spikes": self.spikes, "stabilizers": self.stabilizers, "health": self.monitor}
+
+    # ---- the seams, in the order in which the trainer calls them
+
+    def stamp(self, batch: Any) -> None:
+        """While the rollouts of a prompt still stand side by side: name every sequence."""
+        if self.spikes is not None:
+            self.spikes.stamp(batch)
+
+    def after_advantages(self, batch: Any, metrics: dict[str, Any]) -> None:
+        """Right after the estimator: reweight the advantages; the batch keeps the old ones, too."""
+        if self.alpha == 0:
+            return
+        before, mask = batch.batch["advantages"], batch.batch["response_mask"].bool()
+        after = reweight(before, batch.batch["old_log_probs"], self.alpha)
+        batch.batch[ADVANTAGES_BEFORE_KEY] = before
+        batch.batch["advantages"] = after
+        total = before[mask].abs().sum()
+        metrics["advantage_reweighting/kept_share"] = float(after[mask].abs().sum() / total) if total > 0 else 1.0
+
+    def update(self, update_actor: Callable[[Any], Any], batch: Any, global_step: int, dp_size: int) -> Any:
+        """The actor's update: once, or in Lopti's two stages.
+
+        Args:
+            update_actor: the worker group's method.
+            batch: verl's DataProto, in the order in which it is dispatched.
+            global_step: the trainer's.
+            dp_size: data-parallel ranks.
+
+        Returns:
+            The update's output, verl's DataProto with ``metrics``.
+        """
+
+        def update_once(batch: Any) -> Any:
+            if self.spikes is not None:
+                self.spikes.before_update(batch, global_step, dp_size)
+            if self.stabilizers is not None:
+                self.stabilizers.before_update(batch)
+            output = update_actor(batch)
+            if self.stabilizers is not None:
+                self.stabilizers.after_update(batch, output)
+            if self.spikes is not None:
+                self.spikes.after_update(batch, output)
+            return output
+
+        return update_once(batch) if self.lopti is None else self.lopti.update(update_once, batch)
+
+    def after_step(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
+        """Just before the step's metrics are logged."""
+        if self.monitor is not None:
+            self.monitor.observe(batch, metrics, global_step)
+            if self._checkpoint is not None:  # written before the step had its metrics
+                self.save(self._checkpoint)
+        self._checkpoint = None
+
+    def save(self, global_step_folder: str) -> None:
+        """Put the parts' states beside a checkpoint."""
+        state = {name: part.state() for name, part in self._stateful.items() if part is not None}
+        path = os.path.join(global_step_folder, _STATE_FILE)
+        try:
+            with open(f"{path}.partial", "w", encoding="utf-8") as file:
+                json.dump({"schema_version": SCHEMA_VERSION, **state}, file)
+            os.replace(f"{path}.partial", path)
+            self._checkpoint = global_step_folder
+        except OSError:
+            logger.exception("gradloc: %s could not be written; a resumed run will learn its history anew", path)
+
+    def load(self, global_step_folder: str) -> None:
+        """Take the states back from a checkpoint; a part that it does not hold, or not as ours, starts anew."""
+        path = os.path.join(global_step_folder, _STATE_FILE)
+        if not os.path.exists(path):
+            return
+        try:
+            with open(path, encoding="utf-8") as file:
+                found = dict(json.load(file))
+        except (OSError, ValueError, TypeError):
+            logger.exception("gradloc: %s could not be read; what it remembered is learned anew", path)
+            return
+        for name, part in self._stateful.items():
+            if part is None or name not in found:
+                continue
+            try:
+                part.load_state(found[name])
+            except (ValueError, KeyError, TypeError, AttributeError):
+                logger.exception("gradloc: the state of %s in %s is not ours; it starts anew", name, path)
