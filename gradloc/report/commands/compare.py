@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.format == "md":
         text = _markdown(found)
     else:
-        from .. import page  # matplotlib takes a second to import
+        from ..pages import page  # matplotlib takes a second to import
 
         text = page.render_comparison("compare.html", found=found, notes=notes, curves=page.overlays(runs, found))
     if args.output is None:

@@ -55,7 +55,7 @@ def _export(args: argparse.Namespace, found: RunFolder, events: list[Event]) -> 
 def _page(args: argparse.Namespace, found: RunFolder, events: list[Event]) -> int:
     if args.output.is_dir():
         raise ReportError(f"{args.output} is a folder: -o names the file to write.")
-    from .. import page  # matplotlib takes a second to import
+    from ..pages import page  # matplotlib takes a second to import
 
     def progress(items: Iterable[Event], total: int) -> Iterable[Event]:
         return terminal.track(items, total)
