@@ -23,6 +23,8 @@ import math
 import os
 from typing import Any
 
+from .numbers import number, percent
+
 __all__ = ["announce", "verdict_sentences"]
 
 logger = logging.getLogger(__file__)
@@ -152,7 +154,7 @@ def _who(culprits: list[dict[str, Any]]) -> str:
     first = max(culprits, key=_weight)
     shares = [_float(culprit["share"]) for culprit in culprits]
     is_known = all(share is not None and math.isfinite(share) for share in shares)
-    carried = f"carr{'y' if len(culprits) > 1 else 'ies'} {100 * sum(shares):.3g}% of it" if is_known else ""
+    carried = f"carr{'y' if len(culprits) > 1 else 'ies'} {percent(sum(shares))} of it" if is_known else ""
     if len(culprits) == 1:
         return f"{_name(first)} {carried or 'made it'}"
     return f"{len(culprits)} culprits {carried or 'made it'}, the largest {_name(first)}"
@@ -183,8 +185,9 @@ def _why(culprits: list[dict[str, Any]]) -> str:
     form = _CAUSES.get(cause["label"])
     if form is None:
         return "for no single reason: every factor is within three times what is typical"
-    numbers = {name: _number(_float(value)) for name, value in cause["numbers"].items()}
-    return "because " + form.format_map(_Unknown(numbers))
+    numbers = {name: _float(value) for name, value in cause["numbers"].items()}
+    known = {name: _number(value) for name, value in numbers.items() if value is not None and math.isfinite(value)}
+    return "because " + form.format_map(_Unknown(known))
 
 
 class _Unknown(dict):
@@ -222,9 +225,7 @@ def _float(value: Any) -> float | None:
 
 
 def _number(value: float | None) -> str:
-    if value is None or not math.isfinite(value):
-        return "not a finite number"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
+    return number(value, 3)
 
 
 def _quote(culprit: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..evidence.numbers import number, percent
 from .advice import ADVICE
 from .config import FALLING, HealthConfig
 from .measures import Measure, Reading
@@ -134,9 +135,9 @@ class Judge:
                     metric=metric,
                     recent=self.config.recent,
                     clip_window=self.config.clip_window,
-                    percent=f"{100 * reading.found:.3g}%",
-                    percent_limit=f"{100 * limit:.3g}%",
-                    **{name: _spoken(number) for name, number in numbers.items()},
+                    percent=percent(reading.found),
+                    percent_limit=percent(limit),
+                    **{name: _spoken(value) for name, value in numbers.items()},
                 )
                 return Reason(rule.name, state, metric, reading.found, limit, said)
         return None
@@ -150,7 +151,7 @@ def _is_number(value: Any) -> bool:
     return not isinstance(value, bool | str)
 
 
-def _spoken(number: float | None) -> str:
-    if number is None or not math.isfinite(number):
-        return "endless" if number else "unknown"
-    return f"{number:,.0f}" if 1000 <= abs(number) < 1e9 else f"{number:.3g}"
+def _spoken(value: float | None) -> str:
+    if value is None or not math.isfinite(value):
+        return "endless" if value else "unknown"
+    return number(value, 3)

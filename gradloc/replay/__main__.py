@@ -35,6 +35,7 @@ from ..core.gradients import GradientSpace
 from ..core.probe import Prober
 from ..core.ranks import Ranks
 from ..evidence.complete import SCHEMA_VERSION
+from ..evidence.numbers import number
 from ..evidence.store import plain
 from ..search.find import STRATEGIES, localize
 from ..search.task import Task
@@ -253,7 +254,7 @@ def _table(columns: tuple[str, ...], rows: list[list[str]]) -> list[str]:
 
 
 def _figure(value: Any, otherwise: str = "none") -> str:
-    return otherwise if value is None else value if isinstance(value, str) else f"{value:.6g}"
+    return value if isinstance(value, str) else number(value, 6, otherwise)
 
 
 # ---- the command

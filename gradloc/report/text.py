@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers and tokens as text that a person can read, and that cannot play tricks on a page.
+"""Tokens and positions as text that a person can read, and that cannot play tricks on a page.
 
 Tokens come from a model that may emit anything: control characters, marks that reverse the reading
 order, spaces of no width. Those are shown by name; everything else is shown as it is.
@@ -44,36 +44,6 @@ def one_line(text: str, limit: int = 0, keep: str = "start") -> str:
     if not limit or len(made) <= limit:
         return made
     return made[: limit - 1] + "…" if keep == "start" else "…" + made[1 - limit :]
-
-
-def number(value: float | int | None, digits: int = 4) -> str:
-    """A number with that many significant digits; an en dash when it is not known.
-
-    >>> number(14577.619), number(0.00071), number(None), number(float("nan"))
-    ('14,580', '0.00071', '–', 'NaN')
-    """
-    if value is None:
-        return "–"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if value == 0:
-        return "0"
-    size = math.floor(math.log10(abs(value)))
-    if size >= 9 or size < -4:
-        return f"{value:.{digits - 1}e}"
-    rounded = round(value, digits - 1 - size)
-    decimals = max(digits - 1 - size, 0)
-    made = f"{rounded:,.{decimals}f}"
-    return made.rstrip("0").rstrip(".") if "." in made else made
-
-
-def percent(value: float | None) -> str:
-    """A share in percent; an en dash when it is not known."""
-    if value is None or not math.isfinite(value):
-        return number(value)
-    return f"{number(100 * value, 3)}%"
 
 
 def times(value: float | None, typical: float | None) -> float | None:

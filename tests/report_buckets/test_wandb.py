@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradloc.report.analyses.buckets_wandb import read_wandb
+from gradloc.report.analyses.wandb_runs import read_wandb
 from gradloc.report.errors import ReportError
 from tests.report_buckets.builder import DEVIATIONS, metrics
 

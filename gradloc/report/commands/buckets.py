@@ -64,7 +64,7 @@ def _read(args) -> tuple[dict[int, Analysis], list[str], Path]:
     if args.wandb_path is None:
         analyses, notes = read_analyses(args.run_dir)
         return analyses, notes, args.output_dir or Path(OUTPUTS) / args.run_dir.resolve().name
-    from ..analyses.buckets_wandb import read_wandb
+    from ..analyses.wandb_runs import read_wandb
 
     analyses, notes, name = read_wandb(args.wandb_path, args.step)
     return analyses, notes, args.output_dir or Path(OUTPUTS) / name
@@ -81,7 +81,7 @@ def write(analysis: Analysis, folder: Path) -> list[Path]:
     Returns:
         Their paths: five figures, the metrics and the groups' deviations.
     """
-    from ..analyses.buckets_figures import FIGURES
+    from ..figures.buckets import FIGURES
 
     paths = []
     for name, draw in FIGURES.items():
@@ -112,7 +112,7 @@ def save(figure, path: Path) -> None:
 
 
 def _three_steps(args) -> int:
-    from ..analyses.buckets_figures import three_steps
+    from ..figures.buckets import three_steps
 
     folders = [getattr(args, f"step{step}_dir") for step in STEPS]
     missing = [f"--step{s}-dir" for s, folder in zip(STEPS, folders, strict=True) if folder is None]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+from ...evidence.numbers import number, percent
 from ..analyses.quartiles import SPLITS, Analysis, Moved, Update, read_quartiles
 from ..errors import ReportError
-from ..text import number, percent
 from .buckets import save
 
 OUTPUTS = "quartile_analysis_outputs"
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for note in notes:
         print(f"note: {note}")
-    from ..analyses.quartiles_figure import figure_of
+    from ..figures.quartiles import figure_of
 
     folder = args.output_dir or Path(OUTPUTS) / args.run_dir.resolve().name
     for analysis in chosen:

@@ -13,24 +13,12 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
+from ...evidence.numbers import number, percent
 from ..runs.health import Span
 from ..runs.metrics import MAX, MEAN, Metrics
 from ..runs.records import Event
-from ..text import number
-from .svg import (
-    CALM,
-    CALM_FILL,
-    DANGER,
-    GOOD,
-    INK,
-    LINE,
-    MUTED,
-    SOFT,
-    SPIKE,
-    SPIKE_FILL,
-    WARN,
-    to_svg,
-)
+from .style import THEME
+from .svg import to_svg
 
 POINTS = 1200
 """Points drawn per curve; of more, the lowest and highest of each bin are kept."""
@@ -38,7 +26,7 @@ LINKED = 300
 """Events that the curve links; the largest ones."""
 BAND = 12
 """Height of the strip of states, in pixels."""
-STATE_MARKS = {"healthy": (GOOD, 0.2), "warning": (WARN, 0.6), "danger": (DANGER, 1.0)}
+STATE_MARKS = {"healthy": (THEME.good, 0.2), "warning": (THEME.warn, 0.6), "danger": (THEME.danger, 1.0)}
 """Colour, and height as a share of the strip's: no meaning rests on colour alone."""
 PX = 1 / 72
 """An SVG pixel of matplotlib's in inches."""
@@ -60,9 +48,9 @@ def curve(metrics: Metrics, events: list[Event], width: int, name: str, spans: S
     notes = _states(axes, spans, BAND / (width * 0.30))
     mean, top = _points(metrics, MEAN), _points(metrics, MAX)
     if top and top[1] != mean[1]:
-        axes.plot(*_thin(*top), color=SPIKE, linewidth=0.9, label="max of the step's mini-batches")
+        axes.plot(*_thin(*top), color=THEME.spike, linewidth=0.9, label="max of the step's mini-batches")
     if mean:
-        axes.plot(*_thin(*mean), color=CALM, linewidth=1.3, label="mean of the step")
+        axes.plot(*_thin(*mean), color=THEME.calm, linewidth=1.3, label="mean of the step")
     _threshold(axes, metrics, events)
     _marks(axes, events, " (select to open)" if width > 500 else "")
     axes.set_yscale("log")
@@ -76,7 +64,7 @@ def curve(metrics: Metrics, events: list[Event], width: int, name: str, spans: S
     if handles:
         figure.legend(
             handles, labels, loc="outside upper left", ncols=5 if width > 500 else 2,
-            frameon=False, fontsize=11, labelcolor=MUTED, handlelength=1.6, borderaxespad=0.2,
+            frameon=False, fontsize=11, labelcolor=THEME.muted, handlelength=1.6, borderaxespad=0.2,
         )  # fmt: skip
     title = f"Gradient norm over the run with {len(events)} events marked"
     return to_svg(figure, name, title, notes)
@@ -102,7 +90,7 @@ def heat_map(event: Event, name: str) -> tuple[str, bool] | None:
             value = grid[row, column]
             if not math.isfinite(value):
                 continue
-            colour = SPIKE_FILL if value > 0 else CALM_FILL
+            colour = THEME.spike_fill if value > 0 else THEME.calm_fill
             strength = round(math.sqrt(abs(value) / scale) * 0.85, 2)
             if strength > 0.02:
                 box = (column - 0.5, row - 0.5)
@@ -111,10 +99,10 @@ def heat_map(event: Event, name: str) -> tuple[str, bool] | None:
                 axes.text(
                     column,
                     row,
-                    f"{100 * value:.3g}%",
+                    percent(value),
                     ha="center",
                     va="center",
-                    color=INK,
+                    color=THEME.ink,
                     fontsize=10,
                 )
     axes.set_xlim(-0.5, num_ranks - 0.5)
@@ -126,7 +114,7 @@ def heat_map(event: Event, name: str) -> tuple[str, bool] | None:
     axes.grid(False)
     for side in axes.spines.values():
         side.set_visible(True)
-        side.set_color(LINE)
+        side.set_color(THEME.line)
     return to_svg(figure, name, "Share of the spike per rank and micro-batch"), is_whole
 
 
@@ -162,14 +150,14 @@ def layer_bars(event: Event, name: str) -> str | None:
     margin = 12 + 7 * max(map(len, layers))
     figure, axes = _figure(380, 70 + step * len(layers), margins=(min(margin, 170), 28, 14, 40))
     rows = range(len(layers))
-    axes.barh(rows, norms, color=SOFT, height=0.72, label="the whole step")
+    axes.barh(rows, norms, color=THEME.soft, height=0.72, label="the whole step")
     largest = sorted(event.culprits, key=lambda c: -(_finite(c.grad_norm)))[:1]
     for culprit in largest:
         marks = [(row, culprit.layers.get(layer)) for row, layer in enumerate(layers)]
         marks = [(row, value) for row, value in marks if value is not None and math.isfinite(value)]
         if marks:
             axes.plot(
-                [value for _, value in marks], [row for row, _ in marks], "D", color=SPIKE,
+                [value for _, value in marks], [row for row, _ in marks], "D", color=THEME.spike,
                 markersize=4.5 if step > 10 else 3, label="largest culprit", clip_on=False,
             )  # fmt: skip
     every = 1 if step > 10 else 4
@@ -184,7 +172,7 @@ def layer_bars(event: Event, name: str) -> str | None:
         ncols=2,
         frameon=False,
         fontsize=11,
-        labelcolor=MUTED,
+        labelcolor=THEME.muted,
         handlelength=1.2,
     )
     return to_svg(figure, name, "Gradient norm per layer, the whole step and the largest culprit")
@@ -194,7 +182,7 @@ def overlay(runs: list[tuple[str, Metrics]], width: int, name: str) -> str | Non
     """The gradient norms of several runs in one picture; None when no run has metrics."""
     figure, axes = _figure(width, max(220, int(width * 0.33)))
     is_empty = True
-    for (label, metrics), colour, style in zip(runs, (CALM, SPIKE), ("-", "--"), strict=False):
+    for (label, metrics), colour, style in zip(runs, (THEME.calm, THEME.spike), ("-", "--"), strict=False):
         found = _points(metrics, MAX) or _points(metrics, MEAN)
         if found:
             axes.plot(*_thin(*found), color=colour, linestyle=style, linewidth=1.3, label=label)
@@ -207,7 +195,7 @@ def overlay(runs: list[tuple[str, Metrics]], width: int, name: str) -> str | Non
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8 if width > 500 else 4, integer=True))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value, 2)))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=11, labelcolor=MUTED)
+    figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=11, labelcolor=THEME.muted)
     return to_svg(figure, name, "Gradient norm of the compared runs")
 
 
@@ -232,10 +220,10 @@ def _figure(width: int, height: int, margins: tuple[int, int, int, int] | None =
         left, top, right, bottom = margins
         figure.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height)
     axes.set_facecolor("none")
-    axes.tick_params(colors=MUTED, labelsize=11, length=0, pad=5, which="both")
-    axes.xaxis.label.set(color=MUTED, fontsize=11)
-    axes.yaxis.label.set(color=MUTED, fontsize=11)
-    axes.grid(True, color=LINE, linewidth=0.7)
+    axes.tick_params(colors=THEME.muted, labelsize=11, length=0, pad=5, which="both")
+    axes.xaxis.label.set(color=THEME.muted, fontsize=11)
+    axes.yaxis.label.set(color=THEME.muted, fontsize=11)
+    axes.grid(True, color=THEME.line, linewidth=0.7)
     axes.set_axisbelow(True)
     for side in axes.spines.values():
         side.set_visible(False)
@@ -274,7 +262,7 @@ def _threshold(axes, metrics: Metrics, events: list[Event]) -> None:
     )
     if not known:
         return
-    style = {"color": MUTED, "linewidth": 1, "linestyle": (0, (4, 3)), "label": "threshold"}
+    style = {"color": THEME.muted, "linewidth": 1, "linestyle": (0, (4, 3)), "label": "threshold"}
     if len(known) == 1:
         axes.axhline(known[0][1], **style)
         return
@@ -293,13 +281,13 @@ def _marks(axes, events: list[Event], hint: str) -> None:
     if finite:
         found = axes.scatter(
             [e.step.global_step for e in finite], [e.trigger.grad_norm for e in finite],
-            marker="D", s=34, color=SPIKE, zorder=4, label=f"event{hint}", clip_on=False,
+            marker="D", s=34, color=THEME.spike, zorder=4, label=f"event{hint}", clip_on=False,
         )  # fmt: skip
         found.set_urls([f"#event-{e.event_id}" for e in finite])
     if endless:
         found = axes.scatter(
             [e.step.global_step for e in endless], [1.0] * len(endless),
-            transform=axes.get_xaxis_transform(), marker="v", s=40, color=SPIKE, zorder=4,
+            transform=axes.get_xaxis_transform(), marker="v", s=40, color=THEME.spike, zorder=4,
             label="not finite", clip_on=False,
         )  # fmt: skip
         found.set_urls([f"#event-{e.event_id}" for e in endless])

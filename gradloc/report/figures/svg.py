@@ -10,23 +10,9 @@ from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 
-# Stand-ins: matplotlib draws with these, the page's theme decides what they look like.
-COLOURS = {
-    "#010101": "var(--ink)",
-    "#020202": "var(--muted)",
-    "#030303": "var(--line)",
-    "#040404": "var(--spike)",
-    "#050505": "var(--calm)",
-    "#060606": "var(--paper)",
-    "#070707": "var(--soft)",
-    "#080808": "rgb(var(--spike-rgb))",
-    "#090909": "rgb(var(--calm-rgb))",
-    "#0a0a0a": "var(--good)",
-    "#0b0b0b": "var(--warn)",
-    "#0c0c0c": "var(--danger)",
-}
-INK, MUTED, LINE, SPIKE, CALM, PAPER, SOFT, SPIKE_FILL, CALM_FILL, GOOD, WARN, DANGER = COLOURS
+from .style import stand_ins
 
+COLOURS = stand_ins()
 SVG = "http://www.w3.org/2000/svg"
 XLINK = "http://www.w3.org/1999/xlink"
 ET.register_namespace("", SVG)
@@ -37,7 +23,7 @@ def to_svg(figure: Figure, name: str, title: str, notes: Mapping[str, str] | Non
     """The figure as an ``<svg>`` element.
 
     Args:
-        figure: drawn with the stand-in colours above.
+        figure: drawn with the palette THEME.
         name: prefix of every id inside, unique on the page.
         title: what the picture shows, for those who do not see it.
         notes: what an artist's ``gid`` stands for; it is said where one points at it or tabs to it.

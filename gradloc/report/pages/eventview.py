@@ -5,14 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...evidence.numbers import number, percent
 from ..figures import curves as figures
 from ..runs import advice, searchpath, tokens
 from ..runs.events import bundle_folder, read_sequences
 from ..runs.records import Culprit, Event
 from ..text import (
-    number,
     one_line,
-    percent,
     plural,
     replay_command,
     span,

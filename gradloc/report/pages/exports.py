@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
+from ...evidence.numbers import number, percent
 from ..runs.records import Culprit, Event
 from ..runs.run import RunFolder
-from ..text import number, one_line, percent
+from ..text import one_line
 from .eventview import ACTIONS, CERTIFICATES, describe, plain_view
 
 EVENT_COLUMNS = (

@@ -16,14 +16,16 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ..analyses import buckets_page
+from ...evidence.numbers import number, percent
 from ..figures import curves as figures
+from ..figures import style as palettes
 from ..runs import tokens
 from ..runs.comparison import Comparison
 from ..runs.health import RunHealth, judge, ranges
 from ..runs.records import Event
 from ..runs.run import RunFolder
-from ..text import number, one_line, percent, plural, visible
+from ..text import one_line, plural, visible
+from . import analyses
 from .eventview import EventView, culprit_count, full_view, plain_view, severity
 
 INLINE = 10
@@ -78,7 +80,7 @@ def render(run: RunFolder, events: list[Event] | None = None, progress: Progress
         facts=facts(run),
         curves=curves(run, health),
         health=health,
-        analyses=buckets_page.sections(run.path),
+        analyses=analyses.sections(run.path),
         payload={"labels": tokens.LABELS, "events": payload},
     )
 
@@ -126,7 +128,7 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
 
 
 def _fill(template: str, payload: dict[str, Any], **context: Any) -> str:
-    style, script = _asset("report.css"), _asset("report.js")
+    style, script = _style(), _asset("report.js")
     policy = (
         "default-src 'none'; "
         f"style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
@@ -162,6 +164,14 @@ def _fill(template: str, payload: dict[str, Any], **context: Any) -> str:
 def _level(view: EventView, sequence: int, position: int) -> str:
     """The letter that shades a token at first."""
     return view.shades[0].levels[sequence][position] if view.shades else "-"
+
+
+def _style() -> str:
+    """The style sheet, with the palette's two themes put in."""
+    sheet = _asset("report.css")
+    for name, palette in (("LIGHT", palettes.LIGHT), ("DARK", palettes.DARK)):
+        sheet = sheet.replace(f"/* {name} */", palettes.variables(palette))
+    return sheet
 
 
 def _asset(name: str) -> str:

@@ -12,9 +12,10 @@ from rich.progress import track as rich_track
 from rich.table import Table
 from rich.text import Text
 
+from ...evidence.numbers import number, percent
 from ..runs.records import Event
 from ..runs.run import RunFolder
-from ..text import number, one_line, percent, span, times, visible
+from ..text import one_line, span, times, visible
 
 EVENTS = 30
 """Events listed in the summary: the last ones."""

@@ -4,7 +4,8 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from ..text import number, one_line
+from ...evidence.numbers import number
+from ..text import one_line
 from .metrics import MAX, MEAN
 from .records import Event
 from .run import RunFolder

@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass, field
 
+from ...evidence.numbers import number
 from ..text import plural
 from .records import Probe, Search
 
@@ -104,5 +105,5 @@ def cost(search: Search) -> str:
     if search.forwards is not None:
         parts.append(plural(search.forwards, "forward pass"))
     if search.seconds is not None:
-        parts.append(f"{search.seconds:.3g} s")
+        parts.append(f"{number(search.seconds, 3)} s")
     return ", ".join(parts)

@@ -4,14 +4,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..analyses.buckets import read_analyses
 from ..errors import ReportError
-from ..figures.svg import INK, LINE, MUTED, SPIKE, to_svg
-from .buckets import read_analyses
-from .buckets_figures import FIGURES, Colours
+from ..figures.buckets import FIGURES
+from ..figures.style import THEME
+from ..figures.svg import to_svg
 
 MAX_STEPS = 6
 """Analysed steps that the page draws, the latest ones."""
-THEME = Colours(ink=INK, muted=MUTED, line=LINE, whole=SPIKE)
 TITLES = {
     "summary": "Summary",
     "plots": "Each bucket on its own",

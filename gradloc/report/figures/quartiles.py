@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ..text import number, percent
-from .buckets_figures import PNG, Colours
-from .quartiles import NUM_QUARTILES, SPLITS, Analysis, Change, Moved, Update
+from ...evidence.numbers import number, percent
+from ..analyses.quartiles import NUM_QUARTILES, SPLITS, Analysis, Change, Moved, Update
+from .style import LIGHT, Palette, dress
 
 PLACES = np.arange(NUM_QUARTILES)
 UPDATED = {"all": range(NUM_QUARTILES), "lowest": (0,), "highest": (NUM_QUARTILES - 1,)}
@@ -30,7 +30,7 @@ WIDTH = 0.42
 """Half of a violin's width where it is widest."""
 
 
-def figure_of(analysis: Analysis, colours: Colours = PNG) -> Figure:
+def figure_of(analysis: Analysis, palette: Palette = LIGHT) -> Figure:
     """Shares, (d) norms, tokens one by one; then the changes (c), (e) and (f).
 
     Where the optimizer moves the weights without any gradient, the changes once more without that.
@@ -38,14 +38,14 @@ def figure_of(analysis: Analysis, colours: Colours = PNG) -> Figure:
     kinds = ("changes", "own_changes") if analysis.has_momentum else ("changes",)
     figure = Figure(figsize=(13, 4.0 + 3.6 * len(kinds)), layout="constrained")
     top, *rows = figure.subplots(1 + len(kinds), 3)
-    _shares(top[0], analysis, colours)
-    _norms(top[1], analysis, colours)
-    _tokens(top[2], analysis, colours)
+    _shares(top[0], analysis, palette)
+    _norms(top[1], analysis, palette)
+    _tokens(top[2], analysis, palette)
     for row, kind in zip(rows, kinds, strict=True):
         moved = {name: _moved(analysis.update(name), kind) for name in PANELS}
         largest = _largest(moved.values())
         for axes, name in zip(row, PANELS, strict=True):
-            _violins(axes, analysis.update(name), moved[name], name, colours)
+            _violins(axes, analysis.update(name), moved[name], name, palette)
             is_own = kind == "own_changes"
             head = OWN.format(PANELS[name][:3]) if is_own else PANELS[name]
             axes.set_title(f"{head}\n{_said(analysis.update(name), moved[name], name, is_own)}")
@@ -53,20 +53,19 @@ def figure_of(analysis: Analysis, colours: Colours = PNG) -> Figure:
                 axes.set_ylim(-1.08 * largest, 1.08 * largest)
     for axes in (top[0], top[1], *(axes for row in rows for axes in row)):
         _name_quartiles(axes, analysis)
-    _explain(rows[0][1], colours)
+    _explain(rows[0][1], palette)
     title = f"Gradient by the tokens' probability, step {analysis.global_step}"
     title += f" (in {SPLITS.get(analysis.split, analysis.split)})"
-    figure.suptitle(title, color=colours.ink, fontsize=14)
-    _dress(figure, colours)
+    dress(figure, palette, title)
     return figure
 
 
-def _shares(axes: Axes, analysis: Analysis, colours: Colours) -> None:
+def _shares(axes: Axes, analysis: Analysis, palette: Palette) -> None:
     """Of the tokens and of the gradient, side by side."""
     axes.set_title("Share of the tokens, share of the gradient")
     for offset, name, colour, label in (
-        (-0.2, "token_share", colours.line, "of the tokens"),
-        (0.2, "gradient_share", colours.total, "of the gradient, <part, whole> / |whole|²"),
+        (-0.2, "token_share", palette.line, "of the tokens"),
+        (0.2, "gradient_share", palette.violet, "of the gradient, <part, whole> / |whole|²"),
     ):
         values = [_or_nan(getattr(quartile, name)) for quartile in analysis.quartiles]
         axes.bar(PLACES + offset, values, 0.38, color=colour, label=label)
@@ -81,18 +80,18 @@ def _shares(axes: Axes, analysis: Analysis, colours: Colours) -> None:
                     ha="center",
                     va="bottom",
                     fontsize=8,
-                    color=colours.ink,
+                    color=palette.ink,
                 )
-    axes.axhline(0, color=colours.muted, linewidth=0.8)
+    axes.axhline(0, color=palette.muted, linewidth=0.8)
     axes.margins(y=0.3)
     axes.legend(frameon=False, fontsize=8, loc="upper center")
 
 
-def _norms(axes: Axes, analysis: Analysis, colours: Colours) -> None:
+def _norms(axes: Axes, analysis: Analysis, palette: Palette) -> None:
     """Panel (d): the norm of each quartile's part, and of the whole for reference."""
     axes.set_title("(d) norm of the gradient of a quartile's tokens")
     values = [quartile.norm if quartile.num_tokens else math.nan for quartile in analysis.quartiles]
-    axes.plot(PLACES, values, "o-", color=colours.total, linewidth=1.8, markersize=6)
+    axes.plot(PLACES, values, "o-", color=palette.violet, linewidth=1.8, markersize=6)
     for place, value in zip(PLACES, values, strict=True):
         if math.isfinite(value):
             axes.annotate(
@@ -101,23 +100,23 @@ def _norms(axes: Axes, analysis: Analysis, colours: Colours) -> None:
                 (7, 5),
                 textcoords="offset points",
                 fontsize=8.5,
-                color=colours.ink,
+                color=palette.ink,
             )
     whole = analysis.whole.norm
     if math.isfinite(whole):
         label = f"all tokens: {number(whole, 2)}"
-        axes.axhline(whole, color=colours.whole, linestyle=(0, (4, 2)), linewidth=1.2, label=label)
+        axes.axhline(whole, color=palette.danger, linestyle=(0, (4, 2)), linewidth=1.2, label=label)
         axes.legend(frameon=False, fontsize=8.5, loc="lower left")
     axes.set_xlim(-0.5, NUM_QUARTILES - 0.5)
     top = max([value for value in (*values, whole) if math.isfinite(value)], default=1.0)
     axes.set_ylim(0, 1.2 * top if top > 0 else 1.0)
 
 
-def _tokens(axes: Axes, analysis: Analysis, colours: Colours) -> None:
+def _tokens(axes: Axes, analysis: Analysis, palette: Palette) -> None:
     """Every sampled token: its own gradient norm against 1 - pi."""
     found = analysis.rank_correlation.log_prob_norm
     axes.set_title(f"{len(analysis.tokens)} single tokens: rank correlation {number(found, 2)}")
-    shades = (colours.whole, colours.entropy, colours.kl, colours.task)
+    shades = (palette.danger, palette.spike, palette.good, palette.calm)
     drawn = []
     for index, shade in enumerate(shades):
         mine = [
@@ -138,7 +137,7 @@ def _tokens(axes: Axes, analysis: Analysis, colours: Colours) -> None:
                 label=f"q{index + 1}",
             )
     if not drawn:
-        axes.text(0.5, 0.5, "no token was sampled", transform=axes.transAxes, ha="center")
+        axes.text(0.5, 0.5, "no token was sampled", transform=axes.transAxes, ha="center", color=palette.muted)
     elif max(drawn) > 30 * min(drawn):
         axes.set_yscale("log")
     if drawn:
@@ -152,19 +151,19 @@ def _moved(update: Update | None, kind: str) -> Moved | None:
     return None if update is None else getattr(update, kind)
 
 
-def _violins(axes: Axes, update: Update | None, moved: Moved | None, name: str, colours) -> None:
+def _violins(axes: Axes, update: Update | None, moved: Moved | None, name: str, palette) -> None:
     """How the probabilities of each quartile's tokens changed."""
-    axes.axhline(0, color=colours.muted, linewidth=0.8)
+    axes.axhline(0, color=palette.muted, linewidth=0.8)
     axes.set_xlim(-0.5, NUM_QUARTILES - 0.5)
     axes.set_ylabel("change of probability")
     if moved is None:
         why = "no gradient, no update" if update is None else "the norm is not finite: no step"
-        axes.text(0.5, 0.6, why, transform=axes.transAxes, ha="center", color=colours.muted)
+        axes.text(0.5, 0.6, why, transform=axes.transAxes, ha="center", color=palette.muted)
         return
     for place, change in enumerate(moved.quartiles):
         if change is not None:
-            colour = colours.entropy if place in UPDATED[name] else colours.task
-            _violin(axes, place, change, moved.edges, colour, colours)
+            colour = palette.spike if place in UPDATED[name] else palette.calm
+            _violin(axes, place, change, moved.edges, colour, palette)
 
 
 def _said(update: Update | None, moved: Moved | None, name: str, is_own: bool) -> str:
@@ -177,7 +176,7 @@ def _said(update: Update | None, moved: Moved | None, name: str, is_own: bool) -
     return f"against (c): r = {number(found.correlation, 2)}, size x {number(found.ratio, 2)}"
 
 
-def _violin(axes: Axes, place: int, change: Change, edges: list[float], colour: str, colours: Colours) -> None:
+def _violin(axes: Axes, place: int, change: Change, edges: list[float], colour: str, palette: Palette) -> None:
     low, most, quarter, middle, third, nearly, high = change.percentiles
     counts = np.array(change.counts, dtype=float)
     if counts.sum() > 0 and high > low:
@@ -190,19 +189,19 @@ def _violin(axes: Axes, place: int, change: Change, edges: list[float], colour: 
         wide = WIDTH * np.concatenate([[0.0], density[inside], [0.0]]) / density.max()
         axes.fill_betweenx(at, place - wide, place + wide, color=colour, alpha=0.35, linewidth=0)
         axes.plot(place - wide, at, place + wide, at, color=colour, linewidth=0.8)
-    axes.vlines(place, low, high, color=colours.muted, linewidth=0.9)
-    axes.hlines([low, high], place - 0.09, place + 0.09, color=colours.muted, linewidth=0.9)
-    axes.vlines(place, most, nearly, color=colours.ink, linewidth=2.0)
+    axes.vlines(place, low, high, color=palette.muted, linewidth=0.9)
+    axes.hlines([low, high], place - 0.09, place + 0.09, color=palette.muted, linewidth=0.9)
+    axes.vlines(place, most, nearly, color=palette.ink, linewidth=2.0)
     axes.fill_between(
         [place - 0.07, place + 0.07],
         quarter,
         third,
         facecolor="white",
-        edgecolor=colours.ink,
+        edgecolor=palette.ink,
         linewidth=0.9,
         zorder=3,
     )
-    axes.hlines(middle, place - 0.07, place + 0.07, color=colours.ink, linewidth=1.2, zorder=4)
+    axes.hlines(middle, place - 0.07, place + 0.07, color=palette.ink, linewidth=1.2, zorder=4)
 
 
 def _largest(panels: Iterable[Moved | None]) -> float:
@@ -227,31 +226,13 @@ def _name_quartiles(axes: Axes, analysis: Analysis) -> None:
     axes.set_xlabel("probability before the update, number of tokens")
 
 
-def _explain(axes: Axes, colours: Colours) -> None:
+def _explain(axes: Axes, palette: Palette) -> None:
     """What the two colours of the violins mean."""
     handles = [
-        Patch(facecolor=colours.entropy, alpha=0.5, label="updated"),
-        Patch(facecolor=colours.task, alpha=0.5, label="not updated"),
+        Patch(facecolor=palette.spike, alpha=0.5, label="updated"),
+        Patch(facecolor=palette.calm, alpha=0.5, label="not updated"),
     ]
     axes.legend(handles=handles, frameon=False, fontsize=8, loc="lower left", ncols=2)
-
-
-def _dress(figure: Figure, colours: Colours) -> None:
-    for axes in figure.axes:
-        axes.title.set_fontsize(11)
-        axes.title.set_color(colours.ink)
-        axes.tick_params(labelsize=8.5, colors=colours.muted)
-        for label in (axes.xaxis.label, axes.yaxis.label):
-            label.set_color(colours.muted)
-            label.set_fontsize(9)
-        for side, spine in axes.spines.items():
-            spine.set_visible(side in ("left", "bottom"))
-            spine.set_color(colours.line)
-        axes.grid(axis="y", color=colours.line, linewidth=0.6)
-        axes.set_axisbelow(True)
-        legend = axes.get_legend()
-        for text in legend.get_texts() if legend else ():
-            text.set_color(colours.muted)
 
 
 def _or_nan(value: float | None) -> float:

@@ -1,0 +1,58 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Numbers as text, the same in every sentence, table and picture. Standard library only."""
+
+import math
+
+__all__ = ["number", "percent"]
+
+
+def number(value: float | int | None, digits: int = 4, unknown: str = "–") -> str:
+    """A number as a person reads it: so many significant digits, but never a rounded whole part.
+
+    Args:
+        value: what is not finite becomes "NaN", "∞" or "-∞".
+        digits: at least 1. Powers of ten appear below 1e-4 and from 1e9 on.
+        unknown: what stands for None.
+
+    >>> number(14577.619), number(0.00071), number(3.2e12), number(None), number(float("nan"))
+    ('14,578', '0.00071', '3.2e12', '–', 'NaN')
+    """
+    if value is None:
+        return unknown
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    if value == 0:
+        return "0"
+    size = math.floor(math.log10(abs(value)))
+    if not -4 <= size < 9:
+        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+        return f"{_short(mantissa)}e{int(exponent)}"
+    return _short(f"{value:,.{max(digits - 1 - size, 0)}f}")
+
+
+def percent(value: float | None, digits: int = 3) -> str:
+    """A share as a percentage.
+
+    >>> percent(0.98765), percent(None)
+    ('98.8%', '–')
+    """
+    is_known = value is not None and math.isfinite(value)
+    return f"{number(100.0 * value, digits)}%" if is_known else number(value)
+
+
+def _short(text: str) -> str:
+    return text.rstrip("0").rstrip(".") if "." in text else text
