@@ -26,7 +26,7 @@ from .core.actions import ACTIONS
 from .search.find import STRATEGIES
 from .stabilize.config import StabilizeConfig
 
-__all__ = ["TriggerConfig", "SearchConfig", "ActionConfig", "EvidenceConfig", "GradLocConfig", "check_actor_config"]
+__all__ = ["TriggerConfig", "SearchConfig", "ActionConfig", "EvidenceConfig", "GradLocConfig", "check_knobs"]
 
 _KEY = "actor_rollout_ref.actor"
 
@@ -176,8 +176,8 @@ class GradLocConfig:
     stabilize: StabilizeConfig = field(default_factory=StabilizeConfig)
 
 
-def check_actor_config(actor: Any) -> None:
-    """Refuse a wrong combination of the published knobs when the actor's config is built.
+def check_knobs(actor: Any) -> None:
+    """Refuse a wrong value of a published knob.
 
     Args:
         actor: verl's ``ActorConfig`` with the four published knobs and ``gradloc``.
@@ -200,36 +200,4 @@ def check_actor_config(actor: Any) -> None:
         "bisect_dump_dir",
         "the path of a folder",
         actor.bisect_dump_dir,
-    )
-    if not actor.spike_detection and not actor.gradloc.stabilize.is_on:
-        return
-    because = f"while {'spike_detection' if actor.spike_detection else 'a part of gradloc.stabilize'} is on"
-    _require(
-        actor.strategy in ("fsdp", "fsdp2"),
-        "strategy",
-        f"fsdp or fsdp2 {because} (Megatron is not supported yet)",
-        actor.strategy,
-    )
-    sequence_parallel = getattr(actor, "ulysses_sequence_parallel_size", 1)
-    _require(
-        sequence_parallel == 1,
-        "ulysses_sequence_parallel_size",
-        f"1 {because} (sequence parallelism is not supported yet)",
-        sequence_parallel,
-    )
-    fsdp = getattr(actor, "fsdp_config", None)
-    _require(
-        not getattr(fsdp, "offload_policy", False),
-        "fsdp_config.offload_policy",
-        f"false {because} (use param_offload and optimizer_offload instead)",
-        True,
-    )
-    layer_clip = actor.gradloc.stabilize.layer_clip
-    is_flat = actor.strategy == "fsdp" and not getattr(fsdp, "use_orig_params", False)
-    _require(
-        layer_clip.rule == "off" or layer_clip.group == "layer" or not is_flat,
-        "fsdp_config.use_orig_params",
-        f"true with strategy=fsdp and gradloc.stabilize.layer_clip.group={layer_clip.group} (FSDP1 merges a layer's "
-        "parameters into one without it)",
-        False,
     )

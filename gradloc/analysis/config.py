@@ -147,15 +147,7 @@ def read_quartiles(config: Any) -> QuartileSettings | None:
     names = ("every", "split", "num_tokens")
     given = {name: config.trainer.get(f"quartile_analysis_{name}", getattr(QuartileSettings, name)) for name in names}
     settings = QuartileSettings(**given)
-    if not mode:
-        return None
-    _refuse_other_workers(config, "quartile_analysis_mode")
-    actor, hint = config.actor_rollout_ref.actor, f"while {_TRAINER}.quartile_analysis_mode is on"
-    found = actor.get("ulysses_sequence_parallel_size", 1)
-    require(found == 1, f"{_ACTOR}.ulysses_sequence_parallel_size", f"1 {hint}", found)
-    found = actor.get("fsdp_config", {}).get("offload_policy", False)
-    require(not found, f"{_ACTOR}.fsdp_config.offload_policy", f"false {hint}: use param_offload instead", found)
-    return settings
+    return settings if mode else None
 
 
 def read_settings(config: Any) -> tuple[AnalysisSettings | None, FilterSettings]:
@@ -191,17 +183,7 @@ def read_settings(config: Any) -> tuple[AnalysisSettings | None, FilterSettings]
         f"false while {_ROLLOUT}.rollout_filter_* drops groups, since the filter needs the rewards at once",
         is_async,
     )
-    if mode:
-        _refuse_other_workers(config, "gradient_analysis_mode")
     return (analysis if mode else None), chosen
-
-
-def _refuse_other_workers(config: Any, mode: str) -> None:
-    key, found = f"{_ACTOR}.strategy", config.actor_rollout_ref.actor.strategy
-    hint = f"while {_TRAINER}.{mode} is on: other workers are not analysed"
-    require(found in ("fsdp", "fsdp2"), key, f"fsdp or fsdp2 {hint}", found)
-    found = config.trainer.get("use_legacy_worker_impl", "auto")
-    require(found != "disable", "trainer.use_legacy_worker_impl", f"auto or enable {hint}", found)
 
 
 def check_geometry(settings: AnalysisSettings, config: Any, num_prompts: int) -> None:

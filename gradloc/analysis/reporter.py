@@ -28,6 +28,7 @@ import torch
 from ..rollout_filter.filter import FILTER_KEY, RolloutFilter, groups_of
 from ..verl_actor.analysis_batch import prepare_batch
 from ..verl_actor.dispatch import ask_workers
+from ..verl_actor.refusals import check_run
 from .attempts import Attempts
 from .buckets.metrics import SCHEMA_VERSION, analysis_metrics, bucket_cosines, bucket_records, group_table
 from .buckets.probe import NUM_BUCKETS_KEY
@@ -62,7 +63,10 @@ def build_analysis(trainer: Any) -> Optional["Analysis"]:
     if settings is None and by_quartile is None and chosen.keeps_all:
         return None
     if settings is not None:
+        check_run("trainer.gradient_analysis_mode", trainer.config)
         check_geometry(settings, trainer.config, len(trainer.train_dataset))
+    if by_quartile is not None:
+        check_run("trainer.quartile_analysis_mode", trainer.config)
     quartiles = None if by_quartile is None else QuartileAnalysis(by_quartile, trainer.config)
     return Analysis(settings, chosen, trainer.config, quartiles)
 

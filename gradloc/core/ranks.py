@@ -76,6 +76,10 @@ class Ranks:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
         return most.tolist()
 
+    def all(self, flag: bool) -> bool:
+        """Whether the flag is set on every rank."""
+        return self.max([0.0 if flag else 1.0])[0] == 0.0
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
         if self.num_processes == 1:

@@ -94,4 +94,4 @@ class NormTracker:
         return space.reduce(torch.stack(list(self._history)).double())
 
     def _is_on_everywhere(self, ranks: Ranks, is_here: bool) -> bool:
-        return ranks.max([0.0 if self.is_on and is_here else 1.0])[0] == 0.0
+        return ranks.all(self.is_on and is_here)

@@ -15,14 +15,12 @@
 
 ``ratio_clip`` weighs tokens and sequences that drifted from the policy that wrote them, ``layer_clip`` bounds each
 layer's gradient by its own history, ``skip_step`` takes no step that is far off the last ones: plain arithmetic, all
-three. ``stabilizer`` is what verl's actor calls, ``settings`` what the trainer asks before a run.
+three. ``stabilizer`` is what verl's actor calls.
 """
 
 from typing import Any
 
-from .settings import check_whole_config
-
-__all__ = ["STABILIZER_KEY", "build_stabilizer", "check_whole_config"]
+__all__ = ["STABILIZER_KEY", "build_stabilizer"]
 
 STABILIZER_KEY = "gradloc_stabilizer"
 """Under this key the statistics travel: to the actor in meta_info, back among the first rank's metrics."""

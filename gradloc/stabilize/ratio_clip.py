@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from .config import StabilizeConfig
-from .settings import NEEDS_ROLLOUT_LOG_PROBS
 
 __all__ = ["TokenWeigher", "ratio_weights"]
 
@@ -105,14 +104,9 @@ class TokenWeigher:
 
         Returns:
             ``given`` times the weight of each clip that is on (B, T); ``given`` itself while none is.
-
-        Raises:
-            ValueError: one sentence, when the batch lacks the rollout's log-probs.
         """
         if not self._clips:
             return given
-        if "rollout_log_probs" not in model_inputs:
-            raise ValueError(NEEDS_ROLLOUT_LOG_PROBS)
         log_ratio = log_prob.detach().float() - model_inputs["rollout_log_probs"]
         for name, level, clip in self._clips:
             weights, found = ratio_weights(

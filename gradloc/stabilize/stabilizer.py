@@ -33,7 +33,6 @@ from ..reweighting import STAGE_NAME_KEY
 from . import STABILIZER_KEY
 from .layer_clip import LayerClip
 from .ratio_clip import TokenWeigher
-from .settings import NEEDS_ROLLOUT_LOG_PROBS
 from .skip_step import SkipStep
 
 __all__ = ["Stabilizer"]
@@ -82,7 +81,10 @@ class Stabilizer:
             ValueError: one sentence, when a clip needs log-probs of the rollout that the batch lacks.
         """
         if self.settings.weighs_tokens and "rollout_log_probs" not in data.batch.keys():
-            raise ValueError(NEEDS_ROLLOUT_LOG_PROBS)
+            raise ValueError(
+                "actor_rollout_ref.actor.gradloc.stabilize.token_clip and seq_clip need the rollout's log-probs, found "
+                "none: set actor_rollout_ref.rollout.calculate_log_probs=true, or both modes to off."
+            )
         self._turn_to(data.meta_info.get(STAGE_NAME_KEY, ""))
         self._space = GradientSpace(self.actor.actor_module)
         self._metrics, self._num_nonfinite, self._num_skipped = {}, 0, 0

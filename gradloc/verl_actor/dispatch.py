@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..analysis.buckets.probe import RECORD_KEY
+from .refusals import check_batch
 
 __all__ = ["FILLER", "ask_workers"]
 
@@ -58,8 +59,7 @@ def ask_workers(
     """
     from verl.protocol import pad_dataproto_to_divisor
 
-    if "multi_modal_inputs" in batch.non_tensor_batch:
-        raise ValueError("the gradient analysis does not take batches with multi_modal_inputs")
+    check_batch("trainer.gradient_analysis_mode", batch)
     data = batch.select([key for key in _ACTOR_KEYS if key in batch.batch.keys()], [], [])
     for key, values in tensors.items():
         data.batch[key] = values

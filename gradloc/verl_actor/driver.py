@@ -31,6 +31,7 @@ from ..evidence.store import EventStore
 from ..evidence.trackers import announce, verdict_sentences
 from ..reweighting import STAGE_NAME_KEY
 from .hook import EVENTS_KEY, POLICY_KEY, ROW_KEY
+from .refusals import check_batch, check_run
 
 __all__ = ["AbortedBySpike", "Driver", "build_driver"]
 
@@ -57,11 +58,7 @@ def build_driver(config: Any, tokenizer: Any) -> Optional["Driver"]:
     """
     if not config.actor_rollout_ref.actor.get("spike_detection", False):
         return None
-    if config.trainer.get("use_legacy_worker_impl", "auto") == "disable":
-        raise ValueError(
-            "actor_rollout_ref.actor.spike_detection needs verl's FSDP workers, found "
-            "trainer.use_legacy_worker_impl=disable (the engine workers): set it to auto, or spike_detection to false."
-        )
+    check_run("spike_detection", config)
     return Driver(config, tokenizer)
 
 
@@ -100,10 +97,7 @@ class Driver:
         Raises:
             ValueError: one sentence, for inputs that localization does not know.
         """
-        if "multi_modal_inputs" in batch.non_tensor_batch:
-            raise ValueError(
-                "actor_rollout_ref.actor.spike_detection does not know multi-modal inputs yet: set it to false."
-            )
+        check_batch("spike_detection", batch)
         seen: dict[str, int] = {}
         names = []
         for uid in batch.non_tensor_batch["uid"]:

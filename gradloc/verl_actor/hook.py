@@ -162,7 +162,7 @@ class ActorHook:
             return False
         step = self._step
         is_finite = self.ranks.agree(lambda: all(step.has_finite_loss(i) for i in range(step.num_micro_batches)))
-        return self.ranks.max([0.0 if is_finite else 1.0])[0] == 0.0
+        return self.ranks.all(is_finite)
 
     def _look_into(self, spike: Spike, grad_norm: torch.Tensor) -> torch.Tensor:
         """Localize and act; whatever goes wrong in a way that all ranks know of leaves the step as it was."""

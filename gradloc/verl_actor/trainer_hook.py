@@ -27,8 +27,9 @@ from typing import Any, Optional
 from ..evidence.complete import SCHEMA_VERSION
 from ..health.monitor import build_monitor
 from ..reweighting import ADVANTAGES_BEFORE_KEY, Lopti, reweight
-from ..stabilize import STABILIZER_KEY, check_whole_config
+from ..stabilize import STABILIZER_KEY
 from .driver import Driver, build_driver
+from .refusals import check_run
 
 __all__ = ["StabilizerMemory", "TrainerHook", "build_trainer_hook"]
 
@@ -53,7 +54,7 @@ def build_trainer_hook(config: Any, tokenizer: Any) -> Optional["TrainerHook"]:
         spikes=build_driver(config, tokenizer),
         alpha=alpha,
         lopti=lopti,
-        stabilizers=StabilizerMemory() if check_whole_config(config) else None,
+        stabilizers=_stabilizers(config),
         monitor=build_monitor(config),
     )
     return hook if hook.is_on else None
@@ -68,25 +69,23 @@ def _reweighting(config: Any) -> tuple[float, Lopti | None]:
         return 0.0, None
     lopti = omega_conf_to_dataclass(algorithm.lopti)
     if lopti.enable:
-        _check_workers(config)
+        check_run("algorithm.lopti.enable", config)
     return omega_conf_to_dataclass(algorithm.advantage_reweighting).alpha, Lopti(lopti) if lopti.enable else None
 
 
-def _check_workers(config: Any) -> None:
-    actor, trainer = config.actor_rollout_ref.actor, config.trainer
-    for key, found, is_ok in (
-        ("actor_rollout_ref.actor.strategy", actor.strategy, actor.strategy in ("fsdp", "fsdp2")),
-        (
-            "trainer.use_legacy_worker_impl",
-            trainer.get("use_legacy_worker_impl", "auto"),
-            trainer.get("use_legacy_worker_impl", "auto") != "disable",
-        ),
-    ):
-        if not is_ok:
-            raise ValueError(
-                f"algorithm.lopti.enable needs verl's FSDP workers, found {key}={found}: set strategy to fsdp or fsdp2 "
-                "and use_legacy_worker_impl to auto, or algorithm.lopti.enable to false."
-            )
+def _stabilizers(config: Any) -> "StabilizerMemory | None":
+    """The memory of the actor's stabilizers, None while all are off or in another trainer's config."""
+    from omegaconf import OmegaConf
+    from verl.utils.config import omega_conf_to_dataclass
+
+    block = OmegaConf.select(config.actor_rollout_ref.actor, "gradloc.stabilize")
+    settings = None if block is None else omega_conf_to_dataclass(block)
+    if settings is None or not settings.is_on:
+        return None
+    check_run("gradloc.stabilize", config)
+    if settings.weighs_tokens:
+        check_run("gradloc.stabilize.token_clip or seq_clip", config)
+    return StabilizerMemory()
 
 
 class StabilizerMemory:

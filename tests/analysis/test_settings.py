@@ -71,29 +71,10 @@ def test_a_bad_value_is_refused_by_name_also_while_the_features_are_off(section,
     assert str(refusal.value) == f"{section}.{key} must be {expected}, found {value!r}."
 
 
-@pytest.mark.parametrize(
-    "changes, beginning",
-    [
-        ({"actor": {"strategy": "megatron"}}, "actor_rollout_ref.actor.strategy must be fsdp or"),
-        (
-            {"trainer": {**ON, "use_legacy_worker_impl": "disable"}},
-            "trainer.use_legacy_worker_impl must be auto or enable while",
-        ),
-        (
-            {"rollout": {"rollout_filter_value": 0.5}, "launch_reward_fn_async": True},
-            "reward_model.launch_reward_fn_async must be false while",
-        ),
-    ],
-    ids=["megatron", "engine workers", "rewards that come later"],
-)
-def test_what_the_analysis_cannot_work_with_is_refused(changes, beginning):
+def test_a_filter_that_drops_groups_needs_the_rewards_at_once():
     with pytest.raises(ValueError) as refusal:
-        config.read_settings(make(**{"trainer": ON, **changes}))
-    assert str(refusal.value).startswith(beginning)
-
-
-def test_megatron_may_train_with_the_analysis_off():
-    assert config.read_settings(make(actor={"strategy": "megatron"}))[0] is None
+        config.read_settings(make(rollout={"rollout_filter_value": 0.5}, launch_reward_fn_async=True))
+    assert str(refusal.value).startswith("reward_model.launch_reward_fn_async must be false while")
 
 
 @pytest.mark.parametrize(

@@ -136,29 +136,3 @@ def test_a_wrong_value_is_refused_by_its_key(key, value, expected, is_on):
         config.read_quartiles(make(trainer=keys))
     key = f"trainer.quartile_analysis_{key}"
     assert str(refusal.value) == f"{key} must be {expected}, found {value!r}."
-
-
-@pytest.mark.parametrize(
-    "actor, trainer, beginning",
-    [
-        ({"strategy": "megatron"}, {}, "actor_rollout_ref.actor.strategy must be fsdp or fsdp2"),
-        (
-            {"ulysses_sequence_parallel_size": 2},
-            {},
-            "actor_rollout_ref.actor.ulysses_sequence_parallel_size must be 1 while",
-        ),
-        (
-            {"fsdp_config": {"offload_policy": True}},
-            {},
-            "actor_rollout_ref.actor.fsdp_config.offload_policy must be false while",
-        ),
-        ({}, {"use_legacy_worker_impl": "disable"}, "trainer.use_legacy_worker_impl must be auto"),
-    ],
-    ids=["megatron", "ulysses", "offload policy", "engine workers"],
-)
-def test_what_the_actor_cannot_do_is_refused_while_the_analysis_is_on(actor, trainer, beginning):
-    with pytest.raises(ValueError) as refusal:
-        config.read_quartiles(make(actor=actor, trainer={**ON, **trainer}))
-    assert str(refusal.value).startswith(beginning)
-    assert "trainer.quartile_analysis_mode is on" in str(refusal.value)
-    assert config.read_quartiles(make(actor=actor, trainer=trainer)) is None

@@ -141,4 +141,4 @@ def test_wrong_settings_are_refused_by_name_and_right_ones_are_taken(patched_tre
     for (override, expected), answer in zip(WRONG, answers, strict=False):
         assert expected in answer, override
     assert answers[len(WRONG) : -1] == ["nothing is on", "on", "on"]
-    assert "algorithm.lopti.enable needs verl's FSDP workers" in answers[-1]
+    assert "trainer.use_legacy_worker_impl must be auto or enable while algorithm.lopti.enable is on" in answers[-1]

@@ -341,13 +341,14 @@ def update_without_rollout_log_probs(overrides: list[str], dump_dir: str) -> str
 
 
 def check_configs(cases: list[list[str]], dump_dir: str) -> list[Any]:
-    """What ``check_whole_config`` says to each list of overrides."""
-    from verl.gradloc.stabilize import check_whole_config
+    """Whether the trainer keeps a stabilizer's memory, or the refusal, for each list of overrides."""
+    from verl.gradloc.verl_actor.trainer_hook import build_trainer_hook
 
     answers: list[Any] = []
     for overrides in cases:
         try:
-            answers.append(check_whole_config(make_config(overrides, dump_dir)))
+            hook = build_trainer_hook(make_config(overrides, dump_dir), None)
+            answers.append(hook is not None and hook.stabilizers is not None)
         except ValueError as refusal:
             answers.append(str(refusal))
     return answers

@@ -1,0 +1,138 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What each feature needs of a run. Every refusal of a run in which a feature could not work is worded here."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..checks import require
+from ..config import check_knobs
+
+__all__ = ["check_actor_config", "check_batch", "check_run"]
+
+_ACTOR = "actor_rollout_ref.actor"
+
+
+@dataclass(frozen=True)
+class _Need:
+    """What one setting of the run has to be."""
+
+    key: str
+    allowed: tuple[Any, ...]
+    default: Any
+    """Where the config does not have the key."""
+    expected: str
+    because: str
+
+
+_LEGACY = _Need(
+    "trainer.use_legacy_worker_impl", ("auto", "enable"), "auto", "auto or enable", "the engine workers do not have it"
+)
+_FSDP = _Need(f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other workers do not have it")
+_WHOLE_SEQUENCES = _Need(
+    f"{_ACTOR}.ulysses_sequence_parallel_size", (1,), 1, "1", "sequence parallelism is not supported yet"
+)
+_WEIGHTS_ON_DEVICE = _Need(
+    f"{_ACTOR}.fsdp_config.offload_policy",
+    (False, None),
+    False,
+    "false",
+    "use param_offload and optimizer_offload instead",
+)
+_SEPARATE_PARAMETERS = _Need(
+    f"{_ACTOR}.fsdp_config.use_orig_params",
+    (True,),
+    False,
+    "true with strategy=fsdp",
+    "FSDP1 merges a layer's parameters into one without it",
+)
+_ROLLOUT_LOG_PROBS = _Need(
+    "actor_rollout_ref.rollout.calculate_log_probs",
+    (True,),
+    False,
+    "true",
+    "its weights come from the rollout's log-probs",
+)
+
+_NEEDS = {
+    f"{_ACTOR}.spike_detection": (_LEGACY, _FSDP, _WHOLE_SEQUENCES, _WEIGHTS_ON_DEVICE),
+    f"{_ACTOR}.gradloc.stabilize": (_LEGACY, _FSDP, _WHOLE_SEQUENCES, _WEIGHTS_ON_DEVICE),
+    f"{_ACTOR}.gradloc.stabilize.layer_clip.group finer than layer": (_SEPARATE_PARAMETERS,),
+    f"{_ACTOR}.gradloc.stabilize.token_clip or seq_clip": (_ROLLOUT_LOG_PROBS,),
+    "algorithm.lopti.enable": (_LEGACY, _FSDP),
+    "trainer.gradient_analysis_mode": (_LEGACY, _FSDP),
+    "trainer.quartile_analysis_mode": (_LEGACY, _FSDP, _WHOLE_SEQUENCES, _WEIGHTS_ON_DEVICE),
+}
+
+
+def check_run(feature: str, config: Any) -> None:
+    """Refuse a run in which a feature that is on could not work.
+
+    Args:
+        feature: the setting that switches it on, one of the table above; ``actor_rollout_ref.actor`` may be left out.
+        config: the trainer's whole config.
+
+    Raises:
+        ValueError: one sentence that names the key, what it must be, what was found and which feature needs it.
+    """
+    _check(feature, config, "")
+
+
+def check_actor_config(actor: Any) -> None:
+    """Refuse a wrong setting or combination when the actor's config is built, on the trainer and on every worker.
+
+    Args:
+        actor: verl's ``ActorConfig`` with the four published knobs and ``gradloc``.
+
+    Raises:
+        ValueError: as :func:`check_run`.
+    """
+    check_knobs(actor)
+    if actor.spike_detection:
+        _check("spike_detection", actor, f"{_ACTOR}.")
+    stabilize = actor.gradloc.stabilize
+    if stabilize.is_on:
+        _check("gradloc.stabilize", actor, f"{_ACTOR}.")
+    if actor.strategy == "fsdp" and stabilize.layer_clip.rule != "off" and stabilize.layer_clip.group != "layer":
+        _check("gradloc.stabilize.layer_clip.group finer than layer", actor, f"{_ACTOR}.")
+
+
+def check_batch(feature: str, batch: Any) -> None:
+    """Refuse inputs that a feature does not know.
+
+    Args:
+        feature: as for :func:`check_run`.
+        batch: verl's DataProto.
+
+    Raises:
+        ValueError: one sentence.
+    """
+    if "multi_modal_inputs" in batch.non_tensor_batch:
+        raise ValueError(f"{_full(feature)} does not take batches with multi_modal_inputs yet: switch it off.")
+
+
+def _full(feature: str) -> str:
+    return feature if feature in _NEEDS else f"{_ACTOR}.{feature}"
+
+
+def _check(feature: str, config: Any, prefix: str) -> None:
+    """Check the needs whose keys begin with ``prefix``, which is where ``config`` stands."""
+    feature = _full(feature)
+    for need in _NEEDS[feature]:
+        if need.key.startswith(prefix):
+            found = config
+            for name in need.key.removeprefix(prefix).split("."):
+                found = getattr(found, name, None)
+            found = need.default if found is None else found
+            require(found in need.allowed, need.key, f"{need.expected} while {feature} is on ({need.because})", found)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run in which a feature could not work is refused by name, whichever feature asks."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from gradloc.verl_actor.refusals import check_batch, check_run
+
+ACTOR = "actor_rollout_ref.actor"
+EVERYWHERE = [
+    ("trainer.use_legacy_worker_impl", "disable", "auto or enable"),
+    (f"{ACTOR}.strategy", "megatron", "fsdp or fsdp2"),
+]
+AT_THE_WEIGHTS = [
+    (f"{ACTOR}.ulysses_sequence_parallel_size", 2, "1"),
+    (f"{ACTOR}.fsdp_config.offload_policy", True, "false"),
+]
+FEATURES = {
+    f"{ACTOR}.spike_detection": EVERYWHERE + AT_THE_WEIGHTS,
+    f"{ACTOR}.gradloc.stabilize": EVERYWHERE + AT_THE_WEIGHTS,
+    f"{ACTOR}.gradloc.stabilize.token_clip or seq_clip": [
+        ("actor_rollout_ref.rollout.calculate_log_probs", False, "true")
+    ],
+    "algorithm.lopti.enable": EVERYWHERE,
+    "trainer.gradient_analysis_mode": EVERYWHERE,
+    "trainer.quartile_analysis_mode": EVERYWHERE + AT_THE_WEIGHTS,
+}
+
+
+def make(**settings):
+    """A whole config with these keys, and the others as a run has them that everything works in."""
+    config = SimpleNamespace()
+    for key, value in {f"{ACTOR}.strategy": "fsdp2", **settings}.items():
+        *sections, name = key.split(".")
+        section = config
+        for part in sections:
+            section.__dict__.setdefault(part, SimpleNamespace())
+            section = getattr(section, part)
+        setattr(section, name, value)
+    return config
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_names_the_setting_that_it_cannot_work_with(feature):
+    for key, value, expected in FEATURES[feature]:
+        with pytest.raises(ValueError) as refusal:
+            check_run(feature, make(**{"actor_rollout_ref.rollout.calculate_log_probs": True, key: value}))
+        assert str(refusal.value).startswith(f"{key} must be {expected} while {feature} is on (")
+        assert str(refusal.value).endswith(f"), found {value!r}.")
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_config_that_lacks_the_keys_has_their_defaults(feature):
+    check_run(feature, make(**{"actor_rollout_ref.rollout.calculate_log_probs": True}))
+
+
+def test_images_are_refused_by_the_name_of_the_feature():
+    check_batch("spike_detection", SimpleNamespace(non_tensor_batch={"uid": []}))
+    with pytest.raises(ValueError, match=f"{ACTOR}.spike_detection does not take batches with multi_modal_inputs"):
+        check_batch("spike_detection", SimpleNamespace(non_tensor_batch={"multi_modal_inputs": []}))
