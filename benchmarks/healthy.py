@@ -26,9 +26,9 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.core import digest
+from benchmarks.digest import REPO, digest
 from benchmarks.progress import Progress
-from benchmarks.world import REPO, World
+from benchmarks.world import World
 
 SCHEMA_VERSION = 1
 ON = ["actor_rollout_ref.actor.spike_detection=True"]

@@ -24,14 +24,13 @@ if __package__ in (None, ""):  # run as a file: python benchmarks/localize.py
 
 import torch
 
-from benchmarks.bench import HEALTHY_STEPS, Bench
-from benchmarks.core import digest
-from benchmarks.plan import Cell, full, quick
+from benchmarks.digest import REPO, digest
+from benchmarks.localization.bench import HEALTHY_STEPS, Bench
+from benchmarks.localization.plan import Cell, full, quick
+from benchmarks.localization.tables import markdown, plot
 from benchmarks.progress import Progress
-from benchmarks.tables import markdown, plot
 
 SCHEMA_VERSION = 1
-REPO = Path(__file__).resolve().parents[1]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -73,7 +72,7 @@ def measure(
         command: for the record.
         out: where the record is kept up to date after every cell, so that an interrupted run is
             not lost.
-        training_steps: see :class:`~benchmarks.bench.Bench`.
+        training_steps: see :class:`~benchmarks.localization.bench.Bench`.
     """
     torch.set_num_threads(threads)
     bench, started = Bench(folder, device, training_steps), time.perf_counter()

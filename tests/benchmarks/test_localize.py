@@ -5,11 +5,11 @@ import json
 
 import pytest
 
+from benchmarks.localization.plan import Cell, full, quick
+from benchmarks.localization.published import formula_cost
+from benchmarks.localization.scenarios import SCENARIOS
+from benchmarks.localization.tables import markdown
 from benchmarks.localize import measure, write
-from benchmarks.plan import Cell, full, quick
-from benchmarks.published import formula_cost
-from benchmarks.scenarios import SCENARIOS
-from benchmarks.tables import markdown
 
 CELLS = [
     Cell("battery", "single_10", 256, 2, 2, "XS", strategies=("published", "auto")),

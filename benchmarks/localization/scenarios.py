@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.batch import NUM_PROMPT, Amplified, Batch
-from benchmarks.model import Decoder
-from benchmarks.oracle import Oracle, Place
+from tests.bare import NUM_PROMPT, Amplified, Batch, Decoder, Oracle, Place
 
 _THREE = (10.0, 6.0, 4.0)
 _EIGHT = (10.0, 8.0, 7.0, 6.0, 5.0, 4.5, 4.0, 4.0)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.model import SIZES, Decoder, build
+from tests.bare import SIZES, Decoder, build, log_prob_of
 
 _PIECE = re.compile(r"[A-Za-z]+|[0-9]|\n *|[^A-Za-z0-9]")
 _TRAIN_SHARE = 0.9
@@ -59,7 +59,7 @@ def trained(name: str, folder: Path, steps: int | None = None) -> tuple[Path, di
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 20) * (1 - step / steps)
         starts = torch.randint(len(train) - 129, (16,), generator=generator)
         rows = torch.stack([train[s : s + 129] for s in starts.tolist()])
-        loss = -model(rows[:, :-1], rows[:, 1:]).mean()
+        loss = -log_prob_of(model(rows[:, :-1], rows.shape[1] - 1), rows[:, 1:]).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

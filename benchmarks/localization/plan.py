@@ -3,8 +3,8 @@
 
 from dataclasses import dataclass
 
-from benchmarks.scenarios import SCENARIOS
-from benchmarks.worker import UNTRACKED
+from benchmarks.localization.scenarios import SCENARIOS
+from benchmarks.localization.worker import UNTRACKED
 
 ALL = ("published", "bisect", "share", "sketch", "auto", UNTRACKED)
 PAIR = ("published", "auto")

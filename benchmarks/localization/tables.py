@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.batch import shape_of
-from benchmarks.plan import ALL
+from benchmarks.localization.plan import ALL
+from tests.bare import shape_of
 
 Records = list[dict[str, Any]]
 

@@ -13,31 +13,30 @@ up. Probes are the core's exact parts of the gradient (the published ones re-nor
 import math
 from dataclasses import dataclass
 
-from benchmarks.core import core
+from gradloc.core.probe import Prober
+from gradloc.core.selection import Part, Token
 
 
 @dataclass(frozen=True)
 class Descent:
     """The token that the descent ended on."""
 
-    token: object
-    """The core's ``Token``."""
+    token: Token
     norm: float
     stopped_at: str | None
     """The first phase whose largest part was under its threshold; None when none was."""
 
 
-def descend(prober, tau: float) -> Descent:
+def descend(prober: Prober, tau: float) -> Descent:
     """One published search. ``.grad`` holds the whole step's gradient again afterwards.
 
     Args:
-        prober: the core's ``Prober``.
+        prober: of the step; ``.grad`` set aside.
         tau: per-token threshold.
     """
-    selection = core("core.selection")
     stopped_at = None
     size, total = prober.ranks.size, prober.step.num_micro_batches
-    parts = [selection.Part(index, 0, size) for index in range(total)]
+    parts = [Part(index, 0, size) for index in range(total)]
     phase = "micro_batch"
     while True:
         probes = [(prober.measure(part), part) for part in parts]
@@ -50,7 +49,7 @@ def descend(prober, tau: float) -> Descent:
         phase = "rank" if part.num_ranks > 1 else "token"
         parts = part.halves(found.num_tokens)
     prober.compute((index, None) for index in range(total))
-    token = selection.Token(part.micro_batch, part.first_rank, part.first_token)
+    token = Token(part.micro_batch, part.first_rank, part.first_token)
     return Descent(token, found.norm, stopped_at)
 
 

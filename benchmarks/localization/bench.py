@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.batch import healthy_batch
-from benchmarks.core import core
-from benchmarks.corpus import load, split, text, trained
-from benchmarks.model import SIZES
-from benchmarks.oracle import Oracle
-from benchmarks.plan import Cell
-from benchmarks.published import formula_cost
-from benchmarks.scenarios import SCENARIOS, Planter, count_scenario
+from benchmarks.localization.corpus import load, split, text, trained
+from benchmarks.localization.plan import Cell
+from benchmarks.localization.published import formula_cost
+from benchmarks.localization.scenarios import SCENARIOS, Planter, count_scenario
 from benchmarks.world import World
+from gradloc.core.trigger import History
+from tests.bare import SIZES, Oracle, healthy_batch
 
 HEALTHY_STEPS = 20
 _HISTORY = dict(window=128, warmup=16, num_deviations=6.0)  # the trigger's defaults in verl's yaml
@@ -59,7 +57,7 @@ class Bench:
         plant = SCENARIOS[cell.scenario] if cell.count is None else count_scenario(cell.count, cell.kappa)
         planted = plant(planter)
         answers = self._ranks(cell.ranks).run(
-            "benchmarks.worker.search_cell",
+            "benchmarks.localization.worker.search_cell",
             model=cell.model,
             weights=str(path),
             dtype=cell.dtype,
@@ -131,7 +129,7 @@ class Bench:
                 batches = [healthy_batch(model, held, cell.tokens, seed) for seed in seeds]
                 self._batches = (cell.model, cell.tokens), batches
             norms = self._ranks(cell.ranks).run(
-                "benchmarks.worker.healthy_norms",
+                "benchmarks.localization.worker.healthy_norms",
                 model=cell.model,
                 weights=str(path),
                 dtype=cell.dtype,
@@ -139,7 +137,7 @@ class Bench:
                 batches=self._batches[1],
                 device=self.device,
             )[0]
-            history = core("core.trigger").History(**_HISTORY)
+            history = History(**_HISTORY)
             for norm in norms:
                 history.observe(norm, is_spike=False)
             self.histories[key] = {

@@ -4,7 +4,7 @@
 Shapes: B rows, S positions, H heads, D head width, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,12 @@ class ModelSize:
     width: int
     layers: int
     heads: int
+    dropout: float = 0.0
+    """After every MLP, in training mode; in [0, 1)."""
 
 
 SIZES = {
+    "tiny": ModelSize(vocabulary=96, width=32, layers=2, heads=4),
     "XS": ModelSize(vocabulary=1024, width=48, layers=2, heads=3),
     "S": ModelSize(vocabulary=2048, width=96, layers=4, heads=4),
     "M": ModelSize(vocabulary=4096, width=256, layers=6, heads=8),
@@ -59,6 +62,7 @@ class Block(nn.Module):
         self.out = nn.Linear(size.width, size.width, bias=False)
         self.norm_mlp = RMSNorm(size.width)
         self.mlp = MLP(size.width)
+        self.dropout = size.dropout
 
     def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
         rows, length, width = x.shape
@@ -66,11 +70,11 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, S, D)
         mixed = F.scaled_dot_product_attention(_rotate(q, rotation), _rotate(k, rotation), v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        return x + self.mlp(self.norm_mlp(x))
+        return x + F.dropout(self.mlp(self.norm_mlp(x)), self.dropout, self.training)
 
 
 class Decoder(nn.Module):
-    """Reads tokens, gives the log-probability of each position's next token."""
+    """Reads tokens, gives logits."""
 
     def __init__(self, size: ModelSize):
         super().__init__()
@@ -83,7 +87,7 @@ class Decoder(nn.Module):
             if param.dim() > 1:
                 nn.init.normal_(param, std=0.05)
 
-    def logits(self, tokens: torch.Tensor, num_last: int, precise: bool = False) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, num_last: int, precise: bool = False) -> torch.Tensor:
         """Logits at the last ``num_last`` positions, (B, num_last, V).
 
         Args:
@@ -100,16 +104,22 @@ class Decoder(nn.Module):
             return F.linear(hidden.float(), self.head.weight.float())
         return self.head(hidden)
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, precise: bool = False) -> torch.Tensor:
-        """Log-probability (B, T) of ``labels`` at the last T positions."""
-        logits = self.logits(tokens, labels.shape[1], precise)
-        return logits.log_softmax(-1).gather(-1, labels[..., None]).sum(-1)
+
+def log_prob_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Log-probability (B, T) of ``labels`` (B, T) under ``logits`` (B, T, V)."""
+    return logits.log_softmax(-1).gather(-1, labels[..., None]).sum(-1)
 
 
-def build(name: str) -> Decoder:
-    """A model of this size with its fixed initialisation."""
-    torch.manual_seed(0)
-    return Decoder(SIZES[name])
+def entropy_of(logits: torch.Tensor) -> torch.Tensor:
+    """Entropy (B, T) in nats of the distributions that ``logits`` (B, T, V) mean."""
+    log_probs = logits.float().log_softmax(-1)
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def build(name: str, seed: int = 0, dropout: float = 0.0) -> Decoder:
+    """A model of the size of that name in ``SIZES``, float32, with the initialisation of that seed."""
+    torch.manual_seed(seed)
+    return Decoder(replace(SIZES[name], dropout=dropout))
 
 
 def _rotation(length: int, width: int, like: torch.Tensor) -> torch.Tensor:

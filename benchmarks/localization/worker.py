@@ -8,13 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.batch import Batch
-from benchmarks.core import core
-from benchmarks.corpus import load
-from benchmarks.memory import peak_memory
-from benchmarks.model import Decoder
-from benchmarks.published import descend
-from benchmarks.step import BareStep, shard
+from benchmarks.localization.corpus import load
+from benchmarks.localization.memory import peak_memory
+from benchmarks.localization.published import descend
+from gradloc.core.gradients import GradientSpace
+from gradloc.core.probe import Prober
+from gradloc.core.ranks import Ranks
+from gradloc.core.tracker import NormTracker
+from gradloc.core.trigger import Spike
+from gradloc.search.find import localize
+from tests.bare import BareStep, Batch, shard
 
 UNTRACKED = "auto_untracked"
 """``auto`` where the running norm after each micro-batch was not noted."""
@@ -26,7 +29,7 @@ def healthy_norms(
 ) -> list[float]:
     """The gradient norm of each batch's training pass."""
     sharded = _sharded(model, weights, dtype, device)
-    space = core("core.gradients").GradientSpace(sharded)
+    space = GradientSpace(sharded)
     norms = []
     space.clear()
     for batch in batches:
@@ -63,10 +66,10 @@ def search_cell(
     """
     sharded = _sharded(model, weights, dtype, device)
     step = BareStep(sharded, batch, micro_batches, getattr(torch, dtype))
-    space = core("core.gradients").GradientSpace(sharded)
-    ranks = core("core.ranks").Ranks(device=step.device)
+    space = GradientSpace(sharded)
+    ranks = Ranks(device=step.device)
     space.clear()  # what an earlier cell left behind
-    tracker = core("core.tracker").NormTracker(0)
+    tracker = NormTracker(0)
     tracker.begin_mini_batch()
     step.train(lambda: tracker.after_backward(space))
     increments = tracker.increments(space, ranks, 1.0)
@@ -75,8 +78,7 @@ def search_cell(
     space.scale(clip_scale)
     forward_seconds, pass_seconds = _unit_costs(step, space)
     tau = threshold * batch.num_tokens**0.5
-    spike = core("core.trigger").Spike("adaptive", norm, threshold, tau, batch.num_tokens)
-    rows_each = len(batch.labels) // (ranks.size * micro_batches)
+    spike = Spike("adaptive", norm, threshold, tau, batch.num_tokens)
     answer = {
         "grad_norm": norm,
         "spikes": norm > threshold,
@@ -100,13 +102,13 @@ def search_cell(
         mib = peak.extra_mib
         found["peak_extra_mib"] = None if mib is None else ranks.max([mib])[0]
         found["gradient_restored"] = all(a is b for a, b in zip(before, space.current(), strict=True))
-        found["culprits"] = [_culprit(culprit, micro_batches, rows_each, batch) for culprit in found["culprits"]]
+        found["culprits"] = [_culprit(culprit, batch, ranks.size, micro_batches) for culprit in found["culprits"]]
         answer["strategies"][name] = found
     return answer
 
 
 def _localize(step, space, ranks, arguments: tuple) -> dict[str, Any]:
-    finding = core("search.find").localize(step, space, ranks, *arguments)
+    finding = localize(step, space, ranks, *arguments)
     result, certificate = finding.result, finding.certificate
     return {
         "culprits": [(culprit.span, culprit.tokens, culprit.norm, culprit.is_exact) for culprit in result.culprits],
@@ -124,7 +126,7 @@ def _localize(step, space, ranks, arguments: tuple) -> dict[str, Any]:
 
 def _published(step, space, ranks, tau: float) -> dict[str, Any]:
     saved = space.take()
-    prober = core("core.probe").Prober(step, space, ranks)
+    prober = Prober(step, space, ranks)
     try:
         descent = descend(prober, tau)
     finally:
@@ -137,13 +139,10 @@ def _published(step, space, ranks, tau: float) -> dict[str, Any]:
     }
 
 
-def _culprit(found, micro_batches: int, rows_each: int, batch: Batch) -> dict[str, Any]:
+def _culprit(found, batch: Batch, num_ranks: int, micro_batches: int) -> dict[str, Any]:
     """Tokens as (row of the batch, position)."""
     span, tokens, norm, is_exact = found
-    places = []
-    for token in tokens:
-        row, position = divmod(token.index, batch.labels.shape[1])
-        places.append(((token.rank * micro_batches + token.micro_batch) * rows_each + row, position))
+    places = [batch.place(token, num_ranks, micro_batches) for token in tokens]
     return {"span": span, "places": places, "norm": norm, "is_exact": is_exact}
 
 
@@ -169,13 +168,13 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-_kept: dict[tuple, Decoder] = {}
+_kept: dict[tuple, torch.nn.Module] = {}
 
 
-def _sharded(model: str, weights: str, dtype: str, device: str) -> Decoder:
+def _sharded(model: str, weights: str, dtype: str, device: str) -> torch.nn.Module:
     key = (model, weights, dtype)
     if key not in _kept:
         _kept.clear()
         place = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device(device)
-        _kept[key] = shard(load(model, Path(weights)), getattr(torch, dtype), place)
+        _kept[key] = shard(load(model, Path(weights)), "fsdp2", getattr(torch, dtype), place)
     return _kept[key]

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A culprit that nothing in the loss shows: some layers react far too strongly to their own weights at one token."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tests.bare.model import Decoder
+
+
+@dataclass(frozen=True)
+class Amplified:
+    """Some layers' MLPs react ``factor`` times as strongly to their own weights at one position.
+
+    The output at the present weights stays what it was, so no log-prob and no coefficient shows it.
+    """
+
+    layers: tuple[int, ...]
+    row: int
+    position: int
+    """Of the tokens that the model reads, prompt included."""
+    factor: float
+
+
+class Amplifier:
+    """Context in which some MLPs' output at one position is y + (factor - 1) (mlp(x0) - y0).
+
+    x0 and y0 are the input and output there at the first forward, kept as constants: the value is
+    unchanged at those weights, the derivative by these MLPs' weights is ``factor`` times as large.
+    """
+
+    def __init__(self, model: Decoder, amplified: Amplified, row: int):
+        self._mlps = [model.blocks[layer].mlp for layer in amplified.layers]
+        self._at = (row, amplified.position)
+        self._factor = amplified.factor
+        self._first: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._handles = []
+
+    def __enter__(self) -> None:
+        self._handles = [mlp.register_forward_hook(self._change) for mlp in self._mlps]
+
+    def __exit__(self, *_) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _change(self, mlp: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+        run = type(mlp).forward  # calling the module itself would run this hook again
+        if mlp not in self._first:
+            x = inputs[0][self._at].detach().clone()
+            self._first[mlp] = x, run(mlp, x).detach()
+        x, y = self._first[mlp]
+        extra = torch.zeros_like(output)
+        extra[self._at] = (self._factor - 1) * (run(mlp, x) - y)
+        return output + extra

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bare optimizer step for the core: model, clipped policy loss, sharding. No trainer.
+
+Implements the core's ``TrainingStep``. The loss of a rank's micro-batch is the sum of its tokens' losses over N, times
+W because FSDP averages gradients over the ranks.
+
+Shapes: B rows of a micro-batch, T response positions, N response tokens of the step, W ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+from gradloc.core.probe import Recorded, RngState, let_through, record
+from tests.bare.amplifier import Amplifier
+from tests.bare.batch import CPU, Batch
+from tests.bare.model import Block, Decoder, entropy_of, log_prob_of
+
+
+def shard(
+    model: Decoder, layout: str = "fsdp2", dtype: torch.dtype = torch.float32, device: torch.device = CPU
+) -> torch.nn.Module:
+    """The model as verl would hold it: every block a unit, float32 masters, reduction in float32.
+
+    Args:
+        model: changed in place.
+        layout: ``fsdp2`` or ``fsdp1`` over all ranks of the default process group, or ``plain``: one process.
+        dtype: what forward and backward compute in; float32 only where ``plain``.
+        device: where the weights go.
+    """
+    model.to(device)
+    if layout == "plain":
+        return model
+    if layout == "fsdp1":
+        precision = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+        wrap = ModuleWrapPolicy({Block})
+        return FSDP1(model, auto_wrap_policy=wrap, mixed_precision=precision, device_id=device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def clip_gradient(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
+    """Clip ``.grad`` as verl's actor does; returns the norm before, a scalar, the same on every rank."""
+    if isinstance(model, FSDP1):
+        return model.clip_grad_norm_(max_norm)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a token's loss is made of."""
+
+    clip: float = 0.2
+    """PPO's clip ratio; verl's default."""
+    entropy: float = 0.0
+    """Factor of the entropy bonus; 0 leaves the entropy out of the loss, as verl does."""
+    kl: float = 0.0
+    """Factor of the squared log-ratio to the reference policy over two (verl's ``k2``)."""
+
+    def of_tokens(self, log_prob: torch.Tensor, entropy: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+        """Loss (B, T) of every token by itself: PPO's clipped one (arXiv 1707.06347, eq. 7) and the other terms."""
+        ratio = (log_prob - batch.old_log_probs).exp()
+        clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
+        losses = torch.maximum(-batch.advantages * ratio, -batch.advantages * clipped)
+        if self.kl:
+            losses = losses + self.kl_of_tokens(log_prob, batch)
+        return losses if entropy is None else losses - self.entropy * entropy
+
+    def kl_of_tokens(self, log_prob: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The KL term (B, T) alone."""
+        return self.kl * (log_prob - batch.reference_log_probs).square() / 2
+
+
+class BareStep:
+    """One rank's part of a batch, in M micro-batches: what the search may replay.
+
+    Args:
+        model: what :func:`shard` gave.
+        batch: all ranks' rows; R a multiple of W times M.
+        num_micro_batches: M, per rank.
+        dtype: the one that the model was sharded with.
+        loss: of every token.
+        loss_scale: what fp16 training would multiply the loss with.
+    """
+
+    temperature = 1.0
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        batch: Batch,
+        num_micro_batches: int,
+        dtype: torch.dtype = torch.float32,
+        loss: Loss = Loss(),  # noqa: B008 (frozen)
+        loss_scale: float = 1.0,
+    ):
+        self.model = model
+        self.compute_dtype = dtype
+        self.num_micro_batches = num_micro_batches
+        self.loss = loss
+        self.loss_scale = loss_scale
+        self.device = next(model.parameters()).device
+        self._num_tokens = batch.num_tokens
+        rank, self._size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._each = len(batch.labels) // (self._size * num_micro_batches)
+        self._first = rank * num_micro_batches * self._each
+        self._parts = [batch.part(slice(rows[0], rows[-1] + 1), self.device) for rows in self._all_rows()]
+        self._recorded: list[Recorded | None] = [None] * num_micro_batches
+        self._amplifiers: list[Amplifier | None] = [None] * num_micro_batches
+        if batch.amplified is not None:
+            for index, rows in enumerate(self._all_rows()):
+                if batch.amplified.row in rows:
+                    self._amplifiers[index] = Amplifier(model, batch.amplified, rows.index(batch.amplified.row))
+
+    def train(self, after_backward: Callable[[], None] = lambda: None) -> None:
+        """The training pass: fills ``.grad`` and the records that a trainer's hooks would fill.
+
+        Args:
+            after_backward: called after every micro-batch.
+        """
+        for index, part in enumerate(self._parts):
+            self._recorded[index] = Recorded(rng=RngState(self.device))
+            log_prob, entropy = self._outputs(index)
+            record(self._recorded[index], log_prob, entropy)
+            self._total(log_prob, entropy, part).backward()
+            after_backward()
+
+    def rows(self, micro_batch: int) -> list[int]:
+        """Where the micro-batch's rows stand in the batch."""
+        first = self._first + micro_batch * self._each
+        return list(range(first, first + self._each))
+
+    def token_mask(self, micro_batch: int) -> torch.Tensor:
+        return self._parts[micro_batch].mask
+
+    def token_weights(self, micro_batch: int) -> torch.Tensor:
+        return self._parts[micro_batch].mask / self._num_tokens
+
+    def recorded(self, micro_batch: int) -> Recorded:
+        return self._recorded[micro_batch]
+
+    def old_log_prob(self, micro_batch: int) -> torch.Tensor:
+        return self._parts[micro_batch].old_log_probs
+
+    def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        recorded, factor = self._recorded[micro_batch], 1.0 / (self._size * self.loss_scale)
+        entropy = recorded.entropy_coefficient
+        return recorded.log_prob_coefficient * factor, None if entropy is None else entropy * factor
+
+    def kl_coefficients(self, micro_batch: int) -> torch.Tensor | None:
+        """d (KL term) / d log_prob (B, T) of this rank's loss; None without one."""
+        if not self.loss.kl:
+            return None
+        log_prob = self._recorded[micro_batch].log_prob.float().clone().requires_grad_()
+        terms = self.loss.kl_of_tokens(log_prob, self._parts[micro_batch])
+        return torch.autograd.grad(self._mean(terms, self._parts[micro_batch]), log_prob)[0]
+
+    def has_finite_loss(self, micro_batch: int) -> bool:
+        """Whether the unscaled loss and its derivative by every log-prob are finite."""
+        recorded = self._recorded[micro_batch]
+        log_prob = recorded.log_prob.float().clone().requires_grad_()
+        part = self._parts[micro_batch]
+        loss = self._mean(self.loss.of_tokens(log_prob, recorded.entropy, part), part)
+        (coefficients,) = torch.autograd.grad(loss, log_prob)
+        return bool(loss.isfinite() and coefficients.isfinite().all())
+
+    def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self._recorded[micro_batch].rng.restore()
+        with torch.no_grad():
+            return self._outputs(micro_batch, precise=self.compute_dtype != torch.float32)
+
+    def backward(self, micro_batch: int, selected: torch.Tensor | None) -> None:
+        self._recorded[micro_batch].rng.restore()
+        log_prob, entropy = self._outputs(micro_batch)
+        if selected is not None:
+            log_prob, entropy = let_through(selected, log_prob), let_through(selected, entropy)
+        self._total(log_prob, entropy, self._parts[micro_batch]).backward()
+
+    def _all_rows(self) -> list[list[int]]:
+        return [self.rows(index) for index in range(self.num_micro_batches)]
+
+    def _outputs(self, micro_batch: int, precise: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        part, amplifier = self._parts[micro_batch], self._amplifiers[micro_batch]
+        inputs = part.tokens, part.labels.shape[1], precise
+        if amplifier is None:
+            logits = self.model(*inputs)
+        else:
+            with amplifier:
+                logits = self.model(*inputs)
+        return log_prob_of(logits, part.labels), entropy_of(logits) if self.loss.entropy else None
+
+    def _total(self, log_prob: torch.Tensor, entropy: torch.Tensor | None, part: Batch) -> torch.Tensor:
+        return self._mean(self.loss.of_tokens(log_prob.float(), entropy, part), part) * self.loss_scale
+
+    def _mean(self, losses: torch.Tensor, part: Batch) -> torch.Tensor:
+        return torch.where(part.mask, losses, 0.0).sum() * (self._size / self._num_tokens)

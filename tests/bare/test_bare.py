@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bare step agrees with brute force under every sharding, and a search on it finds what was planted."""
+
+import pytest
+import torch
+
+from benchmarks.world import World
+from gradloc.core.gradients import GradientSpace
+from tests.bare import BareStep, Oracle, build, random_batch, shard
+from tests.bare.scenarios import NUM_MICRO_BATCHES, TERMS, search_planted
+
+PLANTS = {(3, 2): 1e4, (13, 1): -9e3}
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    model = build("tiny")
+    return Oracle(model, random_batch(model).planted(PLANTS), TERMS)
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = World(2)
+    yield world
+    world.close()
+
+
+def check(found, oracle):
+    whole = oracle.gradient()
+    assert found["norm"] == pytest.approx(float(whole.norm()), rel=1e-5)
+    assert found["clipped_from"] == pytest.approx(found["norm"], rel=1e-5)
+    assert found["norm_clipped"] == pytest.approx(1.0, rel=1e-4)
+    assert found["places"] == sorted(PLANTS)
+    assert sorted(found["norms"]) == pytest.approx(sorted(oracle.norms(PLANTS).values()), rel=1e-4)
+    assert found["verdict"] == "explained"
+    without = float((whole - oracle.gradient(PLANTS)).norm())
+    assert found["norm_after"] == pytest.approx(without, abs=found["error_bound"] + 1e-6 * found["norm"])
+    assert found["restored"]
+
+
+def test_one_process_finds_what_was_planted(oracle):
+    check(search_planted("plain", PLANTS), oracle)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
+def test_two_ranks_find_the_same_under_either_sharding(world, oracle, layout):
+    found, other = world.run("tests.bare.scenarios.search_planted", layout=layout, plants=PLANTS)
+    check(found, oracle)
+    assert found == other
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
+def test_a_forward_in_half_precision_changes_norms_little_and_culprits_not(world, oracle, layout):
+    found, _ = world.run("tests.bare.scenarios.search_planted", layout=layout, plants=PLANTS, dtype="bfloat16")
+    assert found["places"] == sorted(PLANTS)
+    assert found["norm"] == pytest.approx(float(oracle.gradient().norm()), rel=0.1)
+
+
+def test_all_tokens_gradients_add_up_to_the_step_s(oracle):
+    places = [tuple(place) for place in oracle.batch.mask.nonzero().tolist()]
+    whole = oracle.gradient()
+    torch.testing.assert_close(oracle.gradient(places), whole, rtol=1e-4, atol=1e-5 * float(whole.abs().max()))
+
+
+def test_dropout_is_replayed_and_a_scaled_loss_scales_the_gradient():
+    model = build("tiny", dropout=0.1)
+    step = BareStep(shard(model, "plain"), random_batch(model), NUM_MICRO_BATCHES, loss=TERMS, loss_scale=8.0)
+    space = GradientSpace(model)
+    step.train()
+    trained = space.take()
+    for micro_batch in range(NUM_MICRO_BATCHES):
+        step.backward(micro_batch, None)
+    assert all(torch.equal(a, b) for a, b in zip(trained, space.take(), strict=True))
+    plain = BareStep(model, random_batch(model), NUM_MICRO_BATCHES, loss=TERMS)
+    torch.manual_seed(1)
+    step.train()
+    scaled = space.norm()
+    space.clear()
+    torch.manual_seed(1)
+    plain.train()
+    assert scaled == pytest.approx(8.0 * space.norm(), rel=1e-6)
+    for ours, theirs in zip(step.coefficients(0), plain.coefficients(0), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_what_the_loss_is_made_of_can_be_told_from_the_records():
+    model = build("tiny")
+    batch = random_batch(model).planted({(0, 0): float("nan")})
+    step = BareStep(model, batch, NUM_MICRO_BATCHES, loss=TERMS)
+    step.train()
+    assert [step.has_finite_loss(index) for index in range(NUM_MICRO_BATCHES)] == [False, True, True, True]
+    rows = slice(4, 8)
+    distance = step.recorded(1).log_prob - batch.reference_log_probs[rows]
+    wanted = TERMS.kl * distance * batch.mask[rows] / batch.num_tokens
+    torch.testing.assert_close(step.kl_coefficients(1), wanted)
+    assert step.rows(1) == [4, 5, 6, 7]
