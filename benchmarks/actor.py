@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.collectives import CollectiveCounter
-from tests.gradloc import harness
+from tests.world import harness
 
 ROWS, RESPONSE = 16, 48
 _VOCABULARY, _WIDTH, _LAYERS = 1024, 128, 4

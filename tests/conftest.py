@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures that every room shares: the pristine pinned verl, and the same with our patch on it."""
+"""What every room shares: the pinned verl, the same with our patch on it, and the worlds of ranks.
 
+A world is started once for the whole run, whichever folders use it: nine processes in all.
+"""
+
+import compileall
+import fcntl
 import os
-import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,10 +16,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from patchkit.applier import Applier  # noqa: E402
+from experiments.cpu.environment import CACHE, ensure_patched_copy, patched_copy  # noqa: E402
 from patchkit.base import ensure_base  # noqa: E402
-from patchkit.checkout import resolve  # noqa: E402
-from patchkit.library import Library  # noqa: E402
+from tests.world import World  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -24,14 +28,53 @@ def base_tree() -> Path:
 
 
 @pytest.fixture(scope="session")
-def patched_tree(base_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pinned verl with patches/gradloc.patch on it, put there by the applier. Read only.
+def patched_tree() -> Path:
+    """The pinned verl with patches/gradloc.patch on it, kept between runs under a name by its hash. Read only.
 
     VERL_REPO names a patched checkout to test instead: the one that is being edited.
     """
     if os.environ.get("VERL_REPO"):
         return Path(os.environ["VERL_REPO"]).resolve()
-    tree = tmp_path_factory.mktemp("patched") / base_tree.name
-    shutil.copytree(base_tree, tree)
-    Applier(resolve(str(tree)), Library(ROOT / "patches")).apply()
+    CACHE.mkdir(exist_ok=True)
+    with open(CACHE / "patched.lock", "w") as lock:  # test processes run side by side
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ensure_patched_copy(sys.executable, report=lambda *_: None)
+        tree = patched_copy().path
+        compileall.compile_dir(tree / "verl", quiet=2)  # so that no process writes byte code into it
     return tree
+
+
+def _world(size: int, tree: Path) -> Iterator[World]:
+    world = World(size, path=(str(tree),))
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="session")
+def world(patched_tree: Path) -> Iterator[World]:
+    """Two ranks on the patched tree."""
+    yield from _world(2, patched_tree)
+
+
+@pytest.fixture(scope="session")
+def four_ranks(patched_tree: Path) -> Iterator[World]:
+    """Four ranks on the patched tree."""
+    yield from _world(4, patched_tree)
+
+
+@pytest.fixture(scope="session")
+def single(patched_tree: Path) -> Iterator[World]:
+    """One rank on the patched tree."""
+    yield from _world(1, patched_tree)
+
+
+@pytest.fixture(scope="session")
+def unpatched_world(base_tree: Path) -> Iterator[World]:
+    """Two ranks on verl as published."""
+    yield from _world(2, base_tree)
+
+
+@pytest.fixture
+def dump_dir(tmp_path: Path) -> str:
+    """Where a run's events go: absent yet."""
+    return str(tmp_path / "gradloc")

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.gradloc.world import World
+from tests.world import World
 
 NUM_ROWS, GROUP_SIZE, REPEATS = 128, 8, 8
 SIZES = [
@@ -28,7 +28,7 @@ def measure(num_terms: int, num_buckets: int, dump_dir: str) -> dict[str, Any]:
     from verl.gradloc.analysis.buckets.probe import analyze
 
     from tests.analysis.scenarios import TERMS, local_rows, with_buckets
-    from tests.gradloc.harness import make_batch, make_trainer
+    from tests.world.harness import make_batch, make_trainer
 
     trainer = make_trainer(SIZES + (TERMS if num_terms == 3 else []), dump_dir)
     generator = torch.Generator().manual_seed(0)
@@ -60,7 +60,7 @@ def _seconds(work) -> float:
 
 def main(tree: str) -> None:
     """Prints the table."""
-    world = World(2, Path(tree).resolve())
+    world = World(2, path=(str(Path(tree).resolve()),))
     print("| terms | buckets | passes (update: 16) | update, s | analysis, s | ratio |")
     print("| --- | --- | --- | --- | --- | --- |")
     for terms in (1, 3):

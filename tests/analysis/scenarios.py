@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.gradloc.harness import make_batch, make_trainer
+from tests.world.harness import make_batch, make_trainer
 
 UNEVEN = [0, 2, 1, 2, 2, 1, 2, 2, 1, 2, 2, 2, 1, 2, 2, 1]
 """The bucket of each of 16 rows: sizes 1, 5 and 10, scattered over ranks and micro-batches."""
@@ -175,7 +175,7 @@ def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str,
     """Three real updates, with an analysis before each or none."""
     from verl.gradloc.analysis.buckets.probe import analyze
 
-    from tests.gradloc.harness import make_trainer
+    from tests.world.harness import make_trainer
 
     trainer = make_trainer(TERMS + overrides, dump_dir, dropout=0.1)
     norms, records = [], []

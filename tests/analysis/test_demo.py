@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from tests.gradloc.events import validate
-from tests.gradloc.world import REPO
+from tests.world import REPO
+from tests.world.events import validate
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 

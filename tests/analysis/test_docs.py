@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.analysis.pure import load
-from tests.gradloc.world import REPO
+from tests.world import REPO
 
 DOCUMENT = (REPO / "docs" / "buckets.md").read_text()
 ROW = re.compile(r"^\| `((?:trainer|actor_rollout_ref)\.[\w.]+)` \| `([^`]+)` \|", re.M)

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.gradloc.events import validate
+from tests.world.events import validate
 
 RUN = "tests.analysis.trainer."
 MIXED = [0, 0, 0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7.0]

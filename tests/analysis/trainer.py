@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.gradloc.harness import make_batch, make_trainer
+from tests.world.harness import make_batch, make_trainer
 
 ON = ["trainer.gradient_analysis_mode=True"]
 

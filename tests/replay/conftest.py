@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.gradloc.conftest import single, world  # noqa: F401
-
 A = "actor_rollout_ref.actor."
 ON = [f"{A}spike_detection=True", f"{A}grad_norm_threshold=640"]
 
 
 @pytest.fixture(scope="session")
-def models(single, tmp_path_factory):  # noqa: F811
+def models(single, tmp_path_factory):
     """``model`` has the events' weights, ``other`` has others, the rest other shapes."""
     folder = tmp_path_factory.mktemp("models")
     single.run("tests.replay.scenarios.save_models", folder=str(folder))
@@ -23,7 +21,7 @@ def models(single, tmp_path_factory):  # noqa: F811
 
 
 @pytest.fixture(scope="session")
-def prints(world):  # noqa: F811
+def prints(world):
     """Fingerprints as the first rank has them; what is sharded must be the same on the second."""
     first, second = world.run("tests.replay.scenarios.fingerprints")
     assert all(first[name] == second[name] for name in first if "fsdp" in name)
@@ -31,7 +29,7 @@ def prints(world):  # noqa: F811
 
 
 @pytest.fixture(scope="session")
-def event(world, tmp_path_factory):  # noqa: F811
+def event(world, tmp_path_factory):
     """``event(name, overrides, plants)``: the bundle of a real event, each name made once."""
     made: dict[str, Path] = {}
 
@@ -58,7 +56,7 @@ def bundle(event, tmp_path):
 
 
 @pytest.fixture
-def replay(single):  # noqa: F811
+def replay(single):
     """``replay(bundle, model, *options)`` in one process: its exit code and output."""
 
     def run(*argv, patches=None, ranks=single):

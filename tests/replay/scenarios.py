@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.gradloc.harness import make_batch, make_config, make_model, make_trainer, shard
-from tests.gradloc.spikes import plant
+from tests.world.harness import make_batch, make_config, make_model, make_trainer, shard
+from tests.world.spikes import plant
 
 
 def save_models(folder: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gradloc.events import validate
+from tests.world.events import validate
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "bundle.md").read_text(encoding="utf-8")

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from tests.gradloc.harness import make_batch, make_trainer
-from tests.gradloc.spikes import address, plant
+from tests.world.harness import make_batch, make_trainer
+from tests.world.spikes import address, plant
 
 ALGORITHM = "algorithm.lopti.enable=true"
 

@@ -1,11 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worlds of tests/gradloc, for scenarios of this folder."""
+"""The actor's configs, composed by Hydra."""
 
-from tests.gradloc.conftest import (  # noqa: F401
-    dump_dir,
-    four_ranks,
-    single,
-    unpatched_world,
-    world,
-)
-from tests.gradloc.test_config import compose  # noqa: F401
+from tests.verl_actor.test_config import compose  # noqa: F401

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.gradloc.harness import make_batch, make_config, make_trainer
-from tests.gradloc.spikes import plant
 from tests.stabilize import slow
+from tests.world.harness import make_batch, make_config, make_trainer
+from tests.world.spikes import plant
 
 STABILIZE = "actor_rollout_ref.actor.gradloc.stabilize"
 LAYER_CLIP = f"{STABILIZE}.layer_clip"

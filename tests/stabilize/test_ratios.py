@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from tests.gradloc.events import read_events
 from tests.replay.conftest import edit_tensors, event, models, replay  # noqa: F401
+from tests.world.events import read_events
 
 ACTOR = "actor_rollout_ref.actor"
 STABILIZE = f"{ACTOR}.gradloc.stabilize"

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.gradloc.events import read_events
+from tests.world.events import read_events
 
 TAU = [
     "actor_rollout_ref.actor.grad_norm_threshold=640",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.analysis.trainer import StandIn
-from tests.gradloc.harness import make_batch
+from tests.world.harness import make_batch
 
 ON = ["trainer.quartile_analysis_mode=True"]
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from tests.gradloc.events import read_events
+from tests.world.events import read_events
 
 ACTOR = "actor_rollout_ref.actor"
 ON = [f"{ACTOR}.spike_detection=True"]

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from tests.gradloc.events import validate
+from tests.world.events import validate
 
-RUN = "tests.quartiles.trainer."
+RUN = "tests.analysis.quartiles.trainer."
 SPLIT = "trainer.quartile_analysis_split="
 SAMPLE = "trainer.quartile_analysis_num_tokens="
 

@@ -12,7 +12,7 @@ pytest.importorskip("pysat")
 
 from experiments.errors import ExperimentError  # noqa: E402
 from experiments.kk import puzzle, statements, wording  # noqa: E402
-from tests.kk.conftest import every_solution  # noqa: E402
+from tests.experiments.kk.conftest import every_solution  # noqa: E402
 
 
 def any_statement(num_people):

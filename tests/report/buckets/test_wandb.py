@@ -10,7 +10,7 @@ import pytest
 
 from gradloc.report.analyses.wandb_runs import read_wandb
 from gradloc.report.errors import ReportError
-from tests.report_buckets.builder import DEVIATIONS, metrics
+from tests.report.buckets.builder import DEVIATIONS, metrics
 
 PATH = "team/project/abc123"
 

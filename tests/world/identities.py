@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.gradloc.harness import make_batch, make_trainer
-from tests.gradloc.spikes import ON, plant
+from tests.world.harness import make_batch, make_trainer
+from tests.world.spikes import ON, plant
 
 FORCE = ["actor_rollout_ref.actor.gradloc.trigger.force_step=1"]
 

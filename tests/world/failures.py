@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from tests.gradloc.harness import make_batch, make_trainer
-from tests.gradloc.spikes import plant
+from tests.world.harness import make_batch, make_trainer
+from tests.world.spikes import plant
 
 
 def fail_at_boundary(boundary: int, rank: int, overrides: list[str], dump_dir: str) -> dict[str, Any]:

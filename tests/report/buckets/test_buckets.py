@@ -10,7 +10,7 @@ import pytest
 from gradloc.report.analyses.buckets import from_metrics, read_analyses
 from gradloc.report.cli import main
 from gradloc.report.commands import buckets
-from tests.report_buckets.builder import DEVIATIONS, metrics, write_log, write_record, write_table
+from tests.report.buckets.builder import DEVIATIONS, metrics, write_log, write_record, write_table
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,8 @@
 
 import pytest
 
-from tests.gradloc.events import read_events
-from tests.gradloc.world import RankError, World
+from tests.world import RankError, World
+from tests.world.events import read_events
 
 ACTOR = "actor_rollout_ref.actor"
 ON = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=640"]
@@ -34,7 +34,7 @@ def test_after_three_failures_it_switches_itself_off_on_all_ranks_together(world
 
 @pytest.mark.parametrize("method", ["backward", "forward"])
 def test_a_rank_that_fails_inside_a_forward_or_backward_ends_instead_of_hanging(patched_tree, dump_dir, method):
-    doomed = World(2, patched_tree)
+    doomed = World(2, path=(str(patched_tree),))
     try:
         with pytest.raises((RankError, EOFError, ConnectionError)) as caught:
             doomed.run(

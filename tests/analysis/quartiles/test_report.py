@@ -8,7 +8,7 @@ import pytest
 
 from gradloc.report.cli import main
 from gradloc.report.commands import buckets
-from tests.gradloc.events import validate
+from tests.world.events import validate
 
 
 @pytest.fixture(autouse=True)

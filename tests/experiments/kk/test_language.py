@@ -8,7 +8,7 @@ pytest.importorskip("transformers")
 
 from experiments.cpu import material  # noqa: E402
 from experiments.kk import build, language  # noqa: E402
-from tests.kk.conftest import every_solution  # noqa: E402
+from tests.experiments.kk.conftest import every_solution  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import pytest
 
 from tests.analysis.test_split import AGGREGATIONS, actor
 
-RUN = "tests.quartiles.scenarios."
+RUN = "tests.analysis.quartiles.scenarios."
 CLIP = ("rule=adagc", "warmup=2", "relative_factor=1.01")
 ENTROPY = actor(entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type="k2")
 

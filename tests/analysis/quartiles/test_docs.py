@@ -8,7 +8,7 @@ import yaml
 
 from tests.analysis.pure import load
 from tests.analysis.test_docs import ROW, at
-from tests.gradloc.world import REPO
+from tests.world import REPO
 
 DOCUMENT = (REPO / "docs" / "quartiles.md").read_text()
 DOCUMENTED = dict(ROW.findall(DOCUMENT))

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.gradloc.harness import add_adapters, make_batch, make_model, make_trainer
-from tests.gradloc.oracle import token_gradients
+from tests.world.harness import add_adapters, make_batch, make_model, make_trainer
+from tests.world.oracle import token_gradients
 
 ON = ["actor_rollout_ref.actor.spike_detection=True"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole way on the real trainer, in minutes: `pytest -m slow tests/quartiles/test_demo.py`."""
+"""The whole way on the real trainer, in minutes: `pytest -m slow tests/analysis/quartiles/test_demo.py`."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 
 from gradloc.report.cli import main
 from tests.analysis.test_demo import run
-from tests.gradloc.events import validate
+from tests.world.events import validate
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 FEWER = ("demo.steps=3", "trainer.quartile_analysis_every=2")

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.analysis.scenarios import TERMS, flat, local_rows, norm
-from tests.gradloc.harness import make_batch, make_model, make_trainer
-from tests.gradloc.oracle import token_gradients
+from tests.world.harness import make_batch, make_model, make_trainer
+from tests.world.oracle import token_gradients
 
 MICRO = 2
 """Rows of a micro-batch, as the harness sets it."""

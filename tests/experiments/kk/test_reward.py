@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("pysat")
 
 from experiments.kk import puzzle, wording  # noqa: E402
-from tests.kk.test_puzzle import any_claims  # noqa: E402
+from tests.experiments.kk.test_puzzle import any_claims  # noqa: E402
 
 PROPERTY = settings(deadline=None, max_examples=60, derandomize=True)
 PUZZLES = [one for n in range(2, 8) for one in puzzle.draw(4, n, random.Random(f"reward {n}"))]

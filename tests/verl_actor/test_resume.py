@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.gradloc.world import REPO
+from tests.world import REPO
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of a process group that stay up and call functions together.
+
+Importing torch and verl costs seconds, an update of a tiny actor a fraction of one. So the processes
+of a world are started once; each call names a function, every rank calls it, and the results come
+back by rank. Needs torch alone: the tests and the benchmarks use it.
+"""
+
+import importlib
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+class RankError(AssertionError):
+    """A function raised on some rank, or a rank was lost; carries the tracebacks as text."""
+
+
+class World:
+    """``size`` processes, one rank each, started by the first call.
+
+    Args:
+        size: number of ranks.
+        device: ``cpu`` (gloo) or ``cuda`` (NCCL, one device per rank).
+        path: folders to put on ``sys.path`` of the ranks, after this repository: verl's archive has
+            a ``tests`` of its own.
+        threads: of torch, per rank.
+        timeout_s: how long a call may take, unless it says otherwise.
+    """
+
+    def __init__(
+        self, size: int, device: str = "cpu", path: tuple[str, ...] = (), threads: int = 1, timeout_s: float = 120
+    ):
+        self.size = size
+        self._settings = (device, path, threads)
+        self._timeout_s = timeout_s
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def run(self, function: str, *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """Call ``<module>.<name>(**kwargs)`` on every rank at once; ``spikes.train`` is tests.world's.
+
+        Returns:
+            Each rank's return value.
+
+        Raises:
+            RankError: when a rank raised, died, or did not answer within ``timeout_s``. After the
+                latter two the ranks are ended, and the next call starts new ones.
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, kwargs))
+        limit = timeout_s or self._timeout_s
+        answers, errors = [], []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                if not pipe.poll(limit):
+                    raise TimeoutError(f"did not answer within {limit} s")
+                is_ok, answer = pipe.recv()
+            except (EOFError, OSError) as error:
+                self.close()
+                raise RankError(f"rank {rank} was lost in {function}: {error!r}") from error
+            answers.append(answer)
+            if not is_ok:
+                errors.append(f"rank {rank}:\n{answer}")
+        if errors:
+            raise RankError("\n".join(errors))
+        return answers
+
+    def close(self) -> None:
+        """End the ranks; the next call starts new ones."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._pipes, self._processes = [], []
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, self.size, port, *self._settings, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()  # so that a rank's end is seen at once
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+
+def _serve(rank: int, size: int, port: int, device: str, path: tuple[str, ...], threads: int, pipe: Connection) -> None:
+    sys.dont_write_bytecode = True  # other tests compare the trees byte for byte
+    sys.path[:0] = [str(REPO), *path]
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+    )
+    import torch
+
+    torch.set_num_threads(threads)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=size)
+    while True:
+        try:
+            function, kwargs = pipe.recv()
+        except EOFError:
+            return
+        module, name = function.rsplit(".", 1)
+        module = module if "." in module else f"tests.world.{module}"
+        try:
+            pipe.send((True, getattr(importlib.import_module(module), name)(**kwargs)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
