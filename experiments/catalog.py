@@ -1,164 +1,177 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experiments there are, and what each needs, read from the comments that head its config.
+"""The experiments there are: one entry here and one config, `experiments/NAME.yaml`, each.
 
-    # NAME: what it is
-    # reads VARIABLE: what the file or folder is
-    # writes VARIABLE: what the folder is for
-    # number VARIABLE: what it sets
-    # imports MODULE MODULE ...
-    # material MODULE
-    # arm NAME: what is different in it
-    #     key=value key=value
-    # seeds 1 2 3
-    # summary MODULE
-
-An experiment that lists another one among its `defaults` needs what that one needs, too. Arms,
-seeds and summary are its own; `experiments.suite` runs an experiment that has arms.
-
-Standard library only: it works before anything is installed.
+Standard library only: `run_experiment.sh` reads it before anything is installed.
 """
 
-import math
-import os
-import re
-import shlex
-from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.errors import ExperimentError, UsageError
+from experiments.errors import UsageError
+from experiments.experiment import Arm, Experiment, number, reads, writes
 
 CONFIGS = Path(__file__).resolve().parent
-PUBLISHED = "gradloc-qwen3-4b"
-DEMO = "demo"
 
+DEMO = Experiment(
+    "demo",
+    "the real trainer on a machine with no GPU, a planted spike, and the token that made it.",
+    variables=(
+        number("GRPO_MAX_GRAD_NORM", "the norm that gradients are clipped to (1)"),
+        number("GRPO_TEMPERATURE", "the rollouts' temperature (1)"),
+        number("GRPO_LEARNING_RATE", "the actor's learning rate (1e-4)"),
+        number("RUNAWAY_PENALTY_MULTIPLIER", "what a reward is multiplied by that has no end in time (1)"),
+    ),
+    is_on_cpu=True,
+)
 
-@dataclass(frozen=True)
-class Variable:
-    """An environment variable that an experiment takes a value from."""
+PUBLISHED = Experiment(
+    "gradloc-qwen3-4b",
+    "the published experiment: Qwen3-4B-Instruct-2507, GRPO, 8 nodes of 8 GPUs, vLLM",
+    variables=(
+        reads("MODEL_PATH", "the folder with Qwen3-4B-Instruct-2507, weights and tokenizer"),
+        reads("TRAIN_FILE", "a parquet file of prompts in verl's format, with reward_model.ground_truth"),
+        writes("CKPTS_DIR", "a folder that every node sees, for checkpoints and for what GradLoc finds"),
+    ),
+    imports=("torch", "ray", "hydra", "vllm", "math_verify"),
+)
 
-    name: str
-    kind: str
-    """`reads`: what it names must exist. `writes`: it will be made. `number`: it may be unset."""
-    meaning: str
+_ACTOR = "actor_rollout_ref.actor"
+_STABILIZE = f"{_ACTOR}.gradloc.stabilize"
 
+EXPLOSION = DEMO.heir(
+    "explosion",
+    "a GRPO gradient explosion by an importance ratio of 100 000, and what safeguards do",
+    number("GRPO_MAX_GRAD_NORM", "the norm that gradients are clipped to (1e9, so never)"),
+    number("GRPO_LEARNING_RATE", "the actor's learning rate (4e-4)"),
+    number("RUNAWAY_PENALTY_MULTIPLIER", "what a reward is multiplied by that has no end in time (0.3)"),
+    arms=(
+        Arm("healthy", "the same run with nothing stale", ("explosion.is_stale=false",)),
+        Arm("unprotected", "no clip of any kind"),
+        Arm("grad-clip", "gradients clipped to norm 1", (f"{_ACTOR}.grad_clip=1.0",)),
+        Arm(
+            "ppo-clip",
+            "verl's own limits on the ratio, which the others switch off",
+            (
+                f"{_ACTOR}.clip_ratio=0.2",
+                f"{_ACTOR}.clip_ratio_low=0.2",
+                f"{_ACTOR}.clip_ratio_high=0.2",
+                f"{_ACTOR}.clip_ratio_c=3.0",
+            ),
+        ),
+        Arm(
+            "token-clip",
+            "tokens with a ratio to the rollout's policy over 5 have no say",
+            (f"{_STABILIZE}.token_clip.mode=mask", f"{_STABILIZE}.token_clip.upper=5.0"),
+        ),
+        Arm(
+            "layer-clip",
+            "each layer's gradient clipped to twice its own moving average",
+            (f"{_STABILIZE}.layer_clip.rule=adagc", f"{_STABILIZE}.layer_clip.warmup=8"),
+        ),
+        Arm(
+            "skip-step",
+            "no step when the norm is 6 standard deviations over the last ones",
+            (f"{_STABILIZE}.skip_step.enable=true", f"{_STABILIZE}.skip_step.window=16"),
+        ),
+        Arm("mask", "the step without the tokens that gradloc names", (f"{_ACTOR}.gradloc.action.mode=mask",)),
+        Arm(
+            "conservative",
+            "the post-mortem's conservative settings",
+            (
+                f"{_ACTOR}.grad_clip=0.5",
+                f"{_ACTOR}.optim.lr=2.4e-4",
+                "actor_rollout_ref.rollout.temperature=0.9",
+                "reward_model.reward_kwargs.runaway_penalty=0.4",
+            ),
+        ),
+    ),
+    summary_module="experiments.explosion.summary",
+)
 
-@dataclass(frozen=True)
-class Arm:
-    """One of the runs that an experiment compares: the same config, with some values replaced."""
+BUCKETS_DEMO = DEMO.heir(
+    "buckets-demo",
+    "where the gradient comes from, by reward variance, with no GPU: GRPO, steps 1 and 5",
+    number("GRPO_TEMPERATURE", "the rollouts' temperature (1.2)"),
+)
+BUCKETS_DEMO_PPO = BUCKETS_DEMO.heir(
+    "buckets-demo-ppo", "buckets-demo with PPO: a critic, and half of the groups filtered out"
+)
+BUCKETS_RAGEN = Experiment(
+    "buckets-ragen",
+    "RAGEN's published gradient-analysis run: 3B model, PPO, 8 GPUs, 8x16 to train on, 128x16 to analyse",
+    variables=(
+        reads("MODEL_PATH", "the folder with Qwen2.5-3B, weights and tokenizer"),
+        reads("TRAIN_FILE", "a parquet file of at least 128 prompts in verl's format"),
+        writes("CKPTS_DIR", "a folder for checkpoints and analyses"),
+    ),
+    imports=("torch", "ray", "hydra", "vllm"),
+)
+QUARTILES_DEMO = DEMO.heir(
+    "quartiles-demo",
+    "which tokens' gradients dominate, by probability, with no GPU: GRPO, steps 1, 9 and 17",
+)
 
-    name: str
-    meaning: str
-    overrides: tuple[str, ...]
-    """Hydra overrides, in order; none for the config as it is."""
+KK_BASELINE = Experiment(
+    "kk-baseline",
+    "Knights and Knaves as published (arXiv 2505.12929): Qwen2.5-7B-Instruct-1M, GRPO, 4 GPUs of 80 GB",
+    variables=(
+        reads("MODEL_PATH", "the folder with Qwen2.5-7B-Instruct-1M or Qwen2.5-3B-Instruct, weights and tokenizer"),
+        reads("KK_DATA", "the folder that python -m experiments.kk.generate --people 3 4 5 6 7 wrote"),
+        writes("CKPTS_DIR", "a folder for checkpoints"),
+    ),
+    imports=("torch", "ray", "hydra", "vllm"),
+)
+KK_AR = KK_BASELINE.heir("kk-ar", "kk-baseline with Advantage Reweighting (alpha 0.2)")
+KK_LOPTI = KK_BASELINE.heir(
+    "kk-lopti", "kk-baseline with Lopti (eta 0.4: tokens less likely than that are updated first)"
+)
+KK_AR_LOPTI = KK_BASELINE.heir("kk-ar-lopti", "kk-baseline with both methods (alpha 0.3, eta 0.5)")
+KK_DEMO = DEMO.heir(
+    "kk-demo",
+    "Knights and Knaves with no GPU: GRPO plain, with Advantage Reweighting, with Lopti, with both",
+    number("GRPO_LEARNING_RATE", "the actor's learning rate (6e-4)"),
+    number("RUNAWAY_PENALTY_MULTIPLIER", "nothing here, where rewards are the published ones"),
+    imports=("torch", "ray", "hydra", "pysat"),
+    material="experiments.kk.build",
+    arms=(
+        Arm("baseline", "GRPO"),
+        Arm("ar", "Advantage Reweighting, alpha 0.2", ("algorithm.advantage_reweighting.alpha=0.2",)),
+        Arm(
+            "lopti",
+            "low-probability tokens first, eta 0.4",
+            ("algorithm.lopti.enable=true", "algorithm.lopti.eta=0.4"),
+        ),
+        Arm(
+            "ar-lopti",
+            "both, alpha 0.3 and eta 0.5",
+            (
+                "algorithm.advantage_reweighting.alpha=0.3",
+                "algorithm.lopti.enable=true",
+                "algorithm.lopti.eta=0.5",
+            ),
+        ),
+    ),
+    seeds=(1, 2, 3),
+    summary_module="experiments.kk.summary",
+)
 
-
-@dataclass(frozen=True)
-class Experiment:
-    """One config and what its head says."""
-
-    name: str
-    summary: str
-    variables: tuple[Variable, ...]
-    imports: tuple[str, ...]
-    is_on_cpu: bool
-    """Whether it is the demo or builds on it: it then runs in the demo's environment."""
-    material: str = "experiments.cpu.build"
-    """The module that builds model and data of an experiment on the CPU."""
-    arms: tuple[Arm, ...] = ()
-    """None for an experiment that is one run."""
-    seeds: tuple[int, ...] = ()
-    """The values of `seed` that every arm runs with; none for the config's own."""
-    summary_module: str | None = None
-    """What is run once the arms are through: `python -m MODULE SUITE_DIR`."""
-
-    def problem(self, environ) -> str | None:
-        """The first thing wrong with its variables, as a sentence, or None."""
-        for variable in self.variables:
-            value = environ.get(variable.name, "")
-            if variable.kind == "number":
-                if variable.name in environ and not is_amount(value):
-                    return (
-                        f"{variable.name}={value} is no number from 0 on: it sets "
-                        f"{variable.meaning}; unset it for the experiment's own."
-                    )
-                continue
-            if not value:
-                return f"{variable.name} is not set: {self.name} needs it to name {variable.meaning}."
-            # A name without a leading / . or ~ may be one that transformers looks up by itself.
-            path = os.path.expanduser(value)
-            if variable.kind == "reads" and path[0] in "/." and not os.path.exists(path):
-                return f"{variable.name}={value} does not exist: it has to name {variable.meaning}."
-        return None
-
-
-def is_amount(text: str) -> bool:
-    """Whether a text is a finite number from 0 on."""
-    try:
-        return 0 <= float(text) < math.inf
-    except ValueError:
-        return False
+EXPERIMENTS = {entry.name: entry for entry in list(globals().values()) if isinstance(entry, Experiment)}
 
 
 def names() -> list[str]:
     """Every experiment's name, sorted."""
-    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+    return sorted(EXPERIMENTS)
 
 
 def load(name: str) -> Experiment:
-    """Reads one experiment's head.
+    """The experiment of that name.
 
     Raises:
-        UsageError: if there is none of that name.
+        UsageError: if there is none.
     """
-    path = CONFIGS / f"{name}.yaml"
-    if name not in names():
-        raise UsageError(f"no experiment is called {name!r}: there are {', '.join(names())}.")
-    text = path.read_text(encoding="utf-8")
-    summary = re.search(rf"^# {re.escape(name)}: (.+)$", text, re.M)
-    if not summary:
-        raise ExperimentError(f"{path} has no line '# {name}: what it is': add it.")
-    bases = [load(base) for base in re.findall(r"^  - ([\w-]+)$", text, re.M) if base in names()]
-    # An experiment's own line for a variable stands in for its base's.
-    variables = {v.name: v for base in bases for v in base.variables}
-    line = re.compile(r"^# (reads|writes|number) ([A-Z_]+): (.+)$", re.M)
-    for kind, variable, meaning in line.findall(text):
-        variables[variable] = Variable(variable, kind, meaning)
-    imports = [module for base in bases for module in base.imports]
-    for line in re.findall(r"^# imports (.+)$", text, re.M):
-        imports += line.split()
-    material = re.search(r"^# material ([\w.]+)$", text, re.M)
-    seeds = re.search(r"^# seeds ([\d ]+)$", text, re.M)
-    summary_module = re.search(r"^# summary ([\w.]+)$", text, re.M)
-    return Experiment(
-        name=name,
-        summary=summary[1],
-        variables=tuple(variables.values()),
-        imports=tuple(imports),
-        is_on_cpu=name == DEMO or any(base.is_on_cpu for base in bases),
-        material=material[1] if material else bases[0].material if bases else Experiment.material,
-        arms=read_arms(text, path),
-        seeds=tuple(map(int, seeds[1].split())) if seeds else (),
-        summary_module=summary_module[1] if summary_module else None,
-    )
-
-
-def read_arms(text: str, path: Path) -> tuple[Arm, ...]:
-    """The arms in the head of a config.
-
-    Raises:
-        ExperimentError: if two have one name, or one has something that is no override.
-    """
-    arms = []
-    head = re.compile(r"^# arm ([\w.-]+): (.+)\n((?:#     .+\n)*)", re.M)
-    for name, meaning, lines in head.findall(text):
-        overrides = shlex.split(lines.replace("#     ", ""))
-        wrong = [word for word in overrides if "=" not in word and not word.startswith("~")]
-        if wrong:
-            raise ExperimentError(f"{path}: arm {name} has {wrong[0]!r}, which is no override: write key=value.")
-        if name in (arm.name for arm in arms):
-            raise ExperimentError(f"{path}: two arms are called {name}: rename one.")
-        arms.append(Arm(name, meaning, tuple(overrides)))
-    return tuple(arms)
+    if name not in EXPERIMENTS:
+        hint = " (its config is there; experiments/catalog.py lacks it)" if (CONFIGS / f"{name}.yaml").exists() else ""
+        raise UsageError(f"no experiment is called {name!r}{hint}: there are {', '.join(names())}.")
+    return EXPERIMENTS[name]
 
 
 def describe() -> str:

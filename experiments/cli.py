@@ -12,6 +12,7 @@ from pathlib import Path
 from experiments import catalog, launch, suite, target
 from experiments.cpu import environment, verdict
 from experiments.errors import ExperimentError, UsageError
+from experiments.experiment import Experiment
 
 EPILOG = """\
 arguments after NAME are Hydra overrides and go to verl as they are:
@@ -118,7 +119,7 @@ def run(args, environ, cwd: Path) -> int:
             code = suite.run(experiment, cells, args.overrides, run_dir, run_one, plain)
         else:
             code = run_one(args.overrides, run_dir)
-    if code == 0 and experiment.name == catalog.DEMO:
+    if code == 0 and experiment == catalog.DEMO:
         code = verdict.main([str(run_dir)])
         draw_report(python, run_dir)
     say("results", run_dir)
@@ -138,7 +139,7 @@ def draw_report(python: str, run_dir: Path) -> None:
         say("report", f"not drawn ({said[-1] if said else 'no reason given'})")
 
 
-def choose(args, environ) -> catalog.Experiment:
+def choose(args, environ) -> Experiment:
     """The experiment named, or the published one when its variables are set."""
     if args.name is not None and "=" in args.name:
         raise UsageError(f"{args.name} stands where the experiment's name belongs: name it first.")
@@ -147,12 +148,12 @@ def choose(args, environ) -> catalog.Experiment:
         raise UsageError(f"{wrong[0]!r} is no override: write key=value.")
     if args.name is not None:
         return catalog.load(args.name)
-    published = catalog.load(catalog.PUBLISHED)
+    published = catalog.PUBLISHED
     if any(not environ.get(variable.name) for variable in published.variables):
         needed = ", ".join(variable.name for variable in published.variables)
         raise UsageError(
             f"set {needed} to run the published experiment ({published.name}), "
-            f"or run `./run_experiment.sh {catalog.DEMO}`, which needs nothing."
+            f"or run `./run_experiment.sh {catalog.DEMO.name}`, which needs nothing."
         )
     return published
 
@@ -207,12 +208,11 @@ def child_environment(environ, verl: Path, run_dir: Path, material: Path | None)
     return added
 
 
-def check_imports(python: str, experiment: catalog.Experiment) -> None:
+def check_imports(python: str, experiment: Experiment) -> None:
     """Refuses a Python that lacks a package which the experiment cannot do without."""
-    needed = experiment.imports or ("torch", "ray", "hydra")
     code = "import sys; from importlib.util import find_spec; print(*[m for m in sys.argv[1:] if not find_spec(m)])"
     try:
-        done = subprocess.run([python, "-c", code, *needed], capture_output=True, text=True)
+        done = subprocess.run([python, "-c", code, *experiment.imports], capture_output=True, text=True)
     except OSError as error:
         raise ExperimentError(f"PYTHON={python} cannot be run ({error.strerror}): set it to an interpreter.") from None
     if done.stdout.split() or done.returncode:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.catalog import Arm, Experiment
 from experiments.errors import ExperimentError, UsageError
+from experiments.experiment import Arm, Experiment
 
 RECORD = "suite.json"
 

@@ -1,49 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the head of an experiment's config says."""
+"""The catalog and the configs say the same, and what an experiment needs is asked for."""
+
+import re
 
 import pytest
 
 from experiments import catalog
-from experiments.errors import ExperimentError, UsageError
+from experiments.errors import UsageError
+from experiments.experiment import Arm, Experiment, number, reads, writes
+from tests.experiments.conftest import REPO
+
+# What the script sets itself.
+PROVIDED = {
+    "GRADLOC_RUN_DIR",
+    "GRADLOC_DEMO_MATERIAL",
+    "PYTHONPATH",
+    "VERL_USE_EXTERNAL_MODULES",
+    "VERL_FILE_LOGGER_PATH",
+}
 
 
-@pytest.fixture
-def configs(tmp_path, monkeypatch):
+def chain(name):
+    """The text of an experiment's config and of those it builds on, by name."""
+    text = (catalog.CONFIGS / f"{name}.yaml").read_text()
+    found = {name: text}
+    for base in re.findall(r"^  - ([\w-]+)$", text, re.M):
+        if base in catalog.EXPERIMENTS:
+            found.update(chain(base))
+    return found
+
+
+def test_every_config_is_in_the_catalog_and_every_entry_has_its_config():
+    assert catalog.names() == sorted(path.stem for path in catalog.CONFIGS.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", catalog.names())
+def test_an_entry_has_the_variables_that_its_config_takes(name):
+    configs = chain(name)
+    text = "\n".join(configs.values())
+    experiment = catalog.load(name)
+    known = {variable.name: variable.kind for variable in experiment.variables}
+    assert set(re.findall(r"\$\{oc\.env:([A-Z_]+)\}", text)) - PROVIDED <= set(known)
+    assert set(known) <= set(re.findall(r"oc\.env:([A-Z_]+)", text))
+    assert experiment.is_on_cpu == (catalog.DEMO.name in configs)
+    # A number's variable has the experiment's own value behind it.
+    for variable, kind in known.items():
+        assert kind != "number" or f"oc.env:{variable}," in text
+
+
+@pytest.mark.parametrize("name", catalog.names())
+def test_every_variable_of_a_config_is_documented(name):
+    documented = (REPO / "docs" / "experiments.md").read_text()
+    text = (catalog.CONFIGS / f"{name}.yaml").read_text()
+    for variable in set(re.findall(r"oc\.env:([A-Z_]+)", text)):
+        assert f"`{variable}`" in documented, variable
+
+
+@pytest.mark.parametrize("name", catalog.names())
+def test_arms_have_names_of_their_own_and_overrides_that_hydra_takes(name):
+    arms = catalog.load(name).arms
+    assert len({arm.name for arm in arms}) == len(arms)
+    assert all("=" in text or text.startswith("~") for arm in arms for text in arm.overrides)
+
+
+def test_an_heir_needs_what_its_base_needs_and_has_arms_of_its_own():
+    base = Experiment(
+        "base",
+        "it",
+        (reads("A", "a"), number("RATE", "a rate (1)")),
+        ("x",),
+        is_on_cpu=True,
+        material="some.module",
+        arms=(Arm("plain", "as it is"),),
+        seeds=(1,),
+        summary_module="some.summary",
+    )
+    heir = base.heir("heir", "more", number("RATE", "a rate (2)"), writes("OUT", "it"))
+    assert [(v.name, v.meaning) for v in heir.variables] == [("A", "a"), ("RATE", "a rate (2)"), ("OUT", "it")]
+    assert (heir.imports, heir.is_on_cpu, heir.material) == (("x",), True, "some.module")
+    assert (heir.arms, heir.seeds, heir.summary_module) == ((), (), None)
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(UsageError, match=r"called 'two': there are buckets-demo, .*quartiles-demo\.$"):
+        catalog.load("two")
+
+
+def test_a_config_that_the_catalog_lacks_is_refused_with_where_to_list_it(tmp_path, monkeypatch):
     monkeypatch.setattr(catalog, "CONFIGS", tmp_path)
-
-    def write(name, text):
-        (tmp_path / f"{name}.yaml").write_text(text)
-
-    return write
-
-
-def test_a_head_is_read(configs):
-    configs("one", "# one: the first\n# reads A_FILE: a file\n# writes OUT: it\n# imports x y\n")
-    one = catalog.load("one")
-    assert one.summary == "the first" and one.imports == ("x", "y") and not one.is_on_cpu
-    assert [(v.name, v.kind, v.meaning) for v in one.variables] == [
-        ("A_FILE", "reads", "a file"),
-        ("OUT", "writes", "it"),
-    ]
-
-
-def test_an_experiment_needs_what_its_bases_need(configs):
-    configs("demo", "# demo: base\n# reads A: a\n# imports x\ndefaults:\n  - ppo_trainer\n")
-    configs("child", "# child: more\n# reads B: b\ndefaults:\n  - demo\n  - _self_\n")
-    child = catalog.load("child")
-    assert [v.name for v in child.variables] == ["A", "B"]
-    assert child.imports == ("x",) and child.is_on_cpu
-
-
-def test_a_head_without_a_summary_is_refused(configs):
-    configs("one", "a: 1\n")
-    with pytest.raises(ExperimentError, match="# one: what it is"):
-        catalog.load("one")
-
-
-def test_an_unknown_name_is_refused_with_the_known_ones(configs):
-    configs("one", "# one: the first\n")
-    with pytest.raises(UsageError, match="there are one"):
+    (tmp_path / "two.yaml").touch()
+    with pytest.raises(UsageError, match="experiments/catalog.py lacks it"):
         catalog.load("two")
 
 
@@ -59,27 +105,19 @@ def test_an_unknown_name_is_refused_with_the_known_ones(configs):
         ("hdfs://host/path", None),
     ],
 )
-def test_a_path_must_exist_and_a_name_is_left_to_transformers(configs, value, problem):
-    configs("one", "# one: the first\n# reads PLACE: a folder\n")
-    said = catalog.load("one").problem({} if value is None else {"PLACE": value})
+def test_a_path_must_exist_and_a_name_is_left_to_transformers(value, problem):
+    one = Experiment("one", "the first", (reads("PLACE", "a folder"),))
+    said = one.problem({} if value is None else {"PLACE": value})
     assert said is None if problem is None else problem in said
 
 
 @pytest.mark.parametrize("value", ["0", "1e-4", "0.5", "1.0e+9"])
-def test_a_number_may_be_unset_or_any_from_0_on(configs, value):
-    configs("one", "# one: the first\n# number RATE: a rate\n")
-    one = catalog.load("one")
+def test_a_number_may_be_unset_or_any_from_0_on(value):
+    one = Experiment("one", "the first", (number("RATE", "a rate"),))
     assert one.problem({}) is None and one.problem({"RATE": value}) is None
 
 
 @pytest.mark.parametrize("value", ["", "fast", "-1", "nan", "inf", "1 2"])
-def test_a_number_that_is_none_is_refused_with_what_it_sets(configs, value):
-    configs("one", "# one: the first\n# number RATE: a rate\n")
-    said = catalog.load("one").problem({"RATE": value})
+def test_a_number_that_is_none_is_refused_with_what_it_sets(value):
+    said = Experiment("one", "the first", (number("RATE", "a rate"),)).problem({"RATE": value})
     assert said.startswith(f"RATE={value} is no number from 0 on: it sets a rate;")
-
-
-def test_an_experiments_own_line_for_a_variable_stands_in_for_its_bases(configs):
-    configs("demo", "# demo: base\n# number RATE: a rate (1)\n")
-    configs("child", "# child: more\n# number RATE: a rate (2)\ndefaults:\n  - demo\n")
-    assert [v.meaning for v in catalog.load("child").variables] == ["a rate (2)"]

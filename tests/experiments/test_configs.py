@@ -3,7 +3,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -15,7 +14,7 @@ from tests.experiments.conftest import REPO
 pytest.importorskip("hydra")
 
 COMPOSE = """
-import json, os, sys
+import json, os, sys, traceback
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -25,15 +24,18 @@ before, made = dict(os.environ), []
 for name, overrides, variables in cases:
     os.environ.update(variables)
     searchpath = "hydra.searchpath=[pkg://verl.trainer.config]"
-    with initialize_config_dir(configs, version_base=None):
-        config = compose(name, overrides=[*overrides, searchpath])
-    OmegaConf.resolve(config)
-    actor = config.actor_rollout_ref
-    # Not `ref` and `reward_manager`: even verl's own defaults of these do not become dataclasses.
-    for part in (actor.actor, actor.rollout, config.algorithm):
-        omega_conf_to_dataclass(part)
-    validate_config(config, use_reference_policy=False, use_critic=False)
-    made.append(OmegaConf.to_container(config))
+    try:
+        with initialize_config_dir(configs, version_base=None):
+            config = compose(name, overrides=[*overrides, searchpath])
+        OmegaConf.resolve(config)
+        actor = config.actor_rollout_ref
+        # Not `ref` and `reward_manager`: even verl's own defaults of these do not become dataclasses.
+        for part in (actor.actor, actor.rollout, config.algorithm):
+            omega_conf_to_dataclass(part)
+        validate_config(config, use_reference_policy=False, use_critic=False)
+        made.append({"config": OmegaConf.to_container(config)})
+    except Exception:
+        made.append({"error": traceback.format_exc()})
     for key in variables:
         os.environ.pop(key)
     os.environ.update(before)
@@ -57,50 +59,64 @@ def environment(tmp_path, tree):
     }
 
 
-def compose_all(tmp_path, tree, *cases):
-    """Each case's config; one process for all, since most of its time goes into importing verl.
+KNOBS = {
+    "GRPO_MAX_GRAD_NORM": "0.25",
+    "GRPO_TEMPERATURE": "0.8",
+    "GRPO_LEARNING_RATE": "3e-6",
+    "RUNAWAY_PENALTY_MULTIPLIER": "0.4",
+}
+KNOBBED = ["demo", "explosion", "buckets-demo"]
+ARMS = [(name, arm) for name, experiment in catalog.EXPERIMENTS.items() for arm in experiment.arms]
+CASES = [
+    *((name, [], {}) for name in catalog.names()),
+    *((name, [*arm.overrides], {}) for name, arm in ARMS if arm.overrides),
+    *((name, [], KNOBS) for name in KNOBBED),
+    (catalog.PUBLISHED.name, ["data.train_batch_size=32"], {"NNODES": "2"}),
+    (catalog.DEMO.name, ["seed=7"], {}),
+]
 
-    Args:
-        cases: `(name, overrides, variables)` each.
-    """
-    command = [sys.executable, "-c", COMPOSE, str(catalog.CONFIGS), json.dumps(cases)]
-    environ = environment(tmp_path, tree)
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
-
-def compose(tmp_path, tree, name, *overrides, **variables):
-    return compose_all(tmp_path, tree, (name, overrides, variables))[0]
-
-
-@pytest.fixture(scope="module", params=catalog.names())
-def composed(request, tmp_path_factory, patched_tree):
-    """Each experiment's name and composed config."""
+@pytest.fixture(scope="module")
+def composed(tmp_path_factory, patched_tree):
+    """Looks a case's config up; all are composed in one process, which spends most of its time importing verl."""
     folder = tmp_path_factory.mktemp("composed")
-    return request.param, folder, compose(folder, patched_tree, request.param)
+    command = [sys.executable, "-c", COMPOSE, str(catalog.CONFIGS), json.dumps(CASES)]
+    environ = environment(folder, patched_tree)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout.splitlines()[-1])
+
+    def look_up(name, overrides=(), variables=None):
+        found = made[CASES.index((name, [*overrides], variables or {}))]
+        assert "error" not in found, found["error"]
+        return found["config"]
+
+    look_up.folder = folder
+    return look_up
 
 
-def test_an_experiment_composes_and_becomes_verls_dataclasses(composed):
-    name, folder, config = composed
+@pytest.mark.parametrize("name", catalog.names())
+def test_an_experiment_composes_and_becomes_verls_dataclasses(composed, name):
+    config = composed(name)
     assert config["trainer"]["experiment_name"] == name
-    assert str(folder) in config["data"]["train_files"]
+    assert str(composed.folder) in config["data"]["train_files"]
 
 
-def test_the_published_knobs_have_the_published_values(composed):
-    name, _, config = composed
-    if name not in (catalog.DEMO, catalog.PUBLISHED):
-        pytest.skip("about the demo and the published experiment")
-    actor = config["actor_rollout_ref"]["actor"]
+@pytest.mark.parametrize("name, arm", ARMS, ids=[f"{name}: {arm.name}" for name, arm in ARMS])
+def test_every_arm_of_an_experiment_composes(composed, name, arm):
+    assert composed(name, arm.overrides)["trainer"]["experiment_name"] == name
+
+
+@pytest.mark.parametrize("experiment", [catalog.DEMO, catalog.PUBLISHED], ids=lambda found: found.name)
+def test_the_published_knobs_have_the_published_values(composed, experiment):
+    actor = composed(experiment.name)["actor_rollout_ref"]["actor"]
     assert actor["spike_detection"] is True
     assert actor["grad_norm_threshold"] == 640.0
     assert actor["bisect_budget_steps"] == 128
 
 
 def test_the_published_sizes_are_the_defaults(composed):
-    name, folder, config = composed
-    if name != catalog.PUBLISHED:
-        pytest.skip("about the published experiment")
+    config = composed(catalog.PUBLISHED.name)
     data, worker, trainer = config["data"], config["actor_rollout_ref"], config["trainer"]
     assert (data["train_batch_size"], worker["rollout"]["n"]) == (64, 8)
     assert (data["max_prompt_length"], data["max_response_length"]) == (2048, 16384)
@@ -112,28 +128,20 @@ def test_the_published_sizes_are_the_defaults(composed):
     assert worker["rollout"]["tensor_model_parallel_size"] == 4
     assert (trainer["nnodes"], trainer["n_gpus_per_node"]) == (8, 8)
     assert config["algorithm"]["kl_ctrl"]["kl_coef"] == 0.0
-    assert worker["actor"]["bisect_dump_dir"] == str(folder / "ckpts" / "bisect_dump")
+    assert worker["actor"]["bisect_dump_dir"] == str(composed.folder / "ckpts" / "bisect_dump")
 
 
-def test_a_size_can_be_set_by_its_variable_and_by_an_override(tmp_path, patched_tree):
-    config = compose(tmp_path, patched_tree, catalog.PUBLISHED, "data.train_batch_size=32", NNODES="2")
+def test_a_size_can_be_set_by_its_variable_and_by_an_override(composed):
+    config = composed(catalog.PUBLISHED.name, ["data.train_batch_size=32"], {"NNODES": "2"})
     assert config["data"]["train_batch_size"] == 32 and config["trainer"]["nnodes"] == 2
 
 
-def test_the_demos_seed_reaches_the_fault_the_data_and_the_rollouts(tmp_path, patched_tree):
-    config = compose(tmp_path, patched_tree, catalog.DEMO, "seed=7")
+def test_the_demos_seed_reaches_the_fault_the_data_and_the_rollouts(composed):
+    config = composed(catalog.DEMO.name, ["seed=7"])
     settings = config["reward_model"]["reward_kwargs"]["fault_settings"]
     assert settings["seed"] == config["data"]["seed"] == config["seed"] == 7
     assert settings["record"].endswith("run, dir=1/planted.json")
     assert settings["last_step"] < config["trainer"]["total_training_steps"] >= 8
-
-
-KNOBS = {
-    "GRPO_MAX_GRAD_NORM": "0.25",
-    "GRPO_TEMPERATURE": "0.8",
-    "GRPO_LEARNING_RATE": "3e-6",
-    "RUNAWAY_PENALTY_MULTIPLIER": "0.4",
-}
 
 
 def knobs_of(config):
@@ -147,14 +155,13 @@ def knobs_of(config):
     )
 
 
-def test_the_post_mortems_variables_reach_verls_config(tmp_path, patched_tree):
-    names = ["demo", "explosion", "buckets-demo"]
-    found = compose_all(tmp_path, patched_tree, *((name, [], KNOBS) for name in names))
+def test_the_post_mortems_variables_reach_verls_config(composed):
+    found = [composed(name, variables=KNOBS) for name in KNOBBED]
     assert [knobs_of(config) for config in found] == [(0.25, 0.8, 3e-6, 0.4)] * 3
 
 
-def test_without_the_variables_the_values_are_the_documented_ones(tmp_path, patched_tree):
-    demo, explosion = compose_all(tmp_path, patched_tree, ("demo", [], {}), ("explosion", [], {}))
+def test_without_the_variables_the_values_are_the_documented_ones(composed):
+    demo, explosion = composed("demo"), composed("explosion")
     assert knobs_of(demo) == (1.0, 1.0, 1e-4, 1.0)
     assert knobs_of(explosion) == (1e9, 1.0, 4e-4, 0.3)
     worker = explosion["actor_rollout_ref"]["actor"]
@@ -167,32 +174,3 @@ def test_without_the_variables_the_values_are_the_documented_ones(tmp_path, patc
     assert (planted["old_probability"], planted["advantage"]) == (1e-5, 0.8)
     assert explosion["data"]["max_response_length"] == 200
     assert planted["spike_step"] + 5 < explosion["trainer"]["total_training_steps"]
-
-
-@pytest.mark.parametrize("name", [n for n in catalog.names() if catalog.load(n).arms])
-def test_every_arm_of_an_experiment_composes(tmp_path, patched_tree, name):
-    arms = catalog.load(name).arms
-    cases = [(name, arm.overrides, {}) for arm in arms]
-    assert len(compose_all(tmp_path, patched_tree, *cases)) == len(arms)
-
-
-@pytest.mark.parametrize("name", catalog.names())
-def test_what_a_config_takes_from_the_environment_is_what_its_head_says(name):
-    text = (catalog.CONFIGS / f"{name}.yaml").read_text()
-    used = set(re.findall(r"\$\{oc\.env:([A-Z_]+)\}", text))
-    provided = {
-        "GRADLOC_RUN_DIR",
-        "GRADLOC_DEMO_MATERIAL",
-        "PYTHONPATH",
-        "VERL_USE_EXTERNAL_MODULES",
-        "VERL_FILE_LOGGER_PATH",
-    }
-    assert used - provided <= {variable.name for variable in catalog.load(name).variables}
-
-
-@pytest.mark.parametrize("name", catalog.names())
-def test_every_variable_of_an_experiment_is_documented(name):
-    documented = (REPO / "docs" / "experiments.md").read_text()
-    text = (catalog.CONFIGS / f"{name}.yaml").read_text()
-    for variable in set(re.findall(r"oc\.env:([A-Z_]+)", text)):
-        assert f"`{variable}`" in documented, variable

@@ -64,14 +64,14 @@ def test_with_no_name_the_published_experiment_runs_when_its_variables_are_set(r
 @pytest.mark.parametrize("missing", PUBLISHED)
 def test_each_variable_of_the_published_experiment_is_asked_for(run_experiment, published, missing):
     published.pop(missing)
-    said = one_sentence(run_experiment(catalog.PUBLISHED, **published), 1)
+    said = one_sentence(run_experiment(catalog.PUBLISHED.name, **published), 1)
     assert f"{missing} is not set" in said
 
 
 @pytest.mark.parametrize("name", ["MODEL_PATH", "TRAIN_FILE"])
 def test_a_model_or_a_file_that_does_not_exist_is_refused(run_experiment, published, name):
     published[name] = "/no/such/place"
-    said = one_sentence(run_experiment(catalog.PUBLISHED, **published), 1)
+    said = one_sentence(run_experiment(catalog.PUBLISHED.name, **published), 1)
     assert f"{name}=/no/such/place does not exist" in said
 
 
@@ -98,7 +98,7 @@ def test_the_demo_makes_its_own_target_otherwise(run_experiment):
 def test_an_unpatched_target_is_refused_with_the_command_that_patches_it(run_experiment, base_tree):
     said = one_sentence(run_experiment("demo", VERL_REPO=base_tree), 1)
     assert "is not patched (PRISTINE)" in said
-    assert f"apply_patch.py --repo {base_tree}" in said
+    assert f"apply_patch.py --repo {base_tree.resolve()}" in said
 
 
 def test_a_folder_that_is_no_verl_is_refused(run_experiment, tmp_path):
@@ -116,7 +116,7 @@ def test_a_folder_whose_packages_ray_would_prefer_is_refused(run_experiment, pat
 def test_a_python_without_verl_is_told_so(run_experiment, published, tmp_path):
     bare = tmp_path / "bare"
     os.symlink(sys.executable, bare)
-    done = run_experiment(catalog.PUBLISHED, PYTHON=Path(os.path.realpath(sys.executable)), **published)
+    done = run_experiment(catalog.PUBLISHED.name, PYTHON=Path(os.path.realpath(sys.executable)), **published)
     if "what" in done.stdout:
         pytest.skip("this interpreter has verl outside its environment")
     assert "no verl found" in one_sentence(done, 1)
@@ -127,7 +127,7 @@ def test_a_python_without_the_packages_is_told_which_ones(run_experiment, publis
     done = __import__("subprocess").run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=False)
     assert done.returncode == 0
     python = bare / "bin" / "python"
-    done = run_experiment(catalog.PUBLISHED, VERL_REPO=patched_tree, PYTHON=python, **published)
+    done = run_experiment(catalog.PUBLISHED.name, VERL_REPO=patched_tree, PYTHON=python, **published)
     said = one_sentence(done, 1)
     assert "lacks torch, ray, hydra, vllm, math_verify" in said
 

@@ -1,69 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experiments with arms: what the head says, what is run in which order, and how it ends."""
+"""Experiments with arms: what is run in which order, and how it ends."""
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from experiments import catalog, launch, suite
+from experiments import launch, suite
 from experiments.errors import ExperimentError, UsageError
+from experiments.experiment import Arm, Experiment
 
-HEAD = """\
-# duel: two ways of one thing
-# arm plain: the config as it is
-# arm loud: two values replaced
-#     a.b=1 'c=[x, y]'
-#     ~d
-# seeds 3 4
-# summary tests.experiments.suite_summary
-"""
-
-
-@pytest.fixture
-def duel(tmp_path, monkeypatch):
-    """Writes a config called duel and reads its head."""
-    configs = tmp_path / "configs"
-    configs.mkdir()
-    monkeypatch.setattr(catalog, "CONFIGS", configs)
-
-    def made(text=HEAD):
-        (configs / "duel.yaml").write_text(text)
-        return catalog.load("duel")
-
-    return made
-
-
-def test_arms_seeds_and_summary_are_read_from_the_head(duel):
-    experiment = duel()
-    assert [(arm.name, arm.meaning, arm.overrides) for arm in experiment.arms] == [
-        ("plain", "the config as it is", ()),
-        ("loud", "two values replaced", ("a.b=1", "c=[x, y]", "~d")),
-    ]
-    assert experiment.seeds == (3, 4)
-    assert experiment.summary_module == "tests.experiments.suite_summary"
-
-
-def test_an_experiment_has_arms_of_its_own_only_and_the_material_of_its_base(duel):
-    (catalog.CONFIGS / "demo.yaml").write_text("# demo: base\n# material some.module\n")
-    duel("# duel: more\n# arm plain: as it is\ndefaults:\n  - demo\n")
-    (catalog.CONFIGS / "heir.yaml").write_text("# heir: more\ndefaults:\n  - duel\n")
-    heir = catalog.load("heir")
-    assert heir.arms == () and heir.material == "some.module" and heir.is_on_cpu
-
-
-@pytest.mark.parametrize(
-    "line, problem",
-    [("#     not-an-override", "is no override"), ("# arm plain: again", "two arms are called")],
+DUEL = Experiment(
+    "duel",
+    "two ways of one thing",
+    arms=(
+        Arm("plain", "the config as it is"),
+        Arm("loud", "two values replaced", ("a.b=1", "c=[x, y]", "~d")),
+    ),
+    seeds=(3, 4),
 )
-def test_a_head_that_makes_no_sense_is_refused(duel, line, problem):
-    with pytest.raises(ExperimentError, match=problem):
-        duel(f"# duel: it\n# arm plain: as it is\n{line}\n")
 
 
-def test_every_arm_runs_with_every_seed_arm_by_arm(duel):
-    cells = suite.plan(duel(), None, None, [])
+def test_every_arm_runs_with_every_seed_arm_by_arm():
+    cells = suite.plan(DUEL, None, None, [])
     assert [cell.folder for cell in cells] == [
         "plain-seed3",
         "plain-seed4",
@@ -72,15 +33,15 @@ def test_every_arm_runs_with_every_seed_arm_by_arm(duel):
     ]
 
 
-def test_a_part_can_be_chosen(duel):
-    cells = suite.plan(duel(), "loud", "7", ["a.b=2"])
+def test_a_part_can_be_chosen():
+    cells = suite.plan(DUEL, "loud", "7", ["a.b=2"])
     assert [cell.folder for cell in cells] == ["loud-seed7"]
     # The user's override comes last and so wins.
     assert cells[0].overrides(["a.b=2"]) == ["a.b=1", "c=[x, y]", "~d", "seed=7", "a.b=2"]
 
 
-def test_without_seeds_a_folder_is_called_like_its_arm(duel):
-    experiment = duel(HEAD.replace("# seeds 3 4\n", ""))
+def test_without_seeds_a_folder_is_called_like_its_arm():
+    experiment = replace(DUEL, seeds=())
     cells = suite.plan(experiment, None, None, ["seed=5"])
     assert [cell.folder for cell in cells] == ["plain", "loud"]
     assert cells[0].overrides(["seed=5"]) == ["seed=5"]
@@ -96,19 +57,19 @@ def test_without_seeds_a_folder_is_called_like_its_arm(duel):
         (None, None, ["seed=3"], "write --seeds N instead of seed=N"),
     ],
 )
-def test_a_choice_that_does_not_exist_is_refused(duel, arms, seeds, given, problem):
+def test_a_choice_that_does_not_exist_is_refused(arms, seeds, given, problem):
     with pytest.raises(UsageError, match=problem):
-        suite.plan(duel(), arms, seeds, given)
+        suite.plan(DUEL, arms, seeds, given)
 
 
 @pytest.mark.parametrize("arms, seeds, option", [("a", None, "--arms"), (None, "1", "--seeds")])
-def test_one_run_has_no_arms_to_choose_from(duel, arms, seeds, option):
+def test_one_run_has_no_arms_to_choose_from(arms, seeds, option):
     with pytest.raises(UsageError, match=f"leave {option} out"):
-        suite.plan(duel("# duel: it\n"), arms, seeds, [])
+        suite.plan(Experiment("one", "it"), arms, seeds, [])
 
 
 @pytest.fixture
-def stage(duel, tmp_path, monkeypatch):
+def stage(tmp_path, monkeypatch):
     """Runs the suite with a Python one-liner in the trainer's place; returns its exit code."""
     folder = tmp_path / "suite"
     folder.mkdir()
@@ -120,8 +81,8 @@ def stage(duel, tmp_path, monkeypatch):
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
 
-    def run(code, summary="# summary told\n"):
-        experiment = duel(HEAD.replace("# summary tests.experiments.suite_summary\n", summary))
+    def run(code, summary_module="told"):
+        experiment = replace(DUEL, summary_module=summary_module)
 
         def run_one(overrides, into):
             into.mkdir()
@@ -165,11 +126,11 @@ def test_an_interrupt_ends_the_suite(stage, capfd):
 
 
 def test_a_summary_that_fails_fails_the_suite(stage):
-    assert stage("pass", "# summary no_such\n")[0] == 1
+    assert stage("pass", "no_such")[0] == 1
 
 
 def test_a_suite_without_a_summary_ends_with_its_runs(stage):
-    assert stage("pass", "")[0] == 0
+    assert stage("pass", None)[0] == 0
 
 
 def test_a_folder_that_is_no_suite_is_refused(tmp_path):

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an experiment is, beyond its Hydra config: the environment variables, packages and arms it has."""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable that an experiment takes a value from."""
+
+    name: str
+    kind: str
+    """`reads`: what it names must exist. `writes`: it will be made. `number`: it may be unset."""
+    meaning: str
+
+
+def reads(name: str, meaning: str) -> Variable:
+    return Variable(name, "reads", meaning)
+
+
+def writes(name: str, meaning: str) -> Variable:
+    return Variable(name, "writes", meaning)
+
+
+def number(name: str, meaning: str) -> Variable:
+    return Variable(name, "number", meaning)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One of the runs that an experiment compares: the same config, with some values replaced."""
+
+    name: str
+    meaning: str
+    overrides: tuple[str, ...] = ()
+    """Hydra overrides, in order; none for the config as it is."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One config, `experiments/NAME.yaml`, and what is needed to run it."""
+
+    name: str
+    summary: str
+    variables: tuple[Variable, ...] = ()
+    imports: tuple[str, ...] = ("torch", "ray", "hydra")
+    """Packages that must be there."""
+    is_on_cpu: bool = False
+    """Whether it is the demo or builds on it: it then runs in the demo's environment."""
+    material: str = "experiments.cpu.build"
+    """What builds model and data of an experiment on the CPU: `python -m MODULE --cache FOLDER` prints their folder."""
+    arms: tuple[Arm, ...] = ()
+    """None for an experiment that is one run."""
+    seeds: tuple[int, ...] = ()
+    """The values of `seed` that every arm runs with; none for the config's own."""
+    summary_module: str | None = None
+    """What is run once the arms are through: `python -m MODULE SUITE_DIR`."""
+
+    def heir(self, name: str, summary: str, *variables: Variable, **changes: Any) -> "Experiment":
+        """An experiment whose config builds on this one's, and so needs what this one needs.
+
+        Args:
+            name: the heir's.
+            summary: the heir's.
+            variables: beyond this one's, or in place of the one of the same name.
+            changes: other fields. Arms, seeds and summary module are not passed on.
+        """
+        own = {variable.name: variable for variable in (*self.variables, *variables)}
+        fresh = {"arms": (), "seeds": (), "summary_module": None, **changes}
+        return replace(self, name=name, summary=summary, variables=tuple(own.values()), **fresh)
+
+    def problem(self, environ: Mapping[str, str]) -> str | None:
+        """The first thing wrong with its variables, as a sentence, or None."""
+        for variable in self.variables:
+            value = environ.get(variable.name, "")
+            if variable.kind == "number":
+                if variable.name in environ and not is_amount(value):
+                    return (
+                        f"{variable.name}={value} is no number from 0 on: it sets "
+                        f"{variable.meaning}; unset it for the experiment's own."
+                    )
+                continue
+            if not value:
+                return f"{variable.name} is not set: {self.name} needs it to name {variable.meaning}."
+            # A name without a leading / . or ~ may be one that transformers looks up by itself.
+            path = os.path.expanduser(value)
+            if variable.kind == "reads" and path[0] in "/." and not os.path.exists(path):
+                return f"{variable.name}={value} does not exist: it has to name {variable.meaning}."
+        return None
+
+
+def is_amount(text: str) -> bool:
+    """Whether a text is a finite number from 0 on."""
+    try:
+        return 0 <= float(text) < math.inf
+    except ValueError:
+        return False
