@@ -21,10 +21,12 @@ import json
 import math
 import os
 import shutil
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["EventStore", "plain"]
 
@@ -39,6 +41,8 @@ def plain(value: Any) -> Any:
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, str | bool | int | float):
         return value
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if hasattr(value, "item"):  # numpy and torch scalars
         return plain(value.item())
     return str(value)
@@ -71,7 +75,7 @@ class EventStore:
         """How much the folder holds, checkpoints included."""
         return sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file()) / 1e9
 
-    def write_folder(self, event_id: str, tensors: dict[str, torch.Tensor], documents: dict[str, Any]) -> str:
+    def write_folder(self, event_id: str, tensors: dict[str, "torch.Tensor"], documents: dict[str, Any]) -> str:
         """Write one event's folder: ``batch.safetensors`` (unless there are no tensors) and one JSON file per document.
 
         Returns:

@@ -12,7 +12,7 @@ from tests.report.builder import SCHEMAS
 
 def causes() -> list[str]:
     schema = json.loads((SCHEMAS / "event.v1.schema.json").read_text())
-    cause = schema["$defs"]["culprit"]["properties"]["cause"]
+    cause = schema["$defs"]["Cause"]
     return cause["properties"]["label"]["enum"]
 
 

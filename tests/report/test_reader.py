@@ -16,7 +16,7 @@ def test_a_whole_run_is_read_without_a_note(tmp_path):
     run = read_run(write_run(tmp_path / "run", [make_event()], metrics=make_metrics()))
     assert (len(run.events), len(run.metrics.steps), run.notes) == (1, 20, [])
     assert run.name == "tests / report"
-    assert run.events[0].culprits[0].tokens == [" is"]
+    assert run.events[0].culprits[0].tokens == (" is",)
 
 
 @pytest.mark.parametrize("inside", ["", "gradloc", "gradloc/events.jsonl"])
@@ -39,7 +39,7 @@ def test_numbers_that_json_cannot_spell_become_floats(tmp_path):
 @pytest.mark.parametrize("text", ["NaN", "null", "1", "true"])
 def test_a_token_that_looks_like_a_number_stays_text(tmp_path, text):
     found = read_run(write_run(tmp_path, [make_event(culprits=[make_culprit(token=text)])]))
-    assert found.events[0].culprits[0].tokens == [text]
+    assert found.events[0].culprits[0].tokens == (text,)
 
 
 def test_a_last_line_that_is_cut_off_is_left_out_with_a_sentence(tmp_path):

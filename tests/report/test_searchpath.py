@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flat path becomes the tree that the search walked."""
 
-from gradloc.report.runs.records import Search, convert
+from gradloc.evidence.record import Search
+from gradloc.report.runs.events import convert
 from gradloc.report.runs.searchpath import LIMIT, cost, tree
 from tests.report.builder import make_path
 

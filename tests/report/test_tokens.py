@@ -5,9 +5,10 @@ import random
 
 import pytest
 
+from gradloc.evidence.record import Culprit, Sequence
 from gradloc.report.pages.shading import shade
 from gradloc.report.runs import tokens
-from gradloc.report.runs.records import Culprit, Sequence, convert
+from gradloc.report.runs.events import convert
 from tests.report.builder import make_culprit, make_sequence
 
 
@@ -98,7 +99,7 @@ def test_the_share_shades_when_measured_and_the_coefficient_when_not():
 
 
 def test_levels_keep_sign_scale_and_what_is_not_a_number():
-    shares = [1.0, -1.0, 0.25, 0.0, None, float("nan"), 0.01, -0.0001]
+    shares = [1.0, -1.0, 0.25, 0.0, float("inf"), float("nan"), 0.01, -0.0001]
     found = shade([sequence(8, share=shares)])[0]
     assert found.levels == ["uapkzzlk"]
     assert found.ends == ("-100%", "100%")

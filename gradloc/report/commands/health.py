@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from ...evidence.store import plain
 from ..errors import ReportError
 from ..pages import terminal
-from ..pages.exports import spelled
 from ..runs.health import CLIP, STATES, HealthConfig, RunHealth, judge, ranges
 from ..runs.run import RunFolder, read_run
 from ..text import one_line
@@ -123,7 +123,7 @@ def _json(found: RunFolder, health: RunHealth) -> str:
         "not_judged": list(health.silent),
         "notes": health.notes + found.notes,
     }
-    return json.dumps(spelled(document), indent=2, allow_nan=False)
+    return json.dumps(plain(document), indent=2, allow_nan=False)
 
 
 def _print(found: RunFolder, health: RunHealth, config: HealthConfig) -> None:

@@ -3,13 +3,12 @@
 
 import argparse
 import json
-import math
 from pathlib import Path
 
-import msgspec
-
+from ...evidence.analysis_record import Moved, Update
 from ...evidence.numbers import number, percent
-from ..analyses.quartiles import SPLITS, Analysis, Moved, Update, read_quartiles
+from ...evidence.store import plain
+from ..analyses.quartiles import SPLITS, Analysis, read_quartiles
 from ..errors import ReportError
 from .buckets import save
 
@@ -45,8 +44,7 @@ def run(args: argparse.Namespace) -> int:
             raise ReportError(f"step {step} was not analysed: there are {there}.")
     chosen = [analyses[step] for step in args.step or analyses]
     if args.json:
-        steps = [_finite(msgspec.to_builtins(analysis)) for analysis in chosen]
-        print(json.dumps({"steps": steps, "notes": notes}, indent=1, allow_nan=False))
+        print(json.dumps(plain({"steps": chosen, "notes": notes}), indent=1, allow_nan=False))
         return 0
     for note in notes:
         print(f"note: {note}")
@@ -131,12 +129,3 @@ def _against_all(moved: Moved | None) -> str:
         return "–"
     found = moved.agreement
     return f"r = {number(found.correlation, 2)}, size x {number(found.ratio, 2)}"
-
-
-def _finite(value):
-    """JSON has no number for what is not finite."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from ...evidence.record import Event
 from ..errors import ReportError
 from ..pages import exports, terminal
-from ..runs.records import Event
 from ..runs.run import RunFolder, read_run
 
 FORMATS = ("md", "json", "csv")

@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from ...evidence.numbers import number, percent
+from ...evidence.record import Event
 from ..runs.health import Span
 from ..runs.metrics import MAX, MEAN, Metrics
-from ..runs.records import Event
 from .style import THEME
 from .svg import to_svg
 

@@ -14,12 +14,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from ...evidence.analysis_record import QUARTILES, Change, Moved, Update
 from ...evidence.numbers import number, percent
-from ..analyses.quartiles import NUM_QUARTILES, SPLITS, Analysis, Change, Moved, Update
+from ..analyses.quartiles import SPLITS, Analysis
 from .style import LIGHT, Palette, dress
 
-PLACES = np.arange(NUM_QUARTILES)
-UPDATED = {"all": range(NUM_QUARTILES), "lowest": (0,), "highest": (NUM_QUARTILES - 1,)}
+PLACES = np.arange(len(QUARTILES))
+UPDATED = {"all": range(len(QUARTILES)), "lowest": (0,), "highest": (len(QUARTILES) - 1,)}
 PANELS = {
     "all": "(c) after updating all tokens",
     "lowest": "(e) after updating the lowest quartile",
@@ -107,7 +108,7 @@ def _norms(axes: Axes, analysis: Analysis, palette: Palette) -> None:
         label = f"all tokens: {number(whole, 2)}"
         axes.axhline(whole, color=palette.danger, linestyle=(0, (4, 2)), linewidth=1.2, label=label)
         axes.legend(frameon=False, fontsize=8.5, loc="lower left")
-    axes.set_xlim(-0.5, NUM_QUARTILES - 0.5)
+    axes.set_xlim(-0.5, len(QUARTILES) - 0.5)
     top = max([value for value in (*values, whole) if math.isfinite(value)], default=1.0)
     axes.set_ylim(0, 1.2 * top if top > 0 else 1.0)
 
@@ -154,7 +155,7 @@ def _moved(update: Update | None, kind: str) -> Moved | None:
 def _violins(axes: Axes, update: Update | None, moved: Moved | None, name: str, palette) -> None:
     """How the probabilities of each quartile's tokens changed."""
     axes.axhline(0, color=palette.muted, linewidth=0.8)
-    axes.set_xlim(-0.5, NUM_QUARTILES - 0.5)
+    axes.set_xlim(-0.5, len(QUARTILES) - 0.5)
     axes.set_ylabel("change of probability")
     if moved is None:
         why = "no gradient, no update" if update is None else "the norm is not finite: no step"
@@ -216,7 +217,7 @@ def _name_quartiles(axes: Axes, analysis: Analysis) -> None:
     labels = []
     for index, quartile in enumerate(analysis.quartiles):
         if analysis.split == "range":
-            span = f"{index / NUM_QUARTILES:.2f} to {(index + 1) / NUM_QUARTILES:.2f}"
+            span = f"{index / len(QUARTILES):.2f} to {(index + 1) / len(QUARTILES):.2f}"
         elif quartile.probability is None:
             span = "empty"
         else:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from ...evidence.numbers import number, percent
+from ...evidence.record import Culprit, Event
 from ..figures import curves as figures
 from ..runs import advice, searchpath, tokens
 from ..runs.events import bundle_folder, read_sequences
-from ..runs.records import Culprit, Event
 from ..text import (
     one_line,
     plural,

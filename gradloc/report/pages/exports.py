@@ -4,13 +4,11 @@
 import csv
 import io
 import json
-import math
 from typing import Any
 
-import msgspec
-
 from ...evidence.numbers import number, percent
-from ..runs.records import Culprit, Event
+from ...evidence.record import Culprit, Event
+from ...evidence.store import plain
 from ..runs.run import RunFolder
 from ..text import one_line
 from .eventview import ACTIONS, CERTIFICATES, describe, plain_view
@@ -47,19 +45,8 @@ CULPRIT_COLUMNS = (
 
 def to_json(run: RunFolder, events: list[Event]) -> str:
     """The events' records with what was noted while reading; non-finite numbers are spelled out."""
-    document = {"run": run.name, "notes": run.notes, "events": msgspec.to_builtins(events)}
-    return json.dumps(spelled(document), indent=2, allow_nan=False) + "\n"
-
-
-def spelled(value: Any) -> Any:
-    """The document with non-finite numbers as words, since JSON has none."""
-    if isinstance(value, dict):
-        return {key: spelled(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [spelled(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    document = {"run": run.name, "notes": run.notes, "events": events}
+    return json.dumps(plain(document), indent=2, allow_nan=False) + "\n"
 
 
 def to_csv(run: RunFolder, events: list[Event]) -> str:

@@ -17,12 +17,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ...evidence.numbers import number, percent
+from ...evidence.record import Event
 from ..figures import curves as figures
 from ..figures import style as palettes
 from ..runs import tokens
 from ..runs.comparison import Comparison
 from ..runs.health import RunHealth, judge, ranges
-from ..runs.records import Event
 from ..runs.run import RunFolder
 from ..text import one_line, plural, visible
 from . import analyses

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...evidence.numbers import number, percent
-from ..runs.records import Sequence
+from ...evidence.record import Sequence
 
 LEVELS = 10
 ZERO = ord("k")  # the letter of level 0: levels run from a to u

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...evidence.numbers import number, percent
-from ..runs.records import Event
+from ...evidence.record import Event
 from ..runs.run import RunFolder
 from ..text import one_line, span, times, visible
 

@@ -5,9 +5,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ...evidence.numbers import number
+from ...evidence.record import Event
 from ..text import one_line
 from .metrics import MAX, MEAN
-from .records import Event
 from .run import RunFolder
 
 ENDS = {"critic/score/mean": "score, last", "actor/entropy": "entropy, last"}

@@ -6,11 +6,28 @@ note, not an error: everything before it is whole.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
-from .records import SCHEMA_VERSION, Event, Sequence, SequenceFile, convert
+from ...evidence.record import SCHEMA_VERSION, Event, Sequence, SequenceFile
+
+T = TypeVar("T")
+
+
+def convert(raw: Any, kind: type[T]) -> T:
+    """Turn parsed JSON into a record; numbers that JSON cannot spell become floats.
+
+    Args:
+        raw: what ``json.loads`` returned.
+        kind: one of the dataclasses of ``evidence.record``.
+
+    Raises:
+        msgspec.ValidationError: names the field that has the wrong type.
+    """
+    return msgspec.convert(raw, kind, strict=False)
 
 
 def read_events(path: Path) -> tuple[list[Event], list[str]]:
@@ -32,8 +49,7 @@ def read_events(path: Path) -> tuple[list[Event], list[str]]:
             notes.append(note)
         if event is None:
             continue
-        event.event_id = _unique(event.event_id or f"line-{number}", seen)
-        events.append(event)
+        events.append(replace(event, event_id=_unique(event.event_id or f"line-{number}", seen)))
     return events, notes
 
 
@@ -102,7 +118,7 @@ def read_sequences(root: Path, event: Event) -> tuple[list[Sequence], str | None
             [],
             f"sequences.json of event {event.event_id} cannot be read: its token view is missing.",
         )
-    return found.sequences, None
+    return list(found.sequences), None
 
 
 def bundle_folder(root: Path, event: Event) -> Path | None:

@@ -8,11 +8,11 @@ events.jsonl itself.
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...evidence.record import Event
 from ..errors import ReportError
 from . import metrics as metrics_files
 from .events import read_events
 from .metrics import Metrics
-from .records import Event
 
 DEPTH = 4
 """How many folders down events and metrics are looked for."""

@@ -4,8 +4,8 @@
 from dataclasses import dataclass, field
 
 from ...evidence.numbers import number
+from ...evidence.record import PathEntry, Search
 from ..text import plural
-from .records import Probe, Search
 
 LIMIT = 160
 """Parts drawn per event; a search with a larger budget says how many are left out."""
@@ -24,7 +24,7 @@ STAGES = {
 class Node:
     """One measured part and the parts it was cut into."""
 
-    probe: Probe
+    probe: PathEntry
     children: list["Node"] = field(default_factory=list)
 
     @property
@@ -75,7 +75,7 @@ def tree(search: Search) -> tuple[list[Node], int]:
     return roots, max(len(search.path) - LIMIT, 0)
 
 
-def _holds(outer: Probe, inner: Probe) -> bool:
+def _holds(outer: PathEntry, inner: PathEntry) -> bool:
     if outer.phase in STAGES or inner.phase in STAGES:
         return False
     if outer.micro_batch != inner.micro_batch or _size(outer) <= _size(inner):
@@ -91,7 +91,7 @@ def _within(inner: list[int], outer: list[int]) -> bool:
     return outer[0] <= inner[0] and inner[-1] <= outer[-1]
 
 
-def _size(probe: Probe) -> tuple[int, int]:
+def _size(probe: PathEntry) -> tuple[int, int]:
     ranks = probe.ranks[-1] - probe.ranks[0] if probe.ranks else 1 << 30
     tokens = probe.tokens[-1] - probe.tokens[0] if probe.tokens else 1 << 30
     return ranks, tokens

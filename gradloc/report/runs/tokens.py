@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from ...evidence.record import Culprit, Sequence
 from ..pages.shading import Shades, values
 from ..text import visible
-from .records import Culprit, Sequence
 
 CONTEXT = 60
 """Tokens shown on either side of a culprit."""

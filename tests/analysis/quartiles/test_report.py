@@ -144,7 +144,7 @@ def test_json_prints_the_numbers_and_draws_nothing(tmp_path, capsys, monkeypatch
     write(tmp_path / "run", made)
     assert main(["quartiles", "run", "--json"]) == 0
     (step,) = json.loads(capsys.readouterr().out)["steps"]
-    assert step["global_step"] == 1 and step["whole"]["norm"] is None
+    assert step["global_step"] == 1 and step["whole"]["norm"] == "NaN"
     assert step["updates"]["lowest"]["own_changes"]["agreement"]["correlation"] == 0.9
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Make the JSON Schemas in schema/ from the dataclasses that are written: ``python scripts/make_schemas.py [--check]``.
+
+A class is a ``$defs`` entry, a field's docstring its description. Every field is required unless it says
+``optional()``; null is allowed where the type says None, unless the field says ``never_null()``.
+"""
+
+import ast
+import dataclasses
+import inspect
+import json
+import sys
+import textwrap
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from gradloc.evidence import analysis_record, record  # noqa: E402
+
+FILES = {
+    "event": record.Event,
+    "sequences": record.SequenceFile,
+    "bundle": record.BundleMeta,
+    "gradient_analysis": analysis_record.GradientAnalysis,
+    "quartile_analysis": analysis_record.QuartileAnalysis,
+}
+PLAIN = {str: "string", int: "integer", bool: "boolean", types.NoneType: "null"}
+NUMBER = {
+    "description": "A number; what JSON has no number for is spelled out.",
+    "anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}],
+}
+
+
+def schema_of(kind: type) -> dict[str, Any]:
+    """The JSON Schema of a file that holds one object of this dataclass."""
+    maker = _Maker()
+    body = maker.object(kind)
+    defs = {"number": NUMBER, **dict(sorted(maker.defs.items()))}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **body, "$defs": defs}
+
+
+def text_of(schema: dict[str, Any]) -> str:
+    """As it is committed."""
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+class _Maker:
+    """Collects the classes that it comes across in ``defs``."""
+
+    def __init__(self):
+        self.defs: dict[str, Any] = {}
+
+    def object(self, kind: type) -> dict[str, Any]:
+        hints = typing.get_type_hints(kind, include_extras=True)
+        described = _descriptions(kind)
+        fields = dataclasses.fields(kind)
+        properties = {}
+        for field in fields:
+            says = {"description": described[field.name]} if field.name in described else {}
+            properties[field.name] = {**says, **self.value(hints[field.name], field.metadata.get("null", True))}
+        return {
+            "description": _one_line(kind.__doc__),
+            "type": "object",
+            "properties": properties,
+            "required": [field.name for field in fields if field.metadata.get("required", True)],
+            "additionalProperties": False,
+        }
+
+    def value(self, hint: Any, may_be_null: bool = True) -> dict[str, Any]:
+        origin, args = typing.get_origin(hint), typing.get_args(hint)
+        if origin is typing.Annotated:
+            says = dict(args[1:])
+            return says if "type" in says else {**self.value(args[0]), **says}
+        if origin in (typing.Union, types.UnionType):
+            kinds = [self.value(arg) for arg in args if may_be_null or arg is not types.NoneType]
+            return {"anyOf": kinds} if len(kinds) > 1 else kinds[0]
+        if origin is tuple and args[-1] is not ...:
+            return {"type": "array", "prefixItems": [self.value(arg) for arg in args], "items": False,
+                    "minItems": len(args)}  # fmt: skip
+        if origin is tuple:
+            return {"type": "array", "items": self.value(args[0])}
+        if origin is dict:
+            values = {} if args[1] is Any else {"additionalProperties": self.value(args[1])}
+            return {"type": "object", **values}
+        if dataclasses.is_dataclass(hint):
+            if hint.__name__ not in self.defs:
+                self.defs[hint.__name__] = {}  # before its fields, which may come back to it
+                self.defs[hint.__name__] = self.object(hint)
+            return {"$ref": f"#/$defs/{hint.__name__}"}
+        if hint is float:
+            return {"$ref": "#/$defs/number"}
+        return {"type": PLAIN[hint]}
+
+
+def _descriptions(kind: type) -> dict[str, str]:
+    """The docstring below each field."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
+    found = {}
+    for field, below in zip(body, body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            found[field.target.id] = _one_line(below.value.value)
+    return found
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def main() -> int:
+    """Write the files, or with ``--check`` say which of them are not what would be written."""
+    stale = []
+    for name, kind in FILES.items():
+        path = ROOT / "schema" / f"{name}.v{record.SCHEMA_VERSION}.schema.json"
+        text = text_of(schema_of(kind))
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(path.name)
+            if "--check" not in sys.argv:
+                path.write_text(text, encoding="utf-8")
+    print(", ".join(stale) or "nothing", "to write" if "--check" in sys.argv else "written")
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
