@@ -28,7 +28,7 @@ if __package__ in (None, ""):
 
 from benchmarks.digest import REPO, digest
 from benchmarks.progress import Progress
-from benchmarks.world import World
+from tests.world import World
 
 SCHEMA_VERSION = 1
 ON = ["actor_rollout_ref.actor.spike_detection=True"]
@@ -68,7 +68,8 @@ def measure(base: Path, patched: Path, pairs: int, ranks: int, scratch: Path) ->
         ranks: processes of each trainer.
         scratch: where events would go.
     """
-    with World(ranks, path=(str(base),)) as plain, World(ranks, path=(str(patched),)) as ours:
+    slow = {"timeout_s": 1800}
+    with World(ranks, path=(str(base),), **slow) as plain, World(ranks, path=(str(patched),), **slow) as ours:
         worlds = {"unpatched": plain, "unpatched_again": plain, "off": ours, "on": ours}
         for name, world in worlds.items():
             overrides = ON if name == "on" else []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every room shares: the pinned verl, the same with our patch on it, and the worlds of ranks.
 
-A world is started once for the whole run, whichever folders use it: nine processes in all.
+A world is started once for the whole run, whichever folders use it: eleven processes in all.
 """
 
 import compileall
@@ -72,6 +72,13 @@ def single(patched_tree: Path) -> Iterator[World]:
 def unpatched_world(base_tree: Path) -> Iterator[World]:
     """Two ranks on verl as published."""
     yield from _world(2, base_tree)
+
+
+@pytest.fixture(scope="session")
+def bare_world() -> Iterator[World]:
+    """Two ranks without any verl, for tests.bare."""
+    with World(2) as world:
+        yield world
 
 
 @pytest.fixture

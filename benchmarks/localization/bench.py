@@ -12,9 +12,9 @@ from benchmarks.localization.corpus import load, split, text, trained
 from benchmarks.localization.plan import Cell
 from benchmarks.localization.published import formula_cost
 from benchmarks.localization.scenarios import SCENARIOS, Planter, count_scenario
-from benchmarks.world import World
 from gradloc.core.trigger import History
 from tests.bare import SIZES, Oracle, healthy_batch
+from tests.world import World
 
 HEALTHY_STEPS = 20
 _HISTORY = dict(window=128, warmup=16, num_deviations=6.0)  # the trigger's defaults in verl's yaml
@@ -158,7 +158,7 @@ class Bench:
     def _ranks(self, size: int) -> World:
         if self._world is None or self._world.size != size:
             self.close()
-            self._world = World(size, self.device)
+            self._world = World(size, self.device, timeout_s=1800)
         return self._world
 
 

@@ -14,7 +14,8 @@ the ranks of a process group, unsharded, under FSDP2 or under FSDP1. Needs torch
     [batch.place(token, ranks.size, 4) for token in finding.result.tokens]     # [(3, 5)]
     Oracle(model, batch).norm((3, 5))                           # by a backward of its own, unsharded
 
-On several ranks every rank builds the same model and batch, shards with "fsdp2" or "fsdp1", and takes its own rows.
+On several ranks every rank builds the same model and batch, shards with "fsdp2" or "fsdp1", and takes its own rows: the
+fixture `bare_world` (two ranks, no verl) runs a function by its name on both, as tests/bare/scenarios.py has one.
 """
 
 from tests.bare.amplifier import Amplified

@@ -4,7 +4,6 @@
 import pytest
 import torch
 
-from benchmarks.world import World
 from gradloc.core.gradients import GradientSpace
 from tests.bare import BareStep, Oracle, build, random_batch, shard
 from tests.bare.scenarios import NUM_MICRO_BATCHES, TERMS, search_planted
@@ -16,13 +15,6 @@ PLANTS = {(3, 2): 1e4, (13, 1): -9e3}
 def oracle():
     model = build("tiny")
     return Oracle(model, random_batch(model).planted(PLANTS), TERMS)
-
-
-@pytest.fixture(scope="module")
-def world():
-    world = World(2)
-    yield world
-    world.close()
 
 
 def check(found, oracle):
@@ -43,15 +35,15 @@ def test_one_process_finds_what_was_planted(oracle):
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
-def test_two_ranks_find_the_same_under_either_sharding(world, oracle, layout):
-    found, other = world.run("tests.bare.scenarios.search_planted", layout=layout, plants=PLANTS)
+def test_two_ranks_find_the_same_under_either_sharding(bare_world, oracle, layout):
+    found, other = bare_world.run("tests.bare.scenarios.search_planted", layout=layout, plants=PLANTS)
     check(found, oracle)
     assert found == other
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
-def test_a_forward_in_half_precision_changes_norms_little_and_culprits_not(world, oracle, layout):
-    found, _ = world.run("tests.bare.scenarios.search_planted", layout=layout, plants=PLANTS, dtype="bfloat16")
+def test_a_forward_in_half_precision_changes_norms_little_and_culprits_not(bare_world, oracle, layout):
+    found, _ = bare_world.run("tests.bare.scenarios.search_planted", layout=layout, plants=PLANTS, dtype="bfloat16")
     assert found["places"] == sorted(PLANTS)
     assert found["norm"] == pytest.approx(float(oracle.gradient().norm()), rel=0.1)
 
