@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A progress bar on one line of stderr; plain lines where stderr is no terminal."""
+"""A progress bar on one line of stderr; plain lines where stderr is not a terminal."""
 
 import sys
 import time

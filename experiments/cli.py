@@ -145,7 +145,7 @@ def choose(args, environ) -> Experiment:
         raise UsageError(f"{args.name} stands where the experiment's name belongs: name it first.")
     wrong = [text for text in args.overrides if "=" not in text and not text.startswith("~")]
     if wrong:
-        raise UsageError(f"{wrong[0]!r} is no override: write key=value.")
+        raise UsageError(f"{wrong[0]!r} is not an override: write key=value.")
     if args.name is not None:
         return catalog.load(args.name)
     published = catalog.PUBLISHED

@@ -80,8 +80,8 @@ class Experiment:
             if variable.kind == "number":
                 if variable.name in environ and not is_amount(value):
                     return (
-                        f"{variable.name}={value} is no number from 0 on: it sets "
-                        f"{variable.meaning}; unset it for the experiment's own."
+                        f"{variable.name}={value} is not a number of at least 0: it sets "
+                        f"{variable.meaning}; unset it to use the experiment's own."
                     )
                 continue
             if not value:

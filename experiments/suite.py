@@ -63,7 +63,7 @@ def plan(experiment: Experiment, arms: str | None, seeds: str | None, given: lis
         raise UsageError(f"{experiment.name} has no arm {wrong[0]!r}: there are {', '.join(known)}.")
     chosen = experiment.seeds if seeds is None else seeds.split(",")
     if not all(str(seed).isdecimal() for seed in chosen):
-        raise UsageError(f"--seeds {seeds} is no list of whole numbers: write --seeds 1,2,3.")
+        raise UsageError(f"--seeds {seeds} is not a list of whole numbers: write --seeds 1,2,3.")
     if chosen and any(text.lstrip("+").startswith("seed=") for text in given):
         raise UsageError("every arm runs with its own seeds: write --seeds N instead of seed=N.")
     numbers = [int(seed) for seed in chosen] or [None]
@@ -140,7 +140,7 @@ def read(folder: Path) -> dict:
     """What `suite.json` says: `experiment`, and `cells` as `run` writes them.
 
     Raises:
-        ExperimentError: if the folder has none, or it is no JSON.
+        ExperimentError: if the folder has none, or it is not JSON.
     """
     path = folder / RECORD
     if not path.is_file():

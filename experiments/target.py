@@ -34,7 +34,7 @@ def named(environ, cwd: Path) -> Target | None:
     """The verl that the user points at, or None.
 
     Raises:
-        ExperimentError: if `VERL_REPO` is set and is no verl.
+        ExperimentError: if `VERL_REPO` is set and is not verl.
     """
     if environ.get("VERL_REPO"):
         path = Path(environ["VERL_REPO"]).expanduser()

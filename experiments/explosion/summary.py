@@ -24,7 +24,7 @@ def collect(folder: Path):
     """The readings of the runs that ended well, the twin of each, and the runs that did not.
 
     Raises:
-        ExperimentError: if the folder is no suite, or a run that ended well cannot be read.
+        ExperimentError: if the folder is not a suite, or a run that ended well cannot be read.
     """
     cells = suite.read(folder)["cells"]
     well = [cell for cell in cells if cell["exit_code"] == 0]

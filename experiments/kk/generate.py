@@ -68,7 +68,7 @@ def generate(args) -> int:
             raise ExperimentError(f"--people {number} is not from {few} to {most}: choose from these.")
     for option, value in (("--train", args.train), ("--test", args.test)):
         if value < 0 or (option == "--train" and value == 0):
-            raise ExperimentError(f"{option} {value} is no number of puzzles: give a positive one.")
+            raise ExperimentError(f"{option} {value} is not a number of puzzles: give a positive one.")
     written = ["train.parquet", *(f"test-{number}ppl.parquet" for number in args.people)]
     for name in written:
         if (args.out / name).exists():
@@ -112,7 +112,7 @@ def write(path: Path, puzzles: list[puzzle.Puzzle], split: str) -> None:
 
 
 def check(path: Path) -> int:
-    """Refuses a file with a row that is no puzzle with exactly one solution, the one it states.
+    """Refuses a file with a row that is not a puzzle with exactly one solution, the one it states.
 
     Raises:
         ExperimentError: naming the first such rows.
@@ -121,7 +121,7 @@ def check(path: Path) -> int:
     import pyarrow.parquet
 
     if not path.is_file():
-        raise ExperimentError(f"{path} is no file: name a parquet file of puzzles.")
+        raise ExperimentError(f"{path} is not a file: name a parquet file of puzzles.")
     try:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:

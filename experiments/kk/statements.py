@@ -27,16 +27,16 @@ def parse(text: str) -> tuple:
     try:
         found = ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        raise ExperimentError(f"{text!r:.60} is no tuple of statements.") from None
+        raise ExperimentError(f"{text!r:.60} is not a tuple of statements.") from None
     if not isinstance(found, tuple) or not found:
-        raise ExperimentError(f"{text!r:.60} is no tuple of statements.")
+        raise ExperimentError(f"{text!r:.60} is not a tuple of statements.")
     for statement in found:
         check(statement, len(found))
     return found
 
 
 def check(statement, num_people: int) -> None:
-    """Refuses what is no statement about people 0 to `num_people` - 1.
+    """Refuses what is not a statement about people 0 to `num_people` - 1.
 
     Raises:
         ExperimentError: naming the part that is wrong.
@@ -51,7 +51,7 @@ def check(statement, num_people: int) -> None:
     right = {"not": len(parts) == 1}
     right |= dict.fromkeys(BINARY, len(parts) == 2) | dict.fromkeys(MANY, len(parts) >= 2)
     if not isinstance(kind, str) or not right.get(kind):
-        raise ExperimentError(f"{statement!r:.60} is no statement: see experiments/kk/statements.py.")
+        raise ExperimentError(f"{statement!r:.60} is not a statement: see experiments/kk/statements.py.")
     for part in parts:
         check(part, num_people)
 

@@ -120,4 +120,4 @@ def test_a_number_may_be_unset_or_any_from_0_on(value):
 @pytest.mark.parametrize("value", ["", "fast", "-1", "nan", "inf", "1 2"])
 def test_a_number_that_is_none_is_refused_with_what_it_sets(value):
     said = Experiment("one", "the first", (number("RATE", "a rate"),)).problem({"RATE": value})
-    assert said.startswith(f"RATE={value} is no number from 0 on: it sets a rate;")
+    assert said.startswith(f"RATE={value} is not a number of at least 0: it sets a rate;")

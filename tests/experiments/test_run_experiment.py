@@ -79,7 +79,7 @@ def test_a_dry_run_prints_target_command_and_results_and_leaves_nothing(run_expe
     done = run_experiment("demo", "seed=3", "--dry-run", "+a.b=[1,2]", VERL_REPO=patched_tree, RUN_DIR="my run")
     assert done.returncode == 0, done.stderr
     first, command, results = done.stdout.splitlines()
-    assert first == f"verl:    {patched_tree} (VERL_REPO)"
+    assert first == f"verl:    {patched_tree.resolve()} (VERL_REPO)"
     assert "-m verl.trainer.main_ppo" in command and command.endswith("seed=3 '+a.b=[1,2]'")
     assert results.split(None, 1)[1] == str(tmp_path / "my run")
     assert list(tmp_path.iterdir()) == []
@@ -87,7 +87,7 @@ def test_a_dry_run_prints_target_command_and_results_and_leaves_nothing(run_expe
 
 def test_the_current_folder_is_the_target_when_it_is_verl(run_experiment, patched_tree):
     done = run_experiment("demo", "--dry-run", cwd=patched_tree)
-    assert done.stdout.startswith(f"verl:    {patched_tree} (the current folder)")
+    assert done.stdout.startswith(f"verl:    {patched_tree.resolve()} (the current folder)")
 
 
 def test_the_demo_makes_its_own_target_otherwise(run_experiment):
@@ -136,7 +136,7 @@ def test_a_python_without_the_packages_is_told_which_ones(run_experiment, publis
     "arguments, expected",
     [
         (["nonsense"], f"there are {', '.join(catalog.names())}"),
-        (["demo", "second"], "'second' is no override"),
+        (["demo", "second"], "'second' is not an override"),
         (["seed=3"], "name it first"),
     ],
     ids=["unknown-name", "two-names", "override-first"],

@@ -52,8 +52,8 @@ def test_without_seeds_a_folder_is_called_like_its_arm():
     [
         ("other", None, [], "has no arm 'other': there are plain, loud"),
         ("plain,", None, [], "has no arm ''"),
-        (None, "one", [], "--seeds one is no list of whole numbers"),
-        (None, "", [], "is no list of whole numbers"),
+        (None, "one", [], "--seeds one is not a list of whole numbers"),
+        (None, "", [], "is not a list of whole numbers"),
         (None, None, ["seed=3"], "write --seeds N instead of seed=N"),
     ],
 )

@@ -81,7 +81,7 @@ def garbled(row):
         (ambiguous, "has more than one solution"),
         (paradox, "has no solution"),
         (mislabelled, "its solution is not the one that its statements have"),
-        (garbled, "is no tuple of statements"),
+        (garbled, "is not a tuple of statements"),
     ],
 )
 def test_a_row_without_the_unique_solution_that_it_states_is_refused(capsys, data, tmp_path, damage, said):
@@ -110,9 +110,9 @@ def test_another_data_sets_file_is_refused_row_by_row_but_briefly(capsys, tmp_pa
         ([], "--people and --out are needed"),
         (["--people", 8, "--out", "x"], "--people 8 is not from 2 to 7"),
         (["--people", 1, "--out", "x"], "--people 1 is not from 2 to 7"),
-        (["--people", 3, "--train", 0, "--out", "x"], "--train 0 is no number of puzzles"),
-        (["--people", 3, "--test", -1, "--out", "x"], "--test -1 is no number of puzzles"),
-        (["--check", "absent.parquet"], "absent.parquet is no file"),
+        (["--people", 3, "--train", 0, "--out", "x"], "--train 0 is not a number of puzzles"),
+        (["--people", 3, "--test", -1, "--out", "x"], "--test -1 is not a number of puzzles"),
+        (["--check", "absent.parquet"], "absent.parquet is not a file"),
         (["--check", __file__], "cannot be read as parquet"),
     ],
 )
