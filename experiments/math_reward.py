@@ -4,6 +4,7 @@
 # verl.utils.reward_score.math_verify catches every exception and scores 0, the missing package
 # included: importing it here turns a run of zero rewards into an error at start.
 import math_verify  # noqa: F401
+
 from verl.utils.reward_score.math_verify import compute_score
 
 

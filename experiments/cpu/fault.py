@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
 
 

@@ -4,9 +4,9 @@
 import re
 
 import torch
-from verl.workers.reward_manager.naive import NaiveRewardManager
 
 from experiments.cpu import fault
+from verl.workers.reward_manager.naive import NaiveRewardManager
 
 ANSWER = re.compile(r"answer is (\d+)")
 EQUATION = re.compile(r"(\d+)\+(\d+)=(\d+)")

@@ -19,6 +19,7 @@ import ray
 import torch
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
+
 from verl import DataProto
 from verl.utils import hf_tokenizer
 from verl.utils.model import compute_position_id_with_mask

@@ -10,10 +10,10 @@ import os
 from pathlib import Path
 
 import torch
-from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
 
 from experiments.cpu.reward import ArithmeticReward
 from experiments.explosion import stale
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
 
 RECORD = "planted.jsonl"
 """The file, within a run's folder, with one line for each step at which something was planted."""

@@ -13,11 +13,11 @@ import ray
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
-from verl.workers.actor.dp_actor import DataParallelPPOActor
-from verl.workers.rollout import base
 
 from experiments.cpu import rollout
 from experiments.explosion import stale
+from verl.workers.actor.dp_actor import DataParallelPPOActor
+from verl.workers.rollout import base
 
 base._ROLLOUT_REGISTRY[("hf_cpu_saving", "async")] = f"{__name__}.SavingRollout"
 WEIGHTS = "weights"

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from verl.utils.device import get_device_id
 
 __all__ = [

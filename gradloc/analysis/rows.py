@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from verl.utils.device import get_device_id
 
 from ..core.gradients import Gradient, GradientSpace, local_shard

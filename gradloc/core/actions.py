@@ -18,54 +18,78 @@ takes none. ``abort`` takes none and stops the run once the event is written.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from .certificate import Certificate
 from .selection import Token
+from .trigger import Spike
 
-__all__ = ["ACTIONS", "decide"]
+__all__ = ["ACTIONS", "Action", "ActionLimits", "decide"]
 
 ACTIONS = ("observe", "mask", "skip", "abort")
 
 
+class ActionLimits(Protocol):
+    """What may be done to a step that spiked: ``gradloc.action`` of the config."""
+
+    mode: str
+    """One of ``ACTIONS``."""
+    max_masked_tokens: int
+    max_masked_share: float
+    """Of the mini-batch's tokens, in (0, 1]."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """What was asked for, and what is done with the step."""
+
+    requested: str
+    taken: str
+    reason: str
+
+
 def decide(
-    requested: str,
+    limits: ActionLimits,
+    spike: Spike,
     certificate: Certificate,
     tokens: Sequence[Token],
-    num_tokens: int,
-    max_masked_tokens: int,
-    max_masked_share: float,
-    is_rehearsal: bool,
     obstacle: str | None = None,
-) -> tuple[str, str]:
+) -> Action:
     """Choose the action that is taken.
 
     Args:
-        requested: one of ``ACTIONS``.
+        limits: what was asked for, and how much may be masked.
+        spike: why the step was looked into; nothing is done on a rehearsal.
         certificate: what the norm is without the culprits.
         tokens: all tokens of all culprits.
-        num_tokens: response tokens of the mini-batch over all ranks.
-        max_masked_tokens: mask at most this many tokens.
-        max_masked_share: mask at most this share of the mini-batch's tokens, in (0, 1].
-        is_rehearsal: nothing spiked, so nothing is done.
         obstacle: why a recomputed gradient could not be used.
 
     Returns:
-        (action taken, reason). ``mask`` falls back to ``skip`` where the culprits do not explain the spike, or where
-        more would be masked than the budgets allow.
+        The action. ``mask`` falls back to ``skip`` where the culprits do not explain the spike, or where more would be
+        masked than the limits allow.
     """
-    if requested == "observe":
+    taken, reason = _decide(limits, spike, certificate, len(tokens), obstacle)
+    return Action(limits.mode, taken, reason)
+
+
+def _decide(
+    limits: ActionLimits, spike: Spike, certificate: Certificate, num_masked: int, obstacle: str | None
+) -> tuple[str, str]:
+    if limits.mode == "observe":
         return "observe", "the step goes on as it is"
-    if is_rehearsal:
+    if spike.kind == "forced":
         return "observe", "a rehearsal: nothing spiked, so the step goes on as it is"
-    if requested != "mask":
-        return requested, "as configured"
+    if limits.mode != "mask":
+        return limits.mode, "as configured"
     if obstacle is not None:
         return "skip", f"masking is not possible: {obstacle}"
     if certificate.verdict != "explained":
         return "skip", f"masking the culprits would not help: {certificate.reason}"
-    if len(tokens) > max_masked_tokens:
-        return "skip", f"{len(tokens)} tokens would be masked, action.max_masked_tokens allows {max_masked_tokens}"
-    if len(tokens) > max_masked_share * num_tokens:
-        share = f"{len(tokens) / max(num_tokens, 1):.1%}"
-        return "skip", f"{share} of the tokens would be masked, action.max_masked_share allows {max_masked_share:.1%}"
+    most, most_share = limits.max_masked_tokens, limits.max_masked_share
+    if num_masked > most:
+        return "skip", f"{num_masked} tokens would be masked, action.max_masked_tokens allows {most}"
+    if num_masked > most_share * spike.num_tokens:
+        share = f"{num_masked / max(spike.num_tokens, 1):.1%}"
+        return "skip", f"{share} of the tokens would be masked, action.max_masked_share allows {most_share:.1%}"
     return "mask", "the step is taken without the culprits"

@@ -88,11 +88,20 @@ def let_through(selected: torch.Tensor, values: torch.Tensor | None) -> torch.Te
 
 
 class TrainingStep(Protocol):
-    """One optimizer step as the search may replay it; the only thing it knows of the trainer."""
+    """One optimizer step as it may be looked into and replayed: all that the core knows of the trainer's loss."""
 
     num_micro_batches: int
+    compute_dtype: torch.dtype
+    """What the forward computes in."""
     loss_scale: float
     """What the loss, and so every gradient that ``backward`` adds, is multiplied with (fp16); else 1."""
+    temperature: float
+    """What the logits were divided by."""
+    on_policy: bool
+    """Whether the current log-probs stood in for the old ones."""
+
+    def rows(self, micro_batch: int) -> list[int]:
+        """Where the micro-batch's rows stand in the driver's batch; empty when the driver did not say."""
 
     def token_mask(self, micro_batch: int) -> torch.Tensor:
         """bool (B, T): the response tokens of this rank's micro-batch."""
@@ -103,11 +112,17 @@ class TrainingStep(Protocol):
     def recorded(self, micro_batch: int) -> Recorded:
         """What the training pass left behind."""
 
+    def old_log_prob(self, micro_batch: int) -> torch.Tensor:
+        """The old log-probs (B, T) that the loss used."""
+
     def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """d step loss / d log_prob and d entropy (B, T) of this rank's tokens, in the scale of the step's gradient."""
 
-    compute_dtype: torch.dtype
-    """What the forward computes in."""
+    def kl_coefficients(self, micro_batch: int) -> torch.Tensor | None:
+        """The KL term's part of them, d (this rank's KL term) / d log_prob (B, T), no forward; None without one."""
+
+    def has_finite_loss(self, micro_batch: int) -> bool:
+        """Whether the loss and its derivative by every log-prob are finite before any scaling: no forward."""
 
     def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """log_prob and entropy (B, T) at the present weights, without a graph, read out as precisely as can be."""

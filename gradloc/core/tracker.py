@@ -81,7 +81,7 @@ class NormTracker:
         The root of the change of the running squared norm: exact where the micro-batch's gradient is orthogonal to
         what came before, as independent ones nearly are.
         """
-        if not self._is_on_everywhere(ranks, bool(self._running)):
+        if not ranks.all(self.is_on and bool(self._running)):
             return None
         totals = torch.stack([squares.sum() for squares in self._running]).double()
         running = [0.0, *(space.reduce(totals) / loss_scale**2).tolist()]
@@ -89,9 +89,6 @@ class NormTracker:
 
     def history(self, space: GradientSpace, ranks: Ranks) -> torch.Tensor | None:
         """Squared norm per parameter of the remembered steps: float64 (steps, num_params); None without any."""
-        if not self._is_on_everywhere(ranks, len(self._history) > 1):
+        if not ranks.all(self.is_on and len(self._history) > 1):
             return None
         return space.reduce(torch.stack(list(self._history)).double())
-
-    def _is_on_everywhere(self, ranks: Ranks, is_here: bool) -> bool:
-        return ranks.all(self.is_on and is_here)

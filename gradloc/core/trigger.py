@@ -24,12 +24,38 @@ from typing import Any
 
 from .history import History
 
-__all__ = ["History", "StepPolicy", "Spike", "fixed_threshold", "spike_kind"]
+__all__ = ["History", "Place", "StepPolicy", "Spike", "fixed_threshold", "spike_kind"]
 
 
 def fixed_threshold(tau: float, num_tokens: int) -> float:
     """The published threshold on the mini-batch's gradient norm; inf for a mini-batch without response tokens."""
     return tau / math.sqrt(num_tokens) if num_tokens > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in training an event happened."""
+
+    global_step: int
+    epoch: int
+    mini_batch: int
+    num_mini_batches: int
+    history: dict[str, Any]
+    """What the adaptive threshold was made of."""
+    stage: str | None = None
+    """Which of Lopti's two updates of the step; None for the only one."""
+
+
+@dataclass(frozen=True)
+class Spike:
+    """Why a mini-batch is looked into, in numbers."""
+
+    kind: str
+    """``fixed``, ``adaptive``, ``non_finite`` or ``forced``."""
+    grad_norm: float
+    threshold: float | None
+    tau: float | None
+    num_tokens: int
 
 
 @dataclass
@@ -57,17 +83,24 @@ class StepPolicy:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def place(self, number: int) -> Place:
+        """Where the optimizer step of this number is, counted over epochs and mini-batches from 0."""
+        epoch, mini_batch = divmod(number, len(self.num_tokens))
+        return Place(self.global_step, epoch, mini_batch, len(self.num_tokens), self.history, self.stage)
 
-@dataclass(frozen=True)
-class Spike:
-    """Why a mini-batch is looked into, in numbers."""
+    def spike(self, grad_norm: float, number: int) -> Spike | None:
+        """Why the optimizer step of this number is to be looked into, None if it is not.
 
-    kind: str
-    """``fixed``, ``adaptive``, ``non_finite`` or ``forced``."""
-    grad_norm: float
-    threshold: float | None
-    tau: float | None
-    num_tokens: int
+        Args:
+            grad_norm: before clipping; may be NaN or inf.
+            number: counted over epochs and mini-batches from 0.
+        """
+        mini_batch = number % len(self.num_tokens)
+        threshold, tau, num_tokens = self.thresholds[mini_batch], self.tau[mini_batch], self.num_tokens[mini_batch]
+        kind = spike_kind(grad_norm, threshold, self.kind)
+        if kind is not None:
+            return Spike(kind, grad_norm, threshold, tau, num_tokens)
+        return Spike("forced", grad_norm, None, None, num_tokens) if self.force and number == 0 else None
 
 
 def spike_kind(grad_norm: float, threshold: float | None, kind: str) -> str | None:

@@ -14,37 +14,22 @@
 """What the ranks know of an event, gathered into plain numbers on every rank. The driver completes and writes it."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..core.ranks import Ranks
 from ..core.selection import Token, mask_without
-from ..core.trigger import Spike
+from ..core.trigger import Place, Spike
 from ..search.find import Finding
 from ..search.share import ShareMap
 from ..search.task import Culprit, PathEntry
 from .layers import kind_of, layer_of, norms_by
 
-__all__ = ["Place", "raw_event"]
+__all__ = ["raw_event"]
 
 _NOTABLE_SHARE = 0.05  # of the spike: sequences from here on are kept token by token
 _MAX_SEQUENCES = 8
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where in training the event happened."""
-
-    global_step: int
-    epoch: int
-    mini_batch: int
-    num_mini_batches: int
-    history: dict[str, Any]
-    """What the adaptive threshold was made of."""
-    stage: str | None = None
-    """Which of Lopti's two updates of the step; None for the only one."""
 
 
 def raw_event(

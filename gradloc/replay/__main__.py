@@ -19,6 +19,7 @@ a backward of its own. Exit code 0: the same culprits; 1: different ones; 2: it 
 """
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -55,6 +56,8 @@ __all__ = ["main", "replay"]
 
 _BUDGET = 128  # probes, where neither the bundle nor the person says
 _MAX_CULPRITS = 8
+_ADAPTER = "..verl_actor.rebuild"
+"""What rebuilds the trainer's step from a bundle."""
 
 
 class _Progress:
@@ -100,19 +103,14 @@ def replay(
     bundle = read_bundle(bundle_path)
     expected = named_by_event(bundle)
     strategy, budget, max_culprits = _settings(bundle, strategy, budget)
-    from ..verl_actor.rebuild import (  # verl's workers take seconds to import
-        ReplayStep,
-        build_actor,
-        deal,
-        start_processes,
-    )
-
-    start_processes()
-    actor = build_actor(bundle, model_path)
+    # by name: this room knows no adapter, and verl's workers take seconds to import
+    adapter = importlib.import_module(_ADAPTER, __package__)
+    adapter.start_processes()
+    actor = adapter.build_actor(bundle, model_path)
     ranks = Ranks(device=torch.device(actor.device_name))
     progress = _Progress(ranks.is_first)
-    places = deal(bundle, ranks.size)
-    step = ReplayStep(actor, bundle, places[ranks.rank], progress.tick)
+    places = adapter.deal(bundle, ranks.size)
+    step = adapter.ReplayStep(actor, bundle, places[ranks.rank], progress.tick)
     space = GradientSpace(actor.actor_module)
     difference = weights_difference(bundle, space, model_path)
     with progress.phase("gradient", total=step.num_micro_batches):
@@ -120,7 +118,7 @@ def replay(
     log_probs = largest_log_prob_change(step, ranks, bundle)
     spike = bundle.spike(space.norm())
     with progress.phase("search"):
-        finding = localize(step, space, ranks, spike, 1.0, strategy, budget, max_culprits)
+        finding = localize(step, space, ranks, spike, 1.0, strategy=strategy, budget=budget, max_culprits=max_culprits)
     found = named_by_replay(finding, bundle, places)
     record = {
         "schema_version": SCHEMA_VERSION,

@@ -23,6 +23,7 @@ from ..core.certificate import Certificate, certify
 from ..core.gradients import GradientSpace
 from ..core.probe import Prober, RngState, TrainingStep
 from ..core.ranks import Ranks
+from ..core.selection import Token
 from ..core.trigger import Spike
 from .auto import auto, share
 from .bisect import bisect
@@ -50,6 +51,11 @@ class Finding:
     num_backwards: int
     seconds: float
 
+    @property
+    def tokens(self) -> list[Token]:
+        """All tokens of all culprits."""
+        return self.result.tokens
+
 
 def localize(
     step: TrainingStep,
@@ -57,10 +63,11 @@ def localize(
     ranks: Ranks,
     spike: Spike,
     clip_scale: float,
-    strategy: str,
-    budget: int,
-    max_culprits: int,
     increments: list[float] | None = None,
+    *,
+    strategy: str = "auto",
+    budget: int = 128,
+    max_culprits: int = 8,
 ) -> Finding:
     """Find and certify the culprits of the gradient that is in ``.grad``.
 
@@ -70,10 +77,10 @@ def localize(
         ranks: the data-parallel ranks, all of which must call this together.
         spike: why, and the thresholds.
         clip_scale: the factor verl's clipping applied; in (0, 1].
+        increments: estimate of each micro-batch's own gradient norm, where that was tracked.
         strategy: one of ``STRATEGIES``.
         budget: largest number of probes of the search; the certificate is not counted.
         max_culprits: stop after this many.
-        increments: estimate of each micro-batch's own gradient norm, where that was tracked.
     """
     started = time.perf_counter()
     rng = RngState(space.params[0].device)

@@ -18,22 +18,7 @@ layer's gradient by its own history, ``skip_step`` takes no step that is far off
 three. ``stabilizer`` is what verl's actor calls.
 """
 
-from typing import Any
-
-__all__ = ["STABILIZER_KEY", "build_stabilizer"]
+__all__ = ["STABILIZER_KEY"]
 
 STABILIZER_KEY = "gradloc_stabilizer"
 """Under this key the statistics travel: to the actor in meta_info, back among the first rank's metrics."""
-
-
-def build_stabilizer(actor: Any) -> Any | None:
-    """The :class:`~.stabilizer.Stabilizer` of verl's ``DataParallelPPOActor``.
-
-    Returns:
-        None for a reference policy and while nothing of ``actor.gradloc.stabilize`` is on.
-    """
-    if actor.actor_optimizer is None or not actor.config.gradloc.stabilize.is_on:
-        return None
-    from .stabilizer import Stabilizer  # verl's config imports this package, and it imports verl
-
-    return Stabilizer(actor)

@@ -36,12 +36,15 @@ class _Prepared(Exception):
 
 
 class _Stop:
-    """Stands where the copy's analysis stands: filters as the original does, and ends the loop."""
+    """Stands where the copy's hook stands: does what the original does, up to the analysis, and ends the loop there."""
 
-    def __init__(self, analysis: Any):
-        self.filter = analysis.filter
+    def __init__(self, hook: Any):
+        self._hook = hook
 
-    def run(self, trainer: Any, batch: Any, metrics: dict, timing_raw: dict) -> bool:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._hook, name)
+
+    def analyze(self, trainer: Any, batch: Any, metrics: dict, timing_raw: dict) -> bool:
         raise _Prepared(batch)
 
 
@@ -84,10 +87,10 @@ def _twin(trainer: Any, batch: Any, group_size: int) -> Any:
         OmegaConf.update(twin.config, "global_profiler.steps", None)
     twin.train_dataloader = [batch]
     twin.val_reward_fn = None
-    twin.analysis = _Stop(trainer.analysis)
+    twin.gradloc = _Stop(trainer.gradloc)
     if hasattr(trainer, "kl_ctrl_in_reward"):
         twin.kl_ctrl_in_reward = copy.deepcopy(trainer.kl_ctrl_in_reward)
     # fit() counts from what the checkpoint says to the step that comes after it
     twin._load_checkpoint = lambda: setattr(twin, "global_steps", trainer.global_steps - 1)
-    twin._update_critic = lambda prepared: twin.analysis.run(twin, prepared, {}, {})
+    twin._update_critic = lambda prepared: twin.gradloc.analyze(twin, prepared, {}, {})
     return twin

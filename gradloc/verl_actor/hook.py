@@ -11,261 +11,226 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""What verl's actor calls, at its seams.
+"""What verl's actor calls: one object, one method per moment of an update.
 
-The hook rides along in every update: it keeps each micro-batch's log-probs, hooks their coefficients, notes the random
-state and local norms, all without communication. When a norm breaks the policy that the driver sent, it replays parts
-of the step through verl's own loss to find the tokens, does what the configuration asks, and hands the driver a raw
-event. A failure in here is logged, counted and steps aside, on all ranks together.
+Behind it are the parts that the configuration switches on: the localizer and the stabilizers. With none of them, the
+hook does nothing and changes nothing. A stage of Lopti's, which the trainer decides on, it recognizes by the batch.
 """
 
 import logging
 import math
 import os
-from typing import Any, Optional
+from functools import partial
+from typing import Any
 
 import torch
+
 from verl.utils.device import get_device_id
 
-from ..core.actions import decide
 from ..core.gradients import GradientSpace
-from ..core.memory import check_memory
-from ..core.probe import Prober, RngState
-from ..core.ranks import LostRank, Ranks
-from ..core.tracker import NormTracker
-from ..core.trigger import Spike, StepPolicy, spike_kind
+from ..core.localizer import Localizer, Looked
+from ..core.ranks import Ranks
+from ..core.trigger import StepPolicy
 from ..evidence.fingerprint import fingerprint
-from ..evidence.gather import Place, raw_event
+from ..evidence.gather import raw_event
 from ..evidence.store import EventStore
-from ..search.find import Finding, localize
+from ..reweighting import STAGE_MASK_KEY
+from ..search.find import localize
 from ..stabilize import STABILIZER_KEY
-from .step import ROW_KEY, ActorStep
+from ..stabilize.stabilizer import Stabilizer
+from .keys import EVENTS_KEY, POLICY_KEY, ROW_KEY
+from .step import ActorStep
 
-__all__ = ["EVENTS_KEY", "POLICY_KEY", "ROW_KEY", "ActorHook", "ActorStep", "build_hook", "pop_events"]
+__all__ = ["ActorHook", "build_hook", "pop_events"]
 
-logger = logging.getLogger(__file__)
+logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
-POLICY_KEY = "gradloc"
-EVENTS_KEY = "gradloc_events"
-_MAX_FAILURES = 3
+
+def build_hook(actor: Any) -> "ActorHook":
+    """The hook of verl's ``DataParallelPPOActor``; it does nothing for a reference policy and while all is off."""
+    hook = ActorHook(actor)
+    if actor.actor_optimizer is None:
+        return hook
+    config = actor.config
+    if config.gradloc.stabilize.is_on:
+        hook.stabilizer = Stabilizer(actor)
+    if config.get("spike_detection", False):
+        search = partial(
+            localize,
+            strategy=config.gradloc.search.strategy,
+            budget=config.bisect_budget_steps,
+            max_culprits=config.gradloc.search.max_culprits,
+        )
+        hook.localizer = Localizer(
+            powers=_Powers(hook),
+            ranks=ranks_of(actor),
+            limits=config.gradloc.action,
+            search=search,
+            gather=partial(_gather, config=config),
+            layer_window=config.gradloc.search.layer_window,
+        )
+    return hook
 
 
-def build_hook(actor: Any) -> Optional["ActorHook"]:
-    """The actor's hook, or None: for a reference policy and while ``spike_detection`` is off."""
-    if actor.actor_optimizer is None or not actor.config.get("spike_detection", False):
-        return None
-    return ActorHook(actor)
+def ranks_of(actor: Any) -> Ranks:
+    """The data-parallel ranks of verl's actor."""
+    device = get_device_id() if actor.device_name != "cpu" else "cpu"
+    return Ranks(device=device, replicas=actor.ulysses_sequence_parallel_size)
 
 
 def pop_events(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Take what is no metric out of an update's metrics, as meta info of its own: the raw events and the stabilizers'
+    """Take what is no metric out of an update's metrics, as meta info of its own: the events and the stabilizers'
     statistics. Only rank 0 has any."""
     return {key: metrics.pop(key) for key in (EVENTS_KEY, STABILIZER_KEY) if key in metrics}
 
 
 class ActorHook:
-    """Watches the actor's updates and localizes the spikes that the driver's policy asks for."""
+    """What verl's actor calls, in the order of the methods.
+
+    Args:
+        actor: verl's ``DataParallelPPOActor``.
+    """
 
     def __init__(self, actor: Any):
         self.actor = actor
-        self.config = actor.config.gradloc
-        device = get_device_id() if actor.device_name != "cpu" else "cpu"
-        self.ranks = Ranks(device=device, replicas=actor.ulysses_sequence_parallel_size)
-        self._tracker = NormTracker(self.config.search.layer_window)
-        self._policy: StepPolicy | None = None
-        self._space: GradientSpace | None = None
+        self.localizer: Localizer | None = None
+        self.stabilizer: Stabilizer | None = None
+        self.is_stage = False
+        """Whether this update is one of Lopti's two stages."""
         self._step: ActorStep | None = None
-        self._position = (0, 0)
-        self._norms: list[float] = []
-        self._events: list[dict[str, Any]] = []
-        self._num_looked_into = 0
-        self._num_failures = 0
-
-    # ---- the seams, in the order in which update_policy calls them
+        self._micro_batch = 0
 
     def begin_update(self, data: Any) -> list[str]:
-        """Take the step's policy; returns the batch keys that the actor must carry along."""
-        policy = data.meta_info.get(POLICY_KEY)
-        self._policy = None if policy is None else StepPolicy(**policy)
-        self._space = GradientSpace(self.actor.actor_module)
-        self._events, self._norms, self._num_looked_into = [], [], 0
-        self._tracker.begin_update()
-        return [ROW_KEY] if ROW_KEY in data.batch.keys() else []
+        """Take what the driver sent with verl's DataProto; returns the batch keys that the actor must carry along."""
+        self.is_stage = STAGE_MASK_KEY in data.batch.keys()
+        if self.stabilizer is not None:
+            self.stabilizer.begin_update(data)
+        if self.localizer is not None:
+            policy = data.meta_info.get(POLICY_KEY)
+            policy = None if policy is None else StepPolicy(**policy)
+            self.localizer.begin_update(policy, GradientSpace(self.actor.actor_module))
+        return [key for key in (STAGE_MASK_KEY, ROW_KEY) if key in data.batch.keys()]
 
-    def begin_mini_batch(
-        self, epoch: int, mini_batch: int, micro_batches: list, temperature: float, on_policy: bool
-    ) -> None:
-        self._position = (epoch, mini_batch)
-        self._step = ActorStep(self.actor, micro_batches, temperature, on_policy, self.ranks.size)
-        self._tracker.begin_mini_batch()
+    def begin_mini_batch(self, micro_batches: list, temperature: float, on_policy: bool) -> None:
+        """Before the first micro-batch of an optimizer step."""
+        self._micro_batch = -1
+        if self.localizer is not None:
+            dp_size = self.localizer.ranks.size
+            self._step = ActorStep(self.actor, micro_batches, temperature, on_policy, dp_size)
+            self.localizer.begin_mini_batch(self._step)
 
-    def before_forward(self, micro_batch: int) -> None:
-        self._step.before_forward(micro_batch)
+    def before_forward(self) -> None:
+        """Before a micro-batch's forward."""
+        self._micro_batch += 1
+        if self._step is not None:
+            self._step.before_forward(self._micro_batch)
 
-    def after_forward(self, micro_batch: int, log_prob: torch.Tensor, entropy: torch.Tensor | None) -> None:
-        self._step.after_forward(micro_batch, log_prob, entropy)
+    def after_forward(self, log_prob: torch.Tensor, entropy: torch.Tensor | None) -> None:
+        """After it: (B, T) both."""
+        if self._step is not None:
+            self._step.after_forward(self._micro_batch, log_prob, entropy)
+
+    def token_weights(self, model_inputs, log_prob, given, metrics) -> torch.Tensor | None:
+        """The factors on the token losses: :meth:`~..stabilize.ratio_clip.TokenWeigher.token_weights`."""
+        if self.stabilizer is None:
+            return given
+        return self.stabilizer.token_weights(model_inputs, log_prob, given, metrics)
+
+    def in_stage(self, values: torch.Tensor, model_inputs: dict[str, Any]) -> torch.Tensor:
+        """Values (B, T), zero outside of Lopti's stage: no part in a term of the loss; denominators stay."""
+        return values * model_inputs[STAGE_MASK_KEY] if STAGE_MASK_KEY in model_inputs else values
 
     def after_backward(self) -> None:
-        self._tracker.after_backward(self._space)
+        """After a micro-batch's backward."""
+        if self.localizer is not None:
+            self.localizer.after_backward()
 
-    def before_step(self, grad_norm: torch.Tensor) -> torch.Tensor:
-        """Look into the step if it spikes.
+    def clip(self) -> torch.Tensor:
+        """Clip the gradient in ``.grad``; returns its norm before, a scalar.
 
-        Args:
-            grad_norm: scalar, before clipping; ``.grad`` holds the clipped gradient.
-
-        Returns:
-            The norm of the gradient that the step will take, before clipping: the same unless ``action.mode`` put
-            another gradient (or none) into ``.grad``.
+        With ``layer_clip`` nothing is clipped before localization has looked, and the norm is measured here instead.
         """
-        norm = float(grad_norm)
-        self._norms.append(norm)
-        spike = self._find_spike(norm)
-        if spike is not None:
-            self._num_looked_into += 1
-            grad_norm = self._look_into(spike, grad_norm)
-        self._tracker.after_mini_batch(is_spike=spike is not None or not math.isfinite(norm))
-        self._step = None
+        if self.stabilizer is not None and self.stabilizer.clips_layers:
+            return self.stabilizer.measure()
+        return self.actor._clip_grad_norm()
+
+    def before_step(self) -> torch.Tensor:
+        """Clip, look, and settle what the step takes; returns the norm before clipping, a scalar."""
+        grad_norm = self.clip()
+        if self.localizer is not None:
+            grad_norm = self.localizer.before_step(grad_norm)
+            self._step = None
+        if self.stabilizer is not None:
+            grad_norm = self.stabilizer.before_step(grad_norm)
         return grad_norm
 
     def end_update(self, metrics: dict[str, Any]) -> None:
-        """Add what every rank reports alike, and on the first process the raw events."""
-        self._tracker.end_update()
-        self._space = None
-        metrics["actor/grad_norm_max"] = [max(self._norms, key=lambda norm: math.inf if norm != norm else norm)]
-        metrics["gradloc/failures"] = [self._num_failures]
-        if self.ranks.is_first and self._events:
-            metrics[EVENTS_KEY] = self._events
+        """Add what every rank reports alike, and on the first process the events."""
+        if self.localizer is not None:
+            found = self.localizer
+            found.end_update()
+            metrics["actor/grad_norm_max"] = [max(found.norms, key=lambda norm: math.inf if norm != norm else norm)]
+            metrics["gradloc/failures"] = [found.num_failures]
+            if found.ranks.is_first and found.events:
+                metrics[EVENTS_KEY] = found.events
+        if self.stabilizer is not None:
+            self.stabilizer.end_update(metrics)
 
-    # ---- inside
 
-    def _find_spike(self, norm: float) -> Spike | None:
-        policy = self._policy
-        if policy is None or self._num_failures >= _MAX_FAILURES or self._num_looked_into >= policy.max_events:
+class _Powers:
+    """The actor's powers: see :class:`~..core.localizer.ActorPowers`."""
+
+    def __init__(self, hook: ActorHook):
+        self._hook = hook
+        self._actor = hook.actor
+
+    @property
+    def clip_limit(self) -> float:
+        stabilizer = self._hook.stabilizer
+        measures_only = stabilizer is not None and stabilizer.clips_layers
+        return math.inf if measures_only else self._actor.config.grad_clip
+
+    @property
+    def scales_loss(self) -> bool:
+        return self._actor.scaler is not None
+
+    def clip(self) -> torch.Tensor:
+        return self._hook.clip()
+
+    def save_weights(self, global_step: int) -> str | None:
+        """With verl's own checkpoint writer, up to ``evidence.max_gb``."""
+        evidence, ranks = self._actor.config.gradloc.evidence, self._hook.localizer.ranks
+        if evidence.checkpoint != "before_step":
             return None
-        epoch, mini_batch = self._position
-        threshold, tau = policy.thresholds[mini_batch], policy.tau[mini_batch]
-        num_tokens = policy.num_tokens[mini_batch]
-        kind = spike_kind(norm, threshold, policy.kind)
-        if kind == "non_finite" and self._is_overflow():
-            return None
-        if kind is not None:
-            return Spike(kind, norm, threshold, tau, num_tokens)
-        if policy.force and (epoch, mini_batch) == (0, 0):
-            return Spike("forced", norm, None, None, num_tokens)
-        return None
-
-    def _is_overflow(self) -> bool:
-        """Whether the fp16 scaler's scale alone made the norm non-finite: its everyday business, and no spike."""
-        if self.actor.scaler is None:
-            return False
-        step = self._step
-        is_finite = self.ranks.agree(lambda: all(step.has_finite_loss(i) for i in range(step.num_micro_batches)))
-        return self.ranks.all(is_finite)
-
-    def _look_into(self, spike: Spike, grad_norm: torch.Tensor) -> torch.Tensor:
-        """Localize and act; whatever goes wrong in a way that all ranks know of leaves the step as it was."""
-        try:
-            event, taken_norm = self._localize_and_act(spike)
-        except LostRank:
-            logger.critical(
-                "gradloc: this rank cannot go on in step with its peers; it ends now, so that nothing hangs until a "
-                "time-out. Switch spike_detection off to train without gradloc.",
-                exc_info=True,
-            )
-            logging.shutdown()
-            os._exit(1)
-        except Exception:
-            self._num_failures += 1
-            logger.exception(
-                "gradloc: looking into the spike at step %s failed (failure %d of %d before it switches itself off); "
-                "training goes on with the gradient it had",
-                self._policy.global_step,
-                self._num_failures,
-                _MAX_FAILURES,
-            )
-            return grad_norm
-        self._events.append(event)
-        return grad_norm if taken_norm is None else taken_norm
-
-    def _localize_and_act(self, spike: Spike) -> tuple[dict[str, Any], torch.Tensor | None]:
-        space, step, search = self._space, self._step, self.config.search
-        self.ranks.agree(lambda: check_memory(space))
-        # how torch and FSDP clip: the gradient in .grad is this times the true one
-        measures_only = self.actor.stabilizer is not None and self.actor.stabilizer.clips_layers
-        grad_clip = math.inf if measures_only else self.actor.config.grad_clip
-        clip_scale = min(1.0, grad_clip / (spike.grad_norm + 1e-6)) if math.isfinite(spike.grad_norm) else 1.0
-        finding = localize(
-            step,
-            space,
-            self.ranks,
-            spike,
-            clip_scale,
-            search.strategy,
-            self.actor.config.bisect_budget_steps,
-            search.max_culprits,
-            self._tracker.increments(space, self.ranks, step.loss_scale),
-        )
-        taken, reason = self._decide(spike, finding)
-        epoch, mini_batch = self._position
-        policy = self._policy
-        event = raw_event(
-            Place(policy.global_step, epoch, mini_batch, len(policy.num_tokens), policy.history, policy.stage),
-            spike,
-            finding,
-            step,
-            self.ranks,
-            space.names,
-            space.squares() / clip_scale**2,
-            self._tracker.history(space, self.ranks),
-            {"requested": self.config.action.mode, "taken": taken, "reason": reason},
-            self.actor.config.bisect_budget_steps,
-            keeps_all=self.config.evidence.bundle == "full",
-        )
-        event["fingerprint"] = fingerprint(space)
-        if self.config.evidence.checkpoint == "before_step":
-            event["checkpoint"] = self._save_weights(policy.global_step)
-        return event, self._act(taken, finding)
-
-    def _decide(self, spike: Spike, finding: Finding) -> tuple[str, str]:
-        action = self.config.action
-        overflowed = self.actor.scaler is not None and not math.isfinite(spike.grad_norm)
-        return decide(
-            action.mode,
-            finding.certificate,
-            finding.result.tokens,
-            spike.num_tokens,
-            action.max_masked_tokens,
-            action.max_masked_share,
-            is_rehearsal=spike.kind == "forced",
-            obstacle="the fp16 scaler has already found the gradient to overflow" if overflowed else None,
-        )
-
-    def _act(self, taken: str, finding: Finding) -> torch.Tensor | None:
-        """Put into ``.grad`` what the step is to take; returns its norm, None when that is unchanged."""
-        if taken == "observe":
-            return None
-        if taken == "mask":
-            rng = RngState(self._space.params[0].device)
-            Prober(self._step, self._space, self.ranks).compute_without(finding.result.tokens)
-            rng.restore()
-            return self.actor._clip_grad_norm()
-        # without gradients the optimizer skips every parameter: no moment, no weight decay, no step count
-        self._space.clear()
-        return torch.zeros((), device=self._space.params[0].device)
-
-    def _save_weights(self, global_step: int) -> str | None:
-        """Save the weights of the event with verl's own checkpoint writer; returns the folder, None past the cap."""
         from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
         contents = {"save_contents": ["model"], "load_contents": ["model"]}
-        manager = FSDPCheckpointManager(self.actor.actor_module, checkpoint_config=contents)
-        root = os.path.abspath(os.path.expanduser(self.actor.config.bisect_dump_dir))
-        size_gb = self.ranks.agree(lambda: EventStore(root).size_gb() if self.ranks.is_first else 0.0)
-        if self.ranks.max([size_gb])[0] >= self.config.evidence.max_gb:
+        manager = FSDPCheckpointManager(self._actor.actor_module, checkpoint_config=contents)
+        root = os.path.abspath(os.path.expanduser(self._actor.config.bisect_dump_dir))
+        size_gb = ranks.agree(lambda: EventStore(root).size_gb() if ranks.is_first else 0.0)
+        if ranks.max([size_gb])[0] >= evidence.max_gb:
             logger.warning("gradloc: %s holds gradloc.evidence.max_gb or more, so no weights are saved", root)
             return None
         folder = os.path.join(root, "weights", f"global_step_{global_step}", "actor")
         manager.save_checkpoint(folder, global_step=global_step)
         return folder
+
+
+def _gather(looked: Looked, config: Any) -> dict[str, Any]:
+    event = raw_event(
+        looked.place,
+        looked.spike,
+        looked.found,
+        looked.step,
+        looked.ranks,
+        looked.space.names,
+        looked.squares,
+        looked.history,
+        vars(looked.action),
+        config.bisect_budget_steps,
+        keeps_all=config.gradloc.evidence.bundle == "full",
+    )
+    event["fingerprint"] = fingerprint(looked.space)
+    event["checkpoint"] = looked.checkpoint
+    return event

@@ -27,9 +27,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import verl
 from omegaconf import OmegaConf
 from torch.distributed.tensor import DTensor
+
+import verl
 from verl import DataProto
 from verl.model_merger.base_model_merger import ModelMergerConfig
 from verl.model_merger.fsdp_model_merger import FSDPModelMerger
@@ -42,7 +43,8 @@ from ..core.gradients import GradientSpace
 from ..core.memory import free_bytes
 from ..replay.bundle import Bundle, Entry, ReplayError
 from ..stabilize.ratio_clip import TokenWeigher
-from .step import ROW_KEY, ActorStep
+from .keys import ROW_KEY
+from .step import ActorStep
 
 __all__ = ["ReplayStep", "build_actor", "deal", "start_processes"]
 
@@ -88,7 +90,8 @@ class ReplayActor(DataParallelPPOActor):
             super().__init__(config, module)
         if not config.use_dynamic_bsz:
             self.gradient_accumulation = config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu
-        self.stabilizer = TokenWeigher(config.gradloc.stabilize) if config.gradloc.stabilize.weighs_tokens else None
+        if config.gradloc.stabilize.weighs_tokens:  # the weights are part of the loss, other stabilizers are not
+            self.gradloc.stabilizer = TokenWeigher(config.gradloc.stabilize)
         self._processes_per_rank = dist.get_world_size() / dp_size
         self.watch: Callable | None = None
 
@@ -339,6 +342,7 @@ def _place(module: torch.nn.Module, config: Any, dtype: torch.dtype) -> torch.nn
         return module.to(get_device_id())
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
+
     from verl.utils.fsdp_utils import apply_fsdp2
 
     mesh = init_device_mesh(get_device_name(), (size,), mesh_dim_names=("fsdp",))

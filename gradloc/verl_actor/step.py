@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
 from verl.utils.device import get_device_id
 
 from ..core.probe import Recorded, RngState, let_through, record
+from .keys import ROW_KEY
 
-__all__ = ["ROW_KEY", "ActorStep", "precise_readout"]
-
-ROW_KEY = "gradloc_row"
+__all__ = ["ActorStep", "precise_readout"]
 
 
 class ActorStep:
@@ -92,7 +92,7 @@ class ActorStep:
         entropy, log_prob = self.actor._forward_for_loss(inputs, self.temperature)
         if selected is not None:
             log_prob, entropy = let_through(selected, log_prob), let_through(selected, entropy)
-        loss = self._loss(inputs, log_prob, entropy)
+        loss = self._loss(inputs, log_prob, entropy, {})
         scaler = self.actor.scaler
         (loss if scaler is None else scaler.scale(loss)).backward()
 
@@ -133,7 +133,7 @@ class ActorStep:
         data = self.micro_batches[micro_batch].to(get_device_id())
         return {**data.batch, **data.non_tensor_batch}
 
-    def _loss(self, inputs, log_prob, entropy, terms=None) -> torch.Tensor:
+    def _loss(self, inputs, log_prob, entropy, terms: dict) -> torch.Tensor:
         scratch = {"actor/pg_loss": 0.0, "actor/kl_loss": 0.0}
         return self.actor._micro_batch_loss(inputs, log_prob, entropy, self.on_policy, scratch, {}, terms)
 

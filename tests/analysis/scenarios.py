@@ -173,9 +173,8 @@ def dot_of_unlike_rows(dump_dir: str) -> dict[str, Any]:
 
 def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str, Any]:
     """Three real updates, with an analysis before each or none."""
-    from verl.gradloc.analysis.buckets.probe import analyze
-
     from tests.world.harness import make_trainer
+    from verl.gradloc.analysis.buckets.probe import analyze
 
     trainer = make_trainer(TERMS + overrides, dump_dir, dropout=0.1)
     norms, records = [], []

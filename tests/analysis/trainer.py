@@ -45,6 +45,7 @@ class StandIn:
 
     def __init__(self, overrides: list[str], dump_dir: str, error: Exception | None = None):
         from verl.gradloc.analysis.reporter import build_analysis
+        from verl.gradloc.verl_actor.trainer import TrainerHook
 
         made = make_trainer(overrides, dump_dir)
         self.config = made.config
@@ -53,6 +54,7 @@ class StandIn:
         self.global_steps = 1
         self.num_balanced = 0
         self.analysis = build_analysis(self)
+        self.gradloc = TrainerHook(analysis=self.analysis)
 
     def _get_dp_size(self, group: Any, role: str) -> int:
         return dist.get_world_size()
@@ -210,5 +212,5 @@ def _fit(owner: Any, seen: list) -> None:
         }
     )
     for batch in owner.train_dataloader:
-        owner.analysis.run(owner, batch, {}, {})
+        owner.gradloc.analyze(owner, batch, {}, {})
         raise AssertionError("the twin went on to learn")

@@ -9,9 +9,8 @@ torch = pytest.importorskip("torch")
 
 
 def test_a_step_with_torch_scalars_is_on_disk_at_once(verl, tmp_path, monkeypatch):
-    from verl.utils.tracking import FileLogger
-
     from experiments import metrics_file
+    from verl.utils.tracking import FileLogger
 
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
     metrics_file.install()

@@ -11,10 +11,11 @@ import tempfile
 import numpy as np
 import torch
 from omegaconf import OmegaConf
+
 from verl import DataProto
 from verl.gradloc.health import HealthConfig
 from verl.gradloc.health.monitor import Monitor, build_monitor
-from verl.gradloc.verl_actor.trainer_hook import TrainerHook
+from verl.gradloc.verl_actor.trainer import TrainerHook
 
 CALM = {"actor/grad_norm": 0.5, "actor/pg_loss": 0.01, "critic/score/mean": 0.4}
 

@@ -83,15 +83,17 @@ REFUSE = """
 import json, pathlib, sys
 from hydra import compose, initialize_config_dir
 import verl
-from verl.gradloc.verl_actor.trainer_hook import build_trainer_hook
+from types import SimpleNamespace
+from verl.gradloc.verl_actor.trainer import build_trainer_hook
 folder = str(pathlib.Path(verl.__file__).parent / "trainer" / "config")
 answers = []
 with initialize_config_dir(folder, version_base=None):
     for overrides in json.load(sys.stdin):
         size = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
         try:
-            hook = build_trainer_hook(compose("ppo_trainer", overrides=[size, *overrides]), None)
-            answers.append("nothing is on" if hook is None else "on")
+            config = compose("ppo_trainer", overrides=[size, *overrides])
+            hook = build_trainer_hook(SimpleNamespace(config=config, tokenizer=None, train_dataset=[]))
+            answers.append("on" if hook.alpha or hook.lopti else "nothing is on")
         except Exception as error:
             answers.append(f"{error} {error.__cause__ or ''}")
 print(json.dumps(answers))

@@ -15,24 +15,24 @@ FORCE = ["actor_rollout_ref.actor.gradloc.trigger.force_step=1"]
 
 @contextlib.contextmanager
 def instead_of_localizing(measure):
-    """Run ``measure`` where the hook would search, and collect what it returns."""
+    """Run ``measure`` where the localizer would search, and collect what it returns."""
+    from verl.gradloc.core.localizer import Localizer
     from verl.gradloc.core.probe import Prober
-    from verl.gradloc.verl_actor.hook import ActorHook
 
-    original, results = ActorHook._look_into, []
+    original, results = Localizer._look_into, []
 
     def look_into(hook, spike, grad_norm):
         saved = hook._space.take()
-        clip = min(1.0, hook.actor.config.grad_clip / (spike.grad_norm + 1e-6))
+        clip = min(1.0, hook.powers.clip_limit / (spike.grad_norm + 1e-6))
         results.append(measure(hook, saved, clip, Prober(hook._step, hook._space, hook.ranks), spike))
         hook._space.put(saved)
         return grad_norm
 
-    ActorHook._look_into = look_into
+    Localizer._look_into = look_into
     try:
         yield results
     finally:
-        ActorHook._look_into = original
+        Localizer._look_into = original
 
 
 def cover_error(overrides: list[str], dump_dir: str, noise: float = 0.3) -> dict[str, Any]:

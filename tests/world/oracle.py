@@ -29,7 +29,6 @@ def token_gradients(trainer: Any, model: torch.nn.Module, batch: Any) -> dict[tu
     plain = DataParallelPPOActor.__new__(DataParallelPPOActor)
     plain.__dict__.update(trainer.actor.__dict__)
     plain.actor_module = copy.deepcopy(model).train()
-    plain.gradloc = None
     plain.gradient_accumulation = config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu
     params = [param for param in plain.actor_module.parameters() if param.requires_grad]
     num_ranks = dist.get_world_size()
@@ -43,7 +42,7 @@ def token_gradients(trainer: Any, model: torch.nn.Module, batch: Any) -> dict[tu
             leaf = log_prob.detach().requires_grad_()
             entropy_leaf = None if entropy is None else entropy.detach().requires_grad_()
             scratch = {"actor/pg_loss": 0.0, "actor/kl_loss": 0.0}
-            loss = plain._micro_batch_loss(inputs, leaf, entropy_leaf, on_policy, scratch, {})
+            loss = plain._micro_batch_loss(inputs, leaf, entropy_leaf, on_policy, scratch, {}, {})
             loss.backward()
             for row, position in inputs["response_mask"].nonzero().tolist():
                 root = log_prob[row, position] * leaf.grad[row, position]

@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
 from verl.utils.device import get_device_id
 
 from ...core.gradients import Gradient, GradientSpace

@@ -24,6 +24,7 @@ Shapes: R rows on this rank, T response positions, S sampled tokens.
 from typing import Any
 
 import torch
+
 from verl.utils.device import get_device_id
 
 from ...core.gradients import Gradient, GradientSpace

@@ -51,11 +51,11 @@ def trial_step(actor: Any, space: GradientSpace, gradient: Gradient) -> Iterator
     """Context in which the actor's weights are those after a step with this gradient.
 
     Args:
-        actor: verl's actor; its ``stabilizer``, where it has one, is left out, for it would learn from the step.
+        actor: verl's actor. Stabilizers are left out, for they would learn from the step.
         space: the actor's parameters; ``.grad`` is scratch space and is left empty.
         gradient: local shards in host memory; a parameter without one is not updated.
     """
-    with MovedWeights(space, torch.float32) as weights, kept_optimizer(actor.actor_optimizer), _plain(actor):
+    with MovedWeights(space, torch.float32) as weights, kept_optimizer(actor.actor_optimizer):
         _fill(space, gradient)
         norm = float(actor._clip_grad_norm().detach())
         if math.isfinite(norm):
@@ -126,17 +126,3 @@ def _fill(space: GradientSpace, gradient: Gradient) -> None:
         if grad is not None:
             param.grad = torch.zeros_like(param)
             local_shard(param.grad).copy_(grad)
-
-
-@contextmanager
-def _plain(actor: Any) -> Iterator[None]:
-    """Without what learns from every step or clips in a way of its own."""
-    stabilizer = getattr(actor, "stabilizer", None)
-    if stabilizer is None:
-        yield
-        return
-    actor.stabilizer = None
-    try:
-        yield
-    finally:
-        actor.stabilizer = stabilizer

@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""The trainer's side of localization: the trigger's policy, and the writing of events.
+"""The driver's side of localization: the trigger's policy before an update, the writing of events after it.
 
 The driver process knows the step, the whole batch, the tokenizer and its own file system, which on a cluster is not
 the workers'. It sends each step's policy with the batch and writes what comes back. Whatever fails in here is logged
@@ -20,25 +20,21 @@ and counted; training goes on.
 
 import logging
 import os
-from typing import Any, Optional
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 
 from ..core.trigger import History, StepPolicy, fixed_threshold, spike_kind
-from ..evidence.complete import SCHEMA_VERSION, bundle_tensors, complete_event, complete_sequences
-from ..evidence.store import EventStore
-from ..evidence.trackers import announce, verdict_sentences
-from ..reweighting import STAGE_NAME_KEY
-from .hook import EVENTS_KEY, POLICY_KEY, ROW_KEY
-from .refusals import check_batch, check_run
+from .complete import SCHEMA_VERSION, bundle_tensors, complete_event, complete_sequences
+from .store import EventStore
+from .trackers import announce, verdict_sentences
 
-__all__ = ["AbortedBySpike", "Driver", "build_driver"]
+__all__ = ["AbortedBySpike", "Driver", "sequence_ids"]
 
-logger = logging.getLogger(__file__)
+logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
-SEQUENCE_KEY = "sequence_id"
 _TAKEN = ("mask", "skip", "abort")
 
 
@@ -46,40 +42,49 @@ class AbortedBySpike(RuntimeError):
     """The run was configured to stop at a gradient spike, and one came."""
 
 
-def build_driver(config: Any, tokenizer: Any) -> Optional["Driver"]:
-    """The trainer's driver of localization, or None while ``spike_detection`` is off.
-
-    Args:
-        config: the trainer's whole config.
-        tokenizer: decodes culprits.
-
-    Raises:
-        ValueError: one sentence, where localization is asked of workers that do not have it.
-    """
-    if not config.actor_rollout_ref.actor.get("spike_detection", False):
-        return None
-    check_run("spike_detection", config)
-    return Driver(config, tokenizer)
+def sequence_ids(uids: Sequence[str]) -> list[str]:
+    """``<uid>:<rollout index>`` for every row, while the rollouts of a prompt still stand side by side."""
+    seen: dict[str, int] = {}
+    names = []
+    for uid in uids:
+        seen[uid] = seen.get(uid, -1) + 1
+        names.append(f"{uid}:{seen[uid]}")
+    return names
 
 
 class Driver:
-    """Decides when to look, learns from every norm, and writes the events."""
+    """Decides when to look, learns from every norm, and writes the events.
 
-    def __init__(self, config: Any, tokenizer: Any):
-        from omegaconf import OmegaConf
-        from verl.utils.config import omega_conf_to_dataclass
+    Args:
+        settings: the block ``gradloc`` of the actor's config.
+        tau: the published per-token threshold; None for the adaptive rule.
+        dump_dir: where events go; made absolute.
+        sequences_per_mini_batch: rollouts, over all ranks.
+        tokenizer: decodes culprits; not used with ``evidence.text=off``.
+        trackers: ``trainer.logger``.
+        run: ``project`` and ``experiment``.
+        actor: the actor's whole config as plain data, for the bundle.
+    """
 
-        actor = config.actor_rollout_ref.actor
-        self.actor_config = OmegaConf.to_container(actor, resolve=True)
-        self.settings = omega_conf_to_dataclass(actor.gradloc)
-        self.tau = actor.grad_norm_threshold
-        self.tokenizer = tokenizer if self.settings.evidence.text == "on" else None
-        self.trackers = config.trainer.logger
-        self.sequences_per_mini_batch = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+    def __init__(
+        self,
+        settings: Any,
+        *,
+        tau: float | None,
+        dump_dir: str,
+        sequences_per_mini_batch: int,
+        tokenizer: Any,
+        trackers: Any,
+        run: dict[str, str],
+        actor: dict[str, Any],
+    ):
+        self.settings, self.tau = settings, tau
+        self.tokenizer = tokenizer if settings.evidence.text == "on" else None
+        self.trackers, self.run, self.actor_config = trackers, run, actor
+        self.sequences_per_mini_batch = sequences_per_mini_batch
+        self.store = EventStore(os.path.abspath(os.path.expanduser(dump_dir)))
         self._histories: dict[str, History] = {}
         self._stage = ""
-        self.store = EventStore(os.path.abspath(os.path.expanduser(actor.bisect_dump_dir)))
-        self.run = {"project": config.trainer.project_name, "experiment": config.trainer.experiment_name}
         self._num_events = 0
         self._num_failures = 0
         self._quiet_until = 0
@@ -91,26 +96,17 @@ class Driver:
         """What the present update is judged by. Lopti's two stages have norms of different size: one history each."""
         return self._history(self._stage)
 
-    def stamp(self, batch: Any) -> None:
-        """Name every sequence ``<uid>:<rollout index>`` while the rollouts of a prompt still stand side by side.
+    def before_update(self, response_mask: torch.Tensor, global_step: int, dp_size: int, stage: str = "") -> StepPolicy:
+        """The policy of the update that comes next.
 
-        Raises:
-            ValueError: one sentence, for inputs that localization does not know.
+        Args:
+            response_mask: (R, T), in the order in which the rows are dealt out to the ranks.
+            global_step: the trainer's.
+            dp_size: data-parallel ranks.
+            stage: which of Lopti's two updates this is; "" for the only one.
         """
-        check_batch("spike_detection", batch)
-        seen: dict[str, int] = {}
-        names = []
-        for uid in batch.non_tensor_batch["uid"]:
-            seen[uid] = seen.get(uid, -1) + 1
-            names.append(f"{uid}:{seen[uid]}")
-        batch.non_tensor_batch[SEQUENCE_KEY] = np.array(names, dtype=object)
-
-    def before_update(self, batch: Any, global_step: int, dp_size: int) -> None:
-        """Attach the step's policy and each row's number to the batch that goes to the actor."""
-        num_rows = len(batch)
-        self._stage = batch.meta_info.get(STAGE_NAME_KEY, "")
-        batch.batch[ROW_KEY] = torch.arange(num_rows)
-        num_tokens = self._tokens_per_mini_batch(batch.batch["response_mask"], dp_size)
+        self._stage = stage
+        num_tokens = self._tokens_per_mini_batch(response_mask, dp_size)
         trigger = self.settings.trigger
         if global_step != self._step:  # an update in stages calls this once for each
             self._step, self._num_in_step = global_step, 0
@@ -124,34 +120,38 @@ class Driver:
             tau=[self._tau(n) for n in num_tokens],
             max_events=0 if is_quiet else max(allowed, 0),
             force=trigger.force_step == global_step,
-            stage=self._stage or None,
+            stage=stage or None,
             history={} if self.tau is not None else self.history.summary(),
         )
-        batch.meta_info[POLICY_KEY] = self._policy.as_dict()
+        return self._policy
 
-    def after_update(self, batch: Any, actor_output: Any) -> None:
-        """Learn from the norms, write and announce the events, and add ``gradloc/*`` to the update's metrics.
+    def after_update(self, norms: list[float], raw_events: list[dict[str, Any]], batch: Any) -> dict[str, list[float]]:
+        """Learn from the norms, write and announce the events.
+
+        Args:
+            norms: of the update's optimizer steps, epochs x mini-batches, in order.
+            raw_events: what the ranks gathered.
+            batch: the whole batch, in the order in which it was dealt out.
+
+        Returns:
+            ``gradloc/*`` metrics.
 
         Raises:
             AbortedBySpike: when ``action.mode`` is abort and a spike came; the event is on disk.
         """
-        batch.meta_info.pop(POLICY_KEY, None)
-        batch.batch.pop(ROW_KEY, None)
-        raw_events = actor_output.meta_info.pop(EVENTS_KEY, [])
-        metrics = actor_output.meta_info["metrics"]
-        num_spikes = self._learn(metrics["actor/grad_norm"][0], raw_events)
+        num_spikes = self._learn(norms, raw_events)
         written = [event for event in (self._write(raw, batch) for raw in raw_events) if event is not None]
         announce(written, self.trackers, self._policy.global_step)
         self._num_in_step += len(raw_events)
         if raw_events:
             self._quiet_until = self._policy.global_step + 1 + self.settings.trigger.cooldown_steps
-        metrics.update(self._metrics(raw_events, num_spikes))
         if any(raw["action"]["taken"] == "abort" for raw in raw_events):
             said = written[-1]["verdict"] if written else "The event could not be written."
             raise AbortedBySpike(
                 f"gradloc stopped the run (actor_rollout_ref.actor.gradloc.action.mode=abort). {said} "
                 f"The step was not taken; the event is in {self.store.root}."
             )
+        return self._metrics(raw_events, num_spikes)
 
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the checkpoint: what the trigger has learned."""

@@ -11,59 +11,78 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""What verl's trainer calls, at its seams: each call goes on to the parts that are switched on.
+"""What verl's trainer calls: one object, one method per moment of a step; each goes on to the parts that are on.
 
-The parts: localization (:mod:`driver`), Advantage Reweighting and Lopti (:mod:`reweighting`), the stabilizers' memory
-(:mod:`stabilize`, which works in the actor) and the health monitor (:mod:`health`). Their states lie in one file beside
-each checkpoint.
+The parts: localization (:mod:`~..evidence.driver`), Advantage Reweighting and Lopti (:mod:`~..reweighting`), the
+stabilizers' memory (:mod:`~..stabilize`, which works in the actor), the health monitor (:mod:`~..health`), the gradient
+analyses and the rollout filter. Their states lie in one file beside each checkpoint.
 """
 
 import json
 import logging
 import os
-from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+
+from verl.utils.config import omega_conf_to_dataclass
+
+from ..analysis.reporter import Analysis, build_analysis
 from ..evidence.complete import SCHEMA_VERSION
-from ..health.monitor import build_monitor
-from ..reweighting import ADVANTAGES_BEFORE_KEY, Lopti, reweight
+from ..evidence.driver import Driver, sequence_ids
+from ..health.monitor import Monitor, build_monitor
+from ..reweighting import ADVANTAGES_BEFORE_KEY, STAGE_NAME_KEY, Lopti, reweight
 from ..stabilize import STABILIZER_KEY
-from .driver import Driver, build_driver
-from .refusals import check_run
+from .keys import EVENTS_KEY, POLICY_KEY, ROW_KEY, SEQUENCE_KEY
+from .refusals import check_batch, check_run
 
 __all__ = ["StabilizerMemory", "TrainerHook", "build_trainer_hook"]
 
-logger = logging.getLogger(__file__)
+logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 _STATE_FILE = "gradloc.json"
 
 
-def build_trainer_hook(config: Any, tokenizer: Any) -> Optional["TrainerHook"]:
-    """The trainer's hook, or None while nothing of it is switched on.
-
-    Args:
-        config: the trainer's whole config.
-        tokenizer: decodes culprits.
+def build_trainer_hook(trainer: Any) -> "TrainerHook":
+    """The hook of verl's ``RayPPOTrainer``, its data loaded; it does nothing while all is off.
 
     Raises:
         ValueError: one sentence, for a setting that is wrong or that these workers do not have.
     """
+    config = trainer.config
     alpha, lopti = _reweighting(config)
-    hook = TrainerHook(
-        spikes=build_driver(config, tokenizer),
+    return TrainerHook(
+        spikes=_driver(config, trainer.tokenizer),
         alpha=alpha,
         lopti=lopti,
         stabilizers=_stabilizers(config),
         monitor=build_monitor(config),
+        analysis=build_analysis(trainer),
     )
-    return hook if hook.is_on else None
+
+
+def _driver(config: Any, tokenizer: Any) -> Driver | None:
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if not actor.get("spike_detection", False):
+        return None
+    check_run("spike_detection", config)
+    return Driver(
+        omega_conf_to_dataclass(actor.gradloc),
+        tau=actor.grad_norm_threshold,
+        dump_dir=actor.bisect_dump_dir,
+        sequences_per_mini_batch=actor.ppo_mini_batch_size * rollout.n,
+        tokenizer=tokenizer,
+        trackers=config.trainer.logger,
+        run={"project": config.trainer.project_name, "experiment": config.trainer.experiment_name},
+        actor=OmegaConf.to_container(actor, resolve=True),
+    )
 
 
 def _reweighting(config: Any) -> tuple[float, Lopti | None]:
     """Advantage Reweighting's alpha and Lopti; a config without the blocks, of another trainer, has them off."""
-    from verl.utils.config import omega_conf_to_dataclass
-
     algorithm = config.algorithm
     if algorithm.get("lopti") is None or algorithm.get("advantage_reweighting") is None:
         return 0.0, None
@@ -76,7 +95,6 @@ def _reweighting(config: Any) -> tuple[float, Lopti | None]:
 def _stabilizers(config: Any) -> "StabilizerMemory | None":
     """The memory of the actor's stabilizers, None while all are off or in another trainer's config."""
     from omegaconf import OmegaConf
-    from verl.utils.config import omega_conf_to_dataclass
 
     block = OmegaConf.select(config.actor_rollout_ref.actor, "gradloc.stabilize")
     settings = None if block is None else omega_conf_to_dataclass(block)
@@ -116,7 +134,7 @@ class StabilizerMemory:
 
 
 class TrainerHook:
-    """The parts that are on, behind the calls that the trainer's seams make.
+    """The parts that are on, behind the calls that verl's trainer makes.
 
     Args:
         spikes: localization.
@@ -124,6 +142,7 @@ class TrainerHook:
         lopti: the update in two stages.
         stabilizers: memory of the actor's stabilizers.
         monitor: the health monitor.
+        analysis: the gradient analyses and the rollout filter.
     """
 
     def __init__(
@@ -132,26 +151,37 @@ class TrainerHook:
         alpha: float = 0.0,
         lopti: Lopti | None = None,
         stabilizers: StabilizerMemory | None = None,
-        monitor: Any = None,
+        monitor: Monitor | None = None,
+        analysis: Analysis | None = None,
     ):
         self.spikes, self.alpha, self.lopti = spikes, alpha, lopti
-        self.stabilizers, self.monitor = stabilizers, monitor
+        self.stabilizers, self.monitor, self.analysis = stabilizers, monitor, analysis
         self._checkpoint: str | None = None
 
     @property
-    def is_on(self) -> bool:
-        return self.alpha > 0 or any(part is not None for part in (*self._stateful.values(), self.lopti))
-
-    @property
     def _stateful(self) -> dict[str, Any]:
-        return {"spikes": self.spikes, "stabilizers": self.stabilizers, "health": self.monitor}
+        """The parts that remember something, by their name in the state file."""
+        parts = {"spikes": self.spikes, "stabilizers": self.stabilizers, "health": self.monitor}
+        return {name: part for name, part in parts.items() if part is not None}
 
-    # ---- the seams, in the order in which the trainer calls them
+    # ---- the moments of a step, in order
 
     def stamp(self, batch: Any) -> None:
-        """While the rollouts of a prompt still stand side by side: name every sequence."""
-        if self.spikes is not None:
-            self.spikes.stamp(batch)
+        """While the rollouts of a prompt still stand side by side: name every sequence of verl's DataProto.
+
+        Raises:
+            ValueError: one sentence, for inputs that localization does not know.
+        """
+        if self.spikes is None:
+            return
+        check_batch("spike_detection", batch)
+        batch.non_tensor_batch[SEQUENCE_KEY] = np.array(sequence_ids(batch.non_tensor_batch["uid"]), dtype=object)
+
+    def filter(self, trainer: Any, batch: Any, rewards: torch.Tensor, extras: dict[str, Any], metrics: dict) -> tuple:
+        """Once rewards are known: the rows to train on, see :class:`~..rollout_filter.filter.RolloutFilter`."""
+        if self.analysis is None:
+            return batch, rewards, extras
+        return self.analysis.filter(trainer, batch, rewards, extras, metrics)
 
     def after_advantages(self, batch: Any, metrics: dict[str, Any]) -> None:
         """Right after the estimator: reweight the advantages; the batch keeps the old ones, too."""
@@ -164,30 +194,23 @@ class TrainerHook:
         total = before[mask].abs().sum()
         metrics["advantage_reweighting/kept_share"] = float(after[mask].abs().sum() / total) if total > 0 else 1.0
 
-    def update(self, update_actor: Callable[[Any], Any], batch: Any, global_step: int, dp_size: int) -> Any:
+    def analyze(self, trainer: Any, batch: Any, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
+        """Just before the actor's update: the gradient analyses; returns whether the run is to end here."""
+        return self.analysis is not None and self.analysis.run(trainer, batch, metrics, timing_raw)
+
+    def update(self, trainer: Any, batch: Any) -> Any:
         """The actor's update: once, or in Lopti's two stages.
 
         Args:
-            update_actor: the worker group's method.
+            trainer: verl's trainer.
             batch: verl's DataProto, in the order in which it is dispatched.
-            global_step: the trainer's.
-            dp_size: data-parallel ranks.
 
         Returns:
             The update's output, verl's DataProto with ``metrics``.
         """
 
         def update_once(batch: Any) -> Any:
-            if self.spikes is not None:
-                self.spikes.before_update(batch, global_step, dp_size)
-            if self.stabilizers is not None:
-                self.stabilizers.before_update(batch)
-            output = update_actor(batch)
-            if self.stabilizers is not None:
-                self.stabilizers.after_update(batch, output)
-            if self.spikes is not None:
-                self.spikes.after_update(batch, output)
-            return output
+            return self._update_once(trainer, batch)
 
         return update_once(batch) if self.lopti is None else self.lopti.update(update_once, batch)
 
@@ -201,7 +224,9 @@ class TrainerHook:
 
     def save(self, global_step_folder: str) -> None:
         """Put the parts' states beside a checkpoint."""
-        state = {name: part.state() for name, part in self._stateful.items() if part is not None}
+        state = {name: part.state() for name, part in self._stateful.items()}
+        if not state:
+            return
         path = os.path.join(global_step_folder, _STATE_FILE)
         try:
             with open(f"{path}.partial", "w", encoding="utf-8") as file:
@@ -214,7 +239,7 @@ class TrainerHook:
     def load(self, global_step_folder: str) -> None:
         """Take the states back from a checkpoint; a part that it does not hold, or not as ours, starts anew."""
         path = os.path.join(global_step_folder, _STATE_FILE)
-        if not os.path.exists(path):
+        if not self._stateful or not os.path.exists(path):
             return
         try:
             with open(path, encoding="utf-8") as file:
@@ -223,9 +248,31 @@ class TrainerHook:
             logger.exception("gradloc: %s could not be read; what it remembered is learned anew", path)
             return
         for name, part in self._stateful.items():
-            if part is None or name not in found:
+            if name not in found:
                 continue
             try:
                 part.load_state(found[name])
             except (ValueError, KeyError, TypeError, AttributeError):
                 logger.exception("gradloc: the state of %s in %s is not ours; it starts anew", name, path)
+
+    # ---- inside
+
+    def _update_once(self, trainer: Any, batch: Any) -> Any:
+        if self.spikes is not None:
+            dp_size = trainer._get_dp_size(trainer.actor_rollout_wg, "actor")
+            stage = batch.meta_info.get(STAGE_NAME_KEY, "")
+            policy = self.spikes.before_update(batch.batch["response_mask"], trainer.global_steps, dp_size, stage)
+            batch.batch[ROW_KEY] = torch.arange(len(batch))
+            batch.meta_info[POLICY_KEY] = policy.as_dict()
+        if self.stabilizers is not None:
+            self.stabilizers.before_update(batch)
+        output = trainer.actor_rollout_wg.update_actor(batch)
+        if self.stabilizers is not None:
+            self.stabilizers.after_update(batch, output)
+        if self.spikes is not None:
+            batch.meta_info.pop(POLICY_KEY, None)
+            batch.batch.pop(ROW_KEY, None)
+            metrics = output.meta_info["metrics"]
+            events = output.meta_info.pop(EVENTS_KEY, [])
+            metrics.update(self.spikes.after_update(metrics["actor/grad_norm"][0], events, batch))
+        return output

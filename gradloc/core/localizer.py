@@ -1,0 +1,253 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""One spike, from the norm that broke the policy to the gradient that the step takes: look, decide, gather, act.
+
+The localizer rides along in every update: it keeps each micro-batch's log-probs and the coefficients that the backward
+puts on them, notes the random state and local norms, all without communication. When a norm breaks the policy that the
+driver sent, it searches for the tokens, decides what to do, gathers the event, and puts into ``.grad`` what the step is
+to take. What it needs of the trainer are two protocols: a step that can be replayed (:class:`~.probe.TrainingStep`)
+and the actor's few powers. A failure in here is logged, counted and steps aside, on all ranks together.
+"""
+
+import logging
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from .actions import Action, ActionLimits, decide
+from .certificate import Certificate
+from .gradients import GradientSpace
+from .memory import check_memory
+from .probe import Prober, RngState, TrainingStep
+from .ranks import LostRank, Ranks
+from .selection import Token
+from .tracker import NormTracker
+from .trigger import Place, Spike, StepPolicy
+
+__all__ = ["ActorPowers", "Found", "Localizer", "Looked"]
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+_MAX_FAILURES = 3
+
+
+class ActorPowers(Protocol):
+    """What the localizer may ask of the trainer's actor, beside replaying its step."""
+
+    clip_limit: float
+    """The norm that the gradient in ``.grad`` has been clipped to when a step is looked into; inf: not clipped yet."""
+    scales_loss: bool
+    """Whether the loss is scaled (fp16), so that a norm may overflow by the scale alone."""
+
+    def clip(self) -> torch.Tensor:
+        """Clip the gradient in ``.grad`` as training does; returns its norm before that, a scalar."""
+
+    def save_weights(self, global_step: int) -> str | None:
+        """Save the weights that the event happened at; returns the folder, None where none are to be saved."""
+
+
+class Found(Protocol):
+    """What a search returns, as far as the localizer reads it."""
+
+    certificate: Certificate
+    tokens: list[Token]
+    """All tokens of all culprits."""
+
+
+@dataclass(frozen=True)
+class Looked:
+    """Everything that is known of one spike when its event is gathered; the same on every rank but for the shards."""
+
+    place: Place
+    spike: Spike
+    found: Found
+    step: TrainingStep
+    space: GradientSpace
+    ranks: Ranks
+    squares: torch.Tensor
+    """The spike's squared norm per parameter, before clipping: float64 (num_params,)."""
+    history: torch.Tensor | None
+    """The same of earlier steps: float64 (steps, num_params); None when it was not tracked."""
+    action: Action
+    checkpoint: str | None
+    """Where the weights were saved."""
+
+
+Search = Callable[[TrainingStep, GradientSpace, Ranks, Spike, float, list[float] | None], Found]
+"""Finds and certifies culprits: step, space, ranks, spike, clip_scale, increments; see ``search.find.localize``."""
+
+
+class Localizer:
+    """Watches an actor's updates and looks into the spikes that the driver's policy names.
+
+    Args:
+        powers: the actor's.
+        ranks: the data-parallel ranks.
+        limits: what may be done to a step that spiked.
+        search: finds and certifies culprits.
+        gather: turns what is known into an event; all ranks call it together.
+        layer_window: optimizer steps whose norm per parameter is remembered; 0 for none.
+    """
+
+    def __init__(
+        self,
+        powers: ActorPowers,
+        ranks: Ranks,
+        limits: ActionLimits,
+        search: Search,
+        gather: Callable[[Looked], Any],
+        layer_window: int = 0,
+    ):
+        self.powers, self.ranks, self.limits = powers, ranks, limits
+        self._search, self._gather = search, gather
+        self._tracker = NormTracker(layer_window)
+        self._policy: StepPolicy | None = None
+        self._space: GradientSpace | None = None
+        self._step: TrainingStep | None = None
+        self._num_mini_batches = 0
+        self._num_looked_into = 0
+        self.norms: list[float] = []
+        """Of the present update, before clipping: epochs x mini-batches, in order."""
+        self.events: list[Any] = []
+        """Of the present update."""
+        self.num_failures = 0
+
+    # ---- the moments of an update, in order
+
+    def begin_update(self, policy: StepPolicy | None, space: GradientSpace) -> None:
+        """Take the step's policy; None: nothing is looked into."""
+        self._policy, self._space = policy, space
+        self.norms, self.events, self._num_looked_into = [], [], 0
+        self._tracker.begin_update()
+
+    def begin_mini_batch(self, step: TrainingStep) -> None:
+        """Ride along with a step; its micro-batches run next, each forward and backward once."""
+        self._step = step
+        self._tracker.begin_mini_batch()
+
+    def after_backward(self) -> None:
+        """Note the norms of what ``.grad`` has accumulated so far."""
+        self._tracker.after_backward(self._space)
+
+    def before_step(self, grad_norm: torch.Tensor) -> torch.Tensor:
+        """Look into the step if it spikes.
+
+        Args:
+            grad_norm: scalar, before clipping; ``.grad`` holds the gradient, clipped to the actor's ``clip_limit``.
+
+        Returns:
+            The norm of the gradient that the step will take, before clipping: the same unless the action put another
+            gradient (or none) into ``.grad``.
+        """
+        norm = float(grad_norm)
+        self.norms.append(norm)
+        spike = self._find_spike(norm)
+        if spike is not None:
+            self._num_looked_into += 1
+            grad_norm = self._look_into(spike, grad_norm)
+        self._tracker.after_mini_batch(is_spike=spike is not None or not math.isfinite(norm))
+        self._step = None
+        return grad_norm
+
+    def end_update(self) -> None:
+        """Let go of the update's parameters; ``norms`` and ``events`` stay until the next."""
+        self._tracker.end_update()
+        self._space = None
+
+    # ---- inside
+
+    def _find_spike(self, norm: float) -> Spike | None:
+        policy = self._policy
+        if policy is None or self.num_failures >= _MAX_FAILURES or self._num_looked_into >= policy.max_events:
+            return None
+        spike = policy.spike(norm, len(self.norms) - 1)
+        return None if spike is not None and spike.kind == "non_finite" and self._is_overflow() else spike
+
+    def _is_overflow(self) -> bool:
+        """Whether the fp16 scaler's scale alone made the norm non-finite: its everyday business, and no spike."""
+        if not self.powers.scales_loss:
+            return False
+        step = self._step
+        is_finite = self.ranks.agree(lambda: all(step.has_finite_loss(i) for i in range(step.num_micro_batches)))
+        return self.ranks.all(is_finite)
+
+    def _look_into(self, spike: Spike, grad_norm: torch.Tensor) -> torch.Tensor:
+        """Localize and act; whatever goes wrong in a way that all ranks know of leaves the step as it was."""
+        try:
+            event, taken_norm = self._localize_and_act(spike)
+        except LostRank:
+            logger.critical(
+                "gradloc: this rank cannot go on in step with its peers; it ends now, so that nothing hangs until a "
+                "time-out. Switch spike_detection off to train without gradloc.",
+                exc_info=True,
+            )
+            logging.shutdown()
+            os._exit(1)
+        except Exception:
+            self.num_failures += 1
+            logger.exception(
+                "gradloc: looking into the spike at step %s failed (failure %d of %d before it switches itself off); "
+                "training goes on with the gradient it had",
+                self._policy.global_step,
+                self.num_failures,
+                _MAX_FAILURES,
+            )
+            return grad_norm
+        self.events.append(event)
+        return grad_norm if taken_norm is None else taken_norm
+
+    def _localize_and_act(self, spike: Spike) -> tuple[Any, torch.Tensor | None]:
+        space, step, policy = self._space, self._step, self._policy
+        self.ranks.agree(lambda: check_memory(space))
+        # how torch and FSDP clip: the gradient in .grad is this times the true one
+        limit = self.powers.clip_limit
+        clip_scale = min(1.0, limit / (spike.grad_norm + 1e-6)) if math.isfinite(spike.grad_norm) else 1.0
+        increments = self._tracker.increments(space, self.ranks, step.loss_scale)
+        found = self._search(step, space, self.ranks, spike, clip_scale, increments)
+        overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
+        obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else None
+        action = decide(self.limits, spike, found.certificate, found.tokens, obstacle)
+        looked = Looked(
+            place=policy.place(len(self.norms) - 1),
+            spike=spike,
+            found=found,
+            step=step,
+            space=space,
+            ranks=self.ranks,
+            squares=space.squares() / clip_scale**2,
+            history=self._tracker.history(space, self.ranks),
+            action=action,
+            checkpoint=self.powers.save_weights(policy.global_step),
+        )
+        event = self._gather(looked)
+        return event, self._act(action.taken, found.tokens)
+
+    def _act(self, taken: str, culprits: list[Token]) -> torch.Tensor | None:
+        """Put into ``.grad`` what the step is to take; returns its norm, None when that is unchanged."""
+        if taken == "observe":
+            return None
+        device = self._space.params[0].device
+        if taken == "mask":
+            rng = RngState(device)
+            Prober(self._step, self._space, self.ranks).compute_without(culprits)
+            rng.restore()
+            return self.powers.clip()
+        # without gradients the optimizer skips every parameter: no moment, no weight decay, no step count
+        self._space.clear()
+        return torch.zeros((), device=device)

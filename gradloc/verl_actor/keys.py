@@ -1,0 +1,25 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Under which names things travel between trainer and actor beside verl's own."""
+
+__all__ = ["EVENTS_KEY", "POLICY_KEY", "ROW_KEY", "SEQUENCE_KEY"]
+
+POLICY_KEY = "gradloc"
+"""Meta info of a batch on its way to the actor: the step's policy."""
+EVENTS_KEY = "gradloc_events"
+"""Meta info of an update's output: what rank 0 gathered."""
+ROW_KEY = "gradloc_row"
+"""int (R,) in a batch: each row's number in the driver's batch."""
+SEQUENCE_KEY = "sequence_id"
+"""str (R,) among a batch's labels: ``<uid>:<rollout index>``."""

@@ -1,0 +1,49 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What verl's FSDP worker calls around the actor's update."""
+
+from typing import Any
+
+from verl import DataProto
+from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
+
+from ..analysis.buckets.probe import RECORD_KEY, analyze
+from ..reweighting import KEEPS_LR_SCHEDULE_KEY
+from .hook import pop_events
+
+__all__ = ["analyze_gradients", "keeps_lr_schedule", "pop_events"]
+
+
+def keeps_lr_schedule(data: DataProto) -> bool:
+    """Whether this update is followed by another one of the same step: Lopti's first stage."""
+    return data.meta_info.get(KEEPS_LR_SCHEDULE_KEY, False)
+
+
+def analyze_gradients(worker: Any, data: DataProto) -> DataProto:
+    """Split the batch's gradient by bucket and loss term, or by probability quartile; the actor stays as it was.
+
+    Args:
+        worker: verl's ``ActorRolloutRefWorker`` with an actor.
+        data: this rank's rows.
+
+    Returns:
+        What this rank found, among the metrics.
+    """
+    if worker._is_offload_param:
+        load_fsdp_model_to_gpu(worker.actor_module_fsdp)
+    with worker.ulysses_sharding_manager:
+        record = analyze(worker.actor, data.to("cpu"))
+    if worker._is_offload_param:
+        offload_fsdp_model_to_cpu(worker.actor_module_fsdp)
+    return DataProto(meta_info={"metrics": {RECORD_KEY: record}})
