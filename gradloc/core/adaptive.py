@@ -31,6 +31,7 @@ from typing import Any
 __all__ = ["AdaptiveThreshold"]
 
 _DECILE = 0.9  # a quantile that up to a tenth of the norms, spikes or hard batches, cannot move far
+_DECILE_OF_NORMAL = 1.2816  # that quantile of a standard normal distribution
 _REACH = math.log(2.0)  # how far over that quantile a norm is no spike yet
 _GAP = math.log(2.0)  # two groups are at least this far apart; within one heavy tail no two neighbours are
 _GROUP = 8  # the upper group is at least this part of all norms, and 3; fewer are spikes
@@ -73,7 +74,8 @@ class AdaptiveThreshold:
         return spikes
 
     def summary(self, position: int = 0) -> dict[str, Any]:
-        """What a position's threshold is made of: count, level and ninth decile of its norms (None before the first)."""
+        """What a position's threshold is made of: how many norms, their level (``median_norm``), and how far above it
+        their ninth decile lies, as the standard deviation of a normal distribution in log units; None without norms."""
         return self._at(position).summary()
 
     def state(self) -> dict[str, Any]:
@@ -81,7 +83,7 @@ class AdaptiveThreshold:
         return {"positions": [position.state() for position in self._positions], "seed": self._seed}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state` gave, or a ``History.state()`` of a run from before positions were told apart."""
+        """Take over what :meth:`state` gave; or a ``History.state()``, from before positions were told apart."""
         self._positions = []
         if "positions" not in state:  # pooled: every position starts from all of them, and parts from it as it learns
             self._seed = [float(value) for value in state["log_norms"]]
@@ -132,9 +134,10 @@ class _Position:
 
     def summary(self) -> dict[str, Any]:
         if not self._norms:
-            return {"num_norms": 0, "level": None, "ninth_decile": None}
+            return {"num_norms": 0, "median_norm": None, "log_sigma": None}
         _, _, level, decile = self._fit()
-        return {"num_norms": len(self._norms), "level": math.exp(level), "ninth_decile": math.exp(decile)}
+        log_sigma = max(decile - level, 0.0) / _DECILE_OF_NORMAL
+        return {"num_norms": len(self._norms), "median_norm": math.exp(level), "log_sigma": log_sigma}
 
     def state(self) -> dict[str, Any]:
         return {"log_norms": list(self._norms), "run": list(self._run)}

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules that are compared. Each is asked for a threshold before every norm and told the norm after it."""
+
+import bisect
+import math
+from collections import deque
+from typing import Protocol
+
+from gradloc.core.adaptive import AdaptiveThreshold
+from gradloc.core.history import History
+
+
+class Rule(Protocol):
+    """What the benchmark asks of a rule."""
+
+    def threshold(self, position: int) -> float | None:
+        """For the next norm, which is at this mini-batch position; None while the rule has none."""
+
+    def observe(self, norm: float) -> None:
+        """The next norm in order."""
+
+    def end_step(self) -> None:
+        """A trainer step is over."""
+
+
+class Adaptive:
+    """This project's rule, by its public interface."""
+
+    def __init__(self, **settings: float):
+        self._rule = AdaptiveThreshold(**settings)
+        self._norms: list[float] = []
+
+    def threshold(self, position: int) -> float | None:
+        return self._rule.threshold(position)
+
+    def observe(self, norm: float) -> None:
+        self._norms.append(norm)
+
+    def end_step(self) -> None:
+        self._rule.observe(self._norms)
+        self._norms = []
+
+
+class Pooled:
+    """The rule before it: median + 6 robust deviations of the log-norm, all mini-batches in one history."""
+
+    def __init__(self):
+        self._history, self._norms = History(window=128, warmup=16, num_deviations=6.0), []
+        self._threshold = None
+
+    def threshold(self, position: int) -> float | None:
+        return self._threshold
+
+    def observe(self, norm: float) -> None:
+        self._norms.append(norm)
+
+    def end_step(self) -> None:
+        for norm in self._norms:
+            self._history.observe(norm, self._threshold is not None and norm > self._threshold)
+        self._norms, self._threshold = [], self._history.threshold()
+
+
+class ZClip:
+    """arXiv 2504.02507 with its defaults: z-score 2.5 over moving mean and variance (0.97), 25 steps of warm-up.
+
+    A spike enters the averages clipped by the reciprocal rule, mean + 2.5^2 / z deviations.
+    """
+
+    def __init__(self, memory: float = 0.97, z_score: float = 2.5, warmup: int = 25):
+        self._memory, self._z_score, self._warmup = memory, z_score, warmup
+        self._first: list[float] = []
+        self._mean = self._variance = math.nan
+
+    def threshold(self, position: int) -> float | None:
+        if len(self._first) < self._warmup:
+            return None
+        return self._mean + self._z_score * math.sqrt(self._variance)
+
+    def observe(self, norm: float) -> None:
+        if len(self._first) < self._warmup:
+            self._first.append(norm)
+            if len(self._first) == self._warmup:
+                self._mean = sum(self._first) / self._warmup
+                self._variance = sum((value - self._mean) ** 2 for value in self._first) / self._warmup
+            return
+        deviation = math.sqrt(self._variance)
+        if norm > self._mean + self._z_score * deviation:
+            z_score = (norm - self._mean) / (deviation + 1e-6)
+            norm = self._mean + self._z_score**2 / z_score * deviation
+        self._mean = self._memory * self._mean + (1 - self._memory) * norm
+        self._variance = self._memory * self._variance + (1 - self._memory) * (norm - self._mean) ** 2
+
+    def end_step(self) -> None:
+        pass
+
+
+class SkipStep:
+    """OLMo's skip-step optimizer (arXiv 2501.00656): mean + 6 standard deviations of the last 128 norms, once 64 are
+    known. Only its test of the norm; the one of the loss has no part here."""
+
+    def __init__(self, window: int = 128, num_deviations: float = 6.0):
+        self._norms: deque[float] = deque(maxlen=window)
+        self._num_deviations = num_deviations
+
+    def threshold(self, position: int) -> float | None:
+        count = len(self._norms)
+        if count < self._norms.maxlen // 2:
+            return None
+        mean = math.fsum(self._norms) / count
+        variance = math.fsum((norm - mean) ** 2 for norm in self._norms) / (count - 1)
+        return mean + self._num_deviations * math.sqrt(variance)
+
+    def observe(self, norm: float) -> None:
+        self._norms.append(norm)
+
+    def end_step(self) -> None:
+        pass
+
+
+class Multiple:
+    """Ten times the median of the last 64 norms, spikes among them."""
+
+    def __init__(self, factor: float = 10.0, window: int = 64, warmup: int = 16):
+        self._factor, self._warmup = factor, warmup
+        self._norms: deque[float] = deque(maxlen=window)
+        self._ordered: list[float] = []
+
+    def threshold(self, position: int) -> float | None:
+        count = len(self._ordered)
+        if count < self._warmup:
+            return None
+        return self._factor * 0.5 * (self._ordered[(count - 1) // 2] + self._ordered[count // 2])
+
+    def observe(self, norm: float) -> None:
+        if len(self._norms) == self._norms.maxlen:
+            self._ordered.pop(bisect.bisect_left(self._ordered, self._norms[0]))
+        self._norms.append(norm)
+        bisect.insort(self._ordered, norm)
+
+    def end_step(self) -> None:
+        pass
+
+
+RULES = {"gradloc": Adaptive, "before": Pooled, "ZClip": ZClip, "OLMo": SkipStep, "10 x median": Multiple}

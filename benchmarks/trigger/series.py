@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated series of gradient norms: each kind of healthy run that a trigger has to live with, and collapses.
+
+A series is an array (trainer steps, mini-batches of a step) of healthy norms around 1. Noise is lognormal with
+``SIGMA`` unless said otherwise. A kind that has steps without advantages also says which steps have some: a spike is
+planted on those only, since ten times almost nothing is no spike.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+STEPS = 400
+SIGMA = 0.2
+NUM_HEALTHY = 150  # healthy steps before a collapse
+NUM_AFTER = 64  # and after it
+GROWING = 40  # steps that a collapse grows for
+
+
+@dataclass(frozen=True)
+class Series:
+    """Healthy norms, and where a spike can be planted."""
+
+    norms: np.ndarray
+    """(steps, mini-batches), positive."""
+    is_spikable: np.ndarray
+    """(steps,)"""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of series, made from a random generator."""
+
+    name: str
+    make: Callable[[np.random.Generator], Series]
+
+
+def _noise(rng: np.random.Generator, sigma: float = SIGMA, size: int = 1) -> np.ndarray:
+    return np.exp(sigma * rng.standard_normal((STEPS, size)))
+
+
+def _plain(name: str, factors: Callable[[np.random.Generator], np.ndarray]) -> Kind:
+    return Kind(name, lambda rng: Series(factors(rng), np.ones(STEPS, dtype=bool)))
+
+
+def _autoregressive(rng: np.random.Generator, innovation: float, memory: float = 0.95) -> np.ndarray:
+    shocks = innovation * rng.standard_normal(STEPS)
+    level = np.empty(STEPS)
+    level[0] = shocks[0] / math.sqrt(1 - memory**2)
+    for step in range(1, STEPS):
+        level[step] = memory * level[step - 1] + shocks[step]
+    return np.exp(level)[:, None]
+
+
+def _trend(rate: float) -> Callable[[np.random.Generator], np.ndarray]:
+    return lambda rng: _noise(rng) * rate ** np.arange(STEPS)[:, None]
+
+
+def _shift(factor: float) -> Callable[[np.random.Generator], np.ndarray]:
+    return lambda rng: _noise(rng) * np.where(np.arange(STEPS) < STEPS // 2, 1.0, factor)[:, None]
+
+
+def _profile(factors: list[float]) -> Callable[[np.random.Generator], np.ndarray]:
+    return lambda rng: _noise(rng, size=len(factors)) * np.array(factors)
+
+
+def _hard(share: float, factor: float) -> Callable[[np.random.Generator], np.ndarray]:
+    return lambda rng: _noise(rng) * np.where(rng.random((STEPS, 1)) < share, factor, 1.0)
+
+
+def _two_kinds(share: float, factor: float) -> Kind:
+    def make(rng: np.random.Generator) -> Series:
+        is_low = rng.random(STEPS) < share
+        return Series(_noise(rng) * np.where(is_low, factor, 1.0)[:, None], ~is_low)
+
+    return Kind(f"{share:.0%} of steps x {factor}", make)
+
+
+def _ramp(size: int) -> list[float]:
+    return list(np.linspace(1.0, 3.0, size))
+
+
+HEALTHY = [
+    *(_plain(f"lognormal {sigma}", lambda rng, sigma=sigma: _noise(rng, sigma)) for sigma in (0.1, 0.2, 0.3)),
+    *(
+        _plain(f"AR(0.95), innovations {size}", lambda rng, size=size: _autoregressive(rng, size))
+        for size in (0.05, 0.1, 0.2)
+    ),
+    *(
+        _plain(f"Student t3 x {scale}", lambda rng, scale=scale: np.exp(scale * rng.standard_t(3, (STEPS, 1))))
+        for scale in (0.1, 0.2, 0.3)
+    ),
+    _plain("decay of 1 % a step", _trend(0.99)),
+    _plain("growth of 1 % a step", _trend(1.01)),
+    _plain("level x 2 half-way", _shift(2.0)),
+    _plain("level x 0.1 half-way", _shift(0.1)),
+    *(_plain(f"{size} mini-batches, ramp 1 to 3", _profile(_ramp(size))) for size in (2, 4, 8, 16)),
+    *(_plain(f"second of 2 mini-batches x {factor:g}", _profile([1.0, factor])) for factor in (2.0, 4.0)),
+    *(_plain(f"last of 4 mini-batches x {factor:g}", _profile([1.0, 1.0, 1.0, factor])) for factor in (2.0, 4.0)),
+    _plain("10 % hard batches x 3", _hard(0.1, 3.0)),
+    _plain("10 % hard batches x 4", _hard(0.1, 4.0)),
+    _two_kinds(0.6, 0.01),
+    _two_kinds(0.6, 0.1),
+    _two_kinds(0.8, 0.01),
+]
+
+
+def collapse(rng: np.random.Generator, growth: float, size: int) -> np.ndarray:
+    """A healthy level, growth by a factor a step, and the healthy level again.
+
+    Returns:
+        Norms (NUM_HEALTHY + GROWING + NUM_AFTER, size).
+    """
+    level = np.concatenate([np.ones(NUM_HEALTHY), growth ** np.arange(1.0, GROWING + 1), np.ones(NUM_AFTER)])
+    return level[:, None] * np.exp(SIGMA * rng.standard_normal((len(level), size)))
+
+
+def plant(series: Series, rng: np.random.Generator, rate: float, first: int) -> tuple[np.ndarray, np.ndarray]:
+    """Multiply single norms by 3, 10 and 100.
+
+    Args:
+        series: is left as it is.
+        rng: says where.
+        rate: share of the steps that get a spike, each at one mini-batch.
+        first: no spike before this step.
+
+    Returns:
+        The norms, and the factor of each (1 where nothing was planted), both (steps, mini-batches).
+    """
+    num_steps, size = series.norms.shape
+    factors = np.ones((num_steps, size))
+    chosen = np.flatnonzero((rng.random(num_steps) < rate) & series.is_spikable & (np.arange(num_steps) >= first))
+    sizes = np.resize([10.0, 3.0, 100.0], len(chosen))
+    factors[chosen, rng.integers(size, size=len(chosen))] = rng.permutation(sizes)
+    return series.norms * factors, factors
