@@ -13,5 +13,5 @@ test-slow:     ## what takes longer than the default suite may
 test-browser:  ## opens the report in headless Chromium (apt-get install chromium chromium-driver)
 	.gradloc/venv/bin/python -m pytest -m browser
 
-check:         ## the patch is what verl_overrides/ says
+check:         ## the patch is what gradloc/ and verl_overrides/ say
 	bash make_patch.sh --check

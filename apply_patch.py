@@ -14,7 +14,7 @@ if os.name == "nt":
 # Python leaves the script's folder out under -I, -P and PYTHONSAFEPATH.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
-from patchkit.cli import main  # noqa: E402
+from patchkit.apply.cli import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

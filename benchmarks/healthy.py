@@ -165,10 +165,10 @@ def _cell(interval: dict[str, float]) -> str:
 
 def _trees(scratch: Path, tree: str | None) -> tuple[Path, Path]:
     """The unpatched verl, and a patched one: the named checkout, or a copy with our patch on it."""
-    from patchkit.applier import Applier
-    from patchkit.base import ensure_base
-    from patchkit.checkout import resolve
-    from patchkit.library import Library
+    from patchkit.apply.applier import Applier
+    from patchkit.apply.library import Library
+    from patchkit.build.base import ensure_base
+    from patchkit.tree.checkout import resolve
 
     base = ensure_base()
     if tree is not None:

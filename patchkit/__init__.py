@@ -7,7 +7,7 @@ Python 3.10 and nothing else; ``requests`` is imported late, for downloads alone
 """
 
 VERSION = "0.1.0"
-"""The version of the patch that ``verl_overrides/`` builds; pyproject.toml names the same."""
+"""The version of the patch of this repository; pyproject.toml names the same."""
 
 BASE_COMMIT = "f9c855f7cf04d603c9546bc01776c74806a879c1"
 """The verl commit that the patch is made for: tag v0.7.0."""

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from patchkit.errors import PatchkitError, TransactionError
-from patchkit.wording import parts_of, render_error
+from .errors import PatchkitError, TransactionError
+from .wording import parts_of, render_error
 
 INTERRUPTED = 130
 

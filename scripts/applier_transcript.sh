@@ -7,7 +7,7 @@
 set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 clone=$(cd -- "${1:?usage: bash scripts/applier_transcript.sh CLONE_OF_VERL}" && pwd -P)
-base=$(cd -- "$here" && python3 -m patchkit.base)
+base=$(cd -- "$here" && python3 -m patchkit.build.base)
 commit=$(sed -n 's/^BASE_COMMIT = "\(.*\)"/\1/p' "$here/patchkit/__init__.py")
 work=$(mktemp -d)
 trap 'rm -rf -- "$work"' EXIT
@@ -39,7 +39,7 @@ section() { printf '\n## %s\n\n```console\n' "$1"; }
 end() { printf '```\n'; }
 
 # Fresh from the built patch again: the section before has taken edits into the copy.
-restore() { git -C "$here" archive HEAD patches verl_overrides | tar -x -C gradloc; }
+restore() { git -C "$here" archive HEAD patches gradloc verl_overrides | tar -x -C gradloc; }
 
 cat <<TEXT
 # A transcript of the applier

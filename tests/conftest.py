@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from experiments.cpu.environment import CACHE, ensure_patched_copy, patched_copy  # noqa: E402
-from patchkit.base import ensure_base  # noqa: E402
+from patchkit.build.base import ensure_base  # noqa: E402
 from tests.world import World  # noqa: E402
 
 

@@ -98,7 +98,7 @@ def ensure_patched_copy(python: str, report=print) -> None:
         return
     CACHE.mkdir(parents=True, exist_ok=True)
     report("getting verl 0.7.0 and patching a copy of it")
-    base = step([python, "-m", "patchkit.base"], "the pinned verl could not be fetched").strip()
+    base = step([python, "-m", "patchkit.build.base"], "the pinned verl could not be fetched").strip()
     work = Path(tempfile.mkdtemp(prefix="verl-", dir=CACHE))
     try:
         shutil.copytree(base, work, dirs_exist_ok=True)

@@ -7,9 +7,9 @@ errors carry a reason and data; ``render_error`` makes the text.
 
 from typing import Any
 
-from patchkit.errors import PatchkitError
-from patchkit.wording import building, checkouts, patches
-from patchkit.wording.words import Words
+from ..errors import PatchkitError
+from . import building, checkouts, patches
+from .words import Words
 
 WORDS: dict[str, Words] = {**patches.WORDS, **checkouts.WORDS, **building.WORDS}
 

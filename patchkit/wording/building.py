@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What make_patch.sh says: of a checkout's edits, of verl_overrides/, of the base."""
+"""What make_patch.sh says: of a checkout's edits, of the sources, of the base."""
 
-from patchkit.wording.words import Words
+from .words import Words
 
 _REBUILD = "bash make_patch.sh"
 
@@ -35,11 +35,11 @@ WORDS: dict[str, Words] = {
         "Undo it there, or keep it in a branch of its own: git -C {target} checkout -- {path}",
     ),
     "take-both-sides": Words(
-        "{path} was edited in the checkout and in verl_overrides/, differently: the checkout has "
-        "{theirs}, verl_overrides/ builds {ours}, and the checkout was given {given}",
-        "Someone edited verl_overrides/ directly, or took another checkout's edits since.",
+        "{path} was edited in the checkout and in the sources here, differently: the checkout has "
+        "{theirs}, the sources {ours}, and the checkout was given {given}",
+        "Someone edited gradloc/ or verl_overrides/ directly, or took another checkout's edits since.",
         "Bring both edits together in the checkout (git diff shows yours), undo the one in "
-        "verl_overrides/ with git checkout, and run this again.",
+        "the sources with git checkout, and run this again.",
     ),
     "take-stale-yaml": Words(
         "{path} is not what the configuration composes to",
@@ -63,28 +63,23 @@ WORDS: dict[str, Words] = {
     ),
     "take-check-repo": Words(
         "--check and --repo do not go together",
-        "--check compares patches/ with verl_overrides/; no checkout takes part.",
+        "--check compares patches/ with its sources; no checkout takes part.",
         "bash make_patch.sh --check",
     ),
     "take-other-base": Words(
-        "verl_overrides/ is for the pinned base only",
+        "the sources are for the pinned base only",
         "A patch for another commit cannot be built from it.",
         "Add --output FILE to write such a patch elsewhere.",
     ),
     # The build.
     "build-nothing": Words(
-        "verl_overrides/ holds neither new files nor seams",
+        "gradloc/ and verl_overrides/ hold neither new files nor seams",
         "Nothing was taken from a checkout yet.",
         "bash make_patch.sh --repo CHECKOUT",
     ),
-    "build-stray": Words(
-        "{path} stands among the seams and is no .patch file",
-        "A copy of a verl file was saved there.",
-        "Remove it; seams are taken from a checkout: bash make_patch.sh --repo CHECKOUT",
-    ),
     "build-twice": Words(
         "{path} is both a new file and a seam",
-        "A file that verl has was copied to verl_overrides/verl/.",
+        "A file that verl has was copied to verl_overrides/.",
         "Keep one of the two.",
     ),
     "build-symlink": Words("{path} is a symbolic link", "A patch carries plain files only.", "Put the file itself."),
@@ -133,7 +128,7 @@ WORDS: dict[str, Words] = {
         "Make it again for the pinned verl: bash make_patch.sh --repo CHECKOUT",
     ),
     "build-stale": Words(
-        "patches/{path} is not what verl_overrides/ builds",
+        "patches/{path} is not what its sources build",
         "One of the two was edited and the other not rebuilt.",
         _REBUILD,
     ),

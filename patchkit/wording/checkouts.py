@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is said of a target, its state, its disk, and of a download."""
 
-from patchkit.wording.words import Words
+from .words import Words
 
 WORDS: dict[str, Words] = {
     # The target.
@@ -80,7 +80,7 @@ WORDS: dict[str, Words] = {
     "state-edited": Words(
         "DRIFTED: {count} of the patch's files were edited after it was applied, first {path}",
         "Work on the patch in this checkout.{unforced}",
-        "bash make_patch.sh --repo {target}   (takes the edits into verl_overrides/; then this runs)",
+        "bash make_patch.sh --repo {target}   (takes the edits into the sources; then this runs)",
     ),
     "state-partial": Words(
         "PARTIAL: the checkout is half patched",

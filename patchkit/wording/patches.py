@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is said of a patch, its checksum and its manifest."""
 
-from patchkit.wording.words import Words
+from .words import Words
 
 _GET_AGAIN = "Get the file again, whole and unchanged."
 _BUILT = "Use the patch as built: patches/gradloc.patch."

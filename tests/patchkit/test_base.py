@@ -6,9 +6,9 @@ import tarfile
 
 import pytest
 
-from patchkit import base
-from patchkit.digest import sha256_hex
+from patchkit.build import base
 from patchkit.errors import DownloadError, IntegrityError
+from patchkit.patch.digest import sha256_hex
 
 
 def archive(folder, members, monkeypatch):

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from patchkit import library
-from patchkit.digest import sha256_hex
+from patchkit.apply import library
 from patchkit.errors import IntegrityError
-from patchkit.language import MAX_BYTES
+from patchkit.patch.digest import sha256_hex
+from patchkit.patch.language import MAX_BYTES
 from tests.patchkit import world
 
 NAME = "gradloc.patch"
@@ -85,7 +85,7 @@ def test_the_list_beside_a_patch_is_believed_before_the_manifest(capsys, own, tr
 
 
 def test_row_6_a_file_that_the_manifest_does_not_name_fails_the_check_of_the_build(own, tmp_path):
-    from patchkit.build import check
+    from patchkit.build.write import check
 
     overrides = world.write_sources(tmp_path / "o", world.sources(world.BASE, world.RESULT))
     base = world.write_tree(tmp_path / "base", world.BASE)

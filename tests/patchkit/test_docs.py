@@ -4,9 +4,11 @@
 import re
 from pathlib import Path
 
-from patchkit import VERSION, cli, regenerate
+from patchkit import VERSION
+from patchkit.apply import cli
+from patchkit.build import cli as regenerate
 from patchkit.errors import PatchkitError
-from patchkit.survey import State
+from patchkit.tree.survey import State
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/applier.md").read_text()

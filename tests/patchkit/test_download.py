@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from patchkit import download
-from patchkit.digest import sha256_hex
+from patchkit.apply import download
 from patchkit.errors import DownloadError
+from patchkit.patch.digest import sha256_hex
 from tests.patchkit import world
 from tests.patchkit.servers import serving
 from tests.patchkit.world import BASE, RESULT

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from patchkit.applier import Applier
-from patchkit.checkout import resolve
+from patchkit.apply.applier import Applier
+from patchkit.apply.library import Library
 from patchkit.errors import PatchkitError
-from patchkit.filesystem import Filesystem
-from patchkit.library import Library
+from patchkit.tree.checkout import resolve
+from patchkit.tree.filesystem import Filesystem
 from tests.patchkit import world
 from tests.patchkit.world import BASE, OLDER, RESULT
 

@@ -11,8 +11,8 @@ import zipfile
 
 import pytest
 
-from patchkit.compose import new_file_section
-from patchkit.digest import ABSENT_BLOB, blob_id, sha256_hex
+from patchkit.build.compose import new_file_section
+from patchkit.patch.digest import ABSENT_BLOB, blob_id, sha256_hex
 from tests.patchkit import world
 from tests.patchkit.world import ACTOR, BASE, RESULT
 

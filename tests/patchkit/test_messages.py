@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from patchkit import cli
+from patchkit.apply import cli
 from patchkit.errors import CheckoutStateError, IntegrityError, PatchkitError
 from patchkit.wording import WORDS, parts_of, render_error
 from tests.patchkit import world

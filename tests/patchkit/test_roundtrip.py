@@ -11,15 +11,15 @@ import unidiff
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from patchkit import splice
-from patchkit.compose import Sources, check_text, compose_patch, new_file_section
-from patchkit.digest import Digest
+from patchkit.build.compose import Sources, check_text, compose_patch, new_file_section
+from patchkit.build.take import seam
 from patchkit.errors import IntegrityError
-from patchkit.language import parse
-from patchkit.manifest import load
-from patchkit.manifest import parse as parse_manifest
-from patchkit.manifest import render as render_manifest
-from patchkit.take import seam
+from patchkit.patch import splice
+from patchkit.patch.digest import Digest
+from patchkit.patch.language import parse
+from patchkit.patch.manifest import load
+from patchkit.patch.manifest import parse as parse_manifest
+from patchkit.patch.manifest import render as render_manifest
 from tests.patchkit import world
 from tests.patchkit.world import BASE, RESULT
 

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from patchkit.compose import compose_patch
+from patchkit.build.compose import compose_patch
 from tests.patchkit import world
 from tests.patchkit.world import ACTOR, BASE, DEEP, NEW, OLDER, RESULT, TRAINER
 

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from patchkit import generated, regenerate
-from patchkit.compose import BASE_TAG, Folders, compose, read_sources
+from patchkit.build import cli as regenerate
+from patchkit.build import generated
+from patchkit.build.compose import BASE_TAG, Folders, compose, read_sources
 from patchkit.errors import IntegrityError
-from patchkit.language import parse
+from patchkit.patch.language import parse
 from tests.patchkit import world
 from tests.patchkit.world import ACTOR, BASE, NEW, RESULT, TRAINER
 
@@ -124,6 +125,17 @@ def test_an_untracked_new_module_is_taken_and_a_removed_one_removed(shop):
     assert shop.result() == wanted | {"verl/gradloc/fresh.py": "fresh = 1\n"}
 
 
+def test_edits_of_the_package_go_to_gradloc_and_all_others_to_the_base_s_overrides(shop):
+    shop.edit("verl/gradloc/search/fresh.py", "fresh = 1\n")
+    shop.edit("verl/utils/reward.py", "reward = 1\n")
+    shop.edit("verl/utils/other.py", "touched = True\n")
+    assert shop.take().code == 0
+    assert (shop.folders.package / "search/fresh.py").read_text() == "fresh = 1\n"
+    assert (shop.folders.overrides / "verl/utils/reward.py").read_text() == "reward = 1\n"
+    assert "+touched = True" in (shop.folders.overrides / "verl/utils/other.py.patch").read_text()
+    assert not list(shop.folders.overrides.rglob("gradloc"))
+
+
 def test_a_seam_that_was_undone_is_removed(shop):
     shop.edit(TRAINER, BASE[TRAINER])
     assert f"removed: {TRAINER}" in shop.take().out
@@ -208,7 +220,7 @@ def test_a_checkout_without_edits_is_refused(shop):
 def test_edits_of_one_file_on_both_sides_are_refused_and_both_shown(shop):
     shop.edit(NEW, "def hook():\n    return 'checkout'\n")
     shop.folders.place(NEW).write_text("def hook():\n    return 'overrides'\n")
-    said = shop.refused(1, "was edited in the checkout and in verl_overrides/")
+    said = shop.refused(1, "was edited in the checkout and in the sources")
     assert NEW in said
     for text in ("'checkout'", "'overrides'", "None"):
         content = RESULT[NEW].replace("None", text).encode()
@@ -219,7 +231,7 @@ def test_edits_of_two_files_on_two_sides_are_brought_together(shop):
     shop.edit(ACTOR, RESULT[ACTOR].replace("hook()", "hook(self)"))
     shop.folders.place(NEW).write_text("def hook(actor):\n    return None\n")
     outcome = shop.take()
-    assert outcome.code == 0 and f"kept, newer in verl_overrides/: {NEW}" in outcome.out
+    assert outcome.code == 0 and f"kept, newer in the sources: {NEW}" in outcome.out
     result = shop.result()
     assert "hook(self)" in result[ACTOR] and "hook(actor)" in result[NEW]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from patchkit import cli
+from patchkit.apply import cli
 from tests.patchkit import world
 from tests.patchkit.world import ACTOR, BASE, NEW, RESULT
 

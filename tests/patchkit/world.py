@@ -11,9 +11,10 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from patchkit import build, cli
-from patchkit.compose import Folders, Sources, compose_patch
-from patchkit.digest import blob_id
+from patchkit.apply import cli
+from patchkit.build import write as build
+from patchkit.build.compose import Folders, Sources, compose_patch
+from patchkit.patch.digest import blob_id
 
 ACTOR = "verl/workers/actor/dp_actor.py"
 TRAINER = "verl/trainer/ray_trainer.py"

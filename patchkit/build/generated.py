@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks verl's generated reference configurations: they must be what the sources compose to.
+
+verl writes ``_generated_*.yaml`` with ``scripts/generate_trainer_config.sh``, which prints the job
+configuration that Hydra composes. The same is done here through Hydra's compose call, in a process
+of its own, so that an installed package (which has no ``scripts/``) can be checked too.
+"""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..errors import IntegrityError
+
+CONFIG = "verl/trainer/config"
+SPECS = {
+    "_generated_ppo_trainer.yaml": ("ppo_trainer", ""),
+    "_generated_ppo_megatron_trainer.yaml": (
+        "ppo_megatron_trainer",
+        "--config-name=ppo_megatron_trainer.yaml",
+    ),
+}
+FIRST_KEY = "actor_rollout_ref"
+_HEADER = """\
+# This reference configration yaml is automatically generated via 'scripts/generate_trainer_config.sh'
+# in which it invokes 'python3 scripts/print_cfg.py --cfg job {argument}' to flatten the \
+'verl/trainer/config/{name}.yaml' config fields into a single file.
+# Do not modify this file directly.
+# The file is usually only for reference and never used.
+
+"""  # noqa: E501
+_COMPOSE = """\
+import sys
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+with initialize_config_dir(config_dir=sys.argv[1], version_base=None):
+    sys.stdout.write(OmegaConf.to_yaml(compose(config_name=sys.argv[2])))
+"""
+
+
+def can_check() -> bool:
+    """True if Hydra can be imported here."""
+    return find_spec("hydra") is not None
+
+
+def is_source(path: str) -> bool:
+    """True if an edit of ``path`` can change a generated file."""
+    return path.startswith(CONFIG + "/") and path.endswith(".yaml")
+
+
+def generate(root: Path, name: str) -> bytes:
+    """Returns what the generated file ``name`` must hold in the tree at ``root``."""
+    config, argument = SPECS[name]
+    command = [sys.executable, "-c", _COMPOSE, str((root / CONFIG).resolve()), config]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        raise IntegrityError("take-config-broken", path=config, found=said[-1] if said else "")
+    # verl keeps what follows this key; the keys before it would only be Hydra's own.
+    lines = done.stdout.splitlines(keepends=True)
+    first = next(i for i, line in enumerate(lines) if line.startswith(FIRST_KEY))
+    return (_HEADER.format(argument=argument, name=config) + "".join(lines[first:])).encode()
+
+
+def check(root: Path) -> None:
+    """Raises IntegrityError if a generated file in the tree at ``root`` is stale."""
+    for name in SPECS:
+        path = f"{CONFIG}/{name}"
+        if (root / path).read_bytes() != generate(root, name):
+            raise IntegrityError("take-stale-yaml", path=path, target=root)
+
+
+def refresh(root: Path) -> list[str]:
+    """Writes the generated files of the tree at ``root`` anew; returns those that changed."""
+    changed = []
+    for name in SPECS:
+        path, data = root / CONFIG / name, generate(root, name)
+        if path.read_bytes() != data:
+            path.write_bytes(data)
+            changed.append(f"{CONFIG}/{name}")
+    return changed
