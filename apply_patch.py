@@ -8,9 +8,6 @@ import sys
 if sys.version_info < (3, 10):  # noqa: UP036 - this is what says so
     sys.exit("apply_patch.py needs Python 3.10 or newer; this is " + sys.version.split()[0])
 
-if os.name == "nt":
-    sys.exit("apply_patch.py needs Linux or macOS, as verl does; on Windows, run it in WSL")
-
 # Python leaves the script's folder out under -I, -P and PYTHONSAFEPATH.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 

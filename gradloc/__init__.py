@@ -16,3 +16,6 @@
 ``hook`` is what the actor calls, ``driver`` what the trainer calls; everything else is a torch-only core that
 does not know verl.
 """
+
+__version__ = "0.2.0"
+"""The one place that names the version: the patch, the installed package and its commands read it here."""

@@ -6,8 +6,10 @@ Python 3.10 and nothing else; ``requests`` is imported late, for downloads alone
 (``build``, ``regenerate``) also calls git. Nothing here imports torch or verl.
 """
 
-VERSION = "0.1.0"
-"""The version of the patch of this repository; pyproject.toml names the same."""
+import os
+
+if os.name == "nt":
+    raise SystemExit("this needs Linux or macOS, as verl does; on Windows, run it in WSL")
 
 BASE_COMMIT = "f9c855f7cf04d603c9546bc01776c74806a879c1"
 """The verl commit that the patch is made for: tag v0.7.0."""

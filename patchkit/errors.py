@@ -5,7 +5,18 @@ An error carries a reason (a key of ``wording.WORDS``) and data, never a sentenc
 are all in ``wording``, so that they read alike and can be tested.
 """
 
+import shlex
+import sys
+from pathlib import Path
 from typing import Any
+
+
+def program() -> str:
+    """How the user started the applier, so that the next command can be typed as it is shown."""
+    started = Path(sys.argv[0])
+    if started.name == "apply_patch.py":
+        return f"python {shlex.quote(str(started))}"
+    return started.name if started.name == "gradloc-patch" else "python apply_patch.py"
 
 
 class PatchkitError(Exception):

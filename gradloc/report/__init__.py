@@ -4,4 +4,4 @@
 Runs on a laptop over a copied folder: this package imports neither torch nor verl.
 """
 
-__version__ = "0.1.0"
+from .. import __version__ as __version__

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..command import guarded, say, say_json
-from ..errors import UsageError
+from ..errors import UsageError, program
 from ..tree.checkout import Checkout, installed_root, resolve
 from .applier import Applier, Report
 from .library import Library
@@ -26,10 +26,10 @@ PATCHES = Path(__file__).resolve().parents[2] / "patches"
 def parser() -> argparse.ArgumentParser:
     """Returns the command line's parser."""
     made = argparse.ArgumentParser(
-        prog="apply_patch.py",
+        prog=program().split()[-1],
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: python apply_patch.py --repo ~/src/verl --check",
+        epilog=f"example: {program()} --repo ~/src/verl --check",
         allow_abbrev=False,
     )
     made.add_argument("target", nargs="?", metavar="VERL", help="the same as --repo VERL")
@@ -175,7 +175,7 @@ def _print(report: Report, options: argparse.Namespace, code: int, seconds: floa
 def _next_command(report: Report) -> str | None:
     """What a person would type next."""
     place = "--installed" if report.kind == "installed package" else f"--repo {report.target}"
-    run = f"python apply_patch.py {place}"
+    run = f"{program()} {place}"
     if report.command == "check" or report.state in ("PRISTINE", "OTHER_VERSION"):
         return f"{run}   (applies {report.wanted})" if report.command != "reverse" else None
     if report.state == "APPLIED":

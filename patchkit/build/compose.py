@@ -7,11 +7,12 @@ files that are new there. Every section is applied to the base here, so what can
 cannot be built.
 """
 
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import BASE_COMMIT, VERSION
+from .. import BASE_COMMIT
 from ..errors import IntegrityError
 from ..patch.digest import ABSENT_BLOB, Digest, sha256_hex
 from ..patch.language import FilePatch, parse
@@ -25,7 +26,7 @@ SUMS_NAME = PATCH_NAME + ".sha256"
 MANIFEST_NAME = "manifest.json"
 BASE_TAG = "v0.7.0"
 PREAMBLE = f"""\
-Description: GradLoc for verl, {VERSION}
+Description: GradLoc for verl, VERSION
  Names the tokens that spiked a gradient, why, and the step without them.
 Origin: built by make_patch.sh from gradloc/ and verl_overrides/; edit there, never here
 Forwarded: no
@@ -36,6 +37,7 @@ Applies-To: verl {BASE_TAG}, commit {BASE_COMMIT}
 
 PACKAGE = "verl/gradloc/"
 """Where the patch puts the package."""
+_VERSION = re.compile(r'^__version__ = "([0-9A-Za-z.+-]{1,40})"$', re.MULTILINE)
 LEFT_OUT = ("report/", "verl_engine/")
 """Folders of the package that a patched verl does not need."""
 
@@ -147,6 +149,12 @@ def new_file_section(path: str, text: str) -> str:
     )
 
 
+def version_of(sources: Sources) -> str | None:
+    """Returns the version that the package among the sources names, if it is there."""
+    found = _VERSION.search(sources.new_files.get(PACKAGE + "__init__.py", ""))
+    return found[1] if found else None
+
+
 def compose_patch(sources: Sources) -> bytes:
     """Returns the patch: the preamble, then every section in the order of the paths."""
     sections = {path: new_file_section(path, text) for path, text in sources.new_files.items()}
@@ -161,7 +169,10 @@ def compose_patch(sources: Sources) -> bytes:
         sections[path] = text
     if not sections:
         raise IntegrityError("build-nothing")
-    return (PREAMBLE + "".join(sections[path] for path in sorted(sections))).encode()
+    return (
+        PREAMBLE.replace("VERSION", version_of(sources) or "no version")
+        + "".join(sections[path] for path in sorted(sections))
+    ).encode()
 
 
 def describe(version: str, patch_name: str, patch: bytes, base: Path) -> Edition:
@@ -200,7 +211,10 @@ def compose(sources: Sources, base: Path, older: Path | None = None) -> dict[str
             manifest, so that a checkout that has one of them is known and can be upgraded.
     """
     patch = compose_patch(sources)
-    editions = [describe(VERSION, PATCH_NAME, patch, base)]
+    version = version_of(sources)
+    if version is None:
+        raise IntegrityError("build-no-version", path=PACKAGE + "__init__.py")
+    editions = [describe(version, PATCH_NAME, patch, base)]
     for path in sorted(older.glob("*.patch")) if older and older.is_dir() else ():
         version = path.stem.removeprefix("gradloc-")
         editions.append(describe(version, f"older/{path.name}", path.read_bytes(), base))

@@ -7,7 +7,7 @@ errors carry a reason and data; ``render_error`` makes the text.
 
 from typing import Any
 
-from ..errors import PatchkitError
+from ..errors import PatchkitError, program
 from . import building, checkouts, patches
 from .words import Words
 
@@ -34,5 +34,5 @@ def parts_of(error: PatchkitError) -> dict[str, Any]:
             parts[key] = str(error.data[key])
     parts["cause"] = words.cause.format(**data)
     plain = words.next_without_git if data.get("is_clone") is False else ""
-    parts["next"] = (plain or words.next).format(**data)
+    parts["next"] = (plain or words.next).format(**data).replace("python apply_patch.py", program())
     return parts

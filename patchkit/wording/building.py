@@ -77,6 +77,11 @@ WORDS: dict[str, Words] = {
         "Nothing was taken from a checkout yet.",
         "bash make_patch.sh --repo CHECKOUT",
     ),
+    "build-no-version": Words(
+        "{path} names no version",
+        "The line __version__ = ... is missing there.",
+        "Put it back: it is the one place that names the version.",
+    ),
     "build-twice": Words(
         "{path} is both a new file and a seam",
         "A file that verl has was copied to verl_overrides/.",

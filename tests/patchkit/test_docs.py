@@ -4,10 +4,10 @@
 import re
 from pathlib import Path
 
-from patchkit import VERSION
 from patchkit.apply import cli
 from patchkit.build import cli as regenerate
 from patchkit.errors import PatchkitError
+from patchkit.patch.manifest import load
 from patchkit.tree.survey import State
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,8 +42,11 @@ def test_every_exit_code_has_its_row():
     assert rows == {0} | {kind.exit_code for kind in PatchkitError.__subclasses__()}
 
 
-def test_one_version_is_named_everywhere():
-    assert f'\nversion = "{VERSION}"\n' in (ROOT / "pyproject.toml").read_text()
+def test_one_place_names_the_version():
+    version = re.search(r'^__version__ = "(.+)"$', (ROOT / "gradloc/__init__.py").read_text(), flags=re.M)[1]
+    assert load(ROOT / "patches/manifest.json").current.version == version
+    for path in (*ROOT.glob("patchkit/**/*.py"), *ROOT.glob("gradloc/report/**/*.py"), ROOT / "pyproject.toml"):
+        assert f'"{version}"' not in path.read_text(), path
 
 
 def test_the_script_of_make_patch_shows_its_own_options():

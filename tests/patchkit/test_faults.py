@@ -164,7 +164,11 @@ def test_a_run_that_died_is_finished_or_undone_by_the_next(patches, tmp_path, co
 
 
 def test_an_upgrade_from_a_build_that_only_its_copy_knows_survives_any_death(patches, tmp_path):
-    trial = BASE | {world.ACTOR: BASE[world.ACTOR] + "trial()\n", "verl/gradloc/t.py": "t = 1\n"}
+    trial = BASE | {
+        world.ACTOR: BASE[world.ACTOR] + "trial()\n",
+        "verl/gradloc/t.py": "t = 1\n",
+        world.INIT: RESULT[world.INIT],
+    }
     made = world.make_patches(tmp_path / "trial", trial)
     at = 0
     while True:

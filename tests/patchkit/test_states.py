@@ -11,7 +11,7 @@ import pytest
 
 from patchkit.build.compose import compose_patch
 from tests.patchkit import world
-from tests.patchkit.world import ACTOR, BASE, DEEP, NEW, OLDER, RESULT, TRAINER
+from tests.patchkit.world import ACTOR, BASE, DEEP, INIT, NEW, OLDER, RESULT, TRAINER
 
 
 def test_apply_brings_the_result_and_reverse_the_base(apply, tree):
@@ -233,7 +233,7 @@ def test_after_git_checkout_the_new_files_left_behind_do_no_harm(apply, clone):
 
 
 def test_a_development_build_is_known_by_the_copy_it_left(capsys, apply, tree, tmp_path):
-    built = BASE | {ACTOR: BASE[ACTOR] + "trial()\n", "verl/gradloc/trial.py": "trial = 1\n"}
+    built = BASE | {ACTOR: BASE[ACTOR] + "trial()\n", "verl/gradloc/trial.py": "trial = 1\n", INIT: RESULT[INIT]}
     world.run(capsys, world.make_patches(tmp_path / "trial", built), tree)
     assert world.files_of(tree) == built
     assert apply(tree, "--status", "--quiet").out == "OTHER_VERSION\n"
@@ -252,7 +252,7 @@ def test_a_damaged_copy_in_the_state_folder_is_of_no_use_and_does_no_harm(apply,
 
 def test_a_file_without_a_final_newline_can_be_given_one_and_loses_it_again(capsys, tmp_path):
     base = BASE | {"verl/config.yaml": world.numbered("key", 9) + "last: 1"}
-    result = base | {"verl/config.yaml": base["verl/config.yaml"] + "\nours: 2\n"}
+    result = base | {"verl/config.yaml": base["verl/config.yaml"] + "\nours: 2\n", INIT: RESULT[INIT]}
     patches = world.make_patches(tmp_path / "w", result, base)
     root = world.write_tree(tmp_path / "t", base)
     assert world.run(capsys, patches, root).code == 0

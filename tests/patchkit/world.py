@@ -18,6 +18,7 @@ from patchkit.patch.digest import blob_id
 
 ACTOR = "verl/workers/actor/dp_actor.py"
 TRAINER = "verl/trainer/ray_trainer.py"
+INIT = "verl/gradloc/__init__.py"
 NEW = "verl/gradloc/hook.py"
 DEEP = "verl/gradloc/search/bisect.py"
 
@@ -37,11 +38,13 @@ BASE = {
 RESULT = BASE | {
     ACTOR: BASE[ACTOR].replace("actor line 10\n", "actor line 10\nhook()\n"),
     TRAINER: BASE[TRAINER].replace("trainer line 7\n", "").replace("line 50\n", "line fifty\n"),
+    INIT: '__version__ = "0.1.0"\n',
     NEW: "def hook():\n    return None\n",
     DEEP: numbered("bisect", 5),
 }
 OLDER = BASE | {
     ACTOR: BASE[ACTOR].replace("actor line 12\n", "actor line twelve\n"),
+    INIT: '__version__ = "0.0.9"\n',
     NEW: "def hook():\n    return 'older'\n",
     "verl/gradloc/gone.py": "gone = True\n",
 }

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real verl with the released 0.1.0 on it: upgraded in one step, and reversed to the exact base.
+
+tests/data/ has that patch, compressed; 0.1.0 had the package flat, so that most paths are others now.
+"""
+
+import hashlib
+import lzma
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.patchkit import world
+from tests.patchkit.test_roundtrip import contents
+
+ROOT = Path(__file__).resolve().parents[2]
+OLD = ROOT / "tests/data/gradloc-0.1.0.patch.xz"
+SHA256 = "797441fb2a569197f7d3659827d09b33527cbd80f4c228b64ef83e26fead1904"
+
+
+@pytest.fixture
+def old_tree(capsys, base_tree, tmp_path) -> Path:
+    """A copy of the base with 0.1.0 on it, put there by ``--patch-file``."""
+    data = lzma.decompress(OLD.read_bytes())
+    assert hashlib.sha256(data).hexdigest() == SHA256
+    (tmp_path / "old.patch").write_bytes(data)
+    root = Path(shutil.copytree(base_tree, tmp_path / "verl"))
+    options = ("--repo", root, "--patch-file", tmp_path / "old.patch", "--patch-sha256", SHA256)
+    assert world.run(capsys, ROOT / "patches", *options).code == 0
+    assert (root / "verl/gradloc/hook.py").is_file() and not (root / "verl/gradloc/core").exists()
+    return root
+
+
+def test_0_1_0_is_upgraded_in_one_step_and_then_reversed_to_the_exact_base(capsys, old_tree, base_tree, patched_tree):
+    outcome = world.run(capsys, ROOT / "patches", old_tree)
+    assert outcome.code == 0 and "upgraded from" in outcome.out
+    assert contents(old_tree) == contents(patched_tree)
+    assert not (old_tree / "verl/gradloc/hook.py").exists()
+    assert world.run(capsys, ROOT / "patches", old_tree, "--reverse").code == 0
+    assert world.picture(old_tree).keys() == world.picture(base_tree).keys()
+    assert contents(old_tree) == contents(base_tree)
