@@ -75,3 +75,8 @@ def replay_command(bundle: str | None) -> str | None:
     if bundle is None:
         return None
     return f"python -m verl.gradloc.replay {shlex.quote(bundle)} --model MODEL_PATH"
+
+
+def show_command(run: str, event_id: str) -> str:
+    """The command that shows one event of a run with every token."""
+    return f"gradloc-report show {shlex.quote(run)} --event {shlex.quote(event_id)}"

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         from ..pages import page  # matplotlib takes a second to import
 
-        text = page.render_comparison("compare.html", found=found, notes=notes, curves=page.overlays(runs, found))
+        text = page.render_comparison(runs, found, notes)
     if args.output is None:
         print(text, end="")
     else:

@@ -15,7 +15,8 @@ from matplotlib.ticker import MaxNLocator
 
 from ...evidence.numbers import number
 from ..analyses.buckets import ALL, LOSSES, TERMS, Analysis
-from .style import LIGHT, Palette, dress
+from .palette import LIGHT, Palette
+from .style import dress
 
 NAMES = {
     "task": "task (policy)",

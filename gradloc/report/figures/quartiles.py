@@ -17,7 +17,8 @@ from matplotlib.patches import Patch
 from ...evidence.analysis_record import QUARTILES, Change, Moved, Update
 from ...evidence.numbers import number, percent
 from ..analyses.quartiles import SPLITS, Analysis
-from .style import LIGHT, Palette, dress
+from .palette import LIGHT, Palette
+from .style import dress
 
 PLACES = np.arange(len(QUARTILES))
 UPDATED = {"all": range(len(QUARTILES)), "lowest": (0,), "highest": (len(QUARTILES) - 1,)}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 
-from .style import stand_ins
+from .palette import stand_ins
 
 COLOURS = stand_ins()
 SVG = "http://www.w3.org/2000/svg"

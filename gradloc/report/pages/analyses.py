@@ -6,9 +6,7 @@ from pathlib import Path
 
 from ..analyses.buckets import read_analyses
 from ..errors import ReportError
-from ..figures.buckets import FIGURES
-from ..figures.style import THEME
-from ..figures.svg import to_svg
+from ..figures.palette import THEME
 
 MAX_STEPS = 6
 """Analysed steps that the page draws, the latest ones."""
@@ -37,6 +35,9 @@ def sections(path: Path) -> tuple[list[Section], int]:
         analyses, _ = read_analyses(path)
     except ReportError:
         return [], 0
+    from ..figures.buckets import FIGURES  # matplotlib takes a second to import, and few runs need it
+    from ..figures.svg import to_svg
+
     shown = list(analyses.values())[: -MAX_STEPS - 1 : -1]
     made = []
     for analysis in shown:

@@ -3,21 +3,15 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ...evidence.numbers import number, percent
-from ...evidence.record import Culprit, Event
-from ..figures import curves as figures
+from ...evidence.record import Culprit, Event, Sequence
+from ..figures import drawings
 from ..runs import advice, searchpath, tokens
 from ..runs.events import bundle_folder, read_sequences
-from ..text import (
-    one_line,
-    plural,
-    replay_command,
-    span,
-    times,
-    visible,
-)
+from ..runs.metrics import Metrics
+from ..runs.story import ODD, Story, clip_of, odd_number, tell, weight
+from ..text import one_line, plural, replay_command, span, visible
 from .shading import Shades, shade
 
 CULPRITS = 40
@@ -29,11 +23,40 @@ CERTIFICATES = {
     "undecided": "undecided",
 }
 ACTIONS = {
-    "observe": "observe: the optimizer took the step as if nobody had looked",
+    "observe": "observe: the step was taken unchanged",
     "mask": "mask: the optimizer took the step without the culprits",
     "skip": "skip: the optimizer took no step",
     "abort": "abort: the run was stopped",
 }
+ODD_FACTS = {
+    "token_mismatch": "ratio new / old",
+    "sequence_mismatch": "ratio of the sequence",
+    "extreme_advantage": "advantage",
+    "low_probability": "log-prob",
+    "kl_term": "of it the KL term",
+    "is_weight": "rollout-correction weight",
+    "entropy_term": "d loss / d entropy",
+    "non_finite": "d loss / d log-prob",
+}
+"""Which fact of a culprit each cause is about."""
+ESSENTIAL = ("advantage", "ratio new / old", "log-prob", "entropy", "reward of the sequence")
+
+
+@dataclass
+class CulpritView:
+    """A culprit's numbers in the order of their use."""
+
+    culprit: Culprit
+    token: str
+    before: str
+    marked: str
+    after: str
+    place: str
+    share: str
+    norm: str
+    essential: list[tuple[str, str, str]]
+    """Label, value, and what is odd about it (or nothing); the odd one comes first."""
+    rest: list[tuple[str, str]]
 
 
 @dataclass
@@ -41,13 +64,12 @@ class EventView:
     """What the template shows of one event."""
 
     event: Event
+    story: Story
     verdict: str
     title: str
-    excess: str
-    """How many times the threshold the norm is, as text."""
-    culprits: list[dict[str, Any]]
+    culprits: list[CulpritView]
     num_hidden_culprits: int
-    causes: list[tuple[advice.Advice, list[dict[str, Any]]]]
+    causes: list[tuple[advice.Advice, list[CulpritView]]]
     search_cost: str
     certificate: str
     action: str
@@ -56,6 +78,8 @@ class EventView:
     path: list[searchpath.Node]
     num_hidden_parts: int
     sequences: list[tokens.TokenView] = field(default_factory=list)
+    siblings: list[tuple[str, list[tuple[str, str, str, str]]]] = field(default_factory=list)
+    """Prompt by prompt, those of its rollouts that the event holds: name, reward, advantage, tokens."""
     shades: list[Shades] = field(default_factory=list)
     token_note: str | None = None
     heat: str | None = None
@@ -68,23 +92,23 @@ class EventView:
         return self.shades[0].measure.name if self.shades else ""
 
 
-def plain_view(event: Event, root: Path) -> EventView:
-    """The event without pictures and token arrays: all that a long list of events can afford.
+def plain_view(event: Event, root: Path, metrics: Metrics | None = None) -> EventView:
+    """The event without drawings and token arrays.
 
     Args:
         event: the event.
         root: folder of events.jsonl, as the user named it; the replay command is relative to it.
+        metrics: the run's, for what came after the event.
     """
-    shown = sorted(event.culprits, key=_weight, reverse=True)
+    shown = sorted(event.culprits, key=weight, reverse=True)
     written = [describe(culprit) for culprit in shown[:CULPRITS]]
     path, num_hidden = searchpath.tree(event.search)
     folder = bundle_folder(root, event)
-    excess = times(event.trigger.grad_norm, event.trigger.threshold)
     return EventView(
         event=event,
+        story=tell(event, clip_of(root, event), metrics or Metrics()),
         verdict=visible(event.verdict) if event.verdict else "",
         title=f"Step {event.step.global_step}, mini-batch {event.step.mini_batch}",
-        excess=number(event.trigger.grad_norm) if excess is None else f"{number(excess, 3)}×",
         culprits=written,
         num_hidden_culprits=max(len(shown) - CULPRITS, 0),
         causes=_causes(written),
@@ -98,20 +122,20 @@ def plain_view(event: Event, root: Path) -> EventView:
     )
 
 
-def full_view(event: Event, root: Path, name: str, budget: int, shown: int) -> tuple[EventView, str | None]:
-    """The event with pictures and its sequences token by token.
+def full_view(event: Event, root: Path, metrics: Metrics, budget: int, shown: int) -> tuple[EventView, str | None]:
+    """The event with drawings and its sequences token by token.
 
     Args:
         event: the event.
         root: folder of events.jsonl.
-        name: prefix for ids, unique on the page.
+        metrics: the run's.
         budget: tokens that the page can carry of this event.
         shown: tokens that it can show at first.
 
     Returns:
         The view, and a sentence when the sequences could not be read.
     """
-    made = plain_view(event, root)
+    made = plain_view(event, root, metrics)
     sequences, note = read_sequences(root, event)
     made.token_note = note
     made.shades = shade(sequences)
@@ -119,10 +143,11 @@ def full_view(event: Event, root: Path, name: str, budget: int, shown: int) -> t
     made.sequences = [
         tokens.view(sequence, event.culprits, budget // count, max(shown // count, 20)) for sequence in sequences
     ]
-    heat = figures.heat_map(event, f"{name}-heat")
+    made.siblings = _siblings(sequences, event.culprits)
+    heat = drawings.heat_map(event)
     if heat is not None:
         made.heat, made.is_heat_whole = heat
-    made.layers = figures.layer_bars(event, f"{name}-layers")
+    made.layers = drawings.layer_bars(event)
     return made, note
 
 
@@ -136,22 +161,10 @@ def severity(event: Event) -> float:
     return norm / threshold if threshold else norm
 
 
-def _weight(culprit: Culprit) -> float:
-    for value in (culprit.share, culprit.grad_norm):
-        if value is not None and value == value:
-            return abs(value)
-    return 0.0
-
-
-def describe(culprit: Culprit) -> dict[str, Any]:
+def describe(culprit: Culprit) -> CulpritView:
     """A culprit's record as pairs of label and text, and what stands around it."""
     ratios = culprit.ratios
     facts = [
-        ("share of the spike", percent(culprit.share)),
-        (
-            "gradient norm" if culprit.is_exact else "gradient norm, at least",
-            number(culprit.grad_norm),
-        ),
         ("advantage", number(culprit.advantage)),
         ("log-prob", number(culprit.log_prob)),
         ("old log-prob, used", number(culprit.old_log_prob_used)),
@@ -167,25 +180,65 @@ def describe(culprit: Culprit) -> dict[str, Any]:
         ("of it the KL term", number(culprit.coefficients.kl)),
         ("d loss / d entropy", number(culprit.coefficients.entropy)),
         ("reward of the sequence", number(culprit.reward)),
+        *((_spoken(name), number(value)) for name, value in culprit.cause.numbers.items()),
     ]
-    numbers = [(_spoken(name), number(value)) for name, value in culprit.cause.numbers.items()]
-    return {
-        "culprit": culprit,
-        "token": one_line(culprit.text, 60) or "(no text)",
-        "before": visible(culprit.text_before or "")[-300:],
-        "marked": visible(culprit.text)[:600],
-        "after": visible(culprit.text_after or "")[:300],
-        "place": (
+    known = {label: text for label, text in facts if text != "–"}
+    essential = _essential(culprit, known)
+    named = {label for label, _, _ in essential}
+    return CulpritView(
+        culprit=culprit,
+        token=one_line(culprit.text, 60) or "(no text)",
+        before=visible(culprit.text_before or "")[-300:],
+        marked=visible(culprit.text)[:600],
+        after=visible(culprit.text_after or "")[:300],
+        place=(
             f"rank {number(culprit.rank)}, micro-batch {number(culprit.micro_batch)}, "
             f"row {number(culprit.micro_batch_row)}, position {span(culprit.positions)}"
         ),
-        "sequence": one_line(culprit.sequence_id or "–"),
-        "source": one_line(culprit.data_source or "–"),
-        "share": percent(culprit.share),
-        "norm": number(culprit.grad_norm),
-        "facts": [fact for fact in facts if fact[1] != "–"],
-        "numbers": [pair for pair in numbers if pair[1] != "–"],
-    }
+        share=percent(culprit.share),
+        norm=("" if culprit.is_exact else "at least ") + number(culprit.grad_norm),
+        essential=essential,
+        rest=[(label, text) for label, text in known.items() if label not in named],
+    )
+
+
+def _essential(culprit: Culprit, known: dict[str, str]) -> list[tuple[str, str, str]]:
+    """The fact that the cause is about, marked, and the few that everybody looks at."""
+    label, odd = culprit.cause.label, odd_number(culprit)
+    about = ODD_FACTS.get(label, "")
+    if about not in known and odd:  # a cause about no single fact of the record, such as the Jacobian
+        about = _spoken(ODD[label])
+    first = [(about, known[about], odd or "the odd one")] if about in known else []
+    return first + [(name, known[name], "") for name in ESSENTIAL if name in known and name != about]
+
+
+def _siblings(sequences: list[Sequence], culprits: list[Culprit]) -> list[tuple[str, list[tuple[str, str, str, str]]]]:
+    """The rollouts of one prompt that the event holds, where it holds more than one."""
+    groups: dict[str, list[Sequence]] = {}
+    for sequence in sequences:
+        prompt = (sequence.sequence_id or "").rpartition(":")[0]
+        if prompt:
+            groups.setdefault(prompt, []).append(sequence)
+    rewards = {culprit.sequence_id: culprit.reward for culprit in culprits}
+    made = []
+    for members in groups.values():
+        if len(members) > 1:
+            lines = [
+                (
+                    (member.sequence_id or "").rpartition(":")[2],
+                    number(rewards.get(member.sequence_id)),
+                    _largest(member.advantage),
+                    number(len(member)),
+                )
+                for member in members
+            ]
+            made.append((one_line(members[0].prompt or "a prompt", 80), lines))
+    return made
+
+
+def _largest(values: list[float | None] | None) -> str:
+    """The value that is furthest from 0, as text."""
+    return number(max((v for v in values or () if v is not None), key=abs, default=None))
 
 
 def _layer_note(event: Event) -> str | None:
@@ -204,11 +257,11 @@ def _spoken(name: str) -> str:
     return name.replace("_over_", " / ").replace("_", " ")
 
 
-def _causes(culprits: list[dict[str, Any]]) -> list[tuple[advice.Advice, list[dict[str, Any]]]]:
+def _causes(culprits: list[CulpritView]) -> list[tuple[advice.Advice, list[CulpritView]]]:
     """Causes in the order of their largest culprit, each with its culprits."""
-    groups: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[CulpritView]] = {}
     for entry in culprits:
-        groups.setdefault(entry["culprit"].cause.label, []).append(entry)
+        groups.setdefault(entry.culprit.cause.label, []).append(entry)
     return [(advice.of(label), members) for label, members in groups.items()]
 
 

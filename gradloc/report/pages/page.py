@@ -3,12 +3,17 @@
 
 The security policy allows exactly the one script and the one style sheet inside, by their hash, and
 no request of any kind. Token text enters through jinja2's autoescape or the escaped JSON payload.
+
+Up to ``INLINE`` events stand in the page as they are. Of more, the worst ``DETAILED`` are carried whole
+but compressed, and unpacked by the browser when they are opened; the others are a row of the list each.
 """
 
 import base64
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterable
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,26 +23,28 @@ from markupsafe import Markup
 
 from ...evidence.numbers import number, percent
 from ...evidence.record import Event
-from ..figures import curves as figures
-from ..figures import style as palettes
+from ..errors import ReportError
+from ..figures.palette import DARK, LIGHT, variables
 from ..runs import tokens
 from ..runs.comparison import Comparison
-from ..runs.health import RunHealth, judge, ranges
+from ..runs.health import judge, ranges
+from ..runs.metrics import MEAN
 from ..runs.run import RunFolder
-from ..text import one_line, plural, visible
-from . import analyses
-from .eventview import EventView, culprit_count, full_view, plain_view, severity
+from ..text import one_line, plural, show_command, visible
+from . import analyses, charts
+from .eventview import EventView, culprit_count, full_view, severity
+from .rows import rows
 
 INLINE = 10
 """Up to so many events stand one below the other; of more, one is open at a time."""
 DETAILED = 40
-"""Events that get pictures and token arrays: the worst ones."""
-SPANS = 120
-"""Parts that the strip of states has at most; each that is not healthy can be tabbed to."""
+"""Events that the page carries whole: the worst ones."""
 SHOWN_TOKENS = 4000
 """Tokens that the page shows before anything is unfolded."""
 BUDGET = {"one": 6_000_000, "many": 1_100_000}
 """Bytes of token arrays in a page of one event, and of several."""
+SCRIPTS = ("base", "chart", "tokens", "events", "keys")
+"""Parts of the one script, in order."""
 
 Progress = Callable[[Iterable[Event], int], Iterable[Event]]
 
@@ -52,59 +59,57 @@ def render(run: RunFolder, events: list[Event] | None = None, progress: Progress
     """
     chosen = run.events if events is None else events
     is_inline = len(chosen) <= INLINE
-    worst = sorted(chosen, key=severity, reverse=True)
-    detailed = {event.event_id for event in worst[:DETAILED]}
+    worst = sorted(chosen, key=severity, reverse=True)[:DETAILED]
     size = BUDGET["one" if len(chosen) == 1 else "many"] // tokens.BYTES_PER_TOKEN
-    budget = size // max(len(detailed), 1)
+    budget = size // max(len(worst), 1)
     shown = SHOWN_TOKENS // max(len(chosen), 1) if is_inline else SHOWN_TOKENS // 4
-    views: list[EventView] = []
+    views: dict[str, EventView] = {}
     payload: dict[str, Any] = {}
     root = run.events_root or run.path
-    for index, event in enumerate(progress(chosen, len(chosen)) if progress else chosen):
-        if event.event_id not in detailed:
-            views.append(plain_view(event, root))
-            continue
-        view, note = full_view(event, root, f"e{index}", budget, shown)
+    for event in progress(worst, len(worst)) if progress else worst:
+        view, note = full_view(event, root, run.metrics, budget, shown)
         if note:
             run.notes.append(note)
-        views.append(view)
+        views[event.event_id] = view
         payload[event.event_id] = {"s": [tokens.payload(s, i, view.shades) for i, s in enumerate(view.sequences)]}
+    in_order = [views[event.event_id] for event in chosen if event.event_id in views]
+    packed = {} if is_inline else {name: _packed(view, payload.pop(name)) for name, view in views.items()}
     health = judge(run.metrics)
+    chart = charts.run_chart(run, health)
     return _fill(
         "report.html",
         run=run,
-        views=views,
-        lead=next((v for v in views if v.event is worst[0]), None) if worst else None,
-        is_inline=is_inline,
-        num_detailed=len(detailed),
+        lead=views[worst[0].event_id] if worst else None,
+        views=in_order if is_inline else [],
+        packed=packed,
+        num_events=len(chosen),
+        chart=chart,
         facts=facts(run),
-        curves=curves(run, health),
         health=health,
         analyses=analyses.sections(run.path),
-        payload={"labels": tokens.LABELS, "events": payload},
+        show=show_command(str(run.path), "ID"),
+        payload={
+            "labels": tokens.LABELS,
+            "events": payload,
+            "rows": rows(chosen, run.path, set(views)) if len(chosen) > 1 else [],
+            "charts": {"run": chart},
+        },
     )
 
 
-def render_comparison(name: str, **parts: Any) -> str:
-    """A page of another template with the same frame."""
-    return _fill(name, payload={}, **parts)
+def _packed(view: EventView, payload: dict[str, Any]) -> str:
+    """An event's article and its tokens, compressed; the browser unpacks it with DecompressionStream."""
+    html = _environment().get_template("event.html").module.event_article(view, True)
+    document = json.dumps({"html": html, **payload}, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    packed = zlib.compress(document.encode("utf-8", errors="replace"), 9)
+    return base64.b64encode(packed).decode("ascii")
 
 
-def curves(run: RunFolder, health: RunHealth) -> list[str]:
-    """The run's curve, wide and for a phone; nothing when there is nothing to draw."""
-    if not run.metrics and not run.events:
-        return []
-    return [
-        figures.curve(run.metrics, run.events, width, name, health.spans(most))
-        for width, name, most in ((940, "curve-wide", SPANS), (370, "curve-narrow", SPANS // 3))
-    ]
-
-
-def overlays(runs: list[RunFolder], found: Comparison) -> list[str]:
-    """The compared runs' curves, wide and for a phone; nothing when no run has metrics."""
-    labelled = [(one_line(name, 40), run.metrics) for name, run in zip(found.names, runs, strict=True)]
-    made = [figures.overlay(labelled, width, name) for width, name in ((940, "wide"), (370, "narrow"))]
-    return [picture for picture in made if picture is not None]
+def render_comparison(runs: list[RunFolder], found: Comparison, notes: list[str]) -> str:
+    """The page of two runs side by side."""
+    chart = charts.comparison_chart(runs, found)
+    payload = {"labels": {}, "events": {}, "rows": [], "charts": {"run": chart}}
+    return _fill("compare.html", found=found, notes=notes, chart=chart, payload=payload)
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
@@ -121,41 +126,45 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
         made.append(("spent searching", f"{number(sum(spent), 3)} s"))
     if run.metrics:
         made.append(("steps", number(len(run.metrics.steps))))
-        norms = sorted(run.metrics.finite(figures.MEAN))
+        norms = sorted(run.metrics.finite(MEAN))
         if norms:
             made.append(("median norm", number(norms[len(norms) // 2], 3)))
     return made
 
 
-def _fill(template: str, payload: dict[str, Any], **context: Any) -> str:
-    style, script = _style(), _asset("report.js")
-    policy = (
-        "default-src 'none'; "
-        f"style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    environment = Environment(
+@cache
+def _environment() -> Environment:
+    made = Environment(
         loader=PackageLoader("gradloc.report"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters.update(
-        number=number,
-        percent=percent,
-        visible=visible,
-        one_line=one_line,
-        svg=Markup,
-        plural=plural,
+    made.filters.update(number=number, percent=percent, visible=visible, one_line=one_line, svg=Markup, plural=plural)
+    made.globals.update(culprit_count=culprit_count, level=_level, ranges=ranges)
+    return made
+
+
+def _fill(template: str, payload: dict[str, Any], **context: Any) -> str:
+    style = _style()
+    parts = "".join(_asset(f"{name}.js") for name in SCRIPTS)
+    script = f'"use strict";\n{{\n{parts}}}\n'  # the block keeps its names from the window's
+    policy = (
+        "default-src 'none'; "
+        f"style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
     )
-    environment.globals.update(culprit_count=culprit_count, level=_level, ranges=ranges)
-    made = environment.get_template(template).render(
-        policy=policy,
-        style=Markup(style),
-        script=Markup(script),
-        payload=escape_json(payload),
-        **context,
+    made = (
+        _environment()
+        .get_template(template)
+        .render(
+            policy=policy,
+            style=Markup(style),
+            script=Markup(script),
+            payload=escape_json(payload),
+            **context,
+        )
     )
     # A lone surrogate in a name or a path cannot be written as UTF-8.
     return made.encode("utf-8", errors="replace").decode("utf-8")
@@ -169,8 +178,8 @@ def _level(view: EventView, sequence: int, position: int) -> str:
 def _style() -> str:
     """The style sheet, with the palette's two themes put in."""
     sheet = _asset("report.css")
-    for name, palette in (("LIGHT", palettes.LIGHT), ("DARK", palettes.DARK)):
-        sheet = sheet.replace(f"/* {name} */", palettes.variables(palette))
+    for name, palette in (("LIGHT", LIGHT), ("DARK", DARK)):
+        sheet = sheet.replace(f"/* {name} */", variables(palette))
     return sheet
 
 
@@ -195,7 +204,26 @@ def escape_json(value: Any) -> Markup:
 
 
 def write(path: Path, text: str) -> None:
-    """Write the page whole or not at all."""
+    """Write the page whole or not at all.
+
+    Raises:
+        ReportError: when the folder that the file should go into is not there.
+    """
+    writable(path)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8", newline="\n")
     partial.replace(path)
+
+
+def writable(path: Path) -> None:
+    """Refuse an output that cannot be written, before the work is done.
+
+    Raises:
+        ReportError: names the folder.
+    """
+    if path.is_dir():
+        raise ReportError(f"{path} is a folder: -o names the file to write, such as {path / 'report.html'}.")
+    if not path.parent.is_dir():
+        raise ReportError(
+            f"{path} cannot be written: the folder {path.parent} is not there. Make it: mkdir -p {path.parent}"
+        )

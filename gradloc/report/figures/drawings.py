@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An event's drawings as SVG: shares by rank and micro-batch, norms by layer. No library: they are rectangles.
+
+Colours are classes of the style sheet, so that they follow the page's theme; sizes are in pixels.
+"""
+
+import math
+import re
+from xml.sax.saxutils import escape, quoteattr
+
+from ...evidence.numbers import number, percent
+from ...evidence.record import Event
+
+CELLS_NAMED = 96
+"""Up to so many cells have their number written in them."""
+ROWS_NAMED = 40
+"""Of more layers, every fourth is named."""
+
+Grid = list[list[float | None]]
+
+
+def heat_map(event: Event) -> tuple[str, bool] | None:
+    """Share of the spike by rank (columns) and micro-batch (rows).
+
+    Returns:
+        The drawing, and whether every cell was measured; where the strategy measures culprits only,
+        theirs are drawn and the rest is blank. None when nothing is known.
+    """
+    grid, is_whole = share_grid(event)
+    if not grid:
+        return None
+    num_ranks = max(map(len, grid))
+    wide = min(max(420 // num_ranks, 6), 64)
+    high = min(max(420 // len(grid), 5), 25)
+    known = [abs(value) for row in grid for value in row if value is not None and math.isfinite(value)]
+    scale = max([*known, 1e-12])
+    left, top = 54, 22
+    marks = []
+    for at, row in enumerate(grid):
+        for rank, value in enumerate(row):
+            box = f'x="{left + rank * wide}" y="{top + at * high}" width="{wide - 1}" height="{high - 1}"'
+            is_known = value is not None and math.isfinite(value)
+            strength = round(math.sqrt(abs(value) / scale), 2) if is_known else 0
+            side = "spike" if is_known and value > 0 else "calm"
+            title = f"rank {rank}, micro-batch {at}: {percent(value)}"
+            marks.append(f'<rect class="cell" {box}><title>{title}</title></rect>')
+            if strength > 0.02:
+                marks.append(f'<rect class="{side}" {box} fill-opacity="{strength * 0.85:.2f}" pointer-events="none"/>')
+            if is_known and abs(value) >= 5e-4 and num_ranks * len(grid) <= CELLS_NAMED and wide >= 40:
+                x, y = left + rank * wide + wide / 2, top + at * high + high / 2 + 4
+                marks.append(f'<text x="{x:g}" y="{y:g}" text-anchor="middle">{percent(value)}</text>')
+    for at in _ticks(num_ranks, wide, 26):
+        marks.append(_axis(left + at * wide + wide / 2, top - 7, at, "middle"))
+    for at in _ticks(len(grid), high, 15):
+        marks.append(_axis(left - 8, top + at * high + high / 2 + 4, at, "end"))
+    marks.append(_axis(0, top - 7, "rank"))
+    width, height = max(left + num_ranks * wide, 160), top + len(grid) * high + 4
+    return _svg(width, height, "Share of the spike by rank and micro-batch", marks), is_whole
+
+
+def share_grid(event: Event) -> tuple[Grid, bool]:
+    """Shares by micro-batch and rank, None where not measured; and whether all were."""
+    if event.shares is not None and event.shares.micro_batches:
+        return [list(row) for row in event.shares.micro_batches], True
+    places = [(c.micro_batch, c.rank, c.share) for c in event.culprits]
+    places = [place for place in places if None not in place and min(place[:2]) >= 0]
+    if not places:
+        return [], False
+    num_micro = max(event.step.num_micro_batches or 0, *(m + 1 for m, _, _ in places))
+    num_ranks = max(event.step.world_size or 0, *(r + 1 for _, r, _ in places))
+    grid: Grid = [[None] * num_ranks for _ in range(num_micro)]
+    for micro_batch, rank, share in places:
+        grid[micro_batch][rank] = (grid[micro_batch][rank] or 0.0) + share
+    return grid, False
+
+
+def layer_bars(event: Event) -> str | None:
+    """Norm of the gradient by layer: the whole step as bars, the largest culprit as diamonds; None without norms."""
+    layers = sorted(event.layers, key=natural)
+    norms = [_finite(event.layers[layer]) for layer in layers]
+    if not any(norms):
+        return None
+    largest = max(event.culprits, key=lambda culprit: _finite(culprit.grad_norm), default=None)
+    high = 19 if len(layers) <= ROWS_NAMED else 9
+    left, width = min(12 + 7 * max(map(len, layers)), 170), 420
+    scale = (width - left - 70) / max([*norms, *(_finite(v) for v in (largest.layers if largest else {}).values())])
+    marks = []
+    for at, (layer, norm) in enumerate(zip(layers, norms, strict=True)):
+        y = 24 + at * high
+        if high > 10 or at % 4 == 0:
+            marks.append(_axis(left - 8, y + high / 2 + 3, layer, "end"))
+        own = _finite(largest.layers.get(layer)) if largest else 0.0
+        said = f"{layer}: {number(norm, 3)}" + (f", largest culprit {number(own, 3)}" if own else "")
+        marks.append(
+            f'<rect class="bar" x="{left}" y="{y}" width="{max(norm * scale, 1):.1f}" height="{high - 4}">'
+            f"<title>{escape(said)}</title></rect>"
+        )
+        if high > 10:
+            end = left + max(norm, own) * scale + 9
+            marks.append(_axis(end, y + high / 2 + 3, number(norm, 3)))
+        if own:
+            x, middle = left + own * scale, y + high / 2 - 2
+            marks.append(f'<path class="diamond" d="M{x:.1f} {middle - 5:g}l5 5l-5 5l-5 -5z"/>')
+    marks.append(f'<rect class="bar" x="{left}" y="4" width="14" height="9"/>')
+    marks.append(_axis(left + 20, 13, "the whole step"))
+    if largest is not None and largest.layers:
+        marks.append(f'<path class="diamond" d="M{left + 127} 4l5 5l-5 5l-5 -5z"/>')
+        marks.append(_axis(left + 138, 13, "the largest culprit"))
+    return _svg(width, 28 + high * len(layers), "Gradient norm by layer, the whole step and the largest culprit", marks)
+
+
+def natural(layer: str) -> tuple:
+    """Sorts layers as the model has them: embedding, layer 0, 1, ..., 10, final norm, head."""
+    order = {"embedding": 0, "layer": 1, "norm": 2, "head": 3}
+    digits = re.search(r"\d+", layer)
+    return order.get(layer.split(" ")[0], 4), int(digits[0]) if digits else 0, layer
+
+
+def _ticks(count: int, size: int, least: int) -> range:
+    """Which rows or columns are numbered, so that the numbers do not touch."""
+    return range(0, count, max(-(-least // size), 1))
+
+
+def _axis(x: float, y: float, words: object, anchor: str = "start") -> str:
+    return f'<text class="axis" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(str(words))}</text>'
+
+
+def _svg(width: float, height: float, title: str, marks: list[str]) -> str:
+    head = f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img" aria-label={quoteattr(title)}>'
+    return head + "".join(marks) + "</svg>"
+
+
+def _finite(value: float | None) -> float:
+    return value if value is not None and math.isfinite(value) else 0.0

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The list of events as the page's script shows, searches, sorts and filters it: one small record each.
+
+It holds what a reader sees of an event before opening it, and of those that are too many to be
+carried whole, all that the page has.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from ...evidence.numbers import number
+from ...evidence.record import Event
+from ..runs import story
+from ..text import one_line, show_command, times, visible
+
+WORDS = 400
+"""Characters of a culprit list that can be searched."""
+
+
+def rows(events: list[Event], run: Path, carried: set[str]) -> list[dict[str, Any]]:
+    """One record per event, in the order given.
+
+    Args:
+        events: of a run.
+        run: the run's folder, as the user named it.
+        carried: the names of the events that the page holds whole.
+    """
+    return [_row(event, run, event.event_id in carried) for event in events]
+
+
+def _row(event: Event, run: Path, is_carried: bool) -> dict[str, Any]:
+    norm, excess = event.trigger.grad_norm, times(event.trigger.grad_norm, event.trigger.threshold)
+    first = story.leader(event)
+    tokens = " ".join(dict.fromkeys(one_line(c.text, 24) for c in event.culprits))
+    mini = f".{event.step.mini_batch}" if event.step.mini_batch else ""
+    made = {
+        "id": event.event_id,
+        "step": f"{event.step.global_step}{mini}",
+        "norm": number(norm),
+        "size": _sortable(norm),
+        "excess": number(norm) if excess is None else f"{number(excess, 3)}×",
+        "times": _sortable(norm if excess is None else excess),
+        "count": len(event.culprits),
+        "token": one_line(first.text, 24) if first else "",
+        "cause": first.cause.label.replace("_", " ") if first else "–",
+        "verdict": event.certificate.verdict.replace("_", " "),
+        "action": event.action.taken,
+        "words": tokens[:WORDS],
+    }
+    if is_carried:
+        return made
+    return made | {
+        "headline": story.headline(event),
+        "before": visible((first and first.text_before) or "")[-100:],
+        "marked": visible(first.text)[:60] if first else "",
+        "after": visible((first and first.text_after) or "")[:60],
+        "without": number(event.certificate.norm_after, 3),
+        "threshold": number(event.trigger.threshold, 3),
+        "command": show_command(str(run), event.event_id),
+    }
+
+
+def _sortable(value: float | None) -> float | str:
+    if value is None:
+        return -1
+    return float(f"{value:.6g}") if math.isfinite(value) else "Infinity"
