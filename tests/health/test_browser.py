@@ -45,7 +45,7 @@ def test_a_part_of_the_strip_says_its_reasons_when_pointed_at_or_tabbed_to(
     assert note.text.startswith("Steps 8-9: warning. truncation: ")
 
     driver.find_element(By.ID, "theme").click()
-    driver.find_element(By.ID, "theme").send_keys(Keys.TAB)
+    driver.find_element(By.CSS_SELECTOR, ".plot").send_keys(Keys.TAB)
     assert driver.switch_to.active_element.get_attribute("aria-label") == note.text
     driver.switch_to.active_element.send_keys(Keys.TAB)
     assert note.text.startswith("Steps 10-11: danger. ")

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from gradloc.report import output
 from gradloc.report.pages import page
 from gradloc.report.runs.run import read_run
 from tests.report.builder import (
@@ -70,15 +71,19 @@ def long_run_page(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def largest_page(tmp_path_factory):
-    """1,000 events, the worst with a sequence of 32k tokens; and the CPU seconds of its page."""
+    """2,000 events of 8 culprits, the worst with a sequence of 32k tokens; and the CPU seconds of its page."""
     root = tmp_path_factory.mktemp("largest")
     source = random.Random(0)
     tokens = [source.choice([" the", " so", "\n", " x", " ="]) for _ in range(32768)]
     tokens[20000:23000] = ["!"] * 3000
-    events = [make_event(step) for step in range(1, 1001)]
+    events = []
+    for step in range(1, 2001):
+        culprits = [make_culprit(3 + 5 * index, token=f" t{step}x{index}") for index in range(8)]
+        events.append(make_event(step, culprits))
+        events[-1]["trigger"]["grad_norm"] = 100.0 + (step * 37) % 1013
     events[500]["trigger"]["grad_norm"] = 1e6
     sequences = {events[500]["event_id"]: [make_sequence(tokens=tokens)]}
-    folder = write_run(root, events, sequences, make_metrics(1000, tuple(range(1, 1001))))
+    folder = write_run(root, events, sequences, make_metrics(2000, tuple(range(1, 2001))))
     start = time.process_time()  # whatever else the machine does
     path = _write(folder)
     return path, time.process_time() - start
@@ -86,8 +91,26 @@ def largest_page(tmp_path_factory):
 
 def _write(folder):
     out = folder / "report.html"
-    page.write(out, page.render(read_run(folder)))
+    output.write(out, page.render(read_run(folder)))
     return out
+
+
+def wait(driver, script, *arguments, seconds=20):
+    """Wait until a script's answer is true."""
+    end = time.monotonic() + seconds
+    while not driver.execute_script(script, *arguments):
+        assert time.monotonic() < end, script
+        time.sleep(0.05)
+
+
+def opened(driver, step):
+    """Wait until the event of that step is the one that is open."""
+    name = f"event-step{step:06d}-epoch0-mini0"
+    wait(driver, "return document.querySelector('#stage article')?.id === arguments[0]", name)
+
+
+def press(driver, keys):
+    find(driver, "body")[0].send_keys(keys)
 
 
 def open_page(driver, path, width=1280, fragment=""):
@@ -119,7 +142,7 @@ const behind = (element) => {
   return layers.reduce(mix, [255, 255, 255]);
 };
 const worst = [];
-const texts = "p, dt, dd, th, td, span, summary, code, button, legend, h1, h2, h3, h4, li, b";
+const texts = "p, dt, dd, th, td, span, summary, code, button, legend, h1, h2, h3, h4, li, b, small, mark, kbd";
 for (const element of document.querySelectorAll(texts)) {
   if (!element.textContent.trim() || !element.checkVisibility()) continue;
   const [one, two] = [light(channels(getComputedStyle(element).color)), light(behind(element))];
@@ -154,7 +177,7 @@ def find(driver, query):
 def demo_page(tmp_path_factory):
     """What the demo left behind, kept in examples/."""
     out = tmp_path_factory.mktemp("demo") / "report.html"
-    page.write(out, page.render(read_run(REPO / "examples" / "demo")))
+    output.write(out, page.render(read_run(REPO / "examples" / "demo")))
     return out
 
 
@@ -267,11 +290,11 @@ def test_the_list_sorts_and_pages(driver, long_run_page):
     open_page(driver, long_run_page)
 
     def norms():
-        rows = find(driver, "#events tbody tr:not([hidden])")
-        return [float(row.find_elements("css selector", "td")[1].text) for row in rows]
+        rows = find(driver, "#events tbody tr")
+        return [float(row.find_elements("css selector", "td")[2].text) for row in rows]
 
     assert len(norms()) == 50
-    head = find(driver, "#events th")[1]
+    head = find(driver, "#events th")[2]
     head.find_element("css selector", "button").click()
     assert head.get_attribute("aria-sort") == "descending"
     assert norms() == sorted(norms(), reverse=True)
@@ -283,25 +306,106 @@ def test_the_list_sorts_and_pages(driver, long_run_page):
     assert len(norms()) == 100
 
 
+def test_the_list_is_searched_and_filtered(driver, largest_page):
+    open_page(driver, largest_page[0])
+    search = find(driver, "#search")[0]
+    search.send_keys("t1234x5")
+    assert [row.text.split()[0] for row in find(driver, "#events tbody tr")] == ["1234"]
+    assert find(driver, "#num-found")[0].text == "1 of 2,000 events"
+    search.clear()
+    search.send_keys("extreme step 77")
+    assert len(find(driver, "#events tbody tr")) > 1
+    search.clear()
+    search.send_keys("no such token")
+    assert find(driver, "#num-found")[0].text == "0 of 2,000 events"
+
+
 def test_an_event_opens_from_the_list_the_curve_and_the_address(driver, long_run_page):
     open_page(driver, long_run_page, fragment="#event-step000042-epoch0-mini0")
-    opened = "#stage article"
-    assert find(driver, opened)[0].get_attribute("data-event") == "step000042-epoch0-mini0"
+    opened(driver, 42)
     driver.execute_script("arguments[0].click()", find(driver, "#events tbody a")[6])
-    time.sleep(0.3)
-    assert find(driver, opened)[0].get_attribute("data-event") == "step000007-epoch0-mini0"
-    assert len(find(driver, opened)) == 1
-    mark = find(driver, "figure.wide svg a")[0]
-    target = mark.get_attribute("xlink:href").removeprefix("#event-")
+    opened(driver, 7)
+    assert len(find(driver, "#stage article")) == 1
+    mark = find(driver, ".plot a")[0]
+    step = int(mark.get_attribute("aria-label").split()[-1])
     driver.execute_script("arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))", mark)
-    time.sleep(0.3)
-    assert find(driver, opened)[0].get_attribute("data-event") == target
+    opened(driver, step)
 
 
-def test_a_thousand_events_and_32k_tokens_stay_light(driver, largest_page):
+def test_the_curve_tells_values_and_zooms(driver, long_run_page):
+    from selenium.webdriver import ActionChains, Keys
+
+    open_page(driver, long_run_page)
+    plot = find(driver, ".plot")[0]
+    ActionChains(driver).scroll_to_element(plot).move_to_element(plot).perform()
+    keys = find(driver, ".keys")[0]
+    assert keys.text.startswith("step ")
+    assert {"mean of the step", "threshold", "critic/score/mean"} <= {
+        " ".join(key.text.split()[:-1]) for key in find(driver, ".key")
+    }
+    whole = find(driver, ".whole")[0]
+    assert not whole.is_displayed()
+    dragged = ActionChains(driver).move_to_element_with_offset(plot, -200, 0).click_and_hold()
+    dragged.move_by_offset(150, 0).release().perform()
+    assert whole.is_displayed()
+    shown = len(find(driver, ".plot a"))
+    assert 10 < shown < 60
+    whole.click()
+    assert len(find(driver, ".plot a")) == 200
+    plot.send_keys(Keys.ARROW_RIGHT)
+    plot.send_keys("+")
+    assert whole.is_displayed()
+    plot.send_keys("0")
+    assert not whole.is_displayed()
+    assert "threshold 52.26" in find(driver, ".readout")[0].get_property("textContent")
+
+
+def test_a_token_is_found_also_where_it_is_folded(driver, hostile_page):
+    from selenium.webdriver import Keys
+
+    open_page(driver, hostile_page)
+    field = find(driver, "article.event .find")[1]
+    field.send_keys("w2500", Keys.ENTER)
+    assert "w2500" in find(driver, "article.event .record h4")[1].text
+    field.clear()
+    field.send_keys("nowhere", Keys.ENTER)
+    assert field.get_attribute("aria-invalid") == "true"
+
+
+def test_two_thousand_events_are_found_walked_and_copied(driver, largest_page):
     path, seconds = largest_page
     assert seconds < 20
-    open_page(driver, path, fragment="#event-step000501-epoch0-mini0")
+    assert path.stat().st_size < 8_000_000
+    start = time.monotonic()
+    open_page(driver, path)
+    opened(driver, 501)
+    took = time.monotonic() - start
+    assert took < 10, f"it took {took:.1f} s to open (3 on a quiet machine)"
+    press(driver, "/")
+    driver.switch_to.active_element.send_keys("t501x7", "\n")
+    opened(driver, 501)
+    find(driver, "#search")[0].clear()
+    driver.execute_script("document.getElementById('search').dispatchEvent(new Event('input', {bubbles: true}))")
+    for key, step in (("j", 502), ("j", 503), ("k", 502)):
+        press(driver, key)
+        opened(driver, step)
+    assert "gradloc-report show" in find(driver, "#stage .copyline")[0].text
+    grant = {"permission": {"name": "clipboard-write"}, "setting": "granted"}
+    driver.execute_cdp_cmd("Browser.setPermission", grant)
+    press(driver, "y")
+    wait(driver, "return document.querySelector('.todo .copy').textContent === 'Copied'")
+    press(driver, "?")
+    assert find(driver, "#help")[0].is_displayed()
+    press(driver, "\ue00c")
+    assert not find(driver, "#help")[0].is_displayed()
+    assert driver.get_log("browser") == []
+    asked = [url for url in requests(driver) if not url.startswith(("data:", "about:"))]
+    assert asked == [path.resolve().as_uri()]
+
+
+def test_two_thousand_events_and_32k_tokens_stay_light(driver, largest_page):
+    open_page(driver, largest_page[0], fragment="#event-step000501-epoch0-mini0")
+    opened(driver, 501)
     count = "return document.getElementsByTagName('*').length"
     assert driver.execute_script(count) < 20_000
     for fold in find(driver, "#stage .fold"):

@@ -93,7 +93,7 @@ def test_a_folder_as_output_is_refused(folder, tmp_path, capsys):
 def test_an_output_in_a_folder_that_is_not_there_is_refused_in_one_line(folder, tmp_path, capsys):
     assert main([str(folder), "-o", str(tmp_path / "no" / "report.html")]) == 2
     error = capsys.readouterr().err
-    assert "No such file or directory" in error
+    assert "Make it with: mkdir -p" in error
     assert len(error.splitlines()) == 1
 
 
@@ -116,7 +116,7 @@ def test_two_runs_are_compared(folder, tmp_path, capsys, arguments):
 def test_a_comparison_can_be_a_page(folder, tmp_path, capsys):
     out = tmp_path / "compare.html"
     assert main(["compare", str(folder), str(folder), "-o", str(out)]) == 0
-    assert "Side by side" in out.read_text(encoding="utf-8")
+    assert "Two runs side by side" in out.read_text(encoding="utf-8")
 
 
 def test_every_command_has_help_that_names_it(capsys):

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page: one file, closed to the network, hostile text literal, small, always the same."""
 
+import base64
 import json
 import re
+import time
+import zlib
 from html.parser import HTMLParser
 
 import pytest
 
+from gradloc.report import output
 from gradloc.report.pages import page
 from gradloc.report.runs.run import read_run
 from tests.report.builder import (
@@ -19,17 +23,21 @@ from tests.report.builder import (
     write_run,
 )
 
+ALLOWED = set(
+    "article p span b code details summary h2 h3 h4 small div dl dt dd mark section button fieldset legend label "
+    "input i aside table thead tbody tr th td ul li figure figcaption svg rect text title path caption".split()
+)
+"""Elements that an event's article is made of."""
 VOID = {"meta", "input", "br", "img", "link", "hr"}
 
 
 class Document(HTMLParser):
-    """What a page holds: elements outside templates, their attributes, the text of tokens."""
+    """What a page holds: elements, their attributes, the text of tokens."""
 
     def __init__(self, text: str):
         super().__init__()
         self.elements: list[tuple[str, dict]] = []
         self.tokens: list[str] = []
-        self.scripts: list[str] = []
         self._open: list[str] = []
         self._is_token = False
         self.feed(text)
@@ -37,17 +45,15 @@ class Document(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         found = dict(attributes)
-        if "template" not in self._open:
-            self.elements.append((tag, found))
-            self._is_token = "data-p" in found
-            if self._is_token:
-                self.tokens.append("")
+        self.elements.append((tag, found))
+        self._is_token = "data-p" in found
+        if self._is_token:
+            self.tokens.append("")
         if tag not in VOID:
             self._open.append(tag)
 
     def handle_startendtag(self, tag, attributes):
-        if "template" not in self._open:
-            self.elements.append((tag, dict(attributes)))
+        self.elements.append((tag, dict(attributes)))
 
     def handle_endtag(self, tag):
         assert self._open.pop() == tag
@@ -56,8 +62,11 @@ class Document(HTMLParser):
     def handle_data(self, data):
         if self._is_token:
             self.tokens[-1] += data
-        if self._open and self._open[-1] == "script":
-            self.scripts.append(data)
+
+
+def payload_of(text: str) -> dict:
+    """What the page's script reads."""
+    return json.loads(re.search(r'id="payload">(.*?)</script>', text, re.S)[1])
 
 
 def render(folder) -> str:
@@ -72,24 +81,35 @@ def plain(tmp_path_factory):
 
 def test_the_page_shows_everything_of_an_event_in_the_order_promised(plain):
     in_order = [
-        "At step 5 the gradient norm was",
-        "The run&#39;s gradient norm",
+        "One token made the step-5 spike",
+        "It carries 75% of the gradient. The advantage is extreme: 14,578 times typical.",
+        "the answer",
+        "gradient norm",
+        "14.3 times the threshold",
+        "without it",
+        "What the step did",
+        "What to do now",
+        "trainer.rollout_data_dir=rollouts",
+        "The run",
         "The tokens",
-        "Where it is",
-        "Share of the spike per rank and micro-batch",
-        "Gradient norm per layer",
-        "Its path",
         "Why",
         "The advantage is extreme",
+        "14,578 times typical",
         "algorithm.norm_adv_by_std_in_grpo=false",
-        "Proof and next step",
+        "Where it is",
+        "Share of the spike by rank and micro-batch",
+        "Gradient norm by layer",
+        "Its path",
+        "Proof and replay",
+        "At step 5 the gradient norm was",
         "Certificate: explained",
         "Action: observe",
         "python -m verl.gradloc.replay",
     ]
-    text = plain.replace("run's", "run&#39;s")
-    places = [text.index(words) for words in in_order]
-    assert places == sorted(places)
+    at = 0
+    for words in in_order:
+        at = plain.find(words, at)
+        assert at >= 0, words
 
 
 def test_the_page_reaches_for_nothing(plain):
@@ -104,7 +124,6 @@ def test_the_page_reaches_for_nothing(plain):
 
 
 def test_the_policy_allows_the_pages_own_script_and_style_and_nothing_else(plain):
-    import base64
     import hashlib
 
     policy = next(a["content"] for t, a in Document(plain).elements if "http-equiv" in a)
@@ -129,7 +148,7 @@ def test_hostile_tokens_stand_on_the_page_as_text(tmp_path):
     assert not [tag for tag, _ in document.elements if tag == "img"]
     assert "\u202e" not in text
     assert "49" not in re.findall(r"found: (.*?)<", text)
-    payload = json.loads(document.scripts[0])
+    payload = payload_of(text)
     assert payload["events"][event["event_id"]]["s"][0]["parts"][0]["t"] == VISIBLE
 
 
@@ -138,7 +157,7 @@ def test_a_lone_surrogate_anywhere_does_not_keep_the_page_from_being_written(tmp
     event["run"]["experiment"] = "x\udfff"
     event["verdict"] = "\ud800"
     found = write_run(tmp_path, [event], {event["event_id"]: [make_sequence(tokens=["\ud800"])]})
-    page.write(tmp_path / "report.html", render(found))
+    output.write(tmp_path / "report.html", render(found))
     assert "\ufffd" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
@@ -165,15 +184,50 @@ def test_ten_events_of_long_sequences_stay_under_two_megabytes_and_20k_nodes(tmp
     assert len(Document(text).elements) < 20_000
 
 
-def test_many_events_are_listed_and_opened_one_at_a_time(tmp_path, monkeypatch):
+def unpacked(text: str) -> dict[str, dict]:
+    """What the browser makes of the events that a page carries compressed."""
+    found = re.findall(r'data-packed="([^"]*)">([^<]*)<', text)
+    return {name: json.loads(zlib.decompress(base64.b64decode(packed))) for name, packed in found}
+
+
+def test_of_many_events_the_worst_are_carried_compressed_and_the_others_are_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "DETAILED", 3)
     events = [make_event(step) for step in range(1, 201)]
+    for step in (7, 70, 170):
+        events[step - 1]["trigger"]["grad_norm"] = 1e5
     text = render(write_run(tmp_path, events, metrics=make_metrics(200, tuple(range(1, 201)))))
-    document = Document(text)
-    assert len(document.elements) < 20_000
-    assert text.count("<template data-event=") == 200
-    assert text.count('class="legend"') == 3
-    assert not [1 for tag, _ in document.elements if tag == "article"]
+    assert not [1 for tag, _ in Document(text).elements if tag == "article"]
+    carried = unpacked(text)
+    assert sorted(carried) == [f"step{step:06d}-epoch0-mini0" for step in (7, 70, 170)]
+    document = Document(carried["step000070-epoch0-mini0"]["html"])
+    assert len(document.tokens) == 8
+    assert carried["step000070-epoch0-mini0"]["s"][0]["c"] == [3]
+    rows = payload_of(text)["rows"]
+    assert [row["step"] for row in rows] == [str(step) for step in range(1, 201)]
+    assert [row["step"] for row in rows if "command" not in row] == ["7", "70", "170"]
+    assert rows[0]["command"] == f"gradloc-report show {tmp_path} --event step000001-epoch0-mini0"
+
+
+def test_hostile_text_of_a_row_and_of_a_compressed_event_stays_text(tmp_path):
+    events = [make_event(step, [make_culprit(token=HOSTILE[0])]) for step in range(1, 13)]
+    sequences = {event["event_id"]: [make_sequence(tokens=HOSTILE)] for event in events}
+    text = render(write_run(tmp_path, events, sequences, make_metrics()))
+    assert not [tag for tag, _ in Document(text).elements if tag == "img"]
+    for event in unpacked(text).values():
+        document = Document(event["html"])
+        assert document.tokens == VISIBLE
+        assert {tag for tag, _ in document.elements} <= ALLOWED
+        for _, attributes in document.elements:
+            assert not {name for name in attributes if name.startswith("on") or name in ("style", "src")}
+
+
+def test_two_thousand_events_take_few_seconds_and_megabytes(tmp_path):
+    culprits = [make_culprit(3 + 5 * index, token=f" token{index}") for index in range(8)]
+    folder = write_run(tmp_path, [make_event(step, culprits) for step in range(1, 2001)], metrics=make_metrics(2000))
+    start = time.process_time()
+    text = render(folder)
+    assert time.process_time() - start < 20
+    assert len(text.encode()) < 8_000_000
 
 
 @pytest.mark.parametrize(
@@ -200,18 +254,19 @@ def test_events_that_are_not_finite_are_drawn(tmp_path):
     for event, norm in zip(events, ("NaN", "Infinity", 1e12), strict=True):
         event["trigger"]["grad_norm"] = norm
         event["trigger"]["threshold"] = None
-    text = render(write_run(tmp_path, events, metrics=make_metrics()))
-    assert text.count('href="#event-') >= 6
+    found = payload_of(render(write_run(tmp_path, events, metrics=make_metrics())))
+    assert [norm for _, norm, _ in found["charts"]["run"]["marks"]] == [None, None, 1e12]
+    assert [row["size"] for row in found["rows"]] == ["Infinity", "Infinity", 1e12]
 
 
 def test_a_record_with_almost_nothing_in_it_has_a_page(tmp_path):
     text = render(write_run(tmp_path, [{"event_id": "bare"}], metrics=make_metrics()))
-    assert "carries no verdict sentence" in text
+    assert "Nothing was found that made the spike at step 0" in text
 
 
 def test_metrics_alone_have_a_page(tmp_path):
     text = render(write_run(tmp_path, metrics=make_metrics()))
-    assert "No spike was localized in this run." in text
+    assert "No spike was localized in this run" in text
 
 
 def test_what_could_not_be_read_is_said_on_the_page(tmp_path):

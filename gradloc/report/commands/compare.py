@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..pages import terminal
+from .. import output
+from ..pages import page, terminal
 from ..pages.exports import escape
 from ..runs.comparison import Comparison, compare
 from ..runs.run import read_run
@@ -32,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Reads both runs and shows what differs."""
+    if args.output is not None:
+        output.check(args.output)
     runs = [read_run(args.run_a), read_run(args.run_b)]
     found = compare(*runs)
     notes = [f"{one_line(str(r.path))}: {note}" for r in runs for note in r.notes]
@@ -44,13 +47,11 @@ def run(args: argparse.Namespace) -> int:
     elif args.format == "md":
         text = _markdown(found)
     else:
-        from ..pages import page  # matplotlib takes a second to import
-
         text = page.render_comparison(runs, found, notes)
     if args.output is None:
         print(text, end="")
     else:
-        args.output.write_text(text, encoding="utf-8", errors="replace", newline="\n")
+        output.write(args.output, text)
         print(args.output)
     terminal.warn(notes)
     return 0

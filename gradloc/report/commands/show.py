@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ...evidence.record import Event
-from ..errors import ReportError
-from ..pages import exports, terminal
+from .. import output
+from ..pages import exports, page, terminal
 from ..runs.run import RunFolder, read_run
 
 FORMATS = ("md", "json", "csv")
@@ -26,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Reads the run and shows it as asked."""
+    if args.output is not None:
+        output.check(args.output)
     found = read_run(args.run_dir, args.metrics)
     events = [found.find(name) for name in args.event] if args.event else found.events
     if args.list:
@@ -46,22 +48,18 @@ def _export(args: argparse.Namespace, found: RunFolder, events: list[Event]) -> 
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
         sys.stdout.write(text)
     else:
-        args.output.write_text(text, encoding="utf-8", errors="replace", newline="\n")
+        output.write(args.output, text)
         print(args.output)
     terminal.warn(found.notes)
     return 0
 
 
 def _page(args: argparse.Namespace, found: RunFolder, events: list[Event]) -> int:
-    if args.output.is_dir():
-        raise ReportError(f"{args.output} is a folder: -o names the file to write.")
-    from ..pages import page  # matplotlib takes a second to import
-
     def progress(items: Iterable[Event], total: int) -> Iterable[Event]:
         return terminal.track(items, total)
 
-    text = page.render(found, events, progress)
-    page.write(args.output, text)
+    output.write(args.output, page.render(found, events, progress))
     terminal.warn(found.notes)
     print(args.output)
+    print(f"Open it in a browser: {args.output.resolve().as_uri()}", file=sys.stderr)
     return 0

@@ -127,8 +127,8 @@ def _event_lines(run: RunFolder, event: Event) -> list[str]:
     for culprit in event.culprits:
         entry = describe(culprit)
         cells = (
-            code(entry["token"]),
-            entry["place"],
+            code(entry.token),
+            entry.place,
             percent(culprit.share),
             number(culprit.grad_norm),
             number(culprit.advantage),

@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -23,7 +22,6 @@ from markupsafe import Markup
 
 from ...evidence.numbers import number, percent
 from ...evidence.record import Event
-from ..errors import ReportError
 from ..figures.palette import DARK, LIGHT, variables
 from ..runs import tokens
 from ..runs.comparison import Comparison
@@ -201,29 +199,3 @@ def escape_json(value: Any) -> Markup:
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return Markup(text)
-
-
-def write(path: Path, text: str) -> None:
-    """Write the page whole or not at all.
-
-    Raises:
-        ReportError: when the folder that the file should go into is not there.
-    """
-    writable(path)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8", newline="\n")
-    partial.replace(path)
-
-
-def writable(path: Path) -> None:
-    """Refuse an output that cannot be written, before the work is done.
-
-    Raises:
-        ReportError: names the folder.
-    """
-    if path.is_dir():
-        raise ReportError(f"{path} is a folder: -o names the file to write, such as {path / 'report.html'}.")
-    if not path.parent.is_dir():
-        raise ReportError(
-            f"{path} cannot be written: the folder {path.parent} is not there. Make it: mkdir -p {path.parent}"
-        )

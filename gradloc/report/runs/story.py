@@ -29,6 +29,12 @@ ODD = {
     "is_weight": "is_weight_over_typical",
 }
 """The number that makes each cause a cause."""
+TRIGGERS = {
+    "fixed": "fixed rule",
+    "adaptive": "learned from the run",
+    "forced": "a rehearsal",
+    "non_finite": "the norm is not finite",
+}
 REWARDS = ("critic/score/mean", "critic/rewards/mean")
 NEAR = 5
 """Steps before and after the event that are compared."""
@@ -146,16 +152,10 @@ def _figures(event: Event) -> list[tuple[str, str, str]]:
     excess = times(norm, threshold)
     over = f"{number(excess, 3)} times the threshold" if excess is not None else "of the whole step"
     bound = f"measured, ± {number(found.error_bound, 2)}" if found.error_bound is not None else found.method
-    kinds = {
-        "fixed": "fixed rule",
-        "adaptive": "learned from the run",
-        "forced": "a rehearsal",
-        "non_finite": "the norm is not finite",
-    }
     return [
         (number(norm, 3), "gradient norm", over),
         (number(found.norm_after, 3), _without(event), bound if found.norm_after is not None else "not measured"),
-        (number(threshold, 3), "threshold", kinds.get(trigger.kind, trigger.kind)),
+        (number(threshold, 3), "threshold", TRIGGERS.get(trigger.kind, trigger.kind)),
     ]
 
 
