@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row 71: networks and servers that fail or mean harm. Exit 7, or 3 where the bytes are wrong."""
+"""Networks and servers that fail or mean harm. Exit 7, or 3 where the bytes are wrong."""
 
 import socket
 import sys
@@ -66,52 +66,52 @@ def test_a_passing_failure_is_tried_again(apply, server, tree, waits, behaviour,
 
 
 BAD = {
-    "net-https-to-http-hop": ("to-http", 7, "only https"),
-    "net-redirect-loop": ("loop", 7, "redirects"),
-    "net-file-hop": ("to-file", 7, "only https"),
-    "net-503-three-times": ("busy", 7, "HTTP 503"),
-    "net-short-body": ("short", 7, "IncompleteRead"),
-    "net-cut-chunk": ("cut-chunk", 7, "3 attempts"),
-    "net-close-delimited-cut": ("until-close", 3, "size"),
-    "net-drip": ("drip", 7, "too long"),
-    "net-gzip-bomb": ("bomb", 7, "compressed"),
-    "net-wrong-size": ("larger", 3, "size"),
-    "net-endless": ("endless", 3, "size"),
-    "net-wrong-hash": ("other", 3, "sha256"),
-    "net-page": ("page", 3, "web page"),
-    "net-404": ("missing", 7, "HTTP 404"),
+    "https-to-http-hop": ("to-http", 7, "only https"),
+    "redirect-loop": ("loop", 7, "redirects"),
+    "file-hop": ("to-file", 7, "only https"),
+    "503-three-times": ("busy", 7, "HTTP 503"),
+    "short-body": ("short", 7, "IncompleteRead"),
+    "cut-chunk": ("cut-chunk", 7, "3 attempts"),
+    "close-delimited-cut": ("until-close", 3, "size"),
+    "drip": ("drip", 7, "too long"),
+    "gzip-bomb": ("bomb", 7, "compressed"),
+    "wrong-size": ("larger", 3, "size"),
+    "endless": ("endless", 3, "size"),
+    "wrong-hash": ("other", 3, "sha256"),
+    "page": ("page", 3, "web page"),
+    "404": ("missing", 7, "HTTP 404"),
 }
 
 
-@pytest.mark.parametrize("row", BAD)
-def test_a_bad_server_is_refused_and_nothing_left(apply, server, tree, waits, tmp_path, row):
-    behaviour, code, said = BAD[row]
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_server_is_refused_and_nothing_left(apply, server, tree, waits, tmp_path, case):
+    behaviour, code, said = BAD[case]
     before = world.picture(tmp_path)
     outcome = apply("--repo", tree, "--patch-url", url(server, behaviour))
     assert outcome.code == code, outcome.err
     assert said in outcome.err and "next:" in outcome.err
     assert world.picture(tmp_path) == before
-    if row == "net-503-three-times":
+    if case == "503-three-times":
         assert len(server.requests) == 3 and len(waits) == 2
 
 
 ADDRESSES = {
-    "net-http-url": ("http://localhost/gradloc.patch", "only https"),
-    "net-ftp-url": ("ftp://localhost/gradloc.patch", "only https"),
-    "net-data-url": ("data://text,x", "only https"),
-    "net-no-host": ("https:///gradloc.patch", "only https"),
-    "net-userinfo": ("https://me:secret@localhost/gradloc.patch", "user name or a password"),
-    "net-blob-page": (
+    "http-url": ("http://localhost/gradloc.patch", "only https"),
+    "ftp-url": ("ftp://localhost/gradloc.patch", "only https"),
+    "data-url": ("data://text,x", "only https"),
+    "no-host": ("https:///gradloc.patch", "only https"),
+    "userinfo": ("https://me:secret@localhost/gradloc.patch", "user name or a password"),
+    "blob-page": (
         "https://github.com/o/r/blob/main/patches/gradloc.patch",
         "https://github.com/o/r/raw/main/patches/gradloc.patch",
     ),
 }
 
 
-@pytest.mark.parametrize("row", ADDRESSES)
-def test_a_bad_address_is_refused_without_a_request(apply, tree, row, monkeypatch):
+@pytest.mark.parametrize("case", ADDRESSES)
+def test_a_bad_address_is_refused_without_a_request(apply, tree, case, monkeypatch):
     monkeypatch.setattr(socket, "create_connection", lambda *a, **k: pytest.fail("connected"))
-    address, said = ADDRESSES[row]
+    address, said = ADDRESSES[case]
     outcome = apply("--repo", tree, "--patch-url", address)
     assert outcome.code == 7 and said in outcome.err
     assert "secret" not in outcome.err

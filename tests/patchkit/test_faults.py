@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row 69: the disk fails, or the process dies, at every single operation on the disk.
+"""The disk fails, or the process dies, at every single operation on the disk.
 
 A run that can still speak leaves all-before or all-after. A run that died leaves each file whole,
 as before or as after, and the next run finishes or undoes the rest.

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kill -9`` at random moments, and two runs at once: real processes, the real disk.
 
-Rows 69 and 70 of the bad-input table. The default suite kills a few hundred runs; the long one
-thousands: python -m pytest tests/patchkit/test_kills.py -m slow
+The default suite kills a few hundred runs, the slow one thousands.
 """
 
 import errno
@@ -75,16 +74,16 @@ def kill_at_random(patches: Path, folder: Path, wanted: int) -> None:
     assert unfinished > wanted // 20
 
 
-def test_row_69_two_hundred_kills_leave_every_file_whole(patches, tmp_path):
+def test_two_hundred_kills_leave_every_file_whole(patches, tmp_path):
     kill_at_random(patches, tmp_path, 200)
 
 
 @pytest.mark.slow
-def test_row_69_two_thousand_kills_leave_every_file_whole(patches, tmp_path):
+def test_two_thousand_kills_leave_every_file_whole(patches, tmp_path):
     kill_at_random(patches, tmp_path, 2000)
 
 
-def test_row_70_of_two_appliers_one_wins_and_the_other_says_so(patches, tmp_path):
+def test_of_two_appliers_one_wins_and_the_other_says_so(patches, tmp_path):
     refused = 0
     for number in range(40):
         root = world.write_tree(tmp_path / str(number), BASE)
@@ -111,7 +110,7 @@ def test_row_70_of_two_appliers_one_wins_and_the_other_says_so(patches, tmp_path
     assert refused >= 1
 
 
-def test_row_70_apply_against_reverse_leaves_one_or_the_other(patches, tmp_path):
+def test_apply_against_reverse_leaves_one_or_the_other(patches, tmp_path):
     for number in range(20):
         start = BASE if number % 2 else RESULT
         root = world.write_tree(tmp_path / str(number), start)
@@ -166,7 +165,7 @@ def test_a_state_folder_that_is_none_is_refused(apply, tree, tmp_path, link):
         ("index.lock", "another git command"),
     ],
 )
-def test_row_70_an_unfinished_git_operation_is_noted_and_refused_where_files_differ(apply, clone, name, said):
+def test_an_unfinished_git_operation_is_noted_and_refused_where_files_differ(apply, clone, name, said):
     (clone / ".git" / name).write_text("")
     outcome = apply(clone)
     assert outcome.code == 0 and f"{said} is under way" in outcome.out
@@ -178,7 +177,7 @@ def test_row_70_an_unfinished_git_operation_is_noted_and_refused_where_files_dif
     assert world.files_of(clone) == BASE
 
 
-def test_row_69_a_limit_on_file_sizes_is_a_disk_that_fails(patches, tmp_path):
+def test_a_limit_on_file_sizes_is_a_disk_that_fails(patches, tmp_path):
     """``ulimit -f``: git is killed by it and leaves three files changed."""
     big = RESULT | {NEW: world.numbered("big", 4000)}
     made = world.make_patches(tmp_path / "w", big)
@@ -192,7 +191,7 @@ def test_row_69_a_limit_on_file_sizes_is_a_disk_that_fails(patches, tmp_path):
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
-def test_row_69_a_read_only_tree_is_refused(apply, tree, monkeypatch, code):
+def test_a_read_only_tree_is_refused(apply, tree, monkeypatch, code):
     def fail(self, path):
         raise OSError(code, os.strerror(code), str(path))
 
@@ -203,7 +202,7 @@ def test_row_69_a_read_only_tree_is_refused(apply, tree, monkeypatch, code):
     assert world.picture(tree) == before
 
 
-def test_row_69_a_folder_that_may_not_be_written_to_is_refused(apply, tree, monkeypatch):
+def test_a_folder_that_may_not_be_written_to_is_refused(apply, tree, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "actor")
     before = world.picture(tree)
     outcome = apply(tree)

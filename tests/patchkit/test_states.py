@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkout is, and what each command does in each state.
-
-Rows of the bad-input table: 58 to 66. python -m pytest tests/patchkit/test_states.py
-"""
+"""What a checkout is, and what each command does in each state."""
 
 import json
 import os
@@ -47,7 +44,7 @@ def test_reverse_keeps_a_file_of_the_users_in_our_folder(apply, tree):
     assert world.files_of(tree) == BASE | {"verl/gradloc/mine.py": "mine = 1\n"}
 
 
-def test_row_63_already_applied_changes_no_mtime(apply, tree):
+def test_already_applied_changes_no_mtime(apply, tree):
     apply("--repo", tree)
     before = world.picture(tree)
     second = apply("--repo", tree)
@@ -95,25 +92,25 @@ def test_each_state_has_its_name_and_exit_code(apply, tmp_path, files, state, co
 
 
 DRIFTS = {
-    "58-base-drift-offset": ({ACTOR: "#\n" * 40 + BASE[ACTOR]}, "hunk 1 does not fit at line 8"),
-    "59-base-wrong-place": (
+    "base-drift-offset": ({ACTOR: "#\n" * 40 + BASE[ACTOR]}, "hunk 1 does not fit at line 8"),
+    "base-wrong-place": (
         {ACTOR: "def other():\n" + BASE[ACTOR] + BASE[ACTOR]},
         "does not fit",
     ),
-    "60-base-dirty-elsewhere": ({ACTOR: BASE[ACTOR] + "mine()\n"}, "not where the patch edits it"),
-    "61-base-crlf-checkout": (
+    "base-dirty-elsewhere": ({ACTOR: BASE[ACTOR] + "mine()\n"}, "not where the patch edits it"),
+    "base-crlf-checkout": (
         {path: BASE[path].replace("\n", "\r\n") for path in (ACTOR, TRAINER)},
         "CRLF",
     ),
-    "66-new-file-exists-different": ({NEW: "mine = True\n"}, "stands where the patch adds"),
-    "67-parent-blocked": ({"verl/gradloc": "a file\n"}, "verl/gradloc is a plain file"),
+    "new-file-exists-different": ({NEW: "mine = True\n"}, "stands where the patch adds"),
+    "parent-blocked": ({"verl/gradloc": "a file\n"}, "verl/gradloc is a plain file"),
 }
 
 
-@pytest.mark.parametrize("row", DRIFTS)
+@pytest.mark.parametrize("case", DRIFTS)
 @pytest.mark.parametrize("options", [(), ("--check",), ("--force",), ("--reverse", "--force")])
-def test_a_file_of_unknown_content_is_never_overwritten(apply, tmp_path, row, options):
-    edits, said = DRIFTS[row]
+def test_a_file_of_unknown_content_is_never_overwritten(apply, tmp_path, case, options):
+    edits, said = DRIFTS[case]
     root = world.write_tree(tmp_path / "t", BASE | edits)
     before = world.picture(root)
     outcome = apply("--repo", root, *options)
@@ -165,7 +162,7 @@ def _replaced(kind: str, place) -> None:
     "kind",
     ["missing", "became-a-folder", "is-a-link", "is-a-link-to-the-right-content", "is-a-pipe"],
 )
-def test_row_62_a_base_file_that_is_no_plain_file_is_refused(apply, tree, kind):
+def test_a_base_file_that_is_no_plain_file_is_refused(apply, tree, kind):
     _replaced(kind, tree / TRAINER)
     before = world.files_of(tree) if kind == "is-a-pipe" else world.picture(tree)
     outcome = apply(tree)
@@ -182,7 +179,7 @@ def test_a_linked_folder_is_never_written_through(apply, tree, tmp_path):
     assert not any(outside.iterdir())
 
 
-def test_row_64_a_half_patched_tree_is_refused_and_force_finishes_or_undoes_it(apply, tmp_path):
+def test_a_half_patched_tree_is_refused_and_force_finishes_or_undoes_it(apply, tmp_path):
     for options, wanted in ((("--force",), RESULT), (("--reverse", "--force"), BASE)):
         root = world.write_tree(tmp_path / options[0] / str(len(options)), BASE)
         world.write_tree(root, {ACTOR: RESULT[ACTOR]})
@@ -197,7 +194,7 @@ def test_row_64_a_half_patched_tree_is_refused_and_force_finishes_or_undoes_it(a
         assert world.files_of(root) == wanted
 
 
-def test_row_65_an_older_version_is_upgraded_in_one_step(apply, tmp_path):
+def test_an_older_version_is_upgraded_in_one_step(apply, tmp_path):
     root = world.write_tree(tmp_path / "t", OLDER)
     outcome = apply(root)
     assert outcome.code == 0 and "upgraded from 0.0.9" in outcome.out
@@ -218,7 +215,7 @@ def test_an_older_version_can_be_asked_for_by_name(apply, tree):
     assert unknown.code == 2 and "0.0.9" in unknown.err
 
 
-def test_row_66_a_new_file_with_the_right_content_is_part_of_the_state(apply, tree):
+def test_a_new_file_with_the_right_content_is_part_of_the_state(apply, tree):
     world.write_tree(tree, {NEW: RESULT[NEW]})
     assert apply(tree).code == 0
     assert world.files_of(tree) == RESULT

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""make_patch.sh: what it takes from a checkout, what it refuses, and that it builds the same bytes.
-
-The list below the bad-input table.
-"""
+"""make_patch.sh: what it takes from a checkout, what it refuses, and that it builds the same bytes."""
 
 import fcntl
 import os
@@ -177,15 +174,15 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("row", REFUSALS)
-def test_what_a_patch_must_not_carry_is_refused_by_name(shop, row):
-    code, said, path, content = REFUSALS[row]
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_a_patch_must_not_carry_is_refused_by_name(shop, case):
+    code, said, path, content = REFUSALS[case]
     if content is None:
         (shop.clone / path).unlink()
     else:
         shop.edit(path, "")
         (shop.clone / path).write_bytes(content)
-    if row.startswith("outside"):
+    if case.startswith("outside"):
         world.git(shop.clone, "add", "setup.py")
     assert path in shop.refused(code, said)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be named as a target, and what it is recognised as. Rows 51 to 57 and 68."""
+"""What may be named as a target, and what it is recognised as."""
 
 import json
 import os
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("file/below", 1, "there is no folder"),
         ("", 2, "empty string"),
     ],
-    ids=["51-target-missing", "51-is-a-file", "51-below-a-file", "51-empty-string"],
+    ids=["target-missing", "is-a-file", "below-a-file", "empty-string"],
 )
 def test_a_target_that_is_no_folder_is_refused(apply, tmp_path, name, code, said):
     (tmp_path / "file").write_text("x\n")
@@ -32,7 +32,7 @@ def test_a_target_that_is_no_folder_is_refused(apply, tmp_path, name, code, said
     assert outcome.code == code and said in outcome.err and "next:" in outcome.err
 
 
-def test_row_51_a_folder_that_may_not_be_read_is_refused(apply, tree, monkeypatch):
+def test_a_folder_that_may_not_be_read_is_refused(apply, tree, monkeypatch):
     def forbidden(path):
         raise PermissionError(13, "Permission denied", path)
 
@@ -48,7 +48,7 @@ def test_exactly_one_target_must_be_named(apply, named):
 
 
 @pytest.mark.parametrize("kind", ["another repository", "empty site-packages", "our own"])
-def test_row_52_what_is_not_verl_is_refused(apply, tmp_path, kind):
+def test_what_is_not_verl_is_refused(apply, tmp_path, kind):
     root = tmp_path / "site-packages"
     root.mkdir()
     if kind == "another repository":
@@ -58,21 +58,21 @@ def test_row_52_what_is_not_verl_is_refused(apply, tmp_path, kind):
     assert "no verl/__init__.py" in outcome.err
 
 
-def test_row_52_an_environment_is_only_patched_when_asked_for_by_name(apply, tmp_path):
+def test_an_environment_is_only_patched_when_asked_for_by_name(apply, tmp_path):
     root = world.write_tree(tmp_path / "site-packages", BASE)
     outcome = apply("--repo", root)
     assert outcome.code == 1 and "--installed" in outcome.err
     assert world.files_of(root) == BASE
 
 
-def test_row_53_a_bare_repository_is_refused(apply, clone, tmp_path):
+def test_a_bare_repository_is_refused(apply, clone, tmp_path):
     world.git(clone, "clone", "-q", "--bare", str(clone), str(tmp_path / "bare.git"))
     for target in (tmp_path / "bare.git", clone / ".git"):
         outcome = apply("--repo", target)
         assert outcome.code == 1 and "bare" in outcome.err
 
 
-def test_row_53_a_linked_worktree_is_patched_and_its_status_shows_the_patch_alone(apply, clone, tmp_path):
+def test_a_linked_worktree_is_patched_and_its_status_shows_the_patch_alone(apply, clone, tmp_path):
     linked = tmp_path / "linked"
     world.git(clone, "worktree", "add", "-q", str(linked))
     head = world.git(linked, "rev-parse", "HEAD").strip()
@@ -86,7 +86,7 @@ def test_row_53_a_linked_worktree_is_patched_and_its_status_shows_the_patch_alon
     assert world.git(linked, "status", "--porcelain", "--ignored") == ""
 
 
-def test_row_53_a_submodule_is_patched(apply, clone, tmp_path):
+def test_a_submodule_is_patched(apply, clone, tmp_path):
     outer = world.make_clone(tmp_path / "outer", {"README": "x\n"})
     allow = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "protocol.file.allow"}
     world.git(outer, "submodule", "add", "-q", str(clone), "verl", GIT_CONFIG_VALUE_0="always", **allow)
@@ -100,7 +100,7 @@ def test_row_53_a_submodule_is_patched(apply, clone, tmp_path):
 
 
 @pytest.mark.parametrize("tracked", [True, False])
-def test_row_54_verl_inside_another_repository_is_patched(apply, tmp_path, tracked):
+def test_verl_inside_another_repository_is_patched(apply, tmp_path, tracked):
     outer = world.make_clone(tmp_path / "outer", {"README": "x\n"})
     inner = world.write_tree(outer / "third_party/verl-src", BASE)
     if tracked:
@@ -113,20 +113,20 @@ def test_row_54_verl_inside_another_repository_is_patched(apply, tmp_path, track
     assert not (inner / ".gradloc-patch").exists()
 
 
-def test_row_55_an_unpacked_archive_is_patched_and_the_commit_said_to_be_unknown(apply, tree):
+def test_an_unpacked_archive_is_patched_and_the_commit_said_to_be_unknown(apply, tree):
     outcome = apply(tree)
     assert outcome.code == 0 and "the commit is unknown" in outcome.out
     assert world.files_of(tree) == RESULT
 
 
-def test_row_56_a_folder_inside_verl_is_refused_and_the_parent_proposed(apply, tree):
+def test_a_folder_inside_verl_is_refused_and_the_parent_proposed(apply, tree):
     before = world.picture(tree)
     outcome = apply("--repo", tree / "verl")
     assert outcome.code == 1 and f"--repo {tree}" in outcome.err
     assert world.picture(tree) == before
 
 
-def test_row_57_a_checkout_of_another_owner_works_and_is_noted(apply, clone, monkeypatch):
+def test_a_checkout_of_another_owner_works_and_is_noted(apply, clone, monkeypatch):
     owner = clone.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     outcome = apply(clone)
@@ -185,13 +185,13 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("row", [*SETTINGS, "attributes", "git-dir", "assume-unchanged"])
-def test_row_68_no_setting_of_git_changes_the_result(apply, clone, monkeypatch, tmp_path, row):
-    if row in SETTINGS:
-        world.git(clone, "config", *SETTINGS[row])
-    elif row == "attributes":
+@pytest.mark.parametrize("case", [*SETTINGS, "attributes", "git-dir", "assume-unchanged"])
+def test_no_setting_of_git_changes_the_result(apply, clone, monkeypatch, tmp_path, case):
+    if case in SETTINGS:
+        world.git(clone, "config", *SETTINGS[case])
+    elif case == "attributes":
         (clone / ".gitattributes").write_text("* text eol=crlf\n")
-    elif row == "git-dir":
+    elif case == "git-dir":
         other = world.make_clone(tmp_path / "other", {"x": "x\n"})
         monkeypatch.setenv("GIT_DIR", str(other / ".git"))
         monkeypatch.setenv("GIT_WORK_TREE", str(other))
