@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-.PHONY: demo test test-slow test-browser check
+.PHONY: demo quick test lint test-slow test-browser check
 
 demo:          ## a gradient spike in a real verl run on this machine's CPU, traced to its token
 	./run_experiment.sh demo
 
-test:          ## lint and the default tests; makes its own environment under .gradloc/
+quick:         ## the tests that need neither verl nor Ray: under a minute
+	scripts/test.sh quick
+
+test:          ## lint and all default tests; makes its own environment under .gradloc/
 	scripts/test.sh
 
+lint:          ## ruff, format, shellcheck, types, and that patches/ is what its sources say
+	scripts/test.sh lint
+
 test-slow:     ## what takes longer than the default suite may
-	.gradloc/venv/bin/python -m pytest -m slow
+	scripts/test.sh slow
 
 test-browser:  ## opens the report in headless Chromium (apt-get install chromium chromium-driver)
-	.gradloc/venv/bin/python -m pytest -m browser
+	scripts/test.sh browser
 
-check:         ## the patch is what gradloc/ and verl_overrides/ say
+check:         ## patches/ is what its sources say
 	bash make_patch.sh --check

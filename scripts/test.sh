@@ -1,9 +1,18 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs the checks and the default test suite from a fresh clone: makes the environment it needs under
-# .gradloc/, kept between runs. Arguments go to pytest: `scripts/test.sh -k applier -x`.
+# Runs the checks and the tests from a fresh clone: makes the environment that they need under .gradloc/,
+# kept between runs. The rest of the arguments goes to pytest: `scripts/test.sh quick -k applier -x`.
+#
+#   scripts/test.sh            lint, and all default tests
+#   scripts/test.sh lint       ruff, its format, shellcheck, types, and that patches/ is what its sources say
+#   scripts/test.sh quick      the tests that need neither verl nor Ray
+#   scripts/test.sh slow       what takes longer than the default may
+#   scripts/test.sh browser    opens the report in headless Chromium
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+tier=default
+case "${1:-}" in lint | quick | slow | browser) tier=$1; shift ;; esac
 
 stage_started=$SECONDS
 stage() { printf '== %s (%d s for the last stage)\n' "$1" $((SECONDS - stage_started)); stage_started=$SECONDS; }
@@ -14,21 +23,30 @@ import sys
 from experiments.cpu.environment import ensure_python
 print(ensure_python(report=lambda *words: print(*words, file=sys.stderr)))')
 bin=$(dirname -- "$python")
-stamp=.gradloc/test-requirements.sha256
+stamp=$bin/../test-requirements.sha256
 wanted=$(cat requirements/*.txt | sha256sum)
-if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" || $("$python" -c 'import pytest; print(1)' 2>/dev/null) != 1 ]]; then
+if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
     files=()
     for file in requirements/*.txt; do files+=(-r "$file"); done
     "$python" -m pip install --disable-pip-version-check --no-input -q "${files[@]}"
     printf '%s\n' "$wanted" >"$stamp"
 fi
 
-stage "lint"
-"$bin/ruff" check .
-"$bin/ruff" format --check -q .
-git ls-files -z '*.sh' .ci/run | xargs -0 "$bin/shellcheck"
-bash make_patch.sh --check
+if [[ $tier == default || $tier == lint ]]; then
+    stage "lint"
+    "$bin/ruff" check .
+    "$bin/ruff" format --check -q .
+    git ls-files -z '*.sh' .ci/run | xargs -0 "$bin/shellcheck"
+    "$bin/mypy"
+    PYTHON=$python bash make_patch.sh --check
+fi
 
-stage "tests"
-"$python" -m pytest -m "not slow and not browser" --durations=15 "$@"
+# Two processes; conftest.py says which tests have to stay in one.
+tests() { "$python" -m pytest -n "${WORKERS:-2}" --dist loadgroup --durations=15 -m "$1" "${@:2}"; }
+case $tier in
+    default) stage "tests" && tests "not slow and not browser" "$@" ;;
+    quick) stage "quick tests" && tests "not verl and not slow and not browser" "$@" ;;
+    slow) stage "slow tests" && "$python" -m pytest --durations=0 -m "slow and not browser" "$@" ;;
+    browser) stage "browser tests" && "$python" -m pytest -m browser "$@" ;;
+esac
 stage "done"

@@ -8,17 +8,40 @@ import compileall
 import fcntl
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads cost more than they gain
 
 from experiments.cpu.environment import CACHE, ensure_patched_copy, patched_copy  # noqa: E402
 from patchkit.build.base import ensure_base  # noqa: E402
 from tests.world import World  # noqa: E402
+
+# Who asks for one of these needs verl; together they stay in one process, which has each once.
+WORLDS = {"world", "four_ranks", "single", "unpatched_world"}
+IN_PROCESS = {"verl", "reward_score"}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what imports verl, and say which tests pytest-xdist has to keep in one process."""
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if item.get_closest_marker("e2e"):
+            group = "trainer"
+        elif fixtures & WORLDS:
+            group = "worlds"
+        elif fixtures & IN_PROCESS:
+            group = "in-process"
+        else:
+            group = str(item.path)
+        if fixtures & (WORLDS | IN_PROCESS) or item.get_closest_marker("e2e"):
+            item.add_marker(pytest.mark.verl)
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")
@@ -79,6 +102,14 @@ def bare_world() -> Iterator[World]:
     """Two ranks without any verl, for tests.bare."""
     with World(2) as world:
         yield world
+
+
+@pytest.fixture(scope="session")
+def compose(single: World) -> Callable[..., list[Any]]:
+    """``compose(overrides, ...)``: the actor's settings in verl's config, or the error, for each list."""
+    size = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
+    read = "tests.world.configs.actor"
+    return lambda *cases: single.run("configs.compose", cases=[size + case for case in cases], read=read)[0]
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs where verl is importable: the monitor on verl's own batches, answers printed as JSON.
+"""The monitor on verl's own batches; runs in a rank, where verl is importable."""
 
-PYTHONPATH=PATCHED_TREE python tests/health/monitor_probe.py
-"""
-
+import contextlib
+import io
 import json
+import logging
 import os
 import tempfile
 
@@ -105,28 +105,39 @@ def spoken():
 
 
 PAIRS = [("a", 1.0), ("b", 0.0), ("a", 1.0), ("b", 1.0), ("c", 0.5), ("c", 0.5)]
-spoken()
-print(
-    json.dumps(
-        {
-            "share": observed(PAIRS),
-            "given": observed(PAIRS, {"rollout/zero_variance_share": 0.125}),
-            "single": observed([("a", 1.0), ("b", 1.0)]),
-            "critic": observed(PAIRS, compares_rollouts=False),
-            "broken": observed(PAIRS, has_uids=False),
-            "nothing": observed(PAIRS, {name: None for name in CALM}, compares_rollouts=False),
-            "resumed": resumed(),
-            "checkpointed": checkpointed(tempfile.mkdtemp()),
-            "fsdp": clip_and_comparing(),
-            "megatron": clip_and_comparing(**{"actor_rollout_ref.actor.strategy": "megatron"}),
-            "engine": clip_and_comparing(**{"trainer.use_legacy_worker_impl": "disable"}),
-            "layers": clip_and_comparing(**{"actor_rollout_ref.actor.gradloc.stabilize.layer_clip.rule": "adagc"}),
-            "unclipped": clip_and_comparing(**{"actor_rollout_ref.actor.grad_clip": None}),
-            "gae": clip_and_comparing(**{"algorithm.adv_estimator": "gae"}),
-            "off": [
-                build_monitor(config_of(**{"trainer.health.enable": False})) is None,
-                build_monitor(config_of(**{"trainer.health": None})) is None,
-            ],
-        }
-    )
-)
+
+
+def answer():
+    """Everything that the tests ask: the answers, what was printed, and the log."""
+    log = logging.StreamHandler(io.StringIO())
+    logging.getLogger().addHandler(log)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            spoken()
+            found = answers()
+    finally:
+        logging.getLogger().removeHandler(log)
+    return found, printed.getvalue().splitlines(), log.stream.getvalue()
+
+
+def answers():
+    return {
+        "share": observed(PAIRS),
+        "given": observed(PAIRS, {"rollout/zero_variance_share": 0.125}),
+        "single": observed([("a", 1.0), ("b", 1.0)]),
+        "critic": observed(PAIRS, compares_rollouts=False),
+        "broken": observed(PAIRS, has_uids=False),
+        "nothing": observed(PAIRS, {name: None for name in CALM}, compares_rollouts=False),
+        "resumed": resumed(),
+        "checkpointed": checkpointed(tempfile.mkdtemp()),
+        "fsdp": clip_and_comparing(),
+        "megatron": clip_and_comparing(**{"actor_rollout_ref.actor.strategy": "megatron"}),
+        "engine": clip_and_comparing(**{"trainer.use_legacy_worker_impl": "disable"}),
+        "layers": clip_and_comparing(**{"actor_rollout_ref.actor.gradloc.stabilize.layer_clip.rule": "adagc"}),
+        "unclipped": clip_and_comparing(**{"actor_rollout_ref.actor.grad_clip": None}),
+        "gae": clip_and_comparing(**{"algorithm.adv_estimator": "gae"}),
+        "off": [
+            build_monitor(config_of(**{"trainer.health.enable": False})) is None,
+            build_monitor(config_of(**{"trainer.health": None})) is None,
+        ],
+    }

@@ -4,8 +4,6 @@
 import importlib
 import json
 import re
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,27 +14,6 @@ from gradloc.report.runs.health import HealthConfig
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "health.md").read_text()
 ADVICE = importlib.import_module("gradloc.health.advice").ADVICE
-
-PROBE = """
-import json, pathlib, sys
-import verl
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
-from verl.gradloc.health.monitor import build_monitor
-folder = str(pathlib.Path(verl.__file__).parent / "trainer" / "config")
-answers = []
-with initialize_config_dir(folder, version_base=None):
-    for name, overrides in json.load(sys.stdin):
-        try:
-            config = compose(name, overrides=overrides)
-            monitor = build_monitor(config)
-            block = OmegaConf.to_container(config.trainer.health, resolve=True)
-            answers.append({"on": monitor is not None, "yaml": block})
-        except Exception as error:
-            answers.append({"error": str(error).splitlines()[0]})
-print(json.dumps(answers))
-"""
-
 
 LINES = sorted({line for advice in ADVICE.values() for _, line in advice})
 ASKED = {
@@ -50,18 +27,11 @@ ASKED = {
 
 
 @pytest.fixture(scope="module")
-def composed(patched_tree):
-    """verl's configs with each of the overrides above, composed in one process."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROBE],
-        input=json.dumps(list(ASKED.values())),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PYTHONPATH": str(patched_tree), "PATH": "/usr/bin:/bin", "HOME": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(zip(ASKED, json.loads(done.stdout.splitlines()[-1]), strict=True))
+def composed(single):
+    """verl's configs with each of the overrides above."""
+    read = "tests.world.configs.health"
+    asked = {key: {"name": name, "cases": [overrides], "read": read} for key, (name, overrides) in ASKED.items()}
+    return {key: single.run("configs.compose", **case)[0][0] for key, case in asked.items()}
 
 
 def plain(config):

@@ -1,30 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The monitor on verl's own batches: what it adds, what it says, and that it never stops a run."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
 SHARE = "rollout/zero_variance_share"
 
 
 @pytest.fixture(scope="module")
-def probe(patched_tree):
-    """The probe's answers, its other lines, and its log."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "tests/health/monitor_probe.py")],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PYTHONPATH": str(patched_tree), "PATH": "/usr/bin:/bin", "HOME": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    *lines, answers = done.stdout.splitlines()
-    return json.loads(answers), [line for line in lines if line.startswith("health")], done.stderr
+def probe(single):
+    """The probe's answers, what it printed of health, and its log."""
+    found, lines, log = single.run("tests.health.monitor_probe.answer")[0]
+    return found, [line for line in lines if line.startswith("health")], log
 
 
 def test_it_adds_the_state_and_the_share_of_prompts_with_equal_rewards(probe):

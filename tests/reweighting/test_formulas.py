@@ -3,8 +3,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -79,25 +77,6 @@ def test_the_stages_are_disjoint_and_complete_even_with_a_probability_that_is_no
             assert first[row][position] + second[row][position] == is_token
 
 
-REFUSE = """
-import json, pathlib, sys
-from hydra import compose, initialize_config_dir
-import verl
-from types import SimpleNamespace
-from verl.gradloc.verl_actor.trainer import build_trainer_hook
-folder = str(pathlib.Path(verl.__file__).parent / "trainer" / "config")
-answers = []
-with initialize_config_dir(folder, version_base=None):
-    for overrides in json.load(sys.stdin):
-        size = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
-        try:
-            config = compose("ppo_trainer", overrides=[size, *overrides])
-            hook = build_trainer_hook(SimpleNamespace(config=config, tokenizer=None, train_dataset=[]))
-            answers.append("on" if hook.alpha or hook.lopti else "nothing is on")
-        except Exception as error:
-            answers.append(f"{error} {error.__cause__ or ''}")
-print(json.dumps(answers))
-"""
 WRONG = [
     (
         "algorithm.advantage_reweighting.alpha=1.5",
@@ -127,20 +106,16 @@ def test_every_setting_is_documented_with_its_default_in_both_trainers_configs(p
         assert found == documented
 
 
-def test_wrong_settings_are_refused_by_name_and_right_ones_are_taken(patched_tree):
+def test_wrong_settings_are_refused_by_name_and_right_ones_are_taken(single):
     right = [[], ["algorithm.advantage_reweighting.alpha=0.3"], ["algorithm.lopti.enable=true"]]
     engine = ["algorithm.lopti.enable=true", "trainer.use_legacy_worker_impl=disable"]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", REFUSE],
-        input=json.dumps([[override] for override, _ in WRONG] + right + [engine]),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PYTHONPATH": str(patched_tree), "PATH": "/usr/bin:/bin"},
-    )
-    assert done.returncode == 0, done.stderr
-    answers = json.loads(done.stdout.splitlines()[-1])
+    size = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
+    cases = [[size, *case] for case in ([[override] for override, _ in WRONG] + right + [engine])]
+    answers = single.run("configs.compose", cases=cases, read="tests.world.configs.reweighting")[0]
     for (override, expected), answer in zip(WRONG, answers, strict=False):
-        assert expected in answer, override
+        assert expected in answer["error"], override
     assert answers[len(WRONG) : -1] == ["nothing is on", "on", "on"]
-    assert "trainer.use_legacy_worker_impl must be auto or enable while algorithm.lopti.enable is on" in answers[-1]
+    assert (
+        "trainer.use_legacy_worker_impl must be auto or enable while algorithm.lopti.enable is on"
+        in answers[-1]["error"]
+    )

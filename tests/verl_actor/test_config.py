@@ -3,56 +3,10 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ACTOR = "actor_rollout_ref.actor"
-
-PROBE = """
-import json, sys
-from dataclasses import asdict
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
-import verl, pathlib
-from verl.utils.config import omega_conf_to_dataclass
-folder = str(pathlib.Path(verl.__file__).parent / "trainer" / "config")
-answers = []
-with initialize_config_dir(folder, version_base=None):
-    for overrides in json.load(sys.stdin):
-        try:
-            size = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
-            config = compose("ppo_trainer", overrides=[size, *overrides]).actor_rollout_ref.actor
-            actor = omega_conf_to_dataclass(config)
-            raw = OmegaConf.to_container(config.gradloc, resolve=True)
-            found = {"ok": asdict(actor.gradloc), "yaml": raw, "spike": actor.spike_detection}
-            answers.append(found)
-        except Exception as error:
-            answers.append({"error": str(error)})
-print(json.dumps(answers))
-"""
-
-
-@pytest.fixture(scope="module")
-def compose(patched_tree):
-    """Compose verl's config for many lists of overrides in one process."""
-
-    def run(*overrides):
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", PROBE],
-            input=json.dumps(overrides),
-            capture_output=True,
-            text=True,
-            check=False,
-            env={"PYTHONPATH": str(patched_tree), "PATH": "/usr/bin:/bin", "HOME": str(ROOT)},
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return run
 
 
 def strip(tree):
