@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches that must be refused: exit 3, the reason, the line, an untouched tree.
 
-git accepts about half of them in silence. Each patch comes with its own right checksum, so it is the patch language that refuses, not the digest.
+git accepts about half of them in silence. Each patch comes with its own right checksum, so it is the
+patch language that refuses, not the digest.
 """
 
 import gzip
