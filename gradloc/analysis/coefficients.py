@@ -14,55 +14,21 @@
 """How each log-prob and entropy of the batch enters each term of the loss: the analysis's frozen coefficients.
 
 One forward over the batch, cut into the very micro-batches that training would cut, so that each token keeps the
-weight it has there; then verl's own loss on the values, whose derivatives are the coefficients. With them the
+weight it has there; then training's own loss on the values, whose derivatives are the coefficients. With them the
 gradient of any rows' part of any term is the backward of a plain weighted sum, in whatever order the rows are run,
 and the parts add up to the training gradient whatever the loss and its aggregation are.
 
 Shapes: R rows on this rank, T response positions, K buckets, C terms of the loss.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from verl.utils.device import get_device_id
+from .actor import BUCKET_KEY, Actor, MicroBatch, Rows
 
-__all__ = [
-    "BUCKET_KEY",
-    "Forwarded",
-    "Frozen",
-    "MicroBatch",
-    "forward",
-    "freeze",
-    "loss_terms",
-    "micro_batches_of",
-    "row_weights",
-    "terms_of",
-]
-
-BUCKET_KEY = "gradloc_bucket"
-"""int (R,): each row's bucket, -1 for rows that only fill up the ranks."""
-_INDEX_KEY = "gradloc_analysis_row"
-_BY_SEQUENCE = ("gspo", "sapo", "geo_mean")
-"""Policy losses that verl averages by sequence whatever ``loss_agg_mode`` says."""
-
-
-def terms_of(config: Any) -> tuple[str, ...]:
-    """The terms of the actor's loss that carry gradient: task always, entropy and KL where they are on."""
-    optional = {"entropy": config.entropy_coeff != 0, "kl": bool(config.use_kl_loss)}
-    return ("task", *(name for name, is_on in optional.items() if is_on))
-
-
-@dataclass
-class MicroBatch:
-    """One of training's micro-batches, without its filling rows, on the device."""
-
-    inputs: dict[str, Any]
-    rows: torch.Tensor
-    """int (B,): which of this rank's rows they are; empty where the micro-batch only keeps peers company."""
-    on_policy: bool
+__all__ = ["Forwarded", "Frozen", "forward", "freeze", "row_weights"]
 
 
 @dataclass
@@ -86,66 +52,33 @@ class Frozen:
     """float64 (K, C): the buckets' parts of the terms' values; over all ranks they sum to the batch's loss."""
 
 
-def forward(actor: Any, data: Any, temperature: float) -> list[Forwarded]:
+def forward(actor: Actor, rows: Rows) -> list[Forwarded]:
     """Run the model over this rank's rows without a gradient; every rank runs the same number of micro-batches."""
     done = []
-    for part in micro_batches_of(actor, data):
+    for part in actor.micro_batches(rows):
         with torch.no_grad():
-            entropy, log_prob = actor._forward_for_loss(part.inputs, temperature)
+            log_prob, entropy = actor.forward(part.inputs)
         done.append(Forwarded(part.inputs, part.rows, part.on_policy, log_prob, entropy))
     return done
 
 
-def micro_batches_of(actor: Any, data: Any) -> Iterator[MicroBatch]:
-    """Cut this rank's rows as training would; every rank gets the same number of micro-batches."""
-    from verl import DataProto
-
-    # a batch that came through Ray is locked
-    data = DataProto.from_dict({**data.batch, _INDEX_KEY: torch.arange(len(data))})
-    micro_batches, on_policy = _cut(actor, data)
-    for micro_batch in micro_batches:
-        is_real = micro_batch.batch[BUCKET_KEY] >= 0
-        if is_real.any():
-            micro_batch = micro_batch.select_idxs(is_real)
-        inputs = {**micro_batch.to(get_device_id()).batch}
-        rows = inputs[_INDEX_KEY].cpu() if is_real.any() else torch.empty(0, dtype=torch.long)
-        yield MicroBatch(inputs, rows, on_policy)
-
-
-def _cut(actor: Any, data: Any) -> tuple[list[Any], bool]:
-    """Cut as ``update_policy`` does, all mini-batches in a row; also whether training would count as on-policy."""
-    config = actor.config
-    mini_batches = data.split(config.ppo_mini_batch_size)
-    on_policy = len(mini_batches) == 1 and config.ppo_epochs == 1
-    micro_batches = []
-    for mini_batch in mini_batches:
-        if config.use_dynamic_bsz:
-            from verl.utils.seqlen_balancing import prepare_dynamic_batch
-
-            max_token_len = config.ppo_max_token_len_per_gpu * actor.ulysses_sequence_parallel_size
-            micro_batches += prepare_dynamic_batch(mini_batch, max_token_len=max_token_len)[0]
-        else:
-            micro_batches += mini_batch.split(config.ppo_micro_batch_size_per_gpu)
-    return micro_batches, on_policy
-
-
 def freeze(
-    actor: Any, forwarded: list[Forwarded], num_local: int, num_buckets: int, num_rows: int, dp_size: int
+    actor: Actor, forwarded: Sequence[Forwarded], *, num_local: int, num_buckets: int, num_rows: int, dp_size: int
 ) -> Frozen:
-    """Differentiate verl's loss by the log-probs and entropies; no model runs and no rank waits for another.
+    """Differentiate the loss by the log-probs and entropies; no model runs and no rank waits for another.
 
     Every micro-batch counts by its rows, as where the mini-batch is the batch: a last, smaller mini-batch or
     micro-batch is not scaled as if it were full.
 
     Args:
-        actor: verl's actor; supplies the loss.
+        actor: supplies the loss.
         forwarded: all micro-batches of this rank.
         num_local: R, rows on this rank, filling ones included.
         num_buckets: K.
         num_rows: rows of the whole batch, filling ones excluded.
         dp_size: ranks that the gradient is averaged over.
     """
-    terms = terms_of(actor.config)
+    terms = actor.terms
     width = forwarded[0].log_prob.shape[1]
     device = forwarded[0].log_prob.device
     coefficients = {term: torch.zeros(num_local, width, device=device) for term in terms}
@@ -158,7 +91,7 @@ def freeze(
         mask = part.inputs["response_mask"]
         log_prob, entropy = part.log_prob.clone().requires_grad_(), part.entropy
         entropy = None if entropy is None else entropy.clone().requires_grad_()
-        by_term = loss_terms(actor, part.inputs, log_prob, entropy, part.on_policy)
+        by_term = actor.loss_terms(part.inputs, log_prob, entropy, part.on_policy)
         for term in terms:
             (grad,) = torch.autograd.grad(by_term[term], entropy if term == "entropy" else log_prob, retain_graph=True)
             coefficients[term][part.rows] = (grad * (share * dp_size)).float()
@@ -167,7 +100,7 @@ def freeze(
             inside = buckets == bucket
             values = by_term if inside.all() else _losses_of_rows(actor, part, inside)
             for index, term in enumerate(terms):
-                mode = _mode(actor.config, term)
+                mode = actor.aggregation(term)
                 weight = share * float(row_weights(mode, mask)[inside].sum())
                 weights[bucket, index] += weight
                 # this mode divides by a constant, so a sum over fewer rows is the rows' part already
@@ -180,7 +113,7 @@ def row_weights(mode: str, mask: torch.Tensor) -> torch.Tensor:
     """Each row's share of a micro-batch's average.
 
     Args:
-        mode: ``loss_agg_mode``.
+        mode: how the loss is averaged, by verl's name.
         mask: (B, T), 1 on response tokens.
 
     Returns:
@@ -190,22 +123,8 @@ def row_weights(mode: str, mask: torch.Tensor) -> torch.Tensor:
     return tokens / tokens.sum() if mode == "token-mean" else torch.full_like(tokens, 1.0 / len(tokens))
 
 
-def _mode(config: Any, term: str) -> str:
-    by_sequence = term == "task" and config.policy_loss.get("loss_mode", "vanilla") in _BY_SEQUENCE
-    return "seq-mean-token-mean" if by_sequence else config.loss_agg_mode
-
-
-def loss_terms(actor: Any, inputs: dict[str, Any], log_prob, entropy, on_policy: bool) -> dict[str, torch.Tensor]:
-    """The terms of verl's loss on these values, coefficients included, without the factor of accumulation."""
-    scratch, terms = {"actor/pg_loss": 0.0, "actor/kl_loss": 0.0}, {}
-    total = actor._micro_batch_loss(inputs, log_prob, entropy, on_policy, scratch, {}, terms)
-    terms["task"] = total - sum(terms.values())
-    scale = actor._loss_scale_factor(inputs["response_mask"])
-    return {name: value / scale for name, value in terms.items()}
-
-
-def _losses_of_rows(actor: Any, part: Forwarded, inside: torch.Tensor) -> dict[str, torch.Tensor]:
+def _losses_of_rows(actor: Actor, part: Forwarded, inside: torch.Tensor) -> dict[str, torch.Tensor]:
     inputs = {key: value[inside] for key, value in part.inputs.items()}
     entropy = None if part.entropy is None else part.entropy[inside]
     with torch.no_grad():
-        return loss_terms(actor, inputs, part.log_prob[inside], entropy, part.on_policy)
+        return actor.loss_terms(inputs, part.log_prob[inside], entropy, part.on_policy)

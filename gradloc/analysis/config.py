@@ -11,31 +11,30 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""The settings of the gradient analyses and the rollout filter, read from verl's config and checked at start."""
+"""The settings of the gradient analyses, read from verl's config and checked at start."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from ..checks import is_int, require
-from ..rollout_filter import rank as filtering
 from .buckets import split as buckets
 from .quartiles import split as quartiles
 
 __all__ = [
-    "AnalysisSettings",
-    "FilterSettings",
+    "BucketSettings",
     "QuartileSettings",
     "check_geometry",
+    "geometry",
+    "read_buckets",
     "read_quartiles",
-    "read_settings",
 ]
 
-_TRAINER, _ROLLOUT, _ACTOR = "trainer", "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+_TRAINER, _ROLLOUT = "trainer", "actor_rollout_ref.rollout"
 
 
 @dataclass(frozen=True)
-class AnalysisSettings:
-    """When the analysis runs and on what."""
+class BucketSettings:
+    """When the gradient is split by bucket, and whose."""
 
     every: int = 50
     """Analyse at the steps where ``(global_step - 1) % every == 0``: 1, 51, 101, ..."""
@@ -76,41 +75,6 @@ class AnalysisSettings:
 
 
 @dataclass(frozen=True)
-class FilterSettings:
-    """Which groups are trained on."""
-
-    strategy: str = "top_p"
-    value: float = 1.0
-    metric: str = "reward_variance"
-    type: str = "largest"
-    include_zero: bool = True
-    top_p_prob_mode: str = "linear"
-    loss_scaling: str = "none"
-
-    def __post_init__(self):
-        for name, choices in (
-            ("strategy", filtering.STRATEGIES),
-            ("metric", filtering.METRICS),
-            ("type", filtering.TYPES),
-            ("top_p_prob_mode", filtering.PROB_MODES),
-        ):
-            value = getattr(self, name)
-            require(value in choices, f"{_ROLLOUT}.rollout_filter_{name}", f"one of {choices}", value)
-        value, key = self.value, f"{_ROLLOUT}.rollout_filter_value"
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        require(is_number and 0 < value <= 1, key, "a number above 0 and at most 1", value)
-        key = f"{_ROLLOUT}.rollout_filter_include_zero"
-        require(isinstance(self.include_zero, bool), key, "true or false", self.include_zero)
-        key = f"{_ACTOR}.filter_loss_scaling"
-        require(self.loss_scaling in filtering.SCALINGS, key, f"one of {filtering.SCALINGS}", self.loss_scaling)
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether the filter is off: the whole of every batch is kept."""
-        return self.value == 1 and self.include_zero
-
-
-@dataclass(frozen=True)
 class QuartileSettings:
     """When the gradient is split by probability quartile, and how."""
 
@@ -119,6 +83,7 @@ class QuartileSettings:
     split: str = "quantile"
     num_tokens: int = 64
     """Tokens whose own gradient is measured, one backward each."""
+    exit_after = False  # training always goes on
 
     def __post_init__(self):
         key = f"{_TRAINER}.quartile_analysis"
@@ -150,22 +115,22 @@ def read_quartiles(config: Any) -> QuartileSettings | None:
     return settings if mode else None
 
 
-def read_settings(config: Any) -> tuple[AnalysisSettings | None, FilterSettings]:
-    """Read and check the keys, whether or not the features are on.
+def read_buckets(config: Any) -> BucketSettings | None:
+    """Read and check the keys of the analysis by bucket, whether or not it is on.
 
     Args:
         config: the trainer's whole config; keys that an older config lacks take their defaults.
 
     Returns:
-        The analysis's settings, None while ``trainer.gradient_analysis_mode`` is off, and the filter's.
+        None while ``trainer.gradient_analysis_mode`` is off.
 
     Raises:
         ValueError: one sentence that names the key, what it must be and what was found.
     """
-    trainer, rollout, actor = config.trainer, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     mode = trainer.get("gradient_analysis_mode", False)
     require(isinstance(mode, bool), f"{_TRAINER}.gradient_analysis_mode", "true or false", mode)
-    analysis = AnalysisSettings(
+    settings = BucketSettings(
         every=trainer.get("gradient_analysis_every", 50),
         exit_after=trainer.get("exit_after_gradient_analysis", False),
         env_groups=trainer.get("gradient_analysis_env_groups"),
@@ -173,20 +138,10 @@ def read_settings(config: Any) -> tuple[AnalysisSettings | None, FilterSettings]
         num_buckets=rollout.get("gradient_analysis_num_buckets", 6),
         bucket_mode=rollout.get("gradient_analysis_bucket_mode", "quantile"),
     )
-    names = ("strategy", "value", "metric", "type", "include_zero", "top_p_prob_mode")
-    given = {name: rollout.get(f"rollout_filter_{name}", getattr(FilterSettings, name)) for name in names}
-    chosen = FilterSettings(loss_scaling=actor.get("filter_loss_scaling", "none"), **given)
-    is_async = config.reward_model.get("launch_reward_fn_async", False)
-    require(
-        chosen.keeps_all or not is_async,
-        "reward_model.launch_reward_fn_async",
-        f"false while {_ROLLOUT}.rollout_filter_* drops groups, since the filter needs the rewards at once",
-        is_async,
-    )
-    return (analysis if mode else None), chosen
+    return settings if mode else None
 
 
-def check_geometry(settings: AnalysisSettings, config: Any, num_prompts: int) -> None:
+def check_geometry(settings: BucketSettings, config: Any, num_prompts: int) -> None:
     """Refuse a separate analysis batch that could not be drawn or dealt out to the ranks.
 
     Args:
@@ -212,7 +167,7 @@ def check_geometry(settings: AnalysisSettings, config: Any, num_prompts: int) ->
     )
 
 
-def geometry(settings: AnalysisSettings, config: Any) -> tuple[int, int]:
+def geometry(settings: BucketSettings, config: Any) -> tuple[int, int]:
     """Prompts and rollouts per prompt of the separate analysis batch."""
     groups = settings.env_groups or config.data.train_batch_size
     return groups, settings.group_size or config.actor_rollout_ref.rollout.n

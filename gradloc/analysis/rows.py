@@ -21,14 +21,12 @@ Shapes: R rows on this rank, T response positions.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from verl.utils.device import get_device_id
-
 from ..core.gradients import Gradient, GradientSpace, local_shard
 from ..core.ranks import Ranks
+from .actor import Actor, Rows, pick_rows
 
 __all__ = ["RowProbe", "Weights", "add_up"]
 
@@ -55,39 +53,25 @@ class RowProbe:
     """What every analysis does on one rank; every rank makes the same calls in the same order.
 
     Args:
-        actor: verl's actor.
+        actor: whose gradient it is.
         ranks: the data-parallel ranks.
         space: the actor's parameters; ``.grad`` is scratch space.
     """
 
-    def __init__(self, actor: Any, ranks: Ranks, space: GradientSpace):
+    def __init__(self, actor: Actor, ranks: Ranks, space: GradientSpace):
         self.actor, self.ranks, self.space = actor, ranks, space
         self.num_forwards = self.num_backwards = 0
 
-    def _hold(self, data: Any) -> None:
-        """Take this rank's rows, with ``temperature`` in their meta info."""
-        self._data, self._temperature = data, data.meta_info["temperature"]
-        self._lengths = data.batch["attention_mask"].sum(-1)
+    def _hold(self, rows: Rows) -> None:
+        self._rows = rows
+        self._lengths = rows["attention_mask"].sum(-1)
         self._filler = int(self._lengths.argmin())
 
     def _chunks(self, chosen: torch.Tensor) -> list[list[int]]:
         """Cut the chosen rows, bool (R,), into runs that fit where training's micro-batches fit, longest first."""
         rows = chosen.nonzero().flatten()
-        rows = rows[self._lengths[rows].argsort(descending=True, stable=True)].tolist()
-        config = self.actor.config
-        if not config.use_dynamic_bsz:
-            size = config.ppo_micro_batch_size_per_gpu
-            return [rows[start : start + size] for start in range(0, len(rows), size)]
-        budget = config.ppo_max_token_len_per_gpu * self.actor.ulysses_sequence_parallel_size
-        chunks, room = [], 0
-        for row in rows:
-            length = int(self._lengths[row])
-            if not chunks or length > room:
-                chunks.append([])
-                room = budget
-            chunks[-1].append(row)
-            room -= length
-        return chunks
+        rows = rows[self._lengths[rows].argsort(descending=True, stable=True)]
+        return [rows[run].tolist() for run in self.actor.runs(self._lengths[rows])]
 
     def _gradient(self, weights: Weights, chunks: list[list[int]], num_chunks: int) -> Gradient:
         """The gradient of the weighted sum over some rows, moved to host memory.
@@ -104,28 +88,20 @@ class RowProbe:
 
     def _take(self) -> Gradient:
         """Move what is in ``.grad`` to host memory, in the scale of the loss."""
-        scale = self._loss_scale
-        if scale != 1.0:
-            self.space.scale(1.0 / scale)
+        if self.actor.loss_scale != 1.0:
+            self.space.scale(1.0 / self.actor.loss_scale)
         return [None if grad is None else local_shard(grad).cpu() for grad in self.space.take()]
 
     def _backward(self, weights: Weights, rows: list[int] | None) -> None:
         self.num_forwards += 1
         self.num_backwards += 1
         chosen = [self._filler] if rows is None else rows
-        inputs = {**self._data.select_idxs(chosen).to(get_device_id()).batch}
-        entropy, log_prob = self.actor._forward_micro_batch(
-            inputs, temperature=self._temperature, calculate_entropy=weights.entropy is not None
-        )
+        inputs = pick_rows(self._rows, chosen, self.actor.device)
+        log_prob, entropy = self.actor.forward(inputs, with_entropy=weights.entropy is not None)
         mine = weights.of(chosen, is_silent=rows is None)
         pairs = [(log_prob, mine.log_prob), (entropy, mine.entropy)]
         total = sum((values * factors).sum() for values, factors in pairs if factors is not None)
-        (total * self._loss_scale).backward()
-
-    @property
-    def _loss_scale(self) -> float:
-        """The fp16 scaler's factor, which keeps small gradients from vanishing; taken out again afterwards."""
-        return 1.0 if self.actor.scaler is None else self.actor.scaler.get_scale()
+        (total * self.actor.loss_scale).backward()
 
 
 def add_up(total: Gradient | None, part: Gradient) -> Gradient:

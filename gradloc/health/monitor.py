@@ -129,10 +129,9 @@ class Monitor:
 
 def _zero_variance(batch: Any) -> dict[str, float]:
     """The share of prompts whose rollouts have equal rewards; nothing where every prompt has one rollout."""
-    # here and not above: everything else in this room is to be importable without the rest of the package
-    from ..rollout_filter.filter import groups_of
+    from ..rollout_filter.groups import groups_of  # needs numpy, which the rules do without
 
-    groups = groups_of(batch, batch.batch["token_level_scores"])
+    groups = groups_of(batch.non_tensor_batch["uid"], batch.batch["token_level_scores"], batch.batch["response_mask"])
     return {ZERO_VARIANCE: groups.zero_variance_share} if len(groups) and groups.sizes.max() > 1 else {}
 
 

@@ -19,7 +19,7 @@ share of the total score (``top_p``) or by a share of their number (``top_k``).
 
 import numpy as np
 
-from ..analysis.groups import Groups
+from .groups import Groups
 
 __all__ = ["METRICS", "PROB_MODES", "SCALINGS", "STRATEGIES", "TYPES", "advantage_scale", "fill_up", "rank", "select"]
 

@@ -29,6 +29,8 @@ from .config import StabilizeConfig
 
 __all__ = ["TokenWeigher", "ratio_weights"]
 
+_MAX_LOG_RATIO = 20.0
+
 
 def ratio_weights(
     log_ratio: torch.Tensor,
@@ -44,7 +46,7 @@ def ratio_weights(
     weight is the truncated ratio, and r / lower below: the further out of bounds, the less the token counts.
 
     Args:
-        log_ratio: log pi_theta - log pi_rollout (B, T), detached; clamped to +-20 as everywhere in verl.
+        log_ratio: log pi_theta - log pi_rollout (B, T), detached; clamped to +-20 as in verl's rollout correction.
         response_mask: 1 for response tokens (B, T); what stands elsewhere in ``log_ratio`` does not matter.
         level: ``token``, or ``geometric`` for the sequence's geometric mean.
         mode: ``mask`` or ``clamp``.
@@ -52,27 +54,32 @@ def ratio_weights(
         lower: smallest ratio, in (0, 1]; None for no bound.
 
     Returns:
-        weights (B, T) in [0, 1], NaN where a clamped ratio is; and ``share`` (of response tokens outside of the
-        bounds), ``ratio_max`` and ``ratio_min``. Without response tokens: ones, and numbers that say nothing happened.
+        weights (B, T) in [0, 1], 1 outside of the response, NaN where a clamped ratio is; and ``share`` (of response
+        tokens outside of the bounds), ``ratio_max`` and ``ratio_min``. Without response tokens: ones, and numbers that
+        say nothing happened.
     """
-    import verl.utils.torch_functional as verl_F
-    from verl.trainer.ppo.rollout_corr_helper import SAFETY_BOUND, compute_rollout_rejection_mask
-
-    if not response_mask.any():
+    is_token = response_mask.bool()
+    if not is_token.any():
         return torch.ones_like(log_ratio), {"share": 0.0, "ratio_max": 1.0, "ratio_min": 1.0}
     upper = math.inf if upper is None else upper
     lower = 0.0 if lower is None else lower
-    weights, found = compute_rollout_rejection_mask(log_ratio, response_mask, level, upper, lower)
-    if mode == "clamp":
-        if level == "geometric":
-            log_ratio = verl_F.masked_mean(log_ratio, response_mask, axis=-1).unsqueeze(-1).expand_as(log_ratio)
-        log_ratio = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    log_ratio = log_ratio.where(is_token, 0.0)
+    if level == "geometric":
+        counts = is_token.sum(-1, keepdim=True).clamp(min=1)
+        log_ratio = (log_ratio.sum(-1, keepdim=True) / counts).expand_as(log_ratio)
+    log_ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+    is_inside = (ratio >= lower) & (ratio <= upper)  # NaN is not
+    if mode == "mask":
+        weights = is_inside.to(ratio.dtype)
+    else:
         nearest = log_ratio.clamp(math.log(lower) if lower > 0 else -math.inf, math.log(upper))
         weights = torch.exp(-(log_ratio - nearest).abs())
+    of_tokens = ratio[is_token]
     return weights, {
-        "share": found["rollout_rs_masked_fraction"],
-        "ratio_max": found["rollout_rs_max"],
-        "ratio_min": found["rollout_rs_min"],
+        "share": (~is_inside)[is_token].float().mean().item(),
+        "ratio_max": of_tokens.max().item(),
+        "ratio_min": of_tokens.min().item(),
     }
 
 

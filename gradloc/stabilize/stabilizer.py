@@ -25,9 +25,9 @@ import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..core.gradients import GradientSpace
+from ..core.ranks import Ranks
 from ..evidence.layers import kind_of, layer_of, norms_by
 from ..reweighting import STAGE_NAME_KEY
 from . import STABILIZER_KEY
@@ -154,7 +154,7 @@ class Stabilizer:
             self._metrics["gradloc/skip_step/skipped"] = [self._num_skipped]
         metrics.update(self._metrics)
         self._space = self._squares = None
-        if dist.get_rank() == 0:
+        if Ranks().is_first:
             metrics[STABILIZER_KEY] = self._state()
 
     # ---- inside

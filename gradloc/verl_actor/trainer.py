@@ -29,12 +29,12 @@ from omegaconf import OmegaConf
 
 from verl.utils.config import omega_conf_to_dataclass
 
-from ..analysis.reporter import Analysis, build_analysis
 from ..evidence.complete import SCHEMA_VERSION
 from ..evidence.driver import Driver, sequence_ids
 from ..health.monitor import Monitor, build_monitor
 from ..reweighting import ADVANTAGES_BEFORE_KEY, STAGE_NAME_KEY, Lopti, reweight
 from ..stabilize import STABILIZER_KEY
+from .analysis_trainer import Analysis, build_analysis
 from .keys import EVENTS_KEY, POLICY_KEY, ROW_KEY, SEQUENCE_KEY
 from .refusals import check_batch, check_run
 
@@ -94,8 +94,6 @@ def _reweighting(config: Any) -> tuple[float, Lopti | None]:
 
 def _stabilizers(config: Any) -> "StabilizerMemory | None":
     """The memory of the actor's stabilizers, None while all are off or in another trainer's config."""
-    from omegaconf import OmegaConf
-
     block = OmegaConf.select(config.actor_rollout_ref.actor, "gradloc.stabilize")
     settings = None if block is None else omega_conf_to_dataclass(block)
     if settings is None or not settings.is_on:
@@ -178,7 +176,7 @@ class TrainerHook:
         batch.non_tensor_batch[SEQUENCE_KEY] = np.array(sequence_ids(batch.non_tensor_batch["uid"]), dtype=object)
 
     def filter(self, trainer: Any, batch: Any, rewards: torch.Tensor, extras: dict[str, Any], metrics: dict) -> tuple:
-        """Once rewards are known: the rows to train on, see :class:`~..rollout_filter.filter.RolloutFilter`."""
+        """Once rewards are known: the rows to train on, see :class:`~.rollout_filter.RolloutFilter`."""
         if self.analysis is None:
             return batch, rewards, extras
         return self.analysis.filter(trainer, batch, rewards, extras, metrics)

@@ -18,8 +18,8 @@ from typing import Any
 from verl import DataProto
 from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 
-from ..analysis.buckets.probe import RECORD_KEY, analyze
 from ..reweighting import KEEPS_LR_SCHEDULE_KEY
+from .analysis_actor import RECORD_KEY, analyze
 from .hook import pop_events
 
 __all__ = ["analyze_gradients", "keeps_lr_schedule", "pop_events"]

@@ -63,20 +63,29 @@ def norm(shard: torch.Tensor) -> float:
 
 
 def probe_of(trainer: Any, batch: Any, buckets: list[int]) -> Any:
-    """A finished :class:`ComponentProbe` that also keeps every bucket's part of every term."""
-    from verl.gradloc.analysis.buckets import probe as module
-    from verl.gradloc.core.gradients import GradientSpace
-    from verl.gradloc.core.ranks import Ranks
+    """A finished :class:`BucketProbe` that also keeps every bucket's part of every term."""
+    from verl.gradloc.analysis.buckets.probe import BucketProbe
 
-    class Keeping(module.ComponentProbe):
+    class Keeping(BucketProbe):
         def _keep(self, parts):
             self.parts = [*getattr(self, "parts", []), parts]
             super()._keep(parts)
 
+    return run_probe(Keeping, trainer, with_buckets(batch, buckets), max(buckets) + 1)
+
+
+def run_probe(kind: type, trainer: Any, batch: Any, number: int) -> Any:
+    """A finished probe of this rank's rows."""
+    from verl.gradloc.analysis.actor import undisturbed
+    from verl.gradloc.core.gradients import GradientSpace
+    from verl.gradloc.core.ranks import Ranks
+    from verl.gradloc.verl_actor.analysis_actor import AnalysisActor
+
+    actor = AnalysisActor(trainer.actor, temperature=1.0)
     space = GradientSpace(trainer.actor.actor_module)
-    probe = Keeping(trainer.actor, Ranks(), space)
-    with module.undisturbed(trainer.actor, space):
-        probe.measure(local_rows(with_buckets(batch, buckets)))
+    probe = kind(actor, Ranks(), space)
+    with undisturbed(actor, space), actor.whole_batch():
+        probe.measure(dict(local_rows(batch).batch), number)
     return probe
 
 
@@ -174,7 +183,7 @@ def dot_of_unlike_rows(dump_dir: str) -> dict[str, Any]:
 def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str, Any]:
     """Three real updates, with an analysis before each or none."""
     from tests.world.harness import make_trainer
-    from verl.gradloc.analysis.buckets.probe import analyze
+    from verl.gradloc.verl_actor.analysis_actor import analyze
 
     trainer = make_trainer(TERMS + overrides, dump_dir, dropout=0.1)
     norms, records = [], []
@@ -193,7 +202,7 @@ def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str,
 
 def fail_on_one_rank(dump_dir: str) -> dict[str, Any]:
     """The loss raises on rank 1 during the analysis; both ranks then train on."""
-    from verl.gradloc.analysis.buckets.probe import analyze
+    from verl.gradloc.verl_actor.analysis_actor import analyze
 
     trainer = make_trainer(TERMS, dump_dir)
     plain = make_trainer(TERMS, dump_dir)
@@ -213,7 +222,7 @@ def _broken(*_):
 
 def leave_as_found(dump_dir: str) -> dict[str, bool]:
     """An actor in the middle of something: gradients, eval mode, an accumulation count."""
-    from verl.gradloc.analysis.buckets.probe import analyze
+    from verl.gradloc.verl_actor.analysis_actor import analyze
 
     trainer = make_trainer(TERMS, dump_dir)
     actor = trainer.actor

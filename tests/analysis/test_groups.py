@@ -6,7 +6,7 @@ import pytest
 
 from tests.analysis.pure import load
 
-groups_of = load("groups").group_rows
+groups_of = load("groups", "rollout_filter").group_rows
 split = load("split", "analysis.buckets").split_groups
 filtering = load("rank", "rollout_filter")
 
@@ -14,7 +14,7 @@ filtering = load("rank", "rollout_filter")
 def make(std, reward=None, length=None, size=2):
     """Groups of given numbers, without rows."""
     count = len(std)
-    return load("groups").Groups(
+    return load("groups", "rollout_filter").Groups(
         uids=tuple(f"p{group}" for group in range(count)),
         of_row=np.repeat(np.arange(count), size),
         sizes=np.full(count, size),

@@ -11,8 +11,10 @@ import pytest
 from tests.analysis.pure import load
 
 metrics = load("metrics", "analysis.buckets")
-store = load("store")
-GROUPS = load("groups").group_rows(["a", "a", "b", "b", "c", "c"], [0, 1, 1, 1, 0, 4], [1, 2, 3, 4, 5, 5])
+files = load("files")
+GROUPS = load("groups", "rollout_filter").group_rows(
+    ["a", "a", "b", "b", "c", "c"], [0, 1, 1, 1, 0, 4], [1, 2, 3, 4, 5, 5]
+)
 BUCKETS = {"bucket_1": [1], "bucket_2": [0, 2]}
 RAW = {
     "terms": ["task", "kl"],
@@ -92,7 +94,7 @@ def test_metrics_carry_the_guides_names():
 
 
 def test_an_analysis_is_written_as_json_and_its_groups_as_csv(tmp_path):
-    path = store.write_analysis(str(tmp_path), {**record(), "odd": float("nan")})
+    path = files.write_analysis(str(tmp_path), {**record(), "odd": float("nan")})
     assert path == tmp_path / "gradient_analysis" / "step_51.json"
     assert json.loads(path.read_text())["odd"] == "NaN"
     with open(path.parent / "group_rv_table_step_51.csv", newline="") as file:
@@ -106,8 +108,8 @@ def test_an_analysis_is_written_as_json_and_its_groups_as_csv(tmp_path):
 
 
 def test_a_step_analysed_again_after_a_resume_replaces_its_files(tmp_path):
-    store.write_analysis(str(tmp_path), record())
-    store.write_analysis(str(tmp_path), {**record(), "again": True})
+    files.write_analysis(str(tmp_path), record())
+    files.write_analysis(str(tmp_path), {**record(), "again": True})
     folder = tmp_path / "gradient_analysis"
     assert json.loads((folder / "step_51.json").read_text())["again"]
     assert len(list(folder.iterdir())) == 2

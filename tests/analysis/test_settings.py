@@ -8,6 +8,7 @@ import pytest
 from tests.analysis.pure import load
 
 config = load("config")
+read_filter = load("config", "rollout_filter").read_filter
 
 
 class Section(SimpleNamespace):
@@ -33,15 +34,14 @@ ON = {"gradient_analysis_mode": True}
 
 
 def test_both_features_are_off_by_default_and_in_a_config_without_their_keys():
-    settings, chosen = config.read_settings(make())
-    assert settings is None
-    assert chosen.keeps_all
+    assert config.read_buckets(make()) is None
+    assert read_filter(make()).keeps_all
 
 
 def test_the_cadence_starts_at_step_one():
-    settings, _ = config.read_settings(make(trainer=ON))
+    settings = config.read_buckets(make(trainer=ON))
     assert [step for step in range(1, 160) if settings.is_due(step)] == [1, 51, 101, 151]
-    every, _ = config.read_settings(make(trainer={**ON, "gradient_analysis_every": 1}))
+    every = config.read_buckets(make(trainer={**ON, "gradient_analysis_every": 1}))
     assert all(every.is_due(step) for step in range(1, 10))
 
 
@@ -66,14 +66,15 @@ REFUSED = [
 
 @pytest.mark.parametrize("section, key, value, expected", REFUSED, ids=[case[1] for case in REFUSED])
 def test_a_bad_value_is_refused_by_name_also_while_the_features_are_off(section, key, value, expected):
+    read = read_filter if "filter" in key else config.read_buckets
     with pytest.raises(ValueError) as refusal:
-        config.read_settings(make(**{section.rpartition(".")[2]: {key: value}}))
+        read(make(**{section.rpartition(".")[2]: {key: value}}))
     assert str(refusal.value) == f"{section}.{key} must be {expected}, found {value!r}."
 
 
 def test_a_filter_that_drops_groups_needs_the_rewards_at_once():
     with pytest.raises(ValueError) as refusal:
-        config.read_settings(make(rollout={"rollout_filter_value": 0.5}, launch_reward_fn_async=True))
+        read_filter(make(rollout={"rollout_filter_value": 0.5}, launch_reward_fn_async=True))
     assert str(refusal.value).startswith("reward_model.launch_reward_fn_async must be false while")
 
 
@@ -93,7 +94,7 @@ def test_a_filter_that_drops_groups_needs_the_rewards_at_once():
 )
 def test_a_separate_batch_that_cannot_be_drawn_is_refused(keys, sentence):
     made = make(trainer={**ON, **keys})
-    settings, _ = config.read_settings(made)
+    settings = config.read_buckets(made)
     with pytest.raises(ValueError) as refusal:
         config.check_geometry(settings, made, num_prompts=100)
     assert str(refusal.value).startswith("trainer.gradient_analysis_env_groups must be ")
@@ -102,8 +103,8 @@ def test_a_separate_batch_that_cannot_be_drawn_is_refused(keys, sentence):
 
 def test_a_separate_batch_takes_the_training_geometry_where_nothing_is_said():
     made = make(trainer={**ON, "gradient_analysis_group_size": 6})
-    settings, _ = config.read_settings(made)
+    settings = config.read_buckets(made)
     config.check_geometry(settings, made, num_prompts=100)
     assert settings.is_separate
     assert config.geometry(settings, made) == (16, 6)
-    assert not config.read_settings(make(trainer=ON))[0].is_separate
+    assert not config.read_buckets(make(trainer=ON)).is_separate

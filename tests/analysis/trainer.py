@@ -27,7 +27,7 @@ class Workers:
 
     def analyze_gradients(self, data: Any) -> Any:
         from verl import DataProto
-        from verl.gradloc.analysis.buckets.probe import RECORD_KEY, analyze
+        from verl.gradloc.verl_actor.analysis_actor import RECORD_KEY, analyze
 
         self.num_asked += 1
         if self.error is not None:
@@ -44,7 +44,7 @@ class StandIn:
     use_critic = False
 
     def __init__(self, overrides: list[str], dump_dir: str, error: Exception | None = None):
-        from verl.gradloc.analysis.reporter import build_analysis
+        from verl.gradloc.verl_actor.analysis_trainer import build_analysis
         from verl.gradloc.verl_actor.trainer import TrainerHook
 
         made = make_trainer(overrides, dump_dir)
@@ -81,7 +81,7 @@ def analyse(rewards: list[float], per_group: int, dump_dir: str, overrides: list
     before = {key: value.clone() for key, value in batch.batch.items()}
     metrics, timing = {}, {}
     ends = trainer.analysis.run(trainer, batch, metrics, timing)
-    folder = Path(trainer.analysis.root) / "gradient_analysis"
+    folder = Path(trainer.analysis.buckets.about.root) / "gradient_analysis"
     record = json.loads((folder / "step_1.json").read_text())
     return {
         "ends": ends,

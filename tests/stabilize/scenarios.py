@@ -3,6 +3,7 @@
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,8 +261,9 @@ def update(trainer: Any, seed: int) -> dict[str, Any]:
 
 
 def weigh(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``ratio_weights`` of random log-ratios, and the slow version's answer."""
+    """``ratio_weights`` of random log-ratios, and the answers of the slow version and of verl's own function."""
     from verl.gradloc.stabilize.ratio_clip import ratio_weights
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
 
     generator = torch.Generator().manual_seed(0)
     log_ratio = torch.randn((6, 9), generator=generator)
@@ -273,12 +275,20 @@ def weigh(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for case in cases:
         weights, metrics = ratio_weights(log_ratio, mask, **case)
         counted = mask.bool()
+        bounds = [math.inf if case["upper"] is None else case["upper"], case["lower"] or 0.0]
+        kept, of_verl = compute_rollout_rejection_mask(log_ratio, mask, case["level"], *bounds)
         expected = slow.token_weights(log_ratio.tolist(), mask.tolist(), **case)
         answers.append(
             {
                 "found": weights[counted].tolist(),
                 "expected": torch.tensor(expected)[counted].tolist(),
                 "metrics": metrics,
+                "verl_keeps": kept[counted].tolist(),
+                "verl_metrics": {
+                    "share": of_verl["rollout_rs_masked_fraction"],
+                    "ratio_max": of_verl["rollout_rs_max"],
+                    "ratio_min": of_verl["rollout_rs_min"],
+                },
                 "log_ratio": log_ratio[counted].tolist(),
             }
         )

@@ -47,6 +47,13 @@ def test_the_weights_are_the_slow_loops(weighed, case):
         assert found["metrics"]["ratio_min"] == pytest.approx(min(ratios), rel=1e-5)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_outside_of_the_bounds_is_what_verls_rejection_masks(weighed, case):
+    found = weighed[case]
+    assert [float(weight == 1) for weight in found["found"]] == found["verl_keeps"]
+    assert found["metrics"] == pytest.approx(found["verl_metrics"], rel=1e-6)
+
+
 def test_above_the_bound_a_clamped_weight_is_the_truncated_importance_ratio(weighed):
     found = weighed["token, clamp, above"]
     for log_ratio, weight in zip(found["log_ratio"], found["found"], strict=True):

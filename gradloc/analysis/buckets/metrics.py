@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ..groups import Groups
+from ...rollout_filter.groups import Groups
 
 __all__ = ["ALL", "SCHEMA_VERSION", "analysis_metrics", "bucket_records", "group_table"]
 
@@ -37,7 +37,7 @@ def bucket_records(
     """One record per bucket in order, then ``all``.
 
     Args:
-        raw: what :meth:`~.probe.ComponentProbe.record` returned for these buckets.
+        raw: what :meth:`~.probe.BucketProbe.record` returned for these buckets.
         buckets: name -> groups.
         groups: of the analysed batch.
         tokens: (R,) response tokens of each row.

@@ -25,24 +25,20 @@ from typing import Any
 
 import torch
 
-from verl.utils.device import get_device_id
-
 from ...core.gradients import Gradient, GradientSpace
 from ...core.probe import Recorded, RngState, record
 from ...core.ranks import Ranks
-from ...verl_actor.step import precise_readout
-from ..coefficients import BUCKET_KEY, MicroBatch, loss_terms, micro_batches_of, terms_of
+from ..actor import BUCKET_KEY, Actor, MicroBatch, Rows
 from ..rows import RowProbe, Weights, add_up
 from .split import NUM_QUARTILES, UPDATES
 from .trial_step import trial_step
 
-__all__ = ["NUM_SAMPLED_KEY", "QUARTILE_KEY", "SAMPLE_KEY", "QuartileProbe"]
+__all__ = ["QUARTILE_KEY", "SAMPLE_KEY", "QuartileProbe"]
 
 QUARTILE_KEY = "gradloc_quartile"
 """int (R, T): each token's quartile; -1 for what is no response token and for rows that only fill up the ranks."""
 SAMPLE_KEY = "gradloc_sample"
 """int (R, T): the number of each sampled token, from 0 on; -1 for all others."""
-NUM_SAMPLED_KEY = "gradloc_num_sampled"
 
 
 class QuartileProbe(RowProbe):
@@ -51,7 +47,7 @@ class QuartileProbe(RowProbe):
     Gradients that have to be kept, four at a time, wait in host memory.
     """
 
-    def __init__(self, actor: Any, ranks: Ranks, space: GradientSpace):
+    def __init__(self, actor: Actor, ranks: Ranks, space: GradientSpace):
         super().__init__(actor, ranks, space)
         self.parts: list[Gradient] = []
         """Per quartile, the additive part of the gradient."""
@@ -61,22 +57,22 @@ class QuartileProbe(RowProbe):
         self.steps: dict[str, dict[str, Any] | None] = {}
         self.log_probs: dict[str, torch.Tensor | None] = {}
 
-    def measure(self, data: Any) -> None:
+    def measure(self, rows: Rows, num_sampled: int) -> None:
         """Fill in everything that :meth:`record` reports.
 
         Args:
-            data: this rank's rows with ``BUCKET_KEY`` (-1 for filling rows, else 0), ``QUARTILE_KEY`` and
-                ``SAMPLE_KEY``; meta info ``temperature`` and ``NUM_SAMPLED_KEY``.
+            rows: this rank's, with ``BUCKET_KEY`` (-1 for filling rows, else 0), ``QUARTILE_KEY`` and ``SAMPLE_KEY``.
+            num_sampled: S, over all ranks.
         """
-        self._hold(data)
+        self._hold(rows)
         weights = self._training_pass()
-        quartiles = data.batch[QUARTILE_KEY].to(weights.log_prob.device)
+        quartiles = rows[QUARTILE_KEY].to(weights.log_prob.device)
         for quartile in range(NUM_QUARTILES):
             self.parts.append(self._part(_only(weights, quartiles == quartile)))
-        samples = data.batch[SAMPLE_KEY].to(weights.log_prob.device)
-        for number in range(data.meta_info[NUM_SAMPLED_KEY]):
+        samples = rows[SAMPLE_KEY].to(weights.log_prob.device)
+        for number in range(num_sampled):
             self.tokens.append(self._token(weights, samples == number))
-        self.actor.actor_module.eval()
+        self.actor.module.eval()
         self.log_probs["before"] = self._read_log_probs()
         for name, quartiles in UPDATES.items():
             self._try(name, self._gradient_of(quartiles))
@@ -98,15 +94,15 @@ class QuartileProbe(RowProbe):
             if left is not None and right is not None:
                 left.sub_(right)
         return {
-            "terms": list(terms_of(self.actor.config)),
+            "terms": list(self.actor.terms),
             "whole": whole,
             "norms": [self.space.norm(part) for part in self.parts],
             "dots": [float(self.space.dots(part, self.whole).sum()) for part in self.parts],
             "closure": self.space.norm(total) / whole if whole != 0 else None,
             "tokens": self.tokens,
             "steps": self.steps,
-            "optimizer": type(self.actor.actor_optimizer).__name__,
-            "learning_rate": max(float(group["lr"]) for group in self.actor.actor_optimizer.param_groups),
+            "optimizer": type(self.actor.optimizer).__name__,
+            "learning_rate": max(float(group["lr"]) for group in self.actor.optimizer.param_groups),
             "log_probs": {name: None if found is None else found.numpy() for name, found in self.log_probs.items()},
             "forwards": self.num_forwards,
             "backwards": self.num_backwards,
@@ -116,14 +112,14 @@ class QuartileProbe(RowProbe):
 
     def _training_pass(self) -> Weights:
         """Accumulate the whole batch's gradient as training does; keep every token's coefficients on the way."""
-        data, config = self._data, self.actor.config
-        num_rows = int(self.ranks.sum([float((data.batch[BUCKET_KEY] >= 0).sum())])[0])
-        shape, device = data.batch[QUARTILE_KEY].shape, torch.device(get_device_id())
+        rows, device = self._rows, self.actor.device
+        num_rows = int(self.ranks.sum([float((rows[BUCKET_KEY] >= 0).sum())])[0])
+        shape = rows[QUARTILE_KEY].shape
         weights = Weights(log_prob=torch.zeros(shape, device=device))
-        if config.entropy_coeff != 0:
+        if "entropy" in self.actor.terms:
             weights.entropy = torch.zeros(shape, device=device)
         self.space.clear()
-        for part in micro_batches_of(self.actor, data):
+        for part in self.actor.micro_batches(rows):
             self._train_on(part, len(part.rows) / num_rows * self.ranks.size, weights)
         self.whole = self._take()
         return weights
@@ -131,19 +127,20 @@ class QuartileProbe(RowProbe):
     def _train_on(self, part: MicroBatch, share: float, weights: Weights) -> None:
         self.num_forwards += 1
         self.num_backwards += 1
-        kept = Recorded(RngState(torch.device(self.actor.device_name)))
-        entropy, log_prob = self.actor._forward_for_loss(part.inputs, self._temperature)
+        kept = Recorded(RngState(self.actor.device))
+        log_prob, entropy = self.actor.forward(part.inputs)
         record(kept, log_prob, entropy)
         if len(part.rows):
-            terms = loss_terms(self.actor, part.inputs, log_prob, entropy, part.on_policy)
+            terms = self.actor.loss_terms(part.inputs, log_prob, entropy, part.on_policy)
             loss = sum(terms.values()) * share
         else:
             loss = (log_prob * 0).sum()  # peers' collectives wait for this backward
-        (loss * self._loss_scale).backward()
+        scale = self.actor.loss_scale
+        (loss * scale).backward()
         if len(part.rows):
-            weights.log_prob[part.rows] = kept.log_prob_coefficient.float() / self._loss_scale
+            weights.log_prob[part.rows] = kept.log_prob_coefficient.float() / scale
             if weights.entropy is not None:
-                weights.entropy[part.rows] = kept.entropy_coefficient.float() / self._loss_scale
+                weights.entropy[part.rows] = kept.entropy_coefficient.float() / scale
 
     def _part(self, weights: Weights) -> Gradient:
         """The gradient of the weighted sum, over the rows of every rank that it says something of."""
@@ -192,11 +189,10 @@ class QuartileProbe(RowProbe):
     @torch.no_grad()
     def _read_log_probs(self) -> torch.Tensor:
         """Every token's log-prob at the present weights, float32 (R, T), 0 where it is not measured."""
-        found = torch.zeros(self._data.batch[QUARTILE_KEY].shape)
-        for part in micro_batches_of(self.actor, self._data):
+        found = torch.zeros(self._rows[QUARTILE_KEY].shape)
+        for part in self.actor.micro_batches(self._rows):
             self.num_forwards += 1
-            with precise_readout(self.actor):
-                _, log_prob = self.actor._forward_micro_batch(part.inputs, temperature=self._temperature)
+            log_prob = self.actor.log_prob(part.inputs)
             if len(part.rows):
                 found[part.rows] = log_prob.float().cpu()
         return found

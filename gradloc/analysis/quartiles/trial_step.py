@@ -28,6 +28,7 @@ import torch
 
 from ...core.gradients import Gradient, GradientSpace, local_shard
 from ...search.weights import MovedWeights, reshard
+from ..actor import Actor
 
 __all__ = ["StepTaken", "kept_optimizer", "trial_step"]
 
@@ -47,22 +48,22 @@ class StepTaken:
 
 
 @contextmanager
-def trial_step(actor: Any, space: GradientSpace, gradient: Gradient) -> Iterator[StepTaken]:
+def trial_step(actor: Actor, space: GradientSpace, gradient: Gradient) -> Iterator[StepTaken]:
     """Context in which the actor's weights are those after a step with this gradient.
 
     Args:
-        actor: verl's actor. Stabilizers are left out, for they would learn from the step.
+        actor: whose optimizer and clipping it is. Stabilizers are left out, for they would learn from the step.
         space: the actor's parameters; ``.grad`` is scratch space and is left empty.
         gradient: local shards in host memory; a parameter without one is not updated.
     """
-    with MovedWeights(space, torch.float32) as weights, kept_optimizer(actor.actor_optimizer):
+    with MovedWeights(space, torch.float32) as weights, kept_optimizer(actor.optimizer):
         _fill(space, gradient)
-        norm = float(actor._clip_grad_norm().detach())
+        norm = float(actor.clip().detach())
         if math.isfinite(norm):
-            actor.actor_optimizer.step()
+            actor.optimizer.step()
         space.clear()
         reshard(space.module)
-        clip_factor = min(1.0, actor.config.grad_clip / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+        clip_factor = min(1.0, actor.grad_clip / (norm + 1e-6)) if math.isfinite(norm) else 1.0
         yield StepTaken(math.isfinite(norm), norm, clip_factor, weights.distance())
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.analysis.scenarios import TERMS, flat, local_rows, norm
+from tests.analysis.scenarios import TERMS, flat, local_rows, norm, run_probe
 from tests.world.harness import make_batch, make_model, make_trainer
 from tests.world.oracle import token_gradients
 
@@ -37,16 +37,9 @@ def prepared(batch: Any, split: str = "quantile", num_tokens: int = 0) -> tuple[
 
 def probe_of(trainer: Any, data: Any) -> Any:
     """A finished probe of the prepared batch."""
-    from verl.gradloc.analysis.buckets.probe import undisturbed
     from verl.gradloc.analysis.quartiles.probe import QuartileProbe
-    from verl.gradloc.core.gradients import GradientSpace
-    from verl.gradloc.core.ranks import Ranks
 
-    space = GradientSpace(trainer.actor.actor_module)
-    probe = QuartileProbe(trainer.actor, Ranks(), space)
-    with undisturbed(trainer.actor, space):
-        probe.measure(local_rows(data))
-    return probe
+    return run_probe(QuartileProbe, trainer, data, data.meta_info["gradloc_num_sampled"])
 
 
 def all_rows(found: np.ndarray) -> np.ndarray:
@@ -209,7 +202,7 @@ def copied_optimizer(model, optimizer):
 
 def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str, Any]:
     """Two real updates, with an analysis before each, trial steps included, or none."""
-    from verl.gradloc.analysis.buckets.probe import analyze
+    from verl.gradloc.verl_actor.analysis_actor import analyze
 
     trainer = make_trainer([*TERMS, LARGE, *overrides], dump_dir, dropout=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.actor.actor_optimizer, lambda step: 1 / (1 + step))
@@ -232,7 +225,7 @@ def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str,
 
 def leave_as_found(overrides: list[str], dump_dir: str) -> dict[str, bool]:
     """An actor in the middle of something, before its first step: no optimizer state yet."""
-    from verl.gradloc.analysis.buckets.probe import analyze
+    from verl.gradloc.verl_actor.analysis_actor import analyze
 
     trainer = make_trainer(overrides, dump_dir)
     actor, batch = trainer.actor, make_batch()
@@ -268,6 +261,7 @@ def fail_during_update(dump_dir: str) -> dict[str, bool]:
     """A trial step ends in an exception on every rank: everything is put back all the same."""
     from verl.gradloc.analysis.quartiles.trial_step import trial_step
     from verl.gradloc.core.gradients import GradientSpace, local_shard
+    from verl.gradloc.verl_actor.analysis_actor import AnalysisActor
 
     trainer = make_trainer([], dump_dir)
     trainer.update(make_batch(seed=1))
@@ -276,7 +270,7 @@ def fail_during_update(dump_dir: str) -> dict[str, bool]:
     gradient = [torch.ones_like(local_shard(param)) for param in space.params]
     moved = None
     try:
-        with trial_step(trainer.actor, space, gradient) as step:
+        with trial_step(AnalysisActor(trainer.actor, 1.0), space, gradient) as step:
             moved = step.update_norm
             raise ZeroDivisionError("not today")
     except ZeroDivisionError:
@@ -340,8 +334,8 @@ def with_filling_row(dump_dir: str) -> dict[str, Any]:
 
 def fail_on_one_rank(dump_dir: str) -> dict[str, Any]:
     """Cutting the rows raises on rank 1; both ranks then train on."""
-    from verl.gradloc.analysis.buckets.probe import analyze
     from verl.gradloc.analysis.rows import RowProbe
+    from verl.gradloc.verl_actor.analysis_actor import analyze
 
     trainer, plain = make_trainer([], dump_dir), make_trainer([], dump_dir)
     data, _, _ = prepared(make_batch())

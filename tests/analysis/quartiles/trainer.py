@@ -31,7 +31,7 @@ def analyse(
     before = {key: value.clone() for key, value in batch.batch.items()}
     metrics, timing = {}, {}
     ends = trainer.analysis.run(trainer, batch, metrics, timing)
-    folder = Path(trainer.analysis.quartiles.root) / "quartile_analysis"
+    folder = Path(trainer.analysis.quartiles.about.root) / "quartile_analysis"
     files = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     return {
         "ends": ends,

@@ -13,31 +13,21 @@
 # limitations under the License.
 """The rollout filter as verl's trainer applies it: to a batch, its rewards, and what came with them."""
 
-import logging
 import math
-import os
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..analysis.config import FilterSettings
-from ..analysis.groups import Groups, group_rows
-from .rank import advantage_scale, fill_up, rank, select
+from ..rollout_filter.choose import choose
+from ..rollout_filter.config import FilterSettings
+from ..rollout_filter.groups import groups_of
+from ..rollout_filter.rank import advantage_scale
 
-__all__ = ["FILTER_KEY", "RolloutFilter", "groups_of"]
-
-logger = logging.getLogger(__file__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+__all__ = ["FILTER_KEY", "RolloutFilter"]
 
 FILTER_KEY = "gradloc_filter"
 """In a filtered batch's meta info: what the filter did, in numbers."""
-
-
-def groups_of(batch: Any, rewards: torch.Tensor) -> Groups:
-    """The groups of a batch, by its uids and the sums of its token-level scores (R, T)."""
-    lengths = batch.batch["response_mask"].sum(-1)
-    return group_rows(batch.non_tensor_batch["uid"], rewards.double().sum(-1).tolist(), lengths.tolist())
 
 
 class RolloutFilter:
@@ -53,9 +43,6 @@ class RolloutFilter:
     def __call__(self, trainer: Any, batch: Any, rewards: torch.Tensor, extras: dict[str, Any], metrics: dict) -> tuple:
         """Keep the groups that the filter chooses.
 
-        A filter that leaves nothing is not applied: a step needs rows. Where the rows kept cannot be dealt out to the
-        ranks evenly, the next best groups stay too.
-
         Args:
             trainer: balances the smaller batch and knows the ranks.
             batch: with uid, response_mask and attention_mask.
@@ -66,11 +53,11 @@ class RolloutFilter:
         Returns:
             batch, rewards and extras of the rows kept.
         """
-        groups = groups_of(batch, rewards)
+        groups = groups_of(batch.non_tensor_batch["uid"], rewards, batch.batch["response_mask"])
         metrics["rollout/zero_variance_share"] = groups.zero_variance_share
         if self.settings.keeps_all:
             return batch, rewards, extras
-        kept, counts = self._choose(groups, _num_ranks(trainer))
+        kept, counts = choose(groups, self.settings, _num_ranks(trainer))
         batch.meta_info[FILTER_KEY] = counts
         metrics.update({f"rollout/filter_{name}": value for name, value in counts.items()})
         if len(kept) == len(groups):
@@ -94,25 +81,6 @@ class RolloutFilter:
         scale = advantage_scale(self.settings.loss_scaling, kept_ratio)
         if scale != 1.0:
             batch.batch["advantages"] = batch.batch["advantages"] * scale
-
-    def _choose(self, groups: Groups, num_ranks: int) -> tuple[np.ndarray, dict[str, float]]:
-        """The groups to keep, and what the filter did in numbers for the trackers."""
-        chosen = self.settings
-        scores, candidates = rank(groups, chosen.metric, chosen.type, chosen.include_zero)
-        kept = select(scores, candidates, chosen.strategy, chosen.value, chosen.type, chosen.top_p_prob_mode)
-        is_empty = len(kept) == 0
-        if is_empty:
-            logger.warning("the rollout filter would leave no group, so this step keeps all %d", len(groups))
-            kept = np.arange(len(groups))
-        _, everyone = rank(groups, chosen.metric, chosen.type, include_zero=True)
-        rest = [group for group in everyone if group not in set(candidates.tolist())]
-        kept = fill_up(kept, np.concatenate([candidates, rest]).astype(int), groups.sizes, num_ranks)
-        return kept, {
-            "kept_count": len(kept),
-            "kept_ratio": float(groups.sizes[kept].sum() / groups.sizes.sum()),
-            "zero_count": int((groups.reward_std == 0.0).sum()),
-            "empty": float(is_empty),
-        }
 
 
 def _num_ranks(trainer: Any) -> int:

@@ -18,10 +18,11 @@ Shapes: R rows (rollouts), G groups (prompts). Groups stand in the order in whic
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-__all__ = ["Groups", "group_rows"]
+__all__ = ["Groups", "group_rows", "groups_of"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,17 @@ def group_rows(uids: Sequence[str], rewards: Sequence[float], lengths: Sequence[
         reward_mean=np.array([rewards[rows].mean() for rows in members], dtype=np.float64),
         length_mean=np.array([lengths[rows].mean() for rows in members], dtype=np.float64),
     )
+
+
+def groups_of(uids: Sequence[str], token_scores: Any, response_mask: Any) -> Groups:
+    """The groups of a batch of R rows.
+
+    Args:
+        uids: the prompt's name of each row.
+        token_scores: tensor (R, T), the rewards before any KL penalty.
+        response_mask: tensor (R, T).
+    """
+    return group_rows(uids, token_scores.double().sum(-1).tolist(), response_mask.sum(-1).tolist())
 
 
 def _std(values: np.ndarray) -> float:

@@ -1,0 +1,114 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What a gradient analysis asks of a trainer's actor: a few powers, which an adapter gives it.
+
+Shapes: R rows on this rank, B rows of a micro-batch, T response positions.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..core.gradients import GradientSpace
+from ..core.probe import RngState
+
+__all__ = [
+    "BUCKET_KEY",
+    "NUM_BUCKETS_KEY",
+    "NUM_SAMPLED_KEY",
+    "Actor",
+    "MicroBatch",
+    "Rows",
+    "pick_rows",
+    "undisturbed",
+]
+
+Rows = Mapping[str, torch.Tensor]
+"""This rank's part of the batch, every tensor with R rows, in host memory: what the model and the loss read."""
+
+BUCKET_KEY = "gradloc_bucket"
+"""int (R,) among the rows: each one's bucket, -1 for rows that only fill up the ranks."""
+NUM_BUCKETS_KEY, NUM_SAMPLED_KEY = "gradloc_num_buckets", "gradloc_num_sampled"
+"""Sent along with the rows: how many buckets there are, or how many tokens are sampled. It says which analysis is
+asked for."""
+
+
+@dataclass
+class MicroBatch:
+    """One of training's micro-batches, without its filling rows, on the device."""
+
+    inputs: dict[str, torch.Tensor]
+    rows: torch.Tensor
+    """int (B,): which of this rank's rows they are; empty where the micro-batch only keeps peers company."""
+    on_policy: bool
+    """Whether the loss takes the present log-probs for the old ones."""
+
+
+class Actor(Protocol):
+    """The actor that is trained; an adapter knows whose it is."""
+
+    module: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    """Where the model takes its inputs."""
+    terms: tuple[str, ...]
+    """The terms of the loss that carry gradient: ``task``, and of ``entropy`` and ``kl`` those that are on."""
+    loss_scale: float
+    """What the fp16 scaler multiplies a loss with, so that small gradients do not vanish; else 1."""
+    grad_clip: float
+
+    def micro_batches(self, rows: Rows) -> Iterator[MicroBatch]:
+        """Cut as training would; every rank gets the same number of micro-batches."""
+
+    def runs(self, lengths: torch.Tensor) -> list[list[int]]:
+        """Cut rows of these lengths, int (N,), longest first, into runs that fit where a micro-batch fits."""
+
+    def forward(self, inputs: Rows, with_entropy: bool | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """log_prob and entropy (B, T), with a graph; None: entropy where the loss needs it."""
+
+    def log_prob(self, inputs: Rows) -> torch.Tensor:
+        """(B, T), without a graph, read out as precisely as can be."""
+
+    def loss_terms(
+        self, inputs: Rows, log_prob: torch.Tensor, entropy: torch.Tensor | None, on_policy: bool
+    ) -> dict[str, torch.Tensor]:
+        """The terms of training's loss on these values, coefficients included, as if they were the whole batch."""
+
+    def aggregation(self, term: str) -> str:
+        """verl's name of how a term is averaged: ``token-mean``, ``seq-mean-token-mean``, ..."""
+
+    def clip(self) -> torch.Tensor:
+        """Clip what is in ``.grad`` as training does; its norm before, a scalar."""
+
+
+def pick_rows(rows: Rows, chosen: list[int], device: torch.device) -> dict[str, torch.Tensor]:
+    """Some of the rows, in that order, on the device."""
+    return {key: values[chosen].to(device) for key, values in rows.items()}
+
+
+@contextmanager
+def undisturbed(actor: Actor, space: GradientSpace) -> Iterator[None]:
+    """Put back what an analysis touches: gradients, random state, train or eval mode."""
+    rng, gradient = RngState(actor.device), space.take()
+    was_training = actor.module.training
+    actor.module.train()
+    try:
+        yield
+    finally:
+        space.put(gradient)
+        rng.restore()
+        actor.module.train(was_training)

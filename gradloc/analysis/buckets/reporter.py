@@ -1,0 +1,93 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The analysis by bucket on the trainer's side: deal the groups out, ask the workers, write what they found."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...rollout_filter.groups import groups_of
+from ..actor import BUCKET_KEY, NUM_BUCKETS_KEY
+from ..config import BucketSettings
+from ..files import write_analysis
+from ..reporter import Batch, Reporter, Run
+from .metrics import SCHEMA_VERSION, analysis_metrics, bucket_cosines, bucket_records, group_table
+from .split import split_groups
+from .table import log_group_table
+
+__all__ = ["BucketAnalysis"]
+
+logger = logging.getLogger(__file__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+_SEEDS_APART = 1_000_003
+"""Between the draws of two steps: a prime above any seed that people type."""
+
+
+class BucketAnalysis(Reporter):
+    """Splits the gradient by term of the loss and by bucket of reward deviation.
+
+    Args:
+        settings: when, how, and whether on a batch of its own.
+        run: what is analysed.
+        prepare: (seed) -> a batch of its own, which no update will see.
+    """
+
+    name, prefix = "gradient_analysis", "grad_analysis"
+    settings: BucketSettings
+
+    def __init__(self, settings: BucketSettings, run: Run, prepare: Callable[[int], Batch]):
+        super().__init__(settings, run)
+        self._prepare = prepare
+
+    def analyse(self, batch: Batch, global_step: int) -> dict[str, float]:
+        settings, start = self.settings, time.perf_counter()
+        if settings.is_separate:
+            batch = self._prepare(self.about.seed + _SEEDS_APART * global_step)
+        mask = batch.tensors["response_mask"]
+        groups = groups_of(batch.uids, batch.tensors["token_level_scores"], mask)
+        buckets = split_groups(groups.reward_std, settings.bucket_mode, settings.num_buckets)
+        if settings.bucket_mode == "quantile" and len(groups) > 1 and len(np.unique(groups.reward_std)) == 1:
+            logger.warning("every group has the same reward deviation, so the quantile buckets say nothing")
+        number_of = {group: number for number, members in enumerate(buckets.values()) for group in members}
+        of_row = torch.tensor([number_of[group] for group in groups.of_row.tolist()])
+        raw = batch.ask({BUCKET_KEY: of_row}, {NUM_BUCKETS_KEY: len(buckets)})[0]
+        tokens = mask.sum(-1).numpy()
+        record: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            **self._head(global_step, raw["terms"]),
+            "bucket_mode": settings.bucket_mode,
+            "num_buckets": settings.num_buckets,
+            "batch": {
+                "source": "separate" if settings.is_separate else "training",
+                "num_groups": len(groups),
+                "num_rows": len(tokens),
+                "num_tokens": int(tokens.sum()),
+                "zero_variance_share": groups.zero_variance_share,
+                "filter": batch.filtered,
+            },
+            "buckets": bucket_records(raw, buckets, groups, tokens),
+            "task_cosines": bucket_cosines(raw),
+            "groups": group_table(buckets, groups),
+            "cost": self._cost(raw, start),
+        }
+        record["metrics"] = analysis_metrics(record)
+        write_analysis(self.about.root, record)
+        log_group_table(self.about.trackers, record)
+        return record["metrics"]

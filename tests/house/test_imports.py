@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may import whom: the core and the features know no trainer, the adapters know one each, and nothing looks up."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "gradloc"
+ADAPTERS = ("verl_actor", "verl_engine")
+TRAINERS = ("verl", "ray", "transformers", "tensordict")
+
+RANKS = {
+    "checks": 0,
+    "core": 1,
+    "search": 2,
+    "evidence": 3,
+    "analysis": 4,
+    "health": 4,
+    "replay": 4,
+    "report": 4,
+    "reweighting": 4,
+    "rollout_filter": 4,
+    "stabilize": 4,
+    "config": 5,
+    "verl_actor": 6,
+    "verl_engine": 6,
+}
+"""A room imports from those of a lower rank, and from these of its own:"""
+NEIGHBOURS = {
+    "analysis": {"rollout_filter"},  # groups of rollouts
+    "health": {"rollout_filter"},  # groups of rollouts
+    "report": {"health"},  # judges old runs
+    "stabilize": {"reweighting"},  # each of Lopti's stages learns by itself
+}
+COMMANDS = {"replay.__main__"}
+"""What a person starts stands above the adapters: it chooses one."""
+
+WITHOUT_TORCH = ("report", "health", "evidence.record")
+
+
+def module_name(path: Path) -> str:
+    """``core.probe`` for gradloc/core/probe.py; a package's ``__init__`` has its folder's name."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imports(name: str) -> set[str]:
+    """Every module that an import statement of this one names, at any depth; ours begin with a dot."""
+    path, found = MODULES[name], set()
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
+            for alias in node.names:
+                whole = ".".join([*base, alias.name])
+                found.add("." + (whole if whole in MODULES else ".".join(base)))
+    return found
+
+
+def room(name: str) -> str:
+    return name.split(".")[0]
+
+
+def test_the_walk_sees_every_import_at_any_depth():
+    assert ".health.config" in imports("health.judge")
+    assert ".rollout_filter.groups" in imports("health.monitor"), "an import inside a function"
+    assert ".stabilize.config" in imports("config")
+    assert "verl.model_merger.fsdp_model_merger" in imports("verl_actor.rebuild")
+
+
+def test_every_room_has_a_rank():
+    assert {room(name) for name in MODULES if name} <= RANKS.keys()
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if room(name) not in ADAPTERS])
+def test_no_trainer_is_imported_outside_of_the_adapters(name):
+    assert not {found.split(".")[0] for found in imports(name)} & {*TRAINERS}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_run_downwards(name):
+    here = room(name)
+    for found in imports(name):
+        there = room(found[1:]) if found.startswith(".") else ""
+        if found.startswith("gradloc"):
+            pytest.fail(f"{name} imports {found}: inside of the package imports are relative")
+        if not there or there == here or name in COMMANDS:
+            continue
+        is_neighbour = there in NEIGHBOURS.get(here, ())
+        assert RANKS[there] < RANKS[here] or is_neighbour, f"{name} imports {found}"
+
+
+def test_the_features_that_share_have_no_circle():
+    for start in NEIGHBOURS:
+        reached, rest = set(), [start]
+        while rest:
+            for neighbour in NEIGHBOURS.get(rest.pop(), ()):
+                assert neighbour != start, f"{start} imports itself in the end"
+                if neighbour not in reached:
+                    reached.add(neighbour)
+                    rest.append(neighbour)
+
+
+IMPORT_ALL = """
+import importlib, sys
+
+absent = set(sys.argv[1].split(","))
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in absent:
+            raise ModuleNotFoundError(f"{name} is not installed here", name=name)
+
+sys.meta_path.insert(0, Absent())
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+assert not absent & {name.split(".")[0] for name in sys.modules}
+"""
+
+
+@pytest.mark.parametrize("package", ["gradloc", "verl.gradloc"])
+def test_everything_but_the_adapters_imports_where_no_trainer_is_installed(package, tmp_path):
+    """As installed, and inside of a package called verl that has nothing else, as the patch carries it."""
+    names = [name for name in MODULES if name and room(name) not in ADAPTERS]
+    absent = TRAINERS
+    if package == "verl.gradloc":
+        names = [name for name in names if room(name) != "report"]
+        (tmp_path / "verl").mkdir()
+        (tmp_path / "verl" / "__init__.py").touch()
+        (tmp_path / "verl" / "gradloc").symlink_to(PACKAGE)
+        absent = TRAINERS[1:]
+    where = ROOT if package == "gradloc" else tmp_path
+    import_all([f"{package}.{name}" for name in names], absent, where)
+
+
+@pytest.mark.parametrize("part", [part for part in WITHOUT_TORCH if part in MODULES])
+def test_what_reads_a_run_needs_no_torch(part):
+    names = [name for name in MODULES if name == part or name.startswith(f"{part}.")]
+    import_all([f"gradloc.{name}" for name in names], (*TRAINERS, "torch"), ROOT)
+
+
+def import_all(names: list[str], absent: tuple[str, ...], where: Path) -> None:
+    names = [name for name in names if not name.endswith("__main__")]  # would run the command
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, ",".join(absent), *names],
+        cwd=where,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": str(where), "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+MOST_MODULES = 12
+PARTS = [PACKAGE, ROOT / "experiments"]
+
+
+def folders() -> list[Path]:
+    return sorted({path.parent for part in PARTS for path in part.rglob("*.py")})
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_a_folder_has_at_most_twelve_modules(folder):
+    names = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+    assert len(names) <= MOST_MODULES, sorted(names)
