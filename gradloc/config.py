@@ -110,7 +110,7 @@ class ActionConfig:
     """What happens to the optimizer step that spiked."""
 
     mode: str = "observe"
-    """``observe``: the run goes on as if nobody had looked. ``mask``: take the step without the culprits. ``skip``:
+    """``observe``: the step is unchanged. ``mask``: take the step without the culprits. ``skip``:
     take no step. ``abort``: take no step, write the event, stop the run."""
     max_masked_tokens: int = 64
     """Skip the step instead of masking more tokens than this."""

@@ -53,7 +53,7 @@ class MicroBatch:
 
     inputs: dict[str, torch.Tensor]
     rows: torch.Tensor
-    """int (B,): which of this rank's rows they are; empty where the micro-batch only keeps peers company."""
+    """int (B,): which of this rank's rows they are; empty where it is run only for the collectives of peers."""
     on_policy: bool
     """Whether the loss takes the present log-probs for the old ones."""
 

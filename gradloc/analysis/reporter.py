@@ -46,7 +46,7 @@ class Run:
     loss: Mapping[str, str]
     """``loss_mode``, ``loss_agg_mode`` and ``adv_estimator``."""
     vital: tuple[type[Exception], ...] = ()
-    """Errors that no analysis may swallow: a worker is lost, and the ranks that wait for it no one can rescue."""
+    """Errors that no analysis may swallow: after the loss of a worker the ranks that wait for it cannot go on."""
 
 
 @dataclass(frozen=True)

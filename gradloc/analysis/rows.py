@@ -39,7 +39,7 @@ class Weights:
     entropy: torch.Tensor | None = None
 
     def of(self, rows: list[int], is_silent: bool) -> "Weights":
-        """Those of some rows; all zero where the rows only keep peers company."""
+        """Those of some rows; all zero where the rows are run only for the collectives of peers."""
 
         def pick(weights: torch.Tensor | None) -> torch.Tensor | None:
             if weights is None:

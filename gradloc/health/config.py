@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ..checks import is_int, is_number, require
+
 __all__ = ["FALLING", "Limits", "HealthConfig"]
 
 Limits = tuple[float | None, float | None] | None
@@ -34,12 +36,11 @@ _KEY = "trainer.health"
 
 
 def _require(ok: bool, key: str, expected: str, found: Any) -> None:
-    if not ok:
-        raise ValueError(f"{_KEY}.{key} must be {expected}, found {found!r}.")
+    require(ok, f"{_KEY}.{key}", expected, found)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _is_finite(value: Any) -> bool:
+    return is_number(value) and math.isfinite(value)
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class HealthConfig:
     enable: bool = False
     """Whether the trainer judges every step."""
     warmup: int = 10
-    """Values of a metric that a rule about the run's own history needs before it speaks."""
+    """Values of a metric that a rule about the run's own history needs before it gives a verdict."""
     window: int = 100
     """Values of a metric that such a rule remembers."""
     recent: int = 5
@@ -111,12 +112,11 @@ class HealthConfig:
         _require(isinstance(self.enable, bool), "enable", "true or false", self.enable)
         for name in ("warmup", "window", "recent", "clip_window"):
             value, least = getattr(self, name), _GENERAL[name]
-            is_count = isinstance(value, int) and not isinstance(value, bool)
-            _require(is_count and value >= least, name, f"an integer of at least {least}", value)
+            _require(is_int(value, least), name, f"an integer of at least {least}", value)
         at_most = f"at most {_KEY}.window={self.window}, which is all that is remembered"
         _require(self.warmup <= self.window, "warmup", at_most, self.warmup)
         _require(
-            _is_number(self.deviations) and self.deviations > 0, "deviations", "a positive number", self.deviations
+            _is_finite(self.deviations) and self.deviations > 0, "deviations", "a positive number", self.deviations
         )
         for name in self.rule_names():
             object.__setattr__(self, name, _limits(name, getattr(self, name)))
@@ -145,7 +145,7 @@ def _limits(name: str, value: Any) -> Limits:
         return None
     is_pair = isinstance(value, list | tuple) and len(value) == 2
     expected = "null (off) or [warning, danger], each null or a number from 0 on"
-    _require(is_pair and all(v is None or (_is_number(v) and v >= 0) for v in value), name, expected, value)
+    _require(is_pair and all(v is None or (_is_finite(v) and v >= 0) for v in value), name, expected, value)
     warning, danger = (None if limit is None else float(limit) for limit in value)
     if warning is not None and danger is not None:
         is_ordered = danger <= warning if name in FALLING else warning <= danger

@@ -52,7 +52,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is said of one step."""
+    """The judgement of one step."""
 
     step: int
     reasons: tuple[Reason, ...]
@@ -88,8 +88,8 @@ class Judge:
         Args:
             step: the trainer's. One that is not after the last was repeated by a resumed run: what is said of
                 consecutive steps begins anew, what was learned about the run stays.
-            metrics: as verl logs them; those that are missing, no numbers, NaN or infinite are nobody's fault but
-                the rule's for non-finite ones.
+            metrics: as verl logs them; those that are missing, no numbers, NaN or infinite are left to the rule for
+                non-finite ones.
 
         Returns:
             None for a step that has none of the metrics that the rules read.

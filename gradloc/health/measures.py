@@ -32,7 +32,7 @@ _NOISE_FLOOR = 0.02  # of the level: a reward that was constant has no noise, an
 
 @dataclass(frozen=True)
 class Reading:
-    """What a measure says of a step."""
+    """A measure's result for one step."""
 
     found: float
     """In the unit of the rule's limits."""

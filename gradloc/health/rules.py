@@ -35,7 +35,7 @@ ZERO_VARIANCE = "rollout/zero_variance_share"
 LENGTH = "response_length/mean"
 
 _ZERO = 1e-8
-_MISMATCH_FLOOR = 1e-3  # NeMo-RL's guide: an estimate of the KL below this is in order
+_MISMATCH_FLOOR = 1e-3  # NeMo-RL's guide: an estimate of the KL below this is normal
 
 Read = Callable[[Mapping[str, float]], tuple[str, float] | None]
 
@@ -52,7 +52,7 @@ class Rule:
     sentence: str
     """With ``{metric}``, ``{found}`` and ``{limit}`` (or both in percent), ``{value}``, ``{typical}``, ``{recent}``."""
     is_strict: bool = False
-    """Whether a number at the limit is still in order, as in verl's alert rules."""
+    """Whether a number at the limit is still within it, as in verl's alert rules."""
 
 
 def _first(*names: str) -> Read:

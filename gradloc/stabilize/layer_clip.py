@@ -130,7 +130,7 @@ class LayerClip:
 
         Args:
             norms: norm per layer before clipping, all finite. A layer of norm 0 (an expert that no token was sent to)
-                teaches nothing: as a minimum it would stop the layer for good.
+                is not learned from: as a minimum it would stop the layer for good.
 
         Returns:
             A factor per layer, in (0, 1]; exactly 1 for what is left as it is.

@@ -15,7 +15,7 @@
 
 Every rank decides alike without asking: the norms come out of one reduction, and the statistics follow from them.
 With ``layer_clip`` that reduction replaces verl's own, nothing is clipped before localization has looked, and what is
-clipped is what localization decided to take. A step that is not taken teaches the layers nothing. Lopti's two stages
+clipped is what localization decided to take. The layers learn from steps that are taken only. Lopti's two stages
 have gradients of different size: each learns from its own.
 """
 
@@ -188,4 +188,8 @@ class Stabilizer:
                 try:
                     part.load_state(of_stage[name])
                 except (KeyError, TypeError, ValueError, AttributeError) as error:
-                    logger.warning("gradloc: %s learns anew, the checkpoint's statistics do not fit (%r)", name, error)
+                    logger.warning(
+                        "gradloc: %s starts without history, since the checkpoint's statistics do not fit (%r)",
+                        name,
+                        error,
+                    )

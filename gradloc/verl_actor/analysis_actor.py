@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
 from verl import DataProto
 from verl.utils.seqlen_balancing import prepare_dynamic_batch
 

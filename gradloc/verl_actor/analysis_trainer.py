@@ -17,6 +17,7 @@ import os
 from typing import Any, Optional
 
 import torch
+
 from verl import DataProto
 from verl.protocol import pad_dataproto_to_divisor
 

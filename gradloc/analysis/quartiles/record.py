@@ -21,6 +21,7 @@ direction; shares add up to 1. And the mean norm of *single tokens'* gradients, 
 Shapes: R rows of the batch, T response positions, S sampled tokens.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,31 +33,44 @@ __all__ = ["SCHEMA_VERSION", "measured", "quartile_metrics"]
 SCHEMA_VERSION = 1
 
 
+@dataclass(frozen=True)
+class _Tokens:
+    """The batch's tokens, (R, T) each."""
+
+    quartile: np.ndarray
+    """``EMPTY`` for what is no response token."""
+    probability: np.ndarray
+    """Before the update."""
+    advantage: np.ndarray
+    token_id: np.ndarray
+
+    @property
+    def mask(self) -> np.ndarray:
+        return self.quartile != EMPTY
+
+
 def measured(
     found: list[dict[str, Any]], batch: dict[str, np.ndarray], quartiles: np.ndarray, sampled: np.ndarray
 ) -> dict[str, Any]:
     """The part of the record that the workers' numbers make up.
 
     Args:
-        found: what each rank found, see :meth:`~.quartiles_probe.QuartileProbe.record`.
+        found: what each rank found, see :meth:`~.probe.QuartileProbe.record`.
         batch: ``old_log_probs``, ``advantages`` and ``responses``, each (R, T).
-        quartiles: (R, T), from :func:`~.quartiles.assign`.
+        quartiles: (R, T), from :func:`~.split.assign`.
         sampled: (S, 2), rows and positions.
     """
     raw = found[0]
     probability = np.exp(batch["old_log_probs"].astype(np.float64))
+    everything = _Tokens(quartiles, probability, batch["advantages"], batch["responses"])
     changes = _changes([record["log_probs"] for record in found], len(quartiles))
-    mask = quartiles != EMPTY
     none = changes["none"]
     owns = {name: None if change is None or none is None else change - none for name, change in changes.items()}
-    tokens = _tokens(raw["tokens"], sampled, batch, quartiles, probability)
+    tokens = _sampled(raw["tokens"], sampled, everything)
     return {
-        "whole": {"norm": raw["whole"], "num_tokens": int(mask.sum())},
+        "whole": {"norm": raw["whole"], "num_tokens": int(everything.mask.sum())},
         "closure": raw["closure"],
-        "quartiles": [
-            _quartile(number, raw, quartiles == number, int(mask.sum()), probability, batch["advantages"], tokens)
-            for number in range(NUM_QUARTILES)
-        ],
+        "quartiles": [_quartile(number, raw, everything, tokens) for number in range(NUM_QUARTILES)],
         "tokens": tokens,
         "rank_correlation": _relation(tokens),
         "updates": {
@@ -64,8 +78,8 @@ def measured(
             if step is None
             else {
                 **step,
-                "changes": _moved(changes, name, quartiles, batch["advantages"]),
-                "own_changes": _moved(owns, name, quartiles, batch["advantages"]),
+                "changes": _moved(changes, name, everything),
+                "own_changes": _moved(owns, name, everything),
             }
             for name, step in raw["steps"].items()
         },
@@ -84,19 +98,19 @@ def _changes(log_probs: list[dict[str, Any]], num_rows: int) -> dict[str, np.nda
     return {name: None if log_probs[0][name] is None else whole(name) - before for name in UPDATES}
 
 
-def _tokens(numbers: list[dict[str, float]], sampled, batch, quartiles, probability) -> list[dict[str, Any]]:
+def _sampled(numbers: list[dict[str, float]], places: np.ndarray, tokens: _Tokens) -> list[dict[str, Any]]:
     """What is known of each sampled token."""
     return [
         {
             "row": row,
             "position": position,
-            "token_id": int(batch["responses"][row, position]),
-            "quartile": int(quartiles[row, position]) + 1,
-            "probability": float(probability[row, position]),
-            "advantage": float(batch["advantages"][row, position]),
+            "token_id": int(tokens.token_id[row, position]),
+            "quartile": int(tokens.quartile[row, position]) + 1,
+            "probability": float(tokens.probability[row, position]),
+            "advantage": float(tokens.advantage[row, position]),
             **norms,
         }
-        for (row, position), norms in zip(sampled.tolist(), numbers, strict=True)
+        for (row, position), norms in zip(places.tolist(), numbers, strict=True)
     ]
 
 
@@ -109,17 +123,17 @@ def _relation(tokens: list[dict[str, Any]]) -> dict[str, float | None]:
     }
 
 
-def _quartile(number: int, raw, inside, num_tokens: int, probability, advantages, tokens) -> dict[str, Any]:
-    count, norm, dot = int(inside.sum()), raw["norms"][number], raw["dots"][number]
-    whole = raw["whole"]
-    inner, mine = probability[inside], [token for token in tokens if token["quartile"] == number + 1]
+def _quartile(number: int, raw: dict[str, Any], tokens: _Tokens, sampled: list[dict[str, Any]]) -> dict[str, Any]:
+    inside, num_tokens = tokens.quartile == number, int(tokens.mask.sum())
+    count, norm, dot, whole = int(inside.sum()), raw["norms"][number], raw["dots"][number], raw["whole"]
+    inner, mine = tokens.probability[inside], [token for token in sampled if token["quartile"] == number + 1]
     return {
         "name": f"q{number + 1}",
         "num_tokens": count,
         "token_share": count / num_tokens if num_tokens else None,
         "probability": _ends(inner),
         "one_minus_probability": float((1.0 - inner).mean()) if count else None,
-        "mean_abs_advantage": float(np.abs(advantages[inside]).mean()) if count else None,
+        "mean_abs_advantage": float(np.abs(tokens.advantage[inside]).mean()) if count else None,
         "norm": norm,
         "norm_per_token": norm / count if count else None,
         "gradient_share": dot / whole**2 if whole != 0 else None,
@@ -145,16 +159,13 @@ def _median(values: list[float]) -> float | None:
     return float(np.median(values)) if values else None
 
 
-def _moved(changes: dict[str, np.ndarray | None], name: str, quartiles, advantages) -> dict[str, Any] | None:
-    """How the tokens moved in one update; None where no step was taken.
+def _moved(changes: dict[str, np.ndarray | None], name: str, tokens: _Tokens) -> dict[str, Any] | None:
+    """How the tokens moved in the update of this name; None where no step was taken.
 
     Args:
         changes: by update, (R, T).
-        name: of the update.
-        quartiles: (R, T).
-        advantages: (R, T).
     """
-    change, mask = changes[name], quartiles != EMPTY
+    change, mask = changes[name], tokens.mask
     if change is None:
         return None
     edges = change_edges([found[mask] for found in changes.values() if found is not None])
@@ -162,8 +173,8 @@ def _moved(changes: dict[str, np.ndarray | None], name: str, quartiles, advantag
     return {
         "edges": edges,
         "quartiles": [
-            _change(change[inside], advantages[inside], edges)
-            for inside in (quartiles == number for number in range(NUM_QUARTILES))
+            _change(change[inside], tokens.advantage[inside], edges)
+            for inside in (tokens.quartile == number for number in range(NUM_QUARTILES))
         ],
         "agreement": None if whole is None else agreement(change[mask], whole[mask]),
     }
