@@ -26,6 +26,7 @@ class Trainer:
     config: Any
     hook: Any = None
     global_steps: int = 0
+    train_dataset: Any = range(100)
 
     @property
     def driver(self) -> Any:
