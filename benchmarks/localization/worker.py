@@ -16,7 +16,7 @@ from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.core.tracker import NormTracker
 from gradloc.core.trigger import Spike
-from gradloc.search.find import localize
+from gradloc.search.find import Finding, localize
 from tests.bare import BareStep, Batch, shard
 
 UNTRACKED = "auto_untracked"
@@ -96,8 +96,8 @@ def search_cell(
             else:
                 tracked = None if name == UNTRACKED else increments
                 strategy = "auto" if name == UNTRACKED else name
-                arguments = (spike, clip_scale, strategy, budget, max_culprits, tracked)
-                found = _localize(step, space, ranks, arguments)
+                limits = dict(strategy=strategy, budget=budget, max_culprits=max_culprits)
+                found = _told(localize(step, space, ranks, spike, clip_scale, tracked, **limits))
             found["seconds"] = time.perf_counter() - started
         mib = peak.extra_mib
         found["peak_extra_mib"] = None if mib is None else ranks.max([mib])[0]
@@ -107,8 +107,7 @@ def search_cell(
     return answer
 
 
-def _localize(step, space, ranks, arguments: tuple) -> dict[str, Any]:
-    finding = localize(step, space, ranks, *arguments)
+def _told(finding: Finding) -> dict[str, Any]:
     result, certificate = finding.result, finding.certificate
     return {
         "culprits": [(culprit.span, culprit.tokens, culprit.norm, culprit.is_exact) for culprit in result.culprits],

@@ -10,7 +10,7 @@ the ranks of a process group, unsharded, under FSDP2 or under FSDP1. Needs torch
     space, ranks = GradientSpace(step.model), Ranks()
     step.train()                                                # fills .grad and what the step recorded
     spike = Spike("fixed", space.norm(), threshold, tau, batch.num_tokens)
-    finding = localize(step, space, ranks, spike, 1.0, "auto", budget=128, max_culprits=8)
+    finding = localize(step, space, ranks, spike, 1.0)
     [batch.place(token, ranks.size, 4) for token in finding.result.tokens]     # [(3, 5)]
     Oracle(model, batch).norm((3, 5))                           # by a backward of its own, unsharded
 

@@ -26,7 +26,7 @@ def search_planted(layout: str, plants: dict[Place, float], dtype: str = "float3
     before = [local_shard(grad).clone() for grad in space.current()]
     norm = space.norm()
     spike = Spike("fixed", norm, _THRESHOLD, _THRESHOLD * batch.num_tokens**0.5, batch.num_tokens)
-    finding = localize(step, space, ranks, spike, 1.0, "auto", 128, 8)
+    finding = localize(step, space, ranks, spike, 1.0)
     restored = all(torch.equal(a, local_shard(b)) for a, b in zip(before, space.current(), strict=True))
     certificate = finding.certificate
     return {

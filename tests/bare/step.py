@@ -95,6 +95,7 @@ class BareStep:
     """
 
     temperature = 1.0
+    on_policy = False
 
     def __init__(
         self,
