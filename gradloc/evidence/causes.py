@@ -20,45 +20,17 @@ in orders of magnitude, is named as the cause, together with all the numbers.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
-__all__ = ["BatchStatistics", "CAUSES", "classify"]
+from .record import BatchStatistics, Cause, Culprit
 
-CAUSES = (
-    "token_mismatch",
-    "sequence_mismatch",
-    "layer_heterogeneity",
-    "large_jacobian",
-    "extreme_advantage",
-    "low_probability",
-    "kl_term",
-    "entropy_term",
-    "is_weight",
-    "non_finite",
-    "unknown",
-)
+__all__ = ["classify"]
 
 _NOTABLE = 3.0  # a factor under three times its typical value explains nothing
 _SPREAD = 10.0  # a layer ten times further above its history than the median layer explodes alone
 _TINY = 1e-30
 
 
-@dataclass(frozen=True)
-class BatchStatistics:
-    """What is typical in the batch that the culprit is compared with."""
-
-    advantage: float
-    """Median |advantage| over response tokens whose advantage is not zero."""
-    one_minus_prob: float
-    """Mean of 1 - pi_old over response tokens (arXiv 2505.12929: a token's gradient goes with 1 - pi)."""
-    jacobian: float | None
-    """Norm of a typical token's log-prob gradient: residual norm over the root sum of squared coefficients."""
-    layer_spread: float | None = None
-    """How much further the most excited layer is above its own history than the median layer."""
-
-
-def _ratio(log_new: float | None, log_old: float | None) -> float | None:
+def _clamped_ratio(log_new: float | None, log_old: float | None) -> float | None:
     if log_new is None or log_old is None:
         return None
     return math.exp(min(max(log_new - log_old, -20.0), 20.0))  # verl clamps the log-ratio at 20, too
@@ -71,45 +43,46 @@ def _over(value: float | None, typical: float | None) -> float:
     return abs(value) / typical
 
 
-def classify(culprit: dict[str, Any], batch: BatchStatistics) -> dict[str, Any]:
+def classify(culprit: Culprit, batch: BatchStatistics) -> Cause:
     """Name the cause of one culprit.
 
     Args:
-        culprit: the culprit's record with log-probs, ratios, advantage, coefficients and gradient norm.
+        culprit: with log-probs, ratios, advantage, coefficients and gradient norm.
         batch: typical values.
 
     Returns:
-        ``label`` (one of ``CAUSES``) and ``numbers``: how many times typical each factor is, and what the decision
-        rests on. ``unknown`` when no factor is over three times its typical value.
+        The label (one of ``record.CAUSES``) and the numbers: how many times typical each factor is, and what the
+        decision rests on. ``unknown`` when no factor is over three times its typical value.
     """
-    coefficient = culprit["coefficients"]["log_prob"]
-    kl = culprit["coefficients"]["kl"] or 0.0
-    weight = culprit["loss_weight"]
-    norm = culprit["grad_norm"]
-    finite = [value for value in (coefficient, norm, culprit["advantage"]) if value is not None]
+    coefficient = culprit.coefficients.log_prob
+    kl = culprit.coefficients.kl or 0.0
+    norm = culprit.grad_norm
+    finite = [value for value in (coefficient, norm, culprit.advantage) if value is not None]
     if any(not math.isfinite(value) for value in finite):
-        return {"label": "non_finite", "numbers": {"coefficient": coefficient, "advantage": culprit["advantage"]}}
+        return Cause("non_finite", {"coefficient": coefficient, "advantage": culprit.advantage})
 
-    jacobian = norm / abs(coefficient) if culprit["span"] == "token" and norm is not None and coefficient else None
-    ratio = _ratio(culprit["log_prob"], culprit["old_log_prob_used"])
+    weight = abs(culprit.loss_weight) if culprit.loss_weight else None
+    jacobian = norm / abs(coefficient) if culprit.span == "token" and norm is not None and coefficient else None
     excess = {
-        "advantage": _over(culprit["advantage"], batch.advantage),
-        "ratio": _over(ratio, 1.0),
-        "is_weight": _over(culprit["is_weight"], 1.0),
+        "advantage": _over(culprit.advantage, batch.advantage),
+        "ratio": _over(_clamped_ratio(culprit.log_prob, culprit.old_log_prob_used), 1.0),
+        "is_weight": _over(culprit.is_weight, 1.0),
         "jacobian": _over(jacobian, batch.jacobian),
-        "kl": _over(kl, abs(weight) * batch.advantage if weight else None) if kl else 0.0,
+        "kl": _over(kl, weight * batch.advantage if weight else None) if kl else 0.0,
     }
-    numbers: dict[str, Any] = {f"{name}_over_typical": value for name, value in excess.items()}
+    numbers: dict[str, float | None] = {f"{name}_over_typical": value for name, value in excess.items()}
     numbers["log_prob_gradient_norm"] = jacobian
     numbers["kl_share_of_coefficient"] = abs(kl) / (abs(kl) + abs(coefficient - kl) + _TINY) if coefficient else None
-    label = _label(culprit, batch, excess, numbers, kl, coefficient)
-    return {"label": label, "numbers": numbers}
+    return Cause(_label(culprit, batch, excess, numbers, kl), numbers)
 
 
-def _label(culprit, batch, excess, numbers, kl, coefficient) -> str:
-    if not coefficient and culprit["coefficients"]["entropy"]:
+def _label(
+    culprit: Culprit, batch: BatchStatistics, excess: dict[str, float], numbers: dict[str, float | None], kl: float
+) -> str:
+    coefficient = culprit.coefficients.log_prob or 0.0
+    if not coefficient and culprit.coefficients.entropy:
         return "entropy_term"
-    if abs(kl) <= abs((coefficient or 0.0) - kl):
+    if abs(kl) <= abs(coefficient - kl):
         excess = {**excess, "kl": 0.0}  # the KL term is the smaller part of the coefficient: it is not the cause
     name, value = max(excess.items(), key=lambda item: item[1])
     if name == "jacobian" and (batch.layer_spread or 0.0) > _SPREAD:
@@ -125,9 +98,9 @@ def _label(culprit, batch, excess, numbers, kl, coefficient) -> str:
         return "is_weight"
     if name == "ratio":
         log_ratio = math.log(value)
-        log_mean = math.log(max(culprit["ratios"]["sequence_geometric_mean"] or 1.0, _TINY))
+        log_mean = math.log(max(culprit.ratios.sequence_geometric_mean or 1.0, _TINY))
         # the whole sequence is off when its mean log-ratio is at least half of this token's
         return "sequence_mismatch" if log_mean > log_ratio / 2 else "token_mismatch"
-    predicted = (1 - math.exp(min(culprit["log_prob"] or 0.0, 0.0))) / max(batch.one_minus_prob, _TINY)
+    predicted = (1 - math.exp(min(culprit.log_prob or 0.0, 0.0))) / max(batch.one_minus_prob, _TINY)
     numbers["jacobian_predicted_by_probability"] = predicted
     return "low_probability" if value <= _NOTABLE * predicted else "large_jacobian"

@@ -21,14 +21,17 @@ and counted; training goes on.
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..core.trigger import History, StepPolicy, fixed_threshold, spike_kind
-from .complete import SCHEMA_VERSION, bundle_tensors, complete_event, complete_sequences
+from .complete import bundle_tensors, complete_event, complete_sequences
+from .gather import RawEvent
+from .record import BundleMeta, Event, Run
 from .store import EventStore
-from .trackers import announce, verdict_sentences
+from .trackers import announce
 
 __all__ = ["AbortedBySpike", "Driver", "sequence_ids"]
 
@@ -62,7 +65,7 @@ class Driver:
         sequences_per_mini_batch: rollouts, over all ranks.
         tokenizer: decodes culprits; not used with ``evidence.text=off``.
         trackers: ``trainer.logger``.
-        run: ``project`` and ``experiment``.
+        run: which run this is.
         actor: the actor's whole config as plain data, for the bundle.
     """
 
@@ -75,7 +78,7 @@ class Driver:
         sequences_per_mini_batch: int,
         tokenizer: Any,
         trackers: Any,
-        run: dict[str, str],
+        run: Run,
         actor: dict[str, Any],
     ):
         self.settings, self.tau = settings, tau
@@ -125,7 +128,7 @@ class Driver:
         )
         return self._policy
 
-    def after_update(self, norms: list[float], raw_events: list[dict[str, Any]], batch: Any) -> dict[str, list[float]]:
+    def after_update(self, norms: list[float], raw_events: list[RawEvent], batch: Any) -> dict[str, list[float]]:
         """Learn from the norms, write and announce the events.
 
         Args:
@@ -145,13 +148,13 @@ class Driver:
         self._num_in_step += len(raw_events)
         if raw_events:
             self._quiet_until = self._policy.global_step + 1 + self.settings.trigger.cooldown_steps
-        if any(raw["action"]["taken"] == "abort" for raw in raw_events):
-            said = written[-1]["verdict"] if written else "The event could not be written."
+        if any(raw.event.action.taken == "abort" for raw in raw_events):
+            said = written[-1].verdict if written else "The event could not be written."
             raise AbortedBySpike(
                 f"gradloc stopped the run (actor_rollout_ref.actor.gradloc.action.mode=abort). {said} "
                 f"The step was not taken; the event is in {self.store.root}."
             )
-        return self._metrics(raw_events, num_spikes)
+        return self._metrics([raw.event for raw in raw_events], num_spikes)
 
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the checkpoint: what the trigger has learned."""
@@ -190,20 +193,20 @@ class Driver:
         threshold = self.history.threshold()
         return None if threshold is None else threshold * max(num_tokens, 1) ** 0.5
 
-    def _learn(self, norms: list[float], events: list[dict[str, Any]]) -> int:
+    def _learn(self, norms: list[float], raw_events: list[RawEvent]) -> int:
         """Feed the step's norms (epochs x mini-batches, in order) to the history; returns how many spiked."""
         thresholds, num_spikes = self._policy.thresholds, 0
         measured = list(norms)
-        for event in events:  # a masked or skipped step reports the norm it took; the history wants the one it had
-            where = event["step"]
-            measured[where["epoch"] * len(thresholds) + where["mini_batch"]] = event["trigger"]["grad_norm"]
+        for raw in raw_events:  # a masked or skipped step reports the norm it took; the history wants the one it had
+            where = raw.event.step
+            measured[where.epoch * len(thresholds) + where.mini_batch] = raw.event.trigger.grad_norm
         for index, norm in enumerate(measured):
             is_spike = spike_kind(norm, thresholds[index % len(thresholds)], self._policy.kind) is not None
             self.history.observe(norm, is_spike)
             num_spikes += is_spike
         return num_spikes
 
-    def _write(self, raw: dict[str, Any], batch: Any) -> dict[str, Any] | None:
+    def _write(self, raw: RawEvent, batch: Any) -> Event | None:
         """Write one event; returns its record, None when that failed."""
         self._num_events += 1
         try:
@@ -213,46 +216,43 @@ class Driver:
             logger.exception("gradloc: writing an event to %s failed; training goes on", self.store.root)
             return None
 
-    def _write_event(self, raw: dict[str, Any], batch: Any) -> dict[str, Any]:
-        step, evidence = raw["step"], self.settings.evidence
-        event_id = self.store.new_id(step["global_step"], step["epoch"], step["mini_batch"])
+    def _write_event(self, raw: RawEvent, batch: Any) -> Event:
+        step, evidence = raw.event.step, self.settings.evidence
+        event_id = self.store.new_id(step.global_step, step.epoch, step.mini_batch)
         event = complete_event(raw, event_id, self.run, batch, self.tokenizer, evidence.context_tokens)
-        event["verdict"] = verdict_sentences(event)
-        documents = {"sequences": complete_sequences(raw, event_id, batch, self.tokenizer)}
-        tensors = {}
-        if evidence.bundle != "off" and raw["layout"]:
+        documents: dict[str, Any] = {"sequences": complete_sequences(raw, event_id, batch, self.tokenizer)}
+        tensors: dict[str, torch.Tensor] = {}
+        if evidence.bundle != "off" and raw.layout:
             if self.store.size_gb() < evidence.max_gb:
                 tensors, layout = bundle_tensors(raw, batch)
-                documents["meta"] = {
-                    "schema_version": SCHEMA_VERSION,
-                    "actor": self.actor_config,
-                    "temperature": raw["temperature"],
-                    "on_policy": raw["on_policy"],
-                    "checkpoint": raw["checkpoint"],
-                    "fingerprint": raw["fingerprint"],
-                    "layout": layout,
-                    "event": event,
-                }
+                documents["meta"] = BundleMeta(
+                    actor=self.actor_config,
+                    temperature=raw.temperature,
+                    on_policy=raw.on_policy,
+                    checkpoint=raw.checkpoint,
+                    fingerprint=raw.fingerprint,
+                    layout=layout,
+                    event=event,
+                )
             else:
                 logger.warning(
                     "gradloc: %s holds gradloc.evidence.max_gb=%s or more, so this event gets no replay bundle",
                     self.store.root,
                     evidence.max_gb,
                 )
-        event["folder"] = self.store.write_folder(event_id, tensors, documents)
+        event = replace(event, folder=self.store.write_folder(event_id, tensors, documents))
         self.store.append(event)
         return event
 
-    def _metrics(self, events: list[dict[str, Any]], num_spikes: int) -> dict[str, list[float]]:
+    def _metrics(self, events: list[Event], num_spikes: int) -> dict[str, list[float]]:
         """Scalars for the trackers, in lists as reduce_metrics expects; mind names that contain 'min' or 'max'."""
-        search = [event["search"] for event in events]
         return {
             "gradloc/spikes": [num_spikes],
             "gradloc/events": [len(events)],
-            "gradloc/culprits": [sum(len(event["culprits"]) for event in events)],
-            "gradloc/explained": [sum(event["certificate"]["verdict"] == "explained" for event in events)],
-            **{f"gradloc/{taken}": [sum(event["action"]["taken"] == taken for event in events)] for taken in _TAKEN},
-            "gradloc/probes": [sum(entry["backwards"] for entry in search)],
-            "gradloc/seconds": [sum(entry["seconds"] for entry in search)],
+            "gradloc/culprits": [sum(len(event.culprits) for event in events)],
+            "gradloc/explained": [sum(event.certificate.verdict == "explained" for event in events)],
+            **{f"gradloc/{taken}": [sum(event.action.taken == taken for event in events)] for taken in _TAKEN},
+            "gradloc/probes": [sum(event.search.backwards for event in events)],
+            "gradloc/seconds": [sum(event.search.seconds for event in events)],
             "gradloc/write_failures": [self._num_failures],
         }

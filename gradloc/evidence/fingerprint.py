@@ -21,11 +21,11 @@ add up over shards. FSDP1's flat parameters hide the names: then only the whole 
 
 import math
 import re
-from typing import Any
 
 import torch
 
 from ..core.gradients import GradientSpace, local_shard
+from .record import Fingerprint, Weights
 
 __all__ = ["differs", "fingerprint", "is_other_model"]
 
@@ -37,12 +37,10 @@ _KURTOSIS = 30.0  # mean fourth power over squared mean square, generous for wei
 
 
 @torch.no_grad()
-def fingerprint(space: GradientSpace) -> dict[str, Any]:
+def fingerprint(space: GradientSpace) -> Fingerprint:
     """Describe the trainable weights; all ranks call this together and get the same. One reduction.
 
-    Returns:
-        ``total`` and, where the names are known, ``parameters`` by full name (else None): each
-        ``[number of weights, sum, sum of squares]``. With flat parameters the number includes FSDP1's padding.
+    With FSDP1's flat parameters the number of weights includes its padding.
     """
     shards = [local_shard(param) for param in space.params]
     values = torch.zeros(len(shards), 3, dtype=torch.float64, device=space.params[0].device)
@@ -53,18 +51,16 @@ def fingerprint(space: GradientSpace) -> dict[str, Any]:
     space.reduce(values)
     names = [_WRAPPERS.sub("", name) for name in space.names]
     has_names = not any(name.endswith("_flat_param") for name in names)
-    return {
-        "total": _entry(values.sum(0)),
-        "parameters": {name: _entry(row) for name, row in zip(names, values, strict=True)} if has_names else None,
-    }
+    by_name = {name: _entry(row) for name, row in zip(names, values, strict=True)}
+    return Fingerprint(total=_entry(values.sum(0)), parameters=by_name if has_names else None)
 
 
-def is_other_model(expected: dict[str, Any], found: dict[str, Any]) -> str | None:
+def is_other_model(expected: Fingerprint, found: Fingerprint) -> str | None:
     """Say how the two fingerprints cannot be of one architecture; None when they can.
 
     Parameters that only one of them knows, or another number of weights. Not decided for FSDP1's flat parameters.
     """
-    ours, theirs = expected["parameters"], found["parameters"]
+    ours, theirs = expected.parameters, found.parameters
     if ours is None or theirs is None:
         return None
     for here, there, whose in ((ours, theirs, "the event's"), (theirs, ours, "the given")):
@@ -78,7 +74,7 @@ def is_other_model(expected: dict[str, Any], found: dict[str, Any]) -> str | Non
     return None
 
 
-def differs(expected: dict[str, Any], found: dict[str, Any]) -> str | None:
+def differs(expected: Fingerprint, found: Fingerprint) -> str | None:
     """Say in a sentence how the weights differ; None when they are the same up to float64 rounding.
 
     Args:
@@ -88,16 +84,16 @@ def differs(expected: dict[str, Any], found: dict[str, Any]) -> str | None:
     Returns:
         A sentence, which says so where rounding the weights to bfloat16 would explain the difference.
 
-    >>> same = {"total": [4, 1.0, 2.0], "parameters": None}
+    >>> same = Fingerprint(total=(4, 1.0, 2.0), parameters=None)
     >>> differs(same, same) is None
     True
     """
     other = is_other_model(expected, found)
     if other is not None:
         return f"This is another model than the event's: {other}."
-    has_names = expected["parameters"] is not None and found["parameters"] is not None
-    before = expected["parameters"] if has_names else {"": expected["total"]}
-    now = found["parameters"] if has_names else {"": found["total"]}
+    has_names = expected.parameters is not None and found.parameters is not None
+    before = expected.parameters if has_names else {"": expected.total}
+    now = found.parameters if has_names else {"": found.total}
     off = [name for name in before if not _is_close(before[name], now[name], *_float64_slack(before[name]))]
     if not off:
         return None
@@ -116,18 +112,18 @@ def differs(expected: dict[str, Any], found: dict[str, Any]) -> str | None:
     )
 
 
-def _entry(row: torch.Tensor) -> list[Any]:
+def _entry(row: torch.Tensor) -> Weights:
     count, total, square = row.tolist()
-    return [int(count), total, square]
+    return int(count), total, square
 
 
-def _float64_slack(entry: list[Any]) -> tuple[float, float]:
+def _float64_slack(entry: Weights) -> tuple[float, float]:
     """How far rounding in float64 can move the sum (at most sqrt(n * sum of squares)) and the sum of squares."""
     count, _, square = map(float, entry)
     return _ROUNDING * math.sqrt(max(count * square, 0.0)), _ROUNDING * square
 
 
-def _bfloat16_slack(entry: list[Any]) -> tuple[float, float]:
+def _bfloat16_slack(entry: Weights) -> tuple[float, float]:
     """How far rounding every weight to bfloat16, independently, moves the two sums, in 8 standard deviations.
 
     Var[sum dw] <= h^2 sum w^2 and Var[sum 2 w dw] <= 4 h^2 sum w^4 with h half a unit in the last place, relative.
@@ -137,11 +133,11 @@ def _bfloat16_slack(entry: list[Any]) -> tuple[float, float]:
     return _NUM_SIGMAS * _HALF_ULP * math.sqrt(max(square, 0.0)), of_squares + _HALF_ULP**2 * square
 
 
-def _is_close(ours: list[Any], theirs: list[Any], sum_slack: float, square_slack: float) -> bool:
+def _is_close(ours: Weights, theirs: Weights, sum_slack: float, square_slack: float) -> bool:
     return _near(ours[1], theirs[1], sum_slack) and _near(ours[2], theirs[2], square_slack)
 
 
-def _near(a: Any, b: Any, slack: float) -> bool:
+def _near(a: float | str, b: float | str, slack: float) -> bool:
     """float() because JSON spells out what it has no number for; such a value is near itself only."""
     a, b = float(a), float(b)
     if math.isfinite(a) and math.isfinite(b):
@@ -149,7 +145,7 @@ def _near(a: Any, b: Any, slack: float) -> bool:
     return slack == math.inf or a == b or (math.isnan(a) and math.isnan(b))
 
 
-def _distance(ours: list[Any], theirs: list[Any]) -> float:
+def _distance(ours: Weights, theirs: Weights) -> float:
     """How far two entries are apart, in units of the float64 slack; what is not finite counts as farthest."""
     slacks = _float64_slack(ours)
     apart = [abs(float(a) - float(b)) / max(s, 1e-300) for a, b, s in zip(ours[1:], theirs[1:], slacks, strict=True)]

@@ -11,11 +11,13 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""What the ranks know of an event, gathered into plain numbers on every rank. The driver completes and writes it."""
+"""What the ranks know of an event, gathered on every rank. The driver completes and writes it."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..core.ranks import Ranks
@@ -24,12 +26,44 @@ from ..core.trigger import Place, Spike
 from ..search.find import Finding
 from ..search.share import ShareMap
 from ..search.task import Culprit, PathEntry
+from . import record
 from .layers import kind_of, layer_of, norms_by
+from .record import Coefficients, Event, Fingerprint, LayerHistory, Ratios, Sequence, Shares, Step, Trigger
 
-__all__ = ["raw_event"]
+__all__ = ["RawEntry", "RawEvent", "ratio", "raw_event"]
 
 _NOTABLE_SHARE = 0.05  # of the spike: sequences from here on are kept token by token
 _MAX_SEQUENCES = 8
+
+
+@dataclass(frozen=True)
+class RawEntry:
+    """One micro-batch of one rank, for the bundle."""
+
+    rank: int
+    micro_batch: int
+    rows: list[int]
+    """Of the batch as it was dispatched."""
+    rng: np.ndarray
+    """uint8: the CPU's random state before the micro-batch's forward."""
+
+
+@dataclass
+class RawEvent:
+    """What the ranks hand to the driver: small, and whole once pickled."""
+
+    event: Event
+    """Without what only the driver knows: name, run, text, stored log-probs, causes."""
+    sequences: list[Sequence]
+    """Numbers of the forward only, over all T response positions."""
+    residual_coefficient_norm: float
+    """Root sum of squares of d loss / d log_prob over all tokens but the culprits."""
+    layout: list[RawEntry]
+    temperature: float
+    on_policy: bool
+    fingerprint: Fingerprint | None = None
+    checkpoint: str | None = None
+    """Folder with the weights before the step, where they were saved."""
 
 
 def raw_event(
@@ -44,7 +78,7 @@ def raw_event(
     action: dict[str, str],
     budget: int,
     keeps_all: bool,
-) -> dict[str, Any]:
+) -> RawEvent:
     """Gather the event; all ranks call this together and get the same.
 
     Args:
@@ -63,39 +97,50 @@ def raw_event(
     result = finding.result
     evidence = _LocalEvidence(step, ranks, finding, names)
     gathered = ranks.gather(ranks.agree(lambda: evidence.collect(keeps_all)))
-    owned = {key: value for part in gathered for key, value in part["culprits"].items()}
-    return {
-        "step": {
-            "global_step": place.global_step,
-            "epoch": place.epoch,
-            "mini_batch": place.mini_batch,
-            "num_mini_batches": place.num_mini_batches,
-            "num_micro_batches": step.num_micro_batches,
-            "world_size": ranks.num_processes,
-            "dp_size": ranks.size,
-            "sp_size": ranks.replicas,
-            "stage": place.stage,
-        },
-        "trigger": {**vars(spike), "history": place.history or None},
-        "search": _search_record(finding, budget),
-        "culprits": [owned[index] for index in range(len(result.culprits))],
-        "sequences": [sequence for part in gathered for sequence in part["sequences"]],
-        "certificate": vars(finding.certificate),
-        "action": action,
-        "layers": norms_by(layer_of, names, squares),
-        "kinds": norms_by(kind_of, names, squares),
-        "layer_history": _layer_history(names, squares, history),
-        "shares": _shares_record(result.shares, [part["shares"] for part in gathered]),
-        "residual_coefficient_norm": math.sqrt(sum(part["coefficient_square"] for part in gathered)),
-        "layout": [
-            {"rank": rank, "micro_batch": index, "rows": rows, "rng": rng}
-            for rank, part in enumerate(gathered)
-            for index, rows, rng in part["layout"]
-        ],
-        "checkpoint": None,
-        "temperature": step.temperature,
-        "on_policy": step.on_policy,
-    }
+    owned = {number: culprit for part in gathered for number, culprit in part.culprits.items()}
+    event = Event(
+        step=Step(
+            global_step=place.global_step,
+            epoch=place.epoch,
+            mini_batch=place.mini_batch,
+            num_mini_batches=place.num_mini_batches,
+            num_micro_batches=step.num_micro_batches,
+            world_size=ranks.num_processes,
+            dp_size=ranks.size,
+            sp_size=ranks.replicas,
+            stage=place.stage,
+        ),
+        trigger=Trigger(**vars(spike), history=record.History(**place.history) if place.history else None),
+        search=_search_record(finding, budget),
+        culprits=tuple(owned[number] for number in range(len(result.culprits))),
+        certificate=record.Certificate(**vars(finding.certificate)),
+        action=record.Action(**action),
+        layers=norms_by(layer_of, names, squares),
+        kinds=norms_by(kind_of, names, squares),
+        layer_history=_layer_history(names, squares, history),
+        shares=_shares_record(result.shares, [part.shares for part in gathered]),
+    )
+    return RawEvent(
+        event=event,
+        sequences=[sequence for part in gathered for sequence in part.sequences],
+        residual_coefficient_norm=math.sqrt(sum(part.coefficient_square for part in gathered)),
+        layout=[entry for part in gathered for entry in part.layout],
+        temperature=step.temperature,
+        on_policy=step.on_policy,
+    )
+
+
+@dataclass(frozen=True)
+class _OfRank:
+    """One rank's part of the event."""
+
+    culprits: dict[int, record.Culprit]
+    """By number."""
+    coefficient_square: float
+    sequences: list[Sequence]
+    shares: list[float]
+    """Per micro-batch."""
+    layout: list[RawEntry]
 
 
 class _LocalEvidence:
@@ -107,7 +152,7 @@ class _LocalEvidence:
         self.result = finding.result
         self.names = names
 
-    def collect(self, keeps_all: bool) -> dict[str, Any]:
+    def collect(self, keeps_all: bool) -> _OfRank:
         step, rank = self.step, self.ranks.rank
         kept_micro_batches = sorted({token.micro_batch for token in self.result.tokens})
         kl = {index: step.kl_coefficients(index) for index in kept_micro_batches}
@@ -121,18 +166,18 @@ class _LocalEvidence:
             kept = mask_without(self.result.tokens, index, rank, step.token_mask(index)) & step.token_mask(index)
             square += step.coefficients(index)[0][kept].double().square().sum().item()
             shares.append(0.0 if self.result.shares is None else float(self.result.shares.shares(index).sum()))
-        return {
-            "culprits": mine,
-            "coefficient_square": square,
-            "sequences": self._sequences(),
-            "shares": shares,
-            "layout": [
-                (index, step.rows(index), step.recorded(index).rng.cpu.numpy())
+        return _OfRank(
+            culprits=mine,
+            coefficient_square=square,
+            sequences=self._sequences(),
+            shares=shares,
+            layout=[
+                RawEntry(rank, index, step.rows(index), step.recorded(index).rng.cpu.numpy())
                 for index in (range(step.num_micro_batches) if keeps_all else kept_micro_batches)
             ],
-        }
+        )
 
-    def _sequences(self) -> list[dict[str, Any]]:
+    def _sequences(self) -> list[Sequence]:
         """Per-token numbers of the sequences that hold a culprit, or a notable share of the spike."""
         step, shares = self.step, self.result.shares
         wanted = [
@@ -144,29 +189,29 @@ class _LocalEvidence:
                 wanted += [(index, row) for row in (per_row >= _NOTABLE_SHARE).nonzero().squeeze(-1).tolist()]
         return [self._sequence(index, row) for index, row in list(dict.fromkeys(wanted))[:_MAX_SEQUENCES]]
 
-    def _sequence(self, index: int, row: int) -> dict[str, Any]:
+    def _sequence(self, index: int, row: int) -> Sequence:
         step, shares = self.step, self.result.shares
         recorded, rows = step.recorded(index), step.rows(index)
 
-        def of(values: torch.Tensor | None) -> list[float] | None:
-            return None if values is None else values[row].float().tolist()
+        def of(values: torch.Tensor | None) -> tuple[float, ...] | None:
+            return None if values is None else tuple(values[row].float().tolist())
 
-        return {
-            "rank": self.ranks.rank,
-            "micro_batch": index,
-            "micro_batch_row": row,
-            "row": rows[row] if rows else None,
-            "log_prob": of(recorded.log_prob),
-            "entropy": of(recorded.entropy),
-            "coefficient": of(step.coefficients(index)[0]),
-            "share": None if shares is None else of(shares.shares(index)),
-        }
+        return Sequence(
+            rank=self.ranks.rank,
+            micro_batch=index,
+            micro_batch_row=row,
+            row=rows[row] if rows else None,
+            log_prob=of(recorded.log_prob),
+            entropy=of(recorded.entropy),
+            coefficient=of(step.coefficients(index)[0]),
+            share=None if shares is None else of(shares.shares(index)),
+        )
 
     def _row_of(self, token: Token) -> int:
         mask = self.step.token_mask(token.micro_batch)
         return int(mask.flatten().nonzero()[token.index]) // mask.shape[1]
 
-    def _culprit_record(self, culprit: Culprit, kl: dict[int, torch.Tensor | None]) -> dict[str, Any]:
+    def _culprit_record(self, culprit: Culprit, kl: dict[int, torch.Tensor | None]) -> record.Culprit:
         step, index, shares = self.step, culprit.tokens[0].micro_batch, self.result.shares
         mask = step.token_mask(index)
         flat = mask.flatten().nonzero().squeeze(-1)[[token.index for token in culprit.tokens]].tolist()
@@ -181,33 +226,40 @@ class _LocalEvidence:
         share = culprit.share
         if share is None and shares is not None and shares.is_trusted:
             share = float(shares.shares(index)[row, positions].sum())
-        return {
-            "span": culprit.span,
-            "rank": culprit.tokens[0].rank,
-            "micro_batch": index,
-            "micro_batch_row": row,
-            "row": rows[row] if rows else None,
-            "positions": positions,
-            "peak": peak,
-            "log_prob": at(recorded.log_prob),
-            "old_log_prob_used": at(old),
-            "entropy": at(recorded.entropy),
-            "sequence_mean_log_ratio": float((recorded.log_prob - old)[row][mask[row]].mean()),
-            "coefficients": {
-                "log_prob": at(coefficients),
-                "kl": at(kl[index], 1.0 / self.ranks.size),
-                "entropy": at(entropy_coefficients),
-            },
-            "loss_weight": at(step.token_weights(index)),
-            "grad_norm": culprit.norm,
-            "is_exact": culprit.is_exact,
-            "threshold": culprit.threshold,
-            "share": share,
-            "layers": {} if culprit.squares is None else norms_by(layer_of, self.names, culprit.squares),
-        }
+        mean_log_ratio = float((recorded.log_prob - old)[row][mask[row]].mean())
+        return record.Culprit(
+            span=culprit.span,
+            rank=culprit.tokens[0].rank,
+            micro_batch=index,
+            micro_batch_row=row,
+            row=rows[row] if rows else None,
+            positions=tuple(positions),
+            peak=peak,
+            log_prob=at(recorded.log_prob),
+            old_log_prob_used=at(old),
+            entropy=at(recorded.entropy),
+            ratios=Ratios(sequence_geometric_mean=ratio(mean_log_ratio, 0.0)),
+            coefficients=Coefficients(
+                log_prob=at(coefficients), kl=at(kl[index], 1.0 / self.ranks.size), entropy=at(entropy_coefficients)
+            ),
+            loss_weight=at(step.token_weights(index)),
+            grad_norm=culprit.norm,
+            is_exact=culprit.is_exact,
+            threshold=culprit.threshold,
+            share=share,
+            layers={} if culprit.squares is None else norms_by(layer_of, self.names, culprit.squares),
+        )
 
 
-def _layer_history(names: list[str], squares: torch.Tensor, history: torch.Tensor | None) -> dict | None:
+def ratio(log_new: float | None, log_old: float | None) -> float | None:
+    """Of two probabilities by their logarithms; None where one is not known."""
+    if log_new is None or log_old is None:
+        return None
+    difference = log_new - log_old
+    return math.exp(difference) if difference < 700 else math.inf
+
+
+def _layer_history(names: list[str], squares: torch.Tensor, history: torch.Tensor | None) -> LayerHistory | None:
     """How far each layer's norm is above its own median, and how the layers moved together before.
 
     Layerwise heterogeneity (GradLoc, intro figure): layers whose norms no longer go together. Here: ``spread``, the
@@ -223,51 +275,47 @@ def _layer_history(names: list[str], squares: torch.Tensor, history: torch.Tenso
     correlation = torch.corrcoef(norms.clamp(min=1e-30).log().T).nan_to_num(nan=1.0)
     num = len(now)
     others = (correlation.sum() - num) / (num * (num - 1)) if num > 1 else torch.tensor(1.0)
-    return {
-        "num_steps": len(per_step),
-        "excess": dict(zip(norms_by(layer_of, names, squares), excess.tolist(), strict=True)),
-        "spread": float(excess.max() / excess.median().clamp(min=1e-30)),
-        "mean_correlation": float(others),
-    }
+    return LayerHistory(
+        num_steps=len(per_step),
+        excess=dict(zip(norms_by(layer_of, names, squares), excess.tolist(), strict=True)),
+        spread=float(excess.max() / excess.median().clamp(min=1e-30)),
+        mean_correlation=float(others),
+    )
 
 
-def _shares_record(shares: ShareMap | None, by_rank: list[list[float]]) -> dict[str, Any] | None:
+def _shares_record(shares: ShareMap | None, by_rank: list[list[float]]) -> Shares | None:
     """The share of every micro-batch of every rank; None when they were not measured."""
     if shares is None:
         return None
-    return {
-        "closure": shares.closure,
-        "is_trusted": shares.is_trusted,
-        "micro_batches": [list(row) for row in zip(*by_rank, strict=True)],
-    }
+    return Shares(shares.closure, shares.is_trusted, tuple(zip(*by_rank, strict=True)))
 
 
-def _search_record(finding: Finding, budget: int) -> dict[str, Any]:
+def _search_record(finding: Finding, budget: int) -> record.Search:
     result = finding.result
-    return {
-        "strategy": finding.strategy,
-        "status": finding.status,
-        "stop_reason": result.stop_reason,
-        "tau": finding.tau,
-        "budget": budget,
-        "forwards": finding.num_forwards,
-        "backwards": finding.num_backwards,
-        "seconds": finding.seconds,
-        "path": [_path_record(entry) for entry in result.path],
-    }
+    return record.Search(
+        strategy=finding.strategy,
+        status=finding.status,
+        stop_reason=result.stop_reason,
+        tau=finding.tau,
+        budget=budget,
+        forwards=finding.num_forwards,
+        backwards=finding.num_backwards,
+        seconds=finding.seconds,
+        path=tuple(_path_record(entry) for entry in result.path),
+    )
 
 
-def _path_record(entry: PathEntry) -> dict[str, Any]:
+def _path_record(entry: PathEntry) -> record.PathEntry:
     part = entry.part
     is_interval = part is not None and part.end_token is not None
-    return {
-        "phase": entry.phase,
-        "verdict": entry.verdict,
-        "micro_batch": None if part is None else part.micro_batch,
-        "ranks": None if part is None else [part.first_rank, part.end_rank],
-        "tokens": [part.first_token, part.end_token] if is_interval else None,
-        "num_tokens": entry.num_tokens,
-        "norm": entry.norm,
-        "threshold": entry.threshold,
-        "note": entry.note,
-    }
+    return record.PathEntry(
+        phase=entry.phase,
+        micro_batch=None if part is None else part.micro_batch,
+        ranks=None if part is None else (part.first_rank, part.end_rank),
+        tokens=(part.first_token, part.end_token) if is_interval else None,
+        num_tokens=entry.num_tokens,
+        norm=entry.norm,
+        threshold=entry.threshold,
+        verdict=entry.verdict,
+        note=entry.note,
+    )

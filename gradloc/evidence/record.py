@@ -349,9 +349,9 @@ class Shares:
 class BatchStatistics:
     """What is typical in the batch: what the causes compare a culprit with."""
 
-    advantage: float | None = never_null()
+    advantage: float = 0.0
     """Median |advantage| over the response tokens whose advantage is not zero."""
-    one_minus_prob: float | None = never_null()
+    one_minus_prob: float = 0.0
     """Mean of 1 - pi_old over response tokens (arXiv 2505.12929: a token's gradient goes with 1 - pi)."""
     jacobian: float | None = None
     """Norm of a typical token's log-prob gradient: residual norm over the root sum of squared coefficients."""

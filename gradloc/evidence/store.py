@@ -25,6 +25,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .record import Event
+
 if TYPE_CHECKING:
     import torch
 
@@ -94,7 +96,7 @@ class EventStore:
         partial.rename(folder)
         return f"events/{event_id}"
 
-    def append(self, event: dict[str, Any]) -> None:
+    def append(self, event: Event) -> None:
         """Add one event to ``events.jsonl`` and flush it to the disk."""
         self.root.mkdir(parents=True, exist_ok=True)
         path = self.root / "events.jsonl"

@@ -35,8 +35,8 @@ from tqdm import tqdm
 from ..core.gradients import GradientSpace
 from ..core.probe import Prober
 from ..core.ranks import Ranks
-from ..evidence.complete import SCHEMA_VERSION
 from ..evidence.numbers import number
+from ..evidence.record import SCHEMA_VERSION
 from ..evidence.store import plain
 from ..search.find import STRATEGIES, localize
 from ..search.task import Task

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ..core.trigger import Spike, spike_kind
-from ..evidence.complete import SCHEMA_VERSION
+from ..evidence.record import SCHEMA_VERSION
 
 __all__ = ["Bundle", "Entry", "ReplayError", "read_bundle"]
 

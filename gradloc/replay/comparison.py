@@ -27,6 +27,7 @@ from ..core.ranks import Ranks
 from ..core.selection import Part
 from ..evidence.fingerprint import differs, fingerprint, is_other_model
 from ..evidence.layers import layer_of
+from ..evidence.record import Fingerprint
 from ..search.find import Finding
 from ..search.task import Task
 from .bundle import Bundle, Entry, ReplayError
@@ -142,8 +143,8 @@ def side_by_side(expected: list[Named], found: list[Named]) -> list[dict[str, An
 
 def weights_difference(bundle: Bundle, space: GradientSpace, model_path: str) -> str | None:
     """How the weights differ from the event's by its fingerprint; raises where it is another model altogether."""
-    expected = bundle.meta.get("fingerprint")
-    if expected is None:
+    described = bundle.meta.get("fingerprint")
+    if described is None:
         layers = {name for name in bundle.event.get("layers") or {} if name.startswith("layer ")}
         given = {name for name in map(layer_of, space.names) if name.startswith("layer ")}
         if layers and layers != given:
@@ -153,6 +154,7 @@ def weights_difference(bundle: Bundle, space: GradientSpace, model_path: str) ->
         return None
     found = fingerprint(space)
     try:
+        expected = Fingerprint(**described)
         other = is_other_model(expected, found)
         if other is not None:
             raise ReplayError(f"The model at {model_path} is not the event's: {other}.")

@@ -32,7 +32,7 @@ from ..core.localizer import Localizer, Looked
 from ..core.ranks import Ranks
 from ..core.trigger import StepPolicy
 from ..evidence.fingerprint import fingerprint
-from ..evidence.gather import raw_event
+from ..evidence.gather import RawEvent, raw_event
 from ..evidence.store import EventStore
 from ..reweighting import STAGE_MASK_KEY
 from ..search.find import localize
@@ -217,7 +217,7 @@ class _Powers:
         return folder
 
 
-def _gather(looked: Looked, config: Any) -> dict[str, Any]:
+def _gather(looked: Looked, config: Any) -> RawEvent:
     event = raw_event(
         looked.place,
         looked.spike,
@@ -231,6 +231,6 @@ def _gather(looked: Looked, config: Any) -> dict[str, Any]:
         config.bisect_budget_steps,
         keeps_all=config.gradloc.evidence.bundle == "full",
     )
-    event["fingerprint"] = fingerprint(looked.space)
-    event["checkpoint"] = looked.checkpoint
+    event.fingerprint = fingerprint(looked.space)
+    event.checkpoint = looked.checkpoint
     return event

@@ -29,8 +29,8 @@ from omegaconf import OmegaConf
 
 from verl.utils.config import omega_conf_to_dataclass
 
-from ..evidence.complete import SCHEMA_VERSION
 from ..evidence.driver import Driver, sequence_ids
+from ..evidence.record import SCHEMA_VERSION, Run
 from ..health.monitor import Monitor, build_monitor
 from ..reweighting import ADVANTAGES_BEFORE_KEY, STAGE_NAME_KEY, Lopti, reweight
 from ..stabilize import STABILIZER_KEY
@@ -76,7 +76,7 @@ def _driver(config: Any, tokenizer: Any) -> Driver | None:
         sequences_per_mini_batch=actor.ppo_mini_batch_size * rollout.n,
         tokenizer=tokenizer,
         trackers=config.trainer.logger,
-        run={"project": config.trainer.project_name, "experiment": config.trainer.experiment_name},
+        run=Run(config.trainer.project_name, config.trainer.experiment_name),
         actor=OmegaConf.to_container(actor, resolve=True),
     )
 

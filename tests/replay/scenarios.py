@@ -87,9 +87,10 @@ def fingerprints() -> dict[str, Any]:
     """Of the harness's model however it is sharded, and of models near and far."""
     from verl.gradloc.core.gradients import GradientSpace
     from verl.gradloc.evidence.fingerprint import fingerprint
+    from verl.gradloc.evidence.store import plain
 
     def of(module):
-        return fingerprint(GradientSpace(module))
+        return plain(fingerprint(GradientSpace(module)))
 
     found = {
         name: of(_sharded(*arguments))
@@ -113,8 +114,9 @@ def fingerprints() -> dict[str, Any]:
 def compare(a: dict[str, Any], b: dict[str, Any]) -> Any:
     """What ``differs`` says."""
     from verl.gradloc.evidence.fingerprint import differs
+    from verl.gradloc.evidence.record import Fingerprint
 
-    return differs(a, b)
+    return differs(Fingerprint(**a), Fingerprint(**b))
 
 
 def _sharded(strategy: str, use_orig_params: bool = False) -> torch.nn.Module:

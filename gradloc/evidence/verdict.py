@@ -1,0 +1,143 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What an event says in two sentences, for somebody who has never seen one. Pure, standard library only.
+
+The first sentence says what spiked, which tokens did it and why; the second what the step would have been without
+them.
+"""
+
+import math
+from collections.abc import Sequence
+
+from .numbers import number, percent
+from .record import Culprit, Event
+
+__all__ = ["quote", "verdict_sentences"]
+
+_CAUSES = {
+    "token_mismatch": "the policy has moved away from the old one at this token: their ratio is {ratio_over_typical}",
+    "sequence_mismatch": "the policy has moved away from the old one over the whole sequence: the ratio here is "
+    "{ratio_over_typical}",
+    "layer_heterogeneity": "some layers explode on it while the others stay calm",
+    "large_jacobian": "the model is extremely sensitive there: the gradient of the log-prob alone is "
+    "{jacobian_over_typical} times typical",
+    "extreme_advantage": "the advantage there is {advantage_over_typical} times typical",
+    "low_probability": "the model gave it a very low probability, which makes the gradient of its log-prob "
+    "{jacobian_over_typical} times typical",
+    "kl_term": "the KL penalty pulls it towards the reference policy with {kl_over_typical} times the usual force",
+    "entropy_term": "the entropy term acts on it alone",
+    "is_weight": "the weight of the rollout correction there is {is_weight_over_typical} times typical",
+    "non_finite": "its loss has no finite gradient",
+}
+
+
+def verdict_sentences(event: Event) -> str:
+    """What happened, in two sentences of printable characters; what a token holds beyond those is escaped."""
+    return f"{_what(event)} {_without(event)}"
+
+
+def quote(culprit: Culprit) -> str:
+    """The culprit's text, or its token numbers where none is kept (evidence.text=off), quoted and cut short."""
+    text = culprit.text or "<?>"
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:40])
+    return f'"{shown}"'
+
+
+# ---- the first sentence
+
+
+def _what(event: Event) -> str:
+    trigger, culprits = event.trigger, event.culprits
+    norm, threshold = trigger.grad_norm, trigger.threshold
+    start = f"At step {event.step.global_step} the gradient "
+    if norm is None or not math.isfinite(norm):
+        start += "was not finite"
+    elif trigger.kind == "forced":
+        start += f"norm was {_number(norm)} (a rehearsal: this step was asked for)"
+    elif threshold:
+        start += f"norm was {_number(norm)}, {_number(norm / threshold)} times the threshold of {_number(threshold)}"
+    else:
+        start += f"norm was {_number(norm)}"
+    if not culprits:
+        return f"{start}, and no token was found that carries it."
+    return f"{start}: {_who(culprits)}, {_why(culprits)}."
+
+
+def _who(culprits: Sequence[Culprit]) -> str:
+    first = max(culprits, key=_weight)
+    shares = [culprit.share for culprit in culprits if culprit.share is not None and math.isfinite(culprit.share)]
+    carry = "carry" if len(culprits) > 1 else "carries"
+    did = f"{carry} {percent(sum(shares))} of it" if len(shares) == len(culprits) else "made it"
+    if len(culprits) == 1:
+        return f"{_name(first)} {did}"
+    return f"{len(culprits)} culprits {did}, the largest {_name(first)}"
+
+
+def _weight(culprit: Culprit) -> float:
+    return abs(culprit.share) if culprit.share is not None and math.isfinite(culprit.share) else 0.0
+
+
+def _name(culprit: Culprit) -> str:
+    positions, sequence = culprit.positions, _sequence(culprit)
+    if len(positions) == 1:
+        return f"the token {quote(culprit)} at position {positions[0]} of the response {sequence}"
+    return f"the {len(positions)} tokens from position {positions[0]} of the response {sequence}"
+
+
+def _sequence(culprit: Culprit) -> str:
+    if culprit.sequence_id is None:
+        return f"in row {culprit.micro_batch_row} of micro-batch {culprit.micro_batch}, rank {culprit.rank}"
+    uid, _, index = culprit.sequence_id.rpartition(":")
+    return f"{uid if len(uid) <= 16 else uid[:8]}:{index}"  # verl's uids are 36 characters; 8 tell them apart
+
+
+def _why(culprits: Sequence[Culprit]) -> str:
+    cause = max(culprits, key=_weight).cause
+    form = _CAUSES.get(cause.label)
+    if form is None:
+        return "for no single reason: every factor is within three times what is typical"
+    known = {
+        name: _number(value) for name, value in cause.numbers.items() if value is not None and math.isfinite(value)
+    }
+    return "because " + form.format_map(_Unknown(known))
+
+
+class _Unknown(dict):
+    def __missing__(self, key: str) -> str:
+        return "many"
+
+
+# ---- the second sentence
+
+
+def _without(event: Event) -> str:
+    certificate, count = event.certificate, len(event.culprits)
+    if not count:
+        return f"The search stopped because {event.search.stop_reason}."
+    them = "that token" if count == 1 and len(event.culprits[0].positions) == 1 else "them"
+    after, bound, threshold = certificate.norm_after, certificate.error_bound, certificate.threshold
+    if after is None or not math.isfinite(after):
+        return f"What the step would have been without {them} is not known: {certificate.reason}."
+    margin = f" (within {_number(bound)})" if bound is not None and math.isfinite(bound) else ""
+    start = f"Without {them} the norm is {_number(after)}{margin}"
+    limit = f" of {_number(threshold)}" if threshold is not None else ""
+    if certificate.verdict == "explained":
+        return f"{start}, under the threshold{limit}: the spike is explained."
+    if certificate.verdict == "not_explained":
+        return f"{start}, still over the threshold{limit}: something else spikes, too."
+    return f"{start}, and whether that explains the spike is undecided: {certificate.reason}."
+
+
+def _number(value: float) -> str:
+    return number(value, 3)
