@@ -15,7 +15,7 @@ def gradloc():
 
     names = {
         "core": ["trigger", "certificate", "actions", "selection"],
-        "evidence": ["causes", "layers", "store"],
+        "evidence": ["causes", "layers", "record", "store"],
         "search": ["candidates"],
     }
     return types.SimpleNamespace(
@@ -128,21 +128,21 @@ def test_actions_are_taken_as_configured_or_fall_back_to_skip(gradloc):
 
 
 def classify(gradloc, **changes):
-    culprit = {
-        "span": "token",
-        "coefficients": {"log_prob": -0.01, "kl": None, "entropy": None},
-        "loss_weight": 0.01,
-        "grad_norm": 0.05,
-        "advantage": 1.0,
-        "log_prob": -0.5,
-        "old_log_prob_used": -0.5,
-        "is_weight": None,
-        "ratios": {"sequence_geometric_mean": 1.0},
-    }
+    record = gradloc.record
     spread = changes.pop("layer_spread", None)
-    culprit.update(changes)
-    batch = gradloc.causes.BatchStatistics(1.0, 0.4, 5.0, spread)
-    return gradloc.causes.classify(culprit, batch)["label"]
+    culprit = record.Culprit(
+        coefficients=record.Coefficients(**changes.pop("coefficients", {"log_prob": -0.01})),
+        ratios=record.Ratios(sequence_geometric_mean=changes.pop("mean_ratio", 1.0)),
+        **{
+            "loss_weight": 0.01,
+            "grad_norm": 0.05,
+            "advantage": 1.0,
+            "log_prob": -0.5,
+            "old_log_prob_used": -0.5,
+            **changes,
+        },
+    )
+    return gradloc.causes.classify(culprit, record.BatchStatistics(1.0, 0.4, 5.0, spread)).label
 
 
 @pytest.mark.parametrize(
@@ -151,24 +151,21 @@ def classify(gradloc, **changes):
         ({}, "unknown"),
         ({"advantage": 800.0}, "extreme_advantage"),
         ({"old_log_prob_used": -9.0}, "token_mismatch"),
-        (
-            {"old_log_prob_used": -9.0, "ratios": {"sequence_geometric_mean": 3000.0}},
-            "sequence_mismatch",
-        ),
+        ({"old_log_prob_used": -9.0, "mean_ratio": 3000.0}, "sequence_mismatch"),
         ({"is_weight": 40.0}, "is_weight"),
         ({"grad_norm": 9.0}, "large_jacobian"),
         ({"grad_norm": 9.0, "layer_spread": 30.0}, "layer_heterogeneity"),
         ({"grad_norm": 0.2, "log_prob": -9.0, "old_log_prob_used": -9.0}, "low_probability"),
         (
-            {"coefficients": {"log_prob": 4.0, "kl": 4.01, "entropy": None}},
+            {"coefficients": {"log_prob": 4.0, "kl": 4.01}},
             "kl_term",
         ),
         (
-            {"coefficients": {"log_prob": 0.0, "kl": None, "entropy": -1.0}},
+            {"coefficients": {"log_prob": 0.0, "entropy": -1.0}},
             "entropy_term",
         ),
         (
-            {"coefficients": {"log_prob": math.nan, "kl": None, "entropy": None}},
+            {"coefficients": {"log_prob": math.nan}},
             "non_finite",
         ),
         ({"advantage": math.inf}, "non_finite"),

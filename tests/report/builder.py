@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs for the tests, written as the trainer writes them.
 
-`test_builder.py` holds them to the schemas.
+Their records are the trainer's own dataclasses; what a test changes is changed as JSON, so that it may be wrong.
 """
 
 import json
@@ -9,7 +9,26 @@ import math
 from pathlib import Path
 from typing import Any
 
-from gradloc.evidence.trackers import verdict_sentences
+from gradloc.evidence.record import (
+    Action,
+    BatchStatistics,
+    Cause,
+    Certificate,
+    Coefficients,
+    Culprit,
+    Event,
+    PathEntry,
+    Ratios,
+    Run,
+    Search,
+    Sequence,
+    Shares,
+    Step,
+    Trigger,
+)
+from gradloc.evidence.store import plain
+from gradloc.evidence.verdict import verdict_sentences
+from gradloc.report.runs.events import convert
 
 REPO = Path(__file__).resolve().parents[2]
 SCHEMAS = REPO / "schema"
@@ -37,179 +56,133 @@ VISIBLE = [
 
 def make_culprit(position: int = 3, token: str = " is", rank: int = 1, **changes: Any) -> dict:
     """A culprit's record."""
-    return {
-        "span": "token",
-        "rank": rank,
-        "micro_batch": 2,
-        "micro_batch_row": 0,
-        "row": 12,
-        "positions": [position],
-        "peak": position,
-        "is_exact": True,
-        "sequence_id": "3c0f6a52-uid-of-a-prompt-in-verl:1",
-        "data_source": "arithmetic",
-        "reward": 1.0,
-        "token_ids": [1000 + position],
-        "tokens": [token],
-        "text_before": "the answer",
-        "text_after": " 60.",
-        "prompt": "What is 20+40?",
-        "log_prob": -4.6,
-        "old_log_prob_used": -4.6,
-        "old_log_prob_stored": -4.8,
-        "rollout_log_prob": -4.7,
-        "ref_log_prob": None,
-        "ratios": {
-            "current_over_old": 1.0,
-            "current_over_rollout": 1.1,
-            "old_over_rollout": 0.9,
-            "sequence_geometric_mean": 1.0,
-        },
-        "advantage": 10000.0,
-        "is_weight": None,
-        "entropy": 1.25,
-        "coefficients": {"log_prob": -73.5, "kl": None, "entropy": None},
-        "loss_weight": 0.007,
-        "grad_norm": 650.3,
-        "threshold": 4.7,
-        "share": 0.75,
-        "layers": {"embedding": 395.7, "layer 0": 231.7, "layer 10": 203.6, "head": 413.7},
-        "cause": {
-            "label": "extreme_advantage",
-            "numbers": {"advantage_over_typical": 14577.6, "ratio_over_typical": 1.0, "kl": None},
-        },
-        **changes,
-    }
+    culprit = Culprit(
+        span="token",
+        rank=rank,
+        micro_batch=2,
+        micro_batch_row=0,
+        row=12,
+        positions=(position,),
+        peak=position,
+        sequence_id="3c0f6a52-uid-of-a-prompt-in-verl:1",
+        data_source="arithmetic",
+        reward=1.0,
+        token_ids=(1000 + position,),
+        tokens=(token,),
+        text_before="the answer",
+        text_after=" 60.",
+        prompt="What is 20+40?",
+        log_prob=-4.6,
+        old_log_prob_used=-4.6,
+        old_log_prob_stored=-4.8,
+        rollout_log_prob=-4.7,
+        ratios=Ratios(
+            current_over_old=1.0, current_over_rollout=1.1, old_over_rollout=0.9, sequence_geometric_mean=1.0
+        ),
+        advantage=10000.0,
+        entropy=1.25,
+        coefficients=Coefficients(log_prob=-73.5),
+        loss_weight=0.007,
+        grad_norm=650.3,
+        threshold=4.7,
+        share=0.75,
+        layers={"embedding": 395.7, "layer 0": 231.7, "layer 10": 203.6, "head": 413.7},
+        cause=Cause("extreme_advantage", {"advantage_over_typical": 14577.6, "ratio_over_typical": 1.0, "kl": None}),
+    )
+    return plain(culprit) | changes
 
 
 def make_event(step: int = 5, culprits: list[dict] | None = None, **changes: Any) -> dict:
     """An event's record with its verdict; its path is a small search."""
     event_id = f"step{step:06d}-epoch0-mini0"
     norm = 747.66
-    event = {
-        "schema_version": 1,
-        "event_id": event_id,
-        "run": {"project": "tests", "experiment": "report"},
-        "step": {
-            "global_step": step,
-            "epoch": 0,
-            "mini_batch": 0,
-            "num_mini_batches": 1,
-            "num_micro_batches": 4,
-            "world_size": 2,
-            "dp_size": 2,
-            "sp_size": 1,
-        },
-        "trigger": {
-            "kind": "fixed",
-            "grad_norm": norm,
-            "threshold": 52.26,
-            "tau": 640.0,
-            "num_tokens": 150,
-            "history": None,
-        },
-        "search": {
-            "strategy": "bisect",
-            "status": "found",
-            "stop_reason": "every part over its threshold was followed to its end",
-            "tau": 640.0,
-            "budget": 128,
-            "forwards": 24,
-            "backwards": 24,
-            "seconds": 0.65,
-            "path": make_path(),
-        },
-        "culprits": [make_culprit()] if culprits is None else culprits,
-        "certificate": {
-            "norm_before": norm,
-            "norm_after": 0.77,
-            "error_bound": 0.0007,
-            "threshold": 52.26,
-            "method": "swap",
-            "verdict": "explained",
-            "reason": "without the culprits the norm is under the threshold",
-        },
-        "action": {
-            "requested": "observe",
-            "taken": "observe",
-            "reason": "the step goes on unchanged",
-        },
-        "layers": {"embedding": 459.6, "head": 480.8, "layer 0": 254.5, "layer 10": 227.5},
-        "kinds": {"attention": 337.5, "mlp": 50.9},
-        "shares": {
-            "closure": 0.9998,
-            "is_trusted": True,
-            "micro_batches": [[0.0, 0.01], [0.0, 0.0], [-0.05, 0.8]],
-        },
-        "batch": {
-            "advantage": 0.69,
-            "one_minus_prob": 0.98,
-            "jacobian": 9.8,
-            "layer_spread": None,
-        },
-        "layer_history": None,
-        "folder": f"events/{event_id}",
-        **changes,
-    }
-    if "verdict" not in event:
-        event["verdict"] = verdict_sentences(event)
+    made = Event(
+        event_id=event_id,
+        run=Run("tests", "report"),
+        step=Step(
+            global_step=step,
+            num_mini_batches=1,
+            num_micro_batches=4,
+            world_size=2,
+            dp_size=2,
+            sp_size=1,
+        ),
+        trigger=Trigger(kind="fixed", grad_norm=norm, threshold=52.26, tau=640.0, num_tokens=150),
+        search=Search(
+            strategy="bisect",
+            status="found",
+            stop_reason="every part over its threshold was followed to its end",
+            tau=640.0,
+            budget=128,
+            forwards=24,
+            backwards=24,
+            seconds=0.65,
+            path=make_path(),
+        ),
+        certificate=Certificate(
+            norm_before=norm,
+            norm_after=0.77,
+            error_bound=0.0007,
+            threshold=52.26,
+            method="swap",
+            verdict="explained",
+            reason="without the culprits the norm is under the threshold",
+        ),
+        action=Action(reason="the step goes on unchanged"),
+        layers={"embedding": 459.6, "head": 480.8, "layer 0": 254.5, "layer 10": 227.5},
+        kinds={"attention": 337.5, "mlp": 50.9},
+        shares=Shares(closure=0.9998, micro_batches=((0.0, 0.01), (0.0, 0.0), (-0.05, 0.8))),
+        batch=BatchStatistics(advantage=0.69, one_minus_prob=0.98, jacobian=9.8),
+        folder=f"events/{event_id}",
+    )
+    event = plain(made) | {"culprits": [make_culprit()] if culprits is None else culprits} | changes
+    if "verdict" not in changes:
+        event["verdict"] = verdict_sentences(convert(event, Event))
     return event
 
 
-def make_path() -> list[dict]:
+def make_path() -> tuple[PathEntry, ...]:
     """Two micro-batches, of which the second is searched down to one token."""
 
     def probe(phase, micro_batch, ranks, tokens, norm, verdict):
-        return {
-            "phase": phase,
-            "micro_batch": micro_batch,
-            "ranks": ranks,
-            "tokens": tokens,
-            "num_tokens": 10,
-            "norm": norm,
-            "threshold": 4.7,
-            "verdict": verdict,
-            "note": None,
-        }
+        return PathEntry(phase, micro_batch, ranks, tokens, 10, norm, 4.7, verdict)
 
-    return [
-        probe("micro_batch", 0, [0, 2], None, 0.2, "under"),
-        probe("micro_batch", 2, [0, 2], None, 747.0, "split"),
-        probe("rank", 2, [0, 1], None, 0.1, "under"),
-        probe("rank", 2, [1, 2], None, 747.0, "split"),
-        probe("token", 2, [1, 2], [0, 3], 0.1, "under"),
-        probe("token", 2, [1, 2], [3, 6], 747.0, "split"),
-        probe("token", 2, [1, 2], [3, 4], 747.0, "culprit"),
-        probe("token", 2, [1, 2], [4, 6], 0.1, "under"),
-    ]
+    return (
+        probe("micro_batch", 0, (0, 2), None, 0.2, "under"),
+        probe("micro_batch", 2, (0, 2), None, 747.0, "split"),
+        probe("rank", 2, (0, 1), None, 0.1, "under"),
+        probe("rank", 2, (1, 2), None, 747.0, "split"),
+        probe("token", 2, (1, 2), (0, 3), 0.1, "under"),
+        probe("token", 2, (1, 2), (3, 6), 747.0, "split"),
+        probe("token", 2, (1, 2), (3, 4), 747.0, "culprit"),
+        probe("token", 2, (1, 2), (4, 6), 0.1, "under"),
+    )
 
 
 def make_sequence(num: int = 8, tokens: list[str] | None = None, **changes: Any) -> dict:
     """A sequence of ``num`` tokens whose third position carries the spike."""
     tokens = tokens or [f" w{i}" for i in range(num)]
     num = len(tokens)
-    return {
-        "rank": 1,
-        "micro_batch": 2,
-        "micro_batch_row": 0,
-        "row": 12,
-        "sequence_id": "3c0f6a52-uid-of-a-prompt-in-verl:1",
-        "data_source": "arithmetic",
-        "prompt": "What is 20+40?",
-        "token_ids": list(range(1000, 1000 + num)),
-        "tokens": tokens,
-        "response_mask": [1] * num,
-        "log_prob": [-0.5 - 0.001 * (i % 97) for i in range(num)],
-        "old_log_prob": [-0.5 - 0.001 * (i % 89) for i in range(num)],
-        "rollout_log_prob": [-0.5 - 0.001 * (i % 83) for i in range(num)],
-        "ref_log_prob": None,
-        "advantage": [10000.0 if i == 3 else 0.5 for i in range(num)],
-        "entropy": [abs(math.sin(i)) for i in range(num)],
-        "is_weight": None,
-        "coefficient": [-73.5 if i == 3 else -0.009 for i in range(num)],
-        "share": [0.75 if i == 3 else 0.001 * math.sin(i) for i in range(num)],
-        **changes,
-    }
+    sequence = Sequence(
+        rank=1,
+        micro_batch=2,
+        micro_batch_row=0,
+        row=12,
+        sequence_id="3c0f6a52-uid-of-a-prompt-in-verl:1",
+        data_source="arithmetic",
+        prompt="What is 20+40?",
+        token_ids=tuple(range(1000, 1000 + num)),
+        tokens=tuple(tokens),
+        response_mask=(1,) * num,
+        log_prob=tuple(-0.5 - 0.001 * (i % 97) for i in range(num)),
+        old_log_prob=tuple(-0.5 - 0.001 * (i % 89) for i in range(num)),
+        rollout_log_prob=tuple(-0.5 - 0.001 * (i % 83) for i in range(num)),
+        advantage=tuple(10000.0 if i == 3 else 0.5 for i in range(num)),
+        entropy=tuple(abs(math.sin(i)) for i in range(num)),
+        coefficient=tuple(-73.5 if i == 3 else -0.009 for i in range(num)),
+        share=tuple(0.75 if i == 3 else 0.001 * math.sin(i) for i in range(num)),
+    )
+    return plain(sequence) | changes
 
 
 def make_metrics(num_steps: int = 20, spikes: tuple[int, ...] = (5,)) -> list[dict]:

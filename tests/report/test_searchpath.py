@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flat path becomes the tree that the search walked."""
 
-from gradloc.evidence.record import Search
-from gradloc.report.runs.events import convert
+from dataclasses import replace
+
+from gradloc.evidence.record import PathEntry, Search
 from gradloc.report.runs.searchpath import LIMIT, cost, tree
 from tests.report.builder import make_path
 
@@ -12,7 +13,7 @@ def outline(nodes):
 
 
 def test_parts_stand_under_the_part_that_holds_them():
-    roots, hidden = tree(convert({"path": make_path()}, Search))
+    roots, hidden = tree(Search(path=make_path()))
     assert hidden == 0
     assert outline(roots) == [
         ("micro-batch 0", []),
@@ -33,22 +34,20 @@ def test_parts_stand_under_the_part_that_holds_them():
 
 
 def test_a_norm_that_is_not_finite_is_over_its_threshold():
-    path = make_path()
-    path[0]["norm"] = "NaN"
-    roots, _ = tree(convert({"path": path}, Search))
+    first, *others = make_path()
+    roots, _ = tree(Search(path=(replace(first, norm=float("nan")), *others)))
     assert [root.is_over for root in roots] == [True, True]
 
 
 def test_a_long_path_is_cut_and_counted():
-    roots, hidden = tree(convert({"path": [make_path()[0]] * (LIMIT + 5)}, Search))
+    roots, hidden = tree(Search(path=make_path()[:1] * (LIMIT + 5)))
     assert (len(roots), hidden) == (LIMIT, 5)
 
 
 def test_a_path_of_an_unknown_phase_is_shown_by_its_name():
-    path = [{"phase": "closure", "norm": 1.0}]
-    assert outline(tree(convert({"path": path}, Search))[0]) == [("closure", [])]
+    assert outline(tree(Search(path=(PathEntry("closure", norm=1.0),)))[0]) == [("closure", [])]
 
 
 def test_the_cost_is_said_in_words():
-    found = convert({"backwards": 1, "forwards": 24, "seconds": 0.6557}, Search)
+    found = Search(backwards=1, forwards=24, seconds=0.6557)
     assert cost(found) == "1 backward pass, 24 forward passes, 0.656 s"

@@ -8,7 +8,7 @@ from verl's own yaml, the batch dealt out to ranks as verl's dispatch does. Runs
 
 import copy
 import hashlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +48,7 @@ class Trainer:
 
         def update_actor(batch: Any) -> Any:
             output = self.update_actor(batch)
-            events.extend(output.meta_info.get("gradloc_events", []))
+            events.extend(asdict(raw.event) for raw in output.meta_info.get("gradloc_events", []))
             return output
 
         if self.hook is None:

@@ -6,16 +6,23 @@ import types
 
 import pytest
 
-from gradloc.evidence import trackers as announce
+from gradloc.evidence.record import CAUSES, Event
+from gradloc.evidence.trackers import announce
+from gradloc.evidence.verdict import verdict_sentences
+from gradloc.report.runs.events import convert
 from tests.report.builder import HOSTILE, make_culprit, make_event
 
 
-def event(**changes):
-    return make_event(**changes)
+def event(**changes) -> Event:
+    return convert(make_event(**changes), Event)
+
+
+def said_of(document: dict) -> str:
+    return verdict_sentences(convert(document, Event))
 
 
 def test_one_token_is_named_with_its_share_its_cause_and_the_norm_without_it():
-    assert announce.verdict_sentences(event()) == (
+    assert said_of(make_event()) == (
         "At step 5 the gradient norm was 748, 14.3 times the threshold of 52.3: "
         'the token " is" at position 3 of the response 3c0f6a52:1 carries 75% of it, '
         "because the advantage there is 14,578 times typical. "
@@ -25,33 +32,30 @@ def test_one_token_is_named_with_its_share_its_cause_and_the_norm_without_it():
 
 
 def test_several_culprits_are_counted_and_the_largest_named():
-    said = announce.verdict_sentences(
-        event(culprits=[make_culprit(share=0.2), make_culprit(7, token=" 7", share=0.79)])
-    )
+    said = said_of(make_event(culprits=[make_culprit(share=0.2), make_culprit(7, token=" 7", share=0.79)]))
     assert '2 culprits carry 99% of it, the largest the token " 7" at position 7' in said
     assert "Without them the norm is" in said
 
 
 def test_a_step_without_a_culprit_says_why_the_search_stopped():
-    said = announce.verdict_sentences(event(culprits=[]))
+    said = said_of(make_event(culprits=[]))
     assert "no token was found that carries it. The search stopped because every part" in said
 
 
-@pytest.mark.parametrize("norm", ["NaN", float("nan"), "Infinity", float("inf")])
+@pytest.mark.parametrize("norm", ["NaN", "Infinity", "-Infinity"])
 def test_a_gradient_that_is_not_finite_reads_so(norm):
-    found = event()
+    found = make_event()
     found["trigger"]["grad_norm"] = norm
     found["culprits"][0].update(share=None, cause={"label": "non_finite", "numbers": {}})
-    found.pop("verdict")
-    said = announce.verdict_sentences(found)
+    said = said_of(found)
     assert said.startswith("At step 5 the gradient was not finite: the token")
     assert "made it, because its loss has no finite gradient." in said
 
 
 def test_a_rehearsal_is_called_one():
-    found = event()
+    found = make_event()
     found["trigger"]["kind"] = "forced"
-    assert "(a rehearsal: this step was asked for)" in announce.verdict_sentences(found)
+    assert "(a rehearsal: this step was asked for)" in said_of(found)
 
 
 @pytest.mark.parametrize(
@@ -62,30 +66,30 @@ def test_a_rehearsal_is_called_one():
     ],
 )
 def test_a_certificate_that_does_not_explain_says_so(verdict, words):
-    found = event()
+    found = make_event()
     found["certificate"].update(verdict=verdict, reason="because so")
-    assert announce.verdict_sentences(found).endswith(words)
+    assert said_of(found).endswith(words)
 
 
 def test_an_unknown_norm_without_the_culprits_is_not_made_up():
-    found = event()
+    found = make_event()
     found["certificate"].update(norm_after="NaN", reason="the rest is not finite")
-    assert announce.verdict_sentences(found).endswith("is not known: the rest is not finite.")
+    assert said_of(found).endswith("is not known: the rest is not finite.")
 
 
-@pytest.mark.parametrize("label", [*announce._CAUSES, "unknown", "brand_new"])
+@pytest.mark.parametrize("label", [*CAUSES, "brand_new"])
 def test_every_cause_is_said_in_words(label):
-    found = event(culprits=[make_culprit(cause={"label": label, "numbers": {}})])
-    said = announce.verdict_sentences(found)
+    found = make_event(culprits=[make_culprit(cause={"label": label, "numbers": {}})])
+    said = said_of(found)
     assert "{" not in said
     assert said.count(". ") == 1
 
 
 def test_hostile_tokens_are_printable_and_a_run_without_text_names_numbers():
     for token in HOSTILE:
-        said = announce.verdict_sentences(event(culprits=[make_culprit(token=token)]))
+        said = said_of(make_event(culprits=[make_culprit(token=token)]))
         assert said.isprintable()
-    said = announce.verdict_sentences(event(culprits=[make_culprit(tokens=None)]))
+    said = said_of(make_event(culprits=[make_culprit(tokens=None)]))
     assert 'the token "<1003>"' in said
 
 
@@ -123,7 +127,7 @@ def fakes(monkeypatch):
 
 
 def test_each_tracker_in_use_is_told(fakes, capsys):
-    announce.announce([event()], ["console", "wandb", "tensorboard", "file"], step=5)
+    announce([event()], ["console", "wandb", "tensorboard", "file"], step=5)
     assert capsys.readouterr().out.startswith("gradloc: At step 5 the gradient norm was 748")
     [(payload, step)] = fakes["wandb"]
     assert step == 5
@@ -136,7 +140,7 @@ def test_each_tracker_in_use_is_told(fakes, capsys):
 
 def test_hostile_text_is_escaped_for_each_tracker(fakes):
     found = event(culprits=[make_culprit(token=HOSTILE[0])])
-    announce.announce([found], ["wandb", "tensorboard"], step=5)
+    announce([found], ["wandb", "tensorboard"], step=5)
     assert "<img" not in fakes["wandb"][0][0]["gradloc/verdict"][1]
     assert "\\<img" in fakes["tensorboard"][0][1]
 
@@ -144,9 +148,9 @@ def test_hostile_text_is_escaped_for_each_tracker(fakes):
 def test_trackers_not_in_use_are_not_even_imported(monkeypatch, capsys):
     for name in ("wandb", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)  # importing them would raise
-    announce.announce([event()], ["file"], step=5)
-    announce.announce([], ["wandb", "tensorboard", "console"], step=5)
-    announce.announce([event()], None, step=5)
+    announce([event()], ["file"], step=5)
+    announce([], ["wandb", "tensorboard", "console"], step=5)
+    announce([event()], None, step=5)
     assert capsys.readouterr().out == ""
 
 
@@ -154,12 +158,12 @@ def test_trackers_not_in_use_are_not_even_imported(monkeypatch, capsys):
 def test_a_tracker_that_fails_is_logged_and_training_goes_on(monkeypatch, caplog, capsys, backend):
     name = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}[backend]
     monkeypatch.setitem(sys.modules, name, None)
-    announce.announce([event()], ["console", backend], step=5)
+    announce([event()], ["console", backend], step=5)
     assert capsys.readouterr().out.startswith("gradloc: ")
     assert f"telling an event to {backend} failed" in caplog.text
 
 
 def test_wandb_without_a_run_is_left_alone(fakes):
     sys.modules["wandb"].run = None
-    announce.announce([event()], "wandb", step=5)
+    announce([event()], "wandb", step=5)
     assert fakes["wandb"] == []
