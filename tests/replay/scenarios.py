@@ -46,7 +46,7 @@ def run_replay(argv: list[str], patches: dict[str, Any]) -> dict[str, Any]:
     """The command, in this process; ``patches`` make ``module.name`` answer or raise."""
     from unittest import mock
 
-    from verl.gradloc.replay import main
+    from verl.gradloc.replay.__main__ import main
 
     out, err = io.StringIO(), io.StringIO()
     with contextlib.ExitStack() as stack:
