@@ -6,9 +6,12 @@ like a subcommand can be named with ``./`` before it.
 """
 
 import argparse
+import difflib
 import importlib
 import os
+import shlex
 import sys
+from pathlib import Path
 
 from . import __version__
 from .errors import ReportError
@@ -52,12 +55,30 @@ def _module(name: str):
     return importlib.import_module(f".commands.{name}", __package__)
 
 
+def _meant(arguments: list[str]) -> str | None:
+    """A sentence for what looks like a mistyped command: a folder of that name is not there."""
+    if len(arguments) < 2 or arguments[0] != DEFAULT or Path(arguments[1]).exists():
+        return None
+    close = difflib.get_close_matches(arguments[1], COMMANDS, n=1, cutoff=0.7)
+    if not close:
+        return None
+    rest = shlex.join(arguments[2:]) or "RUN_DIR"
+    return (
+        f"there is no folder {arguments[1]} and no command of that name: "
+        f"did you mean `gradloc-report {close[0]} {rest}`?"
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0, or 2 when there is nothing to show."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     is_named = arguments and arguments[0] in (*COMMANDS, "-h", "--help", "--version")
     if arguments and not is_named:
         arguments.insert(0, DEFAULT)
+    hint = _meant(arguments)
+    if hint:
+        print(f"gradloc-report: {hint}", file=sys.stderr)
+        return 2
     args = parser().parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a token may be more than the terminal can say

@@ -85,6 +85,24 @@ def test_what_is_no_run_is_refused_in_one_line(tmp_path, capsys, argument, words
     assert len(error.splitlines()) == 1
 
 
+def test_a_mistyped_command_is_asked_about(folder, capsys):
+    assert main(["heath", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert f"did you mean `gradloc-report health {folder}`?" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_the_summary_ends_with_what_to_do_next(folder, capsys):
+    assert main([str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert f"gradloc-report {folder} -o report.html" in out
+    assert f"gradloc-report show {folder} --event step000005-epoch0-mini0" in out
+    assert main([str(folder), "--event", "step000005-epoch0-mini0"]) == 0
+    out = capsys.readouterr().out
+    assert "trainer.rollout_data_dir=rollouts" in out
+    assert "python -m verl.gradloc.replay" in out
+
+
 def test_a_folder_as_output_is_refused(folder, tmp_path, capsys):
     assert main([str(folder), "-o", str(tmp_path)]) == 2
     assert "-o names the file to write" in capsys.readouterr().err

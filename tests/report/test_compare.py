@@ -20,4 +20,5 @@ def test_two_runs_are_put_side_by_side(tmp_path):
 
 def test_two_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     runs = [read_run(write_run(tmp_path / name, [make_event(5)])) for name in "ab"]
-    assert compare(*runs).names == [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert compare(*runs).names == ["tests / report (a)", "tests / report (b)"]
+    assert compare(runs[0], runs[0]).names == ["tests / report (first)", "tests / report (second)"]

@@ -48,7 +48,62 @@ def test_a_last_line_that_is_cut_off_is_left_out_with_a_sentence(tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     run = read_run(folder)
     assert [event.step.global_step for event in run.events] == [1]
-    assert run.notes == ["The last line of events.jsonl (line 2) is cut off and was left out."]
+    assert run.notes[0] == "The last line of events.jsonl (line 2) is cut off and was left out."
+
+
+def keep_meta(folder, events):
+    """Give each event's folder the meta.json that the trainer writes there."""
+    for event in events:
+        meta = {"schema_version": 1, "actor": {"grad_clip": 1.0}, "event": event}
+        (folder / "gradloc" / event["folder"] / "meta.json").write_text(json.dumps(meta))
+
+
+@pytest.mark.parametrize("torn", ["cut", "empty", "gone"])
+def test_events_that_a_torn_events_file_lost_are_read_from_their_folders(tmp_path, torn):
+    events = [make_event(step) for step in (1, 2, 3)]
+    folder = write_run(tmp_path, events, metrics=make_metrics())
+    keep_meta(folder, events)
+    path = folder / "gradloc" / "events.jsonl"
+    if torn == "cut":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    elif torn == "empty":
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+    run = read_run(folder)
+    assert [event.step.global_step for event in run.events] == [1, 2, 3]
+    assert run.events[2].culprits[0].text == " is"
+    assert any("that events.jsonl does not list: read from their folder" in note for note in run.notes)
+    assert read_sequences(run.events_root, run.events[2])[0]
+
+
+def test_an_event_folder_without_a_whole_meta_is_named(tmp_path):
+    folder = write_run(tmp_path, [make_event(1)], metrics=make_metrics())
+    torn = folder / "gradloc" / "events" / "step000002-epoch0-mini0"
+    torn.mkdir()
+    (torn / "meta.json").write_text('{"event": {"event_id"')
+    run = read_run(folder)
+    assert len(run.events) == 1
+    assert run.notes == ["1 event folder without a whole meta.json, and not in events.jsonl: step000002-epoch0-mini0."]
+
+
+def test_a_folder_of_one_event_is_that_event(tmp_path):
+    events = [make_event(step) for step in (1, 2, 3)]
+    folder = write_run(tmp_path, events, metrics=make_metrics())
+    keep_meta(folder, events)
+    run = read_run(folder / "gradloc" / "events" / "step000002-epoch0-mini0")
+    assert [event.step.global_step for event in run.events] == [2]
+    assert run.metrics
+
+
+@pytest.mark.parametrize("line", ["{}", "[]", '{"loss": 1}'])
+def test_a_record_of_something_else_is_no_event(tmp_path, line):
+    folder = write_run(tmp_path, [make_event()], metrics=make_metrics())
+    path = folder / "gradloc" / "events.jsonl"
+    path.write_text(line + "\n" + path.read_text())
+    run = read_run(folder)
+    assert len(run.events) == 1
+    assert run.notes == ["Line 1 of events.jsonl is no event record and was left out."]
 
 
 def test_a_broken_line_in_the_middle_costs_only_itself(tmp_path):

@@ -21,6 +21,8 @@ function ticksOf(low, high, isLog, most) {
     const decades = [];
     for (let at = Math.ceil(Math.log10(low) - 1e-9); at <= Math.log10(high) + 1e-9; at += 1) decades.push(10 ** at);
     if (decades.length >= 2) return decades.filter((_, index) => index % Math.ceil(decades.length / most) === 0);
+    const finer = [0.1, 1, 10].flatMap((by) => [1, 2, 5].map((part) => by * part * 10 ** Math.floor(Math.log10(low))));
+    if (high > 5 * low) return finer.filter((tick) => tick >= low && tick <= high);
   }
   const rough = (high - low) / most || 1;
   const unit = 10 ** Math.floor(Math.log10(rough));

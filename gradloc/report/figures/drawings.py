@@ -126,8 +126,8 @@ def _axis(x: float, y: float, words: object, anchor: str = "start") -> str:
 
 
 def _svg(width: float, height: float, title: str, marks: list[str]) -> str:
-    head = f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img" aria-label={quoteattr(title)}>'
-    return head + "".join(marks) + "</svg>"
+    size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}"'
+    return f'<svg class="drawing" {size} role="img" aria-label={quoteattr(title)}>{"".join(marks)}</svg>'
 
 
 def _finite(value: float | None) -> float:

@@ -4,6 +4,7 @@
 Tokens are hostile here, too: text is made visible first, and never read as rich's markup.
 """
 
+import shlex
 import sys
 from collections.abc import Iterable
 
@@ -15,7 +16,8 @@ from rich.text import Text
 from ...evidence.numbers import number, percent
 from ...evidence.record import Event
 from ..runs.run import RunFolder
-from ..text import one_line, span, times, visible
+from ..text import one_line, show_command, span, times, visible
+from .eventview import plain_view, severity
 
 EVENTS = 30
 """Events listed in the summary: the last ones."""
@@ -44,8 +46,32 @@ def summary(run: RunFolder, events: list[Event]) -> None:
         )
     for note in run.notes:
         console.print(Text(visible(note), style="yellow"))
-    if events:
-        console.print(Text("-o report.html writes the whole report.", style="dim"))
+    _next(console, run, events)
+
+
+def _next(console: Console, run: RunFolder, events: list[Event]) -> None:
+    """What one does after reading the summary: the action, then the commands that show more."""
+    where = shlex.quote(str(run.path))
+    if not events:
+        steps = [("was the run well?", f"gradloc-report health {where}")] if run.metrics else []
+    elif len(events) == 1:
+        found = plain_view(events[0], run.events_root or run.path, run.metrics)
+        steps = [found.story.action] if found.story.action else []
+        steps.append(
+            ("the page of it, with every token", f"{show_command(str(run.path), events[0].event_id)} -o event.html")
+        )
+        steps += [("the event again, on one machine", found.replay)] if found.replay else []
+    else:
+        worst = max(events, key=severity)
+        steps = [
+            ("the whole report", f"gradloc-report {where} -o report.html"),
+            ("the worst event", show_command(str(run.path), worst.event_id)),
+        ]
+    if steps:
+        console.print(Text("Next:", style="bold"))
+    for what, command in steps:
+        console.print(Text(f"  {what}", style="dim"))
+        console.print(Text(f"    {one_line(command)}", style="cyan"), soft_wrap=True)
 
 
 def warn(notes: list[str]) -> None:

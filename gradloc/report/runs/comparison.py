@@ -3,6 +3,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 from ...evidence.numbers import number
 from ...evidence.record import Event
@@ -28,11 +29,29 @@ class Comparison:
 def compare(first: RunFolder, second: RunFolder) -> Comparison:
     """Put two runs side by side; a run without metrics or events has dashes."""
     names = [run.name for run in (first, second)]
-    if names[0] == names[1]:  # two runs of one experiment: their folders tell them apart
-        names = [str(run.path) for run in (first, second)]
+    if names[0] == names[1]:  # two runs of one experiment
+        names = [
+            f"{run.name} ({part})" for run, part in zip((first, second), _apart(first.path, second.path), strict=True)
+        ]
     columns = [_column(run) for run in (first, second)]
     rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
     return Comparison(names, rows, _steps(first.events, second.events))
+
+
+def _apart(first: Path, second: Path) -> tuple[str, str]:
+    """The parts of two paths that tell them apart; first and second where nothing does.
+
+    >>> _apart(Path("/runs/a/gradloc"), Path("/runs/b/gradloc"))
+    ('a', 'b')
+    """
+    left, right = list(first.resolve().parts), list(second.resolve().parts)
+    while left and right and left[-1] == right[-1]:
+        left.pop(), right.pop()
+    while left and right and left[0] == right[0]:
+        left.pop(0), right.pop(0)
+    if not left and not right:
+        return "first", "second"
+    return "/".join(left) or first.resolve().name, "/".join(right) or second.resolve().name
 
 
 def _column(run: RunFolder) -> dict[str, str]:

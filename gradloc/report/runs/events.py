@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ...evidence.record import SCHEMA_VERSION, Event, Sequence, SequenceFile
+from ..text import plural
 
 T = TypeVar("T")
 
@@ -74,7 +75,7 @@ def _read_line(line: bytes, number: int, is_last: bool) -> tuple[Event | None, s
                 f"The last line of events.jsonl (line {number}) is cut off and was left out.",
             )
         return None, f"{where[0].upper()}{where[1:]} is not JSON and was left out."
-    if not isinstance(raw, dict):
+    if not isinstance(raw, dict) or not raw.keys() & {"event_id", "step", "culprits"}:
         return None, f"{where[0].upper()}{where[1:]} is no event record and was left out."
     version = raw.get("schema_version")
     is_known = version == SCHEMA_VERSION
@@ -89,6 +90,47 @@ def _read_line(line: bytes, number: int, is_last: bool) -> tuple[Event | None, s
             f"knows version {SCHEMA_VERSION}: it is shown as far as it could be read."
         )
     return event, None
+
+
+def recover(root: Path, listed: list[Event]) -> tuple[list[Event], list[str]]:
+    """The events whose folders are there and that events.jsonl does not list, and sentences about them.
+
+    A run that was killed while it wrote, or a copy that was cut short, loses lines of events.jsonl; the
+    record is in the event's own folder as well.
+
+    Args:
+        root: the folder of events.jsonl, which may itself be missing.
+        listed: what events.jsonl gave.
+    """
+    known = {event.folder for event in listed} | {event.event_id for event in listed}
+    found: list[Event] = []
+    lost: list[str] = []
+    for folder in sorted((root / "events").glob("*/")):
+        place = f"events/{folder.name}"
+        if known & {place, folder.name}:
+            continue
+        try:
+            meta = json.loads((folder / "meta.json").read_text(encoding="utf-8", errors="replace"))
+            event = convert(meta["event"], Event)
+        except (OSError, ValueError, KeyError, TypeError, msgspec.ValidationError):
+            lost.append(folder.name)
+            continue
+        found.append(replace(event, event_id=event.event_id or folder.name, folder=place))
+    notes = []
+    if found:
+        names = ", ".join(event.event_id for event in found[:3]) + (", ..." if len(found) > 3 else "")
+        them = (
+            "that events.jsonl does not list: read from its folder"
+            if len(found) == 1
+            else ("that events.jsonl does not list: read from their folders")
+        )
+        notes.append(f"{plural(len(found), 'event')} {them} ({names}).")
+    if lost:
+        names = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
+        notes.append(
+            f"{plural(len(lost), 'event folder')} without a whole meta.json, and not in events.jsonl: {names}."
+        )
+    return found, notes
 
 
 def read_sequences(root: Path, event: Event) -> tuple[list[Sequence], str | None]:

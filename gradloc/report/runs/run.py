@@ -11,7 +11,7 @@ from pathlib import Path
 from ...evidence.record import Event
 from ..errors import ReportError
 from . import metrics as metrics_files
-from .events import read_events
+from .events import read_events, recover
 from .metrics import Metrics
 
 DEPTH = 4
@@ -57,7 +57,7 @@ def read_run(path: Path, metrics_path: Path | None = None) -> RunFolder:
     """Read a run.
 
     Args:
-        path: the run's folder, the folder of its events, or its events.jsonl.
+        path: the run's folder, the folder of its events, its events.jsonl, or the folder of one event.
         metrics_path: where the metrics are, when not in the run's folder.
 
     Raises:
@@ -69,16 +69,45 @@ def read_run(path: Path, metrics_path: Path | None = None) -> RunFolder:
         if path.suffix != ".jsonl":
             raise ReportError(f"{path} is a file: name the folder of a run, or its events.jsonl.")
         path = path.parent
+    if path.parent.name == "events" and (path / "meta.json").is_file():
+        return _one_event(path, metrics_path)
     run = RunFolder(path)
     files = _walk(path)
-    found = _nearest([file for file in files if file.name == "events.jsonl"])
+    found = _nearest([file for file in files if file.name == "events.jsonl"]) or _unlisted(path)
     if found is not None:
         run.events_root = found.parent
-        run.events, notes = read_events(found)
+        if found.is_file():
+            run.events, run.notes = read_events(found)
+        recovered, notes = recover(found.parent, run.events)
         run.notes += notes
+        if recovered:
+            run.events = sorted([*run.events, *recovered], key=_when)
     _read_metrics(run, files, metrics_path)
     _check(run, found, has_files=bool(files))
     return run
+
+
+def _when(event: Event) -> tuple[int, int, int]:
+    return event.step.global_step, event.step.epoch, event.step.mini_batch
+
+
+def _one_event(folder: Path, metrics_path: Path | None) -> RunFolder:
+    """The run of an event's folder, with that event alone."""
+    run = read_run(folder.parent.parent, metrics_path)
+    run.events = [event for event in run.events if event.folder and Path(event.folder).name == folder.name]
+    if not run.events:
+        raise ReportError(
+            f"{folder} holds no event that can be read: its meta.json is cut off, and events.jsonl lacks it."
+        )
+    return run
+
+
+def _unlisted(path: Path) -> Path | None:
+    """Where events.jsonl would be: beside a folder of events, when the file itself is lost."""
+    for folder in (path, *sorted(path.glob("*/")), *sorted(path.glob("*/*/"))):
+        if any((folder / "events").glob("*/meta.json")):
+            return folder / "events.jsonl"
+    return None
 
 
 def _walk(folder: Path, depth: int = DEPTH) -> list[Path]:
