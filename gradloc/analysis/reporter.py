@@ -25,6 +25,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ..evidence.analysis_record import Cost, Loss, TrainingRun
+
 __all__ = ["Batch", "Reporter", "Run"]
 
 logger = logging.getLogger(__file__)
@@ -127,16 +129,20 @@ class Reporter:
         return True
 
     def _head(self, global_step: int, terms: Sequence[str]) -> dict[str, Any]:
-        """Which run, step and loss a record is about."""
+        """Which run, step and loss a record is about: fields that both kinds have."""
         run = self.about
-        return {"run": dict(run.names), "global_step": global_step, "loss": {"terms": terms, **run.loss}}
+        return {
+            "run": TrainingRun(**run.names),
+            "global_step": global_step,
+            "loss": Loss(terms=tuple(terms), **run.loss),
+        }
 
     @staticmethod
-    def _cost(raw: Mapping[str, Any], start: float) -> dict[str, float]:
+    def _cost(raw: Mapping[str, Any], start: float) -> Cost:
         """What the workers counted, and the seconds since ``start``."""
-        return {
-            "forwards": raw["forwards"],
-            "backwards": raw["backwards"],
-            "probe_seconds": raw["seconds"],
-            "seconds": time.perf_counter() - start,
-        }
+        return Cost(
+            forwards=raw["forwards"],
+            backwards=raw["backwards"],
+            probe_seconds=raw["seconds"],
+            seconds=time.perf_counter() - start,
+        )

@@ -284,8 +284,9 @@ class Agreement:
     """How much an update's probability changes look like those of the update of all tokens."""
 
     correlation: float | None = None
+    """Pearson's, in [-1, 1]; null where undefined."""
     ratio: float | None = None
-    """Mean size of the changes, over that of the update of all tokens."""
+    """Mean size of the changes over that of the update of all tokens; null where that changes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

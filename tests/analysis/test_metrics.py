@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from gradloc.evidence.analysis_record import Batch, Cost, GradientAnalysis, Loss, TrainingRun
 from tests.analysis.pure import load
 
 metrics = load("metrics", "analysis.buckets")
@@ -29,49 +30,56 @@ RAW = {
 TOKENS = np.array([1, 2, 3, 4, 5, 5])
 
 
-def record():
-    return {
-        "global_step": 51,
-        "buckets": metrics.bucket_records(RAW, BUCKETS, GROUPS, TOKENS),
-        "task_cosines": metrics.bucket_cosines(RAW),
-        "groups": metrics.group_table(BUCKETS, GROUPS),
-        "batch": {
-            "source": "training",
-            "num_groups": 3,
-            "num_rows": 6,
-            "zero_variance_share": GROUPS.zero_variance_share,
-        },
-        "cost": {"backwards": 6},
-    }
+def record(**changes):
+    return GradientAnalysis(
+        run=TrainingRun(project="tests", experiment="analysis"),
+        global_step=51,
+        bucket_mode="quantile",
+        num_buckets=2,
+        loss=Loss(terms=("task", "kl"), loss_mode="vanilla", loss_agg_mode="token-mean", adv_estimator="grpo"),
+        batch=Batch(
+            source="training",
+            num_groups=3,
+            num_rows=6,
+            num_tokens=20,
+            zero_variance_share=GROUPS.zero_variance_share,
+            filter=None,
+        ),
+        buckets=metrics.bucket_records(RAW, BUCKETS, GROUPS, TOKENS),
+        task_cosines=metrics.bucket_cosines(RAW),
+        groups=metrics.group_table(BUCKETS, GROUPS),
+        cost=Cost(forwards=8, backwards=6, probe_seconds=0.1, seconds=0.2),
+        **changes,
+    )
 
 
 def test_a_bucket_is_measured_both_as_a_part_and_as_if_it_were_the_batch():
-    first, second, whole = record()["buckets"]
-    assert [bucket["name"] for bucket in (first, second, whole)] == ["bucket_1", "bucket_2", "all"]
-    assert first["norm"]["task"] == {
+    first, second, whole = record().buckets
+    assert [bucket.name for bucket in (first, second, whole)] == ["bucket_1", "bucket_2", "all"]
+    assert vars(first.norm["task"]) == {
         "own": 8.0,  # 2 at a quarter of the weight
         "part": 2.0,
         "per_row": 1.0,
         "per_token": pytest.approx(2 / 7),
     }
-    assert second["norm"]["kl"]["own"] == pytest.approx(4 / 0.75)
-    assert whole["norm"]["task"]["own"] == whole["norm"]["task"]["part"] == 5.0
-    assert whole["num_rows"] == 6 and whole["num_tokens"] == 20
+    assert second.norm["kl"].own == pytest.approx(4 / 0.75)
+    assert whole.norm["task"].own == whole.norm["task"].part == 5.0
+    assert whole.num_rows == 6 and whole.num_tokens == 20
 
 
 def test_losses_of_buckets_are_their_own_means_and_weigh_together_to_the_batch_loss():
-    first, second, whole = (bucket["loss"] for bucket in record()["buckets"])
+    first, second, whole = (bucket.loss for bucket in record().buckets)
     assert first == {"policy": 2.0, "kl": 1.0, "total": 3.0}
     assert whole == {"policy": 2.0, "kl": 1.0, "total": 3.0}
     assert 0.25 * first["total"] + 0.75 * second["total"] == pytest.approx(whole["total"])
 
 
 def test_cosines_are_left_out_where_a_gradient_is_zero():
-    first, second, whole = (bucket["cosine"]["task_kl"] for bucket in record()["buckets"])
+    first, second, whole = (bucket.cosine["task_kl"] for bucket in record().buckets)
     assert first is None
     assert second == pytest.approx(-0.5)
     assert whole == pytest.approx(1.0)
-    assert record()["task_cosines"] == [[1.0, 0.5], [0.5, 1.0]]
+    assert record().task_cosines == ((1.0, 0.5), (0.5, 1.0))
 
 
 def test_metrics_carry_the_guides_names():
@@ -94,9 +102,9 @@ def test_metrics_carry_the_guides_names():
 
 
 def test_an_analysis_is_written_as_json_and_its_groups_as_csv(tmp_path):
-    path = files.write_analysis(str(tmp_path), {**record(), "odd": float("nan")})
+    path = files.write_analysis(str(tmp_path), record(metrics={"odd": float("nan")}))
     assert path == tmp_path / "gradient_analysis" / "step_51.json"
-    assert json.loads(path.read_text())["odd"] == "NaN"
+    assert json.loads(path.read_text())["metrics"] == {"odd": "NaN"}
     with open(path.parent / "group_rv_table_step_51.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["bucket"], row["group_id"], row["uid"]) for row in rows] == [
@@ -109,9 +117,9 @@ def test_an_analysis_is_written_as_json_and_its_groups_as_csv(tmp_path):
 
 def test_a_step_analysed_again_after_a_resume_replaces_its_files(tmp_path):
     files.write_analysis(str(tmp_path), record())
-    files.write_analysis(str(tmp_path), {**record(), "again": True})
+    files.write_analysis(str(tmp_path), record(metrics={"again": 1.0}))
     folder = tmp_path / "gradient_analysis"
-    assert json.loads((folder / "step_51.json").read_text())["again"]
+    assert json.loads((folder / "step_51.json").read_text())["metrics"] == {"again": 1.0}
     assert len(list(folder.iterdir())) == 2
 
 

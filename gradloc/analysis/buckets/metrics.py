@@ -23,17 +23,17 @@ from typing import Any
 
 import numpy as np
 
+from ...evidence.analysis_record import Bucket, GradientAnalysis, Group, Norms, Range
 from ...rollout_filter.groups import Groups
 
-__all__ = ["ALL", "SCHEMA_VERSION", "analysis_metrics", "bucket_records", "group_table"]
+__all__ = ["ALL", "analysis_metrics", "bucket_cosines", "bucket_records", "group_table"]
 
-SCHEMA_VERSION = 1
 ALL = "all"
 
 
 def bucket_records(
     raw: dict[str, Any], buckets: dict[str, list[int]], groups: Groups, tokens: np.ndarray
-) -> list[dict[str, Any]]:
+) -> tuple[Bucket, ...]:
     """One record per bucket in order, then ``all``.
 
     Args:
@@ -44,10 +44,12 @@ def bucket_records(
     """
     everything = [group for members in buckets.values() for group in members]
     named = [*buckets.items(), (ALL, everything)]
-    return [_bucket_record(raw, number, name, members, groups, tokens) for number, (name, members) in enumerate(named)]
+    return tuple(_bucket(raw, number, name, members, groups, tokens) for number, (name, members) in enumerate(named))
 
 
-def _bucket_record(raw, number: int, name: str, members: list[int], groups: Groups, tokens) -> dict[str, Any]:
+def _bucket(
+    raw: dict[str, Any], number: int, name: str, members: list[int], groups: Groups, tokens: np.ndarray
+) -> Bucket:
     is_all, terms = name == ALL, raw["terms"]
     inside = np.isin(groups.of_row, members)
     num_rows, num_tokens = int(inside.sum()), int(tokens[inside].sum())
@@ -56,26 +58,26 @@ def _bucket_record(raw, number: int, name: str, members: list[int], groups: Grou
     losses = np.sum(raw["losses"], axis=0) if is_all else np.asarray(raw["losses"][number]) / weights
     norms, dots = raw["norms"][number], raw["dots"][number]
     loss = {"policy" if term == "task" else term: float(losses[index]) for index, term in enumerate(terms)}
-    return {
-        "name": name,
-        "num_rows": num_rows,
-        "row_share": num_rows / len(tokens),
-        "num_tokens": num_tokens,
-        "num_groups": len(members),
-        "reward_std": {"mean": float(std.mean()), "min": float(std.min()), "max": float(std.max())},
-        "weight": dict(zip(terms, weights, strict=True)),
-        "norm": {
-            term: {
-                "own": norms[term] / weights[index],
-                "part": norms[term],
-                "per_row": norms[term] / num_rows,
-                "per_token": norms[term] / num_tokens if num_tokens else None,
-            }
+    return Bucket(
+        name=name,
+        num_rows=num_rows,
+        row_share=num_rows / len(tokens),
+        num_tokens=num_tokens,
+        num_groups=len(members),
+        reward_std=Range(min=float(std.min()), mean=float(std.mean()), max=float(std.max())),
+        weight=dict(zip(terms, weights, strict=True)),
+        norm={
+            term: Norms(
+                own=norms[term] / weights[index],
+                part=norms[term],
+                per_row=norms[term] / num_rows,
+                per_token=norms[term] / num_tokens if num_tokens else None,
+            )
             for index, term in enumerate(terms)
         },
-        "loss": {**loss, "total": sum(loss.values())},
-        "cosine": {pair: _cosine(dot, *(norms[term] for term in pair.split("_"))) for pair, dot in dots.items()},
-    }
+        loss={**loss, "total": sum(loss.values())},
+        cosine={pair: _cosine(dot, *(norms[term] for term in pair.split("_"))) for pair, dot in dots.items()},
+    )
 
 
 def _cosine(dot: float, left: float, right: float) -> float | None:
@@ -86,60 +88,60 @@ def _cosine(dot: float, left: float, right: float) -> float | None:
     return max(-1.0, min(1.0, dot / product))
 
 
-def bucket_cosines(raw: dict[str, Any]) -> list[list[float | None]]:
+def bucket_cosines(raw: dict[str, Any]) -> tuple[tuple[float | None, ...], ...]:
     """Cosines between the buckets' task gradients (bucket x bucket); None where one is zero or not finite."""
     norms = [norms["task"] for norms in raw["norms"][:-1]]
-    return [
-        [_cosine(dot, norms[row], norms[column]) for column, dot in enumerate(dots)]
+    return tuple(
+        tuple(_cosine(dot, norms[row], norms[column]) for column, dot in enumerate(dots))
         for row, dots in enumerate(raw["task_dots"])
-    ]
+    )
 
 
-def group_table(buckets: dict[str, list[int]], groups: Groups) -> list[dict[str, Any]]:
+def group_table(buckets: dict[str, list[int]], groups: Groups) -> tuple[Group, ...]:
     """The guide's ``group_rv_table``: one line per group, in ascending order of deviation."""
-    return [
-        {
-            "bucket": name,
-            "group_id": group,
-            "reward_std": float(groups.reward_std[group]),
-            "reward_mean": float(groups.reward_mean[group]),
-            "num_rows": int(groups.sizes[group]),
-            "uid": groups.uids[group],
-        }
+    return tuple(
+        Group(
+            bucket=name,
+            group_id=group,
+            reward_std=float(groups.reward_std[group]),
+            reward_mean=float(groups.reward_mean[group]),
+            num_rows=int(groups.sizes[group]),
+            uid=groups.uids[group],
+        )
         for name, members in buckets.items()
         for group in members
-    ]
+    )
 
 
-def analysis_metrics(record: dict[str, Any]) -> dict[str, float]:
+def analysis_metrics(record: GradientAnalysis) -> dict[str, float]:
     """The record's scalars under the guide's names, for any tracker; what a run lacks is left out."""
-    metrics: dict[str, float] = {}
-    for bucket in record["buckets"]:
-        at = f"grad_norm/{bucket['name']}"
-        metrics[f"{at}/sample_count"] = bucket["num_rows"]
-        metrics[f"{at}/sample_pct"] = bucket["row_share"]
-        metrics[f"{at}/token_count"] = bucket["num_tokens"]
-        metrics[f"{at}/group_rv_count"] = bucket["num_groups"]
-        metrics.update({f"{at}/reward_std_{name}": value for name, value in bucket["reward_std"].items()})
-        metrics[f"{at}/weight"] = bucket["weight"]["task"]
-        for term, norm in bucket["norm"].items():
-            metrics[f"{at}/{term}"] = norm["own"]
-            metrics[f"{at}/part/{term}"] = norm["part"]
-            metrics[f"{at}/per_sample/{term}"] = norm["per_row"]
-            metrics[f"{at}/per_token/{term}"] = norm["per_token"]
-        metrics.update({f"{at}/loss/{name}": value for name, value in bucket["loss"].items()})
-        metrics.update({f"{at}/cosine/{pair}": value for pair, value in bucket["cosine"].items()})
-        if bucket["name"] == ALL:
-            metrics.update({f"actor/loss/{name}": value for name, value in bucket["loss"].items()})
-            metrics.update({f"actor/grad_norm/{term}": norm["own"] for term, norm in bucket["norm"].items()})
-    names = [bucket["name"] for bucket in record["buckets"] if bucket["name"] != ALL]
-    for row, cosines in enumerate(record["task_cosines"]):
+    metrics: dict[str, float | None] = {}
+    for bucket in record.buckets:
+        at = f"grad_norm/{bucket.name}"
+        metrics[f"{at}/sample_count"] = bucket.num_rows
+        metrics[f"{at}/sample_pct"] = bucket.row_share
+        metrics[f"{at}/token_count"] = bucket.num_tokens
+        metrics[f"{at}/group_rv_count"] = bucket.num_groups
+        metrics.update({f"{at}/reward_std_{name}": value for name, value in vars(bucket.reward_std).items()})
+        metrics[f"{at}/weight"] = bucket.weight["task"]
+        for term, norm in bucket.norm.items():
+            metrics[f"{at}/{term}"] = norm.own
+            metrics[f"{at}/part/{term}"] = norm.part
+            metrics[f"{at}/per_sample/{term}"] = norm.per_row
+            metrics[f"{at}/per_token/{term}"] = norm.per_token
+        metrics.update({f"{at}/loss/{name}": value for name, value in bucket.loss.items()})
+        metrics.update({f"{at}/cosine/{pair}": value for pair, value in bucket.cosine.items()})
+        if bucket.name == ALL:
+            metrics.update({f"actor/loss/{name}": value for name, value in bucket.loss.items()})
+            metrics.update({f"actor/grad_norm/{term}": norm.own for term, norm in bucket.norm.items()})
+    names = [bucket.name for bucket in record.buckets if bucket.name != ALL]
+    for row, cosines in enumerate(record.task_cosines):
         for column in range(row + 1, len(names)):
             metrics[f"grad_cosine/task/{names[row]}/{names[column]}"] = cosines[column]
-    batch = record["batch"]
-    metrics["grad_analysis/source_env_groups"] = batch["num_groups"]
-    metrics["grad_analysis/source_batch_size"] = batch["num_rows"]
-    metrics["grad_analysis/uses_training_batch"] = float(batch["source"] == "training")
-    metrics["grad_analysis/zero_variance_share"] = batch["zero_variance_share"]
-    metrics["grad_analysis/passes"] = record["cost"]["backwards"]
+    batch = record.batch
+    metrics["grad_analysis/source_env_groups"] = batch.num_groups
+    metrics["grad_analysis/source_batch_size"] = batch.num_rows
+    metrics["grad_analysis/uses_training_batch"] = float(batch.source == "training")
+    metrics["grad_analysis/zero_variance_share"] = batch.zero_variance_share
+    metrics["grad_analysis/passes"] = record.cost.backwards
     return {name: float(value) for name, value in metrics.items() if value is not None}

@@ -17,17 +17,19 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from ...evidence import analysis_record
+from ...evidence.analysis_record import Filter, GradientAnalysis
 from ...rollout_filter.groups import groups_of
 from ..actor import BUCKET_KEY, NUM_BUCKETS_KEY
 from ..config import BucketSettings
 from ..files import write_analysis
 from ..reporter import Batch, Reporter, Run
-from .metrics import SCHEMA_VERSION, analysis_metrics, bucket_cosines, bucket_records, group_table
+from .metrics import analysis_metrics, bucket_cosines, bucket_records, group_table
 from .split import split_groups
 from .table import log_group_table
 
@@ -69,25 +71,24 @@ class BucketAnalysis(Reporter):
         of_row = torch.tensor([number_of[group] for group in groups.of_row.tolist()])
         raw = batch.ask({BUCKET_KEY: of_row}, {NUM_BUCKETS_KEY: len(buckets)})[0]
         tokens = mask.sum(-1).numpy()
-        record: dict[str, Any] = {
-            "schema_version": SCHEMA_VERSION,
+        record = GradientAnalysis(
             **self._head(global_step, raw["terms"]),
-            "bucket_mode": settings.bucket_mode,
-            "num_buckets": settings.num_buckets,
-            "batch": {
-                "source": "separate" if settings.is_separate else "training",
-                "num_groups": len(groups),
-                "num_rows": len(tokens),
-                "num_tokens": int(tokens.sum()),
-                "zero_variance_share": groups.zero_variance_share,
-                "filter": batch.filtered,
-            },
-            "buckets": bucket_records(raw, buckets, groups, tokens),
-            "task_cosines": bucket_cosines(raw),
-            "groups": group_table(buckets, groups),
-            "cost": self._cost(raw, start),
-        }
-        record["metrics"] = analysis_metrics(record)
+            bucket_mode=settings.bucket_mode,
+            num_buckets=settings.num_buckets,
+            batch=analysis_record.Batch(
+                source="separate" if settings.is_separate else "training",
+                num_groups=len(groups),
+                num_rows=len(tokens),
+                num_tokens=int(tokens.sum()),
+                zero_variance_share=groups.zero_variance_share,
+                filter=None if batch.filtered is None else Filter(**batch.filtered),
+            ),
+            buckets=bucket_records(raw, buckets, groups, tokens),
+            task_cosines=bucket_cosines(raw),
+            groups=group_table(buckets, groups),
+            cost=self._cost(raw, start),
+        )
+        record = replace(record, metrics=analysis_metrics(record))
         write_analysis(self.about.root, record)
         log_group_table(self.about.trackers, record)
-        return record["metrics"]
+        return record.metrics

@@ -15,12 +15,14 @@
 
 from typing import Any
 
+from ...evidence.analysis_record import GradientAnalysis
+
 __all__ = ["log_group_table"]
 
 _COLUMNS = ["bucket", "group_id", "reward_std"]
 
 
-def log_group_table(loggers: Any, record: dict[str, Any]) -> None:
+def log_group_table(loggers: Any, record: GradientAnalysis) -> None:
     """Log ``grad_norm/<bucket>/group_rv_table`` for each bucket to the run that verl has opened.
 
     Args:
@@ -34,10 +36,10 @@ def log_group_table(loggers: Any, record: dict[str, Any]) -> None:
     if wandb.run is None:
         return
     rows: dict[str, list[list[Any]]] = {}
-    for group in record["groups"]:
-        rows.setdefault(group["bucket"], []).append([group[column] for column in _COLUMNS])
+    for group in record.groups:
+        rows.setdefault(group.bucket, []).append([getattr(group, column) for column in _COLUMNS])
     tables = {
         f"grad_norm/{bucket}/group_rv_table": wandb.Table(columns=_COLUMNS, data=data) for bucket, data in rows.items()
     }
     # the step stays open: verl logs its scalars under the same one
-    wandb.log(tables, step=record["global_step"], commit=False)
+    wandb.log(tables, step=record.global_step, commit=False)

@@ -14,16 +14,17 @@
 """The analysis by quartile on the trainer's side: sample tokens, ask the workers, write what they found."""
 
 import time
-from typing import Any
+from dataclasses import replace
 
 import torch
 
+from ...evidence import analysis_record
 from ..actor import BUCKET_KEY, NUM_SAMPLED_KEY
 from ..config import QuartileSettings
 from ..files import QUARTILES_FOLDER, write_record
 from ..reporter import Batch, Reporter
 from .probe import QUARTILE_KEY, SAMPLE_KEY
-from .record import SCHEMA_VERSION, measured, quartile_metrics
+from .record import measured, quartile_metrics
 from .split import assign, sample_tokens
 
 __all__ = ["QuartileAnalysis"]
@@ -51,14 +52,13 @@ class QuartileAnalysis(Reporter):
             SAMPLE_KEY: numbers,
         }
         found = batch.ask(tensors, {NUM_SAMPLED_KEY: len(sampled)})
-        record: dict[str, Any] = {
-            "schema_version": SCHEMA_VERSION,
+        record = analysis_record.QuartileAnalysis(
             **self._head(global_step, found[0]["terms"]),
-            "split": self.settings.split,
-            "num_rows": len(quartiles),
+            split=self.settings.split,
+            num_rows=len(quartiles),
             **measured(found, arrays, quartiles, sampled),
-            "cost": self._cost(found[0], start),
-        }
-        record["metrics"] = quartile_metrics(record)
+            cost=self._cost(found[0], start),
+        )
+        record = replace(record, metrics=quartile_metrics(record))
         write_record(self.about.root, QUARTILES_FOLDER, record)
-        return record["metrics"]
+        return record.metrics

@@ -21,9 +21,10 @@ Shapes: R rows, T response positions.
 """
 
 import math
-from typing import Any
 
 import numpy as np
+
+from ...evidence.analysis_record import Agreement, Change
 
 __all__ = [
     "EMPTY",
@@ -119,22 +120,18 @@ def rank_correlation(left: np.ndarray, right: np.ndarray) -> float | None:
     return _correlation(_ranks(left), _ranks(right)) if _is_finite(left, right) else None
 
 
-def agreement(change: np.ndarray, reference: np.ndarray) -> dict[str, float | None]:
+def agreement(change: np.ndarray, reference: np.ndarray) -> Agreement:
     """How much one update's probability changes look like another's.
 
     Args:
         change: (N,), per token.
         reference: (N,), of the update that it is held against.
-
-    Returns:
-        ``correlation`` (Pearson's, None where undefined) and ``ratio`` of the mean sizes (None where the reference
-        changes nothing).
     """
     if not _is_finite(change, reference):
-        return {"correlation": None, "ratio": None}
+        return Agreement()
     size = float(np.abs(reference).mean()) if len(reference) else 0.0
     ratio = float(np.abs(change).mean()) / size if size > 0 else None
-    return {"correlation": _correlation(change, reference), "ratio": ratio}
+    return Agreement(correlation=_correlation(change, reference), ratio=ratio)
 
 
 def change_edges(changes: list[np.ndarray]) -> list[float]:
@@ -144,25 +141,22 @@ def change_edges(changes: list[np.ndarray]) -> list[float]:
     return np.linspace(-largest, largest, NUM_BINS + 1).tolist() if largest > 0 else [-1e-12, 1e-12]
 
 
-def distribution(values: np.ndarray, edges: list[float]) -> dict[str, Any] | None:
-    """What is kept of many tokens' probability changes.
+def distribution(values: np.ndarray, edges: list[float]) -> Change | None:
+    """What is kept of many tokens' probability changes; None without any.
 
     Args:
         values: (N,).
         edges: from :func:`change_edges`.
-
-    Returns:
-        ``mean``, ``mean_abs``, ``percentiles`` (at ``PERCENTS``) and ``counts`` per bin; None without values.
     """
     if not len(values):
         return None
     finite = values[np.isfinite(values)]
-    return {
-        "mean": float(values.mean()),
-        "mean_abs": float(np.abs(values).mean()),
-        "percentiles": np.percentile(values, PERCENTS).tolist(),
-        "counts": np.histogram(finite, edges)[0].tolist(),
-    }
+    return Change(
+        mean=float(values.mean()),
+        mean_abs=float(np.abs(values).mean()),
+        percentiles=tuple(np.percentile(values, PERCENTS).tolist()),
+        counts=tuple(np.histogram(finite, edges)[0].tolist()),
+    )
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 
+from gradloc.evidence.analysis_record import Agreement
 from tests.analysis.pure import load
 from tests.analysis.test_settings import make
 
@@ -94,18 +95,18 @@ def test_the_rank_correlation_is_that_of_pandas():
 def test_agreement_is_one_with_itself_and_undefined_with_nothing():
     change = np.array([0.1, -0.2, 0.0])
     found = quartiles.agreement(-2 * change, change)
-    assert found == {"correlation": pytest.approx(-1.0), "ratio": pytest.approx(2.0)}
-    assert quartiles.agreement(change, change * 0) == {"correlation": None, "ratio": None}
-    assert quartiles.agreement(change * np.nan, change)["correlation"] is None
+    assert (found.correlation, found.ratio) == (pytest.approx(-1.0), pytest.approx(2.0))
+    assert quartiles.agreement(change, change * 0) == Agreement(correlation=None, ratio=None)
+    assert quartiles.agreement(change * np.nan, change).correlation is None
 
 
 def test_every_change_is_counted_in_a_bin():
     changes = [np.array([0.0, 0.3, -0.1]), np.array([-0.4, np.nan])]
     edges = quartiles.change_edges(changes)
     assert edges[0] == -0.4 and edges[-1] == 0.4
-    assert sum(quartiles.distribution(changes[0], edges)["counts"]) == 3
+    assert sum(quartiles.distribution(changes[0], edges).counts) == 3
     nothing = np.zeros(5)
-    assert quartiles.distribution(nothing, quartiles.change_edges([nothing]))["counts"] == [5]
+    assert quartiles.distribution(nothing, quartiles.change_edges([nothing])).counts == (5,)
     assert quartiles.distribution(np.array([]), edges) is None
 
 
