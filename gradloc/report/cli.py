@@ -19,6 +19,7 @@ from .errors import ReportError
 COMMANDS = {
     "show": "a run's events: in the terminal, as an HTML page, or as Markdown, JSON or CSV",
     "compare": "two runs side by side",
+    "watch": "a run that is going on: norm, threshold, health, events as they come; --serve for the page",
     "health": "healthy, warning or danger, step by step, with reasons and what people do",
     "buckets": "a run's gradient analyses: figures by reward variance, or three steps in one",
     "quartiles": "which tokens' gradients dominate, by probability: figures and tables",
@@ -32,6 +33,7 @@ examples:
   gradloc-report runs/demo-1 --format csv         one line per culprit
   gradloc-report health runs/demo-1               was the run well, step by step
   gradloc-report compare runs/a runs/b            two runs side by side
+  gradloc-report watch runs/demo-1                a run that is going on
 """
 
 

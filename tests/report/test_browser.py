@@ -8,11 +8,14 @@ where that can be done; where there is none, the tests are skipped and say so.
 import importlib.util
 import json
 import random
+import threading
 import time
 
 import pytest
 
 from gradloc.report import output
+from gradloc.report.live.follow import Follower
+from gradloc.report.live.server import Site
 from gradloc.report.pages import page
 from gradloc.report.runs.run import read_run
 from tests.report.builder import (
@@ -401,6 +404,28 @@ def test_two_thousand_events_are_found_walked_and_copied(driver, largest_page):
     assert driver.get_log("browser") == []
     asked = [url for url in requests(driver) if not url.startswith(("data:", "about:"))]
     assert asked == [path.resolve().as_uri()]
+
+
+def test_the_live_page_shows_what_comes_and_stays_where_the_reader_is(driver, tmp_path):
+    folder = write_run(tmp_path, [make_event(5)], metrics=make_metrics(20))
+    follower = Follower(folder)
+    follower.poll()
+    driver.get_log("browser")
+    with Site(follower, 0) as site:
+        threading.Thread(target=site.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        driver.get(site.url)
+        inside = "document.querySelector('iframe').contentWindow"
+        wait(driver, f"return {inside}.document.querySelector('h1')?.textContent === 'One token made the step-5 spike'")
+        driver.execute_script(f"{inside}.scrollTo({{top: 400, behavior: 'instant'}})")
+        worse = make_event(9, trigger=make_event()["trigger"] | {"grad_norm": 1e6})
+        with (folder / "gradloc" / "events.jsonl").open("a") as file:
+            file.write(json.dumps(worse) + "\n")
+        follower.poll()
+        wait(driver, f"return {inside}.document.querySelector('h1')?.textContent === 'One token made the step-9 spike'")
+        wait(driver, f"return Math.abs({inside}.scrollY - 400) < 60")  # the browser keeps the words in sight
+        assert driver.get_log("browser") == []
+        site.shutdown()
+    wait(driver, "return document.title.endsWith('(stopped)')")
 
 
 def test_two_thousand_events_and_32k_tokens_stay_light(driver, largest_page):

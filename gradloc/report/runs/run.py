@@ -72,7 +72,7 @@ def read_run(path: Path, metrics_path: Path | None = None) -> RunFolder:
     if path.parent.name == "events" and (path / "meta.json").is_file():
         return _one_event(path, metrics_path)
     run = RunFolder(path)
-    files = _walk(path)
+    files = files_of(path)
     found = _nearest([file for file in files if file.name == "events.jsonl"]) or _unlisted(path)
     if found is not None:
         run.events_root = found.parent
@@ -110,16 +110,16 @@ def _unlisted(path: Path) -> Path | None:
     return None
 
 
-def _walk(folder: Path, depth: int = DEPTH) -> list[Path]:
+def files_of(folder: Path, depth: int = DEPTH) -> list[Path]:
     """Files of a folder, nearest first; big folders that hold neither kind are passed over."""
     try:
         entries = sorted(folder.iterdir(), key=lambda entry: entry.name) if depth else []
-    except PermissionError:  # somebody else's folder inside the run's is no reason to stop
+    except OSError:  # somebody else's folder inside the run's, or one that just went away, is no reason to stop
         return []
     files = [entry for entry in entries if entry.is_file()]
     for entry in entries:
         if entry.is_dir() and not entry.is_symlink() and entry.name not in SKIPPED:
-            files += _walk(entry, depth - 1)
+            files += files_of(entry, depth - 1)
     return sorted(files, key=lambda file: len(file.parts))
 
 

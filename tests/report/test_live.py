@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Following a run that is going on: what is new is shown, what is not there yet is waited for."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+from rich.console import Console
+
+from gradloc.report.cli import main
+from gradloc.report.live.follow import Follower
+from gradloc.report.live.screen import news, view
+from gradloc.report.live.server import Site
+from tests.report.builder import HOSTILE, REPO, make_culprit, make_event, make_metrics, write_run
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_run(tmp_path / "run", [make_event(5)], metrics=make_metrics(20))
+
+
+def grow(folder, step: int, **changes) -> None:
+    """The trainer writes another event."""
+    event = make_event(step, **changes)
+    with (folder / "gradloc" / "events.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+
+
+def shown(follower: Follower, width: int = 120) -> str:
+    console = Console(width=width, highlight=False)
+    with console.capture() as capture:
+        console.print(view(follower, width))
+    return capture.get()
+
+
+def test_a_run_that_is_not_there_yet_is_waited_for(tmp_path):
+    follower = Follower(tmp_path / "run")
+    assert not follower.poll()
+    assert "Waiting: " in shown(follower)
+    (tmp_path / "run").mkdir()
+    assert not follower.poll()
+    write_run(tmp_path / "run", metrics=make_metrics(3))
+    assert follower.poll()
+    assert "step 3" in shown(follower)
+    assert "No spike so far." in shown(follower)
+
+
+def test_only_what_changed_is_read_again(folder):
+    follower = Follower(folder)
+    assert follower.poll()
+    assert not follower.poll()
+    grow(folder, 9)
+    assert follower.poll()
+    assert follower.version == 2
+    assert len(follower.run.events) == 2
+
+
+def test_the_view_tells_norm_threshold_health_and_the_last_events(folder):
+    follower = Follower(folder)
+    follower.poll()
+    out = shown(follower)
+    assert re.search(r"tests / report +step 20 +norm 1.29 +threshold 52.3 +(healthy|warning|danger)", out)
+    assert "One token made the step-5 spike" in out
+    assert "748 → 0.77" in out
+    bars, marks = out.splitlines()[1:3]
+    assert bars.index("█") == marks.index("▲") == 4
+
+
+def test_a_hostile_token_does_not_reach_the_terminal(tmp_path):
+    folder = write_run(tmp_path, [make_event(5, [make_culprit(token=HOSTILE[7])])])
+    follower = Follower(folder)
+    follower.poll()
+    assert "\x1b" not in shown(follower)
+
+
+def test_news_are_told_once(folder):
+    follower = Follower(folder)
+    follower.poll()
+    known: set[str] = set()
+    assert news(follower.run, known) == ["One token made the step-5 spike: 748 → 0.77"]
+    assert news(follower.run, known) == []
+
+
+def test_once_prints_the_view_and_refuses_what_is_not_there(folder, tmp_path, capsys):
+    assert main(["watch", str(folder), "--once"]) == 0
+    assert "One token made the step-5 spike" in capsys.readouterr().out
+    assert main(["watch", str(tmp_path / "no"), "--once"]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert main(["watch", str(folder), "--interval", "0"]) == 2
+
+
+@pytest.fixture
+def site(folder):
+    follower = Follower(folder)
+    follower.poll()
+    with Site(follower, 0) as made:
+        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        yield made
+        made.shutdown()
+
+
+def fetch(site: Site, path: str = "", **headers: str) -> tuple[str, dict]:
+    request = urllib.request.Request(site.url + path, headers=headers)
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return answer.read().decode(), dict(answer.headers)
+
+
+def test_the_site_shows_the_report_as_it_grows(site, folder):
+    text, headers = fetch(site)
+    assert '<iframe src="/report.html"' in text
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert "step-5 spike" in fetch(site, "report.html")[0]
+    assert json.loads(fetch(site, "version")[0]) == {"version": 1}
+    grow(folder, 9, trigger=make_event()["trigger"] | {"grad_norm": 1e6})
+    site.follower.poll()
+    assert json.loads(fetch(site, "version")[0]) == {"version": 2}
+    text = fetch(site, "report.html")[0]
+    assert "step-9 spike" in text
+    assert fetch(site, "report.html")[0] == text
+
+
+@pytest.mark.parametrize(("path", "host", "code"), [("", "evil.example:80", 403), ("etc/passwd", None, 404)])
+def test_the_site_answers_this_machine_about_the_report_alone(site, path, host, code):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        fetch(site, path, **({"Host": host} if host else {}))
+    assert caught.value.code == code
+    assert site.server_address[0] == "127.0.0.1"
+
+
+def test_the_site_waits_for_a_run_that_has_not_begun(tmp_path):
+    with Site(Follower(tmp_path / "<b>run"), 0) as site:
+        assert b"Waiting: " in site.report()
+        assert b"<b>" not in site.report()
+
+
+def test_watch_serves_until_it_is_interrupted(folder):
+    command = [sys.executable, "-m", "gradloc.report", "watch", str(folder), "--serve", "--port", "0"]
+    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as process:
+        line = process.stdout.readline()
+        url = re.search(r"http://127\.0\.0\.1:\d+/", line)[0]
+        with urllib.request.urlopen(url + "report.html", timeout=20) as answer:
+            assert b"step-5 spike" in answer.read()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+def test_without_a_terminal_watch_prints_a_line_for_each_event(folder):
+    command = [sys.executable, "-u", "-m", "gradloc.report", "watch", str(folder), "--interval", "0.1"]
+    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "One token made the step-5 spike: 748 → 0.77\n"
+        grow(folder, 9)
+        assert process.stdout.readline() == "One token made the step-9 spike: 748 → 0.77\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+def test_a_port_that_is_taken_is_said_in_a_sentence(site, folder, capsys):
+    assert main(["watch", str(folder), "--serve", "--port", str(site.server_port)]) == 2
+    assert "--port names another" in capsys.readouterr().err
