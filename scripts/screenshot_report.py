@@ -76,11 +76,11 @@ def browser() -> Iterator:
             driver.quit()
 
 
-def show(driver, page: Path, width: int, height: int, is_dark: bool, fragment: str = "") -> None:
-    """Open a report at a size and in a theme."""
+def show(driver, page: Path, width: int, height: int, is_dark: bool, fragment: str = "", scale: float = 1.5) -> None:
+    """Open a report at a size in CSS pixels, each drawn as ``scale`` x ``scale`` of the screen's, and in a theme."""
     driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
-        {"width": width, "height": height, "deviceScaleFactor": 1.5, "mobile": width < 600},
+        {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600},
     )
     scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
     motion = {"name": "prefers-reduced-motion", "value": "reduce"}  # a picture cannot wait for it

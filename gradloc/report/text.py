@@ -46,6 +46,16 @@ def one_line(text: str, limit: int = 0, keep: str = "start") -> str:
     return made[: limit - 1] + "…" if keep == "start" else "…" + made[1 - limit :]
 
 
+def spoken(label: str) -> str:
+    """A name of the record in words.
+
+    >>> spoken("kl_term"), spoken("not_explained")
+    ('KL term', 'not explained')
+    """
+    words = ["KL" if word == "kl" else "IS" if word == "is" else word for word in label.split("_")]
+    return " ".join(words)
+
+
 def times(value: float | None, typical: float | None) -> float | None:
     """value / typical, or None where that makes no sense."""
     if value is None or typical is None or not typical or not math.isfinite(value):

@@ -7,6 +7,7 @@ import re
 import time
 import zlib
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from gradloc.report.pages import page
 from gradloc.report.runs.run import read_run
 from tests.report.builder import (
     HOSTILE,
+    REPO,
     VISIBLE,
     make_culprit,
     make_event,
@@ -166,6 +168,13 @@ def test_the_same_run_gives_the_same_bytes(tmp_path, plain):
     first, second = render(folder), render(folder)
     assert first == second
     assert not re.search(r"20\d\d-\d\d-\d\d", first.replace(str(tmp_path), ""))
+
+
+def test_the_example_is_the_present_page_of_the_demo(monkeypatch):
+    monkeypatch.chdir(REPO)
+    kept = Path("examples/report.html").read_text(encoding="utf-8")
+    again = "gradloc-report examples/demo -o examples/report.html"
+    assert render(Path("examples/demo")) == kept, f"it is another one: run {again}"
 
 
 def test_ids_are_unique(tmp_path):

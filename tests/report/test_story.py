@@ -95,6 +95,9 @@ def test_what_came_after_is_told_where_the_metrics_know_it():
 def test_the_lede_has_the_number_that_makes_the_cause_one():
     said = story.tell(event(), None, Metrics()).lede
     assert said == "It carries 75% of the gradient. The advantage is extreme: 14,578 times typical."
+    moved = make_culprit(cause={"label": "token_mismatch", "numbers": {"ratio_over_typical": 62.6}})
+    told = story.tell(event(culprits=[moved]), None, Metrics()).lede
+    assert told.endswith("The policy moved away from the old one at a token: its ratio is 62.6 times typical.")
     bare = event(culprits=[make_culprit(share=None, cause={"label": "brand_new", "numbers": {}})])
     assert story.tell(bare, None, Metrics()).lede == "No single factor stands out."
 

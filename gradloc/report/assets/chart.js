@@ -7,6 +7,7 @@ const draw = (name, attributes = {}, ...children) => {
   element.append(...children);
   return element;
 };
+const GAP = 24; // between two panels, with the name of the lower one in it
 const STATES = { healthy: 0.2, warning: 0.6, danger: 1 }; // height of the strip: no meaning rests on colour alone
 
 function short(value) {
@@ -78,10 +79,10 @@ class Chart {
     this.panels = this.chart.panels.map((panel, index) => {
       const height = index ? 54 : Math.max(190, Math.min(width * 0.22, 250));
       const made = { ...panel, top: y, height };
-      y += height + (isMany ? 14 : 0);
+      y += height + (isMany ? GAP : 0);
       return made;
     });
-    this.bottom = y - (isMany ? 14 : 0);
+    this.bottom = y - (isMany ? GAP : 0);
     const svg = draw("svg", { viewBox: `0 0 ${width} ${this.bottom + 40}`, width, height: this.bottom + 40 });
     for (const step of ticksOf(...this.range, false, width > 500 ? 9 : 4).filter(Number.isInteger)) {
       svg.append(draw("line", { class: "grid", x1: this.x(step), x2: this.x(step), y1: top, y2: this.bottom }));
@@ -145,7 +146,7 @@ class Chart {
       svg.append(draw("path", { class: `line ${panel.lines[at].kind}`, d: path, "clip-path": `url(#${clip})` }));
       if (points.length === 1) svg.append(draw("circle", { class: `dot ${panel.lines[at].kind}`, cx: this.x(points[0][0]), cy: panel.y(points[0][1]), r: 2.5 }));
     });
-    svg.append(this.text(this.left + 4, panel.top + (index ? 11 : 13), panel.title, "start", "axis name"));
+    svg.append(this.text(this.left + 4, panel.top + (index ? -6 : 13), panel.title, "start", "axis name"));
   }
 
   marks(svg, panel) {

@@ -207,7 +207,7 @@ def _essential(culprit: Culprit, known: dict[str, str]) -> list[tuple[str, str, 
     label, odd = culprit.cause.label, odd_number(culprit)
     about = ODD_FACTS.get(label, "")
     if about not in known and odd:  # a cause about no single fact of the record, such as the Jacobian
-        about = _spoken(ODD[label])
+        about = _spoken(ODD[label][0])
     first = [(about, known[about], odd or "the odd one")] if about in known else []
     return first + [(name, known[name], "") for name in ESSENTIAL if name in known and name != about]
 

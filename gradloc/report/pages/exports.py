@@ -10,7 +10,7 @@ from ...evidence.numbers import number, percent
 from ...evidence.record import Culprit, Event
 from ...evidence.store import plain
 from ..runs.run import RunFolder
-from ..text import one_line
+from ..text import one_line, spoken
 from .eventview import ACTIONS, CERTIFICATES, describe, plain_view
 
 EVENT_COLUMNS = (
@@ -133,7 +133,7 @@ def _event_lines(run: RunFolder, event: Event) -> list[str]:
             number(culprit.grad_norm),
             number(culprit.advantage),
             number(culprit.ratios.current_over_old),
-            escape(culprit.cause.label.replace("_", " ")),
+            escape(spoken(culprit.cause.label)),
         )
         lines.append("| " + " | ".join(cells) + " |")
     certificate = event.certificate

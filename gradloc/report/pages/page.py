@@ -28,7 +28,7 @@ from ..runs.comparison import Comparison
 from ..runs.health import judge, ranges
 from ..runs.metrics import MEAN
 from ..runs.run import RunFolder
-from ..text import one_line, plural, show_command, visible
+from ..text import one_line, plural, show_command, spoken, visible
 from . import analyses, charts
 from .eventview import EventView, culprit_count, full_view, severity
 from .rows import rows
@@ -119,7 +119,7 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
         causes = [c.cause.label for event in run.events for c in event.culprits]
         if causes:
             common = max(sorted(set(causes)), key=causes.count)
-            made.append(("commonest cause", common.replace("_", " ")))
+            made.append(("commonest cause", spoken(common)))
         spent = [e.search.seconds for e in run.events if e.search.seconds is not None]
         made.append(("spent searching", f"{number(sum(spent), 3)} s"))
     if run.metrics:

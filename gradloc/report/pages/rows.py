@@ -12,7 +12,7 @@ from typing import Any
 from ...evidence.numbers import number
 from ...evidence.record import Event
 from ..runs import story
-from ..text import one_line, show_command, times, visible
+from ..text import one_line, show_command, spoken, times, visible
 
 WORDS = 400
 """Characters of a culprit list that can be searched."""
@@ -43,8 +43,8 @@ def _row(event: Event, run: Path, is_carried: bool) -> dict[str, Any]:
         "times": _sortable(norm if excess is None else excess),
         "count": len(event.culprits),
         "token": one_line(first.text, 24) if first else "",
-        "cause": first.cause.label.replace("_", " ") if first else "–",
-        "verdict": event.certificate.verdict.replace("_", " "),
+        "cause": spoken(first.cause.label) if first else "–",
+        "verdict": spoken(event.certificate.verdict),
         "action": event.action.taken,
         "words": tokens[:WORDS],
     }

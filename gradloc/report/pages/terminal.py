@@ -16,7 +16,7 @@ from rich.text import Text
 from ...evidence.numbers import number, percent
 from ...evidence.record import Event
 from ..runs.run import RunFolder
-from ..text import one_line, show_command, span, times, visible
+from ..text import one_line, show_command, span, spoken, times, visible
 from .eventview import plain_view, severity
 
 EVENTS = 30
@@ -112,7 +112,7 @@ def _one(console: Console, event: Event) -> None:
             number(culprit.grad_norm),
             number(culprit.advantage),
             number(culprit.ratios.current_over_old),
-            culprit.cause.label.replace("_", " "),
+            spoken(culprit.cause.label),
         )
         table.add_row(*map(Text, cells))
     if event.culprits:
@@ -137,8 +137,8 @@ def _table(events: list[Event]) -> Table:
             number(times(event.trigger.grad_norm, event.trigger.threshold), 3),
             token + more,
             percent(first.share if first else None),
-            first.cause.label.replace("_", " ") if first else "–",
-            event.certificate.verdict.replace("_", " "),
+            spoken(first.cause.label) if first else "–",
+            spoken(event.certificate.verdict),
         )
         table.add_row(*map(Text, cells))
     return table

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...evidence.numbers import number
 from ...evidence.record import Event
-from ..text import one_line
+from ..text import one_line, spoken
 from .metrics import MAX, MEAN
 from .run import RunFolder
 
@@ -57,7 +57,7 @@ def _apart(first: Path, second: Path) -> tuple[str, str]:
 def _column(run: RunFolder) -> dict[str, str]:
     mean = run.metrics.finite(MEAN)
     top = run.metrics.finite(MAX) or mean
-    causes = Counter(c.cause.label.replace("_", " ") for e in run.events for c in e.culprits)
+    causes = Counter(spoken(c.cause.label) for e in run.events for c in e.culprits)
     seconds = [e.search.seconds for e in run.events if e.search.seconds is not None]
     made = {
         "steps": number(len(run.metrics.steps)) if run.metrics else "–",

@@ -20,15 +20,15 @@ from .metrics import MAX, MEAN, Metrics
 COUNTS = ("No", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten", "Eleven", "Twelve")
 SPANS = {"token": "token", "segment": "span of tokens", "sequence": "response"}
 ODD = {
-    "token_mismatch": "ratio_over_typical",
-    "sequence_mismatch": "ratio_over_typical",
-    "large_jacobian": "jacobian_over_typical",
-    "extreme_advantage": "advantage_over_typical",
-    "low_probability": "jacobian_over_typical",
-    "kl_term": "kl_over_typical",
-    "is_weight": "is_weight_over_typical",
+    "token_mismatch": ("ratio_over_typical", "its ratio is "),
+    "sequence_mismatch": ("ratio_over_typical", "the ratio is "),
+    "large_jacobian": ("jacobian_over_typical", "its log-prob's gradient is "),
+    "extreme_advantage": ("advantage_over_typical", ""),
+    "low_probability": ("jacobian_over_typical", "its log-prob's gradient is "),
+    "kl_term": ("kl_over_typical", "its force is "),
+    "is_weight": ("is_weight_over_typical", ""),
 }
-"""The number that makes each cause a cause."""
+"""The number that makes each cause a cause, and what it is a number of where the cause's title does not say."""
 TRIGGERS = {
     "fixed": "fixed rule",
     "adaptive": "learned from the run",
@@ -136,12 +136,12 @@ def _lede(event: Event, first: Culprit | None) -> str:
     if all(share is not None and math.isfinite(share) for share in shares):
         carried = f"{subject} {'carries' if len(shares) == 1 else 'carry'} {percent(sum(shares))} of the gradient. "
     odd = odd_number(first)
-    return f"{carried}{advice.of(first.cause.label).title}{f': {odd}' if odd else ''}."
+    return f"{carried}{advice.of(first.cause.label).title}{f': {ODD[first.cause.label][1]}{odd}' if odd else ''}."
 
 
 def odd_number(culprit: Culprit) -> str:
     """The number that stands out, such as ``476,096 times typical``; empty where none is known."""
-    value = culprit.cause.numbers.get(ODD.get(culprit.cause.label, ""))
+    value = culprit.cause.numbers.get(ODD.get(culprit.cause.label, ("",))[0])
     return f"{number(value, 3)} times typical" if value is not None and math.isfinite(value) else ""
 
 
