@@ -104,10 +104,10 @@ def differs(expected: Fingerprint, found: Fingerprint) -> str | None:
             "they may be the same ones, saved in half precision, or those of a step nearby."
         )
     worst = max(off, key=lambda name: _distance(before[name], now[name]))
-    rms = [math.sqrt(max(float(entry[2]), 0.0) / max(entry[0], 1)) for entry in (before[worst], now[worst])]
+    rms = [math.sqrt(max(entry[2], 0.0) / max(entry[0], 1)) for entry in (before[worst], now[worst])]
     return (
         f"The weights differ from those of the event {how_many}{f', in {worst} most' if worst else ''}: the sum there "
-        f"is {float(now[worst][1]):.9g} (root mean square {rms[1]:.9g}), it was {float(before[worst][1]):.9g} "
+        f"is {now[worst][1]:.9g} (root mean square {rms[1]:.9g}), it was {before[worst][1]:.9g} "
         f"({rms[0]:.9g})."
     )
 
@@ -119,7 +119,7 @@ def _entry(row: torch.Tensor) -> Weights:
 
 def _float64_slack(entry: Weights) -> tuple[float, float]:
     """How far rounding in float64 can move the sum (at most sqrt(n * sum of squares)) and the sum of squares."""
-    count, _, square = map(float, entry)
+    count, _, square = entry
     return _ROUNDING * math.sqrt(max(count * square, 0.0)), _ROUNDING * square
 
 
@@ -128,7 +128,7 @@ def _bfloat16_slack(entry: Weights) -> tuple[float, float]:
 
     Var[sum dw] <= h^2 sum w^2 and Var[sum 2 w dw] <= 4 h^2 sum w^4 with h half a unit in the last place, relative.
     """
-    count, _, square = map(float, entry)
+    count, _, square = entry
     of_squares = 2 * _NUM_SIGMAS * _HALF_ULP * square * min(math.sqrt(_KURTOSIS / max(count, 1.0)), 1.0)
     return _NUM_SIGMAS * _HALF_ULP * math.sqrt(max(square, 0.0)), of_squares + _HALF_ULP**2 * square
 
@@ -137,9 +137,8 @@ def _is_close(ours: Weights, theirs: Weights, sum_slack: float, square_slack: fl
     return _near(ours[1], theirs[1], sum_slack) and _near(ours[2], theirs[2], square_slack)
 
 
-def _near(a: float | str, b: float | str, slack: float) -> bool:
-    """float() because JSON spells out what it has no number for; such a value is near itself only."""
-    a, b = float(a), float(b)
+def _near(a: float, b: float, slack: float) -> bool:
+    """What is not finite is near itself only."""
     if math.isfinite(a) and math.isfinite(b):
         return abs(a - b) <= slack
     return slack == math.inf or a == b or (math.isnan(a) and math.isnan(b))
@@ -148,5 +147,5 @@ def _near(a: float | str, b: float | str, slack: float) -> bool:
 def _distance(ours: Weights, theirs: Weights) -> float:
     """How far two entries are apart, in units of the float64 slack; what is not finite counts as farthest."""
     slacks = _float64_slack(ours)
-    apart = [abs(float(a) - float(b)) / max(s, 1e-300) for a, b, s in zip(ours[1:], theirs[1:], slacks, strict=True)]
+    apart = [abs(a - b) / max(s, 1e-300) for a, b, s in zip(ours[1:], theirs[1:], slacks, strict=True)]
     return max((value if math.isfinite(value) else math.inf) for value in apart)

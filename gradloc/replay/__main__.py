@@ -36,11 +36,11 @@ from ..core.gradients import GradientSpace
 from ..core.probe import Prober
 from ..core.ranks import Ranks
 from ..evidence.numbers import number
-from ..evidence.record import SCHEMA_VERSION
+from ..evidence.record import SCHEMA_VERSION, Search
 from ..evidence.store import plain
 from ..search.find import STRATEGIES, localize
 from ..search.task import Task
-from .bundle import Bundle, ReplayError, read_bundle
+from .bundle import Bundle, read_bundle
 from .comparison import (
     ask_oracle,
     largest_log_prob_change,
@@ -51,6 +51,7 @@ from .comparison import (
     weights_difference,
     weights_record,
 )
+from .reading import ReplayError
 
 __all__ = ["main", "replay"]
 
@@ -124,13 +125,13 @@ def replay(
         "schema_version": SCHEMA_VERSION,
         "bundle": str(bundle.folder),
         "model": model_path,
-        "event_id": bundle.event.get("event_id"),
-        "step": bundle.event["step"],
+        "event_id": bundle.event.event_id or None,
+        "step": vars(bundle.event.step),
         "num_processes": ranks.num_processes,
         "device": actor.device_name,
         "micro_batches": {"replayed": len(bundle.layout), "is_whole_step": bundle.is_whole},
         "weights": weights_record(bundle, difference, log_probs, step.compute_dtype),
-        "norm": {"event": bundle.event["trigger"].get("grad_norm"), "replay": spike.grad_norm},
+        "norm": {"event": bundle.event.trigger.grad_norm, "replay": spike.grad_norm},
         "threshold": spike.threshold,
         "search": {
             "strategy": strategy,
@@ -156,12 +157,13 @@ def replay(
 
 def _settings(bundle: Bundle, strategy: str | None, budget: int | None) -> tuple[str, int, int]:
     """Strategy, budget and largest number of culprits: as asked for, else as in the event, else the defaults."""
-    actor, search = bundle.meta["actor"], bundle.event.get("search") or {}
-    strategy = strategy or search.get("strategy") or "auto"
+    actor, search = bundle.meta.actor, bundle.event.search
+    if strategy is None:
+        strategy = "auto" if search.strategy == Search.strategy else search.strategy  # one by hand may not say
     if strategy not in STRATEGIES:
         raise ReplayError(f"The strategy {strategy!r} is not known; there are {', '.join(STRATEGIES)}.")
     of_run = (actor.get("gradloc") or {}).get("search") or {}
-    budget = budget or search.get("budget") or actor.get("bisect_budget_steps") or _BUDGET
+    budget = budget or search.budget or actor.get("bisect_budget_steps") or _BUDGET
     return strategy, budget, of_run.get("max_culprits") or _MAX_CULPRITS
 
 
@@ -192,8 +194,9 @@ def render(record: dict[str, Any]) -> str:
 
 
 def _at(step: dict[str, Any]) -> str:
-    names = {"global_step": "step", "epoch": "epoch", "mini_batch": "mini-batch"}
-    return "".join(f", {name} {step[key]}" for key, name in names.items() if step.get(key) is not None)
+    if not step["global_step"]:  # one written by hand may not say
+        return ""
+    return f", step {step['global_step']}, epoch {step['epoch']}, mini-batch {step['mini_batch']}"
 
 
 _VERDICTS = {

@@ -22,12 +22,12 @@ Shapes: R rows (sequences), P prompt positions, T response positions.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..core.trigger import Spike, spike_kind
-from ..evidence.record import SCHEMA_VERSION
+from ..evidence.record import SCHEMA_VERSION, BundleMeta, Event, Trigger
+from .reading import ReplayError, read
 
 __all__ = ["Bundle", "Entry", "ReplayError", "read_bundle"]
 
@@ -36,10 +36,6 @@ _SHORT = ("responses", "response_mask", "old_log_probs", "advantages")  # (R, T)
 _OPTIONAL = ("ref_log_prob", "rollout_log_probs", "rollout_is_weights")  # (R, T)
 _INTEGERS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
 _LOG_PROBS = ("old_log_probs", "ref_log_prob", "rollout_log_probs")
-
-
-class ReplayError(Exception):
-    """The event cannot be replayed from what was given; the message is one sentence for whoever gave it."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +56,22 @@ class Bundle:
     """An event that can be replayed: checked, so nothing in it contradicts anything else."""
 
     folder: Path
-    meta: dict[str, Any]
+    meta: BundleMeta
     tensors: dict[str, torch.Tensor]
     layout: list[Entry]
     dp_size: int
     """Data-parallel ranks of the run: every micro-batch's weight in the step depends on it."""
+    names_culprits: bool
+    """Whether the event lists its culprits, be it none; one written by hand may leave them out."""
 
     @property
-    def event(self) -> dict[str, Any]:
-        return self.meta["event"]
+    def event(self) -> Event:
+        return self.meta.event
 
     @property
     def is_whole(self) -> bool:
         """Whether all micro-batches of the step are here, so that the gradient is the step's."""
-        per_rank = self.event["step"].get("num_micro_batches")
+        per_rank = self.event.step.num_micro_batches
         return per_rank is not None and len(self.layout) == per_rank * self.dp_size
 
     def token_mask(self, entry: Entry) -> torch.Tensor:
@@ -82,11 +80,11 @@ class Bundle:
 
     def spike(self, grad_norm: float) -> Spike:
         """The event's trigger, for the norm that the replay has."""
-        trigger = self.event["trigger"]
-        threshold, tau = _number(trigger.get("threshold")), _number(trigger.get("tau"))
-        kind = spike_kind(grad_norm, threshold, trigger.get("kind", "fixed"))
-        num_tokens = trigger.get("num_tokens") or int(self.tensors["response_mask"].bool().sum())
-        return Spike(kind or trigger.get("kind", "fixed"), grad_norm, threshold, tau, num_tokens)
+        trigger = self.event.trigger
+        rule = "fixed" if trigger.kind == Trigger.kind else trigger.kind  # one written by hand may not say
+        kind = spike_kind(grad_norm, trigger.threshold, rule) or rule
+        num_tokens = trigger.num_tokens or int(self.tensors["response_mask"].bool().sum())
+        return Spike(kind, grad_norm, trigger.threshold, trigger.tau, num_tokens)
 
 
 def read_bundle(path: str) -> Bundle:
@@ -102,51 +100,30 @@ def read_bundle(path: str) -> Bundle:
     for name in ("meta.json", "batch.safetensors"):
         if not (folder / name).is_file():
             raise ReplayError(f"{path} is not a bundle folder: it has no {name}.")
-    meta = _read_meta(folder / "meta.json")
+    meta, names_culprits = _read_meta(folder / "meta.json")
     tensors = _read_tensors(folder / "batch.safetensors")
     _check_tensors(tensors, meta)
-    dp_size = _get(meta, "event.step.dp_size", int)
-    if dp_size < 1:
+    dp_size = meta.event.step.dp_size
+    if dp_size is None or dp_size < 1:
         raise ReplayError(f"meta.json: event.step.dp_size must be at least 1, found {dp_size}.")
     layout = _read_layout(meta, tensors, dp_size)
     _check_values(tensors, layout, meta)
-    return Bundle(folder, meta, tensors, layout, dp_size)
+    return Bundle(folder, meta, tensors, layout, dp_size, names_culprits)
 
 
-def _read_meta(path: Path) -> dict[str, Any]:
+def _read_meta(path: Path) -> tuple[BundleMeta, bool]:
+    """What the file says, and whether its event lists culprits."""
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ReplayError(f"{path} is not readable as JSON: {error}.") from error
-    version = meta.get("schema_version") if isinstance(meta, dict) else None
+    version = raw.get("schema_version") if isinstance(raw, dict) else None
     if version != SCHEMA_VERSION:
         raise ReplayError(f"{path} has schema_version {version!r}; this version of gradloc reads {SCHEMA_VERSION}.")
-    for key, kind in (("actor", dict), ("on_policy", bool), ("layout", list), ("event.step", dict)):
-        _get(meta, key, kind)
-    _get(meta, "event.trigger", dict)
-    temperature = _number(meta.get("temperature"))
-    if temperature is None or not temperature > 0:
-        raise ReplayError(f"meta.json: temperature must be a positive number, found {meta.get('temperature')!r}.")
-    for name in ("threshold", "tau"):
-        _number(meta["event"]["trigger"].get(name), f"event.trigger.{name}")
-    return meta
-
-
-def _get(meta: dict[str, Any], dotted: str, kind: type) -> Any:
-    value: Any = meta
-    for key in dotted.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ReplayError(f"meta.json: {dotted} must be of type {kind.__name__}, found {value!r:.80}.")
-    return value
-
-
-def _number(value: Any, where: str = "temperature") -> float | None:
-    """A number, or None for null; ``"NaN"`` and ``"Infinity"`` stand for what JSON has no number for."""
-    try:
-        return None if value is None else float(value)
-    except (TypeError, ValueError):
-        raise ReplayError(f"meta.json: {where} must be a number or null, found {value!r:.80}.") from None
+    meta = read(BundleMeta, raw)
+    if not meta.temperature > 0:
+        raise ReplayError(f"meta.json: temperature must be a positive number, found {meta.temperature}.")
+    return meta, "culprits" in raw["event"]
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -159,11 +136,11 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise ReplayError(f"{path} is cut off or is no safetensors file: {error}.") from error
 
 
-def _check_tensors(tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+def _check_tensors(tensors: dict[str, torch.Tensor], meta: BundleMeta) -> None:
     needed = list(_LONG + _SHORT)
-    if meta["actor"].get("use_kl_loss"):
+    if meta.actor.get("use_kl_loss"):
         needed.append("ref_log_prob")
-    if (meta["actor"].get("policy_loss") or {}).get("loss_mode") == "bypass_mode":
+    if (meta.actor.get("policy_loss") or {}).get("loss_mode") == "bypass_mode":
         needed.append("rollout_log_probs")
     for name in needed:
         if name not in tensors:
@@ -188,16 +165,11 @@ def _check_tensors(tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> No
             raise ReplayError(f"batch.safetensors: {name} must hold {expected}, found {tensors[name].dtype}.")
 
 
-def _read_layout(meta: dict[str, Any], tensors: dict[str, torch.Tensor], dp_size: int) -> list[Entry]:
+def _read_layout(meta: BundleMeta, tensors: dict[str, torch.Tensor], dp_size: int) -> list[Entry]:
     num_rows = tensors["responses"].shape[0]
     layout: list[Entry] = []
-    for number, item in enumerate(meta["layout"]):
-        try:
-            rank, micro_batch, (first, end) = int(item["rank"]), int(item["micro_batch"]), map(int, item["rows"])
-        except (KeyError, TypeError, ValueError):
-            raise ReplayError(
-                f"meta.json: layout[{number}] must hold rank, micro_batch and rows [first, end), found {item!r:.80}."
-            ) from None
+    for number, item in enumerate(meta.layout):
+        rank, micro_batch, (first, end) = item.rank, item.micro_batch, item.rows
         if not 0 <= first < end <= num_rows:
             raise ReplayError(
                 f"meta.json: layout[{number}] takes rows {first} to {end}, but the tensors have {num_rows} rows."
@@ -221,7 +193,7 @@ def _read_layout(meta: dict[str, Any], tensors: dict[str, torch.Tensor], dp_size
     return layout
 
 
-def _check_values(tensors: dict[str, torch.Tensor], layout: list[Entry], meta: dict[str, Any]) -> None:
+def _check_values(tensors: dict[str, torch.Tensor], layout: list[Entry], meta: BundleMeta) -> None:
     is_listed = torch.zeros(tensors["responses"].shape[0], 1, dtype=torch.bool)
     for entry in layout:
         is_listed[entry.first_row : entry.end_row] = True
@@ -232,7 +204,7 @@ def _check_values(tensors: dict[str, torch.Tensor], layout: list[Entry], meta: d
     if not torch.equal(tensors["input_ids"][:, -num_response:][mask], tensors["responses"][mask]):
         raise ReplayError("batch.safetensors: responses are not the last columns of input_ids.")
     # a gradient that was not finite may come from just such a log-prob: then it is what the replay has to find
-    if meta["event"]["trigger"].get("kind") == "non_finite":
+    if meta.event.trigger.kind == "non_finite":
         return
     for name in _LOG_PROBS:
         bad = (tensors[name].isnan() & mask).nonzero().tolist() if name in tensors else []

@@ -27,10 +27,10 @@ from ..core.ranks import Ranks
 from ..core.selection import Part
 from ..evidence.fingerprint import differs, fingerprint, is_other_model
 from ..evidence.layers import layer_of
-from ..evidence.record import Fingerprint
 from ..search.find import Finding
 from ..search.task import Task
-from .bundle import Bundle, Entry, ReplayError
+from .bundle import Bundle, Entry
+from .reading import ReplayError
 
 __all__ = [
     "ask_oracle",
@@ -76,24 +76,20 @@ class Named:
 
 def named_by_event(bundle: Bundle) -> list[Named] | None:
     """The event's culprits; None where the bundle names none, not even an empty list."""
-    culprits = bundle.event.get("culprits")
-    if culprits is None:
+    if not bundle.names_culprits:
         return None
     entries = {(entry.rank, entry.micro_batch): entry for entry in bundle.layout}
     named = []
-    for number, culprit in enumerate(culprits):
-        try:
-            where = culprit["rank"], culprit["micro_batch"]
-            row, positions = culprit["micro_batch_row"], tuple(culprit["positions"])
-        except (KeyError, TypeError):
+    for number, culprit in enumerate(bundle.event.culprits):
+        where, row, positions = (culprit.rank, culprit.micro_batch), culprit.micro_batch_row, culprit.positions
+        if None in (*where, row) or not positions:
             raise ReplayError(
                 f"meta.json: event.culprits[{number}] must hold rank, micro_batch, micro_batch_row and positions."
-            ) from None
+            )
         mask = bundle.token_mask(entries[where]) if where in entries else torch.zeros(0, 0)
         if not (0 <= row < mask.shape[0] and all(0 <= p < mask.shape[1] and mask[row, p] for p in positions)):
             raise ReplayError(f"meta.json: event.culprits[{number}] is at no response token of the bundle.")
-        norm, share = (culprit.get(key) for key in ("grad_norm", "share"))
-        named.append(Named(*where, row, positions, culprit.get("span", "token"), norm, share))
+        named.append(Named(*where, row, positions, culprit.span, culprit.grad_norm, culprit.share))
     return named
 
 
@@ -143,9 +139,9 @@ def side_by_side(expected: list[Named], found: list[Named]) -> list[dict[str, An
 
 def weights_difference(bundle: Bundle, space: GradientSpace, model_path: str) -> str | None:
     """How the weights differ from the event's by its fingerprint; raises where it is another model altogether."""
-    described = bundle.meta.get("fingerprint")
-    if described is None:
-        layers = {name for name in bundle.event.get("layers") or {} if name.startswith("layer ")}
+    expected = bundle.meta.fingerprint
+    if expected is None:
+        layers = {name for name in bundle.event.layers if name.startswith("layer ")}
         given = {name for name in map(layer_of, space.names) if name.startswith("layer ")}
         if layers and layers != given:
             raise ReplayError(
@@ -153,19 +149,15 @@ def weights_difference(bundle: Bundle, space: GradientSpace, model_path: str) ->
             )
         return None
     found = fingerprint(space)
-    try:
-        expected = Fingerprint(**described)
-        other = is_other_model(expected, found)
-        if other is not None:
-            raise ReplayError(f"The model at {model_path} is not the event's: {other}.")
-        return differs(expected, found)
-    except (KeyError, TypeError, ValueError, IndexError):
-        raise ReplayError("meta.json: fingerprint must hold total and parameters; see docs/bundle.md.") from None
+    other = is_other_model(expected, found)
+    if other is not None:
+        raise ReplayError(f"The model at {model_path} is not the event's: {other}.")
+    return differs(expected, found)
 
 
 def weights_record(bundle: Bundle, difference: str | None, change: float | None, dtype: torch.dtype) -> dict[str, Any]:
     """Whether the weights are those of the event: by the fingerprint, else by the culprits' log-probs."""
-    if bundle.meta.get("fingerprint") is not None:
+    if bundle.meta.fingerprint is not None:
         verdict = "same" if difference is None else "different"
         sentence = difference or "The weights are those of the event, by their fingerprint."
     elif change is None:
@@ -174,10 +166,10 @@ def weights_record(bundle: Bundle, difference: str | None, change: float | None,
         verdict = "same" if change <= _LOG_PROB_SLACK[dtype] else "different"
         are = "are as good as" if verdict == "same" else "differ from"
         sentence = f"By the culprits' log-probs (changed by at most {change:.2g}) the weights {are} those of the event."
-    at = bundle.event["step"]
-    if verdict == "different" and (at.get("mini_batch") or at.get("epoch")):
+    at = bundle.event.step
+    if verdict == "different" and (at.mini_batch or at.epoch):
         sentence += (
-            f" The event came at epoch {at.get('epoch')}, mini-batch {at.get('mini_batch')} of its step, so after the "
+            f" The event came at epoch {at.epoch}, mini-batch {at.mini_batch} of its step, so after the "
             "step's first update: no checkpoint of a step has its weights, evidence.checkpoint=before_step saves them."
         )
     return {"verdict": verdict, "sentence": sentence, "largest_log_prob_change": change}
@@ -186,11 +178,9 @@ def weights_record(bundle: Bundle, difference: str | None, change: float | None,
 def largest_log_prob_change(step: Any, ranks: Ranks, bundle: Bundle) -> float | None:
     """Largest change of a culprit's log-prob since the event; refuses weights that give NaN where the event did not."""
     known = {
-        (culprit["rank"], culprit["micro_batch"], culprit["micro_batch_row"], culprit["peak"]): float(
-            culprit["log_prob"]
-        )
-        for culprit in bundle.event.get("culprits") or []
-        if culprit.get("log_prob") is not None and culprit.get("peak") is not None
+        (culprit.rank, culprit.micro_batch, culprit.micro_batch_row, culprit.peak): culprit.log_prob
+        for culprit in bundle.event.culprits
+        if culprit.log_prob is not None and culprit.peak is not None
     }
     num_nan, changes = 0, []
     for index, entry in enumerate(step.places):
@@ -200,7 +190,7 @@ def largest_log_prob_change(step: Any, ranks: Ranks, bundle: Bundle) -> float | 
             if entry is not None and (entry.rank, entry.micro_batch) == (rank, micro_batch):
                 changes.append(abs(float(log_prob[row, peak]) - before))
     (total,) = ranks.sum([num_nan])
-    if total and bundle.event["trigger"].get("kind") != "non_finite":
+    if total and bundle.event.trigger.kind != "non_finite":
         raise ReplayError(f"With the given weights the log-probs of {int(total)} response tokens are NaN.")
     everyone = [change for part in ranks.gather(changes) for change in part]
     return max((math.inf if change != change else change for change in everyone), default=None)

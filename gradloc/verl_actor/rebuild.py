@@ -41,7 +41,8 @@ from verl.workers.actor.dp_actor import DataParallelPPOActor
 
 from ..core.gradients import GradientSpace
 from ..core.memory import free_bytes
-from ..replay.bundle import Bundle, Entry, ReplayError
+from ..replay.bundle import Bundle, Entry
+from ..replay.reading import ReplayError
 from ..stabilize.ratio_clip import TokenWeigher
 from .keys import ROW_KEY
 from .step import ActorStep
@@ -119,9 +120,9 @@ class ReplayStep(ActorStep):
         self.places = places
         self._tick = tick
         micro_batches = [_micro_batch(bundle, entry or bundle.layout[0]) for entry in places]
-        temperature = float(bundle.meta["temperature"])
+        temperature = bundle.meta.temperature
         # dp_size is what the gradient is averaged over here; the run's own is in the actor's loss weights
-        super().__init__(actor, micro_batches, temperature, bundle.meta["on_policy"], dp_size=dist.get_world_size())
+        super().__init__(actor, micro_batches, temperature, bundle.meta.on_policy, dp_size=dist.get_world_size())
 
     def train(self, space: GradientSpace) -> None:
         """The training pass: puts the step's gradient into ``.grad`` and records what it leaves behind."""
@@ -201,8 +202,8 @@ def _actor_config(bundle: Bundle, has_flash: bool) -> Any:
     """The run's actor config over this verl's defaults, adapted to this machine where that leaves the loss alone."""
     defaults = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
     actor = OmegaConf.to_container(defaults.actor_rollout_ref.actor, resolve=True)
-    given = {key: value for key, value in bundle.meta["actor"].items() if key != "gradloc"}
-    of_run = bundle.meta["actor"].get("gradloc")
+    given = {key: value for key, value in bundle.meta.actor.items() if key != "gradloc"}
+    of_run = bundle.meta.actor.get("gradloc")
     if isinstance(of_run, dict) and "stabilize" in of_run:  # of gradloc's own settings, only these are part of the loss
         given["gradloc"] = {"stabilize": of_run["stabilize"]}
     unknown = _targets(given) - _targets(actor)

@@ -115,8 +115,9 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> Any:
     """What ``differs`` says."""
     from verl.gradloc.evidence.fingerprint import differs
     from verl.gradloc.evidence.record import Fingerprint
+    from verl.gradloc.replay.reading import read
 
-    return differs(Fingerprint(**a), Fingerprint(**b))
+    return differs(read(Fingerprint, a), read(Fingerprint, b))
 
 
 def _sharded(strategy: str, use_orig_params: bool = False) -> torch.nn.Module:

@@ -81,11 +81,11 @@ META = {
     ),
     "no dp_size": (
         lambda m: m["event"]["step"].pop("dp_size"),
-        "event.step.dp_size must be of type int, found None.",
+        "event.step.dp_size must be at least 1, found None.",
     ),
     "a temperature in words": (
         lambda m: m.update(temperature="hot"),
-        "temperature must be a number or null, found 'hot'.",
+        "temperature must be a number, found 'hot'.",
     ),
     "a setting that verl does not know": (
         lambda m: m["actor"].update(ppo_micro_batch=2),
@@ -101,7 +101,7 @@ META = {
     ),
     "a fingerprint of another kind": (
         lambda m: m.update(fingerprint={"sha256": "0"}),
-        "fingerprint must hold total and parameters; see docs/bundle.md.",
+        "fingerprint.total is missing; docs/bundle.md says what a bundle holds.",
     ),
 }
 
