@@ -39,16 +39,20 @@ def _require(ok: bool, key: str, expected: str, found: Any) -> None:
 class TriggerConfig:
     """When a gradient norm counts as a spike.
 
-    With ``grad_norm_threshold`` set, the published fixed rule decides and ``window``, ``warmup`` and
-    ``num_deviations`` are not used. A non-finite norm is always a spike.
+    With ``grad_norm_threshold`` set, the published fixed rule decides and ``window``, ``warmup``, ``floor`` and
+    ``cap`` are not used. A non-finite norm is always a spike.
     """
 
-    window: int = 128
-    """Optimizer steps whose norms the adaptive rule learns from (flagged ones stay out)."""
+    window: int = 64
+    """Trainer steps whose norms the adaptive rule learns from, for each mini-batch position apart."""
     warmup: int = 16
-    """Optimizer steps before the adaptive rule may fire."""
-    num_deviations: float = 6.0
-    """How many robust standard deviations of the log-norm above its median make a spike."""
+    """Trainer steps before the adaptive rule may fire."""
+    floor: float = 4.0
+    """No norm below this many times the recent level is a spike."""
+    cap: float = 10.0
+    """Every norm above this many times the recent level is a spike."""
+    num_deviations: float | None = None
+    """Not used any more; a run that sets it is told so."""
     cooldown_steps: int = 0
     """Trainer steps after an event in which nothing is localized."""
     max_events_per_step: int = 1
@@ -70,9 +74,18 @@ class TriggerConfig:
             self.warmup,
         )
         _require(
-            is_number(self.num_deviations) and self.num_deviations > 0,
+            is_number(self.floor) and self.floor > 1, "gradloc.trigger.floor", "a number greater than 1", self.floor
+        )
+        _require(
+            is_number(self.cap) and self.cap >= self.floor,
+            "gradloc.trigger.cap",
+            f"a number of at least gradloc.trigger.floor ({self.floor})",
+            self.cap,
+        )
+        _require(
+            self.num_deviations is None or (is_number(self.num_deviations) and self.num_deviations > 0),
             "gradloc.trigger.num_deviations",
-            "a positive number",
+            "null or a positive number",
             self.num_deviations,
         )
         _require(

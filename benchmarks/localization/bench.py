@@ -12,7 +12,7 @@ from benchmarks.localization.corpus import load, split, text, trained
 from benchmarks.localization.plan import Cell
 from benchmarks.localization.published import formula_cost
 from benchmarks.localization.scenarios import SCENARIOS, Planter, count_scenario
-from gradloc.core.trigger import History
+from gradloc.core.history import History
 from tests.bare import SIZES, Oracle, healthy_batch
 from tests.world import World
 

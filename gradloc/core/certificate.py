@@ -42,22 +42,26 @@ class Certificate:
     reason: str
 
 
-def judge(norm_after: float, error_bound: float, threshold: float | None) -> tuple[str, str]:
+def judge(norm_after: float, error_bound: float, threshold: float | None, was_finite: bool = True) -> tuple[str, str]:
     """Decide what a residual norm proves.
 
     Args:
         norm_after: norm without the culprits.
         error_bound: largest error of ``norm_after``.
-        threshold: the norm from which a step counts as a spike; None on a rehearsal.
+        threshold: the norm from which a step counts as a spike; None on a rehearsal, and in the warm-up.
+        was_finite: whether the step's own norm was; one that was not spikes without a threshold, too, and is explained
+            where the rest is finite.
 
     Returns:
         (verdict, reason): ``explained`` or ``not_explained`` only when the bound is below half the distance to the
         threshold, else ``undecided``.
     """
-    if threshold is None:
+    if threshold is None and was_finite:
         return "undecided", "a rehearsal: nothing spiked, so there is no threshold to come under"
     if not math.isfinite(norm_after):
         return "not_explained", "without the culprits the gradient is still not finite"
+    if threshold is None:
+        return "explained", "without the culprits the gradient is finite"
     if not error_bound < abs(threshold - norm_after) / 2:
         return "undecided", "the measurement's error bound is not below half the distance to the threshold"
     if norm_after < threshold:
@@ -75,17 +79,18 @@ def certify(
         spike: the training gradient set aside, holding ``scale`` times the true one.
         scale: the factor that clipping put on ``spike``; in (0, 1].
         norm_before: the norm verl measured before clipping.
-        threshold: the trigger's threshold on the norm; None on a rehearsal.
+        threshold: the trigger's threshold on the norm; None on a rehearsal, and in the warm-up.
         culprits: tokens to leave out.
     """
+    was_finite = math.isfinite(norm_before)
     if not culprits:
-        verdict, reason = judge(norm_before, 0.0, threshold)
-        reason = reason if threshold is None else "no culprit was found, so nothing is explained"
+        verdict, reason = judge(norm_before, 0.0, threshold, was_finite)
+        reason = reason if threshold is None and was_finite else "no culprit was found, so nothing is explained"
         return Certificate(norm_before, norm_before, 0.0, threshold, "none", verdict, reason)
     num_micro_batches = prober.step.num_micro_batches
     holders = sorted({token.micro_batch for token in culprits})
     rounding = (num_micro_batches + 4) * prober.space.rounding
-    if math.isfinite(norm_before) and 2 * len(holders) <= num_micro_batches:
+    if was_finite and 2 * len(holders) <= num_micro_batches:
         method = "swap"
         prober.compute((index, None) for index in holders)
         with_culprits = prober.space.take()
@@ -100,5 +105,5 @@ def certify(
         prober.compute_without(culprits)
         norm_after = prober.space.norm()
         error_bound = rounding * num_micro_batches * norm_after
-    verdict, reason = judge(norm_after, error_bound, threshold)
+    verdict, reason = judge(norm_after, error_bound, threshold, was_finite)
     return Certificate(norm_before, norm_after, error_bound, threshold, method, verdict, reason)

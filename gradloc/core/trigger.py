@@ -14,17 +14,14 @@
 """Is this norm a spike? Pure rules over numbers; nothing here measures.
 
 Fixed rule (GradLoc): tau / sqrt(N), with tau a per-token threshold and N the response tokens of the mini-batch over
-all ranks. Adaptive rule: median and median absolute deviation (MAD) of the log-norm over a window of steps that did
-not spike, as robust statistics that one spike cannot move.
+all ranks. The adaptive rule is in :mod:`.adaptive`.
 """
 
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .history import History
-
-__all__ = ["History", "Place", "StepPolicy", "Spike", "fixed_threshold", "spike_kind"]
+__all__ = ["Place", "StepPolicy", "Spike", "fixed_threshold", "spike_kind"]
 
 
 def fixed_threshold(tau: float, num_tokens: int) -> float:
@@ -68,25 +65,30 @@ class StepPolicy:
     num_tokens: list[int]
     """Response tokens over all ranks, per mini-batch."""
     thresholds: list[float | None]
-    """On the gradient norm, per mini-batch; None while the adaptive rule warms up."""
+    """On the gradient norm, per optimizer step (epochs x mini-batches); None while the adaptive rule warms up."""
     tau: list[float | None]
-    """Per-token threshold, per mini-batch; None where there is no threshold."""
+    """Per-token threshold, per optimizer step; None where there is no threshold."""
     max_events: int
     """Mini-batches of this step that may still be localized."""
     force: bool = False
     """Localize the first mini-batch even when it does not spike."""
-    history: dict[str, Any] = field(default_factory=dict)
-    """What the adaptive threshold was made of, for the record."""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """What each adaptive threshold was made of, for the record; empty under the fixed rule."""
     stage: str | None = None
     """Which of Lopti's two updates of the step this is; None for the only one."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def threshold(self, number: int) -> float | None:
+        """On the norm of the optimizer step of this number, counted over epochs and mini-batches from 0."""
+        return self.thresholds[number % len(self.thresholds)]
+
     def place(self, number: int) -> Place:
         """Where the optimizer step of this number is, counted over epochs and mini-batches from 0."""
         epoch, mini_batch = divmod(number, len(self.num_tokens))
-        return Place(self.global_step, epoch, mini_batch, len(self.num_tokens), self.history, self.stage)
+        history = self.history[number % len(self.history)] if self.history else {}
+        return Place(self.global_step, epoch, mini_batch, len(self.num_tokens), history, self.stage)
 
     def spike(self, grad_norm: float, number: int) -> Spike | None:
         """Why the optimizer step of this number is to be looked into, None if it is not.
@@ -95,8 +97,8 @@ class StepPolicy:
             grad_norm: before clipping; may be NaN or inf.
             number: counted over epochs and mini-batches from 0.
         """
-        mini_batch = number % len(self.num_tokens)
-        threshold, tau, num_tokens = self.thresholds[mini_batch], self.tau[mini_batch], self.num_tokens[mini_batch]
+        threshold, tau = self.threshold(number), self.tau[number % len(self.tau)]
+        num_tokens = self.num_tokens[number % len(self.num_tokens)]
         kind = spike_kind(grad_norm, threshold, self.kind)
         if kind is not None:
             return Spike(kind, grad_norm, threshold, tau, num_tokens)

@@ -19,6 +19,7 @@ and counted; training goes on.
 """
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +27,8 @@ from typing import Any
 
 import torch
 
-from ..core.trigger import History, StepPolicy, fixed_threshold, spike_kind
+from ..core.adaptive import AdaptiveThreshold
+from ..core.trigger import StepPolicy, fixed_threshold, spike_kind
 from .complete import bundle_tensors, complete_event, complete_sequences
 from .gather import RawEvent
 from .record import BundleMeta, Event, Run
@@ -86,18 +88,24 @@ class Driver:
         self.trackers, self.run, self.actor_config = trackers, run, actor
         self.sequences_per_mini_batch = sequences_per_mini_batch
         self.store = EventStore(os.path.abspath(os.path.expanduser(dump_dir)))
-        self._histories: dict[str, History] = {}
+        self._adaptive: dict[str, AdaptiveThreshold] = {}
         self._stage = ""
         self._num_events = 0
         self._num_failures = 0
         self._quiet_until = 0
         self._step = self._num_in_step = 0
         self._policy: StepPolicy | None = None
+        if settings.trigger.num_deviations is not None:
+            logger.warning(
+                "gradloc: actor.gradloc.trigger.num_deviations=%s is not used any more: the adaptive threshold lies "
+                "between gradloc.trigger.floor and gradloc.trigger.cap times the norms' recent level",
+                settings.trigger.num_deviations,
+            )
 
     @property
-    def history(self) -> History:
+    def adaptive(self) -> AdaptiveThreshold:
         """What the present update is judged by. Lopti's two stages have norms of different size: one history each."""
-        return self._history(self._stage)
+        return self._adaptive_of(self._stage)
 
     def before_update(self, response_mask: torch.Tensor, global_step: int, dp_size: int, stage: str = "") -> StepPolicy:
         """The policy of the update that comes next.
@@ -110,6 +118,8 @@ class Driver:
         """
         self._stage = stage
         num_tokens = self._tokens_per_mini_batch(response_mask, dp_size)
+        of_step = num_tokens * self.actor_config.get("ppo_epochs", 1)  # of each optimizer step
+        thresholds = [self._threshold(position, n) for position, n in enumerate(of_step)]
         trigger = self.settings.trigger
         if global_step != self._step:  # an update in stages calls this once for each
             self._step, self._num_in_step = global_step, 0
@@ -119,12 +129,12 @@ class Driver:
             global_step=global_step,
             kind="adaptive" if self.tau is None else "fixed",
             num_tokens=num_tokens,
-            thresholds=[self._threshold(n) for n in num_tokens],
-            tau=[self._tau(n) for n in num_tokens],
+            thresholds=thresholds,
+            tau=[self._tau(threshold, n) for threshold, n in zip(thresholds, of_step, strict=True)],
             max_events=0 if is_quiet else max(allowed, 0),
             force=trigger.force_step == global_step,
             stage=stage or None,
-            history={} if self.tau is not None else self.history.summary(),
+            history=[] if self.tau is not None else [self.adaptive.summary(i) for i in range(len(of_step))],
         )
         return self._policy
 
@@ -142,7 +152,8 @@ class Driver:
         Raises:
             AbortedBySpike: when ``action.mode`` is abort and a spike came; the event is on disk.
         """
-        num_spikes = self._learn(norms, raw_events)
+        measured = self._measured(norms, raw_events)
+        self.adaptive.observe(measured)
         written = [event for event in (self._write(raw, batch) for raw in raw_events) if event is not None]
         announce(written, self.trackers, self._policy.global_step)
         self._num_in_step += len(raw_events)
@@ -154,25 +165,25 @@ class Driver:
                 f"gradloc stopped the run (actor_rollout_ref.actor.gradloc.action.mode=abort). {said} "
                 f"The step was not taken; the event is in {self.store.root}."
             )
-        return self._metrics([raw.event for raw in raw_events], num_spikes)
+        return {**self._trigger_metrics(measured), **self._event_metrics([raw.event for raw in raw_events])}
 
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the checkpoint: what the trigger has learned."""
-        histories = {stage: history.state() for stage, history in self._histories.items()}
+        histories = {stage: adaptive.state() for stage, adaptive in self._adaptive.items()}
         return {"histories": histories, "num_events": self._num_events}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state` gave."""
         for stage, history in state["histories"].items():
-            self._history(stage).load_state(history)
+            self._adaptive_of(stage).load_state(history)
         self._num_events = int(state["num_events"])
 
     # ---- inside
 
-    def _history(self, stage: str) -> History:
+    def _adaptive_of(self, stage: str) -> AdaptiveThreshold:
         trigger = self.settings.trigger
-        fresh = History(trigger.window, trigger.warmup, trigger.num_deviations)
-        return self._histories.setdefault(stage, fresh)
+        fresh = AdaptiveThreshold(trigger.window, trigger.warmup, trigger.floor, trigger.cap)
+        return self._adaptive.setdefault(stage, fresh)
 
     def _tokens_per_mini_batch(self, response_mask: torch.Tensor, dp_size: int) -> list[int]:
         """Response tokens of each mini-batch over all ranks: rows are dealt out to ranks in equal runs, and each rank
@@ -183,28 +194,22 @@ class Driver:
         by_rank = per_row[: rows_per_rank * dp_size].view(dp_size, rows_per_rank)
         return [int(chunk.sum()) for chunk in by_rank.split(size, dim=1)]
 
-    def _threshold(self, num_tokens: int) -> float | None:
-        return self.history.threshold() if self.tau is None else fixed_threshold(self.tau, num_tokens)
+    def _threshold(self, position: int, num_tokens: int) -> float | None:
+        return self.adaptive.threshold(position) if self.tau is None else fixed_threshold(self.tau, num_tokens)
 
-    def _tau(self, num_tokens: int) -> float | None:
+    def _tau(self, threshold: float | None, num_tokens: int) -> float | None:
         """Per-token threshold: as configured, or what the adaptive threshold says under the same noise model."""
-        if self.tau is not None:
+        if self.tau is not None or threshold is None:
             return self.tau
-        threshold = self.history.threshold()
-        return None if threshold is None else threshold * max(num_tokens, 1) ** 0.5
+        return threshold * max(num_tokens, 1) ** 0.5
 
-    def _learn(self, norms: list[float], raw_events: list[RawEvent]) -> int:
-        """Feed the step's norms (epochs x mini-batches, in order) to the history; returns how many spiked."""
-        thresholds, num_spikes = self._policy.thresholds, 0
-        measured = list(norms)
-        for raw in raw_events:  # a masked or skipped step reports the norm it took; the history wants the one it had
+    def _measured(self, norms: list[float], raw_events: list[RawEvent]) -> list[float]:
+        """The norms before any action; a masked or skipped step reports the one that it took."""
+        measured, num_mini_batches = list(norms), len(self._policy.num_tokens)
+        for raw in raw_events:
             where = raw.event.step
-            measured[where.epoch * len(thresholds) + where.mini_batch] = raw.event.trigger.grad_norm
-        for index, norm in enumerate(measured):
-            is_spike = spike_kind(norm, thresholds[index % len(thresholds)], self._policy.kind) is not None
-            self.history.observe(norm, is_spike)
-            num_spikes += is_spike
-        return num_spikes
+            measured[where.epoch * num_mini_batches + where.mini_batch] = raw.event.trigger.grad_norm
+        return measured
 
     def _write(self, raw: RawEvent, batch: Any) -> Event | None:
         """Write one event; returns its record, None when that failed."""
@@ -244,10 +249,29 @@ class Driver:
         self.store.append(event)
         return event
 
-    def _metrics(self, events: list[Event], num_spikes: int) -> dict[str, list[float]]:
-        """Scalars for the trackers, in lists as reduce_metrics expects; mind names that contain 'min' or 'max'."""
+    # scalars for the trackers, in lists as reduce_metrics expects; mind names that contain "min" or "max"
+
+    def _trigger_metrics(self, norms: list[float]) -> dict[str, list[float]]:
+        """Spikes, and of the optimizer step that came nearest to its threshold: the threshold and the ratio to it."""
+        pairs = [(norm, self._policy.threshold(number)) for number, norm in enumerate(norms)]
+        judged = [(norm, threshold) for norm, threshold in pairs if threshold]
+        found: dict[str, list[float]] = {}
+        if judged:
+            norm, threshold = max(judged, key=lambda pair: pair[0] / pair[1] if math.isfinite(pair[0]) else math.inf)
+            found = {"gradloc/threshold": [threshold], "gradloc/norm_over_threshold": [norm / threshold]}
+        num_spikes = sum(spike_kind(*pair, self._policy.kind) is not None for pair in pairs)
+        return {"gradloc/spikes": [num_spikes], **found}
+
+    def _event_metrics(self, events: list[Event]) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {}
+        if events:
+            found["gradloc/norm_after"] = [max(event.certificate.norm_after for event in events)]
+        masked = [event for event in events if event.action.taken == "mask"]
+        if masked:
+            culprits = [culprit for event in masked for culprit in event.culprits]
+            found["gradloc/masked_tokens"] = [sum(len(culprit.positions) for culprit in culprits)]
         return {
-            "gradloc/spikes": [num_spikes],
+            **found,
             "gradloc/events": [len(events)],
             "gradloc/culprits": [sum(len(event.culprits) for event in events)],
             "gradloc/explained": [sum(event.certificate.verdict == "explained" for event in events)],

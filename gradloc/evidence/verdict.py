@@ -133,7 +133,8 @@ def _without(event: Event) -> str:
     start = f"Without {them} the norm is {_number(after)}{margin}"
     limit = f" of {_number(threshold)}" if threshold is not None else ""
     if certificate.verdict == "explained":
-        return f"{start}, under the threshold{limit}: the spike is explained."
+        under = "which is finite" if threshold is None else f"under the threshold{limit}"
+        return f"{start}, {under}: the spike is explained."
     if certificate.verdict == "not_explained":
         return f"{start}, still over the threshold{limit}: something else spikes, too."
     return f"{start}, and whether that explains the spike is undecided: {certificate.reason}."

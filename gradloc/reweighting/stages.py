@@ -41,10 +41,9 @@ KEEPS_LR_SCHEDULE_KEY = "keeps_lr_schedule"
 """Meta info: the worker does not advance the learning-rate schedule after this update."""
 
 # Means over all response tokens of which each stage has its part, and what the localizer counts per update.
-_ADDITIVE = ("actor/pg_loss", "actor/kl_loss", "actor/entropy") + tuple(
-    f"gradloc/{count}"
-    for count in ("spikes", "events", "culprits", "explained", "mask", "skip", "abort", "probes", "seconds")
-)
+_COUNTS = "spikes events culprits explained mask skip abort masked_tokens probes seconds"
+_ADDITIVE = ("actor/pg_loss", "actor/kl_loss", "actor/entropy", *(f"gradloc/{count}" for count in _COUNTS.split()))
+_LARGEST = ("gradloc/norm_over_threshold", "gradloc/norm_after")
 
 
 @dataclass(frozen=True)
@@ -145,6 +144,8 @@ class Lopti:
 
 def _join(key: str, first: Any, second: Any) -> Any:
     """One metric of two updates: a list over ranks, of numbers or of lists over micro-batches, as verl has them."""
+    if key in _LARGEST:
+        return max(first, second)
     return _added(first, second) if key in _ADDITIVE else [*first, *second]
 
 

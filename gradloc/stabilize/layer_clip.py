@@ -25,7 +25,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from ..core.trigger import History
+from ..core.history import History
 from .config import LayerClipConfig
 
 __all__ = ["LayerClip"]

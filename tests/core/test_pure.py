@@ -3,6 +3,7 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ def gradloc():
     import types
 
     names = {
-        "core": ["trigger", "certificate", "actions", "selection"],
+        "core": ["trigger", "history", "certificate", "actions", "selection"],
         "evidence": ["causes", "layers", "record", "store"],
         "search": ["candidates"],
     }
@@ -23,11 +24,11 @@ def gradloc():
     )
 
 
-# ---- trigger: three recorded kinds of norm histories
+# ---- the history of norms that the health rules and the clipping by layer keep
 
 
 def fires(gradloc, norms, **settings):
-    history = gradloc.trigger.History(**{"window": 64, "warmup": 16, "num_deviations": 6.0, **settings})
+    history = gradloc.history.History(**{"window": 64, "warmup": 16, "num_deviations": 6.0, **settings})
     fired = []
     for step, norm in enumerate(norms):
         kind = gradloc.trigger.spike_kind(norm, history.threshold(), "adaptive")
@@ -73,10 +74,10 @@ def test_nothing_but_non_finite_fires_before_the_warm_up_is_over(gradloc):
 
 def test_a_history_comes_back_from_a_checkpoint_exactly(gradloc):
     norms = healthy(3, 90)
-    one = gradloc.trigger.History(64, 16, 6.0)
+    one = gradloc.history.History(64, 16, 6.0)
     for norm in norms:
         one.observe(norm, False)
-    two = gradloc.trigger.History(64, 16, 6.0)
+    two = gradloc.history.History(64, 16, 6.0)
     two.load_state(one.state())
     assert two.threshold() == one.threshold() and two.summary() == one.summary()
 
@@ -107,10 +108,17 @@ def test_a_verdict_needs_a_bound_below_half_the_distance_to_the_threshold(gradlo
     assert gradloc.certificate.judge(norm, bound, threshold)[0] == verdict
 
 
+@pytest.mark.parametrize(("norm_after", "verdict"), [(3.0, "explained"), (math.inf, "not_explained")])
+def test_what_was_not_finite_is_explained_by_being_finite_where_there_is_no_threshold_yet(gradloc, norm_after, verdict):
+    assert gradloc.certificate.judge(norm_after, 0.1, None, was_finite=False)[0] == verdict
+
+
 def decide(gradloc, mode, verdict="explained", num_masked=1, is_rehearsal=False, obstacle=None):
     certificate = gradloc.certificate.Certificate(9.0, 1.0, 0.0, 5.0, "swap", verdict, "because")
     tokens = [gradloc.selection.Token(0, 0, index) for index in range(num_masked)]
-    return gradloc.actions.decide(mode, certificate, tokens, 1000, 8, 0.05, is_rehearsal, obstacle)[0]
+    limits = SimpleNamespace(mode=mode, max_masked_tokens=8, max_masked_share=0.05)
+    spike = gradloc.trigger.Spike("forced" if is_rehearsal else "fixed", 9.0, 5.0, 1.0, 1000)
+    return gradloc.actions.decide(limits, spike, certificate, tokens, obstacle).taken
 
 
 def test_actions_are_taken_as_configured_or_fall_back_to_skip(gradloc):

@@ -67,7 +67,7 @@ WRONG = [
     (f"{ACTOR}.gradloc.trigger.warmup=999", "gradloc.trigger.warmup must be at most"),
     (
         f"{ACTOR}.gradloc.trigger.num_deviations=0",
-        "gradloc.trigger.num_deviations must be a positive",
+        "gradloc.trigger.num_deviations must be null or a positive",
     ),
     (
         f"{ACTOR}.gradloc.search.strategy=magic",

@@ -76,13 +76,13 @@ def resume(overrides: list[str], dump_dir: str) -> dict[str, Any]:
         first.update(make_batch(seed=seed))
     first.hook.save(dump_dir)
     second = make_trainer(overrides, dump_dir)
-    before = second.driver.history.threshold()
+    before = second.driver.adaptive.threshold(0)
     second.hook.load(dump_dir)
     return {
         "empty": before,
-        "saved": first.driver.history.state(),
-        "loaded": second.driver.history.state(),
-        "thresholds": (first.driver.history.threshold(), second.driver.history.threshold()),
+        "saved": first.driver.adaptive.state(),
+        "loaded": second.driver.adaptive.state(),
+        "thresholds": (first.driver.adaptive.threshold(0), second.driver.adaptive.threshold(0)),
     }
 
 

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scenarios of the trigger: a run whose spikes grow from step to step, beside its healthy twin."""
+
+from typing import Any
+
+import torch
+
+from tests.world.harness import make_batch, make_trainer
+from tests.world.spikes import plant
+
+ACTOR = "actor_rollout_ref.actor"
+NUM_BEFORE, NUM_GROWING, NUM_AFTER = 20, 16, 4
+_ROW, _POSITION, _OLD_LOG_PROB = 6, 2, -3.0  # so far above the current one that PPO never clips its loss away
+_METRICS = ("spikes", "events", "mask", "skip", "threshold", "norm_over_threshold", "norm_after", "masked_tokens")
+
+
+def collapse(mode: str, growth: float, dump_dir: str) -> dict[str, Any]:
+    """Two mini-batches a step; one token's advantage grows by a factor from step to step, then all is well again.
+
+    Args:
+        mode: of ``gradloc.action``; "healthy" is the twin, in which nothing grows.
+        growth: of the advantage, from one step to the next.
+        dump_dir: for events.
+
+    Returns:
+        ``weights``: this rank's shards, flat, at the start and at the end; ``steps``: each step's metrics, on rank 0.
+    """
+    overrides = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.ppo_mini_batch_size=8"]
+    overrides += [] if mode == "healthy" else [f"{ACTOR}.gradloc.action.mode={mode}"]
+    trainer = make_trainer(overrides, dump_dir)
+    start, steps = _weights(trainer), []
+    for step in range(NUM_BEFORE + NUM_GROWING + NUM_AFTER):
+        batch = make_batch(seed=step)
+        grown = step - NUM_BEFORE + 1
+        batch.batch["old_log_probs"][_ROW, _POSITION] = _OLD_LOG_PROB
+        if mode != "healthy" and 0 < grown <= NUM_GROWING:
+            plant(batch, _ROW, _POSITION, 10.0 * growth**grown)
+        metrics = trainer.update(batch)["metrics"]
+        found = {name: metrics[f"gradloc/{name}"][0] for name in _METRICS if f"gradloc/{name}" in metrics}
+        steps.append({**found, "norms": metrics["actor/grad_norm"][0], "is_grown": 0 < grown <= NUM_GROWING})
+    return {"weights": (start, _weights(trainer)), "steps": steps}
+
+
+def _weights(trainer: Any) -> torch.Tensor:
+    params = trainer.actor.actor_module.parameters()
+    shards = [param.to_local() if hasattr(param, "to_local") else param for param in params]
+    return torch.cat([shard.detach().flatten().clone() for shard in shards])
