@@ -6,9 +6,9 @@ import random
 import pytest
 
 from gradloc.evidence.record import Culprit, Sequence
-from gradloc.report.pages.shading import shade
 from gradloc.report.runs import tokens
 from gradloc.report.runs.events import convert
+from gradloc.report.runs.shading import shade
 from tests.report.builder import make_culprit, make_sequence
 
 

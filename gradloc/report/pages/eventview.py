@@ -10,9 +10,9 @@ from ..figures import drawings
 from ..runs import advice, searchpath, tokens
 from ..runs.events import bundle_folder, read_sequences
 from ..runs.metrics import Metrics
+from ..runs.shading import Shades, shade
 from ..runs.story import ODD, Story, clip_of, odd_number, tell, weight
 from ..text import one_line, plural, replay_command, span, visible
-from .shading import Shades, shade
 
 CULPRITS = 40
 """Culprits written out per event; the rest are counted."""

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ...evidence.record import Culprit, Sequence
-from ..pages.shading import Shades, values
 from ..text import visible
+from .shading import Shades, values
 
 CONTEXT = 60
 """Tokens shown on either side of a culprit."""
