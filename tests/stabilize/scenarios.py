@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -352,13 +353,13 @@ def update_without_rollout_log_probs(overrides: list[str], dump_dir: str) -> str
 
 def check_configs(cases: list[list[str]], dump_dir: str) -> list[Any]:
     """Whether the trainer keeps a stabilizer's memory, or the refusal, for each list of overrides."""
-    from verl.gradloc.verl_actor.trainer_hook import build_trainer_hook
+    from verl.gradloc.verl_actor.trainer import build_trainer_hook
 
     answers: list[Any] = []
     for overrides in cases:
+        trainer = SimpleNamespace(config=make_config(overrides, dump_dir), tokenizer=None)
         try:
-            hook = build_trainer_hook(make_config(overrides, dump_dir), None)
-            answers.append(hook is not None and hook.stabilizers is not None)
+            answers.append(build_trainer_hook(trainer).stabilizers is not None)
         except ValueError as refusal:
             answers.append(str(refusal))
     return answers
