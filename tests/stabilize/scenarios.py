@@ -60,7 +60,7 @@ def watch(trainer: Any, group: str, change: Callable | None = None) -> list[dict
     """
     seen: list[dict[str, Any]] = []
     actor = trainer.actor
-    clip, step = actor._clip_grad_norm, actor.actor_optimizer.step
+    clip, step = actor.gradloc.clip, actor.actor_optimizer.step
 
     def clip_watched():
         if change is not None:
@@ -72,7 +72,7 @@ def watch(trainer: Any, group: str, change: Callable | None = None) -> list[dict
         seen[-1]["after"] = gather(actor)
         return step(*args, **kwargs)
 
-    actor._clip_grad_norm, actor.actor_optimizer.step = clip_watched, step_watched
+    actor.gradloc.clip, actor.actor_optimizer.step = clip_watched, step_watched
     return seen
 
 
