@@ -66,8 +66,8 @@ def decide(
         obstacle: why a recomputed gradient could not be used.
 
     Returns:
-        The action. ``mask`` falls back to ``skip`` where the culprits do not explain the spike, or where more would be
-        masked than the limits allow.
+        The action. ``mask`` falls back to ``skip`` where the norm without the culprits is not under the threshold (as
+        measured, where the verdict is ``undecided``), or where more would be masked than the limits allow.
     """
     taken, reason = _decide(limits, spike, certificate, len(tokens), obstacle)
     return Action(limits.mode, taken, reason)
@@ -84,7 +84,9 @@ def _decide(
         return limits.mode, "as configured"
     if obstacle is not None:
         return "skip", f"masking is not possible: {obstacle}"
-    if certificate.verdict != "explained":
+    if certificate.verdict == "undecided" and certificate.norm_after < (certificate.threshold or 0.0):
+        pass  # the masked step is recomputed, so what was measured is what is taken
+    elif certificate.verdict != "explained":
         return "skip", f"masking the culprits would not help: {certificate.reason}"
     most, most_share = limits.max_masked_tokens, limits.max_masked_share
     if num_masked > most:

@@ -13,9 +13,17 @@
 # limitations under the License.
 """What the gradient norm is without the culprits: measured, with a bound on its error.
 
-Two ways. *Swap*: R = G - (culprit-holding micro-batches) + (the same without the culprits); the recomputed kernels
-are bit-identical and cancel, so only accumulation is left as error, a few units of rounding of the spike.
-*Recompute*: run every micro-batch without the culprits; always right, and the only way once G is not finite.
+Two ways. *Swap*: R = G - (culprit-holding micro-batches) + (the same without the culprits), at 9 f for each of them.
+Where kernels repeat bit for bit, what is recomputed cancels, and only accumulation is left as error, a few units of
+rounding of the spike. Where they do not (atomics in attention's and the embedding's backward), the error is as large as
+two replays of these micro-batches differ, which for a spike a thousand times the healthy norm may be more than the
+healthy norm. So they are replayed twice, and the difference is part of the bound. *Recompute*: run every micro-batch
+without the culprits; its error is that of a healthy gradient, however large the spike was. It is taken where the swap's
+bound does not decide, where it would cost less, and once G is not finite.
+
+A difference of two replays is one draw: kernels that do not repeat may have erred more in training than in both. So
+once there is any difference, one unit in the last place of bfloat16, the coarsest format that a backward holds its
+gradients in, of what was replayed is added to three times the difference.
 """
 
 import math
@@ -25,6 +33,10 @@ from .probe import Prober
 from .selection import Token
 
 __all__ = ["Certificate", "certify", "judge"]
+
+_DRAWS = 3.0  # the difference of two replays is one draw; another is hardly ever larger than this many times it
+_UNIT = 2.0**-8  # of bfloat16
+_CLEAN = 0.1  # of a residual: with more error than this, it is no direction to search along
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,9 @@ class Certificate:
     verdict: str
     """``explained``, ``undecided`` or ``not_explained``."""
     reason: str
+    replay_difference: float | None = None
+    """L2 norm of the difference of two replays of the micro-batches that hold culprits, as the method replayed them
+    (with the culprits for a swap, without for a recomputation); 0: kernels repeat, None: nothing was replayed."""
 
 
 def judge(norm_after: float, error_bound: float, threshold: float | None, was_finite: bool = True) -> tuple[str, str]:
@@ -87,23 +102,53 @@ def certify(
         verdict, reason = judge(norm_before, 0.0, threshold, was_finite)
         reason = reason if threshold is None and was_finite else "no culprit was found, so nothing is explained"
         return Certificate(norm_before, norm_before, 0.0, threshold, "none", verdict, reason)
-    num_micro_batches = prober.step.num_micro_batches
     holders = sorted({token.micro_batch for token in culprits})
-    rounding = (num_micro_batches + 4) * prober.space.rounding
-    if was_finite and 2 * len(holders) <= num_micro_batches:
-        method = "swap"
-        prober.compute((index, None) for index in holders)
-        with_culprits = prober.space.take()
-        prober.compute_without(culprits, holders)
-        without_norm = prober.space.norm()
-        prober.space.add(with_culprits, alpha=-1.0)
-        prober.space.add(spike, alpha=1.0 / scale)
-        error_bound = rounding * (norm_before + prober.space.norm(with_culprits) + without_norm)
-        norm_after = prober.space.norm()
-    else:
-        method = "recompute"
-        prober.compute_without(culprits)
-        norm_after = prober.space.norm()
-        error_bound = rounding * num_micro_batches * norm_after
+    found = None
+    if was_finite and 2 * len(holders) <= prober.step.num_micro_batches:
+        found = _swap(prober, spike, scale, norm_before, threshold, culprits, holders)
+    norm_after, error_bound, difference, method = found or _recompute(prober, culprits, holders)
     verdict, reason = judge(norm_after, error_bound, threshold, was_finite)
-    return Certificate(norm_before, norm_after, error_bound, threshold, method, verdict, reason)
+    return Certificate(norm_before, norm_after, error_bound, threshold, method, verdict, reason, difference)
+
+
+def _swap(prober, spike, scale, norm_before, threshold, culprits, holders) -> tuple[float, float, float, str] | None:
+    """Norm, bound, replay difference and method; None where kernels do not repeat well enough to decide this way."""
+    space = prober.space
+    prober.compute((index, None) for index in holders)
+    with_culprits = space.take()
+    with_norm = space.norm(with_culprits)
+    prober.compute((index, None) for index in holders)
+    prober.add(with_culprits, alpha=-1.0)
+    difference = space.norm()
+    noise = _DRAWS * difference + _UNIT * with_norm if difference > 0 else 0.0
+    if threshold is not None and noise >= threshold / 2:  # no norm under the threshold could be told from it
+        return None
+    prober.compute_without(culprits, holders)
+    without_norm = space.norm()
+    prober.add(with_culprits, alpha=-1.0)
+    prober.add(spike, alpha=1.0 / scale)
+    norm_after = space.norm()
+    rounding = (prober.step.num_micro_batches + 4) * space.rounding
+    error_bound = rounding * (norm_before + with_norm + without_norm) + noise
+    verdict, _ = judge(norm_after, error_bound, threshold)
+    is_noisy = verdict == "not_explained" and noise > _CLEAN * norm_after  # and it is searched along next
+    if threshold is not None and (verdict == "undecided" or is_noisy):
+        return None
+    return norm_after, error_bound, difference, "swap"
+
+
+def _recompute(prober, culprits, holders) -> tuple[float, float, float, str]:
+    """Norm, bound, replay difference and method, from every micro-batch without the culprits."""
+    space, num_micro_batches = prober.space, prober.step.num_micro_batches
+    prober.compute_without(culprits, holders)
+    first = space.take()
+    prober.compute_without(culprits, holders)
+    prober.add(first, alpha=-1.0)
+    difference = space.norm()
+    prober.compute_without(culprits, [index for index in range(num_micro_batches) if index not in holders])
+    prober.add(first)
+    norm_after = space.norm()
+    error_bound = num_micro_batches**2 * space.rounding * norm_after
+    if difference > 0:  # two draws differ by sqrt(2) of one, and independent ones of more micro-batches add up so
+        error_bound += _DRAWS * difference * (num_micro_batches / len(holders) / 2) ** 0.5 + _UNIT * norm_after
+    return norm_after, error_bound, difference, "recompute"

@@ -28,7 +28,7 @@ from typing import Protocol
 
 import torch
 
-from .gradients import GradientSpace
+from .gradients import Gradient, GradientSpace
 from .ranks import LostRank, Ranks
 from .selection import Part, Token, mask_of, mask_without
 
@@ -190,6 +190,10 @@ class Prober:
                 self.step.backward(micro_batch, selected)
         if self.step.loss_scale != 1.0:
             self.space.scale(1.0 / self.step.loss_scale)
+
+    def add(self, gradient: Gradient, alpha: float = 1.0) -> None:
+        """Add ``alpha`` times a gradient set aside to what is in ``.grad``; one rank may have no memory for it."""
+        self.ranks.agree(lambda: self.space.add(gradient, alpha))
 
     def compute_without(self, tokens: Sequence[Token], micro_batches: Sequence[int] | None = None) -> None:
         """Fill ``.grad`` with these micro-batches' gradient (all of them by default) without some tokens.

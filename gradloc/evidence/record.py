@@ -308,6 +308,9 @@ class Certificate:
     method: Annotated[str, ("enum", ("swap", "recompute", "none"))] = "none"
     verdict: Annotated[str, ("enum", _JUDGED)] = "undecided"
     reason: str = ""
+    replay_difference: float | None = optional()
+    """L2 norm of the difference of two replays of the micro-batches that hold culprits; 0: kernels repeat, null:
+    nothing was replayed."""
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,11 @@ Along a direction R, <grad(logp_t), R> is the directional derivative of logp_t, 
 for all tokens of all ranks at once. The shares <g_t, R> / ||R||^2 of R = sum_t g_t add up to 1: *closure*, which checks
 the measurement. A share bounds the token's norm from below: ||g_t|| >= |share_t| ||R|| (Cauchy-Schwarz).
 
-The step s aims at a largest log-prob change of T: s = T max|c| / ||R||^2, which is exact when one token dominates; one
-rescaling covers spread spikes. When closure is off, the step shrinks; it never grows past a response that has stopped
-being linear.
+The step s aims at a log-prob change of T where it matters: s = T max|c| / ||R||^2 is exact when one token dominates;
+one rescaling covers spread spikes. The response is half the difference of the two legs, in which rounding offsets
+common to both (the dither, a read-out more precise than training's) cancel, averaged over the tokens with their part of
+the product as weight: of 1e5 tokens some always stray, and those that carry nothing do not count. When closure is off,
+the step shrinks; it never grows past a response that has stopped being linear.
 
 Shapes: B rows of a micro-batch, T response positions.
 """
@@ -130,11 +132,9 @@ class _Measurement:
         if self.square <= 0 or largest <= 0 or not math.isfinite(self.square):
             return ShareMap([c.log_prob.double() * 0 for c in self.coefficients], self.square, 0.0, False, 0.0)
         step = self.target * largest / self.square * _SHRINK ** tries[0] if self.known is None else self.known.step
-        with MovedWeights(self.prober.space, self.dtype) as weights:
+        with MovedWeights(self.prober.space, self.dtype, self.prober.ranks) as weights:
             for attempt in tries[:1] if self.is_partial else tries:
-                may_grow = attempt == 0 and self.known is None
-                plus, step = self._calibrated_leg(weights, step, may_grow)
-                minus = self._leg(weights, -step, self.micro_batches)
+                plus, minus, step = self._legs(weights, step, may_grow=attempt == 0 and self.known is None)
                 found = self._combine(plus, minus, step)
                 if best is None or abs(math.log(_positive(found.closure))) < abs(math.log(_positive(best.closure))):
                     best = found
@@ -143,28 +143,29 @@ class _Measurement:
                 step *= _SHRINK
         return best
 
-    def _calibrated_leg(self, weights: MovedWeights, step: float, may_grow: bool):
-        """The forward at +step, rescaled where the response is far from the target.
+    def _legs(self, weights: MovedWeights, step: float, may_grow: bool):
+        """The forwards at +step and -step, rescaled where the response is far from the target; and the step taken.
 
-        A pilot, the micro-batch with this rank's largest coefficient, tells that at a forward of its own.
+        A pilot, the micro-batch with this rank's largest coefficient, tells that at two forwards of its own.
         """
         pilot = max(self.micro_batches, key=lambda index: _largest(self.coefficients[index]))
         others = [index for index in self.micro_batches if index != pilot]
-        plus = self._leg(weights, step, [pilot])
-        rescaled = self._rescaled(step, plus, may_grow)
+        plus, minus = self._both(weights, step, [pilot])
+        rescaled = self._rescaled(step, plus, minus, may_grow)
         if rescaled != step:
             step = rescaled
-            plus = self._leg(weights, step, [pilot])
-        plus |= self._forward(others)
-        rescaled = self._rescaled(step, plus, may_grow=False)
-        if others and rescaled != step:
-            step = rescaled
-            plus = self._leg(weights, step, self.micro_batches)
-        return plus, step
+            plus, minus = self._both(weights, step, [pilot])
+        if others:
+            more_plus, more_minus = self._both(weights, step, others)
+            plus, minus = plus | more_plus, minus | more_minus
+        return plus, minus, step
 
-    def _rescaled(self, step: float, leg, may_grow: bool) -> float:
+    def _both(self, weights: MovedWeights, step: float, micro_batches: Sequence[int]):
+        return self._leg(weights, step, micro_batches), self._leg(weights, -step, micro_batches)
+
+    def _rescaled(self, step: float, plus, minus, may_grow: bool) -> float:
         """The step that would bring the response to the target; the same where it is near enough."""
-        response = self._response(leg)
+        response = self._response(plus, minus)
         too_small, too_large = response < self.target / 3, response > 2 * self.target
         if response > 0 and ((too_small and may_grow) or too_large):
             step *= min(max(self.target / response, 0.1), 10.0)
@@ -172,22 +173,25 @@ class _Measurement:
 
     def _leg(self, weights: MovedWeights, step: float, micro_batches: Sequence[int]):
         self.prober.ranks.agree(lambda: weights.move(self.direction, step / self.scale))
-        return self._forward(micro_batches)
-
-    def _forward(self, micro_batches: Sequence[int]):
         return {index: self.prober.forward(index) for index in micro_batches}
 
-    def _response(self, leg) -> float:
-        """Largest change of a log-prob that the loss depends on; non-finite counts as infinite."""
+    def _response(self, plus, minus) -> float:
+        """How far the log-probs move, averaged by what each token carries of the product; inf where one is not finite.
+
+        The largest over the ranks: the micro-batch of the loudest token is some rank's pilot.
+        """
 
         def local() -> float:
-            largest = 0.0
-            for index, (log_prob, _) in leg.items():
-                matters = self.coefficients[index].log_prob != 0
-                change = (log_prob - self.prober.step.recorded(index).log_prob).abs()[matters]
-                if change.numel():
-                    largest = max(largest, float(change.nan_to_num(nan=math.inf).max()))
-            return largest
+            product = square = 0.0
+            for index, (log_plus, _) in plus.items():
+                coefficient = self.coefficients[index].log_prob
+                change = ((log_plus.double() - minus[index][0].double()) / 2).abs()
+                carried = torch.where(coefficient != 0, coefficient.abs().double() * change, 0.0)
+                product += float(carried.sum())
+                square += float(torch.where(coefficient != 0, carried * change, 0.0).sum())
+            if not math.isfinite(square):
+                return math.inf
+            return square / product if product > 0 else 0.0
 
         return self.prober.ranks.max([self.prober.ranks.agree(local)])[0]
 

@@ -66,7 +66,7 @@ def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DI
     coefficients = prober.ranks.agree(lambda: task.coefficients(without))
     means = [torch.zeros_like(c.log_prob, dtype=torch.float64) for c in coefficients]
     squares = [torch.zeros_like(mean) for mean in means]
-    with MovedWeights(prober.space, prober.step.compute_dtype) as weights:
+    with MovedWeights(prober.space, prober.step.compute_dtype, prober.ranks) as weights:
         for number in range(num_directions + 1):
             prober.ranks.agree(lambda seed=number + 1: weights.move_randomly(seed, step_size))
             for index, c in enumerate(coefficients):

@@ -26,6 +26,7 @@ from .share import Coefficients, ShareMap
 
 __all__ = ["Culprit", "PathEntry", "SearchResult", "Task", "verify"]
 
+_MICRO_BATCHES = 16  # the budget is meant for up to so many
 _SHARE_OF_THRESHOLD = 0.25
 """A culprit carries at least this part of the norm that counts as a spike. The largest healthy token carries far less:
 one that alone lifts a healthy norm over the threshold carries far more."""
@@ -43,7 +44,8 @@ class Task:
     tau: float
     """Per-token threshold of the published rule."""
     budget: int
-    """Largest number of probes, one forward and backward (3 forwards' worth) of one micro-batch each."""
+    """Largest number of probes, one forward and backward (3 forwards' worth) of one micro-batch each, for up to 16
+    micro-batches; of more, as many times more: every method looks at all of them."""
     max_culprits: int
     increments: list[float] | None = None
     """Estimate of each micro-batch's own gradient norm over all ranks; None when it was not tracked."""
@@ -68,7 +70,7 @@ class Task:
     def can_afford(self, forwards: int = 0, backwards: int = 0) -> bool:
         """Whether this much more stays within the budget; a backward (with its forward) is one probe."""
         cost = self.prober.cost + forwards + 3 * backwards
-        return cost <= 3 * self.budget
+        return cost <= 3 * self.budget * max(1.0, self.prober.step.num_micro_batches / _MICRO_BATCHES)
 
     def coefficients(self, without: list[Token]) -> list[Coefficients]:
         """The recorded coefficients of this rank's tokens, zeroed for the ones already named."""

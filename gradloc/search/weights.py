@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 from ..core.gradients import Gradient, GradientSpace, local_shard
+from ..core.ranks import Ranks
 
 __all__ = ["MovedWeights", "reshard"]
 
@@ -47,28 +48,35 @@ class MovedWeights:
 
     Args:
         space: the trainable parameters.
-        compute_dtype: what the forward computes in. In bfloat16 and float16 a common dither of one unit in the last
-            place keeps small moves from being rounded away (needed where the master weights lie on the grid).
-        seed: of the dither, the same for every move.
+        compute_dtype: what the forward computes in. In bfloat16 and float16 a weight is rounded once, and that rounding
+            is stochastic: a dither of up to half a unit in the last place is added to the moved weight in float32, so
+            that moves far below that unit are realised on average, on masters of either precision.
+        ranks: all of them hear of it when one has no memory for the copy; None for a single process.
+        seed: of the dither, the same for every move, so that what it does to two legs of a difference cancels.
     """
 
-    def __init__(self, space: GradientSpace, compute_dtype: torch.dtype, seed: int = 0):
+    def __init__(self, space: GradientSpace, compute_dtype: torch.dtype, ranks: Ranks | None = None, seed: int = 0):
         self._space = space
         self._bits = _MANTISSA_BITS.get(compute_dtype)
+        self._ranks = ranks
         self._seed = seed
         self._saved: list[torch.Tensor] = []
 
     @torch.no_grad()
     def __enter__(self) -> "MovedWeights":
         reshard(self._space.module)
-        self._saved = [local_shard(param).clone() for param in self._space.params]
+
+        def copy() -> list[torch.Tensor]:
+            return [local_shard(param).clone() for param in self._space.params]
+
+        self._saved = copy() if self._ranks is None else self._ranks.agree(copy)
         return self
 
     @torch.no_grad()
     def move(self, direction: Gradient, step: float) -> None:
         """Set the weights to (original + dither + step * direction)."""
         reshard(self._space.module)
-        self._set(lambda index: None if direction[index] is None else step * local_shard(direction[index]))
+        self._set(lambda index: None if direction[index] is None else step * local_shard(direction[index]).float())
 
     @torch.no_grad()
     def move_randomly(self, seed: int, step: float) -> None:
@@ -78,7 +86,7 @@ class MovedWeights:
 
         def draw(index: int) -> torch.Tensor:
             saved = self._saved[index]
-            return step * torch.randn(saved.shape, generator=generator, device=saved.device, dtype=saved.dtype)
+            return step * torch.randn(saved.shape, generator=generator, device=saved.device)
 
         self._set(draw)
 
@@ -93,15 +101,17 @@ class MovedWeights:
     def _set(self, change) -> None:
         dither = self._generator(self._seed)
         for index, (param, saved) in enumerate(zip(self._space.params, self._saved, strict=True)):
-            shard = local_shard(param)
-            shard.copy_(saved)
-            if self._bits is not None and saved.numel():
-                uniform = torch.rand(saved.shape, generator=dither, device=saved.device, dtype=saved.dtype) - 0.5
-                _, exponent = torch.frexp(saved)  # |saved| = m * 2**exponent with m in [0.5, 1)
-                shard.add_(torch.ldexp(uniform, exponent - 1 - self._bits))
-            delta = change(index)
+            moved, delta = saved, change(index)
             if delta is not None:
-                shard.add_(delta)
+                moved = saved.float() + delta.float()
+            if self._bits is not None and saved.numel():
+                uniform = torch.rand(saved.shape, generator=dither, device=saved.device) - 0.5
+                # the unit is the original's, the same for both legs of a difference: |saved| = m * 2**exponent, m in
+                # [0.5, 1). Zero lies on every grid: such a weight (LoRA's second factor at first) needs no dither.
+                _, exponent = torch.frexp(saved.float())
+                unit = torch.ldexp(uniform, exponent - 1 - self._bits)
+                moved = moved.float() + torch.where(saved == 0, 0.0, unit)
+            local_shard(param).copy_(moved)
 
     def _generator(self, seed: int) -> torch.Generator:
         generator = torch.Generator(device=self._space.params[0].device)

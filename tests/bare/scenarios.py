@@ -9,16 +9,26 @@ from gradloc.core.gradients import GradientSpace, local_shard
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import Spike
 from gradloc.search.find import localize
-from tests.bare import BareStep, Loss, Place, build, clip_gradient, random_batch, shard
+from tests.bare import BareStep, Loss, Oracle, Place, build, clip_gradient, random_batch, shard
+from tests.bare.noise import unrepeatable
 
 TERMS = Loss(entropy=0.01, kl=0.05)
 NUM_MICRO_BATCHES = 4
 _THRESHOLD = 20.0  # healthy norms are near 1
 
 
-def search_planted(layout: str, plants: dict[Place, float], dtype: str = "float32") -> dict[str, Any]:
-    """Train once on a batch with planted advantages and localize; what was found, as plain values."""
-    model = build("tiny")
+def search_planted(
+    layout: str, plants: dict[Place, float], dtype: str = "float32", masters: str = "float32"
+) -> dict[str, Any]:
+    """Train once on a batch with planted advantages and localize; what was found, as plain values.
+
+    Args:
+        layout: of the weights.
+        plants: advantage by place.
+        dtype: of the computation.
+        masters: of the weights and their gradient.
+    """
+    model = build("tiny").to(getattr(torch, masters))
     batch = random_batch(model).planted(plants)
     step = BareStep(shard(model, layout, getattr(torch, dtype)), batch, NUM_MICRO_BATCHES, getattr(torch, dtype), TERMS)
     space, ranks = GradientSpace(step.model), Ranks()
@@ -38,5 +48,62 @@ def search_planted(layout: str, plants: dict[Place, float], dtype: str = "float3
         "verdict": certificate.verdict,
         "norm_after": certificate.norm_after,
         "error_bound": certificate.error_bound,
+        "closure": finding.result.shares.closure,
         "restored": restored,
     }
+
+
+def certify_unrepeatable(layout: str, dtype: str, share: float, size: float, seed: int = 0) -> dict[str, Any]:
+    """Localize a planted spike with kernels that do not repeat, and hold the certificate against ones that do.
+
+    Args:
+        layout: of the weights.
+        dtype: of the computation.
+        share: of the elements that are a unit off, fresh in every backward.
+        size: of the spike, in multiples of the healthy norm.
+        seed: of batch and noise.
+    """
+    model, precision = build("tiny"), getattr(torch, dtype)
+    healthy = random_batch(model, seed=seed)
+    row, position = 3 + seed % 4, 1
+    advantage = _advantage_for(model, healthy, (row, position), size)
+    batch = healthy.planted({(row, position): advantage})
+    step = BareStep(shard(model, layout, precision), batch, NUM_MICRO_BATCHES, precision)
+    space, ranks = GradientSpace(step.model), Ranks()
+    mine = [row - step.rows(i)[0] if row in step.rows(i) else None for i in range(NUM_MICRO_BATCHES)]
+    step.train()
+    space.clear()
+    for index, at in enumerate(mine):  # the truth: kernels that repeat, every micro-batch, without the token
+        kept = torch.ones_like(step.token_mask(index))
+        if at is not None:
+            kept[at, position] = False
+        step.backward(index, kept)
+    truth = space.norm()
+    space.clear()
+    with unrepeatable(step.model, share, seed=100 * seed + ranks.rank):
+        step.train()
+        norm = space.norm()
+        threshold = 5.0 * truth
+        spike = Spike("fixed", norm, threshold, threshold * batch.num_tokens**0.5, batch.num_tokens)
+        finding = localize(step, space, ranks, spike, 1.0)
+    certificate = finding.certificate
+    return {
+        "size": norm / truth,
+        "places": sorted(batch.place(token, ranks.size, NUM_MICRO_BATCHES) for token in finding.result.tokens),
+        "planted": [(row, position)],
+        "truth": truth,
+        "norm_after": certificate.norm_after,
+        "error_bound": certificate.error_bound,
+        "replay_difference": certificate.replay_difference,
+        "method": certificate.method,
+        "verdict": certificate.verdict,
+        "threshold": threshold,
+        "cost": finding.num_forwards + 2 * finding.num_backwards,
+    }
+
+
+def _advantage_for(model: torch.nn.Module, batch: Any, place: Place, size: float) -> float:
+    """The advantage with which this token's gradient alone is ``size`` times the whole healthy one."""
+    oracle = Oracle(model, batch)
+    own = oracle.norm(place)
+    return float(batch.advantages[place]) * size * float(oracle.gradient().norm()) / own

@@ -12,14 +12,13 @@ import pytest
 def gradloc():
     """The modules under test."""
     import importlib
-    import types
 
     names = {
         "core": ["trigger", "history", "certificate", "actions", "selection"],
         "evidence": ["causes", "layers", "record", "store"],
         "search": ["candidates"],
     }
-    return types.SimpleNamespace(
+    return SimpleNamespace(
         **{n: importlib.import_module(f"gradloc.{room}.{n}") for room, ns in names.items() for n in ns}
     )
 
@@ -113,11 +112,11 @@ def test_what_was_not_finite_is_explained_by_being_finite_where_there_is_no_thre
     assert gradloc.certificate.judge(norm_after, 0.1, None, was_finite=False)[0] == verdict
 
 
-def decide(gradloc, mode, verdict="explained", num_masked=1, is_rehearsal=False, obstacle=None):
-    certificate = gradloc.certificate.Certificate(9.0, 1.0, 0.0, 5.0, "swap", verdict, "because")
-    tokens = [gradloc.selection.Token(0, 0, index) for index in range(num_masked)]
+def decide(gradloc, mode, verdict="explained", num_masked=1, kind="fixed", obstacle=None, norm_after=1.0):
     limits = SimpleNamespace(mode=mode, max_masked_tokens=8, max_masked_share=0.05)
-    spike = gradloc.trigger.Spike("forced" if is_rehearsal else "fixed", 9.0, 5.0, 1.0, 1000)
+    spike = gradloc.trigger.Spike(kind, 9.0, 5.0, 1.0, 1000)
+    certificate = gradloc.certificate.Certificate(9.0, norm_after, 0.0, 5.0, "swap", verdict, "because")
+    tokens = [gradloc.selection.Token(0, 0, index) for index in range(num_masked)]
     return gradloc.actions.decide(limits, spike, certificate, tokens, obstacle).taken
 
 
@@ -126,10 +125,12 @@ def test_actions_are_taken_as_configured_or_fall_back_to_skip(gradloc):
     assert decide(gradloc, "skip") == "skip"
     assert decide(gradloc, "abort") == "abort"
     assert decide(gradloc, "mask") == "mask"
-    assert decide(gradloc, "mask", verdict="undecided") == "skip"
+    assert decide(gradloc, "mask", verdict="not_explained", norm_after=6.0) == "skip"
+    assert decide(gradloc, "mask", verdict="undecided", norm_after=5.1) == "skip"
+    assert decide(gradloc, "mask", verdict="undecided", norm_after=4.9) == "mask"
     assert decide(gradloc, "mask", num_masked=9) == "skip"
     assert decide(gradloc, "mask", obstacle="overflow") == "skip"
-    assert decide(gradloc, "abort", is_rehearsal=True) == "observe"
+    assert decide(gradloc, "abort", kind="forced") == "observe"
 
 
 # ---- causes

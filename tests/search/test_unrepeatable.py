@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that do not repeat: the certificate keeps its word, and with kernels that do it costs what it says."""
+
+import pytest
+
+from benchmarks.unrepeatable import SIZES, measure, problems
+from tests.bare.scenarios import certify_unrepeatable
+
+
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.1])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_true_norm_lies_within_the_bound_and_the_planted_token_is_named(share, size):
+    assert problems(certify_unrepeatable("plain", "float32", share, size)) == []
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [("fsdp2", "bfloat16"), ("fsdp1", "float32")])
+def test_so_it_does_on_two_ranks_and_in_half_precision(bare_world, layout, dtype):
+    where = {"layout": layout, "dtype": dtype, "share": 0.01, "size": 1e3}
+    found, other = bare_world.run("tests.bare.scenarios.certify_unrepeatable", **where)
+    assert problems(found) == [] and found == other
+    assert found["method"] == "recompute", "a swap would be off by more than the healthy norm"
+
+
+def test_with_kernels_that_repeat_the_swap_decides_at_nine_forwards_a_micro_batch():
+    found = certify_unrepeatable("plain", "float32", 0.0, 1e3)
+    assert problems(found) == []
+    assert found["method"] == "swap" and found["replay_difference"] == 0.0
+    # shares of four micro-batches, one check of the candidate by itself, and the certificate
+    assert found["cost"] == 2 * 4 + 3 + 9
+
+
+@pytest.mark.slow
+def test_every_cell_keeps_its_word():
+    rows = measure(seeds=2)
+    assert [(row, problems(row)) for row in rows if problems(row)] == []

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights are moved as far as they are asked to on average, whatever grid they lie on, and put back bit for bit."""
+
+import pytest
+import torch
+
+from gradloc.core.gradients import GradientSpace
+from gradloc.search.weights import MovedWeights
+
+
+def module(dtype: torch.dtype, zeros: int = 0) -> torch.nn.Linear:
+    torch.manual_seed(0)
+    made = torch.nn.Linear(512, 512, bias=False).to(dtype)
+    with torch.no_grad():
+        made.weight.mul_(0.02 / made.weight.std())
+        made.weight[:zeros] = 0.0
+    return made
+
+
+def realised(made: torch.nn.Linear, compute: torch.dtype, step: float) -> float:
+    """What part of a move along a direction of unit rms the forward's weights make, from the two legs' difference."""
+    torch.manual_seed(1)
+    direction = torch.randn(512, 512)
+    space = GradientSpace(made)
+    before = made.weight.detach().clone()
+    seen = []
+    with MovedWeights(space, compute) as weights:
+        for sign in (1, -1):
+            weights.move([direction], sign * step)
+            seen.append(made.weight.detach().to(compute).double())
+    assert torch.equal(before, made.weight), "restored bit for bit"
+    moved = (seen[0] - seen[1]) / 2
+    return float((moved * direction.double()).sum() / (step * direction.double().square().sum()))
+
+
+@pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("step", [3e-7, 3e-6, 3e-5])
+def test_moves_far_below_a_unit_of_bfloat16_are_realised_on_average(master, step):
+    # 512 x 512 weights of 0.02 have units of about 1e-4: a move of 3e-7 is made by 1 weight in 200
+    assert realised(module(master), torch.bfloat16, step) == pytest.approx(1.0, abs=0.1)
+
+
+def test_weights_that_are_zero_are_moved_by_what_was_asked_and_not_dithered():
+    made = module(torch.bfloat16, zeros=512)  # LoRA's second factor before its first step
+    assert realised(made, torch.bfloat16, 1e-5) == pytest.approx(1.0, abs=0.01)
+    space = GradientSpace(made)
+    with MovedWeights(space, torch.bfloat16) as weights:
+        weights.move([torch.zeros(512, 512)], 1.0)
+        assert not made.weight.any()
