@@ -45,8 +45,9 @@ BUNDLE_KEYS = (
     "lopti_mask",
 )
 
-
-_OF_SEQUENCE = {
+_OF_FORWARD = ("log_prob", "entropy", "coefficient", "share")
+"""Fields of a sequence's record that the ranks filled."""
+_OF_BATCH = {
     "response_mask": "response_mask",
     "old_log_prob": "old_log_probs",
     "rollout_log_prob": "rollout_log_probs",
@@ -54,7 +55,7 @@ _OF_SEQUENCE = {
     "advantage": "advantages",
     "is_weight": "rollout_is_weights",
 }
-"""Field of a sequence's record -> the batch's tensor (R, T)."""
+"""Further ones, and the batch's tensors (R, T) that they come from."""
 
 
 def complete_event(raw: RawEvent, event_id: str, run: Run, batch: Any, tokenizer: Any, context: int) -> Event:
@@ -106,12 +107,14 @@ def _statistics(tensors: Any, raw: RawEvent) -> BatchStatistics:
     advantages = advantages[torch.isfinite(advantages) & (advantages > 0)]
     probs = tensors["old_log_probs"][mask].float().exp()
     norm_after, coefficient_norm = raw.event.certificate.norm_after, raw.residual_coefficient_norm
-    has_jacobian = math.isfinite(norm_after) and math.isfinite(coefficient_norm) and coefficient_norm > 0
+    jacobian = None
+    if norm_after is not None and math.isfinite(norm_after) and 0 < coefficient_norm < math.inf:
+        jacobian = norm_after / coefficient_norm
     layers = raw.event.layer_history
     return BatchStatistics(
         advantage=float(advantages.median()) if len(advantages) else 0.0,
         one_minus_prob=float(1 - probs.nanmean()) if len(probs) else 0.0,
-        jacobian=norm_after / coefficient_norm if has_jacobian else None,
+        jacobian=jacobian,
         layer_spread=None if layers is None else layers.spread,
     )
 
@@ -125,14 +128,15 @@ class _Texts:
         self._context = context
 
     def decode(self, ids: list[int]) -> str | None:
-        if self._tokenizer is None:
-            return None
+        return None if self._tokenizer is None else self._text(ids)
+
+    def _text(self, ids: list[int]) -> str:
         try:
             return self._tokenizer.decode(ids, skip_special_tokens=False)
         except Exception:
             return " ".join(f"<{token}>" for token in ids)
 
-    def prompt(self, row: int) -> str:
+    def prompt(self, row: int) -> str | None:
         return self.decode(self._prompt_ids(row))
 
     def _prompt_ids(self, row: int) -> list[int]:
@@ -142,7 +146,7 @@ class _Texts:
 
     def tokens(self, ids: list[int]) -> tuple[str, ...] | None:
         """Each by itself."""
-        return None if self._tokenizer is None else tuple(self.decode([token]) for token in ids)
+        return None if self._tokenizer is None else tuple(self._text([token]) for token in ids)
 
     def around(self, row: int, first: int, last: int) -> dict[str, Any]:
         """Text of a span of response positions ``first..last`` and what stands around it, as a culprit's fields."""
@@ -165,11 +169,14 @@ class _Texts:
 
 def _complete_sequence(sequence: Sequence, batch: Any, texts: _Texts) -> Sequence:
     tensors, row = batch.batch, sequence.row
+    assert row is not None  # the driver numbers the rows
     num_tokens = int(tensors["attention_mask"][row][-tensors["responses"].shape[1] :].sum())
     ids = tensors["responses"][row][:num_tokens].tolist()
     tokens = texts.tokens(ids)
-    numbers = {name: getattr(sequence, name) for name in ("log_prob", "entropy", "coefficient", "share")}
-    numbers |= {name: tensors[key][row].tolist() for name, key in _OF_SEQUENCE.items() if key in tensors.keys()}
+    numbers: dict[str, Any] = {name: getattr(sequence, name) for name in _OF_FORWARD}
+    numbers |= {name: tensors[key][row].tolist() for name, key in _OF_BATCH.items() if key in tensors.keys()}
+    for name, values in numbers.items():
+        numbers[name] = None if values is None else tuple(values[:num_tokens])
     return replace(
         sequence,
         sequence_id=_label(batch, "sequence_id", row),
@@ -177,12 +184,13 @@ def _complete_sequence(sequence: Sequence, batch: Any, texts: _Texts) -> Sequenc
         prompt=texts.prompt(row),
         token_ids=None if tokens is None else tuple(ids),
         tokens=tokens,
-        **{name: None if values is None else tuple(values[:num_tokens]) for name, values in numbers.items()},
+        **numbers,
     )
 
 
 def _complete_culprit(culprit: Culprit, batch: Any, texts: _Texts, statistics: BatchStatistics) -> Culprit:
     tensors, row, positions = batch.batch, culprit.row, culprit.positions
+    assert row is not None  # the driver numbers the rows
 
     def at(key: str) -> float | None:
         return float(tensors[key][row, culprit.peak]) if key in tensors.keys() else None

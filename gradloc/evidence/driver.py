@@ -152,20 +152,22 @@ class Driver:
         Raises:
             AbortedBySpike: when ``action.mode`` is abort and a spike came; the event is on disk.
         """
-        measured = self._measured(norms, raw_events)
+        policy = self._policy
+        assert policy is not None  # before_update came first
+        measured = self._measured(policy, norms, raw_events)
         self.adaptive.observe(measured)
         written = [event for event in (self._write(raw, batch) for raw in raw_events) if event is not None]
-        announce(written, self.trackers, self._policy.global_step)
+        announce(written, self.trackers, policy.global_step)
         self._num_in_step += len(raw_events)
         if raw_events:
-            self._quiet_until = self._policy.global_step + 1 + self.settings.trigger.cooldown_steps
+            self._quiet_until = policy.global_step + 1 + self.settings.trigger.cooldown_steps
         if any(raw.event.action.taken == "abort" for raw in raw_events):
             said = written[-1].verdict if written else "The event could not be written."
             raise AbortedBySpike(
                 f"gradloc stopped the run (actor_rollout_ref.actor.gradloc.action.mode=abort). {said} "
                 f"The step was not taken; the event is in {self.store.root}."
             )
-        return {**self._trigger_metrics(measured), **self._event_metrics([raw.event for raw in raw_events])}
+        return {**self._trigger_metrics(policy, measured), **self._event_metrics([raw.event for raw in raw_events])}
 
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the checkpoint: what the trigger has learned."""
@@ -203,12 +205,13 @@ class Driver:
             return self.tau
         return threshold * max(num_tokens, 1) ** 0.5
 
-    def _measured(self, norms: list[float], raw_events: list[RawEvent]) -> list[float]:
+    def _measured(self, policy: StepPolicy, norms: list[float], raw_events: list[RawEvent]) -> list[float]:
         """The norms before any action; a masked or skipped step reports the one that it took."""
-        measured, num_mini_batches = list(norms), len(self._policy.num_tokens)
+        measured, num_mini_batches = list(norms), len(policy.num_tokens)
         for raw in raw_events:
-            where = raw.event.step
-            measured[where.epoch * num_mini_batches + where.mini_batch] = raw.event.trigger.grad_norm
+            where, norm = raw.event.step, raw.event.trigger.grad_norm
+            assert norm is not None  # the ranks always know it
+            measured[where.epoch * num_mini_batches + where.mini_batch] = norm
         return measured
 
     def _write(self, raw: RawEvent, batch: Any) -> Event | None:
@@ -251,21 +254,22 @@ class Driver:
 
     # scalars for the trackers, in lists as reduce_metrics expects; mind names that contain "min" or "max"
 
-    def _trigger_metrics(self, norms: list[float]) -> dict[str, list[float]]:
+    def _trigger_metrics(self, policy: StepPolicy, norms: list[float]) -> dict[str, list[float]]:
         """Spikes, and of the optimizer step that came nearest to its threshold: the threshold and the ratio to it."""
-        pairs = [(norm, self._policy.threshold(number)) for number, norm in enumerate(norms)]
+        pairs = [(norm, policy.threshold(number)) for number, norm in enumerate(norms)]
         judged = [(norm, threshold) for norm, threshold in pairs if threshold]
         found: dict[str, list[float]] = {}
         if judged:
             norm, threshold = max(judged, key=lambda pair: pair[0] / pair[1] if math.isfinite(pair[0]) else math.inf)
             found = {"gradloc/threshold": [threshold], "gradloc/norm_over_threshold": [norm / threshold]}
-        num_spikes = sum(spike_kind(*pair, self._policy.kind) is not None for pair in pairs)
+        num_spikes = sum(spike_kind(*pair, policy.kind) is not None for pair in pairs)
         return {"gradloc/spikes": [num_spikes], **found}
 
     def _event_metrics(self, events: list[Event]) -> dict[str, list[float]]:
         found: dict[str, list[float]] = {}
-        if events:
-            found["gradloc/norm_after"] = [max(event.certificate.norm_after for event in events)]
+        after = [event.certificate.norm_after for event in events if event.certificate.norm_after is not None]
+        if after:
+            found["gradloc/norm_after"] = [max(after)]
         masked = [event for event in events if event.action.taken == "mask"]
         if masked:
             culprits = [culprit for event in masked for culprit in event.culprits]
@@ -276,7 +280,7 @@ class Driver:
             "gradloc/culprits": [sum(len(event.culprits) for event in events)],
             "gradloc/explained": [sum(event.certificate.verdict == "explained" for event in events)],
             **{f"gradloc/{taken}": [sum(event.action.taken == taken for event in events)] for taken in _TAKEN},
-            "gradloc/probes": [sum(event.search.backwards for event in events)],
-            "gradloc/seconds": [sum(event.search.seconds for event in events)],
+            "gradloc/probes": [sum(event.search.backwards or 0 for event in events)],
+            "gradloc/seconds": [sum(event.search.seconds or 0.0 for event in events)],
             "gradloc/write_failures": [self._num_failures],
         }

@@ -91,9 +91,10 @@ def differs(expected: Fingerprint, found: Fingerprint) -> str | None:
     other = is_other_model(expected, found)
     if other is not None:
         return f"This is another model than the event's: {other}."
-    has_names = expected.parameters is not None and found.parameters is not None
-    before = expected.parameters if has_names else {"": expected.total}
-    now = found.parameters if has_names else {"": found.total}
+    before, now = expected.parameters, found.parameters
+    has_names = before is not None and now is not None
+    if before is None or now is None:
+        before, now = {"": expected.total}, {"": found.total}
     off = [name for name in before if not _is_close(before[name], now[name], *_float64_slack(before[name]))]
     if not off:
         return None

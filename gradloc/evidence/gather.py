@@ -307,12 +307,12 @@ def _search_record(finding: Finding, budget: int) -> record.Search:
 
 def _path_record(entry: PathEntry) -> record.PathEntry:
     part = entry.part
-    is_interval = part is not None and part.end_token is not None
+    tokens = None if part is None or part.end_token is None else (part.first_token, part.end_token)
     return record.PathEntry(
         phase=entry.phase,
         micro_batch=None if part is None else part.micro_batch,
         ranks=None if part is None else (part.first_rank, part.end_rank),
-        tokens=(part.first_token, part.end_token) if is_interval else None,
+        tokens=tokens,
         num_tokens=entry.num_tokens,
         norm=entry.norm,
         threshold=entry.threshold,

@@ -18,6 +18,7 @@ name still tells the layer, and its kind is then ``mixed``.
 """
 
 import re
+from collections.abc import Callable
 
 import torch
 
@@ -63,7 +64,7 @@ def kind_of(name: str) -> str:
     return "other"
 
 
-def norms_by(group, names: list[str], squares: torch.Tensor) -> dict[str, float]:
+def norms_by(group: Callable[[str], str], names: list[str], squares: torch.Tensor) -> dict[str, float]:
     """Add squared norms up by group and take the root.
 
     Args:

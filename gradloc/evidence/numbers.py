@@ -50,8 +50,9 @@ def percent(value: float | None, digits: int = 3) -> str:
     >>> percent(0.98765), percent(None)
     ('98.8%', '–')
     """
-    is_known = value is not None and math.isfinite(value)
-    return f"{number(100.0 * value, digits)}%" if is_known else number(value)
+    if value is None or not math.isfinite(value):
+        return number(value)
+    return f"{number(100.0 * value, digits)}%"
 
 
 def _short(text: str) -> str:

@@ -130,8 +130,9 @@ class History:
 
     num_norms: Count = 0
     median_norm: float | None = None
+    """Their level."""
     log_sigma: float | None = None
-    """Robust standard deviation of the natural logarithm of the norms."""
+    """How far the larger ones lie above it, as a standard deviation of the natural logarithm."""
 
 
 @dataclass(frozen=True)

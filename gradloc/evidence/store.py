@@ -23,7 +23,7 @@ import os
 import shutil
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .record import Event
 
@@ -109,6 +109,6 @@ class EventStore:
             os.fsync(file.fileno())
 
 
-def _ends_line(file) -> bool:
+def _ends_line(file: BinaryIO) -> bool:
     file.seek(-1, os.SEEK_END)
     return file.read(1) == b"\n"
