@@ -1,26 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the command lines share: every error ends as a printed refusal and an exit code."""
 
+import argparse
+import contextlib
 import json
 import os
 import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from .errors import PatchkitError, TransactionError
-from .wording import parts_of, render_error
+from .errors import MAX_LISTED, PatchkitError, TransactionError, UsageError
 
 INTERRUPTED = 130
 
 
-def guarded(work: Callable[[], int], debug: bool = False, as_json: bool = False, target: str = "VERL") -> int:
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are refusals like all others."""
+
+    def error(self, message: str) -> None:
+        raise UsageError("usage", message, "The command line is misspelt or incomplete.", f"{self.prog} --help")
+
+
+def guarded(work: Callable[[], int], debug: bool = False, as_json: bool = False) -> int:
     """Runs ``work`` and returns its exit code, or that of the refusal that it ended in.
 
     Args:
         work: what the command does; returns an exit code.
         debug: let errors through, with their traceback.
         as_json: print a refusal as one JSON object on standard output.
-        target: what to call the target in a refusal that does not say.
     """
     for stream in (sys.stdout, sys.stderr):  # a path need not be printable
         if hasattr(stream, "reconfigure"):
@@ -28,41 +35,61 @@ def guarded(work: Callable[[], int], debug: bool = False, as_json: bool = False,
     try:
         return work()
     except KeyboardInterrupt:
-        say("interrupted: all is as before, or all is done; --status says which", sys.stderr)
-        return INTERRUPTED
+        shown = PatchkitError("interrupted", "interrupted", "The keyboard.", "--status says whether it was done.")
+        shown.exit_code = INTERRUPTED
     except PatchkitError as error:
         shown = error
     except OSError as error:
-        shown = TransactionError("disk-failed", path=error.filename or "?", found=error.strerror)
-        shown.__cause__ = error
+        shown = disk_failed(error.filename or "?", error)
     except Exception as error:
-        shown = TransactionError("internal", found=f"{type(error).__name__}: {error}")
+        what = f"an error in this tool ({type(error).__name__}: {error}); what had begun was put back"
+        shown = TransactionError("internal", what, "A bug.", "Run the same with --debug and report what it prints.")
         shown.__cause__ = error
     if debug:
         raise shown
-    shown.data.setdefault("target", target)
     if as_json:
-        say_json(
-            {
-                "exit_code": shown.exit_code,
-                "state": shown.data.get("state"),
-                "error": parts_of(shown),
-                "files": shown.data.get("files", []),
-            }
-        )
+        files = shown.data.get("files", [])[:MAX_LISTED]
+        document = {"exit_code": shown.exit_code, "state": shown.data.get("state"), "files": files}
+        say_json(document | {"error": shown.parts()})
     else:
-        say(render_error(shown), sys.stderr)
+        say(shown.text(), sys.stderr)
     return shown.exit_code
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
-    """Prints ``text``; a reader that has gone away is no reason to fail."""
+def disk_failed(path: Any, error: OSError) -> TransactionError:
+    """Returns the refusal for a disk that failed before or while anything was changed, and put back."""
+    what = f"the disk failed at {path}; everything is as it was before"
+    cause = "The disk is full, read-only or damaged, or a limit was hit."
+    failed = TransactionError("disk-failed", what, cause, "Make room or repair it, then run this again: df -h")
+    failed.data["found"] = error.strerror
+    failed.__cause__ = error
+    return failed
+
+
+def say(text: str, stream: TextIO | None = None, is_result: bool = False) -> None:
+    """Prints ``text``. What was done stands, so a disk that is full or a reader that has gone is no failure.
+
+    Args:
+        text: the lines to print.
+        stream: standard output, if None.
+        is_result: the text is all that the command was for: raise TransactionError if it cannot be written.
+    """
+    stream = stream or sys.stdout
     try:
-        print(text, file=stream or sys.stdout, flush=True)
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - else Python complains at its end
+        print(text, file=stream, flush=True)
+    except OSError as error:
+        with contextlib.suppress(OSError, ValueError):  # else Python tries again at its end, and complains
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if isinstance(error, BrokenPipeError):
+            return
+        if is_result:
+            raise TransactionError(
+                "output-lost", f"the answer could not be written: {error.strerror}", "The disk is full.", "Make room."
+            ) from error
+        if stream is sys.stdout:
+            say(f"note: this was done, but not said: {error.strerror}", sys.stderr)
 
 
-def say_json(document: dict[str, Any]) -> None:
+def say_json(document: dict[str, Any], is_result: bool = False) -> None:
     """Prints one JSON object."""
-    say(json.dumps(document, indent=1, sort_keys=True, default=os.fspath))
+    say(json.dumps(document, indent=1, sort_keys=True, default=os.fspath), is_result=is_result)

@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ways in which this package refuses, one class per exit code.
 
-An error carries a reason (a key of ``wording.WORDS``) and data, never a sentence: the sentences
-are all in ``wording``, so that they read alike and can be tested.
+A refusal is worded where it is raised: its reason (a name for programs and tests), what and where, the likely cause,
+and the next command; ``expected``, ``found`` and ``diff`` (lines of detail) go with it. tests/patchkit/catalogue.py
+reads all of them from the source, so that they can be tested together.
 """
 
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
+
+MAX_LISTED = 20
+"""Lines of detail that a refusal shows."""
+BUILT = "Use the patch as built: patches/gradloc.patch."
+DO_NOT_USE = "Do not use this patch."
+GET_AGAIN = "Get the file again, whole and unchanged."
+NOT_OURS = "The patch was not written by make_patch.sh, or was changed afterwards."
+RESTORE = "git checkout -- patches/   (or unpack the release again)"
 
 
 def program() -> str:
@@ -19,19 +28,31 @@ def program() -> str:
     return started.name if started.name == "gradloc-patch" else "python apply_patch.py"
 
 
+def quoted(path: Any) -> str:
+    """Returns a path as a shell takes it."""
+    return shlex.quote(str(path))
+
+
 class PatchkitError(Exception):
-    """A refusal. Subclasses fix the exit code; ``reason`` and ``data`` say what happened."""
+    """A refusal. Subclasses fix the exit code."""
 
     exit_code = 3
 
-    def __init__(self, reason: str, **data: Any) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.data = data
+    def __init__(self, reason: str, what: str, cause: str, next_: str, **data: Any) -> None:
+        super().__init__(f"{reason}: {what}")
+        self.reason, self.what, self.cause, self.next, self.data = reason, what, cause, next_, data
 
-    def __str__(self) -> str:
-        details = ", ".join(f"{key}={value!r}" for key, value in self.data.items())
-        return f"{self.reason} ({details})"
+    def parts(self) -> dict[str, str]:
+        """Returns the refusal's parts in the order in which they are shown."""
+        between = {key: str(self.data[key]) for key in ("expected", "found") if self.data.get(key) is not None}
+        return {"reason": self.reason, "what": self.what, **between, "cause": self.cause, "next": self.next}
+
+    def text(self) -> str:
+        """Returns the refusal as it is printed, without a final newline."""
+        parts = self.parts()
+        lines = [f"refused: {parts['what']}"]
+        lines += [f"  {key + ':':<9} {parts[key]}" for key in ("expected", "found", "cause", "next") if parts.get(key)]
+        return "\n".join(lines + [f"  {line}" for line in capped(self.data.get("diff", ()))])
 
 
 class CheckoutStateError(PatchkitError):
@@ -74,3 +95,10 @@ class DownloadError(PatchkitError):
     """A download failed or was refused."""
 
     exit_code = 7
+
+
+def capped(lines: Any) -> list[str]:
+    """Returns at most ``MAX_LISTED`` lines, with the number of those left out."""
+    lines = list(lines)
+    more = len(lines) - MAX_LISTED
+    return lines if more <= 0 else [*lines[:MAX_LISTED], f"... and {more} more"]

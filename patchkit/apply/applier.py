@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``apply_patch.py`` does: apply, check, reverse, status. Returns reports, prints nothing."""
 
-import hashlib
-import json
 import os
-import time
-from dataclasses import dataclass, field
-from typing import Any
+import stat
+from dataclasses import asdict, dataclass, field
 
-from ..errors import CheckoutStateError, LockedError
-from ..patch.manifest import Edition
+from ..errors import CheckoutStateError, LockedError, quoted
+from ..patch import splice
+from ..patch.content import read_regular
+from ..patch.edition import Edition
+from ..patch.language import MAX_BYTES
 from ..tree import lock
 from ..tree.checkout import Checkout
 from ..tree.filesystem import Filesystem
@@ -18,10 +18,8 @@ from ..tree.survey import State, Survey, survey
 from ..tree.transaction import Change, Transaction
 from . import explain
 from .library import Library
-from .plan import changes_to
 
-KEPT_PATCH, RECORD = "applied.patch", "applied.json"
-MAX_STATE_BYTES = 5 * 2**20
+KEPT_PATCH, OLD_RECORD = "applied.patch", "applied.json"
 
 
 @dataclass
@@ -33,13 +31,15 @@ class Report:
     kind: str
     head: str | None
     verl_version: str
-    state: str = ""
-    edition: str | None = None
-    wanted: str = ""
+    base: str
+    """The tag of the verl whose patch was picked, by content."""
+    state: str
+    edition: str | None
+    wanted: str
+    did: str = ""
     changed: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     files: list[dict[str, str]] = field(default_factory=list)
-    did: str = ""
 
 
 class Applier:
@@ -51,141 +51,124 @@ class Applier:
         library: Library,
         files: Filesystem | None = None,
         force: bool = False,
+        wait_s: float = 0.0,
     ) -> None:
         self.checkout = checkout
         self.library = library
         self.files = files or Filesystem()
         self.force = force
+        self.wait_s = wait_s
         self.state_folder = checkout.state_folder
         self.transaction = Transaction(self.files, checkout.root, self.state_folder)
         self.notes: list[str] = []
+        self.given: Edition | None = None
 
     def apply(self) -> Report:
         """Brings the checkout to the wanted edition, from whatever known state it is in."""
-        return self._change("apply", self.library.wanted)
+        return self._change("apply")
 
     def reverse(self) -> Report:
         """Brings the checkout back to the base, from whatever known state it is in."""
-        return self._change("reverse", None)
+        return self._change("reverse")
 
-    def check(self) -> Report:
-        """Reports what ``apply`` would do, or raises what it would raise; changes nothing."""
-        self._refuse_if_held()
-        found = self._survey()
-        if self.transaction.pending():
-            report = self._report("check", found)
-            report.did = "would first finish or undo an interrupted run"
-            return report
-        changes = self._changes(found, self.library.wanted)
-        preflight(self.checkout.root, self.state_folder, changes)
-        report = self._report("check", found)
-        report.changed = [change.path for change in changes]
-        report.did = f"would change {_count(changes)}" if changes else "nothing to do"
-        return report
-
-    def status(self) -> Report:
-        """Reports the state; changes nothing and never refuses."""
-        if lock.holder(self.state_folder):
-            self.notes.append("another run is at work here: what is said may be out of date")
-        if self.transaction.pending():
-            self.notes.append("a run was interrupted here; the next apply or --reverse finishes or undoes it")
-        found = self._survey()
-        report = self._report("status", found)
-        report.did = State[report.state].value
-        return report
-
-    def _change(self, command: str, goal: Edition | None) -> Report:
-        with lock.locked(self.files, self.state_folder, hide=self.checkout.git_dir is None):
-            resolved = self.transaction.recover()
-            if resolved:
-                self.notes.append(f"an interrupted run was {resolved} first")
-            found = self._survey()
-            changes = self._changes(found, goal)
-            preflight(self.checkout.root, self.state_folder, changes)
-            if changes:
-                self.transaction.run(changes + self._record(goal))
-            after = self._survey()
-            report = self._report(command, after)
-            report.changed = [change.path for change in changes]
-            report.did = _did(command, found, goal, changes)
-            return report
-
-    def _refuse_if_held(self) -> None:
+    def check(self, reverse: bool = False) -> Report:
+        """Reports what ``apply`` or ``reverse`` would do, or raises what it would raise; changes nothing."""
         holder = lock.holder(self.state_folder)
         if holder:
-            raise LockedError("locked", path=self.state_folder, found=holder)
+            what, cause = f"another run is at work in this checkout ({self.state_folder})", "Two runs were started."
+            raise LockedError("locked", what, cause, "Run this again when it has ended.", found=holder)
+        is_pending = self.transaction.pending() is not None
+        found = self._survey()
+        if is_pending:
+            return self._report("check", found, "would first undo an interrupted run")
+        changes = self._changes(found, None if reverse else found.editions[0])
+        preflight(self.checkout.root, self.state_folder, changes)
+        return self._report("check", found, f"would change {_count(changes)}" if changes else "nothing to do", changes)
+
+    def status(self) -> Report:
+        """Reports the state; changes nothing and never refuses a tree."""
+        if lock.holder(self.state_folder):
+            self.notes.append("another run is at work here: what is said may be out of date")
+        if os.path.lexists(self.state_folder / "journal.json"):
+            self.notes.append("a run was interrupted here; the next apply or --reverse undoes it first")
+        found = self._survey()
+        return self._report("status", found, found.state.value)
+
+    def _change(self, command: str) -> Report:
+        hide = self.checkout.git_dir is None
+        with lock.locked(self.files, self.state_folder, hide, self.wait_s):
+            if self.transaction.recover():
+                self.notes.append("an interrupted run was undone first")
+            found = self._survey()
+            goal = found.editions[0] if command == "apply" else None
+            changes = self._changes(found, goal)
+            preflight(self.checkout.root, self.state_folder, changes)
+            todo = changes + self._record(goal)
+            if any(change.path != OLD_RECORD for change in todo):
+                self.transaction.run(todo)
+            gone = [path for path, blob in found.goal(goal).items() if blob is None]
+            for place in self.transaction.drop_caches(gone):
+                self.notes.append(
+                    f"left behind, of another user: {place}   (sudo rm -r {quoted(place)}; it does no harm)"
+                )
+            did = _did(found, goal, changes) if changes else f"{'already' if goal else 'not'} applied, nothing to do"
+            return self._report(command, self._survey(), did, changes)
 
     def _survey(self) -> Survey:
-        self._know_kept_patch()
-        return survey(self.checkout, self.library.editions, self.library.manifest.base_commit)
+        """Reads the copy of what was applied anew each time: a recovery may have put another one in its place."""
+        self.given = None
+        try:
+            kept = read_regular(self.state_folder / KEPT_PATCH, MAX_BYTES)
+            self.given = self.library.know_patch(kept)
+            note = f"the copy of an applied patch in {self.state_folder.name} is no use"
+            if not self.given and note not in self.notes:
+                self.notes.append(note)
+        except OSError:
+            pass
+        return survey(self.checkout, self.library.families)
 
     def _changes(self, found: Survey, goal: Edition | None) -> list[Change]:
         """The changes to ``goal``; refuses the states that it must not be reached from."""
-        self._refuse_strangers(found)
+        if found.strangers:
+            raise explain.refusal(found, self.checkout, self.given, self.force)
         skipped = []
         if found.state is State.PARTIAL and not found.only_leftovers:
             if not self.force:
-                raise CheckoutStateError("state-partial", **self._partial(found))
+                raise self._partial(found)
             skipped.append("the check that the checkout is not half patched")
         unfinished = self.checkout.unfinished()
         if unfinished and found.state is State.PRISTINE:
             self.notes.append(f"{unfinished} is under way in this checkout")
         elif unfinished:
             if not self.force:
-                raise CheckoutStateError("git-unfinished", operation=unfinished, target=self.checkout.root)
+                what, cause = f"{unfinished} is under way", "Files that change beneath it end in the wrong commit."
+                next_ = f"Finish it first (git -C {quoted(self.checkout.root)} status says how), or add --force."
+                raise CheckoutStateError("git-unfinished", what, cause, next_)
             skipped.append(f"the check that no git operation is under way ({unfinished})")
         if self.force:
             self.notes.append("--force skipped " + (" and ".join(skipped) or "nothing"))
-        return changes_to(goal, found, self.library)
+        changes = []
+        for path, blob in sorted(found.goal(goal).items()):
+            if not found.holds(path, blob):
+                changes.append(Change(path, found.found[path].content, _content(path, blob, goal, found)))
+        return changes
 
-    def _refuse_strangers(self, found: Survey) -> None:
-        if found.state not in (State.DRIFTED, State.WRONG_BASE):
-            return
-        listed = explain.strangers(found, self.library)
-        first = listed[0]
-        reason = "state-drifted" if found.state is State.DRIFTED else "state-wrong-base"
-        if all(stranger.why == explain.CRLF for stranger in listed):
-            reason = "state-crlf"
-        elif all(stranger.why.startswith(explain.EDITED) for stranger in listed):
-            reason = "state-edited"
-        elif all(found.base[stranger.path] is None for stranger in listed):
-            reason = "state-in-the-way"
-        raise CheckoutStateError(
-            reason,
-            state=found.state.name,
-            target=self.checkout.root,
-            path=first.path,
-            expected=first.expected,
-            found=first.found,
-            why=first.why,
-            count=len(listed),
-            head=(self.checkout.head or "unknown")[:12],
-            commit=self.library.manifest.base_commit[:12],
-            files=[stranger.as_json() for stranger in listed],
-            diff=[f"{stranger.path}: {stranger.why}" for stranger in listed],
-            is_clone=self.checkout.git_dir is not None,
-            unforced=" --force never overwrites such files." if self.force else "",
-        )
+    def _partial(self, found: Survey) -> CheckoutStateError:
+        based = [path for path, blob in found.before.items() if found.holds(path, blob)]
+        cause = "Some files were restored by hand, by git checkout or by git stash; all contents are known."
+        next_ = f"{self.checkout.command} --force   (finishes; with --reverse it undoes)"
+        counts = f"{len(found.found) - len(based)} of {len(found.found)} files patched"
+        diff = [f"not patched: {path}" for path in based]
+        data = {"state": found.state.name, "found": counts, "diff": diff}
+        return CheckoutStateError("state-partial", "PARTIAL: the checkout is half patched", cause, next_, **data)
 
-    def _partial(self, found: Survey) -> dict[str, Any]:
-        based = [path for path in found.found if found.is_base(path)]
-        return {
-            "state": found.state.name,
-            "target": self.checkout.root,
-            "found": f"{len(found.found) - len(based)} of {len(found.found)} files patched",
-            "diff": [f"not patched: {path}" for path in based],
-        }
-
-    def _report(self, command: str, found: Survey) -> Report:
-        checkout, base_commit = self.checkout, self.library.manifest.base_commit
-        notes = list(self.notes)
+    def _report(self, command: str, found: Survey, did: str, changes: list[Change] | None = None) -> Report:
+        checkout, notes = self.checkout, list(self.notes)
         if checkout.head is None:
             notes.append(f"the commit is unknown here; verl says it is {checkout.version}")
-        elif checkout.head != base_commit:
-            notes.append(
-                f"HEAD is {checkout.head[:12]}, not the base {base_commit[:12]}; "
-                "what counts is the content of the files that the patch touches"
-            )
+        elif checkout.head != found.base.commit:
+            here = f"HEAD is {checkout.head[:12]}, not the base {found.base.commit[:12]}"
+            notes.append(f"{here}; what counts is the content of the files that the patch touches")
         if checkout.root.stat().st_uid != os.geteuid():
             notes.append("the checkout belongs to another user")
         return Report(
@@ -194,51 +177,45 @@ class Applier:
             checkout.kind,
             checkout.head,
             checkout.version,
-            state=found.state.name,
-            edition=found.edition.version if found.edition else None,
-            wanted=self.library.wanted.version,
-            notes=notes,
-            files=[stranger.as_json() for stranger in explain.strangers(found, self.library)],
+            found.base.tag,
+            found.state.name,
+            found.edition.version if found.edition else None,
+            found.editions[0].version,
+            did,
+            [change.path for change in changes or ()],
+            notes,
+            [asdict(stranger) for stranger in explain.strangers(found, self.given)],
         )
 
     def _record(self, goal: Edition | None) -> list[Change]:
-        """Changes of the state folder: a copy of the patch, and a note for people.
+        """Changes of the state folder: a copy of the patch.
 
-        The copy lets a patch that is in no manifest (a development build, one from a file) be
-        recognised and taken off again. Nothing is decided from the note.
+        The copy lets a patch that is in no manifest (a development build, one from a file) be recognised and taken off
+        again, and says what a checkout's edits are edits of.
         """
-        wanted: dict[str, bytes | None] = {KEPT_PATCH: None, RECORD: None}
-        if goal is not None:
-            note = {
-                "version": goal.version,
-                "patch_sha256": goal.patch_sha256,
-                "manifest_sha256": self._manifest_digest(),
-                "applied_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            }
-            wanted[KEPT_PATCH] = self.library.patch(goal)
-            wanted[RECORD] = (json.dumps(note, indent=1) + "\n").encode()
         changes = []
-        for name, after in wanted.items():
-            before = self._read_state(name)
+        for name, after in ((KEPT_PATCH, goal.patch if goal else None), (OLD_RECORD, None)):
+            path = self.state_folder / name
+            if os.path.lexists(path):
+                lock.check_kind(path, stat.S_ISREG, "plain file")
+            before = path.read_bytes() if path.exists() else None
             if before != after:
                 changes.append(Change(name, before, after, where="state"))
         return changes
 
-    def _manifest_digest(self) -> str:
-        return hashlib.sha256((self.library.folder / "manifest.json").read_bytes()).hexdigest()
 
-    def _read_state(self, name: str) -> bytes | None:
-        path = self.state_folder / name
-        return path.read_bytes() if path.is_file() and not path.is_symlink() else None
-
-    def _know_kept_patch(self) -> None:
-        """Reads the copy anew each time: a recovery may have put another one in its place."""
-        kept = self.state_folder / KEPT_PATCH
-        if kept.is_file() and not kept.is_symlink() and kept.stat().st_size <= MAX_STATE_BYTES:
-            note = f"the copy of an applied patch in {kept.parent.name} is no use"
-            known = self.library.know_patch(kept.read_bytes(), "an earlier build")
-            if not known and note not in self.notes:
-                self.notes.append(note)
+def _content(path: str, blob: str | None, goal: Edition | None, found: Survey) -> bytes | None:
+    """The content of ``path`` under ``goal``: what is there is first taken back to the base's, then forward."""
+    if blob is None:
+        return None
+    there, base = found.found[path], b""
+    if found.before[path] is not None:
+        base = there.content
+        if not found.holds(path, found.before[path]):
+            holding = (e.files[path] for e in found.editions if path in e.files and e.files[path].after == there.blob)
+            base = splice.backward(next(holding), there.content)
+    section = goal.files.get(path) if goal else None
+    return splice.forward(section, base) if section else base
 
 
 def _count(changes: list[Change]) -> str:
@@ -251,9 +228,7 @@ def _count(changes: list[Change]) -> str:
     return f"{len(changes)} files ({said})"
 
 
-def _did(command: str, found: Survey, goal: Edition | None, changes: list[Change]) -> str:
-    if not changes:
-        return "already applied, nothing to do" if goal else "not applied, nothing to do"
+def _did(found: Survey, goal: Edition | None, changes: list[Change]) -> str:
     if goal is None:
         return f"reversed: {_count(changes)}"
     if found.state is State.OTHER_VERSION and found.edition:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
-from ..errors import DownloadError, IntegrityError
+from ..errors import DownloadError, IntegrityError, quoted
 
 MAX_HOPS = 5
 ATTEMPTS = 3
@@ -15,11 +15,7 @@ CONNECT_S, READ_S, DEADLINE_S = 5.0, 20.0, 60.0
 MAX_WAIT_S = 20.0
 _CHUNK, _SIP = 16 * 1024, 64
 _TRANSIENT = (429, 500, 502, 503, 504)
-
-
-def is_url(text: str) -> bool:
-    """True if ``text`` names a scheme, whether one that is allowed or not."""
-    return "://" in text
+_BY_HAND = "Download the file yourself and use --patch-file."
 
 
 def fetch(
@@ -46,21 +42,27 @@ def fetch(
         import requests
         from urllib3.exceptions import HTTPError
     except ImportError as error:
-        raise DownloadError("net-no-requests", url=url) from error
+        what = f"downloads need the Python package requests, which is not installed here ({url})"
+        next_ = "pip install requests   (or download the file yourself and use --patch-file)"
+        raise DownloadError("net-no-requests", what, "Nothing else in this tool needs it.", next_) from error
     ends = time.monotonic() + deadline_s
     with requests.Session() as session:
-        session.auth = _no_auth  # else requests would look for passwords in ~/.netrc
+        session.auth = lambda request: request  # else requests would look for passwords in ~/.netrc
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 data = _read(session, url, limit, ends)
                 break
             except (OSError, HTTPError, _Transient) as error:
                 if attempt == ATTEMPTS or time.monotonic() > ends:
-                    raise DownloadError("net-failed", url=url, attempts=attempt, found=_reason(error)) from error
+                    what, cause = (
+                        f"{url} could not be read, in {attempt} attempts",
+                        "No network, a proxy or the server.",
+                    )
+                    raise DownloadError("net-failed", what, cause, _BY_HAND, found=_innermost(error)) from error
                 wait_s = getattr(error, "wait_s", None) or float(attempt)
                 sleep(min(wait_s, max(0.0, ends - time.monotonic())))
     if size is not None and len(data) != size:
-        raise IntegrityError("net-size", url=url, expected=f"{size} bytes", found=f"{len(data)} bytes")
+        raise _wrong_size(url, f"{size} bytes", f"{len(data)} bytes")
     return data
 
 
@@ -72,65 +74,70 @@ class _Transient(Exception):
         self.wait_s = wait_s
 
 
-def _no_auth(request: Any) -> Any:
-    return request
+def _wrong_size(url: str, expected: str, found: str) -> IntegrityError:
+    what, cause = f"{url} has not the size of the patch", "It is another file, or another version."
+    return IntegrityError("net-size", what, cause, "Check the address.", expected=expected, found=found)
 
 
-def check_url(url: str, hop: str | None = None) -> None:
-    """Raises DownloadError unless ``url`` is https, with a host and without credentials."""
+def check_url(url: str, start: str) -> None:
+    """Raises DownloadError unless ``url``, to which ``start`` led, is https, with a host and without credentials."""
     parts = urlsplit(url)
-    if parts.scheme != "https":
-        raise DownloadError("net-scheme", url=hop or url, found=f"{parts.scheme}: in {url[:100]}")
     if parts.username or parts.password:
-        raise DownloadError("net-userinfo", url=f"https://{parts.hostname}{parts.path}")
-    if not parts.hostname:
-        raise DownloadError("net-scheme", url=hop or url, found="no host")
-    pieces = parts.path.split("/")
-    if parts.hostname == "github.com" and "blob" in pieces[3:4]:
-        raise DownloadError("net-blob-page", url=url, raw=url.replace("/blob/", "/raw/", 1))
+        what = f"the address https://{parts.hostname}{parts.path} came with a user name or a password in it"
+        raise DownloadError("net-userinfo", what, "Such addresses end in logs.", _BY_HAND)
+    if parts.scheme != "https" or not parts.hostname:
+        what, cause = f"only https is used, on every hop from {start}", "Anything else can be changed on the way."
+        raise DownloadError("net-scheme", what, cause, _BY_HAND, found=url[:100])
+    if parts.hostname == "github.com" and "blob" in parts.path.split("/")[3:4]:
+        what, cause = f"{url} is the page that shows the file", "It was copied from the browser's address line."
+        raise DownloadError("net-blob-page", what, cause, f"--patch-url {quoted(url.replace('/blob/', '/raw/', 1))}")
 
 
 def _read(session: Any, url: str, limit: int, ends: float) -> bytes:
     at = url
     for _ in range(MAX_HOPS + 1):
-        check_url(at, hop=url)
-        response = session.get(
-            at,
-            stream=True,
-            allow_redirects=False,
-            timeout=(CONNECT_S, READ_S),
-            headers={"Accept-Encoding": "identity"},
-        )
-        with response:
-            if response.is_redirect:
-                at = urljoin(at, response.headers["location"])
-                continue
-            return _body(response, url, limit, ends)
-    raise DownloadError("net-hops", url=url, expected=f"at most {MAX_HOPS} redirects")
+        check_url(at, url)
+        plain = {"Accept-Encoding": "identity"}
+        timeout = (CONNECT_S, READ_S)
+        with session.get(at, stream=True, allow_redirects=False, timeout=timeout, headers=plain) as response:
+            if not response.is_redirect:
+                return _body(response, url, limit, ends)
+            at = urljoin(at, response.headers["location"])
+    what = f"{url} redirects in circles or too often"
+    raise DownloadError(
+        "net-hops", what, "The server is set up wrongly.", _BY_HAND, expected=f"at most {MAX_HOPS} hops"
+    )
 
 
 def _body(response: Any, url: str, limit: int, ends: float) -> bytes:
+    code, headers = f"HTTP {response.status_code}", response.headers
     if response.status_code in _TRANSIENT:
-        wait_s = _retry_after(response.headers.get("retry-after"))
-        raise _Transient(f"HTTP {response.status_code}", wait_s)
+        raise _Transient(code, _retry_after(headers.get("retry-after")))
     if response.status_code != 200:
-        raise DownloadError("net-status", url=url, found=f"HTTP {response.status_code}")
-    encoding = response.headers.get("content-encoding", "identity")
+        what, cause = f"the server does not have {url}", "It is misspelt, moved or not public."
+        raise DownloadError("net-status", what, cause, "Open it in a browser, or use --patch-file.", found=code)
+    encoding = headers.get("content-encoding", "identity")
     if encoding != "identity":
-        raise DownloadError("net-encoding", url=url, found=encoding[:40])
-    if response.headers.get("content-type", "").startswith("text/html"):
-        raise IntegrityError("net-html", url=url, found="Content-Type: text/html")
+        what = f"the server compressed {url} although it was asked not to"
+        raise DownloadError("net-encoding", what, "A proxy or the server.", _BY_HAND, found=encoding[:40])
+    if headers.get("content-type", "").startswith("text/html"):
+        what, cause = (
+            f"the server sent a web page, not the patch: {url}",
+            "A login page, or the one that shows the file.",
+        )
+        raise IntegrityError("net-html", what, cause, "Use the address of the raw file.")
     body = bytearray()
-    # read1 returns what has arrived; read (in an old urllib3) waits for all it was asked for, so
-    # it is asked for little: a server that drips must not outlast the deadline by much.
+    # read1 returns what has arrived; read (in an old urllib3) waits for all it was asked for, so it is asked for
+    # little: a server that drips must not outlast the deadline by much.
     read1 = getattr(response.raw, "read1", None)
     while chunk := read1(_CHUNK) if read1 else response.raw.read(_SIP):
         body += chunk
         if len(body) > limit:
-            raise IntegrityError("net-size", url=url, expected=f"at most {limit} bytes", found="more")
+            raise _wrong_size(url, f"at most {limit} bytes", "more")
         if time.monotonic() > ends:
-            raise DownloadError("net-deadline", url=url, found=f"{len(body)} bytes so far")
-    announced = response.headers.get("content-length", "")
+            what, found = f"{url} takes too long", f"{len(body)} bytes so far"
+            raise DownloadError("net-deadline", what, "A slow or a hostile server.", _BY_HAND, found=found)
+    announced = headers.get("content-length", "")
     if announced.isdigit() and int(announced) != len(body):
         raise _Transient(f"{len(body)} of {announced} bytes arrived")
     return bytes(body)
@@ -146,7 +153,7 @@ def _retry_after(text: str | None) -> float | None:
     return min(max(0.0, email.utils.mktime_tz(when) - time.time()), MAX_WAIT_S) if when else None
 
 
-def _reason(error: Exception) -> str:
+def _innermost(error: BaseException) -> str:
     """The innermost cause, which says what happened without the library's nesting."""
     while error.__cause__ is not None or error.__context__ is not None:
         error = error.__cause__ or error.__context__

@@ -6,58 +6,53 @@ from urllib.parse import urlsplit
 
 from ..errors import IntegrityError, UsageError
 from ..patch import sums
-from ..patch.digest import sha256_hex
+from ..patch.content import sha256_hex
 from ..patch.language import MAX_BYTES
 from . import download
 from .library import Library, check_digest, read_capped
 
 
-def named_patch(
-    library: Library, file: str | None, url: str | None, digest: str | None, sums_at: str | None
-) -> tuple[bytes, str, list[str]]:
-    """Returns the verified patch that was named, its name, and notes on how far to trust it.
+def expected_digest(options, name: str) -> tuple[str | None, list[str]]:
+    """Returns what ``--sha256`` or ``--sha256-file`` says of the patch ``name``, and notes on how far to trust it."""
+    if options.sha256 and options.sha256_file:
+        what = "--sha256 and --sha256-file were both given"
+        raise UsageError("digest-twice", what, "One digest decides.", "Leave one out.")
+    place = options.sha256_file
+    if not place:
+        return (sums.check_hex(options.sha256) if options.sha256 else None), []
+    if "://" not in place:
+        return sums.digest_for(name, _read(place, sums.MAX_BYTES), place), []
+    listed = sums.digest_for(name, download.fetch(place, limit=sums.MAX_BYTES), place)
+    if not options.patch_url or urlsplit(options.patch_url).hostname != urlsplit(place).hostname:
+        return listed, []
+    note = "the checksum came from the server that sent the patch: it proves that it arrived whole, not who made it"
+    return listed, [note + "; --sha256 with a digest known otherwise does"]
 
-    Args:
-        library: the editions whose digests are known without being named.
-        file: ``--patch-file``, a path.
-        url: ``--patch-url``; exactly one of the two is given.
-        digest: ``--patch-sha256``.
-        sums_at: ``--sha256-file``, a path or a URL.
-    """
-    if digest and sums_at:
-        raise UsageError("digest-twice")
-    place = file or url or ""
-    name = urlsplit(url).path.rsplit("/", 1)[-1] if url else Path(place).name
-    notes: list[str] = []
-    expected = sums.check_hex(digest) if digest else None
-    if sums_at:
-        expected, notes = _listed(sums_at, name, url)
-    elif file and not expected and Path(f"{file}.sha256").is_file():
-        beside = read_capped(Path(f"{file}.sha256"), sums.MAX_BYTES, f"{file}.sha256")
-        expected = sums.digest_for(name, beside, f"{file}.sha256")
-    sizes = {edition.patch_sha256: edition.patch_size for edition in library.editions}
+
+def named_patch(library: Library, options) -> tuple[bytes, str, list[str]]:
+    """Returns the verified patch of ``--patch-file`` or ``--patch-url``, its name, and notes on how far to trust it."""
+    file, url = options.patch_file, options.patch_url
+    name = urlsplit(url).path.rsplit("/", 1)[-1] if url else Path(file).name
+    expected, notes = expected_digest(options, name)
+    if file and not expected and Path(f"{file}.sha256").is_file():
+        expected = sums.digest_for(name, _read(f"{file}.sha256", sums.MAX_BYTES), f"{file}.sha256")
+    ours = {entry.sha256: entry.size_bytes for entry in library.manifest.entries}
     if url:
-        expected = expected or library.wanted.patch_sha256
-        data = download.fetch(url, limit=sizes.get(expected, MAX_BYTES), size=sizes.get(expected))
+        expected = expected or next((e.sha256 for e in library.manifest.entries if e.name == name), next(iter(ours)))
+        data = download.fetch(url, limit=ours.get(expected, MAX_BYTES), size=ours.get(expected))
     else:
-        data = read_capped(Path(place), MAX_BYTES, place)
-    if expected is None and sha256_hex(data) in sizes:
+        data = _read(file, MAX_BYTES)
+    if expected is None and sha256_hex(data) in ours:
         expected = sha256_hex(data)
-    if expected is None:
-        check_digest(data, sha256_hex(data), place)  # the public patch has a refusal of its own
-        raise IntegrityError("sums-missing", path=place, name=name)
-    check_digest(data, expected, place)
+    check_digest(data, expected, file or url)
     return data, name, notes
 
 
-def _listed(sums_at: str, name: str, url: str | None) -> tuple[str, list[str]]:
-    if not download.is_url(sums_at):
-        return sums.digest_for(name, read_capped(Path(sums_at), sums.MAX_BYTES, sums_at), sums_at), []
-    listed = sums.digest_for(name, download.fetch(sums_at, limit=sums.MAX_BYTES), sums_at)
-    notes = []
-    if url and urlsplit(url).hostname == urlsplit(sums_at).hostname:
-        notes.append(
-            "the checksum came from the server that sent the patch: it proves that the patch "
-            "arrived whole, not who made it; --patch-sha256 with a digest known otherwise does"
-        )
-    return listed, notes
+def _read(place: str, limit: int) -> bytes:
+    try:
+        return read_capped(Path(place), limit, place)
+    except FileNotFoundError as error:
+        what = f"there is no file {place}"
+        raise IntegrityError(
+            "file-missing", what, "It is misspelt, or relative to another folder.", "Check it."
+        ) from error

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gets the pinned verl: the source archive of ``verl==0.7.0``, verified before it is unpacked.
+"""Gets the verls that there are patches for: their released source archives, verified before they are unpacked.
 
-The archive comes from ``VERL_BASE_SDIST`` (a path) or through pip, once; the unpacked tree is kept
-under ``.gradloc/base/``. ``python -m patchkit.build.base`` prints the path of the tree.
+An archive comes from ``VERL_BASE_SDIST`` (paths, joined by ``:``) or through pip, once; the unpacked tree is kept under
+``.gradloc/base/``. ``python -m patchkit.build.base`` prints the path of a tree.
 """
 
 import argparse
@@ -16,95 +16,110 @@ from pathlib import Path, PurePosixPath
 
 from ..command import guarded, say
 from ..errors import DownloadError, IntegrityError
-from ..patch.digest import sha256_hex
+from ..patch.content import sha256_hex
+from ..patch.manifest import Base
 
-REQUIREMENT = "verl==0.7.0"
-FOLDER = "verl-0.7.0"
-ARCHIVE = FOLDER + ".tar.gz"
-SHA256 = "eba2e75be72f809b97ada9bb35479fd45999ca2c94f45eb7868def59b83cb9db"
+PINNED = {
+    Base("v0.7.0", "f9c855f7cf04d603c9546bc01776c74806a879c1"): (
+        "eba2e75be72f809b97ada9bb35479fd45999ca2c94f45eb7868def59b83cb9db"
+    ),
+    Base("v0.7.1", "bec9ef74768dd201881cd4e54cd0385e87caae27"): (
+        "0c208c03d5dc48f8262192355f403d74dae6574daebe68f2c4d28f021c4248d0"
+    ),
+}
+"""The verls, with the sha256 of each archive. What the first has serves the others where verl's files are the same."""
 DEFAULT_CACHE = Path(__file__).resolve().parents[2] / ".gradloc" / "base"
 MAX_FILES, MAX_UNPACKED_BYTES = 2000, 64 * 2**20
+_FETCH_AGAIN = "Delete it and fetch it again."
 
 
-def ensure_base(cache: Path = DEFAULT_CACHE) -> Path:
-    """Returns a folder with the pristine pinned tree (``verl/`` in it), fetching it if need be.
+def ensure_base(tag: str = "v0.7.0", cache: Path = DEFAULT_CACHE) -> Path:
+    """Returns a folder with the pristine verl of a tag (``verl/`` in it), fetching it if need be.
 
     Args:
-        cache: where the tree is kept; the folder in it is complete or absent, never in between.
+        tag: one of those that are pinned.
+        cache: where the trees are kept; the folder in it is complete or absent, never in between.
 
     Raises:
         DownloadError: if pip cannot get the archive, or the named archive cannot be read.
         IntegrityError: if the archive is not the pinned one.
     """
-    tree = cache / FOLDER
+    pinned = next(digest for base, digest in PINNED.items() if base.tag == tag)
+    folder = f"verl-{tag.removeprefix('v')}"
+    tree = cache / folder
     if not tree.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix="unpack-") as scratch:
-            archive = _archive(Path(scratch))
-            data = archive.read_bytes()
-            if sha256_hex(data) != SHA256:
-                raise IntegrityError("base-digest", path=archive.name, expected=SHA256, found=sha256_hex(data))
-            _unpack(archive, Path(scratch) / "tree")
-            _move(Path(scratch) / "tree" / FOLDER, tree)
+            archive = _named(pinned, folder) or _fetched(folder, Path(scratch))
+            found = sha256_hex(archive.read_bytes())
+            if found != pinned:
+                what, cause = (
+                    f"the archive {archive} is not verl's released one",
+                    "It was changed, or is another version.",
+                )
+                raise IntegrityError("base-digest", what, cause, _FETCH_AGAIN, expected=pinned, found=found)
+            _unpack(archive, folder, Path(scratch) / "tree")
+            try:
+                (Path(scratch) / "tree" / folder).rename(tree)
+            except OSError:
+                if not tree.is_dir():  # else another process has done so, with the same
+                    raise
     return tree
 
 
-def _archive(scratch: Path) -> Path:
-    named = os.environ.get("VERL_BASE_SDIST")
-    if named:
-        if not Path(named).is_file():
-            raise DownloadError("base-named-missing", path=named)
-        return Path(named)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--disable-pip-version-check", "--no-binary", "verl", "--dest", str(scratch)]
-    done = subprocess.run([*command, REQUIREMENT], capture_output=True, text=True, check=False)
-    archive = scratch / ARCHIVE
+def _named(pinned: str, folder: str) -> Path | None:
+    """The archive that ``VERL_BASE_SDIST`` names for this verl, by content, else by its file's name."""
+    paths = [Path(path) for path in os.environ.get("VERL_BASE_SDIST", "").split(os.pathsep) if path]
+    for path in paths:
+        if not path.is_file():
+            what, cause = f"VERL_BASE_SDIST names {path}, which is no file", "The variable is left over or misspelt."
+            raise DownloadError("base-named-missing", what, cause, "unset VERL_BASE_SDIST   (then pip fetches it)")
+    right = (path for path in paths if sha256_hex(path.read_bytes()) == pinned)
+    return next(right, next((path for path in paths if path.name == f"{folder}.tar.gz"), None))
+
+
+def _fetched(folder: str, scratch: Path) -> Path:
+    requirement = folder.replace("-", "==")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    command += ["--no-binary", "verl", "--dest", str(scratch), requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=scratch)
+    archive = scratch / f"{folder}.tar.gz"
     if done.returncode or not archive.is_file():
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        raise DownloadError("base-pip", requirement=REQUIREMENT, found=said[-1] if said else "")
+        said = [line for line in done.stderr.splitlines() if line.strip()] or [""]
+        what, cause = (
+            f"pip could not fetch the source archive of {requirement}",
+            "No network, or an index that lacks it.",
+        )
+        next_ = f"VERL_BASE_SDIST=PATH/{folder}.tar.gz, with a copy fetched elsewhere"
+        raise DownloadError("base-pip", what, cause, next_, found=said[-1])
     return archive
 
 
-def _unpack(archive: Path, folder: Path) -> None:
-    """Writes the archive's plain files below ``folder``; any other kind of entry is refused."""
+def _unpack(archive: Path, folder: str, target: Path) -> None:
+    """Writes the archive's plain files below ``target``; any other kind of entry is refused."""
     total = count = 0
     with tarfile.open(archive, "r:gz") as tar:
         for member in tar:
             parts = PurePosixPath(member.name).parts
-            if parts[:1] != (FOLDER,) or ".." in parts or not (member.isreg() or member.isdir()):
-                raise IntegrityError("base-entry", path=member.name)
             total, count = total + member.size, count + 1
-            if total > MAX_UNPACKED_BYTES or count > MAX_FILES:
-                raise IntegrityError("base-entry", path=member.name)
-            target = folder.joinpath(*parts)
-            if member.isdir():
-                target.mkdir(parents=True, exist_ok=True)
-                continue
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with tar.extractfile(member) as source, target.open("xb") as sink:
-                shutil.copyfileobj(source, sink)
-
-
-def _move(source: Path, target: Path) -> None:
-    """Renames ``source`` to ``target``; another process may have done so first, with the same."""
-    try:
-        source.rename(target)
-    except OSError:
-        if not target.is_dir():
-            raise
+            is_strange = parts[:1] != (folder,) or ".." in parts or not (member.isreg() or member.isdir())
+            if is_strange or total > MAX_UNPACKED_BYTES or count > MAX_FILES:
+                what = f"the archive holds an entry that verl's does not have: {member.name}"
+                raise IntegrityError("base-entry", what, "It is not the released archive.", _FETCH_AGAIN)
+            place = target.joinpath(*parts)
+            (place if member.isdir() else place.parent).mkdir(parents=True, exist_ok=True)
+            if member.isreg():
+                with tar.extractfile(member) as source, place.open("xb") as sink:
+                    shutil.copyfileobj(source, sink)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m patchkit.build.base", description=__doc__)
     parser.add_argument("--output", type=Path, default=DEFAULT_CACHE, help="where to keep the tree (%(default)s)")
+    parser.add_argument("--base", default="v0.7.0", choices=[base.tag for base in PINNED], help="which verl")
     options = parser.parse_args(arguments)
-
-    def run() -> int:
-        say(str(ensure_base(options.output)))
-        return 0
-
-    return guarded(run)
+    return guarded(lambda: say(str(ensure_base(options.base, options.output))) or 0)
 
 
 if __name__ == "__main__":

@@ -1,190 +1,239 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds patches/ from gradloc/ and verl_overrides/, after taking a checkout's edits into it if one is named.
+"""Builds patches/ from gradloc/ and verl_overrides/, after taking a checkout's edits into them if one is named.
 
-Edits flow one way at a time: edit and run in a patched checkout, then take the edits back with
---repo. Without --repo, patches/ is built from the sources as they are.
+Edits flow one way at a time: edit and run in a patched checkout, then take the edits back with --repo. Without --repo,
+patches/ is built from the sources as they are.
 """
 
 import argparse
+import difflib
+import os
 import sys
 from pathlib import Path
 
-from .. import BASE_COMMIT
 from ..apply.applier import KEPT_PATCH
-from ..command import guarded, say
-from ..errors import CheckoutStateError, UsageError
-from ..patch.digest import sha256_hex
-from ..patch.language import FilePatch, parse
+from ..apply.library import HISTORY_NAME
+from ..command import Parser, guarded, say
+from ..errors import CheckoutStateError, IntegrityError, UsageError, capped, program, quoted
+from ..patch.content import blob_id, sha256_hex
+from ..patch.edition import Edition, remember
+from ..patch.manifest import Base
 from ..tree.checkout import Checkout, resolve
 from ..tree.filesystem import Filesystem
 from ..tree.lock import locked
-from .base import ensure_base
-from .compose import BASE_TAG, PATCH_NAME, Folders, compose, compose_patch, read_sources
-from .generated import can_check, is_source, refresh
-from .generated import check as check_generated
-from .snapshot import Edits, edits_of_archive, edits_of_clone, resolve_commit
-from .take import Merge, merge, sources_of
-from .write import build, check, write_file
+from . import base as bases
+from . import drift, generated
+from .snapshot import Edits, descends, edits_of_archive, edits_of_clone, resolve_commit
+from .sources import Folders, check_fits, compose
+from .take import merge, origin, sources_of
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_LISTED = 30
 
 
-def read_edits(options: argparse.Namespace) -> tuple[Edits, Path]:
-    """Returns the edits of the checkout that the options name, and its root."""
+def parser() -> argparse.ArgumentParser:
+    """Returns the command line's parser."""
+    made = Parser(prog="make_patch.sh", description=__doc__, allow_abbrev=False)
+    add = made.add_argument
+    add("--repo", metavar="CHECKOUT", help="take the edits of this checkout")
+    add("--base", metavar="REV", help="the commit or tag that the edits start from (default: the pinned one it is on)")
+    add("--head", metavar="REV", help="take a commit's content (default: the working tree)")
+    add(
+        "--output", type=Path, metavar="FILE", help="write a patch of the checkout here and leave this repository alone"
+    )
+    add("--check", action="store_true", help="write nothing; fail if patches/ is not what would be built")
+    add(
+        "--refresh-generated",
+        action="store_true",
+        help="write the checkout's _generated_*.yaml anew before taking its edits",
+    )
+    add("--drift", metavar="VERL", help="say which seams still fit a verl tree and which lines moved; write nothing")
+    add(
+        "--remember",
+        type=Path,
+        metavar="PATCH",
+        help="add a released patch to the history, so that trees that have it are known",
+    )
+    add("--debug", action="store_true", help="show a traceback on an error")
+    add("--package", type=Path, default=ROOT / "gradloc", help=argparse.SUPPRESS)
+    add("--overrides", type=Path, default=ROOT / "verl_overrides", help=argparse.SUPPRESS)
+    add("--patches", type=Path, default=ROOT / "patches", help=argparse.SUPPRESS)
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+
+    def run() -> int:
+        options = parser().parse_args(given)
+        folder = options.package.resolve().parent / ".gradloc"
+        folder.mkdir(exist_ok=True)
+        with locked(Filesystem(), folder / "make_patch", hide=False):
+            _run(options, Folders(options.package, options.overrides))
+        return 0
+
+    return guarded(run, "--debug" in given)
+
+
+def _run(options: argparse.Namespace, folders: Folders) -> None:
+    if options.check + bool(options.repo) + bool(options.drift) + bool(options.remember) > 1:
+        what, cause = "--check, --repo, --drift and --remember do not go together", "Each is a command of its own."
+        raise UsageError("take-one-command", what, cause, "bash make_patch.sh --check")
+    if not options.repo and (options.head or options.output or (options.base and not options.drift)):
+        what, cause = "--base, --head and --output need --repo", "They say what to take from a checkout."
+        raise UsageError("take-needs-repo", what, cause, "bash make_patch.sh --repo CHECKOUT ...")
+    trees = {base: bases.ensure_base(base.tag) for base in folders.bases(list(bases.PINNED))}
+    if options.check:
+        check(compose(folders, trees), options.patches)
+        say("patches/ is what its sources build")
+    elif options.drift:
+        _drift(folders, trees, resolve(options.drift, allow_installed=True).root, options.base)
+    else:
+        if options.remember:
+            _remember(folders, trees, options.remember)
+        elif options.repo and _take(options, folders, trees):
+            return
+        written = [name for name, data in compose(folders, trees).items() if write_file(options.patches / name, data)]
+        say(f"built: {', '.join(written)}" if written else "patches/ is unchanged")
+
+
+def write_file(path: Path, data: bytes) -> bool:
+    """Writes ``data`` to ``path``, whole or not at all; False if it holds that already."""
+    if path.is_file() and path.read_bytes() == data:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)
+    return True
+
+
+def check(expected: dict[str, bytes], patches: Path) -> None:
+    """Raises IntegrityError unless the folder ``patches`` is, byte for byte, what a build would write."""
+    for name, data in expected.items():
+        found = (patches / name).read_bytes() if (patches / name).is_file() else b""
+        if found != data:
+            texts = (text.decode("utf-8", "replace").splitlines() for text in (found, data))
+            diff = difflib.unified_diff(*texts, f"patches/{name}", f"built from the sources: {name}", lineterm="", n=1)
+            what, cause = f"patches/{name} is not what its sources build", "One was edited and the other not rebuilt."
+            raise IntegrityError("build-stale", what, cause, "bash make_patch.sh", diff=diff)
+    for path in sorted(patches.rglob("*")):
+        if path not in {patches / name for name in expected} and not path.is_dir():
+            what = f"patches/{path.relative_to(patches).as_posix()} is a file that the manifest does not name"
+            raise IntegrityError(
+                "build-unlisted", what, "It was put there by hand; patches/ is generated.", "Remove it."
+            )
+
+
+def _drift(folders: Folders, trees: dict[Base, Path], root: Path, tag: str | None) -> None:
+    for base, tree in trees.items():
+        if tag in (None, base.tag):
+            rows = drift.table(folders.read(base.tag, tree), root)
+            counts = {
+                kind: sum(row[1] == kind for row in rows) for kind in ("same", "fits", "moved", "conflict", "missing")
+            }
+            said = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+            say(f"the {len(rows)} seams of {base.tag} on {root}: {said}")
+            width = max(len(row[0]) for row in rows)
+            say("\n".join(f"  {path:<{width}}  {kind:<8}  {where}".rstrip() for path, kind, where in rows))
+
+
+def _remember(folders: Folders, trees: dict[Base, Path], path: Path) -> None:
+    """Adds a released patch, whose preamble says which version it is, to ``verl_overrides/history.json``."""
+    data = path.read_bytes()
+    version = data.split(b"\n", 1)[0].decode("utf-8", "replace").rpartition(" ")[2]
+    for base, tree in trees.items():
+        if f"Applies-To: verl {base.tag},".encode() in data:
+            check_fits(data, tree)
+            history = folders.overrides / HISTORY_NAME
+            known = history.read_bytes() if history.is_file() else b""
+            write_file(history, remember(Edition.of(data, version, base.tag), known))
+            say(f"remembered: {version} for verl {base.tag}")
+
+
+def _take(options: argparse.Namespace, folders: Folders, trees: dict[Base, Path]) -> bool:
+    """Takes a checkout's edits into the sources; True if they were written elsewhere, to ``--output``."""
     checkout = resolve(options.repo, allow_installed=True)
-    root = checkout.root
+    if options.refresh_generated:
+        for path in generated.refresh(checkout.root):
+            say(f"refreshed: {path}")
+    base = _base_of(checkout, options, trees)
     if checkout.git_dir is not None:
-        edits = edits_of_clone(root, options.base, options.head)
-    elif options.head or options.base != BASE_COMMIT:
-        raise UsageError("take-needs-git", target=root)
+        edits = edits_of_clone(checkout.root, base.commit, options.head)
+    elif options.head or options.base not in (None, base.tag, base.commit):
+        what, cause = f"{checkout.root} is no clone, so it has no commits", "--base and --head name commits."
+        raise UsageError("take-needs-git", what, cause, "Leave them out: the files as they are will be taken.")
     else:
-        edits = edits_of_archive(root, ensure_base())
-    if options.head is None and any(is_source(path) for path in edits.contents):
-        _check_generated(root)
-    return edits, root
-
-
-def _check_generated(root: Path) -> None:
-    if can_check():
-        check_generated(root)
-    else:
-        say(
-            "note: whether _generated_*.yaml are fresh was not checked: no hydra here "
-            "(PYTHON=... bash make_patch.sh names a Python that has it)"
+        edits = edits_of_archive(checkout.root, trees[base])
+    if options.head is None and any(map(generated.is_source, edits.contents)):
+        if generated.can_check():
+            generated.check(checkout.root)
+        else:
+            say("note: whether _generated_*.yaml are fresh was not checked: no hydra here (PYTHON=... names one)")
+    if not edits.contents:
+        what, cause = f"{checkout.root} has no edits under verl/ since the base", "It was never patched or edited."
+        next_ = f"{program()} --repo {quoted(checkout.root)}   (then edit, then run this again)"
+        raise CheckoutStateError("take-nothing", what, cause, next_)
+    if options.output:
+        data = sources_of(edits).patch(base)
+        write_file(options.output, data)
+        sums = options.output.with_name(options.output.name + ".sha256")
+        write_file(sums, f"{sha256_hex(data)}  {options.output.name}\n".encode())
+        say(f"written: {options.output} ({len(data)} bytes), {sums.name}")
+        return True
+    if base not in trees:
+        what, cause = (
+            "the sources are for the pinned verls only",
+            "A patch for another commit cannot be built from them.",
         )
+        next_, pinned = "Add --output FILE to write such a patch elsewhere.", ", ".join(one.tag for one in trees)
+        raise UsageError("take-other-base", what, cause, next_, expected=pinned, found=base.commit)
+    _merge(checkout, base, edits, folders, trees[base], options.patches)
+    return False
 
 
-def export(edits: Edits, output: Path) -> None:
-    """Writes a patch of the edits to ``output``, and its checksum beside it."""
-    data = compose_patch(sources_of(edits))
-    write_file(output, data)
-    sums = output.with_name(output.name + ".sha256")
-    write_file(sums, f"{sha256_hex(data)}  {output.name}\n".encode())
-    say(f"written: {output} ({len(data)} bytes), {sums.name}")
+def _base_of(checkout: Checkout, options: argparse.Namespace, trees: dict[Base, Path]) -> Base:
+    """The verl that the edits start from: the one that is named, else the latest pinned one that the checkout is on."""
+    named = [base for base in trees if options.base in (base.tag, base.commit)]
+    if named:
+        return named[0]
+    if checkout.git_dir is None:
+        return next((base for base in trees if base.is_said_by(checkout.version)), next(iter(trees)))
+    if options.base:
+        commit = resolve_commit(checkout.root, options.base)
+        return next(
+            (base for base in trees if base.commit == commit), Base("of another commit", commit or options.base)
+        )
+    on = (base for base in reversed(trees) if descends(checkout.root, base.commit, options.head or "HEAD"))
+    return next(on, next(iter(trees)))
 
 
-def take(edits: Edits, root: Path, folders: Folders, patches: Path) -> Merge:
-    """Takes the edits into ``folders``; everything is composed before anything is written."""
-    checkout = resolve(str(root), allow_installed=True)
-    theirs = sources_of(edits)
-    merged = merge(read_sources(folders), theirs, _given(checkout, patches))
-    compose(merged.sources, ensure_base(), patches / "older")
-    _write_sources(merged, folders)
-    # From now on this is what the checkout and the sources last agreed on; and the applier
-    # knows the checkout by it.
+def _merge(checkout: Checkout, base: Base, edits: Edits, folders: Folders, tree: Path, patches: Path) -> None:
+    """Takes the edits into the sources; everything is composed before anything is written."""
+    theirs, ours = sources_of(edits), folders.read(base.tag, tree)
+    merged = merge(ours, theirs, origin(checkout, patches))
+    check_fits(merged.sources.patch(base), tree)
+    for path in (*merged.taken, *merged.removed):
+        blob = blob_id((tree / path).read_bytes()) if (tree / path).is_file() else None
+        text = merged.sources.seams.get(path) if blob else merged.sources.new_files.get(path)
+        place = folders.place(base.tag, path, blob)
+        if text is None:
+            place.unlink(missing_ok=True)
+        else:
+            write_file(place, text.encode())
+    # From now on this is what the checkout and the sources last agreed on; and the applier knows the checkout by it.
     with locked(Filesystem(), checkout.state_folder, hide=checkout.git_dir is None):
-        write_file(checkout.state_folder / KEPT_PATCH, compose_patch(theirs))
+        write_file(checkout.state_folder / KEPT_PATCH, theirs.patch(base))
     for label, paths in (
         ("taken", merged.taken),
         ("removed", merged.removed),
         ("kept, newer in the sources", merged.kept),
         ("left out, ignored by git or outside verl/", edits.left_out),
     ):
-        for path in paths[:MAX_LISTED]:
+        for path in capped(paths):
             say(f"{label}: {path}")
-        if len(paths) > MAX_LISTED:
-            say(f"{label}: {len(paths) - MAX_LISTED} more")
     if not (merged.taken or merged.removed):
         say("nothing to take: the checkout has no edits that the sources lack")
-    return merged
-
-
-def _given(checkout: Checkout, patches: Path) -> tuple[FilePatch, ...]:
-    """The patch that the checkout was given, or had when edits were last taken; else the built."""
-    for path in (checkout.state_folder / KEPT_PATCH, patches / PATCH_NAME):
-        if path.is_file():
-            return parse(path.read_bytes())
-    return ()
-
-
-def _write_sources(merged: Merge, folders: Folders) -> None:
-    for path in (*merged.taken, *merged.removed):
-        places = (
-            (folders.place(path), merged.sources.new_files),
-            (folders.seam(path), merged.sources.seams),
-        )
-        for place, texts in places:
-            if path in texts:
-                write_file(place, texts[path].encode())
-            else:
-                place.unlink(missing_ok=True)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Returns the command line's parser."""
-    made = argparse.ArgumentParser(prog="make_patch.sh", description=__doc__)
-    made.add_argument("--repo", metavar="CHECKOUT", help="take the edits of this checkout")
-    made.add_argument(
-        "--base",
-        default=BASE_COMMIT,
-        metavar="REV",
-        help="the commit that the edits start from (default: the pinned one)",
-    )
-    made.add_argument("--head", metavar="REV", help="take a commit's content (default: the working tree)")
-    made.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write a patch of the checkout here and leave this repository alone",
-    )
-    made.add_argument(
-        "--check",
-        action="store_true",
-        help="write nothing; fail if patches/ is not what would be built",
-    )
-    made.add_argument(
-        "--refresh-generated",
-        action="store_true",
-        help="write the checkout's _generated_*.yaml anew before taking its edits",
-    )
-    made.add_argument("--package", type=Path, default=ROOT / "gradloc", help=argparse.SUPPRESS)
-    overrides = ROOT / "verl_overrides" / BASE_TAG
-    made.add_argument("--overrides", type=Path, default=overrides, help=argparse.SUPPRESS)
-    made.add_argument("--patches", type=Path, default=ROOT / "patches", help=argparse.SUPPRESS)
-    made.add_argument("--debug", action="store_true", help="show a traceback on an error")
-    return made
-
-
-def _run(options: argparse.Namespace) -> None:
-    if options.check and options.repo:
-        raise UsageError("take-check-repo")
-    if options.check:
-        check(Folders(options.package, options.overrides), options.patches, ensure_base())
-        say("patches/ is what its sources build")
-        return
-    if options.repo is None:
-        if options.head or options.output or options.base != BASE_COMMIT:
-            raise UsageError("take-needs-repo")
-    else:
-        if options.refresh_generated:
-            for path in refresh(resolve(options.repo, allow_installed=True).root):
-                say(f"refreshed: {path}")
-        edits, root = read_edits(options)
-        if not edits.contents:
-            raise CheckoutStateError("take-nothing", target=root)
-        if options.output:
-            export(edits, options.output)
-            return
-        if options.base != BASE_COMMIT and resolve_commit(root, options.base) != BASE_COMMIT:
-            raise UsageError("take-other-base", expected=BASE_COMMIT, found=options.base)
-        take(edits, root, Folders(options.package, options.overrides), options.patches)
-    written = build(Folders(options.package, options.overrides), options.patches, ensure_base())
-    say(f"built: {', '.join(written)}" if written else "patches/ is unchanged")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    options = parser().parse_args(arguments)
-    folder = options.package.resolve().parent / ".gradloc"
-
-    def run() -> int:
-        folder.mkdir(exist_ok=True)
-        with locked(Filesystem(), folder / "make_patch", hide=False):
-            _run(options)
-        return 0
-
-    return guarded(run, options.debug, target=options.repo or "CHECKOUT")
 
 
 if __name__ == "__main__":

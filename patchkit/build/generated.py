@@ -11,15 +11,12 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..errors import IntegrityError
+from ..errors import IntegrityError, quoted
 
 CONFIG = "verl/trainer/config"
 SPECS = {
     "_generated_ppo_trainer.yaml": ("ppo_trainer", ""),
-    "_generated_ppo_megatron_trainer.yaml": (
-        "ppo_megatron_trainer",
-        "--config-name=ppo_megatron_trainer.yaml",
-    ),
+    "_generated_ppo_megatron_trainer.yaml": ("ppo_megatron_trainer", "--config-name=ppo_megatron_trainer.yaml"),
 }
 FIRST_KEY = "actor_rollout_ref"
 _HEADER = """\
@@ -32,6 +29,7 @@ _HEADER = """\
 """  # noqa: E501
 _COMPOSE = """\
 import sys
+sys.path.remove("")
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 with initialize_config_dir(config_dir=sys.argv[1], version_base=None):
@@ -55,8 +53,9 @@ def generate(root: Path, name: str) -> bytes:
     command = [sys.executable, "-c", _COMPOSE, str((root / CONFIG).resolve()), config]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        raise IntegrityError("take-config-broken", path=config, found=said[-1] if said else "")
+        said = [line for line in done.stderr.splitlines() if line.strip()] or [""]
+        what, cause = f"verl's configuration {config} does not compose", "An edited yaml is wrong."
+        raise IntegrityError("take-config-broken", what, cause, "Repair what the line above names.", found=said[-1])
     # verl keeps what follows this key; the keys before it would only be Hydra's own.
     lines = done.stdout.splitlines(keepends=True)
     first = next(i for i, line in enumerate(lines) if line.startswith(FIRST_KEY))
@@ -68,7 +67,9 @@ def check(root: Path) -> None:
     for name in SPECS:
         path = f"{CONFIG}/{name}"
         if (root / path).read_bytes() != generate(root, name):
-            raise IntegrityError("take-stale-yaml", path=path, target=root)
+            what, cause = f"{path} is not what the configuration composes to", "A yaml was edited and it was not."
+            next_ = f"bash make_patch.sh --repo {quoted(root)} --refresh-generated"
+            raise IntegrityError("take-stale-yaml", what, cause, next_, path=path)
 
 
 def refresh(root: Path) -> list[str]:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs git with the user's settings out of the way; a checkout's own settings run no program.
 
-Only the regenerator uses git. Configuration changes what git prints (prefixes, context, colours,
-external differs) and can start programs, so all of it is neutralised here.
+Only the builder uses git. Configuration changes what git prints (prefixes, context, colours, external differs) and
+can start programs, so all of it is neutralised here.
 """
 
 import os
 import subprocess
 from pathlib import Path
 
-from ..errors import CheckoutStateError
+from ..errors import CheckoutStateError, quoted
 
 _SETTINGS = (
     "core.fsmonitor=false",
@@ -20,61 +20,42 @@ _SETTINGS = (
     "protocol.allow=never",
     "safe.directory=*",
 )
+_ENVIRONMENT = {
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_ATTR_NOSYSTEM": "1",
+    "GIT_OPTIONAL_LOCKS": "0",
+    "GIT_TERMINAL_PROMPT": "0",
+    "GIT_NO_REPLACE_OBJECTS": "1",
+    "LC_ALL": "C",
+}
+_PLAIN_DIFF = "--no-index --no-ext-diff --no-textconv --no-color --text --unified=3 --inter-hunk-context=0"
 
 
-def environment() -> dict[str, str]:
-    """Returns the environment for git: no inherited GIT_*, no user or system configuration."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    return kept | {
-        "GIT_CONFIG_NOSYSTEM": "1",
-        "GIT_CONFIG_GLOBAL": os.devnull,
-        "GIT_ATTR_NOSYSTEM": "1",
-        "GIT_OPTIONAL_LOCKS": "0",
-        "GIT_TERMINAL_PROMPT": "0",
-        "GIT_NO_REPLACE_OBJECTS": "1",
-        "LC_ALL": "C",
-    }
-
-
-def run_git(
-    folder: Path,
-    *arguments: str,
-    allowed: tuple[int, ...] = (0,),
-    stdin: bytes = b"",
-    **variables: str,
-) -> bytes:
+def run_git(folder: Path, *arguments: str, allowed: tuple[int, ...] = (0,), **variables: str) -> bytes:
     """Returns git's standard output.
 
     Args:
         folder: where git runs.
         arguments: the subcommand and what follows.
         allowed: the exit codes that are not errors.
-        stdin: what git reads.
         variables: further environment variables.
 
     Raises:
         CheckoutStateError: if git is missing or exits with another code.
     """
     command = ["git", *(part for setting in _SETTINGS for part in ("-c", setting)), *arguments]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    environment |= _ENVIRONMENT | variables
     try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            input=stdin,
-            capture_output=True,
-            env=environment() | variables,
-            check=False,
-        )
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False)
     except FileNotFoundError as error:
-        raise CheckoutStateError("git-missing") from error
+        what = "git is not installed"
+        raise CheckoutStateError("git-missing", what, "make_patch.sh needs it.", "Install git.") from error
     if done.returncode not in allowed:
-        said = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        raise CheckoutStateError(
-            "git-failed",
-            command=" ".join(arguments[:2]),
-            found=said[0] if said else "",
-            path=folder,
-        )
+        said = done.stderr.decode("utf-8", "replace").strip().splitlines() or [""]
+        what, next_ = f"git {' '.join(arguments[:2])} failed in {folder}", f"git -C {quoted(folder)} status"
+        raise CheckoutStateError("git-failed", what, "The checkout is damaged, or not a clone.", next_, found=said[0])
     return done.stdout
 
 
@@ -85,22 +66,8 @@ def changed_hunks(before: bytes, after: bytes, scratch: Path) -> str:
     """
     (scratch / "before").write_bytes(before)
     (scratch / "after").write_bytes(after)
-    output = run_git(
-        scratch,
-        "diff",
-        "--no-index",
-        "--no-ext-diff",
-        "--no-textconv",
-        "--no-color",
-        "--text",
-        "--unified=3",
-        "--inter-hunk-context=0",
-        "--diff-algorithm=histogram",
-        "--",
-        "before",
-        "after",
-        allowed=(0, 1),
-        GIT_CEILING_DIRECTORIES=str(scratch.parent),
-    ).decode("utf-8")
+    options = [*_PLAIN_DIFF.split(), "--diff-algorithm=histogram", "--", "before", "after"]
+    ceiling = {"GIT_CEILING_DIRECTORIES": str(scratch.parent)}
+    output = run_git(scratch, "diff", *options, allowed=(0, 1), **ceiling).decode("utf-8")
     start = output.find("\n@@ ")
     return output[start + 1 :] if start >= 0 else ""

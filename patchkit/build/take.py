@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns a checkout's edits into sources, and merges them with those that are here.
 
-A file may have been edited in the checkout, in the sources here, in both or in neither. The
-patch that the checkout was given (or, where that is unknown, the built one) says what each file
-was before, so every file is decided on its own; only a file edited on both sides is refused.
+A file may have been edited in the checkout, in the sources here, in both or in neither. The patch that the checkout
+was given says what each file was before, so every file is decided on its own; only a file edited on both sides is
+refused. Where nothing says which patch that was, nothing is taken: an older build would look like an edit of
+everything.
 """
 
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CheckoutStateError
-from ..patch.digest import blob_id
-from ..patch.language import FilePatch, parse
+from ..apply.applier import KEPT_PATCH
+from ..apply.library import Library
+from ..errors import CheckoutStateError, program
+from ..patch.content import blob_id, read_regular, short
+from ..patch.language import MAX_BYTES, parse
 from ..patch.paths import check_path, check_path_set
-from .compose import Sources, check_text
+from ..tree.checkout import Checkout
+from ..tree.survey import State, survey
 from .git import changed_hunks
 from .snapshot import Edits
+from .sources import Sources, check_text
 
 
 @dataclass(frozen=True)
@@ -48,56 +53,70 @@ def seam(path: str, before: bytes, after: bytes) -> str:
     """Returns the patch section that turns ``before`` into ``after``."""
     with tempfile.TemporaryDirectory() as scratch:
         hunks = changed_hunks(before, after, Path(scratch))
-    header = (
-        f"diff --git a/{path} b/{path}\nindex {blob_id(before)}..{blob_id(after)} 100644\n--- a/{path}\n+++ b/{path}\n"
-    )
-    text = header + hunks
+    index = f"index {blob_id(before)}..{blob_id(after)} 100644"
+    text = f"diff --git a/{path} b/{path}\n{index}\n--- a/{path}\n+++ b/{path}\n{hunks}"
     parse(text.encode())
     return text
 
 
-def merge(ours: Sources, theirs: Sources, given: tuple[FilePatch, ...]) -> Merge:
+def origin(checkout: Checkout, patches: Path) -> dict[str, str]:
+    """Returns what the checkout was given: the id of each file, by path.
+
+    Raises:
+        CheckoutStateError: if neither a copy in the checkout nor its content says which patch that was.
+    """
+    try:
+        return {file.path: file.after for file in parse(read_regular(checkout.state_folder / KEPT_PATCH, MAX_BYTES))}
+    except FileNotFoundError:
+        pass
+    found = survey(checkout, Library(patches).families)
+    if found.state in (State.PRISTINE, State.APPLIED, State.OTHER_VERSION):
+        return {path: file.after for path, file in found.edition.files.items()} if found.edition else {}
+    what = f"which build of the patch {checkout.root} was given is unknown: an older build would look like edits"
+    cause = "The copy that apply_patch.py leaves in a checkout is gone, or the patch was put on by other means."
+    next_ = (
+        f"{program()} --repo FRESH on a fresh checkout (--patch-file PATCH for another build); bring your edits there"
+    )
+    raise CheckoutStateError("take-origin-unknown", what, cause, next_, found=found.state.name)
+
+
+def merge(ours: Sources, theirs: Sources, before: dict[str, str]) -> Merge:
     """Returns ``ours`` (the sources here) with the edits that ``theirs`` (a checkout) adds.
 
     Args:
         ours: the sources here.
         theirs: the checkout's edits.
-        given: the patch that the checkout started from.
+        before: what the checkout started from: see ``origin``.
 
     Raises:
         CheckoutStateError: if a file was edited on both sides, differently.
     """
-    before = {file.path: file.after.blob for file in given}
     mine, yours = _results(ours), _results(theirs)
     taken, removed, kept = [], [], []
     for path in sorted(before.keys() | mine.keys() | yours.keys()):
-        a, b, origin = mine.get(path), yours.get(path), before.get(path)
+        a, b, given = mine.get(path), yours.get(path), before.get(path)
         if a == b:
             continue
-        if b == origin:
+        if b == given:
             kept.append(path)
-        elif a != origin:
-            raise CheckoutStateError("take-both-sides", path=path, ours=_show(a), theirs=_show(b), given=_show(origin))
+        elif a != given:
+            what = f"{path} was edited in the checkout and in the sources here, differently"
+            found = f"{short(b)} in the checkout, {short(a)} in the sources, {short(given)} was given"
+            cause = "Someone edited gradloc/ or verl_overrides/ directly, or took another checkout's edits since."
+            next_ = "Bring both edits together in the checkout, undo the one here with git checkout, run this again."
+            raise CheckoutStateError("take-both-sides", what, cause, next_, found=found)
         else:
             (removed if b is None else taken).append(path)
-    new_files = _merged(ours.new_files, theirs.new_files, taken, removed)
-    seams = _merged(ours.seams, theirs.seams, taken, removed)
-    return Merge(Sources(new_files, seams), tuple(taken), tuple(removed), tuple(kept))
+
+    def merged(here: dict[str, str], there: dict[str, str]) -> dict[str, str]:
+        kept_here = {path: text for path, text in here.items() if path not in {*taken, *removed}}
+        return kept_here | {path: there[path] for path in taken if path in there}
+
+    sources = Sources(merged(ours.new_files, theirs.new_files), merged(ours.seams, theirs.seams))
+    return Merge(sources, tuple(taken), tuple(removed), tuple(kept))
 
 
 def _results(sources: Sources) -> dict[str, str]:
     """The blob id of each path's result."""
     results = {path: blob_id(text.encode()) for path, text in sources.new_files.items()}
-    for path, text in sources.seams.items():
-        results[path] = parse(text.encode())[0].after.blob
-    return results
-
-
-def _merged(ours: dict[str, str], theirs: dict[str, str], taken: list[str], removed: list[str]) -> dict[str, str]:
-    gone = {*taken, *removed}
-    kept = {path: text for path, text in ours.items() if path not in gone}
-    return kept | {path: theirs[path] for path in taken if path in theirs}
-
-
-def _show(blob: str | None) -> str:
-    return f"git blob {blob[:12]}" if blob else "no file"
+    return results | {path: parse(text.encode())[0].after for path, text in sources.seams.items()}

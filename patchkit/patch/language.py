@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a patch, strictly: exactly the language that ``build`` writes, nothing else.
+"""Reads a patch, strictly: exactly the language that ``make_patch.sh`` writes, nothing else.
 
-An optional preamble, then per file, in sorted order: ``diff --git``, ``new file mode 100644`` for
-a new file, ``index`` with two full blob ids, ``---``, ``+++`` and hunks with exact counts. Every
-other thing that git or GNU patch would accept, ignore or guess at is refused by line number.
+An optional preamble, then per file, in sorted order: ``diff --git``, ``new file mode 100644`` for a new file,
+``index`` with two full blob ids, ``---``, ``+++`` and hunks with exact counts. Every other thing that git or GNU
+patch would accept, ignore or guess at is refused by line number.
 """
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
-from ..errors import IntegrityError
-from . import looks
-from .digest import ABSENT_BLOB, Digest
+from ..errors import BUILT, DO_NOT_USE, GET_AGAIN, NOT_OURS, IntegrityError
+from .content import ABSENT, hidden_character
 from .paths import check_path, check_path_set
-from .text import hidden_character
 
 MAX_BYTES = 5 * 2**20
 MAX_PREAMBLE_LINES = 64
@@ -46,12 +45,14 @@ class Hunk:
 
 @dataclass(frozen=True)
 class FilePatch:
-    """One file's section: its path, digests (None for "no file") and hunks."""
+    """One file's section: its path, blob ids before (None for a new file) and after, and what changes."""
 
     path: str
-    before: Digest | None
-    after: Digest
-    hunks: tuple[Hunk, ...]
+    before: str | None
+    after: str
+    hunks: tuple[Hunk, ...] = ()
+    cuts: tuple[tuple[int, int, tuple[str, ...]], ...] = ()
+    """In place of hunks, for a release of which only the way back is known: (line, count, the base's lines)."""
 
 
 def parse(data: bytes) -> tuple[FilePatch, ...]:
@@ -60,18 +61,59 @@ def parse(data: bytes) -> tuple[FilePatch, ...]:
     Raises:
         IntegrityError: for anything outside the language; ``line`` in its data says where.
     """
-    looks.check_bytes(data)
+    _check_bytes(data)
     reader = _Reader(data.decode("utf-8").split("\n")[:-1])
     reader.skip_preamble()
     files = []
-    while not reader.at_end:
+    while reader.number < len(reader.lines):
         files.append(_read_file(reader))
     paths = [file.path for file in files]
     check_path_set(paths)
     for previous, path in zip(paths, paths[1:], strict=False):
         if path < previous:
-            raise IntegrityError("patch-unsorted", path=path, other=previous)
+            raise reader.refusal("patch-unsorted", f"the patch's sections are not in order: {path} after {previous}")
     return tuple(files)
+
+
+_LOOKS = (
+    (
+        (b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ"),
+        "patch-compressed",
+        "is compressed",
+        "An archive was named so.",
+    ),
+    ((b"\xff\xfe", b"\xfe\xff"), "patch-utf16", "is UTF-16", "A shell redirection re-encoded it."),
+    ((b"\xef\xbb\xbf",), "patch-bom", "begins with a byte order mark", "An editor saved it again."),
+    ((b"<!doctype", b"<html", b"<?xml"), "patch-html", "is a web page", "A server sent a page, not the raw file."),
+)
+
+
+def _check_bytes(data: bytes) -> None:
+    """Refuses what is not non-empty UTF-8 text with LF and a final newline; names what it looks like."""
+    if not data:
+        raise IntegrityError("patch-empty", "the patch is empty", "A download failed unnoticed.", GET_AGAIN)
+    start = data[:64].lower() if data[:1].isspace() or data[:1] == b"<" else data[:64]
+    for marks, reason, what, cause in _LOOKS:
+        if start.lstrip().startswith(marks) or (reason == "patch-utf16" and b"\0" in data[:2]):
+            raise IntegrityError(reason, f"the patch {what}", cause, GET_AGAIN)
+    for byte, reason, what, cause in (
+        (b"\0", "patch-nul", "holds a NUL", NOT_OURS),
+        (b"\r", "patch-crlf", "ends in CRLF", "git or an editor turned its line ends into those of Windows."),
+    ):
+        if byte in data:
+            line = data[: data.index(byte)].count(b"\n") + 1
+            next_ = "Get it again with '*.patch -text' in .gitattributes." if byte == b"\r" else GET_AGAIN
+            raise IntegrityError(reason, f"line {line} of the patch {what}", cause, next_, line=line)
+    if not data.endswith(b"\n"):
+        line = data.count(b"\n") + 1
+        what = f"the patch's last line {line} has no line end"
+        raise IntegrityError("patch-no-final-newline", what, "The file was cut off.", GET_AGAIN, line=line)
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        what = f"line {line} of the patch is not UTF-8"
+        raise IntegrityError("patch-not-utf8", what, NOT_OURS, GET_AGAIN, line=line) from error
 
 
 class _Reader:
@@ -81,49 +123,70 @@ class _Reader:
         self.lines = lines
         self.number = 0
 
-    @property
-    def at_end(self) -> bool:
-        return self.number >= len(self.lines)
+    def refusal(self, reason: str, what: str, cause: str = NOT_OURS, next_: str = BUILT, **data: Any) -> IntegrityError:
+        line = data.setdefault("line", self.number)
+        return IntegrityError(reason, f"line {line}: {what}", cause, next_, **data)
+
+    def unknown(self, found: str) -> IntegrityError:
+        return self.refusal("patch-unknown-line", "this is no part of the patch language", found=found[:80])
 
     def peek(self) -> str | None:
-        return None if self.at_end else self.lines[self.number]
+        return self.lines[self.number] if self.number < len(self.lines) else None
 
     def take(self) -> str:
-        if self.at_end:
-            raise IntegrityError("patch-truncated", line=len(self.lines))
+        if self.number >= len(self.lines):
+            raise self.refusal("patch-truncated", "the patch ends in the middle", "The file was cut off.", GET_AGAIN)
         self.number += 1
         return self.lines[self.number - 1]
 
     def skip_preamble(self) -> None:
         for number, line in enumerate(self.lines):
+            self.number = number
             if line.startswith("diff --git "):
-                self.number = number
                 return
             if line.startswith(("--- ", "+++ ", "@@ ", "diff ")) or number >= MAX_PREAMBLE_LINES:
-                raise IntegrityError("patch-dialect", line=number + 1, found=line[:60])
-        raise IntegrityError("patch-no-files")
+                what, cause = "only git's own form of a diff is read", "It is a context, ed or plain diff."
+                raise self.refusal("patch-dialect", what, cause, line=self.number + 1, found=line[:60])
+        raise self.refusal("patch-no-files", "'diff --git' never occurs in the patch", "It is another file.")
 
 
 def _read_file(reader: _Reader) -> FilePatch:
     header = reader.take()
-    line = reader.number
     match = _DIFF.match(header)
     if not match:
-        raise IntegrityError("patch-unknown-line", line=line, found=header[:80])
+        raise reader.unknown(header)
     path = match[1]
-    check_path(path, line)
-    check_path(match[2], line)
+    check_path(path)
+    check_path(match[2])
     if match[2] != path:
-        raise IntegrityError("patch-names-disagree", line=line, expected=path, found=match[2])
+        raise _names_disagree(reader, path, match[2])
     is_new = _read_mode(reader, path)
     before, after = _read_index(reader, path, is_new)
     for mark, wanted in (("--- ", "/dev/null" if is_new else f"a/{path}"), ("+++ ", f"b/{path}")):
         found = reader.take()
         if found != mark + wanted:
-            reason = "patch-names-disagree" if found.startswith(mark) else "patch-unknown-line"
-            raise IntegrityError(reason, line=reader.number, expected=mark + wanted, found=found[:80])
-    hunks = _read_hunks(reader, path, is_new)
-    return FilePatch(path, before, after, hunks)
+            raise _names_disagree(reader, mark + wanted, found) if found.startswith(mark) else reader.unknown(found)
+    return FilePatch(path, before, after, _read_hunks(reader, path, is_new))
+
+
+def _names_disagree(reader: _Reader, expected: str, found: str) -> IntegrityError:
+    what = "the patch names another file than its section"
+    return reader.refusal("patch-names-disagree", what, expected=expected, found=found[:80])
+
+
+_SPECIAL = (
+    ("new file mode 120000", "type-symlink", "makes {} a symbolic link", "Links lead a writer out of the tree."),
+    ("new file mode 160000", "type-gitlink", "makes {} a submodule", NOT_OURS),
+    (
+        ("new file mode ", "old mode ", "new mode "),
+        "mode-refused",
+        "sets a file mode for {}",
+        "Only 100644 is allowed.",
+    ),
+    ("deleted file mode ", "patch-deletes", "deletes {}", "Our patches never delete verl's files."),
+    (("similarity ", "dissimilarity ", "rename ", "copy "), "patch-renames", "renames or copies {}", NOT_OURS),
+    (("GIT binary patch", "Binary files "), "patch-binary", "holds binary data for {}", NOT_OURS),
+)
 
 
 def _read_mode(reader: _Reader, path: str) -> bool:
@@ -132,25 +195,28 @@ def _read_mode(reader: _Reader, path: str) -> bool:
     if line == "new file mode 100644":
         reader.take()
         return True
-    reason = looks.special_header(line)
-    if reason:
-        raise IntegrityError(reason, path=path, line=reader.number + 1, found=line[:80])
+    for marks, reason, what, cause in _SPECIAL:
+        if line.startswith(marks):
+            at = {"path": path, "line": reader.number + 1, "found": line[:80]}
+            raise reader.refusal(reason, f"the patch {what.format(path)}", cause, DO_NOT_USE, **at)
     return False
 
 
-def _read_index(reader: _Reader, path: str, is_new: bool) -> tuple[Digest | None, Digest]:
+def _read_index(reader: _Reader, path: str, is_new: bool) -> tuple[str | None, str]:
     text = reader.take()
     match = _INDEX.match(text)
+    if re.match(r"index .* 1(00755|20000|60000|04755|00777)\Z", text):
+        raise reader.refusal("mode-refused", f"the patch sets a file mode for {path}", "Only 100644 is allowed.")
     if not match:
-        abbreviated = re.match(r"index [0-9a-f]{4,40}\.\.[0-9a-f]{4,40}( 100644)?\Z", text)
-        reason = "patch-abbreviated" if abbreviated else "patch-unknown-line"
-        if text.startswith("index ") and re.search(r" 1(00755|20000|60000|04755|00777)\Z", text):
-            reason = "mode-refused"
-        raise IntegrityError(reason, path=path, line=reader.number, found=text[:80])
+        if not re.match(r"index [0-9a-f]{4,40}\.\.[0-9a-f]{4,40}( 100644)?\Z", text):
+            raise reader.unknown(text)
+        cause = "It was made by git diff without --full-index, so its base and its result cannot be verified."
+        next_ = "Make it again with: bash make_patch.sh --repo CHECKOUT --output FILE"
+        raise reader.refusal("patch-abbreviated", f"{path} is named by an abbreviated id", cause, next_, found=text)
     before, after = match[1], match[2]
-    if (before == ABSENT_BLOB) != is_new or after == ABSENT_BLOB or bool(match[3]) == is_new:
-        raise IntegrityError("patch-index", path=path, line=reader.number, found=text)
-    return (None if is_new else Digest(before)), Digest(after)
+    if (before == ABSENT) != is_new or after == ABSENT or bool(match[3]) == is_new:
+        raise reader.refusal("patch-index", f"the ids of {path} do not agree with what its section does", found=text)
+    return (None if is_new else before), after
 
 
 def _read_hunks(reader: _Reader, path: str, is_new: bool) -> tuple[Hunk, ...]:
@@ -158,20 +224,25 @@ def _read_hunks(reader: _Reader, path: str, is_new: bool) -> tuple[Hunk, ...]:
     while (reader.peek() or "").startswith("@@"):
         hunk = _read_hunk(reader, path)
         if not is_new:
-            _check_place(hunk, hunks[-1] if hunks else None, path)
+            _check_place(reader, hunk, hunks[-1] if hunks else None, path)
         elif hunks or hunk.old or hunk.old_start or hunk.new_start != 1:
-            raise IntegrityError("patch-new-file", path=path, line=hunk.line)
+            raise reader.refusal("patch-new-file", f"the new file {path} is not one whole hunk", line=hunk.line)
         hunks.append(hunk)
     if not hunks:
-        raise IntegrityError("patch-no-hunks", path=path, line=reader.number)
+        raise reader.refusal("patch-no-hunks", f"the section for {path} changes nothing")
     following = reader.peek()
     if following is not None and not following.startswith("diff --git "):
-        reason = "patch-count" if following[:1] in (" ", "+", "-") else "patch-unknown-line"
-        raise IntegrityError(reason, path=path, line=reader.number + 1, found=following[:80])
+        reader.number += 1
+        raise _miscounted(reader, path) if following[:1] in (" ", "+", "-") else reader.unknown(following)
     return tuple(hunks)
 
 
-def _check_place(hunk: Hunk, previous: Hunk | None, path: str) -> None:
+def _miscounted(reader: _Reader, path: str) -> IntegrityError:
+    what = f"a hunk of {path} is longer or shorter than its header says"
+    return reader.refusal("patch-count", what, "The patch was edited by hand.")
+
+
+def _check_place(reader: _Reader, hunk: Hunk, previous: Hunk | None, path: str) -> None:
     """Hunks ascend, do not overlap, agree on the shift so far, and carry git's context.
 
     Less context is right only at the file's ends; the end is checked when the hunk is applied.
@@ -179,15 +250,22 @@ def _check_place(hunk: Hunk, previous: Hunk | None, path: str) -> None:
     end, shift = 1, 0
     if previous is not None:
         if previous.trail < CONTEXT_LINES:
-            raise IntegrityError("patch-context", path=path, line=previous.line)
+            raise little_context(path, previous.line)
         old_at, new_at = _starts(previous)
         end = old_at + len(previous.old)
         shift = new_at - old_at + len(previous.new) - len(previous.old)
     old_at, new_at = _starts(hunk)
     if old_at < end or new_at != old_at + shift:
-        raise IntegrityError("patch-hunk-order", path=path, line=hunk.line)
+        what = f"the hunks of {path} overlap, descend or disagree on line numbers"
+        raise reader.refusal("patch-hunk-order", what, line=hunk.line)
     if hunk.lead < CONTEXT_LINES and old_at != 1:
-        raise IntegrityError("patch-context", path=path, line=hunk.line)
+        raise little_context(path, hunk.line)
+
+
+def little_context(path: str, line: int) -> IntegrityError:
+    """Returns the refusal of a hunk whose place cannot be verified."""
+    what = f"line {line}: a hunk of {path} has less than three lines of context"
+    return IntegrityError("patch-context", what, "It was made with -U0 or the like.", BUILT, path=path, line=line)
 
 
 def _starts(hunk: Hunk) -> tuple[int, int]:
@@ -199,44 +277,36 @@ def _read_hunk(reader: _Reader, path: str) -> Hunk:
     header = reader.take()
     line = reader.number
     match = _HUNK.match(header)
-    if not match:
-        raise IntegrityError("patch-unknown-line", path=path, line=line, found=header[:80])
+    if not match or "1" in (match[2], match[4]):  # git never writes a count of 1; one spelling only
+        raise reader.unknown(header)
     old_count, new_count = (int(count) if count else 1 for count in (match[2], match[4]))
-    if match[2] == "1" or match[4] == "1":  # never written so by git; one spelling only
-        raise IntegrityError("patch-unknown-line", path=path, line=line, found=header[:80])
     old: list[str] = []
     new: list[str] = []
     marks = []
     while len(old) < old_count or len(new) < new_count:
-        text = reader.peek()
-        if text is None:
-            raise IntegrityError("patch-truncated", path=path, line=len(reader.lines))
+        text = reader.take()
         mark = text[:1]
-        if mark not in (" ", "+", "-") or (mark == " " and not text):
-            raise IntegrityError("patch-count", path=path, line=reader.number + 1, found=text[:80])
-        reader.take()
-        if mark == "+":
-            _check_added(text[1:], path, reader.number)
+        if mark not in (" ", "+", "-") or not text:
+            raise _miscounted(reader, path)
+        if mark == "+" and (found := hidden_character(text[1:])):
+            what = f"the patch adds an invisible or reordering character to {path}"
+            cause = "Such characters make code read other than it runs."
+            raise reader.refusal("patch-hidden-character", what, cause, DO_NOT_USE, found=found)
         marks.append(mark)
-        ending = "" if reader.peek() == _NO_NEWLINE else "\n"
-        if not ending:
+        ending = "\n"
+        if reader.peek() == _NO_NEWLINE:
             reader.take()
+            ending = ""
             if mark == "+":
-                raise IntegrityError("patch-result-newline", path=path, line=reader.number)
+                raise reader.refusal("patch-result-newline", f"the patch leaves {path} without a final newline")
         if mark != "+":
             old.append(text[1:] + ending)
         if mark != "-":
             new.append(text[1:] + ending)
     if len(old) != old_count or len(new) != new_count:
-        raise IntegrityError("patch-count", path=path, line=reader.number)
+        raise _miscounted(reader, path)
     if set(marks) <= {" "}:
-        raise IntegrityError("patch-no-hunks", path=path, line=line)
-    lead = next(index for index, mark in enumerate(marks) if mark != " ")
-    trail = next(index for index, mark in enumerate(reversed(marks)) if mark != " ")
+        raise reader.refusal("patch-no-hunks", f"a hunk of {path} changes nothing", line=line)
+    changes = [index for index, mark in enumerate(marks) if mark != " "]
+    lead, trail = changes[0], len(marks) - 1 - changes[-1]
     return Hunk(int(match[1]), tuple(old), int(match[3]), tuple(new), lead, trail, line)
-
-
-def _check_added(text: str, path: str, line: int) -> None:
-    found = hidden_character(text)
-    if found:
-        raise IntegrityError("patch-hidden-character", path=path, line=line, found=found)

@@ -1,38 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applies hunks at their exact positions: no offset, no fuzz, no whitespace rules."""
 
-from ..errors import IntegrityError
-from .digest import Digest
-from .language import CONTEXT_LINES, FilePatch, Hunk
+from ..errors import NOT_OURS, RESTORE, IntegrityError
+from .content import blob_id, short
+from .language import CONTEXT_LINES, FilePatch, Hunk, little_context
 
 
 def forward(file: FilePatch, base: bytes) -> bytes:
-    """Returns the result of ``file`` on ``base`` (empty for a new file), checked by its digest."""
-    return _checked(file.path, file.after, _splice(file.path, file.hunks, base))
+    """Returns the result of ``file`` on ``base`` (empty for a new file), checked by its id."""
+    return _checked(file.path, file.after, apply_hunks(file.path, file.hunks, base))
 
 
 def backward(file: FilePatch, result: bytes) -> bytes:
     """Returns the base that ``file`` makes ``result`` from; ``file.before`` must not be None."""
-    hunks = tuple(hunk.inverse() for hunk in file.hunks)
-    return _checked(file.path, file.before, _splice(file.path, hunks, result))
+    if not file.cuts:
+        return _checked(file.path, file.before, apply_hunks(file.path, inverse(file), result))
+    lines = split(result.decode("utf-8"))
+    for start, count, base in reversed(file.cuts):
+        lines[start : start + count] = base
+    return _checked(file.path, file.before, "".join(lines).encode("utf-8"))
 
 
-def _checked(path: str, expected: Digest | None, data: bytes) -> bytes:
-    if expected is None or not expected.admits(data):
-        wanted = expected.short() if expected else "no file"
-        found = Digest.of(data)
-        by = found.short() if expected and expected.sha256 else f"git blob {found.blob[:12]}"
-        raise IntegrityError("result-digest", path=path, expected=wanted, found=by)
+def inverse(file: FilePatch) -> tuple[Hunk, ...]:
+    """Returns the hunks that undo those of ``file``."""
+    return tuple(hunk.inverse() for hunk in file.hunks)
+
+
+def cuts(file: FilePatch) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
+    """Returns what leads back from the result, without the result's own lines: see ``FilePatch.cuts``."""
+    found = []
+    for hunk in file.hunks:
+        start = (hunk.new_start - 1 if hunk.new else hunk.new_start) + hunk.lead
+        base = hunk.old[hunk.lead : len(hunk.old) - hunk.trail]
+        found.append((start, len(hunk.new) - hunk.lead - hunk.trail, base))
+    return tuple(found)
+
+
+def split(text: str) -> list[str]:
+    """Returns the lines with their ends. Not splitlines(): a form feed or a lone CR ends no line of a patch."""
+    lines = text.split("\n")
+    return [line + "\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
+
+
+def _checked(path: str, expected: str | None, data: bytes) -> bytes:
+    found = blob_id(data)
+    if found != expected:
+        what = f"{path} would not become what the patch promises"
+        ids = {"expected": short(expected), "found": short(found)}
+        raise IntegrityError("result-digest", what, NOT_OURS, RESTORE, path=path, **ids)
     return data
 
 
-def _splice(path: str, hunks: tuple[Hunk, ...], data: bytes) -> bytes:
+def apply_hunks(path: str, hunks: tuple[Hunk, ...], data: bytes) -> bytes:
+    """Returns ``data`` with ``hunks`` applied where they say, or raises IntegrityError."""
     try:
-        # Not splitlines(): a form feed or a lone CR inside a line ends no line of a patch.
-        lines = data.decode("utf-8").split("\n")
+        lines = split(data.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise IntegrityError("result-not-utf8", path=path) from error
-    lines = [line + "\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
+        what = f"{path} is not UTF-8"
+        raise IntegrityError("result-not-utf8", what, "It is not verl's file.", "Restore it from verl.") from error
     done: list[str] = []
     at = 0
     for number, hunk in enumerate(hunks, start=1):
@@ -40,20 +65,20 @@ def _splice(path: str, hunks: tuple[Hunk, ...], data: bytes) -> bytes:
         end = start + len(hunk.old)
         found = tuple(lines[start:end])
         if found != hunk.old:
-            index = next(
-                (i for i, (a, b) in enumerate(zip(found, hunk.old, strict=False)) if a != b),
-                len(found),
-            )
+            pairs = enumerate(zip(found, hunk.old, strict=False))
+            index = next((i for i, (a, b) in pairs if a != b), len(found))
             raise IntegrityError(
                 "hunk-mismatch",
-                path=path,
+                f"hunk {number} of {path} does not fit at line {start + index + 1}",
+                "The file is not the one that the patch was made for.",
+                "Restore it from verl.",
                 hunk=number,
                 line=start + index + 1,
                 expected=hunk.old[index].rstrip("\n"),
                 found=found[index].rstrip("\n") if index < len(found) else "the file's end",
             )
         if hunk.trail < CONTEXT_LINES and end != len(lines):
-            raise IntegrityError("patch-context", path=path, line=hunk.line)
+            raise little_context(path, hunk.line)
         done += lines[at:start]
         done += hunk.new
         at = end

@@ -1,49 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a checksum list as ``sha256sum`` writes it: ``<64 hex digits>  <name>`` per line.
 
-Upper-case digits, CRLF and the ``*`` of binary mode are accepted: tools on Windows write them, and
-they mean nothing else. Paths are not: a list speaks of its own folder.
+Upper-case digits, CRLF and the ``*`` of binary mode are accepted: tools on Windows write them, and they mean nothing
+else. Paths are not: a list speaks of its own folder.
 """
 
 import re
 
-from ..errors import IntegrityError, UsageError
+from ..errors import GET_AGAIN, IntegrityError, UsageError, quoted
 
 MAX_BYTES = 64 * 1024
 _LINE = re.compile(r"([0-9A-Fa-f]{64}) [ *](\S.*)\Z")
-_HEX = re.compile(r"[0-9A-Fa-f]{64}\Z")
 
 
 def digest_for(name: str, data: bytes, path: str) -> str:
-    """Returns the sha256 that the list ``data`` gives for the file ``name``.
-
-    Args:
-        name: the file's name, without a folder.
-        data: the list.
-        path: where the list is from, for messages.
-    """
+    """Returns the sha256 that the list ``data`` (from ``path``) gives for the file ``name``, which has no folder."""
     text = data.decode("utf-8", "replace").replace("\r\n", "\n")
     if not text.strip():
-        raise IntegrityError("sums-empty", path=path)
+        raise IntegrityError("sums-empty", f"the checksum file {path} is empty", "It was cut off.", GET_AGAIN)
     digests: dict[str, str] = {}
     for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
         match = _LINE.match(line)
+        at = f"line {number} of the checksum file {path}"
         if not match or len(data) > MAX_BYTES:
-            raise IntegrityError("sums-line", path=path, line=number, found=line[:80])
+            what, cause = f"{at} is not '<64 hex digits>  <name>'", "It is not a list that sha256sum wrote."
+            raise IntegrityError("sums-line", what, cause, GET_AGAIN, found=line[:80])
         listed = match[2]
         if "/" in listed or "\\" in listed or listed in (".", ".."):
-            raise IntegrityError("sums-path", path=path, line=number, found=listed, name=name)
+            cause = "The list was made from another folder, or by someone who means harm."
+            next_ = f"Make it again beside the patch: sha256sum {quoted(name)} > {quoted(name)}.sha256"
+            raise IntegrityError("sums-path", f"{at} names a path outside its folder", cause, next_, found=listed)
         if listed in digests:
-            raise IntegrityError("sums-duplicate", path=path, line=number, name=listed)
+            what = f"the checksum file {path} names {listed} twice"
+            raise IntegrityError("sums-duplicate", what, "Two lists were joined.", "Keep the author's line.")
         digests[listed] = match[1].lower()
     if name not in digests:
-        found = ", ".join(sorted(digests))[:80]
-        raise IntegrityError("sums-unnamed", path=path, name=name, found=found)
+        what, next_ = f"the checksum file {path} has no line for {name}", "Name the right list, or --sha256 HEX."
+        raise IntegrityError("sums-unnamed", what, "It belongs to another file.", next_, found=", ".join(digests)[:80])
     return digests[name]
 
 
 def check_hex(text: str) -> str:
     """Returns a digest given on the command line in lower case; raises if it is none."""
-    if not _HEX.match(text):
-        raise UsageError("sums-hex", found=text[:80])
+    if not re.fullmatch("[0-9A-Fa-f]{64}", text):
+        what = "--sha256 is not 64 hex digits"
+        raise UsageError("sums-hex", what, "It was cut when copied.", "Copy all 64 digits.", found=text[:80])
     return text.lower()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds out what a target is: a clone, a linked worktree, a submodule, an archive, a package.
 
-Everything is read from files; git is not run, so a checkout's own configuration can start nothing
-and a checkout of another owner works.
+Everything is read from files; git is not run, so a checkout's own configuration can start nothing and a checkout of
+another owner works. What such a file says is checked before it is followed: a git folder elsewhere must point back.
 """
 
 import os
@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..errors import CheckoutStateError, UsageError
+from ..errors import CheckoutStateError, UsageError, program, quoted
+from ..patch.content import read_regular
 
 STATE_FOLDER = ".gradloc-patch"
 VERSION_FILE = "verl/version/version"
-_MARKS = ("verl/__init__.py", VERSION_FILE, "verl/workers/actor/dp_actor.py")
+_MARKS = ("verl/__init__.py", VERSION_FILE)
+_MAX_BYTES = 2**20
 _UNFINISHED = {
     "rebase-merge": "a rebase",
     "rebase-apply": "a rebase or git am",
@@ -41,7 +43,7 @@ class Checkout:
 
     @property
     def state_folder(self) -> Path:
-        """Where the lock, the journal and the record of what was applied live."""
+        """Where the lock, the journal and the copy of what was applied live."""
         return (self.git_dir or self.root) / STATE_FOLDER
 
     @property
@@ -51,12 +53,15 @@ class Checkout:
             return "installed package" if self.root.name in _INSTALLED_NAMES else "unpacked archive"
         return "clone" if self.git_dir == self.root / ".git" else "linked worktree or submodule"
 
+    @property
+    def command(self) -> str:
+        """How the applier is run on this target again."""
+        return f"{program()} " + ("--installed" if self.kind == "installed package" else f"--repo {quoted(self.root)}")
+
     def unfinished(self) -> str | None:
         """Returns which operation of git is under way in the checkout, if any."""
-        for name, label in _UNFINISHED.items():
-            if self.git_dir and (self.git_dir / name).exists():
-                return label
-        return None
+        found = (label for name, label in _UNFINISHED.items() if self.git_dir and (self.git_dir / name).exists())
+        return next(found, None)
 
 
 def resolve(target: str, allow_installed: bool = False) -> Checkout:
@@ -66,8 +71,9 @@ def resolve(target: str, allow_installed: bool = False) -> Checkout:
         UsageError: for an empty target.
         CheckoutStateError: if it is not the root of a verl tree; the reason says what it is.
     """
+    again = f"{program()} --repo VERL"
     if not target:
-        raise UsageError("target-empty")
+        raise UsageError("target-empty", "the target is an empty string", "A shell variable was unset.", again)
     root = Path(target)
     try:
         mode = root.stat().st_mode
@@ -75,16 +81,22 @@ def resolve(target: str, allow_installed: bool = False) -> Checkout:
         if stat.S_ISDIR(mode):
             os.listdir(root)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckoutStateError("target-missing", target=target) from error
+        cause = "It is misspelt, or relative to another folder."
+        raise CheckoutStateError("target-missing", f"there is no folder {target}", cause, again) from error
     except OSError as error:
-        raise CheckoutStateError("target-unreadable", target=target, found=error.strerror) from error
+        what, cause = f"the folder {target} cannot be read", "It belongs to another user."
+        raise CheckoutStateError("target-unreadable", what, cause, "Run as its owner.", found=error.strerror) from error
     if not stat.S_ISDIR(mode):
-        raise CheckoutStateError("target-not-a-folder", target=target)
+        cause = "An archive was named, not the folder it unpacks to."
+        raise CheckoutStateError("target-not-a-folder", f"{target} is a file", cause, "Unpack it.")
     _refuse_what_is_not_verl(root, target)
     if root.name in _INSTALLED_NAMES and not allow_installed:
-        raise CheckoutStateError("target-installed", target=target)
+        what = f"{target} is an environment's package folder"
+        cause = "Patching an environment changes every program that runs in it, so it is asked for by name."
+        next_ = f"{program()} --installed   (with the Python of that environment)"
+        raise CheckoutStateError("target-installed", what, cause, next_)
     git_dir = _git_dir(root)
-    version = (root / VERSION_FILE).read_text("utf-8", "replace").strip()[:40]
+    version = (_read(root / VERSION_FILE) or "unknown")[:40]
     return Checkout(root, git_dir, _head(git_dir) if git_dir else None, version)
 
 
@@ -93,56 +105,63 @@ def _refuse_what_is_not_verl(root: Path, target: str) -> None:
     if not lacking:
         return
     if all((root.parent / mark).is_file() for mark in _MARKS):
-        raise CheckoutStateError("target-inside", target=target, parent=root.parent)
+        what, next_ = f"NOT_VERL: {target} lies inside a verl tree", f"{program()} --repo {quoted(root.parent)}"
+        raise CheckoutStateError("target-inside", what, "Its parent was meant.", next_)
     if (root / "HEAD").is_file() and (root / "objects").is_dir():
-        raise CheckoutStateError("target-bare", target=target)
-    raise CheckoutStateError("target-not-verl", target=target, found=f"no {lacking[0]}")
+        what = f"NOT_VERL: {target} is a bare repository or a .git folder"
+        next_ = f"git clone {quoted(target)} VERL"
+        raise CheckoutStateError("target-bare", what, "It has no files to patch.", next_)
+    what, next_ = (
+        f"NOT_VERL: {target} is not the top of a verl tree",
+        "Name the folder that has verl/__init__.py in it.",
+    )
+    raise CheckoutStateError("target-not-verl", what, "Another folder was named.", next_, found=f"no {lacking[0]}")
 
 
 def installed_root() -> Path:
-    """Returns the folder that holds the verl package of the running Python.
-
-    Raises:
-        CheckoutStateError: if this Python has no verl.
-    """
+    """Returns the folder that holds the verl package of the running Python."""
     spec = find_spec("verl")
     if spec is None or not spec.submodule_search_locations:
-        raise CheckoutStateError("target-not-installed")
+        cause = "This was started with another Python than the one that trains."
+        next_ = "ENVIRONMENT/bin/python apply_patch.py --installed"
+        raise CheckoutStateError("target-not-installed", "NOT_VERL: this Python has no verl", cause, next_)
     return Path(next(iter(spec.submodule_search_locations))).resolve().parent
 
 
 def _git_dir(root: Path) -> Path | None:
-    """The git folder of a work tree whose top is ``root``; folders above are not asked."""
+    """The git folder of a work tree whose top is ``root``; folders above are not asked.
+
+    A ``.git`` file may name any folder, and this tool writes there: only one that points back to ``root`` (a linked
+    worktree by its ``gitdir`` file, a submodule by ``core.worktree``) is believed.
+    """
     entry = root / ".git"
-    if entry.is_dir():
+    if entry.is_dir() and not entry.is_symlink():
         return entry
-    if not entry.is_file():
+    named = re.fullmatch(r"gitdir: (.+)", _read(entry) or "")
+    if not named:
         return None
-    match = re.match(r"gitdir: (.+)\Z", entry.read_text("utf-8", "replace").rstrip("\n"))
-    if not match:
-        return None
-    folder = (root / match[1]).resolve()
-    return folder if folder.is_dir() else None
+    folder = (root / named[1]).resolve()
+    back = (folder / (_read(folder / "gitdir") or "?")).resolve() == entry
+    worktree = re.search(r"^\s*worktree = (.+)$", _read(folder / "config") or "", re.MULTILINE)
+    return folder if back or (worktree and (folder / worktree[1]).resolve() == root) else None
 
 
 def _head(git_dir: Path) -> str | None:
-    """The commit that HEAD names, from loose or packed refs; None where it cannot be read."""
+    """The commit that HEAD names, from loose or packed refs; None where it cannot be read or is no commit."""
+    ref = _read(git_dir / "HEAD") or ""
+    if ref.startswith("ref: "):
+        name = ref.removeprefix("ref: ")
+        common = (git_dir / (_read(git_dir / "commondir") or ".")).resolve()
+        if not re.fullmatch(r"refs/[^\s\\]+", name) or ".." in name.split("/"):
+            return None
+        packed = re.search(rf"^([0-9a-f]{{40}}) {re.escape(name)}$", _read(common / "packed-refs") or "", re.MULTILINE)
+        ref = _read(git_dir / name) or _read(common / name) or (packed[1] if packed else "")
+    return ref if re.fullmatch("[0-9a-f]{40}", ref) else None
+
+
+def _read(path: Path) -> str | None:
+    """The text of a small plain file without the white space around it; None where there is no such file."""
     try:
-        head = (git_dir / "HEAD").read_text("ascii").strip()
-        if not head.startswith("ref: "):
-            return head if re.match(r"[0-9a-f]{40}\Z", head) else None
-        ref = head.removeprefix("ref: ")
-        folders = [git_dir]
-        if (git_dir / "commondir").is_file():
-            folders.append((git_dir / (git_dir / "commondir").read_text().strip()).resolve())
-        for folder in folders:
-            if (folder / ref).is_file():
-                return (folder / ref).read_text("ascii").strip()
-        for folder in folders:
-            if (folder / "packed-refs").is_file():
-                for line in (folder / "packed-refs").read_text("utf-8", "replace").splitlines():
-                    if line.endswith(f" {ref}"):
-                        return line.split(" ")[0]
-    except (OSError, UnicodeDecodeError):
+        return read_regular(path, _MAX_BYTES).decode("utf-8", "replace").strip()
+    except OSError:
         return None
-    return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one class through which the applier changes a disk.
 
-Each method is one system call or close to it, so that a test can make any one of them fail, or
-end the process there, and look at what is left.
+Each method is one system call or close to it, so that a test can make any one of them fail, or end the process there,
+and look at what is left.
 """
 
 import os
@@ -26,11 +26,10 @@ class Filesystem:
 
     def create(self, path: Path, mode: int) -> int:
         """Opens a new file for writing; fails if anything, even a link, is there already."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(path, flags, mode)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
     def open_lock(self, path: Path) -> int:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
     def write(self, handle: int, data: bytes) -> int:
         return os.write(handle, data)
@@ -68,8 +67,8 @@ class Filesystem:
         Args:
             path: where; nothing may be there.
             data: the content.
-            like: a file whose permissions the new one takes over. Its owner, where root runs
-                this, is that of ``like``, else of the folder.
+            like: a file whose permissions the new one takes over. Its owner, where root runs this, is that of ``like``,
+                else of the folder.
         """
         handle = self.create(path, 0o666)
         try:
@@ -97,6 +96,7 @@ def check_folders(root: Path, path: Path) -> None:
         place = place / part
         try:
             if not stat.S_ISDIR(place.lstat().st_mode):
-                raise CheckoutStateError("blocked-folder", path=place.relative_to(root))
+                cause = "A link or a file stands where the patch needs a folder; links are never followed."
+                raise CheckoutStateError("blocked-folder", f"{place} is not a folder", cause, "Move it away.")
         except FileNotFoundError:
             return

@@ -7,15 +7,17 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import PatchkitError, RollbackError
+from ..errors import PatchkitError, RollbackError, quoted
+from ..patch.content import read_regular
 from ..patch.paths import check_path
 from .filesystem import Filesystem
 
 JOURNAL_NAME = "journal.json"
 ORIGINAL = "original-"
-STATE_FILES = ("applied.json", "applied.patch")
-MAX_BYTES = 2**20
-_NOT_A_JOURNAL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+STATE_FILES = ("applied.patch", "applied.json")
+"""What a transaction may change in the state folder; 0.1.0 wrote the second."""
+_MAX_BYTES = 2**20
+_NOT_A_JOURNAL = (ValueError, KeyError, TypeError, AttributeError, RecursionError, PatchkitError, OSError)
 _TEMPORARY = re.compile(r"\.gradloc\.\d+\.\d+\.tmp\Z")
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 
@@ -45,10 +47,9 @@ class Journal:
 
 def write(files: Filesystem, state: Path, journal: Journal) -> None:
     """Puts ``journal`` in place, durably, whole or not at all."""
-    data = json.dumps({"schema_version": 1} | asdict(journal), indent=1).encode()
     new = state / (JOURNAL_NAME + ".new")
     files.remove_if_there(new)
-    files.write_new(new, data)
+    files.write_new(new, json.dumps({"schema_version": 1} | asdict(journal), indent=1).encode())
     files.replace(new, state / JOURNAL_NAME)
     files.sync_folder(state)
 
@@ -61,24 +62,26 @@ def read(state: Path) -> Journal | None:
     """
     path = state / JOURNAL_NAME
     try:
-        with path.open("rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise ValueError("too large")
-        document = json.loads(data)
-        if document.pop("schema_version") != 1:
-            raise ValueError("another schema")
-        entries = tuple(Entry(**entry) for entry in document.pop("entries"))
-        journal = Journal(bool(document["committing"]), entries, tuple(document["folders"]))
+        document = json.loads(read_regular(path, _MAX_BYTES))
+        entries = tuple(Entry(**entry) for entry in document["entries"])
         for entry in entries:
             _check(entry)
-        for folder in journal.folders:
+        for folder in document["folders"]:
             check_path(folder)
+        if document["schema_version"] != 1 or type(document["committing"]) is not bool:
+            raise ValueError("another schema")
+        return Journal(document["committing"], entries, tuple(document["folders"]))
     except FileNotFoundError:
         return None
-    except (*_NOT_A_JOURNAL, PatchkitError, OSError) as error:
-        raise RollbackError("journal-broken", path=path) from error
-    return journal
+    except _NOT_A_JOURNAL as error:
+        raise broken(path) from error
+
+
+def broken(path: Path) -> RollbackError:
+    """Returns the refusal of a journal at ``path`` that cannot be used."""
+    what = f"the journal {path} of an interrupted run cannot be used"
+    next_ = f"--status names each file's state; restore what it names, then: rm -r {quoted(path.parent)}"
+    return RollbackError("journal-broken", what, "It, or what it names, was edited or damaged.", next_)
 
 
 def _check(entry: Entry) -> None:

@@ -11,69 +11,96 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import CheckoutStateError, LockedError
+from ..errors import CheckoutStateError, LockedError, quoted
 from .filesystem import Filesystem
 
 LOCK_NAME = "lock"
 IGNORE_NAME = ".gitignore"
-_ATTEMPTS = 50
+_PATIENCE_S, _POLL_S = 1.0, 0.05
 _HOLDER_BYTES = 200
 
 
 @contextlib.contextmanager
-def locked(files: Filesystem, folder: Path, hide: bool) -> Iterator[None]:
+def locked(files: Filesystem, folder: Path, hide: bool, wait_s: float = 0.0) -> Iterator[None]:
     """Holds the lock of the state folder ``folder``, which it makes and, if unused, removes.
 
     Args:
         files: through which the disk is changed.
         folder: the state folder.
         hide: write a ``.gitignore`` into it, for a target that lies in another repository.
+        wait_s: how long to wait for a run that holds it, in seconds.
 
     Raises:
         LockedError: if another run holds the lock.
-        CheckoutStateError: if something else stands where the folder should be.
+        CheckoutStateError: if something else stands where the folder or the lock should be.
     """
     try:
-        handle = _acquire(files, folder)
+        handle = _acquire(files, folder, time.monotonic() + wait_s)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise CheckoutStateError("blocked-permission", path=folder.parent, target=folder.parent) from error
+            raise no_permission(folder.parent) from error
         raise
     try:
-        if hide and not (folder / IGNORE_NAME).exists():
+        if hide and not os.path.lexists(folder / IGNORE_NAME):
             files.write_new(folder / IGNORE_NAME, b"*\n")
         yield
     finally:
         _release(files, folder, handle)
 
 
-def _acquire(files: Filesystem, folder: Path) -> int:
-    for _ in range(_ATTEMPTS):
+def no_permission(folder: Path) -> CheckoutStateError:
+    """Returns the refusal for a folder that may not be written to."""
+    what, cause = f"the folder {folder} may not be written to", "It belongs to another user, or is mounted read-only."
+    return CheckoutStateError("blocked-permission", what, cause, f"Run as its owner: ls -ld {quoted(folder)}")
+
+
+def _acquire(files: Filesystem, folder: Path, ends: float) -> int:
+    patience = time.monotonic() + _PATIENCE_S
+    found = None
+    while found is None or time.monotonic() < ends:
+        if found is not None:
+            time.sleep(_POLL_S)
         # Gone at once is possible too: a run that just ended removes the folder if it is empty.
         with contextlib.suppress(FileExistsError, FileNotFoundError):
             files.make_folder(folder)
         try:
-            if not stat.S_ISDIR(folder.lstat().st_mode):
-                raise CheckoutStateError("blocked-state-folder", path=folder)
+            check_kind(folder, stat.S_ISDIR, "folder")
+            if os.path.lexists(folder / LOCK_NAME):
+                check_kind(folder / LOCK_NAME, stat.S_ISREG, "plain file")
             handle = files.open_lock(folder / LOCK_NAME)
-        except FileNotFoundError:  # a run that just ended removed the folder
-            continue
-        try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(handle, _HOLDER_BYTES, 0).decode("utf-8", "replace").strip()
-            os.close(handle)
-            raise LockedError("locked", path=folder, found=holder or "a run that just began") from (error)
-        # The holder may have removed the file between our open and our lock.
-        with contextlib.suppress(FileNotFoundError):
+            # The holder may have removed the file between our open and our lock.
             if (folder / LOCK_NAME).stat().st_ino == os.fstat(handle).st_ino:
                 os.ftruncate(handle, 0)
                 started = time.strftime("%Y-%m-%d %H:%M:%S")
-                note = f"process {os.getpid()} on {socket.gethostname()} since {started}\n"
-                os.pwrite(handle, note.encode(), 0)
+                os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {started}\n".encode(), 0)
                 return handle
-        os.close(handle)
-    raise LockedError("locked", path=folder, found="runs that come and go")
+            os.close(handle)
+        except FileNotFoundError:  # a run that just ended removed it
+            pass
+        except BlockingIOError:
+            found = _read_holder(handle) or "a run that just began"
+            os.close(handle)
+        if found is None and time.monotonic() > patience:
+            found = "runs that come and go"
+    raise LockedError(
+        "locked",
+        f"another run is at work in this checkout ({folder})",
+        "Two runs were started; the kernel drops the lock when the other ends, however it ends.",
+        "Run this again when it has ended, or with --wait SECONDS.",
+        found=found,
+    )
+
+
+def check_kind(path: Path, test, kind: str) -> None:
+    """Raises CheckoutStateError unless what stands at ``path`` is of a kind."""
+    if not test(path.lstat().st_mode):
+        cause = "Something else stands where this tool keeps its lock and journal."
+        raise CheckoutStateError("blocked-state-folder", f"{path} is not a {kind}", cause, "Move it away.")
+
+
+def _read_holder(handle: int) -> str:
+    return os.pread(handle, _HOLDER_BYTES, 0).decode("utf-8", "replace").strip()
 
 
 def _release(files: Filesystem, folder: Path, handle: int) -> None:
@@ -91,15 +118,15 @@ def _release(files: Filesystem, folder: Path, handle: int) -> None:
 
 
 def holder(folder: Path) -> str | None:
-    """Returns who holds the lock of ``folder``, or None; changes nothing."""
+    """Returns who holds the lock of ``folder``, or None; changes nothing and waits for nothing."""
     try:
-        handle = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        handle = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return os.pread(handle, _HOLDER_BYTES, 0).decode("utf-8", "replace").strip()
+        return _read_holder(handle)
     finally:
         os.close(handle)
     return None

@@ -4,8 +4,9 @@
 import os
 from pathlib import Path
 
-from ..errors import CheckoutStateError, TransactionError
+from ..errors import TransactionError, quoted
 from .filesystem import check_folders
+from .lock import no_permission
 from .transaction import Change
 
 SPARE_BYTES = 2**20
@@ -21,25 +22,23 @@ def preflight(root: Path, state: Path, changes: list[Change]) -> None:
     """
     if not changes:
         return
-    if not os.access(state if state.is_dir() else state.parent, os.W_OK | os.X_OK):
-        raise CheckoutStateError("blocked-permission", path=state.parent, target=root)
+    holder = state if state.is_dir() else state.parent
+    folders = {holder}
     for change in changes:
         check_folders(root, root / change.path)
         folder = (root / change.path).parent
         while not os.path.lexists(folder):
             folder = folder.parent
+        folders.add(folder)
+    for folder in sorted(folders):
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise CheckoutStateError("blocked-permission", path=folder, target=root)
+            raise no_permission(folder)
     saved = sum(len(change.before or b"") for change in changes)
     written = sum(len(change.after or b"") for change in changes)
-    holder = state if state.is_dir() else state.parent
     for folder, needed in ((root, saved + written), (holder, saved)):
         room = os.statvfs(folder)
-        free = room.f_bavail * room.f_frsize
-        if free < needed + SPARE_BYTES:
-            raise TransactionError(
-                "disk-too-small",
-                path=folder,
-                expected=f"{needed + SPARE_BYTES} bytes",
-                found=f"{free} bytes",
-            )
+        free, needed = room.f_bavail * room.f_frsize, needed + SPARE_BYTES
+        if free < needed:
+            what = f"the disk of {folder} has not enough room; nothing was written"
+            sizes = {"expected": f"{needed} bytes", "found": f"{free} bytes"}
+            raise TransactionError("disk-too-small", what, "It is full.", f"Make room: df -h {quoted(folder)}", **sizes)

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides a checkout's state from nothing but the bytes of the files that the editions touch."""
 
-import os
 import stat
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from .. import BASE_VERSIONS
-from ..patch.digest import Digest
-from ..patch.manifest import Edition, FileChange
+from ..patch.content import blob_id, read_regular
+from ..patch.edition import Edition
+from ..patch.manifest import Base
 from .checkout import Checkout
 
 MAX_FILE_BYTES = 16 * 2**20
@@ -32,81 +31,75 @@ class Found:
 
     content: bytes | None
     obstacle: str | None = None
+    blob: str | None = None
 
 
 @dataclass(frozen=True)
 class Survey:
-    """The state, and for every path that any edition touches what was found there."""
+    """A checkout measured against the editions for one verl, the wanted one first."""
 
+    base: Base
+    editions: tuple[Edition, ...]
     state: State
     edition: Edition | None
     """The edition that is applied (APPLIED, OTHER_VERSION), else None."""
     found: dict[str, Found]
-    base: dict[str, Digest | None]
-    """The base's digest of each path; None for a file that an edition adds."""
+    before: dict[str, str | None]
+    """The base's blob id of each path that any edition touches; None for a file that an edition adds."""
     strangers: tuple[str, ...]
     """Paths whose content is in no edition and not the base's."""
+    is_at_base: bool
+    """The commit, or where that is unknown the version, is the base's."""
 
-    def is_base(self, path: str) -> bool:
-        """True if ``path`` holds what the base has there."""
-        return _is(self.found[path], self.base[path])
-
-    def holds(self, path: str, digest: Digest) -> bool:
-        """True if ``path`` holds a file of this digest."""
-        return _is(self.found[path], digest)
+    def holds(self, path: str, blob: str | None) -> bool:
+        """True if ``path`` holds a file of this id; of None, if nothing is there."""
+        return self.found[path].obstacle is None and self.found[path].blob == blob
 
     @property
     def only_leftovers(self) -> bool:
         """PARTIAL, but verl's own files are the base's: only files that we add are there."""
-        return self.state is State.PARTIAL and all(
-            self.is_base(path) for path, before in self.base.items() if before is not None
-        )
+        verls = (path for path, before in self.before.items() if before is not None)
+        return self.state is State.PARTIAL and all(self.holds(path, self.before[path]) for path in verls)
+
+    def goal(self, edition: Edition | None) -> dict[str, str | None]:
+        """Returns each path's blob id under ``edition``; under None, the base's."""
+        return self.before | {path: file.after for path, file in (edition.files if edition else {}).items()}
 
 
-def survey(checkout: Checkout, editions: tuple[Edition, ...], base_commit: str) -> Survey:
-    """Returns what the checkout holds, measured against ``editions`` (the current one first)."""
-    changes = [file for edition in editions for file in edition.files]
-    base = {file.path: file.before for file in reversed(changes)}
-    found = {path: read_plain(checkout.root, path) for path in sorted(base)}
-    known: dict[str, list[Digest | None]] = {path: [before] for path, before in base.items()}
-    for file in changes:
-        known[file.path].append(file.after)
-    strangers = tuple(path for path in found if not any(_is(found[path], digest) for digest in known[path]))
-    state, edition = _judge(found, base, editions)
-    if strangers:
-        if checkout.head is not None:
-            elsewhere = checkout.head != base_commit
-        else:
-            elsewhere = checkout.version not in BASE_VERSIONS
-        state = State.WRONG_BASE if elsewhere else State.DRIFTED
-    return Survey(state, edition, found, base, strangers)
+def survey(checkout: Checkout, families: list[tuple[Base, tuple[Edition, ...]]]) -> Survey:
+    """Returns what the checkout holds, measured against the verl whose patch fits it best.
+
+    Args:
+        checkout: the target.
+        families: for each verl the editions for it, the wanted one first.
+    """
+    paths = {path for _, editions in families for edition in editions for path in edition.files}
+    found = {path: read_plain(checkout.root, path) for path in sorted(paths)}
+    surveys = [_measure(checkout, base, editions, found) for base, editions in families]
+    return min(surveys, key=lambda one: (bool(one.strangers), not one.is_at_base, len(one.strangers)))
 
 
-def _judge(
-    found: dict[str, Found], base: dict[str, Digest | None], editions: tuple[Edition, ...]
-) -> tuple[State, Edition | None]:
-    if all(_is(found[path], digest) for path, digest in base.items()):
-        return State.PRISTINE, None
+def _measure(checkout: Checkout, base: Base, editions: tuple[Edition, ...], seen: dict[str, Found]) -> Survey:
+    known: dict[str, set[str | None]] = {}
     for edition in editions:
-        if all(_is(found[path], digest) for path, digest in wanted(edition, base).items()):
-            is_current = edition is editions[0]
-            return (State.APPLIED if is_current else State.OTHER_VERSION), edition
-    return State.PARTIAL, None
-
-
-def wanted(edition: Edition | None, base: dict[str, Digest | None]) -> dict[str, Digest | None]:
-    """Returns each path's digest under ``edition``; under None, the base's."""
-    after: dict[str, Digest | None] = dict(base)
-    files: tuple[FileChange, ...] = edition.files if edition else ()
-    return after | {file.path: file.after for file in files}
-
-
-def _is(found: Found, digest: Digest | None) -> bool:
-    if found.obstacle is not None:
-        return False
-    if found.content is None or digest is None:
-        return found.content is None and digest is None
-    return digest.admits(found.content)
+        for path, file in edition.files.items():
+            known.setdefault(path, set()).update((file.before, file.after))
+    before = {path: file.before for edition in reversed(editions) for path, file in edition.files.items()}
+    found = {path: seen[path] for path in sorted(before)}
+    strangers = tuple(path for path, at in found.items() if at.obstacle or at.blob not in known[path])
+    at_base = checkout.head == base.commit if checkout.head else base.is_said_by(checkout.version)
+    one = Survey(base, editions, State.PARTIAL, None, found, before, strangers, at_base)
+    state, applied = State.PARTIAL, None
+    if strangers:
+        state = State.DRIFTED if at_base else State.WRONG_BASE
+    elif all(one.holds(path, blob) for path, blob in before.items()):
+        state = State.PRISTINE
+    else:
+        held = (e for e in editions if all(one.holds(path, blob) for path, blob in one.goal(e).items()))
+        applied = next(held, None)
+        if applied:
+            state = State.APPLIED if applied is editions[0] else State.OTHER_VERSION
+    return Survey(base, editions, state, applied, found, before, strangers, at_base)
 
 
 def read_plain(root: Path, path: str) -> Found:
@@ -124,28 +117,14 @@ def read_plain(root: Path, path: str) -> Found:
         if not stat.S_ISDIR(mode):
             return Found(None, f"{place.relative_to(root)} is {_kind(mode)}, not a folder")
     try:
-        handle = os.open(root / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        content = read_regular(root / path, MAX_FILE_BYTES)
+        return Found(content, None, blob_id(content))
     except FileNotFoundError:
         return Found(None)
     except OSError as error:
-        try:
-            return Found(None, _kind((root / path).lstat().st_mode, error.strerror))
-        except OSError:
-            return Found(None, error.strerror)
-    info = os.fstat(handle)
-    if not stat.S_ISREG(info.st_mode) or info.st_size > MAX_FILE_BYTES:
-        os.close(handle)
-        return Found(None, _kind(info.st_mode, f"a file of {info.st_size} bytes"))
-    with os.fdopen(handle, "rb") as stream:
-        return Found(stream.read())
+        return Found(None, _kind((root / path).lstat().st_mode, error.strerror))
 
 
-def _kind(mode: int, otherwise: str | None = None) -> str:
-    for test, name in (
-        (stat.S_ISLNK, "a symbolic link"),
-        (stat.S_ISDIR, "a folder"),
-        (stat.S_ISFIFO, "a named pipe"),
-    ):
-        if test(mode):
-            return name
-    return (otherwise or "a plain file") if stat.S_ISREG(mode) else "no plain file"
+def _kind(mode: int, otherwise: str = "a plain file") -> str:
+    tests = ((stat.S_ISLNK, "a symbolic link"), (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"))
+    return next((name for test, name in tests if test(mode)), otherwise)

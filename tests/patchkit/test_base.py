@@ -8,7 +8,9 @@ import pytest
 
 from patchkit.build import base
 from patchkit.errors import DownloadError, IntegrityError
-from patchkit.patch.digest import sha256_hex
+from patchkit.patch.content import sha256_hex
+from patchkit.patch.manifest import Base
+from tests.patchkit import world
 
 
 def archive(folder, members, monkeypatch):
@@ -20,7 +22,7 @@ def archive(folder, members, monkeypatch):
             info.type, info.size = kind, len(content)
             info.linkname = "/etc/passwd" if kind in (tarfile.SYMTYPE, tarfile.LNKTYPE) else ""
             tar.addfile(info, io.BytesIO(content))
-    monkeypatch.setattr(base, "SHA256", sha256_hex(path.read_bytes()))
+    monkeypatch.setattr(base, "PINNED", {world.V070: sha256_hex(path.read_bytes())})
     monkeypatch.setenv("VERL_BASE_SDIST", str(path))
     return path
 
@@ -30,10 +32,10 @@ GOOD = [("verl-0.7.0", tarfile.DIRTYPE, b""), ("verl-0.7.0/verl/a.py", tarfile.R
 
 def test_the_named_archive_is_unpacked_once_and_kept(tmp_path, monkeypatch, capsys):
     path = archive(tmp_path, GOOD, monkeypatch)
-    tree = base.ensure_base(tmp_path / "cache")
+    tree = base.ensure_base(cache=tmp_path / "cache")
     assert (tree / "verl/a.py").read_bytes() == b"a\n"
     path.unlink()
-    assert base.ensure_base(tmp_path / "cache") == tree, "the kept tree needs no archive"
+    assert base.ensure_base(cache=tmp_path / "cache") == tree, "the kept tree needs no archive"
     assert sorted(entry.name for entry in (tmp_path / "cache").iterdir()) == ["verl-0.7.0"]
     assert base.main(["--output", str(tmp_path / "cache")]) == 0
     assert capsys.readouterr().out == f"{tree}\n"
@@ -44,7 +46,7 @@ def test_another_archive_is_refused_with_both_digests(tmp_path, monkeypatch, cap
     path.write_bytes(b"another")
     assert base.main(["--output", str(tmp_path / "cache")]) == 3
     said = capsys.readouterr().err
-    assert base.SHA256 in said and sha256_hex(b"another") in said
+    assert base.PINNED[world.V070] in said and sha256_hex(b"another") in said
     assert not any((tmp_path / "cache").iterdir())
 
 
@@ -64,7 +66,7 @@ def test_another_archive_is_refused_with_both_digests(tmp_path, monkeypatch, cap
 def test_an_archive_with_a_strange_entry_leaves_nothing(tmp_path, monkeypatch, member):
     archive(tmp_path, [*GOOD, member], monkeypatch)
     with pytest.raises(IntegrityError) as caught:
-        base.ensure_base(tmp_path / "cache")
+        base.ensure_base(cache=tmp_path / "cache")
     assert caught.value.reason == "base-entry"
     assert not any((tmp_path / "cache").iterdir())
     assert not (tmp_path / "escape").exists()
@@ -74,19 +76,19 @@ def test_an_archive_that_grows_without_end_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(base, "MAX_UNPACKED_BYTES", 10)
     archive(tmp_path, [*GOOD, ("verl-0.7.0/b", tarfile.REGTYPE, b"0" * 11)], monkeypatch)
     with pytest.raises(IntegrityError):
-        base.ensure_base(tmp_path / "cache")
+        base.ensure_base(cache=tmp_path / "cache")
 
 
 def test_a_variable_that_names_no_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_BASE_SDIST", str(tmp_path / "nowhere"))
     with pytest.raises(DownloadError) as caught:
-        base.ensure_base(tmp_path / "cache")
+        base.ensure_base(cache=tmp_path / "cache")
     assert caught.value.reason == "base-named-missing"
 
 
 def test_a_pip_that_fails_is_quoted(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("VERL_BASE_SDIST", raising=False)
-    monkeypatch.setattr(base, "REQUIREMENT", "verl==0.7.0 and nonsense")
-    assert base.main(["--output", str(tmp_path / "cache")]) == 7
+    monkeypatch.setattr(base, "PINNED", {Base("v0.7.0 and nonsense", ""): ""})
+    assert base.main(["--output", str(tmp_path / "cache"), "--base", "v0.7.0 and nonsense"]) == 7
     said = capsys.readouterr().err
     assert "pip could not fetch" in said and "Invalid requirement" in said

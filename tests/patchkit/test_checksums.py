@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from patchkit.apply import library
+from patchkit.build.cli import check
 from patchkit.errors import IntegrityError
-from patchkit.patch.digest import sha256_hex
+from patchkit.patch.content import sha256_hex
 from patchkit.patch.language import MAX_BYTES
 from tests.patchkit import world
 
@@ -60,7 +61,7 @@ def test_a_bad_checksum_list_is_refused(capsys, own, tree, case):
 
 def test_a_missing_checksum_list_is_refused(capsys, own, tree):
     (own / f"{NAME}.sha256").unlink()
-    assert "no checksum for gradloc.patch" in refused(capsys, own, tree)
+    assert "gradloc.patch.sha256 is missing" in refused(capsys, own, tree)
 
 
 def test_the_offline_form_takes_the_list_beside_the_patch_or_the_manifest(capsys, own, tree, tmp_path):
@@ -71,7 +72,7 @@ def test_the_offline_form_takes_the_list_beside_the_patch_or_the_manifest(capsys
     assert world.run(capsys, own, "--repo", tree, "--patch-file", tmp_path / NAME).code == 0
     (tmp_path / NAME).write_text("diff --git a/verl/x b/verl/x\n")
     said = refused(capsys, own, tree, "--patch-file", tmp_path / NAME)
-    assert "no checksum for" in said and "--patch-sha256" in said
+    assert "no checksum for" in said and "--sha256" in said
 
 
 def test_the_list_beside_a_patch_is_believed_before_the_manifest(capsys, own, tree, tmp_path):
@@ -82,16 +83,13 @@ def test_the_list_beside_a_patch_is_believed_before_the_manifest(capsys, own, tr
 
 
 def test_a_file_that_the_manifest_does_not_name_fails_the_check_of_the_build(own, tmp_path):
-    from patchkit.build.write import check
-
-    overrides = world.write_sources(tmp_path / "o", world.sources(world.BASE, world.RESULT))
-    base = world.write_tree(tmp_path / "base", world.BASE)
-    check(overrides, own, base)
+    expected = {path.name: path.read_bytes() for path in own.iterdir()}
+    check(expected, own)
     (own / "extra.patch").write_text("x\n")
     with pytest.raises(IntegrityError) as caught:
-        check(overrides, own, base)
+        check(expected, own)
     assert caught.value.reason == "build-unlisted" and caught.value.exit_code == 3
-    assert caught.value.data["path"] == "extra.patch"
+    assert "patches/extra.patch" in caught.value.what
 
 
 def test_one_flipped_byte_is_refused_with_both_digests(capsys, own, tree):
@@ -149,42 +147,30 @@ def _drop(*keys):
     return edited(change)
 
 
-FILE = ("editions", 0, "files", 0)
+ENTRY = ("patches", 0)
 MANIFESTS = {
-    "truncated": (lambda text: text[:200], "line 11"),
+    "truncated": (lambda text: text[:200], "line 7"),
     "trailing-comma": (lambda text: text.replace("}\n", ",}\n"), "not JSON at line"),
     "not-utf8": (lambda text: text[:60] + "\udcff", "not JSON at byte 60"),
     "unknown-key": (_set("extra", value=1), "$.extra"),
-    "unknown-key-deep": (_set(*FILE, "extra", value=1), "$.editions[0].files[0].extra"),
-    "missing-key": (_drop("base", "commit"), "$.base.commit"),
-    "missing-before": (_drop(*FILE, "before"), "$.editions[0].files[0]"),
-    "wrong-type": (_set("editions", value={}), "$.editions"),
+    "unknown-key-deep": (_set(*ENTRY, "extra", value=1), "$.patches[0].extra"),
+    "missing-key": (_drop(*ENTRY, "commit"), "$.patches[0].commit"),
+    "wrong-type": (_set("patches", value={}), "$.patches"),
     "bool-for-int": (_set("schema_version", value=True), "$.schema_version"),
     "not-an-object": (lambda text: "[]", "wrong at $"),
-    "no-editions": (_set("editions", value=[]), "$.editions"),
-    "short-digest": (_set(*FILE, "after", "sha256", value="00"), "after.sha256"),
+    "no-patches": (_set("patches", value=[]), "$.patches"),
+    "short-digest": (_set(*ENTRY, "sha256", value="00"), "sha256"),
     "repeated-key": (lambda text: '{"base": 1, "base": 2}', "a key twice"),
-    "bad-path": (_set(*FILE, "path", value="verl/../x"), "may not stand in a patch"),
-    "patch-elsewhere": (
-        _set("editions", 0, "patch", "name", value="../../x"),
-        "$.editions[0].patch.name",
-    ),
+    "patch-elsewhere": (_set(*ENTRY, "name", value="../../x"), "$.patches[0].name"),
     "future-schema": (_set("schema_version", value=99), "newer than this tool"),
-    "past-schema": (_set("schema_version", value=0), "$.schema_version"),
-    "nan": (_set("schema_version", value=float("nan")), "no plain integer"),
-    "1e400": (lambda text: text.replace('"schema_version": 1', '"schema_version": 1e400'), "no"),
-    "huge-integer": (_set("schema_version", value=10**300), "no plain integer"),
+    "past-schema": (_set("schema_version", value=1), "$.schema_version"),
+    "nan": (_set("schema_version", value=float("nan")), "no integer"),
+    "12-1e400": (lambda text: text.replace('"schema_version": 2', '"schema_version": 1e400'), "no integer"),
+    "huge-integer": (_set("schema_version", value=10**300), "no integer"),
     "nesting": (lambda text: "[" * 10**6, "nested too deeply"),
     "too-large": (lambda text: text + " " * 2**21, "too large"),
-    "file-the-patch-lacks": (
-        lambda text: edited(
-            lambda d: d["editions"][0]["files"].append(d["editions"][0]["files"][0] | {"path": "verl/zzz.py"})
-        )(text),
-        "do not name the same changes (verl/zzz.py)",
-    ),
-    "file-the-manifest-lacks": (_drop(*FILE), "do not name the same changes"),
-    "other-blob": (_set(*FILE, "after", "blob", value="1" * 40), "do not name the same"),
-    "result-digest-disagrees": (_set(*FILE, "after", "sha256", value="1" * 64), "would not become"),
+    "other-patch": (_set(*ENTRY, "sha256", value="1" * 64), "disagree"),
+    "smaller-patch": (_set(*ENTRY, "size_bytes", value=9), "too large"),
 }
 
 
@@ -198,12 +184,12 @@ def test_a_bad_manifest_is_refused_with_the_place(capsys, own, tree, case):
 
 def test_a_missing_manifest_is_refused(capsys, own, tree):
     (own / "manifest.json").unlink()
-    assert "manifest.json cannot be read" in refused(capsys, own, tree)
+    assert "manifest.json is missing" in refused(capsys, own, tree)
 
 
 def test_a_missing_patch_is_refused(capsys, own, tree):
     (own / NAME).unlink()
-    assert "gradloc.patch cannot be read" in refused(capsys, own, tree)
+    assert "gradloc.patch is missing" in refused(capsys, own, tree)
 
 
 def test_a_manifest_of_200_megabytes_is_not_read(capsys, own, tree):
@@ -232,3 +218,23 @@ def test_the_publicly_released_patch_is_named_and_refused(capsys, own, tree, tmp
         assert "publicly released GradLoc patch" in said
         assert "every training run stops" in said and "Leave out --patch-file" in said
         assert "final newline" in said and "abbreviated" in said
+
+
+RELEASE = ("releases", 0)
+HISTORIES = {
+    "truncated": (lambda text: text[:200], "history.json is not JSON"),
+    "unknown-key": (_set("extra", value=1), "$.extra"),
+    "no-edited": (_drop(*RELEASE, "edited"), "$.releases[0].edited"),
+    "path-outside": (_set(*RELEASE, "added", "verl/../x", value="1" * 40), "verl/../x"),
+    "short-id": (_set(*RELEASE, "added", "verl/x", value="1"), "verl/x"),
+    "id-of-another-type": (_set(*RELEASE, "added", "verl/x", value=["1" * 40]), "verl/x"),
+    "malformed-way-back": (_set(*RELEASE, "edited", world.ACTOR, "back", value=[1]), world.ACTOR),
+}
+
+
+@pytest.mark.parametrize("case", HISTORIES)
+def test_a_bad_history_is_refused_with_the_place(capsys, own, tree, case):
+    change, said = HISTORIES[case]
+    path = own / "history.json"
+    path.write_text(change(path.read_text()))
+    assert said in refused(capsys, own, tree)

@@ -9,7 +9,7 @@ import pytest
 
 from patchkit.apply import download
 from patchkit.errors import DownloadError
-from patchkit.patch.digest import sha256_hex
+from patchkit.patch.content import sha256_hex
 from tests.patchkit import world
 from tests.patchkit.servers import serving
 from tests.patchkit.world import BASE, RESULT
@@ -184,4 +184,5 @@ def test_two_sources_for_the_digest_are_refused(apply, tree, patches):
         "x",
     )
     assert outcome.code == 2
-    assert apply("--repo", tree, "--patch-sha256", "0" * 64).code == 2
+    pinned = apply("--repo", tree, "--patch-sha256", "0" * 64)
+    assert pinned.code == 3 and "expected: " + "0" * 64 in pinned.err

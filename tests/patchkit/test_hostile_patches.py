@@ -11,8 +11,9 @@ import zipfile
 
 import pytest
 
-from patchkit.build.compose import new_file_section
-from patchkit.patch.digest import ABSENT_BLOB, blob_id, sha256_hex
+from patchkit.build.sources import new_file_section
+from patchkit.patch.content import ABSENT as ABSENT_BLOB
+from patchkit.patch.content import blob_id, sha256_hex
 from tests.patchkit import world
 from tests.patchkit.world import ACTOR, BASE, RESULT
 

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kill -9`` at random moments, and two runs at once: real processes, the real disk.
 
-The default suite kills a few hundred runs, the slow one thousands.
+The default suite kills 40 runs on a small tree; the long one 500 on the
+real verl: python -m pytest tests/patchkit/test_kills.py -m slow
 """
 
 import errno
 import fcntl
+import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,13 +77,66 @@ def kill_at_random(patches: Path, folder: Path, wanted: int) -> None:
     assert unfinished > wanted // 20
 
 
-def test_two_hundred_kills_leave_every_file_whole(patches, tmp_path):
-    kill_at_random(patches, tmp_path, 200)
+def test_forty_kills_leave_every_file_whole(patches, tmp_path):
+    kill_at_random(patches, tmp_path, 40)
 
 
 @pytest.mark.slow
-def test_two_thousand_kills_leave_every_file_whole(patches, tmp_path):
-    kill_at_random(patches, tmp_path, 2000)
+def test_five_hundred_kills_on_the_real_verl_lose_nothing(base_tree, tmp_path):
+    """Apply and reverse in turns on one tree: after each kill every file is whole, and the next run ends it."""
+    random.seed(20250101)
+    root, killed, rounds = Path(shutil.copytree(base_tree, tmp_path / "verl")), 0, 0
+    before, patches = files_at(root), ROOT / "patches"
+    span_s = 0.5
+    assert run(root, patches, "apply") == 0
+    after = files_at(root)
+    while killed < 500:
+        rounds += 1
+        assert rounds < 3000, "hardly any kill comes in time"
+        method, goal = ("apply", after) if rounds % 2 == 0 else ("reverse", before)
+        began = time.monotonic()
+        child = forked(root, patches, method)
+        time.sleep(random.uniform(0, span_s))
+        os.kill(child, signal.SIGKILL)
+        is_killed = code_of(child) == -signal.SIGKILL
+        killed += is_killed
+        if not is_killed:
+            span_s = 0.9 * (time.monotonic() - began)
+        for path, digest in files_at(root).items():
+            assert digest in (before.get(path), after.get(path)), path
+        assert run(root, patches, method) == 0
+        assert files_at(root) == goal and no_traces(root)
+    print(f"{killed} of {rounds} runs killed")
+
+
+def files_at(root: Path) -> dict[str, str]:
+    """Returns the sha256 of every file below ``verl/`` but those that a run is writing."""
+    return {
+        path.relative_to(root).as_posix(): world.hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted((root / "verl").rglob("*"))
+        if path.is_file() and not path.name.endswith(".tmp")
+    }
+
+
+def test_forty_launchers_that_wait_all_end_well_and_one_of_them_writes(patches, tree):
+    command = [sys.executable, "apply_patch.py", "--patches", patches, "--repo", tree, "--wait", "120", "--json"]
+    runs = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) for _ in range(40)]
+    said = [json.loads(one.communicate()[0]) for one in runs]
+    assert [one.returncode for one in runs] == [0] * 40
+    assert sorted(one["did"].split(":")[0] for one in said) == ["already applied, nothing to do"] * 39 + [
+        "applied 0.1.0"
+    ]
+    assert world.files_of(tree) == RESULT and no_traces(tree)
+
+
+def test_who_waits_too_long_is_refused_and_says_for_whom(apply, tree):
+    state = tree / ".gradloc-patch"
+    state.mkdir()
+    with (state / "lock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        began = time.monotonic()
+        assert apply(tree, "--wait", "0.3").code == 6
+        assert time.monotonic() - began >= 0.3
 
 
 def test_of_two_appliers_one_wins_and_the_other_says_so(patches, tmp_path):

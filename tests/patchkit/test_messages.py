@@ -3,7 +3,6 @@
 
 import json
 import re
-import string
 import subprocess
 import sys
 from pathlib import Path
@@ -11,40 +10,31 @@ from pathlib import Path
 import pytest
 
 from patchkit.apply import cli
-from patchkit.errors import CheckoutStateError, IntegrityError, PatchkitError
-from patchkit.wording import WORDS, parts_of, render_error
+from patchkit.errors import IntegrityError, PatchkitError
 from tests.patchkit import world
+from tests.patchkit.catalogue import REFUSALS
 from tests.patchkit.world import ACTOR, BASE
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = [p for p in (ROOT / "patchkit").rglob("*.py") if "wording" not in p.parts]
-FIELDS = "|".join(WORDS)
 
 
-def raised() -> set[str]:
-    """Every string literal of the package that is a reason."""
-    text = "".join(path.read_text() for path in SOURCES)
-    return set(re.findall(rf'"({FIELDS})"', text))
-
-
-def test_every_reason_is_worded_and_every_wording_is_used():
-    text = "".join(path.read_text() for path in SOURCES)
-    called = set(re.findall(r'Error\(\s*"([a-z0-9-]+)"', text))
-    assert called <= WORDS.keys()
-    assert raised() == WORDS.keys()
-
-
-@pytest.mark.parametrize("reason", WORDS)
-def test_a_refusal_says_what_why_and_what_to_do(reason):
-    words = WORDS[reason]
-    for text in (words.what, words.cause, words.next):
-        assert text.strip() == text and text
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal[0])
+def test_a_refusal_says_what_why_and_what_to_do(refusal):
+    reason, what, cause, next_ = refusal
+    assert what or reason == "usage", "argparse words that one"
+    for text in (what, cause, next_):
+        assert text.strip() == text and (text or text is what)
         assert text.isascii() and "\n" not in text
         assert "reinstall" not in text
-    assert not words.what.endswith("."), "a line of its own, not a sentence in a row"
-    names = {name for text in words for _, name, _, _ in string.Formatter().parse(text) if name}
-    error = PatchkitError(reason, **{name.split("!")[0]: "THING" for name in names})
-    assert render_error(error).startswith("refused: ")
+    assert not what.endswith("."), "a line of its own, not a sentence in a row"
+    assert PatchkitError(*refusal).text().startswith(f"refused: {what}\n  cause:    {cause}\n  next:     {next_}")
+
+
+def test_every_reason_has_one_name():
+    """The catalogue finds every reason that the source names."""
+    text = "".join(path.read_text() for path in (ROOT / "patchkit").rglob("*.py"))
+    called = set(re.findall(r'(?:Error|refusal)\(\s*"([a-z0-9-]+)"', text))
+    assert called <= {refusal[0] for refusal in REFUSALS} and len(called) > 90
 
 
 def test_the_whole_of_a_refusal_reads_like_this(apply, tree):
@@ -52,12 +42,11 @@ def test_the_whole_of_a_refusal_reads_like_this(apply, tree):
     assert apply("--repo", tree).err == (
         "refused: DRIFTED: 1 of the files that the patch touches hold neither verl's content nor "
         f"the patch's, first {ACTOR}\n"
-        f"  expected: sha256 {world.hashlib.sha256(BASE[ACTOR].encode()).hexdigest()[:12]}\n"
-        f"  found:    sha256 "
-        f"{world.hashlib.sha256((tree / ACTOR).read_bytes()).hexdigest()[:12]}\n"
+        f"  expected: git blob {world.blob_id(BASE[ACTOR].encode())[:12]}\n"
+        f"  found:    git blob {world.blob_id((tree / ACTOR).read_bytes())[:12]}\n"
         "  cause:    hunk 1 does not fit at line 9: the patch expects 'actor line 9', there is "
         "'mine()'.\n"
-        f"  next:     Move {tree}/{ACTOR} away and take it from the verl==0.7.0 archive again.\n"
+        f"  next:     mv {tree}/{ACTOR} ELSEWHERE   (and take the file from verl 0.7.0 again)\n"
         f"  {ACTOR}: hunk 1 does not fit at line 9: the patch expects 'actor line 9', there is "
         "'mine()'\n"
     )
@@ -86,16 +75,17 @@ def test_quiet_prints_errors_only(apply, tree):
 
 def test_list_names_every_edition_with_its_files(apply):
     outcome = apply("--list")
-    assert outcome.code == 0 and "0.0.9: sha256" in outcome.out and ACTOR in outcome.out
+    assert outcome.code == 0 and "0.0.9 for verl v0.7.0" in outcome.out and ACTOR in outcome.out
     editions = json.loads(apply("--list", "--json").out)["editions"]
     assert [edition["version"] for edition in editions][1] == "0.0.9"
 
 
 def test_wrong_usage_is_exit_2(capsys):
-    for arguments in (["--nonsense"], ["--check", "--status"], ["--rep", "x"]):
-        with pytest.raises(SystemExit) as caught:
-            cli.main(arguments)
-        assert caught.value.code == 2
+    for arguments in (["--nonsense"], ["--check", "--status"], ["--rep", "x"], ["--wait", "soon"]):
+        assert cli.main(arguments) == 2
+        assert "next:     apply_patch.py --help" in capsys.readouterr().err
+        assert cli.main([*arguments, "--json"]) == 2
+        assert json.loads(capsys.readouterr().out)["error"]["reason"] == "usage"
 
 
 def test_help_has_an_example_and_the_exit_codes(capsys):
@@ -118,11 +108,10 @@ def test_an_error_is_one_class_per_exit_code():
     }
 
 
-def test_the_way_out_fits_the_kind_of_target():
-    data = {"target": "T", "path": "P", "count": 1, "why": "w", "unforced": ""}
-    clone = parts_of(CheckoutStateError("state-drifted", is_clone=True, **data))
-    archive = parts_of(CheckoutStateError("state-drifted", is_clone=False, **data))
-    assert clone["next"].startswith("git -C T stash") and "git" not in archive["next"]
+def test_the_way_out_fits_the_kind_of_target(apply, tree, clone):
+    for root, said in ((clone, f"git -C {clone} worktree add DIR "), (tree, f"mv {tree}/{ACTOR} ELSEWHERE")):
+        world.write_tree(root, {ACTOR: "mine\n"})
+        assert f"  next:     {said}" in apply(root).err
 
 
 def test_a_reader_that_goes_away_is_no_failure(patches, tree):

@@ -11,13 +11,13 @@ import unidiff
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from patchkit.build.compose import Sources, check_text, compose_patch, new_file_section
+from patchkit.apply.library import Library
+from patchkit.build.sources import Sources, check_text, new_file_section
 from patchkit.build.take import seam
 from patchkit.errors import IntegrityError
 from patchkit.patch import splice
-from patchkit.patch.digest import Digest
+from patchkit.patch.content import blob_id
 from patchkit.patch.language import parse
-from patchkit.patch.manifest import load
 from patchkit.patch.manifest import parse as parse_manifest
 from patchkit.patch.manifest import render as render_manifest
 from tests.patchkit import world
@@ -37,8 +37,9 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def manifest():
-    return load(ROOT / "patches/manifest.json")
+def files():
+    """The sections of the built patch."""
+    return list(Library(ROOT / "patches").families[0][1][0].files.values())
 
 
 @pytest.fixture(scope="module")
@@ -47,40 +48,40 @@ def patched(base_tree, patched_tree):
     return contents(patched_tree)
 
 
-def test_apply_on_the_real_base_gives_the_manifests_results_and_touches_nothing_else(manifest, base_tree, patched):
+def test_apply_on_the_real_base_gives_the_promised_results_and_touches_nothing_else(files, base_tree, patched):
     base = contents(base_tree)
     expected = dict(base)
-    for file in manifest.current.files:
-        assert file.after.admits(patched[file.path])
+    for file in files:
+        assert file.after == blob_id(patched[file.path])
         assert (file.before is None) == (file.path not in base)
-        assert file.before is None or file.before.admits(base[file.path])
+        assert file.before is None or file.before == blob_id(base[file.path])
         expected[file.path] = patched[file.path]
     assert patched == expected
 
 
-def test_reverse_on_the_real_base_gives_the_base_back(capsys, base_tree, tmp_path):
+def test_reverse_on_the_real_base_gives_the_base_back(capsys, files, base_tree, tmp_path):
     root = Path(shutil.copytree(base_tree, tmp_path / "verl"))
     before = world.picture(root)
     assert world.run(capsys, ROOT / "patches", root).code == 0
     assert world.run(capsys, ROOT / "patches", root, "--reverse").code == 0
     after = world.picture(root)
     assert after.keys() == before.keys()
-    touched = {file.path for file in load(ROOT / "patches/manifest.json").current.files}
+    touched = {file.path for file in files}
     for path, seen in before.items():
         # The mode and the content; the time too of what was not touched.
         assert (after[path][0], after[path][-1]) == (seen[0], seen[-1])
         assert path in touched or after[path] == seen
 
 
-def test_git_in_a_scratch_index_agrees(base_tree, patched, manifest, tmp_path):
+def test_git_in_a_scratch_index_agrees(base_tree, patched, files, tmp_path):
     root = Path(shutil.copytree(base_tree, tmp_path / "verl"))
     world.git(root, "init", "-q")
     world.git(root, "add", "-A", "-f")
     base = world.git(root, "write-tree")
     world.git(root, "apply", "--cached", str(PATCH))
-    for file in manifest.current.files:
+    for file in files:
         listed = world.git(root, "ls-files", "--stage", file.path).split()
-        assert listed[:2] == ["100644", file.after.blob]
+        assert listed[:2] == ["100644", file.after]
     world.git(root, "apply", "--cached", "--reverse", str(PATCH))
     assert world.git(root, "write-tree") == base
 
@@ -120,10 +121,10 @@ def test_status_on_the_real_tree_is_quick(patched_tree):
     assert json.loads(done.stdout)["state"] == "APPLIED"
 
 
-def test_the_seams_stay_small(base_tree, patched, tmp_path):
+def test_the_seams_stay_small(files, base_tree, patched, tmp_path):
     """Lines added to verl's own Python, moved or re-indented lines apart: git diff -w."""
     added = 0
-    for file in load(ROOT / "patches/manifest.json").current.files:
+    for file in files:
         if file.before is None or not file.path.endswith(".py"):
             continue
         (tmp_path / "after.py").write_bytes(patched[file.path])
@@ -137,7 +138,7 @@ def test_the_seams_stay_small(base_tree, patched, tmp_path):
     assert 0 < added <= MAX_SEAM_LINES
 
 
-def test_the_manifest_is_written_as_it_is_read(manifest):
+def test_the_manifest_is_written_as_it_is_read():
     data = (ROOT / "patches/manifest.json").read_bytes()
     assert render_manifest(parse_manifest(data)) == data
 
@@ -163,7 +164,7 @@ def trees(draw) -> tuple[dict[str, str], dict[str, str]]:
 
 def _sections(before: dict[str, str], after: dict[str, str]):
     try:
-        return parse(compose_patch(world.sources(before, after)))
+        return parse(world.patch_of(before, after))
     except IntegrityError as error:
         assert error.reason == "build-nothing", error
         return ()
@@ -189,19 +190,19 @@ def test_for_random_trees_make_of_apply_is_the_same_patch(pair):
     added = {path: text for path, text in after.items() if path not in before}
     if not made and not added:
         return
-    patch = compose_patch(Sources(added, made))
+    patch = Sources(added, made).patch(world.V070)
     results = {f.path: splice.forward(f, before.get(f.path, "").encode()) for f in parse(patch)}
     again = Sources(
         {path: check_text(results[path], path) for path in added},
         {path: seam(path, before[path].encode(), results[path]) for path in changed},
     )
-    assert compose_patch(again) == patch
+    assert again.patch(world.V070) == patch
 
 
 @given(st.data())
 def test_a_mutated_patch_changes_nothing_unless_the_result_is_the_same(data):
     """Any byte changed, dropped or doubled: refused, or the very same result."""
-    patch = compose_patch(world.sources(BASE, RESULT))
+    patch = world.patch_of(BASE, RESULT)
     at = data.draw(st.integers(0, len(patch) - 1))
     piece = data.draw(st.binary(max_size=3))
     mutated = patch[:at] + piece + patch[at + data.draw(st.integers(0, 3)) :]
@@ -209,7 +210,7 @@ def test_a_mutated_patch_changes_nothing_unless_the_result_is_the_same(data):
         results = {
             file.path: splice.forward(file, BASE.get(file.path, "").encode())
             for file in parse(mutated)
-            if file.before is None or file.before.admits(BASE.get(file.path, "").encode())
+            if file.before is None or file.before == blob_id(BASE.get(file.path, "").encode())
         }
     except IntegrityError:
         return
@@ -248,10 +249,3 @@ def test_a_new_file_section_is_what_git_writes(tmp_path):
         world.git(root, "add", "-A")
         ours = new_file_section("verl/x.py", text)
         assert world.git(root, "diff", "--cached", "--full-index") == ours
-
-
-def test_a_digest_admits_its_own_content_only():
-    digest = Digest.of(b"x\n")
-    assert digest.admits(b"x\n") and not digest.admits(b"y\n")
-    assert Digest(digest.blob).admits(b"x\n") and not Digest(digest.blob).admits(b"")
-    assert not Digest(digest.blob, "0" * 64).admits(b"x\n")

@@ -6,7 +6,6 @@ import os
 
 import pytest
 
-from patchkit.build.compose import compose_patch
 from tests.patchkit import world
 from tests.patchkit.world import ACTOR, BASE, DEEP, INIT, NEW, OLDER, RESULT, TRAINER
 
@@ -77,7 +76,7 @@ def test_check_and_status_change_nothing(apply, tree, mode, applied):
         (BASE | {ACTOR: RESULT[ACTOR]}, "PARTIAL", 1),
         (BASE | {ACTOR: BASE[ACTOR] + "mine\n"}, "DRIFTED", 1),
         (BASE | {ACTOR: "another\n", "verl/version/version": "0.6.1\n"}, "WRONG_BASE", 1),
-        ({path: text for path, text in BASE.items() if path != ACTOR}, "NOT_VERL", 1),
+        ({path: text for path, text in BASE.items() if "init" not in path}, "NOT_VERL", 1),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -207,12 +206,12 @@ def test_an_older_version_is_reversed_to_the_base(apply, tmp_path):
     assert world.files_of(root) == BASE
 
 
-def test_an_older_version_can_be_asked_for_by_name(apply, tree):
-    apply(tree)
-    assert apply(tree, "--patch-version", "0.0.9").code == 0
-    assert world.files_of(tree) == OLDER
-    unknown = apply(tree, "--patch-version", "9.9")
-    assert unknown.code == 2 and "0.0.9" in unknown.err
+def test_a_version_can_be_pinned_by_name(apply, tree):
+    assert apply(tree, "--patch-version", "0.1.0").code == 0
+    for version, said in (("0.0.9", "older release"), ("9.9", "misspelt")):
+        refused = apply(tree, "--patch-version", version)
+        assert refused.code == 2 and said in refused.err and "expected: 0.1.0" in refused.err
+    assert world.files_of(tree) == RESULT
 
 
 def test_a_new_file_with_the_right_content_is_part_of_the_state(apply, tree):
@@ -269,7 +268,7 @@ def test_permissions_of_a_replaced_file_stay(apply, tree):
 def test_a_foreign_patch_with_full_ids_is_applied_by_its_digest(apply, tree, tmp_path):
     other = BASE | {ACTOR: BASE[ACTOR].replace("line 30\n", "line thirty\n"), DEEP: "deep = 1\n"}
     file = tmp_path / "other.patch"
-    file.write_bytes(compose_patch(world.sources(BASE, other)))
+    file.write_bytes(world.patch_of(BASE, other))
     digest = world.hashlib.sha256(file.read_bytes()).hexdigest()
     refused = apply("--repo", tree, "--patch-file", file)
     assert refused.code == 3 and "no checksum" in refused.err

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from patchkit.build import base as bases
 from patchkit.build import cli as regenerate
 from patchkit.build import generated
-from patchkit.build.compose import BASE_TAG, Folders, compose, read_sources
+from patchkit.build.sources import Folders, compose
 from patchkit.errors import IntegrityError
 from patchkit.patch.language import parse
+from patchkit.patch.manifest import Base
 from tests.patchkit import world
 from tests.patchkit.world import ACTOR, BASE, NEW, RESULT, TRAINER
 
@@ -24,14 +26,14 @@ class Workshop:
     """A clone that has the patch on it, and the sources that the patch was built from."""
 
     def __init__(self, folder: Path, monkeypatch, capsys) -> None:
-        self.patches = world.make_patches(folder)
+        self.clone = world.make_clone(folder / "the clone")
+        self.commit = world.git(self.clone, "rev-parse", "HEAD").strip()
+        self.patches = world.make_patches(folder, verl=Base("v0.7.0", self.commit))
         self.folders = Folders(folder / "gradloc", folder / "overrides")
         self.base = folder / "pristine"
-        self.clone = world.make_clone(folder / "the clone")
         self.capsys = capsys
-        self.commit = world.git(self.clone, "rev-parse", "HEAD").strip()
-        monkeypatch.setattr(regenerate, "BASE_COMMIT", self.commit)
-        monkeypatch.setattr(regenerate, "ensure_base", lambda: self.base)
+        monkeypatch.setattr(bases, "PINNED", {Base("v0.7.0", self.commit): ""})
+        monkeypatch.setattr(bases, "ensure_base", lambda tag: self.base)
         world.run(capsys, self.patches, self.clone)
 
     def make(self, *options) -> world.Outcome:
@@ -54,6 +56,9 @@ class Workshop:
 
     def edit(self, path: str, text: str) -> None:
         world.write_tree(self.clone, {path: text})
+
+    def seam(self, path: str) -> Path:
+        return self.folders.overrides / f"v0.7.0/{path}.patch"
 
     def refused(self, code: int, said: str, *options) -> str:
         """Asserts that a take is refused and that nothing was written."""
@@ -128,15 +133,15 @@ def test_edits_of_the_package_go_to_gradloc_and_all_others_to_the_base_s_overrid
     shop.edit("verl/utils/other.py", "touched = True\n")
     assert shop.take().code == 0
     assert (shop.folders.package / "search/fresh.py").read_text() == "fresh = 1\n"
-    assert (shop.folders.overrides / "verl/utils/reward.py").read_text() == "reward = 1\n"
-    assert "+touched = True" in (shop.folders.overrides / "verl/utils/other.py.patch").read_text()
+    assert (shop.folders.overrides / "v0.7.0/verl/utils/reward.py").read_text() == "reward = 1\n"
+    assert "+touched = True" in (shop.folders.overrides / "v0.7.0/verl/utils/other.py.patch").read_text()
     assert not list(shop.folders.overrides.rglob("gradloc"))
 
 
 def test_a_seam_that_was_undone_is_removed(shop):
     shop.edit(TRAINER, BASE[TRAINER])
     assert f"removed: {TRAINER}" in shop.take().out
-    assert not (shop.folders.seam(TRAINER)).exists()
+    assert not (shop.seam(TRAINER)).exists()
     assert shop.result() == RESULT | {TRAINER: BASE[TRAINER]}
 
 
@@ -205,7 +210,7 @@ def test_a_checkout_at_another_commit_is_refused(shop):
 
 
 def test_a_checkout_that_lacks_the_base_commit_is_refused(shop, monkeypatch):
-    monkeypatch.setattr(regenerate, "BASE_COMMIT", "1" * 40)
+    monkeypatch.setattr(bases, "PINNED", {Base("v0.7.0", "1" * 40): ""})
     assert "1" * 40 in shop.refused(1, "has no commit")
 
 
@@ -216,7 +221,7 @@ def test_a_checkout_without_edits_is_refused(shop):
 
 def test_edits_of_one_file_on_both_sides_are_refused_and_both_shown(shop):
     shop.edit(NEW, "def hook():\n    return 'checkout'\n")
-    shop.folders.place(NEW).write_text("def hook():\n    return 'overrides'\n")
+    shop.folders.place("v0.7.0", NEW).write_text("def hook():\n    return 'overrides'\n")
     said = shop.refused(1, "was edited in the checkout and in the sources")
     assert NEW in said
     for text in ("'checkout'", "'overrides'", "None"):
@@ -226,7 +231,7 @@ def test_edits_of_one_file_on_both_sides_are_refused_and_both_shown(shop):
 
 def test_edits_of_two_files_on_two_sides_are_brought_together(shop):
     shop.edit(ACTOR, RESULT[ACTOR].replace("hook()", "hook(self)"))
-    shop.folders.place(NEW).write_text("def hook(actor):\n    return None\n")
+    shop.folders.place("v0.7.0", NEW).write_text("def hook(actor):\n    return None\n")
     outcome = shop.take()
     assert outcome.code == 0 and f"kept, newer in the sources: {NEW}" in outcome.out
     result = shop.result()
@@ -254,7 +259,7 @@ def test_after_a_take_the_checkout_can_be_brought_to_a_newer_build(shop):
 
 def test_a_checkout_with_an_older_build_brings_its_own_edits_only(shop):
     """Two people, two checkouts: the second take does not undo the first."""
-    shop.folders.place(NEW).write_text("def hook():\n    return 'first'\n")
+    shop.folders.place("v0.7.0", NEW).write_text("def hook():\n    return 'first'\n")
     assert shop.make().code == 0
     shop.edit(TRAINER, RESULT[TRAINER] + "second\n")
     assert shop.take().code == 0
@@ -378,28 +383,27 @@ def test_a_configuration_that_does_not_compose_is_refused(configured):
 
 
 def test_stale_generated_yaml_is_refused_with_the_command_that_refreshes_it(shop, monkeypatch):
-    def stale(root):
-        raise IntegrityError("take-stale-yaml", path="_generated_ppo_trainer.yaml", target=root)
-
-    monkeypatch.setattr(regenerate, "can_check", lambda: True)
-    monkeypatch.setattr(regenerate, "check_generated", stale)
+    monkeypatch.setattr(generated, "generate", lambda root, name: b"another\n")
+    for name in generated.SPECS:
+        shop.edit(f"{CONFIG}/{name}", "stale\n")
+    monkeypatch.setattr(generated, "can_check", lambda: True)
     shop.edit(f"{CONFIG}/actor.yaml", "a: 1\n")
     said = shop.refused(3, "_generated_ppo_trainer.yaml")
-    assert f"make_patch.sh --repo {shop.clone} --refresh-generated" in said
-    monkeypatch.setattr(regenerate, "check_generated", lambda root: None)
-    monkeypatch.setattr(regenerate, "refresh", lambda root: [f"{CONFIG}/_generated.yaml"])
+    assert f"make_patch.sh --repo '{shop.clone}' --refresh-generated" in said
+    monkeypatch.setattr(generated, "check", lambda root: None)
+    monkeypatch.setattr(generated, "refresh", lambda root: [f"{CONFIG}/_generated.yaml"])
     assert "refreshed: " in shop.take("--refresh-generated").out
 
 
 def test_without_hydra_the_skipped_check_is_said(shop, monkeypatch):
-    monkeypatch.setattr(regenerate, "can_check", lambda: False)
+    monkeypatch.setattr(generated, "can_check", lambda: False)
     shop.edit(f"{CONFIG}/actor.yaml", "a: 1\n")
     outcome = shop.take()
     assert outcome.code == 0 and "was not checked: no hydra" in outcome.out
 
 
 def test_check_shows_the_difference_and_writes_nothing(shop):
-    shop.folders.place(NEW).write_text("def hook():\n    return 2\n")
+    shop.folders.place("v0.7.0", NEW).write_text("def hook():\n    return 2\n")
     before = world.picture(shop.patches)
     outcome = shop.make("--check")
     assert outcome.code == 3 and "bash make_patch.sh" in outcome.err
@@ -417,7 +421,7 @@ def test_nothing_is_written_when_the_edits_cannot_be_built(shop):
 
 @pytest.mark.parametrize("damage", ["path", "preamble", "base", "both"])
 def test_damaged_sources_do_not_build(shop, damage):
-    place = shop.folders.seam(ACTOR)
+    place = shop.seam(ACTOR)
     text = place.read_text()
     if damage == "path":
         place.rename(place.with_name("other.py.patch"))
@@ -426,7 +430,7 @@ def test_damaged_sources_do_not_build(shop, damage):
     elif damage == "base":
         place.write_text(text.replace(world.blob_id(BASE[ACTOR].encode()), "1" * 40))
     else:
-        world.write_tree(shop.folders.overrides, {ACTOR: "a copy\n"})
+        world.write_tree(shop.folders.overrides / "v0.7.0", {ACTOR: "a copy\n"})
     before = world.picture(shop.patches)
     assert shop.make().code == 3
     assert world.picture(shop.patches) == before
@@ -444,9 +448,8 @@ def test_the_script_works_from_any_folder(tmp_path):
     assert done.returncode == 0 and "--repo CHECKOUT" in done.stdout
 
 
-def test_the_committed_patch_is_what_the_sources_build(base_tree):
-    built = compose(
-        read_sources(Folders(ROOT / "gradloc", ROOT / f"verl_overrides/{BASE_TAG}")), base_tree, ROOT / "patches/older"
-    )
-    for name, data in built.items():
+def test_the_committed_patches_are_what_the_sources_build():
+    folders = Folders(ROOT / "gradloc", ROOT / "verl_overrides")
+    trees = {base: bases.ensure_base(base.tag) for base in folders.bases(list(bases.PINNED))}
+    for name, data in compose(folders, trees).items():
         assert (ROOT / "patches" / name).read_bytes() == data, f"patches/{name} is stale"

@@ -139,7 +139,7 @@ def test_root_leaves_the_files_of_another_owner_to_that_owner(apply, clone):
     for path in [clone, *clone.rglob("*")]:
         os.chown(path, 12345, 12345, follow_symlinks=False)
     assert apply(clone).code == 0
-    for path in (ACTOR, NEW, "verl/gradloc", ".git/.gradloc-patch/applied.json"):
+    for path in (ACTOR, NEW, "verl/gradloc", ".git/.gradloc-patch/applied.patch"):
         assert (clone / path).stat().st_uid == 12345, path
 
 
@@ -155,7 +155,7 @@ def test_another_commit_with_other_touched_files_is_the_wrong_base(apply, clone)
     world.git(clone, "commit", "-qam", "here")
     outcome = apply(clone)
     assert outcome.code == 1 and "WRONG_BASE" in outcome.err and "f9c855f7cf04" in outcome.err
-    assert f"expected: sha256 {world.hashlib.sha256(BASE[ACTOR].encode()).hexdigest()[:12]}" in (outcome.err)
+    assert f"expected: git blob {world.blob_id(BASE[ACTOR].encode())[:12]}" in outcome.err
 
 
 def test_dirt_elsewhere_is_left_alone(apply, clone):

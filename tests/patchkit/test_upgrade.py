@@ -32,11 +32,23 @@ def old_tree(capsys, base_tree, tmp_path) -> Path:
     return root
 
 
-def test_0_1_0_is_upgraded_in_one_step_and_then_reversed_to_the_exact_base(capsys, old_tree, base_tree, patched_tree):
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_0_1_0_is_upgraded_in_one_step_and_then_reversed_to_the_exact_base(
+    capsys, old_tree, base_tree, patched_tree, has_copy
+):
+    if not has_copy:
+        shutil.rmtree(old_tree / ".gradloc-patch")
     outcome = world.run(capsys, ROOT / "patches", old_tree)
-    assert outcome.code == 0 and "upgraded from" in outcome.out
+    assert outcome.code == 0 and "upgraded from 0.1.0" in outcome.out
     assert contents(old_tree) == contents(patched_tree)
     assert not (old_tree / "verl/gradloc/hook.py").exists()
     assert world.run(capsys, ROOT / "patches", old_tree, "--reverse").code == 0
     assert world.picture(old_tree).keys() == world.picture(base_tree).keys()
+    assert contents(old_tree) == contents(base_tree)
+
+
+def test_0_1_0_is_reversed_without_its_copy(capsys, old_tree, base_tree):
+    """By the history alone: the ids of its files, and verl's lines that it replaced."""
+    shutil.rmtree(old_tree / ".gradloc-patch")
+    assert world.run(capsys, ROOT / "patches", old_tree, "--reverse").code == 0
     assert contents(old_tree) == contents(base_tree)

@@ -12,10 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from patchkit.apply import cli
-from patchkit.build import write as build
-from patchkit.build.compose import Folders, Sources, compose_patch
-from patchkit.patch.digest import blob_id
+from patchkit.build import base as bases
+from patchkit.build.cli import write_file
+from patchkit.build.sources import Folders, Sources, compose
+from patchkit.patch.content import blob_id
+from patchkit.patch.edition import Edition, remember
+from patchkit.patch.manifest import Base
 
+V070, V071 = bases.PINNED
 ACTOR = "verl/workers/actor/dp_actor.py"
 TRAINER = "verl/trainer/ray_trainer.py"
 INIT = "verl/gradloc/__init__.py"
@@ -84,15 +88,19 @@ def write_tree(root: Path, files: Mapping[str, str]) -> Path:
     return root
 
 
-def write_sources(root: Path, made: Sources) -> Folders:
+def write_sources(root: Path, made: Sources, base: Base = V070) -> Folders:
     """Writes ``made`` as a package and its overrides below ``root``; returns where they are."""
     folders = Folders(root / "gradloc", root / "overrides")
-    folders.package.mkdir(parents=True, exist_ok=True)
     for path, text in made.new_files.items():
-        write_tree(folders.place(path).parent, {folders.place(path).name: text})
+        write_file(folders.place(base.tag, path), text.encode())
     for path, text in made.seams.items():
-        write_tree(folders.seam(path).parent, {folders.seam(path).name: text})
+        write_file(folders.overrides / base.tag / f"{path}.patch", text.encode())
     return folders
+
+
+def patch_of(before: Mapping[str, str], after: Mapping[str, str]) -> bytes:
+    """Returns the patch from ``before`` to ``after``."""
+    return sources(before, after).patch(V070)
 
 
 def make_patches(
@@ -100,16 +108,17 @@ def make_patches(
     after: Mapping[str, str] = RESULT,
     before: Mapping[str, str] = BASE,
     older: Mapping[str, str] | None = None,
+    verl: Base = V070,
 ) -> Path:
-    """Builds a patches/ folder below ``folder`` as make_patch.sh does; returns it."""
-    base = write_tree(folder / "pristine", before)
-    patches = folder / "patches"
+    """Builds a patches/ folder below ``folder`` as make_patch.sh does; its history knows ``older`` as 0.0.9."""
+    tree = write_tree(folder / "pristine", before)
+    folders = write_sources(folder, sources(before, after))
     if older is not None:
-        place = patches / "older" / "gradloc-0.0.9.patch"
-        place.parent.mkdir(parents=True)
-        place.write_bytes(compose_patch(sources(before, older)))
-    build.build(write_sources(folder, sources(before, after)), patches, base)
-    return patches
+        history = remember(Edition.of(patch_of(before, older), "0.0.9", V070.tag), b"")
+        write_file(folders.overrides / "history.json", history)
+    for name, data in compose(folders, {verl: tree}).items():
+        write_file(folder / "patches" / name, data)
+    return folder / "patches"
 
 
 def files_of(root: Path) -> dict[str, str]:
