@@ -231,9 +231,8 @@ def test_the_published_patch_on_a_tree_is_named_with_the_way_to_take_it_off(appl
 
 def test_make_patch_says_which_python_it_needs(tmp_path):
     old = tmp_path / "python3.8"
-    old.write_text(
-        f"#!/bin/sh\nexec {sys.executable} -c 'import sys; sys.version_info = (3, 8, 1); exec(sys.argv.pop(2))' \"$@\"\n"
-    )
+    code = "import sys; sys.version_info = (3, 8, 1); exec(sys.argv.pop(2))"
+    old.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n")
     old.chmod(0o755)
     command = ["bash", str(ROOT / "make_patch.sh"), "--check"]
     done = subprocess.run(command, env={**os.environ, "PYTHON": str(old)}, capture_output=True, text=True)
