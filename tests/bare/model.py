@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
         return normed.to(x.dtype) * self.weight
 
@@ -112,7 +112,7 @@ def log_prob_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def entropy_of(logits: torch.Tensor) -> torch.Tensor:
     """Entropy (B, T) in nats of the distributions that ``logits`` (B, T, V) mean."""
-    log_probs = logits.float().log_softmax(-1)
+    log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     return -(log_probs.exp() * log_probs).sum(-1)
 
 

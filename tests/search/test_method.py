@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/method.md's equations, evaluated in float64 by plain autograd on a small model."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradloc.search.sketch import _chi2_quantile
+from tests.bare import Loss, Oracle, build, random_batch
+from tests.bare.model import entropy_of, log_prob_of
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/method.md"
+LOSS = Loss(entropy=0.02, kl=0.05)
+
+
+class Method:
+    """Every token's gradient (N, P), its coefficients, and p_t and H_t as functions of the weights."""
+
+    def __init__(self):
+        self.model = build("tiny").double()
+        batch = random_batch(build("tiny"), rows=6, length=6)
+        self.batch = batch.edited(
+            **{name: getattr(batch, name).double() for name in ("advantages", "old_log_probs", "reference_log_probs")}
+        ).planted({(3, 2): 200.0, (4, 1): -150.0})
+        self.places = [tuple(place) for place in self.batch.mask.nonzero().tolist()]
+        self.oracle = Oracle(self.model, self.batch, LOSS)
+        self.gradients = torch.stack([self.oracle.gradient([place]) for place in self.places])
+        self.whole = self.oracle.gradient()
+        p, h = self.outputs()
+        p, h = p.requires_grad_(), h.requires_grad_()
+        losses = LOSS.of_tokens(p, h, self.batch)[self.batch.mask].sum() / self.batch.num_tokens
+        self.c, self.e = (grad[self.batch.mask] for grad in torch.autograd.grad(losses, (p, h)))
+
+    @torch.no_grad()
+    def outputs(self, move: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """p_t and H_t (R, T) at theta + move."""
+        params = list(self.model.parameters())
+        flat = torch.nn.utils.parameters_to_vector(params)
+        if move is not None:
+            torch.nn.utils.vector_to_parameters(flat + move, params)
+        logits = self.model(self.batch.tokens, self.batch.labels.shape[1])
+        torch.nn.utils.vector_to_parameters(flat, params)
+        log_probs = logits.log_softmax(-1)
+        return log_prob_of(logits, self.batch.labels), -(log_probs.exp() * log_probs).sum(-1)
+
+    def products(self, direction: torch.Tensor, step: float) -> torch.Tensor:
+        """Section 3's finite difference of <g_t, R>, (N,)."""
+        (p_plus, h_plus), (p_minus, h_minus) = self.outputs(step * direction), self.outputs(-step * direction)
+        mask = self.batch.mask
+        return (self.c * (p_plus - p_minus)[mask] + self.e * (h_plus - h_minus)[mask]) / (2 * step)
+
+
+@pytest.fixture(scope="module")
+def method():
+    return Method()
+
+
+def test_1_the_tokens_gradients_add_up_and_are_their_coefficients_times_two_jacobians(method):
+    torch.testing.assert_close(method.gradients.sum(0), method.whole, rtol=1e-9, atol=1e-12)
+    number = method.places.index((3, 2))
+    params = list(method.model.parameters())
+    logits = method.model(method.batch.tokens[3:4], method.batch.labels.shape[1])
+    outputs = (log_prob_of(logits, method.batch.labels[3:4])[0, 2], entropy_of(logits.double())[0, 2])
+    parts = [torch.cat([g.flatten() for g in torch.autograd.grad(out, params, retain_graph=True)]) for out in outputs]
+    expected = method.c[number] * parts[0] + method.e[number] * parts[1]
+    torch.testing.assert_close(method.gradients[number], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_3_shares_add_up_to_one_and_the_difference_errs_by_the_square_of_its_step(method):
+    square = method.whole.square().sum()
+    exact = method.gradients @ method.whole
+    assert float(exact.sum() / square) == pytest.approx(1.0, abs=1e-9)
+    step = 0.03 * float(method.c.abs().max()) / float(square)
+    errors = [float((method.products(method.whole, step * k) - exact).norm() / exact.norm()) for k in (4, 2, 1)]
+    assert errors[-1] < 1e-3
+    assert errors[0] / errors[1] == pytest.approx(4, rel=0.3) and errors[1] / errors[2] == pytest.approx(4, rel=0.3)
+    assert float(method.products(method.whole, step).sum() / square) == pytest.approx(1.0, abs=1e-3), "closure"
+
+
+def test_3_a_share_bounds_the_norm_from_below(method):
+    norms, size = method.gradients.norm(dim=1), method.whole.norm()
+    shares = method.gradients @ method.whole / size**2
+    assert (shares.abs() * size <= norms * (1 + 1e-12)).all()
+
+
+def test_5_the_sketch_is_unbiased_and_its_bound_holds_for_all_tokens(method):
+    torch.manual_seed(0)
+    step, k, delta, num_draws = 1e-4, 16, 0.05, 40
+    exact, mask = method.gradients.square().sum(1), method.batch.mask
+    estimates = []
+    for _ in range(num_draws):
+        values = []
+        for _ in range(k + 1):
+            p, h = method.outputs(step * torch.randn_like(method.whole))
+            values.append(method.c * p[mask] + method.e * h[mask])
+        estimates.append(torch.stack(values).var(0) / step**2)
+    estimates = torch.stack(estimates)
+    spread = (2 / (k * num_draws)) ** 0.5  # of the mean of num_draws times chi2_k / k
+    loud = exact > exact.max() * 1e-6
+    assert ((estimates.mean(0) / exact)[loud] - 1).abs().max() < 4.5 * spread
+    bound = estimates.sqrt() * (k / _chi2_quantile(k, delta / len(exact))) ** 0.5
+    held = (bound >= exact.sqrt() * (1 - 1e-6)).all(1).double().mean()
+    assert held >= 1 - delta - 3 * (delta / num_draws) ** 0.5
+
+
+def test_6_one_threshold_for_sums_is_the_published_one_for_means(method):
+    tau, num_tokens, num_micro, ranks = 640.0, 4096, 8, 4
+    weight = 1 / num_tokens  # all tokens weigh the same
+    for part, published in (
+        (num_tokens, tau / num_tokens**0.5),
+        (num_tokens // num_micro, tau * num_micro**0.5 / num_tokens**0.5),
+        (num_tokens // num_micro // ranks * 2, tau * (num_micro * ranks) ** 0.5 / (num_tokens * 2) ** 0.5),
+        (16, tau / 16**0.5),
+    ):
+        of_sum = tau * math.sqrt(part * weight**2)
+        assert of_sum == pytest.approx(published * part * weight), "the part's weight times the mean's threshold"
+
+
+def test_7_a_swap_leaves_what_a_recomputation_gives(method):
+    culprits = [(3, 2), (4, 1)]
+    holders = [place for place in method.places if place[0] in (3, 4)]
+    a = method.oracle.gradient(holders)
+    b = method.oracle.gradient([place for place in holders if place not in culprits])
+    rest = method.oracle.gradient([place for place in method.places if place not in culprits])
+    torch.testing.assert_close(method.whole - a + b, rest, rtol=1e-9, atol=1e-12)
+
+
+def test_every_section_with_an_equation_is_checked_here():
+    sections = {int(n) for n in re.findall(r"^## (\d+)\.", PAGE.read_text(), re.M)}
+    checked = {int(n) for n in re.findall(r"^def test_(\d+)_", Path(__file__).read_text(), re.M)}
+    # 2, 4 and 8 are the tests of the probes, of the search and of the actor
+    assert sections - checked == {2, 4, 8, 9}
