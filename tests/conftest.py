@@ -27,8 +27,9 @@ WORLDS = {"world", "four_ranks", "single", "unpatched_world"}
 IN_PROCESS = {"verl", "reward_score"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what imports verl, and say which tests pytest-xdist has to keep in one process."""
+    """Mark what `make quick` leaves out, and say which tests pytest-xdist has to keep in one process."""
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         if item.get_closest_marker("e2e"):
@@ -40,7 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         else:
             group = str(item.path)
         if fixtures & (WORLDS | IN_PROCESS) or item.get_closest_marker("e2e"):
-            item.add_marker(pytest.mark.verl)
+            item.add_marker(pytest.mark.full)
         item.add_marker(pytest.mark.xdist_group(group))
 
 

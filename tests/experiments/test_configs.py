@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every experiment's config composes against the patched tree and becomes verl's dataclasses."""
 
-import json
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -13,40 +10,10 @@ from tests.experiments.conftest import REPO
 
 pytest.importorskip("hydra")
 
-COMPOSE = """
-import json, os, sys, traceback
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
-from verl.utils.config import omega_conf_to_dataclass, validate_config
-
-configs, cases = sys.argv[1], json.loads(sys.argv[2])
-before, made = dict(os.environ), []
-for name, overrides, variables in cases:
-    os.environ.update(variables)
-    searchpath = "hydra.searchpath=[pkg://verl.trainer.config]"
-    try:
-        with initialize_config_dir(configs, version_base=None):
-            config = compose(name, overrides=[*overrides, searchpath])
-        OmegaConf.resolve(config)
-        actor = config.actor_rollout_ref
-        # Not `ref` and `reward_manager`: even verl's own defaults of these do not become dataclasses.
-        for part in (actor.actor, actor.rollout, config.algorithm):
-            omega_conf_to_dataclass(part)
-        validate_config(config, use_reference_policy=False, use_critic=False)
-        made.append({"config": OmegaConf.to_container(config)})
-    except Exception:
-        made.append({"error": traceback.format_exc()})
-    for key in variables:
-        os.environ.pop(key)
-    os.environ.update(before)
-print(json.dumps(made))
-"""
-
 
 def environment(tmp_path, tree):
     """What cli.py and a user set, as far as the configs read it."""
     return {
-        **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tree), str(REPO)]),
         "GRADLOC_RUN_DIR": str(tmp_path / "run, dir=1"),
         "GRADLOC_DEMO_MATERIAL": str(tmp_path / "material"),
@@ -77,14 +44,11 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def composed(tmp_path_factory, patched_tree):
-    """Looks a case's config up; all are composed in one process, which spends most of its time importing verl."""
+def composed(single, tmp_path_factory, patched_tree):
+    """Looks a case's config up; all are composed in a rank, where verl is imported already."""
     folder = tmp_path_factory.mktemp("composed")
-    command = [sys.executable, "-c", COMPOSE, str(catalog.CONFIGS), json.dumps(CASES)]
-    environ = environment(folder, patched_tree)
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout.splitlines()[-1])
+    variables = environment(folder, patched_tree)
+    (made,) = single.run("configs.experiments", configs=str(catalog.CONFIGS), cases=CASES, variables=variables)
 
     def look_up(name, overrides=(), variables=None):
         found = made[CASES.index((name, [*overrides], variables or {}))]

@@ -148,6 +148,7 @@ time.sleep(60)
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_an_asyncio_loop_in_a_ray_actor_scores_twenty_answers_around_a_hanging_one(start):
     process = start(ACTOR)
     output, _ = process.communicate(timeout=60)

@@ -2,9 +2,12 @@
 """verl's configs, composed by Hydra inside a rank: a process of its own would mostly import verl."""
 
 import importlib
+import os
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 
 def compose(
@@ -37,6 +40,45 @@ def compose(
             except Exception as error:
                 answers.append({"error": f"{error} {error.__cause__ or ''}".strip()})
     return answers
+
+
+def experiments(
+    configs: str, cases: list[tuple[str, list[str], dict[str, str]]], variables: dict[str, str]
+) -> list[dict[str, Any]]:
+    """Compose experiments as verl's entry point does, and have verl check them.
+
+    Args:
+        configs: the folder of their configs.
+        cases: name, overrides and environment variables of each.
+        variables: environment variables of all.
+
+    Returns:
+        Per case ``{"config": ...}``, or ``{"error": traceback}``.
+    """
+    import hydra
+    from omegaconf import OmegaConf
+
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+    made = []
+    for name, overrides, more in cases:
+        try:
+            with (
+                mock.patch.dict(os.environ, {**variables, **more}),
+                hydra.initialize_config_dir(configs, version_base=None),
+            ):
+                search = "hydra.searchpath=[pkg://verl.trainer.config]"
+                config = hydra.compose(name, overrides=[*overrides, search])
+                OmegaConf.resolve(config)
+                worker = config.actor_rollout_ref
+                # Not `ref` and `reward_manager`: even verl's own defaults of these do not become dataclasses.
+                for part in (worker.actor, worker.rollout, config.algorithm):
+                    omega_conf_to_dataclass(part)
+                validate_config(config, use_reference_policy=False, use_critic=False)
+                made.append({"config": OmegaConf.to_container(config)})
+        except Exception:
+            made.append({"error": traceback.format_exc()})
+    return made
 
 
 def actor(config: Any) -> dict[str, Any]:

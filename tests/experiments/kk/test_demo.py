@@ -10,7 +10,7 @@ import pytest
 
 from tests.experiments.conftest import REPO
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_the_demo_runs_an_arm_and_ends_in_a_table_and_a_plot(patched_tree, tmp_path):
