@@ -110,7 +110,7 @@ def compose(single: World) -> Callable[..., list[Any]]:
     """``compose(overrides, ...)``: the actor's settings in verl's config, or the error, for each list."""
     size = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
     read = "tests.world.configs.actor"
-    return lambda *cases: single.run("configs.compose", cases=[size + case for case in cases], read=read)[0]
+    return lambda *cases: single.run("configs.read_all", cases=[size + case for case in cases], read=read)[0]
 
 
 @pytest.fixture

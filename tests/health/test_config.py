@@ -31,7 +31,7 @@ def composed(single):
     """verl's configs with each of the overrides above."""
     read = "tests.world.configs.health"
     asked = {key: {"name": name, "cases": [overrides], "read": read} for key, (name, overrides) in ASKED.items()}
-    return {key: single.run("configs.compose", **case)[0][0] for key, case in asked.items()}
+    return {key: single.run("configs.read_all", **case)[0][0] for key, case in asked.items()}
 
 
 def plain(config):

@@ -111,7 +111,7 @@ def test_wrong_settings_are_refused_by_name_and_right_ones_are_taken(single):
     engine = ["algorithm.lopti.enable=true", "trainer.use_legacy_worker_impl=disable"]
     size = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
     cases = [[size, *case] for case in ([[override] for override, _ in WRONG] + right + [engine])]
-    answers = single.run("configs.compose", cases=cases, read="tests.world.configs.reweighting")[0]
+    answers = single.run("configs.read_all", cases=cases, read="tests.world.configs.reweighting")[0]
     for (override, expected), answer in zip(WRONG, answers, strict=False):
         assert expected in answer["error"], override
     assert answers[len(WRONG) : -1] == ["nothing is on", "on", "on"]

@@ -9,11 +9,14 @@ from verl's own yaml, the batch dealt out to ranks as verl's dispatch does. Runs
 import copy
 import hashlib
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.world.configs import config_of
 
 NUM_PROMPT, NUM_RESPONSE, VOCABULARY = 5, 12, 96
 
@@ -136,14 +139,7 @@ def add_adapters(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def make_config(overrides: list[str], dump_dir: str) -> Any:
-    """verl's ppo_trainer config, composed by Hydra."""
-    from importlib.util import find_spec
-    from pathlib import Path
-
-    from hydra import compose, initialize_config_dir
-
-    import verl
-
+    """verl's ppo_trainer config, for the tiny model."""
     base = [
         "actor_rollout_ref.actor.strategy=fsdp2",
         "actor_rollout_ref.actor.fsdp_config.dtype=float32",
@@ -158,9 +154,7 @@ def make_config(overrides: list[str], dump_dir: str) -> Any:
     ]
     if find_spec("verl.gradloc") is not None:  # absent from unpatched verl, the baseline
         base.append(f"actor_rollout_ref.actor.bisect_dump_dir={dump_dir}")
-    folder = str(Path(verl.__file__).parent / "trainer" / "config")
-    with initialize_config_dir(folder, version_base=None):
-        return compose("ppo_trainer", overrides=base + overrides)
+    return config_of(base + overrides)
 
 
 def make_trainer(overrides: list[str], dump_dir: str, seed: int = 0, dropout: float = 0.0) -> Trainer:
