@@ -29,6 +29,7 @@ gradients in, of what was replayed is added to three times the difference.
 import math
 from dataclasses import dataclass
 
+from .gradients import Gradient
 from .probe import Prober
 from .selection import Token
 
@@ -85,7 +86,7 @@ def judge(norm_after: float, error_bound: float, threshold: float | None, was_fi
 
 
 def certify(
-    prober: Prober, spike: list, scale: float, norm_before: float, threshold: float | None, culprits: list[Token]
+    prober: Prober, spike: Gradient, scale: float, norm_before: float, threshold: float | None, culprits: list[Token]
 ) -> Certificate:
     """Measure the step's gradient norm without the culprits.
 
@@ -111,7 +112,15 @@ def certify(
     return Certificate(norm_before, norm_after, error_bound, threshold, method, verdict, reason, difference)
 
 
-def _swap(prober, spike, scale, norm_before, threshold, culprits, holders) -> tuple[float, float, float, str] | None:
+def _swap(
+    prober: Prober,
+    spike: Gradient,
+    scale: float,
+    norm_before: float,
+    threshold: float | None,
+    culprits: list[Token],
+    holders: list[int],
+) -> tuple[float, float, float, str] | None:
     """Norm, bound, replay difference and method; None where kernels do not repeat well enough to decide this way."""
     space = prober.space
     prober.compute((index, None) for index in holders)
@@ -137,7 +146,7 @@ def _swap(prober, spike, scale, norm_before, threshold, culprits, holders) -> tu
     return norm_after, error_bound, difference, "swap"
 
 
-def _recompute(prober, culprits, holders) -> tuple[float, float, float, str]:
+def _recompute(prober: Prober, culprits: list[Token], holders: list[int]) -> tuple[float, float, float, str]:
     """Norm, bound, replay difference and method, from every micro-batch without the culprits."""
     space, num_micro_batches = prober.space, prober.step.num_micro_batches
     prober.compute_without(culprits, holders)

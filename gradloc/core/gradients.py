@@ -39,7 +39,7 @@ def _shard_groups(module: torch.nn.Module, params: list[torch.nn.Parameter]) -> 
     if not dist.is_initialized():
         return []
     if isinstance(module, FSDP1):
-        return [module.process_group]
+        return [] if module.process_group is None else [module.process_group]
     sharded = [param for param in params if isinstance(param, DTensor)]
     if not sharded:
         return []

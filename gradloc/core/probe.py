@@ -23,7 +23,7 @@ Shapes: B rows of the micro-batch, T response positions.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -55,8 +55,8 @@ class Recorded:
 
     rng: RngState
     """Before the forward."""
-    log_prob: torch.Tensor | None = None
-    """(B, T), detached."""
+    log_prob: torch.Tensor = field(init=False)
+    """(B, T), detached; there once the forward has run."""
     entropy: torch.Tensor | None = None
     """(B, T), detached; None when the loss did not ask for it."""
     log_prob_coefficient: torch.Tensor | None = None

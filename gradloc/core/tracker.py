@@ -45,7 +45,7 @@ class NormTracker:
         self._history: deque[torch.Tensor] = deque(maxlen=window)
         self._running: list[torch.Tensor] = []
         self._seconds = 0.0
-        self._update_started: float | None = None
+        self._update_started = 0.0
         self._update_seconds = 0.0
         self._num_updates = 0
 

@@ -83,6 +83,7 @@ class _Search:
         return is_over
 
     def _split(self, entry: PathEntry) -> None:
+        assert entry.part is not None and entry.num_tokens is not None, "only measured parts are filed"
         halves = entry.part.halves(entry.num_tokens)
         phase = "rank" if entry.part.num_ranks > 1 else "token"
         over = [self._probe(phase, half) for half in halves]

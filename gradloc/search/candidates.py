@@ -107,7 +107,7 @@ def by_coefficient(task: Task, most: int, named: set[Token]) -> list[Candidate]:
 
     merged = _merge_sized(task, local)
     (rest,) = prober.ranks.sum([square])
-    kept = []
+    kept: list[Candidate] = []
     for size, candidate in merged:
         rest -= size**2
         if named.isdisjoint(candidate.tokens):

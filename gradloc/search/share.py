@@ -48,6 +48,9 @@ _PARTIAL_CLOSURE = 0.5  # from here on, some micro-batches alone are worth looki
 MAX_TRIES = 3
 _SHRINK = 0.25  # of the step, per try
 
+Leg = dict[int, tuple[torch.Tensor, torch.Tensor | None]]
+"""Per micro-batch: log_prob and entropy (B, T) at moved weights."""
+
 
 @dataclass
 class Coefficients:
@@ -128,22 +131,22 @@ class _Measurement:
 
     def run(self, tries: Sequence[int]) -> ShareMap:
         (largest,) = self.prober.ranks.max([max((_largest(c) for c in self.coefficients), default=0.0)])
-        best = None
+        best = ShareMap([c.log_prob.double() * 0 for c in self.coefficients], self.square, 0.0, False, 0.0)
         if self.square <= 0 or largest <= 0 or not math.isfinite(self.square):
-            return ShareMap([c.log_prob.double() * 0 for c in self.coefficients], self.square, 0.0, False, 0.0)
+            return best
         step = self.target * largest / self.square * _SHRINK ** tries[0] if self.known is None else self.known.step
         with MovedWeights(self.prober.space, self.dtype, self.prober.ranks) as weights:
             for attempt in tries[:1] if self.is_partial else tries:
                 plus, minus, step = self._legs(weights, step, may_grow=attempt == 0 and self.known is None)
                 found = self._combine(plus, minus, step)
-                if best is None or abs(math.log(_positive(found.closure))) < abs(math.log(_positive(best.closure))):
+                if abs(math.log(_positive(found.closure))) <= abs(math.log(_positive(best.closure))):
                     best = found
                 if found.is_trusted:
                     break
                 step *= _SHRINK
         return best
 
-    def _legs(self, weights: MovedWeights, step: float, may_grow: bool):
+    def _legs(self, weights: MovedWeights, step: float, may_grow: bool) -> tuple[Leg, Leg, float]:
         """The forwards at +step and -step, rescaled where the response is far from the target; and the step taken.
 
         A pilot, the micro-batch with this rank's largest coefficient, tells that at two forwards of its own.
@@ -160,10 +163,10 @@ class _Measurement:
             plus, minus = plus | more_plus, minus | more_minus
         return plus, minus, step
 
-    def _both(self, weights: MovedWeights, step: float, micro_batches: Sequence[int]):
+    def _both(self, weights: MovedWeights, step: float, micro_batches: Sequence[int]) -> tuple[Leg, Leg]:
         return self._leg(weights, step, micro_batches), self._leg(weights, -step, micro_batches)
 
-    def _rescaled(self, step: float, plus, minus, may_grow: bool) -> float:
+    def _rescaled(self, step: float, plus: Leg, minus: Leg, may_grow: bool) -> float:
         """The step that would bring the response to the target; the same where it is near enough."""
         response = self._response(plus, minus)
         too_small, too_large = response < self.target / 3, response > 2 * self.target
@@ -171,11 +174,11 @@ class _Measurement:
             step *= min(max(self.target / response, 0.1), 10.0)
         return step
 
-    def _leg(self, weights: MovedWeights, step: float, micro_batches: Sequence[int]):
+    def _leg(self, weights: MovedWeights, step: float, micro_batches: Sequence[int]) -> Leg:
         self.prober.ranks.agree(lambda: weights.move(self.direction, step / self.scale))
         return {index: self.prober.forward(index) for index in micro_batches}
 
-    def _response(self, plus, minus) -> float:
+    def _response(self, plus: Leg, minus: Leg) -> float:
         """How far the log-probs move, averaged by what each token carries of the product; inf where one is not finite.
 
         The largest over the ranks: the micro-batch of the loudest token is some rank's pilot.
@@ -195,7 +198,7 @@ class _Measurement:
 
         return self.prober.ranks.max([self.prober.ranks.agree(local)])[0]
 
-    def _combine(self, plus, minus, step: float) -> ShareMap:
+    def _combine(self, plus: Leg, minus: Leg, step: float) -> ShareMap:
         products = self.prober.ranks.agree(lambda: self._products(plus, minus, step))
         (total,) = self.prober.ranks.sum([sum(float(product.sum()) for product in products)])
         closure = total / self.square
@@ -204,7 +207,7 @@ class _Measurement:
         low = _PARTIAL_CLOSURE if self.is_partial else low
         return ShareMap(products, self.square, closure, low <= closure <= high, step)
 
-    def _products(self, plus, minus, step: float) -> list[torch.Tensor]:
+    def _products(self, plus: Leg, minus: Leg, step: float) -> list[torch.Tensor]:
         if self.known is None:
             products = [torch.zeros_like(coefficient.log_prob).double() for coefficient in self.coefficients]
         else:
@@ -214,7 +217,7 @@ class _Measurement:
             # where(): padding positions hold garbage that must not turn 0 * inf into NaN
             slope = (log_plus.double() - log_minus.double()) / (2 * step)
             product = torch.where(coefficient.log_prob != 0, coefficient.log_prob.double() * slope, 0.0)
-            if coefficient.entropy is not None:
+            if coefficient.entropy is not None and h_plus is not None and h_minus is not None:
                 slope = (h_plus.double() - h_minus.double()) / (2 * step)
                 product += torch.where(coefficient.entropy != 0, coefficient.entropy.double() * slope, 0.0)
             products[index] = product

@@ -25,7 +25,9 @@ bounds what is left, to the order of the finite difference.
 Shapes: B rows of a micro-batch, T response positions.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -68,11 +70,11 @@ def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DI
     squares = [torch.zeros_like(mean) for mean in means]
     with MovedWeights(prober.space, prober.step.compute_dtype, prober.ranks) as weights:
         for number in range(num_directions + 1):
-            prober.ranks.agree(lambda seed=number + 1: weights.move_randomly(seed, step_size))
+            prober.ranks.agree(partial(weights.move_randomly, number + 1, step_size))
             for index, c in enumerate(coefficients):
                 log_prob, entropy = prober.forward(index)
                 value = torch.where(c.log_prob != 0, c.log_prob.double() * log_prob.double(), 0.0)
-                if c.entropy is not None:
+                if c.entropy is not None and entropy is not None:
                     value += torch.where(c.entropy != 0, c.entropy.double() * entropy.double(), 0.0)
                 # Welford's running variance: the values are large against their spread
                 delta = value - means[index]
@@ -84,7 +86,7 @@ def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DI
     return NormSketch(norms, inflation, 1 - _DELTA)
 
 
-def sketch(task: Task, named: list[Token] = ()) -> SearchResult:
+def sketch(task: Task, named: Sequence[Token] = ()) -> SearchResult:
     """Find tokens with a large gradient of their own, whatever they cancel.
 
     Args:

@@ -18,6 +18,8 @@ still sees the old weights, and, worse, one after the restore may see the moved 
 before every forward and after the last (measured on FSDP1 and FSDP2, with both settings of reshard_after_forward).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
@@ -33,8 +35,8 @@ _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
 def reshard(module: torch.nn.Module) -> None:
     """Make every FSDP unit drop its gathered weights, so that the next forward gathers the shards anew."""
     if isinstance(module, FSDP1):
-        for unit in FSDP1.fsdp_modules(module):
-            handle = unit._handle
+        for wrapped in FSDP1.fsdp_modules(module):
+            handle = wrapped._handle
             if handle is not None and handle.uses_sharded_strategy:
                 handle.reshard(True)
         return
@@ -76,7 +78,12 @@ class MovedWeights:
     def move(self, direction: Gradient, step: float) -> None:
         """Set the weights to (original + dither + step * direction)."""
         reshard(self._space.module)
-        self._set(lambda index: None if direction[index] is None else step * local_shard(direction[index]).float())
+
+        def along(index: int) -> torch.Tensor | None:
+            part = direction[index]
+            return None if part is None else step * local_shard(part).float()
+
+        self._set(along)
 
     @torch.no_grad()
     def move_randomly(self, seed: int, step: float) -> None:
@@ -98,7 +105,7 @@ class MovedWeights:
             square += torch.linalg.vector_norm(local_shard(param) - saved, dtype=torch.float64) ** 2
         return float(self._space.reduce(square).sqrt())
 
-    def _set(self, change) -> None:
+    def _set(self, change: Callable[[int], torch.Tensor | None]) -> None:
         dither = self._generator(self._seed)
         for index, (param, saved) in enumerate(zip(self._space.params, self._saved, strict=True)):
             moved, delta = saved, change(index)
@@ -118,7 +125,7 @@ class MovedWeights:
         return generator.manual_seed(1_000_003 * (seed + 1) + self._space.shard_index)
 
     @torch.no_grad()
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         for param, saved in zip(self._space.params, self._saved, strict=True):
             local_shard(param).copy_(saved)
         reshard(self._space.module)

@@ -164,7 +164,7 @@ def import_all(names: list[str], absent: tuple[str, ...], where: Path) -> None:
 
 
 MOST_MODULES = 12
-PARTS = [PACKAGE, ROOT / "experiments"]
+PARTS = [PACKAGE, *(ROOT / name for name in ("patchkit", "experiments", "benchmarks"))]
 
 
 def folders() -> list[Path]:

@@ -25,7 +25,7 @@ from tests.patchkit.world import BASE, RESULT
 
 ROOT = Path(__file__).resolve().parents[2]
 PATCH = ROOT / "patches/gradloc.patch"
-MAX_SEAM_LINES = 250
+MAX_SEAM_LINES = 150
 
 
 def contents(root: Path) -> dict[str, bytes]:
