@@ -48,9 +48,16 @@ class AdaptiveThreshold:
         warmup: norms that a position needs before it has a threshold.
         floor: the threshold is at least this many times the level.
         cap: the threshold is at most this many times the level.
+
+    Raises:
+        ValueError: one sentence, where two of them contradict each other.
     """
 
     def __init__(self, window: int = 64, warmup: int = 16, floor: float = 4.0, cap: float = 10.0):
+        if warmup > window:
+            raise ValueError(f"warmup must be at most window ({window}), found {warmup}.")
+        if floor > cap:
+            raise ValueError(f"floor must be at most cap ({cap:g}), found {floor:g}.")
         self._settings = (window, warmup, math.log(floor), math.log(cap))
         self._positions: list[_Position] = []
         self._seed: list[float] = []  # of a checkpoint whose history pooled the positions

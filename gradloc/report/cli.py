@@ -21,6 +21,7 @@ COMMANDS = {
     "compare": "two runs side by side",
     "watch": "a run that is going on: norm, threshold, health, events as they come; --serve for the page",
     "health": "healthy, warning or danger, step by step, with reasons and what people do",
+    "trigger": "which steps the trigger would have flagged, with these settings or others",
     "buckets": "a run's gradient analyses: figures by reward variance, or three steps in one",
     "quartiles": "which tokens' gradients dominate, by probability: figures and tables",
 }
@@ -33,6 +34,7 @@ examples:
   gradloc-report runs/demo-1 --format csv         one line per culprit
   gradloc-report health runs/demo-1               was the run well, step by step
   gradloc-report compare runs/a runs/b            two runs side by side
+  gradloc-report trigger train.log --set cap=6    what the trigger would have flagged
   gradloc-report watch runs/demo-1                a run that is going on
 """
 

@@ -72,7 +72,8 @@ def test_a_csv_without_steps_says_so(tmp_path):
 def test_tensorboard_without_its_package_says_what_to_install(tmp_path, monkeypatch):
     import sys
 
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    for module in ("tensorboard", "tensorboard.backend.event_processing.event_accumulator"):
+        monkeypatch.setitem(sys.modules, module, None)
     write_run(tmp_path, [make_event()])
     (tmp_path / "tb").mkdir()
     (tmp_path / "tb" / "events.out.tfevents.1.host").write_bytes(b"")

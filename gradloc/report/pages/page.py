@@ -74,7 +74,7 @@ def render(run: RunFolder, events: list[Event] | None = None, progress: Progress
     packed = {} if is_inline else {name: _packed(view, payload.pop(name)) for name, view in views.items()}
     health = judge(run.metrics)
     chart = charts.run_chart(run, health)
-    return _fill(
+    return fill(
         "report.html",
         run=run,
         lead=views[worst[0].event_id] if worst else None,
@@ -107,7 +107,7 @@ def render_comparison(runs: list[RunFolder], found: Comparison, notes: list[str]
     """The page of two runs side by side."""
     chart = charts.comparison_chart(runs, found)
     payload = {"labels": {}, "events": {}, "rows": [], "charts": {"run": chart}}
-    return _fill("compare.html", found=found, notes=notes, chart=chart, payload=payload)
+    return fill("compare.html", found=found, notes=notes, chart=chart, payload=payload)
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
@@ -144,7 +144,14 @@ def _environment() -> Environment:
     return made
 
 
-def _fill(template: str, payload: dict[str, Any], **context: Any) -> str:
+def fill(template: str, payload: dict[str, Any], **context: Any) -> str:
+    """A whole page.
+
+    Args:
+        template: extends frame.html.
+        payload: what the page's script reads.
+        context: what the template names.
+    """
     style = _style()
     parts = "".join(_asset(f"{name}.js") for name in SCRIPTS)
     script = f'"use strict";\n{{\n{parts}}}\n'  # the block keeps its names from the window's

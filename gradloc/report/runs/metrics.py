@@ -62,7 +62,7 @@ def read_jsonl(path: Path) -> tuple[Metrics, list[str]]:
         except (ValueError, KeyError, TypeError):
             bad.append(number)
             continue
-        rows.setdefault(step, {}).update(_numbers(data))
+        rows.setdefault(step, {}).update(numbers(data))
     return build(rows, path.name), _left_out(bad, path.name, is_cut=bool(lines[-1].strip()))
 
 
@@ -75,7 +75,8 @@ def _left_out(bad: list[int], name: str, is_cut: bool) -> list[str]:
     return [f"{len(bad)} lines of {name} cannot be read and were left out (first: line {bad[0]})."]
 
 
-def _numbers(data: dict) -> dict[str, float]:
+def numbers(data: dict) -> dict[str, float]:
+    """The entries that are numbers, or spell one."""
     made = {}
     for name, value in data.items():
         number = _number(value)

@@ -11,6 +11,7 @@ from pathlib import Path
 from ...evidence.record import Event
 from ..errors import ReportError
 from . import metrics as metrics_files
+from . import sources
 from .events import read_events, recover
 from .metrics import Metrics
 
@@ -87,6 +88,14 @@ def read_run(path: Path, metrics_path: Path | None = None) -> RunFolder:
     return run
 
 
+def read_any(path: Path, metrics_path: Path | None = None) -> RunFolder:
+    """A run's folder as :func:`read_run` reads it, or a file of its metrics alone as :mod:`.sources` does."""
+    if not path.is_file() or path.name == "events.jsonl":
+        return read_run(path, metrics_path)
+    metrics, notes = sources.read(path)
+    return RunFolder(path, metrics=metrics, notes=notes)
+
+
 def _when(event: Event) -> tuple[int, int, int]:
     return event.step.global_step, event.step.epoch, event.step.mini_batch
 
@@ -137,8 +146,8 @@ def _nearest(found: list[Path]) -> Path | None:
 def _read_metrics(run: RunFolder, files: list[Path], named: Path | None) -> None:
     if named is not None:
         if not named.exists():
-            raise ReportError(f"{named} does not exist: --metrics names a JSONL, CSV or TensorBoard folder.")
-        run.metrics, notes = metrics_files.read(named)
+            raise ReportError(f"{named} does not exist: --metrics names a file or folder with the run's metrics.")
+        run.metrics, notes = sources.read(named)
         run.notes += notes
         return
     if run.events_root == run.path:
@@ -151,6 +160,7 @@ def _read_metrics(run: RunFolder, files: list[Path], named: Path | None) -> None
         found, notes = metrics_files.read(candidate)
         run.notes += notes
         if found:
+            sources.name_norms(found)
             run.metrics = found
             return
 

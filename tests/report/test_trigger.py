@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gradloc-report trigger``: every format that people have, the rule that training asks, and what it shows."""
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from gradloc.core.adaptive import AdaptiveThreshold
+from gradloc.report.cli import main
+from gradloc.report.runs import sources
+
+SERIES = Path(__file__).resolve().parents[2] / "docs" / "series"
+RNG = random.Random(3)
+NORMS = [round(math.exp(RNG.gauss(0, 0.2)), 6) for _ in range(40)]
+NORMS[30] = 54.25
+NORMS[35] = math.nan
+
+
+def write_file_logger(path):
+    lines = [json.dumps({"step": i + 1, "data": {"actor/grad_norm": norm}}) for i, norm in enumerate(NORMS)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def write_console(path):
+    ray = "\x1b[36m(TaskRunner pid=4711)\x1b[0m "
+    lines = [f"{ray}step:{i + 1} - actor/lr:1e-06 - actor/grad_norm:{norm} - x/y@1:0.5" for i, norm in enumerate(NORMS)]
+    typed = lines[3].replace(str(NORMS[3]), f"np.float64({NORMS[3]})")
+    path.write_text("\n".join(["Training Progress:  3%|", *lines[:3], typed, *lines[4:], "step: done"]))
+
+
+def write_wandb_csv(path):
+    rows = [f'"{i + 1}","{"NaN" if math.isnan(norm) else norm}","0","9"' for i, norm in enumerate(NORMS)]
+    name = "run-7 - actor/grad_norm"
+    path.write_text("\n".join([f'"Step","{name}","{name}__MIN","{name}__MAX"', *rows]))
+
+
+def write_trainer_state(path):
+    log = [{"step": i + 1, "loss": 0.1, "grad_norm": norm} for i, norm in enumerate(NORMS)]
+    path.write_text(json.dumps({"best_metric": None, "log_history": [*log, {"step": 40, "train_runtime": 3.0}]}))
+
+
+def write_printed(path):
+    lines = [f"{{'loss': '0.1', 'grad_norm': {norm}, 'learning_rate': 1e-06}}\r 5%|" for norm in NORMS]
+    path.write_text("some {'words': 'first'}\n" + "\n".join(lines) + "\n{'train_runtime': 3.0}\n")
+
+
+def write_series(path):
+    path.write_text(json.dumps({"source": "x", "series": [[i + 1, norm] for i, norm in enumerate(NORMS)]}))
+
+
+def write_tensorboard(path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    path.mkdir()
+    with tensorboard.SummaryWriter(str(path)) as writer:
+        for i, norm in enumerate(NORMS):
+            writer.add_scalar("train/grad_norm", norm, i + 1)
+
+
+FORMATS = {
+    "metrics.jsonl": write_file_logger,
+    "train.log": write_console,
+    "wandb.csv": write_wandb_csv,
+    "trainer_state.json": write_trainer_state,
+    "stdout.txt": write_printed,
+    "series.json": write_series,
+    "tensorboard": write_tensorboard,
+}
+
+
+def trigger(path, *arguments):
+    """The steps that the command writes as JSON."""
+    target = path.parent / "out.json"
+    assert main(["trigger", str(path), "--json", str(target), *arguments]) == 0
+    return json.loads(target.read_text())["steps"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format_gives_every_step_its_norm_and_the_verdict_of_the_training_rule(tmp_path, name):
+    FORMATS[name](tmp_path / name)
+    steps = trigger(tmp_path / name)
+    rule = AdaptiveThreshold()
+    assert [step["step"] for step in steps] == list(range(1, 41))
+    for step, norm in zip(steps, NORMS, strict=True):
+        assert float(step["norm"]) == pytest.approx(norm, rel=1e-5, nan_ok=True)
+        threshold = rule.threshold(0)
+        assert step["threshold"] == (None if threshold is None else pytest.approx(threshold, rel=1e-5))
+        assert [step["spike"]] == rule.observe([norm])
+    assert [step["step"] for step in steps if step["spike"]] == [31, 36]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_health_command_reads_the_same_formats(tmp_path, name, capsys):
+    FORMATS[name](tmp_path / name)
+    assert main(["health", str(tmp_path / name), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["steps"]) == 40
+
+
+def test_settings_change_what_is_flagged_and_wrong_ones_are_refused(tmp_path, capsys):
+    write_series(tmp_path / "s.json")
+    steps = trigger(tmp_path / "s.json", "--set", "gradloc.trigger.warmup=8", "--set", "floor=1.2", "--set", "cap=1.2")
+    assert sum(step["spike"] for step in steps) > 2 and steps[8]["threshold"] is not None
+    for wrong, said in (
+        ("floor=11", "floor must be at most cap (10), found 11."),
+        ("window=4", "window must be an integer of at least 8"),
+        ("deviations=3", "there are window, warmup, floor, cap"),
+        ("cap", "write KEY=VALUE"),
+    ):
+        assert main(["trigger", str(tmp_path / "s.json"), "--set", wrong]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "no numbers here\n", '{"a": 1}', "step,loss\n"])
+def test_a_file_without_metrics_is_refused_in_one_sentence_that_names_what_can_be_read(tmp_path, capsys, content):
+    (tmp_path / "notes.txt").write_text(content)
+    assert main(["trigger", str(tmp_path / "notes.txt")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "trainer_state.json" in said and "Traceback" not in said
+
+
+def test_a_run_with_a_norm_by_another_name_is_asked_for_it(tmp_path, capsys):
+    lines = [json.dumps({"step": i, "data": {"a/grad_norm": 1.0, "b/grad_norm": 2.0}}) for i in range(3)]
+    (tmp_path / "m.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["trigger", str(tmp_path / "m.jsonl")]) == 2
+    assert "a/grad_norm, b/grad_norm" in capsys.readouterr().err
+    assert {step["norm"] for step in trigger(tmp_path / "m.jsonl", "--metric", "b/grad_norm")} == {2.0}
+
+
+def test_the_largest_norm_of_the_step_is_judged_where_it_was_logged(tmp_path):
+    lines = [json.dumps({"step": i, "data": {"actor/grad_norm": 1.0, "actor/grad_norm_max": 3.0}}) for i in range(3)]
+    (tmp_path / "m.jsonl").write_text("\n".join(lines) + "\n")
+    assert {step["norm"] for step in trigger(tmp_path / "m.jsonl")} == {3.0}
+
+
+def test_a_log_that_was_printed_step_by_step_keeps_the_later_of_a_step_logged_twice(tmp_path):
+    lines = [f"step:{step} - actor/grad_norm:{norm}\n" for step, norm in ((1, 1.0), (2, 5), (2, 7))]
+    (tmp_path / "l.log").write_text("".join(lines))
+    assert sources.read(tmp_path / "l.log")[0].series["actor/grad_norm"] == [1.0, 7.0]
+
+
+def test_the_terminal_shows_the_curve_the_flagged_steps_and_how_far_the_others_stayed_away(capsys):
+    assert main(["trigger", str(SERIES / "verl-maze-actor.json")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "◆" in said and "2 steps of 61 flagged (3.28%)" in said
+    assert "Of the others the nearest came to" in said and "half stayed below" in said
+
+
+def test_the_picture_is_an_svg_or_a_page_of_one_or_more_runs(tmp_path, capsys):
+    both = [str(SERIES / "verl-maze-actor.json"), str(SERIES / "trl-hotpotqa-grpo.json")]
+    assert main(["trigger", *both, "-o", str(tmp_path / "t.svg")]) == 0
+    picture = (tmp_path / "t.svg").read_text()
+    assert picture.startswith("<?xml") and "trl-hotpotqa-grpo: 5 of 93 steps flagged" in picture
+    assert main(["trigger", *both, "-o", str(tmp_path / "t.html")]) == 0
+    assert "7 steps would have been flagged" in (tmp_path / "t.html").read_text()
+    capsys.readouterr()
+    assert main(["trigger", *both, "-o", str(tmp_path / "t.png")]) == 2
+    assert "must end in .html or .svg" in capsys.readouterr().err
+
+
+def test_the_committed_picture_is_what_the_command_draws(tmp_path):
+    target = tmp_path / "trigger.svg"
+    assert main(["trigger", *map(str, sorted(SERIES.glob("*.json"))), "-o", str(target)]) == 0
+    drawn, committed = target.read_text(), (SERIES.parent / "trigger.svg").read_text()
+    names = [line for line in drawn.splitlines() if "steps flagged" in line]
+    assert len(names) == 3 and all(line in committed for line in names)
