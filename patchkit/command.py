@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from .errors import MAX_LISTED, PatchkitError, TransactionError, UsageError
 
@@ -17,7 +17,7 @@ INTERRUPTED = 130
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are refusals like all others."""
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise UsageError("usage", message, "The command line is misspelt or incomplete.", f"{self.prog} --help")
 
 

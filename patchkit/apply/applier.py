@@ -210,6 +210,7 @@ def _content(path: str, blob: str | None, goal: Edition | None, found: Survey) -
         return None
     there, base = found.found[path], b""
     if found.before[path] is not None:
+        assert there.content is not None, path
         base = there.content
         if not found.holds(path, found.before[path]):
             holding = (e.files[path] for e in found.editions if path in e.files and e.files[path].after == there.blob)

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ..command import Parser, guarded, say, say_json
 from ..errors import UsageError, capped, program
@@ -110,7 +111,7 @@ def _checkout(options: argparse.Namespace) -> Checkout:
 
 
 def _list(library: Library, options: argparse.Namespace) -> None:
-    listed = [
+    listed: list[dict[str, Any]] = [
         {
             "version": edition.version,
             "base": base.tag,

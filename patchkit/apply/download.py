@@ -155,6 +155,6 @@ def _retry_after(text: str | None) -> float | None:
 
 def _innermost(error: BaseException) -> str:
     """The innermost cause, which says what happened without the library's nesting."""
-    while error.__cause__ is not None or error.__context__ is not None:
-        error = error.__cause__ or error.__context__
+    while inner := error.__cause__ or error.__context__:
+        error = inner
     return str(error)[:200] or type(error).__name__

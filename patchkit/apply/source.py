@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gets the patch that the command line names, with the digest it must have."""
 
+from argparse import Namespace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -12,7 +13,7 @@ from . import download
 from .library import Library, check_digest, read_capped
 
 
-def expected_digest(options, name: str) -> tuple[str | None, list[str]]:
+def expected_digest(options: Namespace, name: str) -> tuple[str | None, list[str]]:
     """Returns what ``--sha256`` or ``--sha256-file`` says of the patch ``name``, and notes on how far to trust it."""
     if options.sha256 and options.sha256_file:
         what = "--sha256 and --sha256-file were both given"
@@ -29,7 +30,7 @@ def expected_digest(options, name: str) -> tuple[str | None, list[str]]:
     return listed, [note + "; --sha256 with a digest known otherwise does"]
 
 
-def named_patch(library: Library, options) -> tuple[bytes, str, list[str]]:
+def named_patch(library: Library, options: Namespace) -> tuple[bytes, str, list[str]]:
     """Returns the verified patch of ``--patch-file`` or ``--patch-url``, its name, and notes on how far to trust it."""
     file, url = options.patch_file, options.patch_url
     name = urlsplit(url).path.rsplit("/", 1)[-1] if url else Path(file).name

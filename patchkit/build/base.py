@@ -108,8 +108,8 @@ def _unpack(archive: Path, folder: str, target: Path) -> None:
                 raise IntegrityError("base-entry", what, "It is not the released archive.", _FETCH_AGAIN)
             place = target.joinpath(*parts)
             (place if member.isdir() else place.parent).mkdir(parents=True, exist_ok=True)
-            if member.isreg():
-                with tar.extractfile(member) as source, place.open("xb") as sink:
+            if source := tar.extractfile(member):  # a plain file
+                with source, place.open("xb") as sink:
                     shutil.copyfileobj(source, sink)
 
 
@@ -119,7 +119,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=DEFAULT_CACHE, help="where to keep the tree (%(default)s)")
     parser.add_argument("--base", default="v0.7.0", choices=[base.tag for base in PINNED], help="which verl")
     options = parser.parse_args(arguments)
-    return guarded(lambda: say(str(ensure_base(options.base, options.output))) or 0)
+
+    def work() -> int:
+        say(str(ensure_base(options.base, options.output)))
+        return 0
+
+    return guarded(work)
 
 
 if __name__ == "__main__":

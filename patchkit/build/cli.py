@@ -113,8 +113,10 @@ def check(expected: dict[str, bytes], patches: Path) -> None:
     for name, data in expected.items():
         found = (patches / name).read_bytes() if (patches / name).is_file() else b""
         if found != data:
-            texts = (text.decode("utf-8", "replace").splitlines() for text in (found, data))
-            diff = difflib.unified_diff(*texts, f"patches/{name}", f"built from the sources: {name}", lineterm="", n=1)
+            old, new = (text.decode("utf-8", "replace").splitlines() for text in (found, data))
+            diff = difflib.unified_diff(
+                old, new, f"patches/{name}", f"built from the sources: {name}", lineterm="", n=1
+            )
             what, cause = f"patches/{name} is not what its sources build", "One was edited and the other not rebuilt."
             raise IntegrityError("build-stale", what, cause, "bash make_patch.sh", diff=diff)
     for path in sorted(patches.rglob("*")):

@@ -5,7 +5,7 @@ index: an index can call a changed file clean (``assume-unchanged``) and does no
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,7 +102,7 @@ def _compare(
     return Edits(contents, originals)
 
 
-def _read_all(root: Path, paths, base: Listing | None = None) -> Listing:
+def _read_all(root: Path, paths: Iterable[str], base: Listing | None = None) -> Listing:
     """Reads files' modes and ids; a link's content is where it points, a submodule of verl's is not looked into."""
     listing = {}
     for path in paths:

@@ -112,9 +112,9 @@ class Folders:
                     seams[name.removesuffix(".patch")] = read_text(path)
                 elif not own.is_file():
                     lacking.append(name)
-        for path in new_files.keys() & seams.keys():
+        for twice in new_files.keys() & seams.keys():
             cause = "A file that verl has was copied to verl_overrides/."
-            raise IntegrityError("build-twice", f"{path} is both a new file and a seam", cause, "Keep one of the two.")
+            raise IntegrityError("build-twice", f"{twice} is both a new file and a seam", cause, "Keep one of the two.")
         if lacking:
             what = f"verl {tag} has no seam of its own for {len(lacking)} files that differ there, first {lacking[0]}"
             next_ = (
@@ -211,7 +211,9 @@ def patch_name(base: Base, is_first: bool) -> str:
 
 def compose(folders: Folders, trees: dict[Base, Path]) -> dict[str, bytes]:
     """Returns what ``patches/`` must hold, by file name; ``trees`` are the pristine verls, the first one first."""
-    files, entries, version = {}, [], None
+    files: dict[str, bytes] = {}
+    entries: list[Entry] = []
+    version = None
     for base, tree in trees.items():
         sources = folders.read(base.tag, tree)
         patch, name = sources.patch(base), patch_name(base, not entries)
@@ -227,8 +229,8 @@ def compose(folders: Folders, trees: dict[Base, Path]) -> dict[str, bytes]:
         files[HISTORY_NAME] = history.read_bytes()
         for release in recall(files[HISTORY_NAME]):
             for file in release.files.values():
-                tree = next((tree for base, tree in trees.items() if base.tag == release.base), None)
-                place = tree / file.path if tree else None
+                known = next((tree for base, tree in trees.items() if base.tag == release.base), None)
+                place = known / file.path if known else None
                 if place and (blob_id(place.read_bytes()) if place.is_file() else None) != file.before:
                     what, cause = f"{HISTORY_NAME} is wrong about {file.path} in {release.version}", "It was edited."
                     raise IntegrityError("build-history", what, cause, "git checkout -- verl_overrides/history.json")

@@ -92,7 +92,9 @@ def merge(ours: Sources, theirs: Sources, before: dict[str, str]) -> Merge:
         CheckoutStateError: if a file was edited on both sides, differently.
     """
     mine, yours = _results(ours), _results(theirs)
-    taken, removed, kept = [], [], []
+    taken: list[str] = []
+    removed: list[str] = []
+    kept: list[str] = []
     for path in sorted(before.keys() | mine.keys() | yours.keys()):
         a, b, given = mine.get(path), yours.get(path), before.get(path)
         if a == b:

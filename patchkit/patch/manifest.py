@@ -8,7 +8,7 @@ integers, deep nesting and oversized files are refused, with the place in the JS
 import json
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import RESTORE, IntegrityError
 
@@ -96,7 +96,7 @@ def wrong(name: str, where: str, expected: str, found: Any) -> IntegrityError:
 def read_json(data: bytes, name: str) -> Any:
     """Returns the JSON value in ``data``, of which only what ``render`` can write is taken."""
 
-    def refuse(what: str, found: str) -> None:
+    def refuse(what: str, found: str) -> NoReturn:
         raise IntegrityError("manifest-value", f"{name} {what}", _EDITED, RESTORE, found=found[:40])
 
     def number(text: str) -> int:
@@ -115,7 +115,9 @@ def read_json(data: bytes, name: str) -> Any:
     except RecursionError:
         refuse("is nested too deeply", "")
     except ValueError as error:  # of JSON and of UTF-8
-        where = f"byte {error.start}" if isinstance(error, UnicodeError) else f"line {error.lineno}"
+        where = (
+            f"byte {error.start}" if isinstance(error, UnicodeDecodeError) else f"line {getattr(error, 'lineno', 1)}"
+        )
         what = f"{name} is not JSON at {where}"
         raise IntegrityError("manifest-json", what, _EDITED, RESTORE, found=str(error)[:80]) from error
 

@@ -31,7 +31,7 @@ class Filesystem:
     def open_lock(self, path: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
-    def write(self, handle: int, data: bytes) -> int:
+    def write(self, handle: int, data: bytes | memoryview) -> int:
         return os.write(handle, data)
 
     def set_mode(self, handle: int, mode: int) -> None:

@@ -8,7 +8,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import CheckoutStateError, LockedError, quoted
@@ -92,7 +92,7 @@ def _acquire(files: Filesystem, folder: Path, ends: float) -> int:
     )
 
 
-def check_kind(path: Path, test, kind: str) -> None:
+def check_kind(path: Path, test: Callable[[int], bool], kind: str) -> None:
     """Raises CheckoutStateError unless what stands at ``path`` is of a kind."""
     if not test(path.lstat().st_mode):
         cause = "Something else stands where this tool keeps its lock and journal."

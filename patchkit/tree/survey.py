@@ -122,7 +122,7 @@ def read_plain(root: Path, path: str) -> Found:
     except FileNotFoundError:
         return Found(None)
     except OSError as error:
-        return Found(None, _kind((root / path).lstat().st_mode, error.strerror))
+        return Found(None, _kind((root / path).lstat().st_mode, error.strerror or "unreadable"))
 
 
 def _kind(mode: int, otherwise: str = "a plain file") -> str:

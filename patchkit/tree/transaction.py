@@ -110,8 +110,8 @@ class Transaction:
     def _plan(self, changes: list[Change]) -> Journal:
         entries = []
         for number, change in enumerate(changes):
-            digests = (None if data is None else sha256_hex(data) for data in (change.before, change.after))
-            entries.append(Entry(change.where, change.path, *digests, f".gradloc.{os.getpid()}.{number}.tmp"))
+            before, after = (None if data is None else sha256_hex(data) for data in (change.before, change.after))
+            entries.append(Entry(change.where, change.path, before, after, f".gradloc.{os.getpid()}.{number}.tmp"))
         made = [change.path for change in changes if change.after is not None]
         parents = {p.as_posix() for path in made for p in Path(path).parents} - {"."}
         missing = sorted(path for path in parents if not os.path.lexists(self.root / path))

@@ -11,6 +11,8 @@ from benchmarks.localization.scenarios import SCENARIOS
 from benchmarks.localization.tables import markdown
 from benchmarks.localize import measure, write
 
+pytestmark = pytest.mark.full
+
 CELLS = [
     Cell("battery", "single_10", 256, 2, 2, "XS", strategies=("published", "auto")),
     Cell("battery", "cancel_plus_one", 256, 2, 2, "XS", strategies=("auto",)),

@@ -11,6 +11,8 @@ import pytest
 from experiments import catalog
 from tests.experiments.conftest import REPO
 
+pytestmark = pytest.mark.full
+
 PUBLISHED = ("MODEL_PATH", "TRAIN_FILE", "CKPTS_DIR")
 
 

@@ -359,6 +359,7 @@ def configured(base_tree, tmp_path):
     return tmp_path / "real"
 
 
+@pytest.mark.full
 def test_the_generated_yaml_of_the_real_base_is_fresh_and_can_be_refreshed(configured):
     pytest.importorskip("hydra")
     generated.check(configured)

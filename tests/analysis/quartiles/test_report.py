@@ -10,6 +10,8 @@ from gradloc.report.cli import main
 from gradloc.report.commands import buckets
 from tests.world.events import validate
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(autouse=True)
 def small_figures(monkeypatch):

@@ -13,6 +13,8 @@ from experiments import catalog  # noqa: E402
 from experiments.kk import build  # noqa: E402
 from tests.experiments.test_configs import environment  # noqa: E402
 
+pytestmark = pytest.mark.full
+
 # alpha, eta (None: no Lopti), from the four scripts of the authors' repository.
 PUBLISHED = {
     "kk-baseline": (0.0, None),

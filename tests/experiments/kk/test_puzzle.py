@@ -14,6 +14,8 @@ from experiments.errors import ExperimentError  # noqa: E402
 from experiments.kk import puzzle, statements, wording  # noqa: E402
 from tests.experiments.kk.conftest import every_solution  # noqa: E402
 
+pytestmark = pytest.mark.full
+
 
 def any_statement(num_people):
     leaf = st.tuples(st.sampled_from(statements.LEAVES), st.integers(0, num_people - 1))

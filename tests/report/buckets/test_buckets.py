@@ -12,6 +12,8 @@ from gradloc.report.cli import main
 from gradloc.report.commands import buckets
 from tests.report.buckets.builder import DEVIATIONS, metrics, write_log, write_record, write_table
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(autouse=True)
 def small_figures(monkeypatch):
