@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif fixtures & IN_PROCESS:
             group = "in-process"
         else:
-            group = str(item.path)
+            group = item.path.relative_to(ROOT).as_posix()
         if fixtures & (WORLDS | IN_PROCESS) or item.get_closest_marker("e2e"):
             item.add_marker(pytest.mark.full)
         item.add_marker(pytest.mark.xdist_group(group))
