@@ -12,7 +12,7 @@ runs_here() { command -v "$1" >/dev/null && "$1" -c 'import sys; sys.exit(sys.ve
 if [[ -n ${PYTHON-} ]]; then
     candidates=("$PYTHON")
 else
-    candidates=(python3 python3.12 python3.11 python)
+    candidates=(python3 python3.12 python3.11 python3.10 python)
 fi
 for candidate in "${candidates[@]}"; do
     if runs_here "$candidate"; then

@@ -21,8 +21,8 @@ CACHE = REPO / ".gradloc"
 VENV_PYTHON = CACHE / "venv" / "bin" / "python"
 REQUIREMENTS = [REPO / "requirements" / name for name in ("demo.txt", "report.txt")]
 PATCH_SHA256 = REPO / "patches" / "gradloc.patch.sha256"
-# numpy 1.26.4, which verl 0.7.0 needs, has no wheel above; pandas 3.0.6 none below.
-SUPPORTED = ((3, 11), (3, 12))
+# numpy 1.26.4, which verl 0.7.0 needs, has no wheel above.
+SUPPORTED = ((3, 10), (3, 11), (3, 12))
 
 
 def ensure_python(report=print) -> str:
