@@ -146,12 +146,7 @@ class AnalysisActor:
         return runs
 
     def forward(self, inputs: Rows, with_entropy: bool | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if with_entropy is None:
-            entropy, log_prob = self._actor._forward_for_loss(inputs, self._temperature)
-        else:
-            entropy, log_prob = self._actor._forward_micro_batch(
-                inputs, temperature=self._temperature, calculate_entropy=with_entropy
-            )
+        entropy, log_prob = self._actor._forward_for_loss(inputs, self._temperature, with_entropy)
         return log_prob, entropy
 
     def log_prob(self, inputs: Rows) -> torch.Tensor:

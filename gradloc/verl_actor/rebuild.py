@@ -96,8 +96,8 @@ class ReplayActor(DataParallelPPOActor):
         self._processes_per_rank = dist.get_world_size() / dp_size
         self.watch: Callable | None = None
 
-    def _forward_for_loss(self, model_inputs, temperature):
-        entropy, log_prob = super()._forward_for_loss(model_inputs, temperature)
+    def _forward_for_loss(self, model_inputs, temperature, calculate_entropy=None):
+        entropy, log_prob = super()._forward_for_loss(model_inputs, temperature, calculate_entropy)
         if self.watch is not None:
             self.watch(log_prob, entropy)
         return entropy, log_prob

@@ -17,6 +17,7 @@ from ..command import Parser, guarded, say
 from ..errors import CheckoutStateError, IntegrityError, UsageError, capped, program, quoted
 from ..patch.content import blob_id, sha256_hex
 from ..patch.edition import Edition, remember
+from ..patch.language import parse
 from ..patch.manifest import Base
 from ..tree.checkout import Checkout, resolve
 from ..tree.filesystem import Filesystem
@@ -129,15 +130,15 @@ def check(expected: dict[str, bytes], patches: Path) -> None:
 
 def _drift(folders: Folders, trees: dict[Base, Path], root: Path, tag: str | None) -> None:
     for base, tree in trees.items():
-        if tag in (None, base.tag):
-            rows = drift.table(folders.read(base.tag, tree), root)
-            counts = {
-                kind: sum(row[1] == kind for row in rows) for kind in ("same", "fits", "moved", "conflict", "missing")
-            }
-            said = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-            say(f"the {len(rows)} seams of {base.tag} on {root}: {said}")
-            width = max(len(row[0]) for row in rows)
-            say("\n".join(f"  {path:<{width}}  {kind:<8}  {where}".rstrip() for path, kind, where in rows))
+        if tag not in (None, base.tag):
+            continue
+        seams = sorted(folders.read(base.tag, tree).seams.items())
+        rows = [(path, *drift.judge(parse(text.encode())[0], root / path)) for path, text in seams]
+        kinds = [kind for _, kind, _ in rows]
+        counts = (f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+        say(f"the {len(rows)} seams of {base.tag} on {root}: {', '.join(counts)}")
+        width = max(len(path) for path, _, _ in rows)
+        say("\n".join(f"  {path:<{width}}  {kind:<8}  {where}".rstrip() for path, kind, where in rows))
 
 
 def _remember(folders: Folders, trees: dict[Base, Path], path: Path) -> None:

@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says of any verl tree which seams still fit and which lines moved: what one needs to port the patch to a fork."""
+"""Which seams fit a verl that they were not made for, and where: to build for it, or to port the patch to a fork."""
 
 from pathlib import Path
 
 from ..patch.content import blob_id
-from ..patch.language import FilePatch, Hunk, parse
+from ..patch.language import FilePatch, Hunk
 from ..patch.splice import split
-from .sources import Sources
 
 
-def table(sources: Sources, tree: Path) -> list[tuple[str, str, str]]:
-    """Returns for each seam its path, ``same``, ``fits``, ``moved``, ``conflict`` or ``missing``, and where."""
-    return [(path, *_judge(parse(text.encode())[0], tree / path)) for path, text in sorted(sources.seams.items())]
+def relocate(file: FilePatch, data: bytes) -> bytes | None:
+    """Returns the result of ``file`` on ``data``, not its base; None unless each hunk fits at just one place."""
+    lines, done, at = split(data.decode("utf-8")), [], 0
+    for hunk in file.hunks:
+        places = _places(hunk, lines)
+        if len(places) != 1 or places[0] < at:
+            return None
+        done += [*lines[at : places[0]], *hunk.new]
+        at = places[0] + len(hunk.old)
+    return "".join(done + lines[at:]).encode("utf-8")
 
 
-def _judge(file: FilePatch, place: Path) -> tuple[str, str]:
+def judge(file: FilePatch, place: Path) -> tuple[str, str]:
+    """Returns ``same``, ``fits``, ``moved``, ``conflict`` or ``missing`` for the file at ``place``, and where."""
     if not place.is_file():
         return "missing", "verl has no such file there"
     data = place.read_bytes()
@@ -22,9 +29,7 @@ def _judge(file: FilePatch, place: Path) -> tuple[str, str]:
         return "same", "" if blob_id(data) == file.before else "and the patch is on"
     lines, shift, moved, said = split(data.decode("utf-8", "replace")), 0, [], []
     for number, hunk in enumerate(file.hunks, start=1):
-        start = hunk.old_start - 1
-        count = len(hunk.old)
-        places = [at for at in range(len(lines) - count + 1) if tuple(lines[at : at + count]) == hunk.old]
+        start, places = hunk.old_start - 1, _places(hunk, lines)
         if places:
             shift = min((at - start for at in places), key=lambda by: abs(by - shift))
             if shift:
@@ -32,6 +37,12 @@ def _judge(file: FilePatch, place: Path) -> tuple[str, str]:
         else:
             said.append(f"hunk {number} " + _mismatch(hunk, lines, start + shift))
     return ("conflict", "; ".join(said + moved)) if said else ("moved", ", ".join(moved)) if moved else ("fits", "")
+
+
+def _places(hunk: Hunk, lines: list[str]) -> list[int]:
+    """Where the hunk's old lines stand, all of them, counted from 0."""
+    count, old = len(hunk.old), list(hunk.old)
+    return [at for at in range(len(lines) - count + 1) if lines[at] == old[0] and lines[at : at + count] == old]
 
 
 def _mismatch(hunk: Hunk, lines: list[str], start: int) -> str:

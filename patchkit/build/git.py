@@ -7,9 +7,12 @@ can start programs, so all of it is neutralised here.
 
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 from ..errors import CheckoutStateError, quoted
+from ..patch.content import blob_id
+from ..patch.language import parse
 
 _SETTINGS = (
     "core.fsmonitor=false",
@@ -29,7 +32,10 @@ _ENVIRONMENT = {
     "GIT_NO_REPLACE_OBJECTS": "1",
     "LC_ALL": "C",
 }
-_PLAIN_DIFF = "--no-index --no-ext-diff --no-textconv --no-color --text --unified=3 --inter-hunk-context=0"
+_PLAIN_DIFF = (
+    "--no-index --no-ext-diff --no-textconv --no-color --text --unified=3 --inter-hunk-context=0 "
+    "--diff-algorithm=histogram --"
+)
 
 
 def run_git(folder: Path, *arguments: str, allowed: tuple[int, ...] = (0,), **variables: str) -> bytes:
@@ -59,15 +65,15 @@ def run_git(folder: Path, *arguments: str, allowed: tuple[int, ...] = (0,), **va
     return done.stdout
 
 
-def changed_hunks(before: bytes, after: bytes, scratch: Path) -> str:
-    """Returns the hunks that turn ``before`` into ``after``, three lines of context, LF.
-
-    ``scratch`` is an empty folder; git compares two files there, outside any repository.
-    """
-    (scratch / "before").write_bytes(before)
-    (scratch / "after").write_bytes(after)
-    options = [*_PLAIN_DIFF.split(), "--diff-algorithm=histogram", "--", "before", "after"]
-    ceiling = {"GIT_CEILING_DIRECTORIES": str(scratch.parent)}
-    output = run_git(scratch, "diff", *options, allowed=(0, 1), **ceiling).decode("utf-8")
-    start = output.find("\n@@ ")
-    return output[start + 1 :] if start >= 0 else ""
+def seam(path: str, before: bytes, after: bytes) -> str:
+    """Returns the patch section that turns ``before`` into ``after``; git compares two files outside any repository."""
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        (scratch / "before").write_bytes(before)
+        (scratch / "after").write_bytes(after)
+        ceiling = {"GIT_CEILING_DIRECTORIES": str(scratch.parent)}
+        output = run_git(scratch, "diff", *_PLAIN_DIFF.split(), "before", "after", allowed=(0, 1), **ceiling).decode()
+    index = f"index {blob_id(before)}..{blob_id(after)} 100644"
+    text = f"diff --git a/{path} b/{path}\n{index}\n--- a/{path}\n+++ b/{path}\n{output[output.find('@@ ') :]}"
+    parse(text.encode())
+    return text

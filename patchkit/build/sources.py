@@ -20,6 +20,8 @@ from ..patch.language import parse
 from ..patch.manifest import Base, Entry, Manifest, render
 from ..patch.paths import check_path
 from ..patch.splice import forward
+from .drift import relocate
+from .git import seam
 
 PACKAGE = "verl/gradloc/"
 """Where the patch puts the package."""
@@ -108,10 +110,12 @@ class Folders:
                 own = self.overrides / tag / name
                 if not name.endswith(".patch"):
                     new_files[name] = read_text(path)
-                elif path == own or _serves(path, tree / name.removesuffix(".patch")):
+                elif path == own:
                     seams[name.removesuffix(".patch")] = read_text(path)
                 elif not own.is_file():
-                    lacking.append(name)
+                    text = _carried_over(path, tree / name.removesuffix(".patch"))
+                    seams |= {name.removesuffix(".patch"): text} if text else {}
+                    lacking += [] if text else [name]
         for twice in new_files.keys() & seams.keys():
             cause = "A file that verl has was copied to verl_overrides/."
             raise IntegrityError("build-twice", f"{twice} is both a new file and a seam", cause, "Keep one of the two.")
@@ -124,8 +128,14 @@ class Folders:
         return Sources(new_files, seams)
 
 
-def _serves(seam: Path, file: Path) -> bool:
-    return file.is_file() and parse(seam.read_bytes())[0].before == blob_id(file.read_bytes())
+def _carried_over(path: Path, place: Path) -> str | None:
+    """The seam at ``path`` for the file at ``place`` of another verl, as it is or moved; None where it does not fit."""
+    text = read_text(path)
+    file, data = parse(text.encode())[0], place.read_bytes() if place.is_file() else b""
+    if blob_id(data) == file.before:
+        return text
+    result = relocate(file, data)
+    return seam(file.path, data, result) if result else None
 
 
 def _files_under(folder: Path) -> list[Path]:

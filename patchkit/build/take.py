@@ -7,7 +7,6 @@ refused. Where nothing says which patch that was, nothing is taken: an older bui
 everything.
 """
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from ..patch.language import MAX_BYTES, parse
 from ..patch.paths import check_path, check_path_set
 from ..tree.checkout import Checkout
 from ..tree.survey import State, survey
-from .git import changed_hunks
+from .git import seam
 from .snapshot import Edits
 from .sources import Sources, check_text
 
@@ -47,16 +46,6 @@ def sources_of(edits: Edits) -> Sources:
         else:
             new_files[path] = text
     return Sources(new_files, seams)
-
-
-def seam(path: str, before: bytes, after: bytes) -> str:
-    """Returns the patch section that turns ``before`` into ``after``."""
-    with tempfile.TemporaryDirectory() as scratch:
-        hunks = changed_hunks(before, after, Path(scratch))
-    index = f"index {blob_id(before)}..{blob_id(after)} 100644"
-    text = f"diff --git a/{path} b/{path}\n{index}\n--- a/{path}\n+++ b/{path}\n{hunks}"
-    parse(text.encode())
-    return text
 
 
 def origin(checkout: Checkout, patches: Path) -> dict[str, str]:
