@@ -177,7 +177,7 @@ def spikes_by_history(dump_dir: str) -> dict[str, Any]:
     for seed in range(4):
         trainer.update(batch_of(seed))
     return {
-        stage: [history["log_norms"], len(history["log_norms"])]
+        stage: [history["positions"], sum(len(position["log_norms"]) for position in history["positions"])]
         for stage, history in trainer.driver.state()["histories"].items()
     }
 
