@@ -6,6 +6,7 @@ was made from, and made again only when that changes. Each is complete or absent
 Standard library only.
 """
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -31,6 +32,13 @@ def ensure_python(report=print) -> str:
     Raises:
         ExperimentError: if no supported Python is found or pip cannot install the packages.
     """
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / "venv.lock", "w") as lock:  # two runs in a new clone would install over each other
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _ensure_python(report)
+
+
+def _ensure_python(report) -> str:
     folder, python = VENV_PYTHON.parent.parent, VENV_PYTHON
     stamp = folder / "requirements.sha256"
     content = [path.read_text() for path in REQUIREMENTS]
