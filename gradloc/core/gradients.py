@@ -21,10 +21,11 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, _runtime_utils
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Shard
 
-__all__ = ["GradientSpace"]
+__all__ = ["GradientSpace", "abandon_pass"]
 
 Gradient = list[torch.Tensor | None]
 
@@ -48,6 +49,51 @@ def _shard_groups(module: torch.nn.Module, params: list[torch.nn.Parameter]) -> 
         raise ValueError("gradloc needs all trainable parameters sharded in the same way, found a mixture of layouts")
     mesh, is_sharded = layouts.pop()
     return [mesh.get_group(dim) for dim, shard in enumerate(is_sharded) if shard]
+
+
+def abandon_pass(module: torch.nn.Module) -> None:
+    """Make the module fit for the next forward after an exception has cut off a forward or backward.
+
+    FSDP notes on the module where in a pass it is. torch's own end of a backward puts all of that back; it is called
+    here with no gradient left that it would reduce over the ranks, so without a collective. Every collective that has
+    been issued must be one that all ranks have issued (see :meth:`.ranks.Ranks.together`). ``.grad`` is emptied.
+    """
+    device = next(module.parameters()).device
+    if device.type != "cpu":
+        torch.get_device_module(device.type).synchronize()
+    if isinstance(module, FSDP1):
+        _abandon_fsdp1(module)
+    elif isinstance(module, FSDPModule):
+        _abandon_fsdp2(module)
+    for param in module.parameters():
+        param.grad = None
+
+
+def _abandon_fsdp1(root: FSDP1) -> None:
+    handles = [unit._handle for unit in FSDP1.fsdp_modules(root) if unit._handle is not None]
+    for handle in handles:
+        handle.flat_param.grad = None
+        handle.flat_param._post_backward_called = False
+        vars(handle.flat_param).pop("_saved_grad_shard", None)
+    _runtime_utils._post_backward_final_callback(root, root)
+    for handle in handles:
+        if handle.uses_sharded_strategy:
+            handle.reshard(True)  # the root keeps its gathered weights from forward to backward
+
+
+def _abandon_fsdp2(root: FSDPModule) -> None:
+    state = root._get_fsdp_state()
+    shared, traffic = state._state_ctx, state._comm_ctx
+    for unit in shared.all_states:
+        groups = getattr(unit, "_fsdp_param_groups", None)  # a single one up to torch 2.10
+        for group in [unit._fsdp_param_group] if groups is None else groups:
+            for param in [] if group is None else group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):
+                    param._unsharded_param.grad = None
+    state._root_post_backward_final_callback()
+    shared.iter_forward_root = None
+    traffic.all_gather_state = None
 
 
 class GradientSpace:

@@ -21,18 +21,20 @@ forward or the loss draws are replayed from the state recorded before the traini
 Shapes: B rows of the micro-batch, T response positions.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 
-from .gradients import Gradient, GradientSpace
+from .gradients import Gradient, GradientSpace, abandon_pass
 from .ranks import LostRank, Ranks
 from .selection import Part, Token, mask_of, mask_without
 
 __all__ = ["Measurement", "Prober", "Recorded", "RngState", "TrainingStep", "let_through", "record"]
+
+T = TypeVar("T")
 
 
 class RngState:
@@ -94,7 +96,7 @@ class TrainingStep(Protocol):
     compute_dtype: torch.dtype
     """What the forward computes in."""
     loss_scale: float
-    """What the loss, and so every gradient that ``backward`` adds, is multiplied with (fp16); else 1."""
+    """What the loss, and so every gradient that its backward adds, is multiplied with (fp16); else 1."""
     temperature: float
     """What the logits were divided by."""
     on_policy: bool
@@ -127,8 +129,11 @@ class TrainingStep(Protocol):
     def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """log_prob and entropy (B, T) at the present weights, without a graph, read out as precisely as can be."""
 
-    def backward(self, micro_batch: int, selected: torch.Tensor | None) -> None:
-        """Add the selected tokens' part of the training gradient to ``.grad``; None selects everything."""
+    def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
+        """The loss, scaled: its backward adds the selected tokens' part of the training gradient to ``.grad``.
+
+        None selects everything.
+        """
 
 
 @dataclass(frozen=True)
@@ -163,17 +168,19 @@ class Prober:
     def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :meth:`TrainingStep.forward`."""
         self.num_forwards += 1
-        with self._in_step_with_peers():
-            return self.step.forward(micro_batch)
+        return self._together(lambda: self.step.forward(micro_batch))
 
-    @contextmanager
-    def _in_step_with_peers(self) -> Iterator[None]:
-        """Around a forward or backward, whose collectives wait for every rank: failing alone cannot be recovered."""
+    def _together(self, joint: Callable[[], T]) -> T:
+        """Run a forward or backward; where it fails on any rank, leave the module fit for training on all of them."""
         try:
-            yield
-        except Exception as error:
-            if self.ranks.num_processes > 1:
-                raise LostRank("a forward or backward of the search failed on this rank alone") from error
+            return self.ranks.together(joint)
+        except LostRank:
+            raise
+        except Exception:
+            try:
+                abandon_pass(self.space.module)
+            except Exception as error:
+                raise LostRank("a failed forward or backward of the search left FSDP in a state of its own") from error
             raise
 
     def compute(self, selections: Iterable[tuple[int, torch.Tensor | None]]) -> None:
@@ -186,8 +193,9 @@ class Prober:
         for micro_batch, selected in selections:
             self.num_forwards += 1
             self.num_backwards += 1
-            with self._in_step_with_peers():
-                self.step.backward(micro_batch, selected)
+            # agreed on in between: a rank that fails in the logits or the loss, where most memory is needed, would
+            # else be waited for in the backward's collectives
+            self._together(self._together(partial(self.step.loss, micro_batch, selected)).backward)
         if self.step.loss_scale != 1.0:
             self.space.scale(1.0 / self.step.loss_scale)
 

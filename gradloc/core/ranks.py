@@ -15,18 +15,32 @@
 
 A rank that fails alone leaves its peers waiting in a collective. So whatever may fail locally runs through
 :meth:`Ranks.agree`, which tells every rank whether all of them succeeded before anyone enters the next collective.
+What holds collectives of its own, a forward or a backward, runs through :meth:`Ranks.together`.
 """
 
+import itertools
+import logging
 import math
+import os
+import time
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 __all__ = ["LostRank", "PeerFailure", "Ranks"]
 
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
 T = TypeVar("T")
+
+_PATIENCE_S = 60.0  # how long a failed rank waits to hear from its peers; they stand at most one pass behind
+_LOOK_EVERY_S = 1.0  # how often a rank that waits for its peers looks whether one has failed
+_calls = itertools.count(1)  # of together(), of this process: the same on all ranks
 
 
 class PeerFailure(RuntimeError):
@@ -58,6 +72,8 @@ class Ranks:
         self.rank = process // replicas
         self.size = self.num_processes // replicas
         self.is_first = process == 0
+        self._call = 0
+        self._start: int | None = None
 
     def sum(self, values: list[float]) -> list[float]:
         """Add each value over the ranks in float64; every rank gets the same bits."""
@@ -94,13 +110,122 @@ class Ranks:
         Raises:
             PeerFailure: on every rank, when any rank's computation raised.
         """
-        error: BaseException | None = None
-        result: Any = None
-        try:
-            result = local()
-        except Exception as caught:
-            error = caught
+        result, error = _attempt(local)
         if self.sum([0.0 if error is None else 1.0])[0] > 0:
-            reason = f"rank {self.rank}: {type(error).__name__}: {error}" if error is not None else "on another rank"
-            raise PeerFailure(f"a local part of the search failed ({reason})") from error
+            raise self._failure(error) from error
         return result
+
+    def together(self, joint: Callable[[], T]) -> T:
+        """Run what holds collectives of its own, and return its result only if it succeeded on every rank.
+
+        All ranks issue the same collectives in the same order. So the number that a rank has issued is its *position*,
+        and two ranks at the same position have no collective open between them: each that one issued, the other
+        issued, too, and it ends. From there on they may enter any other, whether they got there by success or by
+        failure. (That all ranks failed is not enough: on a GPU the host runs ahead of the collectives, and one rank
+        may have issued a whole forward that another did not join.) A failed rank learns its peers' positions from the
+        process group's key-value store, which needs no collective, and with which a stuck one does not interfere:
+
+        - All ranks failed, at the same position (out of memory on all, a bug): every one of them counts that, and
+          nobody is waited for.
+        - Some failed behind the last collective (in the logits or the loss), the others succeeded and wait in the
+          agreement that ends every call, one collective further: the failed ones join it.
+        - Otherwise a peer waits in a collective that this rank will never enter. Nothing can end that.
+
+        Raises:
+            PeerFailure: on every rank, when any rank's computation raised.
+            LostRank: on a failed rank that cannot go on in step with its peers, and on those of its peers that hear it.
+        """
+        if self.num_processes == 1:
+            return joint()
+        self._call, self._start = next(_calls), _num_collectives(self.device)
+        result, error = _attempt(joint)
+        if error is not None and self._have_all_failed(error):
+            raise self._failure(error) from error
+        if self._sum_watched(error is not None) > 0:
+            raise self._failure(error) from error
+        return result
+
+    def _failure(self, error: Exception | None) -> PeerFailure:
+        reason = "on another rank" if error is None else f"rank {self.rank}: {type(error).__name__}: {error}"
+        return PeerFailure(f"a part of the search failed ({reason})")
+
+    def _have_all_failed(self, error: Exception) -> bool:
+        """Whether all ranks failed where this one did; False: peers wait for it in the agreement that ends the call."""
+        why = "a forward or backward of the search failed here, while other ranks wait for this one in a collective"
+        position = self._position()
+        if position is None:
+            raise LostRank(f"{why}, or may: this backend does not count collectives") from error
+        try:
+            store, here = _store(), self._key(position)
+            store.add(self._key("failed"), 1)
+            num_failed = store.add(f"{here}/failed", 1)
+            deadline = time.monotonic() + _PATIENCE_S
+            while time.monotonic() < deadline and not store.check([self._key("lost")]):
+                if num_failed == self.num_processes:
+                    return True
+                if store.check([f"{here}/waits"]):
+                    return False
+                time.sleep(0.1)
+                num_failed = store.add(f"{here}/failed", 0)
+            store.set(self._key("lost"), "")
+        except Exception:
+            logger.exception("gradloc: the store of the process group does not answer")
+        raise LostRank(why) from error
+
+    def _sum_watched(self, has_failed: bool) -> float:
+        """How many ranks have failed; one that has not, and waits long, tells those that have where it waits."""
+        position = self._position()
+        total = torch.tensor([float(has_failed)], dtype=torch.float64, device=self.device)
+        work = dist.all_reduce(total, group=self.group, async_op=True)
+        pause, next_look = 0.0001, time.monotonic() + _LOOK_EVERY_S
+        while not work.is_completed():
+            time.sleep(pause)
+            pause = min(2 * pause, 0.005)
+            if time.monotonic() < next_look:
+                continue
+            next_look += _LOOK_EVERY_S
+            try:
+                is_lost = _store().check([self._key("lost")])
+                if not has_failed and _store().add(self._key("failed"), 0) > 0:
+                    _store().set(f"{self._key(position)}/waits", "")
+            except Exception as error:
+                raise LostRank("the store of the process group does not answer") from error
+            if is_lost:
+                raise LostRank("another rank failed inside a forward or backward of the search")
+        work.wait()
+        return float(total)
+
+    def _position(self) -> int | None:
+        """How many collectives this rank has issued since the call began; None: nobody counts them."""
+        now = _num_collectives(self.device)
+        return None if now is None or self._start is None else now - self._start
+
+    def _key(self, what: Any) -> str:
+        return f"gradloc/{self._call}/{what}"
+
+
+def _attempt(computation: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return computation(), None
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # they hold a whole forward's activations
+        return None, error
+
+
+def _num_collectives(device: torch.device) -> int | None:
+    """How many collectives this process has issued on a kind of device, over all of its groups; None: not counted."""
+    total = 0
+    for group in distributed_c10d._world.pg_map:
+        try:
+            backend = group._get_backend(device)
+        except RuntimeError:  # a group of another kind of device
+            continue
+        try:
+            total += backend._get_sequence_number_for_group()
+        except RuntimeError:
+            return None
+    return total
+
+
+def _store() -> dist.Store:
+    return distributed_c10d._get_default_store()

@@ -113,7 +113,7 @@ class ReplayStep(ActorStep):
         actor: from :func:`build_actor`.
         bundle: the event.
         places: this process's micro-batches, from :func:`deal`.
-        tick: called after every forward without a graph and every backward.
+        tick: called after every forward.
     """
 
     def __init__(self, actor: ReplayActor, bundle: Bundle, places: list[Entry | None], tick: Callable[[], Any]):
@@ -134,7 +134,7 @@ class ReplayStep(ActorStep):
             self.before_forward(index)
             self.actor.watch = lambda log_prob, entropy, index=index: self.after_forward(index, log_prob, entropy)
             try:
-                self.backward(index, None)
+                self.loss(index, None).backward()
             finally:
                 self.actor.watch = None
         if self.loss_scale != 1.0:
@@ -152,11 +152,12 @@ class ReplayStep(ActorStep):
         self._tick()
         return found
 
-    def backward(self, micro_batch: int, selected: torch.Tensor | None) -> None:
+    def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
         if self.places[micro_batch] is None:  # runs the same collectives and adds nothing
             selected = self.token_mask(micro_batch)
-        super().backward(micro_batch, selected)
+        loss = super().loss(micro_batch, selected)
         self._tick()
+        return loss
 
 
 def _micro_batch(bundle: Bundle, entry: Entry) -> DataProto:

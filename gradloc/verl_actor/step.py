@@ -86,7 +86,7 @@ class ActorStep:
         entropy = recorded.entropy_coefficient
         return log_prob, None if entropy is None else entropy * factor
 
-    def backward(self, micro_batch: int, selected: torch.Tensor | None) -> None:
+    def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
         self._recorded[micro_batch].rng.restore()
         inputs = self._inputs(micro_batch)
         entropy, log_prob = self.actor._forward_for_loss(inputs, self.temperature)
@@ -94,7 +94,7 @@ class ActorStep:
             log_prob, entropy = let_through(selected, log_prob), let_through(selected, entropy)
         loss = self._loss(inputs, log_prob, entropy, {})
         scaler = self.actor.scaler
-        (loss if scaler is None else scaler.scale(loss)).backward()
+        return loss if scaler is None else scaler.scale(loss)
 
     @property
     def loss_scale(self) -> float:
@@ -150,6 +150,9 @@ def precise_readout(actor: Any) -> Iterator[None]:
         return
     module = getattr(actor.actor_module, "_fsdp_wrapped_module", actor.actor_module)
     head = module.get_output_embeddings()
+    if head is None:
+        yield
+        return
 
     def read_out(head: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device_type=actor.device_name, enabled=False):

@@ -136,7 +136,7 @@ def slow_errors(trainer: Any, batch: Any, buckets: list[int], probe: Any) -> lis
         for index in range(step.num_micro_batches):
             step.before_forward(index)
             rows = step.micro_batches[index].batch["gradloc_bucket"] == bucket
-            step.backward(index, rows[:, None].expand_as(step.token_mask(index)))
+            step.loss(index, rows[:, None].expand_as(step.token_mask(index))).backward()
         slow = flat(probe.space.take())
         errors.append(norm(sum(flat(part) for part in parts.values()) - slow) / norm(slow))
     return errors

@@ -109,7 +109,7 @@ class BareStep:
         self.model = model
         self.compute_dtype = dtype
         self.num_micro_batches = num_micro_batches
-        self.loss = loss
+        self._terms = loss
         self.loss_scale = loss_scale
         self.device = next(model.parameters()).device
         self._num_tokens = batch.num_tokens
@@ -161,10 +161,10 @@ class BareStep:
 
     def kl_coefficients(self, micro_batch: int) -> torch.Tensor | None:
         """d (KL term) / d log_prob (B, T) of this rank's loss; None without one."""
-        if not self.loss.kl:
+        if not self._terms.kl:
             return None
         log_prob = self._recorded[micro_batch].log_prob.float().clone().requires_grad_()
-        terms = self.loss.kl_of_tokens(log_prob, self._parts[micro_batch])
+        terms = self._terms.kl_of_tokens(log_prob, self._parts[micro_batch])
         return torch.autograd.grad(self._mean(terms, self._parts[micro_batch]), log_prob)[0]
 
     def has_finite_loss(self, micro_batch: int) -> bool:
@@ -172,7 +172,7 @@ class BareStep:
         recorded = self._recorded[micro_batch]
         log_prob = recorded.log_prob.float().clone().requires_grad_()
         part = self._parts[micro_batch]
-        loss = self._mean(self.loss.of_tokens(log_prob, recorded.entropy, part), part)
+        loss = self._mean(self._terms.of_tokens(log_prob, recorded.entropy, part), part)
         (coefficients,) = torch.autograd.grad(loss, log_prob)
         return bool(loss.isfinite() and coefficients.isfinite().all())
 
@@ -181,12 +181,12 @@ class BareStep:
         with torch.no_grad():
             return self._outputs(micro_batch, precise=self.compute_dtype != torch.float32)
 
-    def backward(self, micro_batch: int, selected: torch.Tensor | None) -> None:
+    def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
         self._recorded[micro_batch].rng.restore()
         log_prob, entropy = self._outputs(micro_batch)
         if selected is not None:
             log_prob, entropy = let_through(selected, log_prob), let_through(selected, entropy)
-        self._total(log_prob, entropy, self._parts[micro_batch]).backward()
+        return self._total(log_prob, entropy, self._parts[micro_batch])
 
     def _all_rows(self) -> list[list[int]]:
         return [self.rows(index) for index in range(self.num_micro_batches)]
@@ -199,10 +199,10 @@ class BareStep:
         else:
             with amplifier:
                 logits = self.model(*inputs)
-        return log_prob_of(logits, part.labels), entropy_of(logits) if self.loss.entropy else None
+        return log_prob_of(logits, part.labels), entropy_of(logits) if self._terms.entropy else None
 
     def _total(self, log_prob: torch.Tensor, entropy: torch.Tensor | None, part: Batch) -> torch.Tensor:
-        return self._mean(self.loss.of_tokens(log_prob.float(), entropy, part), part) * self.loss_scale
+        return self._mean(self._terms.of_tokens(log_prob.float(), entropy, part), part) * self.loss_scale
 
     def _mean(self, losses: torch.Tensor, part: Batch) -> torch.Tensor:
         return torch.where(part.mask, losses, 0.0).sum() * (self._size / self._num_tokens)

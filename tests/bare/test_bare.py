@@ -61,7 +61,7 @@ def test_dropout_is_replayed_and_a_scaled_loss_scales_the_gradient():
     step.train()
     trained = space.take()
     for micro_batch in range(NUM_MICRO_BATCHES):
-        step.backward(micro_batch, None)
+        step.loss(micro_batch, None).backward()
     assert all(torch.equal(a, b) for a, b in zip(trained, space.take(), strict=True))
     plain = BareStep(model, random_batch(model), NUM_MICRO_BATCHES, loss=TERMS)
     torch.manual_seed(1)

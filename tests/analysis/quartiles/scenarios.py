@@ -123,7 +123,7 @@ def against_detaching(overrides: list[str], dump_dir: str, kind: str = "quantile
         for index in range(step.num_micro_batches):
             step.before_forward(index)
             inside = step.micro_batches[index].batch["gradloc_quartile"] == quartile
-            step.backward(index, inside)
+            step.loss(index, inside).backward()
         slow = flat(probe.space.take())
         errors.append(norm(flat(part) - slow) / norm(slow))
     return {"errors": errors, "closure": probe.record()["closure"]}

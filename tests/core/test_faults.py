@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An error inside the search's forwards and backwards: training goes on as if nobody had looked, or ends at once."""
+
+import time
+
+import pytest
+
+from tests.bare.faults import PLACES
+from tests.world import RankError, World
+
+
+def check(by_rank: list[list[dict]], least: int) -> None:
+    """Of each rank: training alone, then failures at pass 1, 2, ... and at last a search that had no more passes."""
+    for plain, *failed, last in by_rank:
+        assert len(failed) >= least
+        assert all(answer["weights"] == plain["weights"] for answer in (*failed, last))
+        assert all((answer["failures"], answer["events"]) == (1, 0) for answer in failed)
+        assert (last["failures"], last["events"]) == (0, 1)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
+def test_an_error_on_all_ranks_is_counted_and_training_goes_on_with_the_same_weights(bare_world, layout, place):
+    check(bare_world.run("tests.bare.faults.train_past_every_pass", layout=layout, place=place, failing=[0, 1]), 3)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
+def test_so_is_an_error_of_one_rank_where_its_peers_wait_in_no_collective_of_the_pass(bare_world, layout):
+    check(bare_world.run("tests.bare.faults.train_past_every_pass", layout=layout, place="loss", failing=[1]), 3)
+
+
+@pytest.mark.parametrize("place", ["block", "backward"])
+def test_an_error_of_one_rank_in_the_middle_of_a_pass_ends_all_ranks_at_once(place):
+    with World(2) as doomed:
+        doomed.run("tests.bare.faults.train", layout="fsdp2")
+        started = time.monotonic()
+        with pytest.raises(RankError, match="was lost"):
+            doomed.run("tests.bare.faults.train", layout="fsdp2", place=place, number=2, failing=[1], patience_s=2.0)
+        assert time.monotonic() - started < 60, "no time-out of a collective was waited for"
+
+
+def test_four_ranks_recover_together_and_end_together():
+    with World(4) as four:
+        (plain, *_) = four.run("tests.bare.faults.train", layout="fsdp2")
+        for place, failing in (("block", [0, 1, 2, 3]), ("backward", [0, 1, 2, 3]), ("loss", [1, 2])):
+            answers = four.run("tests.bare.faults.train", layout="fsdp2", place=place, number=3, failing=failing)
+            assert answers[0]["weights"] == plain["weights"]
+            assert [(answer["failures"], answer["events"]) for answer in answers] == [(1, 0)] * 4
+        with pytest.raises(RankError, match="was lost"):
+            options = {"place": "block", "number": 3, "failing": [1, 2, 3], "patience_s": 2.0}
+            four.run("tests.bare.faults.train", layout="fsdp2", **options)
+
+
+def test_ranks_that_failed_at_different_collectives_are_not_taken_to_have_failed_together(bare_world):
+    assert bare_world.run("tests.bare.faults.fail_apart") == ["LostRank", "LostRank"]
