@@ -50,6 +50,13 @@ _WEIGHTS_ON_DEVICE = _Need(
     "false",
     "use param_offload and optimizer_offload instead",
 )
+_ACTIVATIONS_ON_DEVICE = _Need(
+    "actor_rollout_ref.model.enable_activation_offload",
+    (False,),
+    False,
+    "false",
+    "its handler counts a backward for every forward, and a search runs forwards alone",
+)
 _SEPARATE_PARAMETERS = _Need(
     f"{_ACTOR}.fsdp_config.use_orig_params",
     (True,),
@@ -66,7 +73,13 @@ _ROLLOUT_LOG_PROBS = _Need(
 )
 
 _NEEDS = {
-    f"{_ACTOR}.spike_detection": (_LEGACY, _FSDP, _WHOLE_SEQUENCES, _WEIGHTS_ON_DEVICE),
+    f"{_ACTOR}.spike_detection": (
+        _LEGACY,
+        _FSDP,
+        _WHOLE_SEQUENCES,
+        _WEIGHTS_ON_DEVICE,
+        _ACTIVATIONS_ON_DEVICE,
+    ),
     f"{_ACTOR}.gradloc.stabilize": (_LEGACY, _FSDP, _WHOLE_SEQUENCES, _WEIGHTS_ON_DEVICE),
     f"{_ACTOR}.gradloc.stabilize.layer_clip.group finer than layer": (_SEPARATE_PARAMETERS,),
     f"{_ACTOR}.gradloc.stabilize.token_clip or seq_clip": (_ROLLOUT_LOG_PROBS,),

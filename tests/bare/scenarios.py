@@ -77,7 +77,7 @@ def certify_unrepeatable(layout: str, dtype: str, share: float, size: float, see
         kept = torch.ones_like(step.token_mask(index))
         if at is not None:
             kept[at, position] = False
-        step.backward(index, kept)
+        step.loss(index, kept).backward()
     truth = space.norm()
     space.clear()
     with unrepeatable(step.model, share, seed=100 * seed + ranks.rank):

@@ -17,7 +17,11 @@ AT_THE_WEIGHTS = [
     (f"{ACTOR}.fsdp_config.offload_policy", True, "false"),
 ]
 FEATURES = {
-    f"{ACTOR}.spike_detection": EVERYWHERE + AT_THE_WEIGHTS,
+    f"{ACTOR}.spike_detection": [
+        *EVERYWHERE,
+        *AT_THE_WEIGHTS,
+        ("actor_rollout_ref.model.enable_activation_offload", True, "false"),
+    ],
     f"{ACTOR}.gradloc.stabilize": EVERYWHERE + AT_THE_WEIGHTS,
     f"{ACTOR}.gradloc.stabilize.token_clip or seq_clip": [
         ("actor_rollout_ref.rollout.calculate_log_probs", False, "true")

@@ -50,8 +50,10 @@ def fail_at_boundary(boundary: int, rank: int, overrides: list[str], dump_dir: s
 
 def fail_inside(method: str, overrides: list[str], dump_dir: str) -> None:
     """On a spike, make rank 1 fail inside a forward or backward of the search."""
+    from verl.gradloc.core import ranks
     from verl.gradloc.verl_actor.step import ActorStep
 
+    ranks._PATIENCE_S = 2.0
     original = getattr(ActorStep, method)
 
     def failing(self, *args):

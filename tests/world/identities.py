@@ -153,7 +153,8 @@ def collectives_of_a_step(overrides: list[str], dump_dir: str) -> int:
     batch = make_batch(seed=2)
     batch.meta_info["temperature"] = 1.0
     if trainer.driver is not None:
-        trainer.driver.before_update(batch, 2, dist.get_world_size())
+        policy = trainer.driver.before_update(batch.batch["response_mask"], 2, dist.get_world_size())
+        batch.meta_info["gradloc"] = policy.as_dict()
     local = batch.chunk(dist.get_world_size())[dist.get_rank()]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         trainer.actor.update_policy(local)
