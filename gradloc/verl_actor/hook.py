@@ -40,6 +40,7 @@ from ..stabilize import STABILIZER_KEY
 from ..stabilize.stabilizer import Stabilizer
 from .keys import EVENTS_KEY, POLICY_KEY, ROW_KEY
 from .step import ActorStep
+from .weights import save_weights
 
 __all__ = ["ActorHook", "build_hook", "pop_events"]
 
@@ -100,6 +101,7 @@ class ActorHook:
         """Whether this update is one of Lopti's two stages."""
         self._step: ActorStep | None = None
         self._micro_batch = 0
+        self._num_without_policy = 0
 
     def begin_update(self, data: Any) -> list[str]:
         """Take what the driver sent with verl's DataProto; returns the batch keys that the actor must carry along."""
@@ -108,9 +110,22 @@ class ActorHook:
             self.stabilizer.begin_update(data)
         if self.localizer is not None:
             policy = data.meta_info.get(POLICY_KEY)
+            if policy is None:
+                self._note_missing_policy()
             policy = None if policy is None else StepPolicy(**policy)
             self.localizer.begin_update(policy, GradientSpace(self.actor.actor_module))
         return [key for key in (STAGE_MASK_KEY, ROW_KEY) if key in data.batch.keys()]
+
+    def _note_missing_policy(self) -> None:
+        """Say once that nothing is looked into, and count: a trainer with its own ``fit`` may not call our hook."""
+        self._num_without_policy += 1
+        if self._num_without_policy == 1 and self.localizer.ranks.is_first:
+            logger.error(
+                "gradloc: spike_detection is on, but this trainer updates the actor without sending a policy, so no "
+                "spike will be looked into. Where its fit() calls actor_rollout_wg.update_actor(batch), call "
+                "self.gradloc.update(self, batch) instead, and self.gradloc.stamp(batch) once the uids are set, as "
+                "RayPPOTrainer.fit does."
+            )
 
     def begin_mini_batch(self, micro_batches: list, temperature: float, on_policy: bool) -> None:
         """Before the first micro-batch of an optimizer step."""
@@ -172,6 +187,8 @@ class ActorHook:
             found.end_update()
             metrics["actor/grad_norm_max"] = [max(found.norms, key=lambda norm: math.inf if norm != norm else norm)]
             metrics["gradloc/failures"] = [found.num_failures]
+            if self._num_without_policy:
+                metrics["gradloc/updates_without_policy"] = [self._num_without_policy]
             if found.ranks.is_first and found.events:
                 metrics[EVENTS_KEY] = found.events
         if self.stabilizer is not None:
@@ -199,22 +216,17 @@ class _Powers:
         return self._hook.clip()
 
     def save_weights(self, global_step: int) -> str | None:
-        """With verl's own checkpoint writer, up to ``evidence.max_gb``."""
+        """As a checkpoint that verl reads, up to ``evidence.max_gb``."""
         evidence, ranks = self._actor.config.gradloc.evidence, self._hook.localizer.ranks
         if evidence.checkpoint != "before_step":
             return None
-        from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
-
-        contents = {"save_contents": ["model"], "load_contents": ["model"]}
-        manager = FSDPCheckpointManager(self._actor.actor_module, checkpoint_config=contents)
         root = os.path.abspath(os.path.expanduser(self._actor.config.bisect_dump_dir))
         size_gb = ranks.agree(lambda: EventStore(root).size_gb() if ranks.is_first else 0.0)
         if ranks.max([size_gb])[0] >= evidence.max_gb:
             logger.warning("gradloc: %s holds gradloc.evidence.max_gb or more, so no weights are saved", root)
             return None
         folder = os.path.join(root, "weights", f"global_step_{global_step}", "actor")
-        manager.save_checkpoint(folder, global_step=global_step)
-        return folder
+        return folder if save_weights(self._actor.actor_module, folder, ranks) else None
 
 
 def _gather(looked: Looked, config: Any) -> RawEvent:

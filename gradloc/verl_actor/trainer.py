@@ -53,6 +53,7 @@ def build_trainer_hook(trainer: Any) -> "TrainerHook":
         ValueError: one sentence, for a setting that is wrong or that these workers do not have.
     """
     config = trainer.config
+    _resolve_dump_dir(config)
     alpha, lopti = _reweighting(config)
     return TrainerHook(
         spikes=_driver(config, trainer.tokenizer),
@@ -62,6 +63,14 @@ def build_trainer_hook(trainer: Any) -> "TrainerHook":
         monitor=build_monitor(config),
         analysis=build_analysis(trainer),
     )
+
+
+def _resolve_dump_dir(config: Any) -> None:
+    """Make the events' folder absolute before any worker gets the config: on another node it has another folder."""
+    actor = config.actor_rollout_ref.actor
+    found = actor.get("bisect_dump_dir")
+    if isinstance(found, str) and found.strip():
+        actor.bisect_dump_dir = os.path.abspath(os.path.expanduser(found))
 
 
 def _driver(config: Any, tokenizer: Any) -> Driver | None:

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs on a cluster from one machine: every process has its own disk and its own working folder."""
+
+import os
+
+import pytest
+
+ON = ["actor_rollout_ref.actor.spike_detection=True", "actor_rollout_ref.actor.grad_norm_threshold=640"]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_the_weights_of_an_event_are_a_checkpoint_of_verls_or_on_no_disk_at_all(world, tmp_path, strategy):
+    kept = world.run("cluster.keep_weights", strategy=strategy, folder=str(tmp_path / "kept"), full_rank=None)
+    assert [(found["is_kept"], found["is_moved"], found["is_back"]) for found in kept] == [(True, True, True)] * 2
+    assert kept[0]["shards"] == [f"model_world_size_2_rank_{rank}.pt" for rank in range(2)]
+    full = world.run("cluster.keep_weights", strategy=strategy, folder=str(tmp_path / "full"), full_rank=1)
+    assert [found["is_kept"] for found in full] == [False, False]
+    assert full[0]["shards"] == []
+
+
+def test_a_trainer_that_sends_no_policy_is_told_once_what_to_do(world, dump_dir):
+    first, second = world.run("cluster.update_without_policy", overrides=ON, dump_dir=dump_dir)
+    (line,) = first["lines"]
+    assert "self.gradloc.update(self, batch)" in line
+    assert second["lines"] == []
+    assert first["count"] == second["count"] == [2]
+
+
+def test_a_relative_folder_for_events_is_made_absolute_before_any_worker_hears_of_it(world, tmp_path):
+    folders = world.run("cluster.resolve_relative", overrides=ON, folder=str(tmp_path))
+    assert folders == [os.path.join(tmp_path, "some", "events")] * 2
