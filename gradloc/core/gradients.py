@@ -29,10 +29,21 @@ __all__ = ["GradientSpace", "abandon_pass"]
 
 Gradient = list[torch.Tensor | None]
 
+_PART = 2**24  # elements whose norm is taken at once: 128 MiB in float64
+
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that lives on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _square(shard: torch.Tensor) -> torch.Tensor:
+    """Squared L2 norm in float64, where a squared float32 norm would overflow from 1e19 on.
+
+    In parts, since torch makes a float64 copy of what it takes the norm of.
+    """
+    parts = shard.flatten().split(_PART)
+    return sum(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 for part in parts)
 
 
 def _shard_groups(module: torch.nn.Module, params: list[torch.nn.Parameter]) -> list[dist.ProcessGroup]:
@@ -143,12 +154,11 @@ class GradientSpace:
             float64 tensor (num_params,), the same on every rank of a shard group; 0 where there is no gradient.
         """
         grads = self.current() if gradient is None else gradient
-        norms = self._zeros()
+        squares = self._zeros()
         for index, grad in enumerate(grads):
             if grad is not None:
-                # float64 accumulation: a squared float32 norm would overflow from 1e19 on
-                norms[index] = torch.linalg.vector_norm(local_shard(grad), dtype=torch.float64)
-        return self.reduce(norms.square_())
+                squares[index] = _square(local_shard(grad))
+        return self.reduce(squares)
 
     def norm(self, gradient: Gradient | None = None) -> float:
         """L2 norm over all parameters and shards; NaN or inf when an element is not finite."""
@@ -166,7 +176,7 @@ class GradientSpace:
         """Squared L2 norm and number of all trainable weights over all shards."""
         shards = [local_shard(param) for param in self.params]
         totals = self._zeros()[:1].repeat(2)
-        totals[0] = sum(torch.linalg.vector_norm(shard, dtype=torch.float64) ** 2 for shard in shards)
+        totals[0] = sum(_square(shard) for shard in shards)
         totals[1] = sum(shard.numel() for shard in shards)
         square, count = self.reduce(totals).tolist()
         return square, int(count)

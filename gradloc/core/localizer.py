@@ -32,7 +32,7 @@ import torch
 from .actions import Action, ActionLimits, decide
 from .certificate import Certificate
 from .gradients import GradientSpace
-from .memory import check_memory
+from .memory import choose_way
 from .probe import Prober, RngState, TrainingStep
 from .ranks import LostRank, Ranks
 from .selection import Token
@@ -89,7 +89,7 @@ class Looked:
     """Where the weights were saved."""
 
 
-Search = Callable[[TrainingStep, GradientSpace, Ranks, Spike, float, list[float] | None], Found]
+Search = Callable[..., Found]
 """Finds and certifies culprits: step, space, ranks, spike, clip_scale, increments; see ``search.find.localize``."""
 
 
@@ -214,12 +214,12 @@ class Localizer:
 
     def _localize_and_act(self, spike: Spike) -> tuple[Any, torch.Tensor | None]:
         space, step, policy = self._space, self._step, self._policy
-        self.ranks.agree(lambda: check_memory(space))
+        way = self._choose_way(space, step)
         # how torch and FSDP clip: the gradient in .grad is this times the true one
         limit = self.powers.clip_limit
         clip_scale = min(1.0, limit / (spike.grad_norm + 1e-6)) if math.isfinite(spike.grad_norm) else 1.0
         increments = self._tracker.increments(space, self.ranks, step.loss_scale)
-        found = self._search(step, space, self.ranks, spike, clip_scale, increments)
+        found = self._search(step, space, self.ranks, spike, clip_scale, increments, **way)
         overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
         obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else None
         action = decide(self.limits, spike, found.certificate, found.tokens, obstacle)
@@ -238,15 +238,28 @@ class Localizer:
         event = self._gather(looked)
         return event, self._act(action.taken, found.tokens)
 
+    def _choose_way(self, space: GradientSpace, step: TrainingStep) -> dict[str, str]:
+        """What the search is called with, over its configuration, where memory is short on some rank."""
+        way = self.ranks.agree(lambda: choose_way(space, step.forward_bytes()))
+        if self.ranks.all(way == "full"):
+            return {}
+        logger.warning("gradloc: memory is short, so this spike is searched by bisection alone")
+        return {"strategy": "bisect"}
+
     def _act(self, taken: str, culprits: list[Token]) -> torch.Tensor | None:
         """Put into ``.grad`` what the step is to take; returns its norm, None when that is unchanged."""
         if taken == "observe":
             return None
         device = self._space.params[0].device
         if taken == "mask":
-            rng = RngState(device)
-            Prober(self._step, self._space, self.ranks).compute_without(culprits)
-            rng.restore()
+            gradient, rng = self._space.take(), RngState(device)
+            try:
+                Prober(self._step, self._space, self.ranks).compute_without(culprits)
+            except Exception:
+                self._space.put(gradient)
+                raise
+            finally:
+                rng.restore()
             return self.powers.clip()
         # without gradients the optimizer skips every parameter: no moment, no weight decay, no step count
         self._space.clear()

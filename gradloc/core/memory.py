@@ -11,43 +11,130 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Whether a search fits into memory; asked on all ranks before one begins."""
+"""Whether a search fits into memory beside training, asked on all ranks before one begins; and logits in parts.
+
+What a search holds at its peak, beyond what lies there anyway when a step is looked into (weights, optimizer, the
+gradient that is set aside):
+
+- copies of this rank's shards: a residual to search along, a replayed gradient, and ``.grad`` while the next is made;
+- what a replayed micro-batch needs, which is what it needed in training: the allocator's peak tells. What the allocator
+  has reserved and not in use is free for that only, not for copies on top;
+- or, in a forward alone, the logits in float32, which hold no activations beside them;
+- scratch of a few float32 tensors as large as the largest shard, while weights are moved.
+"""
+
+from dataclasses import dataclass
 
 import torch
 
 from .gradients import GradientSpace, local_shard
 
-__all__ = ["NotEnoughMemory", "check_memory", "free_bytes"]
+__all__ = ["Memory", "NotEnoughMemory", "choose_way", "free_bytes", "linear_in_parts"]
 
-_NUM_COPIES = 3  # of this rank's shards: the gradient set aside, the probe's own, and the weights or a residual
+_COPIES = {"full": 3, "bisect": 2}
+_SCRATCH_BYTES = 16  # per element of the largest shard: what is drawn, its unit, the move and the moved weight
+_VOCABULARY_PART = 8192  # rows of the head's weight in float32 at a time: 128 MiB of a hidden size of 4,096
+_USABLE = 0.95  # of what is there: blocks do not fit seamlessly
 
 
 class NotEnoughMemory(RuntimeError):
     """A search would not fit; carries what it needs and what there is, in bytes."""
 
 
-def check_memory(space: GradientSpace) -> None:
-    """Refuse a search whose copies of this rank's shards do not fit beside what training holds.
+@dataclass(frozen=True)
+class Memory:
+    """A device's memory as this process sees it, in bytes."""
 
-    A probe's activations are those of a training micro-batch, for which the allocator already has room.
+    free: int
+    """That no process has taken."""
+    reserved: int = 0
+    """That this process's allocator has taken,"""
+    allocated: int = 0
+    """of it in use now,"""
+    peak: int = 0
+    """and at most in use so far, in a training micro-batch or elsewhere."""
+
+    @property
+    def available(self) -> int:
+        """What this process may still allocate."""
+        return self.free + self.reserved - self.allocated
+
+    def needed(self, shard_bytes: int, num_copies: int, largest: int, forward_bytes: int) -> int:
+        """What a search holds at its peak.
+
+        Args:
+            shard_bytes: one copy of this rank's shards.
+            num_copies: how many are held at once.
+            largest: elements of the largest shard.
+            forward_bytes: what a forward alone holds, without a graph.
+        """
+        working = max(self.peak - self.allocated, forward_bytes)
+        return num_copies * shard_bytes + largest * _SCRATCH_BYTES + working
+
+
+def choose_way(space: GradientSpace, forward_bytes: int, memory: Memory | None = None) -> str:
+    """The best way to search that fits on this rank.
+
+    Args:
+        space: the trainable parameters.
+        forward_bytes: see :meth:`.probe.TrainingStep.forward_bytes`.
+        memory: what there is; None to ask the device.
+
+    Returns:
+        ``full``, any strategy; or ``bisect``, which moves no weights and searches along no residual.
 
     Raises:
         NotEnoughMemory: one sentence with both sizes.
     """
-    needed = _NUM_COPIES * sum(local_shard(param).numel() * param.element_size() for param in space.params)
     device = space.params[0].device
-    free = free_bytes(device)
-    if needed > free:
-        raise NotEnoughMemory(
-            f"a search needs {needed / 2**30:.2f} GiB beside training on {device}, and {free / 2**30:.2f} GiB are free"
-        )
+    memory = memory or _memory_of(device)
+    shards = [local_shard(param) for param in space.params]
+    shard_bytes = sum(shard.numel() * shard.element_size() for shard in shards)
+    largest = max(shard.numel() for shard in shards)
+    needs = {
+        "full": memory.needed(shard_bytes, _COPIES["full"], largest, forward_bytes),
+        "bisect": memory.needed(shard_bytes, _COPIES["bisect"], 0, 0),
+    }
+    for way, needed in needs.items():
+        if needed <= _USABLE * memory.available:
+            return way
+    raise NotEnoughMemory(
+        f"a search needs {needs['bisect'] / 2**30:.2f} GiB beside training on {device}, where "
+        f"{memory.available / 2**30:.2f} GiB are left: make micro-batches smaller, or offload the optimizer"
+    )
 
 
 def free_bytes(device: torch.device) -> int:
     """What this process may still take on a device, with what the caching allocator holds without using it."""
+    return _memory_of(device).available
+
+
+def _memory_of(device: torch.device) -> Memory:
     if device.type == "cpu":
         import psutil  # comes with accelerate, which verl installs
 
-        return psutil.virtual_memory().available
+        return Memory(free=psutil.virtual_memory().available)
     module = torch.get_device_module(device.type)
-    return module.mem_get_info()[0] + module.memory_reserved() - module.memory_allocated()
+    counts = module.memory_reserved(), module.memory_allocated(), module.max_memory_allocated()
+    return Memory(module.mem_get_info()[0], *counts)
+
+
+def linear_in_parts(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``linear`` in float32 with a float32 copy of a part of the weight at a time.
+
+    Args:
+        hidden: (..., H), any precision.
+        weight: (V, H), any precision.
+        bias: (V,) or None.
+
+    Returns:
+        float32 (..., V); no graph.
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1]).float()
+    out = rows.new_empty(len(rows), len(weight))
+    for first in range(0, len(weight), _VOCABULARY_PART):
+        part = slice(first, first + _VOCABULARY_PART)
+        torch.mm(rows, weight[part].float().T, out=out[:, part])
+    if bias is not None:
+        out += bias.float()
+    return out.view(*hidden.shape[:-1], len(weight))

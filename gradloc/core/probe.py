@@ -129,6 +129,9 @@ class TrainingStep(Protocol):
     def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """log_prob and entropy (B, T) at the present weights, without a graph, read out as precisely as can be."""
 
+    def forward_bytes(self) -> int:
+        """What :meth:`forward` holds at its peak beside the weights, in bytes: mostly the logits in float32."""
+
     def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
         """The loss, scaled: its backward adds the selected tokens' part of the training gradient to ``.grad``.
 

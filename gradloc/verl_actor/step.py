@@ -21,6 +21,7 @@ import torch
 
 from verl.utils.device import get_device_id
 
+from ..core.memory import linear_in_parts
 from ..core.probe import Recorded, RngState, let_through, record
 from .keys import ROW_KEY
 
@@ -76,6 +77,14 @@ class ActorStep:
         with torch.no_grad(), precise_readout(self.actor):
             entropy, log_prob = self.actor._forward_for_loss(self._inputs(micro_batch), self.temperature)
         return log_prob, entropy
+
+    def forward_bytes(self) -> int:
+        actor = self.actor
+        if actor.use_fused_kernels:
+            return 0
+        masks = [micro_batch.batch["attention_mask"] for micro_batch in self.micro_batches]
+        num_positions = max(int(mask.sum()) if actor.use_remove_padding else mask.numel() for mask in masks)
+        return 4 * num_positions * getattr(actor.actor_module.config, "vocab_size", 0)
 
     def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         recorded = self._recorded[micro_batch]
@@ -150,17 +159,19 @@ def precise_readout(actor: Any) -> Iterator[None]:
         return
     module = getattr(actor.actor_module, "_fsdp_wrapped_module", actor.actor_module)
     head = module.get_output_embeddings()
-    if head is None:
+    if not isinstance(head, torch.nn.Linear):  # none, or one that does more than read out
         yield
         return
 
-    def read_out(head: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+    def read_out(hidden: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device_type=actor.device_name, enabled=False):
-            bias = None if head.bias is None else head.bias.float()
-            return torch.nn.functional.linear(inputs[0].float(), head.weight.float(), bias)
+            return linear_in_parts(hidden, head.weight, head.bias)
 
-    handle = head.register_forward_hook(read_out)
+    own = vars(head).get("forward")
+    head.forward = read_out  # in its place, so that the rounded logits do not lie beside these
     try:
         yield
     finally:
-        handle.remove()
+        vars(head).pop("forward")
+        if own is not None:
+            head.forward = own

@@ -89,11 +89,21 @@ class _Powers:
         return None
 
 
-class _Observe:
-    mode, max_masked_tokens, max_masked_share = "observe", 64, 0.05
+class _Limits:
+    max_masked_tokens, max_masked_share = 64, 0.05
+
+    def __init__(self, mode: str):
+        self.mode = mode
 
 
-def train(layout: str, place: str = "", number: int = 0, failing: Sequence[int] = (), patience_s: float = 20.0) -> dict:
+def train(
+    layout: str,
+    place: str = "",
+    number: int = 0,
+    failing: Sequence[int] = (),
+    patience_s: float = 20.0,
+    mode: str = "observe",
+) -> dict:
     """Two optimizer steps, the first with a spike; at ``number`` 0 without gradloc.
 
     Returns:
@@ -102,7 +112,7 @@ def train(layout: str, place: str = "", number: int = 0, failing: Sequence[int] 
     core_ranks._PATIENCE_S = patience_s
     model = shard(build("tiny"), layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    localizer = Localizer(_Powers(model), Ranks(), _Observe(), partial(localize, budget=64), lambda looked: looked)
+    localizer = Localizer(_Powers(model), Ranks(), _Limits(mode), partial(localize, budget=64), lambda looked: looked)
     rank = dist.get_rank() if dist.is_initialized() else 0
     num_events = 0
     for seed, plants in enumerate((PLANT, {})):
@@ -143,9 +153,11 @@ def fail_apart(patience_s: float = 1.0) -> str:
         return type(error).__name__
 
 
-def train_past_every_pass(layout: str, place: str, failing: Sequence[int]) -> list[dict[str, Any]]:
+def train_past_every_pass(
+    layout: str, place: str, failing: Sequence[int], mode: str = "observe"
+) -> list[dict[str, Any]]:
     """:func:`train` without gradloc, then failing at pass 1, 2, ... until the search has no more."""
     answers = [train(layout)]
     while len(answers) == 1 or answers[-1]["failures"]:
-        answers.append(train(layout, place, len(answers), failing))
+        answers.append(train(layout, place, len(answers), failing, mode=mode))
     return answers

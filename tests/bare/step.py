@@ -110,6 +110,7 @@ class BareStep:
         self.compute_dtype = dtype
         self.num_micro_batches = num_micro_batches
         self._terms = loss
+        self._vocabulary = model.head.out_features
         self.loss_scale = loss_scale
         self.device = next(model.parameters()).device
         self._num_tokens = batch.num_tokens
@@ -180,6 +181,9 @@ class BareStep:
         self._recorded[micro_batch].rng.restore()
         with torch.no_grad():
             return self._outputs(micro_batch, precise=self.compute_dtype != torch.float32)
+
+    def forward_bytes(self) -> int:
+        return 4 * self._parts[0].labels.numel() * self._vocabulary
 
     def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
         self._recorded[micro_batch].rng.restore()

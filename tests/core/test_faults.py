@@ -29,6 +29,13 @@ def test_so_is_an_error_of_one_rank_where_its_peers_wait_in_no_collective_of_the
     check(bare_world.run("tests.bare.faults.train_past_every_pass", layout=layout, place="loss", failing=[1]), 3)
 
 
+def test_a_step_that_could_not_be_masked_is_taken_as_it_was(bare_world):
+    options = {"layout": "fsdp2", "place": "backward", "failing": [0, 1], "mode": "mask"}
+    for plain, *failed, masked in bare_world.run("tests.bare.faults.train_past_every_pass", **options):
+        assert all(answer["weights"] == plain["weights"] and answer["failures"] == 1 for answer in failed)
+        assert masked["weights"] != plain["weights"]
+
+
 @pytest.mark.parametrize("place", ["block", "backward"])
 def test_an_error_of_one_rank_in_the_middle_of_a_pass_ends_all_ranks_at_once(place):
     with World(2) as doomed:

@@ -182,3 +182,22 @@ def test_a_failure_leaves_the_step_as_it_was_and_after_three_nobody_looks_again(
         assert same(run.gradient(), plain.gradient())
     assert calls == run.localizer.num_failures == 3 and run.localizer.events == []
     assert "failure 3 of 3" in caplog.text and "made to fail" in caplog.text
+
+
+def test_where_memory_is_short_the_spike_is_bisected_and_where_there_is_none_left_alone(monkeypatch):
+    from gradloc.core import localizer
+    from gradloc.core.memory import NotEnoughMemory
+
+    run = Run()
+    monkeypatch.setattr(localizer, "choose_way", lambda space, forward_bytes: "bisect")
+    run.step(PLANT)
+    assert [event.found.strategy for event in run.localizer.events] == ["bisect"]
+
+    def refuse(space, forward_bytes):
+        raise NotEnoughMemory("a search needs 2 GiB")
+
+    monkeypatch.setattr(localizer, "choose_way", refuse)
+    plain = Run()
+    assert run.step(PLANT) == plain.step(PLANT, is_watched=False)
+    assert run.localizer.events == [] and run.localizer.num_failures == 1
+    assert same(run.gradient(), plain.gradient())
