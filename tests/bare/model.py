@@ -53,7 +53,14 @@ class MLP(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention: all of (B, H, S, D)."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 class Block(nn.Module):
+    attend = staticmethod(_attend)
+
     def __init__(self, size: ModelSize):
         super().__init__()
         self.heads = size.heads
@@ -68,7 +75,7 @@ class Block(nn.Module):
         rows, length, width = x.shape
         qkv = self.qkv(self.norm_in(x)).view(rows, length, 3, self.heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, S, D)
-        mixed = F.scaled_dot_product_attention(_rotate(q, rotation), _rotate(k, rotation), v, is_causal=True)
+        mixed = self.attend(_rotate(q, rotation), _rotate(k, rotation), v)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
         return x + F.dropout(self.mlp(self.norm_mlp(x)), self.dropout, self.training)
 
