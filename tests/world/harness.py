@@ -104,10 +104,24 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+def plain_mask(
+    batch_size: int, cache_position: torch.Tensor, kv_length: int, attention_mask: Any = None, **kwargs: Any
+) -> torch.Tensor | None:
+    """(B, 1, T, T): causal, without padding. transformers' own goes through vmap, half of a tiny model's forward."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    is_plain = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
+    if attention_mask is None or attention_mask.all() or not is_plain or kwargs.get("kv_offset"):
+        return sdpa_mask(batch_size, cache_position, kv_length, attention_mask=attention_mask, **kwargs)
+    causal = torch.arange(kv_length) <= cache_position[:, None]
+    return causal & attention_mask.bool()[:, None, None, :kv_length]
+
+
 def make_model(seed: int = 0, dropout: float = 0.0) -> torch.nn.Module:
     """A random Qwen3 of about 60k parameters in float32."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers import AttentionMaskInterface, AutoModelForCausalLM, Qwen3Config
 
+    AttentionMaskInterface.register("sdpa", plain_mask)
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
