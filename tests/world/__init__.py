@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
+# Ranks are forked from a process that has these, where they are installed: importing them is most of a start.
+PRELOADED = ["datasets", "peft", "ray", "tensordict", "torch", "torch.distributed.fsdp", "torchdata", "transformers"]
+PRELOADED += ["hydra", "transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3"]
 
 
 class RankError(AssertionError):
@@ -89,7 +92,8 @@ class World:
         self.close()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
