@@ -84,7 +84,7 @@ def _abandon_fsdp1(root: FSDP1) -> None:
     handles = [unit._handle for unit in FSDP1.fsdp_modules(root) if unit._handle is not None]
     for handle in handles:
         handle.flat_param.grad = None
-        handle.flat_param._post_backward_called = False
+        handle.flat_param._post_backward_called = False  # type: ignore[attr-defined]
         vars(handle.flat_param).pop("_saved_grad_shard", None)
     _runtime_utils._post_backward_final_callback(root, root)
     for handle in handles:

@@ -25,7 +25,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -113,7 +113,7 @@ class Ranks:
         result, error = _attempt(local)
         if self.sum([0.0 if error is None else 1.0])[0] > 0:
             raise self._failure(error) from error
-        return result
+        return cast(T, result)
 
     def together(self, joint: Callable[[], T]) -> T:
         """Run what holds collectives of its own, and return its result only if it succeeded on every rank.
@@ -143,7 +143,7 @@ class Ranks:
             raise self._failure(error) from error
         if self._sum_watched(error is not None) > 0:
             raise self._failure(error) from error
-        return result
+        return cast(T, result)
 
     def _failure(self, error: Exception | None) -> PeerFailure:
         reason = "on another rank" if error is None else f"rank {self.rank}: {type(error).__name__}: {error}"
@@ -221,11 +221,11 @@ def _num_collectives(device: torch.device) -> int | None:
         except RuntimeError:  # a group of another kind of device
             continue
         try:
-            total += backend._get_sequence_number_for_group()
+            total += backend._get_sequence_number_for_group()  # type: ignore[attr-defined]
         except RuntimeError:
             return None
     return total
 
 
-def _store() -> dist.Store:
+def _store() -> Any:
     return distributed_c10d._get_default_store()
