@@ -13,9 +13,15 @@
 # limitations under the License.
 """What a setting may be: the tests, and the one sentence that refuses what fails them."""
 
-from typing import Any
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from functools import wraps
+from typing import Any, TypeVar
 
-__all__ = ["is_int", "is_number", "require"]
+__all__ = ["closed", "is_int", "is_number", "refuse_unknown", "require"]
+
+T = TypeVar("T", bound=type)
 
 
 def require(ok: bool, key: str, expected: str, found: Any) -> None:
@@ -42,3 +48,43 @@ def is_int(value: Any, least: int) -> bool:
 def is_number(value: Any) -> bool:
     """Whether this is a number; NaN, True and False are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def refuse_unknown(key: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse a name that a block of settings does not have.
+
+    Args:
+        key: the block's full name.
+        given: names.
+        known: all that there are.
+
+    Raises:
+        ValueError: one sentence that names the key and what was probably meant.
+    """
+    known = list(known)
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {key}.{close[0]}?" if close else f"there are {', '.join(known)}."
+            raise ValueError(f"{key}.{name} is no setting: {hint}")
+
+
+def closed(key: str) -> Callable[[T], T]:
+    """Decorate a dataclass of settings: a name that it does not have is refused by :func:`refuse_unknown`.
+
+    Args:
+        key: the block's full name.
+    """
+
+    def decorate(cls: T) -> T:
+        init, known = cls.__init__, [field.name for field in fields(cls)]
+
+        @wraps(init)
+        def checked(self, *args: Any, **given: Any) -> None:
+            refuse_unknown(key, given, known)
+            init(self, *args, **given)
+
+        cls.__init__ = checked
+        return cls
+
+    return decorate

@@ -13,36 +13,58 @@
 # limitations under the License.
 """The settings under ``actor_rollout_ref.actor.gradloc``, validated when the run starts.
 
-The four published knobs (``spike_detection``, ``grad_norm_threshold``, ``bisect_budget_steps``,
-``bisect_dump_dir``) live on the actor's own config and are not repeated here. The defaults below mirror
-``verl/trainer/config/actor/actor.yaml``; a test holds the two and the documented table together.
+The four published keys (``spike_detection``, ``grad_norm_threshold``, ``bisect_budget_steps``, ``bisect_dump_dir``)
+live on the actor's own config and are other names of settings in here: :func:`resolve` puts them where they belong, and
+the rest of the code knows one name. The defaults below mirror ``verl/trainer/config/actor/actor.yaml``; a test holds
+the two and the documented table together.
 """
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .checks import is_int, is_number, require
+from .checks import closed, is_int, is_number, require
 from .core.actions import ACTIONS
+from .evidence.tell.config import NotifyConfig
 from .search.find import STRATEGIES
 from .stabilize.config import StabilizeConfig
 
-__all__ = ["TriggerConfig", "SearchConfig", "ActionConfig", "EvidenceConfig", "GradLocConfig", "check_knobs"]
+__all__ = [
+    "ActionConfig",
+    "EvidenceConfig",
+    "GradLocConfig",
+    "PUBLISHED",
+    "SearchConfig",
+    "TriggerConfig",
+    "resolve",
+]
 
 _KEY = "actor_rollout_ref.actor"
+PUBLISHED = {
+    "spike_detection": "enable",
+    "grad_norm_threshold": "trigger.tau",
+    "bisect_budget_steps": "budget",
+    "bisect_dump_dir": "dump_dir",
+}
+"""The published keys, on the actor's own config, and what each is another name of, under ``gradloc``."""
+_BUDGET = 128
 
 
 def _require(ok: bool, key: str, expected: str, found: Any) -> None:
     require(ok, f"{_KEY}.{key}", expected, found)
 
 
+@closed(f"{_KEY}.gradloc.trigger")
 @dataclass(frozen=True)
 class TriggerConfig:
     """When a gradient norm counts as a spike.
 
-    With ``grad_norm_threshold`` set, the published fixed rule decides and ``window``, ``warmup``, ``floor`` and
-    ``cap`` are not used. A non-finite norm is always a spike.
+    With ``tau`` set, the published fixed rule decides and ``window``, ``warmup``, ``floor`` and ``cap`` are not used. A
+    non-finite norm is always a spike.
     """
 
+    tau: float | None = None
+    """Per-token threshold; a mini-batch's own is tau / sqrt(tokens). None: the adaptive rule."""
     window: int = 64
     """Trainer steps whose norms the adaptive rule learns from, for each mini-batch position apart."""
     warmup: int = 16
@@ -63,6 +85,7 @@ class TriggerConfig:
     """Rehearsal: localize at this global step even though nothing spikes there."""
 
     def __post_init__(self):
+        _require_tau("gradloc.trigger.tau", self.tau)
         for name, least in (("window", 8), ("warmup", 2), ("cooldown_steps", 0), ("max_events_per_step", 1)):
             value = getattr(self, name)
             _require(is_int(value, least), f"gradloc.trigger.{name}", f"an integer of at least {least}", value)
@@ -96,6 +119,7 @@ class TriggerConfig:
         )
 
 
+@closed(f"{_KEY}.gradloc.search")
 @dataclass(frozen=True)
 class SearchConfig:
     """How the culprits are looked for."""
@@ -118,6 +142,7 @@ class SearchConfig:
         )
 
 
+@closed(f"{_KEY}.gradloc.action")
 @dataclass(frozen=True)
 class ActionConfig:
     """What happens to the optimizer step that spiked."""
@@ -138,6 +163,7 @@ class ActionConfig:
         _require(is_number(share) and 0 < share <= 1, "gradloc.action.max_masked_share", "in (0, 1]", share)
 
 
+@closed(f"{_KEY}.gradloc.evidence")
 @dataclass(frozen=True)
 class EvidenceConfig:
     """What an event keeps on disk."""
@@ -178,39 +204,87 @@ class EvidenceConfig:
         )
 
 
+@closed(f"{_KEY}.gradloc")
 @dataclass(frozen=True)
 class GradLocConfig:
     """Everything under ``actor.gradloc``."""
 
+    enable: bool | None = None
+    """True: look for spikes. False: everything under ``gradloc`` is off. None: only what is switched on by itself."""
+    dump_dir: str = "gradloc_events"
+    """The folder for events; made absolute when the run starts."""
+    budget: int = _BUDGET
+    """Largest number of forward/backward probes of one localization."""
     trigger: TriggerConfig = field(default_factory=TriggerConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
     action: ActionConfig = field(default_factory=ActionConfig)
     evidence: EvidenceConfig = field(default_factory=EvidenceConfig)
+    notify: NotifyConfig = field(default_factory=NotifyConfig)
     stabilize: StabilizeConfig = field(default_factory=StabilizeConfig)
 
+    def __post_init__(self):
+        is_switch = self.enable is None or isinstance(self.enable, bool)
+        _require(is_switch, "gradloc.enable", "null, true or false", self.enable)
+        _require_budget("gradloc.budget", self.budget)
+        _require_folder("gradloc.dump_dir", self.dump_dir)
 
-def check_knobs(actor: Any) -> None:
-    """Refuse a wrong value of a published knob.
+    @property
+    def root(self) -> str:
+        """The folder for events as an absolute path."""
+        return os.path.abspath(os.path.expanduser(self.dump_dir))
+
+
+def resolve(settings: GradLocConfig, actor: Any, default_dump_dir: str | None = None) -> GradLocConfig:
+    """The settings that hold: those under ``gradloc``, and the published keys where these are given.
 
     Args:
-        actor: verl's ``ActorConfig`` with the four published knobs and ``gradloc``.
+        settings: the block ``gradloc`` as given.
+        actor: has the four published keys, by ``get``; None: not given.
+        default_dump_dir: what ``gradloc.dump_dir`` is where nobody has given it; None: not known in this process.
+
+    Returns:
+        ``enable`` is True where spikes are looked for; where it was given as False, the stabilizers are off, too.
 
     Raises:
-        ValueError: one sentence that names the key, what it must be and what was found.
+        ValueError: one sentence: a published key has a wrong value, or both names are given and differ.
     """
-    _require(isinstance(actor.spike_detection, bool), "spike_detection", "true or false", actor.spike_detection)
-    threshold = actor.grad_norm_threshold
-    _require(
-        threshold is None or (is_number(threshold) and threshold > 0),
-        "grad_norm_threshold",
-        "null (adaptive) or a positive number (the published per-token threshold)",
-        threshold,
+    checks = dict(zip(PUBLISHED, (_require_switch, _require_tau, _require_budget, _require_folder), strict=True))
+    given = {name: actor.get(name) for name in PUBLISHED}
+    given = {name: value for name, value in given.items() if value is not None}
+    ours = {"enable": settings.enable, "trigger.tau": settings.trigger.tau, "budget": settings.budget}
+    defaults = {"enable": None, "trigger.tau": None, "budget": _BUDGET, "dump_dir": default_dump_dir}
+    ours["dump_dir"] = settings.dump_dir if default_dump_dir is not None else None
+    for name, value in given.items():
+        checks[name](name, value)
+        same = PUBLISHED[name]
+        require(
+            ours[same] in (defaults[same], value),
+            f"{_KEY}.{name}",
+            f"left out or the same as its other name gradloc.{same}={ours[same]}",
+            value,
+        )
+    return replace(
+        settings,
+        enable=given.get("spike_detection") or settings.enable,
+        dump_dir=given.get("bisect_dump_dir", settings.dump_dir),
+        budget=given.get("bisect_budget_steps", settings.budget),
+        trigger=replace(settings.trigger, tau=given.get("grad_norm_threshold", settings.trigger.tau)),
+        stabilize=StabilizeConfig() if settings.enable is False else settings.stabilize,
     )
-    budget = actor.bisect_budget_steps
-    _require(is_int(budget, 1), "bisect_budget_steps", "an integer of at least 1", budget)
-    _require(
-        isinstance(actor.bisect_dump_dir, str) and actor.bisect_dump_dir.strip() != "",
-        "bisect_dump_dir",
-        "the path of a folder",
-        actor.bisect_dump_dir,
-    )
+
+
+def _require_switch(key: str, value: Any) -> None:
+    _require(isinstance(value, bool), key, "true or false", value)
+
+
+def _require_tau(key: str, value: Any) -> None:
+    expected = "null (adaptive) or a positive number (the published per-token threshold)"
+    _require(value is None or (is_number(value) and value > 0), key, expected, value)
+
+
+def _require_budget(key: str, value: Any) -> None:
+    _require(is_int(value, 1), key, "an integer of at least 1", value)
+
+
+def _require_folder(key: str, value: Any) -> None:
+    _require(isinstance(value, str) and value.strip() != "", key, "the path of a folder", value)

@@ -33,7 +33,8 @@ from .complete import bundle_tensors, complete_event, complete_sequences
 from .gather import RawEvent
 from .record import BundleMeta, Event, Run
 from .store import EventStore
-from .trackers import announce
+from .tell.background import said_of
+from .tell.teller import Teller
 
 __all__ = ["AbortedBySpike", "Driver", "sequence_ids"]
 
@@ -61,12 +62,9 @@ class Driver:
     """Decides when to look, learns from every norm, and writes the events.
 
     Args:
-        settings: the block ``gradloc`` of the actor's config.
-        tau: the published per-token threshold; None for the adaptive rule.
-        dump_dir: where events go; made absolute.
+        settings: those that hold, see :func:`~..config.resolve`.
         sequences_per_mini_batch: rollouts, over all ranks.
         tokenizer: decodes culprits; not used with ``evidence.text=off``.
-        trackers: ``trainer.logger``.
         run: which run this is.
         actor: the actor's whole config as plain data, for the bundle.
     """
@@ -75,19 +73,17 @@ class Driver:
         self,
         settings: Any,
         *,
-        tau: float | None,
-        dump_dir: str,
         sequences_per_mini_batch: int,
         tokenizer: Any,
-        trackers: Any,
         run: Run,
         actor: dict[str, Any],
     ):
-        self.settings, self.tau = settings, tau
+        self.settings, self.tau = settings, settings.trigger.tau
         self.tokenizer = tokenizer if settings.evidence.text == "on" else None
-        self.trackers, self.run, self.actor_config = trackers, run, actor
+        self.run, self.actor_config = run, actor
         self.sequences_per_mini_batch = sequences_per_mini_batch
-        self.store = EventStore(os.path.abspath(os.path.expanduser(dump_dir)))
+        self.store = EventStore(settings.root)
+        self.teller = Teller(settings.notify, self.store.root, keeps_text=self.tokenizer is not None)
         self._adaptive: dict[str, AdaptiveThreshold] = {}
         self._stage = ""
         self._num_events = 0
@@ -157,11 +153,12 @@ class Driver:
         measured = self._measured(policy, norms, raw_events)
         self.adaptive.observe(measured)
         written = [event for event in (self._write(raw, batch) for raw in raw_events) if event is not None]
-        announce(written, self.trackers, policy.global_step)
+        self.teller.tell(written, policy.global_step)
         self._num_in_step += len(raw_events)
         if raw_events:
             self._quiet_until = policy.global_step + 1 + self.settings.trigger.cooldown_steps
         if any(raw.event.action.taken == "abort" for raw in raw_events):
+            self.teller.finish()
             said = written[-1].verdict if written else "The event could not be written."
             raise AbortedBySpike(
                 f"gradloc stopped the run (actor_rollout_ref.actor.gradloc.action.mode=abort). {said} "
@@ -219,9 +216,15 @@ class Driver:
         self._num_events += 1
         try:
             return self._write_event(raw, batch)
-        except Exception:
+        except Exception as error:
             self._num_failures += 1
-            logger.exception("gradloc: writing an event to %s failed; training goes on", self.store.root)
+            logger.error(
+                "gradloc: writing an event of step %s to %s failed (%s); training goes on",
+                raw.event.step.global_step,
+                self.store.root,
+                said_of(error),
+                exc_info=not isinstance(error, OSError),  # a full disk is known for what it is
+            )
             return None
 
     def _write_event(self, raw: RawEvent, batch: Any) -> Event:

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..checks import is_int, is_number, require
+from ..checks import is_int, is_number, refuse_unknown, require
 
 __all__ = ["FALLING", "Limits", "HealthConfig"]
 
@@ -133,10 +133,7 @@ class HealthConfig:
         Raises:
             ValueError: one sentence that names the key, also for a key that there is not.
         """
-        known = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in known:
-                raise ValueError(f"{_KEY}.{name} is no setting: there are {', '.join(known)}.")
+        refuse_unknown(_KEY, given, (field.name for field in fields(cls)))
         return cls(**given)
 
 

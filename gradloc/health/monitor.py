@@ -59,7 +59,8 @@ def clip_limit(config: Any) -> float | None:
             workers to ``actor.optim.clip_grad``.
     """
     actor = config.actor_rollout_ref.actor
-    stabilize = (actor.get("gradloc") or {}).get("stabilize") or {}
+    gradloc = actor.get("gradloc") or {}
+    stabilize = {} if gradloc.get("enable") is False else gradloc.get("stabilize") or {}
     if (stabilize.get("layer_clip") or {}).get("rule") not in (None, False, "off"):
         return None
     is_engine = config.trainer.get("use_legacy_worker_impl", "auto") == "disable"

@@ -16,7 +16,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..checks import is_int, is_number, require
+from ..checks import closed, is_int, is_number, require
 
 __all__ = ["LayerClipConfig", "SeqClipConfig", "SkipStepConfig", "StabilizeConfig", "TokenClipConfig"]
 
@@ -68,6 +68,7 @@ class _RatioClipConfig:
         )
 
 
+@closed(f"{_KEY}.token_clip")
 @dataclass(frozen=True)
 class TokenClipConfig(_RatioClipConfig):
     """A bound on every token's pi_theta / pi_rollout."""
@@ -84,6 +85,7 @@ class TokenClipConfig(_RatioClipConfig):
         self._check("token_clip")
 
 
+@closed(f"{_KEY}.seq_clip")
 @dataclass(frozen=True)
 class SeqClipConfig(_RatioClipConfig):
     """A bound on the geometric mean of a sequence's ratios."""
@@ -99,6 +101,7 @@ class SeqClipConfig(_RatioClipConfig):
         self._check("seq_clip")
 
 
+@closed(f"{_KEY}.layer_clip")
 @dataclass(frozen=True)
 class LayerClipConfig:
     """Clipping of each layer's gradient against that layer's own recent norms, in place of the global clip."""
@@ -137,6 +140,7 @@ class LayerClipConfig:
         )
 
 
+@closed(f"{_KEY}.skip_step")
 @dataclass(frozen=True)
 class SkipStepConfig:
     """No optimizer step when its norm is many standard deviations above the last ones: OLMo-core's rule."""
@@ -159,6 +163,7 @@ class SkipStepConfig:
         )
 
 
+@closed(_KEY)
 @dataclass(frozen=True)
 class StabilizeConfig:
     """Everything under ``actor.gradloc.stabilize``."""

@@ -13,7 +13,6 @@
 # limitations under the License.
 """The gradient analyses and the rollout filter in verl's trainer."""
 
-import os
 from typing import Any, Optional
 
 import torch
@@ -28,7 +27,7 @@ from ..analysis.reporter import Batch, Run
 from ..rollout_filter.config import FilterSettings, read_filter
 from .analysis_actor import RECORD_KEY
 from .analysis_batch import prepare_batch
-from .refusals import check_batch, check_run
+from .refusals import check_batch, check_run, settings_of
 from .rollout_filter import FILTER_KEY, RolloutFilter
 
 __all__ = ["FILLER", "Analysis", "build_analysis"]
@@ -143,7 +142,7 @@ def _run(config: Any) -> Run:
 
     actor = config.actor_rollout_ref.actor
     return Run(
-        root=os.path.abspath(os.path.expanduser(actor.bisect_dump_dir)),
+        root=settings_of(config).root,
         seed=config.data.get("seed") or 0,
         trackers=config.trainer.logger,
         names={"project": config.trainer.project_name, "experiment": config.trainer.experiment_name},

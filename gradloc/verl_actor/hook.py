@@ -56,11 +56,11 @@ def build_hook(actor: Any) -> "ActorHook":
     config = actor.config
     if config.gradloc.stabilize.is_on:
         hook.stabilizer = Stabilizer(actor)
-    if config.get("spike_detection", False):
+    if config.gradloc.enable:
         search = partial(
             localize,
             strategy=config.gradloc.search.strategy,
-            budget=config.bisect_budget_steps,
+            budget=config.gradloc.budget,
             max_culprits=config.gradloc.search.max_culprits,
         )
         hook.localizer = Localizer(
@@ -220,7 +220,7 @@ class _Powers:
         evidence, ranks = self._actor.config.gradloc.evidence, self._hook.localizer.ranks
         if evidence.checkpoint != "before_step":
             return None
-        root = os.path.abspath(os.path.expanduser(self._actor.config.bisect_dump_dir))
+        root = self._actor.config.gradloc.root
         size_gb = ranks.agree(lambda: EventStore(root).size_gb() if ranks.is_first else 0.0)
         if ranks.max([size_gb])[0] >= evidence.max_gb:
             logger.warning("gradloc: %s holds gradloc.evidence.max_gb or more, so no weights are saved", root)
@@ -240,7 +240,7 @@ def _gather(looked: Looked, config: Any) -> RawEvent:
         looked.squares,
         looked.history,
         vars(looked.action),
-        config.bisect_budget_steps,
+        config.gradloc.budget,
         keeps_all=config.gradloc.evidence.bundle == "full",
     )
     event.fingerprint = fingerprint(looked.space)

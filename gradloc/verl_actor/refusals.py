@@ -11,15 +11,17 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""What each feature needs of a run. Every refusal of a run in which a feature could not work is worded here."""
+"""The settings that hold, and every refusal of a run in which a feature could not work."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from ..checks import require
-from ..config import check_knobs
+from omegaconf import OmegaConf
 
-__all__ = ["check_actor_config", "check_batch", "check_run"]
+from ..checks import require
+from ..config import PUBLISHED, GradLocConfig, resolve
+
+__all__ = ["check_batch", "check_run", "settings_of", "settle_actor_config"]
 
 _ACTOR = "actor_rollout_ref.actor"
 
@@ -102,19 +104,39 @@ def check_run(feature: str, config: Any) -> None:
     _check(feature, config, "")
 
 
-def check_actor_config(actor: Any) -> None:
-    """Refuse a wrong setting or combination when the actor's config is built, on the trainer and on every worker.
+def settings_of(config: Any) -> GradLocConfig:
+    """The settings that hold, from the trainer's whole config.
+
+    Raises:
+        ValueError: one sentence, for a wrong value and for two names of one setting that differ.
+    """
+    from verl.utils.config import omega_conf_to_dataclass
+
+    actor = config.actor_rollout_ref.actor
+    block = actor.get("gradloc")
+    if block is None:  # of another trainer
+        return GradLocConfig()
+    run_folder = OmegaConf.select(config, "trainer.default_local_dir", default="outputs")
+    return resolve(omega_conf_to_dataclass(block), actor, default_dump_dir=f"{run_folder}/gradloc")
+
+
+def settle_actor_config(actor: Any) -> None:
+    """When the actor's config is built, on the trainer and on every worker: both names of a setting say the same from
+    here on, and a wrong setting or combination is refused.
 
     Args:
-        actor: verl's ``ActorConfig`` with the four published knobs and ``gradloc``.
+        actor: verl's ``ActorConfig`` with the four published keys and ``gradloc``.
 
     Raises:
         ValueError: as :func:`check_run`.
     """
-    check_knobs(actor)
-    if actor.spike_detection:
+    settings = resolve(actor.gradloc, actor)
+    values = (bool(settings.enable), settings.trigger.tau, settings.budget, settings.dump_dir)
+    for name, value in {**dict(zip(PUBLISHED, values, strict=True)), "gradloc": settings}.items():
+        object.__setattr__(actor, name, value)  # verl freezes its configs
+    if settings.enable:
         _check("spike_detection", actor, f"{_ACTOR}.")
-    stabilize = actor.gradloc.stabilize
+    stabilize = settings.stabilize
     if stabilize.is_on:
         _check("gradloc.stabilize", actor, f"{_ACTOR}.")
     if actor.strategy == "fsdp" and stabilize.layer_clip.rule != "off" and stabilize.layer_clip.group != "layer":

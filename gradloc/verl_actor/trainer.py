@@ -32,11 +32,12 @@ from verl.utils.config import omega_conf_to_dataclass
 from ..evidence.driver import Driver, sequence_ids
 from ..evidence.record import SCHEMA_VERSION, Run
 from ..health.monitor import Monitor, build_monitor
+from ..names import refuse_unknown_names
 from ..reweighting import ADVANTAGES_BEFORE_KEY, STAGE_NAME_KEY, Lopti, reweight
 from ..stabilize import STABILIZER_KEY
 from .analysis_trainer import Analysis, build_analysis
 from .keys import EVENTS_KEY, POLICY_KEY, ROW_KEY, SEQUENCE_KEY
-from .refusals import check_batch, check_run
+from .refusals import check_batch, check_run, settings_of
 
 __all__ = ["StabilizerMemory", "TrainerHook", "build_trainer_hook"]
 
@@ -53,6 +54,7 @@ def build_trainer_hook(trainer: Any) -> "TrainerHook":
         ValueError: one sentence, for a setting that is wrong or that these workers do not have.
     """
     config = trainer.config
+    refuse_unknown_names(config)
     _resolve_dump_dir(config)
     alpha, lopti = _reweighting(config)
     return TrainerHook(
@@ -68,23 +70,22 @@ def build_trainer_hook(trainer: Any) -> "TrainerHook":
 def _resolve_dump_dir(config: Any) -> None:
     """Make the events' folder absolute before any worker gets the config: on another node it has another folder."""
     actor = config.actor_rollout_ref.actor
-    found = actor.get("bisect_dump_dir")
-    if isinstance(found, str) and found.strip():
-        actor.bisect_dump_dir = os.path.abspath(os.path.expanduser(found))
+    if actor.get("gradloc") is not None:
+        actor.gradloc.dump_dir = root = settings_of(config).root
+        if actor.get("bisect_dump_dir") is not None:
+            actor.bisect_dump_dir = root
 
 
 def _driver(config: Any, tokenizer: Any) -> Driver | None:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    if not actor.get("spike_detection", False):
+    settings = settings_of(config)
+    if not settings.enable:
         return None
     check_run("spike_detection", config)
     return Driver(
-        omega_conf_to_dataclass(actor.gradloc),
-        tau=actor.grad_norm_threshold,
-        dump_dir=actor.bisect_dump_dir,
+        settings,
         sequences_per_mini_batch=actor.ppo_mini_batch_size * rollout.n,
         tokenizer=tokenizer,
-        trackers=config.trainer.logger,
         run=Run(config.trainer.project_name, config.trainer.experiment_name),
         actor=OmegaConf.to_container(actor, resolve=True),
     )
@@ -103,13 +104,20 @@ def _reweighting(config: Any) -> tuple[float, Lopti | None]:
 
 def _stabilizers(config: Any) -> "StabilizerMemory | None":
     """The memory of the actor's stabilizers, None while all are off or in another trainer's config."""
-    block = OmegaConf.select(config.actor_rollout_ref.actor, "gradloc.stabilize")
-    settings = None if block is None else omega_conf_to_dataclass(block)
-    if settings is None or not settings.is_on:
+    settings = settings_of(config).stabilize
+    if not settings.is_on:
         return None
     check_run("gradloc.stabilize", config)
     if settings.weighs_tokens:
         check_run("gradloc.stabilize.token_clip or seq_clip", config)
+    clip = settings.layer_clip
+    if clip.rule != "off":  # also where a preset has chosen it: the user's own clip is not what bounds the step
+        print(
+            f"gradloc: gradloc.stabilize.layer_clip.rule={clip.rule} takes the place of the clip at "
+            f"actor_rollout_ref.actor.grad_clip={config.actor_rollout_ref.actor.get('grad_clip')} after {clip.warmup} "
+            f"optimizer steps: each {clip.group} is clipped by its own history; rule=off keeps yours.",
+            flush=True,
+        )
     return StabilizerMemory()
 
 
@@ -170,6 +178,11 @@ class TrainerHook:
         """The parts that remember something, by their name in the state file."""
         parts = {"spikes": self.spikes, "stabilizers": self.stabilizers, "health": self.monitor}
         return {name: part for name, part in parts.items() if part is not None}
+
+    def begin_fit(self, tracking: Any) -> None:
+        """Once verl's ``Tracking`` is open, before the first step: whom to tell events."""
+        if self.spikes is not None:
+            self.spikes.teller.trackers = tracking.logger
 
     # ---- the moments of a step, in order
 

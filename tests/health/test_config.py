@@ -91,8 +91,8 @@ def test_a_wrong_value_is_refused_in_one_sentence(given, sentence):
     assert str(caught.value) == sentence
 
 
-def test_a_setting_that_is_none_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match=r"trainer.health.entropy is no setting: there are enable, "):
+def test_a_setting_that_is_none_is_refused_with_what_was_meant():
+    with pytest.raises(ValueError, match=r"trainer.health.entropy is no setting: did you mean trainer.health.entropy_"):
         HealthConfig.from_mapping({"entropy": 1})
 
 

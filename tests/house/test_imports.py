@@ -26,8 +26,9 @@ RANKS = {
     "rollout_filter": 4,
     "stabilize": 4,
     "config": 5,
-    "verl_actor": 6,
-    "verl_engine": 6,
+    "names": 6,
+    "verl_actor": 7,
+    "verl_engine": 7,
 }
 """A room imports from those of a lower rank, and from these of its own:"""
 NEIGHBOURS = {

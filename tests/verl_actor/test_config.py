@@ -5,6 +5,11 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
+from gradloc.config import PUBLISHED
+from gradloc.names import AMONG_VERLS, refuse_unknown_overrides
+
 ROOT = Path(__file__).resolve().parents[2]
 ACTOR = "actor_rollout_ref.actor"
 
@@ -33,17 +38,12 @@ def flatten(tree, prefix=""):
 def test_every_option_is_documented_with_its_default_and_every_documented_one_exists(compose):
     (answer,) = compose([])
     defaults = {f"gradloc.{key}": value for key, value in flatten(answer["ok"])}
-    defaults.update(
-        spike_detection=False,
-        grad_norm_threshold=None,
-        bisect_budget_steps=128,
-        bisect_dump_dir=None,
-    )
+    defaults.update(dict.fromkeys(PUBLISHED))
     page = (ROOT / "docs" / "configuration.md").read_text()
     documented = dict(re.findall(r"^\| `([a-z_.]+)` \| `([^`]*)` \|", page, flags=re.M))
     assert documented.keys() == defaults.keys()
     for key, value in defaults.items():
-        if key != "bisect_dump_dir":  # its default is a folder of the run
+        if key != "gradloc.dump_dir":  # its default is a folder of the run
             shown = json.dumps(value).strip('"') if not isinstance(value, str) else value
             assert documented[key] == shown, key
 
@@ -82,6 +82,15 @@ WRONG = [
     (f"{ACTOR}.gradloc.evidence.text=maybe", "gradloc.evidence.text must be one of on, off"),
     (f"{ACTOR}.gradloc.evidence.bundle=all", "gradloc.evidence.bundle must be one of culprits"),
     (f"{ACTOR}.gradloc.evidence.max_gb=-1", "gradloc.evidence.max_gb must be a number from 0 on"),
+    (f"{ACTOR}.gradloc.enable=7", "gradloc.enable must be null, true or false"),
+    (f"{ACTOR}.gradloc.budget=0", "gradloc.budget must be an integer of at least 1"),
+    (f"{ACTOR}.gradloc.dump_dir=''", "gradloc.dump_dir must be the path of a folder"),
+    (f"{ACTOR}.gradloc.trigger.tau=-1", "gradloc.trigger.tau must be null (adaptive) or a positive"),
+    (f"{ACTOR}.gradloc.notify.artifact=maybe", "gradloc.notify.artifact must be true or false"),
+    (f"{ACTOR}.gradloc.notify.command=''", "gradloc.notify.command must be null or a command line"),
+    (f"{ACTOR}.gradloc.notify.webhook=somewhere", "gradloc.notify.webhook must be null, env:NAME"),
+    (f"{ACTOR}.gradloc.notify.timeout_s=0", "gradloc.notify.timeout_s must be in (0, 600]"),
+    (f"{ACTOR}.gradloc.notify.min_interval_s=-1", "gradloc.notify.min_interval_s must be a number from 0 on"),
 ]
 
 
@@ -98,8 +107,103 @@ def test_the_published_knobs_work_word_for_word(compose):
         f"{ACTOR}.bisect_budget_steps=128",
         f"{ACTOR}.bisect_dump_dir=/tmp/bisect_dump",
     ]
-    (answer,) = compose(published)
-    assert answer["spike"] is True
+    ours = [
+        f"{ACTOR}.gradloc.enable=True",
+        f"{ACTOR}.gradloc.trigger.tau=640.0",
+        f"{ACTOR}.gradloc.budget=64",
+        f"{ACTOR}.gradloc.dump_dir=/tmp/bisect_dump",
+    ]
+    published[2] = f"{ACTOR}.bisect_budget_steps=64"
+    for answer in compose(published, ours, published + ours):
+        assert answer["spike"] is True
+        found = answer["ok"]
+        assert (found["enable"], found["trigger"]["tau"], found["budget"]) == (True, 640.0, 64)
+        assert found["dump_dir"] == "/tmp/bisect_dump"
+
+
+DIFFERENT = [
+    (f"{ACTOR}.spike_detection=True", f"{ACTOR}.gradloc.enable=False"),
+    (f"{ACTOR}.spike_detection=False", f"{ACTOR}.gradloc.enable=True"),
+    (f"{ACTOR}.grad_norm_threshold=640", f"{ACTOR}.gradloc.trigger.tau=100"),
+    (f"{ACTOR}.bisect_budget_steps=128", f"{ACTOR}.gradloc.budget=64"),
+    (f"{ACTOR}.bisect_dump_dir=/tmp/a", f"{ACTOR}.gradloc.dump_dir=/tmp/b"),
+]
+
+
+def test_two_names_of_one_setting_that_differ_are_refused(single):
+    cases = [list(pair) for pair in DIFFERENT]
+    (answers,) = single.run("configs.read_all", cases=cases, read="tests.world.configs.settings")
+    for (published, ours), answer in zip(DIFFERENT, answers, strict=True):
+        (name, _), (other, value) = published.split("="), ours.split("=")
+        assert f"{name} must be left out or the same as its other name" in answer["error"]
+        assert f"{other.removeprefix(ACTOR + '.')}={value}" in answer["error"]
+
+
+def test_enable_false_switches_off_all_that_is_under_gradloc(single):
+    safe, off = ["+gradloc=safe"], ["+gradloc=safe", f"{ACTOR}.gradloc.enable=false"]
+    (answers,) = single.run("configs.read_all", cases=[safe, off], read="tests.world.configs.settings")
+    assert [(answer["enable"], answer["stabilizes"]) for answer in answers] == [(True, True), (False, False)]
+    # the global clip is what bounds the step again
+    assert [answer["clip_limit"] for answer in answers] == [None, 1.0]
+
+
+def test_the_published_switch_says_nothing_about_the_stabilizers(single):
+    case = [f"{ACTOR}.spike_detection=False", f"{ACTOR}.gradloc.stabilize.skip_step.enable=true"]
+    ((answer,),) = single.run("configs.read_all", cases=[case], read="tests.world.configs.settings")
+    assert not answer["enable"] and answer["stabilizes"]
+
+
+@pytest.mark.parametrize("mode", ["observe", "mask"])
+def test_a_preset_chooses_the_action(single, mode):
+    ((answer,),) = single.run("configs.read_all", cases=[[f"+gradloc={mode}"]], read="tests.world.configs.settings")
+    assert (answer["enable"], answer["mode"], answer["stabilizes"]) == (True, mode, False)
+
+
+MISTYPED = {
+    f"+{ACTOR}.gradloc.trigger.windoww=64": f"{ACTOR}.gradloc.trigger.windoww is no setting: "
+    f"did you mean {ACTOR}.gradloc.trigger.window?",
+    f"+{ACTOR}.gradloc.enabel=true": f"did you mean {ACTOR}.gradloc.enable?",
+    f"+{ACTOR}.gradloc.notify.web_hook=env:A": f"did you mean {ACTOR}.gradloc.notify.webhook?",
+    f"+{ACTOR}.gradloc.stabilize.layer_clip.rul=zscore": f"did you mean {ACTOR}.gradloc.stabilize.layer_clip.rule?",
+    f"+{ACTOR}.spike_detecton=true": f"did you mean {ACTOR}.spike_detection?",
+    "+trainer.heath.enable=true": "did you mean trainer.health?",
+    "+trainer.health.spike=[1,2]": "did you mean trainer.health.spikes?",
+    "+trainer.gradient_analysis_moed=true": "did you mean trainer.gradient_analysis_mode?",
+    "+trainer.quartil_analysis_mode=true": "did you mean trainer.quartile_analysis_mode?",
+    "+actor_rollout_ref.rollout.rollout_filter_valeu=1": "did you mean actor_rollout_ref.rollout.rollout_filter_value?",
+}
+
+
+@pytest.mark.parametrize("override", MISTYPED)
+def test_a_mistyped_name_on_the_command_line_is_refused_before_hydra_sees_it(override):
+    for given in (override, override.removeprefix("+")):
+        with pytest.raises(SystemExit) as refusal:
+            refuse_unknown_overrides(["--config-name", "x", given])
+        assert MISTYPED[override] in str(refusal.value)
+        assert str(refusal.value).count("\n") == 0
+
+
+def test_a_mistyped_name_in_a_yaml_is_refused_by_the_trainer(single):
+    cases = [[override] for override in MISTYPED]
+    (answers,) = single.run("configs.read_all", cases=cases, read="tests.world.configs.trainer_hook")
+    for (override, sentence), answer in zip(MISTYPED.items(), answers, strict=True):
+        assert sentence in answer["error"], override
+
+
+def test_the_webhooks_url_is_refused_before_anything_writes_it_down():
+    with pytest.raises(SystemExit) as refusal:
+        refuse_unknown_overrides([f"{ACTOR}.gradloc.notify.webhook=https://hooks.example/T0/secret"])
+    assert "env:NAME" in str(refusal.value) and "secret" not in str(refusal.value)
+
+
+def test_every_name_of_verls_and_ours_passes(single):
+    (answers,) = single.run("configs.read_all", cases=[[]], read="tests.world.configs.every_name")
+    theirs = list(flatten(answers[0]))
+    refuse_unknown_overrides([f"{name}={value}" for name, value in theirs])
+    names = {name.rpartition(".")[::2] for name, _ in theirs}
+    for parent, ours in AMONG_VERLS.items():
+        for name in ours:
+            assert (parent, name) in names or any(block.startswith(f"{parent}.{name}") for block, _ in names), name
 
 
 def test_what_is_not_supported_is_refused_while_detection_is_on(compose):

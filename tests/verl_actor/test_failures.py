@@ -50,14 +50,33 @@ def test_a_rank_that_fails_inside_a_forward_or_backward_ends_instead_of_hanging(
         doomed.close()
 
 
+NOTIFY = f"{ACTOR}.gradloc.notify"
+
+
+@pytest.fixture(scope="module")
+def untroubled(world, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("untroubled") / "gradloc")
+    return world.run("failures.write_into_trouble", kind="none", overrides=ON, dump_dir=folder)
+
+
 @pytest.mark.parametrize(
-    ("kind", "failures"),
-    [("file in the way", 1), ("disk full", 1), ("folder vanishes", 0), ("tracker raises", 0)],
+    ("kind", "failures", "settings"),
+    [
+        ("file in the way", 1, []),
+        ("disk full", 1, []),
+        ("folder vanishes", 0, []),
+        ("tracker raises", 0, []),
+        ("webhook hangs", 0, [f"{NOTIFY}.webhook=env:HOOK", f"{NOTIFY}.timeout_s=60"]),
+        ("command fails", 0, [f"{NOTIFY}.command=/no/such/command"]),
+        ("command hangs", 0, [f"{NOTIFY}.command='sleep 60'", f"{NOTIFY}.timeout_s=60"]),
+    ],
 )
-def test_trouble_with_disk_or_tracker_never_reaches_training(world, dump_dir, kind, failures):
-    answers = world.run("failures.write_into_trouble", kind=kind, overrides=ON, dump_dir=dump_dir)
+def test_trouble_with_telling_never_reaches_training(world, dump_dir, untroubled, kind, failures, settings):
+    answers = world.run("failures.write_into_trouble", kind=kind, overrides=ON + settings, dump_dir=dump_dir)
     assert answers[0]["write_failures"] == failures
     assert answers[0]["next_norm"] > 0
+    assert [answer["weights"] for answer in answers] == [answer["weights"] for answer in untroubled]
+    assert answers[0]["seconds"] < 30
 
 
 def test_skip_takes_no_step_at_all(world, dump_dir):

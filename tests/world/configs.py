@@ -111,6 +111,36 @@ def actor(config: Any) -> dict[str, Any]:
     return {"ok": asdict(made.gradloc), "yaml": raw, "spike": made.spike_detection}
 
 
+def settings(config: Any) -> dict[str, Any]:
+    """GradLoc's settings, its two names each resolved, as the trainer sees them."""
+    from verl.gradloc.health.monitor import clip_limit
+    from verl.gradloc.verl_actor.refusals import settings_of
+
+    found = settings_of(config)
+    return {
+        "enable": found.enable,
+        "mode": found.action.mode,
+        "stabilizes": found.stabilize.is_on,
+        "clip_limit": clip_limit(config),
+    }
+
+
+def trainer_hook(config: Any) -> None:
+    """Build the trainer's hook, for what refuses in there."""
+    from types import SimpleNamespace
+
+    from verl.gradloc.verl_actor.trainer import build_trainer_hook
+
+    build_trainer_hook(SimpleNamespace(config=config, tokenizer=None, train_dataset=[]))
+
+
+def every_name(config: Any) -> dict[str, Any]:
+    """The whole config, unresolved."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(config, resolve=False)
+
+
 def reweighting(config: Any) -> str:
     """Whether the trainer reweights or splits its update."""
     from types import SimpleNamespace

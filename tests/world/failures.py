@@ -116,23 +116,25 @@ def fail_repeatedly(overrides: list[str], dump_dir: str) -> dict[str, Any]:
 
 def write_into_trouble(kind: str, overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """A spike whose event cannot be written, or not be told; then a healthy step."""
+    import os
     import shutil
+    import socket
+    import time
     from pathlib import Path
-
-    from verl.gradloc.evidence import trackers as announce
 
     trainer = make_trainer(overrides, dump_dir)
     root = trainer.driver.store.root
-    originals = (announce._to_console, trainer.driver.store.append)
+    original_append = trainer.driver.store.append
     if kind == "file in the way":
         root.parent.mkdir(parents=True, exist_ok=True)
         root.write_text("not a folder")
     elif kind == "tracker raises":
 
-        def raising(events, step):
-            raise RuntimeError("no connection")
+        class Raising:
+            def log(self, data, step):
+                raise RuntimeError("no connection")
 
-        announce._to_console = raising
+        trainer.driver.teller.trackers = {"file": Raising()}
     elif kind == "disk full":
 
         def full(event):
@@ -149,17 +151,23 @@ def write_into_trouble(kind: str, overrides: list[str], dump_dir: str) -> dict[s
             original(event)
 
         trainer.driver.store.append = vanish
+    elif kind == "webhook hangs":
+        silent = socket.create_server(("127.0.0.1", 0))  # takes the connection and never answers
+        os.environ["HOOK"] = f"http://127.0.0.1:{silent.getsockname()[1]}/secret"
     batch = make_batch()
     plant(batch, 5, 3, 1e4)
+    started = time.monotonic()
     try:
         out = trainer.update(batch)
     finally:
-        announce._to_console = originals[0]
-        trainer.driver.store.append = originals[1]
+        trainer.driver.store.append = original_append
+    seconds = time.monotonic() - started
     after = trainer.update(make_batch(seed=1))
     return {
         "write_failures": out["metrics"]["gradloc/write_failures"][0],
         "next_norm": after["metrics"]["actor/grad_norm"][0][0],
+        "weights": trainer.weights_hash(),
+        "seconds": seconds,
     }
 
 

@@ -1,0 +1,140 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Alerts that go out of the run: a command, a webhook, and how often."""
+
+import json
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["AlertFailed", "Limiter", "post", "run_command"]
+
+_HTTP_LOGGER = "urllib3.connectionpool"
+
+
+class AlertFailed(RuntimeError):
+    """An alert did not get through; the message holds no secret."""
+
+
+class Limiter:
+    """Lets one alert through per interval, and counts the others.
+
+    Args:
+        interval_s: seconds between two alerts.
+        clock: in seconds.
+    """
+
+    def __init__(self, interval_s: float, clock: Callable[[], float] = time.monotonic):
+        self.interval_s, self._clock = interval_s, clock
+        self._last: float | None = None
+        self._missed = 0
+
+    def admit(self, number: int) -> int | None:
+        """Ask for an alert about so many events; returns how many earlier ones it stands for, or None: not now."""
+        now = self._clock()
+        if self._last is not None and now - self._last < self.interval_s:
+            self._missed += number
+            return None
+        missed, self._last, self._missed = self._missed, now, 0
+        return missed
+
+
+def run_command(command: str, stdin: str, environment: dict[str, str], timeout_s: float) -> None:
+    """Run a command line without a shell; its output is thrown away.
+
+    Args:
+        command: split like a shell would, nothing else is done to it.
+        stdin: what it reads.
+        environment: variables in addition to those of this process.
+        timeout_s: after so many seconds the command and what it has started are killed.
+
+    Raises:
+        AlertFailed: it did not start, took too long or did not exit with 0.
+    """
+    try:
+        process = subprocess.Popen(
+            shlex.split(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise AlertFailed(f"it did not start: {error.strerror}") from None
+    try:
+        process.communicate(stdin.encode("utf-8"), timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise AlertFailed(f"it took longer than {timeout_s:g} s and was killed") from None
+    if process.returncode:
+        raise AlertFailed(f"exit status {process.returncode}")
+
+
+def post(place: str, message: dict[str, Any], timeout_s: float) -> None:
+    """Send a message to a webhook; the answer's body is not read, redirects are not followed.
+
+    Args:
+        place: where the URL is: ``env:NAME`` or ``file:PATH``. It is read anew each time and told to nobody.
+        message: JSON-ready.
+        timeout_s: seconds to connect, and between two bytes of the answer.
+
+    Raises:
+        AlertFailed: without the URL, which is a secret.
+    """
+    import requests
+
+    url = _read(place)
+    quiet = _mute_this_thread()
+    try:
+        body = json.dumps(message).encode("utf-8")
+        headers = {"Content-Type": "application/json"}
+        answer = requests.post(url, data=body, headers=headers, timeout=timeout_s, allow_redirects=False, stream=True)
+        answer.close()
+    except Exception as error:  # requests' messages name the URL
+        raise AlertFailed(type(error).__name__) from None
+    finally:
+        logging.getLogger(_HTTP_LOGGER).removeFilter(quiet)
+    if not 200 <= answer.status_code < 300:
+        raise AlertFailed(f"it answered {answer.status_code}")
+
+
+def _read(place: str) -> str:
+    kind, _, name = place.partition(":")
+    try:
+        url = os.environ[name] if kind == "env" else Path(name).expanduser().read_text(encoding="utf-8")
+    except KeyError:
+        raise AlertFailed(f"the environment variable {name} is not set where the trainer runs") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise AlertFailed(f"{name} could not be read ({type(error).__name__})") from None
+    return url.strip()
+
+
+def _mute_this_thread() -> Callable[[logging.LogRecord], bool]:
+    """At level DEBUG, urllib3 logs the path of what it requests."""
+    here = threading.get_ident()
+
+    def quiet(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    logging.getLogger(_HTTP_LOGGER).addFilter(quiet)
+    return quiet

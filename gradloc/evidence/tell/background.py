@@ -1,0 +1,83 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A thread for what may take long or hang, so that training does not wait for it."""
+
+import atexit
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from contextvars import copy_context
+
+__all__ = ["Background", "said_of"]
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+
+def said_of(error: BaseException) -> str:
+    """An error in one short line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+class Background:
+    """Runs one job after the other in a daemon thread; what does not fit into the queue is left out.
+
+    Args:
+        name: of the thread.
+        patience_s: seconds that the interpreter's end waits for what is still to be told.
+        size: jobs that may wait.
+    """
+
+    def __init__(self, name: str, patience_s: float, size: int = 16):
+        self.name, self.patience_s = name, patience_s
+        self._jobs: queue.Queue = queue.Queue(size)
+        self._thread: threading.Thread | None = None
+
+    def submit(self, what: str, job: Callable[[], None]) -> None:
+        """Run a job later; if it raises, or does not fit in, that is one line in the log.
+
+        Args:
+            what: the job, as it reads in that line.
+            job: sees the context variables of now.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
+            self._thread.start()
+            atexit.register(self.finish)
+        context = copy_context()
+        try:
+            self._jobs.put_nowait((what, lambda: context.run(job)))
+        except queue.Full:
+            logger.error(
+                "gradloc: %s is left out: %d earlier ones still wait; training goes on", what, self._jobs.maxsize
+            )
+
+    def finish(self) -> None:
+        """Wait until all is told, for ``patience_s`` at most."""
+        jobs = self._jobs
+        with jobs.all_tasks_done:
+            jobs.all_tasks_done.wait_for(lambda: not jobs.unfinished_tasks, self.patience_s)
+
+    def _work(self) -> None:
+        while True:
+            what, job = self._jobs.get()
+            try:
+                job()
+            except Exception as error:
+                logger.error("gradloc: %s failed (%s); training goes on", what, said_of(error))
+            finally:
+                self._jobs.task_done()

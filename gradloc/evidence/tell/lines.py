@@ -1,0 +1,85 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""An event in one line, as a table row, and the command that opens it. Pure, standard library only."""
+
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+from ..numbers import number, percent
+from ..record import Culprit, Event
+from ..verdict import quote
+
+__all__ = ["COLUMNS", "headline", "opening_command", "table_rows"]
+
+COLUMNS = ("event", "step", "token", "position", "sequence", "rank", "micro_batch", "share", "grad_norm", "advantage")
+
+
+def headline(event: Event) -> str:
+    """``SPIKE step 5: " is" (rank 1) carries 100 %, norm 118 -> 0.84 without it, taken: observe``.
+
+    Returns:
+        One line of printable characters.
+    """
+    kind = "REHEARSAL" if event.trigger.kind == "forced" else "SPIKE"
+    norm, culprits = number(event.trigger.grad_norm, 3), event.culprits
+    said = f"{kind} step {event.step.global_step}: "
+    if culprits:
+        after, verdict = event.certificate.norm_after, event.certificate.verdict
+        known = number(after, 3) if after is not None and math.isfinite(after) else "unknown"
+        doubt = "" if verdict == "explained" else f" ({verdict.replace('_', ' ')})"
+        said += f"{_who(culprits)}, norm {norm} -> {known} without {'it' if len(culprits) == 1 else 'them'}{doubt}"
+    else:
+        said += f"no token found that carries it, norm {norm}"
+    return f"{said}, taken: {event.action.taken}"
+
+
+def opening_command(event: Event, root: Path) -> str:
+    """The command that shows the event, to be pasted into a shell.
+
+    Args:
+        event: as written.
+        root: the folder of the events, absolute.
+    """
+    return shlex.join(["gradloc-report", str(root), "--event", event.event_id])
+
+
+def table_rows(events: list[Event]) -> list[list[Any]]:
+    """One row per culprit, under :data:`COLUMNS`."""
+    return [_row(event, culprit) for event in events for culprit in event.culprits]
+
+
+def _who(culprits: tuple[Culprit, ...]) -> str:
+    shares = [culprit.share for culprit in culprits if culprit.share is not None and math.isfinite(culprit.share)]
+    is_known = len(shares) == len(culprits)
+    first = max(culprits, key=lambda culprit: abs(culprit.share or 0.0)) if is_known else culprits[0]
+    did = f"{'carries' if len(culprits) == 1 else 'carry'} {percent(sum(shares)).replace('%', ' %')}"
+    more = f" and {len(culprits) - 1} more" if len(culprits) > 1 else ""
+    return f"{quote(first)} (rank {first.rank}){more} {did if is_known else 'made it'}"
+
+
+def _row(event: Event, culprit: Culprit) -> list[Any]:
+    return [
+        event.event_id,
+        event.step.global_step,
+        quote(culprit),
+        culprit.positions[0],
+        culprit.sequence_id,
+        culprit.rank,
+        culprit.micro_batch,
+        culprit.share,
+        culprit.grad_norm,
+        culprit.advantage,
+    ]

@@ -1,0 +1,121 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Mistyped names of settings, refused in one sentence that says what was probably meant.
+
+The blocks that are ours alone know their names themselves (:func:`~.checks.closed`). Here are the names that stand
+among verl's own, and the command line: Hydra would refuse it first, in words of its own.
+"""
+
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from .checks import refuse_unknown
+from .config import PUBLISHED, GradLocConfig
+from .evidence.tell.config import WEBHOOK_IS_NO_URL
+from .health.config import HealthConfig
+
+__all__ = ["AMONG_VERLS", "refuse_unknown_names", "refuse_unknown_overrides"]
+
+_ACTOR = "actor_rollout_ref.actor"
+AMONG_VERLS = {
+    "trainer": (
+        "health",
+        "gradient_analysis_mode",
+        "gradient_analysis_every",
+        "gradient_analysis_env_groups",
+        "gradient_analysis_group_size",
+        "exit_after_gradient_analysis",
+        "quartile_analysis_mode",
+        "quartile_analysis_every",
+        "quartile_analysis_split",
+        "quartile_analysis_num_tokens",
+    ),
+    _ACTOR: (*PUBLISHED, "gradloc", "filter_loss_scaling"),
+    "actor_rollout_ref.rollout": (
+        "gradient_analysis_num_buckets",
+        "gradient_analysis_bucket_mode",
+        "rollout_filter_strategy",
+        "rollout_filter_value",
+        "rollout_filter_metric",
+        "rollout_filter_type",
+        "rollout_filter_include_zero",
+        "rollout_filter_top_p_prob_mode",
+    ),
+}
+"""Our names, by the block of verl's in which they stand."""
+_BLOCKS = {f"{_ACTOR}.gradloc": GradLocConfig, "trainer.health": HealthConfig}
+_IS_CLOSE = 0.8
+
+
+def refuse_unknown_overrides(arguments: Sequence[str] | None = None) -> None:
+    """Before Hydra reads the command line: end the program where an override mistypes one of our names.
+
+    Args:
+        arguments: ``sys.argv[1:]`` by default.
+
+    Raises:
+        SystemExit: with one sentence.
+    """
+    for argument in sys.argv[1:] if arguments is None else arguments:
+        if argument.startswith("-"):
+            continue
+        key, _, value = argument.partition("=")
+        key = key.lstrip("+~").partition("@")[0]
+        if key == f"{_ACTOR}.gradloc.notify.webhook" and "://" in value:
+            raise SystemExit(WEBHOOK_IS_NO_URL)  # before Hydra writes its overrides to a file
+        try:
+            _check(key)
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
+
+
+def refuse_unknown_names(config: Any) -> None:
+    """Refuse what stands beside verl's own settings and is nearly one of ours.
+
+    Args:
+        config: the trainer's whole config.
+
+    Raises:
+        ValueError: one sentence.
+    """
+    for parent in AMONG_VERLS:
+        block = config
+        for name in parent.split("."):
+            block = block.get(name) or {}
+        for name in block:
+            _check(f"{parent}.{name}")
+
+
+def _check(key: str) -> None:
+    for block, settings in _BLOCKS.items():
+        if key.startswith(f"{block}."):
+            _check_in(block, settings, key.removeprefix(f"{block}.").split("."))
+    for parent, ours in AMONG_VERLS.items():
+        name = key.removeprefix(f"{parent}.").split(".")[0] if key.startswith(f"{parent}.") else ""
+        close = difflib.get_close_matches(name, ours, n=1, cutoff=_IS_CLOSE)
+        if close and name not in ours:
+            raise ValueError(f"{parent}.{name} is no setting: did you mean {parent}.{close[0]}?")
+
+
+def _check_in(block: str, settings: Any, names: list[str]) -> None:
+    parts = {field.name: field.default_factory for field in fields(settings)}
+    if names[0] == "_target_":
+        return  # Hydra's own
+    refuse_unknown(block, names[:1], parts)
+    deeper = parts[names[0]]
+    if is_dataclass(deeper) and len(names) > 1:
+        _check_in(f"{block}.{names[0]}", deeper, names[1:])
