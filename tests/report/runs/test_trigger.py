@@ -12,7 +12,7 @@ from gradloc.core.adaptive import AdaptiveThreshold
 from gradloc.report.cli import main
 from gradloc.report.runs import sources
 
-SERIES = Path(__file__).resolve().parents[2] / "docs" / "series"
+SERIES = Path(__file__).resolve().parents[3] / "docs" / "series"
 RNG = random.Random(3)
 NORMS = [round(math.exp(RNG.gauss(0, 0.2)), 6) for _ in range(40)]
 NORMS[30] = 54.25
