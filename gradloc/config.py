@@ -76,11 +76,11 @@ class TriggerConfig:
     num_deviations: float | None = None
     """Not used any more; a run that sets it is told so."""
     cooldown_steps: int = 0
-    """Trainer steps after an event in which nothing is localized."""
+    """Trainer steps after an event in which none is written; the action still applies."""
     max_events_per_step: int = 1
-    """Spiking mini-batches localized within one trainer step."""
+    """Events written of one trainer step; the action applies to every spike, written or not."""
     max_events: int = 100
-    """Events localized within one run; later spikes are only counted."""
+    """Events written in one run; the action still applies to later spikes."""
     force_step: int | None = None
     """Rehearsal: localize at this global step even though nothing spikes there."""
 
@@ -145,7 +145,7 @@ class SearchConfig:
 @closed(f"{_KEY}.gradloc.action")
 @dataclass(frozen=True)
 class ActionConfig:
-    """What happens to the optimizer step that spiked."""
+    """What happens to the optimizer step that spiked, to each one that does."""
 
     mode: str = "observe"
     """``observe``: the step is unchanged. ``mask``: take the step without the culprits. ``skip``:
@@ -154,6 +154,8 @@ class ActionConfig:
     """Skip the step instead of masking more tokens than this."""
     max_masked_share: float = 0.05
     """Skip the step instead of masking more than this share of the mini-batch's tokens."""
+    max_searches_per_step: int | None = None
+    """Masking needs a search for every spike: skip the step instead of searching more often in one update."""
 
     def __post_init__(self):
         _require(self.mode in ACTIONS, "gradloc.action.mode", f"one of {', '.join(ACTIONS)}", self.mode)
@@ -161,6 +163,13 @@ class ActionConfig:
         _require(is_int(most, 1), "gradloc.action.max_masked_tokens", "an integer of at least 1", most)
         share = self.max_masked_share
         _require(is_number(share) and 0 < share <= 1, "gradloc.action.max_masked_share", "in (0, 1]", share)
+        most = self.max_searches_per_step
+        _require(
+            most is None or is_int(most, 1),
+            "gradloc.action.max_searches_per_step",
+            "null or an integer of at least 1",
+            most,
+        )
 
 
 @closed(f"{_KEY}.gradloc.evidence")
@@ -178,6 +187,9 @@ class EvidenceConfig:
     """``before_step`` saves the weights that the event happened at, in verl's own checkpoint format."""
     max_gb: float = 20.0
     """No bundle or checkpoint is written once the dump folder holds this many gigabytes."""
+    rerun: bool = False
+    """Run the spike's micro-batches again as they were, and record whether the norm came back; where it did not, the
+    hardware or a race made the spike, and no token is looked for."""
 
     def __post_init__(self):
         if isinstance(self.text, bool):  # YAML reads a bare on/off as a boolean
@@ -193,6 +205,7 @@ class EvidenceConfig:
         ):
             value = getattr(self, name)
             _require(value in allowed, f"gradloc.evidence.{name}", f"one of {', '.join(allowed)}", value)
+        _require(isinstance(self.rerun, bool), "gradloc.evidence.rerun", "true or false", self.rerun)
         _require(
             is_number(self.max_gb) and self.max_gb >= 0, "gradloc.evidence.max_gb", "a number from 0 on", self.max_gb
         )

@@ -14,7 +14,8 @@
 """What happens to the step that spiked. The decision is pure, so that every rank takes the same one.
 
 ``observe`` leaves it as it is. ``mask`` takes the step that the batch without the culprits would have taken. ``skip``
-takes none. ``abort`` takes none and stops the run once the event is written.
+takes none. ``abort`` takes none and stops the run. An action applies to every spike, however few events may be
+written. ``mask`` needs a search for each; where the number of searches is limited, it falls back to ``skip``.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from .certificate import Certificate
 from .selection import Token
 from .trigger import Spike
 
-__all__ = ["ACTIONS", "Action", "ActionLimits", "decide"]
+__all__ = ["ACTIONS", "Action", "ActionLimits", "Handled", "decide", "decide_without_search"]
 
 ACTIONS = ("observe", "mask", "skip", "abort")
 
@@ -38,6 +39,8 @@ class ActionLimits(Protocol):
     max_masked_tokens: int
     max_masked_share: float
     """Of the mini-batch's tokens, in (0, 1]."""
+    max_searches_per_step: int | None
+    """Of one update; None for no limit."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,18 @@ class Action:
     requested: str
     taken: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Handled:
+    """A spike of an update, whether an event is written of it or not."""
+
+    number: int
+    """Of the optimizer step, counted over epochs and mini-batches from 0."""
+    grad_norm: float
+    """Before clipping and before the action."""
+    taken: str
+    is_written: bool
 
 
 def decide(
@@ -73,6 +88,23 @@ def decide(
     return Action(limits.mode, taken, reason)
 
 
+def decide_without_search(limits: ActionLimits, spike: Spike, num_searches: int) -> Action | None:
+    """The action on a spike that no event will be written of; None where only a search can tell.
+
+    Args:
+        limits: what was asked for.
+        spike: why it is one.
+        num_searches: of this update so far.
+    """
+    if limits.mode != "mask" or spike.kind == "forced":
+        taken = "observe" if spike.kind == "forced" else limits.mode
+        return Action(limits.mode, taken, "as configured")
+    most = limits.max_searches_per_step
+    if most is not None and num_searches >= most:
+        return Action(limits.mode, "skip", f"action.max_searches_per_step allows {most} searches")
+    return None
+
+
 def _decide(
     limits: ActionLimits, spike: Spike, certificate: Certificate, num_masked: int, obstacle: str | None
 ) -> tuple[str, str]:
@@ -84,6 +116,8 @@ def _decide(
         return limits.mode, "as configured"
     if obstacle is not None:
         return "skip", f"masking is not possible: {obstacle}"
+    if not num_masked:
+        return "skip", f"there is no token to mask: {certificate.reason}"
     if certificate.verdict == "undecided" and certificate.norm_after < (certificate.threshold or 0.0):
         pass  # the masked step is recomputed, so what was measured is what is taken
     elif certificate.verdict != "explained":

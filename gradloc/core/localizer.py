@@ -29,14 +29,14 @@ from typing import Any, Protocol
 
 import torch
 
-from .actions import Action, ActionLimits, decide
+from .actions import Action, ActionLimits, Handled, decide, decide_without_search
 from .certificate import Certificate
 from .gradients import GradientSpace
 from .memory import choose_way
 from .probe import Prober, RngState, TrainingStep
 from .ranks import LostRank, Ranks
 from .selection import Token
-from .tracker import NormTracker
+from .tracker import NormTracker, median_size
 from .trigger import Place, Spike, StepPolicy
 
 __all__ = ["ActorPowers", "Found", "Localizer", "Looked"]
@@ -85,12 +85,15 @@ class Looked:
     history: torch.Tensor | None
     """The same of earlier steps: float64 (steps, num_params); None when it was not tracked."""
     action: Action
+    clip_limit: float
+    """The norm that the actor clips to; inf where it does not clip the whole."""
     checkpoint: str | None
     """Where the weights were saved."""
 
 
 Search = Callable[..., Found]
-"""Finds and certifies culprits: step, space, ranks, spike, clip_scale, increments; see ``search.find.localize``."""
+"""Finds and certifies culprits: step, space, ranks, spike, clip_scale, increments and what is typical of the run; see
+``search.find.localize``."""
 
 
 class Localizer:
@@ -121,11 +124,16 @@ class Localizer:
         self._space: GradientSpace | None = None
         self._step: TrainingStep | None = None
         self._num_mini_batches = 0
-        self._num_looked_into = 0
+        self._num_searches = 0
+        self._num_to_write = 0
         self.norms: list[float] = []
         """Of the present update, before clipping: epochs x mini-batches, in order."""
         self.events: list[Any] = []
-        """Of the present update."""
+        """Of the present update; the policy says how many there may be."""
+        self.handled: list[Handled] = []
+        """All spikes of the present update, also those that no event is written of."""
+        self.coefficient = 0.0
+        """Median |d loss / d log_prob| of this rank's tokens in the update's first mini-batch, those without aside."""
         self.num_failures = 0
 
     # ---- the moments of an update, in order
@@ -133,7 +141,8 @@ class Localizer:
     def begin_update(self, policy: StepPolicy | None, space: GradientSpace) -> None:
         """Take the step's policy; None: nothing is looked into."""
         self._policy, self._space = policy, space
-        self.norms, self.events, self._num_looked_into = [], [], 0
+        self.norms, self.events, self.handled = [], [], []
+        self._num_searches = self._num_to_write = 0
         self._tracker.begin_update()
 
     def begin_mini_batch(self, step: TrainingStep) -> None:
@@ -157,10 +166,12 @@ class Localizer:
         """
         norm = float(grad_norm)
         self.norms.append(norm)
+        if self._policy is not None and len(self.norms) == 1:
+            step = self._step
+            self.coefficient = median_size(step.coefficients(index)[0] for index in range(step.num_micro_batches))
         spike = self._find_spike(norm)
         if spike is not None:
-            self._num_looked_into += 1
-            grad_norm = self._look_into(spike, grad_norm)
+            grad_norm = self._handle(spike, grad_norm)
         self._tracker.after_mini_batch(is_spike=spike is not None or not math.isfinite(norm))
         self._step = None
         return grad_norm
@@ -174,7 +185,7 @@ class Localizer:
 
     def _find_spike(self, norm: float) -> Spike | None:
         policy = self._policy
-        if policy is None or self.num_failures >= _MAX_FAILURES or self._num_looked_into >= policy.max_events:
+        if policy is None or self.num_failures >= _MAX_FAILURES:
             return None
         spike = policy.spike(norm, len(self.norms) - 1)
         return None if spike is not None and spike.kind == "non_finite" and self._is_overflow() else spike
@@ -187,10 +198,22 @@ class Localizer:
         is_finite = self.ranks.agree(lambda: all(step.has_finite_loss(i) for i in range(step.num_micro_batches)))
         return self.ranks.all(is_finite)
 
-    def _look_into(self, spike: Spike, grad_norm: torch.Tensor) -> torch.Tensor:
+    def _handle(self, spike: Spike, grad_norm: torch.Tensor) -> torch.Tensor:
+        """Act on the spike; look into it where an event may be written of it, or where the action needs to know."""
+        is_written = self._num_to_write < self._policy.max_events
+        action = None if is_written else decide_without_search(self.limits, spike, self._num_searches)
+        if action is None:
+            return self._look_into(spike, grad_norm, is_written)
+        taken_norm = self._act(action.taken, [])
+        self.handled.append(Handled(len(self.norms) - 1, spike.grad_norm, action.taken, is_written=False))
+        return grad_norm if taken_norm is None else taken_norm
+
+    def _look_into(self, spike: Spike, grad_norm: torch.Tensor, is_written: bool) -> torch.Tensor:
         """Localize and act; whatever goes wrong in a way that all ranks know of leaves the step as it was."""
+        self._num_searches += 1
+        self._num_to_write += is_written
         try:
-            event, taken_norm = self._localize_and_act(spike)
+            event, action, taken_norm = self._localize_and_act(spike, is_written)
         except LostRank:
             logger.critical(
                 "gradloc: this rank cannot go on in step with its peers; it ends now, so that nothing hangs until a "
@@ -209,20 +232,23 @@ class Localizer:
                 _MAX_FAILURES,
             )
             return grad_norm
-        self.events.append(event)
+        self.events += [event] if is_written else []
+        self.handled.append(Handled(len(self.norms) - 1, spike.grad_norm, action.taken, is_written))
         return grad_norm if taken_norm is None else taken_norm
 
-    def _localize_and_act(self, spike: Spike) -> tuple[Any, torch.Tensor | None]:
+    def _localize_and_act(self, spike: Spike, is_written: bool) -> tuple[Any, Action, torch.Tensor | None]:
         space, step, policy = self._space, self._step, self._policy
         way = self._choose_way(space, step)
         # how torch and FSDP clip: the gradient in .grad is this times the true one
         limit = self.powers.clip_limit
         clip_scale = min(1.0, limit / (spike.grad_norm + 1e-6)) if math.isfinite(spike.grad_norm) else 1.0
         increments = self._tracker.increments(space, self.ranks, step.loss_scale)
-        found = self._search(step, space, self.ranks, spike, clip_scale, increments, **way)
+        found = self._search(step, space, self.ranks, spike, clip_scale, increments, policy.typical, **way)
         overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
         obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else None
         action = decide(self.limits, spike, found.certificate, found.tokens, obstacle)
+        if not is_written:
+            return None, action, self._act(action.taken, found.tokens)
         looked = Looked(
             place=policy.place(len(self.norms) - 1),
             spike=spike,
@@ -233,10 +259,11 @@ class Localizer:
             squares=space.squares() / clip_scale**2,
             history=self._tracker.history(space, self.ranks),
             action=action,
+            clip_limit=limit,
             checkpoint=self.powers.save_weights(policy.global_step),
         )
         event = self._gather(looked)
-        return event, self._act(action.taken, found.tokens)
+        return event, action, self._act(action.taken, found.tokens)
 
     def _choose_way(self, space: GradientSpace, step: TrainingStep) -> dict[str, str]:
         """What the search is called with, over its configuration, where memory is short on some rank."""

@@ -132,6 +132,9 @@ class TrainingStep(Protocol):
     def forward_bytes(self) -> int:
         """What :meth:`forward` holds at its peak beside the weights, in bytes: mostly the logits in float32."""
 
+    def entropies(self, micro_batch: int) -> torch.Tensor:
+        """Entropy in nats (B, T) at the present weights, also where the loss has no entropy term: one forward."""
+
     def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
         """The loss, scaled: its backward adds the selected tokens' part of the training gradient to ``.grad``.
 
@@ -172,6 +175,14 @@ class Prober:
         """See :meth:`TrainingStep.forward`."""
         self.num_forwards += 1
         return self._together(lambda: self.step.forward(micro_batch))
+
+    def entropies(self, micro_batch: int) -> torch.Tensor:
+        """See :meth:`TrainingStep.entropies`."""
+        recorded = self.step.recorded(micro_batch).entropy
+        if recorded is not None:
+            return recorded
+        self.num_forwards += 1
+        return self._together(lambda: self.step.entropies(micro_batch))
 
     def _together(self, joint: Callable[[], T]) -> T:
         """Run a forward or backward; where it fails on any rank, leave the module fit for training on all of them."""

@@ -21,13 +21,14 @@ model.
 
 import time
 from collections import deque
+from collections.abc import Iterable
 
 import torch
 
 from .gradients import GradientSpace
 from .ranks import Ranks
 
-__all__ = ["NormTracker"]
+__all__ = ["NormTracker", "median_size"]
 
 _MAX_COST = 0.002  # of an update's time; tracking switches itself off beyond
 _NUM_TRIALS = 3  # updates to judge that by
@@ -92,3 +93,10 @@ class NormTracker:
         if not ranks.all(self.is_on and len(self._history) > 1):
             return None
         return space.reduce(torch.stack(list(self._history)).double())
+
+
+def median_size(tensors: Iterable[torch.Tensor]) -> float:
+    """Median of the absolute values of all elements that are neither zero nor NaN; 0 without any."""
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors]).abs()
+    kept = flat[(flat > 0) & flat.isfinite()]
+    return float(kept.median()) if len(kept) else 0.0

@@ -69,13 +69,15 @@ class StepPolicy:
     tau: list[float | None]
     """Per-token threshold, per optimizer step; None where there is no threshold."""
     max_events: int
-    """Mini-batches of this step that may still be localized."""
+    """Spikes of this update that an event may be written of; the action applies to all."""
     force: bool = False
     """Localize the first mini-batch even when it does not spike."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """What each adaptive threshold was made of, for the record; empty under the fixed rule."""
     stage: str | None = None
     """Which of Lopti's two updates of the step this is; None for the only one."""
+    typical: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """What is typical of the run's own batches, by name: see ``search.scale.ScaleHistory.typical``."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -15,8 +15,9 @@
 
 A token's gradient is a product: its loss weight, times |advantage|, times the importance ratio, times the rollout
 correction weight, times the norm of the log-prob's own gradient (the Jacobian); the KL and entropy terms add their own
-coefficients. Each factor is compared with what is typical in the batch. The factor that is furthest above typical,
-in orders of magnitude, is named as the cause, together with all the numbers.
+coefficients. An entropy term with a far larger coefficient is the cause by itself. Else each factor is compared with
+what is typical in the batch, and the one that is furthest above, in orders of magnitude, is named as the cause,
+together with all the numbers.
 """
 
 import math
@@ -27,6 +28,8 @@ __all__ = ["classify"]
 
 _NOTABLE = 3.0  # a factor under three times its typical value explains nothing
 _SPREAD = 10.0  # a layer ten times further above its history than the median layer explodes alone
+_LEADS = 3.0  # the entropy term carries what has this many times the log-prob's coefficient
+_UNLIKELY = 0.01  # STAPO's bound on the probability
 _TINY = 1e-30
 
 
@@ -57,6 +60,8 @@ def classify(culprit: Culprit, batch: BatchStatistics) -> Cause:
     coefficient = culprit.coefficients.log_prob
     kl = culprit.coefficients.kl or 0.0
     norm = culprit.grad_norm
+    if culprit.log_prob is not None and not math.isfinite(culprit.log_prob):
+        return Cause("non_finite_forward", {"coefficient": coefficient, "log_prob": culprit.log_prob})
     finite = [value for value in (coefficient, norm, culprit.advantage) if value is not None]
     if any(not math.isfinite(value) for value in finite):
         return Cause("non_finite", {"coefficient": coefficient, "advantage": culprit.advantage})
@@ -73,14 +78,29 @@ def classify(culprit: Culprit, batch: BatchStatistics) -> Cause:
     numbers: dict[str, float | None] = {f"{name}_over_typical": value for name, value in excess.items()}
     numbers["log_prob_gradient_norm"] = jacobian
     numbers["kl_share_of_coefficient"] = abs(kl) / (abs(kl) + abs(coefficient - kl) + _TINY) if coefficient else None
-    return Cause(_label(culprit, batch, excess, numbers, kl), numbers)
+    if coefficient and culprit.coefficients.entropy:
+        numbers["entropy_over_log_prob"] = abs(culprit.coefficients.entropy / coefficient)
+    label = _label(culprit, batch, excess, numbers, kl)
+    if label in ("low_probability", "unknown") and _is_spurious(culprit, batch):
+        label = "spurious_token"
+        numbers |= {"probability": math.exp(culprit.log_prob or 0.0), "entropy": culprit.entropy}
+    return Cause(label, numbers)
+
+
+def _is_spurious(culprit: Culprit, batch: BatchStatistics) -> bool:
+    """STAPO's three signs of a token that is rewarded by accident (arXiv 2602.15620): an unlikely token where the model
+    was sure of another, in a response that was rewarded."""
+    if culprit.log_prob is None or culprit.entropy is None or batch.low_entropy is None:
+        return False
+    is_unlikely = math.exp(min(culprit.log_prob, 0.0)) < _UNLIKELY
+    return is_unlikely and culprit.entropy <= batch.low_entropy and (culprit.advantage or 0.0) > 0
 
 
 def _label(
     culprit: Culprit, batch: BatchStatistics, excess: dict[str, float], numbers: dict[str, float | None], kl: float
 ) -> str:
     coefficient = culprit.coefficients.log_prob or 0.0
-    if not coefficient and culprit.coefficients.entropy:
+    if abs(culprit.coefficients.entropy or 0.0) > _LEADS * abs(coefficient):
         return "entropy_term"
     if abs(kl) <= abs(coefficient - kl):
         excess = {**excess, "kl": 0.0}  # the KL term is the smaller part of the coefficient: it is not the cause

@@ -19,17 +19,30 @@ Shapes: R rows of the batch, P prompt positions, T response positions.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ..core.tracker import median_size
 from .causes import classify
 from .gather import RawEvent, ratio
-from .record import BatchStatistics, BundleEntry, Culprit, Event, Ratios, Run, Sequence, SequenceFile
+from .record import (
+    BatchStatistics,
+    BundleEntry,
+    Culprit,
+    Event,
+    Ratios,
+    Run,
+    Sequence,
+    SequenceFile,
+    Sibling,
+    StepCause,
+)
 from .verdict import verdict_sentences
 
-__all__ = ["bundle_tensors", "complete_event", "complete_sequences"]
+__all__ = ["batch_scale", "bundle_tensors", "complete_event", "complete_sequences"]
 
 BUNDLE_KEYS = (
     "input_ids",
@@ -58,7 +71,20 @@ _OF_BATCH = {
 """Further ones, and the batch's tensors (R, T) that they come from."""
 
 
-def complete_event(raw: RawEvent, event_id: str, run: Run, batch: Any, tokenizer: Any, context: int) -> Event:
+_LEADS = 3.0
+"""A term whose coefficients are this many times the others' carries the gradient."""
+
+
+def complete_event(
+    raw: RawEvent,
+    event_id: str,
+    run: Run,
+    batch: Any,
+    tokenizer: Any,
+    context: int,
+    over_run: dict[str, float] | None = None,
+    last_checkpoint: str | None = None,
+) -> Event:
     """Turn what the ranks sent into the record that goes to disk.
 
     Args:
@@ -68,11 +94,16 @@ def complete_event(raw: RawEvent, event_id: str, run: Run, batch: Any, tokenizer
         batch: verl's DataProto of the step, in the order in which it was dispatched.
         tokenizer: decodes the text; None keeps text and prompts out.
         context: tokens of text to keep on either side of a culprit.
+        over_run: how many times what is typical of the run the batch's robust numbers are.
+        last_checkpoint: the newest before this step.
     """
-    statistics = _statistics(batch.batch, raw)
+    statistics = replace(_statistics(batch.batch, raw), over_run=over_run or None)
     texts = _Texts(tokenizer, batch.batch, context)
     culprits = tuple(_complete_culprit(culprit, batch, texts, statistics) for culprit in raw.event.culprits)
     event = replace(raw.event, event_id=event_id, run=run, culprits=culprits, batch=statistics)
+    if event.consequence is not None:
+        event = replace(event, consequence=replace(event.consequence, last_checkpoint=last_checkpoint))
+    event = replace(event, cause=_step_cause(event, batch.batch))
     return replace(event, verdict=verdict_sentences(event))
 
 
@@ -101,6 +132,61 @@ def bundle_tensors(raw: RawEvent, batch: Any) -> tuple[dict[str, torch.Tensor], 
     return tensors, tuple(layout)
 
 
+def batch_scale(tensors: Any, coefficients: Iterable[float]) -> dict[str, float]:
+    """A few robust numbers of a batch, for :class:`~..search.scale.ScaleHistory`.
+
+    Args:
+        tensors: the batch's.
+        coefficients: median |d loss / d log_prob| of each rank.
+
+    Returns:
+        The median |advantage| and coefficient of tokens whose is not zero, the median number of response tokens of a
+        row, and that of all rows together.
+    """
+    mask = tensors["response_mask"].bool()
+    known = sorted(value for value in coefficients if value > 0)
+    return {
+        "advantage": median_size([tensors["advantages"][mask].float()]),
+        "coefficient": known[len(known) // 2] if known else 0.0,
+        "length": float(mask.sum(-1).median()),
+        "tokens": float(mask.sum()),
+    }
+
+
+def _step_cause(event: Event, tensors: Any) -> StepCause:
+    """What the ranks found beside tokens, else the largest culprit's cause, else the loss term that carries it."""
+    found, batch = event.cause, event.batch
+    over_run = {f"{name}_over_run": value for name, value in (batch.over_run or {}).items()}
+    if found is not None:
+        numbers: dict[str, float | None] = {**found.numbers, **over_run}
+        return replace(found, numbers=numbers, names=found.names or _not_finite_at(tensors, found.places))
+    if event.culprits:
+        cause = max(event.culprits, key=_carried).cause
+        return StepCause(cause.label, numbers=cause.numbers)
+    terms = {"entropy_term": batch.entropy_over_policy or 0.0, "kl_term": batch.kl_over_policy or 0.0}
+    label = max(terms, key=lambda name: terms[name])
+    if terms[label] >= _LEADS:
+        why = f"the loss's coefficients of that term are {terms[label]:.3g} times the policy term's"
+        return StepCause(label, why, {f"{label}_over_policy": terms[label], **over_run})
+    return StepCause(numbers={**over_run})
+
+
+def _carried(culprit: Culprit) -> float:
+    for value in (culprit.share, culprit.grad_norm):
+        if value is not None:
+            return abs(value) if math.isfinite(value) else math.inf
+    return 0.0
+
+
+def _not_finite_at(tensors: Any, places: tuple[tuple[int | None, int], ...]) -> tuple[str, ...]:
+    """The batch's tensors (R, T) that are not finite at one of these places."""
+    rows = [row for row, _ in places if row is not None]
+    positions = [position for row, position in places if row is not None]
+    shape = tensors["response_mask"].shape
+    known = [key for key in BUNDLE_KEYS if key in tensors.keys() and tensors[key].shape == shape]
+    return tuple(key for key in known if rows and not bool(torch.isfinite(tensors[key][rows, positions]).all()))
+
+
 def _statistics(tensors: Any, raw: RawEvent) -> BatchStatistics:
     mask = tensors["response_mask"].bool()
     advantages = tensors["advantages"][mask].abs()
@@ -116,7 +202,15 @@ def _statistics(tensors: Any, raw: RawEvent) -> BatchStatistics:
         one_minus_prob=float(1 - probs.nanmean()) if len(probs) else 0.0,
         jacobian=jacobian,
         layer_spread=None if layers is None else layers.spread,
+        low_entropy=raw.low_entropy,
+        entropy_over_policy=_over_policy(raw, "entropy"),
+        kl_over_policy=_over_policy(raw, "kl"),
     )
+
+
+def _over_policy(raw: RawEvent, term: str) -> float | None:
+    policy, other = raw.term_norms["policy"], raw.term_norms[term]
+    return other / policy if policy > 0 and other > 0 and math.isfinite(policy + other) else None
 
 
 class _Texts:
@@ -214,7 +308,28 @@ def _complete_culprit(culprit: Culprit, batch: Any, texts: _Texts, statistics: B
         ),
         **texts.around(row, positions[0], positions[-1]),
     )
-    return replace(completed, cause=classify(completed, statistics))
+    return replace(completed, cause=classify(completed, statistics), siblings=_siblings(batch, row))
+
+
+def _siblings(batch: Any, row: int) -> tuple[Sibling, ...] | None:
+    """The other rows of the same prompt, in the order of the batch; None where the batch has no uids."""
+    tensors, uids = batch.batch, batch.non_tensor_batch.get("uid")
+    if uids is None:
+        return None
+    mask, found = tensors["response_mask"].bool(), []
+    for other in (number for number, uid in enumerate(uids) if uid == uids[row] and number != row):
+        advantages = tensors["advantages"][other][mask[other]]
+        scores = tensors["token_level_scores"][other] if "token_level_scores" in tensors.keys() else None
+        found.append(
+            Sibling(
+                row=other,
+                sequence_id=_label(batch, "sequence_id", other),
+                reward=None if scores is None else float(scores.sum()),
+                advantage=float(advantages[0]) if len(advantages) else None,
+                num_tokens=len(advantages),
+            )
+        )
+    return tuple(found)
 
 
 def _label(batch: Any, key: str, row: int) -> str | None:

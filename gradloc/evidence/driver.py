@@ -27,9 +27,11 @@ from typing import Any
 
 import torch
 
+from ..core.actions import Handled
 from ..core.adaptive import AdaptiveThreshold
 from ..core.trigger import StepPolicy, fixed_threshold, spike_kind
-from .complete import bundle_tensors, complete_event, complete_sequences
+from ..search.scale import ScaleHistory
+from .complete import batch_scale, bundle_tensors, complete_event, complete_sequences
 from .gather import RawEvent
 from .record import BundleMeta, Event, Run
 from .store import EventStore
@@ -91,6 +93,11 @@ class Driver:
         self._quiet_until = 0
         self._step = self._num_in_step = 0
         self._policy: StepPolicy | None = None
+        self.scale = ScaleHistory()
+        """What is typical of the run's own batches."""
+        self._present: dict[str, float] = {}
+        self.last_checkpoint: str | None = None
+        """The newest that the trainer has written or resumed from."""
         if settings.trigger.num_deviations is not None:
             logger.warning(
                 "gradloc: actor.gradloc.trigger.num_deviations=%s is not used any more: the adaptive threshold lies "
@@ -128,19 +135,29 @@ class Driver:
             thresholds=thresholds,
             tau=[self._tau(threshold, n) for threshold, n in zip(thresholds, of_step, strict=True)],
             max_events=0 if is_quiet else max(allowed, 0),
+            typical=self.scale.typical(),
             force=trigger.force_step == global_step,
             stage=stage or None,
             history=[] if self.tau is not None else [self.adaptive.summary(i) for i in range(len(of_step))],
         )
         return self._policy
 
-    def after_update(self, norms: list[float], raw_events: list[RawEvent], batch: Any) -> dict[str, list[float]]:
+    def after_update(
+        self,
+        norms: list[float],
+        raw_events: list[RawEvent],
+        batch: Any,
+        handled: Sequence[Handled] = (),
+        coefficients: Sequence[float] = (),
+    ) -> dict[str, list[float]]:
         """Learn from the norms, write and announce the events.
 
         Args:
             norms: of the update's optimizer steps, epochs x mini-batches, in order.
             raw_events: what the ranks gathered.
             batch: the whole batch, in the order in which it was dealt out.
+            handled: all spikes, also those that no event is written of.
+            coefficients: median |d loss / d log_prob| of each rank's first mini-batch.
 
         Returns:
             ``gradloc/*`` metrics.
@@ -150,32 +167,42 @@ class Driver:
         """
         policy = self._policy
         assert policy is not None  # before_update came first
-        measured = self._measured(policy, norms, raw_events)
+        measured = list(norms)
+        for spike in handled:  # a masked or skipped step reports the norm that it took
+            measured[spike.number] = spike.grad_norm
+        self._present = batch_scale(batch.batch, coefficients)
         self.adaptive.observe(measured)
         written = [event for event in (self._write(raw, batch) for raw in raw_events) if event is not None]
         self.teller.tell(written, policy.global_step)
         self._num_in_step += len(raw_events)
         if raw_events:
             self._quiet_until = policy.global_step + 1 + self.settings.trigger.cooldown_steps
-        if any(raw.event.action.taken == "abort" for raw in raw_events):
+        self._tell_unwritten(policy, [spike for spike in handled if not spike.is_written])
+        if any(spike.taken == "abort" for spike in handled):
             self.teller.finish()
-            said = written[-1].verdict if written else "The event could not be written."
+            said = written[-1].verdict if written else "No event of it was written."
             raise AbortedBySpike(
                 f"gradloc stopped the run (actor_rollout_ref.actor.gradloc.action.mode=abort). {said} "
-                f"The step was not taken; the event is in {self.store.root}."
+                f"The step was not taken; the events are in {self.store.root}."
             )
-        return {**self._trigger_metrics(policy, measured), **self._event_metrics([raw.event for raw in raw_events])}
+        self.scale.observe(self._present)
+        return {
+            **self._trigger_metrics(policy, measured),
+            **self._action_metrics(handled),
+            **self._event_metrics([raw.event for raw in raw_events]),
+        }
 
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the checkpoint: what the trigger has learned."""
         histories = {stage: adaptive.state() for stage, adaptive in self._adaptive.items()}
-        return {"histories": histories, "num_events": self._num_events}
+        return {"histories": histories, "num_events": self._num_events, "scale": self.scale.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state` gave."""
         for stage, history in state["histories"].items():
             self._adaptive_of(stage).load_state(history)
         self._num_events = int(state["num_events"])
+        self.scale.load_state(state.get("scale", {}))
 
     # ---- inside
 
@@ -202,14 +229,21 @@ class Driver:
             return self.tau
         return threshold * max(num_tokens, 1) ** 0.5
 
-    def _measured(self, policy: StepPolicy, norms: list[float], raw_events: list[RawEvent]) -> list[float]:
-        """The norms before any action; a masked or skipped step reports the one that it took."""
-        measured, num_mini_batches = list(norms), len(policy.num_tokens)
-        for raw in raw_events:
-            where, norm = raw.event.step, raw.event.trigger.grad_norm
-            assert norm is not None  # the ranks always know it
-            measured[where.epoch * num_mini_batches + where.mini_batch] = norm
-        return measured
+    def _tell_unwritten(self, policy: StepPolicy, spikes: list[Handled]) -> None:
+        if spikes:
+            trigger, taken = self.settings.trigger, sorted({spike.taken for spike in spikes})
+            logger.warning(
+                "gradloc: step %s has %d spikes that no event is written of; the action applied to them all the same "
+                "(%s). What is written is limited by gradloc.trigger: max_events_per_step=%d, max_events=%d (%d so "
+                "far), cooldown_steps=%d",
+                policy.global_step,
+                len(spikes),
+                ", ".join(taken),
+                trigger.max_events_per_step,
+                trigger.max_events,
+                self._num_events,
+                trigger.cooldown_steps,
+            )
 
     def _write(self, raw: RawEvent, batch: Any) -> Event | None:
         """Write one event; returns its record, None when that failed."""
@@ -230,7 +264,18 @@ class Driver:
     def _write_event(self, raw: RawEvent, batch: Any) -> Event:
         step, evidence = raw.event.step, self.settings.evidence
         event_id = self.store.new_id(step.global_step, step.epoch, step.mini_batch)
-        event = complete_event(raw, event_id, self.run, batch, self.tokenizer, evidence.context_tokens)
+        typical = self.scale.typical()
+        over_run = {name: value / typical[name][0] for name, value in self._present.items() if name in typical}
+        event = complete_event(
+            raw,
+            event_id,
+            self.run,
+            batch,
+            self.tokenizer,
+            evidence.context_tokens,
+            over_run,
+            self.last_checkpoint,
+        )
         documents: dict[str, Any] = {"sequences": complete_sequences(raw, event_id, batch, self.tokenizer)}
         tensors: dict[str, torch.Tensor] = {}
         if evidence.bundle != "off" and raw.layout:
@@ -268,6 +313,12 @@ class Driver:
         num_spikes = sum(spike_kind(*pair, policy.kind) is not None for pair in pairs)
         return {"gradloc/spikes": [num_spikes], **found}
 
+    def _action_metrics(self, handled: Sequence[Handled]) -> dict[str, list[float]]:
+        return {
+            "gradloc/unwritten": [sum(not spike.is_written for spike in handled)],
+            **{f"gradloc/{taken}": [sum(spike.taken == taken for spike in handled)] for taken in _TAKEN},
+        }
+
     def _event_metrics(self, events: list[Event]) -> dict[str, list[float]]:
         found: dict[str, list[float]] = {}
         after = [event.certificate.norm_after for event in events if event.certificate.norm_after is not None]
@@ -282,7 +333,6 @@ class Driver:
             "gradloc/events": [len(events)],
             "gradloc/culprits": [sum(len(event.culprits) for event in events)],
             "gradloc/explained": [sum(event.certificate.verdict == "explained" for event in events)],
-            **{f"gradloc/{taken}": [sum(event.action.taken == taken for event in events)] for taken in _TAKEN},
             "gradloc/probes": [sum(event.search.backwards or 0 for event in events)],
             "gradloc/seconds": [sum(event.search.seconds or 0.0 for event in events)],
             "gradloc/write_failures": [self._num_failures],

@@ -28,10 +28,24 @@ from ..search.share import ShareMap
 from ..search.task import Culprit, PathEntry
 from . import record
 from .layers import kind_of, layer_of, norms_by
-from .record import Coefficients, Event, Fingerprint, LayerHistory, Ratios, Sequence, Shares, Step, Trigger
+from .record import (
+    Coefficients,
+    Consequence,
+    Event,
+    Fingerprint,
+    LayerHistory,
+    Ratios,
+    Sequence,
+    Shares,
+    Step,
+    StepCause,
+    Trigger,
+)
 
 __all__ = ["RawEntry", "RawEvent", "ratio", "raw_event"]
 
+_TERMS = ("policy", "kl", "entropy")
+_LOW = 0.2  # quantile of the entropies
 _NOTABLE_SHARE = 0.05  # of the spike: sequences from here on are kept token by token
 _MAX_SEQUENCES = 8
 
@@ -58,6 +72,10 @@ class RawEvent:
     """Numbers of the forward only, over all T response positions."""
     residual_coefficient_norm: float
     """Root sum of squares of d loss / d log_prob over all tokens but the culprits."""
+    term_norms: dict[str, float]
+    """The same over all tokens, of each term: ``policy`` (without the KL term), ``kl`` and ``entropy``."""
+    low_entropy: float | None
+    """Entropy that a fifth of the tokens of the culprits' micro-batches are under."""
     layout: list[RawEntry]
     temperature: float
     on_policy: bool
@@ -76,6 +94,7 @@ def raw_event(
     squares: torch.Tensor,
     history: torch.Tensor | None,
     action: dict[str, str],
+    clip_limit: float,
     budget: int,
     keeps_all: bool,
 ) -> RawEvent:
@@ -91,6 +110,7 @@ def raw_event(
         squares: the spike's squared norm per parameter, float64 (num_params,).
         history: the same of earlier steps, float64 (steps, num_params); None when not tracked.
         action: requested, taken and reason.
+        clip_limit: the norm that gradients are clipped to, inf where the whole is not.
         budget: the configured number of probes.
         keeps_all: list all micro-batches for the bundle, not only those that hold culprits.
     """
@@ -98,6 +118,10 @@ def raw_event(
     evidence = _LocalEvidence(step, ranks, finding, names)
     gathered = ranks.gather(ranks.agree(lambda: evidence.collect(keeps_all)))
     owned = {number: culprit for part in gathered for number, culprit in part.culprits.items()}
+    culprits = tuple(owned[number] for number in range(len(result.culprits)))
+    certificate = record.Certificate(**vars(finding.certificate))
+    squared = {name: math.fsum(part.term_squares[name] for part in gathered) for name in _TERMS}
+    low = sorted(part.low_entropy for part in gathered if part.low_entropy is not None)
     event = Event(
         step=Step(
             global_step=place.global_step,
@@ -112,18 +136,23 @@ def raw_event(
         ),
         trigger=Trigger(**vars(spike), history=record.History(**place.history) if place.history else None),
         search=_search_record(finding, budget),
-        culprits=tuple(owned[number] for number in range(len(result.culprits))),
-        certificate=record.Certificate(**vars(finding.certificate)),
+        culprits=culprits,
+        certificate=certificate,
         action=record.Action(**action),
         layers=norms_by(layer_of, names, squares),
         kinds=norms_by(kind_of, names, squares),
         layer_history=_layer_history(names, squares, history),
         shares=_shares_record(result.shares, [part.shares for part in gathered]),
+        cause=None if result.source is None else StepCause(**vars(result.source)),
+        rerun=None if finding.rerun is None else record.Rerun(**vars(finding.rerun)),
+        consequence=_consequence(action["taken"], spike.grad_norm, clip_limit, culprits, certificate),
     )
     return RawEvent(
         event=event,
         sequences=[sequence for part in gathered for sequence in part.sequences],
         residual_coefficient_norm=math.sqrt(sum(part.coefficient_square for part in gathered)),
+        term_norms={name: math.sqrt(square) for name, square in squared.items()},
+        low_entropy=low[len(low) // 2] if low else None,
         layout=[entry for part in gathered for entry in part.layout],
         temperature=step.temperature,
         on_policy=step.on_policy,
@@ -137,6 +166,8 @@ class _OfRank:
     culprits: dict[int, record.Culprit]
     """By number."""
     coefficient_square: float
+    term_squares: dict[str, float]
+    low_entropy: float | None
     sequences: list[Sequence]
     shares: list[float]
     """Per micro-batch."""
@@ -150,6 +181,7 @@ class _LocalEvidence:
         self.step = step
         self.ranks = ranks
         self.result = finding.result
+        self.entropies = finding.entropies
         self.names = names
 
     def collect(self, keeps_all: bool) -> _OfRank:
@@ -161,14 +193,18 @@ class _LocalEvidence:
             for number, culprit in enumerate(self.result.culprits)
             if culprit.tokens[0].rank == rank
         }
-        square, shares = 0.0, []
+        square, shares, terms = 0.0, [], dict.fromkeys(_TERMS, 0.0)
         for index in range(step.num_micro_batches):
             kept = mask_without(self.result.tokens, index, rank, step.token_mask(index)) & step.token_mask(index)
             square += step.coefficients(index)[0][kept].double().square().sum().item()
+            for name, values in self._terms(index).items():
+                terms[name] += values[step.token_mask(index)].double().square().sum().item()
             shares.append(0.0 if self.result.shares is None else float(self.result.shares.shares(index).sum()))
         return _OfRank(
             culprits=mine,
             coefficient_square=square,
+            term_squares=terms,
+            low_entropy=self._low_entropy(),
             sequences=self._sequences(),
             shares=shares,
             layout=[
@@ -176,6 +212,19 @@ class _LocalEvidence:
                 for index in (range(step.num_micro_batches) if keeps_all else kept_micro_batches)
             ],
         )
+
+    def _terms(self, index: int) -> dict[str, torch.Tensor]:
+        """d loss / d log_prob (B, T) of the policy's and the KL term, d loss / d entropy: those that there are."""
+        log_prob, entropy = self.step.coefficients(index)
+        kl = self.step.kl_coefficients(index)
+        found = {"policy": log_prob} if kl is None else {"policy": log_prob - kl / self.ranks.size}
+        found |= {} if kl is None else {"kl": kl / self.ranks.size}
+        return found if entropy is None else found | {"entropy": entropy}
+
+    def _low_entropy(self) -> float | None:
+        values = [self.entropies[index][self.step.token_mask(index)] for index in self.entropies]
+        flat = torch.cat(values).float() if values else torch.zeros(0)
+        return float(flat.quantile(_LOW)) if len(flat) else None
 
     def _sequences(self) -> list[Sequence]:
         """Per-token numbers of the sequences that hold a culprit, or a notable share of the spike."""
@@ -237,7 +286,7 @@ class _LocalEvidence:
             peak=peak,
             log_prob=at(recorded.log_prob),
             old_log_prob_used=at(old),
-            entropy=at(recorded.entropy),
+            entropy=at(self.entropies.get(index, recorded.entropy)),
             ratios=Ratios(sequence_geometric_mean=ratio(mean_log_ratio, 0.0)),
             coefficients=Coefficients(
                 log_prob=at(coefficients), kl=at(kl[index], 1.0 / self.ranks.size), entropy=at(entropy_coefficients)
@@ -248,7 +297,40 @@ class _LocalEvidence:
             threshold=culprit.threshold,
             share=share,
             layers={} if culprit.squares is None else norms_by(layer_of, self.names, culprit.squares),
+            token_norms=self._token_norms(culprit, row, positions),
         )
+
+    def _token_norms(self, culprit: Culprit, row: int, positions: list[int]) -> tuple[float, ...] | None:
+        """By Cauchy-Schwarz at least |<g, G>| / ||G|| each; exact for a token with a backward of its own."""
+        shares = self.result.shares
+        if len(positions) == 1:
+            return (culprit.norm,)
+        if shares is None or not shares.is_trusted:
+            return None
+        products = shares.products[culprit.tokens[0].micro_batch][row, positions]
+        return tuple((products.abs() / shares.square**0.5).tolist())
+
+
+def _consequence(
+    taken: str, norm: float, clip_limit: float, culprits: tuple[record.Culprit, ...], certificate: record.Certificate
+) -> Consequence:
+    """What the optimizer was given: nothing, the spike clipped, or the rest clipped."""
+    limit = clip_limit if math.isfinite(clip_limit) else None
+    after = certificate.norm_after
+    given = after if taken == "mask" else norm
+    if taken in ("skip", "abort") or given is None or not math.isfinite(given):
+        return Consequence(grad_clip=limit)
+    scale = min(1.0, clip_limit / (given + 1e-6))
+    shares = [culprit.share for culprit in culprits]
+    known = [share for share in shares if share is not None]
+    share = math.fsum(known) if culprits and len(known) == len(shares) else None
+    healthy = after * scale if culprits and after is not None and math.isfinite(after) else None
+    return Consequence(
+        grad_clip=limit,
+        clip_scale=None if limit is None else scale,
+        culprit_share=0.0 if taken == "mask" else share,
+        healthy_norm=None if limit is None else healthy,
+    )
 
 
 def ratio(log_new: float | None, log_old: float | None) -> float | None:
@@ -301,6 +383,8 @@ def _search_record(finding: Finding, budget: int) -> record.Search:
         forwards=finding.num_forwards,
         backwards=finding.num_backwards,
         seconds=finding.seconds,
+        num_more=result.num_more if result.is_cut else None,
+        more_norm=result.more_norm,
         path=tuple(_path_record(entry) for entry in result.path),
     )
 

@@ -11,10 +11,10 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""What an event says in two sentences, for somebody who has never seen one. Pure, standard library only.
+"""What an event says in three sentences, for somebody who has never seen one. Pure, standard library only.
 
-The first sentence says what spiked, which tokens did it and why; the second what the step would have been without
-them.
+The first sentence says what spiked, which tokens did it and why, or what else did; the second what the step would have
+been without them; the third what the optimizer was given.
 """
 
 import math
@@ -36,15 +36,20 @@ _CAUSES = {
     "low_probability": "the model gave it a very low probability, which makes the gradient of its log-prob "
     "{jacobian_over_typical} times typical",
     "kl_term": "the KL penalty pulls it towards the reference policy with {kl_over_typical} times the usual force",
-    "entropy_term": "the entropy term acts on it alone",
+    "entropy_term": "the entropy term's coefficient there is {entropy_over_log_prob} times the policy term's",
+    "spurious_token": "it was an unlikely token where the model was sure of another, in a response that was rewarded",
     "is_weight": "the weight of the rollout correction there is {is_weight_over_typical} times typical",
     "non_finite": "its loss has no finite gradient",
+    "non_finite_forward": "the forward itself is not finite there, although all weights are",
 }
 
 
+_MOST_NAMES = 3
+
+
 def verdict_sentences(event: Event) -> str:
-    """What happened, in two sentences of printable characters; what a token holds beyond those is escaped."""
-    return f"{_what(event)} {_without(event)}"
+    """What happened, in up to three sentences of printable characters; what a token holds beyond those is escaped."""
+    return " ".join(sentence for sentence in (_what(event), _without(event), _given(event)) if sentence)
 
 
 def quote(culprit: Culprit) -> str:
@@ -69,19 +74,34 @@ def _what(event: Event) -> str:
         start += f"norm was {_number(norm)}, {_number(norm / threshold)} times the threshold of {_number(threshold)}"
     else:
         start += f"norm was {_number(norm)}"
+    beside = _beside(event)
+    if not culprits and beside:
+        return f"{start}, and no token made it: {beside}."
     if not culprits:
         return f"{start}, and no token was found that carries it."
-    return f"{start}: {_who(culprits)}, {_why(culprits)}."
+    return f"{start}: {_who(event)}, {_why(culprits)}{f'; beside them, {beside}' if beside else ''}."
 
 
-def _who(culprits: Sequence[Culprit]) -> str:
+def _beside(event: Event) -> str:
+    """What made the spike, or a part of it, that is no token."""
+    cause = event.cause
+    if cause is None or not cause.reason:
+        return ""
+    names = cause.names[:_MOST_NAMES]
+    more = f" and {len(cause.names) - len(names)} more" if len(cause.names) > len(names) else ""
+    return cause.reason + (f" ({', '.join(names)}{more})" if names else "")
+
+
+def _who(event: Event) -> str:
+    culprits, num_more = event.culprits, event.search.num_more
     first = max(culprits, key=_weight)
     shares = [culprit.share for culprit in culprits if culprit.share is not None and math.isfinite(culprit.share)]
     carry = "carry" if len(culprits) > 1 else "carries"
     did = f"{carry} {percent(sum(shares))} of it" if len(shares) == len(culprits) else "made it"
     if len(culprits) == 1:
         return f"{_name(first)} {did}"
-    return f"{len(culprits)} culprits {did}, the largest {_name(first)}"
+    more = f" and at least {num_more} more are left" if num_more else ""
+    return f"{len(culprits)} culprits {did}{more}, the largest {_name(first)}"
 
 
 def _weight(culprit: Culprit) -> float:
@@ -123,9 +143,14 @@ class _Unknown(dict):
 
 def _without(event: Event) -> str:
     certificate, count = event.certificate, len(event.culprits)
+    if not count and _beside(event):
+        left = certificate.norm_after
+        if certificate.method == "none" or left is None or not math.isfinite(left):
+            return ""
+        return f"Without that the norm is {_number(left)}."
     if not count:
         return f"The search stopped because {event.search.stop_reason}."
-    them = "that token" if count == 1 and len(event.culprits[0].positions) == 1 else "them"
+    them = _them(event)
     after, bound, threshold = certificate.norm_after, certificate.error_bound, certificate.threshold
     if after is None or not math.isfinite(after):
         return f"What the step would have been without {them} is not known: {certificate.reason}."
@@ -136,8 +161,48 @@ def _without(event: Event) -> str:
         under = "which is finite" if threshold is None else f"under the threshold{limit}"
         return f"{start}, {under}: the spike is explained."
     if certificate.verdict == "not_explained":
-        return f"{start}, still over the threshold{limit}: something else spikes, too."
+        return f"{start}, still over the threshold{limit}: {_else(event)}."
     return f"{start}, and whether that explains the spike is undecided: {certificate.reason}."
+
+
+def _else(event: Event) -> str:
+    """What the rest is, where that still spikes."""
+    search = event.search
+    if search.status != "max_culprits":
+        return "something else spikes, too"
+    if not search.num_more:
+        return "as many culprits are named as search.max_culprits allows"
+    carry = f" of about {_number(search.more_norm)}" if search.more_norm else ""
+    return f"search.max_culprits ended the search, and at least {search.num_more} culprits{carry} are left"
+
+
+# ---- the third sentence
+
+
+def _given(event: Event) -> str:
+    consequence, taken = event.consequence, event.action.taken
+    if consequence is None:
+        return ""
+    if taken in ("skip", "abort"):
+        return "No step was taken."
+    clip, scale, share = consequence.grad_clip, consequence.clip_scale, consequence.culprit_share
+    if clip is None or scale is None:
+        return "verl takes no step that is not finite." if clip is not None and taken == "observe" else ""
+    clipped = f"clipped to {_number(clip)} (times {_number(scale)})" if scale < 1 else "as it was"
+    if taken == "mask":
+        return f"The step was taken without {_them(event)}, {clipped}."
+    healthy = consequence.healthy_norm
+    left = f", and left {_number(healthy)} to all other tokens" if healthy is not None and scale < 1 else ""
+    whose = f": {percent(share)} of it was {_theirs(event)}{left}" if share is not None else ""
+    return f"The optimizer was given the gradient {clipped}{whose}."
+
+
+def _them(event: Event) -> str:
+    return "that token" if len(event.culprits) == 1 and len(event.culprits[0].positions) == 1 else "them"
+
+
+def _theirs(event: Event) -> str:
+    return "that token's" if _them(event) == "that token" else "theirs"
 
 
 def _number(value: float) -> str:

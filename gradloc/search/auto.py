@@ -23,19 +23,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from ..core.certificate import certify
 from ..core.gradients import Gradient
 from .bisect import bisect
 from .candidates import Candidate, by_coefficient, by_share, non_finite
 from .share import MAX_TRIES, ShareMap, measure_shares
 from .sketch import sketch
-from .task import Culprit, PathEntry, SearchResult, Task, verify
+from .task import Culprit, PathEntry, SearchResult, Source, Task, verify
+from .triage import TRANSIENT, nothing_found, suspects
 
 __all__ = ["auto", "share"]
 
 _MAX_ROUNDS = 4
 _MAX_VERIFIED = 3  # candidates measured by a backward of their own, per round
 _MAX_HINTS = 2
+_FAR = 3.0  # closure off by more than this factor is no rounding,
+_STABLE = 1.5  # where two step sizes give it alike
+_REPEATS = 0.1  # of the norm: kernels that are not bit-reproducible differ by less
 
 
 class _Search:
@@ -47,6 +53,8 @@ class _Search:
         self.result = SearchResult()
         self._direction: Gradient = task.gradient
         self._scale = task.scale
+        self._others: Gradient | None = None
+        """What of the gradient is not the tokens', where that is a culprit's worth."""
 
     def run(self, max_rounds: int, is_last_resort_allowed: bool) -> SearchResult:
         if not math.isfinite(self.task.spike.grad_norm):
@@ -55,6 +63,13 @@ class _Search:
             shares = self._measure(number)
             if shares is None:
                 return self._stop_exhausted()
+            if not shares.is_trusted and number == 0 and self._split_off_what_is_not_tokens():
+                if self.result.certificate is not None:
+                    return self.result
+                shares = self._measure(number)
+                if shares is None:
+                    return self._stop_exhausted()
+            first = shares
             if not shares.is_trusted:
                 # they may still rank: the loudest are worth a backward of their own before anything dearer
                 has_named = self._name(self._loudest(shares))
@@ -64,11 +79,14 @@ class _Search:
                 if shares is None:
                     return self._stop_exhausted()
             if not shares.is_trusted:
-                return self._fall_back("the shares do not add up to 1, so they are not used", is_last_resort_allowed)
+                self._fall_back("the shares do not add up to 1, so they are not used", is_last_resort_allowed)
+                return self._doubt_the_backward(first) if number == 0 else self.result
             if not self._name(self._candidates(shares, with_hints=number == 0)):
                 break
-            if self._certify() or len(self.result.culprits) >= self.task.max_culprits:
+            if self._certify():
                 return self.result
+            if len(self.result.culprits) >= self.task.max_culprits:
+                return self._count_more()
         if is_last_resort_allowed:
             return self._look_for_hidden()
         self.result.stop_reason = self.result.stop_reason or "no span of tokens carries enough of the gradient"
@@ -127,13 +145,13 @@ class _Search:
 
     def _name(self, candidates: list[Candidate]) -> bool:
         """Verify the top few and all hints, take the others at their bound; returns whether anything was named."""
-        room = self.task.max_culprits - len(self.result.culprits)
-        num_before = len(self.result.culprits)
-        num_verified = 0
+        num_verified, has_named = 0, False
         for candidate in candidates:
-            if len(self.result.culprits) - num_before == room:
+            # a sequence takes in what was named of it before
+            within = [c for c in self.result.culprits if set(c.tokens) < set(candidate.tokens)]
+            if len(self.result.culprits) - len(within) >= self.task.max_culprits:
                 break
-            taken = {token for culprit in self.result.culprits for token in culprit.tokens}
+            taken = {token for culprit in self.result.culprits if culprit not in within for token in culprit.tokens}
             if not taken.isdisjoint(candidate.tokens):
                 continue
             is_hint = candidate.bound == 0
@@ -146,8 +164,9 @@ class _Search:
                 least = self.task.culprit_norm
                 culprit = Culprit(candidate.span, candidate.tokens, candidate.bound, least, is_exact=False)
             if not culprit.norm < self.task.culprit_norm:
-                self.result.culprits.append(culprit)
-        return len(self.result.culprits) > num_before
+                self.result.culprits = [c for c in self.result.culprits if c not in within] + [culprit]
+                has_named = True
+        return has_named
 
     def _verify(self, candidate: Candidate) -> Culprit:
         culprit = verify(self.task, candidate.span, candidate.tokens, self.task.culprit_norm)
@@ -173,22 +192,115 @@ class _Search:
         )
         self.result.certificate = certificate
         self._note("residual", certificate.verdict, certificate.reason, certificate.norm_after)
-        self._direction, self._scale = self.prober.space.take(), 1.0
         self.result.stop_reason = certificate.reason
-        return certificate.verdict == "explained" or not math.isfinite(certificate.norm_after)
+        is_done = certificate.verdict == "explained" or not math.isfinite(certificate.norm_after)
+        if self._others is not None and not is_done:
+            self.prober.add(self._others, alpha=-1.0)
+            is_done = self.prober.space.norm() < task.reference
+        self._direction, self._scale = self.prober.space.take(), 1.0
+        return is_done
+
+    def _split_off_what_is_not_tokens(self) -> bool:
+        """Measure the gradient that is left when no token passes any: a loss of a router's, a regulariser's.
+
+        Where it is a culprit's worth, the tokens' own part is the direction from here on. One probe where it is not.
+
+        Returns:
+            Whether it is.
+        """
+        task, prober, space = self.task, self.prober, self.prober.space
+        num = prober.step.num_micro_batches
+        if not task.can_afford(backwards=num):
+            return False
+        prober.compute([(0, torch.zeros_like(prober.step.token_mask(0)))])
+        if num * space.norm() < task.culprit_norm:
+            return False
+        prober.compute((index, torch.zeros_like(prober.step.token_mask(index))) for index in range(num))
+        squares, others = space.squares(), space.take()
+        others_norm = float(squares.sum().sqrt())
+        if others_norm < task.culprit_norm:
+            return False
+        prober.add(task.gradient, alpha=1.0 / task.scale)
+        prober.add(others, alpha=-1.0)
+        tokens_norm = space.norm()
+        self._direction, self._scale, self._others = space.take(), 1.0, others
+        why = "a part of the gradient passes through no token's log-prob or entropy"
+        numbers = {"tokens_norm": tokens_norm, "others_norm": others_norm}
+        self._blame(Source("not_tokens", why, numbers, suspects(space.names, squares)), others_norm)
+        if tokens_norm < task.reference:
+            self.result.certificate = nothing_found(task, why)
+        return True
+
+    def _doubt_the_backward(self, first: ShareMap) -> SearchResult:
+        """Where no token explains the spike, and the gradient is not what the log-probs' change says.
+
+        It is not the tokens' when it does not come back as everything is run again, or when two step sizes agree about
+        how far it is off: then something scales it on its way, a hook or a backward of somebody's own.
+
+        Args:
+            first: the shares along the spike's gradient, as measured first.
+        """
+        task, prober, space = self.task, self.prober, self.prober.space
+        if 1 / _FAR <= first.closure <= _FAR or (self.result.culprits and self._certify()):
+            return self.result
+        everything = range(prober.step.num_micro_batches)
+        prober.compute((index, None) for index in everything)
+        norm = space.norm()
+        prober.add(task.gradient, alpha=-1.0 / task.scale)
+        difference = space.norm() / task.spike.grad_norm
+        if difference > _REPEATS:
+            source = Source("transient", TRANSIENT, {"rerun_norm": norm, "rerun_difference": difference})
+        else:
+            coefficients = prober.ranks.agree(lambda: task.coefficients([]))
+            half = replace(first, step=first.step / 2)
+            second = measure_shares(prober, coefficients, task.gradient, task.scale, everything, range(1), half)
+            if not (second.closure and 1 / _STABLE < first.closure / second.closure < _STABLE):
+                return self.result
+            why = "the gradient is not the derivative of the tokens' log-probs: something scales it in the backward"
+            numbers = {"closure": first.closure, "tokens_norm": first.closure * task.spike.grad_norm}
+            source = Source("not_tokens", why, numbers, suspects(space.names, space.squares(task.gradient)))
+        self._blame(source, norm)
+        self.result.culprits = []
+        self.result.certificate = nothing_found(task, source.reason)
+        return self.result
+
+    def _blame(self, source: Source, norm: float) -> None:
+        self.result.source, self.result.stop_reason = source, source.reason
+        self._note("others", "measured", source.reason, norm)
 
     def _trace_non_finite(self) -> SearchResult:
         """A coefficient that is not a finite number names its token with no forward at all."""
-        candidates = non_finite(self.task)
+        candidates, most = non_finite(self.task), self.task.max_culprits
         if not candidates:
-            why = "all coefficients are finite, so the forward itself made the gradient non-finite"
+            why = "all coefficients are finite, so it was the backward that made the gradient non-finite"
             return self._fall_back(why, is_allowed=True)
         self._note("coefficients", "culprit", f"{len(candidates)} spans have a coefficient that is not finite")
-        for candidate in candidates[: self.task.max_culprits]:
+        for candidate in candidates[:most]:
             culprit = Culprit(candidate.span, candidate.tokens, math.nan, self.task.culprit_norm, is_exact=True)
             self.result.culprits.append(culprit)
         self._certify()
+        self._cut(len(candidates) - most)
         return self.result
+
+    def _count_more(self) -> SearchResult:
+        """As many culprits are named as may be, and the rest still spikes: what else there is, by its shares."""
+        shares = self._measure(number=1)
+        if shares is None or not shares.is_trusted:
+            self._cut(0)
+            return self.result
+        more = by_share(self.task, shares, set(self.result.tokens))
+        self._cut(len(more), math.hypot(*(candidate.bound for candidate in more)))
+        return self.result
+
+    def _cut(self, num_more: int, norm: float | None = None) -> None:
+        """Say that there are culprits beyond the largest number, where there are."""
+        result, most = self.result, self.task.max_culprits
+        is_explained = result.certificate is not None and result.certificate.verdict == "explained"
+        if num_more < 0 or (num_more == 0 and is_explained):
+            return
+        result.is_cut, result.num_more, result.more_norm = True, num_more, norm if num_more else None
+        more = f", and at least {num_more} more are left" if num_more else ""
+        result.stop_reason = f"search.max_culprits={most} are named{more}"
 
     def _look_for_hidden(self) -> SearchResult:
         """What shares cannot see: tokens that cancel each other, or hide from the gradient's direction."""

@@ -14,9 +14,9 @@
 """Which spans of tokens may be culprits: read off shares, coefficients and the sketch. Local numbers, gathered once.
 
 Every function here looks at this rank's tokens, then all ranks' candidates are merged, so that every rank goes on
-with the same list.
+with the same list. What travels is a few numbers a candidate, and never more than a few candidates a rank.
 
-Shapes: B rows of a micro-batch, T response positions.
+Shapes: B rows of a micro-batch, T response positions, n response tokens of one row.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,6 +33,11 @@ __all__ = ["Candidate", "by_coefficient", "by_share", "by_value", "non_finite"]
 _WINDOW_SHARE = 0.9  # of a sequence's product, that a segment must carry to be named instead of the sequence
 _LOUD_SHARE = 0.5  # of a row's product, that its loud tokens must carry to be named one by one
 _FEW = 3  # this many may always be
+_ELEVATED = 3.0  # times the typical coefficient: the loss weighs such a token more than others
+_ALIKE = 10.0  # a token whose coefficient is more times its row's is no part of what the row has in common
+_MOST = 0.8  # of a row's tokens, that must be elevated for the row to be the culprit
+_HOT = 0.4  # of a culprit's norm: a tenth of the threshold, under which no token of a segment is
+_MAX_SENT = 64  # candidates a rank
 
 
 @dataclass(frozen=True)
@@ -43,27 +48,125 @@ class Candidate:
     """Lower bound on its norm; 0 for a mere hint, which has to be verified."""
     span: str
     """``token``, ``segment`` or ``sequence``."""
-    tokens: tuple[Token, ...]
+    micro_batch: int
+    rank: int
+    start: int
+    """Number of its first token, see :class:`~..core.selection.Token`."""
+    end: int
+    """Exclusive."""
+
+    @property
+    def tokens(self) -> tuple[Token, ...]:
+        return tuple(Token(self.micro_batch, self.rank, number) for number in range(self.start, self.end))
 
 
 def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Candidate]:
-    """Spans whose norm is, by Cauchy-Schwarz, at least a culprit's; each row is judged as a whole first.
+    """Spans whose norm is, by Cauchy-Schwarz, at least a culprit's.
 
-    A row whose tokens together are a culprit is named by its few tokens when these carry it, else by the segment that
-    does, else as a sequence: a spread spike is not its loudest token.
+    A few loud tokens are named one by one, however far apart. A row is a sequence when the loss weighs all of its
+    tokens more than others' and not some of them alone; a segment is a run of tokens each of which is large.
     """
     norm = shares.square**0.5
+    typical_weight, typical_total = _typical(task, shares, named)
 
     def local() -> list[tuple[float, Candidate]]:
         found = []
-        for index, first, values in _rows(task, lambda index: shares.products[index] / norm):
-            for start, end in _spans(values, task.culprit_norm):
+        weights = [_weight(c.log_prob, c.entropy) for c in task.coefficients(sorted(named))]
+        rows = zip(_rows(task, lambda i: shares.products[i] / norm), _rows(task, lambda i: weights[i]), strict=True)
+        for (index, first, values), (_, _, weight) in rows:
+            row = _Row(values, weight, typical_weight, task.culprit_norm)
+            for start, end in row.spans(stands_out=row.total >= _ELEVATED * typical_total / norm):
                 span = "token" if end - start == 1 else "sequence" if end - start == len(values) else "segment"
                 bound = float(values[start:end].sum().abs())
                 found.append((bound, _span(task, index, first + start, first + end, span, bound)))
         return found
 
     return _merge(task, local, named)
+
+
+def _typical(task: Task, shares: ShareMap, named: set[Token]) -> tuple[float, float]:
+    """Of all ranks' rows: the median of their median coefficients, and of their absolute products."""
+
+    def local() -> list[tuple[float, float]]:
+        weights = [_weight(c.log_prob, c.entropy) for c in task.coefficients(sorted(named))]
+        rows = zip(_rows(task, lambda i: shares.products[i]), _rows(task, lambda i: weights[i]), strict=True)
+        return [(_median(weight), float(products.sum().abs())) for (_, _, products), (_, _, weight) in rows]
+
+    ranks = task.prober.ranks
+    pairs = [pair for part in ranks.gather(ranks.agree(local)) for pair in part]
+    medians = torch.tensor([[weight, total] for weight, total in pairs if weight > 0], dtype=torch.float64)
+    return tuple(medians.median(0).values.tolist()) if len(medians) else (0.0, 0.0)
+
+
+def _weight(log_prob: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
+    return log_prob.double().abs() if entropy is None else log_prob.double().abs() + entropy.double().abs()
+
+
+def _median(values: torch.Tensor) -> float:
+    """Of what is not zero; 0 where all is."""
+    kept = values[values != 0]
+    return float(kept.median()) if len(kept) else 0.0
+
+
+class _Row:
+    """One row's tokens: how much each carries, and how much the loss weighs it.
+
+    Args:
+        values: signed lower bounds on the norm of each token's gradient, (n,).
+        weights: |d loss / d log_prob| + |d loss / d entropy|, (n,).
+        typical: a typical token's weight in the batch.
+        least: what a culprit has at least.
+    """
+
+    def __init__(self, values: torch.Tensor, weights: torch.Tensor, typical: float, least: float):
+        self.values, self.weights, self.typical, self.least = values, weights, typical, least
+        self.loud = (values.abs() >= least).nonzero().squeeze(-1).tolist()
+        self.total = float(values.sum().abs())
+
+    def spans(self, stands_out: bool) -> list[tuple[int, int]]:
+        """Intervals [start, end) that are worth naming.
+
+        Args:
+            stands_out: whether the row as a whole carries far more than a typical one.
+        """
+        if self._is_sequence():
+            return [(0, len(self.values))]
+        tokens = [(number, number + 1) for number in self.loud]
+        carried = float(self.values[self.loud].sum().abs())
+        if len(self.loud) <= _FEW and (self.total < self.least or carried >= _LOUD_SHARE * self.total):
+            return tokens
+        runs = [(start, end) for start, end in self._runs() if self._carries(start, end) or end - start == 1]
+        covered = {number for start, end in runs for number in range(start, end)}
+        found = sorted(runs + [token for token in tokens if token[0] not in covered])
+        found = [(start, end) for start, end in found if end - start > 1 or start in self.loud]
+        if not found and stands_out and self.total >= self.least:
+            return [_window(self.values)]
+        return found
+
+    def _is_sequence(self) -> bool:
+        """Whether it is the row that is off: nearly all its tokens weigh more than typical, and about alike."""
+        matters = self.weights > 0
+        elevated = self.weights >= _ELEVATED * self.typical
+        if not self.typical or len(self.values) <= _FEW or elevated.sum() < _MOST * matters.sum():
+            return False
+        if self.loud and float(self.weights[self.loud].max()) > _ALIKE * _median(self.weights):
+            return False
+        quiet = torch.ones_like(matters)
+        quiet[self.values.abs().topk(_FEW).indices] = False
+        return float(self.values[quiet].sum().abs()) >= self.least
+
+    def _carries(self, start: int, end: int) -> bool:
+        return float(self.values[start:end].sum().abs()) >= self.least
+
+    def _runs(self) -> Iterator[tuple[int, int]]:
+        """Longest runs of tokens none of which is small."""
+        start = None
+        for number, is_hot in enumerate([*(self.values.abs() >= _HOT * self.least).tolist(), False]):
+            if is_hot and start is None:
+                start = number
+            elif not is_hot and start is not None:
+                yield start, number
+                start = None
 
 
 def by_value(task: Task, value: Callable[[int], torch.Tensor], least: float, named: set[Token]) -> list[Candidate]:
@@ -118,16 +221,26 @@ def by_coefficient(task: Task, most: int, named: set[Token]) -> list[Candidate]:
 
 
 def non_finite(task: Task) -> list[Candidate]:
-    """Spans whose coefficients are not finite numbers: found with no forward at all."""
+    """Spans whose coefficients are not finite numbers: found with no forward at all.
+
+    Where the log-prob itself is not finite, one span goes from its first to its last such token; where only the loss is
+    not, each token is named, unless it is the whole row.
+    """
 
     def local() -> list[tuple[float, Candidate]]:
-        found = []
-        for index, first, values in _rows(task, lambda index: task.prober.step.coefficients(index)[0]):
+        step, found = task.prober.step, []
+        coefficients = _rows(task, lambda index: step.coefficients(index)[0])
+        log_probs = _rows(task, lambda index: step.recorded(index).log_prob)
+        for (index, first, values), (_, _, log_prob) in zip(coefficients, log_probs, strict=True):
             bad = (~torch.isfinite(values)).nonzero().squeeze(-1).tolist()
-            if len(bad) == len(values) and len(bad) > 1:
-                found.append((1.0, _span(task, index, first, first + len(values), "sequence", 0.0)))
-            else:
-                found += [(1.0, _token(task, index, first + number, 0.0)) for number in bad]
+            broken = (~torch.isfinite(log_prob)).nonzero().squeeze(-1).tolist()
+            spans = [(broken[0], broken[-1] + 1)] if broken else []
+            if not broken and len(bad) == len(values) and len(bad) > 1:
+                spans = [(0, len(values))]
+            covered = {number for start, end in spans for number in range(start, end)}
+            for start, end in spans + [(number, number + 1) for number in bad if number not in covered]:
+                span = "token" if end - start == 1 else "sequence" if end - start == len(values) else "segment"
+                found.append((1.0, _span(task, index, first + start, first + end, span, 0.0)))
         return found
 
     return _merge(task, local, set())
@@ -149,29 +262,7 @@ def _token(task: Task, index: int, number: int, bound: float) -> Candidate:
 
 
 def _span(task: Task, index: int, start: int, end: int, span: str, bound: float) -> Candidate:
-    rank = task.prober.ranks.rank
-    return Candidate(bound, span, tuple(Token(index, rank, number) for number in range(start, end)))
-
-
-def _spans(values: torch.Tensor, least: float) -> list[tuple[int, int]]:
-    """Intervals [start, end) of one row that are worth naming.
-
-    Args:
-        values: signed lower bounds on the norm of each token of the row, (num_tokens,).
-        least: what a culprit has at least.
-    """
-    loud = (values.abs() >= least).nonzero().squeeze(-1).tolist()
-    total = float(values.sum().abs())
-    if total >= least:
-        start, end = _window(values)
-        carried = float(values[loud].sum().abs())
-        if len(loud) > max(_FEW, (end - start) // 4) or carried < _LOUD_SHARE * total:
-            while start > 0 and start - 1 in loud:  # the window holds most of the sum, maybe not its last loud token
-                start -= 1
-            while end in loud:
-                end += 1
-            return [(start, end)]
-    return [(number, number + 1) for number in loud]
+    return Candidate(bound, span, index, task.prober.ranks.rank, start, end)
 
 
 def _window(values: torch.Tensor) -> tuple[int, int]:
@@ -188,10 +279,19 @@ def _window(values: torch.Tensor) -> tuple[int, int]:
 
 
 def _merge(task: Task, local: Callable[[], list[tuple[float, Candidate]]], named: set[Token]) -> list[Candidate]:
-    return [candidate for _, candidate in _merge_sized(task, local) if named.isdisjoint(candidate.tokens)]
+    """All ranks' candidates that hold a token not yet named, largest first."""
+    return [candidate for _, candidate in _merge_sized(task, local) if not named.issuperset(candidate.tokens)]
 
 
 def _merge_sized(task: Task, local: Callable[[], list[tuple[float, Candidate]]]) -> list[tuple[float, Candidate]]:
-    ranks = task.prober.ranks
-    found = [item for part in ranks.gather(ranks.agree(local)) for item in part]
-    return sorted(found, key=lambda item: (-item[0], item[1].tokens[0]))
+    ranks, most = task.prober.ranks, max(_MAX_SENT, 2 * task.max_culprits)
+
+    def largest() -> list[tuple[float, Candidate]]:
+        return sorted(local(), key=_order)[:most]
+
+    return sorted((item for part in ranks.gather(ranks.agree(largest)) for item in part), key=_order)
+
+
+def _order(item: tuple[float, Candidate]) -> tuple:
+    size, candidate = item
+    return -size, candidate.micro_batch, candidate.rank, candidate.start

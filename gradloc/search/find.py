@@ -16,8 +16,12 @@
 Whatever happens in here, the training gradient and the random state are put back bit for bit before returning.
 """
 
+import math
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
 
 from ..core.certificate import Certificate, certify
 from ..core.gradients import GradientSpace
@@ -29,11 +33,14 @@ from .auto import auto, share
 from .bisect import bisect
 from .sketch import sketch
 from .task import SearchResult, Task
+from .triage import Rerun, rerun, triage
+from .weights import reshard
 
 __all__ = ["Finding", "STRATEGIES", "localize"]
 
 STRATEGIES = {"auto": auto, "share": share, "sketch": sketch, "bisect": bisect}
 
+_UNLIKELY = math.log(0.01)
 _REHEARSAL_SHARE = 0.5  # on a step that does not spike: open parts that carry half of what their weight predicts
 
 
@@ -43,13 +50,18 @@ class Finding:
 
     strategy: str
     status: str
-    """``found``, ``not_found`` or ``budget_exhausted`` (which may still have found some)."""
+    """``found``, ``not_found``, or what ended the search though the rest still spikes: ``budget_exhausted`` or
+    ``max_culprits``; both may have found some."""
     result: SearchResult
     certificate: Certificate
     tau: float
     num_forwards: int
     num_backwards: int
     seconds: float
+    rerun: Rerun | None = None
+    """The spike run again; None where that was not asked for."""
+    entropies: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Of this rank's micro-batches that have the number of one with an unlikely culprit: (B, T), in nats."""
 
     @property
     def tokens(self) -> list[Token]:
@@ -64,10 +76,12 @@ def localize(
     spike: Spike,
     clip_scale: float,
     increments: list[float] | None = None,
+    typical: Mapping[str, tuple[float, float]] | None = None,
     *,
     strategy: str = "auto",
     budget: int = 128,
     max_culprits: int = 8,
+    reruns: bool = False,
 ) -> Finding:
     """Find and certify the culprits of the gradient that is in ``.grad``.
 
@@ -78,9 +92,11 @@ def localize(
         spike: why, and the thresholds.
         clip_scale: the factor verl's clipping applied; in (0, 1].
         increments: estimate of each micro-batch's own gradient norm, where that was tracked.
+        typical: numbers of the run's own steps, see :meth:`~.scale.ScaleHistory.typical`.
         strategy: one of ``STRATEGIES``.
         budget: largest number of probes of the search; the certificate is not counted.
         max_culprits: stop after this many.
+        reruns: run the spike again first; where it does not come back, nothing is searched.
     """
     started = time.perf_counter()
     rng = RngState(space.params[0].device)
@@ -88,23 +104,55 @@ def localize(
     prober = Prober(step, space, ranks)
     try:
         tau = spike.tau if spike.tau is not None else _rehearsal_tau(spike, step, ranks)
-        result = STRATEGIES[strategy](Task(prober, saved, clip_scale, spike, tau, budget, max_culprits, increments))
+        task = Task(prober, saved, clip_scale, spike, tau, budget, max_culprits, increments)
+        reran = rerun(task) if reruns else None
+        result = triage(task, typical or {}, reran) or STRATEGIES[strategy](task)
         certificate = result.certificate
         if certificate is None:
             certificate = certify(prober, saved, clip_scale, spike.grad_norm, spike.threshold, result.tokens)
+        # bisection needs no forward alone, and does none
+        holders = _with_unlikely(result, step, ranks) if strategy != "bisect" else []
+        entropies = {index: prober.entropies(index) for index in holders}
+        reshard(space.module)  # a forward without a backward leaves weights gathered that the next step would not see
     finally:
         space.put(saved)
         rng.restore()
     return Finding(
         strategy=strategy,
-        status="budget_exhausted" if result.exhausted else "found" if result.culprits else "not_found",
+        status=_status(result),
         result=result,
         certificate=certificate,
         tau=tau,
         num_forwards=prober.num_forwards,
         num_backwards=prober.num_backwards,
         seconds=time.perf_counter() - started,
+        rerun=reran,
+        entropies=entropies,
     )
+
+
+def _with_unlikely(result: SearchResult, step: TrainingStep, ranks: Ranks) -> list[int]:
+    """Micro-batches with an unlikely culprit: whether the model was sure of another token is worth a forward there."""
+    holders = sorted({token.micro_batch for token in result.tokens})
+
+    def local() -> list[float]:
+        found = dict.fromkeys(holders, 0.0)
+        for token in result.tokens:
+            if token.rank == ranks.rank:
+                log_probs = step.recorded(token.micro_batch).log_prob[step.token_mask(token.micro_batch)]
+                found[token.micro_batch] = max(found[token.micro_batch], float(log_probs[token.index] < _UNLIKELY))
+        return list(found.values())
+
+    flags = ranks.max(ranks.agree(local)) if holders else []
+    return [index for index, flag in zip(holders, flags, strict=True) if flag]
+
+
+def _status(result: SearchResult) -> str:
+    if result.exhausted:
+        return "budget_exhausted"
+    if result.is_cut:
+        return "max_culprits"
+    return "found" if result.culprits else "not_found"
 
 
 def _rehearsal_tau(spike: Spike, step: TrainingStep, ranks: Ranks) -> float:

@@ -13,6 +13,7 @@
 # limitations under the License.
 """What every search strategy is given, and what it returns."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +25,7 @@ from ..core.selection import Part, Token
 from ..core.trigger import Spike
 from .share import Coefficients, ShareMap
 
-__all__ = ["Culprit", "PathEntry", "SearchResult", "Task", "verify"]
+__all__ = ["Culprit", "PathEntry", "SearchResult", "Source", "Task", "verify"]
 
 _MICRO_BATCHES = 16  # the budget is meant for up to so many
 _SHARE_OF_THRESHOLD = 0.25
@@ -90,6 +91,21 @@ class Task:
         return found
 
 
+@dataclass(frozen=True)
+class Source:
+    """What makes a spike, or a part of it, that no tokens make; the same on every rank."""
+
+    label: str
+    """One of ``evidence.record.CAUSES``."""
+    reason: str
+    """Follows "the search stopped because"."""
+    numbers: Mapping[str, float | None] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    """Parameters, most suspect first."""
+    places: tuple[tuple[int | None, int], ...] = ()
+    """(row of the driver's batch, response position)"""
+
+
 @dataclass
 class PathEntry:
     """One stage or probe of a search and what came of it."""
@@ -115,6 +131,7 @@ class Culprit:
     threshold: float
     is_exact: bool
     share: float | None = None
+    """<g, G> / ||G||^2"""
     squares: torch.Tensor | None = None
     """Squared norm per parameter, float64 (num_params,); None unless ``is_exact``."""
 
@@ -132,6 +149,14 @@ class SearchResult:
     """Where the strategy certifies as it goes."""
     shares: ShareMap | None = None
     """Shares along the spike gradient itself: this rank's tokens."""
+    is_cut: bool = False
+    """Whether the largest number of culprits ended the search while the rest still spikes."""
+    num_more: int = 0
+    """Spans beyond that number that are a culprit's worth, at least."""
+    more_norm: float | None = None
+    """Lower bound on the norm of all of these together; None without any."""
+    source: Source | None = None
+    """Where the spike comes from, when that is not its tokens."""
 
     @property
     def tokens(self) -> list[Token]:

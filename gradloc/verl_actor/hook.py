@@ -20,6 +20,7 @@ hook does nothing and changes nothing. A stage of Lopti's, which the trainer dec
 import logging
 import math
 import os
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,14 +32,14 @@ from ..core.gradients import GradientSpace
 from ..core.localizer import Localizer, Looked
 from ..core.ranks import Ranks
 from ..core.trigger import StepPolicy
-from ..evidence.fingerprint import fingerprint
+from ..evidence.fingerprint import fingerprint, head_norm
 from ..evidence.gather import RawEvent, raw_event
 from ..evidence.store import EventStore
 from ..reweighting import STAGE_MASK_KEY
 from ..search.find import localize
 from ..stabilize import STABILIZER_KEY
 from ..stabilize.stabilizer import Stabilizer
-from .keys import EVENTS_KEY, POLICY_KEY, ROW_KEY
+from .keys import COEFFICIENT_KEY, EVENTS_KEY, HANDLED_KEY, POLICY_KEY, ROW_KEY
 from .step import ActorStep
 from .weights import save_weights
 
@@ -62,6 +63,7 @@ def build_hook(actor: Any) -> "ActorHook":
             strategy=config.gradloc.search.strategy,
             budget=config.gradloc.budget,
             max_culprits=config.gradloc.search.max_culprits,
+            reruns=config.gradloc.evidence.rerun,
         )
         hook.localizer = Localizer(
             powers=_Powers(hook),
@@ -81,9 +83,9 @@ def ranks_of(actor: Any) -> Ranks:
 
 
 def pop_events(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Take what is no metric out of an update's metrics, as meta info of its own: the events and the stabilizers'
-    statistics. Only rank 0 has any."""
-    return {key: metrics.pop(key) for key in (EVENTS_KEY, STABILIZER_KEY) if key in metrics}
+    """Take what is no metric out of an update's metrics, as meta info of its own: the events, what was done with each
+    spike and the stabilizers' statistics. Only rank 0 has any."""
+    return {key: metrics.pop(key) for key in (EVENTS_KEY, HANDLED_KEY, STABILIZER_KEY) if key in metrics}
 
 
 class ActorHook:
@@ -189,8 +191,9 @@ class ActorHook:
             metrics["gradloc/failures"] = [found.num_failures]
             if self._num_without_policy:
                 metrics["gradloc/updates_without_policy"] = [self._num_without_policy]
-            if found.ranks.is_first and found.events:
-                metrics[EVENTS_KEY] = found.events
+            metrics[COEFFICIENT_KEY] = [found.coefficient]
+            if found.ranks.is_first and found.handled:
+                metrics[EVENTS_KEY], metrics[HANDLED_KEY] = found.events, found.handled
         if self.stabilizer is not None:
             self.stabilizer.end_update(metrics)
 
@@ -240,9 +243,11 @@ def _gather(looked: Looked, config: Any) -> RawEvent:
         looked.squares,
         looked.history,
         vars(looked.action),
+        looked.clip_limit,
         config.gradloc.budget,
         keeps_all=config.gradloc.evidence.bundle == "full",
     )
     event.fingerprint = fingerprint(looked.space)
+    event.event = replace(event.event, head_norm=head_norm(event.fingerprint))
     event.checkpoint = looked.checkpoint
     return event

@@ -13,12 +13,16 @@
 # limitations under the License.
 """Under which names things travel between trainer and actor beside verl's own."""
 
-__all__ = ["EVENTS_KEY", "POLICY_KEY", "ROW_KEY", "SEQUENCE_KEY"]
+__all__ = ["COEFFICIENT_KEY", "EVENTS_KEY", "HANDLED_KEY", "POLICY_KEY", "ROW_KEY", "SEQUENCE_KEY"]
 
+COEFFICIENT_KEY = "gradloc/median_coefficient"
+"""A metric of each rank: median |d loss / d log_prob| of its tokens."""
 POLICY_KEY = "gradloc"
 """Meta info of a batch on its way to the actor: the step's policy."""
 EVENTS_KEY = "gradloc_events"
 """Meta info of an update's output: what rank 0 gathered."""
+HANDLED_KEY = "gradloc_handled"
+"""Meta info of an update's output: all spikes and what was done, from rank 0."""
 ROW_KEY = "gradloc_row"
 """int (R,) in a batch: each row's number in the driver's batch."""
 SEQUENCE_KEY = "sequence_id"

@@ -86,6 +86,13 @@ class ActorStep:
         num_positions = max(int(mask.sum()) if actor.use_remove_padding else mask.numel() for mask in masks)
         return 4 * num_positions * getattr(actor.actor_module.config, "vocab_size", 0)
 
+    def entropies(self, micro_batch: int) -> torch.Tensor:
+        self._recorded[micro_batch].rng.restore()
+        with torch.no_grad():
+            inputs = self._inputs(micro_batch)
+            entropy, _ = self.actor._forward_micro_batch(inputs, temperature=self.temperature, calculate_entropy=True)
+        return entropy
+
     def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         recorded = self._recorded[micro_batch]
         # a coefficient is of this rank's own (scaled) loss; the step's gradient is the mean over the ranks

@@ -36,7 +36,7 @@ from ..names import refuse_unknown_names
 from ..reweighting import ADVANTAGES_BEFORE_KEY, STAGE_NAME_KEY, Lopti, reweight
 from ..stabilize import STABILIZER_KEY
 from .analysis_trainer import Analysis, build_analysis
-from .keys import EVENTS_KEY, POLICY_KEY, ROW_KEY, SEQUENCE_KEY
+from .keys import COEFFICIENT_KEY, EVENTS_KEY, HANDLED_KEY, POLICY_KEY, ROW_KEY, SEQUENCE_KEY
 from .refusals import check_batch, check_run, settings_of
 
 __all__ = ["StabilizerMemory", "TrainerHook", "build_trainer_hook"]
@@ -253,12 +253,14 @@ class TrainerHook:
                 json.dump({"schema_version": SCHEMA_VERSION, **state}, file)
             os.replace(f"{path}.partial", path)
             self._checkpoint = global_step_folder
+            self._remember_checkpoint(global_step_folder)
         except OSError:
             logger.exception("gradloc: %s could not be written; a resumed run will learn its history anew", path)
 
     def load(self, global_step_folder: str) -> None:
         """Take the states back from a checkpoint; a part that it does not hold, or not as ours, starts anew."""
         path = os.path.join(global_step_folder, _STATE_FILE)
+        self._remember_checkpoint(global_step_folder)
         if not self._stateful or not os.path.exists(path):
             return
         try:
@@ -277,6 +279,10 @@ class TrainerHook:
 
     # ---- inside
 
+    def _remember_checkpoint(self, folder: str) -> None:
+        if self.spikes is not None:
+            self.spikes.last_checkpoint = os.path.abspath(folder)
+
     def _update_once(self, trainer: Any, batch: Any) -> Any:
         if self.spikes is not None:
             dp_size = trainer._get_dp_size(trainer.actor_rollout_wg, "actor")
@@ -294,5 +300,8 @@ class TrainerHook:
             batch.batch.pop(ROW_KEY, None)
             metrics = output.meta_info["metrics"]
             events = output.meta_info.pop(EVENTS_KEY, [])
-            metrics.update(self.spikes.after_update(metrics["actor/grad_norm"][0], events, batch))
+            handled = output.meta_info.pop(HANDLED_KEY, [])
+            coefficients = [value for of_rank in metrics[COEFFICIENT_KEY] for value in of_rank]
+            norms = metrics["actor/grad_norm"][0]
+            metrics.update(self.spikes.after_update(norms, events, batch, handled, coefficients))
         return output

@@ -37,6 +37,9 @@ class FailingStep(BareStep):
     def forward(self, micro_batch: int):
         return self._pass(lambda: super(FailingStep, self).forward(micro_batch), has_backward=False)
 
+    def entropies(self, micro_batch: int):
+        return self._pass(lambda: super(FailingStep, self).entropies(micro_batch), has_backward=False)
+
     def loss(self, micro_batch: int, selected: torch.Tensor | None):
         return self._pass(lambda: super(FailingStep, self).loss(micro_batch, selected), has_backward=True)
 
@@ -90,7 +93,7 @@ class _Powers:
 
 
 class _Limits:
-    max_masked_tokens, max_masked_share = 64, 0.05
+    max_masked_tokens, max_masked_share, max_searches_per_step = 64, 0.05, None
 
     def __init__(self, mode: str):
         self.mode = mode

@@ -185,6 +185,12 @@ class BareStep:
     def forward_bytes(self) -> int:
         return 4 * self._parts[0].labels.numel() * self._vocabulary
 
+    def entropies(self, micro_batch: int) -> torch.Tensor:
+        self._recorded[micro_batch].rng.restore()
+        part = self._parts[micro_batch]
+        with torch.no_grad():
+            return entropy_of(self.model(part.tokens, part.labels.shape[1]))
+
     def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
         self._recorded[micro_batch].rng.restore()
         log_prob, entropy = self._outputs(micro_batch)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The localizer on a bare model: what it leaves alone, what it takes away, and what it does when something fails."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -25,6 +25,7 @@ class Limits:
     mode: str = "observe"
     max_masked_tokens: int = 64
     max_masked_share: float = 0.05
+    max_searches_per_step: int | None = None
 
 
 class Powers:
@@ -139,17 +140,70 @@ def test_without_a_spike_or_a_policy_nothing_is_looked_into_and_a_rehearsal_is()
     assert event.spike.kind == "forced" and event.action.taken == "observe"
 
 
-def test_the_number_of_events_in_a_step_is_limited_by_the_policy():
-    run = Run()
-    batch = random_batch(run.model).planted(PLANT)
-    run.localizer.begin_update(policy(batch.num_tokens, max_events=1), run.space)
-    for _ in range(2):  # two epochs
-        step = BareStep(run.model, batch, NUM_MICRO_BATCHES)
-        run.localizer.begin_mini_batch(step)
-        run.space.clear()
-        step.train(run.localizer.after_backward)
-        run.localizer.before_step(clip_gradient(run.model, 1.0))
-    assert [event.place.epoch for event in run.localizer.events] == [0] and len(run.localizer.norms) == 2
+def train(run: Run, plants: dict, num_epochs: int = 3, is_watched: bool = True, **policy_changes) -> torch.Tensor:
+    """Epochs of four mini-batches of four rows, each a step of the optimizer's; returns all weights after them."""
+    batch = random_batch(run.model).planted(plants)
+    optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-4)
+    parts = [batch.part(slice(first, first + 4), torch.device("cpu")) for first in range(0, 16, 4)]
+    if is_watched:
+        num_tokens = [part.num_tokens for part in parts]
+        rule = {"thresholds": [20.0] * 4, "tau": [20.0 * n**0.5 for n in num_tokens]}
+        changed = replace(policy(num_tokens[0], **policy_changes), num_tokens=num_tokens, **rule)
+        run.localizer.begin_update(changed, run.space)
+    for _ in range(num_epochs):
+        for part in parts:
+            run.space.clear()
+            step = BareStep(run.model, part, 2)
+            if is_watched:
+                run.localizer.begin_mini_batch(step)
+                step.train(run.localizer.after_backward)
+                run.localizer.before_step(clip_gradient(run.model, 1.0))
+            else:
+                step.train()
+                clip_gradient(run.model, 1.0)
+            optimizer.step()
+    return torch.cat([param.detach().flatten() for param in run.model.parameters()])
+
+
+def handled(run: Run) -> list[tuple[int, str, bool]]:
+    return [(spike.number, spike.taken, spike.is_written) for spike in run.localizer.handled]
+
+
+def test_every_appearance_of_a_culprit_is_masked_however_few_events_may_be_written():
+    masked, without, plain = Run("mask"), Run(), Run()
+    weights = train(masked, PLANT, max_events=1)
+    assert torch.equal(weights, train(without, {(3, 2): 0.0}, is_watched=False)), "bit for bit"
+    assert not torch.equal(weights, train(plain, PLANT, is_watched=False))
+    assert handled(masked) == [(0, "mask", True), (4, "mask", False), (8, "mask", False)]
+    assert len(masked.localizer.events) == 1 and len(masked.localizer.norms) == 12
+    assert all(spike.grad_norm > 20.0 for spike in masked.localizer.handled), "as they were before the action"
+
+
+@pytest.mark.parametrize("mode", ["skip", "abort"])
+def test_a_spike_that_no_event_is_written_of_is_not_trained_on_either_and_needs_no_search(mode, monkeypatch):
+    run, searches = Run(mode), 0
+
+    def search(*args):
+        nonlocal searches
+        searches += 1
+        return localize(*args, budget=64)
+
+    monkeypatch.setattr(run.localizer, "_search", search)
+    train(run, PLANT, max_events=1)
+    assert handled(run) == [(0, mode, True), (4, mode, False), (8, mode, False)] and searches == 1
+
+
+def test_where_the_number_of_searches_is_limited_masking_falls_back_to_skipping():
+    run = Run("mask", max_searches_per_step=2)
+    train(run, PLANT, max_events=1)
+    assert [taken for _, taken, _ in handled(run)] == ["mask", "mask", "skip"]
+
+
+def test_observing_looks_no_further_than_events_are_written():
+    run, plain = Run(), Run()
+    assert torch.equal(train(run, PLANT, max_events=1), train(plain, PLANT, is_watched=False))
+    assert [(taken, written) for _, taken, written in handled(run)][:2] == [("observe", True), ("observe", False)]
+    assert [event.place.epoch for event in run.localizer.events] == [0]
 
 
 def test_a_scaled_loss_that_overflows_is_no_spike_and_a_nan_in_it_is():

@@ -34,6 +34,10 @@ def _is_among(old, new):
     if isinstance(old, dict):
         for name in old:
             _is_among(old[name], new[name])
+    elif isinstance(old, list):
+        assert len(old) == len(new)
+        for item, other in zip(old, new, strict=True):
+            _is_among(item, other)
     else:
         assert old == new
 

@@ -1,0 +1,68 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What GradLoc writes to disk about a spike, and nothing else: the one definition of these files.
+
+``events.jsonl`` holds one :class:`Event` a line; an event's folder holds ``sequences.json`` (:class:`SequenceFile`) and
+the replay bundle's ``meta.json`` (:class:`BundleMeta`). The writer fills these classes, the report and the replay read
+them, and the JSON Schemas in ``schema/`` are made from them (``scripts/make_schemas.py``).
+
+Standard library only. On disk, numbers that JSON cannot spell are the strings ``"NaN"``, ``"Infinity"`` and
+``"-Infinity"``. A reader passes over fields that it does not know, and takes a field's default where a file lacks it;
+so a name that a later version adds to an ``enum`` is no reason to refuse a file.
+
+``Annotated`` carries what the schema says beyond the type: pairs of a JSON Schema keyword and its value.
+"""
+
+from .bundle import BundleEntry, BundleMeta, Fingerprint, Sequence, SequenceFile
+from .culprit import CAUSES, Cause, Coefficients, Culprit, Ratios, Sibling
+from .event import Event
+from .fields import SCHEMA_VERSION, Count, Interval, Version, Weights, never_null, optional
+from .outcome import Action, BatchStatistics, Certificate, Consequence, LayerHistory, Rerun, Shares, StepCause
+from .spike import History, PathEntry, Run, Search, Step, Trigger
+
+__all__ = [
+    "CAUSES",
+    "SCHEMA_VERSION",
+    "Action",
+    "BatchStatistics",
+    "BundleEntry",
+    "BundleMeta",
+    "Cause",
+    "Certificate",
+    "Coefficients",
+    "Consequence",
+    "Count",
+    "Culprit",
+    "Event",
+    "Fingerprint",
+    "History",
+    "Interval",
+    "LayerHistory",
+    "PathEntry",
+    "Ratios",
+    "Rerun",
+    "Run",
+    "Search",
+    "Sequence",
+    "SequenceFile",
+    "Shares",
+    "Sibling",
+    "Step",
+    "StepCause",
+    "Trigger",
+    "Version",
+    "Weights",
+    "never_null",
+    "optional",
+]

@@ -1,0 +1,108 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""An event's folder: the sequences token by token, and the replay bundle."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from .event import Event
+from .fields import SCHEMA_VERSION, Count, Interval, Version, Weights, never_null, optional
+
+__all__ = ["BundleEntry", "BundleMeta", "Fingerprint", "Sequence", "SequenceFile"]
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One response that holds a culprit, or a notable share of the spike; lists run over its T response tokens."""
+
+    rank: Count | None = never_null()
+    micro_batch: Count | None = never_null()
+    micro_batch_row: Count | None = never_null()
+    row: Count | None = None
+    sequence_id: str | None = None
+    data_source: str | None = None
+    prompt: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    """Null, as all text, when the run keeps none."""
+    tokens: tuple[str, ...] | None = None
+    response_mask: tuple[float, ...] | None = never_null()
+    log_prob: tuple[float, ...] | None = None
+    old_log_prob: tuple[float, ...] | None = None
+    """As stored."""
+    rollout_log_prob: tuple[float, ...] | None = None
+    ref_log_prob: tuple[float, ...] | None = None
+    advantage: tuple[float, ...] | None = None
+    entropy: tuple[float, ...] | None = None
+    is_weight: tuple[float, ...] | None = None
+    coefficient: tuple[float, ...] | None = None
+    """d loss / d log_prob."""
+    share: tuple[float, ...] | None = None
+    """Of the spike; null when not measured."""
+
+    def __len__(self) -> int:
+        known = (self.token_ids, self.tokens, self.response_mask, self.log_prob, self.share)
+        return max((len(column) for column in known if column is not None), default=0)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The token numbers; where the run kept none, -1 - position, so that no two are equal."""
+        kept = self.token_ids or ()
+        return kept + tuple(-1 - position for position in range(len(kept), len(self)))
+
+
+@dataclass(frozen=True)
+class SequenceFile:
+    """The sequences that hold culprits, token by token: sequences.json."""
+
+    schema_version: Version = SCHEMA_VERSION
+    event_id: str = ""
+    sequences: tuple[Sequence, ...] = ()
+
+
+@dataclass(frozen=True)
+class BundleEntry:
+    """One micro-batch of the bundle."""
+
+    rank: Count
+    micro_batch: Count
+    rows: Interval
+    """[first, end) in the tensors of batch.safetensors."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The trainable weights, each entry as number of weights, their sum, their sum of squares (float64)."""
+
+    total: Weights
+    parameters: dict[str, Weights] | None
+    """By full name; null where FSDP1's flat parameters hide the names."""
+
+
+@dataclass(frozen=True)
+class BundleMeta:
+    """A replay bundle's meta.json, beside batch.safetensors; what a replay uses is required."""
+
+    actor: dict[str, Any]
+    """verl's actor config of the run, resolved."""
+    temperature: float
+    on_policy: bool
+    """Whether the loss took the current log-probs for the old ones (verl's shortcut)."""
+    layout: tuple[BundleEntry, ...]
+    event: Annotated[Event, ("type", "object")]
+    """The event record; see event.v1.schema.json."""
+    checkpoint: str | None = optional()
+    """Folder with the weights before the step, where they were saved."""
+    fingerprint: Fingerprint | None = optional()
+    """Of the weights that the event happened at."""
+    schema_version: Version = SCHEMA_VERSION

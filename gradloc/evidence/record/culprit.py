@@ -1,0 +1,154 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A culprit, and why its gradient is large."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from .fields import Count, never_null, optional
+
+__all__ = ["CAUSES", "Cause", "Coefficients", "Culprit", "Ratios", "Sibling"]
+
+CAUSES = (
+    "token_mismatch",
+    "sequence_mismatch",
+    "layer_heterogeneity",
+    "large_jacobian",
+    "extreme_advantage",
+    "low_probability",
+    "kl_term",
+    "entropy_term",
+    "is_weight",
+    "non_finite",
+    "spurious_token",
+    "non_finite_forward",
+    "non_finite_padding",
+    "non_finite_weights",
+    "batch_scale",
+    "not_tokens",
+    "transient",
+    "unknown",
+)
+"""From ``non_finite_padding`` to ``transient`` they are of the whole step, and no token's: see StepCause."""
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Importance ratios at the peak, and the sequence's."""
+
+    current_over_old: float | None = None
+    """With the old log-prob as the loss used it."""
+    current_over_rollout: float | None = None
+    old_over_rollout: float | None = None
+    """With the old log-prob as stored."""
+    sequence_geometric_mean: float | None = None
+    """Of current over old, over the sequence's response tokens."""
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """What the loss's gradient multiplies the gradients of the log-prob and the entropy with, at the peak."""
+
+    log_prob: float | None = None
+    """d loss / d log_prob, all terms."""
+    kl: float | None = None
+    """The KL term's part of it; null without a KL loss."""
+    entropy: float | None = None
+    """d loss / d entropy; null without an entropy term."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why the culprit's gradient is large."""
+
+    label: Annotated[str, ("enum", CAUSES)] = "unknown"
+    numbers: dict[str, float | None] = field(default_factory=dict)
+    """What says so: mostly how many times typical each factor of the gradient is."""
+
+
+@dataclass(frozen=True)
+class Sibling:
+    """Another response to the culprit's prompt: an advantage is only as odd as its group."""
+
+    row: Count = 0
+    sequence_id: str | None = None
+    reward: float | None = None
+    advantage: float | None = None
+    """Of its first response token."""
+    num_tokens: Count = 0
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A span of one response that carries the spike. Numbers of a single token are those at ``peak``."""
+
+    span: Annotated[str, ("enum", ("token", "segment", "sequence"))] = "token"
+    rank: Count | None = never_null()
+    """Data-parallel rank."""
+    micro_batch: Count | None = never_null()
+    micro_batch_row: Count | None = never_null()
+    row: Count | None = None
+    """Row of the trainer's batch as it was dispatched."""
+    positions: tuple[Count, ...] = ()
+    """Response positions of the span, ascending."""
+    peak: Count | None = never_null()
+    """The position in the span with the largest coefficient."""
+    sequence_id: str | None = None
+    """<uid>:<rollout index>"""
+    data_source: str | None = None
+    reward: float | None = None
+    """The sequence's: sum of its token-level scores."""
+    token_ids: tuple[int, ...] | None = never_null()
+    """Of the span."""
+    tokens: tuple[str, ...] | None = None
+    """Text of each of them; null, as all text here, when the run keeps none."""
+    text_before: str | None = None
+    text_after: str | None = None
+    prompt: str | None = None
+    log_prob: float | None = None
+    """Natural logarithm of the token's probability in the training forward."""
+    old_log_prob_used: float | None = None
+    """As the loss used it: the current one under verl's on-policy shortcut."""
+    old_log_prob_stored: float | None = None
+    rollout_log_prob: float | None = None
+    ref_log_prob: float | None = None
+    ratios: Ratios = Ratios()
+    advantage: float | None = None
+    is_weight: float | None = None
+    """Weight of the rollout correction; null without one."""
+    entropy: float | None = None
+    """Of the token's distribution, in nats; null where the loss does not compute it."""
+    coefficients: Coefficients = Coefficients()
+    loss_weight: float | None = None
+    """The token's weight in the aggregated loss."""
+    grad_norm: float | None = None
+    """L2 norm of the span's part of the gradient."""
+    is_exact: bool = True
+    """Whether grad_norm was measured by a backward of its own; else it is a lower bound."""
+    threshold: float | None = None
+    """The norm from which the span counts as a culprit."""
+    share: float | None = None
+    """<g, G> / ||G||^2; the shares of all tokens add up to 1. Null when the spike is not finite."""
+    layers: dict[str, float] = field(default_factory=dict)
+    """Norm of the span's part of the gradient per layer; empty unless is_exact."""
+    cause: Cause = field(default_factory=Cause)
+    token_norms: tuple[float, ...] | None = optional()
+    """Norm of each position's own gradient, or a lower bound where there are several; null where none is known."""
+    siblings: tuple[Sibling, ...] | None = optional()
+    """The other responses to its prompt; null without a uid."""
+
+    @property
+    def text(self) -> str:
+        """The span's text; where the run kept none, its first token numbers."""
+        return "".join(self.tokens or ()) or " ".join(f"<{token}>" for token in (self.token_ids or ())[:20])

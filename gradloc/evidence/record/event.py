@@ -1,0 +1,58 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""One line of events.jsonl."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from .culprit import Culprit
+from .fields import SCHEMA_VERSION, Version, never_null, optional
+from .outcome import Action, BatchStatistics, Certificate, Consequence, LayerHistory, Rerun, Shares, StepCause
+from .spike import Run, Search, Step, Trigger
+
+__all__ = ["Event"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A localized gradient spike: one line of events.jsonl."""
+
+    schema_version: Version = SCHEMA_VERSION
+    event_id: Annotated[str, ("minLength", 1)] = ""
+    verdict: str | None = never_null()
+    """What happened, in up to three sentences."""
+    run: Run = Run()
+    step: Step = Step()
+    trigger: Trigger = Trigger()
+    search: Search = Search()
+    culprits: tuple[Culprit, ...] = ()
+    certificate: Certificate = Certificate()
+    action: Action = Action()
+    layers: dict[str, float] = field(default_factory=dict)
+    """Norm of the spike's gradient per layer."""
+    kinds: dict[str, float] = field(default_factory=dict)
+    """The same per kind of module."""
+    layer_history: LayerHistory | None = None
+    """Null where the layers' norms are not tracked, or not yet."""
+    shares: Shares | None = None
+    """Null when they were not measured."""
+    batch: BatchStatistics = BatchStatistics()
+    cause: StepCause | None = optional()
+    rerun: Rerun | None = optional()
+    """Null where it was not asked for."""
+    consequence: Consequence | None = optional()
+    head_norm: float | None = optional()
+    """Frobenius norm of the output head's weights: how far a step can move the policy grows with it."""
+    folder: str | None = None
+    """Folder with batch.safetensors, meta.json and sequences.json, relative to events.jsonl."""

@@ -1,0 +1,166 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Before any search: is there something to look for among the tokens? Each check costs far less than a search.
+
+In this order: does the spike come back at all (on request); are the weights finite; is it a padded position that is
+not; is the whole batch scaled against the run's own history.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..core.certificate import Certificate, certify, judge
+from ..core.gradients import GradientSpace, local_shard
+from ..core.tracker import median_size
+from .scale import excess
+from .task import PathEntry, SearchResult, Source, Task
+
+__all__ = ["TRANSIENT", "Rerun", "non_finite_weights", "nothing_found", "rerun", "suspects", "triage"]
+
+TRANSIENT = "the spike did not come back when its micro-batches were run again as they were"
+
+_MOST_NAMES = 8
+_MOST_PLACES = 8
+_ALIKE = 0.1  # of the norm: on a rehearsal, which has no threshold, what counts as the same
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """The spike's micro-batches run again as they were."""
+
+    norm: float
+    difference: float
+    """Norm of the difference of both gradients over the spike's norm; NaN where one is not finite."""
+    is_reproduced: bool
+    """Whether the norm broke its threshold again, or was not finite again."""
+
+
+def rerun(task: Task) -> Rerun:
+    """Run all micro-batches again; one probe each."""
+    prober, spike = task.prober, task.spike
+    prober.compute((index, None) for index in range(prober.step.num_micro_batches))
+    norm = prober.space.norm()
+    prober.add(task.gradient, alpha=-1.0 / task.scale)
+    difference = prober.space.norm() / spike.grad_norm
+    if not math.isfinite(spike.grad_norm):
+        is_reproduced = not math.isfinite(norm)
+    elif spike.threshold is None:
+        is_reproduced = difference <= _ALIKE
+    else:
+        is_reproduced = not norm <= spike.threshold
+    return Rerun(norm, difference if math.isfinite(difference) else math.nan, is_reproduced)
+
+
+def triage(task: Task, typical: Mapping[str, tuple[float, float]], reran: Rerun | None) -> SearchResult | None:
+    """What made the spike, where no token did; None where only a search can tell.
+
+    Args:
+        task: what would be searched.
+        typical: of the run, see :meth:`~.scale.ScaleHistory.typical`.
+        reran: the spike run again, where that was asked for.
+    """
+    if reran is not None and not reran.is_reproduced:
+        return _result(task, "transient", Source("transient", TRANSIENT, {"rerun_norm": reran.norm}))
+    if not math.isfinite(task.spike.grad_norm):
+        return _weights(task) or _padding(task)
+    return _scaled(task, typical)
+
+
+def non_finite_weights(space: GradientSpace) -> tuple[str, ...]:
+    """Names of the parameters, trained or frozen, that hold a NaN or an infinity on any rank: one reduction."""
+    named = list(space.module.named_parameters())
+    # the sum of absolute values is finite where all are: one pass, nothing the size of a parameter is allocated
+    sums = [torch.linalg.vector_norm(local_shard(param.detach()), ord=1, dtype=torch.float32) for _, param in named]
+    bad = space.reduce((~torch.stack(sums).isfinite()).double())
+    return tuple(name for (name, _), count in zip(named, bad.tolist(), strict=True) if count)
+
+
+def suspects(names: list[str], squares: torch.Tensor) -> tuple[str, ...]:
+    """The parameters that carry most of a squared norm, float64 (num_params,), largest first."""
+    order = squares.argsort(descending=True)
+    kept = [int(index) for index in order if squares[index] >= 0.05 * squares.sum()]
+    return tuple(names[index] for index in kept[:_MOST_NAMES])
+
+
+def _weights(task: Task) -> SearchResult | None:
+    names = non_finite_weights(task.prober.space)
+    if not names:
+        return None
+    why = f"{len(names)} parameters hold weights that are not finite"
+    return _result(task, "weights", Source("non_finite_weights", why, {"parameters": len(names)}, names[:_MOST_NAMES]))
+
+
+def _padding(task: Task) -> SearchResult | None:
+    """Where a masked position alone has a coefficient that is not finite, and the rest a gradient that is."""
+    prober = task.prober
+    step, ranks = prober.step, prober.ranks
+
+    def local() -> tuple[int, list[tuple[int | None, int]]]:
+        num_bad, places = 0, []
+        for index in range(step.num_micro_batches):
+            bad, mask, rows = ~torch.isfinite(step.coefficients(index)[0]), step.token_mask(index), step.rows(index)
+            num_bad += int((bad & mask).sum())
+            for row, position in (bad & ~mask).nonzero()[:_MOST_PLACES].tolist():
+                places.append((rows[row] if rows else None, position))
+        return num_bad, places[:_MOST_PLACES]
+
+    gathered = ranks.gather(ranks.agree(local))
+    places = [place for _, part in gathered for place in part]
+    if not places or any(num_bad for num_bad, _ in gathered):
+        return None
+    prober.compute((index, step.token_mask(index)) for index in range(step.num_micro_batches))
+    norm = prober.space.norm()
+    if not math.isfinite(norm):
+        return None
+    why = "only positions outside of the response mask have a loss that is not finite"
+    source = Source("non_finite_padding", why, {}, (), tuple(places[:_MOST_PLACES]))
+    bound = prober.space.rounding * step.num_micro_batches**2 * norm
+    threshold = task.spike.threshold
+    verdict, reason = judge(norm, bound, threshold, was_finite=False)
+    measured = Certificate(task.spike.grad_norm, norm, bound, threshold, "recompute", verdict, reason)
+    return replace(_result(task, "coefficients", source), certificate=measured)
+
+
+def _scaled(task: Task, typical: Mapping[str, tuple[float, float]]) -> SearchResult | None:
+    """Where the batch's typical advantage or coefficient is above the run's, and that alone makes the spike."""
+    spike = task.spike
+    if spike.threshold is None or "coefficient" not in typical:
+        return None
+    ranks, step = task.prober.ranks, task.prober.step
+    local = ranks.agree(lambda: median_size(step.coefficients(i)[0] for i in range(step.num_micro_batches)))
+    present = sorted(value for value in ranks.gather(local) if value > 0)
+    if not present:
+        return None
+    factor = excess(present[len(present) // 2], typical["coefficient"])
+    if factor is None or spike.grad_norm / factor > spike.threshold:
+        return None
+    numbers = {"coefficient_over_typical": factor}
+    why = f"the loss weighs the batch's typical token {factor:.3g} times as much as in the steps before"
+    return _result(task, "scale", Source("batch_scale", why, numbers))
+
+
+def nothing_found(task: Task, reason: str) -> Certificate:
+    """The certificate where no token is named, with this reason."""
+    spike = task.spike
+    found = certify(task.prober, task.gradient, task.scale, spike.grad_norm, spike.threshold, [])
+    return replace(found, reason=reason)
+
+
+def _result(task: Task, phase: str, source: Source) -> SearchResult:
+    path = [PathEntry(phase, "measured", note=source.reason)]
+    certificate = nothing_found(task, source.reason)
+    return SearchResult(path=path, stop_reason=source.reason, certificate=certificate, source=source)

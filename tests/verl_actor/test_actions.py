@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An action applies to every spike of every epoch; budgets limit what is written."""
+
+import pytest
+
+from tests.world.events import read_events
+
+ACTOR = "actor_rollout_ref.actor"
+TAU = f"{ACTOR}.grad_norm_threshold=640"
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_every_appearance_of_a_culprit_is_masked_and_the_weights_are_those_without_it(world, dump_dir, strategy):
+    settings = [TAU, f"{ACTOR}.gradloc.action.mode=mask"]
+    found, other = world.run("actions.train_epochs", overrides=settings, dump_dir=dump_dir, strategy=strategy)
+    assert found["as_without"] and other["as_without"], "bit for bit"
+    metrics = found["metrics"]
+    assert (metrics["gradloc/spikes"], metrics["gradloc/mask"], metrics["gradloc/unwritten"]) == ([3], [3], [2])
+    assert metrics["gradloc/events"] == [1] and len(read_events(dump_dir)) == 1
+
+
+def test_skipping_needs_no_event_to_be_written(world, dump_dir):
+    settings = [TAU, f"{ACTOR}.gradloc.action.mode=skip", f"{ACTOR}.gradloc.trigger.max_events=0"]
+    found, _ = world.run("actions.train_epochs", overrides=settings, dump_dir=dump_dir)
+    metrics = found["metrics"]
+    assert (metrics["gradloc/skip"], metrics["gradloc/unwritten"], metrics["gradloc/events"]) == ([3], [3], [0])
+    assert not found["as_spiked"] and not found["as_without"]
+
+
+def test_observing_leaves_the_weights_as_they_were(world, dump_dir):
+    found, _ = world.run("actions.train_epochs", overrides=[TAU], dump_dir=dump_dir)
+    assert found["as_spiked"]
+    assert found["metrics"]["gradloc/unwritten"] == [found["metrics"]["gradloc/spikes"][0] - 1]
