@@ -24,14 +24,13 @@ class Parser(argparse.ArgumentParser):
 def guarded(work: Callable[[], int], debug: bool = False, as_json: bool = False) -> int:
     """Runs ``work`` and returns its exit code, or that of the refusal that it ended in.
 
-    Args:
-        work: what the command does; returns an exit code.
-        debug: let errors through, with their traceback.
-        as_json: print a refusal as one JSON object on standard output.
+    With ``debug`` errors come through with their traceback; with ``as_json`` a refusal is one JSON object on standard
+    output.
     """
     for stream in (sys.stdout, sys.stderr):  # a path need not be printable
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    shown: PatchkitError
     try:
         return work()
     except KeyboardInterrupt:
@@ -48,9 +47,8 @@ def guarded(work: Callable[[], int], debug: bool = False, as_json: bool = False)
     if debug:
         raise shown
     if as_json:
-        files = shown.data.get("files", [])[:MAX_LISTED]
-        document = {"exit_code": shown.exit_code, "state": shown.data.get("state"), "files": files}
-        say_json(document | {"error": shown.parts()})
+        document = {"exit_code": shown.exit_code, "state": shown.data.get("state"), "error": shown.parts()}
+        say_json(document | {"files": shown.data.get("files", [])[:MAX_LISTED]})
     else:
         say(shown.text(), sys.stderr)
     return shown.exit_code
@@ -59,9 +57,8 @@ def guarded(work: Callable[[], int], debug: bool = False, as_json: bool = False)
 def disk_failed(path: Any, error: OSError) -> TransactionError:
     """Returns the refusal for a disk that failed before or while anything was changed, and put back."""
     what = f"the disk failed at {path}; everything is as it was before"
-    cause = "The disk is full, read-only or damaged, or a limit was hit."
-    failed = TransactionError("disk-failed", what, cause, "Make room or repair it, then run this again: df -h")
-    failed.data["found"] = error.strerror
+    cause, next_ = "It is full, read-only or damaged, or a limit was hit.", "Make room (df -h), then run this again."
+    failed = TransactionError("disk-failed", what, cause, next_, found=error.strerror)
     failed.__cause__ = error
     return failed
 
@@ -69,10 +66,7 @@ def disk_failed(path: Any, error: OSError) -> TransactionError:
 def say(text: str, stream: TextIO | None = None, is_result: bool = False) -> None:
     """Prints ``text``. What was done stands, so a disk that is full or a reader that has gone is no failure.
 
-    Args:
-        text: the lines to print.
-        stream: standard output, if None.
-        is_result: the text is all that the command was for: raise TransactionError if it cannot be written.
+    Raises TransactionError all the same where ``is_result``: the text is all that the command was for.
     """
     stream = stream or sys.stdout
     try:
@@ -80,13 +74,10 @@ def say(text: str, stream: TextIO | None = None, is_result: bool = False) -> Non
     except OSError as error:
         with contextlib.suppress(OSError, ValueError):  # else Python tries again at its end, and complains
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        if isinstance(error, BrokenPipeError):
-            return
-        if is_result:
-            raise TransactionError(
-                "output-lost", f"the answer could not be written: {error.strerror}", "The disk is full.", "Make room."
-            ) from error
-        if stream is sys.stdout:
+        if is_result and not isinstance(error, BrokenPipeError):
+            what = f"the answer could not be written: {error.strerror}"
+            raise TransactionError("output-lost", what, "The disk is full.", "Make room: df -h") from error
+        if stream is sys.stdout and not isinstance(error, BrokenPipeError):
             say(f"note: this was done, but not said: {error.strerror}", sys.stderr)
 
 

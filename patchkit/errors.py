@@ -8,6 +8,7 @@ reads all of them from the source, so that they can be tested together.
 
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,13 @@ def quoted(path: Any) -> str:
     return shlex.quote(str(path))
 
 
+def capped(lines: Iterable[str]) -> list[str]:
+    """Returns at most ``MAX_LISTED`` lines, with the number of those left out."""
+    lines = list(lines)
+    more = len(lines) - MAX_LISTED
+    return lines if more <= 0 else [*lines[:MAX_LISTED], f"... and {more} more"]
+
+
 class PatchkitError(Exception):
     """A refusal. Subclasses fix the exit code."""
 
@@ -50,55 +58,33 @@ class PatchkitError(Exception):
     def text(self) -> str:
         """Returns the refusal as it is printed, without a final newline."""
         parts = self.parts()
-        lines = [f"refused: {parts['what']}"]
-        lines += [f"  {key + ':':<9} {parts[key]}" for key in ("expected", "found", "cause", "next") if parts.get(key)]
-        return "\n".join(lines + [f"  {line}" for line in capped(self.data.get("diff", ()))])
+        lines = [f"  {key + ':':<9} {parts[key]}" for key in ("expected", "found", "cause", "next") if parts.get(key)]
+        return "\n".join([f"refused: {self.what}", *lines, *(f"  {one}" for one in capped(self.data.get("diff", ())))])
 
 
 class CheckoutStateError(PatchkitError):
-    """The target is not in a state that allows the command."""
-
-    exit_code = 1
+    exit_code = 1  # the target is not in a state that allows the command
 
 
 class UsageError(PatchkitError):
-    """The command line asks for something that makes no sense."""
-
-    exit_code = 2
+    exit_code = 2  # the command line asks for something that makes no sense
 
 
 class IntegrityError(PatchkitError):
-    """Bytes are not what a digest, a schema or the patch language demands."""
-
-    exit_code = 3
+    exit_code = 3  # bytes are not what a digest, a schema or the patch language demands
 
 
 class TransactionError(PatchkitError):
-    """The disk failed and everything was put back."""
-
-    exit_code = 4
+    exit_code = 4  # the disk failed and everything was put back
 
 
 class RollbackError(PatchkitError):
-    """The disk failed and something could not be put back yet; the journal stays."""
-
-    exit_code = 5
+    exit_code = 5  # the disk failed and something could not be put back yet; the journal stays
 
 
 class LockedError(PatchkitError):
-    """Another run holds the lock."""
-
-    exit_code = 6
+    exit_code = 6  # another run holds the lock
 
 
 class DownloadError(PatchkitError):
-    """A download failed or was refused."""
-
-    exit_code = 7
-
-
-def capped(lines: Any) -> list[str]:
-    """Returns at most ``MAX_LISTED`` lines, with the number of those left out."""
-    lines = list(lines)
-    more = len(lines) - MAX_LISTED
-    return lines if more <= 0 else [*lines[:MAX_LISTED], f"... and {more} more"]
+    exit_code = 7  # a download failed or was refused

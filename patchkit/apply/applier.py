@@ -5,12 +5,12 @@ import os
 import stat
 from dataclasses import asdict, dataclass, field
 
-from ..errors import CheckoutStateError, LockedError, quoted
+from ..errors import CheckoutStateError, quoted
 from ..patch import splice
 from ..patch.content import read_regular
 from ..patch.edition import Edition
 from ..patch.language import MAX_BYTES
-from ..tree import lock
+from ..tree import journal, lock
 from ..tree.checkout import Checkout
 from ..tree.filesystem import Filesystem
 from ..tree.preflight import preflight
@@ -19,12 +19,12 @@ from ..tree.transaction import Change, Transaction
 from . import explain
 from .library import Library
 
-KEPT_PATCH, OLD_RECORD = "applied.patch", "applied.json"
+KEPT_PATCH, OLD_RECORD = journal.STATE_FILES
 
 
 @dataclass
 class Report:
-    """The outcome of a command, for people and for programs."""
+    """The outcome of a command; ``base`` is the tag of the verl whose patch was picked, by content."""
 
     command: str
     target: str
@@ -32,13 +32,12 @@ class Report:
     head: str | None
     verl_version: str
     base: str
-    """The tag of the verl whose patch was picked, by content."""
     state: str
     edition: str | None
     wanted: str
-    did: str = ""
-    changed: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    did: str
+    changed: list[str]
+    notes: list[str]
     files: list[dict[str, str]] = field(default_factory=list)
 
 
@@ -51,13 +50,10 @@ class Applier:
         library: Library,
         files: Filesystem | None = None,
         force: bool = False,
-        wait_s: float = 0.0,
+        wait_s: float = 0,
     ) -> None:
-        self.checkout = checkout
-        self.library = library
+        self.checkout, self.library, self.force, self.wait_s = checkout, library, force, wait_s
         self.files = files or Filesystem()
-        self.force = force
-        self.wait_s = wait_s
         self.state_folder = checkout.state_folder
         self.transaction = Transaction(self.files, checkout.root, self.state_folder)
         self.notes: list[str] = []
@@ -75,9 +71,8 @@ class Applier:
         """Reports what ``apply`` or ``reverse`` would do, or raises what it would raise; changes nothing."""
         holder = lock.holder(self.state_folder)
         if holder:
-            what, cause = f"another run is at work in this checkout ({self.state_folder})", "Two runs were started."
-            raise LockedError("locked", what, cause, "Run this again when it has ended.", found=holder)
-        is_pending = self.transaction.pending() is not None
+            raise lock.held(self.state_folder, holder)
+        is_pending = journal.read(self.state_folder) is not None
         found = self._survey()
         if is_pending:
             return self._report("check", found, "would first undo an interrupted run")
@@ -89,42 +84,39 @@ class Applier:
         """Reports the state; changes nothing and never refuses a tree."""
         if lock.holder(self.state_folder):
             self.notes.append("another run is at work here: what is said may be out of date")
-        if os.path.lexists(self.state_folder / "journal.json"):
+        if os.path.lexists(self.state_folder / journal.JOURNAL_NAME):
             self.notes.append("a run was interrupted here; the next apply or --reverse undoes it first")
         found = self._survey()
         return self._report("status", found, found.state.value)
 
     def _change(self, command: str) -> Report:
-        hide = self.checkout.git_dir is None
-        with lock.locked(self.files, self.state_folder, hide, self.wait_s):
+        with lock.locked(self.files, self.state_folder, self.checkout.git_dir is None, self.wait_s):
             if self.transaction.recover():
                 self.notes.append("an interrupted run was undone first")
             found = self._survey()
             goal = found.editions[0] if command == "apply" else None
             changes = self._changes(found, goal)
             preflight(self.checkout.root, self.state_folder, changes)
-            todo = changes + self._record(goal)
+            todo = changes + self._kept_copy(goal)
             if any(change.path != OLD_RECORD for change in todo):
                 self.transaction.run(todo)
             gone = [path for path, blob in found.goal(goal).items() if blob is None]
             for place in self.transaction.drop_caches(gone):
-                self.notes.append(
-                    f"left behind, of another user: {place}   (sudo rm -r {quoted(place)}; it does no harm)"
-                )
+                note = f"left behind, of another user: {place}   (sudo rm -r {quoted(place)}; it does no harm)"
+                self.notes.append(note)
             did = _did(found, goal, changes) if changes else f"{'already' if goal else 'not'} applied, nothing to do"
             return self._report(command, self._survey(), did, changes)
 
     def _survey(self) -> Survey:
         """Reads the copy of what was applied anew each time: a recovery may have put another one in its place."""
         self.given = None
-        try:
-            kept = read_regular(self.state_folder / KEPT_PATCH, MAX_BYTES)
-            self.given = self.library.know_patch(kept)
+        if (self.state_folder / KEPT_PATCH).is_file():
+            try:
+                self.given = self.library.know_patch(read_regular(self.state_folder / KEPT_PATCH, MAX_BYTES))
+            except OSError:
+                pass
             note = f"the copy of an applied patch in {self.state_folder.name} is no use"
-            if not self.given and note not in self.notes:
-                self.notes.append(note)
-        except OSError:
-            pass
+            self.notes += [note] if self.given is None and note not in self.notes else []
         return survey(self.checkout, self.library.families)
 
     def _changes(self, found: Survey, goal: Edition | None) -> list[Change]:
@@ -133,34 +125,22 @@ class Applier:
             raise explain.refusal(found, self.checkout, self.given, self.force)
         skipped = []
         if found.state is State.PARTIAL and not found.only_leftovers:
-            if not self.force:
-                raise self._partial(found)
             skipped.append("the check that the checkout is not half patched")
+            if not self.force:
+                raise explain.half_patched(found, self.checkout)
         unfinished = self.checkout.unfinished()
         if unfinished and found.state is State.PRISTINE:
             self.notes.append(f"{unfinished} is under way in this checkout")
         elif unfinished:
+            skipped.append(f"the check that no git operation is under way ({unfinished})")
             if not self.force:
                 what, cause = f"{unfinished} is under way", "Files that change beneath it end in the wrong commit."
                 next_ = f"Finish it first (git -C {quoted(self.checkout.root)} status says how), or add --force."
                 raise CheckoutStateError("git-unfinished", what, cause, next_)
-            skipped.append(f"the check that no git operation is under way ({unfinished})")
         if self.force:
             self.notes.append("--force skipped " + (" and ".join(skipped) or "nothing"))
-        changes = []
-        for path, blob in sorted(found.goal(goal).items()):
-            if not found.holds(path, blob):
-                changes.append(Change(path, found.found[path].content, _content(path, blob, goal, found)))
-        return changes
-
-    def _partial(self, found: Survey) -> CheckoutStateError:
-        based = [path for path, blob in found.before.items() if found.holds(path, blob)]
-        cause = "Some files were restored by hand, by git checkout or by git stash; all contents are known."
-        next_ = f"{self.checkout.command} --force   (finishes; with --reverse it undoes)"
-        counts = f"{len(found.found) - len(based)} of {len(found.found)} files patched"
-        diff = [f"not patched: {path}" for path in based]
-        data = {"state": found.state.name, "found": counts, "diff": diff}
-        return CheckoutStateError("state-partial", "PARTIAL: the checkout is half patched", cause, next_, **data)
+        wanted = ((path, blob) for path, blob in sorted(found.goal(goal).items()) if not found.holds(path, blob))
+        return [Change(path, found.found[path].content, _content(path, blob, goal, found)) for path, blob in wanted]
 
     def _report(self, command: str, found: Survey, did: str, changes: list[Change] | None = None) -> Report:
         checkout, notes = self.checkout, list(self.notes)
@@ -171,23 +151,13 @@ class Applier:
             notes.append(f"{here}; what counts is the content of the files that the patch touches")
         if checkout.root.stat().st_uid != os.geteuid():
             notes.append("the checkout belongs to another user")
-        return Report(
-            command,
-            str(checkout.root),
-            checkout.kind,
-            checkout.head,
-            checkout.version,
-            found.base.tag,
-            found.state.name,
-            found.edition.version if found.edition else None,
-            found.editions[0].version,
-            did,
-            [change.path for change in changes or ()],
-            notes,
-            [asdict(stranger) for stranger in explain.strangers(found, self.given)],
-        )
+        edition, wanted = found.edition.version if found.edition else None, found.editions[0].version
+        tree = (str(checkout.root), checkout.kind, checkout.head, checkout.version, found.base.tag, found.state.name)
+        changed = [change.path for change in changes or ()]
+        files = [asdict(stranger) for stranger in explain.strangers(found, self.given)]
+        return Report(command, *tree, edition, wanted, did, changed, notes, files)
 
-    def _record(self, goal: Edition | None) -> list[Change]:
+    def _kept_copy(self, goal: Edition | None) -> list[Change]:
         """Changes of the state folder: a copy of the patch.
 
         The copy lets a patch that is in no manifest (a development build, one from a file) be recognised and taken off
@@ -199,8 +169,7 @@ class Applier:
             if os.path.lexists(path):
                 lock.check_kind(path, stat.S_ISREG, "plain file")
             before = path.read_bytes() if path.exists() else None
-            if before != after:
-                changes.append(Change(name, before, after, where="state"))
+            changes += [Change(name, before, after, where="state")] if before != after else []
         return changes
 
 
@@ -210,28 +179,23 @@ def _content(path: str, blob: str | None, goal: Edition | None, found: Survey) -
         return None
     there, base = found.found[path], b""
     if found.before[path] is not None:
-        assert there.content is not None, path
-        base = there.content
+        base = there.content or b""
         if not found.holds(path, found.before[path]):
             holding = (e.files[path] for e in found.editions if path in e.files and e.files[path].after == there.blob)
-            base = splice.backward(next(holding), there.content)
+            base = splice.backward(next(holding), base)
     section = goal.files.get(path) if goal else None
     return splice.forward(section, base) if section else base
 
 
 def _count(changes: list[Change]) -> str:
-    counts = {
-        "modified": sum(c.before is not None and c.after is not None for c in changes),
-        "added": sum(c.before is None for c in changes),
-        "removed": sum(c.after is None for c in changes),
-    }
-    said = ", ".join(f"{number} {label}" for label, number in counts.items() if number)
-    return f"{len(changes)} files ({said})"
+    kinds = ["added" if c.before is None else "removed" if c.after is None else "modified" for c in changes]
+    said = (f"{kinds.count(kind)} {kind}" for kind in ("modified", "added", "removed") if kind in kinds)
+    return f"{len(changes)} files ({', '.join(said)})"
 
 
 def _did(found: Survey, goal: Edition | None, changes: list[Change]) -> str:
     if goal is None:
         return f"reversed: {_count(changes)}"
-    if found.state is State.OTHER_VERSION and found.edition:
-        return f"upgraded from {found.edition.version} to {goal.version}: {_count(changes)}"
-    return f"applied {goal.version}: {_count(changes)}"
+    is_upgrade = found.state is State.OTHER_VERSION and found.edition
+    said = f"upgraded from {found.edition.version} to" if is_upgrade and found.edition else "applied"
+    return f"{said} {goal.version}: {_count(changes)}"

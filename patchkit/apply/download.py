@@ -2,7 +2,12 @@
 """Downloads one small file: https on every hop, a size cap, a deadline, a few retries."""
 
 import email.utils
+import http.client
+import os
+import ssl
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urljoin, urlsplit
@@ -11,9 +16,8 @@ from ..errors import DownloadError, IntegrityError, quoted
 
 MAX_HOPS = 5
 ATTEMPTS = 3
-CONNECT_S, READ_S, DEADLINE_S = 5.0, 20.0, 60.0
-MAX_WAIT_S = 20.0
-_CHUNK, _SIP = 16 * 1024, 64
+READ_S, DEADLINE_S, MAX_WAIT_S = 20.0, 60.0, 20.0
+_CHUNK = 16 * 1024
 _TRANSIENT = (429, 500, 502, 503, 504)
 _BY_HAND = "Download the file yourself and use --patch-file."
 
@@ -27,40 +31,25 @@ def fetch(
 ) -> bytes:
     """Returns what ``url`` serves, in memory: nothing is written to a disk.
 
-    Args:
-        url: an https address without a user name in it.
-        limit: the most bytes to read.
-        size: the number of bytes it must have, where that is known.
-        sleep: how to wait between attempts.
-        deadline_s: seconds for everything together.
+    It reads at most ``limit`` bytes, which must be ``size`` where that is known, in ``deadline_s`` seconds in all;
+    ``sleep`` is how it waits between attempts.
 
     Raises:
         DownloadError: if the server cannot be reached or misbehaves.
         IntegrityError: if the size is not the expected one, or a web page came instead.
     """
-    try:
-        import requests
-        from urllib3.exceptions import HTTPError
-    except ImportError as error:
-        what = f"downloads need the Python package requests, which is not installed here ({url})"
-        next_ = "pip install requests   (or download the file yourself and use --patch-file)"
-        raise DownloadError("net-no-requests", what, "Nothing else in this tool needs it.", next_) from error
-    ends = time.monotonic() + deadline_s
-    with requests.Session() as session:
-        session.auth = lambda request: request  # else requests would look for passwords in ~/.netrc
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                data = _read(session, url, limit, ends)
-                break
-            except (OSError, HTTPError, _Transient) as error:
-                if attempt == ATTEMPTS or time.monotonic() > ends:
-                    what, cause = (
-                        f"{url} could not be read, in {attempt} attempts",
-                        "No network, a proxy or the server.",
-                    )
-                    raise DownloadError("net-failed", what, cause, _BY_HAND, found=_innermost(error)) from error
-                wait_s = getattr(error, "wait_s", None) or float(attempt)
-                sleep(min(wait_s, max(0.0, ends - time.monotonic())))
+    ends, data = time.monotonic() + deadline_s, b""
+    check_url(url, url)
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            data = _read(url, limit, ends)
+            break
+        except (OSError, http.client.HTTPException, _Transient) as error:
+            if attempt == ATTEMPTS or time.monotonic() > ends:
+                what, cause = f"{url} could not be read, in {attempt} attempts", "No network, a proxy or the server."
+                raise DownloadError("net-failed", what, cause, _BY_HAND, found=_said(error)) from error
+            wait_s = getattr(error, "wait_s", None) or float(attempt)
+            sleep(min(wait_s, max(0.0, ends - time.monotonic())))
     if size is not None and len(data) != size:
         raise _wrong_size(url, f"{size} bytes", f"{len(data)} bytes")
     return data
@@ -72,6 +61,11 @@ class _Transient(Exception):
     def __init__(self, text: str, wait_s: float | None = None) -> None:
         super().__init__(text)
         self.wait_s = wait_s
+
+
+class _NoHops(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *arguments: Any) -> None:
+        return None  # each hop is looked at first
 
 
 def _wrong_size(url: str, expected: str, found: str) -> IntegrityError:
@@ -93,51 +87,46 @@ def check_url(url: str, start: str) -> None:
         raise DownloadError("net-blob-page", what, cause, f"--patch-url {quoted(url.replace('/blob/', '/raw/', 1))}")
 
 
-def _read(session: Any, url: str, limit: int, ends: float) -> bytes:
+def _read(url: str, limit: int, ends: float) -> bytes:
+    trusted = ssl.create_default_context(cafile=os.environ.get("REQUESTS_CA_BUNDLE"))
+    opener = urllib.request.build_opener(_NoHops, urllib.request.HTTPSHandler(context=trusted))
+    opener.addheaders = [("User-Agent", "gradloc-patch"), ("Accept-Encoding", "identity")]
     at = url
     for _ in range(MAX_HOPS + 1):
         check_url(at, url)
-        plain = {"Accept-Encoding": "identity"}
-        timeout = (CONNECT_S, READ_S)
-        with session.get(at, stream=True, allow_redirects=False, timeout=timeout, headers=plain) as response:
-            if not response.is_redirect:
+        try:
+            with opener.open(at, timeout=READ_S) as response:
                 return _body(response, url, limit, ends)
-            at = urljoin(at, response.headers["location"])
-    what = f"{url} redirects in circles or too often"
-    raise DownloadError(
-        "net-hops", what, "The server is set up wrongly.", _BY_HAND, expected=f"at most {MAX_HOPS} hops"
-    )
+        except urllib.error.HTTPError as error:
+            hop, found = error.headers.get("location"), f"HTTP {error.code}"
+            if error.code in _TRANSIENT:
+                raise _Transient(found, _retry_after(error.headers.get("retry-after"))) from error
+            if not hop or error.code not in (301, 302, 303, 307, 308):
+                what, cause = f"the server does not have {url}", "It is misspelt, moved or not public."
+                next_ = "Open it in a browser, or use --patch-file."
+                raise DownloadError("net-status", what, cause, next_, found=found) from error
+            at = urljoin(at, hop)
+    what, expected = f"{url} redirects in circles or too often", f"at most {MAX_HOPS} hops"
+    raise DownloadError("net-hops", what, "The server is set up wrongly.", _BY_HAND, expected=expected)
 
 
 def _body(response: Any, url: str, limit: int, ends: float) -> bytes:
-    code, headers = f"HTTP {response.status_code}", response.headers
-    if response.status_code in _TRANSIENT:
-        raise _Transient(code, _retry_after(headers.get("retry-after")))
-    if response.status_code != 200:
-        what, cause = f"the server does not have {url}", "It is misspelt, moved or not public."
-        raise DownloadError("net-status", what, cause, "Open it in a browser, or use --patch-file.", found=code)
-    encoding = headers.get("content-encoding", "identity")
+    encoding = response.headers.get("content-encoding", "identity")
     if encoding != "identity":
         what = f"the server compressed {url} although it was asked not to"
         raise DownloadError("net-encoding", what, "A proxy or the server.", _BY_HAND, found=encoding[:40])
-    if headers.get("content-type", "").startswith("text/html"):
-        what, cause = (
-            f"the server sent a web page, not the patch: {url}",
-            "A login page, or the one that shows the file.",
-        )
+    if response.headers.get("content-type", "").startswith("text/html"):
+        what, cause = f"the server sent a web page, not the patch: {url}", "A login page, or one that shows the file."
         raise IntegrityError("net-html", what, cause, "Use the address of the raw file.")
     body = bytearray()
-    # read1 returns what has arrived; read (in an old urllib3) waits for all it was asked for, so it is asked for
-    # little: a server that drips must not outlast the deadline by much.
-    read1 = getattr(response.raw, "read1", None)
-    while chunk := read1(_CHUNK) if read1 else response.raw.read(_SIP):
+    while chunk := response.read1(_CHUNK):
         body += chunk
         if len(body) > limit:
             raise _wrong_size(url, f"at most {limit} bytes", "more")
         if time.monotonic() > ends:
             what, found = f"{url} takes too long", f"{len(body)} bytes so far"
             raise DownloadError("net-deadline", what, "A slow or a hostile server.", _BY_HAND, found=found)
-    announced = headers.get("content-length", "")
+    announced = response.headers.get("content-length", "")
     if announced.isdigit() and int(announced) != len(body):
         raise _Transient(f"{len(body)} of {announced} bytes arrived")
     return bytes(body)
@@ -145,16 +134,13 @@ def _body(response: Any, url: str, limit: int, ends: float) -> bytes:
 
 def _retry_after(text: str | None) -> float | None:
     """Seconds to wait, from either form of the header; at most MAX_WAIT_S."""
-    if not text:
-        return None
-    if text.isdigit():
-        return min(float(text), MAX_WAIT_S)
-    when = email.utils.parsedate_tz(text)
-    return min(max(0.0, email.utils.mktime_tz(when) - time.time()), MAX_WAIT_S) if when else None
+    when = email.utils.parsedate_tz(text or "")
+    wait_s = float(text) if text and text.isdigit() else email.utils.mktime_tz(when) - time.time() if when else None
+    return None if wait_s is None else min(max(0.0, wait_s), MAX_WAIT_S)
 
 
-def _innermost(error: BaseException) -> str:
-    """The innermost cause, which says what happened without the library's nesting."""
-    while inner := error.__cause__ or error.__context__:
-        error = inner
+def _said(error: BaseException) -> str:
+    """What happened, without the library's nesting."""
+    while not isinstance(error, _Transient) and (error.__cause__ or error.__context__):
+        error = error.__cause__ or error.__context__ or error
     return str(error)[:200] or type(error).__name__

@@ -13,9 +13,7 @@ from ..tree.survey import State, Survey
 from .library import PUBLISHED_RESULTS
 
 CRLF = "its line ends were turned into CRLF (core.autocrlf); its text is right"
-NEW_FILE = "another file stands where the patch adds one"
 EDITED = "it was edited after the patch was applied"
-ELSEWHERE = "it was edited, but not where the patch edits it"
 
 
 @dataclass(frozen=True)
@@ -35,51 +33,65 @@ def strangers(survey: Survey, given: Edition | None) -> list[Stranger]:
     """
     explained = []
     for path in survey.strangers:
-        found = survey.found[path]
-        section = given.files.get(path) if given else None
+        found, section = survey.found[path], given.files.get(path) if given else None
         wanted = section.after if section else survey.before[path]
-        shown = found.obstacle or short(found.blob)
-        explained.append(Stranger(path, short(wanted), shown, _why(path, survey, given)))
+        explained.append(Stranger(path, short(wanted), found.obstacle or short(found.blob), _why(path, survey, given)))
     return explained
 
 
 def _why(path: str, survey: Survey, given: Edition | None) -> str:
-    found = survey.found[path]
-    if found.obstacle:
-        return f"{found.obstacle} is in the way"
-    if found.content is None:
-        return "the file is missing"
-    known = {survey.before[path], *(e.files[path].after for e in survey.editions if path in e.files)}
+    found, before = survey.found[path], survey.before[path]
+    if found.obstacle or found.content is None:
+        return f"{found.obstacle} is in the way" if found.obstacle else "the file is missing"
+    known = {before, *(e.files[path].after for e in survey.editions if path in e.files)}
     plain = found.content.replace(b"\r\n", b"\n")
     if plain != found.content and blob_id(plain) in known:
         return CRLF
     section = (given or survey.editions[0]).files.get(path)
-    if survey.before[path] is None:
-        return EDITED if given and section else NEW_FILE
+    if before is None:
+        return EDITED if given and section else "another file stands where the patch adds one"
     if section is None or not section.hunks:
         return "it was edited"
-    edited = EDITED if given else ""
     try:
         apply_hunks(path, inverse(section) if given else section.hunks, found.content)
     except IntegrityError as error:
         if error.reason == "hunk-mismatch":
-            data = error.data
-            lines = f"the patch expects {data['expected'].strip()[:60]!r}, there is {data['found'].strip()[:60]!r}"
-            place = f"hunk {data['hunk']} does not fit at line {data['line']}: {lines}"
-            return f"{edited}: {place}" if edited else place
-    return edited or ELSEWHERE
+            expected, there = (error.data[key].strip()[:60] for key in ("expected", "found"))
+            place = f"hunk {error.data['hunk']} does not fit at line {error.data['line']}"
+            said = f"{place}: the patch expects {expected!r}, there is {there!r}"
+            return f"{EDITED}: {said}" if given else said
+    return EDITED if given else "it was edited, but not where the patch edits it"
+
+
+def half_patched(found: Survey, checkout: Checkout) -> CheckoutStateError:
+    """Returns the refusal of a checkout that is a mix of known contents."""
+    based = [path for path, blob in found.before.items() if found.holds(path, blob)]
+    cause = "Some files were restored by hand, by git checkout or by git stash; all contents are known."
+    next_ = f"{checkout.command} --force   (finishes; with --reverse it undoes)"
+    counts = f"{len(found.found) - len(based)} of {len(found.found)} files patched"
+    data = {"state": found.state.name, "found": counts, "diff": [f"not patched: {path}" for path in based]}
+    return CheckoutStateError("state-partial", "PARTIAL: the checkout is half patched", cause, next_, **data)
 
 
 def refusal(survey: Survey, checkout: Checkout, given: Edition | None, force: bool) -> CheckoutStateError:
     """Returns the refusal of a checkout that has strangers: what they are, and the way out that fits."""
     listed = strangers(survey, given)
-    first, count, root = listed[0], len(listed), quoted(checkout.root)
-    is_clone = checkout.git_dir is not None
-    also = " --force never overwrites such files." if force else ""
-    files = f"{count} of the files that the patch touches"
-    version = re.match(r"(\d+)\.(\d+)", checkout.version)
-    minor = (int(version[1]), int(version[2])) if version and not survey.is_at_base else None
-    anew = f"Unpack verl {survey.base.tag.removeprefix('v')} again"
+    reason, what, cause, next_ = _judge(survey, checkout, given, listed)
+    cause += " --force never overwrites such files." if force else ""
+    data = {"state": survey.state.name, "files": [asdict(stranger) for stranger in listed], "path": listed[0].path}
+    diff = [f"{stranger.path}: {stranger.why}" for stranger in listed]
+    ids = {"expected": listed[0].expected, "found": listed[0].found}
+    return CheckoutStateError(reason, what, cause, next_, diff=diff, **ids, **data)
+
+
+def _judge(
+    survey: Survey, checkout: Checkout, given: Edition | None, listed: list[Stranger]
+) -> tuple[str, str, str, str]:
+    first, is_clone, root = listed[0], checkout.git_dir is not None, quoted(checkout.root)
+    files, at = f"{len(listed)} of the files that the patch touches", f"first {first.path}"
+    tag, number = survey.base.tag, survey.base.tag.removeprefix("v")
+    version = re.match(r"(\d+)\.(\d+)", "" if survey.is_at_base else checkout.version)
+    minor = (int(version[1]), int(version[2])) if version else (0, 0)
     published = [path for path, blob in PUBLISHED_RESULTS.items() if path in survey.found and survey.holds(path, blob)]
     if published:
         reason, what = (
@@ -87,24 +99,21 @@ def refusal(survey: Survey, checkout: Checkout, given: Edition | None, force: bo
             f"DRIFTED: the publicly released GradLoc patch is on this tree, first {published[0]}",
         )
         cause = "It stops every training run at its first update, and cannot be verified."
-        next_ = f"git -C {root} apply -R PUBLISHED/gradloc.patch   (with the released file)"
-        next_ += f"; or git -C {root} checkout -- {' '.join(published)}" if is_clone else f"; or: {anew}"
+        restore = f"git -C {root} checkout -- {' '.join(published)}" if is_clone else f"unpack verl {number} again"
+        next_ = f"git -C {root} apply -R PUBLISHED/gradloc.patch   (with the released file); or: {restore}"
     elif all(stranger.why == CRLF for stranger in listed):
-        reason, what = "state-crlf", f"DRIFTED: {files} have CRLF line ends, first {first.path}"
+        reason, what = "state-crlf", f"DRIFTED: {files} have CRLF line ends, {at}"
         cause = "The checkout was made with core.autocrlf, or through Windows; only the line ends differ."
-        next_ = (
-            f"git clone -c core.autocrlf=false {root} DIR   (and use DIR)"
-            if is_clone
-            else f"{anew}, line ends as they are."
-        )
+        next_ = "Unpack the archive again, without converting line ends."
+        next_ = f"git clone -c core.autocrlf=false {root} DIR   (and use DIR)" if is_clone else next_
     elif given and all(stranger.why.startswith(EDITED) for stranger in listed):
         reason, what = (
             "state-edited",
-            f"DRIFTED: {count} of the patch's files were edited after it was applied, first {first.path}",
+            f"DRIFTED: {len(listed)} of the patch's files were edited after it was applied, {at}",
         )
         cause = "Work on the patch in this checkout."
         next_ = f"bash make_patch.sh --repo {root}   (takes the edits into the sources; then this runs)"
-    elif minor and minor >= (0, 9):
+    elif minor >= (0, 9):
         reason, what = "verl-needs-none", f"WRONG_BASE: this is verl {checkout.version}, which needs no patch"
         cause = "From 0.9 on, verl loads GradLoc as a plug-in."
         next_ = "pip install gradloc-verl   (this repository), then add to the training command: +gradloc=on"
@@ -115,47 +124,35 @@ def refusal(survey: Survey, checkout: Checkout, given: Edition | None, force: bo
     elif not given and _looks_patched(survey):
         reason, what = (
             "state-unknown-build",
-            f"DRIFTED: a build of the patch that is not known here is on this tree: {files} differ, first {first.path}",
+            f"DRIFTED: a build of the patch that is not known here is on this tree, {at}",
         )
         cause = "It is another build, or was edited, and the copy that would say which one is gone."
-        next_ = f"git -C {root} stash push --include-untracked -- verl   (keeps all of it aside; then this runs)"
-        next_ = next_ if is_clone else f"{anew}, and take your edits there by hand."
+        next_ = f"Unpack verl {number} again, and take your edits there by hand."
+        stash = f"git -C {root} stash push --include-untracked -- verl   (keeps all of it aside; then this runs)"
+        next_ = stash if is_clone else next_
     elif all(survey.before[stranger.path] is None for stranger in listed):
         reason, what = (
             "state-in-the-way",
-            f"DRIFTED: something else stands where the patch adds {count} files, first {first.path}",
+            f"DRIFTED: something else stands where the patch adds {len(listed)} files, {at}",
         )
         cause, next_ = "Files of yours have the same name.", "Move away what the lines below name, then run this again."
     elif survey.state is State.WRONG_BASE:
         here = f"verl {checkout.version}" + (f" at {checkout.head[:12]}" if checkout.head else "")
-        base = f"{survey.base.tag} ({survey.base.commit[:12]})"
-        reason, what = (
-            "state-wrong-base",
-            f"WRONG_BASE: this is {here}, the nearest patch is for {base}, and {files} differ, first {first.path}",
-        )
+        base = f"the nearest patch is for {tag} ({survey.base.commit[:12]})"
+        reason, what = "state-wrong-base", f"WRONG_BASE: this is {here}, {base}, and {files} differ, {at}"
         cause = "Another version of verl is here, or commits of your own changed these files."
         next_ = f"git -C {root} worktree add DIR {survey.base.commit}   (a second checkout, at the right commit)"
-        next_ = next_ if is_clone else f"Use verl {survey.base.tag.removeprefix('v')}."
+        next_ = next_ if is_clone else f"Use verl {number}."
     else:
-        reason, what = (
-            "state-drifted",
-            f"DRIFTED: {files} hold neither verl's content nor the patch's, first {first.path}",
-        )
+        reason, what = "state-drifted", f"DRIFTED: {files} hold neither verl's content nor the patch's, {at}"
         cause, place = f"{first.why}.", quoted(checkout.root / first.path)
         next_ = f"git -C {root} stash push -- {quoted(first.path)}   (keeps your edit, restores the file)"
-        next_ = (
-            next_ if is_clone else f"mv {place} ELSEWHERE   (and take the file from verl {survey.base.tag[1:]} again)"
-        )
-    error = CheckoutStateError(
-        reason, what, cause + also, next_, expected=first.expected, found=first.found, path=first.path
-    )
-    error.data |= {"state": survey.state.name, "files": [asdict(stranger) for stranger in listed]}
-    error.data["diff"] = [f"{stranger.path}: {stranger.why}" for stranger in listed]
-    return error
+        next_ = next_ if is_clone else f"mv {place} ELSEWHERE   (and take the file from verl {number} again)"
+    return reason, what, cause, next_
 
 
 def _looks_patched(survey: Survey) -> bool:
     """True if some file of ours is there: one that an edition adds, or any edition's result."""
-    held = (survey.holds(path, file.after) for edition in survey.editions for path, file in edition.files.items())
+    ours = ((path, file) for edition in survey.editions for path, file in edition.files.items())
     package = (path for path, before in survey.before.items() if before is None and path.startswith("verl/gradloc/"))
-    return any(held) or any(survey.found[path].content is not None for path in package)
+    return any(survey.holds(p, f.after) for p, f in ours) or any(survey.found[p].content is not None for p in package)

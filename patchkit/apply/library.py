@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The editions of the patch that a run knows, verl by verl.
 
-They come from ``patches/`` (its manifest and its history), from a file or a download that the user names, and from
-the copy that the applier left in the checkout. No byte of a patch is read before its digest is known and none is used
+They come from ``patches/`` (its manifest and its history), from a file or a download that the user names, and from the
+copy that the applier left in the checkout. No byte of a patch is read before its digest is known and none is used
 before it matches.
 """
 
@@ -31,46 +31,42 @@ class Library:
     """Families of editions: for each verl the wanted edition, then the others that a checkout may hold."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.manifest = manifests.parse(_from_patches(folder / MANIFEST_NAME, manifests.MAX_BYTES))
-        history = folder / HISTORY_NAME
-        released = recall(_from_patches(history, manifests.MAX_BYTES) if history.is_file() else b"")
+        def read(name: str, limit: int) -> bytes:
+            return read_capped(folder / name, limit, name, "patches/ is not complete.", RESTORE)
+
+        self.manifest = manifests.parse(read(MANIFEST_NAME, manifests.MAX_BYTES))
+        has_history = (folder / HISTORY_NAME).is_file()
+        released = recall(read(HISTORY_NAME, manifests.MAX_BYTES) if has_history else b"")
         self.families: list[tuple[Base, tuple[Edition, ...]]] = []
         for entry in self.manifest.entries:
-            listed = _from_patches(folder / f"{entry.name}.sha256", sums.MAX_BYTES)
-            if sums.digest_for(entry.name, listed, f"{entry.name}.sha256") != entry.sha256:
-                what = f"{entry.name}.sha256 and the manifest disagree about the patch"
-                raise IntegrityError("sums-manifest", what, "patches/ was put together from two versions.", RESTORE)
-            data = _from_patches(folder / entry.name, entry.size_bytes)
+            listed = f"{entry.name}.sha256"
+            if sums.digest_for(entry.name, read(listed, sums.MAX_BYTES), listed) != entry.sha256:
+                what, cause = f"{listed} and the manifest disagree about the patch", "patches/ is of two versions."
+                raise IntegrityError("sums-manifest", what, cause, RESTORE)
+            data = read(entry.name, entry.size_bytes)
             check_digest(data, entry.sha256, entry.name)
             edition = Edition.of(data, self.manifest.version, entry.base.tag)
             older = (e for e in released if e.base == entry.base.tag and e.sha256 != entry.sha256)
             self.families.append((entry.base, (edition, *older)))
 
-    @property
-    def editions(self) -> list[Edition]:
-        """Every edition, verl by verl."""
-        return [edition for _, editions in self.families for edition in editions]
-
     def only(self, base: str | None, version: str | None, digest: str | None) -> None:
         """Keeps the verls whose wanted edition is the one that the options name; refuses if there is none."""
         if version and version != self.manifest.version:
-            known = {edition.version for edition in self.editions}
+            is_older = version in {edition.version for _, editions in self.families for edition in editions}
             what = f"this tool carries version {self.manifest.version} of the patch, not {version}"
-            cause = "It is an older release." if version in known else "It is misspelt, or of another release."
+            cause = "It is an older release." if is_older else "It is misspelt, or of another release."
             next_ = f"Get the release {version}, and use its apply_patch.py or name its patch with --patch-file."
             raise UsageError("version-unknown", what, cause, next_, expected=self.manifest.version, found=version)
         tags = ", ".join(b.tag for b, _ in self.families)
         self.families = [(b, e) for b, e in self.families if base in (None, b.tag, b.tag[1:], b.commit)]
         if not self.families:
-            what, cause = f"there is no patch for {base}", "It is misspelt, or there is none."
-            raise UsageError("base-unknown", what, cause, "Leave --base out: the content decides.", expected=tags)
+            what, next_ = f"there is no patch for {base}", "Leave --base out: the content decides."
+            raise UsageError("base-unknown", what, "It is misspelt, or there is none.", next_, expected=tags)
         found = ", ".join(editions[0].sha256 for _, editions in self.families)
-        if digest:
-            self.families = [(b, e) for b, e in self.families if e[0].sha256 == digest]
+        self.families = [(b, e) for b, e in self.families if digest in (None, e[0].sha256)]
         if not self.families:
             what, cause = "the patch is not the one that --sha256 names", "It was changed, or is another release."
-            raise IntegrityError("patch-digest", what, cause, GET_AGAIN, expected=digest, found=found)
+            raise IntegrityError("patch-pinned", what, cause, GET_AGAIN, expected=digest, found=found)
 
     def want_patch(self, data: bytes, label: str) -> None:
         """Puts the edition with the verified patch ``data`` first, known to the manifest or not."""
@@ -85,46 +81,33 @@ class Library:
         """Adds the edition with the patch ``data``, which lay in a checkout; returns it, or None if it is of no use."""
         digest = sha256_hex(data)
         for place, (base, editions) in enumerate(self.families):
-            same = [edition for edition in editions if edition.sha256 == digest]
+            same = next((edition for edition in editions if edition.sha256 == digest), None)
+            if same and same.patch:
+                return same
             try:
-                known = Edition.of(
-                    data, same[0].version if same else f"an earlier build (sha256 {digest[:12]})", base.tag
-                )
+                known = Edition.of(data, same.version if same else f"an earlier build (sha256 {digest[:12]})", base.tag)
             except PatchkitError:
                 return None
-            if same and same[0].patch:
-                return same[0]
             if same or known.shares_base(editions[0]):
-                rest = [edition for edition in editions[1:] if edition.sha256 != digest]
+                rest = (edition for edition in editions[1:] if edition.sha256 != digest)
                 self.families[place] = (base, (editions[0], known, *rest))
                 return known
         return None
 
 
-def _from_patches(path: Path, limit: int) -> bytes:
-    """Returns the bytes of one of our own files."""
-    try:
-        return read_capped(path, limit, path.name)
-    except FileNotFoundError as error:
-        what = f"{path.name} is missing in {path.parent}"
-        raise IntegrityError("patches-incomplete", what, "The folder patches/ is not complete.", RESTORE) from error
-
-
-def read_capped(path: Path, limit: int, name: str) -> bytes:
+def read_capped(
+    path: Path, limit: int, name: str, cause: str = "It is misspelt, or not readable.", next_: str = "Check it."
+) -> bytes:
     """Returns a file's bytes (or a pipe's); refuses more than ``limit`` bytes without reading them all."""
     try:
         with path.open("rb") as stream:
             data = stream.read(limit + 1)
-    except FileNotFoundError:
-        raise
     except OSError as error:
-        what, cause = f"{name} cannot be read", "It is a folder, or there is no permission."
-        raise IntegrityError("patch-unreadable", what, cause, "Check it.", found=error.strerror) from error
+        what = f"{name} cannot be read"
+        raise IntegrityError("file-unreadable", what, cause, next_, found=error.strerror) from error
     if len(data) > limit:
-        what = f"{name} is too large"
-        raise IntegrityError(
-            "patch-too-large", what, "It is another file.", GET_AGAIN, expected=f"at most {limit} bytes"
-        )
+        what, expected = f"{name} is too large", f"at most {limit} bytes"
+        raise IntegrityError("patch-too-large", what, "It is another file.", GET_AGAIN, expected=expected)
     return data
 
 
@@ -132,15 +115,11 @@ def check_digest(data: bytes, expected: str | None, name: str) -> None:
     """Raises IntegrityError unless ``data`` has the sha256 ``expected``; names the public patch."""
     found = sha256_hex(data)
     if found == PUBLISHED_SHA256:
-        raise IntegrityError(
-            "patch-published",
-            f"{name} is the publicly released GradLoc patch, which this tool does not apply",
-            "With it every training run stops at its first update: it reads options that verl's config does not have "
-            "(AttributeError: 'FSDPActorConfig' object has no attribute 'spike_detection'). It also names files by "
-            "abbreviated ids and leaves one without a final newline, so its result cannot be verified.",
-            "Leave out --patch-file and --patch-url: the patch of this tool has the same options, and trains.",
-            found=f"sha256 {found}",
-        )
+        what = f"{name} is the publicly released GradLoc patch, which this tool does not apply"
+        stops = "With it every training run stops at its first update, since verl's config lacks the options that it reads"
+        cause = f"{stops}; and with abbreviated ids, and a file without a final newline, it cannot be verified."
+        next_ = "Leave out --patch-file and --patch-url: the patch of this tool has the same options, and trains."
+        raise IntegrityError("patch-published", what, cause, next_, found=f"sha256 {found}")
     if expected is None:
         what, cause = f"no checksum for {name}", "A patch is only applied when something says what it should be."
         next_ = "Add --sha256 HEX with the sha256 that its author published (or --sha256-file, or a file beside it)."

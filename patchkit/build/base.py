@@ -19,13 +19,11 @@ from ..errors import DownloadError, IntegrityError
 from ..patch.content import sha256_hex
 from ..patch.manifest import Base
 
+V070 = Base("v0.7.0", "f9c855f7cf04d603c9546bc01776c74806a879c1")
+V071 = Base("v0.7.1", "bec9ef74768dd201881cd4e54cd0385e87caae27")
 PINNED = {
-    Base("v0.7.0", "f9c855f7cf04d603c9546bc01776c74806a879c1"): (
-        "eba2e75be72f809b97ada9bb35479fd45999ca2c94f45eb7868def59b83cb9db"
-    ),
-    Base("v0.7.1", "bec9ef74768dd201881cd4e54cd0385e87caae27"): (
-        "0c208c03d5dc48f8262192355f403d74dae6574daebe68f2c4d28f021c4248d0"
-    ),
+    V070: "eba2e75be72f809b97ada9bb35479fd45999ca2c94f45eb7868def59b83cb9db",
+    V071: "0c208c03d5dc48f8262192355f403d74dae6574daebe68f2c4d28f021c4248d0",
 }
 """The verls, with the sha256 of each archive. What the first has serves the others where verl's files are the same."""
 DEFAULT_CACHE = Path(__file__).resolve().parents[2] / ".gradloc" / "base"
@@ -34,11 +32,9 @@ _FETCH_AGAIN = "Delete it and fetch it again."
 
 
 def ensure_base(tag: str = "v0.7.0", cache: Path = DEFAULT_CACHE) -> Path:
-    """Returns a folder with the pristine verl of a tag (``verl/`` in it), fetching it if need be.
+    """Returns a folder with the pristine verl of a pinned tag (``verl/`` in it), fetching it if need be.
 
-    Args:
-        tag: one of those that are pinned.
-        cache: where the trees are kept; the folder in it is complete or absent, never in between.
+    The folder, in ``cache``, is complete or absent, never in between.
 
     Raises:
         DownloadError: if pip cannot get the archive, or the named archive cannot be read.
@@ -53,10 +49,7 @@ def ensure_base(tag: str = "v0.7.0", cache: Path = DEFAULT_CACHE) -> Path:
             archive = _named(pinned, folder) or _fetched(folder, Path(scratch))
             found = sha256_hex(archive.read_bytes())
             if found != pinned:
-                what, cause = (
-                    f"the archive {archive} is not verl's released one",
-                    "It was changed, or is another version.",
-                )
+                what, cause = f"the archive {archive} is not verl's released one", "It was changed, or is another."
                 raise IntegrityError("base-digest", what, cause, _FETCH_AGAIN, expected=pinned, found=found)
             _unpack(archive, folder, Path(scratch) / "tree")
             try:
@@ -74,8 +67,8 @@ def _named(pinned: str, folder: str) -> Path | None:
         if not path.is_file():
             what, cause = f"VERL_BASE_SDIST names {path}, which is no file", "The variable is left over or misspelt."
             raise DownloadError("base-named-missing", what, cause, "unset VERL_BASE_SDIST   (then pip fetches it)")
-    right = (path for path in paths if sha256_hex(path.read_bytes()) == pinned)
-    return next(right, next((path for path in paths if path.name == f"{folder}.tar.gz"), None))
+    by_content = [path for path in paths if sha256_hex(path.read_bytes()) == pinned]
+    return next(iter(by_content + [path for path in paths if path.name == f"{folder}.tar.gz"]), None)
 
 
 def _fetched(folder: str, scratch: Path) -> Path:
@@ -86,10 +79,7 @@ def _fetched(folder: str, scratch: Path) -> Path:
     archive = scratch / f"{folder}.tar.gz"
     if done.returncode or not archive.is_file():
         said = [line for line in done.stderr.splitlines() if line.strip()] or [""]
-        what, cause = (
-            f"pip could not fetch the source archive of {requirement}",
-            "No network, or an index that lacks it.",
-        )
+        what, cause = f"pip could not fetch the source archive of {requirement}", "No network, or no such package."
         next_ = f"VERL_BASE_SDIST=PATH/{folder}.tar.gz, with a copy fetched elsewhere"
         raise DownloadError("base-pip", what, cause, next_, found=said[-1])
     return archive
@@ -108,7 +98,8 @@ def _unpack(archive: Path, folder: str, target: Path) -> None:
                 raise IntegrityError("base-entry", what, "It is not the released archive.", _FETCH_AGAIN)
             place = target.joinpath(*parts)
             (place if member.isdir() else place.parent).mkdir(parents=True, exist_ok=True)
-            if source := tar.extractfile(member):  # a plain file
+            source = tar.extractfile(member) if member.isreg() else None
+            if source:
                 with source, place.open("xb") as sink:
                     shutil.copyfileobj(source, sink)
 
@@ -120,11 +111,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--base", default="v0.7.0", choices=[base.tag for base in PINNED], help="which verl")
     options = parser.parse_args(arguments)
 
-    def work() -> int:
+    def run() -> int:
         say(str(ensure_base(options.base, options.output)))
         return 0
 
-    return guarded(work)
+    return guarded(run)
 
 
 if __name__ == "__main__":

@@ -8,24 +8,28 @@ patches/ is built from the sources as they are.
 import argparse
 import difflib
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 from ..apply.applier import KEPT_PATCH
 from ..apply.library import HISTORY_NAME
 from ..command import Parser, guarded, say
-from ..errors import CheckoutStateError, IntegrityError, UsageError, capped, program, quoted
+from ..errors import CheckoutStateError, IntegrityError, capped, program, quoted
 from ..patch.content import blob_id, sha256_hex
 from ..patch.edition import Edition, remember
 from ..patch.language import parse
 from ..patch.manifest import Base
+from ..patch.splice import forward
 from ..tree.checkout import Checkout, resolve
 from ..tree.filesystem import Filesystem
 from ..tree.lock import locked
 from . import base as bases
 from . import drift, generated
-from .snapshot import Edits, descends, edits_of_archive, edits_of_clone, resolve_commit
-from .sources import Folders, check_fits, compose
+from .git import seam
+from .snapshot import descends, edits_of_archive, edits_of_clone, resolve_commit
+from .sources import Folders, Sources, check_fits, compose
 from .take import merge, origin, sources_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,25 +39,16 @@ def parser() -> argparse.ArgumentParser:
     """Returns the command line's parser."""
     made = Parser(prog="make_patch.sh", description=__doc__, allow_abbrev=False)
     add = made.add_argument
-    add("--repo", metavar="CHECKOUT", help="take the edits of this checkout")
+    command = made.add_mutually_exclusive_group()
+    command.add_argument("--repo", metavar="CHECKOUT", help="take the edits of this checkout")
+    command.add_argument("--check", action="store_true", help="write nothing; fail if patches/ is not what it would be")
+    command.add_argument("--drift", metavar="VERL", help="say which seams still fit a verl tree; write nothing")
+    command.add_argument("--remember", type=Path, metavar="PATCH", help="add a released patch to the history")
     add("--base", metavar="REV", help="the commit or tag that the edits start from (default: the pinned one it is on)")
     add("--head", metavar="REV", help="take a commit's content (default: the working tree)")
-    add(
-        "--output", type=Path, metavar="FILE", help="write a patch of the checkout here and leave this repository alone"
-    )
-    add("--check", action="store_true", help="write nothing; fail if patches/ is not what would be built")
-    add(
-        "--refresh-generated",
-        action="store_true",
-        help="write the checkout's _generated_*.yaml anew before taking its edits",
-    )
-    add("--drift", metavar="VERL", help="say which seams still fit a verl tree and which lines moved; write nothing")
-    add(
-        "--remember",
-        type=Path,
-        metavar="PATCH",
-        help="add a released patch to the history, so that trees that have it are known",
-    )
+    add("--output", type=Path, metavar="FILE", help="write a patch of the checkout here, and change nothing else")
+    anew = "write _generated_*.yaml anew first: the checkout's, or without --repo each verl's"
+    add("--refresh-generated", action="store_true", help=anew)
     add("--debug", action="store_true", help="show a traceback on an error")
     add("--package", type=Path, default=ROOT / "gradloc", help=argparse.SUPPRESS)
     add("--overrides", type=Path, default=ROOT / "verl_overrides", help=argparse.SUPPRESS)
@@ -77,23 +72,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, folders: Folders) -> None:
-    if options.check + bool(options.repo) + bool(options.drift) + bool(options.remember) > 1:
-        what, cause = "--check, --repo, --drift and --remember do not go together", "Each is a command of its own."
-        raise UsageError("take-one-command", what, cause, "bash make_patch.sh --check")
     if not options.repo and (options.head or options.output or (options.base and not options.drift)):
-        what, cause = "--base, --head and --output need --repo", "They say what to take from a checkout."
-        raise UsageError("take-needs-repo", what, cause, "bash make_patch.sh --repo CHECKOUT ...")
-    trees = {base: bases.ensure_base(base.tag) for base in folders.bases(list(bases.PINNED))}
+        parser().error("--base, --head and --output need --repo: they say what to take from a checkout")
+    has_sources = (base for base in bases.PINNED if (folders.overrides / base.tag).is_dir())
+    trees = {base: bases.ensure_base(base.tag) for base in has_sources}
     if options.check:
         check(compose(folders, trees), options.patches)
         say("patches/ is what its sources build")
     elif options.drift:
         _drift(folders, trees, resolve(options.drift, allow_installed=True).root, options.base)
-    else:
+    elif not (options.repo and _take(options, folders, trees)):
         if options.remember:
             _remember(folders, trees, options.remember)
-        elif options.repo and _take(options, folders, trees):
-            return
+        for base, tree in trees.items() if options.refresh_generated and not options.repo else ():
+            _refresh(folders, base, tree)
         written = [name for name, data in compose(folders, trees).items() if write_file(options.patches / name, data)]
         say(f"built: {', '.join(written)}" if written else "patches/ is unchanged")
 
@@ -114,10 +106,8 @@ def check(expected: dict[str, bytes], patches: Path) -> None:
     for name, data in expected.items():
         found = (patches / name).read_bytes() if (patches / name).is_file() else b""
         if found != data:
-            old, new = (text.decode("utf-8", "replace").splitlines() for text in (found, data))
-            diff = difflib.unified_diff(
-                old, new, f"patches/{name}", f"built from the sources: {name}", lineterm="", n=1
-            )
+            before, after = (text.decode("utf-8", "replace").splitlines() for text in (found, data))
+            diff = difflib.unified_diff(before, after, f"patches/{name}", f"built: {name}", lineterm="", n=1)
             what, cause = f"patches/{name} is not what its sources build", "One was edited and the other not rebuilt."
             raise IntegrityError("build-stale", what, cause, "bash make_patch.sh", diff=diff)
     for path in sorted(patches.rglob("*")):
@@ -129,10 +119,8 @@ def check(expected: dict[str, bytes], patches: Path) -> None:
 
 
 def _drift(folders: Folders, trees: dict[Base, Path], root: Path, tag: str | None) -> None:
-    for base, tree in trees.items():
-        if tag not in (None, base.tag):
-            continue
-        seams = sorted(folders.read(base.tag, tree).seams.items())
+    for base in (base for base in trees if tag in (None, base.tag)):
+        seams = sorted(folders.read(base.tag, trees[base]).seams.items())
         rows = [(path, *drift.judge(parse(text.encode())[0], root / path)) for path, text in seams]
         kinds = [kind for _, kind, _ in rows]
         counts = (f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
@@ -143,78 +131,84 @@ def _drift(folders: Folders, trees: dict[Base, Path], root: Path, tag: str | Non
 
 def _remember(folders: Folders, trees: dict[Base, Path], path: Path) -> None:
     """Adds a released patch, whose preamble says which version it is, to ``verl_overrides/history.json``."""
-    data = path.read_bytes()
+    data, history = path.read_bytes(), folders.overrides / HISTORY_NAME
     version = data.split(b"\n", 1)[0].decode("utf-8", "replace").rpartition(" ")[2]
-    for base, tree in trees.items():
-        if f"Applies-To: verl {base.tag},".encode() in data:
-            check_fits(data, tree)
-            history = folders.overrides / HISTORY_NAME
-            known = history.read_bytes() if history.is_file() else b""
-            write_file(history, remember(Edition.of(data, version, base.tag), known))
-            say(f"remembered: {version} for verl {base.tag}")
+    for base in (base for base in trees if f"Applies-To: verl {base.tag},".encode() in data):
+        check_fits(data, trees[base])
+        known = history.read_bytes() if history.is_file() else b""
+        write_file(history, remember(Edition.of(data, version, base.tag), known))
+        say(f"remembered: {version} for verl {base.tag}")
+
+
+def _refresh(folders: Folders, base: Base, tree: Path) -> None:
+    """Makes the seams of verl's generated files anew, from what the other sources make of a copy of ``tree``."""
+    sources = folders.read(base.tag, tree)
+    others = {path: text for path, text in sources.seams.items() if "_generated_" not in path}
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(shutil.copytree(tree, Path(scratch) / "verl"))
+        for file in parse(Sources(sources.new_files, others).patch(base)):
+            write_file(root / file.path, forward(file, (tree / file.path).read_bytes() if file.before else b""))
+        for name in generated.SPECS:
+            path = f"{generated.CONFIG}/{name}"
+            before, after = (tree / path).read_bytes(), generated.generate(root, name)
+            if seam(path, before, after) != sources.seams.get(path):
+                write_file(folders.place(base.tag, path, blob_id(before)), seam(path, before, after).encode())
+                say(f"refreshed: {path} of {base.tag}")
 
 
 def _take(options: argparse.Namespace, folders: Folders, trees: dict[Base, Path]) -> bool:
     """Takes a checkout's edits into the sources; True if they were written elsewhere, to ``--output``."""
     checkout = resolve(options.repo, allow_installed=True)
-    if options.refresh_generated:
-        for path in generated.refresh(checkout.root):
-            say(f"refreshed: {path}")
-    base = _base_of(checkout, options, trees)
+    root, base = checkout.root, _base_of(checkout, options, trees)
+    for path, data in generated.stale(root).items() if options.refresh_generated else ():
+        write_file(root / path, data)
+        say(f"refreshed: {path}")
     if checkout.git_dir is not None:
-        edits = edits_of_clone(checkout.root, base.commit, options.head)
+        edits = edits_of_clone(root, base.commit, options.head)
     elif options.head or options.base not in (None, base.tag, base.commit):
-        what, cause = f"{checkout.root} is no clone, so it has no commits", "--base and --head name commits."
-        raise UsageError("take-needs-git", what, cause, "Leave them out: the files as they are will be taken.")
+        parser().error(f"{root} is no clone, so it has no commits for --base and --head to name")
     else:
-        edits = edits_of_archive(checkout.root, trees[base])
+        edits = edits_of_archive(root, trees[base])
     if options.head is None and any(map(generated.is_source, edits.contents)):
         if generated.can_check():
-            generated.check(checkout.root)
+            generated.check(root)
         else:
             say("note: whether _generated_*.yaml are fresh was not checked: no hydra here (PYTHON=... names one)")
     if not edits.contents:
-        what, cause = f"{checkout.root} has no edits under verl/ since the base", "It was never patched or edited."
-        next_ = f"{program()} --repo {quoted(checkout.root)}   (then edit, then run this again)"
+        what, cause = f"{root} has no edits under verl/ since the base", "It was never patched or edited."
+        next_ = f"{program()} --repo {quoted(root)}   (then edit, then run this again)"
         raise CheckoutStateError("take-nothing", what, cause, next_)
+    theirs = sources_of(edits)
     if options.output:
-        data = sources_of(edits).patch(base)
+        data = theirs.patch(base)
         write_file(options.output, data)
         sums = options.output.with_name(options.output.name + ".sha256")
         write_file(sums, f"{sha256_hex(data)}  {options.output.name}\n".encode())
         say(f"written: {options.output} ({len(data)} bytes), {sums.name}")
         return True
     if base not in trees:
-        what, cause = (
-            "the sources are for the pinned verls only",
-            "A patch for another commit cannot be built from them.",
-        )
-        next_, pinned = "Add --output FILE to write such a patch elsewhere.", ", ".join(one.tag for one in trees)
-        raise UsageError("take-other-base", what, cause, next_, expected=pinned, found=base.commit)
-    _merge(checkout, base, edits, folders, trees[base], options.patches)
+        parser().error("the sources are for the pinned verls only; --output FILE writes a patch for another commit")
+    _merge(checkout, base, theirs, folders, trees[base], options.patches)
+    for path in capped(edits.left_out):
+        say(f"left out, ignored by git or outside verl/: {path}")
     return False
 
 
 def _base_of(checkout: Checkout, options: argparse.Namespace, trees: dict[Base, Path]) -> Base:
     """The verl that the edits start from: the one that is named, else the latest pinned one that the checkout is on."""
-    named = [base for base in trees if options.base in (base.tag, base.commit)]
-    if named:
-        return named[0]
-    if checkout.git_dir is None:
-        return next((base for base in trees if base.is_said_by(checkout.version)), next(iter(trees)))
+    named = next((base for base in trees if options.base in (base.tag, base.commit)), None)
+    if named or checkout.git_dir is None:
+        return named or next((base for base in trees if base.is_said_by(checkout.version)), next(iter(trees)))
     if options.base:
-        commit = resolve_commit(checkout.root, options.base)
-        return next(
-            (base for base in trees if base.commit == commit), Base("of another commit", commit or options.base)
-        )
+        commit = resolve_commit(checkout.root, options.base) or options.base
+        return next((base for base in trees if base.commit == commit), Base("of another commit", commit))
     on = (base for base in reversed(trees) if descends(checkout.root, base.commit, options.head or "HEAD"))
     return next(on, next(iter(trees)))
 
 
-def _merge(checkout: Checkout, base: Base, edits: Edits, folders: Folders, tree: Path, patches: Path) -> None:
+def _merge(checkout: Checkout, base: Base, theirs: Sources, folders: Folders, tree: Path, patches: Path) -> None:
     """Takes the edits into the sources; everything is composed before anything is written."""
-    theirs, ours = sources_of(edits), folders.read(base.tag, tree)
-    merged = merge(ours, theirs, origin(checkout, patches))
+    merged = merge(folders.read(base.tag, tree), theirs, origin(checkout, patches))
     check_fits(merged.sources.patch(base), tree)
     for path in (*merged.taken, *merged.removed):
         blob = blob_id((tree / path).read_bytes()) if (tree / path).is_file() else None
@@ -227,14 +221,9 @@ def _merge(checkout: Checkout, base: Base, edits: Edits, folders: Folders, tree:
     # From now on this is what the checkout and the sources last agreed on; and the applier knows the checkout by it.
     with locked(Filesystem(), checkout.state_folder, hide=checkout.git_dir is None):
         write_file(checkout.state_folder / KEPT_PATCH, theirs.patch(base))
-    for label, paths in (
-        ("taken", merged.taken),
-        ("removed", merged.removed),
-        ("kept, newer in the sources", merged.kept),
-        ("left out, ignored by git or outside verl/", edits.left_out),
-    ):
-        for path in capped(paths):
-            say(f"{label}: {path}")
+    lists = {"taken": merged.taken, "removed": merged.removed, "kept, newer in the sources": merged.kept}
+    for label, path in ((label, path) for label, paths in lists.items() for path in capped(paths)):
+        say(f"{label}: {path}")
     if not (merged.taken or merged.removed):
         say("nothing to take: the checkout has no edits that the sources lack")
 

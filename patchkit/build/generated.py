@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks verl's generated reference configurations: they must be what the sources compose to.
 
-verl writes ``_generated_*.yaml`` with ``scripts/generate_trainer_config.sh``, which prints the job
-configuration that Hydra composes. The same is done here through Hydra's compose call, in a process
-of its own, so that an installed package (which has no ``scripts/``) can be checked too.
+verl writes ``_generated_*.yaml`` with ``scripts/generate_trainer_config.sh``, which prints the job configuration that
+Hydra composes. The same is done here through Hydra's compose call, in a process of its own, so that an installed
+package (which has no ``scripts/``) can be checked too.
 """
 
 import subprocess
@@ -26,7 +26,7 @@ _HEADER = """\
 # Do not modify this file directly.
 # The file is usually only for reference and never used.
 
-"""  # noqa: E501
+"""
 _COMPOSE = """\
 import sys
 sys.path.remove("")
@@ -62,22 +62,15 @@ def generate(root: Path, name: str) -> bytes:
     return (_HEADER.format(argument=argument, name=config) + "".join(lines[first:])).encode()
 
 
+def stale(root: Path) -> dict[str, bytes]:
+    """Returns what the stale generated files in the tree at ``root`` must hold, by path."""
+    wanted = {f"{CONFIG}/{name}": generate(root, name) for name in SPECS}
+    return {path: data for path, data in wanted.items() if (root / path).read_bytes() != data}
+
+
 def check(root: Path) -> None:
     """Raises IntegrityError if a generated file in the tree at ``root`` is stale."""
-    for name in SPECS:
-        path = f"{CONFIG}/{name}"
-        if (root / path).read_bytes() != generate(root, name):
-            what, cause = f"{path} is not what the configuration composes to", "A yaml was edited and it was not."
-            next_ = f"bash make_patch.sh --repo {quoted(root)} --refresh-generated"
-            raise IntegrityError("take-stale-yaml", what, cause, next_, path=path)
-
-
-def refresh(root: Path) -> list[str]:
-    """Writes the generated files of the tree at ``root`` anew; returns those that changed."""
-    changed = []
-    for name in SPECS:
-        path, data = root / CONFIG / name, generate(root, name)
-        if path.read_bytes() != data:
-            path.write_bytes(data)
-            changed.append(f"{CONFIG}/{name}")
-    return changed
+    for path in stale(root):
+        what, cause = f"{path} is not what the configuration composes to", "A yaml was edited and it was not."
+        next_ = f"bash make_patch.sh --repo {quoted(root)} --refresh-generated"
+        raise IntegrityError("take-stale-yaml", what, cause, next_, path=path)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkout holds against its base, file by file, from bytes on disk and never from git's
-index: an index can call a changed file clean (``assume-unchanged``) and does not know new files.
+"""What a checkout holds against its base, file by file, from bytes on disk and never from git's index.
+
+An index can call a changed file clean (``assume-unchanged``) and does not know new files.
 """
 
 import os
@@ -14,7 +15,7 @@ from ..patch.content import blob_id
 from ..patch.paths import PREFIX
 from ..tree.checkout import VERSION_FILE
 from .git import run_git
-from .sources import PACKAGE, not_plain, wrong_mode
+from .sources import PACKAGE, check_mode
 
 Listing = dict[str, tuple[str, str]]
 """For each path its git mode and blob id."""
@@ -22,13 +23,14 @@ Listing = dict[str, tuple[str, str]]
 
 @dataclass(frozen=True)
 class Edits:
-    """What a checkout changed: the new content of each file, and what was left aside."""
+    """What a checkout changed: each file's new content, and the base's of those that the base has.
+
+    ``left_out`` are untracked files that are ignored by git or lie outside verl/.
+    """
 
     contents: dict[str, bytes]
     base_contents: dict[str, bytes]
-    """The base's content of each edited file that the base has."""
     left_out: tuple[str, ...] = ()
-    """Untracked files that are ignored by git or lie outside verl/."""
 
 
 def edits_of_archive(root: Path, base: Path) -> Edits:
@@ -38,22 +40,18 @@ def edits_of_archive(root: Path, base: Path) -> Edits:
         places = (place for place in sorted((tree / "verl").rglob("*")) if place.is_symlink() or not place.is_dir())
         paths = (place.relative_to(tree).as_posix() for place in places)
         # A clone, an archive and a wheel each say their own version.
-        return _read_all(tree, (path for path in paths if not _is_cache(path) and path != VERSION_FILE))
+        return _read_all(tree, (path for path in paths if not _is_cache(path) and path != VERSION_FILE), {})
 
-    originals, current = listed(base), listed(root)
     return _compare(
-        root, originals, current, lambda path: (base / path).read_bytes(), lambda p: (root / p).read_bytes()
+        root, listed(base), listed(root), lambda p: (base / p).read_bytes(), lambda p: (root / p).read_bytes()
     )
 
 
 def edits_of_clone(root: Path, base_rev: str, head_rev: str | None) -> Edits:
-    """Returns the edits of a clone since ``base_rev``.
+    """Returns the edits of a clone since the commit ``base_rev``.
 
-    Args:
-        root: the work tree.
-        base_rev: the commit that the patch is for.
-        head_rev: a commit to take the edits from; None takes the work tree, with what is
-            committed, staged, changed and new in it.
+    They are those of the commit ``head_rev``; for None those of the work tree, with what is committed, staged, changed
+    and new in it.
     """
     base, head = _list_commit(root, base_rev), _list_commit(root, head_rev or "HEAD")
     if not descends(root, base_rev, head_rev or "HEAD"):
@@ -61,61 +59,54 @@ def edits_of_clone(root: Path, base_rev: str, head_rev: str | None) -> Edits:
         next_ = f"git -C {quoted(root)} worktree add DIR {base_rev}   (make the edits there)"
         raise CheckoutStateError("take-wrong-commit", what, cause, next_)
 
-    def original(path: str) -> bytes:
-        return run_git(root, "cat-file", "blob", base[path][1])
+    def blob_of(listing: Listing) -> Callable[[str], bytes]:
+        return lambda path: run_git(root, "cat-file", "blob", listing[path][1])
 
     if head_rev is not None:
-        return _compare(root, base, head, original, lambda path: run_git(root, "cat-file", "blob", head[path][1]))
-    tracked = set(_names(root, "--cached")) | base.keys()
+        return _compare(root, base, head, blob_of(base), blob_of(head))
     others = set(_names(root, "--others", "--exclude-standard"))
     ignored = set(_names(root, "--others", "--ignored", "--exclude-standard", "--", "verl"))
     # Our own new files are taken even where git is told to ignore them.
     wanted = {path for path in others if path.startswith(PREFIX)} | {p for p in ignored if p.startswith(PACKAGE)}
     wanted = {path for path in wanted if not _is_cache(path)}
-    current = _read_all(root, (path for path in sorted(tracked | wanted) if os.path.lexists(root / path)), base)
+    present = sorted(path for path in {*_names(root, "--cached"), *base, *wanted} if os.path.lexists(root / path))
+    current = _read_all(root, present, base)
     left_out = sorted(path for path in (others | ignored) - wanted if not _is_cache(path))
-    found = _compare(root, base, current, original, lambda path: (root / path).read_bytes())
+    found = _compare(root, base, current, blob_of(base), lambda path: (root / path).read_bytes())
     return Edits(found.contents, found.base_contents, tuple(left_out))
 
 
 def _compare(
     root: Path, base: Listing, current: Listing, original: Callable[[str], bytes], content: Callable[[str], bytes]
 ) -> Edits:
-    contents, originals = {}, {}
+    edits = Edits({}, {})
     for path in sorted(path for path in base.keys() | current.keys() if base.get(path) != current.get(path)):
         undo = f"git -C {quoted(root)} checkout -- {quoted(path)}"
         if not path.startswith(PREFIX):
             what, cause = f"{path} was changed, which lies outside verl/", "The patch carries verl's package only."
-            next_ = f"Undo it there, or keep it in a branch of its own: {undo}"
-            raise CheckoutStateError("take-outside", what, cause, next_, path=path)
+            raise CheckoutStateError("take-outside", what, cause, f"Keep it in a branch of its own, or: {undo}")
         if path not in current:
             what, cause = f"{path} was deleted in the checkout", "Our patches never delete verl's files."
-            raise CheckoutStateError("take-deleted", what, cause, undo, path=path)
-        expected, found = base.get(path, ("100644", ""))[0], current[path][0]
-        if found == "120000":
-            raise not_plain(path, "a symbolic link")
-        if found != expected:
-            raise wrong_mode(path, expected[-3:], found[-3:])
-        contents[path] = content(path)
+            raise CheckoutStateError("take-deleted", what, cause, undo)
+        check_mode(path, current[path][0], base.get(path, ("100644", ""))[0])
+        edits.contents[path] = content(path)
         if path in base:
-            originals[path] = original(path)
-    return Edits(contents, originals)
+            edits.base_contents[path] = original(path)
+    return edits
 
 
-def _read_all(root: Path, paths: Iterable[str], base: Listing | None = None) -> Listing:
+def _read_all(root: Path, paths: Iterable[str], base: Listing) -> Listing:
     """Reads files' modes and ids; a link's content is where it points, a submodule of verl's is not looked into."""
     listing = {}
     for path in paths:
-        if base and base.get(path, ("", ""))[0] == "160000":
-            listing[path] = base[path]
-            continue
         mode = (root / path).lstat().st_mode
-        if stat.S_ISLNK(mode):
-            listing[path] = ("120000", blob_id(os.fsencode(os.readlink(root / path))))
+        if base.get(path, ("", ""))[0] == "160000":
+            listing[path] = base[path]
         elif stat.S_ISREG(mode):
             listing[path] = ("100755" if mode & 0o100 else "100644", blob_id((root / path).read_bytes()))
         else:
-            raise not_plain(path, "no plain file")
+            target = os.readlink(root / path) if stat.S_ISLNK(mode) else ""
+            listing[path] = ("120000" if target else "0", blob_id(os.fsencode(target)))
     return listing
 
 
@@ -123,14 +114,10 @@ def _list_commit(root: Path, rev: str) -> Listing:
     commit = resolve_commit(root, rev)
     if not commit:
         what, cause = f"{root} has no commit {rev}", "A shallow clone, or a clone of another repository."
-        next_ = f"git -C {quoted(root)} fetch origin {quoted(rev)}"
-        raise CheckoutStateError("take-no-commit", what, cause, next_)
-    listing = {}
-    for entry in run_git(root, "ls-tree", "-r", "-z", "--full-tree", commit).split(b"\0")[:-1]:
-        info, path = entry.decode("utf-8").split("\t", 1)
-        mode, _, blob = info.split(" ")
-        listing[path] = (mode, blob)
-    return listing
+        raise CheckoutStateError("take-no-commit", what, cause, f"git -C {quoted(root)} fetch origin {quoted(rev)}")
+    entries = run_git(root, "ls-tree", "-r", "-z", "--full-tree", commit).decode("utf-8").split("\0")[:-1]
+    split = ((*entry.split("\t", 1)[0].split(" "), entry.split("\t", 1)[1]) for entry in entries)
+    return {path: (mode, blob) for mode, _, blob, path in split}
 
 
 def resolve_commit(root: Path, rev: str) -> str:
@@ -146,10 +133,8 @@ def descends(root: Path, base_rev: str, head_rev: str) -> bool:
 
 
 def _names(root: Path, *arguments: str) -> list[str]:
-    output = run_git(root, "ls-files", "-z", *arguments)
-    return [name for name in output.decode("utf-8", "surrogateescape").split("\0") if name]
+    return run_git(root, "ls-files", "-z", *arguments).decode("utf-8", "surrogateescape").split("\0")[:-1]
 
 
 def _is_cache(path: str) -> bool:
-    parts = path.split("/")
-    return path.endswith((".pyc", ".pyo")) or any(part == "__pycache__" or part.startswith(".") for part in parts)
+    return path.endswith((".pyc", ".pyo")) or any(part.startswith((".", "__pycache__")) for part in path.split("/"))

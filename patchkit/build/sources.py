@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``patches/`` is made of, and the making: pure and byte-stable.
 
-The package ``gradloc/`` becomes ``verl/gradloc/``; ``verl_overrides/<tag>/`` holds, in verl's own folders, the edits
-of verl's files (``NAME.patch``, one section each, taken over word for word) and files that are new there. What the
-first verl has serves the others too: its new files, and its edits of files that are the same in both. Every section
-is applied to the base here, so what cannot be applied cannot be built.
+The package ``gradloc/`` becomes ``verl/gradloc/``; ``verl_overrides/<tag>/`` holds, in verl's own folders, the edits of
+verl's files (``NAME.patch``, one section each, taken over word for word) and files that are new there. What the first
+verl has serves the others too: its new files, and its edits where each hunk fits at one place alone. Every section is
+applied to the base here, so what cannot be applied cannot be built.
 """
 
 import re
@@ -59,19 +59,12 @@ class Sources:
             check_path(path)
             named = [file.path for file in parse(text.encode())]
             if named != [path] or not text.startswith("diff --git "):
-                what, found = (
-                    f"the seam {path}.patch does not hold exactly the one section for {path}",
-                    ", ".join(named),
-                )
-                cause = "It was renamed or edited by hand."
-                raise IntegrityError("build-seam", what, cause, _TAKE_AGAIN, expected=path, found=found)
+                what = f"the seam {path}.patch does not hold exactly the one section for {path}"
+                raise IntegrityError("build-seam", what, "It was renamed or edited by hand.", _TAKE_AGAIN, found=named)
             sections[path] = text
         if not sections:
-            what, cause = (
-                "there are neither new files nor seams to build from",
-                "Nothing was taken from a checkout yet.",
-            )
-            raise IntegrityError("build-nothing", what, cause, "bash make_patch.sh --repo CHECKOUT")
+            what, next_ = "there are neither new files nor seams to build from", "bash make_patch.sh --repo CHECKOUT"
+            raise IntegrityError("build-nothing", what, "Nothing was taken from a checkout yet.", next_)
         preamble = _PREAMBLE.format(version=self.version or "no version", base=base)
         return (preamble + "".join(sections[path] for path in sorted(sections))).encode()
 
@@ -84,10 +77,6 @@ class Folders:
     overrides: Path
     shared: str = "v0.7.0"
 
-    def bases(self, pinned: list[Base]) -> list[Base]:
-        """Returns the verls that have sources."""
-        return [base for base in pinned if (self.overrides / base.tag).is_dir()]
-
     def place(self, tag: str, path: str, base_blob: str | None = None) -> Path:
         """Where the source of ``path`` lies: of a new file, or of the edits of verl's file of id ``base_blob``."""
         if path.startswith(PACKAGE):
@@ -99,26 +88,21 @@ class Folders:
 
     def read(self, tag: str, tree: Path) -> Sources:
         """Returns the sources of the patch for the verl ``tree`` of a tag; refuses what a patch must not carry."""
-        new_files, seams, lacking = {}, {}, []
-        for path in _files_under(self.package):
-            name = path.relative_to(self.package).as_posix()
-            if not name.startswith(LEFT_OUT):
-                new_files[PACKAGE + name] = read_text(path)
+        package = {PACKAGE + name: path for name, path in _files_under(self.package) if not name.startswith(LEFT_OUT)}
+        new_files = {name: read_text(path) for name, path in package.items()}
+        seams, lacking = {}, []
         for folder in dict.fromkeys((self.overrides / self.shared, self.overrides / tag)):
-            for path in _files_under(folder):
-                name = path.relative_to(folder).as_posix()
-                own = self.overrides / tag / name
-                if not name.endswith(".patch"):
+            for name, path in _files_under(folder):
+                own, verls = self.overrides / tag / name, name.removesuffix(".patch")
+                if verls == name:
                     new_files[name] = read_text(path)
-                elif path == own:
-                    seams[name.removesuffix(".patch")] = read_text(path)
-                elif not own.is_file():
-                    text = _carried_over(path, tree / name.removesuffix(".patch"))
-                    seams |= {name.removesuffix(".patch"): text} if text else {}
+                elif path == own or not own.is_file():
+                    text = read_text(path) if path == own else _carried_over(path, tree / verls)
+                    seams |= {verls: text} if text else {}
                     lacking += [] if text else [name]
-        for twice in new_files.keys() & seams.keys():
-            cause = "A file that verl has was copied to verl_overrides/."
-            raise IntegrityError("build-twice", f"{twice} is both a new file and a seam", cause, "Keep one of the two.")
+        if new_files.keys() & seams.keys():
+            what = f"{', '.join(new_files.keys() & seams.keys())} is both a new file and a seam"
+            raise IntegrityError("build-twice", what, "A file that verl has was copied there.", "Keep one of the two.")
         if lacking:
             what = f"verl {tag} has no seam of its own for {len(lacking)} files that differ there, first {lacking[0]}"
             next_ = (
@@ -132,64 +116,72 @@ def _carried_over(path: Path, place: Path) -> str | None:
     """The seam at ``path`` for the file at ``place`` of another verl, as it is or moved; None where it does not fit."""
     text = read_text(path)
     file, data = parse(text.encode())[0], place.read_bytes() if place.is_file() else b""
-    if blob_id(data) == file.before:
-        return text
-    result = relocate(file, data)
-    return seam(file.path, data, result) if result else None
+    result = None if blob_id(data) == file.before else relocate(file, data)
+    return text if blob_id(data) == file.before else seam(file.path, data, result) if result else None
 
 
-def _files_under(folder: Path) -> list[Path]:
-    """Every entry that is no folder; caches (hidden or ``__pycache__``) are not sources."""
-    entries = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    hidden = ("__pycache__", ".")
-    return [path for path in entries if not any(part.startswith(hidden) for part in path.relative_to(folder).parts)]
+def _files_under(folder: Path) -> list[tuple[str, Path]]:
+    """Every entry that is no folder, by name; caches (hidden or ``__pycache__``) are not sources."""
+    entries = (path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir())
+    named = ((path.relative_to(folder), path) for path in entries)
+    return [
+        (n.as_posix(), path) for n, path in named if not any(part.startswith(("__pycache__", ".")) for part in n.parts)
+    ]
 
 
 def read_text(path: Path) -> str:
     """Returns the text of ``path``, which must be what ``check_text`` allows and a plain file."""
     mode = path.lstat().st_mode
-    if not stat.S_ISREG(mode):
-        raise not_plain(str(path), "a symbolic link" if stat.S_ISLNK(mode) else "no plain file")
-    if mode & 0o111:
-        raise wrong_mode(str(path), "644", f"{mode & 0o777:o}")
+    git_mode = (
+        "120000" if stat.S_ISLNK(mode) else f"100{'755' if mode & 0o111 else '644'}" if stat.S_ISREG(mode) else ""
+    )
+    check_mode(str(path), git_mode)
     return check_text(path.read_bytes(), str(path))
 
 
-def not_plain(path: str, kind: str) -> IntegrityError:
-    """Returns the refusal of a link or the like."""
-    return IntegrityError(
-        "build-not-plain", f"{path} is {kind}", "A patch carries plain files only.", "Put the file itself."
-    )
-
-
-def wrong_mode(path: str, expected: str, found: str) -> IntegrityError:
-    """Returns the refusal of a file with a mode of its own."""
-    what, next_ = f"{path} is executable or has another special mode", f"chmod 644 {quoted(path)}"
-    return IntegrityError("build-mode", what, "A patch of ours sets no modes.", next_, expected=expected, found=found)
+def check_mode(path: str, found: str, expected: str = "100644") -> None:
+    """Raises IntegrityError unless ``path`` has the git mode that a patch of ours leaves alone."""
+    if found not in ("100644", "100755"):
+        what = f"{path} is {'a symbolic link' if found == '120000' else 'no plain file'}"
+        raise IntegrityError("build-not-plain", what, "A patch carries plain files only.", "Put the file itself there.")
+    if found != expected:
+        what, next_ = f"{path} has another mode than {expected[-3:]}", f"chmod {expected[-3:]} {quoted(path)}"
+        raise IntegrityError("build-mode", what, "A patch of ours sets no modes.", next_, found=found[-3:])
 
 
 def check_text(data: bytes, path: str) -> str:
     """Returns ``data`` as text; raises IntegrityError for what a patch must not carry."""
-    text = data.decode("utf-8", "replace")
-    if b"\0" in data or text.encode() != data:
-        what = f"{path} is not UTF-8 text"
-        raise IntegrityError("build-binary", what, "A patch carries text only.", "Keep it out of the tree.")
-    if not text:
-        cause = "GNU patch cannot make an empty file."
-        raise IntegrityError("build-empty", f"{path} is empty", cause, "Give it its licence header.")
-    if "\r" in text:
-        what = f"line {text[: text.index(chr(13))].count(chr(10)) + 1} of {path} has a carriage return"
-        cause = "An editor or git's autocrlf wrote the line ends of Windows."
-        raise IntegrityError("build-crlf", what, cause, f"sed -i 's/\\r$//' {quoted(path)}")
-    if not text.endswith("\n"):
-        what, next_ = f"{path} does not end in a newline", f"echo >> {quoted(path)}"
-        raise IntegrityError("build-no-final-newline", what, "An editor left it out.", next_)
-    for number, line in enumerate(text.split("\n"), start=1):
-        found = hidden_character(line)
-        if found:
-            what = f"line {number} of {path} holds an invisible or reordering character"
-            cause, next_ = "Such characters make code read other than it runs.", "Remove it, or write it as an escape."
-            raise IntegrityError("build-hidden-character", what, cause, next_, found=found)
+    text, name = data.decode("utf-8", "replace"), quoted(path)
+    hidden = [(number, found) for number, line in enumerate(text.split("\n"), 1) if (found := hidden_character(line))]
+    line, found = hidden[0] if hidden else (0, "")
+    unseen = "Such characters make code read other than it runs."
+    for is_so, reason, what, cause, next_ in (
+        (
+            b"\0" in data or text.encode() != data,
+            "build-binary",
+            "is not UTF-8 text",
+            "A patch is text.",
+            "Leave it out.",
+        ),
+        (not data, "build-empty", "is empty", "GNU patch cannot make it.", "Give it its licence header."),
+        (
+            b"\r" in data,
+            "build-crlf",
+            "has a carriage return",
+            "An editor or git wrote it.",
+            f"sed -i 's/\\r$//' {name}",
+        ),
+        (
+            data[-1:] != b"\n",
+            "build-no-newline",
+            "does not end in a newline",
+            "An editor left it out.",
+            f"echo >> {name}",
+        ),
+        (hidden, "build-hidden", f"holds {found}, which is not seen, in line {line}", unseen, "Write it as an escape."),
+    ):
+        if is_so:
+            raise IntegrityError(reason, f"{path} {what}", cause, next_)
     return text
 
 
@@ -210,38 +202,25 @@ def check_fits(patch: bytes, tree: Path) -> None:
             what = f"{file.path} is another file in verl than the one that the sources start from"
             cause = "Its seam was made for another verl, or a new file of ours has the name of one of verl's."
             ids = {"expected": short(file.before), "found": short(found)}
-            raise IntegrityError("build-base-differs", what, cause, _TAKE_AGAIN, path=file.path, **ids)
+            raise IntegrityError("build-base-differs", what, cause, _TAKE_AGAIN, **ids)
         forward(file, place.read_bytes() if found else b"")
-
-
-def patch_name(base: Base, is_first: bool) -> str:
-    """Returns the file name of the patch for ``base``."""
-    return "gradloc.patch" if is_first else f"gradloc-{base.tag}.patch"
 
 
 def compose(folders: Folders, trees: dict[Base, Path]) -> dict[str, bytes]:
     """Returns what ``patches/`` must hold, by file name; ``trees`` are the pristine verls, the first one first."""
-    files: dict[str, bytes] = {}
-    entries: list[Entry] = []
-    version = None
+    files, entries, version = {}, [], ""
     for base, tree in trees.items():
         sources = folders.read(base.tag, tree)
-        patch, name = sources.patch(base), patch_name(base, not entries)
+        patch, name = sources.patch(base), f"gradloc-{base.tag}.patch" if entries else "gradloc.patch"
         check_fits(patch, tree)
-        version = sources.version
-        if version is None:
+        version = sources.version or ""
+        if not version:
             what, cause = f"{PACKAGE}__init__.py names no version", "Its line __version__ = ... is gone."
             raise IntegrityError("build-no-version", what, cause, "Put it back: it is the one place that names it.")
         entries.append(Entry(base, name, sha256_hex(patch), len(patch)))
         files |= {name: patch, f"{name}.sha256": f"{sha256_hex(patch)}  {name}\n".encode()}
     history = folders.overrides / HISTORY_NAME
     if history.is_file():
+        recall(history.read_bytes())
         files[HISTORY_NAME] = history.read_bytes()
-        for release in recall(files[HISTORY_NAME]):
-            for file in release.files.values():
-                known = next((tree for base, tree in trees.items() if base.tag == release.base), None)
-                place = known / file.path if known else None
-                if place and (blob_id(place.read_bytes()) if place.is_file() else None) != file.before:
-                    what, cause = f"{HISTORY_NAME} is wrong about {file.path} in {release.version}", "It was edited."
-                    raise IntegrityError("build-history", what, cause, "git checkout -- verl_overrides/history.json")
-    return files | {MANIFEST_NAME: render(Manifest(version or "", tuple(entries)))}
+    return files | {MANIFEST_NAME: render(Manifest(version, tuple(entries)))}

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns a checkout's edits into sources, and merges them with those that are here.
 
-A file may have been edited in the checkout, in the sources here, in both or in neither. The patch that the checkout
-was given says what each file was before, so every file is decided on its own; only a file edited on both sides is
-refused. Where nothing says which patch that was, nothing is taken: an older build would look like an edit of
-everything.
+A file may have been edited in the checkout, in the sources here, in both or in neither. The patch that the checkout was
+given says what each file was before, so every file is decided on its own; only a file edited on both sides is refused.
+Where nothing says which patch that was, nothing is taken: an older build would look like an edit of everything.
 """
 
 from dataclasses import dataclass
@@ -25,27 +24,26 @@ from .sources import Sources, check_text
 
 @dataclass(frozen=True)
 class Merge:
-    """The merged sources, and which paths came from the checkout."""
+    """The merged sources; the paths that came from the checkout; those whose source here is newer than in it."""
 
     sources: Sources
     taken: tuple[str, ...]
     removed: tuple[str, ...]
     kept: tuple[str, ...]
-    """Paths whose source here is newer than in the checkout."""
 
 
 def sources_of(edits: Edits) -> Sources:
     """Returns the checkout's edits as sources; refuses what a patch must not carry."""
     check_path_set(edits.contents)
-    new_files, seams = {}, {}
+    sources = Sources({}, {})
     for path, content in edits.contents.items():
         check_path(path)
         text = check_text(content, path)
         if path in edits.base_contents:
-            seams[path] = seam(path, edits.base_contents[path], content)
+            sources.seams[path] = seam(path, edits.base_contents[path], content)
         else:
-            new_files[path] = text
-    return Sources(new_files, seams)
+            sources.new_files[path] = text
+    return sources
 
 
 def origin(checkout: Checkout, patches: Path) -> dict[str, str]:
@@ -57,46 +55,34 @@ def origin(checkout: Checkout, patches: Path) -> dict[str, str]:
     try:
         return {file.path: file.after for file in parse(read_regular(checkout.state_folder / KEPT_PATCH, MAX_BYTES))}
     except FileNotFoundError:
-        pass
-    found = survey(checkout, Library(patches).families)
+        found = survey(checkout, Library(patches).families)
     if found.state in (State.PRISTINE, State.APPLIED, State.OTHER_VERSION):
         return {path: file.after for path, file in found.edition.files.items()} if found.edition else {}
     what = f"which build of the patch {checkout.root} was given is unknown: an older build would look like edits"
     cause = "The copy that apply_patch.py leaves in a checkout is gone, or the patch was put on by other means."
-    next_ = (
-        f"{program()} --repo FRESH on a fresh checkout (--patch-file PATCH for another build); bring your edits there"
-    )
+    next_ = f"{program()} --repo FRESH on a fresh checkout (--patch-file PATCH for another build); edit there"
     raise CheckoutStateError("take-origin-unknown", what, cause, next_, found=found.state.name)
 
 
 def merge(ours: Sources, theirs: Sources, before: dict[str, str]) -> Merge:
-    """Returns ``ours`` (the sources here) with the edits that ``theirs`` (a checkout) adds.
-
-    Args:
-        ours: the sources here.
-        theirs: the checkout's edits.
-        before: what the checkout started from: see ``origin``.
+    """Returns ``ours`` (the sources here) with the edits that ``theirs`` (a checkout) adds to ``before`` (``origin``).
 
     Raises:
         CheckoutStateError: if a file was edited on both sides, differently.
     """
     mine, yours = _results(ours), _results(theirs)
-    taken: list[str] = []
-    removed: list[str] = []
-    kept: list[str] = []
+    taken, removed, kept = [], [], []
     for path in sorted(before.keys() | mine.keys() | yours.keys()):
         a, b, given = mine.get(path), yours.get(path), before.get(path)
-        if a == b:
-            continue
-        if b == given:
+        if a != b and b == given:
             kept.append(path)
-        elif a != given:
+        elif a != b and a != given:
             what = f"{path} was edited in the checkout and in the sources here, differently"
-            found = f"{short(b)} in the checkout, {short(a)} in the sources, {short(given)} was given"
             cause = "Someone edited gradloc/ or verl_overrides/ directly, or took another checkout's edits since."
             next_ = "Bring both edits together in the checkout, undo the one here with git checkout, run this again."
+            found = f"{short(b)} in the checkout, {short(a)} in the sources, {short(given)} was given"
             raise CheckoutStateError("take-both-sides", what, cause, next_, found=found)
-        else:
+        elif a != b:
             (removed if b is None else taken).append(path)
 
     def merged(here: dict[str, str], there: dict[str, str]) -> dict[str, str]:

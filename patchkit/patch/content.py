@@ -38,11 +38,7 @@ def hidden_character(text: str) -> str | None:
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """Returns the bytes of a plain file; follows no link at its end and waits for no pipe.
-
-    Raises:
-        OSError: if it is not there, not a plain file, or larger than ``limit`` bytes.
-    """
+    """Returns the bytes of a plain file of at most ``limit`` bytes, or raises OSError; follows no link, awaits no pipe."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         info = os.fstat(handle)

@@ -21,11 +21,13 @@ _BLOB = re.compile(r"[0-9a-f]{40}\Z")
 
 @dataclass(frozen=True)
 class Edition:
-    """What one version does to which files; ``patch`` is None for a release of which only the way back is known."""
+    """What one version does to which files of the verl with the tag ``base``.
+
+    ``patch`` is None for a release of which only the way back is known.
+    """
 
     version: str
     base: str
-    """The tag of the verl that it is for."""
     sha256: str
     files: dict[str, FilePatch]
     patch: bytes | None = None
@@ -43,9 +45,7 @@ class Edition:
 
 def remember(edition: Edition, history: bytes) -> bytes:
     """Returns ``history`` (``history.json``, or nothing) with the release ``edition`` in it."""
-    known = [
-        release for release in recall(history) if (release.version, release.base) != (edition.version, edition.base)
-    ]
+    known = [one for one in recall(history) if (one.version, one.base) != (edition.version, edition.base)]
     releases = [
         {
             "version": release.version,

@@ -25,18 +25,23 @@ _NO_NEWLINE = "\\ No newline at end of file"
 
 @dataclass(frozen=True)
 class Hunk:
-    """Lines ``old`` that stand at line ``old_start`` (from 1) become ``new`` at ``new_start``."""
+    """Lines ``old`` that stand at line ``old_start`` (from 1) become ``new`` at ``new_start``.
+
+    ``lead`` and ``trail`` count the context lines before and after the changes; ``line`` is the header's in the patch.
+    """
 
     old_start: int
     old: tuple[str, ...]
     new_start: int
     new: tuple[str, ...]
     lead: int
-    """Context lines before the first change."""
     trail: int
-    """Context lines after the last change."""
     line: int
-    """Where the hunk's header stands in the patch."""
+
+    @property
+    def starts(self) -> tuple[int, int]:
+        """The first line of each side, from 1; an empty side is written with the line BEFORE it."""
+        return self.old_start + (not self.old), self.new_start + (not self.new)
 
     def inverse(self) -> "Hunk":
         """Returns the hunk that undoes this one."""
@@ -45,22 +50,20 @@ class Hunk:
 
 @dataclass(frozen=True)
 class FilePatch:
-    """One file's section: its path, blob ids before (None for a new file) and after, and what changes."""
+    """One file's section: its path, blob ids before (None for a new file) and after, and what changes.
+
+    ``cuts`` stand in place of hunks for a release of which only the way back is known: (line, count, the base's lines).
+    """
 
     path: str
     before: str | None
     after: str
     hunks: tuple[Hunk, ...] = ()
     cuts: tuple[tuple[int, int, tuple[str, ...]], ...] = ()
-    """In place of hunks, for a release of which only the way back is known: (line, count, the base's lines)."""
 
 
 def parse(data: bytes) -> tuple[FilePatch, ...]:
-    """Returns the sections of the patch ``data``.
-
-    Raises:
-        IntegrityError: for anything outside the language; ``line`` in its data says where.
-    """
+    """Returns the sections of the patch ``data``; raises IntegrityError, with the line, for anything outside the language."""
     _check_bytes(data)
     reader = _Reader(data.decode("utf-8").split("\n")[:-1])
     reader.skip_preamble()
@@ -76,44 +79,34 @@ def parse(data: bytes) -> tuple[FilePatch, ...]:
 
 
 _LOOKS = (
+    (rb"\x1f\x8b|PK\x03\x04|BZh|\xfd7zXZ", "patch-compressed", "is compressed", "An archive was named so."),
+    (rb"\xff\xfe|\xfe\xff|\0|.\0", "patch-utf16", "is UTF-16", "A shell redirection re-encoded it."),
+    (rb"\xef\xbb\xbf", "patch-bom", "begins with a byte order mark", "An editor saved it again."),
+    (rb"\s*<(!doctype|html|\?xml)", "patch-html", "is a web page", "A server sent a page, not the raw file."),
+    (rb"\Z", "patch-empty", "is empty", "A download failed unnoticed."),
+    (rb"[^\0]*\0", "patch-nul", "holds a NUL", NOT_OURS),
     (
-        (b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ"),
-        "patch-compressed",
-        "is compressed",
-        "An archive was named so.",
+        rb"[^\r]*\r",
+        "patch-crlf",
+        "has CRLF line ends",
+        "git or an editor converted it: '*.patch -text' in .gitattributes.",
     ),
-    ((b"\xff\xfe", b"\xfe\xff"), "patch-utf16", "is UTF-16", "A shell redirection re-encoded it."),
-    ((b"\xef\xbb\xbf",), "patch-bom", "begins with a byte order mark", "An editor saved it again."),
-    ((b"<!doctype", b"<html", b"<?xml"), "patch-html", "is a web page", "A server sent a page, not the raw file."),
+    (rb"(?s:.*)[^\n]\Z", "patch-no-final-newline", "ends without a line end", "The file was cut off."),
 )
 
 
 def _check_bytes(data: bytes) -> None:
     """Refuses what is not non-empty UTF-8 text with LF and a final newline; names what it looks like."""
-    if not data:
-        raise IntegrityError("patch-empty", "the patch is empty", "A download failed unnoticed.", GET_AGAIN)
-    start = data[:64].lower() if data[:1].isspace() or data[:1] == b"<" else data[:64]
-    for marks, reason, what, cause in _LOOKS:
-        if start.lstrip().startswith(marks) or (reason == "patch-utf16" and b"\0" in data[:2]):
-            raise IntegrityError(reason, f"the patch {what}", cause, GET_AGAIN)
-    for byte, reason, what, cause in (
-        (b"\0", "patch-nul", "holds a NUL", NOT_OURS),
-        (b"\r", "patch-crlf", "ends in CRLF", "git or an editor turned its line ends into those of Windows."),
-    ):
-        if byte in data:
-            line = data[: data.index(byte)].count(b"\n") + 1
-            next_ = "Get it again with '*.patch -text' in .gitattributes." if byte == b"\r" else GET_AGAIN
-            raise IntegrityError(reason, f"line {line} of the patch {what}", cause, next_, line=line)
-    if not data.endswith(b"\n"):
-        line = data.count(b"\n") + 1
-        what = f"the patch's last line {line} has no line end"
-        raise IntegrityError("patch-no-final-newline", what, "The file was cut off.", GET_AGAIN, line=line)
+    for pattern, reason, what, cause in _LOOKS:
+        found = re.match(pattern, data, re.IGNORECASE)
+        if found:
+            line = found.end() and data[: found.end() - 1].count(b"\n") + 1
+            raise IntegrityError(reason, f"the patch {what} (line {line})", cause, GET_AGAIN, line=line)
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        what = f"line {line} of the patch is not UTF-8"
-        raise IntegrityError("patch-not-utf8", what, NOT_OURS, GET_AGAIN, line=line) from error
+        what = f"line {data[: error.start].count(10) + 1} of the patch is not UTF-8"
+        raise IntegrityError("patch-not-utf8", what, NOT_OURS, GET_AGAIN) from error
 
 
 class _Reader:
@@ -124,8 +117,7 @@ class _Reader:
         self.number = 0
 
     def refusal(self, reason: str, what: str, cause: str = NOT_OURS, next_: str = BUILT, **data: Any) -> IntegrityError:
-        line = data.setdefault("line", self.number)
-        return IntegrityError(reason, f"line {line}: {what}", cause, next_, **data)
+        return IntegrityError(reason, f"line {data.setdefault('line', self.number)}: {what}", cause, next_, **data)
 
     def unknown(self, found: str) -> IntegrityError:
         return self.refusal("patch-unknown-line", "this is no part of the patch language", found=found[:80])
@@ -158,20 +150,16 @@ def _read_file(reader: _Reader) -> FilePatch:
     path = match[1]
     check_path(path)
     check_path(match[2])
-    if match[2] != path:
-        raise _names_disagree(reader, path, match[2])
     is_new = _read_mode(reader, path)
     before, after = _read_index(reader, path, is_new)
-    for mark, wanted in (("--- ", "/dev/null" if is_new else f"a/{path}"), ("+++ ", f"b/{path}")):
-        found = reader.take()
-        if found != mark + wanted:
-            raise _names_disagree(reader, mark + wanted, found) if found.startswith(mark) else reader.unknown(found)
+    wanted = ("--- " + ("/dev/null" if is_new else f"a/{path}"), f"+++ b/{path}")
+    for expected, found in ((path, match[2]), *((line, reader.take()) for line in wanted)):
+        if found != expected:
+            if found[:4] != expected[:4] and expected != path:
+                raise reader.unknown(found)
+            what = "the patch names another file than its section"
+            raise reader.refusal("patch-names-disagree", what, expected=expected, found=found[:80])
     return FilePatch(path, before, after, _read_hunks(reader, path, is_new))
-
-
-def _names_disagree(reader: _Reader, expected: str, found: str) -> IntegrityError:
-    what = "the patch names another file than its section"
-    return reader.refusal("patch-names-disagree", what, expected=expected, found=found[:80])
 
 
 _SPECIAL = (
@@ -197,8 +185,7 @@ def _read_mode(reader: _Reader, path: str) -> bool:
         return True
     for marks, reason, what, cause in _SPECIAL:
         if line.startswith(marks):
-            at = {"path": path, "line": reader.number + 1, "found": line[:80]}
-            raise reader.refusal(reason, f"the patch {what.format(path)}", cause, DO_NOT_USE, **at)
+            raise reader.refusal(reason, f"the patch {what.format(path)}", cause, DO_NOT_USE, line=reader.number + 1)
     return False
 
 
@@ -243,18 +230,15 @@ def _miscounted(reader: _Reader, path: str) -> IntegrityError:
 
 
 def _check_place(reader: _Reader, hunk: Hunk, previous: Hunk | None, path: str) -> None:
-    """Hunks ascend, do not overlap, agree on the shift so far, and carry git's context.
-
-    Less context is right only at the file's ends; the end is checked when the hunk is applied.
-    """
+    """Hunks ascend, do not overlap, agree on the shift so far, and carry git's context, but for the file's ends."""
     end, shift = 1, 0
     if previous is not None:
         if previous.trail < CONTEXT_LINES:
             raise little_context(path, previous.line)
-        old_at, new_at = _starts(previous)
+        old_at, new_at = previous.starts
         end = old_at + len(previous.old)
         shift = new_at - old_at + len(previous.new) - len(previous.old)
-    old_at, new_at = _starts(hunk)
+    old_at, new_at = hunk.starts
     if old_at < end or new_at != old_at + shift:
         what = f"the hunks of {path} overlap, descend or disagree on line numbers"
         raise reader.refusal("patch-hunk-order", what, line=hunk.line)
@@ -266,11 +250,6 @@ def little_context(path: str, line: int) -> IntegrityError:
     """Returns the refusal of a hunk whose place cannot be verified."""
     what = f"line {line}: a hunk of {path} has less than three lines of context"
     return IntegrityError("patch-context", what, "It was made with -U0 or the like.", BUILT, path=path, line=line)
-
-
-def _starts(hunk: Hunk) -> tuple[int, int]:
-    """The first line of each side; an empty side is written with the line BEFORE it."""
-    return hunk.old_start + (not hunk.old), hunk.new_start + (not hunk.new)
 
 
 def _read_hunk(reader: _Reader, path: str) -> Hunk:
@@ -293,12 +272,9 @@ def _read_hunk(reader: _Reader, path: str) -> Hunk:
             cause = "Such characters make code read other than it runs."
             raise reader.refusal("patch-hidden-character", what, cause, DO_NOT_USE, found=found)
         marks.append(mark)
-        ending = "\n"
-        if reader.peek() == _NO_NEWLINE:
-            reader.take()
-            ending = ""
-            if mark == "+":
-                raise reader.refusal("patch-result-newline", f"the patch leaves {path} without a final newline")
+        ending = "" if reader.peek() == _NO_NEWLINE and reader.take() else "\n"
+        if mark == "+" and not ending:
+            raise reader.refusal("patch-result-newline", f"the patch leaves {path} without a final newline")
         if mark != "+":
             old.append(text[1:] + ending)
         if mark != "-":

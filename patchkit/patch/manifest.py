@@ -14,6 +14,14 @@ from ..errors import RESTORE, IntegrityError
 
 SCHEMA_VERSION = 2
 MAX_BYTES = 2**20
+VERSION = re.compile(r"[0-9A-Za-z.+-]{1,40}\Z")
+ENTRY = {
+    "base": re.compile(r"v\d+\.\d+\.\d+[a-z0-9.]*\Z"),
+    "commit": re.compile(r"[0-9a-f]{40}\Z"),
+    "name": re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z"),
+    "sha256": re.compile(r"[0-9a-f]{64}\Z"),
+    "size_bytes": int,
+}
 _EDITED = "It was cut off or edited by hand; it is generated."
 
 
@@ -49,22 +57,10 @@ class Manifest:
 
 def render(manifest: Manifest) -> bytes:
     """Returns the manifest as JSON: sorted keys, LF, the same bytes for the same content."""
-    entries = [
-        {"base": e.base.tag, "commit": e.base.commit, "name": e.name, "sha256": e.sha256, "size_bytes": e.size_bytes}
-        for e in manifest.entries
-    ]
+    values = ((e.base.tag, e.base.commit, e.name, e.sha256, e.size_bytes) for e in manifest.entries)
+    entries = [dict(zip(ENTRY, value, strict=True)) for value in values]
     document = {"schema_version": SCHEMA_VERSION, "version": manifest.version, "patches": entries}
     return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode("ascii")
-
-
-VERSION = re.compile(r"[0-9A-Za-z.+-]{1,40}\Z")
-ENTRY = {
-    "base": re.compile(r"v\d+\.\d+\.\d+[a-z0-9.]*\Z"),
-    "commit": re.compile(r"[0-9a-f]{40}\Z"),
-    "name": re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z"),
-    "sha256": re.compile(r"[0-9a-f]{64}\Z"),
-    "size_bytes": int,
-}
 
 
 def parse(data: bytes, name: str = "manifest.json") -> Manifest:
@@ -75,22 +71,18 @@ def parse(data: bytes, name: str = "manifest.json") -> Manifest:
         what, cause = f"{name} has a schema that is newer than this tool", "patches/ and the tool are of two versions."
         raise IntegrityError("manifest-future", what, cause, "git pull", expected=SCHEMA_VERSION, found=version)
     top = fields(document, "$", name, schema_version=int, version=VERSION, patches=list)
-    if top["schema_version"] != SCHEMA_VERSION or not top["patches"]:
-        raise wrong(name, "$.schema_version" if top["patches"] else "$.patches", f"schema {SCHEMA_VERSION}", version)
-    entries = []
-    for index, item in enumerate(top["patches"]):
-        entry = fields(item, f"$.patches[{index}]", name, **ENTRY)
-        base = Base(entry["base"], entry["commit"])
-        entries.append(Entry(base, entry["name"], entry["sha256"], entry["size_bytes"]))
+    if version != SCHEMA_VERSION or not top["patches"]:
+        where = "$.schema_version" if top["patches"] else "$.patches"
+        raise wrong(name, where, f"schema {SCHEMA_VERSION} with patches", version)
+    read = (fields(item, f"$.patches[{index}]", name, **ENTRY) for index, item in enumerate(top["patches"]))
+    entries = (Entry(Base(e["base"], e["commit"]), e["name"], e["sha256"], e["size_bytes"]) for e in read)
     return Manifest(top["version"], tuple(entries))
 
 
 def wrong(name: str, where: str, expected: str, found: Any) -> IntegrityError:
     """Returns the refusal of a JSON value."""
-    shown = found if isinstance(found, str) else json.dumps(found)
-    return IntegrityError(
-        "manifest-schema", f"{name} is wrong at {where[:120]}", _EDITED, RESTORE, expected=expected, found=shown[:80]
-    )
+    what, shown = f"{name} is wrong at {where[:120]}", found if isinstance(found, str) else json.dumps(found)
+    return IntegrityError("manifest-schema", what, _EDITED, RESTORE, expected=expected, found=shown[:80])
 
 
 def read_json(data: bytes, name: str) -> Any:
@@ -110,14 +102,12 @@ def read_json(data: bytes, name: str) -> Any:
     if len(data) > MAX_BYTES:
         refuse("is too large", f"{len(data)} bytes")
     try:
-        text = data.decode("utf-8")
-        return json.loads(text, parse_constant=number, parse_float=number, parse_int=number, object_pairs_hook=pairs)
+        text, numbers = data.decode("utf-8"), dict.fromkeys(("parse_constant", "parse_float", "parse_int"), number)
+        return json.loads(text, object_pairs_hook=pairs, **numbers)
     except RecursionError:
         refuse("is nested too deeply", "")
     except ValueError as error:  # of JSON and of UTF-8
-        where = (
-            f"byte {error.start}" if isinstance(error, UnicodeDecodeError) else f"line {getattr(error, 'lineno', 1)}"
-        )
+        where = f"line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(error)[-60:]
         what = f"{name} is not JSON at {where}"
         raise IntegrityError("manifest-json", what, _EDITED, RESTORE, found=str(error)[:80]) from error
 
@@ -129,8 +119,8 @@ def fields(value: Any, where: str, name: str, /, **kinds: Any) -> dict[str, Any]
     for key in value.keys() ^ kinds.keys():
         raise wrong(name, f"{where}.{key}", "this key" if key in kinds else "no such key", value.get(key, "nothing"))
     for key, kind in kinds.items():
-        is_right = type(value[key]) is kind if isinstance(kind, type) else type(value[key]) is str
-        if not is_right or (isinstance(kind, re.Pattern) and not kind.match(value[key])):
-            expected = kind.__name__ if isinstance(kind, type) else f"text like {kind.pattern}"
+        is_type = isinstance(kind, type)
+        if type(value[key]) is not (kind if is_type else str) or not (is_type or kind.match(value[key])):
+            expected = kind.__name__ if is_type else f"text like {kind.pattern}"
             raise wrong(name, f"{where}.{key}", expected, value[key])
     return value

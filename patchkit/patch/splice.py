@@ -28,12 +28,10 @@ def inverse(file: FilePatch) -> tuple[Hunk, ...]:
 
 def cuts(file: FilePatch) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
     """Returns what leads back from the result, without the result's own lines: see ``FilePatch.cuts``."""
-    found = []
-    for hunk in file.hunks:
-        start = (hunk.new_start - 1 if hunk.new else hunk.new_start) + hunk.lead
-        base = hunk.old[hunk.lead : len(hunk.old) - hunk.trail]
-        found.append((start, len(hunk.new) - hunk.lead - hunk.trail, base))
-    return tuple(found)
+    return tuple(
+        (h.starts[1] - 1 + h.lead, len(h.new) - h.lead - h.trail, h.old[h.lead : len(h.old) - h.trail])
+        for h in file.hunks
+    )
 
 
 def split(text: str) -> list[str]:
@@ -61,22 +59,17 @@ def apply_hunks(path: str, hunks: tuple[Hunk, ...], data: bytes) -> bytes:
     done: list[str] = []
     at = 0
     for number, hunk in enumerate(hunks, start=1):
-        start = hunk.old_start - 1 if hunk.old else hunk.old_start
+        start = hunk.starts[0] - 1
         end = start + len(hunk.old)
         found = tuple(lines[start:end])
         if found != hunk.old:
             pairs = enumerate(zip(found, hunk.old, strict=False))
             index = next((i for i, (a, b) in pairs if a != b), len(found))
-            raise IntegrityError(
-                "hunk-mismatch",
-                f"hunk {number} of {path} does not fit at line {start + index + 1}",
-                "The file is not the one that the patch was made for.",
-                "Restore it from verl.",
-                hunk=number,
-                line=start + index + 1,
-                expected=hunk.old[index].rstrip("\n"),
-                found=found[index].rstrip("\n") if index < len(found) else "the file's end",
-            )
+            what = f"hunk {number} of {path} does not fit at line {start + index + 1}"
+            cause, next_ = "The file is not the one that the patch was made for.", "Restore it from verl."
+            data_ = {"expected": hunk.old[index].rstrip("\n"), "hunk": number, "line": start + index + 1}
+            there = found[index].rstrip("\n") if index < len(found) else "the file's end"
+            raise IntegrityError("hunk-mismatch", what, cause, next_, found=there, **data_)
         if hunk.trail < CONTEXT_LINES and end != len(lines):
             raise little_context(path, hunk.line)
         done += lines[at:start]

@@ -3,6 +3,7 @@
 
 import contextlib
 import json
+import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,58 +19,51 @@ STATE_FILES = ("applied.patch", "applied.json")
 """What a transaction may change in the state folder; 0.1.0 wrote the second."""
 _MAX_BYTES = 2**20
 _NOT_A_JOURNAL = (ValueError, KeyError, TypeError, AttributeError, RecursionError, PatchkitError, OSError)
-_TEMPORARY = re.compile(r"\.gradloc\.\d+\.\d+\.tmp\Z")
-_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One file: where it is, its sha256 before and after (None: absent), the file to move in."""
+    """One file: in the ``tree`` or the ``state`` folder, its sha256 before and after (None: absent).
+
+    ``temporary`` is the name, in the file's own folder, that holds the new content until it is moved in.
+    """
 
     where: str
-    """``tree`` or ``state``: which folder ``path`` is relative to."""
     path: str
     before: str | None
     after: str | None
     temporary: str
-    """The name, in the file's own folder, that holds the new content until it is moved in."""
 
 
 @dataclass(frozen=True)
 class Journal:
-    """A transaction. While ``committing`` is False, no file has been touched."""
+    """A transaction; until it is ``committing`` no file has been touched. It makes ``folders``, outermost first."""
 
     committing: bool
     entries: tuple[Entry, ...]
     folders: tuple[str, ...]
-    """Folders of the tree that the transaction makes, outermost first."""
 
 
 def write(files: Filesystem, state: Path, journal: Journal) -> None:
     """Puts ``journal`` in place, durably, whole or not at all."""
     new = state / (JOURNAL_NAME + ".new")
-    files.remove_if_there(new)
+    files.remove(new)
     files.write_new(new, json.dumps({"schema_version": 1} | asdict(journal), indent=1).encode())
-    files.replace(new, state / JOURNAL_NAME)
+    files.do(os.replace, new, state / JOURNAL_NAME)
     files.sync_folder(state)
 
 
 def read(state: Path) -> Journal | None:
-    """Returns the journal that an interrupted run left, or None.
-
-    Raises:
-        RollbackError: if there is one that no run of this tool has written.
-    """
+    """Returns the journal that an interrupted run left, or None; RollbackError if no run of ours has written it."""
     path = state / JOURNAL_NAME
     try:
         document = json.loads(read_regular(path, _MAX_BYTES))
         entries = tuple(Entry(**entry) for entry in document["entries"])
-        for entry in entries:
-            _check(entry)
-        for folder in document["folders"]:
-            check_path(folder)
-        if document["schema_version"] != 1 or type(document["committing"]) is not bool:
-            raise ValueError("another schema")
+        for place in (*document["folders"], *(entry.path for entry in entries if entry.where == "tree")):
+            check_path(place)  # a journal may come with an unpacked archive: trust no path in it
+        known = document["schema_version"] == 1 and type(document["committing"]) is bool
+        if not known or not all(map(_is_plausible, entries)):
+            raise ValueError("not ours")
         return Journal(document["committing"], entries, tuple(document["folders"]))
     except FileNotFoundError:
         return None
@@ -79,22 +73,18 @@ def read(state: Path) -> Journal | None:
 
 def broken(path: Path) -> RollbackError:
     """Returns the refusal of a journal at ``path`` that cannot be used."""
-    what = f"the journal {path} of an interrupted run cannot be used"
+    what, cause = (
+        f"the journal {path} of an interrupted run cannot be used",
+        "It, or what it names, was edited or damaged.",
+    )
     next_ = f"--status names each file's state; restore what it names, then: rm -r {quoted(path.parent)}"
-    return RollbackError("journal-broken", what, "It, or what it names, was edited or damaged.", next_)
+    return RollbackError("journal-broken", what, cause, next_)
 
 
-def _check(entry: Entry) -> None:
-    """A journal may come with an unpacked archive: trust no path in it."""
-    if entry.where == "tree":
-        check_path(entry.path)
-    elif entry.where != "state" or entry.path not in STATE_FILES:
-        raise ValueError(entry.where)
-    if not _TEMPORARY.match(entry.temporary):
-        raise ValueError(entry.temporary)
-    for digest in (entry.before, entry.after):
-        if digest is not None and not _SHA256.match(digest):
-            raise ValueError(digest)
+def _is_plausible(entry: Entry) -> bool:
+    digests = all(digest is None or re.fullmatch("[0-9a-f]{64}", digest) for digest in (entry.before, entry.after))
+    is_ours = entry.where == "tree" or (entry.where == "state" and entry.path in STATE_FILES)
+    return digests and is_ours and bool(re.fullmatch(r"\.gradloc\.\d+\.\d+\.tmp", entry.temporary))
 
 
 def sweep(files: Filesystem, state: Path) -> None:

@@ -14,21 +14,17 @@ from pathlib import Path
 from ..errors import CheckoutStateError, LockedError, quoted
 from .filesystem import Filesystem
 
-LOCK_NAME = "lock"
-IGNORE_NAME = ".gitignore"
+LOCK_NAME, IGNORE_NAME = "lock", ".gitignore"
 _PATIENCE_S, _POLL_S = 1.0, 0.05
-_HOLDER_BYTES = 200
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
 def locked(files: Filesystem, folder: Path, hide: bool, wait_s: float = 0.0) -> Iterator[None]:
     """Holds the lock of the state folder ``folder``, which it makes and, if unused, removes.
 
-    Args:
-        files: through which the disk is changed.
-        folder: the state folder.
-        hide: write a ``.gitignore`` into it, for a target that lies in another repository.
-        wait_s: how long to wait for a run that holds it, in seconds.
+    Waits ``wait_s`` seconds for a run that holds it. With ``hide`` it writes a ``.gitignore`` into the folder, for a
+    target that lies in another repository.
 
     Raises:
         LockedError: if another run holds the lock.
@@ -45,7 +41,19 @@ def locked(files: Filesystem, folder: Path, hide: bool, wait_s: float = 0.0) -> 
             files.write_new(folder / IGNORE_NAME, b"*\n")
         yield
     finally:
-        _release(files, folder, handle)
+        try:
+            _leave_no_trace(files, folder)
+        finally:
+            os.close(handle)
+
+
+def _leave_no_trace(files: Filesystem, folder: Path) -> None:
+    with contextlib.suppress(OSError):  # what cannot be removed does no harm
+        is_used = {entry.name for entry in folder.iterdir()} - {LOCK_NAME, IGNORE_NAME}
+        for name in (LOCK_NAME,) if is_used else (IGNORE_NAME, LOCK_NAME):
+            files.remove(folder / name)
+        if not is_used:
+            files.do(os.rmdir, folder)
 
 
 def no_permission(folder: Path) -> CheckoutStateError:
@@ -54,42 +62,41 @@ def no_permission(folder: Path) -> CheckoutStateError:
     return CheckoutStateError("blocked-permission", what, cause, f"Run as its owner: ls -ld {quoted(folder)}")
 
 
+def held(folder: Path, found: str) -> LockedError:
+    """Returns the refusal for a checkout in which another run is at work."""
+    what, cause = (
+        f"another run is at work in this checkout ({folder})",
+        "Two were started; the lock goes with a run's end.",
+    )
+    return LockedError("locked", what, cause, "Run this again when it has ended, or with --wait SECONDS.", found=found)
+
+
 def _acquire(files: Filesystem, folder: Path, ends: float) -> int:
-    patience = time.monotonic() + _PATIENCE_S
-    found = None
-    while found is None or time.monotonic() < ends:
-        if found is not None:
-            time.sleep(_POLL_S)
+    patience, found = time.monotonic() + _PATIENCE_S, ""
+    while not found or time.monotonic() < ends:
+        time.sleep(_POLL_S if found else 0)
         # Gone at once is possible too: a run that just ended removes the folder if it is empty.
         with contextlib.suppress(FileExistsError, FileNotFoundError):
             files.make_folder(folder)
-        try:
+        with contextlib.suppress(FileNotFoundError):
             check_kind(folder, stat.S_ISDIR, "folder")
             if os.path.lexists(folder / LOCK_NAME):
                 check_kind(folder / LOCK_NAME, stat.S_ISREG, "plain file")
-            handle = files.open_lock(folder / LOCK_NAME)
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The holder may have removed the file between our open and our lock.
-            if (folder / LOCK_NAME).stat().st_ino == os.fstat(handle).st_ino:
-                os.ftruncate(handle, 0)
-                started = time.strftime("%Y-%m-%d %H:%M:%S")
-                os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {started}\n".encode(), 0)
-                return handle
+            handle = files.do(os.open, folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The holder may have removed the file between our open and our lock.
+                if (folder / LOCK_NAME).stat().st_ino == os.fstat(handle).st_ino:
+                    os.ftruncate(handle, 0)
+                    since = time.strftime("%Y-%m-%d %H:%M:%S")
+                    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+                    return handle
+            except BlockingIOError:
+                found = _holder(handle) or "a run that just began"
             os.close(handle)
-        except FileNotFoundError:  # a run that just ended removed it
-            pass
-        except BlockingIOError:
-            found = _read_holder(handle) or "a run that just began"
-            os.close(handle)
-        if found is None and time.monotonic() > patience:
+        if not found and time.monotonic() > patience:
             found = "runs that come and go"
-    raise LockedError(
-        "locked",
-        f"another run is at work in this checkout ({folder})",
-        "Two runs were started; the kernel drops the lock when the other ends, however it ends.",
-        "Run this again when it has ended, or with --wait SECONDS.",
-        found=found,
-    )
+    raise held(folder, found)
 
 
 def check_kind(path: Path, test: Callable[[int], bool], kind: str) -> None:
@@ -99,34 +106,20 @@ def check_kind(path: Path, test: Callable[[int], bool], kind: str) -> None:
         raise CheckoutStateError("blocked-state-folder", f"{path} is not a {kind}", cause, "Move it away.")
 
 
-def _read_holder(handle: int) -> str:
-    return os.pread(handle, _HOLDER_BYTES, 0).decode("utf-8", "replace").strip()
-
-
-def _release(files: Filesystem, folder: Path, handle: int) -> None:
-    """Leaves no trace where none is needed; what cannot be removed does no harm."""
-    try:
-        with contextlib.suppress(OSError):
-            rest = {entry.name for entry in folder.iterdir()} - {LOCK_NAME, IGNORE_NAME}
-            if not rest:
-                files.remove_if_there(folder / IGNORE_NAME)
-            files.remove(folder / LOCK_NAME)
-            if not rest:
-                files.remove_folder(folder)
-    finally:
-        os.close(handle)
+def _holder(handle: int) -> str:
+    return os.pread(handle, 200, 0).decode("utf-8", "replace").strip()
 
 
 def holder(folder: Path) -> str | None:
     """Returns who holds the lock of ``folder``, or None; changes nothing and waits for nothing."""
     try:
-        handle = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(folder / LOCK_NAME, os.O_RDONLY | _FLAGS)
     except OSError:
         return None
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _read_holder(handle)
+        return _holder(handle)
     finally:
         os.close(handle)
     return None

@@ -2,7 +2,7 @@
 """Decides a checkout's state from nothing but the bytes of the files that the editions touch."""
 
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -27,7 +27,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Found:
-    """What stands at a path: its content, or the kind of thing that is in the way."""
+    """What stands at a path: its content and its blob id, or the kind of thing that is in the way."""
 
     content: bytes | None
     obstacle: str | None = None
@@ -36,24 +36,33 @@ class Found:
 
 @dataclass(frozen=True)
 class Survey:
-    """A checkout measured against the editions for one verl, the wanted one first."""
+    """A checkout measured against the editions for one verl, the wanted one first.
+
+    ``before`` has the base's blob id of each path that any edition touches, None for a file that an edition adds;
+    ``strangers`` are the paths whose content is in no edition and not the base's. ``is_at_base``: the commit, or where
+    that is unknown the version, is the base's. ``edition`` is the one that is applied (APPLIED, OTHER_VERSION).
+    """
 
     base: Base
     editions: tuple[Edition, ...]
-    state: State
-    edition: Edition | None
-    """The edition that is applied (APPLIED, OTHER_VERSION), else None."""
     found: dict[str, Found]
     before: dict[str, str | None]
-    """The base's blob id of each path that any edition touches; None for a file that an edition adds."""
     strangers: tuple[str, ...]
-    """Paths whose content is in no edition and not the base's."""
     is_at_base: bool
-    """The commit, or where that is unknown the version, is the base's."""
+    state: State = State.PARTIAL
+    edition: Edition | None = None
 
     def holds(self, path: str, blob: str | None) -> bool:
         """True if ``path`` holds a file of this id; of None, if nothing is there."""
         return self.found[path].obstacle is None and self.found[path].blob == blob
+
+    def is_as(self, edition: Edition | None) -> bool:
+        """True if every path is as ``goal`` says."""
+        return all(self.holds(path, blob) for path, blob in self.goal(edition).items())
+
+    def goal(self, edition: Edition | None) -> dict[str, str | None]:
+        """Returns each path's blob id under ``edition``; under None, the base's."""
+        return self.before | {path: file.after for path, file in (edition.files if edition else {}).items()}
 
     @property
     def only_leftovers(self) -> bool:
@@ -61,17 +70,11 @@ class Survey:
         verls = (path for path, before in self.before.items() if before is not None)
         return self.state is State.PARTIAL and all(self.holds(path, self.before[path]) for path in verls)
 
-    def goal(self, edition: Edition | None) -> dict[str, str | None]:
-        """Returns each path's blob id under ``edition``; under None, the base's."""
-        return self.before | {path: file.after for path, file in (edition.files if edition else {}).items()}
-
 
 def survey(checkout: Checkout, families: list[tuple[Base, tuple[Edition, ...]]]) -> Survey:
     """Returns what the checkout holds, measured against the verl whose patch fits it best.
 
-    Args:
-        checkout: the target.
-        families: for each verl the editions for it, the wanted one first.
+    ``families`` are for each verl the editions for it, the wanted one first.
     """
     paths = {path for _, editions in families for edition in editions for path in edition.files}
     found = {path: read_plain(checkout.root, path) for path in sorted(paths)}
@@ -88,18 +91,14 @@ def _measure(checkout: Checkout, base: Base, editions: tuple[Edition, ...], seen
     found = {path: seen[path] for path in sorted(before)}
     strangers = tuple(path for path, at in found.items() if at.obstacle or at.blob not in known[path])
     at_base = checkout.head == base.commit if checkout.head else base.is_said_by(checkout.version)
-    one = Survey(base, editions, State.PARTIAL, None, found, before, strangers, at_base)
-    state, applied = State.PARTIAL, None
+    measured = Survey(base, editions, found, before, strangers, at_base)
     if strangers:
-        state = State.DRIFTED if at_base else State.WRONG_BASE
-    elif all(one.holds(path, blob) for path, blob in before.items()):
-        state = State.PRISTINE
-    else:
-        held = (e for e in editions if all(one.holds(path, blob) for path, blob in one.goal(e).items()))
-        applied = next(held, None)
-        if applied:
-            state = State.APPLIED if applied is editions[0] else State.OTHER_VERSION
-    return Survey(base, editions, state, applied, found, before, strangers, at_base)
+        return replace(measured, state=State.DRIFTED if at_base else State.WRONG_BASE)
+    if measured.is_as(None):
+        return replace(measured, state=State.PRISTINE)
+    applied = next(filter(measured.is_as, editions), None)
+    state = State.APPLIED if applied is editions[0] else State.OTHER_VERSION if applied else State.PARTIAL
+    return replace(measured, state=state, edition=applied)
 
 
 def read_plain(root: Path, path: str) -> Found:
@@ -107,24 +106,19 @@ def read_plain(root: Path, path: str) -> Found:
 
     No link is followed, in any folder of the path, and nothing is opened that could block.
     """
-    place = root
-    for part in path.split("/")[:-1]:
-        place = place / part
-        try:
-            mode = place.lstat().st_mode
-        except FileNotFoundError:
-            return Found(None)
-        if not stat.S_ISDIR(mode):
-            return Found(None, f"{place.relative_to(root)} is {_kind(mode)}, not a folder")
     try:
+        for parent in reversed([*Path(path).parents][:-1]):
+            mode = (root / parent).lstat().st_mode
+            if not stat.S_ISDIR(mode):
+                return Found(None, f"{parent} is {_kind(mode)}, not a folder")
         content = read_regular(root / path, MAX_FILE_BYTES)
         return Found(content, None, blob_id(content))
     except FileNotFoundError:
         return Found(None)
     except OSError as error:
-        return Found(None, _kind((root / path).lstat().st_mode, error.strerror or "unreadable"))
+        return Found(None, _kind((root / path).lstat().st_mode, error.strerror))
 
 
-def _kind(mode: int, otherwise: str = "a plain file") -> str:
+def _kind(mode: int, otherwise: str | None = "a plain file") -> str:
     tests = ((stat.S_ISLNK, "a symbolic link"), (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"))
-    return next((name for test, name in tests if test(mode)), otherwise)
+    return next((name for test, name in tests if test(mode)), otherwise or "unreadable")

@@ -56,20 +56,15 @@ class Transaction:
             journals.write(self.files, self.state, journal)
             self._move_in(journal)
             self.files.remove(self.state / JOURNAL_NAME)
-        except OSError as error:
-            self._undo(journal, f"{error}; then ")
-            raise disk_failed(str(error.filename or "a file").removeprefix(f"{self.root}/"), error) from error
         except BaseException as error:  # an interrupt from the keyboard too
             self._undo(journal, f"{error}; then ")
+            if isinstance(error, OSError):
+                raise disk_failed(str(error.filename or "a file").removeprefix(f"{self.root}/"), error) from error
             raise
         # From here on the changes stand: what cannot be tidied now is swept by the next run.
         with contextlib.suppress(OSError):
             self.files.sync_folder(self.state)
             journals.sweep(self.files, self.state)
-
-    def pending(self) -> Journal | None:
-        """Returns the journal that an interrupted run left; raises RollbackError if it cannot be used."""
-        return journals.read(self.state)
 
     def recover(self) -> bool:
         """Undoes what an interrupted run left; True if there was anything.
@@ -78,7 +73,7 @@ class Transaction:
             CheckoutStateError: if a file was edited since; nothing is touched.
             RollbackError: if the disk fails again, or what is needed is gone.
         """
-        journal = self.pending()
+        journal = journals.read(self.state)
         for entry in journal.entries if journal and journal.committing else ():
             if not (self._is(entry, entry.before) or self._is(entry, entry.after)):
                 what = f"{entry.path} was edited after a run was interrupted there"
@@ -111,7 +106,8 @@ class Transaction:
         entries = []
         for number, change in enumerate(changes):
             before, after = (None if data is None else sha256_hex(data) for data in (change.before, change.after))
-            entries.append(Entry(change.where, change.path, before, after, f".gradloc.{os.getpid()}.{number}.tmp"))
+            temporary = f".gradloc.{os.getpid()}.{number}.tmp"
+            entries.append(Entry(change.where, change.path, before, after, temporary))
         made = [change.path for change in changes if change.after is not None]
         parents = {p.as_posix() for path in made for p in Path(path).parents} - {"."}
         missing = sorted(path for path in parents if not os.path.lexists(self.root / path))
@@ -140,9 +136,9 @@ class Transaction:
                 raise CheckoutStateError("changed-meanwhile", what, "Another program wrote to it.", next_)
             check_folders(self.roots[entry.where], place)
             if entry.after is None:
-                self.files.remove(place)
+                self.files.do(os.unlink, place)
             else:
-                self.files.replace(place.with_name(entry.temporary), place)
+                self.files.do(os.replace, place.with_name(entry.temporary), place)
         for folder in {self._place(entry).parent for entry in journal.entries}:
             self.files.sync_folder(folder)
         for entry in journal.entries:
@@ -156,11 +152,10 @@ class Transaction:
                 if journal.committing and not self._is(entry, entry.before) and self._is(entry, entry.after):
                     self._restore(number, entry)
             for entry in journal.entries:
-                self.files.remove_if_there(self._place(entry).with_name(entry.temporary))
+                self.files.remove(self._place(entry).with_name(entry.temporary))
             for folder in reversed(journal.folders):
-                with contextlib.suppress(FileNotFoundError):
-                    self._drop_if_empty(self.root / folder)
-            self.files.remove_if_there(self.state / JOURNAL_NAME)
+                self._drop_if_empty(self.root / folder)
+            self.files.remove(self.state / JOURNAL_NAME)
             journals.sweep(self.files, self.state)
         except OSError as error:
             what = f"the disk failed, and so did putting things back; the journal is {self.state / JOURNAL_NAME}"
@@ -172,15 +167,15 @@ class Transaction:
         place = self._place(entry)
         check_folders(self.roots[entry.where], place)
         if entry.before is None:
-            self.files.remove(place)
+            self.files.do(os.unlink, place)
             return
         saved = (self.state / f"{ORIGINAL}{number}").read_bytes()
         if sha256_hex(saved) != entry.before:
             raise journals.broken(self.state / JOURNAL_NAME)
         temporary = place.with_name(entry.temporary)
-        self.files.remove_if_there(temporary)
+        self.files.remove(temporary)
         self.files.write_new(temporary, saved, place.lstat() if place.exists() else None)
-        self.files.replace(temporary, place)
+        self.files.do(os.replace, temporary, place)
         self.files.sync_folder(place.parent)
 
     def _place(self, entry: Entry) -> Path:
@@ -188,11 +183,10 @@ class Transaction:
 
     def _is(self, entry: Entry, digest: str | None) -> bool:
         found = read_plain(self.roots[entry.where], entry.path)
-        content = None if found.content is None else sha256_hex(found.content)
-        return found.obstacle is None and content == digest
+        return not found.obstacle and digest == (None if found.content is None else sha256_hex(found.content))
 
     def _drop_if_empty(self, folder: Path) -> bool:
         if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
-            self.files.remove_folder(folder)
+            self.files.do(os.rmdir, folder)
             return True
         return not folder.exists()

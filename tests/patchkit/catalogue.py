@@ -67,7 +67,11 @@ def refusals() -> Iterator[tuple[str, ...]]:
                 if reason and "-" in reason[0] and all(said):
                     yield (reason[0], said[0][0], said[1][0], errors.GET_AGAIN)
             if isinstance(node, ast.If):
-                found = {name: text_of(value, {}) for _, name, value in assignments(ast.Module(node.body, []))}
+                named = {name: value for _, name, value in assignments(ast.Module(node.body, []))}
+                found = {
+                    name: text_of(value, {other: named[other] for other in named if other != name})
+                    for name, value in named.items()
+                }
                 if {"reason", "what"} <= found.keys() and found["reason"]:
                     yield tuple(" / ".join(found.get(part, [])) for part in PARTS)
 

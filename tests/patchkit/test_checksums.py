@@ -61,7 +61,7 @@ def test_a_bad_checksum_list_is_refused(capsys, own, tree, case):
 
 def test_a_missing_checksum_list_is_refused(capsys, own, tree):
     (own / f"{NAME}.sha256").unlink()
-    assert "gradloc.patch.sha256 is missing" in refused(capsys, own, tree)
+    assert "gradloc.patch.sha256 cannot be read" in refused(capsys, own, tree)
 
 
 def test_the_offline_form_takes_the_list_beside_the_patch_or_the_manifest(capsys, own, tree, tmp_path):
@@ -151,7 +151,7 @@ ENTRY = ("patches", 0)
 MANIFESTS = {
     "truncated": (lambda text: text[:200], "line 7"),
     "trailing-comma": (lambda text: text.replace("}\n", ",}\n"), "not JSON at line"),
-    "not-utf8": (lambda text: text[:60] + "\udcff", "not JSON at byte 60"),
+    "not-utf8": (lambda text: text[:60] + "\udcff", "not JSON"),
     "unknown-key": (_set("extra", value=1), "$.extra"),
     "unknown-key-deep": (_set(*ENTRY, "extra", value=1), "$.patches[0].extra"),
     "missing-key": (_drop(*ENTRY, "commit"), "$.patches[0].commit"),
@@ -184,12 +184,12 @@ def test_a_bad_manifest_is_refused_with_the_place(capsys, own, tree, case):
 
 def test_a_missing_manifest_is_refused(capsys, own, tree):
     (own / "manifest.json").unlink()
-    assert "manifest.json is missing" in refused(capsys, own, tree)
+    assert "manifest.json cannot be read" in refused(capsys, own, tree)
 
 
 def test_a_missing_patch_is_refused(capsys, own, tree):
     (own / NAME).unlink()
-    assert "gradloc.patch is missing" in refused(capsys, own, tree)
+    assert "gradloc.patch cannot be read" in refused(capsys, own, tree)
 
 
 def test_a_manifest_of_200_megabytes_is_not_read(capsys, own, tree):

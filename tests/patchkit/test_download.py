@@ -2,7 +2,6 @@
 """Networks and servers that fail or mean harm. Exit 7, or 3 where the bytes are wrong."""
 
 import socket
-import sys
 import time
 
 import pytest
@@ -13,8 +12,6 @@ from patchkit.patch.content import sha256_hex
 from tests.patchkit import world
 from tests.patchkit.servers import serving
 from tests.patchkit.world import BASE, RESULT
-
-pytest.importorskip("requests")
 
 
 @pytest.fixture
@@ -70,7 +67,7 @@ BAD = {
     "redirect-loop": ("loop", 7, "redirects"),
     "file-hop": ("to-file", 7, "only https"),
     "503-three-times": ("busy", 7, "HTTP 503"),
-    "short-body": ("short", 7, "IncompleteRead"),
+    "short-body": ("short", 7, "bytes arrived"),
     "cut-chunk": ("cut-chunk", 7, "3 attempts"),
     "close-delimited-cut": ("until-close", 3, "size"),
     "drip": ("drip", 7, "too long"),
@@ -134,13 +131,6 @@ def test_net_tls_error_is_exit_7(apply, server, tree, waits, monkeypatch):
     assert outcome.code == 7 and "CERTIFICATE_VERIFY_FAILED" in outcome.err
 
 
-def test_net_no_requests_installed_is_exit_7_and_says_what_to_do(apply, tree, monkeypatch):
-    monkeypatch.setitem(sys.modules, "requests", None)
-    outcome = apply("--repo", tree, "--patch-url", "https://localhost/gradloc.patch")
-    assert outcome.code == 7
-    assert "pip install requests" in outcome.err and "--patch-file" in outcome.err
-
-
 def test_passwords_are_not_taken_from_netrc(server, tmp_path, monkeypatch):
     (tmp_path / ".netrc").write_text("machine localhost login me password secret\n")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -183,6 +173,6 @@ def test_two_sources_for_the_digest_are_refused(apply, tree, patches):
         "--sha256-file",
         "x",
     )
-    assert outcome.code == 2
+    assert outcome.code == 2 and "not allowed with" in outcome.err
     pinned = apply("--repo", tree, "--patch-sha256", "0" * 64)
     assert pinned.code == 3 and "expected: " + "0" * 64 in pinned.err

@@ -248,10 +248,10 @@ def test_a_limit_on_file_sizes_is_a_disk_that_fails(patches, tmp_path):
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
 def test_a_read_only_tree_is_refused(apply, tree, monkeypatch, code):
-    def fail(self, path):
-        raise OSError(code, os.strerror(code), str(path))
+    def fail(self, call, *arguments):
+        raise OSError(code, os.strerror(code), str(arguments[0]))
 
-    monkeypatch.setattr(Filesystem, "make_folder", fail)
+    monkeypatch.setattr(Filesystem, "do", fail)
     before = world.picture(tree)
     outcome = apply(tree)
     assert outcome.code == 1 and "may not be written to" in outcome.err

@@ -103,14 +103,14 @@ def test_byte_code_of_another_user_does_not_stand_in_the_way(apply, tree, monkey
     cache = tree / "verl/gradloc/__pycache__"
     cache.mkdir()
     (cache / "hook.cpython-311.pyc").write_bytes(b"code")
-    remove = Filesystem.remove
+    do = Filesystem.do
 
-    def denied(self, path):
-        if path.suffix == ".pyc":
-            raise PermissionError(13, "Permission denied", str(path))
-        remove(self, path)
+    def denied(self, call, *arguments):
+        if call is os.unlink and arguments[0].suffix == ".pyc":
+            raise PermissionError(13, "Permission denied", str(arguments[0]))
+        return do(self, call, *arguments)
 
-    monkeypatch.setattr(Filesystem, "remove", denied)
+    monkeypatch.setattr(Filesystem, "do", denied)
     outcome = apply(tree, "--reverse")
     assert outcome.code == 0 and f"sudo rm -r {cache}" in outcome.out
     assert {path: text for path, text in world.files_of(tree).items() if "pycache" not in path} == BASE

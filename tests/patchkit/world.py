@@ -19,7 +19,7 @@ from patchkit.patch.content import blob_id
 from patchkit.patch.edition import Edition, remember
 from patchkit.patch.manifest import Base
 
-V070, V071 = bases.PINNED
+V070, V071 = bases.V070, bases.V071
 ACTOR = "verl/workers/actor/dp_actor.py"
 TRAINER = "verl/trainer/ray_trainer.py"
 INIT = "verl/gradloc/__init__.py"
