@@ -11,8 +11,6 @@ from typing import Any, NoReturn, TextIO
 
 from .errors import MAX_LISTED, PatchkitError, TransactionError, UsageError
 
-INTERRUPTED = 130
-
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are refusals like all others."""
@@ -21,21 +19,20 @@ class Parser(argparse.ArgumentParser):
         raise UsageError("usage", message, "The command line is misspelt or incomplete.", f"{self.prog} --help")
 
 
-def guarded(work: Callable[[], int], debug: bool = False, as_json: bool = False) -> int:
-    """Runs ``work`` and returns its exit code, or that of the refusal that it ended in.
+def guarded(work: Callable[[], int | None], debug: bool = False, as_json: bool = False) -> int:
+    """Runs ``work`` and returns its exit code, or that of the refusal that it ended in, printed or as a JSON object.
 
-    With ``debug`` errors come through with their traceback; with ``as_json`` a refusal is one JSON object on standard
-    output.
+    With ``debug`` errors come through with their traceback.
     """
     for stream in (sys.stdout, sys.stderr):  # a path need not be printable
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     shown: PatchkitError
     try:
-        return work()
+        return work() or 0
     except KeyboardInterrupt:
         shown = PatchkitError("interrupted", "interrupted", "The keyboard.", "--status says whether it was done.")
-        shown.exit_code = INTERRUPTED
+        shown.exit_code = 130
     except PatchkitError as error:
         shown = error
     except OSError as error:

@@ -2,8 +2,7 @@
 """The ways in which this package refuses, one class per exit code.
 
 A refusal is worded where it is raised: its reason (a name for programs and tests), what and where, the likely cause,
-and the next command; ``expected``, ``found`` and ``diff`` (lines of detail) go with it. tests/patchkit/catalogue.py
-reads all of them from the source, so that they can be tested together.
+and the next command; ``expected``, ``found`` and ``diff`` go with it. tests/patchkit/catalogue.py finds all of them.
 """
 
 import shlex
@@ -12,8 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-MAX_LISTED = 20
-"""Lines of detail that a refusal shows."""
+MAX_LISTED = 20  # lines of detail that a refusal shows
 BUILT = "Use the patch as built: patches/gradloc.patch."
 DO_NOT_USE = "Do not use this patch."
 GET_AGAIN = "Get the file again, whole and unchanged."

@@ -3,56 +3,34 @@
 
 import os
 import stat
-from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ..errors import CheckoutStateError, quoted
-from ..patch import splice
+from ..patch import language
 from ..patch.content import read_regular
-from ..patch.edition import Edition
 from ..patch.language import MAX_BYTES
-from ..tree import journal, lock
+from ..patch.manifest import Edition
+from ..tree import disk
 from ..tree.checkout import Checkout
-from ..tree.filesystem import Filesystem
-from ..tree.preflight import preflight
+from ..tree.disk import Filesystem
 from ..tree.survey import State, Survey, survey
-from ..tree.transaction import Change, Transaction
+from ..tree.transaction import JOURNAL_NAME, STATE_FILES, Change, Transaction, preflight, read_journal
 from . import explain
 from .library import Library
 
-KEPT_PATCH, OLD_RECORD = journal.STATE_FILES
+KEPT_PATCH, OLD_RECORD = STATE_FILES
 
 
-@dataclass
-class Report:
-    """The outcome of a command; ``base`` is the tag of the verl whose patch was picked, by content."""
-
-    command: str
-    target: str
-    kind: str
-    head: str | None
-    verl_version: str
-    base: str
-    state: str
-    edition: str | None
-    wanted: str
-    did: str
-    changed: list[str]
-    notes: list[str]
-    files: list[dict[str, str]] = field(default_factory=list)
+Report = dict[str, Any]
+"""The outcome of a command, as ``--json`` prints it; ``base`` is the tag of the verl that was picked, by content."""
 
 
 class Applier:
     """Commands on one checkout with one library of editions."""
 
-    def __init__(
-        self,
-        checkout: Checkout,
-        library: Library,
-        files: Filesystem | None = None,
-        force: bool = False,
-        wait_s: float = 0,
-    ) -> None:
-        self.checkout, self.library, self.force, self.wait_s = checkout, library, force, wait_s
+    def __init__(self, checkout: Checkout, library: Library, files: Filesystem | None = None, **options: Any) -> None:
+        self.checkout, self.library = checkout, library
+        self.force, self.wait_s = bool(options.get("force")), float(options.get("wait_s", 0))
         self.files = files or Filesystem()
         self.state_folder = checkout.state_folder
         self.transaction = Transaction(self.files, checkout.root, self.state_folder)
@@ -69,10 +47,10 @@ class Applier:
 
     def check(self, reverse: bool = False) -> Report:
         """Reports what ``apply`` or ``reverse`` would do, or raises what it would raise; changes nothing."""
-        holder = lock.holder(self.state_folder)
+        holder = disk.holder(self.state_folder)
         if holder:
-            raise lock.held(self.state_folder, holder)
-        is_pending = journal.read(self.state_folder) is not None
+            raise disk.held(self.state_folder, holder)
+        is_pending = read_journal(self.state_folder) is not None
         found = self._survey()
         if is_pending:
             return self._report("check", found, "would first undo an interrupted run")
@@ -82,15 +60,15 @@ class Applier:
 
     def status(self) -> Report:
         """Reports the state; changes nothing and never refuses a tree."""
-        if lock.holder(self.state_folder):
+        if disk.holder(self.state_folder):
             self.notes.append("another run is at work here: what is said may be out of date")
-        if os.path.lexists(self.state_folder / journal.JOURNAL_NAME):
+        if os.path.lexists(self.state_folder / JOURNAL_NAME):
             self.notes.append("a run was interrupted here; the next apply or --reverse undoes it first")
         found = self._survey()
         return self._report("status", found, found.state.value)
 
     def _change(self, command: str) -> Report:
-        with lock.locked(self.files, self.state_folder, self.checkout.git_dir is None, self.wait_s):
+        with disk.locked(self.files, self.state_folder, self.checkout.git_dir is None, self.wait_s):
             if self.transaction.recover():
                 self.notes.append("an interrupted run was undone first")
             found = self._survey()
@@ -104,8 +82,7 @@ class Applier:
             for place in self.transaction.drop_caches(gone):
                 note = f"left behind, of another user: {place}   (sudo rm -r {quoted(place)}; it does no harm)"
                 self.notes.append(note)
-            did = _did(found, goal, changes) if changes else f"{'already' if goal else 'not'} applied, nothing to do"
-            return self._report(command, self._survey(), did, changes)
+            return self._report(command, self._survey(), _did(found, goal, changes), changes)
 
     def _survey(self) -> Survey:
         """Reads the copy of what was applied anew each time: a recovery may have put another one in its place."""
@@ -151,23 +128,21 @@ class Applier:
             notes.append(f"{here}; what counts is the content of the files that the patch touches")
         if checkout.root.stat().st_uid != os.geteuid():
             notes.append("the checkout belongs to another user")
-        edition, wanted = found.edition.version if found.edition else None, found.editions[0].version
-        tree = (str(checkout.root), checkout.kind, checkout.head, checkout.version, found.base.tag, found.state.name)
-        changed = [change.path for change in changes or ()]
-        files = [asdict(stranger) for stranger in explain.strangers(found, self.given)]
-        return Report(command, *tree, edition, wanted, did, changed, notes, files)
+        return {
+            **{"command": command, "did": did, "changed": [change.path for change in changes or ()], "notes": notes},
+            **{"target": str(checkout.root), "kind": checkout.kind, "head": checkout.head},
+            **{"verl_version": checkout.version, "base": found.base.tag, "state": found.state.name},
+            **{"edition": found.edition and found.edition.version, "wanted": found.editions[0].version},
+            "files": explain.strangers(found, self.given),
+        }
 
     def _kept_copy(self, goal: Edition | None) -> list[Change]:
-        """Changes of the state folder: a copy of the patch.
-
-        The copy lets a patch that is in no manifest (a development build, one from a file) be recognised and taken off
-        again, and says what a checkout's edits are edits of.
-        """
+        """Changes of the state folder: a copy of the patch, by which any build is known, and edits are told."""
         changes = []
         for name, after in ((KEPT_PATCH, goal.patch if goal else None), (OLD_RECORD, None)):
             path = self.state_folder / name
             if os.path.lexists(path):
-                lock.check_kind(path, stat.S_ISREG, "plain file")
+                disk.check_kind(path, stat.S_ISREG, "plain file")
             before = path.read_bytes() if path.exists() else None
             changes += [Change(name, before, after, where="state")] if before != after else []
         return changes
@@ -182,9 +157,9 @@ def _content(path: str, blob: str | None, goal: Edition | None, found: Survey) -
         base = there.content or b""
         if not found.holds(path, found.before[path]):
             holding = (e.files[path] for e in found.editions if path in e.files and e.files[path].after == there.blob)
-            base = splice.backward(next(holding), base)
+            base = language.backward(next(holding), base)
     section = goal.files.get(path) if goal else None
-    return splice.forward(section, base) if section else base
+    return language.forward(section, base) if section else base
 
 
 def _count(changes: list[Change]) -> str:
@@ -194,6 +169,8 @@ def _count(changes: list[Change]) -> str:
 
 
 def _did(found: Survey, goal: Edition | None, changes: list[Change]) -> str:
+    if not changes:
+        return f"{'already' if goal else 'not'} applied, nothing to do"
     if goal is None:
         return f"reversed: {_count(changes)}"
     is_upgrade = found.state is State.OTHER_VERSION and found.edition

@@ -8,17 +8,16 @@ put back; 5 the disk failed, run again to finish; 6 another run is at work; 7 th
 """
 
 import argparse
+import re
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 from ..command import Parser, guarded, say, say_json
 from ..errors import capped, program
 from ..tree.checkout import Checkout, installed_root, resolve
 from .applier import Applier, Report
-from .library import Library
-from .source import expected_digest, named_patch
+from .library import Library, expected_digest, named_patch
 
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
 
@@ -45,9 +44,7 @@ def parser() -> argparse.ArgumentParser:
     digest = made.add_mutually_exclusive_group()
     digest.add_argument("--sha256", "--patch-sha256", metavar="HEX", help="what the patch's sha256 must be")
     digest.add_argument("--sha256-file", metavar="FILE|URL", help="a list with the patch's sha256")
-    force = (
-        "skip the checks for a half patched tree and for unfinished git operations; never overwrites unknown content"
-    )
+    force = "skip the checks for a half patched tree and unfinished git operations; never overwrites unknown content"
     add("--force", action="store_true", help=force)
     add("--json", action="store_true", help="print one JSON object, for refusals too")
     add("--quiet", action="store_true", help="print errors only (with --status: the state alone)")
@@ -68,6 +65,8 @@ def _run(options: argparse.Namespace) -> int:
         parser().error(f"--{modes[0]} and --{modes[1]} do not go together")
     library, is_named = Library(options.patches), bool(options.patch_file or options.patch_url)
     first = library.manifest.entries[0].name
+    if options.sha256 and not re.fullmatch("[0-9A-Fa-f]{64}", options.sha256):
+        parser().error("--sha256 is not 64 hex digits: it was cut when copied")
     digest, notes = (None, []) if is_named else expected_digest(options, first)
     library.only(options.base, options.patch_version, digest)
     if options.list:
@@ -88,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
         say(f"{command}: {where}; every program that runs in it is affected")
     began = time.monotonic()
     report = applier.check(options.reverse) if command == "check" else getattr(applier, command)()
-    code = 1 if command == "status" and report.state in ("PARTIAL", "DRIFTED", "WRONG_BASE") else 0
+    code = 1 if command == "status" and report["state"] in ("PARTIAL", "DRIFTED", "WRONG_BASE") else 0
     _print(report, checkout, options, code, time.monotonic() - began)
     return code
 
@@ -98,7 +97,7 @@ def _list(library: Library, options: argparse.Namespace) -> int:
     for base, editions in library.families:
         for edition in editions:
             one = {"version": edition.version, "base": base.tag, "commit": base.commit, "patch_sha256": edition.sha256}
-            files = {"modified": [], "added": []}
+            files: dict[str, list[str]] = {"modified": [], "added": []}
             for path, file in edition.files.items():
                 files["added" if file.before is None else "modified"].append(path)
             listed.append(one | files | {"is_carried": edition.patch is not None})
@@ -106,11 +105,8 @@ def _list(library: Library, options: argparse.Namespace) -> int:
                 continue
             carried = "" if edition.patch else "; known, so that it can be upgraded or taken off"
             counts = f"{len(files['modified'])} files modified, {len(files['added'])} added{carried}"
-            say(
-                f"{edition.version} for verl {base.tag} ({base.commit[:12]}): sha256 {edition.sha256}, {counts}",
-                None,
-                True,
-            )
+            known = f"{edition.version} for verl {base.tag} ({base.commit[:12]})"
+            say(f"{known}: sha256 {edition.sha256}, {counts}", is_result=True)
             if not options.quiet:
                 say("\n".join(f"  {label:<8} {path}" for label in files for path in files[label]), is_result=True)
     if options.json:
@@ -119,29 +115,27 @@ def _list(library: Library, options: argparse.Namespace) -> int:
 
 
 def _print(report: Report, checkout: Checkout, options: argparse.Namespace, code: int, seconds: float) -> None:
-    is_status, is_result = report.command == "status", report.command in ("check", "status")
+    is_status, is_result = report["command"] == "status", report["command"] in ("check", "status")
     if options.json:
-        say_json({"exit_code": code} | asdict(report), is_result)
+        say_json({"exit_code": code} | report, is_result)
     elif options.quiet and is_status:
-        say(report.state, is_result=True)
+        say(report["state"], is_result=True)
     elif not options.quiet:
-        version = f" {report.edition}" if report.edition else ""
-        lines = [f"{report.state}{version}: {report.did}" if is_status else f"{report.did} ({seconds:.2f} s)"]
-        lines.append(f"  target:   {report.target} ({report.kind}; the patch for verl {report.base})")
-        lines += [f"  {line}" for line in capped(f"{stranger['path']}: {stranger['why']}" for stranger in report.files)]
-        lines += [f"  note:     {note}" for note in report.notes]
+        version = f" {report['edition']}" if report["edition"] else ""
+        lines = [f"{report['state']}{version}: {report['did']}" if is_status else f"{report['did']} ({seconds:.2f} s)"]
+        lines.append(f"  target:   {report['target']} ({report['kind']}; the patch for verl {report['base']})")
+        lines += [
+            f"  {line}" for line in capped(f"{stranger['path']}: {stranger['why']}" for stranger in report["files"])
+        ]
+        lines += [f"  note:     {note}" for note in report["notes"]]
         lines += [f"  next:     {command}" for command in _next_command(report, checkout.command, options.reverse)]
         say("\n".join(lines), is_result=is_result)
 
 
 def _next_command(report: Report, run: str, reverse: bool) -> list[str]:
     """What a person would type next."""
-    if report.state == "APPLIED" and report.command != "check" or (report.command == "check" and reverse):
+    if report["state"] == "APPLIED" and report["command"] != "check" or (report["command"] == "check" and reverse):
         return [f"{run} --reverse   (takes it off)"]
-    if report.command == "check" or report.state in ("PRISTINE", "OTHER_VERSION"):
-        return [f"{run}   (applies {report.wanted})"] if report.command != "reverse" else []
+    if report["command"] == "check" or report["state"] in ("PRISTINE", "OTHER_VERSION"):
+        return [f"{run}   (applies {report['wanted']})"] if report["command"] != "reverse" else []
     return [f"{run} --check   (says what is wrong and what to do)"]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Downloads one small file: https on every hop, a size cap, a deadline, a few retries."""
 
-import email.utils
 import http.client
 import os
 import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
@@ -22,23 +20,14 @@ _TRANSIENT = (429, 500, 502, 503, 504)
 _BY_HAND = "Download the file yourself and use --patch-file."
 
 
-def fetch(
-    url: str,
-    limit: int,
-    size: int | None = None,
-    sleep: Callable[[float], None] = time.sleep,
-    deadline_s: float = DEADLINE_S,
-) -> bytes:
-    """Returns what ``url`` serves, in memory: nothing is written to a disk.
-
-    It reads at most ``limit`` bytes, which must be ``size`` where that is known, in ``deadline_s`` seconds in all;
-    ``sleep`` is how it waits between attempts.
+def fetch(url: str, limit: int, size: int | None = None) -> bytes:
+    """Returns what ``url`` serves, in memory: at most ``limit`` bytes, of ``size`` where that is known.
 
     Raises:
         DownloadError: if the server cannot be reached or misbehaves.
         IntegrityError: if the size is not the expected one, or a web page came instead.
     """
-    ends, data = time.monotonic() + deadline_s, b""
+    ends, data = time.monotonic() + DEADLINE_S, b""
     check_url(url, url)
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -49,7 +38,7 @@ def fetch(
                 what, cause = f"{url} could not be read, in {attempt} attempts", "No network, a proxy or the server."
                 raise DownloadError("net-failed", what, cause, _BY_HAND, found=_said(error)) from error
             wait_s = getattr(error, "wait_s", None) or float(attempt)
-            sleep(min(wait_s, max(0.0, ends - time.monotonic())))
+            time.sleep(min(wait_s, max(0.0, ends - time.monotonic())))
     if size is not None and len(data) != size:
         raise _wrong_size(url, f"{size} bytes", f"{len(data)} bytes")
     return data
@@ -100,7 +89,8 @@ def _read(url: str, limit: int, ends: float) -> bytes:
         except urllib.error.HTTPError as error:
             hop, found = error.headers.get("location"), f"HTTP {error.code}"
             if error.code in _TRANSIENT:
-                raise _Transient(found, _retry_after(error.headers.get("retry-after"))) from error
+                asked = error.headers.get("retry-after", "")
+                raise _Transient(found, min(float(asked), MAX_WAIT_S) if asked.isdigit() else None) from error
             if not hop or error.code not in (301, 302, 303, 307, 308):
                 what, cause = f"the server does not have {url}", "It is misspelt, moved or not public."
                 next_ = "Open it in a browser, or use --patch-file."
@@ -130,13 +120,6 @@ def _body(response: Any, url: str, limit: int, ends: float) -> bytes:
     if announced.isdigit() and int(announced) != len(body):
         raise _Transient(f"{len(body)} of {announced} bytes arrived")
     return bytes(body)
-
-
-def _retry_after(text: str | None) -> float | None:
-    """Seconds to wait, from either form of the header; at most MAX_WAIT_S."""
-    when = email.utils.parsedate_tz(text or "")
-    wait_s = float(text) if text and text.isdigit() else email.utils.mktime_tz(when) - time.time() if when else None
-    return None if wait_s is None else min(max(0.0, wait_s), MAX_WAIT_S)
 
 
 def _said(error: BaseException) -> str:

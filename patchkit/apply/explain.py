@@ -2,12 +2,11 @@
 """Says of files with unknown content what was expected, what is there, why that may be, and what to do."""
 
 import re
-from dataclasses import asdict, dataclass
 
 from ..errors import CheckoutStateError, IntegrityError, quoted
 from ..patch.content import blob_id, short
-from ..patch.edition import Edition
-from ..patch.splice import apply_hunks, inverse
+from ..patch.language import apply_hunks
+from ..patch.manifest import Edition
 from ..tree.checkout import Checkout
 from ..tree.survey import State, Survey
 from .library import PUBLISHED_RESULTS
@@ -16,26 +15,14 @@ CRLF = "its line ends were turned into CRLF (core.autocrlf); its text is right"
 EDITED = "it was edited after the patch was applied"
 
 
-@dataclass(frozen=True)
-class Stranger:
-    """One file whose content is neither the base's nor the patch's."""
-
-    path: str
-    expected: str
-    found: str
-    why: str
-
-
-def strangers(survey: Survey, given: Edition | None) -> list[Stranger]:
-    """Returns an explanation for each path of the survey whose content nobody knows.
-
-    ``given`` is the edition that the tree was given, where its copy in the tree says so.
-    """
+def strangers(survey: Survey, given: Edition | None) -> list[dict[str, str]]:
+    """Returns an explanation for each path whose content nobody knows; ``given`` is what the tree's own copy says."""
     explained = []
     for path in survey.strangers:
         found, section = survey.found[path], given.files.get(path) if given else None
         wanted = section.after if section else survey.before[path]
-        explained.append(Stranger(path, short(wanted), found.obstacle or short(found.blob), _why(path, survey, given)))
+        ids = {"expected": short(wanted), "found": found.obstacle or short(found.blob)}
+        explained.append({"path": path, **ids, "why": _why(path, survey, given)})
     return explained
 
 
@@ -53,7 +40,7 @@ def _why(path: str, survey: Survey, given: Edition | None) -> str:
     if section is None or not section.hunks:
         return "it was edited"
     try:
-        apply_hunks(path, inverse(section) if given else section.hunks, found.content)
+        apply_hunks(path, section.inverse if given else section.hunks, found.content)
     except IntegrityError as error:
         if error.reason == "hunk-mismatch":
             expected, there = (error.data[key].strip()[:60] for key in ("expected", "found"))
@@ -78,75 +65,61 @@ def refusal(survey: Survey, checkout: Checkout, given: Edition | None, force: bo
     listed = strangers(survey, given)
     reason, what, cause, next_ = _judge(survey, checkout, given, listed)
     cause += " --force never overwrites such files." if force else ""
-    data = {"state": survey.state.name, "files": [asdict(stranger) for stranger in listed], "path": listed[0].path}
-    diff = [f"{stranger.path}: {stranger.why}" for stranger in listed]
-    ids = {"expected": listed[0].expected, "found": listed[0].found}
-    return CheckoutStateError(reason, what, cause, next_, diff=diff, **ids, **data)
+    data = {"state": survey.state.name, "files": listed, "path": listed[0]["path"]}
+    diff = [f"{one['path']}: {one['why']}" for one in listed]
+    ids = {key: listed[0][key] for key in ("expected", "found")}
+    return CheckoutStateError(reason, f"{survey.state.name}: {what}", cause, next_, diff=diff, **ids, **data)
 
 
-def _judge(
-    survey: Survey, checkout: Checkout, given: Edition | None, listed: list[Stranger]
-) -> tuple[str, str, str, str]:
+def _judge(survey: Survey, checkout: Checkout, given: Edition | None, listed: list[dict[str, str]]) -> tuple[str, ...]:
     first, is_clone, root = listed[0], checkout.git_dir is not None, quoted(checkout.root)
-    files, at = f"{len(listed)} of the files that the patch touches", f"first {first.path}"
+    files, at = f"{len(listed)} of the files that the patch touches", f"first {first['path']}"
     tag, number = survey.base.tag, survey.base.tag.removeprefix("v")
     version = re.match(r"(\d+)\.(\d+)", "" if survey.is_at_base else checkout.version)
     minor = (int(version[1]), int(version[2])) if version else (0, 0)
     published = [path for path, blob in PUBLISHED_RESULTS.items() if path in survey.found and survey.holds(path, blob)]
     if published:
-        reason, what = (
-            "state-published",
-            f"DRIFTED: the publicly released GradLoc patch is on this tree, first {published[0]}",
-        )
+        reason, what = "state-published", f"the publicly released GradLoc patch is on this tree, first {published[0]}"
         cause = "It stops every training run at its first update, and cannot be verified."
         restore = f"git -C {root} checkout -- {' '.join(published)}" if is_clone else f"unpack verl {number} again"
         next_ = f"git -C {root} apply -R PUBLISHED/gradloc.patch   (with the released file); or: {restore}"
-    elif all(stranger.why == CRLF for stranger in listed):
-        reason, what = "state-crlf", f"DRIFTED: {files} have CRLF line ends, {at}"
+    elif all(stranger["why"] == CRLF for stranger in listed):
+        reason, what = "state-crlf", f"{files} have CRLF line ends, {at}"
         cause = "The checkout was made with core.autocrlf, or through Windows; only the line ends differ."
-        next_ = "Unpack the archive again, without converting line ends."
-        next_ = f"git clone -c core.autocrlf=false {root} DIR   (and use DIR)" if is_clone else next_
-    elif given and all(stranger.why.startswith(EDITED) for stranger in listed):
-        reason, what = (
-            "state-edited",
-            f"DRIFTED: {len(listed)} of the patch's files were edited after it was applied, {at}",
-        )
+        anew = f"git clone -c core.autocrlf=false {root} DIR   (and use DIR)"
+        next_ = anew if is_clone else f"Unpack verl {number} again, with its line ends as they are."
+    elif given and all(stranger["why"].startswith(EDITED) for stranger in listed):
+        reason, what = "state-edited", f"{len(listed)} of the patch's files were edited after it was applied, {at}"
         cause = "Work on the patch in this checkout."
         next_ = f"bash make_patch.sh --repo {root}   (takes the edits into the sources; then this runs)"
     elif minor >= (0, 9):
-        reason, what = "verl-needs-none", f"WRONG_BASE: this is verl {checkout.version}, which needs no patch"
+        reason, what = "verl-needs-none", f"this is verl {checkout.version}, which needs no patch"
         cause = "From 0.9 on, verl loads GradLoc as a plug-in."
         next_ = "pip install gradloc-verl   (this repository), then add to the training command: +gradloc=on"
     elif minor == (0, 8):
-        reason, what = "verl-without-patch", f"WRONG_BASE: this is verl {checkout.version}, for which there is no patch"
+        reason, what = "verl-without-patch", f"this is verl {checkout.version}, for which there is no patch"
         cause = "0.8 moved the actor, and its plug-ins came with 0.9: nothing fits it."
         next_ = "Use verl 0.7.0 or 0.7.1 with the patch, or verl 0.9 with: pip install gradloc-verl, +gradloc=on"
     elif not given and _looks_patched(survey):
-        reason, what = (
-            "state-unknown-build",
-            f"DRIFTED: a build of the patch that is not known here is on this tree, {at}",
-        )
+        reason, what = "state-unknown-build", f"a build of the patch that is not known here is on this tree, {at}"
         cause = "It is another build, or was edited, and the copy that would say which one is gone."
         next_ = f"Unpack verl {number} again, and take your edits there by hand."
         stash = f"git -C {root} stash push --include-untracked -- verl   (keeps all of it aside; then this runs)"
         next_ = stash if is_clone else next_
-    elif all(survey.before[stranger.path] is None for stranger in listed):
-        reason, what = (
-            "state-in-the-way",
-            f"DRIFTED: something else stands where the patch adds {len(listed)} files, {at}",
-        )
+    elif all(survey.before[stranger["path"]] is None for stranger in listed):
+        reason, what = "state-in-the-way", f"something else stands where the patch adds {len(listed)} files, {at}"
         cause, next_ = "Files of yours have the same name.", "Move away what the lines below name, then run this again."
     elif survey.state is State.WRONG_BASE:
         here = f"verl {checkout.version}" + (f" at {checkout.head[:12]}" if checkout.head else "")
         base = f"the nearest patch is for {tag} ({survey.base.commit[:12]})"
-        reason, what = "state-wrong-base", f"WRONG_BASE: this is {here}, {base}, and {files} differ, {at}"
+        reason, what = "state-wrong-base", f"this is {here}, {base}, and {files} differ, {at}"
         cause = "Another version of verl is here, or commits of your own changed these files."
         next_ = f"git -C {root} worktree add DIR {survey.base.commit}   (a second checkout, at the right commit)"
         next_ = next_ if is_clone else f"Use verl {number}."
     else:
-        reason, what = "state-drifted", f"DRIFTED: {files} hold neither verl's content nor the patch's, {at}"
-        cause, place = f"{first.why}.", quoted(checkout.root / first.path)
-        next_ = f"git -C {root} stash push -- {quoted(first.path)}   (keeps your edit, restores the file)"
+        reason, what = "state-drifted", f"{files} hold neither verl's content nor the patch's, {at}"
+        cause, place = f"{first['why']}.", quoted(checkout.root / first["path"])
+        next_ = f"git -C {root} stash push -- {quoted(first['path'])}   (keeps your edit, restores the file)"
         next_ = next_ if is_clone else f"mv {place} ELSEWHERE   (and take the file from verl {number} again)"
     return reason, what, cause, next_
 

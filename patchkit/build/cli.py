@@ -18,19 +18,15 @@ from ..apply.library import HISTORY_NAME
 from ..command import Parser, guarded, say
 from ..errors import CheckoutStateError, IntegrityError, capped, program, quoted
 from ..patch.content import blob_id, sha256_hex
-from ..patch.edition import Edition, remember
-from ..patch.language import parse
-from ..patch.manifest import Base
-from ..patch.splice import forward
+from ..patch.language import forward, parse
+from ..patch.manifest import Base, Edition, remember
 from ..tree.checkout import Checkout, resolve
-from ..tree.filesystem import Filesystem
-from ..tree.lock import locked
+from ..tree.disk import Filesystem, locked
 from . import base as bases
-from . import drift, generated
-from .git import seam
-from .snapshot import descends, edits_of_archive, edits_of_clone, resolve_commit
+from . import generated, seams
+from .seams import seam
 from .sources import Folders, Sources, check_fits, compose
-from .take import merge, origin, sources_of
+from .take import descends, edits_of_archive, edits_of_clone, merge, origin, resolve_commit, sources_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,13 +56,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
 
-    def run() -> int:
+    def run() -> None:
         options = parser().parse_args(given)
         folder = options.package.resolve().parent / ".gradloc"
         folder.mkdir(exist_ok=True)
         with locked(Filesystem(), folder / "make_patch", hide=False):
             _run(options, Folders(options.package, options.overrides))
-        return 0
 
     return guarded(run, "--debug" in given)
 
@@ -114,14 +109,14 @@ def check(expected: dict[str, bytes], patches: Path) -> None:
         if path not in {patches / name for name in expected} and not path.is_dir():
             what = f"patches/{path.relative_to(patches).as_posix()} is a file that the manifest does not name"
             raise IntegrityError(
-                "build-unlisted", what, "It was put there by hand; patches/ is generated.", "Remove it."
+                "build-unlisted", what, "It was put there by hand.", "Remove it: patches/ is generated."
             )
 
 
 def _drift(folders: Folders, trees: dict[Base, Path], root: Path, tag: str | None) -> None:
     for base in (base for base in trees if tag in (None, base.tag)):
-        seams = sorted(folders.read(base.tag, trees[base]).seams.items())
-        rows = [(path, *drift.judge(parse(text.encode())[0], root / path)) for path, text in seams]
+        listed = sorted(folders.read(base.tag, trees[base]).seams.items())
+        rows = [(path, *seams.judge(parse(text.encode())[0], root / path)) for path, text in listed]
         kinds = [kind for _, kind, _ in rows]
         counts = (f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
         say(f"the {len(rows)} seams of {base.tag} on {root}: {', '.join(counts)}")
@@ -169,7 +164,7 @@ def _take(options: argparse.Namespace, folders: Folders, trees: dict[Base, Path]
         parser().error(f"{root} is no clone, so it has no commits for --base and --head to name")
     else:
         edits = edits_of_archive(root, trees[base])
-    if options.head is None and any(map(generated.is_source, edits.contents)):
+    if options.head is None and any(path.startswith(generated.CONFIG) for path in edits.contents):
         if generated.can_check():
             generated.check(root)
         else:
@@ -208,11 +203,11 @@ def _base_of(checkout: Checkout, options: argparse.Namespace, trees: dict[Base, 
 
 def _merge(checkout: Checkout, base: Base, theirs: Sources, folders: Folders, tree: Path, patches: Path) -> None:
     """Takes the edits into the sources; everything is composed before anything is written."""
-    merged = merge(folders.read(base.tag, tree), theirs, origin(checkout, patches))
-    check_fits(merged.sources.patch(base), tree)
-    for path in (*merged.taken, *merged.removed):
+    merged, taken, removed, kept = merge(folders.read(base.tag, tree), theirs, origin(checkout, patches))
+    check_fits(merged.patch(base), tree)
+    for path in (*taken, *removed):
         blob = blob_id((tree / path).read_bytes()) if (tree / path).is_file() else None
-        text = merged.sources.seams.get(path) if blob else merged.sources.new_files.get(path)
+        text = merged.seams.get(path) if blob else merged.new_files.get(path)
         place = folders.place(base.tag, path, blob)
         if text is None:
             place.unlink(missing_ok=True)
@@ -221,12 +216,8 @@ def _merge(checkout: Checkout, base: Base, theirs: Sources, folders: Folders, tr
     # From now on this is what the checkout and the sources last agreed on; and the applier knows the checkout by it.
     with locked(Filesystem(), checkout.state_folder, hide=checkout.git_dir is None):
         write_file(checkout.state_folder / KEPT_PATCH, theirs.patch(base))
-    lists = {"taken": merged.taken, "removed": merged.removed, "kept, newer in the sources": merged.kept}
+    lists = {"taken": taken, "removed": removed, "kept, newer in the sources": kept}
     for label, path in ((label, path) for label, paths in lists.items() for path in capped(paths)):
         say(f"{label}: {path}")
-    if not (merged.taken or merged.removed):
+    if not (taken or removed):
         say("nothing to take: the checkout has no edits that the sources lack")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

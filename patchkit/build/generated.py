@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks verl's generated reference configurations: they must be what the sources compose to.
 
-verl writes ``_generated_*.yaml`` with ``scripts/generate_trainer_config.sh``, which prints the job configuration that
-Hydra composes. The same is done here through Hydra's compose call, in a process of its own, so that an installed
-package (which has no ``scripts/``) can be checked too.
+verl makes ``_generated_*.yaml`` with a script that an installed package lacks, so Hydra's compose call is used.
 """
 
 import subprocess
@@ -18,7 +16,6 @@ SPECS = {
     "_generated_ppo_trainer.yaml": ("ppo_trainer", ""),
     "_generated_ppo_megatron_trainer.yaml": ("ppo_megatron_trainer", "--config-name=ppo_megatron_trainer.yaml"),
 }
-FIRST_KEY = "actor_rollout_ref"
 _HEADER = """\
 # This reference configration yaml is automatically generated via 'scripts/generate_trainer_config.sh'
 # in which it invokes 'python3 scripts/print_cfg.py --cfg job {argument}' to flatten the \
@@ -42,11 +39,6 @@ def can_check() -> bool:
     return find_spec("hydra") is not None
 
 
-def is_source(path: str) -> bool:
-    """True if an edit of ``path`` can change a generated file."""
-    return path.startswith(CONFIG + "/") and path.endswith(".yaml")
-
-
 def generate(root: Path, name: str) -> bytes:
     """Returns what the generated file ``name`` must hold in the tree at ``root``."""
     config, argument = SPECS[name]
@@ -58,7 +50,7 @@ def generate(root: Path, name: str) -> bytes:
         raise IntegrityError("take-config-broken", what, cause, "Repair what the line above names.", found=said[-1])
     # verl keeps what follows this key; the keys before it would only be Hydra's own.
     lines = done.stdout.splitlines(keepends=True)
-    first = next(i for i, line in enumerate(lines) if line.startswith(FIRST_KEY))
+    first = next(i for i, line in enumerate(lines) if line.startswith("actor_rollout_ref"))
     return (_HEADER.format(argument=argument, name=config) + "".join(lines[first:])).encode()
 
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``patches/`` is made of, and the making: pure and byte-stable.
 
-The package ``gradloc/`` becomes ``verl/gradloc/``; ``verl_overrides/<tag>/`` holds, in verl's own folders, the edits of
-verl's files (``NAME.patch``, one section each, taken over word for word) and files that are new there. What the first
-verl has serves the others too: its new files, and its edits where each hunk fits at one place alone. Every section is
-applied to the base here, so what cannot be applied cannot be built.
+The package ``gradloc/`` becomes ``verl/gradloc/``; ``verl_overrides/<tag>/`` holds, in verl's own folders, files that
+are new there and edits (``NAME.patch``, one section, taken word for word). What the first verl has serves the others:
+its new files, and its edits where each hunk fits at one place alone. What cannot be applied cannot be built.
 """
 
 import re
@@ -14,19 +13,13 @@ from pathlib import Path
 
 from ..apply.library import HISTORY_NAME, MANIFEST_NAME
 from ..errors import IntegrityError, quoted
-from ..patch.content import ABSENT, blob_id, hidden_character, sha256_hex, short
-from ..patch.edition import recall
-from ..patch.language import parse
-from ..patch.manifest import Base, Entry, Manifest, render
-from ..patch.paths import check_path
-from ..patch.splice import forward
-from .drift import relocate
-from .git import seam
+from ..patch.content import ABSENT, blob_id, check_path, hidden_character, sha256_hex, short
+from ..patch.language import forward, parse
+from ..patch.manifest import Base, Entry, Manifest, recall, render
+from .seams import relocate, seam
 
-PACKAGE = "verl/gradloc/"
-"""Where the patch puts the package."""
-LEFT_OUT = ("report/", "verl_engine/")
-"""Folders of the package that a patched verl does not need."""
+PACKAGE = "verl/gradloc/"  # where the patch puts the package
+LEFT_OUT = ("report/", "verl_engine/")  # what a patched verl does not need of it
 _VERSION = re.compile(r'^__version__ = "([0-9A-Za-z.+-]{1,40})"$', re.MULTILINE)
 _PREAMBLE = """\
 Description: GradLoc for verl, {version}
@@ -90,7 +83,7 @@ class Folders:
         """Returns the sources of the patch for the verl ``tree`` of a tag; refuses what a patch must not carry."""
         package = {PACKAGE + name: path for name, path in _files_under(self.package) if not name.startswith(LEFT_OUT)}
         new_files = {name: read_text(path) for name, path in package.items()}
-        seams, lacking = {}, []
+        seams, lacking = dict[str, str](), list[str]()
         for folder in dict.fromkeys((self.overrides / self.shared, self.overrides / tag)):
             for name, path in _files_under(folder):
                 own, verls = self.overrides / tag / name, name.removesuffix(".patch")
@@ -105,9 +98,7 @@ class Folders:
             raise IntegrityError("build-twice", what, "A file that verl has was copied there.", "Keep one of the two.")
         if lacking:
             what = f"verl {tag} has no seam of its own for {len(lacking)} files that differ there, first {lacking[0]}"
-            next_ = (
-                f"bash make_patch.sh --drift {quoted(tree)}   (says what moved), then port them in a checkout of {tag}"
-            )
+            next_ = f"bash make_patch.sh --drift {quoted(tree)}   (says what moved); then port them in a checkout"
             raise IntegrityError("build-seam-lacking", what, f"Only {self.shared} has one.", next_, diff=lacking)
         return Sources(new_files, seams)
 
@@ -123,18 +114,15 @@ def _carried_over(path: Path, place: Path) -> str | None:
 def _files_under(folder: Path) -> list[tuple[str, Path]]:
     """Every entry that is no folder, by name; caches (hidden or ``__pycache__``) are not sources."""
     entries = (path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir())
-    named = ((path.relative_to(folder), path) for path in entries)
-    return [
-        (n.as_posix(), path) for n, path in named if not any(part.startswith(("__pycache__", ".")) for part in n.parts)
-    ]
+    all_ = ((path.relative_to(folder), path) for path in entries)
+    return [(n.as_posix(), p) for n, p in all_ if not any(part.startswith(("__pycache__", ".")) for part in n.parts)]
 
 
 def read_text(path: Path) -> str:
     """Returns the text of ``path``, which must be what ``check_text`` allows and a plain file."""
     mode = path.lstat().st_mode
-    git_mode = (
-        "120000" if stat.S_ISLNK(mode) else f"100{'755' if mode & 0o111 else '644'}" if stat.S_ISREG(mode) else ""
-    )
+    plain = "100755" if mode & 0o111 else "100644"
+    git_mode = plain if stat.S_ISREG(mode) else "120000" if stat.S_ISLNK(mode) else "0"
     check_mode(str(path), git_mode)
     return check_text(path.read_bytes(), str(path))
 
@@ -154,30 +142,12 @@ def check_text(data: bytes, path: str) -> str:
     text, name = data.decode("utf-8", "replace"), quoted(path)
     hidden = [(number, found) for number, line in enumerate(text.split("\n"), 1) if (found := hidden_character(line))]
     line, found = hidden[0] if hidden else (0, "")
-    unseen = "Such characters make code read other than it runs."
+    unseen, no_text = "Such characters make code read other than it runs.", b"\0" in data or text.encode() != data
     for is_so, reason, what, cause, next_ in (
-        (
-            b"\0" in data or text.encode() != data,
-            "build-binary",
-            "is not UTF-8 text",
-            "A patch is text.",
-            "Leave it out.",
-        ),
+        (no_text, "build-binary", "is not UTF-8 text", "A patch carries text.", "Keep it out of the tree."),
         (not data, "build-empty", "is empty", "GNU patch cannot make it.", "Give it its licence header."),
-        (
-            b"\r" in data,
-            "build-crlf",
-            "has a carriage return",
-            "An editor or git wrote it.",
-            f"sed -i 's/\\r$//' {name}",
-        ),
-        (
-            data[-1:] != b"\n",
-            "build-no-newline",
-            "does not end in a newline",
-            "An editor left it out.",
-            f"echo >> {name}",
-        ),
+        (b"\r" in data, "build-crlf", "has a carriage return", "An editor wrote it.", f"sed -i 's/\\r$//' {name}"),
+        (data[-1:] != b"\n", "build-newline", "does not end in a newline", "An editor did it.", f"echo >> {name}"),
         (hidden, "build-hidden", f"holds {found}, which is not seen, in line {line}", unseen, "Write it as an escape."),
     ):
         if is_so:
@@ -208,7 +178,7 @@ def check_fits(patch: bytes, tree: Path) -> None:
 
 def compose(folders: Folders, trees: dict[Base, Path]) -> dict[str, bytes]:
     """Returns what ``patches/`` must hold, by file name; ``trees`` are the pristine verls, the first one first."""
-    files, entries, version = {}, [], ""
+    files, entries, version = dict[str, bytes](), list[Entry](), ""
     for base, tree in trees.items():
         sources = folders.read(base.tag, tree)
         patch, name = sources.patch(base), f"gradloc-{base.tag}.patch" if entries else "gradloc.patch"

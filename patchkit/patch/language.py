@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a patch, strictly: exactly the language that ``make_patch.sh`` writes, nothing else.
+"""Reads a patch, strictly: exactly the language that ``make_patch.sh`` writes; applies it at its exact lines.
 
-An optional preamble, then per file, in sorted order: ``diff --git``, ``new file mode 100644`` for a new file,
-``index`` with two full blob ids, ``---``, ``+++`` and hunks with exact counts. Every other thing that git or GNU
-patch would accept, ignore or guess at is refused by line number.
+An optional preamble, then per file, in sorted order: ``diff --git``, ``new file mode 100644`` for a new file, ``index``
+with two full blob ids, ``---``, ``+++`` and hunks with exact counts. All else is refused by line number.
 """
 
 import re
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import BUILT, DO_NOT_USE, GET_AGAIN, NOT_OURS, IntegrityError
-from .content import ABSENT, hidden_character
-from .paths import check_path, check_path_set
+from ..errors import BUILT, DO_NOT_USE, GET_AGAIN, NOT_OURS, RESTORE, IntegrityError
+from .content import ABSENT, blob_id, check_path, check_path_set, hidden_character, short
 
 MAX_BYTES = 5 * 2**20
 MAX_PREAMBLE_LINES = 64
@@ -43,10 +41,6 @@ class Hunk:
         """The first line of each side, from 1; an empty side is written with the line BEFORE it."""
         return self.old_start + (not self.old), self.new_start + (not self.new)
 
-    def inverse(self) -> "Hunk":
-        """Returns the hunk that undoes this one."""
-        return Hunk(self.new_start, self.new, self.old_start, self.old, self.lead, self.trail, self.line)
-
 
 @dataclass(frozen=True)
 class FilePatch:
@@ -61,9 +55,14 @@ class FilePatch:
     hunks: tuple[Hunk, ...] = ()
     cuts: tuple[tuple[int, int, tuple[str, ...]], ...] = ()
 
+    @property
+    def inverse(self) -> tuple[Hunk, ...]:
+        """The hunks that undo this."""
+        return tuple(Hunk(h.new_start, h.new, h.old_start, h.old, h.lead, h.trail, h.line) for h in self.hunks)
+
 
 def parse(data: bytes) -> tuple[FilePatch, ...]:
-    """Returns the sections of the patch ``data``; raises IntegrityError, with the line, for anything outside the language."""
+    """Returns the sections of the patch ``data``; IntegrityError says which line is outside the language."""
     _check_bytes(data)
     reader = _Reader(data.decode("utf-8").split("\n")[:-1])
     reader.skip_preamble()
@@ -85,12 +84,7 @@ _LOOKS = (
     (rb"\s*<(!doctype|html|\?xml)", "patch-html", "is a web page", "A server sent a page, not the raw file."),
     (rb"\Z", "patch-empty", "is empty", "A download failed unnoticed."),
     (rb"[^\0]*\0", "patch-nul", "holds a NUL", NOT_OURS),
-    (
-        rb"[^\r]*\r",
-        "patch-crlf",
-        "has CRLF line ends",
-        "git or an editor converted it: '*.patch -text' in .gitattributes.",
-    ),
+    (rb"[^\r]*\r", "patch-crlf", "has CRLF line ends", "git converted it: '*.patch -text' in .gitattributes."),
     (rb"(?s:.*)[^\n]\Z", "patch-no-final-newline", "ends without a line end", "The file was cut off."),
 )
 
@@ -113,8 +107,7 @@ class _Reader:
     """The patch's lines, with a cursor."""
 
     def __init__(self, lines: list[str]) -> None:
-        self.lines = lines
-        self.number = 0
+        self.lines, self.number = lines, 0
 
     def refusal(self, reason: str, what: str, cause: str = NOT_OURS, next_: str = BUILT, **data: Any) -> IntegrityError:
         return IntegrityError(reason, f"line {data.setdefault('line', self.number)}: {what}", cause, next_, **data)
@@ -165,12 +158,7 @@ def _read_file(reader: _Reader) -> FilePatch:
 _SPECIAL = (
     ("new file mode 120000", "type-symlink", "makes {} a symbolic link", "Links lead a writer out of the tree."),
     ("new file mode 160000", "type-gitlink", "makes {} a submodule", NOT_OURS),
-    (
-        ("new file mode ", "old mode ", "new mode "),
-        "mode-refused",
-        "sets a file mode for {}",
-        "Only 100644 is allowed.",
-    ),
+    (("new file mode ", "old mode ", "new mode "), "mode-refused", "sets a mode for {}", "Only 100644 is allowed."),
     ("deleted file mode ", "patch-deletes", "deletes {}", "Our patches never delete verl's files."),
     (("similarity ", "dissimilarity ", "rename ", "copy "), "patch-renames", "renames or copies {}", NOT_OURS),
     (("GIT binary patch", "Binary files "), "patch-binary", "holds binary data for {}", NOT_OURS),
@@ -259,9 +247,7 @@ def _read_hunk(reader: _Reader, path: str) -> Hunk:
     if not match or "1" in (match[2], match[4]):  # git never writes a count of 1; one spelling only
         raise reader.unknown(header)
     old_count, new_count = (int(count) if count else 1 for count in (match[2], match[4]))
-    old: list[str] = []
-    new: list[str] = []
-    marks = []
+    old, new, marks = list[str](), list[str](), list[str]()
     while len(old) < old_count or len(new) < new_count:
         text = reader.take()
         mark = text[:1]
@@ -286,3 +272,67 @@ def _read_hunk(reader: _Reader, path: str) -> Hunk:
     changes = [index for index, mark in enumerate(marks) if mark != " "]
     lead, trail = changes[0], len(marks) - 1 - changes[-1]
     return Hunk(int(match[1]), tuple(old), int(match[3]), tuple(new), lead, trail, line)
+
+
+def forward(file: FilePatch, base: bytes) -> bytes:
+    """Returns the result of ``file`` on ``base`` (empty for a new file), checked by its id."""
+    return _checked(file.path, file.after, apply_hunks(file.path, file.hunks, base))
+
+
+def backward(file: FilePatch, result: bytes) -> bytes:
+    """Returns the base that ``file`` makes ``result`` from; ``file.before`` must not be None."""
+    if not file.cuts:
+        return _checked(file.path, file.before, apply_hunks(file.path, file.inverse, result))
+    lines = split(result.decode("utf-8"))
+    for start, count, base in reversed(file.cuts):
+        lines[start : start + count] = base
+    return _checked(file.path, file.before, "".join(lines).encode("utf-8"))
+
+
+def cuts(file: FilePatch) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
+    """Returns what leads back from the result, without the result's own lines: see ``FilePatch.cuts``."""
+    sizes = ((h, len(h.new) - h.lead - h.trail, len(h.old) - h.trail) for h in file.hunks)
+    return tuple((h.starts[1] - 1 + h.lead, count, h.old[h.lead : end]) for h, count, end in sizes)
+
+
+def split(text: str) -> list[str]:
+    """Returns the lines with their ends. Not splitlines(): a form feed or a lone CR ends no line of a patch."""
+    lines = text.split("\n")
+    return [line + "\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
+
+
+def _checked(path: str, expected: str | None, data: bytes) -> bytes:
+    found = blob_id(data)
+    if found != expected:
+        what = f"{path} would not become what the patch promises"
+        ids = {"expected": short(expected), "found": short(found)}
+        raise IntegrityError("result-digest", what, NOT_OURS, RESTORE, path=path, **ids)
+    return data
+
+
+def apply_hunks(path: str, hunks: tuple[Hunk, ...], data: bytes) -> bytes:
+    """Returns ``data`` with ``hunks`` applied where they say, or raises IntegrityError."""
+    try:
+        lines = split(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        what = f"{path} is not UTF-8"
+        raise IntegrityError("result-not-utf8", what, "It is not verl's file.", "Restore it from verl.") from error
+    done, at = list[str](), 0
+    for number, hunk in enumerate(hunks, start=1):
+        start = hunk.starts[0] - 1
+        end = start + len(hunk.old)
+        found = tuple(lines[start:end])
+        if found != hunk.old:
+            pairs = enumerate(zip(found, hunk.old, strict=False))
+            index = next((i for i, (a, b) in pairs if a != b), len(found))
+            what = f"hunk {number} of {path} does not fit at line {start + index + 1}"
+            cause, next_ = "The file is not the one that the patch was made for.", "Restore it from verl."
+            data_ = {"expected": hunk.old[index].rstrip("\n"), "hunk": number, "line": start + index + 1}
+            there = found[index].rstrip("\n") if index < len(found) else "the file's end"
+            raise IntegrityError("hunk-mismatch", what, cause, next_, found=there, **data_)
+        if hunk.trail < CONTEXT_LINES and end != len(lines):
+            raise little_context(path, hunk.line)
+        done += lines[at:start]
+        done += hunk.new
+        at = end
+    return "".join(done + lines[at:]).encode("utf-8")

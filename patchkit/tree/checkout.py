@@ -17,14 +17,8 @@ from ..patch.content import read_regular
 STATE_FOLDER = ".gradloc-patch"
 VERSION_FILE = "verl/version/version"
 _MARKS = ("verl/__init__.py", VERSION_FILE)
-_UNFINISHED = {
-    "rebase-merge": "a rebase",
-    "rebase-apply": "a rebase or git am",
-    "MERGE_HEAD": "a merge",
-    "CHERRY_PICK_HEAD": "a cherry-pick",
-    "REVERT_HEAD": "a revert",
-    "index.lock": "another git command",
-}
+_UNFINISHED = {"rebase-merge": "a rebase", "rebase-apply": "a rebase or git am", "MERGE_HEAD": "a merge"}
+_UNFINISHED |= {"CHERRY_PICK_HEAD": "a cherry-pick", "REVERT_HEAD": "a revert", "index.lock": "another git command"}
 _INSTALLED_NAMES = ("site-packages", "dist-packages")
 
 
@@ -64,12 +58,7 @@ class Checkout:
 
 
 def resolve(target: str, allow_installed: bool = False) -> Checkout:
-    """Returns the checkout at ``target``.
-
-    Raises:
-        UsageError: for an empty target.
-        CheckoutStateError: if it is not the root of a verl tree; the reason says what it is.
-    """
+    """Returns the checkout at ``target``, or refuses what is not the root of a verl tree and says what it is."""
     again = f"{program()} --repo VERL"
     if not target:
         raise UsageError("target-empty", "the target is an empty string", "A shell variable was unset.", again)
@@ -115,17 +104,15 @@ def installed_root() -> Path:
     spec = find_spec("verl")
     if spec is None or not spec.submodule_search_locations:
         what, cause = "NOT_VERL: this Python has no verl", "It is not the Python that trains."
-        raise CheckoutStateError(
-            "target-not-installed", what, cause, "ENVIRONMENT/bin/python apply_patch.py --installed"
-        )
+        next_ = "ENVIRONMENT/bin/python apply_patch.py --installed"
+        raise CheckoutStateError("target-not-installed", what, cause, next_)
     return Path(next(iter(spec.submodule_search_locations))).resolve().parent
 
 
 def _git_dir(root: Path) -> Path | None:
-    """The git folder of a work tree whose top is ``root``; folders above are not asked.
+    """The git folder of a work tree whose top is ``root``.
 
-    A ``.git`` file may name any folder, and this tool writes there: only one that points back to ``root`` (a linked
-    worktree by its ``gitdir`` file, a submodule by ``core.worktree``) is believed.
+    A ``.git`` file may name any folder, to be written to: it must point back, by ``gitdir`` or ``core.worktree``.
     """
     entry = root / ".git"
     if entry.is_dir() and not entry.is_symlink():

@@ -7,8 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 from ..patch.content import blob_id, read_regular
-from ..patch.edition import Edition
-from ..patch.manifest import Base
+from ..patch.manifest import Base, Edition
 from .checkout import Checkout
 
 MAX_FILE_BYTES = 16 * 2**20
@@ -38,9 +37,8 @@ class Found:
 class Survey:
     """A checkout measured against the editions for one verl, the wanted one first.
 
-    ``before`` has the base's blob id of each path that any edition touches, None for a file that an edition adds;
-    ``strangers`` are the paths whose content is in no edition and not the base's. ``is_at_base``: the commit, or where
-    that is unknown the version, is the base's. ``edition`` is the one that is applied (APPLIED, OTHER_VERSION).
+    ``before`` has the base's blob id of each path, None for a file that an edition adds; ``strangers`` are paths of
+    unknown content; ``is_at_base`` says that commit or version is the base's; ``edition`` is the one that is applied.
     """
 
     base: Base
@@ -72,10 +70,7 @@ class Survey:
 
 
 def survey(checkout: Checkout, families: list[tuple[Base, tuple[Edition, ...]]]) -> Survey:
-    """Returns what the checkout holds, measured against the verl whose patch fits it best.
-
-    ``families`` are for each verl the editions for it, the wanted one first.
-    """
+    """Returns what the checkout holds, measured against the verl of ``families`` whose patch fits it best."""
     paths = {path for _, editions in families for edition in editions for path in edition.files}
     found = {path: read_plain(checkout.root, path) for path in sorted(paths)}
     surveys = [_measure(checkout, base, editions, found) for base, editions in families]

@@ -2,23 +2,27 @@
 """Changes several files as one: all of them or none, whatever fails or is killed when.
 
 New contents are written beside their targets and the old ones saved, both made durable; then the journal says
-"committing"; then each file is moved in. Until the journal is gone, the next run undoes the rest from what is on the
-disk.
+"committing"; then each file is moved in. Until the journal is gone, the next run undoes the rest.
 """
 
 import contextlib
+import json
 import os
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..command import disk_failed
-from ..errors import CheckoutStateError, RollbackError, quoted
-from ..patch.content import sha256_hex
-from . import journal as journals
-from .filesystem import Filesystem, check_folders
-from .journal import JOURNAL_NAME, ORIGINAL, Entry, Journal
+from ..errors import CheckoutStateError, PatchkitError, RollbackError, TransactionError, quoted
+from ..patch.content import check_path, read_regular, sha256_hex
+from .disk import Filesystem, check_folders, no_permission
 from .survey import read_plain
+
+JOURNAL_NAME, ORIGINAL = "journal.json", "original-"
+STATE_FILES = ("applied.patch", "applied.json")  # the second is of 0.1.0
+_NOT_A_JOURNAL = (ValueError, KeyError, TypeError, AttributeError, RecursionError, PatchkitError, OSError)
+SPARE_BYTES = 2**20  # for folders, the journal and the file system's own needs
 
 
 @dataclass(frozen=True)
@@ -31,29 +35,116 @@ class Change:
     where: str = "tree"
 
 
+@dataclass(frozen=True)
+class Entry:
+    """One file: in the ``tree`` or the ``state`` folder, its sha256 before and after (None: absent).
+
+    ``temporary`` is the name, in the file's own folder, that holds the new content until it is moved in.
+    """
+
+    where: str
+    path: str
+    before: str | None
+    after: str | None
+    temporary: str
+
+
+@dataclass(frozen=True)
+class Journal:
+    """A transaction; until it is ``committing`` no file has been touched. It makes ``folders``, outermost first."""
+
+    committing: bool
+    entries: tuple[Entry, ...]
+    folders: tuple[str, ...]
+
+
+def write_journal(files: Filesystem, state: Path, journal: Journal) -> None:
+    """Puts ``journal`` in place, durably, whole or not at all."""
+    new = state / (JOURNAL_NAME + ".new")
+    files.remove(new)
+    files.write_new(new, json.dumps({"schema_version": 1} | asdict(journal), indent=1).encode())
+    files.do(os.replace, new, state / JOURNAL_NAME)
+    files.sync_folder(state)
+
+
+def read_journal(state: Path) -> Journal | None:
+    """Returns the journal that an interrupted run left, or None; RollbackError if no run of ours has written it."""
+    path = state / JOURNAL_NAME
+    try:
+        document = json.loads(read_regular(path, 2**20))
+        entries = tuple(Entry(**entry) for entry in document["entries"])
+        for place in (*document["folders"], *(entry.path for entry in entries if entry.where == "tree")):
+            check_path(place)  # a journal may come with an unpacked archive: trust no path in it
+        known = document["schema_version"] == 1 and type(document["committing"]) is bool
+        if not known or not all(map(_is_plausible, entries)):
+            raise ValueError("not ours")
+        return Journal(document["committing"], entries, tuple(document["folders"]))
+    except FileNotFoundError:
+        return None
+    except _NOT_A_JOURNAL as error:
+        raise _broken(path) from error
+
+
+def _broken(path: Path) -> RollbackError:
+    what, cause = f"the journal {path} of an interrupted run cannot be used", "It, or what it names, is damaged."
+    next_ = f"--status names each file's state; restore what it names, then: rm -r {quoted(path.parent)}"
+    return RollbackError("journal-broken", what, cause, next_)
+
+
+def _is_plausible(entry: Entry) -> bool:
+    digests = all(digest is None or re.fullmatch("[0-9a-f]{64}", digest) for digest in (entry.before, entry.after))
+    is_ours = entry.where == "tree" or (entry.where == "state" and entry.path in STATE_FILES)
+    return digests and is_ours and bool(re.fullmatch(r"\.gradloc\.\d+\.\d+\.tmp", entry.temporary))
+
+
+def _sweep(files: Filesystem, state: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        for path in sorted(state.iterdir()):
+            if path.name.startswith((ORIGINAL, JOURNAL_NAME + ".new")):
+                files.remove(path)
+
+
+def preflight(root: Path, state: Path, changes: list[Change]) -> None:
+    """Raises what would stop ``changes`` from being written: an odd folder, a lack of permission or of room."""
+    if not changes:
+        return
+    holder = state if state.is_dir() else state.parent
+    folders = {holder}
+    for change in changes:
+        check_folders(root, root / change.path)
+        folder = (root / change.path).parent
+        while not os.path.lexists(folder):
+            folder = folder.parent
+        folders.add(folder)
+    for folder in sorted(folders):
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise no_permission(folder)
+    saved = sum(len(change.before or b"") for change in changes)
+    written = sum(len(change.after or b"") for change in changes)
+    for folder, needed in ((root, saved + written), (holder, saved)):
+        room = os.statvfs(folder)
+        free, needed = room.f_bavail * room.f_frsize, needed + SPARE_BYTES
+        if free < needed:
+            what = f"the disk of {folder} has not enough room; nothing was written"
+            sizes = {"expected": f"{needed} bytes", "found": f"{free} bytes"}
+            raise TransactionError("disk-too-small", what, "It is full.", f"Make room: df -h {quoted(folder)}", **sizes)
+
+
 class Transaction:
     """Changes of the tree ``root``, journalled in ``state``; the caller holds the lock."""
 
     def __init__(self, files: Filesystem, root: Path, state: Path) -> None:
-        self.files = files
+        self.files, self.root, self.state = files, root, state
         self.roots = {"tree": root, "state": state}
-        self.root = root
-        self.state = state
 
     def run(self, changes: list[Change]) -> None:
-        """Makes ``changes``.
-
-        Raises:
-            TransactionError: the disk failed; everything is as it was.
-            CheckoutStateError: a file changed meanwhile; everything else is as it was.
-            RollbackError: the disk failed twice; the journal stays for the next run.
-        """
+        """Makes ``changes``, or raises with everything as it was; RollbackError leaves the rest to the next run."""
         journal = self._plan(changes)
         try:
-            journals.write(self.files, self.state, journal)
+            write_journal(self.files, self.state, journal)
             self._prepare(journal, changes)
             journal = replace(journal, committing=True)
-            journals.write(self.files, self.state, journal)
+            write_journal(self.files, self.state, journal)
             self._move_in(journal)
             self.files.remove(self.state / JOURNAL_NAME)
         except BaseException as error:  # an interrupt from the keyboard too
@@ -64,16 +155,11 @@ class Transaction:
         # From here on the changes stand: what cannot be tidied now is swept by the next run.
         with contextlib.suppress(OSError):
             self.files.sync_folder(self.state)
-            journals.sweep(self.files, self.state)
+            _sweep(self.files, self.state)
 
     def recover(self) -> bool:
-        """Undoes what an interrupted run left; True if there was anything.
-
-        Raises:
-            CheckoutStateError: if a file was edited since; nothing is touched.
-            RollbackError: if the disk fails again, or what is needed is gone.
-        """
-        journal = journals.read(self.state)
+        """Undoes what an interrupted run left, if anything; touches nothing if a file was edited since."""
+        journal = read_journal(self.state)
         for entry in journal.entries if journal and journal.committing else ():
             if not (self._is(entry, entry.before) or self._is(entry, entry.after)):
                 what = f"{entry.path} was edited after a run was interrupted there"
@@ -86,8 +172,7 @@ class Transaction:
     def drop_caches(self, paths: Iterable[str]) -> list[Path]:
         """Removes byte code and folders that removed modules leave; returns what may not be removed.
 
-        They change nothing that verl does, so they are no part of the transaction: a container that ran as another user
-        leaves such files.
+        A container that ran as another user leaves such files; they do no harm and are no part of the transaction.
         """
         left = set()
         for place in (self.root / path for path in paths):
@@ -156,7 +241,7 @@ class Transaction:
             for folder in reversed(journal.folders):
                 self._drop_if_empty(self.root / folder)
             self.files.remove(self.state / JOURNAL_NAME)
-            journals.sweep(self.files, self.state)
+            _sweep(self.files, self.state)
         except OSError as error:
             what = f"the disk failed, and so did putting things back; the journal is {self.state / JOURNAL_NAME}"
             next_ = "Repair it, then run this again: what was begun is undone first."
@@ -171,7 +256,7 @@ class Transaction:
             return
         saved = (self.state / f"{ORIGINAL}{number}").read_bytes()
         if sha256_hex(saved) != entry.before:
-            raise journals.broken(self.state / JOURNAL_NAME)
+            raise _broken(self.state / JOURNAL_NAME)
         temporary = place.with_name(entry.temporary)
         self.files.remove(temporary)
         self.files.write_new(temporary, saved, place.lstat() if place.exists() else None)

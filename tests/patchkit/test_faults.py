@@ -18,7 +18,7 @@ from patchkit.apply.applier import Applier
 from patchkit.apply.library import Library
 from patchkit.errors import PatchkitError
 from patchkit.tree.checkout import resolve
-from patchkit.tree.filesystem import Filesystem
+from patchkit.tree.disk import Filesystem
 from tests.patchkit import world
 from tests.patchkit.world import BASE, OLDER, RESULT
 

@@ -23,7 +23,7 @@ from patchkit.apply.applier import Applier
 from patchkit.apply.library import Library
 from patchkit.errors import PatchkitError
 from patchkit.tree.checkout import resolve
-from patchkit.tree.filesystem import Filesystem
+from patchkit.tree.disk import Filesystem
 from tests.patchkit import world
 from tests.patchkit.test_faults import assert_each_file_is_whole, no_traces, run
 from tests.patchkit.world import BASE, NEW, OLDER, RESULT
@@ -279,4 +279,4 @@ def test_an_error_in_the_tool_itself_is_no_traceback(capsys, patches, tree, monk
 
 def test_the_library_level_names_the_checkout(patches, tree):
     report = Applier(resolve(str(tree)), Library(patches)).apply()
-    assert report.target == str(tree) and report.state == "APPLIED"
+    assert report["target"] == str(tree) and report["state"] == "APPLIED"

@@ -12,7 +12,7 @@ import pytest
 
 from patchkit.apply import library
 from patchkit.errors import MAX_LISTED
-from patchkit.tree.filesystem import Filesystem
+from patchkit.tree.disk import Filesystem
 from tests.patchkit import world
 from tests.patchkit.test_take import Workshop
 from tests.patchkit.world import ACTOR, BASE, NEW, RESULT, TRAINER

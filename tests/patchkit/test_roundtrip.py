@@ -15,7 +15,7 @@ from patchkit.apply.library import Library
 from patchkit.build.sources import Sources, check_text, new_file_section
 from patchkit.build.take import seam
 from patchkit.errors import IntegrityError
-from patchkit.patch import splice
+from patchkit.patch import language as splice
 from patchkit.patch.content import blob_id
 from patchkit.patch.language import parse
 from patchkit.patch.manifest import parse as parse_manifest

@@ -16,8 +16,7 @@ from patchkit.build import base as bases
 from patchkit.build.cli import write_file
 from patchkit.build.sources import Folders, Sources, compose
 from patchkit.patch.content import blob_id
-from patchkit.patch.edition import Edition, remember
-from patchkit.patch.manifest import Base
+from patchkit.patch.manifest import Base, Edition, remember
 
 V070, V071 = bases.V070, bases.V071
 ACTOR = "verl/workers/actor/dp_actor.py"

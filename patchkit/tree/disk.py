@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run at a time per checkout. The kernel holds the lock, so a dead run never leaves one."""
+"""The one class through which the applier changes a disk, and the lock: one run at a time per checkout."""
 
 import contextlib
 import errno
@@ -10,25 +10,77 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from ..errors import CheckoutStateError, LockedError, quoted
-from .filesystem import Filesystem
 
 LOCK_NAME, IGNORE_NAME = "lock", ".gitignore"
 _PATIENCE_S, _POLL_S = 1.0, 0.05
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
+class Filesystem:
+    """Every change that the applier makes is one call of ``do``, so that a test can make any one of them fail."""
+
+    def do(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns ``call(*arguments)``, one system call."""
+        return call(*arguments)
+
+    def make_folder(self, path: Path) -> None:
+        self.do(os.mkdir, path)
+        if os.geteuid() == 0:  # what root makes in a user's checkout is the user's
+            parent = path.parent.stat()
+            os.chown(path, parent.st_uid, parent.st_gid)
+
+    def remove(self, path: Path) -> None:
+        """Removes a file, if it is there."""
+        if os.path.lexists(path):
+            self.do(os.unlink, path)
+
+    def sync_folder(self, path: Path) -> None:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self.do(os.fsync, handle)
+        finally:
+            os.close(handle)
+
+    def write_new(self, path: Path, data: bytes, like: os.stat_result | None = None) -> None:
+        """Writes a new file, where nothing may be, not even a link, and makes it durable.
+
+        It takes over the permissions of ``like``; where root runs this also its owner, else the folder's.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        handle = self.do(os.open, path, flags, 0o666)
+        try:
+            if like is not None:
+                self.do(os.fchmod, handle, stat.S_IMODE(like.st_mode) & 0o777)
+            owner = like or path.parent.stat()
+            if os.geteuid() == 0 and (owner.st_uid, owner.st_gid) != (0, 0):
+                self.do(os.fchown, handle, owner.st_uid, owner.st_gid)
+            view = memoryview(data)
+            while view:
+                view = view[self.do(os.write, handle, view) :]
+            self.do(os.fsync, handle)
+        finally:
+            self.do(os.close, handle)
+
+
+def check_folders(root: Path, path: Path) -> None:
+    """Raises CheckoutStateError if a folder between ``root`` and ``path`` is a link or a file."""
+    place = root
+    for part in path.relative_to(root).parts[:-1]:
+        place = place / part
+        if os.path.lexists(place) and not stat.S_ISDIR(place.lstat().st_mode):
+            cause = "A link or a file stands where the patch needs a folder; links are never followed."
+            raise CheckoutStateError("blocked-folder", f"{place} is not a folder", cause, "Move it away.")
+
+
 @contextlib.contextmanager
 def locked(files: Filesystem, folder: Path, hide: bool, wait_s: float = 0.0) -> Iterator[None]:
     """Holds the lock of the state folder ``folder``, which it makes and, if unused, removes.
 
-    Waits ``wait_s`` seconds for a run that holds it. With ``hide`` it writes a ``.gitignore`` into the folder, for a
-    target that lies in another repository.
-
-    Raises:
-        LockedError: if another run holds the lock.
-        CheckoutStateError: if something else stands where the folder or the lock should be.
+    Waits ``wait_s`` seconds for another run, then raises LockedError. With ``hide`` the folder gets a ``.gitignore``:
+    the target may lie in another repository.
     """
     try:
         handle = _acquire(files, folder, time.monotonic() + wait_s)
@@ -64,10 +116,7 @@ def no_permission(folder: Path) -> CheckoutStateError:
 
 def held(folder: Path, found: str) -> LockedError:
     """Returns the refusal for a checkout in which another run is at work."""
-    what, cause = (
-        f"another run is at work in this checkout ({folder})",
-        "Two were started; the lock goes with a run's end.",
-    )
+    what, cause = f"another run is at work in this checkout ({folder})", "Its lock goes when it ends, however it ends."
     return LockedError("locked", what, cause, "Run this again when it has ended, or with --wait SECONDS.", found=found)
 
 
