@@ -8,7 +8,7 @@ set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 clone=$(cd -- "${1:?usage: bash scripts/applier_transcript.sh CLONE_OF_VERL}" && pwd -P)
 base=$(cd -- "$here" && python3 -m patchkit.build.base)
-commit=$(sed -n 's/^BASE_COMMIT = "\(.*\)"/\1/p' "$here/patchkit/__init__.py")
+commit=$(sed -n 's/^V070 = Base("v0.7.0", "\(.*\)")/\1/p' "$here/patchkit/build/base.py")
 work=$(mktemp -d)
 trap 'rm -rf -- "$work"' EXIT
 
@@ -31,7 +31,7 @@ show() {
     local code=0
     printf '$ %s\n' "$1"
     bash -c "$1" >out.txt 2>&1 || code=$?
-    sed -e "s#$work#~#g" -e 's/[[:space:]]*$//' out.txt
+    sed -E -e "s#$work#~#g" -e 's/sha256 [0-9a-f]{64}/sha256 .../' -e 's/[[:space:]]*$//' out.txt
     if [ "$code" -ne 0 ]; then printf '(exit code %s)\n' "$code"; fi
 }
 
