@@ -24,10 +24,11 @@ from experiments.cpu.environment import ensure_python
 print(ensure_python(report=lambda *words: print(*words, file=sys.stderr)))')
 bin=$(dirname -- "$python")
 stamp=$bin/../test-requirements.sha256
-wanted=$(cat requirements/*.txt | sha256sum)
+packages=(requirements/demo.txt requirements/report.txt requirements/test.txt) # trackers.txt is for an environment of its own
+wanted=$(cat "${packages[@]}" | sha256sum)
 if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
     files=()
-    for file in requirements/*.txt; do files+=(-r "$file"); done
+    for file in "${packages[@]}"; do files+=(-r "$file"); done
     "$python" -m pip install --disable-pip-version-check --no-input -q "${files[@]}"
     printf '%s\n' "$wanted" >"$stamp"
 fi
