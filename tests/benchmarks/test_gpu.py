@@ -5,7 +5,11 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.world import REPO
+
+pytestmark = pytest.mark.full
 
 
 def test_the_one_command_measures_all_it_says_and_holds_on_kernels_that_repeat(tmp_path):

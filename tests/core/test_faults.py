@@ -8,6 +8,8 @@ import pytest
 from tests.bare.faults import PLACES
 from tests.world import RankError, World
 
+pytestmark = pytest.mark.full
+
 
 def check(by_rank: list[list[dict]], least: int) -> None:
     """Of each rank: training alone, then failures at pass 1, 2, ... and at last a search that had no more passes."""

@@ -14,6 +14,8 @@ import pytest
 
 from gradloc.evidence.tell.trackers import FORMS
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 VERDICT = "At step 5 the gradient norm was 748"
 TOKEN = '" is"'

@@ -188,6 +188,7 @@ def added(file) -> Counter:
     return Counter(line for line in lines if line and ("gradloc" in line or is_yaml))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tag", [base.tag for base in bases.PINNED])
 def test_the_generated_yaml_of_each_patched_verl_is_fresh(capsys, tmp_path, tag):
     pytest.importorskip("hydra")

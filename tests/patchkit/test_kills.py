@@ -28,6 +28,8 @@ from tests.patchkit import world
 from tests.patchkit.test_faults import assert_each_file_is_whole, no_traces, run
 from tests.patchkit.world import BASE, NEW, OLDER, RESULT
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 STARTS = {"apply": (BASE, RESULT), "reverse": (RESULT, BASE), "upgrade": (OLDER, RESULT)}
 

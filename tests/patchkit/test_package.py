@@ -17,6 +17,8 @@ import pytest
 
 from tests.patchkit import world
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/demo"
 SOURCES = ("gradloc", "patchkit", "patches", "verl_overrides")

@@ -17,6 +17,8 @@ import pytest
 
 from tests.reward.answers import HANGING, boxed, pids
 
+pytestmark = pytest.mark.full
+
 # Loads the pool by its path: it needs nothing of verl, and `import verl` takes seconds of torch.
 POOL = """
 import importlib.util, sys, threading, time

@@ -13,6 +13,7 @@ def test_the_true_norm_lies_within_the_bound_and_the_planted_token_is_named(shar
     assert problems(certify_unrepeatable("plain", "float32", share, size)) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "dtype"), [("fsdp2", "bfloat16"), ("fsdp1", "float32")])
 def test_so_it_does_on_two_ranks_and_in_half_precision(bare_world, layout, dtype):
     where = {"layout": layout, "dtype": dtype, "share": 0.01, "size": 1e3}
