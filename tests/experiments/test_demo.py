@@ -40,7 +40,11 @@ def test_the_demo_names_exactly_the_token_that_it_planted(patched_tree, tmp_path
     events = (run_dir / "gradloc" / "events.jsonl").read_text().splitlines()
     for line in events:
         jsonschema.validate(json.loads(line), schema)
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    told, steps = (
+        [line for line in lines if ("gradloc/verdict" in line["data"]) is is_told] for is_told in (True, False)
+    )
+    assert [line["step"] for line in told] == [2], "the verdict is a line of its own"
     norms = {step["step"]: step["data"]["actor/grad_norm"] for step in steps}
     assert sorted(norms) == [1, 2, 3]
     assert norms[2] > 10 * max(norms[1], norms[3])

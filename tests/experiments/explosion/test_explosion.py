@@ -39,7 +39,9 @@ def test_the_stale_token_explodes_is_named_and_is_compared_with_the_healthy_twin
     norms = {}
     for arm in ("healthy", "unprotected"):
         lines = (run_dir / arm / "metrics.jsonl").read_text().splitlines()
-        norms[arm] = [json.loads(line)["data"]["actor/grad_norm_max"] for line in lines]
+        norms[arm] = [
+            d["actor/grad_norm_max"] for d in (json.loads(line)["data"] for line in lines) if "actor/grad_norm_max" in d
+        ]
         assert json.loads((run_dir / arm / "knobs.json").read_text())["runaway_penalty"] == 0.25
     # The same up to the plant, to the last digit; a warning; the catastrophe.
     assert norms["healthy"][:4] == norms["unprotected"][:4]
