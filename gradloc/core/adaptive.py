@@ -161,7 +161,7 @@ class _Position:
             level = _median(_upper_group(norms, middle + self._cap) or norms)
             decile = norms[min(int(_DECILE * count), count - 1)]
             # a decile of few norms is uncertain: its error falls with the root of their number
-            reach = _REACH + 0.5 * math.log(self._norms.maxlen / count)
+            reach = _REACH + 0.5 * math.log((self._norms.maxlen or count) / count)
             threshold = min(max(decile + reach, level + self._floor), level + self._cap)
             self._fitted = threshold, middle, level, decile
         return self._fitted

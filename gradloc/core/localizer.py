@@ -121,9 +121,8 @@ class Localizer:
         self._search, self._gather = search, gather
         self._tracker = NormTracker(layer_window)
         self._policy: StepPolicy | None = None
-        self._space: GradientSpace | None = None
-        self._step: TrainingStep | None = None
-        self._num_mini_batches = 0
+        self._space: GradientSpace
+        self._step: TrainingStep
         self._num_searches = 0
         self._num_to_write = 0
         self.norms: list[float] = []
@@ -173,15 +172,20 @@ class Localizer:
         if spike is not None:
             grad_norm = self._handle(spike, grad_norm)
         self._tracker.after_mini_batch(is_spike=spike is not None or not math.isfinite(norm))
-        self._step = None
+        del self._step  # its micro-batches need not live until the next one
         return grad_norm
 
     def end_update(self) -> None:
         """Let go of the update's parameters; ``norms`` and ``events`` stay until the next."""
         self._tracker.end_update()
-        self._space = None
+        del self._space
 
     # ---- inside
+
+    @property
+    def _spiking_policy(self) -> StepPolicy:
+        assert self._policy is not None, "without a policy nothing is a spike"
+        return self._policy
 
     def _find_spike(self, norm: float) -> Spike | None:
         policy = self._policy
@@ -200,7 +204,7 @@ class Localizer:
 
     def _handle(self, spike: Spike, grad_norm: torch.Tensor) -> torch.Tensor:
         """Act on the spike; look into it where an event may be written of it, or where the action needs to know."""
-        is_written = self._num_to_write < self._policy.max_events
+        is_written = self._num_to_write < self._spiking_policy.max_events
         action = None if is_written else decide_without_search(self.limits, spike, self._num_searches)
         if action is None:
             return self._look_into(spike, grad_norm, is_written)
@@ -227,7 +231,7 @@ class Localizer:
             logger.exception(
                 "gradloc: looking into the spike at step %s failed (failure %d of %d before it switches itself off); "
                 "training goes on with the gradient it had",
-                self._policy.global_step,
+                self._spiking_policy.global_step,
                 self.num_failures,
                 _MAX_FAILURES,
             )
@@ -237,7 +241,7 @@ class Localizer:
         return grad_norm if taken_norm is None else taken_norm
 
     def _localize_and_act(self, spike: Spike, is_written: bool) -> tuple[Any, Action, torch.Tensor | None]:
-        space, step, policy = self._space, self._step, self._policy
+        space, step, policy = self._space, self._step, self._spiking_policy
         way = self._choose_way(space, step)
         # how torch and FSDP clip: the gradient in .grad is this times the true one
         limit = self.powers.clip_limit

@@ -34,6 +34,7 @@ def test_one_process_finds_what_was_planted(oracle):
     check(search_planted("plain", PLANTS), oracle)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
 def test_two_ranks_find_the_same_under_either_sharding(bare_world, oracle, layout):
     found, other = bare_world.run("tests.bare.scenarios.search_planted", layout=layout, plants=PLANTS)
@@ -41,6 +42,7 @@ def test_two_ranks_find_the_same_under_either_sharding(bare_world, oracle, layou
     assert found == other
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
 def test_a_forward_in_half_precision_changes_norms_little_and_culprits_not(bare_world, oracle, layout):
     found, _ = bare_world.run("tests.bare.scenarios.search_planted", layout=layout, plants=PLANTS, dtype="bfloat16")

@@ -22,6 +22,8 @@ from patchkit.tree.disk import Filesystem
 from tests.patchkit import world
 from tests.patchkit.world import BASE, OLDER, RESULT
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 
 COMMANDS = {

@@ -24,6 +24,7 @@ def test_masters_in_half_precision(plants):
     check(search_planted("plain", plants, "bfloat16", masters="bfloat16"), plants)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
 def test_masters_in_half_precision_that_are_sharded(bare_world, layout):
     plants = CASES["three"]
