@@ -110,6 +110,27 @@ QUARTILES_DEMO = DEMO.heir(
     "which tokens' gradients dominate, by probability, with no GPU: GRPO, steps 1, 9 and 17",
 )
 
+TWO_NODES = DEMO.heir(
+    "two-nodes",
+    "the demo on two Ray nodes with working folders of their own, and resumed: the tokens, and what lies where",
+    nodes=2,
+    arms=(
+        Arm("spike", "three steps, a spike in the second, a checkpoint after the third"),
+        Arm(
+            "resumed",
+            "from that checkpoint on, a spike in the fifth step",
+            (
+                "trainer.resume_mode=resume_path",
+                "trainer.resume_from_path=${demo.run_dir}/../spike/checkpoints/global_step_3",
+                "demo.steps=6",
+                "demo.fault.first_step=5",
+                "demo.fault.last_step=5",
+            ),
+        ),
+    ),
+    summary_module="experiments.cpu.places",
+)
+
 KK_BASELINE = Experiment(
     "kk-baseline",
     "Knights and Knaves as published (arXiv 2505.12929): Qwen2.5-7B-Instruct-1M, GRPO, 4 GPUs of 80 GB",

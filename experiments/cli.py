@@ -108,6 +108,8 @@ def run(args, environ, cwd: Path) -> int:
             folder.mkdir(exist_ok=True)
             os.environ.update(child_environment(before, chosen.path, folder, material))
             line = command(plain, experiment.name, overrides)
+            if experiment.nodes > 1:
+                line = [plain, "-m", "experiments.cpu.nodes", str(experiment.nodes), *line]
             describe(line, folder)
             is_brief = on_cpu and not args.verbose
             code = launch.run(line, folder / "console.log", is_brief)

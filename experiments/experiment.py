@@ -59,6 +59,8 @@ class Experiment:
     """The values of `seed` that every arm runs with; none for the config's own."""
     summary_module: str | None = None
     """What is run once the arms are through: `python -m MODULE SUITE_DIR`."""
+    nodes: int = 1
+    """How many Ray nodes a run on the CPU gets, all on this machine; the trainer starts a single one by itself."""
 
     def heir(self, name: str, summary: str, *variables: Variable, **changes: Any) -> "Experiment":
         """An experiment whose config builds on this one's, and so needs what this one needs.

@@ -22,7 +22,7 @@ STEP = re.compile(r"step:(\d+) - (.*)")
 NUMBER = re.compile(r"(?:np\.\w+\()?([-+0-9.einfa]+)\)?$")
 # What is worth a line in a brief run, and what is said then.
 MILESTONES = [
-    (re.compile(r"Started a local Ray instance"), "Ray has started"),
+    (re.compile(r"Started a local Ray instance|Connected to Ray cluster"), "Ray has started"),
     (re.compile(r"Total training steps: (\d+)"), "{0} steps to go; the workers load the model"),
 ]
 SHOWN = {
