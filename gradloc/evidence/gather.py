@@ -15,18 +15,17 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from ..core.ranks import Ranks
+from ..core.localizer import Looked
 from ..core.selection import Token, mask_without
-from ..core.trigger import Place, Spike
 from ..search.find import Finding
 from ..search.share import ShareMap
 from ..search.task import Culprit, PathEntry
 from . import record
+from .fingerprint import fingerprint, head_norm
 from .layers import kind_of, layer_of, norms_by
 from .record import (
     Coefficients,
@@ -79,47 +78,30 @@ class RawEvent:
     layout: list[RawEntry]
     temperature: float
     on_policy: bool
-    fingerprint: Fingerprint | None = None
-    checkpoint: str | None = None
+    fingerprint: Fingerprint
+    checkpoint: str | None
     """Folder with the weights before the step, where they were saved."""
 
 
-def raw_event(
-    place: Place,
-    spike: Spike,
-    finding: Finding,
-    step: Any,
-    ranks: Ranks,
-    names: list[str],
-    squares: torch.Tensor,
-    history: torch.Tensor | None,
-    action: dict[str, str],
-    clip_limit: float,
-    budget: int,
-    keeps_all: bool,
-) -> RawEvent:
+def raw_event(looked: Looked, budget: int, keeps_all: bool) -> RawEvent:
     """Gather the event; all ranks call this together and get the same.
 
     Args:
-        place: which optimizer step.
-        spike: why it was looked into.
-        finding: what was found.
-        step: the :class:`~.actor_step.ActorStep`.
-        ranks: the data-parallel ranks.
-        names: parameter names (num_params).
-        squares: the spike's squared norm per parameter, float64 (num_params,).
-        history: the same of earlier steps, float64 (steps, num_params); None when not tracked.
-        action: requested, taken and reason.
-        clip_limit: the norm that gradients are clipped to, inf where the whole is not.
+        looked: what the localizer knows of the spike; ``looked.found`` is a :class:`~..search.find.Finding`.
         budget: the configured number of probes.
         keeps_all: list all micro-batches for the bundle, not only those that hold culprits.
     """
+    finding = looked.found
+    assert isinstance(finding, Finding)
+    place, spike, step, ranks, action = looked.place, looked.spike, looked.step, looked.ranks, looked.action
+    names, squares = looked.space.names, looked.squares
     result = finding.result
-    evidence = _LocalEvidence(step, ranks, finding, names)
+    evidence = _LocalEvidence(looked, finding)
     gathered = ranks.gather(ranks.agree(lambda: evidence.collect(keeps_all)))
     owned = {number: culprit for part in gathered for number, culprit in part.culprits.items()}
     culprits = tuple(owned[number] for number in range(len(result.culprits)))
     certificate = record.Certificate(**vars(finding.certificate))
+    weights = fingerprint(looked.space)
     squared = {name: math.fsum(part.term_squares[name] for part in gathered) for name in _TERMS}
     low = sorted(part.low_entropy for part in gathered if part.low_entropy is not None)
     event = Event(
@@ -138,14 +120,15 @@ def raw_event(
         search=_search_record(finding, budget),
         culprits=culprits,
         certificate=certificate,
-        action=record.Action(**action),
+        action=record.Action(**vars(action)),
         layers=norms_by(layer_of, names, squares),
         kinds=norms_by(kind_of, names, squares),
-        layer_history=_layer_history(names, squares, history),
+        layer_history=_layer_history(names, squares, looked.history),
         shares=_shares_record(result.shares, [part.shares for part in gathered]),
         cause=None if result.source is None else StepCause(**vars(result.source)),
         rerun=None if finding.rerun is None else record.Rerun(**vars(finding.rerun)),
-        consequence=_consequence(action["taken"], spike.grad_norm, clip_limit, culprits, certificate),
+        consequence=_consequence(action.taken, spike.grad_norm, looked.clip_limit, culprits, certificate),
+        head_norm=head_norm(weights),
     )
     return RawEvent(
         event=event,
@@ -156,6 +139,8 @@ def raw_event(
         layout=[entry for part in gathered for entry in part.layout],
         temperature=step.temperature,
         on_policy=step.on_policy,
+        fingerprint=weights,
+        checkpoint=looked.checkpoint,
     )
 
 
@@ -177,12 +162,9 @@ class _OfRank:
 class _LocalEvidence:
     """This rank's part of the event: its own culprits, and the rows of the micro-batches to keep."""
 
-    def __init__(self, step: Any, ranks: Ranks, finding: Finding, names: list[str]):
-        self.step = step
-        self.ranks = ranks
-        self.result = finding.result
-        self.entropies = finding.entropies
-        self.names = names
+    def __init__(self, looked: Looked, finding: Finding):
+        self.step, self.ranks, self.names = looked.step, looked.ranks, looked.space.names
+        self.result, self.entropies = finding.result, finding.entropies
 
     def collect(self, keeps_all: bool) -> _OfRank:
         step, rank = self.step, self.ranks.rank

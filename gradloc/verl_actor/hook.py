@@ -20,7 +20,6 @@ hook does nothing and changes nothing. A stage of Lopti's, which the trainer dec
 import logging
 import math
 import os
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,11 +28,10 @@ import torch
 from verl.utils.device import get_device_id
 
 from ..core.gradients import GradientSpace
-from ..core.localizer import Localizer, Looked
+from ..core.localizer import Localizer
 from ..core.ranks import Ranks
 from ..core.trigger import StepPolicy
-from ..evidence.fingerprint import fingerprint, head_norm
-from ..evidence.gather import RawEvent, raw_event
+from ..evidence.gather import raw_event
 from ..evidence.store import EventStore
 from ..reweighting import STAGE_MASK_KEY
 from ..search.find import localize
@@ -70,7 +68,7 @@ def build_hook(actor: Any) -> "ActorHook":
             ranks=ranks_of(actor),
             limits=config.gradloc.action,
             search=search,
-            gather=partial(_gather, config=config),
+            gather=partial(raw_event, budget=config.gradloc.budget, keeps_all=config.gradloc.evidence.bundle == "full"),
             layer_window=config.gradloc.search.layer_window,
         )
     return hook
@@ -230,24 +228,3 @@ class _Powers:
             return None
         folder = os.path.join(root, "weights", f"global_step_{global_step}", "actor")
         return folder if save_weights(self._actor.actor_module, folder, ranks) else None
-
-
-def _gather(looked: Looked, config: Any) -> RawEvent:
-    event = raw_event(
-        looked.place,
-        looked.spike,
-        looked.found,
-        looked.step,
-        looked.ranks,
-        looked.space.names,
-        looked.squares,
-        looked.history,
-        vars(looked.action),
-        looked.clip_limit,
-        config.gradloc.budget,
-        keeps_all=config.gradloc.evidence.bundle == "full",
-    )
-    event.fingerprint = fingerprint(looked.space)
-    event.event = replace(event.event, head_norm=head_norm(event.fingerprint))
-    event.checkpoint = looked.checkpoint
-    return event
