@@ -32,7 +32,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark what `make quick` leaves out, and say which tests pytest-xdist has to keep in one process."""
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
-        if item.get_closest_marker("e2e"):
+        if item.path.is_relative_to(ROOT / "tests" / "verl_engine"):
+            item.add_marker(pytest.mark.verl09)
+            group = "verl09"
+        elif item.get_closest_marker("e2e"):
             group = "trainer"
         elif fixtures & WORLDS:
             group = "worlds"

@@ -45,6 +45,8 @@ def complete_torch_cpu() -> None:
         "max_memory_allocated": zero,
         "max_memory_reserved": zero,
         "reset_peak_memory_stats": zero,
+        "ipc_collect": lambda: None,
+        "mem_get_info": lambda *_: (0, 0),
         "get_device_name": lambda *_: "cpu",
     }
     for name, value in additions.items():
@@ -53,12 +55,12 @@ def complete_torch_cpu() -> None:
 
 
 def use_gloo() -> None:
-    """Turns verl's "cpu:gloo,cpu:nccl", which torch refuses, into "gloo"."""
+    """Turns "cpu:gloo,cpu:nccl" and verl 0.9's "cpu:gloo,cpu:gloo", which torch refuses, into "gloo"."""
     original = torch.distributed.init_process_group
 
     @functools.wraps(original)
     def init_process_group(backend=None, *args, **kwargs):
-        if backend is not None and "nccl" in str(backend):
+        if "nccl" in str(backend) or str(backend).count("cpu:") > 1:
             backend = "gloo"
         return original(backend, *args, **kwargs)
 

@@ -36,12 +36,20 @@ class World:
             a ``tests`` of its own.
         threads: of torch, per rank.
         timeout_s: how long a call may take, unless it says otherwise.
+        preloaded: modules to import once for all worlds, beside `PRELOADED`.
     """
 
     def __init__(
-        self, size: int, device: str = "cpu", path: tuple[str, ...] = (), threads: int = 1, timeout_s: float = 120
+        self,
+        size: int,
+        device: str = "cpu",
+        path: tuple[str, ...] = (),
+        threads: int = 1,
+        timeout_s: float = 120,
+        preloaded: tuple[str, ...] = (),
     ):
         self.size = size
+        self._preloaded = [*PRELOADED, *preloaded]
         self._settings = (device, path, threads)
         self._timeout_s = timeout_s
         self._pipes: list[Connection] = []
@@ -93,7 +101,7 @@ class World:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload(self._preloaded)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

@@ -85,12 +85,17 @@ class Trainer:
 
     def weights_hash(self) -> str:
         """sha256 over this rank's weight shards and optimizer state."""
-        digest = hashlib.sha256()
-        for param in self.actor.actor_module.parameters():
-            digest.update(_bytes(param))
-            for _, value in sorted(self.actor.actor_optimizer.state.get(param, {}).items()):
-                digest.update(_bytes(value))
-        return digest.hexdigest()
+        return hash_weights(self.actor.actor_module, self.actor.actor_optimizer)
+
+
+def hash_weights(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """sha256 over this rank's weight shards and optimizer state."""
+    digest = hashlib.sha256()
+    for param in module.parameters():
+        digest.update(_bytes(param))
+        for _, value in sorted(optimizer.state.get(param, {}).items()):
+            digest.update(_bytes(value))
+    return digest.hexdigest()
 
 
 def _pop_events(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -119,11 +124,18 @@ def plain_mask(
 
 def make_model(seed: int = 0, dropout: float = 0.0) -> torch.nn.Module:
     """A random Qwen3 of about 60k parameters in float32."""
-    from transformers import AttentionMaskInterface, AutoModelForCausalLM, Qwen3Config
+    from transformers import AttentionMaskInterface, AutoModelForCausalLM
 
     AttentionMaskInterface.register("sdpa", plain_mask)
     torch.manual_seed(seed)
-    config = Qwen3Config(
+    return AutoModelForCausalLM.from_config(model_config(dropout))
+
+
+def model_config(dropout: float = 0.0) -> Any:
+    """transformers' config of the tiny model."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=64,
@@ -136,7 +148,6 @@ def make_model(seed: int = 0, dropout: float = 0.0) -> torch.nn.Module:
         attention_dropout=dropout,
         attn_implementation="sdpa",
     )
-    return AutoModelForCausalLM.from_config(config)
 
 
 def add_adapters(model: torch.nn.Module) -> torch.nn.Module:

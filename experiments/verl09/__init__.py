@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What verl 0.9's real trainer needs on a machine with no GPU, through verl's own registries.
+
+- `platform`  a machine without an accelerator; loaded in every process by `VERL_USE_EXTERNAL_MODULES`
+"""
+
+ENVIRONMENT = {
+    "VERL_PLATFORM": "cpu",
+    "VERL_USE_EXTERNAL_MODULES": "experiments.verl09.platform",
+    # verl registers its FSDP engine for "cuda" and "npu" only. Under the names of an NVIDIA GPU, a run without
+    # one takes the very entries of the registry that a run with one takes, GradLoc's included.
+    "VERL_ENGINE_DEVICE": "cuda",
+    "VERL_ENGINE_VENDOR": "nvidia",
+}
+"""Environment variables of every process of such a run."""

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl 0.9's own worker and trainer around the tiny model, without Ray; runs inside a rank of :mod:`tests.world`.
+
+Everything on both sides of Ray is the real thing: the config is composed from verl's yaml, the worker is its
+`ActorRolloutRefWorker` with an engine from its registry, and a step is the V1 trainer's `_update_actor`. What stands
+in for Ray is a function call, and for TransferQueue a dictionary. Batches are `tests.world.harness`'s, so that the
+same scenario can be run on this and on verl 0.7's actor.
+"""
+
+import copy
+import os
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from tests.world.configs import config_of
+from tests.world.harness import NUM_PROMPT, hash_weights, make_batch, model_config
+
+ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
+FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
+PER_TOKEN = ("old_log_probs", "advantages", "ref_log_prob", "token_level_scores", "rollout_log_probs")
+
+
+def save_model(folder: str, dropout: float = 0.0) -> None:
+    """The tiny model with random weights, the same each time; rank 0 writes."""
+    from transformers import AutoModelForCausalLM
+
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(model_config(dropout)).save_pretrained(folder)
+    dist.barrier()
+
+
+def make_config(overrides: list[str], model_dir: str) -> Any:
+    """verl's ppo_trainer config for the tiny model: FSDP2 in float32, packed, micro-batches by number of tokens."""
+    base = [
+        f"{MODEL}.path={model_dir}",
+        f"{MODEL}.enable_gradient_checkpointing=false",
+        f"+{MODEL}.load_tokenizer=false",
+        f"+{MODEL}.override_config.attn_implementation=sdpa",
+        f"{ACTOR}.strategy=fsdp2",
+        f"{ACTOR}.fsdp_config.dtype=float32",
+        f"+{ACTOR}.fsdp_config.mixed_precision={FP32}",
+        f"{ACTOR}.fsdp_config.use_torch_compile=false",
+        f"{ACTOR}.use_torch_compile=false",
+        f"{ACTOR}.use_dynamic_bsz=true",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=48",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",
+        f"{ACTOR}.ppo_mini_batch_size=16",
+        f"{ACTOR}.optim.lr=1e-3",
+        "actor_rollout_ref.rollout.name=vllm",  # asked for, and not built
+        "actor_rollout_ref.rollout.n=1",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
+        "trainer.device=cpu",
+        "trainer.project_name=tests",
+        "trainer.experiment_name=harness",
+    ]
+    return config_of(base + overrides)
+
+
+@dataclass
+class Trainer:
+    """One rank's worker, and the trainer that every rank runs alike."""
+
+    worker: Any
+    trainer: Any
+    store: "Store" = field(default_factory=lambda: Store())
+    dp_size: int = 1
+
+    @property
+    def engine(self) -> Any:
+        return self.worker.actor.engine
+
+    @property
+    def weights_hash(self) -> str:
+        """sha256 over this rank's weight shards and optimizer state."""
+        return hash_weights(self.engine.module, self.engine.optimizer)
+
+    def update(self, batch: Any) -> dict[str, Any]:
+        """One step on the whole batch; returns the trainer's metrics.
+
+        Args:
+            batch: as `make_batch` returns it.
+        """
+        self.trainer.global_steps += 1
+        metrics: dict[str, Any] = {}
+        with self.store:
+            self.trainer._update_actor(self.store.add(batch), metrics)
+        return metrics
+
+    def update_actor(self, meta: Any) -> Any:
+        """What verl's worker group does: deal the rows out, update, return the first rank's metrics."""
+        from verl.utils import tensordict_utils as tu
+
+        rank = dist.get_rank() * self.dp_size // dist.get_world_size()
+        local = meta.chunk(self.dp_size)[rank]
+        data = self.store.get(local.keys, local.partition_id, local.fields)
+        tu.assign_non_tensor(data, **copy.deepcopy(meta.extra_info))
+        output = self.worker.update_actor(data)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, None if output is None else tu.get(output, "metrics"))
+        return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": everyone[0]})
+
+
+class Store:
+    """In place of TransferQueue, which needs Ray: rows by key, nested when they are read."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, Any]] = {}
+
+    def add(self, batch: Any) -> Any:
+        """Take in a padded batch row by row, as verl's agent loop does; returns its `KVBatchMeta`."""
+        from transfer_queue import KVBatchMeta
+
+        self.rows = {}
+        tags = []
+        for index in range(len(batch)):
+            row = _row(batch, index)
+            self.rows[f"{row['uid']}_{index % 2}_0"] = row
+            lengths = {"prompt_len": len(row["prompts"]), "response_len": len(row["responses"])}
+            tags.append({**lengths, "seq_len": sum(lengths.values()), "status": "success"})
+        return KVBatchMeta(keys=list(self.rows), tags=tags, partition_id="train")
+
+    def get(self, keys: Any, partition_id: Any = None, select_fields: Any = None) -> Any:
+        """What `kv_batch_get` does."""
+        from tensordict import TensorDict
+        from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
+
+        rows = [self.rows[key] for key in keys]
+        pack = AsyncSimpleStorageManager._pack_field_values
+        wanted = select_fields or rows[0].keys()
+        return TensorDict({name: pack([row[name] for row in rows]) for name in wanted}, batch_size=len(rows))
+
+    def put(self, keys: Any, partition_id: Any = None, fields: Any = None, tags: Any = None) -> Any:
+        """What `kv_batch_put` does."""
+        from transfer_queue import KVBatchMeta
+
+        for index, key in enumerate(keys):
+            self.rows[key].update({name: values[index] for name, values in fields.items()})
+        return KVBatchMeta(keys=keys, tags=tags or [{}] * len(keys), partition_id=partition_id)
+
+    def __enter__(self) -> "Store":
+        import transfer_queue
+
+        self._patch = mock.patch.multiple(transfer_queue, kv_batch_get=self.get, kv_batch_put=self.put)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+
+
+def _row(batch: Any, index: int) -> dict[str, Any]:
+    tensors = {name: values[index] for name, values in batch.batch.items()}
+    length = int(tensors["response_mask"].sum())
+    ids = tensors["input_ids"][: NUM_PROMPT + length]
+    mask = torch.ones(length, dtype=torch.long)
+    return {
+        "prompts": ids[:NUM_PROMPT],
+        "responses": ids[NUM_PROMPT:],
+        "input_ids": ids,
+        "position_ids": torch.arange(len(ids)),
+        "response_mask": mask,
+        "loss_mask": mask,
+        **{name: tensors[name][:length] for name in PER_TOKEN if name in tensors},
+        **{name: values[index] for name, values in batch.non_tensor_batch.items()},
+    }
+
+
+def make_trainer(overrides: list[str], model_dir: str, seed: int = 0, stock: bool = False) -> Trainer:
+    """A worker on this world's ranks, and the trainer that the config names.
+
+    Args:
+        overrides: of verl's config.
+        model_dir: what `save_model` wrote.
+        seed: of the random numbers, from after the model is built.
+        stock: take verl's own engine, whatever else is registered.
+    """
+    from verl.trainer.ppo.v1 import get_trainer_cls
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    config = make_config(overrides, model_dir)
+    with mock.patch.dict(os.environ, {"VERL_ENGINE_VENDOR": "none"} if stock else {}):
+        worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor")
+        worker.init_model()
+    _fill_adapters(worker.actor.engine.module)
+    torch.manual_seed(1000 + seed)
+    trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
+    trainer.global_steps = 0
+    made = Trainer(worker, trainer, dp_size=worker.actor.engine.get_data_parallel_size())
+    trainer.actor_rollout_wg = SimpleNamespace(update_actor=made.update_actor)
+    return made
+
+
+def _fill_adapters(module: torch.nn.Module) -> None:
+    """LoRA's second factor is zero at first, and then the first has no gradient."""
+    torch.manual_seed(7 + dist.get_rank())
+    for name, param in module.named_parameters():
+        if "lora_B" in name:
+            local = param.to_local() if hasattr(param, "to_local") else param
+            torch.nn.init.normal_(local.detach(), std=0.02)
+
+
+def train(
+    overrides: list[str],
+    model_dir: str,
+    num_steps: int = 2,
+    plants: tuple[tuple[int, int, float], ...] = (),
+    stock: bool = False,
+) -> dict[str, Any]:
+    """Real updates; what they leave behind.
+
+    Args:
+        overrides: of verl's config.
+        model_dir: what `save_model` wrote.
+        num_steps: how many; each on a batch of its own.
+        plants: row, response position and advantage, put into the last step's batch.
+        stock: take verl's own engine.
+    """
+    trainer = make_trainer(overrides, model_dir, stock=stock)
+    steps = []
+    for step in range(1, num_steps + 1):
+        batch = make_batch(seed=step)
+        for row, position, advantage in plants if step == num_steps else ():
+            batch.batch["advantages"][row, position] = advantage
+        steps.append(trainer.update(batch))
+    return {
+        "engine": type(trainer.engine).__name__,
+        "norms": [float(metrics["actor/grad_norm"]) for metrics in steps],
+        "metrics": steps[-1],
+        "weights": trainer.weights_hash,
+        "rng": torch.get_rng_state().numpy().tobytes(),
+    }
