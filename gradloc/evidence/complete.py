@@ -28,6 +28,7 @@ import torch
 from ..core.tracker import median_size
 from .causes import classify
 from .gather import RawEvent, ratio
+from .numbers import number
 from .record import (
     BatchStatistics,
     BundleEntry,
@@ -166,7 +167,7 @@ def _step_cause(event: Event, tensors: Any) -> StepCause:
     terms = {"entropy_term": batch.entropy_over_policy or 0.0, "kl_term": batch.kl_over_policy or 0.0}
     label = max(terms, key=lambda name: terms[name])
     if terms[label] >= _LEADS:
-        why = f"the loss's coefficients of that term are {terms[label]:.3g} times the policy term's"
+        why = f"the loss's coefficients of that term are {number(terms[label], 3)} times the policy term's"
         return StepCause(label, why, {f"{label}_over_policy": terms[label], **over_run})
     return StepCause(numbers={**over_run})
 
@@ -317,7 +318,7 @@ def _siblings(batch: Any, row: int) -> tuple[Sibling, ...] | None:
     if uids is None:
         return None
     mask, found = tensors["response_mask"].bool(), []
-    for other in (number for number, uid in enumerate(uids) if uid == uids[row] and number != row):
+    for other in (at for at, uid in enumerate(uids) if uid == uids[row] and at != row):
         advantages = tensors["advantages"][other][mask[other]]
         scores = tensors["token_level_scores"][other] if "token_level_scores" in tensors.keys() else None
         found.append(

@@ -149,7 +149,8 @@ def _scaled(task: Task, typical: Mapping[str, tuple[float, float]]) -> SearchRes
     if factor is None or spike.grad_norm / factor > spike.threshold:
         return None
     numbers = {"coefficient_over_typical": factor}
-    why = f"the loss weighs the batch's typical token {factor:.3g} times as much as in the steps before"
+    times = f"{factor:,.{0 if factor >= 100 else 1}f}"
+    why = f"the loss weighs the batch's typical token {times} times as much as in the steps before"
     return _result(task, "scale", Source("batch_scale", why, numbers))
 
 

@@ -42,7 +42,9 @@ def headline(event: Event) -> str:
         doubt = "" if verdict == "explained" else f" ({verdict.replace('_', ' ')})"
         said += f"{_who(culprits)}, norm {norm} -> {known} without {'it' if len(culprits) == 1 else 'them'}{doubt}"
     else:
-        said += f"no token found that carries it, norm {norm}"
+        cause = event.cause
+        why = f"no token: {cause.reason}" if cause is not None and cause.reason else "no token found that carries it"
+        said += f"{why}, norm {norm}"
     return f"{said}, taken: {event.action.taken}"
 
 

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """One event as the page's template wants it, with everything worked out beforehand."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...evidence.numbers import number, percent
-from ...evidence.record import Culprit, Event, Sequence
+from ...evidence.record import Culprit, Event, Sequence, StepCause
 from ..figures import drawings
 from ..runs import advice, searchpath, tokens
 from ..runs.events import bundle_folder, read_sequences
 from ..runs.metrics import Metrics
 from ..runs.shading import Shades, shade
-from ..runs.story import ODD, Story, clip_of, odd_number, tell, weight
+from ..runs.story import ODD, Story, beside, clip_of, odd_number, tell, weight
 from ..text import one_line, plural, replay_command, span, visible
 
 CULPRITS = 40
@@ -70,6 +71,12 @@ class EventView:
     culprits: list[CulpritView]
     num_hidden_culprits: int
     causes: list[tuple[advice.Advice, list[CulpritView]]]
+    other: tuple[advice.Advice, StepCause, list[tuple[str, str]]] | None
+    """What made it, or a part of it, that is no token's: its advice, the record, its numbers as text."""
+    over_run: str
+    """The batch beside the run's earlier ones; a sentence, or nothing."""
+    again: list[str]
+    """What came of running parts of the step again; sentences."""
     search_cost: str
     certificate: str
     action: str
@@ -78,8 +85,8 @@ class EventView:
     path: list[searchpath.Node]
     num_hidden_parts: int
     sequences: list[tokens.TokenView] = field(default_factory=list)
-    siblings: list[tuple[str, list[tuple[str, str, str, str]]]] = field(default_factory=list)
-    """Prompt by prompt, those of its rollouts that the event holds: name, reward, advantage, tokens."""
+    siblings: list[tuple[str, list[tuple[str, ...]]]] = field(default_factory=list)
+    """Prompt by prompt, its rollouts: name, reward, advantage, tokens. The culprit's comes first."""
     shades: list[Shades] = field(default_factory=list)
     token_note: str | None = None
     heat: str | None = None
@@ -108,10 +115,14 @@ def plain_view(event: Event, root: Path, metrics: Metrics | None = None) -> Even
         event=event,
         story=tell(event, clip_of(root, event), metrics or Metrics()),
         verdict=visible(event.verdict) if event.verdict else "",
-        title=f"Step {event.step.global_step}, mini-batch {event.step.mini_batch}",
+        title=f"Step {event.step.global_step}, mini-batch {event.step.mini_batch}"
+        + (f", Lopti's {event.step.stage} stage" if event.step.stage else ""),
         culprits=written,
         num_hidden_culprits=max(len(shown) - CULPRITS, 0),
         causes=_causes(written),
+        other=_other(event),
+        over_run=_over_run(event),
+        again=_again(event),
         search_cost=searchpath.cost(event.search),
         certificate=CERTIFICATES.get(event.certificate.verdict, event.certificate.verdict),
         action=ACTIONS.get(event.action.taken, event.action.taken),
@@ -143,7 +154,7 @@ def full_view(event: Event, root: Path, metrics: Metrics, budget: int, shown: in
     made.sequences = [
         tokens.view(sequence, event.culprits, budget // count, max(shown // count, 20)) for sequence in sequences
     ]
-    made.siblings = _siblings(sequences, event.culprits)
+    made.siblings = _siblings(event.culprits, sequences)
     heat = drawings.heat_map(event)
     if heat is not None:
         made.heat, made.is_heat_whole = heat
@@ -180,6 +191,7 @@ def describe(culprit: Culprit) -> CulpritView:
         ("of it the KL term", number(culprit.coefficients.kl)),
         ("d loss / d entropy", number(culprit.coefficients.entropy)),
         ("reward of the sequence", number(culprit.reward)),
+        ("largest token's own norm", number(max(culprit.token_norms or (), default=None))),
         *((_spoken(name), number(value)) for name, value in culprit.cause.numbers.items()),
     ]
     known = {label: text for label, text in facts if text != "–"}
@@ -212,28 +224,69 @@ def _essential(culprit: Culprit, known: dict[str, str]) -> list[tuple[str, str, 
     return first + [(name, known[name], "") for name in ESSENTIAL if name in known and name != about]
 
 
-def _siblings(sequences: list[Sequence], culprits: list[Culprit]) -> list[tuple[str, list[tuple[str, str, str, str]]]]:
-    """The rollouts of one prompt that the event holds, where it holds more than one."""
+def _siblings(culprits: Iterable[Culprit], sequences: list[Sequence]) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """The rollouts of each culprit's prompt, its own first: of the record, else those that the event holds."""
+    made = []
+    for culprit in {culprit.sequence_id: culprit for culprit in culprits if culprit.siblings}.values():
+        own = next((s for s in sequences if s.sequence_id == culprit.sequence_id), None)
+        lines = [(culprit.sequence_id, culprit.reward, culprit.advantage, len(own) if own else None)]
+        lines += [(s.sequence_id, s.reward, s.advantage, s.num_tokens) for s in culprit.siblings or ()]
+        written = [(_index(name), number(reward), number(odd), number(size)) for name, reward, odd, size in lines]
+        made.append((one_line(culprit.prompt or "a prompt", 80), written))
+    return made or _siblings_held(culprits, sequences)
+
+
+def _siblings_held(culprits: Iterable[Culprit], sequences: list[Sequence]) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """The same of a record of version 0.1, which does not name them: the prompts that it holds more than one of."""
     groups: dict[str, list[Sequence]] = {}
     for sequence in sequences:
         prompt = (sequence.sequence_id or "").rpartition(":")[0]
         if prompt:
             groups.setdefault(prompt, []).append(sequence)
     rewards = {culprit.sequence_id: culprit.reward for culprit in culprits}
-    made = []
-    for members in groups.values():
-        if len(members) > 1:
-            lines = [
-                (
-                    (member.sequence_id or "").rpartition(":")[2],
-                    number(rewards.get(member.sequence_id)),
-                    _largest(member.advantage),
-                    number(len(member)),
-                )
-                for member in members
-            ]
-            made.append((one_line(members[0].prompt or "a prompt", 80), lines))
-    return made
+    return [
+        (
+            one_line(members[0].prompt or "a prompt", 80),
+            [
+                (_index(s.sequence_id), number(rewards.get(s.sequence_id)), _largest(s.advantage), number(len(s)))
+                for s in members
+            ],
+        )
+        for members in groups.values()
+        if len(members) > 1
+    ]
+
+
+def _index(name: str | None) -> str:
+    """A rollout's number among those of its prompt."""
+    return (name or "").rpartition(":")[2] or "–"
+
+
+def _other(event: Event) -> tuple[advice.Advice, StepCause, list[tuple[str, str]]] | None:
+    cause = beside(event)
+    if cause is None:
+        return None
+    known = [(_spoken(name), number(value)) for name, value in cause.numbers.items() if not name.endswith("_over_run")]
+    return advice.of(cause.label), cause, known
+
+
+def _over_run(event: Event) -> str:
+    known = [f"{name} {number(value, 3)}" for name, value in (event.batch.over_run or {}).items()]
+    return f"This batch beside the run's usual, in times: {', '.join(known)}." if known else ""
+
+
+def _again(event: Event) -> list[str]:
+    said, rerun, difference = [], event.rerun, event.certificate.replay_difference
+    if rerun is not None:
+        came = "it came back" if rerun.is_reproduced else "it did not come back"
+        apart = f" ({percent(rerun.difference)} of the spike apart)" if rerun.difference is not None else ""
+        said.append(f"The step's micro-batches run again gave a norm of {number(rerun.norm)}{apart}: {came}.")
+    if difference is not None:
+        apart = f"{number(difference, 2)} apart" if difference else "bit for bit alike"
+        said.append(f"Two replays of the culprits' micro-batches were {apart}.")
+    if event.head_norm is not None:
+        said.append(f"The output head's weights have norm {number(event.head_norm)}: a step moves the policy with it.")
+    return said
 
 
 def _largest(values: list[float | None] | None) -> str:

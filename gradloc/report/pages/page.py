@@ -28,6 +28,7 @@ from ..runs.comparison import Comparison
 from ..runs.health import judge, ranges
 from ..runs.metrics import MEAN
 from ..runs.run import RunFolder
+from ..runs.story import cause_of
 from ..text import one_line, plural, show_command, spoken, visible
 from . import analyses, charts
 from .eventview import EventView, culprit_count, full_view, severity
@@ -116,7 +117,7 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
     explained = sum(event.certificate.verdict == "explained" for event in run.events)
     if run.events:
         made.append(("explained", f"{number(explained)} of {number(len(run.events))}"))
-        causes = [c.cause.label for event in run.events for c in event.culprits]
+        causes = [label for label in map(cause_of, run.events) if label]
         if causes:
             common = max(sorted(set(causes)), key=causes.count)
             made.append(("commonest cause", spoken(common)))

@@ -43,7 +43,7 @@ def _row(event: Event, run: Path, is_carried: bool) -> dict[str, Any]:
         "times": _sortable(norm if excess is None else excess),
         "count": len(event.culprits),
         "token": one_line(first.text, 24) if first else "",
-        "cause": spoken(first.cause.label) if first else "–",
+        "cause": spoken(story.cause_of(event)) or "–",
         "verdict": spoken(event.certificate.verdict),
         "action": event.action.taken,
         "words": tokens[:WORDS],

@@ -16,6 +16,7 @@ from rich.text import Text
 from ...evidence.numbers import number, percent
 from ...evidence.record import Event
 from ..runs.run import RunFolder
+from ..runs.story import cause_of
 from ..text import one_line, show_command, span, spoken, times, visible
 from .eventview import plain_view, severity
 
@@ -137,7 +138,7 @@ def _table(events: list[Event]) -> Table:
             number(times(event.trigger.grad_norm, event.trigger.threshold), 3),
             token + more,
             percent(first.share if first else None),
-            spoken(first.cause.label) if first else "–",
+            spoken(cause_of(event)) or "–",
             spoken(event.certificate.verdict),
         )
         table.add_row(*map(Text, cells))

@@ -6,13 +6,14 @@ Nothing here is a guess: what the record, its bundle or the run's metrics do not
 
 import json
 import math
+import shlex
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...evidence.numbers import number, percent
-from ...evidence.record import Culprit, Event
-from ..text import plural, times, visible
+from ...evidence.record import Culprit, Event, StepCause
+from ..text import one_line, plural, times, visible
 from . import advice
 from .events import bundle_folder
 from .metrics import MAX, MEAN, Metrics
@@ -33,8 +34,71 @@ TRIGGERS = {
     "fixed": "fixed rule",
     "adaptive": "learned from the run",
     "forced": "a rehearsal",
-    "non_finite": "the norm is not finite",
+    "non_finite": "a norm that is not finite spikes by itself",
 }
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What the first screen says of a cause that is no token's."""
+
+    headline: str
+    """With {spike}, and {step} its number."""
+    number: str = ""
+    """The one of the cause's numbers that says most."""
+    what: str = ""
+    """What it is, as a figure's caption; and a remark on it."""
+    remark: str = "measured"
+    unit: str = ""
+    named: str = ""
+    """What its names are."""
+
+
+BESIDE = {
+    "non_finite_weights": Beside(
+        "Weights that are not finite broke step {step}; no token did",
+        number="parameters",
+        what="parameters not finite",
+        remark="read before any forward",
+        named="Not finite:",
+    ),
+    "non_finite_padding": Beside("Padding that is not finite broke step {step}; no token did", named="Not finite in:"),
+    "batch_scale": Beside(
+        "The whole batch made {spike}: all of it is scaled, no token stands out",
+        number="coefficient_over_typical",
+        what="the typical token's weight",
+        remark="over the run's usual",
+        unit="×",
+    ),
+    "not_tokens": Beside(
+        "{Spike} did not come from the tokens",
+        number="tokens_norm",
+        what="the tokens' own part",
+        named="Most of the rest is in:",
+    ),
+    "transient": Beside("{Spike} did not come back when it was run again", number="rerun_norm", what="when run again"),
+    "entropy_term": Beside(
+        "The entropy term leads {spike}; no single token does",
+        number="entropy_term_over_policy",
+        what="the term over the policy's",
+        remark="of the loss's coefficients",
+        unit="×",
+    ),
+    "kl_term": Beside(
+        "The KL term leads {spike}; no single token does",
+        number="kl_term_over_policy",
+        what="the term over the policy's",
+        remark="of the loss's coefficients",
+        unit="×",
+    ),
+}
+"""By label."""
+NAMES = 4
+"""Parameters or tensors named on the first screen."""
+USUAL = 3.0
+"""Under so many times the run's own, a batch's number is as it was."""
+OF_REWARDS = ("trainer.rollout_data_dir", "algorithm.norm_adv_by_std_in_grpo")
+"""Advice that helps where the advantages are what is scaled."""
 REWARDS = ("critic/score/mean", "critic/rewards/mean")
 NEAR = 5
 """Steps before and after the event that are compared."""
@@ -52,6 +116,9 @@ class Story:
     token: str
     """The largest culprit's own text; the text before and after it is beside it."""
     after: str
+    named: str
+    names: tuple[str, ...]
+    """Where no token made it: the parameters, or the batch's tensors, that did, and what they are."""
     figures: list[tuple[str, str, str]]
     """Three of value, what it is, and a remark."""
     consequence: list[str]
@@ -69,16 +136,33 @@ def tell(event: Event, clip: float | None, metrics: Metrics) -> Story:
         metrics: the run's; may be empty.
     """
     first = leader(event)
+    cause = beside(event)
+    more = len(cause.names) - NAMES if cause else 0
+    names = tuple(one_line(name, 80) for name in cause.names[:NAMES]) if cause else ()
     return Story(
         headline=headline(event),
         lede=_lede(event, first),
         before=visible((first and first.text_before) or "")[-200:],
         token=visible(first.text)[:200] if first else "",
         after=visible((first and first.text_after) or "")[:160],
+        named=BESIDE[cause.label].named if cause else "",
+        names=(*names, f"and {more} more") if more > 0 else names,
         figures=_figures(event),
         consequence=[*_step(event, clip), *_afterwards(event, metrics)],
         action=_action(event, first),
     )
+
+
+def beside(event: Event) -> StepCause | None:
+    """What made the spike, or a part of it, that is no token; None where the tokens did, or nobody knows."""
+    cause = event.cause
+    return cause if cause is not None and cause.label in BESIDE and cause.reason else None
+
+
+def cause_of(event: Event) -> str:
+    """The step's cause: what is no token's first, else the largest culprit's; empty where there is none."""
+    other, first = beside(event), leader(event)
+    return other.label if other else first.cause.label if first else ""
 
 
 def leader(event: Event) -> Culprit | None:
@@ -106,11 +190,17 @@ def headline(event: Event) -> str:
     what = f"the step-{step} spike" if is_finite else f"the gradient of step {step} not finite"
     if event.trigger.kind == "forced":
         what = f"most of step {step}'s gradient (a rehearsal)"
+    other = beside(event)
+    if not event.culprits and other:
+        return BESIDE[other.label].headline.format(step=step, spike=what, Spike=what[0].upper() + what[1:])
     if not event.culprits:
         return f"Nothing was found that made the spike at step {step}"
     who = culprits(event)
+    if other:
+        return f"{who} made part of {what}; the rest did not come from the tokens"
     if event.certificate.verdict == "not_explained":
-        return f"{who} made part of {what}; something else spikes, too"
+        rest = "more culprits are left" if event.search.num_more else "something else spikes, too"
+        return f"{who} made part of {what}; {rest}"
     if event.certificate.verdict == "undecided" and is_finite:
         return f"{who} may have made {what}"
     return f"{who} made {what}"
@@ -128,19 +218,43 @@ def culprits(event: Event) -> str:
 
 
 def _lede(event: Event, first: Culprit | None) -> str:
+    other = beside(event)
+    said = _beside(other) if other else ""
     if first is None:
-        return f"The search stopped because {event.search.stop_reason}." if event.search.stop_reason else ""
+        stopped = f"The search stopped because {event.search.stop_reason}." if event.search.stop_reason else ""
+        return said or stopped
     shares = [culprit.share for culprit in event.culprits]
     subject = "It" if len(shares) == 1 else "Together they"
     carried = ""
     if all(share is not None and math.isfinite(share) for share in shares):
         carried = f"{subject} {'carries' if len(shares) == 1 else 'carry'} {percent(sum(shares))} of the gradient. "
     odd = odd_number(first)
-    return f"{carried}{advice.of(first.cause.label).title}{f': {ODD[first.cause.label][1]}{odd}' if odd else ''}."
+    why = f"{advice.of(first.cause.label).title}{f': {ODD[first.cause.label][1]}{odd}' if odd else ''}."
+    more = f"At least {event.search.num_more} more are left." if event.search.num_more else ""
+    return " ".join(part for part in (carried.strip(), why, more, said) if part)
+
+
+def _beside(cause: StepCause) -> str:
+    """A cause that is no token's in words, and where to look."""
+    if cause.label == "transient":  # the reason is the headline already
+        return "Hardware or a race made it, not the data."
+    said = f"{cause.reason[0].upper()}{cause.reason[1:]}."
+    if cause.places:
+        row, position = cause.places[0]
+        where = "" if row is None else f"row {row} of the batch, "
+        more = f", and {len(cause.places) - 1} more" if len(cause.places) > 1 else ""
+        said += f" The first: {where}response position {position}{more}."
+    advantage = cause.numbers.get("advantage_over_run")
+    if cause.label == "batch_scale" and advantage is not None:
+        who = (
+            "the loss or the ratios scale it" if advantage < USUAL else "it is the rewards, or how they are normalized"
+        )
+        said += f" Its advantages are {number(advantage, 3)} times the run's usual: {who}."
+    return said
 
 
 def odd_number(culprit: Culprit) -> str:
-    """The number that stands out, such as ``476,096 times typical``; empty where none is known."""
+    """The number that stands out, such as ``380,119 times typical``; empty where none is known."""
     value = culprit.cause.numbers.get(ODD.get(culprit.cause.label, ("",))[0])
     return f"{number(value, 3)} times typical" if value is not None and math.isfinite(value) else ""
 
@@ -151,44 +265,73 @@ def _figures(event: Event) -> list[tuple[str, str, str]]:
     threshold = trigger.threshold if trigger.threshold is not None else found.threshold
     excess = times(norm, threshold)
     over = f"{number(excess, 3)} times the threshold" if excess is not None else "of the whole step"
-    bound = f"measured, ± {number(found.error_bound, 2)}" if found.error_bound is not None else found.method
     return [
         (number(norm, 3), "gradient norm", over),
-        (number(found.norm_after, 3), _without(event), bound if found.norm_after is not None else "not measured"),
+        _second(event),
         (number(threshold, 3), "threshold", TRIGGERS.get(trigger.kind, trigger.kind)),
     ]
 
 
+def _second(event: Event) -> tuple[str, str, str]:
+    """What the step would have been without what made it, or the number that tells what did."""
+    found, other = event.certificate, beside(event)
+    if other and not event.culprits:
+        about = BESIDE[other.label]
+        value = other.numbers.get(about.number)
+        if value is not None:
+            return number(value, 3) + about.unit, about.what, about.remark
+    if not event.culprits and not other:
+        return "0", "culprits found", event.search.status.replace("_", " ")
+    bound = f"measured, ± {number(found.error_bound, 2)}" if found.error_bound is not None else found.method
+    without = "without the padding" if other and other.label == "non_finite_padding" else _without(event)
+    return number(found.norm_after, 3), without, bound if found.norm_after is not None else "not measured"
+
+
 def _without(event: Event) -> str:
-    if not event.culprits:
-        return "without culprits"
     return "without it" if len(event.culprits) == 1 else "without them"
 
 
 def _step(event: Event, clip: float | None) -> list[str]:
-    """What the optimizer did with the step."""
+    """What the optimizer did with the step, and what that means for the next ones."""
+    said, other, given = [_given(event, clip)], beside(event), event.consequence
+    if other and other.label == "non_finite_weights":
+        said.append("Every further step will be like it until weights that are finite are loaded.")
+    if given and given.last_checkpoint:
+        said.append(f"The newest checkpoint before it: {one_line(given.last_checkpoint, 120, keep='end')}.")
+    return [sentence for sentence in said if sentence]
+
+
+def _given(event: Event, clip: float | None) -> str:
+    """What the optimizer was given."""
     norm, after, taken = event.trigger.grad_norm, event.certificate.norm_after, event.action.taken
     if taken == "skip":
-        return ["The optimizer took no step: this mini-batch was skipped."]
+        asked = event.action.requested
+        why = f" {asked.capitalize()} was asked for, but {one_line(event.action.reason)}." if asked != taken else ""
+        return f"The optimizer took no step: this mini-batch was skipped.{why}"
     if taken == "abort":
-        return ["The run was stopped before the step was taken."]
+        return "The run was stopped before the step was taken."
+    is_known = after is not None and math.isfinite(after)
     if taken == "mask":
-        size = f", of norm {number(after, 3)}" if after is not None and math.isfinite(after) else ""
-        return [f"The optimizer took the step {_without(event)}{size}."]
+        size = f", of norm {number(after, 3)}" if is_known else ""
+        clipped = f", clipped to {number(clip, 3)}" if is_known and clip and after > clip else ""
+        return f"The optimizer took the step {_without(event)}{size}{clipped}."
     if norm is None:
-        return []
+        return ""
     if not math.isfinite(norm):
-        return ["verl skipped the step, because its norm was not finite."]
+        return "verl skipped the step, because its norm was not finite."
     if clip is None:
-        return ["The optimizer took the step with the spike in it."]
+        return "The optimizer took the step with the spike in it."
     if norm <= clip:
-        return [f"The optimizer took the step as it was: its norm is within the clip limit of {number(clip, 3)}."]
-    said = f"Clipping to {number(clip, 3)} scaled the whole step to 1/{number(norm / clip, 3)}"
-    if after is None or not math.isfinite(after) or event.certificate.verdict != "explained":
-        return [f"{said}, and the optimizer took it."]
-    kept = (clip / norm) / min(1.0, clip / after) if after > 0 else None
-    left = f" That left the healthy part {percent(kept, 2)} of its usual size." if kept is not None else ""
-    return [f"{said}, and the optimizer took it.{left}"]
+        return f"The optimizer took the step as it was: its norm is within the clip limit of {number(clip, 3)}."
+    share = event.consequence.culprit_share if event.consequence else None
+    whose = f"that {SPANS.get(event.culprits[0].span, 'culprit')}'s" if len(event.culprits) == 1 else "theirs"
+    took = f"{percent(share)} of what the optimizer took was {whose}" if share is not None else "the optimizer took it"
+    said = f"Clipping to {number(clip, 3)} scaled the whole step to 1/{number(norm / clip, 3)}, and {took}."
+    if not is_known or not after or event.certificate.verdict != "explained":
+        return said
+    healthy = event.consequence.healthy_norm if event.consequence else None
+    kept = (after * clip / norm if healthy is None else healthy) / min(clip, after)
+    return f"{said} That left the healthy part {percent(kept, 2)} of its usual size."
 
 
 def _afterwards(event: Event, metrics: Metrics) -> list[str]:
@@ -199,7 +342,8 @@ def _afterwards(event: Event, metrics: Metrics) -> list[str]:
     said = []
     if after and len(before) >= LEAST:
         usual = statistics.median(before)
-        said.append(f"At the next step the norm was {number(after[0], 3)}; before, {number(usual, 3)} was usual.")
+        back = "back at" if after[0] < USUAL * usual else "far above"
+        said.append(f"The next step's norm was {number(after[0], 3)}, {back} the usual {number(usual, 3)}.")
     reward = next((name for name in REWARDS if metrics.finite(name)), "")
     before, after = _around(metrics, reward, step)
     if len(before) >= LEAST and len(after) >= LEAST:
@@ -222,16 +366,38 @@ def _around(metrics: Metrics, name: str, step: int) -> tuple[list[float], list[f
 
 
 def _action(event: Event, first: Culprit | None) -> tuple[str, str] | None:
-    """The first advice for the largest culprit's cause that the run does not follow already."""
-    mode = f"action.mode={event.action.requested}"
-    for what, line in advice.of(first.cause.label if first else "unknown").advice:
-        if not line.endswith(mode):
+    """The first advice for the step's cause that the run does not follow already."""
+    mode, other = f"action.mode={event.action.requested}", beside(event)
+    label = cause_of(event) if not first or (other and other.label == "not_tokens") else first.cause.label
+    checkpoint = event.consequence.last_checkpoint if event.consequence else None
+    if label == "non_finite_weights" and checkpoint:
+        again = f"trainer.resume_mode=resume_path trainer.resume_from_path={shlex.quote(one_line(checkpoint))}"
+        return "Go back to the newest checkpoint before it; where that is not finite either, to an earlier one.", again
+    if not label:
+        return _when_nothing_is_found(event)
+    are_rewards_usual = bool(other) and (other.numbers.get("advantage_over_run") or math.inf) < USUAL
+    for what, line in advice.of(label).advice:
+        if not line.endswith(mode) and not (are_rewards_usual and line.startswith(OF_REWARDS)):
             return what, line
     return None
 
 
+def _when_nothing_is_found(event: Event) -> tuple[str, str]:
+    """What to ask next, where a search named nothing."""
+    if event.search.status == "budget_exhausted":
+        return "Give the search more probes: it ran out of them.", "actor_rollout_ref.actor.bisect_budget_steps=512"
+    if event.rerun is None:
+        return (
+            "Ask whether such a spike comes back: where it does not, it is hardware or a race.",
+            "actor_rollout_ref.actor.gradloc.evidence.rerun=true",
+        )
+    return "Take no such step while its cause is looked for.", "actor_rollout_ref.actor.gradloc.action.mode=skip"
+
+
 def clip_of(root: Path, event: Event) -> float | None:
-    """The ``actor.grad_clip`` that the event's bundle names; None without one, or where nothing is clipped."""
+    """The norm that gradients were clipped to, as the event says, else its bundle; None where nothing is clipped."""
+    if event.consequence is not None:
+        return event.consequence.grad_clip
     folder = bundle_folder(root, event)
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8", errors="replace")) if folder else {}

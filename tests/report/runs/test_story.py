@@ -87,7 +87,7 @@ def test_an_action_is_told_as_what_the_step_became(taken, said):
 
 def test_what_came_after_is_told_where_the_metrics_know_it():
     said = story.tell(event(), None, metrics()).consequence
-    assert said[1].startswith("At the next step the norm was 1.17; before, ")
+    assert said[1] == "The next step's norm was 1.17, back at the usual 1.25."
     assert said[2] == "Mean reward: 0.525 over the 4 steps before, 0.58 over the 5 after."
     assert len(story.tell(event(), None, metrics(5)).consequence) == 1
 
