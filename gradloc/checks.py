@@ -15,11 +15,11 @@
 
 import difflib
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any, TypeVar
 
-__all__ = ["closed", "is_int", "is_number", "refuse_unknown", "require"]
+__all__ = ["Need", "check_needs", "closed", "is_int", "is_number", "refuse_unknown", "require"]
 
 T = TypeVar("T", bound=type)
 
@@ -88,3 +88,36 @@ def closed(key: str) -> Callable[[T], T]:
         return cls
 
     return decorate
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one setting of the run has to be for a feature."""
+
+    key: str
+    allowed: tuple[Any, ...]
+    default: Any
+    """Where the config does not have the key."""
+    expected: str
+    because: str
+
+
+def check_needs(feature: str, needs: Iterable[Need], config: Any, prefix: str = "") -> None:
+    """Refuse a run in which a feature that is on could not work.
+
+    Args:
+        feature: the setting that switches it on, by its full name.
+        needs: the feature's; those whose keys do not begin with ``prefix`` are left out.
+        config: what stands at ``prefix``.
+        prefix: ends with a dot; "" for the trainer's whole config.
+
+    Raises:
+        ValueError: one sentence that names the key, what it must be, what was found and which feature needs it.
+    """
+    for need in needs:
+        if need.key.startswith(prefix):
+            found = config
+            for name in need.key.removeprefix(prefix).split("."):
+                found = getattr(found, name, None)
+            found = need.default if found is None else found
+            require(found in need.allowed, need.key, f"{need.expected} while {feature} is on ({need.because})", found)

@@ -20,6 +20,7 @@ the two and the documented table together.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +37,10 @@ __all__ = [
     "PUBLISHED",
     "SearchConfig",
     "TriggerConfig",
+    "fix_dump_dir",
     "resolve",
+    "settings_in",
+    "settle",
 ]
 
 _KEY = "actor_rollout_ref.actor"
@@ -284,6 +288,59 @@ def resolve(settings: GradLocConfig, actor: Any, default_dump_dir: str | None = 
         trigger=replace(settings.trigger, tau=given.get("grad_norm_threshold", settings.trigger.tau)),
         stabilize=StabilizeConfig() if settings.enable is False else settings.stabilize,
     )
+
+
+def settings_in(config: Any, to_dataclass: Callable[[Any], Any]) -> GradLocConfig:
+    """The settings that hold, from the trainer's whole config.
+
+    Args:
+        config: verl's; one without the block, of another trainer, has all off.
+        to_dataclass: verl's ``omega_conf_to_dataclass``.
+
+    Raises:
+        ValueError: one sentence, for a wrong value and for two names of one setting that differ.
+    """
+    from omegaconf import OmegaConf
+
+    actor = config.actor_rollout_ref.actor
+    block = actor.get("gradloc")
+    if block is None:
+        return GradLocConfig()
+    run_folder = OmegaConf.select(config, "trainer.default_local_dir", default="outputs")
+    return resolve(to_dataclass(block), actor, default_dump_dir=f"{run_folder}/gradloc")
+
+
+def settle(actor: Any) -> GradLocConfig:
+    """Make both names of every setting say the same from here on, in each process that builds the actor's config.
+
+    Args:
+        actor: verl's ``ActorConfig`` with the four published keys and ``gradloc``.
+
+    Returns:
+        The settings that hold.
+
+    Raises:
+        ValueError: as :func:`resolve`.
+    """
+    settings = resolve(actor.gradloc, actor)
+    values = (bool(settings.enable), settings.trigger.tau, settings.budget, settings.dump_dir)
+    for name, value in {**dict(zip(PUBLISHED, values, strict=True)), "gradloc": settings}.items():
+        object.__setattr__(actor, name, value)  # verl freezes its configs
+    return settings
+
+
+def fix_dump_dir(config: Any, root: str) -> None:
+    """Make the events' folder absolute before any worker gets the config: on another node it has another folder.
+
+    Args:
+        config: the trainer's whole config.
+        root: of the settings that hold.
+    """
+    actor = config.actor_rollout_ref.actor
+    if actor.get("gradloc") is not None:
+        actor.gradloc.dump_dir = root
+        if actor.get("bisect_dump_dir") is not None:
+            actor.bisect_dump_dir = root
 
 
 def _require_switch(key: str, value: Any) -> None:

@@ -21,7 +21,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from ..evidence.analysis_record import GradientAnalysis, Group, QuartileAnalysis
-from ..evidence.store import plain
+from ..evidence.disk.store import plain
 
 __all__ = ["FOLDER", "QUARTILES_FOLDER", "TABLE_COLUMNS", "write_analysis", "write_record"]
 

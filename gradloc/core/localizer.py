@@ -65,9 +65,12 @@ class ActorPowers(Protocol):
 class Found(Protocol):
     """What a search returns, as far as the localizer reads it."""
 
-    certificate: Certificate
-    tokens: list[Token]
-    """All tokens of all culprits."""
+    @property
+    def certificate(self) -> Certificate: ...
+
+    @property
+    def tokens(self) -> list[Token]:
+        """All tokens of all culprits."""
 
 
 @dataclass(frozen=True)
@@ -247,6 +250,8 @@ class Localizer:
         limit = self.powers.clip_limit
         clip_scale = min(1.0, limit / (spike.grad_norm + 1e-6)) if math.isfinite(spike.grad_norm) else 1.0
         increments = self._tracker.increments(space, self.ranks, step.loss_scale)
+        if increments is not None and len(increments) != step.num_micro_batches:
+            increments = None  # the gradient was reduced once, after the last micro-batch
         found = self._search(step, space, self.ranks, spike, clip_scale, increments, policy.typical, **way)
         overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
         obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else None

@@ -23,13 +23,16 @@ gradient that is set aside):
 - scratch of a few float32 tensors as large as the largest shard, while weights are moved.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .gradients import GradientSpace, local_shard
 
-__all__ = ["Memory", "NotEnoughMemory", "choose_way", "free_bytes", "linear_in_parts"]
+__all__ = ["Memory", "NotEnoughMemory", "choose_way", "free_bytes", "linear_in_parts", "precise_readout"]
 
 _COPIES = {"full": 3, "bisect": 2}
 _SCRATCH_BYTES = 16  # per element of the largest shard: what is drawn, its unit, the move and the moved weight
@@ -138,3 +141,34 @@ def linear_in_parts(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
     if bias is not None:
         out += bias.float()
     return out.view(*hidden.shape[:-1], len(weight))
+
+
+@contextmanager
+def precise_readout(module: torch.nn.Module, compute_dtype: torch.dtype) -> Iterator[None]:
+    """Compute the logits in float32 from the last hidden state while the model itself computes in half precision.
+
+    verl's log-probs are rounded to the compute dtype where flash attention's cross entropy is absent, so a small
+    change of a log-prob would read as none. Fused kernels, which never show the logits, are to be left out.
+
+    Args:
+        module: the causal language model, under FSDP1, FSDP2 or plain.
+        compute_dtype: what its forward computes in; float32 changes nothing.
+    """
+    unwrapped: Any = getattr(module, "_fsdp_wrapped_module", module)
+    head = None if compute_dtype == torch.float32 else unwrapped.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear):  # none, or one that does more than read out
+        yield
+        return
+
+    def read_out(hidden: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device_type=hidden.device.type, enabled=False):
+            return linear_in_parts(hidden, head.weight, head.bias)
+
+    own = vars(head).get("forward")
+    vars(head)["forward"] = read_out  # in its place, so that the rounded logits do not lie beside these
+    try:
+        yield
+    finally:
+        vars(head).pop("forward")
+        if own is not None:
+            vars(head)["forward"] = own

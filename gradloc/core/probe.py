@@ -22,6 +22,7 @@ Shapes: B rows of the micro-batch, T response positions.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
@@ -129,6 +130,12 @@ class TrainingStep(Protocol):
     def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """log_prob and entropy (B, T) at the present weights, without a graph, read out as precisely as can be."""
 
+    def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
+        """Around one forward and backward of a pass over micro-batches: how training reduces the gradient over ranks.
+
+        Where it does so once, after the last micro-batch, a probe must, too: a sum has another rounding otherwise.
+        """
+
     def forward_bytes(self) -> int:
         """What :meth:`forward` holds at its peak beside the weights, in bytes: mostly the logits in float32."""
 
@@ -204,12 +211,14 @@ class Prober:
             selections: pairs of a micro-batch and the tokens of it, bool (B, T); None for all of them.
         """
         self.space.clear()
-        for micro_batch, selected in selections:
+        chosen = list(selections)
+        for number, (micro_batch, selected) in enumerate(chosen, 1):
             self.num_forwards += 1
             self.num_backwards += 1
-            # agreed on in between: a rank that fails in the logits or the loss, where most memory is needed, would
-            # else be waited for in the backward's collectives
-            self._together(self._together(partial(self.step.loss, micro_batch, selected)).backward)
+            with self.step.in_pass(is_last=number == len(chosen)):
+                # agreed on in between: a rank that fails in the logits or the loss, where most memory is needed, would
+                # else be waited for in the backward's collectives
+                self._together(self._together(partial(self.step.loss, micro_batch, selected)).backward)
         if self.step.loss_scale != 1.0:
             self.space.scale(1.0 / self.step.loss_scale)
 

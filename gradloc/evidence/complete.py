@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from ..core.tracker import median_size
+from .batch import BatchView
 from .causes import classify
 from .gather import RawEvent, ratio
 from .numbers import number
@@ -80,7 +81,7 @@ def complete_event(
     raw: RawEvent,
     event_id: str,
     run: Run,
-    batch: Any,
+    batch: BatchView,
     tokenizer: Any,
     context: int,
     over_run: dict[str, float] | None = None,
@@ -92,30 +93,30 @@ def complete_event(
         raw: from :func:`~.gather.raw_event`.
         event_id: name of the event.
         run: identity of the run.
-        batch: verl's DataProto of the step, in the order in which it was dispatched.
+        batch: of the step.
         tokenizer: decodes the text; None keeps text and prompts out.
         context: tokens of text to keep on either side of a culprit.
         over_run: how many times what is typical of the run the batch's robust numbers are.
         last_checkpoint: the newest before this step.
     """
-    statistics = replace(_statistics(batch.batch, raw), over_run=over_run or None)
-    texts = _Texts(tokenizer, batch.batch, context)
+    statistics = replace(_statistics(batch.tensors, raw), over_run=over_run or None)
+    texts = _Texts(tokenizer, batch.tensors, context)
     culprits = tuple(_complete_culprit(culprit, batch, texts, statistics) for culprit in raw.event.culprits)
     event = replace(raw.event, event_id=event_id, run=run, culprits=culprits, batch=statistics)
     if event.consequence is not None:
         event = replace(event, consequence=replace(event.consequence, last_checkpoint=last_checkpoint))
-    event = replace(event, cause=_step_cause(event, batch.batch))
+    event = replace(event, cause=_step_cause(event, batch.tensors))
     return replace(event, verdict=verdict_sentences(event))
 
 
-def complete_sequences(raw: RawEvent, event_id: str, batch: Any, tokenizer: Any) -> SequenceFile:
+def complete_sequences(raw: RawEvent, event_id: str, batch: BatchView, tokenizer: Any) -> SequenceFile:
     """The sequences that hold culprits, token by token: what the report shades."""
-    texts = _Texts(tokenizer, batch.batch, 0)
+    texts = _Texts(tokenizer, batch.tensors, 0)
     completed = [_complete_sequence(sequence, batch, texts) for sequence in raw.sequences]
     return SequenceFile(event_id=event_id, sequences=tuple(completed))
 
 
-def bundle_tensors(raw: RawEvent, batch: Any) -> tuple[dict[str, torch.Tensor], tuple[BundleEntry, ...]]:
+def bundle_tensors(raw: RawEvent, batch: BatchView) -> tuple[dict[str, torch.Tensor], tuple[BundleEntry, ...]]:
     """Cut the micro-batches that the actor listed out of the driver's batch.
 
     Returns:
@@ -123,7 +124,7 @@ def bundle_tensors(raw: RawEvent, batch: Any) -> tuple[dict[str, torch.Tensor], 
         of these tensors are whose.
     """
     rows = [row for entry in raw.layout for row in entry.rows]
-    tensors = {key: batch.batch[key][rows].clone() for key in BUNDLE_KEYS if key in batch.batch.keys()}
+    tensors = {key: batch.tensors[key][rows].clone() for key in BUNDLE_KEYS if key in batch.tensors.keys()}
     layout, start = [], 0
     for entry in raw.layout:
         end = start + len(entry.rows)
@@ -262,8 +263,8 @@ class _Texts:
         }
 
 
-def _complete_sequence(sequence: Sequence, batch: Any, texts: _Texts) -> Sequence:
-    tensors, row = batch.batch, sequence.row
+def _complete_sequence(sequence: Sequence, batch: BatchView, texts: _Texts) -> Sequence:
+    tensors, row = batch.tensors, sequence.row
     assert row is not None  # the driver numbers the rows
     num_tokens = int(tensors["attention_mask"][row][-tensors["responses"].shape[1] :].sum())
     ids = tensors["responses"][row][:num_tokens].tolist()
@@ -283,8 +284,8 @@ def _complete_sequence(sequence: Sequence, batch: Any, texts: _Texts) -> Sequenc
     )
 
 
-def _complete_culprit(culprit: Culprit, batch: Any, texts: _Texts, statistics: BatchStatistics) -> Culprit:
-    tensors, row, positions = batch.batch, culprit.row, culprit.positions
+def _complete_culprit(culprit: Culprit, batch: BatchView, texts: _Texts, statistics: BatchStatistics) -> Culprit:
+    tensors, row, positions = batch.tensors, culprit.row, culprit.positions
     assert row is not None  # the driver numbers the rows
 
     def at(key: str) -> float | None:
@@ -312,9 +313,9 @@ def _complete_culprit(culprit: Culprit, batch: Any, texts: _Texts, statistics: B
     return replace(completed, cause=classify(completed, statistics), siblings=_siblings(batch, row))
 
 
-def _siblings(batch: Any, row: int) -> tuple[Sibling, ...] | None:
+def _siblings(batch: BatchView, row: int) -> tuple[Sibling, ...] | None:
     """The other rows of the same prompt, in the order of the batch; None where the batch has no uids."""
-    tensors, uids = batch.batch, batch.non_tensor_batch.get("uid")
+    tensors, uids = batch.tensors, batch.labels.get("uid")
     if uids is None:
         return None
     mask, found = tensors["response_mask"].bool(), []
@@ -333,5 +334,5 @@ def _siblings(batch: Any, row: int) -> tuple[Sibling, ...] | None:
     return tuple(found)
 
 
-def _label(batch: Any, key: str, row: int) -> str | None:
-    return str(batch.non_tensor_batch[key][row]) if key in batch.non_tensor_batch else None
+def _label(batch: BatchView, key: str, row: int) -> str | None:
+    return str(batch.labels[key][row]) if key in batch.labels else None

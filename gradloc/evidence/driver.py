@@ -31,14 +31,15 @@ from ..core.actions import Handled
 from ..core.adaptive import AdaptiveThreshold
 from ..core.trigger import StepPolicy, fixed_threshold, spike_kind
 from ..search.scale import ScaleHistory
+from .batch import BatchView
 from .complete import batch_scale, bundle_tensors, complete_event, complete_sequences
+from .disk.store import EventStore
 from .gather import RawEvent
 from .record import BundleMeta, Event, Run
-from .store import EventStore
 from .tell.background import said_of
 from .tell.teller import Teller
 
-__all__ = ["AbortedBySpike", "Driver", "sequence_ids"]
+__all__ = ["AbortedBySpike", "Driver", "build_driver", "sequence_ids"]
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -58,6 +59,27 @@ def sequence_ids(uids: Sequence[str]) -> list[str]:
         seen[uid] = seen.get(uid, -1) + 1
         names.append(f"{uid}:{seen[uid]}")
     return names
+
+
+def build_driver(config: Any, settings: Any, tokenizer: Any) -> "Driver":
+    """The driver of a run.
+
+    Args:
+        config: the trainer's whole config, of any verl.
+        settings: those that hold.
+        tokenizer: the actor's.
+    """
+    from omegaconf import OmegaConf
+
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    plain: Any = OmegaConf.to_container(actor, resolve=True)
+    return Driver(
+        settings,
+        sequences_per_mini_batch=actor.ppo_mini_batch_size * rollout.n,
+        tokenizer=tokenizer,
+        run=Run(config.trainer.project_name, config.trainer.experiment_name),
+        actor=plain,
+    )
 
 
 class Driver:
@@ -146,7 +168,7 @@ class Driver:
         self,
         norms: list[float],
         raw_events: list[RawEvent],
-        batch: Any,
+        batch: BatchView,
         handled: Sequence[Handled] = (),
         coefficients: Sequence[float] = (),
     ) -> dict[str, list[float]]:
@@ -155,7 +177,7 @@ class Driver:
         Args:
             norms: of the update's optimizer steps, epochs x mini-batches, in order.
             raw_events: what the ranks gathered.
-            batch: the whole batch, in the order in which it was dealt out.
+            batch: the whole batch.
             handled: all spikes, also those that no event is written of.
             coefficients: median |d loss / d log_prob| of each rank's first mini-batch.
 
@@ -170,7 +192,7 @@ class Driver:
         measured = list(norms)
         for spike in handled:  # a masked or skipped step reports the norm that it took
             measured[spike.number] = spike.grad_norm
-        self._present = batch_scale(batch.batch, coefficients)
+        self._present = batch_scale(batch.tensors, coefficients)
         self.adaptive.observe(measured)
         written = [event for event in (self._write(raw, batch) for raw in raw_events) if event is not None]
         self.teller.tell(written, policy.global_step)
@@ -245,7 +267,7 @@ class Driver:
                 trigger.cooldown_steps,
             )
 
-    def _write(self, raw: RawEvent, batch: Any) -> Event | None:
+    def _write(self, raw: RawEvent, batch: BatchView) -> Event | None:
         """Write one event; returns its record, None when that failed."""
         self._num_events += 1
         try:
@@ -261,7 +283,7 @@ class Driver:
             )
             return None
 
-    def _write_event(self, raw: RawEvent, batch: Any) -> Event:
+    def _write_event(self, raw: RawEvent, batch: BatchView) -> Event:
         step, evidence = raw.event.step, self.settings.evidence
         event_id = self.store.new_id(step.global_step, step.epoch, step.mini_batch)
         typical = self.scale.typical()

@@ -91,7 +91,7 @@ class Monitor:
         """Judge one step.
 
         Args:
-            batch: verl's DataProto, with ``uid`` and ``token_level_scores``.
+            batch: see :class:`~..evidence.batch.BatchView`, with ``uid`` and ``token_level_scores``.
             metrics: the step's, about to be logged; ``health/state`` (0 healthy, 1 warning, 2 danger),
                 ``health/reasons``, ``health/failures`` and ``rollout/zero_variance_share`` are added.
             global_step: the trainer's.
@@ -132,7 +132,7 @@ def _zero_variance(batch: Any) -> dict[str, float]:
     """The share of prompts whose rollouts have equal rewards; nothing where every prompt has one rollout."""
     from ..rollout_filter.groups import groups_of  # needs numpy, which the rules do without
 
-    groups = groups_of(batch.non_tensor_batch["uid"], batch.batch["token_level_scores"], batch.batch["response_mask"])
+    groups = groups_of(batch.labels["uid"], batch.tensors["token_level_scores"], batch.tensors["response_mask"])
     return {ZERO_VARIANCE: groups.zero_variance_share} if len(groups) and groups.sizes.max() > 1 else {}
 
 

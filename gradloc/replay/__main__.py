@@ -35,9 +35,9 @@ from tqdm import tqdm
 from ..core.gradients import GradientSpace
 from ..core.probe import Prober
 from ..core.ranks import Ranks
+from ..evidence.disk.store import plain
 from ..evidence.numbers import number
 from ..evidence.record import SCHEMA_VERSION, Search
-from ..evidence.store import plain
 from ..search.find import STRATEGIES, localize
 from ..search.task import Task
 from .bundle import Bundle, read_bundle

@@ -31,7 +31,7 @@ from ..analysis.quartiles.probe import QuartileProbe
 from ..core.gradients import GradientSpace
 from ..core.ranks import PeerFailure
 from .hook import ranks_of
-from .step import precise_readout
+from .step import readout_of
 
 __all__ = ["RECORD_KEY", "AnalysisActor", "analyze"]
 
@@ -150,7 +150,7 @@ class AnalysisActor:
         return log_prob, entropy
 
     def log_prob(self, inputs: Rows) -> torch.Tensor:
-        with torch.no_grad(), precise_readout(self._actor):
+        with torch.no_grad(), readout_of(self._actor):
             return self.forward(inputs, with_entropy=False)[0]
 
     def loss_terms(

@@ -20,7 +20,6 @@ hook does nothing and changes nothing. A stage of Lopti's, which the trainer dec
 import logging
 import math
 import os
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,15 +30,13 @@ from ..core.gradients import GradientSpace
 from ..core.localizer import Localizer
 from ..core.ranks import Ranks
 from ..core.trigger import StepPolicy
-from ..evidence.gather import raw_event
-from ..evidence.store import EventStore
+from ..evidence.disk.weights import save_event_weights
+from ..evidence.look import build_localizer
+from ..keys import COEFFICIENT_KEY, EVENTS_KEY, HANDLED_KEY, POLICY_KEY, ROW_KEY
 from ..reweighting import STAGE_MASK_KEY
-from ..search.find import localize
 from ..stabilize import STABILIZER_KEY
 from ..stabilize.stabilizer import Stabilizer
-from .keys import COEFFICIENT_KEY, EVENTS_KEY, HANDLED_KEY, POLICY_KEY, ROW_KEY
 from .step import ActorStep
-from .weights import save_weights
 
 __all__ = ["ActorHook", "build_hook", "pop_events"]
 
@@ -56,21 +53,7 @@ def build_hook(actor: Any) -> "ActorHook":
     if config.gradloc.stabilize.is_on:
         hook.stabilizer = Stabilizer(actor)
     if config.gradloc.enable:
-        search = partial(
-            localize,
-            strategy=config.gradloc.search.strategy,
-            budget=config.gradloc.budget,
-            max_culprits=config.gradloc.search.max_culprits,
-            reruns=config.gradloc.evidence.rerun,
-        )
-        hook.localizer = Localizer(
-            powers=_Powers(hook),
-            ranks=ranks_of(actor),
-            limits=config.gradloc.action,
-            search=search,
-            gather=partial(raw_event, budget=config.gradloc.budget, keeps_all=config.gradloc.evidence.bundle == "full"),
-            layer_window=config.gradloc.search.layer_window,
-        )
+        hook.localizer = build_localizer(config.gradloc, _Powers(hook), ranks_of(actor))
     return hook
 
 
@@ -217,14 +200,5 @@ class _Powers:
         return self._hook.clip()
 
     def save_weights(self, global_step: int) -> str | None:
-        """As a checkpoint that verl reads, up to ``evidence.max_gb``."""
-        evidence, ranks = self._actor.config.gradloc.evidence, self._hook.localizer.ranks
-        if evidence.checkpoint != "before_step":
-            return None
-        root = self._actor.config.gradloc.root
-        size_gb = ranks.agree(lambda: EventStore(root).size_gb() if ranks.is_first else 0.0)
-        if ranks.max([size_gb])[0] >= evidence.max_gb:
-            logger.warning("gradloc: %s holds gradloc.evidence.max_gb or more, so no weights are saved", root)
-            return None
-        folder = os.path.join(root, "weights", f"global_step_{global_step}", "actor")
-        return folder if save_weights(self._actor.actor_module, folder, ranks) else None
+        ranks = self._hook.localizer.ranks
+        return save_event_weights(self._actor.actor_module, self._actor.config.gradloc, global_step, ranks)

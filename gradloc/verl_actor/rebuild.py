@@ -41,10 +41,10 @@ from verl.workers.actor.dp_actor import DataParallelPPOActor
 
 from ..core.gradients import GradientSpace
 from ..core.memory import free_bytes
+from ..keys import ROW_KEY
 from ..replay.bundle import Bundle, Entry
 from ..replay.reading import ReplayError
 from ..stabilize.ratio_clip import TokenWeigher
-from .keys import ROW_KEY
 from .step import ActorStep
 
 __all__ = ["ReplayStep", "build_actor", "deal", "start_processes"]

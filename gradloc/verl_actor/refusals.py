@@ -13,60 +13,45 @@
 # limitations under the License.
 """The settings that hold, and every refusal of a run in which a feature could not work."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from ..checks import require
-from ..config import PUBLISHED, GradLocConfig, resolve
+from ..checks import Need, check_needs
+from ..config import GradLocConfig, settings_in, settle
 
 __all__ = ["check_batch", "check_run", "settings_of", "settle_actor_config"]
 
 _ACTOR = "actor_rollout_ref.actor"
 
 
-@dataclass(frozen=True)
-class _Need:
-    """What one setting of the run has to be."""
-
-    key: str
-    allowed: tuple[Any, ...]
-    default: Any
-    """Where the config does not have the key."""
-    expected: str
-    because: str
-
-
-_LEGACY = _Need(
+_LEGACY = Need(
     "trainer.use_legacy_worker_impl", ("auto", "enable"), "auto", "auto or enable", "the engine workers do not have it"
 )
-_FSDP = _Need(f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other workers do not have it")
-_WHOLE_SEQUENCES = _Need(
+_FSDP = Need(f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other workers do not have it")
+_WHOLE_SEQUENCES = Need(
     f"{_ACTOR}.ulysses_sequence_parallel_size", (1,), 1, "1", "sequence parallelism is not supported yet"
 )
-_WEIGHTS_ON_DEVICE = _Need(
+_WEIGHTS_ON_DEVICE = Need(
     f"{_ACTOR}.fsdp_config.offload_policy",
     (False, None),
     False,
     "false",
     "use param_offload and optimizer_offload instead",
 )
-_ACTIVATIONS_ON_DEVICE = _Need(
+_ACTIVATIONS_ON_DEVICE = Need(
     "actor_rollout_ref.model.enable_activation_offload",
     (False,),
     False,
     "false",
     "its handler counts a backward for every forward, and a search runs forwards alone",
 )
-_SEPARATE_PARAMETERS = _Need(
+_SEPARATE_PARAMETERS = Need(
     f"{_ACTOR}.fsdp_config.use_orig_params",
     (True,),
     False,
     "true with strategy=fsdp",
     "FSDP1 merges a layer's parameters into one without it",
 )
-_ROLLOUT_LOG_PROBS = _Need(
+_ROLLOUT_LOG_PROBS = Need(
     "actor_rollout_ref.rollout.calculate_log_probs",
     (True,),
     False,
@@ -105,19 +90,10 @@ def check_run(feature: str, config: Any) -> None:
 
 
 def settings_of(config: Any) -> GradLocConfig:
-    """The settings that hold, from the trainer's whole config.
-
-    Raises:
-        ValueError: one sentence, for a wrong value and for two names of one setting that differ.
-    """
+    """See :func:`~..config.settings_in`; ``config`` is the trainer's whole config."""
     from verl.utils.config import omega_conf_to_dataclass
 
-    actor = config.actor_rollout_ref.actor
-    block = actor.get("gradloc")
-    if block is None:  # of another trainer
-        return GradLocConfig()
-    run_folder = OmegaConf.select(config, "trainer.default_local_dir", default="outputs")
-    return resolve(omega_conf_to_dataclass(block), actor, default_dump_dir=f"{run_folder}/gradloc")
+    return settings_in(config, omega_conf_to_dataclass)
 
 
 def settle_actor_config(actor: Any) -> None:
@@ -130,10 +106,7 @@ def settle_actor_config(actor: Any) -> None:
     Raises:
         ValueError: as :func:`check_run`.
     """
-    settings = resolve(actor.gradloc, actor)
-    values = (bool(settings.enable), settings.trigger.tau, settings.budget, settings.dump_dir)
-    for name, value in {**dict(zip(PUBLISHED, values, strict=True)), "gradloc": settings}.items():
-        object.__setattr__(actor, name, value)  # verl freezes its configs
+    settings = settle(actor)
     if settings.enable:
         _check("spike_detection", actor, f"{_ACTOR}.")
     stabilize = settings.stabilize
@@ -162,12 +135,5 @@ def _full(feature: str) -> str:
 
 
 def _check(feature: str, config: Any, prefix: str) -> None:
-    """Check the needs whose keys begin with ``prefix``, which is where ``config`` stands."""
     feature = _full(feature)
-    for need in _NEEDS[feature]:
-        if need.key.startswith(prefix):
-            found = config
-            for name in need.key.removeprefix(prefix).split("."):
-                found = getattr(found, name, None)
-            found = need.default if found is None else found
-            require(found in need.allowed, need.key, f"{need.expected} while {feature} is on ({need.because})", found)
+    check_needs(feature, _NEEDS[feature], config, prefix)

@@ -13,19 +13,18 @@
 # limitations under the License.
 """One mini-batch of verl's actor as a step that can be replayed: all forwards and backwards are verl's own."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from verl.utils.device import get_device_id
 
-from ..core.memory import linear_in_parts
+from ..core.memory import precise_readout
 from ..core.probe import Recorded, RngState, let_through, record
-from .keys import ROW_KEY
+from ..keys import ROW_KEY
 
-__all__ = ["ActorStep", "precise_readout"]
+__all__ = ["ActorStep", "readout_of"]
 
 
 class ActorStep:
@@ -48,6 +47,9 @@ class ActorStep:
 
     def recorded(self, micro_batch: int) -> Recorded:
         return self._recorded[micro_batch]
+
+    def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()  # verl's actor reduces the gradient after every micro-batch
 
     def rows(self, micro_batch: int) -> list[int]:
         """Where the micro-batch's rows stand in the driver's batch; empty when the driver did not say."""
@@ -74,7 +76,7 @@ class ActorStep:
 
     def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         self._recorded[micro_batch].rng.restore()
-        with torch.no_grad(), precise_readout(self.actor):
+        with torch.no_grad(), readout_of(self.actor):
             entropy, log_prob = self.actor._forward_for_loss(self._inputs(micro_batch), self.temperature)
         return log_prob, entropy
 
@@ -154,31 +156,6 @@ class ActorStep:
         return self.actor._micro_batch_loss(inputs, log_prob, entropy, self.on_policy, scratch, {}, terms)
 
 
-@contextmanager
-def precise_readout(actor: Any) -> Iterator[None]:
-    """Compute the logits in float32 from the last hidden state while the model itself computes in half precision.
-
-    verl's log-probs are rounded to the compute dtype where flash attention's cross entropy is absent, so a small
-    change of a log-prob would read as none. Not possible with fused kernels, which never show the logits.
-    """
-    if actor.param_dtype == torch.float32 or actor.use_fused_kernels:
-        yield
-        return
-    module = getattr(actor.actor_module, "_fsdp_wrapped_module", actor.actor_module)
-    head = module.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear):  # none, or one that does more than read out
-        yield
-        return
-
-    def read_out(hidden: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device_type=actor.device_name, enabled=False):
-            return linear_in_parts(hidden, head.weight, head.bias)
-
-    own = vars(head).get("forward")
-    head.forward = read_out  # in its place, so that the rounded logits do not lie beside these
-    try:
-        yield
-    finally:
-        vars(head).pop("forward")
-        if own is not None:
-            head.forward = own
+def readout_of(actor: Any) -> AbstractContextManager[None]:
+    """Log-probs of verl's actor as precisely as can be."""
+    return nullcontext() if actor.use_fused_kernels else precise_readout(actor.actor_module, actor.param_dtype)

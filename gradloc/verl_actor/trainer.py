@@ -18,33 +18,27 @@ stabilizers' memory (:mod:`~..stabilize`, which works in the actor), the health 
 analyses and the rollout filter. Their states lie in one file beside each checkpoint.
 """
 
-import json
-import logging
 import os
 from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 
 from verl.utils.config import omega_conf_to_dataclass
 
-from ..evidence.driver import Driver, sequence_ids
-from ..evidence.record import SCHEMA_VERSION, Run
+from ..config import fix_dump_dir
+from ..evidence.batch import BatchView
+from ..evidence.disk.state import load_states, save_states
+from ..evidence.driver import Driver, build_driver, sequence_ids
 from ..health.monitor import Monitor, build_monitor
+from ..keys import COEFFICIENT_KEY, EVENTS_KEY, HANDLED_KEY, POLICY_KEY, ROW_KEY, SEQUENCE_KEY
 from ..names import refuse_unknown_names
 from ..reweighting import ADVANTAGES_BEFORE_KEY, STAGE_NAME_KEY, Lopti, reweight
 from ..stabilize import STABILIZER_KEY
 from .analysis_trainer import Analysis, build_analysis
-from .keys import COEFFICIENT_KEY, EVENTS_KEY, HANDLED_KEY, POLICY_KEY, ROW_KEY, SEQUENCE_KEY
 from .refusals import check_batch, check_run, settings_of
 
 __all__ = ["StabilizerMemory", "TrainerHook", "build_trainer_hook"]
-
-logger = logging.getLogger(__name__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
-
-_STATE_FILE = "gradloc.json"
 
 
 def build_trainer_hook(trainer: Any) -> "TrainerHook":
@@ -55,7 +49,6 @@ def build_trainer_hook(trainer: Any) -> "TrainerHook":
     """
     config = trainer.config
     refuse_unknown_names(config)
-    _resolve_dump_dir(config)
     alpha, lopti = _reweighting(config)
     return TrainerHook(
         spikes=_driver(config, trainer.tokenizer),
@@ -67,28 +60,13 @@ def build_trainer_hook(trainer: Any) -> "TrainerHook":
     )
 
 
-def _resolve_dump_dir(config: Any) -> None:
-    """Make the events' folder absolute before any worker gets the config: on another node it has another folder."""
-    actor = config.actor_rollout_ref.actor
-    if actor.get("gradloc") is not None:
-        actor.gradloc.dump_dir = root = settings_of(config).root
-        if actor.get("bisect_dump_dir") is not None:
-            actor.bisect_dump_dir = root
-
-
 def _driver(config: Any, tokenizer: Any) -> Driver | None:
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     settings = settings_of(config)
+    fix_dump_dir(config, settings.root)
     if not settings.enable:
         return None
     check_run("spike_detection", config)
-    return Driver(
-        settings,
-        sequences_per_mini_batch=actor.ppo_mini_batch_size * rollout.n,
-        tokenizer=tokenizer,
-        run=Run(config.trainer.project_name, config.trainer.experiment_name),
-        actor=OmegaConf.to_container(actor, resolve=True),
-    )
+    return build_driver(config, settings, tokenizer)
 
 
 def _reweighting(config: Any) -> tuple[float, Lopti | None]:
@@ -237,45 +215,21 @@ class TrainerHook:
     def after_step(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         """Just before the step's metrics are logged."""
         if self.monitor is not None:
-            self.monitor.observe(batch, metrics, global_step)
+            self.monitor.observe(BatchView(batch.batch, batch.non_tensor_batch), metrics, global_step)
             if self._checkpoint is not None:  # written before the step had its metrics
                 self.save(self._checkpoint)
         self._checkpoint = None
 
     def save(self, global_step_folder: str) -> None:
         """Put the parts' states beside a checkpoint."""
-        state = {name: part.state() for name, part in self._stateful.items()}
-        if not state:
-            return
-        path = os.path.join(global_step_folder, _STATE_FILE)
-        try:
-            with open(f"{path}.partial", "w", encoding="utf-8") as file:
-                json.dump({"schema_version": SCHEMA_VERSION, **state}, file)
-            os.replace(f"{path}.partial", path)
+        if save_states(self._stateful, global_step_folder):
             self._checkpoint = global_step_folder
             self._remember_checkpoint(global_step_folder)
-        except OSError:
-            logger.exception("gradloc: %s could not be written; a resumed run will learn its history anew", path)
 
     def load(self, global_step_folder: str) -> None:
         """Take the states back from a checkpoint; a part that it does not hold, or not as ours, starts anew."""
-        path = os.path.join(global_step_folder, _STATE_FILE)
         self._remember_checkpoint(global_step_folder)
-        if not self._stateful or not os.path.exists(path):
-            return
-        try:
-            with open(path, encoding="utf-8") as file:
-                found = dict(json.load(file))
-        except (OSError, ValueError, TypeError):
-            logger.exception("gradloc: %s could not be read; what it remembered is learned anew", path)
-            return
-        for name, part in self._stateful.items():
-            if name not in found:
-                continue
-            try:
-                part.load_state(found[name])
-            except (ValueError, KeyError, TypeError, AttributeError):
-                logger.exception("gradloc: the state of %s in %s is not ours; it starts anew", name, path)
+        load_states(self._stateful, global_step_folder)
 
     # ---- inside
 
@@ -303,5 +257,6 @@ class TrainerHook:
             handled = output.meta_info.pop(HANDLED_KEY, [])
             coefficients = [value for of_rank in metrics[COEFFICIENT_KEY] for value in of_rank]
             norms = metrics["actor/grad_norm"][0]
-            metrics.update(self.spikes.after_update(norms, events, batch, handled, coefficients))
+            view = BatchView(batch.batch, batch.non_tensor_batch)
+            metrics.update(self.spikes.after_update(norms, events, view, handled, coefficients))
         return output

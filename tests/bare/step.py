@@ -8,6 +8,7 @@ Shapes: B rows of a micro-batch, T response positions, N response tokens of the 
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -181,6 +182,9 @@ class BareStep:
         self._recorded[micro_batch].rng.restore()
         with torch.no_grad():
             return self._outputs(micro_batch, precise=self.compute_dtype != torch.float32)
+
+    def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def forward_bytes(self) -> int:
         return 4 * self._parts[0].labels.numel() * self._vocabulary

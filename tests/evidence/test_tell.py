@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from gradloc.evidence.disk.store import EventStore
 from gradloc.evidence.record import Event
-from gradloc.evidence.store import EventStore
 from gradloc.evidence.tell.alerts import Limiter
 from gradloc.evidence.tell.background import Background
 from gradloc.evidence.tell.config import NotifyConfig

@@ -13,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from verl import DataProto
+from verl.gradloc.evidence.batch import BatchView
 from verl.gradloc.health import HealthConfig
 from verl.gradloc.health.monitor import Monitor, build_monitor
 from verl.gradloc.verl_actor.trainer import TrainerHook
@@ -20,7 +21,7 @@ from verl.gradloc.verl_actor.trainer import TrainerHook
 CALM = {"actor/grad_norm": 0.5, "actor/pg_loss": 0.01, "critic/score/mean": 0.4}
 
 
-def batch_of(rewards):
+def proto_of(rewards):
     """A batch of 3 tokens a row; ``rewards`` are (uid, sum of the row's scores)."""
     scores = torch.zeros(len(rewards), 3)
     scores[:, -1] = torch.tensor([score for _, score in rewards])
@@ -29,11 +30,17 @@ def batch_of(rewards):
     return DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids})
 
 
+def batch_of(rewards):
+    """The same as the monitor takes it."""
+    proto = proto_of(rewards)
+    return BatchView(proto.batch, proto.non_tensor_batch)
+
+
 def observed(rewards, metrics=(), has_uids=True, **settings):
     """The metrics after one observed step."""
     found, batch = {**CALM, **dict(metrics)}, batch_of(rewards)
     if not has_uids:
-        del batch.non_tensor_batch["uid"]
+        del batch.labels["uid"]
     Monitor(HealthConfig(enable=True), 1.0, **settings).observe(batch, found, 1)
     return found
 
@@ -87,7 +94,7 @@ def checkpointed(folder):
     for step in range(1, 5):
         if step == 3:
             hook.save(folder)
-        hook.after_step(batch_of([("a", 1.0), ("a", 0.0)]), dict(CALM), step)
+        hook.after_step(proto_of([("a", 1.0), ("a", 0.0)]), dict(CALM), step)
     with open(f"{folder}/gradloc.json") as file:
         kept.append(json.load(file)["health"]["judge"]["last_step"])
     resumed = TrainerHook(monitor=Monitor(HealthConfig(enable=True), 1.0))

@@ -15,6 +15,7 @@ TRAINERS = ("verl", "ray", "transformers", "tensordict")
 
 RANKS = {
     "checks": 0,
+    "keys": 0,
     "core": 1,
     "search": 2,
     "evidence": 3,

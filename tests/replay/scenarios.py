@@ -86,8 +86,8 @@ def save_checkpoint(folder: str, strategy: str) -> None:
 def fingerprints() -> dict[str, Any]:
     """Of the harness's model however it is sharded, and of models near and far."""
     from verl.gradloc.core.gradients import GradientSpace
+    from verl.gradloc.evidence.disk.store import plain
     from verl.gradloc.evidence.fingerprint import fingerprint
-    from verl.gradloc.evidence.store import plain
 
     def of(module):
         return plain(fingerprint(GradientSpace(module)))

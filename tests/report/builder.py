@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from gradloc.evidence.disk.store import plain
 from gradloc.evidence.record import (
     Action,
     BatchStatistics,
@@ -26,7 +27,6 @@ from gradloc.evidence.record import (
     Step,
     Trigger,
 )
-from gradloc.evidence.store import plain
 from gradloc.evidence.verdict import verdict_sentences
 from gradloc.report.runs.events import convert
 

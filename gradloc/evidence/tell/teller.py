@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..disk.store import plain
 from ..record import Event
-from ..store import plain
 from .alerts import Limiter, post, run_command
 from .background import Background, said_of
 from .config import NotifyConfig

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..disk.store import plain
 from ..record import Event
-from ..store import plain
 from .lines import COLUMNS, table_rows
 
 __all__ = ["ALERTS", "FORMS", "later_of", "upload_folder"]

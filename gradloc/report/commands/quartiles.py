@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from ...evidence.analysis_record import Moved, Update
+from ...evidence.disk.store import plain
 from ...evidence.numbers import number, percent
-from ...evidence.store import plain
 from ..analyses.quartiles import SPLITS, Analysis, read_quartiles
 from ..errors import ReportError
 from .buckets import save

@@ -6,9 +6,9 @@ import io
 import json
 from typing import Any
 
+from ...evidence.disk.store import plain
 from ...evidence.numbers import number, percent
 from ...evidence.record import Culprit, Event
-from ...evidence.store import plain
 from ..runs.run import RunFolder
 from ..text import one_line, spoken
 from .eventview import ACTIONS, CERTIFICATES, describe, plain_view

@@ -21,21 +21,42 @@ import contextlib
 import json
 import logging
 import os
-from dataclasses import asdict
+from typing import Any
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
 
-from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPConfig
-from verl.utils.device import is_cuda_available
-from verl.utils.fsdp_utils import fsdp_version, get_fsdp_state_ctx
+from ...core.ranks import PeerFailure, Ranks
+from .store import EventStore
 
-from ..core.ranks import PeerFailure, Ranks
-
-__all__ = ["save_weights"]
+__all__ = ["save_event_weights", "save_weights"]
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+
+def save_event_weights(module: torch.nn.Module, settings: Any, global_step: int, ranks: Ranks) -> str | None:
+    """Save the weights that an event happened at, as ``gradloc.evidence`` asks for it.
+
+    Args:
+        module: see :func:`save_weights`.
+        settings: those that hold, see :func:`~..config.resolve`.
+        global_step: the trainer's.
+        ranks: all of them call this together.
+
+    Returns:
+        The folder; None where none are to be saved, or could not be, or ``evidence.max_gb`` is reached.
+    """
+    if settings.evidence.checkpoint != "before_step":
+        return None
+    root = settings.root
+    size_gb = ranks.agree(lambda: EventStore(root).size_gb() if ranks.is_first else 0.0)
+    if ranks.max([size_gb])[0] >= settings.evidence.max_gb:
+        logger.warning("gradloc: %s holds gradloc.evidence.max_gb or more, so no weights are saved", root)
+        return None
+    folder = os.path.join(root, "weights", f"global_step_{global_step}", "actor")
+    return folder if save_weights(module, folder, ranks) else None
 
 
 def save_weights(module: torch.nn.Module, folder: str, ranks: Ranks) -> bool:
@@ -51,20 +72,21 @@ def save_weights(module: torch.nn.Module, folder: str, ranks: Ranks) -> bool:
     """
     size, rank = ranks.num_processes, torch.distributed.get_rank()
     path = os.path.join(folder, f"model_world_size_{size}_rank_{rank}.pt")
-    version = fsdp_version(module)
+    version = 1 if isinstance(module, FSDP1) else 2
 
     def write() -> None:
         os.makedirs(folder, exist_ok=True)
         torch.save(state, path)
         if ranks.is_first:
-            unwrapped = module._fsdp_wrapped_module if version == 1 else module
+            unwrapped: Any = module._fsdp_wrapped_module if version == 1 else module
             unwrapped.config.save_pretrained(os.path.join(folder, "huggingface"))
             with open(os.path.join(folder, "fsdp_config.json"), "w", encoding="utf-8") as file:
-                json.dump(asdict(FSDPConfig(FSDP_version=version, world_size=size)), file)
+                json.dump({"FSDP_version": version, "world_size": size}, file)
 
-    settings = ShardedStateDictConfig(offload_to_cpu=is_cuda_available)
+    settings = ShardedStateDictConfig(offload_to_cpu=next(module.parameters()).device.type != "cpu")
+    kind = FSDP1.state_dict_type(module, StateDictType.SHARDED_STATE_DICT, settings)
     try:
-        with get_fsdp_state_ctx(module, StateDictType.SHARDED_STATE_DICT, settings, None):
+        with kind if version == 1 else contextlib.nullcontext():
             state = ranks.together(module.state_dict)
         ranks.agree(write)
     except PeerFailure:

@@ -25,7 +25,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from .record import Event
+from ..record import Event
 
 if TYPE_CHECKING:
     import torch
