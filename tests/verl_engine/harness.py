@@ -133,7 +133,7 @@ class Store:
 
         rows = [self.rows[key] for key in keys]
         pack = AsyncSimpleStorageManager._pack_field_values
-        wanted = select_fields or rows[0].keys()
+        wanted = [name for name in select_fields or rows[0].keys() if name in rows[0]]
         return TensorDict({name: pack([row[name] for row in rows]) for name in wanted}, batch_size=len(rows))
 
     def put(self, keys: Any, partition_id: Any = None, fields: Any = None, tags: Any = None) -> Any:
@@ -185,6 +185,8 @@ def make_trainer(overrides: list[str], model_dir: str, seed: int = 0, stock: boo
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
     config = make_config(overrides, model_dir)
+    if "gradloc" in config.actor_rollout_ref.actor and dist.get_rank() > 0:  # there is one trainer, and here two
+        config.actor_rollout_ref.actor.gradloc.dump_dir += f"/of_rank_{dist.get_rank()}"
     with mock.patch.dict(os.environ, {"VERL_ENGINE_VENDOR": "none"} if stock else {}):
         worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor")
         worker.init_model()
@@ -192,8 +194,12 @@ def make_trainer(overrides: list[str], model_dir: str, seed: int = 0, stock: boo
     torch.manual_seed(1000 + seed)
     trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
     trainer.global_steps = 0
+    if hasattr(trainer, "gradloc"):
+        trainer.gradloc.begin(tokenizer=None)
     made = Trainer(worker, trainer, dp_size=worker.actor.engine.get_data_parallel_size())
-    trainer.actor_rollout_wg = SimpleNamespace(update_actor=made.update_actor)
+    trainer.actor_rollout_wg = SimpleNamespace(
+        update_actor=made.update_actor, _dispatch_info={"actor": list(range(made.dp_size))}
+    )
     return made
 
 

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The actor's config with GradLoc's settings: what ``+gradloc=on`` puts into ``actor_rollout_ref.actor._target_``.
+
+verl builds it in each worker before the engine. So this is where the engine is registered, and where a run in which
+a feature could not work is refused.
+"""
+
+import sys
+from dataclasses import dataclass, field
+
+from verl.workers.config import FSDPActorConfig
+
+from ..checks import Need, check_needs, require
+from ..config import GradLocConfig, settle
+from .touches import check_verl
+
+__all__ = ["GradLocActorConfig", "check_run"]
+
+_ACTOR = "actor_rollout_ref.actor"
+_FSDP = Need(f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other engines do not have it")
+_NEEDS = (
+    _FSDP,
+    Need("trainer.use_v1", (True,), True, "true", "it hangs on the V1 trainers"),
+    Need(f"{_ACTOR}.shuffle", (False,), False, "false", "the trainer must know which mini-batch a row is in"),
+    Need(f"{_ACTOR}.use_prefix_grouper", (False,), False, "false", "its forward is another one"),
+    Need(
+        f"{_ACTOR}.fsdp_config.offload_policy",
+        (False, None),
+        False,
+        "false",
+        "use param_offload and optimizer_offload instead",
+    ),
+    Need(
+        "actor_rollout_ref.model.enable_activation_offload",
+        (False,),
+        False,
+        "false",
+        "its handler counts a backward for every forward, and a search runs forwards alone",
+    ),
+    Need("distillation.enabled", (False,), False, "false", "its loss is another one"),
+)
+
+
+def check_run(feature: str, config: object, prefix: str = "") -> None:
+    """Refuse a run in which spikes could not be localized.
+
+    Args:
+        feature: the setting that switches it on.
+        config: what stands at ``prefix``; by default the trainer's whole config.
+        prefix: ends with a dot.
+
+    Raises:
+        ValueError: one sentence.
+    """
+    check_needs(feature, _NEEDS, config, prefix)
+
+
+@dataclass
+class GradLocActorConfig(FSDPActorConfig):
+    """verl's config of the FSDP actor, the four published keys (None: not given) and ``gradloc``."""
+
+    spike_detection: bool | None = None
+    grad_norm_threshold: float | None = None
+    bisect_budget_steps: int | None = None
+    bisect_dump_dir: str | None = None
+    gradloc: GradLocConfig = field(default_factory=GradLocConfig)
+
+    def __post_init__(self):
+        super().__post_init__()
+        settings = settle(self)
+        require(
+            not settings.stabilize.is_on,
+            f"{_ACTOR}.gradloc.stabilize",
+            "off (the stabilizers need the patch for verl 0.7)",
+            "on",
+        )
+        if not settings.enable:
+            return
+        check_verl(of_trainer=False)
+        check_run(f"{_ACTOR}.gradloc.enable", self, f"{_ACTOR}.")
+        if f"{__package__}.plugin" not in sys.modules:
+            raise RuntimeError(
+                "gradloc is switched on, and its plug-in was not loaded: leave VERL_USE_EXTERNAL_PLUGINS at auto or "
+                "name gradloc in it, and install gradloc in the environment of every node (pip install gradloc-verl)."
+            )
+        from .engine import register_engine
+
+        register_engine()

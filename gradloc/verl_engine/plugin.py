@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What verl 0.9 loads in every process (entry point group ``verl.plugins``), while verl itself is being imported.
+
+It imports nothing of verl and next to nothing of ours: once verl has imported its trainers, they are replaced by
+subclasses that have the hook. In a run that does not ask for GradLoc these do nothing.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+__all__: list[str] = []
+
+_TRAINERS = "verl.trainer.ppo.v1"
+
+
+class _AfterTrainers(MetaPathFinder):
+    """Runs our part right after verl's trainers have been imported; where nobody imports them, never."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _TRAINERS:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            run = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                importlib.import_module(f"{__package__}.trainer").watch_trainers()
+
+            loader.exec_module = exec_module
+        return spec
+
+
+if _TRAINERS in sys.modules:  # a plug-in of somebody else was quicker
+    importlib.import_module(f"{__package__}.trainer").watch_trainers()
+else:
+    sys.meta_path.insert(0, _AfterTrainers())

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One mini-batch of verl's engine as a step that can be replayed: all forwards and backwards are verl's own.
+
+The engine keeps sequences end to end (``N`` positions of prompts and responses in one micro-batch). A position's
+log-prob is that of the token after it, so a response's first log-prob stands at its prompt's last position.
+
+Shapes: B rows of the micro-batch, T response positions, N positions.
+"""
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from verl.trainer.ppo.core_algos import agg_loss
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.workers.engine import FSDPEngineWithLMHead
+from verl.workers.utils.padding import no_padding_2_padding
+
+from ..core.memory import precise_readout
+from ..core.probe import Recorded, RngState, let_through
+from ..keys import ROW_KEY
+
+__all__ = ["EngineStep"]
+
+_FIELDS = {"log_probs": "log_prob", "entropy": "entropy"}
+"""Of verl's model output, and what they are called in a record."""
+
+
+class EngineStep:
+    """One mini-batch of verl's FSDP engine, replayable: see :class:`~..core.probe.TrainingStep`.
+
+    Args:
+        engine: verl's ``FSDPEngineWithLMHead``.
+        loss_function: verl's ``ppo_loss`` with the actor's config bound to it.
+        dp_size: data-parallel ranks.
+    """
+
+    on_policy = False  # this verl's loss always takes the old log-probs that came with the batch
+
+    def __init__(self, engine: FSDPEngineWithLMHead, loss_function: Callable, dp_size: int):
+        self.engine, self.loss_function, self.dp_size = engine, loss_function, dp_size
+        self.micro_batches: list[Any] = []
+        self._recorded: list[Recorded] = []
+        self._grads: list[dict[str, torch.Tensor]] = []
+
+    # ---- recording, while verl trains
+
+    def before_forward(self, micro_batch: Any) -> None:
+        """Take the next micro-batch (verl's TensorDict) and the random state before its forward."""
+        self.micro_batches.append(micro_batch)
+        self._recorded.append(Recorded(rng=RngState(torch.device(get_device_name()))))
+        self._grads.append({})
+
+    def after_forward(self, model_output: dict[str, torch.Tensor]) -> None:
+        """Keep the last micro-batch's values and hook their coefficients; changes nothing of the graph."""
+        recorded, grads, data = self._recorded[-1], self._grads[-1], self._data(-1)
+        for key, name in _FIELDS.items():
+            value = model_output.get(key)
+            if value is not None:
+                setattr(recorded, name, no_padding_2_padding(value.detach(), data))
+                if value.requires_grad:
+                    value.register_hook(partial(_keep, grads, key))
+
+    # ---- what the search may ask
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.micro_batches)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.engine._autocast_dtype
+
+    @property
+    def loss_scale(self) -> float:
+        scaler = self.engine.scaler
+        return 1.0 if scaler is None else scaler.get_scale()
+
+    @property
+    def temperature(self) -> float:
+        return float(self.micro_batches[0]["temperature"])
+
+    def recorded(self, micro_batch: int) -> Recorded:
+        return self._recorded[micro_batch]
+
+    def rows(self, micro_batch: int) -> list[int]:
+        rows = self.micro_batches[micro_batch].get(ROW_KEY, None)
+        if rows is None:
+            return []
+        return (rows.values() if rows.is_nested else rows).flatten().tolist()
+
+    def token_mask(self, micro_batch: int) -> torch.Tensor:
+        return _padded(self._data(micro_batch)["response_mask"]).bool()
+
+    def token_weights(self, micro_batch: int) -> torch.Tensor:
+        config, mask = self._config, self.token_mask(micro_batch)
+        token_losses = torch.zeros_like(mask, dtype=torch.float32, requires_grad=True)
+        loss = agg_loss(token_losses, mask, config.loss_agg_mode, **config.global_batch_info)
+        (weights,) = torch.autograd.grad(loss, token_losses)
+        return weights.nan_to_num() / self.dp_size
+
+    def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
+        return self.engine._gradient_sync_context(is_last_micro_batch=is_last)
+
+    def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        found = self._forward(micro_batch, self._data(micro_batch))
+        return found["log_probs"], found.get("entropy")
+
+    def entropies(self, micro_batch: int) -> torch.Tensor:
+        data = self._data(micro_batch).copy()
+        tu.assign_non_tensor(data, calculate_entropy=True)
+        return self._forward(micro_batch, data)["entropy"]
+
+    def forward_bytes(self) -> int:
+        if self._is_fused:
+            return 0
+        module = getattr(self.engine.module, "_fsdp_wrapped_module", self.engine.module)
+        ids = [micro_batch["input_ids"] for micro_batch in self.micro_batches]
+        is_packed = tu.get_non_tensor_data(data=self.micro_batches[0], key="use_remove_padding", default=True)
+        lengths = [nested.offsets().diff() for nested in ids]
+        sizes = [int(each.sum() if is_packed else each.max() * len(each)) for each in lengths]
+        vocabulary = getattr(module.config.get_text_config(), "vocab_size", 0)
+        return 4 * max(sizes) * vocabulary // self.engine.ulysses_sequence_parallel_size
+
+    def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # a coefficient is of this rank's own (scaled) loss; the step's gradient is the mean over the ranks
+        factor = 1.0 / (self.dp_size * self.loss_scale)
+        grads, data = self._grads[micro_batch], self._data(micro_batch)
+        found = {key: no_padding_2_padding(grad, data) * factor for key, grad in grads.items()}
+        log_prob = found.get("log_probs")
+        none = torch.zeros_like(self._recorded[micro_batch].log_prob)
+        return none if log_prob is None else log_prob, found.get("entropy")
+
+    def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
+        self._recorded[micro_batch].rng.restore()
+        data = self._data(micro_batch)
+        packed = None if selected is None else _pack(selected, data)
+
+        def loss_of_selected(model_output: dict[str, torch.Tensor], **given: Any) -> tuple[torch.Tensor, dict]:
+            if packed is not None:
+                model_output = {key: _only(packed, value) for key, value in model_output.items()}
+            return self.loss_function(model_output=model_output, **given)
+
+        loss, _ = FSDPEngineWithLMHead.forward_step(self.engine, data, loss_of_selected, forward_only=False)
+        scaler = self.engine.scaler
+        return loss if scaler is None else scaler.scale(loss)
+
+    def kl_coefficients(self, micro_batch: int) -> torch.Tensor | None:
+        """d (KL term) / d log_prob (B, T): of the loss with the term less that of the loss without; no forward."""
+        if not self._config.use_kl_loss:
+            return None
+        without = copy.copy(self._config)
+        object.__setattr__(without, "use_kl_loss", False)  # verl freezes its configs
+        both = [self._loss_of_recorded(micro_batch, loss) for loss in (self.loss_function, self._with(without))]
+        derivatives = [torch.autograd.grad(loss, log_prob)[0] for log_prob, loss in both]
+        return derivatives[0] - derivatives[1]
+
+    def has_finite_loss(self, micro_batch: int) -> bool:
+        """Whether the loss and its derivative by every log-prob are finite before any scaling: no forward."""
+        log_prob, loss = self._loss_of_recorded(micro_batch, self.loss_function)
+        (coefficients,) = torch.autograd.grad(loss, log_prob)
+        return bool(torch.isfinite(loss) and torch.isfinite(coefficients).all())
+
+    def old_log_prob(self, micro_batch: int) -> torch.Tensor:
+        """(B, T), as they came with the batch."""
+        return _padded(self._data(micro_batch)["old_log_probs"])
+
+    # ---- inside
+
+    @property
+    def _config(self) -> Any:
+        return self.loss_function.keywords["config"]
+
+    def _with(self, config: Any) -> Callable:
+        return partial(self.loss_function.func, **{**self.loss_function.keywords, "config": config})
+
+    @property
+    def _is_fused(self) -> bool:
+        return tu.get_non_tensor_data(data=self.micro_batches[0], key="use_fused_kernels", default=False)
+
+    def _data(self, micro_batch: int) -> Any:
+        return self.micro_batches[micro_batch].to(get_device_id())
+
+    @torch.no_grad()
+    def _forward(self, micro_batch: int, data: Any) -> dict[str, torch.Tensor]:
+        self._recorded[micro_batch].rng.restore()
+        precise = nullcontext() if self._is_fused else precise_readout(self.engine.module, self.compute_dtype)
+        with precise:
+            _, found = FSDPEngineWithLMHead.forward_step(self.engine, data, None, forward_only=True)
+        output = found["model_output"]
+        return {key: no_padding_2_padding(output[key], data) for key in _FIELDS if output.get(key) is not None}
+
+    def _loss_of_recorded(self, micro_batch: int, loss_function: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+        """The recorded log-probs (B, T) in float32 as a leaf, and the loss of them."""
+        recorded, data = self._recorded[micro_batch], self._data(micro_batch)
+        log_prob = recorded.log_prob.detach().float().clone().requires_grad_()
+        output = {"log_probs": _pack(log_prob, data)}
+        if recorded.entropy is not None:
+            output["entropy"] = _pack(recorded.entropy, data)
+        group = self.engine.get_data_parallel_group()
+        loss, _ = loss_function(model_output=output, data=data, dp_group=group)
+        return log_prob, loss
+
+
+def _keep(grads: dict[str, torch.Tensor], key: str, grad: torch.Tensor) -> None:
+    grads[key] = grad.detach()
+
+
+def _padded(values: torch.Tensor) -> torch.Tensor:
+    return values.to_padded_tensor(0) if values.is_nested else values
+
+
+def _pack(values: torch.Tensor, data: Any) -> torch.Tensor:
+    """From response tokens (B, T) to the positions that have their log-probs, (N,); 0 and False elsewhere."""
+    ends = data["input_ids"].offsets()[1:].to(values.device)
+    lengths = data["responses"].offsets().diff().to(values.device)
+    steps = torch.arange(values.shape[1], device=values.device)
+    is_token = steps < lengths.unsqueeze(1)
+    places = ((ends - lengths - 1).unsqueeze(1) + steps)[is_token]
+    return values.new_zeros(int(ends[-1])).index_put((places,), values[is_token])
+
+
+def _only(packed: torch.Tensor, nested: torch.Tensor) -> torch.Tensor:
+    """Let gradient through at these positions only; the values stay the same, bit for bit."""
+    if nested is None or not nested.requires_grad:
+        return nested
+    return torch.nested.nested_tensor_from_jagged(let_through(packed, nested.values()), nested.offsets())

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's V1 trainers with the driver's side of GradLoc: policies sent with a batch, events taken out of the metrics."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
+
+from verl.trainer.ppo.v1 import trainer_base
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.metric import reduce_metrics
+from verl.workers.utils.padding import response_to_nested
+
+from ..config import fix_dump_dir, settings_in
+from ..evidence.disk.state import load_states, save_states
+from ..evidence.driver import Driver, build_driver
+from ..health.monitor import Monitor, build_monitor
+from ..keys import POLICY_KEY, ROW_KEY
+from ..names import refuse_unknown_names
+from ..reweighting import reweight
+from .batch import fetch, view_of
+from .config import check_run
+from .engine import REPORT_KEY
+from .touches import check_verl
+
+__all__ = ["TrainerSide", "watch_trainers"]
+
+
+class TrainerSide:
+    """What a V1 trainer calls, in the order of the methods; each part does nothing while it is off.
+
+    Args:
+        config: the trainer's whole config.
+
+    Raises:
+        ValueError: one sentence, for a setting that is wrong or that these workers do not have.
+    """
+
+    def __init__(self, config: Any):
+        refuse_unknown_names(config)
+        self.config = config
+        self.settings = settings_in(config, omega_conf_to_dataclass)
+        if self.settings.enable:
+            check_verl(of_trainer=True)
+            check_run("actor_rollout_ref.actor.gradloc.enable", config)
+        fix_dump_dir(config, self.settings.root)
+        self.monitor: Monitor | None = build_monitor(config)
+        block = config.algorithm.get("advantage_reweighting")
+        self.alpha = 0.0 if block is None else omega_conf_to_dataclass(block).alpha
+        self.spikes: Driver | None = None
+        self._num_updates = 0
+        self._checkpoint: str | None = None
+
+    @property
+    def _stateful(self) -> dict[str, Any]:
+        parts = {"spikes": self.spikes, "health": self.monitor}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def begin(self, tokenizer: Any) -> None:
+        """Once the tokenizer is there, before the workers are."""
+        if self.settings.enable:
+            self.spikes = build_driver(self.config, self.settings, tokenizer)
+            mode = self.settings.action.mode
+            print(f"gradloc: on ({mode}); events go to {self.spikes.store.root}", flush=True)
+
+    def begin_fit(self, tracking: Any) -> None:
+        """Once verl's ``Tracking`` is open: whom to tell events."""
+        if self.spikes is not None:
+            self.spikes.teller.trackers = tracking.logger
+
+    def load(self, folder: str) -> None:
+        """Take the states back from the checkpoint that the trainer has resumed from."""
+        self._remember(folder)
+        load_states(self._stateful, folder)
+
+    def after_advantages(self, batch: Any, metrics: dict[str, Any]) -> None:
+        """Right after the estimator: reweight the advantages."""
+        if self.alpha == 0:
+            return
+        found = fetch(batch, ["advantages", "old_log_probs", "response_mask"])
+        padded = found.to_padded_tensor()
+        before, mask = padded["advantages"], padded["response_mask"].bool()
+        after = reweight(before, padded["old_log_probs"], self.alpha)
+        fields = {"advantages": response_to_nested(after, found["response_mask"])}
+        _put(batch, fields)
+        total = before[mask].abs().sum()
+        metrics["advantage_reweighting/kept_share"] = float(after[mask].abs().sum() / total) if total > 0 else 1.0
+
+    def update(self, trainer: Any, batch: Any, metrics: dict[str, Any], update: Callable[[], Any]) -> Any:
+        """The actor's update, through verl's own method, with the policy sent and the events written."""
+        driver = self.spikes
+        if driver is None:
+            return update()
+        view, group = view_of(batch), trainer.actor_rollout_wg
+        dp_size = max(group._dispatch_info["actor"]) + 1
+        policy = driver.before_update(view.tensors["response_mask"], trainer.global_steps, dp_size)
+        self._num_updates += 1
+        _put(batch, {ROW_KEY: torch.arange(len(batch.keys)).unsqueeze(-1)})
+        batch.extra_info[POLICY_KEY] = {"update": self._num_updates, "policy": policy.as_dict()}
+        caught: list[Any] = []
+        call = group.update_actor
+
+        def update_actor(sent: Any) -> Any:
+            output = call(sent)
+            caught.append(output["metrics"].pop(REPORT_KEY, []))
+            return output
+
+        group.update_actor = update_actor
+        try:
+            batch = update()
+        finally:
+            group.update_actor = call
+            batch.extra_info.pop(POLICY_KEY, None)
+        metrics.update(reduce_metrics(self._after_update(driver, view, _reports(caught))))
+        return batch
+
+    def _after_update(self, driver: Driver, view: Any, reports: list[dict[str, Any]]) -> dict[str, list[float]]:
+        first = [report for report in reports if "norm" in report]  # one for each optimizer step
+        if not first:
+            raise RuntimeError(
+                "gradloc is switched on, and the workers' engine is not its own: install gradloc in the environment "
+                "of every node, or leave +gradloc out."
+            )
+        found = driver.after_update(
+            [report["norm"] for report in first],
+            [event for report in first for event in report["events"]],
+            view,
+            [spike for report in first for spike in report["handled"]],
+            [report["coefficient"] for report in reports],
+        )
+        return found | {"gradloc/failures": [max(report["failures"] for report in reports)]}
+
+    def after_metrics(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
+        """Once verl has computed the step's metrics, before they are logged."""
+        if self.monitor is not None:
+            self.monitor.observe(view_of(batch), metrics, global_step)
+            if self._checkpoint is not None:  # written before the step had its metrics
+                self.save(self._checkpoint)
+        self._checkpoint = None
+
+    def save(self, folder: str) -> None:
+        """Put the parts' states beside a checkpoint."""
+        if save_states(self._stateful, folder):
+            self._checkpoint = folder
+            self._remember(folder)
+
+    def _remember(self, folder: str) -> None:
+        if self.spikes is not None:
+            self.spikes.last_checkpoint = os.path.abspath(folder)
+
+
+def _put(batch: Any, fields: dict[str, torch.Tensor]) -> None:
+    rows = TensorDict(fields, batch_size=len(batch.keys))
+    tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=rows)
+    if batch.fields is not None:
+        batch.fields = [*dict.fromkeys([*batch.fields, *fields])]
+
+
+def _reports(caught: Any) -> list[dict[str, Any]]:
+    """One report for each optimizer step and rank, in this order.
+
+    verl nests metrics by worker, step and rank, and every worker has those of all ranks.
+    """
+    found = {(report["step"], report["rank"]): report for report in _flat(caught)}
+    return [found[place] for place in sorted(found)]
+
+
+def _flat(caught: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(caught, dict):
+        yield caught
+    elif isinstance(caught, list | tuple):
+        for part in caught:
+            yield from _flat(part)
+
+
+class _Watched:
+    """Goes in front of one of verl's trainer classes."""
+
+    def __init__(self, config: Any):
+        self.gradloc = TrainerSide(config)
+        super().__init__(config)
+
+    def _init_tokenizer(self) -> None:
+        super()._init_tokenizer()
+        self.gradloc.begin(self.tokenizer)
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if self.global_steps > 0:
+            folder = self.config.trainer.default_local_dir
+            if self.config.trainer.resume_mode == "resume_path":
+                folder = os.path.dirname(os.path.normpath(self.config.trainer.resume_from_path))
+            self.gradloc.load(os.path.join(folder, f"global_step_{self.global_steps}"))
+
+    def on_train_begin(self) -> None:
+        super().on_train_begin()
+        self.gradloc.begin_fit(self.logger)
+
+    def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
+        batch = super()._compute_advantage(batch, metrics)
+        self.gradloc.after_advantages(batch, metrics)
+        return batch
+
+    def _update_actor(self, batch: Any, metrics: dict) -> Any:
+        return self.gradloc.update(self, batch, metrics, lambda: super(_Watched, self)._update_actor(batch, metrics))
+
+    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
+        self.gradloc.after_metrics(batch, metrics, global_steps)
+
+    def _save_checkpoint(self) -> None:
+        super()._save_checkpoint()
+        self.gradloc.save(os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}"))
+
+
+def watch_trainers() -> None:
+    """Put a subclass with the hook in the place of each trainer that verl has registered."""
+    registry = trainer_base.TRAINER_REGISTRY
+    for name, trainer in list(registry.items()):
+        if not issubclass(trainer, _Watched):
+            registry[name] = type(trainer.__name__, (_Watched, trainer), {"__module__": trainer.__module__})
