@@ -254,6 +254,8 @@ class GradLocConfig:
 def resolve(settings: GradLocConfig, actor: Any, default_dump_dir: str | None = None) -> GradLocConfig:
     """The settings that hold: those under ``gradloc``, and the published keys where these are given.
 
+    A key under ``gradloc`` that has its default counts as not given: the config does not tell whether it was.
+
     Args:
         settings: the block ``gradloc`` as given.
         actor: has the four published keys, by ``get``; None: not given.

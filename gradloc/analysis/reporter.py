@@ -42,7 +42,8 @@ class Run:
     root: str
     """Where to write: ``bisect_dump_dir``, absolute."""
     seed: int
-    trackers: Sequence[str]
+    trackers: dict[str, Any]
+    """verl's open clients by name; filled once they are open."""
     names: Mapping[str, str]
     """``project`` and ``experiment``."""
     loss: Mapping[str, str]

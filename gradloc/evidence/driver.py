@@ -194,14 +194,15 @@ class Driver:
             measured[spike.number] = spike.grad_norm
         self._present = batch_scale(batch.tensors, coefficients)
         self.adaptive.observe(measured)
-        written = [event for event in (self._write(raw, batch) for raw in raw_events) if event is not None]
-        self.teller.tell(written, policy.global_step)
+        events = [self._write(raw, batch) for raw in raw_events]
+        self.teller.tell([event for event, _ in events], policy.global_step, [why for _, why in events])
         self._num_in_step += len(raw_events)
         if raw_events:
             self._quiet_until = policy.global_step + 1 + self.settings.trigger.cooldown_steps
         self._tell_unwritten(policy, [spike for spike in handled if not spike.is_written])
         if any(spike.taken == "abort" for spike in handled):
             self.teller.finish()
+            written = [event for event, why in events if not why]
             said = written[-1].verdict if written else "No event of it was written."
             raise AbortedBySpike(
                 f"gradloc stopped the run (actor_rollout_ref.actor.gradloc.action.mode=abort). {said} "
@@ -267,11 +268,13 @@ class Driver:
                 trigger.cooldown_steps,
             )
 
-    def _write(self, raw: RawEvent, batch: BatchView) -> Event | None:
-        """Write one event; returns its record, None when that failed."""
+    def _write(self, raw: RawEvent, batch: BatchView) -> tuple[Event, str]:
+        """Write one event; returns its record, as far as it could be completed, and why writing failed, if so."""
         self._num_events += 1
+        event = raw.event
         try:
-            return self._write_event(raw, batch)
+            event = self._complete(raw, batch)
+            return self._keep(event, raw, batch), ""
         except Exception as error:
             self._num_failures += 1
             logger.error(
@@ -281,23 +284,24 @@ class Driver:
                 said_of(error),
                 exc_info=not isinstance(error, OSError),  # a full disk is known for what it is
             )
-            return None
+            return event, said_of(error)
 
-    def _write_event(self, raw: RawEvent, batch: BatchView) -> Event:
-        step, evidence = raw.event.step, self.settings.evidence
-        event_id = self.store.new_id(step.global_step, step.epoch, step.mini_batch)
-        typical = self.scale.typical()
+    def _complete(self, raw: RawEvent, batch: BatchView) -> Event:
+        step, typical = raw.event.step, self.scale.typical()
         over_run = {name: value / typical[name][0] for name, value in self._present.items() if name in typical}
-        event = complete_event(
+        return complete_event(
             raw,
-            event_id,
+            self.store.new_id(step.global_step, step.epoch, step.mini_batch),
             self.run,
             batch,
             self.tokenizer,
-            evidence.context_tokens,
+            self.settings.evidence.context_tokens,
             over_run,
             self.last_checkpoint,
         )
+
+    def _keep(self, event: Event, raw: RawEvent, batch: BatchView) -> Event:
+        event_id, evidence = event.event_id, self.settings.evidence
         documents: dict[str, Any] = {"sequences": complete_sequences(raw, event_id, batch, self.tokenizer)}
         tensors: dict[str, torch.Tensor] = {}
         if evidence.bundle != "off" and raw.layout:

@@ -88,6 +88,7 @@ class Analysis:
         chosen: FilterSettings,
     ):
         run = _run(trainer.config)
+        self.trackers = run.trackers
         self.filter = RolloutFilter(chosen)
         self.quartiles = None if quartiles is None else QuartileAnalysis(quartiles, run)
         self.buckets = None
@@ -144,7 +145,7 @@ def _run(config: Any) -> Run:
     return Run(
         root=settings_of(config).root,
         seed=config.data.get("seed") or 0,
-        trackers=config.trainer.logger,
+        trackers={},
         names={"project": config.trainer.project_name, "experiment": config.trainer.experiment_name},
         loss={
             "loss_mode": actor.policy_loss.get("loss_mode", "vanilla"),

@@ -158,9 +158,11 @@ class TrainerHook:
         return {name: part for name, part in parts.items() if part is not None}
 
     def begin_fit(self, tracking: Any) -> None:
-        """Once verl's ``Tracking`` is open, before the first step: whom to tell events."""
+        """Once verl's ``Tracking`` is open, before the first step: whom to tell events, and to show tables."""
         if self.spikes is not None:
             self.spikes.teller.trackers = tracking.logger
+        if self.analysis is not None:
+            self.analysis.trackers.update(tracking.logger)
 
     # ---- the moments of a step, in order
 

@@ -162,6 +162,18 @@ def test_the_webhook_gets_a_short_message(tmp_path, server, monkeypatch):
     assert message["path"].startswith(str(tmp_path)) and message["global_step"] == 5
 
 
+def test_an_event_that_could_not_be_written_is_told_all_the_same_and_why(tmp_path, server, monkeypatch, capsys):
+    monkeypatch.setenv("HOOK", server.url)
+    teller = Teller(NotifyConfig(min_interval_s=0, webhook="env:HOOK"), tmp_path)
+    teller.tell([event()], 5, ["OSError: [Errno 28] No space left on device"])
+    teller.finish()
+    first, second = capsys.readouterr().out.splitlines()
+    why = f"this event could not be written to {tmp_path}: OSError: [Errno 28] No space left on device"
+    assert (first, second) == (f"gradloc: {headline(event())}", f"gradloc: {why}")
+    ((_, message),) = server.received
+    assert message["text"].endswith(f"{headline(event())}; {why}") and message["path"] is None
+
+
 def test_the_url_may_be_in_a_file(tmp_path, server):
     (tmp_path / "hook").write_text(f"{server.url}/in-a-file\n")
     tell(tmp_path, webhook=f"file:{tmp_path / 'hook'}")

@@ -139,6 +139,16 @@ def test_two_names_of_one_setting_that_differ_are_refused(single):
         assert f"{other.removeprefix(ACTOR + '.')}={value}" in answer["error"]
 
 
+def test_a_name_at_its_default_counts_as_not_given(compose):
+    cases = [
+        [f"{ACTOR}.bisect_budget_steps=64", f"{ACTOR}.gradloc.budget=128"],
+        [f"{ACTOR}.grad_norm_threshold=640", f"{ACTOR}.gradloc.trigger.tau=null"],
+        [f"{ACTOR}.spike_detection=True", f"{ACTOR}.gradloc.enable=null"],
+    ]
+    first, second, third = (answer["ok"] for answer in compose(*cases))
+    assert (first["budget"], second["trigger"]["tau"], third["enable"]) == (64, 640, True)
+
+
 def test_enable_false_switches_off_all_that_is_under_gradloc(single):
     safe, off = ["+gradloc=safe"], ["+gradloc=safe", f"{ACTOR}.gradloc.enable=false"]
     (answers,) = single.run("configs.read_all", cases=[safe, off], read="tests.world.configs.settings")

@@ -116,6 +116,8 @@ def fail_repeatedly(overrides: list[str], dump_dir: str) -> dict[str, Any]:
 
 def write_into_trouble(kind: str, overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """A spike whose event cannot be written, or not be told; then a healthy step."""
+    import contextlib
+    import io
     import os
     import shutil
     import socket
@@ -156,9 +158,10 @@ def write_into_trouble(kind: str, overrides: list[str], dump_dir: str) -> dict[s
         os.environ["HOOK"] = f"http://127.0.0.1:{silent.getsockname()[1]}/secret"
     batch = make_batch()
     plant(batch, 5, 3, 1e4)
-    started = time.monotonic()
+    started, said = time.monotonic(), io.StringIO()
     try:
-        out = trainer.update(batch)
+        with contextlib.redirect_stdout(said):
+            out = trainer.update(batch)
     finally:
         trainer.driver.store.append = original_append
     seconds = time.monotonic() - started
@@ -168,6 +171,7 @@ def write_into_trouble(kind: str, overrides: list[str], dump_dir: str) -> dict[s
         "next_norm": after["metrics"]["actor/grad_norm"][0][0],
         "weights": trainer.weights_hash(),
         "seconds": seconds,
+        "said": [line for line in said.getvalue().splitlines() if line.startswith("gradloc: ")],
     }
 
 

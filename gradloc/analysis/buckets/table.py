@@ -13,6 +13,7 @@
 # limitations under the License.
 """The group table in Weights & Biases; other trackers have the CSV file."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from ...evidence.analysis_record import GradientAnalysis
@@ -22,24 +23,22 @@ __all__ = ["log_group_table"]
 _COLUMNS = ["bucket", "group_id", "reward_std"]
 
 
-def log_group_table(loggers: Any, record: GradientAnalysis) -> None:
+def log_group_table(trackers: Mapping[str, Any], record: GradientAnalysis) -> None:
     """Log ``grad_norm/<bucket>/group_rv_table`` for each bucket to the run that verl has opened.
 
     Args:
-        loggers: ``trainer.logger``; nothing happens unless wandb is among them.
+        trackers: verl's open clients by name; nothing happens unless wandb's is among them.
         record: the analysis.
     """
-    if "wandb" not in loggers:
-        return
-    import wandb
-
-    if wandb.run is None:
-        return
     rows: dict[str, list[list[Any]]] = {}
     for group in record.groups:
         rows.setdefault(group.bucket, []).append([getattr(group, column) for column in _COLUMNS])
-    tables = {
-        f"grad_norm/{bucket}/group_rv_table": wandb.Table(columns=_COLUMNS, data=data) for bucket, data in rows.items()
-    }
-    # the step stays open: verl logs its scalars under the same one
-    wandb.log(tables, step=record.global_step, commit=False)
+    for client in (trackers[name] for name in ("wandb", "vemlp_wandb") if name in trackers):
+        if client.run is None:
+            continue
+        tables = {
+            f"grad_norm/{bucket}/group_rv_table": client.Table(columns=_COLUMNS, data=data)
+            for bucket, data in rows.items()
+        }
+        # the step stays open: verl logs its scalars under the same one
+        client.log(tables, step=record.global_step, commit=False)

@@ -22,7 +22,7 @@ from ..numbers import number, percent
 from ..record import Culprit, Event
 from ..verdict import quote
 
-__all__ = ["COLUMNS", "headline", "opening_command", "table_rows"]
+__all__ = ["COLUMNS", "headline", "not_written", "opening_command", "table_rows"]
 
 COLUMNS = ("event", "step", "token", "position", "sequence", "rank", "micro_batch", "share", "grad_norm", "advantage")
 
@@ -56,6 +56,12 @@ def opening_command(event: Event, root: Path) -> str:
         root: the folder of the events, absolute.
     """
     return shlex.join(["gradloc-report", str(root), "--event", event.event_id])
+
+
+def not_written(root: Path, why: str) -> str:
+    """What stands in the command's place where the event is not on disk."""
+    shown = "".join(char if char.isprintable() else " " for char in why)
+    return f"this event could not be written to {root}: {shown}"
 
 
 def table_rows(events: list[Event]) -> list[list[Any]]:

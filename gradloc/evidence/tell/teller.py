@@ -16,7 +16,7 @@
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from ..record import Event
 from .alerts import Limiter, post, run_command
 from .background import Background, said_of
 from .config import NotifyConfig
-from .lines import headline, opening_command
+from .lines import headline, not_written, opening_command
 from .trackers import ALERTS, FORMS, later_of, upload_folder
 
 __all__ = ["Teller"]
@@ -60,19 +60,21 @@ class Teller:
         self._slow_trackers = Background("gradloc-trackers", patience_s)
         self._alerts = Background("gradloc-alerts", patience_s)
 
-    def tell(self, events: list[Event], step: int) -> None:
+    def tell(self, events: list[Event], step: int, lost: Sequence[str] = ()) -> None:
         """Tell the events of one update.
 
         Args:
             events: as written; nothing happens when there are none.
             step: the trainer's global step, for the trackers' axis.
+            lost: why each could not be written; empty for one that was, and where none is given.
         """
         if not events:
             return
-        self._try("the console", partial(self._print, events))
+        whys = list(lost) or [""] * len(events)
+        self._try("the console", partial(self._print, events, whys))
         for name, client in self.trackers.items():
-            self._try(name, partial(self._tell_tracker, name, client, events, step))
-        self._try("the alerts", partial(self._alert, events))
+            self._try(name, partial(self._tell_tracker, name, client, events, whys, step))
+        self._try("the alerts", partial(self._alert, events, whys))
 
     def finish(self) -> None:
         """The run is about to end: wait for what is still to be told, a bit longer than ``notify.timeout_s`` each."""
@@ -85,22 +87,23 @@ class Teller:
         except Exception as error:
             logger.error("gradloc: telling %s failed (%s); training goes on", whom, said_of(error))
 
-    def _print(self, events: list[Event]) -> None:
-        for event in events:
-            print(f"gradloc: {headline(event)}\ngradloc: {opening_command(event, self.root)}", flush=True)
+    def _print(self, events: list[Event], whys: list[str]) -> None:
+        for event, why in zip(events, whys, strict=True):
+            where = not_written(self.root, why) if why else opening_command(event, self.root)
+            print(f"gradloc: {headline(event)}\ngradloc: {where}", flush=True)
 
-    def _tell_tracker(self, name: str, client: Any, events: list[Event], step: int) -> None:
+    def _tell_tracker(self, name: str, client: Any, events: list[Event], whys: list[str], step: int) -> None:
         later = later_of(name)
         if later is not None:
             self._slow_trackers.submit(f"telling {name}", partial(later, events))
         if name in ("wandb", "vemlp_wandb") and self._uploads:
-            for event in events:
+            for event in (event for event, why in zip(events, whys, strict=True) if not why):
                 upload = partial(upload_folder, client, self._folder(event))
                 self._slow_trackers.submit(f"the upload to {name}", upload)
         if name in FORMS:
             FORMS[name](client, events, step)
 
-    def _alert(self, events: list[Event]) -> None:
+    def _alert(self, events: list[Event], whys: list[str]) -> None:
         settings, first = self.settings, events[0]
         alerting = [name for name in self.trackers if settings.tracker_alerts and name in ALERTS]
         if not (alerting or settings.command or settings.webhook):
@@ -110,16 +113,18 @@ class Teller:
             return
         more = len(events) - 1 + missed
         text = headline(first) + (f" (and {more} more since the last alert)" if more else "")
+        text += f"; {not_written(self.root, whys[0])}" if whys[0] else ""
         for name in alerting:
             alert = partial(ALERTS[name], self.trackers[name], f"gradloc: {self._run_name(first)}", text)
             self._alerts.submit(f"the alert of {name}", alert)
         if settings.command:
             said = json.dumps(plain(first), allow_nan=False)
-            environment = {"GRADLOC_TEXT": text, "GRADLOC_EVENT_DIR": str(self._folder(first))}
+            folder = "" if whys[0] else str(self._folder(first))
+            environment = {"GRADLOC_TEXT": text, "GRADLOC_EVENT_DIR": folder}
             command = partial(run_command, settings.command, said, environment, settings.timeout_s)
             self._alerts.submit("gradloc.notify.command", command)
         if settings.webhook:
-            message = self._message(first, text)
+            message = self._message(first, text) | ({"path": None} if whys[0] else {})
             self._alerts.submit("gradloc.notify.webhook", partial(post, settings.webhook, message, settings.timeout_s))
 
     def _message(self, event: Event, text: str) -> dict[str, Any]:
