@@ -28,4 +28,4 @@ def test_a_planted_token_is_named_and_the_run_stays_what_it_was(train, layout, t
     assert event["certificate"]["verdict"] == "explained"
     (culprit,) = event["culprits"]
     assert (culprit["row"], culprit["positions"]) == (5, [3])
-    assert culprit["cause"]["label"] == "advantage_outlier"
+    assert culprit["cause"]["label"] == "extreme_advantage"
