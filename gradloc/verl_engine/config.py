@@ -7,6 +7,9 @@ a feature could not work is refused.
 
 import sys
 from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from verl.workers.config import FSDPActorConfig
 
@@ -14,7 +17,7 @@ from ..checks import Need, check_needs, require
 from ..config import GradLocConfig, settle
 from .touches import check_verl
 
-__all__ = ["GradLocActorConfig", "check_run"]
+__all__ = ["GradLocActorConfig", "check_run", "refuse_what_is_not_there"]
 
 _ACTOR = "actor_rollout_ref.actor"
 _FSDP = Need(f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other engines do not have it")
@@ -41,7 +44,35 @@ _NEEDS = (
 )
 
 
-def check_run(feature: str, config: object, prefix: str = "") -> None:
+_NOT_YET = {
+    "algorithm.lopti.enable": (None, False),
+    "trainer.gradient_analysis_mode": (None, False),
+    "trainer.quartile_analysis_mode": (None, False),
+    "actor_rollout_ref.rollout.rollout_filter_strategy": (None,),
+    f"{_ACTOR}.gradloc.stabilize.token_clip.mode": (None, False, "off"),
+    f"{_ACTOR}.gradloc.stabilize.seq_clip.mode": (None, False, "off"),
+    f"{_ACTOR}.gradloc.stabilize.layer_clip.rule": (None, False, "off"),
+    f"{_ACTOR}.gradloc.stabilize.skip_step.enable": (None, False),
+}
+"""What is there on verl 0.7 only, and the values with which it is off."""
+
+
+def refuse_what_is_not_there(config: Any) -> None:
+    """Refuse a run that asks for a feature that this adapter does not have.
+
+    Args:
+        config: the trainer's whole config.
+
+    Raises:
+        ValueError: one sentence that names the setting.
+    """
+    for key, off in _NOT_YET.items():
+        found = OmegaConf.select(config, key, default=None)
+        expected = "left off on verl 0.9 (it needs verl 0.7.0 or 0.7.1 and the patch)"
+        require(found in off, key, expected, found)
+
+
+def check_run(feature: str, config: Any, prefix: str = "") -> None:
     """Refuse a run in which spikes could not be localized.
 
     Args:
@@ -67,14 +98,7 @@ class GradLocActorConfig(FSDPActorConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        settings = settle(self)
-        require(
-            not settings.stabilize.is_on,
-            f"{_ACTOR}.gradloc.stabilize",
-            "off (the stabilizers need the patch for verl 0.7)",
-            "on",
-        )
-        if not settings.enable:
+        if not settle(self).enable:
             return
         check_verl(of_trainer=False)
         check_run(f"{_ACTOR}.gradloc.enable", self, f"{_ACTOR}.")

@@ -22,7 +22,7 @@ from ..keys import POLICY_KEY, ROW_KEY
 from ..names import refuse_unknown_names
 from ..reweighting import reweight
 from .batch import fetch, view_of
-from .config import check_run
+from .config import check_run, refuse_what_is_not_there
 from .engine import REPORT_KEY
 from .touches import check_verl
 
@@ -41,6 +41,7 @@ class TrainerSide:
 
     def __init__(self, config: Any):
         refuse_unknown_names(config)
+        refuse_what_is_not_there(config)
         self.config = config
         self.settings = settings_in(config, omega_conf_to_dataclass)
         if self.settings.enable:

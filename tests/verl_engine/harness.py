@@ -242,3 +242,45 @@ def train(
         "weights": trainer.weights_hash,
         "rng": torch.get_rng_state().numpy().tobytes(),
     }
+
+
+def make_side(overrides: list[str], model_dir: str) -> None:
+    """What the trainer does first."""
+    from gradloc.verl_engine.trainer import TrainerSide
+
+    TrainerSide(make_config(overrides, model_dir))
+
+
+def train_without_plug_in(model_dir: str) -> None:
+    """A run whose environment keeps verl from loading it."""
+    import sys
+
+    loaded = {name: module for name, module in sys.modules.items() if name != "gradloc.verl_engine.plugin"}
+    with mock.patch.dict(sys.modules, loaded, clear=True):
+        train(["+gradloc=on"], model_dir)
+
+
+def with_a_changed_verl() -> str:
+    """What is said where a method of verl's takes something else."""
+    from verl.workers.engine import FSDPEngineWithLMHead
+
+    def optimizer_step(self, closure):
+        raise AssertionError
+
+    return _said(mock.patch.object(FSDPEngineWithLMHead, "optimizer_step", optimizer_step))
+
+
+def with_verl_08() -> str:
+    """What is said where an older verl is installed."""
+    return _said(mock.patch("gradloc.verl_engine.touches.version", lambda name: "0.8.0"))
+
+
+def _said(patch: Any) -> str:
+    from gradloc.verl_engine.touches import check_verl
+
+    with patch:
+        try:
+            check_verl(of_trainer=False)
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"

@@ -22,6 +22,7 @@ def train_in_parallel(overrides: list[str], **settings: Any) -> dict[str, Any]:
 def attention_of_verl():
     """The model's attention is verl's, which swaps sequence for heads before and after flash attention's function."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     from verl.models.transformers import monkey_patch
 
     def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, position_ids=None, **_):
