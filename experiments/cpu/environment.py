@@ -6,6 +6,7 @@ was made from, and made again only when that changes. Each is complete or absent
 Standard library only.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from experiments.errors import ExperimentError
@@ -24,6 +26,7 @@ REQUIREMENTS = [REPO / "requirements" / name for name in ("demo.txt", "report.tx
 PATCH_SHA256 = REPO / "patches" / "gradloc.patch.sha256"
 # numpy 1.26.4, which verl 0.7.0 needs, has no wheel above.
 SUPPORTED = ((3, 10), (3, 11), (3, 12))
+UNUSED_S = 24 * 3600.0
 
 
 def ensure_python(report=print) -> str:
@@ -103,8 +106,10 @@ def ensure_patched_copy(python: str, report=print) -> None:
     """
     target = patched_copy().path
     if target.is_dir():
+        os.utime(target)  # in use
         return
     CACHE.mkdir(parents=True, exist_ok=True)
+    prune_patched_copies()
     report("getting verl 0.7.0 and patching a copy of it")
     base = step([python, "-m", "patchkit.build.base"], "the pinned verl could not be fetched").strip()
     work = Path(tempfile.mkdtemp(prefix="verl-", dir=CACHE))
@@ -117,6 +122,14 @@ def ensure_patched_copy(python: str, report=print) -> None:
             work.rename(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def prune_patched_copies() -> None:
+    """Deletes the copies that no run has begun with for a day: every edit of the patch makes another."""
+    for path in CACHE.glob("verl-*"):
+        with contextlib.suppress(FileNotFoundError):  # another process is at it, too
+            if time.time() - path.stat().st_mtime > UNUSED_S:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def ensure_material(python: str, module: str, report=print) -> Path:
