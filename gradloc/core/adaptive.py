@@ -28,6 +28,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from .history import Summary
+
 __all__ = ["AdaptiveThreshold"]
 
 _DECILE = 0.9  # a quantile that up to a tenth of the norms, spikes or hard batches, cannot move far
@@ -80,9 +82,8 @@ class AdaptiveThreshold:
         self._seed = []
         return spikes
 
-    def summary(self, position: int = 0) -> dict[str, Any]:
-        """What a position's threshold is made of: how many norms, their level (``median_norm``), and how far above it
-        their ninth decile lies, as the standard deviation of a normal distribution in log units; None without norms."""
+    def summary(self, position: int = 0) -> Summary:
+        """What a position's threshold is made of; ``log_sigma`` by the norms' ninth decile."""
         return self._at(position).summary()
 
     def state(self) -> dict[str, Any]:
@@ -139,7 +140,7 @@ class _Position:
             self._start_again(self._run)
         return True
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Summary:
         if not self._norms:
             return {"num_norms": 0, "median_norm": None, "log_sigma": None}
         _, _, level, decile = self._fit()

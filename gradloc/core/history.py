@@ -16,14 +16,24 @@
 import math
 from collections import deque
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
 
-__all__ = ["History"]
+__all__ = ["History", "Summary"]
 
 _MAD_TO_SIGMA = 1.4826  # MAD of a normal distribution is sigma / 1.4826
 _SIGMA_FLOOR = 0.05  # log units: a run of nearly equal norms must not make a 1% wobble a spike
 _LARGEST_EXPONENT = 709.0  # of a float; norms that scatter this far have no threshold
 _RELEARN_AFTER = 8  # flagged steps in a row: the level has moved, this is no spike any more
+
+
+class Summary(TypedDict):
+    """What a threshold is made of."""
+
+    num_norms: int
+    median_norm: float | None
+    """Their level; None without norms."""
+    log_sigma: float | None
+    """How far the larger ones lie above it, as a standard deviation of the natural logarithm; None without norms."""
 
 
 class History:
@@ -63,8 +73,8 @@ class History:
             self._log_norms.extend(self._flagged)
             self._flagged.clear()
 
-    def summary(self) -> dict[str, Any]:
-        """What the threshold is made of: count, median norm, sigma in log units."""
+    def summary(self) -> Summary:
+        """What the threshold is made of."""
         if not self._log_norms:
             return {"num_norms": 0, "median_norm": None, "log_sigma": None}
         center, sigma = self._center_and_sigma()

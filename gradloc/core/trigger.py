@@ -21,6 +21,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .history import Summary
+
 __all__ = ["Place", "StepPolicy", "Spike", "fixed_threshold", "spike_kind"]
 
 
@@ -37,8 +39,8 @@ class Place:
     epoch: int
     mini_batch: int
     num_mini_batches: int
-    history: dict[str, Any]
-    """What the adaptive threshold was made of."""
+    history: Summary | None
+    """What the adaptive threshold was made of; None under the fixed rule."""
     stage: str | None = None
     """Which of Lopti's two updates of the step; None for the only one."""
 
@@ -72,7 +74,7 @@ class StepPolicy:
     """Spikes of this update that an event may be written of; the action applies to all."""
     force: bool = False
     """Localize the first mini-batch even when it does not spike."""
-    history: list[dict[str, Any]] = field(default_factory=list)
+    history: list[Summary] = field(default_factory=list)
     """What each adaptive threshold was made of, for the record; empty under the fixed rule."""
     stage: str | None = None
     """Which of Lopti's two updates of the step this is; None for the only one."""
@@ -89,7 +91,7 @@ class StepPolicy:
     def place(self, number: int) -> Place:
         """Where the optimizer step of this number is, counted over epochs and mini-batches from 0."""
         epoch, mini_batch = divmod(number, len(self.num_tokens))
-        history = self.history[number % len(self.history)] if self.history else {}
+        history = self.history[number % len(self.history)] if self.history else None
         return Place(self.global_step, epoch, mini_batch, len(self.num_tokens), history, self.stage)
 
     def spike(self, grad_norm: float, number: int) -> Spike | None:

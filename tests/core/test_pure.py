@@ -15,7 +15,8 @@ def gradloc():
 
     names = {
         "core": ["trigger", "history", "certificate", "actions", "selection"],
-        "evidence": ["causes", "layers", "record", "store"],
+        "evidence": ["causes", "layers", "record"],
+        "evidence.disk": ["store"],
         "search": ["candidates"],
     }
     return SimpleNamespace(

@@ -19,12 +19,12 @@ gradient would be if the bucket were the batch, comparable between buckets of an
 """
 
 import math
-from typing import Any
 
 import numpy as np
 
 from ...evidence.analysis_record import Bucket, GradientAnalysis, Group, Norms, Range
 from ...rollout_filter.groups import Groups
+from .probe import BucketNumbers
 
 __all__ = ["ALL", "analysis_metrics", "bucket_cosines", "bucket_records", "group_table"]
 
@@ -32,7 +32,7 @@ ALL = "all"
 
 
 def bucket_records(
-    raw: dict[str, Any], buckets: dict[str, list[int]], groups: Groups, tokens: np.ndarray
+    raw: BucketNumbers, buckets: dict[str, list[int]], groups: Groups, tokens: np.ndarray
 ) -> tuple[Bucket, ...]:
     """One record per bucket in order, then ``all``.
 
@@ -48,7 +48,7 @@ def bucket_records(
 
 
 def _bucket(
-    raw: dict[str, Any], number: int, name: str, members: list[int], groups: Groups, tokens: np.ndarray
+    raw: BucketNumbers, number: int, name: str, members: list[int], groups: Groups, tokens: np.ndarray
 ) -> Bucket:
     is_all, terms = name == ALL, raw["terms"]
     inside = np.isin(groups.of_row, members)
@@ -88,7 +88,7 @@ def _cosine(dot: float, left: float, right: float) -> float | None:
     return max(-1.0, min(1.0, dot / product))
 
 
-def bucket_cosines(raw: dict[str, Any]) -> tuple[tuple[float | None, ...], ...]:
+def bucket_cosines(raw: BucketNumbers) -> tuple[tuple[float | None, ...], ...]:
     """Cosines between the buckets' task gradients (bucket x bucket); None where one is zero or not finite."""
     norms = [norms["task"] for norms in raw["norms"][:-1]]
     return tuple(

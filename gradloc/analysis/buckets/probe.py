@@ -18,7 +18,7 @@ about one pass per term (forward and backward), however many buckets there are. 
 one that has run out of rows runs a row with zero weight, because its peers' collectives wait for it.
 """
 
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -29,6 +29,25 @@ from ..coefficients import Frozen, forward, freeze
 from ..rows import RowProbe, Weights, add_up
 
 __all__ = ["BucketProbe"]
+
+
+class BucketNumbers(TypedDict):
+    """What the ranks found, of the additive parts; per bucket means one entry each and a last one for the batch."""
+
+    terms: list[str]
+    norms: list[dict[str, float]]
+    """By term, per bucket."""
+    dots: list[dict[str, float]]
+    """Inner products of two terms, per bucket."""
+    weights: list[list[float]]
+    """Bucket x term."""
+    losses: list[list[float]]
+    """Bucket x term."""
+    task_dots: list[list[float]]
+    """Bucket x bucket."""
+    forwards: int
+    """On each rank."""
+    backwards: int
 
 
 class BucketProbe(RowProbe):
@@ -77,14 +96,8 @@ class BucketProbe(RowProbe):
             self._keep(parts)
         self._summarize(self.whole)
 
-    def record(self) -> dict[str, Any]:
-        """Plain numbers, the same on every rank.
-
-        Returns:
-            ``terms``; ``norms`` and ``dots`` (inner products of two terms), one entry per bucket and a last one for
-            the whole batch, all of the additive parts; ``weights`` and ``losses`` (bucket x term); ``task_dots``
-            (bucket x bucket); ``forwards`` and ``backwards`` on each rank.
-        """
+    def record(self) -> BucketNumbers:
+        """What was found, the same on every rank."""
         shape = self._frozen.weights.shape
         numbers = torch.cat([self._frozen.weights.flatten(), self._frozen.losses.flatten()])
         weights, losses = torch.tensor(self.ranks.sum(numbers.tolist()), dtype=torch.float64).view(2, *shape)

@@ -21,8 +21,9 @@ the whole. How far they miss it is measured (the closure).
 Shapes: R rows on this rank, T response positions, S sampled tokens.
 """
 
-from typing import Any
+from typing import Any, TypedDict
 
+import numpy as np
 import torch
 
 from ...core.gradients import Gradient, GradientSpace
@@ -39,6 +40,30 @@ QUARTILE_KEY = "gradloc_quartile"
 """int (R, T): each token's quartile; -1 for what is no response token and for rows that only fill up the ranks."""
 SAMPLE_KEY = "gradloc_sample"
 """int (R, T): the number of each sampled token, from 0 on; -1 for all others."""
+
+
+class QuartileNumbers(TypedDict):
+    """What a rank found: the same on each but for ``log_probs``."""
+
+    terms: list[str]
+    whole: float
+    """Norm of the whole batch's gradient."""
+    norms: list[float]
+    """Of each quartile's part."""
+    dots: list[float]
+    """Inner product of each part with the whole."""
+    closure: float | None
+    """How far the parts' sum is from the whole, relative to it; None where that is zero."""
+    tokens: list[dict[str, float]]
+    """Norms of each sampled token."""
+    steps: dict[str, dict[str, Any] | None]
+    """By update; None without a gradient."""
+    optimizer: str
+    learning_rate: float
+    log_probs: dict[str, np.ndarray | None]
+    """Of this rank's rows, float32 (R, T): ``before`` and after each update; None without a step."""
+    forwards: int
+    backwards: int
 
 
 class QuartileProbe(RowProbe):
@@ -77,15 +102,8 @@ class QuartileProbe(RowProbe):
         for name, quartiles in UPDATES.items():
             self._try(name, self._gradient_of(quartiles))
 
-    def record(self) -> dict[str, Any]:
-        """What this rank found.
-
-        Returns:
-            The same on every rank: ``terms``; ``whole`` and ``norms``, ``dots`` per quartile (norm of the part, inner
-            product with the whole); ``closure``; ``tokens``; ``steps`` by update; ``optimizer`` and its
-            ``learning_rate``; ``forwards``, ``backwards``. Of this rank's rows: ``log_probs``, float32 arrays (R, T)
-            ``before`` and after each update, None without a step.
-        """
+    def record(self) -> QuartileNumbers:
+        """What this rank found."""
         whole = self.space.norm(self.whole)
         total: Gradient | None = None
         for part in self.parts:

@@ -39,6 +39,7 @@ from ...evidence.analysis_record import (
     Update,
     Whole,
 )
+from .probe import QuartileNumbers
 from .split import EMPTY, NUM_QUARTILES, UPDATES, agreement, change_edges, distribution, rank_correlation
 
 __all__ = ["measured", "quartile_metrics"]
@@ -61,12 +62,12 @@ class _Tokens:
 
 
 def measured(
-    found: list[dict[str, Any]], batch: dict[str, np.ndarray], quartiles: np.ndarray, sampled: np.ndarray
+    found: list[QuartileNumbers], batch: dict[str, np.ndarray], quartiles: np.ndarray, sampled: np.ndarray
 ) -> dict[str, Any]:
     """The fields of :class:`~...evidence.analysis_record.QuartileAnalysis` that the workers' numbers make up.
 
     Args:
-        found: what each rank found, see :meth:`~.probe.QuartileProbe.record`.
+        found: what each rank found, by rank.
         batch: ``old_log_probs``, ``advantages`` and ``responses``, each (R, T).
         quartiles: (R, T), from :func:`~.split.assign`.
         sampled: (S, 2), rows and positions.
@@ -93,7 +94,7 @@ def measured(
     }
 
 
-def _changes(log_probs: list[dict[str, Any]], num_rows: int) -> dict[str, np.ndarray | None]:
+def _changes(log_probs: list[dict[str, np.ndarray | None]], num_rows: int) -> dict[str, np.ndarray | None]:
     """By update, how every token's probability changed, float64 (R, T); None where no step was taken."""
 
     def whole(name: str) -> np.ndarray:
@@ -128,7 +129,7 @@ def _relation(tokens: tuple[SampledToken, ...]) -> Correlations:
     )
 
 
-def _quartile(number: int, raw: dict[str, Any], tokens: _Tokens, sampled: tuple[SampledToken, ...]) -> Quartile:
+def _quartile(number: int, raw: QuartileNumbers, tokens: _Tokens, sampled: tuple[SampledToken, ...]) -> Quartile:
     inside, num_tokens = tokens.quartile == number, int(tokens.mask.sum())
     count, norm, dot, whole = int(inside.sum()), raw["norms"][number], raw["dots"][number], raw["whole"]
     inner, mine = tokens.probability[inside], [token for token in sampled if token.quartile == number + 1]
