@@ -106,8 +106,10 @@ def _check(key: str) -> None:
             _check_in(block, settings, key.removeprefix(f"{block}.").split("."))
     for parent, ours in AMONG_VERLS.items():
         name = key.removeprefix(f"{parent}.").split(".")[0] if key.startswith(f"{parent}.") else ""
+        if not name or name in ours:
+            continue
         close = difflib.get_close_matches(name, ours, n=1, cutoff=_IS_CLOSE)
-        if close and name not in ours:
+        if close:
             raise ValueError(f"{parent}.{name} is no setting: did you mean {parent}.{close[0]}?")
 
 

@@ -26,7 +26,7 @@ import torch
 
 from verl.utils.config import omega_conf_to_dataclass
 
-from ..config import fix_dump_dir
+from ..config import GradLocConfig, fix_dump_dir
 from ..evidence.batch import BatchView
 from ..evidence.disk.state import load_states, save_states
 from ..evidence.driver import Driver, build_driver, sequence_ids
@@ -35,6 +35,7 @@ from ..keys import COEFFICIENT_KEY, EVENTS_KEY, HANDLED_KEY, POLICY_KEY, ROW_KEY
 from ..names import refuse_unknown_names
 from ..reweighting import ADVANTAGES_BEFORE_KEY, STAGE_NAME_KEY, Lopti, reweight
 from ..stabilize import STABILIZER_KEY
+from ..stabilize.config import StabilizeConfig
 from .analysis_trainer import Analysis, build_analysis
 from .refusals import check_batch, check_run, settings_of
 
@@ -49,19 +50,19 @@ def build_trainer_hook(trainer: Any) -> "TrainerHook":
     """
     config = trainer.config
     refuse_unknown_names(config)
+    settings = settings_of(config)
     alpha, lopti = _reweighting(config)
     return TrainerHook(
-        spikes=_driver(config, trainer.tokenizer),
+        spikes=_driver(config, settings, trainer.tokenizer),
         alpha=alpha,
         lopti=lopti,
-        stabilizers=_stabilizers(config),
+        stabilizers=_stabilizers(config, settings.stabilize),
         monitor=build_monitor(config),
         analysis=build_analysis(trainer),
     )
 
 
-def _driver(config: Any, tokenizer: Any) -> Driver | None:
-    settings = settings_of(config)
+def _driver(config: Any, settings: GradLocConfig, tokenizer: Any) -> Driver | None:
     fix_dump_dir(config, settings.root)
     if not settings.enable:
         return None
@@ -80,9 +81,8 @@ def _reweighting(config: Any) -> tuple[float, Lopti | None]:
     return omega_conf_to_dataclass(algorithm.advantage_reweighting).alpha, Lopti(lopti) if lopti.enable else None
 
 
-def _stabilizers(config: Any) -> "StabilizerMemory | None":
+def _stabilizers(config: Any, settings: StabilizeConfig) -> "StabilizerMemory | None":
     """The memory of the actor's stabilizers, None while all are off or in another trainer's config."""
-    settings = settings_of(config).stabilize
     if not settings.is_on:
         return None
     check_run("gradloc.stabilize", config)
