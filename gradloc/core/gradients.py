@@ -17,6 +17,7 @@ Holds the only code that knows how FSDP1, FSDP2 and an unsharded module lay out 
 and putting it back moves references, never values: it costs no memory traffic and is bit-exact.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, _runtime_utils
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Shard
 
-__all__ = ["GradientSpace", "abandon_pass"]
+__all__ = ["GradientSpace", "abandon_pass", "named_shards"]
 
 Gradient = list[torch.Tensor | None]
 
@@ -35,6 +36,27 @@ _PART = 2**24  # elements whose norm is taken at once: 128 MiB in float64
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that lives on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def named_shards(name: str, param: torch.Tensor, values: torch.Tensor | None = None) -> list[tuple[str, torch.Tensor]]:
+    """This rank's part of a parameter, by the names that the model gives: of FSDP1's flat parameter all that it holds.
+
+    Args:
+        name: of the parameter, as the sharded module has it.
+        param: the parameter.
+        values: of its shape, such as its gradient; None for the weights themselves.
+
+    Returns:
+        Names and flat or sharded tensors, the same names on every rank; empty tensors where another rank has all.
+    """
+    shard = local_shard(param.detach() if values is None else values)
+    infos = getattr(param, "_shard_param_infos", None)
+    if infos is None:
+        return [(name.replace("_fsdp_wrapped_module.", ""), shard)]
+    unit = name.replace("_fsdp_wrapped_module.", "").removesuffix("_flat_param")
+    starts = [(info.offset_in_shard or 0, info.numel_in_shard or 0) for info in infos]
+    parts = [shard[start : start + count] for start, count in starts]
+    return [(unit + of_unit, part) for of_unit, part in zip(param._fqns, parts, strict=True)]  # type: ignore[attr-defined]
 
 
 def _square(shard: torch.Tensor) -> torch.Tensor:
@@ -125,6 +147,9 @@ class GradientSpace:
         self.rounding = max((torch.finfo(param.dtype).eps / 2 for param in self.params), default=0.0)
         """Relative rounding error of one operation on gradients (2**-24 in float32)."""
         self._groups = _shard_groups(module, self.params)
+        num_processes = dist.get_world_size() if dist.is_initialized() else 1
+        self.num_replicas: int = num_processes // math.prod(group.size() for group in self._groups)
+        """How many processes hold each shard."""
         self.shard_index = sum(group.rank() for group in self._groups)
         """Differs between processes that hold different shards, the same for replicas."""
 
@@ -159,6 +184,16 @@ class GradientSpace:
             if grad is not None:
                 squares[index] = _square(local_shard(grad))
         return self.reduce(squares)
+
+    def squares_by_name(self, gradient: Gradient | None = None) -> dict[str, float]:
+        """The same by the model's own names, see :func:`named_shards`."""
+        grads = self.current() if gradient is None else gradient
+        local = {
+            of: _square(shard) if grad is not None else self._zeros()[0]
+            for name, param, grad in zip(self.names, self.params, grads, strict=True)
+            for of, shard in named_shards(name, param, grad)
+        }
+        return dict(zip(local, self.reduce(torch.stack(list(local.values()))).tolist(), strict=True))
 
     def norm(self, gradient: Gradient | None = None) -> float:
         """L2 norm over all parameters and shards; NaN or inf when an element is not finite."""

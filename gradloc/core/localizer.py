@@ -92,6 +92,8 @@ class Looked:
     """The norm that the actor clips to; inf where it does not clip the whole."""
     checkpoint: str | None
     """Where the weights were saved."""
+    head_square: torch.Tensor
+    """This process' part of the squared gradient norm of the output head, before clipping."""
 
 
 Search = Callable[..., Found]
@@ -108,6 +110,7 @@ class Localizer:
         limits: what may be done to a step that spiked.
         search: finds and certifies culprits.
         gather: turns what is known into an event; all ranks call it together.
+        head_square: the output head's part of the squared norm of what is in ``.grad``, of this process: a scalar.
         layer_window: optimizer steps whose norm per parameter is remembered; 0 for none.
     """
 
@@ -118,10 +121,11 @@ class Localizer:
         limits: ActionLimits,
         search: Search,
         gather: Callable[[Looked], Any],
+        head_square: Callable[[GradientSpace], torch.Tensor],
         layer_window: int = 0,
     ):
         self.powers, self.ranks, self.limits = powers, ranks, limits
-        self._search, self._gather = search, gather
+        self._search, self._gather, self._head_square = search, gather, head_square
         self._tracker = NormTracker(layer_window)
         self._policy: StepPolicy | None = None
         self._space: GradientSpace
@@ -130,6 +134,8 @@ class Localizer:
         self._num_to_write = 0
         self.norms: list[float] = []
         """Of the present update, before clipping: epochs x mini-batches, in order."""
+        self.head_squares: list[torch.Tensor] = []
+        """Likewise, this process' part of the squared norm of the output head."""
         self.events: list[Any] = []
         """Of the present update; the policy says how many there may be."""
         self.handled: list[Handled] = []
@@ -143,7 +149,7 @@ class Localizer:
     def begin_update(self, policy: StepPolicy | None, space: GradientSpace) -> None:
         """Take the step's policy; None: nothing is looked into."""
         self._policy, self._space = policy, space
-        self.norms, self.events, self.handled = [], [], []
+        self.norms, self.head_squares, self.events, self.handled = [], [], [], []
         self._num_searches = self._num_to_write = 0
         self._tracker.begin_update()
 
@@ -168,6 +174,7 @@ class Localizer:
         """
         norm = float(grad_norm)
         self.norms.append(norm)
+        self.head_squares.append(self._head_square(self._space) / self._clip_scale(norm) ** 2)
         if self._policy is not None and len(self.norms) == 1:
             step = self._step
             self.coefficient = median_size(step.coefficients(index)[0] for index in range(step.num_micro_batches))
@@ -184,6 +191,10 @@ class Localizer:
         del self._space
 
     # ---- inside
+
+    def _clip_scale(self, norm: float) -> float:
+        """How torch and FSDP clip: the gradient in ``.grad`` is this times the true one."""
+        return min(1.0, self.powers.clip_limit / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
     @property
     def _spiking_policy(self) -> StepPolicy:
@@ -246,9 +257,7 @@ class Localizer:
     def _localize_and_act(self, spike: Spike, is_written: bool) -> tuple[Any, Action, torch.Tensor | None]:
         space, step, policy = self._space, self._step, self._spiking_policy
         way = self._choose_way(space, step)
-        # how torch and FSDP clip: the gradient in .grad is this times the true one
-        limit = self.powers.clip_limit
-        clip_scale = min(1.0, limit / (spike.grad_norm + 1e-6)) if math.isfinite(spike.grad_norm) else 1.0
+        limit, clip_scale = self.powers.clip_limit, self._clip_scale(spike.grad_norm)
         increments = self._tracker.increments(space, self.ranks, step.loss_scale)
         if increments is not None and len(increments) != step.num_micro_batches:
             increments = None  # the gradient was reduced once, after the last micro-batch
@@ -270,6 +279,7 @@ class Localizer:
             action=action,
             clip_limit=limit,
             checkpoint=self.powers.save_weights(policy.global_step),
+            head_square=self.head_squares[-1],
         )
         event = self._gather(looked)
         return event, action, self._act(action.taken, found.tokens)

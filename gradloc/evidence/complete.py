@@ -73,6 +73,7 @@ _OF_BATCH = {
 """Further ones, and the batch's tensors (R, T) that they come from."""
 
 
+_TERMS = {"entropy_term": "entropy term", "kl_term": "KL term"}
 _LEADS = 3.0
 """A term whose coefficients are this many times the others' carries the gradient."""
 
@@ -168,7 +169,7 @@ def _step_cause(event: Event, tensors: Any) -> StepCause:
     terms = {"entropy_term": batch.entropy_over_policy or 0.0, "kl_term": batch.kl_over_policy or 0.0}
     label = max(terms, key=lambda name: terms[name])
     if terms[label] >= _LEADS:
-        why = f"the loss's coefficients of that term are {number(terms[label], 3)} times the policy term's"
+        why = f"the coefficients of the loss's {_TERMS[label]} are {number(terms[label], 3)} times the policy term's"
         return StepCause(label, why, {f"{label}_over_policy": terms[label], **over_run})
     return StepCause(numbers={**over_run})
 

@@ -21,7 +21,7 @@ and counted; training goes on.
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -171,6 +171,7 @@ class Driver:
         batch: BatchView,
         handled: Sequence[Handled] = (),
         coefficients: Sequence[float] = (),
+        head_squares: Iterable[Iterable[float]] = (),
     ) -> dict[str, list[float]]:
         """Learn from the norms, write and announce the events.
 
@@ -180,6 +181,8 @@ class Driver:
             batch: the whole batch.
             handled: all spikes, also those that no event is written of.
             coefficients: median |d loss / d log_prob| of each rank's first mini-batch.
+            head_squares: of each optimizer step the ranks' parts of the squared gradient norm of the output head; empty
+                where not all of them are known.
 
         Returns:
             ``gradloc/*`` metrics.
@@ -209,7 +212,9 @@ class Driver:
                 f"The step was not taken; the events are in {self.store.root}."
             )
         self.scale.observe(self._present)
+        head_norms = [math.fsum(of_step) ** 0.5 for of_step in head_squares]
         return {
+            **({"gradloc/head_grad_norm": [max(head_norms, key=_size)]} if head_norms else {}),
             **self._trigger_metrics(policy, measured),
             **self._action_metrics(handled),
             **self._event_metrics([raw.event for raw in raw_events]),
@@ -334,7 +339,7 @@ class Driver:
         judged = [(norm, threshold) for norm, threshold in pairs if threshold]
         found: dict[str, list[float]] = {}
         if judged:
-            norm, threshold = max(judged, key=lambda pair: pair[0] / pair[1] if math.isfinite(pair[0]) else math.inf)
+            norm, threshold = max(judged, key=lambda pair: _size(pair[0]) / pair[1])
             found = {"gradloc/threshold": [threshold], "gradloc/norm_over_threshold": [norm / threshold]}
         num_spikes = sum(spike_kind(*pair, policy.kind) is not None for pair in pairs)
         return {"gradloc/spikes": [num_spikes], **found}
@@ -350,6 +355,13 @@ class Driver:
         after = [event.certificate.norm_after for event in events if event.certificate.norm_after is not None]
         if after:
             found["gradloc/norm_after"] = [max(after)]
+        steps = [event.consequence for event in events if event.consequence is not None]
+        clipped = [step for step in steps if step.clip_scale is not None]
+        if clipped:
+            hardest = min(clipped, key=lambda step: step.clip_scale or 0.0)
+            for name in ("clip_scale", "culprit_share", "healthy_norm"):
+                value = getattr(hardest, name)
+                found |= {} if value is None else {f"gradloc/{name}": [value]}
         masked = [event for event in events if event.action.taken == "mask"]
         if masked:
             culprits = [culprit for event in masked for culprit in event.culprits]
@@ -363,3 +375,8 @@ class Driver:
             "gradloc/seconds": [sum(event.search.seconds or 0.0 for event in events)],
             "gradloc/write_failures": [self._num_failures],
         }
+
+
+def _size(norm: float) -> float:
+    """For comparisons: what is not finite is largest."""
+    return norm if math.isfinite(norm) else math.inf

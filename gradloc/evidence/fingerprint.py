@@ -25,10 +25,9 @@ import re
 import torch
 
 from ..core.gradients import GradientSpace, local_shard
-from .layers import kind_of
 from .record import Fingerprint, Weights
 
-__all__ = ["differs", "fingerprint", "head_norm", "is_other_model"]
+__all__ = ["differs", "fingerprint", "is_other_model"]
 
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 _ROUNDING = 1e-11  # of float64 sums, relative to the largest they could be; 1e-15 was measured between shardings
@@ -54,20 +53,6 @@ def fingerprint(space: GradientSpace) -> Fingerprint:
     has_names = not any(name.endswith("_flat_param") for name in names)
     by_name = {name: _entry(row) for name, row in zip(names, values, strict=True)}
     return Fingerprint(total=_entry(values.sum(0)), parameters=by_name if has_names else None)
-
-
-def head_norm(found: Fingerprint) -> float | None:
-    """Frobenius norm of the output head, or of the embedding where the two are tied; None where names are hidden.
-
-    Logits are the head times a hidden state that the last norm keeps at a fixed length, so a step's change of the
-    policy is bounded by the head's norm (arXiv 2605.19425).
-    """
-    parameters = found.parameters or {}
-    for kind in ("head", "embedding"):
-        squares = [square for name, (_, _, square) in parameters.items() if kind_of(name) == kind]
-        if squares:
-            return math.sqrt(sum(squares))
-    return None
 
 
 def is_other_model(expected: Fingerprint, found: Fingerprint) -> str | None:

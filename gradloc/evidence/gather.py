@@ -25,7 +25,7 @@ from ..search.find import Finding
 from ..search.share import ShareMap
 from ..search.task import Culprit, PathEntry
 from . import record
-from .fingerprint import fingerprint, head_norm
+from .fingerprint import fingerprint
 from .layers import kind_of, layer_of, norms_by
 from .record import (
     Coefficients,
@@ -128,7 +128,7 @@ def raw_event(looked: Looked, budget: int, keeps_all: bool) -> RawEvent:
         cause=None if result.source is None else StepCause(**vars(result.source)),
         rerun=None if finding.rerun is None else record.Rerun(**vars(finding.rerun)),
         consequence=_consequence(action.taken, spike.grad_norm, looked.clip_limit, culprits, certificate),
-        head_norm=head_norm(weights),
+        head_grad_norm=math.sqrt(float(looked.space.reduce(looked.head_square * looked.space.num_replicas))),
     )
     return RawEvent(
         event=event,

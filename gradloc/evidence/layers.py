@@ -22,7 +22,9 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["kind_of", "layer_of", "norms_by"]
+from ..core.gradients import GradientSpace, named_shards
+
+__all__ = ["head_square", "kind_of", "layer_of", "norms_by"]
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(?:_\w+\.)*(\d+)(?:\.|$)")
 _KINDS = (
@@ -62,6 +64,25 @@ def kind_of(name: str) -> str:
         if any(mark in name for mark in marks):
             return kind
     return "other"
+
+
+@torch.no_grad()
+def head_square(space: GradientSpace) -> torch.Tensor:
+    """This rank's part of the squared gradient norm of the output head, or of the embedding where the two are tied.
+
+    A scalar of ``.grad`` as it is, without communication; the parts of all processes add up. The head's gradient norm
+    is a lower bound on how far a step moves the policy, and surges where training degrades (arXiv 2605.19425).
+    """
+    zero = torch.zeros((), dtype=torch.float64, device=space.params[0].device)
+    squares = {"embedding": zero, "head": zero.clone()}
+    kinds = set()
+    for name, param in zip(space.names, space.params, strict=True):
+        for of, shard in named_shards(name, param, param.grad):
+            kind = kind_of(of)
+            kinds.add(kind)
+            if kind in squares and param.grad is not None:
+                squares[kind] += torch.linalg.vector_norm(shard).double().square()
+    return squares["head" if "head" in kinds else "embedding"] / space.num_replicas
 
 
 def norms_by(group: Callable[[str], str], names: list[str], squares: torch.Tensor) -> dict[str, float]:

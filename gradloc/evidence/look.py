@@ -20,6 +20,7 @@ from ..core.localizer import ActorPowers, Localizer
 from ..core.ranks import Ranks
 from ..search.find import localize
 from .gather import raw_event
+from .layers import head_square
 
 __all__ = ["build_localizer"]
 
@@ -40,4 +41,4 @@ def build_localizer(settings: Any, powers: ActorPowers, ranks: Ranks) -> Localiz
         reruns=settings.evidence.rerun,
     )
     gather = partial(raw_event, budget=settings.budget, keeps_all=settings.evidence.bundle == "full")
-    return Localizer(powers, ranks, settings.action, search, gather, settings.search.layer_window)
+    return Localizer(powers, ranks, settings.action, search, gather, head_square, settings.search.layer_window)

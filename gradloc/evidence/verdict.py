@@ -96,7 +96,7 @@ def _who(event: Event) -> str:
     culprits, num_more = event.culprits, event.search.num_more
     first = max(culprits, key=_weight)
     shares = [culprit.share for culprit in culprits if culprit.share is not None and math.isfinite(culprit.share)]
-    carry = "carry" if len(culprits) > 1 else "carries"
+    carry = "carries" if len(culprits) == len(first.positions) == 1 else "carry"
     did = f"{carry} {percent(sum(shares))} of it" if len(shares) == len(culprits) else "made it"
     if len(culprits) == 1:
         return f"{_name(first)} {did}"

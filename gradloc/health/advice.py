@@ -51,6 +51,7 @@ _MODERATE_LENGTH = (
 ADVICE: dict[str, tuple[tuple[str, str], ...]] = {
     "gradient_jump": (_LOCALIZE, _MASK, _CLIP, _CLIP_LAYERS),
     "spikes": (_MASK, _CLIP_LAYERS, _CLIP_TOKENS),
+    "head_norm": (_ONE_EPOCH, _SMALLER_STEPS, _LOCALIZE),
     "clip_share": (
         (
             "Nothing, if the reward rises: Adam's steps depend little on the clip. Else let more through.",

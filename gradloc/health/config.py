@@ -63,6 +63,8 @@ class HealthConfig:
     """Gradient norm, as a multiple of its own median."""
     spikes: Limits = (1.0, None)
     """Spikes that GradLoc's trigger saw in the step."""
+    head_norm: Limits = (10.0, None)
+    """Gradient norm of the output head, as a multiple of its own median; nothing but a warning unless you say so."""
     clip_share: Limits = (0.9, None)
     """Share of the steps whose norm before clipping is over the clip limit."""
     non_finite: Limits = (1.0, 3.0)

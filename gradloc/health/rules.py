@@ -156,6 +156,13 @@ RULES = (
         "GradLoc's trigger saw {found} spike(s) in this step; an event names tokens and cause (limit {limit}).",
     ),
     Rule(
+        "head_norm",
+        _first("gradloc/head_grad_norm"),
+        _jump,
+        "The output head's gradient norm is {value}, {found} times its own median of {typical} (limit {limit} times): "
+        "the policy moves at least that far.",
+    ),
+    Rule(
         "clip_share",
         _first(GRAD_NORM),
         _over_clip,

@@ -216,17 +216,22 @@ class _Search:
         if num * space.norm() < task.culprit_norm:
             return False
         prober.compute((index, torch.zeros_like(prober.step.token_mask(index))) for index in range(num))
-        squares, others = space.squares(), space.take()
-        others_norm = float(squares.sum().sqrt())
+        squares, others = space.squares_by_name(), space.take()
+        others_norm = math.fsum(squares.values()) ** 0.5
         if others_norm < task.culprit_norm:
             return False
         prober.add(task.gradient, alpha=1.0 / task.scale)
         prober.add(others, alpha=-1.0)
-        tokens_norm = space.norm()
+        of_tokens = space.squares_by_name()
+        tokens_norm = math.fsum(of_tokens.values()) ** 0.5
         self._direction, self._scale, self._others = space.take(), 1.0, others
-        why = "a part of the gradient passes through no token's log-prob or entropy"
-        numbers = {"tokens_norm": tokens_norm, "others_norm": others_norm}
-        self._blame(Source("not_tokens", why, numbers, suspects(space.names, squares)), others_norm)
+        bound = torch.finfo(prober.step.compute_dtype).eps * others_norm  # both were added up in the backward
+        why = (
+            f"a part of the gradient, of norm {others_norm:.3g}, passes through no token's log-prob or entropy; the "
+            f"tokens' part has norm {tokens_norm:.3g} (within {bound:.2g})"
+        )
+        numbers = {"tokens_norm": tokens_norm, "others_norm": others_norm, "error_bound": bound}
+        self._blame(Source("not_tokens", why, numbers, suspects(squares, of_tokens)), others_norm)
         if tokens_norm < task.reference:
             self.result.certificate = nothing_found(task, why)
         return True
@@ -258,7 +263,7 @@ class _Search:
                 return self.result
             why = "the gradient is not the derivative of the tokens' log-probs: something scales it in the backward"
             numbers = {"closure": first.closure, "tokens_norm": first.closure * task.spike.grad_norm}
-            source = Source("not_tokens", why, numbers, suspects(space.names, space.squares(task.gradient)))
+            source = Source("not_tokens", why, numbers, suspects(space.squares_by_name(task.gradient)))
         self._blame(source, norm)
         self.result.culprits = []
         self.result.certificate = nothing_found(task, source.reason)

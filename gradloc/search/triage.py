@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..core.certificate import Certificate, certify, judge
-from ..core.gradients import GradientSpace, local_shard
+from ..core.gradients import GradientSpace, named_shards
 from ..core.tracker import median_size
 from .scale import excess
 from .task import PathEntry, SearchResult, Source, Task
@@ -35,6 +35,8 @@ TRANSIENT = "the spike did not come back when its micro-batches were run again a
 
 _MOST_NAMES = 8
 _MOST_PLACES = 8
+_TINY = 1e-30
+_NOTABLE_SHARE = 0.05  # of a squared norm
 _ALIKE = 0.1  # of the norm: on a rehearsal, which has no threshold, what counts as the same
 
 
@@ -82,25 +84,32 @@ def triage(task: Task, typical: Mapping[str, tuple[float, float]], reran: Rerun 
 
 def non_finite_weights(space: GradientSpace) -> tuple[str, ...]:
     """Names of the parameters, trained or frozen, that hold a NaN or an infinity on any rank: one reduction."""
-    named = list(space.module.named_parameters())
+    named = [part for name, param in space.module.named_parameters() for part in named_shards(name, param)]
     # the sum of absolute values is finite where all are: one pass, nothing the size of a parameter is allocated
-    sums = [torch.linalg.vector_norm(local_shard(param.detach()), ord=1, dtype=torch.float32) for _, param in named]
+    sums = [torch.linalg.vector_norm(shard, ord=1, dtype=torch.float32) for _, shard in named]
     bad = space.reduce((~torch.stack(sums).isfinite()).double())
     return tuple(name for (name, _), count in zip(named, bad.tolist(), strict=True) if count)
 
 
-def suspects(names: list[str], squares: torch.Tensor) -> tuple[str, ...]:
-    """The parameters that carry most of a squared norm, float64 (num_params,), largest first."""
-    order = squares.argsort(descending=True)
-    kept = [int(index) for index in order if squares[index] >= 0.05 * squares.sum()]
-    return tuple(names[index] for index in kept[:_MOST_NAMES])
+def suspects(squares: Mapping[str, float], usual: Mapping[str, float] | None = None) -> tuple[str, ...]:
+    """The parameters that carry a notable part of a squared norm, most suspect first.
+
+    Args:
+        squares: by name.
+        usual: the same of a gradient that nothing is wrong with: first is who is furthest above. None: who is largest.
+    """
+    least = _NOTABLE_SHARE * math.fsum(squares.values())
+    kept = [name for name in squares if squares[name] >= least]
+    return tuple(
+        sorted(kept, key=lambda name: -squares[name] / (max(usual[name], _TINY) if usual else 1))[:_MOST_NAMES]
+    )
 
 
 def _weights(task: Task) -> SearchResult | None:
     names = non_finite_weights(task.prober.space)
     if not names:
         return None
-    why = f"{len(names)} parameters hold weights that are not finite"
+    why = f"{len(names)} parameter{'s hold' if len(names) > 1 else ' holds'} weights that are not finite"
     return _result(task, "weights", Source("non_finite_weights", why, {"parameters": len(names)}, names[:_MOST_NAMES]))
 
 

@@ -32,7 +32,7 @@ from ..core.ranks import Ranks
 from ..core.trigger import StepPolicy
 from ..evidence.disk.weights import save_event_weights
 from ..evidence.look import build_localizer
-from ..keys import COEFFICIENT_KEY, EVENTS_KEY, HANDLED_KEY, POLICY_KEY, ROW_KEY
+from ..keys import COEFFICIENT_KEY, EVENTS_KEY, HANDLED_KEY, HEAD_KEY, POLICY_KEY, ROW_KEY
 from ..reweighting import STAGE_MASK_KEY
 from ..stabilize import STABILIZER_KEY
 from ..stabilize.stabilizer import Stabilizer
@@ -173,6 +173,7 @@ class ActorHook:
             if self._num_without_policy:
                 metrics["gradloc/updates_without_policy"] = [self._num_without_policy]
             metrics[COEFFICIENT_KEY] = [found.coefficient]
+            metrics[HEAD_KEY] = [float(square) for square in found.head_squares]
             if found.ranks.is_first and found.handled:
                 metrics[EVENTS_KEY], metrics[HANDLED_KEY] = found.events, found.handled
         if self.stabilizer is not None:

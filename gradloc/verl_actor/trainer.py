@@ -31,7 +31,7 @@ from ..evidence.batch import BatchView
 from ..evidence.disk.state import load_states, save_states
 from ..evidence.driver import Driver, build_driver, sequence_ids
 from ..health.monitor import Monitor, build_monitor
-from ..keys import COEFFICIENT_KEY, EVENTS_KEY, HANDLED_KEY, POLICY_KEY, ROW_KEY, SEQUENCE_KEY
+from ..keys import COEFFICIENT_KEY, EVENTS_KEY, HANDLED_KEY, HEAD_KEY, POLICY_KEY, ROW_KEY, SEQUENCE_KEY
 from ..names import refuse_unknown_names
 from ..reweighting import ADVANTAGES_BEFORE_KEY, STAGE_NAME_KEY, Lopti, reweight
 from ..stabilize import STABILIZER_KEY
@@ -260,5 +260,6 @@ class TrainerHook:
             coefficients = [value for of_rank in metrics[COEFFICIENT_KEY] for value in of_rank]
             norms = metrics["actor/grad_norm"][0]
             view = BatchView(batch.batch, batch.non_tensor_batch)
-            metrics.update(self.spikes.after_update(norms, events, view, handled, coefficients))
+            heads = zip(*metrics.pop(HEAD_KEY), strict=True)
+            metrics.update(self.spikes.after_update(norms, events, view, handled, coefficients, heads))
         return output

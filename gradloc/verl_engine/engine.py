@@ -136,6 +136,8 @@ class EngineWatch:
             found.end_update()
         where = {"step": len(found.norms), "rank": found.ranks.rank}
         report = where | {"coefficient": found.coefficient, "failures": found.num_failures}
+        if found.ranks.replicas == 1:  # with Ulysses the trainer does not hear of every shard
+            report["head_square"] = float(found.head_squares[-1])
         if not found.ranks.is_first:
             return report
         num_written = sum(spike.is_written for spike in found.handled[told])

@@ -131,6 +131,7 @@ class TrainerSide:
             view,
             [spike for report in first for spike in report["handled"]],
             [report["coefficient"] for report in reports],
+            _head_squares(reports),
         )
         return found | {"gradloc/failures": [max(report["failures"] for report in reports)]}
 
@@ -158,6 +159,12 @@ def _put(batch: Any, fields: dict[str, torch.Tensor]) -> None:
     tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=rows)
     if batch.fields is not None:
         batch.fields = [*dict.fromkeys([*batch.fields, *fields])]
+
+
+def _head_squares(reports: list[dict[str, Any]]) -> list[list[float]]:
+    """By optimizer step those of all ranks, where they are known."""
+    steps = sorted({report["step"] for report in reports if "head_square" in report})
+    return [[report["head_square"] for report in reports if report["step"] == step] for step in steps]
 
 
 def _reports(caught: Any) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from gradloc.core.gradients import GradientSpace, local_shard
 from gradloc.core.localizer import Localizer
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import StepPolicy
+from gradloc.evidence.layers import head_square
 from gradloc.search.find import localize
 from tests.bare import BareStep, build, clip_gradient, random_batch, shard
 
@@ -115,7 +116,8 @@ def train(
     core_ranks._PATIENCE_S = patience_s
     model = shard(build("tiny"), layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    localizer = Localizer(_Powers(model), Ranks(), _Limits(mode), partial(localize, budget=64), lambda looked: looked)
+    search = partial(localize, budget=64)
+    localizer = Localizer(_Powers(model), Ranks(), _Limits(mode), search, lambda looked: looked, head_square)
     rank = dist.get_rank() if dist.is_initialized() else 0
     num_events = 0
     for seed, plants in enumerate((PLANT, {})):

@@ -11,6 +11,7 @@ from gradloc.core.gradients import GradientSpace
 from gradloc.core.localizer import Localizer
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import StepPolicy
+from gradloc.evidence.layers import head_square
 from gradloc.search.find import localize
 from tests.bare import BareStep, build, clip_gradient, random_batch, shard
 
@@ -56,7 +57,8 @@ class Run:
         self.model = shard(build("tiny"), "plain")
         self.space = GradientSpace(self.model)
         powers = Powers(self.model, scales_loss)
-        self.localizer = Localizer(powers, Ranks(), Limits(mode, **limits), partial(localize, budget=64), gather)
+        search = partial(localize, budget=64)
+        self.localizer = Localizer(powers, Ranks(), Limits(mode, **limits), search, gather, head_square)
 
     def step(self, plants: dict, the_policy: StepPolicy | None = None, is_watched: bool = True) -> float:
         """Train on a planted batch; returns the norm of what the step would take."""

@@ -36,6 +36,7 @@ def healthy(step):
         "response_length/clip_ratio": 0.05,
         "response/aborted_ratio": 0.0,
         "gradloc/spikes": 0.0,
+        "gradloc/head_grad_norm": 0.2 + wobble / 4,
         "perf/throughput": 1234.5,
     }
 
@@ -58,6 +59,7 @@ TROUBLES = (
     Trouble("gradient_jump", "warning", {"actor/grad_norm_max": 15.0}),
     Trouble("gradient_jump", "danger", {"actor/grad_norm_max": 111.0}),
     Trouble("spikes", "warning", {"gradloc/spikes": 1.0}),
+    Trouble("head_norm", "warning", {"gradloc/head_grad_norm": 3.0}),
     Trouble("clip_share", "warning", {"actor/grad_norm": 1.5, "actor/grad_norm_max": 1.9}, 18),
     Trouble("non_finite", "warning", {"actor/grad_norm": NAN, "actor/grad_norm_max": NAN}),
     Trouble("non_finite", "danger", {"actor/pg_loss": float("inf")}, 3),

@@ -52,7 +52,7 @@ def test_a_rule_that_is_off_is_silent(trouble):
 
 
 LEARNING = (
-    "gradient_jump", "reward_fall", "entropy_fall", "entropy_rise", "reference_kl_jump",
+    "gradient_jump", "head_norm", "reward_fall", "entropy_fall", "entropy_rise", "reference_kl_jump",
     "mismatch_rise", "length_rise", "length_fall",
 )  # fmt: skip
 

@@ -12,6 +12,7 @@ from gradloc.core.trigger import Spike
 from gradloc.search.find import Finding, localize
 from gradloc.search.scale import ScaleHistory
 from tests.bare import BareStep, build, random_batch
+from tests.bare.routers import add_router_loss
 
 THRESHOLD = 20.0  # healthy norms are near 1
 PLANT = {(3, 2): 1e4}
@@ -40,29 +41,6 @@ class Spiking:
     def coefficient(self) -> float:
         """The healthy batch's median coefficient, in a history of ten steps."""
         return {"coefficient": (1.0 / self.batch.num_tokens, 3.0)}
-
-
-class PassOn(torch.autograd.Function):
-    """Lets a value pass, and adds another loss's gradient on the way back, as routers of experts do."""
-
-    @staticmethod
-    def forward(ctx, value, loss):
-        ctx.save_for_backward(loss)
-        return value
-
-    @staticmethod
-    def backward(ctx, grad):
-        (loss,) = ctx.saved_tensors
-        return grad, torch.ones_like(loss)
-
-
-def add_router_loss(model: torch.nn.Module, factor: float) -> None:
-    """A loss of one layer's own, which no log-prob shows."""
-
-    def hook(mlp, inputs, output):
-        return PassOn.apply(output, factor * mlp.gate(inputs[0]).square().mean())
-
-    model.blocks[1].mlp.register_forward_hook(hook)
 
 
 def test_a_weight_that_is_not_finite_is_named_without_a_single_forward():

@@ -16,13 +16,22 @@ def test_every_appearance_of_a_culprit_is_masked_and_the_weights_are_those_witho
     assert found["as_without"] and other["as_without"], "bit for bit"
     metrics = found["metrics"]
     assert (metrics["gradloc/spikes"], metrics["gradloc/mask"], metrics["gradloc/unwritten"]) == ([3], [3], [2])
-    assert metrics["gradloc/events"] == [1] and len(read_events(dump_dir)) == 1
+    (event,) = read_events(dump_dir)
+    done, after = event["consequence"], event["certificate"]["norm_after"]
+    assert metrics["gradloc/events"] == [1] and done["culprit_share"] == 0.0
+    assert done["clip_scale"] == pytest.approx(min(1.0, 1.0 / after), rel=1e-4)
+    assert done["healthy_norm"] == pytest.approx(min(after, 1.0), rel=1e-4)
+    assert found["norm_taken"] == pytest.approx(after, rel=1e-5), "what the step reports"
+    assert "The step was taken without that token" in event["verdict"]
+    for name in ("clip_scale", "culprit_share", "healthy_norm"):
+        assert metrics[f"gradloc/{name}"] == [done[name]]
 
 
 def test_skipping_needs_no_event_to_be_written(world, dump_dir):
     settings = [TAU, f"{ACTOR}.gradloc.action.mode=skip", f"{ACTOR}.gradloc.trigger.max_events=0"]
     found, _ = world.run("actions.train_epochs", overrides=settings, dump_dir=dump_dir)
     metrics = found["metrics"]
+    assert not any(name in metrics for name in ("gradloc/clip_scale", "gradloc/healthy_norm")), "no step was taken"
     assert (metrics["gradloc/skip"], metrics["gradloc/unwritten"], metrics["gradloc/events"]) == ([3], [3], [0])
     assert not found["as_spiked"] and not found["as_without"]
 

@@ -59,10 +59,25 @@ def test_the_planted_culprits_are_found_and_nothing_else(world, dump_dir, name, 
     assert event["certificate"]["verdict"] == "explained"
     tolerance = 0.05 if half else 0.002
     assert event["certificate"]["norm_after"] == pytest.approx(found["oracle_norm_without"], rel=tolerance)
+    check_consequence(event, found, tolerance)
     if strategy == "auto":
         assert event["shares"]["is_trusted"]
         if not half:
             assert 0.95 <= event["shares"]["closure"] <= 1.05
+
+
+def check_consequence(event, found, tolerance):
+    """What the step did, against the oracle; grad_clip is 1."""
+    norm, head_norm = found["oracle_norm"], found["oracle_head_norm"]
+    assert event["head_grad_norm"] == pytest.approx(head_norm, rel=tolerance)
+    done = event["consequence"]
+    assert done["grad_clip"] == 1.0 and done["clip_scale"] == pytest.approx(1 / norm, rel=tolerance)
+    assert done["culprit_share"] == pytest.approx(sum(found["oracle_shares"]), abs=0.03)
+    assert done["healthy_norm"] == pytest.approx(found["oracle_norm_without"] / norm, rel=2 * tolerance)
+    metrics = found["metrics"]
+    assert metrics["gradloc/head_grad_norm"] == [pytest.approx(head_norm, rel=tolerance)]
+    for name in ("clip_scale", "culprit_share", "healthy_norm"):
+        assert metrics[f"gradloc/{name}"] == [done[name]]
 
 
 def test_a_loss_scale_that_overflows_is_no_spike(world, dump_dir):
@@ -87,6 +102,7 @@ def test_hybrid_sharding_does_not_count_replicas_twice(four_ranks, dump_dir, str
     assert sorted(named) == found["planted"]
     assert event["trigger"]["grad_norm"] == pytest.approx(found["oracle_norm"], rel=1e-4)
     assert event["shares"]["closure"] == pytest.approx(1.0, abs=0.05)
+    check_consequence(event, found, 0.002)
     for culprit, norm in zip(event["culprits"], found["oracle_culprit_norms"], strict=True):
         assert culprit["grad_norm"] == pytest.approx(norm, rel=1e-3)
 

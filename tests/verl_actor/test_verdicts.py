@@ -4,7 +4,7 @@
 import pytest
 
 from tests.world.events import read_events
-from tests.world.verdicts import OPPOSITE
+from tests.world.verdicts import BROKEN_FROM, BROKEN_ROW, OPPOSITE
 
 ACTOR = "actor_rollout_ref.actor"
 ENTROPY = [f"{ACTOR}.entropy_coeff=3000"]
@@ -15,49 +15,80 @@ CAUSES = {
     "sequence": "extreme_advantage",
     "weight": "non_finite_weights",
     "padding": "non_finite_padding",
+    "forward": "non_finite_forward",
     "scale": "batch_scale",
     "entropy": "entropy_term",
+    "experts": "not_tokens",
+    "experts and a token": "extreme_advantage",
+    "transient": "transient",
+}
+LAYOUTS = {
+    "fsdp1": ["strategy=fsdp"],
+    "bf16": ["fsdp_config.dtype=bfloat16"],
+    "fsdp1-bf16": ["strategy=fsdp", "fsdp_config.dtype=bfloat16"],
 }
 
 
-def spiked(world, dump_dir, kind, *settings):
+def check(world, dump_dir, kind, *settings):
+    """Spike so, and hold the event against what it must say."""
     tau = [f"{ACTOR}.grad_norm_threshold=640", *(ENTROPY if kind == "entropy" else []), *settings]
     world.run("verdicts.spike", kind=kind, overrides=tau, dump_dir=dump_dir)
-    return read_events(dump_dir)[-1]
-
-
-@pytest.mark.parametrize("kind", CAUSES)
-def test_a_spike_has_the_cause_of_its_kind(world, dump_dir, kind):
-    event = spiked(world, dump_dir, kind)
-    assert event["cause"]["label"] == CAUSES[kind]
-    named = {(culprit["row"], position) for culprit in event["culprits"] for position in culprit["positions"]}
-    if kind in ("weight", "padding", "scale"):
+    event = read_events(dump_dir)[-1]
+    cause, culprits = event["cause"], event["culprits"]
+    named = {(culprit["row"], position) for culprit in culprits for position in culprit["positions"]}
+    print(f"{kind}: {cause['label']}, {event['search']['status']}, {sorted(named)}\n  {event['verdict']}")
+    assert cause["label"] == CAUSES[kind]
+    if kind in ("weight", "padding", "scale", "experts", "transient"):
         assert named == set() and "no token made it" in event["verdict"]
     if kind == "weight":
-        assert event["cause"]["names"] == ["model.layers.1.mlp.up_proj.weight"]
+        assert cause["names"] == ["model.layers.1.mlp.up_proj.weight"]
         assert event["search"]["forwards"] == event["search"]["backwards"] == 0
         assert len(str(event)) < 8000, "a few kilobytes"
     if kind == "padding":
-        assert event["cause"]["names"] == ["advantages"]
+        assert cause["names"] == ["advantages"]
+    if kind == "forward":
+        assert {row for row, _ in named} == {BROKEN_ROW} and min(position for _, position in named) == BROKEN_FROM
     if kind == "scale":
-        assert event["cause"]["numbers"]["advantage_over_run"] > 1e3
-    if kind == "token":
-        assert named == {(5, 3)} and len(event["culprits"][0]["siblings"]) == 1
+        assert cause["numbers"]["advantage_over_run"] > 1e3
+    if kind == "experts":
+        assert {f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 1)} == set(cause["names"][:2]), "the routers"
+        numbers = cause["numbers"]
+        assert numbers["others_norm"] > 1000 and abs(numbers["tokens_norm"] - 0.78) < numbers["error_bound"] + 0.01
+    if kind in ("token", "experts and a token"):
+        assert named == {(5, 3)} and len(culprits[0]["siblings"]) == 1
         consequence = event["consequence"]
         assert consequence["clip_scale"] < 0.1 and consequence["culprit_share"] == pytest.approx(1, abs=0.01)
         assert "The optimizer was given the gradient clipped to 1" in event["verdict"]
     if kind == "opposite":
         assert named == {(row, position) for row, position, _ in OPPOSITE}
     if kind == "sequence":
-        assert [(culprit["span"], culprit["row"]) for culprit in event["culprits"]] == [("sequence", 3)]
+        assert [(culprit["span"], culprit["row"]) for culprit in culprits] == [("sequence", 3)]
     if kind == "twelve":
-        assert len(event["culprits"]) == 8 and event["search"]["status"] == "max_culprits"
+        assert len(culprits) == 8 and event["search"]["status"] == "max_culprits"
         assert event["search"]["num_more"] >= 1 and "at least" in event["verdict"]
+    if kind in ("token", "opposite", "sequence", "experts and a token"):
+        assert event["certificate"]["verdict"] == "explained"
+
+
+@pytest.mark.parametrize("kind", CAUSES)
+def test_a_spike_has_the_cause_of_its_kind(world, dump_dir, kind):
+    check(world, dump_dir, kind)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [["strategy=fsdp"], ["fsdp_config.dtype=bfloat16"]], ids=["fsdp1", "bf16"])
-@pytest.mark.parametrize("kind", ["token", "padding", "scale", "entropy"])
-def test_so_it_has_under_fsdp1_and_in_half_precision(world, dump_dir, kind, settings):
-    event = spiked(world, dump_dir, kind, *(f"{ACTOR}.{setting}" for setting in settings))
-    assert event["cause"]["label"] == CAUSES[kind]
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", CAUSES)
+def test_so_it_has_under_fsdp1_and_in_half_precision(world, dump_dir, kind, layout):
+    check(world, dump_dir, kind, *(f"{ACTOR}.{setting}" for setting in LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_saying_that_a_weight_is_not_finite_costs_less_than_a_step(world, dump_dir, strategy):
+    overrides = [f"{ACTOR}.grad_norm_threshold=640", f"{ACTOR}.strategy={strategy}"]
+    for rank, cost in enumerate(world.run("verdicts.cost_of_nan_weight", overrides=overrides, dump_dir=dump_dir)):
+        added = (cost["spiked"] - cost["healthy"]) / cost["healthy"]
+        print(
+            f"{strategy}, rank {rank}: {added:.2f} of a step of {cost['healthy'] * 1e3:.0f} ms, the search "
+            f"{cost['search'] * 1e3:.1f} ms, {cost['sent']} bytes sent"
+        )
+        assert added < 1 and cost["sent"] < 8192

@@ -29,11 +29,13 @@ def train_epochs(overrides: list[str], dump_dir: str, strategy: str = "fsdp2") -
         trained.append([param.to_local() if hasattr(param, "to_local") else param for param in params])
         if settings:
             metrics = {name: values for name, values in out["metrics"].items() if name.startswith("gradloc/")}
-            num_events = len(out["events"])
+            norms = out["metrics"]["actor/grad_norm"][0]
+            events = out["events"]
     ours, without, spiked = trained
     return {
         "as_without": all(torch.equal(a, b) for a, b in zip(ours, without, strict=True)),
         "as_spiked": all(torch.equal(a, b) for a, b in zip(ours, spiked, strict=True)),
         "metrics": metrics,
-        "events": num_events,
+        "events": len(events),
+        "norm_taken": norms[events[0]["step"]["mini_batch"]] if events else None,
     }

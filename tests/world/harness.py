@@ -150,6 +150,23 @@ def model_config(dropout: float = 0.0) -> Any:
     )
 
 
+def make_moe_model(seed: int = 0) -> torch.nn.Module:
+    """A random Qwen3 of four experts a layer, two of them active; its forward computes the routers' balancing loss."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    plain = make_model(seed).config
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        **{name: value for name, value in plain.to_diff_dict().items() if name not in ("model_type", "architectures")},
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+    )
+    config._attn_implementation = "sdpa"
+    return AutoModelForCausalLM.from_config(config)
+
+
 def add_adapters(model: torch.nn.Module) -> torch.nn.Module:
     """LoRA as verl's worker adds it; the second factor is not zero, so that both have gradients."""
     from peft import LoraConfig, get_peft_model
@@ -182,8 +199,13 @@ def make_config(overrides: list[str], dump_dir: str) -> Any:
     return config_of(base + overrides)
 
 
-def make_trainer(overrides: list[str], dump_dir: str, seed: int = 0, dropout: float = 0.0) -> Trainer:
-    """An actor on this world's ranks and the matching driver (None when spike_detection is off)."""
+def make_trainer(
+    overrides: list[str], dump_dir: str, seed: int = 0, dropout: float = 0.0, model: torch.nn.Module | None = None
+) -> Trainer:
+    """An actor on this world's ranks and the matching driver (None when spike_detection is off).
+
+    ``model``: another than the tiny one.
+    """
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.actor.dp_actor import DataParallelPPOActor
 
@@ -194,7 +216,7 @@ def make_trainer(overrides: list[str], dump_dir: str, seed: int = 0, dropout: fl
     actor_config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     sp_size = actor_config.ulysses_sequence_parallel_size
     actor_config.ppo_mini_batch_size //= dist.get_world_size() // sp_size
-    model = make_model(seed, dropout)
+    model = make_model(seed, dropout) if model is None else model
     model = add_adapters(model) if has_adapters else model
     module = shard(model, actor_config, config.actor_rollout_ref.model)
     trainable = [param for param in module.parameters() if param.requires_grad]

@@ -61,10 +61,18 @@ def localize_planted(
         ),
         "oracle_norm": float(total.norm()),
         "oracle_norm_without": float(without.norm()),
+        "oracle_head_norm": _head_norm(model, total),
         "oracle_shares": [float(g @ total / (total @ total)) for g in culprits],
         "oracle_culprit_norms": [float(g.norm()) for g in culprits],
         "largest_norms": sorted(norms.values(), reverse=True)[:4],
     }
+
+
+def _head_norm(model: torch.nn.Module, gradient: torch.Tensor) -> float:
+    """Of a flat gradient the output head's part; 0 where the head is frozen."""
+    named = [(name, param.numel()) for name, param in model.named_parameters() if param.requires_grad]
+    parts = gradient.split([count for _, count in named])
+    return sum(float(part.norm()) for (name, _), part in zip(named, parts, strict=True) if "lm_head" in name)
 
 
 def explain_kl_spike(dump_dir: str, overrides: list[str]) -> dict[str, Any]:

@@ -2,25 +2,34 @@
 """Spikes of every kind in verl's actor: what each event must say is in tests/verl_actor/test_verdicts.py."""
 
 import math
+import pickle
+import time
+from typing import Any
 
 import torch
 
-from tests.world.harness import make_batch, make_trainer
+from tests.bare.routers import AddLoss
+from tests.world.harness import NUM_PROMPT, make_batch, make_moe_model, make_trainer
 from tests.world.spikes import ON, plant
 
 NUM_HEALTHY = 5  # updates before the spike: a history of the batch's scale
 TWELVE = [(row, 1 + row % 3, 1e4 if row % 2 else -8e3) for row in range(12)]
 OPPOSITE = [(4, 0, 1e4), (4, 4, -1e4)]
+BROKEN_ROW, BROKEN_FROM = 6, 4
+PLANTS = {"token": [(5, 3, 1e4)], "opposite": OPPOSITE, "twelve": TWELVE, "experts and a token": [(5, 3, 1e4)]}
 
 
 def spike(kind: str, overrides: list[str], dump_dir: str) -> None:
     """One update with a spike of this kind; its event is on disk."""
-    trainer = make_trainer(ON + overrides, dump_dir)
+    model = make_moe_model() if kind.startswith("experts") else None
+    if kind in ("experts", "experts and a token"):
+        add_router_loss(model, 1e4 if kind == "experts" else 1e-3)
+    trainer = make_trainer(ON + overrides, dump_dir, model=model)
     batch = make_batch()
+    for row, position, advantage in PLANTS.get(kind, []):
+        plant(batch, row, position, advantage)
     if kind == "weight":
-        shard = trainer.actor.actor_module.model.layers[1].mlp.up_proj.weight
-        with torch.no_grad():
-            getattr(shard, "_local_tensor", shard)[0, 0] = math.nan
+        spoil_weight(trainer.actor.actor_module)
     elif kind == "padding":
         batch.batch["advantages"][(batch.batch["response_mask"] == 0).nonzero(as_tuple=True)] = math.nan
     elif kind == "scale":
@@ -29,7 +38,96 @@ def spike(kind: str, overrides: list[str], dump_dir: str) -> None:
         batch.batch["advantages"] *= 1e4
     elif kind == "sequence":
         batch.batch["advantages"][3] *= 1e4
-    plants = {"token": [(5, 3, 1e4)], "opposite": OPPOSITE, "twelve": TWELVE}.get(kind, [])
-    for row, position, advantage in plants:
-        plant(batch, row, position, advantage)
+    elif kind == "forward":
+        break_forward(trainer.actor.actor_module, batch.batch["input_ids"][BROKEN_ROW])
+    elif kind == "transient":
+        corrupt_once(trainer.actor)
     trainer.update(batch)
+
+
+def spoil_weight(module: torch.nn.Module) -> None:
+    """A NaN in one weight of the second layer's ``up_proj``, on every rank that holds a part of it."""
+    from verl.gradloc.core.gradients import named_shards
+
+    with torch.no_grad():
+        for name, param in module.named_parameters():
+            for of, shard in named_shards(name, param):
+                if of == "model.layers.1.mlp.up_proj.weight" and shard.numel():
+                    shard.view(-1)[0] = math.nan
+
+
+def add_router_loss(model: torch.nn.Module, factor: float) -> None:
+    """transformers' load-balancing loss of all routers, times a factor, as part of the gradient."""
+
+    def add(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        output.logits = AddLoss.apply(output.logits, factor * output.aux_loss)
+        return output
+
+    model.register_forward_hook(add)
+
+
+def break_forward(module: torch.nn.Module, row: torch.Tensor) -> None:
+    """From the response's position ``BROKEN_FROM`` on, the last layer gives NaN for one row of the batch."""
+    module = getattr(module, "_fsdp_wrapped_module", module)
+    seen: list[torch.Tensor] = []
+
+    def note(embedding: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        seen[:] = inputs
+
+    def spoil(norm: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        is_broken = (seen[0] == row).all(-1)[:, None] & (torch.arange(len(row)) >= NUM_PROMPT - 1 + BROKEN_FROM)
+        return output.masked_fill(is_broken[..., None], math.nan)
+
+    module.get_input_embeddings().register_forward_pre_hook(note)
+    module.model.norm.register_forward_hook(spoil)
+
+
+def corrupt_once(actor: Any) -> None:
+    """The first gradient has one element that no computation gives: what a failing chip or a race leaves."""
+    clip, is_done = actor._clip_grad_norm, []
+
+    def corrupted() -> Any:
+        if not is_done:
+            is_done.append(True)
+            grad = next(param.grad for param in actor.actor_module.parameters() if param.grad is not None)
+            getattr(grad, "_local_tensor", grad).view(-1)[11] = 1e5
+        return clip()
+
+    actor._clip_grad_norm = corrupted
+
+
+def cost_of_nan_weight(overrides: list[str], dump_dir: str, num_tries: int = 5) -> dict[str, float]:
+    """What a NaN weight adds to an update, writing its event included.
+
+    Returns:
+        Seconds of CPU of this rank, the least of several: ``healthy`` and ``spiked`` updates; ``search``, seconds of
+        the clock of one search; ``sent``, the largest number of bytes that this rank hands to one gather.
+    """
+    from verl.gradloc.core.ranks import Ranks
+
+    trainer = make_trainer(ON + overrides, dump_dir)
+    gather, sent = Ranks.gather, [0]
+
+    def counting(self, value):
+        sent.append(len(pickle.dumps(value)))
+        return gather(self, value)
+
+    def update() -> tuple[float, list]:
+        started = time.process_time()
+        events = trainer.update(make_batch())["events"]
+        return time.process_time() - started, events
+
+    healthy = [update()[0] for _ in range(num_tries)]
+    spoil_weight(trainer.actor.actor_module)
+    Ranks.gather = counting
+    try:
+        spiked = [update() for _ in range(num_tries)]
+    finally:
+        Ranks.gather = gather
+    assert all(len(events) == 1 for _, events in spiked)
+    return {
+        "healthy": min(healthy[1:]),
+        "spiked": min(seconds for seconds, _ in spiked),
+        "search": min(events[0]["search"]["seconds"] for _, events in spiked),
+        "sent": max(sent),
+    }

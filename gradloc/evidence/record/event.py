@@ -52,7 +52,8 @@ class Event:
     rerun: Rerun | None = optional()
     """Null where it was not asked for."""
     consequence: Consequence | None = optional()
-    head_norm: float | None = optional()
-    """Frobenius norm of the output head's weights: how far a step can move the policy grows with it."""
+    head_grad_norm: float | None = optional()
+    """Norm of the spike's gradient at the output head (at the embedding where the two are tied), before clipping: a
+    lower bound on how far such a step moves the policy (arXiv 2605.19425)."""
     folder: str | None = None
     """Folder with batch.safetensors, meta.json and sequences.json, relative to events.jsonl."""

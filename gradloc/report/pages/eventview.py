@@ -284,8 +284,8 @@ def _again(event: Event) -> list[str]:
     if difference is not None:
         apart = f"{number(difference, 2)} apart" if difference else "bit for bit alike"
         said.append(f"Two replays of the culprits' micro-batches were {apart}.")
-    if event.head_norm is not None:
-        said.append(f"The output head's weights have norm {number(event.head_norm)}: a step moves the policy with it.")
+    if event.head_grad_norm is not None:
+        said.append(f"The output head's part of the gradient has norm {number(event.head_grad_norm)}.")
     return said
 
 

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a bare step to the event on disk: train, search, gather and complete, as actor and driver do it together."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gradloc.core.actions import Action
+from gradloc.core.gradients import GradientSpace
+from gradloc.core.localizer import Looked
+from gradloc.core.ranks import Ranks
+from gradloc.core.trigger import Place, Spike
+from gradloc.evidence.batch import BatchView
+from gradloc.evidence.complete import complete_event
+from gradloc.evidence.gather import raw_event
+from gradloc.evidence.layers import head_square
+from gradloc.evidence.record import Event, Run
+from gradloc.search.find import localize
+from tests.bare import BareStep, Batch
+
+
+def event_of(
+    step: BareStep,
+    batch: Batch,
+    threshold: float,
+    typical: dict[str, tuple[float, float]] | None = None,
+    history: list[BareStep] = (),
+    corrupt: Callable[[GradientSpace], None] = lambda space: None,
+    is_weights: torch.Tensor | None = None,
+    **settings: Any,
+) -> Event:
+    """Train the step, search its spike, and complete the record.
+
+    Args:
+        step: of one process.
+        batch: what the driver holds, before anything that only the actor's loss knows.
+        threshold: from which a norm is a spike.
+        typical: of the run.
+        history: healthy steps on the same model, for the norms per layer.
+        corrupt: done to the gradient after the backward.
+        is_weights: (R, T) of the rollout correction, as the driver has them.
+        settings: of the search.
+    """
+    space, ranks = GradientSpace(step.model), Ranks()
+    squares = []
+    for healthy in history:
+        healthy.train()
+        squares.append(space.squares())
+        space.clear()
+    step.train()
+    corrupt(space)
+    norm = space.norm()
+    assert not norm <= threshold, norm
+    kind = "fixed" if math.isfinite(norm) else "non_finite"
+    spike = Spike(kind, norm, threshold, threshold * batch.num_tokens**0.5, batch.num_tokens)
+    finding = localize(step, space, ranks, spike, 1.0, None, typical, **settings)
+    looked = Looked(
+        place=Place(1, 0, 0, 1, {}),
+        spike=spike,
+        found=finding,
+        step=step,
+        space=space,
+        ranks=ranks,
+        squares=space.squares(),
+        history=torch.stack(squares) if squares else None,
+        action=Action("observe", "observe", ""),
+        clip_limit=1.0,
+        checkpoint=None,
+        head_square=head_square(space),
+    )
+    raw = raw_event(looked, budget=128, keeps_all=False)
+    return complete_event(raw, "event", Run(), _view(batch, is_weights), None, 8)
+
+
+def _view(batch: Batch, is_weights: torch.Tensor | None) -> BatchView:
+    """The batch under verl's names."""
+    num_prompt = batch.tokens.shape[1] + 1 - batch.labels.shape[1]
+    prompt = batch.tokens[:, :num_prompt]
+    tensors = {
+        "input_ids": torch.cat([prompt, batch.labels], 1),
+        "attention_mask": torch.cat([torch.ones_like(prompt), batch.mask.long()], 1),
+        "responses": batch.labels,
+        "response_mask": batch.mask.long(),
+        "old_log_probs": batch.old_log_probs,
+        "ref_log_prob": batch.reference_log_probs,
+        "advantages": batch.advantages,
+    }
+    tensors |= {} if is_weights is None else {"rollout_is_weights": is_weights}
+    return BatchView(tensors, {})
