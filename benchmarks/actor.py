@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank does for the price of a healthy step: verl's real actor, updated and timed.
+"""What a rank does for the price of a healthy step: verl's real worker, updated and timed.
 
-Built from the pieces that the tests run the actor with, around a model large enough that an update
-is not all interpreter.
+Built from the pieces that the tests run it with, verl 0.7's actor or verl 0.9's engine, around a model large enough
+that an update is not all interpreter.
 """
 
+import importlib.metadata
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.collectives import CollectiveCounter
@@ -17,30 +18,37 @@ from tests.world import harness
 
 ROWS, RESPONSE = 16, 48
 _VOCABULARY, _WIDTH, _LAYERS = 1024, 128, 4
-_HOOK_METHODS = (
-    "begin_update",
-    "begin_mini_batch",
-    "before_forward",
-    "after_forward",
-    "after_backward",
-    "before_step",
-    "end_update",
-)
-_trainers: dict[str, harness.Trainer] = {}
-_hook_seconds: list[float] = []
+_SETTLED = ["actor_rollout_ref.actor.optim.lr=1e-6"]  # the norms must not drift into a spike
+_trainers: dict[str, Any] = {}
+_found: dict[str, Any] = {}
 
 
-def prepare(name: str, overrides: list[str], dump_dir: str) -> int:
-    """Build the trainer called ``name``; returns its number of weights."""
-    harness.NUM_RESPONSE, harness.VOCABULARY, harness.make_model = RESPONSE, _VOCABULARY, _model
-    settled = ["actor_rollout_ref.actor.optim.lr=1e-6"]  # the norms must not drift into a spike
-    _trainers[name] = harness.make_trainer(settled + overrides, dump_dir)
-    hook = getattr(_trainers[name].actor, "gradloc", None)
-    for method in _HOOK_METHODS:
-        if hook is not None and hasattr(hook, method):
-            setattr(hook, method, _timed(getattr(hook, method)))
-    sizes = [param.numel() for param in _trainers[name].actor.actor_module.parameters()]
-    return sum(sizes)
+def is_engine() -> bool:
+    """Whether the installed verl is 0.9, which has engines; 0.7 is a tree on the path."""
+    try:
+        return importlib.metadata.version("verl").startswith("0.9.")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def prepare(name: str, overrides: list[str], folder: str) -> int:
+    """Build the trainer called ``name``, whose updates are timed; returns the weights of this rank."""
+    harness.NUM_RESPONSE, harness.VOCABULARY, harness.model_config = RESPONSE, _VOCABULARY, _config
+    if is_engine():
+        from tests.verl_engine import harness as engine
+
+        with mock.patch.object(engine, "model_config", _config):
+            engine.save_model(f"{folder}/model")
+        dump = [f"actor_rollout_ref.actor.gradloc.dump_dir={folder}"] if overrides else []
+        longer = ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128"]
+        made = engine.make_trainer(_SETTLED + longer + overrides + dump, f"{folder}/model", stock=not overrides)
+        owner, method, module = made.worker, "update_actor", made.engine.module
+    else:
+        made = harness.make_trainer(_SETTLED + overrides, folder)
+        owner, method, module = made.actor, "update_policy", made.actor.actor_module
+    setattr(owner, method, _measured(getattr(owner, method)))
+    _trainers[name] = made
+    return sum(param.numel() for param in module.parameters())
 
 
 def update(name: str, seed: int, counts: bool = False) -> dict[str, Any]:
@@ -49,66 +57,42 @@ def update(name: str, seed: int, counts: bool = False) -> dict[str, Any]:
     Args:
         name: of a trainer that :func:`prepare` built.
         seed: of the batch.
-        counts: count the collectives instead of timing.
+        counts: count the collectives, too.
 
     Returns:
-        ``seconds`` and ``cpu_seconds`` of ``update_policy``, ``hook_seconds`` of them inside the
-        hook, ``events`` it raised, ``collectives`` by name.
+        ``seconds`` and ``cpu_seconds`` of the worker's update, ``spikes`` it saw, ``collectives`` by name.
     """
-    trainer = _trainers[name]
     batch = harness.make_batch(ROWS, seed)
-    trainer.step += 1
-    size = dist.get_world_size()
-    if trainer.driver is not None:
-        trainer.driver.stamp(batch)
-        trainer.driver.before_update(batch, trainer.step, size)
-    batch.meta_info["temperature"] = 1.0
-    local = batch.chunk(size)[dist.get_rank()]
-    counter = CollectiveCounter()
-    _hook_seconds.clear()
-    dist.barrier()
-    started, cpu_started = time.perf_counter(), time.process_time()
-    if counts:
-        with counter:
-            metrics = trainer.actor.update_policy(local)
-    else:
-        metrics = trainer.actor.update_policy(local)
-    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-    meta = harness._pop_events(metrics) if trainer.driver is not None else {}
-    events = meta.get("gradloc_events", [])
-    if trainer.driver is not None:
-        batch.meta_info = {"metrics": {key: [value] for key, value in metrics.items()}, **meta}
-        trainer.driver.after_update(batch, batch)
-    hook = getattr(trainer.actor, "gradloc", None)
-    tracker = getattr(hook, "_tracker", None)
-    return {
-        "seconds": seconds,
-        "cpu_seconds": cpu_seconds,
-        "hook_seconds": sum(_hook_seconds),
-        "events": len(events),
-        "collectives": dict(counter.counts),
-        "tracks_norms": bool(tracker is not None and tracker.is_on),
-    }
+    _found.clear()
+    _found["counts"] = counts
+    out = _trainers[name].update(batch)
+    spikes = out.get("metrics", out).get("gradloc/spikes", 0)
+    return {**_found, "spikes": float(spikes[0] if isinstance(spikes, list) else spikes)}
 
 
-def _timed(method: Callable) -> Callable:
-    """The method, its CPU time noted: what it costs whatever else the machine does."""
+def _measured(update: Callable) -> Callable:
+    """The worker's update, with what it took noted."""
 
-    def run(*arguments):
-        started = time.thread_time()
-        try:
-            return method(*arguments)
-        finally:
-            _hook_seconds.append(time.thread_time() - started)
+    def run(*arguments: Any) -> Any:
+        counter = CollectiveCounter()
+        dist.barrier()
+        started, cpu_started = time.perf_counter(), time.process_time()
+        if _found["counts"]:
+            with counter:
+                out = update(*arguments)
+        else:
+            out = update(*arguments)
+        _found["seconds"], _found["cpu_seconds"] = time.perf_counter() - started, time.process_time() - cpu_started
+        _found["collectives"] = dict(counter.counts)
+        return out
 
     return run
 
 
-def _model(seed: int = 0, dropout: float = 0.0) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM, Qwen3Config
+def _config(dropout: float = 0.0) -> Any:
+    from transformers import Qwen3Config
 
-    torch.manual_seed(seed)
-    config = Qwen3Config(
+    return Qwen3Config(
         vocab_size=_VOCABULARY,
         hidden_size=_WIDTH,
         intermediate_size=3 * _WIDTH,
@@ -121,4 +105,3 @@ def _model(seed: int = 0, dropout: float = 0.0) -> torch.nn.Module:
         attention_dropout=dropout,
         attn_implementation="sdpa",
     )
-    return AutoModelForCausalLM.from_config(config)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The price of a healthy step: verl's real actor unpatched, patched and off, patched and on.
+"""The price of a healthy step: verl's real worker unpatched, and with detection on.
 
     python -m benchmarks.healthy                        # 200 interleaved groups
     python -m benchmarks.healthy --pairs 40 --tree ~/verl
 
-Needs what runs verl on a CPU (requirements/demo.txt). Every group updates the same batch in all
-variants, in random order, so that what else the machine does falls on all of them; ratios are taken
-within a group. The unpatched verl runs twice: what differs between its two is noise. Also counts
-every collective that one update enters.
+With verl 0.9 installed (`requirements/verl09.txt`), its engine; else verl 0.7.0's actor (`requirements/demo.txt`), also
+patched and off. On 0.9 off is verl's own engine, since ours is registered in a run that asks for it only. Every group
+updates the same batch in all variants, in random order, so that what else the machine does falls on all of them; ratios
+are taken within a group. The unpatched verl runs twice: what differs between its two is noise. Also counts every
+collective that one update enters.
 """
 
 import argparse
@@ -19,6 +20,8 @@ import shlex
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,18 +29,15 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.actor import is_engine
 from benchmarks.digest import REPO, digest
 from benchmarks.progress import Progress
 from tests.world import World
 
 SCHEMA_VERSION = 1
-ON = ["actor_rollout_ref.actor.spike_detection=True"]
-RATIOS = {
-    "on / off": ("on", "off"),
-    "off / unpatched": ("off", "unpatched"),
-    "on / unpatched": ("on", "unpatched"),
-    "unpatched again / unpatched": ("unpatched_again", "unpatched"),
-}
+ON = {True: ["+gradloc=on"], False: ["actor_rollout_ref.actor.spike_detection=True"]}
+"""By whether the installed verl has engines."""
+AGAIN = "unpatched_again"
 _WARM_UP = 5
 
 
@@ -45,9 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write healthy.json and healthy.md."""
     parsed = _parser().parse_args(arguments)
     command = shlex.join(["python", "-m", "benchmarks.healthy", *(arguments or sys.argv[1:])])
-    with tempfile.TemporaryDirectory() as scratch:
-        base, patched = _trees(Path(scratch), parsed.tree)
-        run = measure(base, patched, parsed.pairs, parsed.ranks, Path(scratch))
+    with tempfile.TemporaryDirectory() as scratch, _worlds(Path(scratch), parsed) as worlds:
+        run = measure(worlds, parsed.pairs, Path(scratch))
     run["command"] = command
     out = Path(parsed.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -58,74 +57,84 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def measure(base: Path, patched: Path, pairs: int, ranks: int, scratch: Path) -> dict[str, Any]:
+@contextmanager
+def _worlds(scratch: Path, parsed: argparse.Namespace) -> Iterator[dict[str, World]]:
+    """The variants, and the processes that run each."""
+    slow: dict[str, Any] = {"timeout_s": 1800}
+    if is_engine():
+        from experiments.verl09 import ENVIRONMENT
+
+        os.environ.update(ENVIRONMENT)
+        with World(parsed.ranks, **slow) as world:
+            yield dict.fromkeys(("unpatched", AGAIN, "on"), world)
+        return
+    base, patched = _trees(scratch, parsed.tree)
+    size = parsed.ranks
+    with World(size, path=(str(base),), **slow) as plain, World(size, path=(str(patched),), **slow) as ours:
+        yield {"unpatched": plain, AGAIN: plain, "off": ours, "on": ours}
+
+
+def measure(worlds: dict[str, World], pairs: int, scratch: Path) -> dict[str, Any]:
     """Interleaved updates; see the module.
 
     Args:
-        base: folder that holds the unpatched ``verl`` package.
-        patched: folder that holds the patched one.
+        worlds: by variant.
         pairs: groups to time.
-        ranks: processes of each trainer.
-        scratch: where events would go.
+        scratch: where models and events go.
     """
-    slow = {"timeout_s": 1800}
-    with World(ranks, path=(str(base),), **slow) as plain, World(ranks, path=(str(patched),), **slow) as ours:
-        worlds = {"unpatched": plain, "unpatched_again": plain, "off": ours, "on": ours}
+    for name, world in worlds.items():
+        folder = scratch / name
+        folder.mkdir()
+        overrides = ON[is_engine()] if name == "on" else []
+        shards = world.run("benchmarks.actor.prepare", name=name, overrides=overrides, folder=str(folder))
+    collectives = {name: _counted(world, name) for name, world in worlds.items()}
+    for seed in range(_WARM_UP):
         for name, world in worlds.items():
-            overrides = ON if name == "on" else []
-            dump_dir = str(scratch / name)
-            shards = world.run("benchmarks.actor.prepare", name=name, overrides=overrides, dump_dir=dump_dir)
-        collectives = {name: _counted(world, name) for name, world in worlds.items()}
-        for seed in range(_WARM_UP):
-            for name, world in worlds.items():
-                world.run("benchmarks.actor.update", name=name, seed=seed)
-        groups, events, tracked = _groups(worlds, pairs)
+            world.run("benchmarks.actor.update", name=name, seed=seed)
+    groups, spikes = _groups(worlds, pairs)
+    ratios = {f"{name} / unpatched": (name, "unpatched") for name in worlds if name != "unpatched"}
     return {
         "schema_version": SCHEMA_VERSION,
         "core_sha256": digest(),
         "machine": {"processor": platform.machine(), "cpus": os.cpu_count()},
         "versions": {"python": platform.python_version()},
-        "ranks": ranks,
-        "weights": shards[0],
+        "verl": "0.9" if is_engine() else "0.7",
+        "ranks": len(shards),
+        "weights": sum(shards),
         "pairs": len(groups),
-        "dropped_with_an_event": events,
-        "updates_that_tracked_norms": tracked,
+        "dropped_with_a_spike": spikes,
         "median_seconds": {name: median(g[name]["seconds"] for g in groups) for name in worlds},
         "ratios": {
             measure: {
                 label: _interval([g[top][measure] / g[bottom][measure] for g in groups])
-                for label, (top, bottom) in RATIOS.items()
+                for label, (top, bottom) in ratios.items()
             }
             for measure in ("seconds", "cpu_seconds")
         },
-        "hook_share": _interval([g["on"]["hook_seconds"] / g["on"]["cpu_seconds"] for g in groups]),
         "collectives": collectives,
         "groups": groups,
     }
 
 
-def _groups(worlds: dict[str, World], pairs: int) -> tuple[list[dict[str, dict]], int, int]:
+def _groups(worlds: dict[str, World], pairs: int) -> tuple[list[dict[str, dict]], int]:
     order = random.Random(0)
-    groups, events, tracked, progress = [], 0, 0, Progress(pairs)
+    groups, spikes, progress = [], 0, Progress(pairs)
     while len(groups) < pairs:
-        group, has_event = {}, False
+        group, is_healthy = {}, True
         for name in order.sample(sorted(worlds), len(worlds)):
-            seed = 1000 + len(groups) + events
-            found = worlds[name].run("benchmarks.actor.update", name=name, seed=seed)
+            found = worlds[name].run("benchmarks.actor.update", name=name, seed=1000 + len(groups) + spikes)
             # the step lasts as long as its slowest rank; processor time is spent by all of them
             group[name] = {
                 "seconds": max(rank["seconds"] for rank in found),
                 "cpu_seconds": sum(rank["cpu_seconds"] for rank in found),
-                "hook_seconds": sum(rank["hook_seconds"] for rank in found),
             }
-            has_event |= any(rank["events"] for rank in found)
-            tracked += found[0]["tracks_norms"]
-        if has_event:  # not a healthy step
-            events += 1
+            is_healthy &= not any(rank["spikes"] for rank in found)
+        if not is_healthy:
+            spikes += 1
             continue
         groups.append(group)
-        progress.step(f"on {group['on']['seconds']:.3f} s, off {group['off']['seconds']:.3f} s")
-    return groups, events, tracked
+        progress.step(f"on {group['on']['seconds']:.3f} s, unpatched {group['unpatched']['seconds']:.3f} s")
+    return groups, spikes
 
 
 def _counted(world: World, name: str) -> dict[str, int]:
@@ -144,13 +153,12 @@ def markdown(run: dict[str, Any]) -> str:
     """The ratios and the collectives as tables."""
     lines = [f"`{run['command']}`", "", f"{run['pairs']} groups, {run['ranks']} ranks", ""]
     lines += [
-        "| `update_policy` | wall time: median ratio (95%) | processor time: median ratio (95%) |",
+        "| update | wall time: median ratio (95%) | processor time: median ratio (95%) |",
         "| --- | --- | --- |",
     ]
-    for label in RATIOS:
+    for label in run["ratios"]["seconds"]:
         cells = [_cell(run["ratios"][measure][label]) for measure in ("seconds", "cpu_seconds")]
         lines.append(f"| {label} | {cells[0]} | {cells[1]} |")
-    lines += ["", f"Hook's share of the processor time of an update: {_cell(run['hook_share'])}."]
     lines += ["", "| variant | median seconds | collectives of one update |", "| --- | --- | --- |"]
     for name, counts in run["collectives"].items():
         listed = ", ".join(f"{count} {operator}" for operator, count in counts.items())
