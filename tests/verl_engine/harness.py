@@ -191,6 +191,10 @@ def make_trainer(overrides: list[str], model_dir: str, seed: int = 0, stock: boo
         worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor")
         worker.init_model()
     _fill_adapters(worker.actor.engine.module)
+    if worker.actor.engine.scaler is not None:  # verl's own asks for CUDA and switches itself off without
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        worker.actor.engine.scaler = ShardedGradScaler(device="cpu", init_scale=8.0, growth_interval=400)
     torch.manual_seed(1000 + seed)
     trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
     trainer.global_steps = 0
@@ -241,6 +245,48 @@ def train(
         "metrics": steps[-1],
         "weights": trainer.weights_hash,
         "rng": torch.get_rng_state().numpy().tobytes(),
+    }
+
+
+def resume(overrides: list[str], model_dir: str, folder: str) -> dict[str, Any]:
+    """Train, save beside a checkpoint as the trainer does, and take it up in another one."""
+    overrides = [*overrides, f"trainer.default_local_dir={folder}", f"{ACTOR}.gradloc.dump_dir={folder}/events"]
+    first, second = (make_trainer(overrides, model_dir) for _ in range(2))
+    for step in range(1, 7):
+        metrics = first.update(make_batch(seed=step))
+        with first.store:
+            meta = first.store.add(make_batch(seed=step))
+            first.trainer.gradloc.after_metrics(meta, metrics, step)
+    at = os.path.join(folder, "global_step_6")
+    os.makedirs(at, exist_ok=True)
+    dist.barrier()
+    fresh = second.trainer.gradloc.spikes.adaptive.threshold(0)
+    if dist.get_rank() == 0:
+        first.trainer.gradloc.save(at)
+    dist.barrier()
+    second.trainer.gradloc.load(at)
+    return {
+        "fresh": fresh,
+        "saved": first.trainer.gradloc.spikes.adaptive.threshold(0),
+        "loaded": second.trainer.gradloc.spikes.adaptive.threshold(0),
+        "last_checkpoint": second.trainer.gradloc.spikes.last_checkpoint,
+        "health": metrics["health/state"],
+    }
+
+
+def reweighted(overrides: list[str], model_dir: str, alpha: float) -> dict[str, Any]:
+    """Advantages in the store after the trainer's part, against the formula of arXiv 2505.12929."""
+    made = make_trainer([*overrides, f"algorithm.advantage_reweighting.alpha={alpha}"], model_dir)
+    batch, metrics = make_batch(seed=3), {}
+    with made.store:
+        meta = made.store.add(batch)
+        made.trainer.gradloc.after_advantages(meta, metrics)
+        found = made.store.get(meta.keys, select_fields=["advantages"])["advantages"].to_padded_tensor(0)
+    old, before = batch.batch["old_log_probs"], batch.batch["advantages"]
+    expected = (before * (alpha * old.exp() + 1 - alpha) * batch.batch["response_mask"])[:, : found.shape[1]]
+    return {
+        "largest_error": float((found - expected).abs().max()),
+        "kept_share": metrics["advantage_reweighting/kept_share"],
     }
 
 
