@@ -109,7 +109,7 @@ def to_markdown(run: RunFolder, events: list[Event]) -> str:
     lines = [f"# {escape(run.name)}", ""]
     lines += [f"> {escape(note)}" for note in run.notes]
     if not events:
-        lines += ["No spike was localized in this run."]
+        lines += [] if run.metrics.verdicts else ["No spike was localized in this run."]
     for event in events:
         lines += _event_lines(run, event)
     return "\n".join(lines).rstrip() + "\n"

@@ -24,6 +24,8 @@ class Metrics:
     """The file's or folder's name."""
     steps: list[int] = field(default_factory=list)
     series: dict[str, list[float | None]] = field(default_factory=dict)
+    verdicts: list[str] = field(default_factory=list)
+    """What the ``file`` logger was told of events, on lines of their own."""
 
     def __bool__(self) -> bool:
         return bool(self.steps)
@@ -52,6 +54,7 @@ def read_jsonl(path: Path) -> tuple[Metrics, list[str]]:
     """
     rows: dict[int, dict[str, float]] = {}
     bad: list[int] = []
+    verdicts: list[str] = []
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -63,7 +66,11 @@ def read_jsonl(path: Path) -> tuple[Metrics, list[str]]:
             bad.append(number)
             continue
         rows.setdefault(step, {}).update(numbers(data))
-    return build(rows, path.name), _left_out(bad, path.name, is_cut=bool(lines[-1].strip()))
+        if isinstance(said := data.get("gradloc/verdict"), list):
+            verdicts += map(str, said)
+    found = build(rows, path.name)
+    found.verdicts = verdicts
+    return found, _left_out(bad, path.name, is_cut=bool(lines[-1].strip()))
 
 
 def _left_out(bad: list[int], name: str, is_cut: bool) -> list[str]:

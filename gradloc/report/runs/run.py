@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ...evidence.record import Event
 from ..errors import ReportError
+from ..text import plural
 from . import metrics as metrics_files
 from . import sources
 from .events import read_events, recover
@@ -172,6 +173,13 @@ def _check(run: RunFolder, events_file: Path | None, has_files: bool) -> None:
                 "No metrics were found beside the events, so the curve shows the events alone: add "
                 "`file` to trainer.logger, or name them with --metrics."
             )
+        return
+    if told := run.metrics.verdicts:
+        run.notes += [
+            f"{run.metrics.source} tells of {plural(len(told), 'event')} whose folder is not here: "
+            "name the one that gradloc.dump_dir named.",
+            *told[-3:],
+        ]
         return
     if run.metrics:
         run.notes.append(

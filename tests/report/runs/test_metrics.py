@@ -29,6 +29,18 @@ def test_pythons_own_nan_and_values_that_are_no_numbers_are_no_obstacle(tmp_path
     assert set(metrics.series) == {MEAN, "number"}
 
 
+def test_the_verdict_s_own_line_is_no_step_and_tells_of_events_that_are_elsewhere(tmp_path):
+    rows = make_metrics(6)
+    told = {"gradloc/verdict": ["At step 5 the gradient norm was 748."], "gradloc/culprits": [{"token": " is"}]}
+    write_run(tmp_path, metrics=[*rows[:4], {"step": 5, "data": told}, *rows[4:]])
+    run = read_run(tmp_path)
+    assert run.metrics.steps == [1, 2, 3, 4, 5, 6] and run.metrics.get(MEAN)[4] == 100.0
+    assert run.notes[0].startswith("metrics.jsonl tells of 1 event whose folder is not here")
+    assert run.notes[1] == told["gradloc/verdict"][0]
+    write_run(tmp_path, [make_event()])
+    assert [note for note in read_run(tmp_path).notes if "tells of" in note] == []
+
+
 def test_a_cut_off_last_line_of_metrics_is_a_note(tmp_path):
     write_run(tmp_path, metrics=make_metrics(3, ()))
     path = tmp_path / "metrics.jsonl"
