@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adaptive trigger in the real actor: through a collapse, and before it has a threshold."""
 
+import re
+
 import pytest
 import torch
 
+from tests.world import REPO
 from tests.world.events import read_events
 from tests.world.trigger import ACTOR, NUM_BEFORE, NUM_GROWING
 
@@ -42,6 +45,11 @@ def test_mask_and_skip_keep_the_weights_near_the_healthy_twins(run, record_prope
     print({mode: round(value, 3) for mode, value in distance.items()})
     assert distance["mask"] < 0.6 * distance["observe"]
     assert distance["skip"] < 0.9 * distance["observe"]
+    page = (REPO / "docs" / "trigger.md").read_text()
+    shown = {mode: float(value) for mode, value in re.findall(r"^\| `(\w+)` \| (0\.\d+) \|", page, re.M)}
+    assert shown == pytest.approx({mode: distance[mode] for mode in shown}, abs=0.05) and len(shown) == 3
+    steps = [step for step in run["observe"][0]["steps"] if step["spikes"]]
+    assert f"| {len(steps)} of {NUM_GROWING}, from {steps[0]['norm_over_threshold']:.1f} times the threshold" in page
 
 
 def test_each_masked_step_says_its_norm_without_the_culprit_and_how_many_tokens_it_left_out(run):

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every figure of a page that stems from a kept record is that record's; a page whose figures do not says so."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from benchmarks import healthy, unrepeatable
+from benchmarks.localization import tables as localization
+from benchmarks.trigger import tables as trigger
+from gradloc.evidence.tell.lines import headline
+from gradloc.report.runs import story
+from gradloc.report.runs.metrics import MEAN
+from gradloc.report.runs.run import read_run
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+DEMO = read_run(ROOT / "examples" / "demo")
+(EVENT,) = DEMO.events
+
+
+def page(name: str) -> str:
+    """A page's text with its lines joined, so that a sentence is found wherever it breaks."""
+    return " ".join((ROOT / name).read_text(encoding="utf-8").split())
+
+
+def record(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def section(name: str, title: str) -> str:
+    """What stands under a heading of docs, up to the next one of its level."""
+    level, text = title.split()[0], (ROOT / "docs" / name).read_text(encoding="utf-8")
+    found = re.search(rf"^{re.escape(title)}$(.*?)(?=^{level} |\Z)", text, re.S | re.M)
+    assert found, f"{name} has no {title}"
+    return found[1]
+
+
+def rows(text: str) -> list[str]:
+    """A text's table rows that hold a number."""
+    return [line for line in text.splitlines() if line.startswith("|") and re.search(r"\d", line)]
+
+
+RECORDED = {
+    "## The scenario battery (N = 1024, W = 2, M = 4)": ("battery", localization.markdown),
+    "## N, W and the model": ("sizes", localization.markdown),
+    "## M and the number of culprits (N = 4096, W = 2)": ("counts", localization.markdown),
+    "## The price of a healthy step": ("healthy", healthy.markdown),
+    "## The trigger's rule": ("trigger", trigger.markdown),
+    "## Kernels that do not repeat": ("unrepeatable", lambda found: unrepeatable.markdown(found["rows"])),
+}
+
+
+@pytest.mark.parametrize("title", RECORDED)
+def test_every_row_of_a_benchmark_s_table_is_the_record_s(title):
+    name, render = RECORDED[title]
+    shown, made = rows(section("benchmarks.md", title)), render(record(name)).splitlines()
+    assert shown and [row for row in shown if row not in made] == []
+
+
+@pytest.mark.parametrize("name", ["battery", "sizes", "counts"])
+def test_the_core_that_a_table_is_of_is_named(name):
+    assert f"`{record(name)['core_sha256'][:8]}`" in page("docs/benchmarks.md")
+
+
+def test_the_targets_outcomes_are_the_records():
+    cells = [(cell, cell["strategies"]["auto"]) for cell in record("battery")["cells"]]
+    right = sum((a["recall"], a["false_positives"], a["verdict"]) == (1, 0, "explained") for _, a in cells)
+    few = [(cell, a) for cell, a in cells if cell["cell"]["scenario"] != "eight"]
+    over = [(cell, a, localization.bound_of(cell)) for cell, a in few if a["cost_f"] > localization.bound_of(cell)]
+    closures = [a["closure"] for cell, a in cells if cell["cell"]["dtype"] == "float32"]
+    on, ours = (record("healthy")["ratios"]["seconds"][label] for label in ("on / off", "on / unpatched"))
+    (each,) = {sum(counts.values()) for counts in record("healthy")["collectives"].values()}
+    said = [
+        f"met: {right} of {len(cells)} cells, all certified",
+        f"met in {len(few) - len(over)} of {len(few)} cells",
+        f"met: {min(closures):.3f} to {max(closures):.3f} over the battery's {len(closures)} cells in fp32",
+        f"against off {on['median'] - 1:.1%} (upper bound {on['high'] - 1:.1%})",
+        f"against unpatched verl {ours['median'] - 1:.1%} (upper bound {ours['high'] - 1:.1%}), "
+        f"{record('healthy')['pairs']} groups",
+        f"met: {each} in each variant (counted)",
+    ]
+    short = {"float32": "fp32", "bfloat16": "bf16"}
+    for cell, auto, bound in over:
+        where = cell["cell"]
+        said.append(
+            f"`{where['scenario']}` {short[where['dtype']]} seed {where['seed']} ({auto['cost_f']} against {bound})"
+        )
+    for words in said:
+        assert words in page("docs/benchmarks.md"), words
+
+
+def test_the_price_of_a_search_is_the_battery_s_on_every_page():
+    cells = [cell for cell in record("battery")["cells"] if cell["cell"]["dtype"] == "float32"]
+    step = 3 * cells[0]["cell"]["micro_batches"]  # f of one training step: a forward and a backward each
+
+    def steps(scenario: str) -> str:
+        costs = [c["strategies"]["auto"]["cost_f"] for c in cells if c["cell"]["scenario"] == scenario]
+        return f"{median(costs) / step:.1f}"
+
+    said = f"the passes of {steps('single_10')} training steps with one culprit, of {steps('eight')} with eight"
+    for name in ("README.md", "docs/faq.md", "docs/benchmarks.md"):
+        assert said in page(name), name
+
+
+def test_the_hook_s_share_and_the_noise_are_the_record_s():
+    found = record("healthy")
+    assert f"an update's processor time is {found['hook_share']['median']:.2%} in both" in page("docs/benchmarks.md")
+    ratios = [ratio for measure in found["ratios"].values() for ratio in measure.values()]
+    assert all(ratio["low"] <= 1 <= ratio["high"] for ratio in ratios), "nothing that could be measured"
+    medians = [1 - ratio["median"] for ratio in found["ratios"]["seconds"].values()]
+    assert f"at most {max(map(abs, medians)):.1%} from it" in page("docs/benchmarks.md")
+
+
+def test_the_noise_s_figures_are_the_record_s():
+    found = record("unrepeatable")["rows"]
+    worst = max(abs(row["norm_after"] - row["truth"]) / row["error_bound"] for row in found)
+    said = f"Over {len(found)} cells of noise, spike and precision the true norm lay within the bound every time, "
+    assert f"{said}at most at {100 * worst:.0f} % of it" in page("docs/method.md")
+    assert not [row for row in found if unrepeatable.problems(row)]
+
+
+def test_what_the_trigger_s_page_says_of_series_is_the_record_s():
+    found, text = record("trigger"), page("docs/trigger.md")
+    real = {entry["name"]: entry["rules"] for entry in found["real"]}
+
+    def flagged(name: str, rule: str) -> int:
+        counted = real[name][rule]
+        return counted["flagged"] + counted["over"] - counted["missed"]
+
+    assert (flagged("trl-hotpotqa-grpo", "gradloc"), real["trl-hotpotqa-grpo"]["gradloc"]["over"]) == (5, 4)
+    assert "(five of 93 flagged, four of them over ten times the median" in text
+    assert f"flagged {flagged('verl-gsm8k-ppo-resp512-actor', 'before')} of these 435" in text
+    false = {entry["name"]: entry["rules"]["gradloc"]["false_flags"]["mean"] / 10 for entry in found["healthy"]}
+    assert f"four times as hard**: {false['10 % hard batches x 4']:.0f} false flags in 100 steps" in text
+    assert f"{false['80% of steps x 0.01']:.1f} false flags in 100 steps, most of them before" in text
+
+
+# ---- the demo's run in examples/
+
+
+def test_the_console_line_on_the_trackers_page_is_the_demo_s():
+    text = (ROOT / "docs/trackers.md").read_text()
+    shown = re.findall(r"^    gradloc: (.*)$", text, re.M)
+    assert shown == [headline(EVENT), f"gradloc-report /runs/grpo/gradloc --event {EVENT.event_id}"]
+
+
+def test_the_number_that_stands_out_on_the_report_s_page_is_the_demo_s():
+    assert f'("{story.odd_number(EVENT.culprits[0])}")' in page("docs/report.md")
+
+
+def test_the_demo_s_page_is_right_about_its_run():
+    text = page("docs/experiments.md")
+    tokens = int(re.search(r"about (\d+) response tokens", text)[1])
+    assert EVENT.trigger.num_tokens == pytest.approx(tokens, rel=0.1)
+    threshold = EVENT.trigger.tau / math.sqrt(tokens)
+    assert f"640, the published value: {threshold:.0f} for {tokens} tokens" in text
+    low, high = map(float, re.search(r"seeds 1 to 5 have norms from ([\d.]+) to ([\d.]+)", text).groups())
+    assert all(low <= norm <= high for norm in DEMO.metrics.finite(MEAN) if norm < threshold)
+    factor, norm = map(float, re.search(r"300 000 x ([\d.]+) over \d+ tokens is a norm of (\d+)", text).groups())
+    assert round(3e5 * factor / tokens) == norm and round(norm / threshold) == 5  # "five times the threshold"
+
+
+# ---- transcripts
+
+
+def test_the_health_page_s_transcript_is_what_the_command_prints():
+    (command, shown) = re.search(r"^    \$ (gradloc-report health \S+)\n((?:    .*\n)+)", _health(), re.M).groups()
+    arguments = [sys.executable, "-m", "gradloc.report", *command.split()[1:]]
+    done = subprocess.run(arguments, cwd=ROOT, env={"COLUMNS": "120"}, capture_output=True, text=True, check=True)
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    wanted = [line[4:].rstrip() for line in shown.splitlines()]
+    assert wanted[-1] == "..." and lines[1 : len(wanted)] == wanted[:-1]
+
+
+def _health() -> str:
+    return (ROOT / "docs/health.md").read_text()
+
+
+# ---- figures whose record is not kept
+
+
+def test_the_explosion_s_text_says_what_its_table_says():
+    cells = next(row for row in rows(section("explosion.md", "## The safeguards")) if row.startswith("| unprotected"))
+    before, warning, spike = (float(cell) for cell in cells.split("|")[4:7])
+    assert f"from {before} to {warning}" in page("docs/explosion.md")
+    assert (round(warning / before), round(spike / before)) == (11, 185)  # "eleven and 185 times the healthy one"
+
+
+@pytest.mark.parametrize(
+    "name", ["explosion", "knights", "quartiles", "buckets", "trigger", "experiments", "benchmarks"]
+)
+def test_a_page_with_figures_of_runs_that_are_not_kept_says_so(name):
+    assert re.search(r"[Nn]o record of (this|these) \w+ is kept", page(f"docs/{name}.md"))
