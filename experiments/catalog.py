@@ -21,6 +21,7 @@ DEMO = Experiment(
         number("RUNAWAY_PENALTY_MULTIPLIER", "what a reward is multiplied by that has no end in time (1)"),
     ),
     is_on_cpu=True,
+    verls=("0.7.0", "0.7.1"),
 )
 
 PUBLISHED = Experiment(

@@ -18,6 +18,9 @@ EPILOG = """\
 arguments after NAME are Hydra overrides and go to verl as they are:
   ./run_experiment.sh demo seed=3
 
+verl=VERSION says which verl the demo's copy is of, and is no override:
+  ./run_experiment.sh demo verl=0.7.1
+
 an experiment with arms (--list shows them) runs every arm, one after the other, and then compares
 them; a part of it, and overrides for all arms:
   ./run_experiment.sh NAME --arms one,other --seeds 1,2 key=value
@@ -69,13 +72,21 @@ def run(args, environ, cwd: Path) -> int:
     problem = experiment.problem(environ)
     if problem:
         raise ExperimentError(problem)
+    version = take_version(args.overrides)
     cells = suite.plan(experiment, args.arms, args.seeds, args.overrides)
     on_cpu = experiment.is_on_cpu
     # run_experiment.sh has started us with PYTHON, where it is set.
     python = sys.executable if environ.get("PYTHON") or not on_cpu else None
     chosen = target.named(environ, cwd)
+    if version and (chosen or not on_cpu):
+        where = chosen.origin if chosen else experiment.name
+        raise UsageError(f"verl={version} is for the copy that the demo makes, not for {where}: leave one of them out.")
+    if version and version not in experiment.verls:
+        raise UsageError(f"{experiment.name} runs on verl {' and '.join(experiment.verls)}, not on {version}.")
+    is_own = chosen is None and on_cpu
+    version = version or environment.DEFAULT_VERL
     if chosen is None:
-        chosen = environment.patched_copy() if on_cpu else target.imported(sys.executable)
+        chosen = environment.patched_copy(version) if on_cpu else target.imported(sys.executable)
     say("verl", f"{chosen.path} ({chosen.origin})")
     target.check_folder(cwd, chosen)
     run_dir = results_folder(environ, cwd, experiment.name)
@@ -87,14 +98,13 @@ def run(args, environ, cwd: Path) -> int:
         if not cells:
             describe(command(python, experiment.name, args.overrides), run_dir)
         return 0
-    is_own = on_cpu and chosen == environment.patched_copy()
     if not is_own:
         # Before anything is installed for it.
         target.check_patched(chosen)
     if on_cpu:
         python = python or environment.ensure_python(report=progress)
     if is_own:
-        environment.ensure_patched_copy(python, report=progress)
+        environment.ensure_patched_copy(python, report=progress, verl=version)
         target.check_patched(chosen)
     check_imports(python, experiment)
     material = None
@@ -158,6 +168,13 @@ def choose(args, environ) -> Experiment:
             f"or run `./run_experiment.sh {catalog.DEMO.name}`, which needs nothing."
         )
     return published
+
+
+def take_version(overrides: list[str]) -> str | None:
+    """Takes `verl=VERSION`, the last one, out of the overrides; None where there is none."""
+    given = [text for text in overrides if text.startswith("verl=")]
+    overrides[:] = [text for text in overrides if text not in given]
+    return given[-1].removeprefix("verl=") if given else None
 
 
 def results_folder(environ, cwd: Path, name: str) -> Path:

@@ -53,6 +53,8 @@ class Experiment:
     """Whether it is the demo or builds on it: it then runs in the demo's environment."""
     material: str = "experiments.cpu.build"
     """What builds model and data of an experiment on the CPU: `python -m MODULE --cache FOLDER` prints their folder."""
+    verls: tuple[str, ...] = ("0.7.0",)
+    """The versions of verl that it runs on with no GPU, the usual one first. Not passed on to heirs."""
     arms: tuple[Arm, ...] = ()
     """None for an experiment that is one run."""
     seeds: tuple[int, ...] = ()
@@ -72,7 +74,7 @@ class Experiment:
             changes: other fields. Arms, seeds and summary module are not passed on.
         """
         own = {variable.name: variable for variable in (*self.variables, *variables)}
-        fresh = {"arms": (), "seeds": (), "summary_module": None, **changes}
+        fresh = {"verls": ("0.7.0",), "arms": (), "seeds": (), "summary_module": None, **changes}
         return replace(self, name=name, summary=summary, variables=tuple(own.values()), **fresh)
 
     def problem(self, environ: Mapping[str, str]) -> str | None:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every room shares: the pinned verl, the same with our patch on it, and the worlds of ranks.
 
-A world is started once for the whole run, whichever folders use it: eleven processes in all.
+A world is started once for the whole run, whichever folders use it: fifteen processes in all. GRADLOC_TEST_VERL names
+the verl to test on (0.7.1); tests/verl_actor/conftest.py has some tests run on both.
 """
 
 import compileall
 import fcntl
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -18,12 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads cost more than they gain
 
-from experiments.cpu.environment import CACHE, ensure_patched_copy, patched_copy  # noqa: E402
+from experiments.cpu.environment import CACHE, DEFAULT_VERL, ensure_patched_copy, patched_copy  # noqa: E402
 from patchkit.build.base import ensure_base  # noqa: E402
 from tests.world import World  # noqa: E402
 
 # Who asks for one of these needs verl; together they stay in one process, which has each once.
-WORLDS = {"world", "four_ranks", "single", "unpatched_world"}
+VERL = os.environ.get("GRADLOC_TEST_VERL", DEFAULT_VERL)
+WORLDS = {"worlds"}
 IN_PROCESS = {"verl", "reward_score"}
 
 
@@ -51,54 +54,75 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def base_tree() -> Path:
     """The pinned verl, unpacked: a folder with ``verl/`` in it. Read only: copy before editing."""
-    return ensure_base()
+    return ensure_base(f"v{VERL}")
 
 
 @pytest.fixture(scope="session")
-def patched_tree() -> Path:
-    """The pinned verl with patches/gradloc.patch on it, kept between runs under a name by its hash. Read only.
+def patched_trees() -> Callable[[str], Path]:
+    """``patched_trees(version)``: that verl with the patch on it, kept under a name by its hash. Read only.
 
-    VERL_REPO names a patched checkout to test instead: the one that is being edited.
+    VERL_REPO names a patched checkout to test instead of VERL's: the one that is being edited.
     """
-    if os.environ.get("VERL_REPO"):
-        return Path(os.environ["VERL_REPO"]).resolve()
-    CACHE.mkdir(exist_ok=True)
-    with open(CACHE / "patched.lock", "w") as lock:  # test processes run side by side
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        ensure_patched_copy(sys.executable, report=lambda *_: None)
-        tree = patched_copy().path
-        compileall.compile_dir(tree / "verl", quiet=2)  # so that no process writes byte code into it
+
+    @functools.cache
+    def tree(verl: str) -> Path:
+        if verl == VERL and os.environ.get("VERL_REPO"):
+            return Path(os.environ["VERL_REPO"]).resolve()
+        CACHE.mkdir(exist_ok=True)
+        with open(CACHE / "patched.lock", "w") as lock:  # test processes run side by side
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            ensure_patched_copy(sys.executable, report=lambda *_: None, verl=verl)
+            made = patched_copy(verl).path
+            compileall.compile_dir(made / "verl", quiet=2)  # so that no process writes byte code into it
+        return made
+
     return tree
 
 
-def _world(size: int, tree: Path) -> Iterator[World]:
-    world = World(size, path=(str(tree),))
-    yield world
-    world.close()
+@pytest.fixture(scope="session")
+def patched_tree(patched_trees: Callable[[str], Path]) -> Path:
+    """The patched verl that is tested. Read only."""
+    return patched_trees(VERL)
 
 
 @pytest.fixture(scope="session")
-def world(patched_tree: Path) -> Iterator[World]:
+def worlds(patched_trees: Callable[[str], Path]) -> Iterator[Callable[..., World]]:
+    """``worlds(size, verl)``: ranks on that version, patched or not; each world is made once."""
+    made: list[World] = []
+
+    @functools.cache
+    def get(size: int, verl: str = VERL, is_patched: bool = True) -> World:
+        tree = patched_trees(verl) if is_patched else ensure_base(f"v{verl}")
+        made.append(World(size, path=(str(tree),)))
+        return made[-1]
+
+    yield get
+    for world in made:
+        world.close()
+
+
+@pytest.fixture(scope="session")
+def world(worlds: Callable[..., World]) -> World:
     """Two ranks on the patched tree."""
-    yield from _world(2, patched_tree)
+    return worlds(2)
 
 
 @pytest.fixture(scope="session")
-def four_ranks(patched_tree: Path) -> Iterator[World]:
+def four_ranks(worlds: Callable[..., World]) -> World:
     """Four ranks on the patched tree."""
-    yield from _world(4, patched_tree)
+    return worlds(4)
 
 
 @pytest.fixture(scope="session")
-def single(patched_tree: Path) -> Iterator[World]:
+def single(worlds: Callable[..., World]) -> World:
     """One rank on the patched tree."""
-    yield from _world(1, patched_tree)
+    return worlds(1)
 
 
 @pytest.fixture(scope="session")
-def unpatched_world(base_tree: Path) -> Iterator[World]:
+def unpatched_world(worlds: Callable[..., World]) -> World:
     """Two ranks on verl as published."""
-    yield from _world(2, base_tree)
+    return worlds(2, is_patched=False)
 
 
 @pytest.fixture(scope="session")
@@ -109,11 +133,11 @@ def bare_world() -> Iterator[World]:
 
 
 @pytest.fixture(scope="session")
-def compose(single: World) -> Callable[..., list[Any]]:
+def compose(worlds: Callable[..., World]) -> Callable[..., list[Any]]:
     """``compose(overrides, ...)``: the actor's settings in verl's config, or the error, for each list."""
     size = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
     read = "tests.world.configs.actor"
-    return lambda *cases: single.run("configs.read_all", cases=[size + case for case in cases], read=read)[0]
+    return lambda *cases: worlds(1).run("configs.read_all", cases=[size + case for case in cases], read=read)[0]
 
 
 @pytest.fixture

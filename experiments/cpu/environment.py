@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes what the demo runs in: a Python environment, and a patched copy of the pinned verl.
+"""Makes what the demo runs in: a Python environment, and a patched copy of a verl that there is a patch for.
 
 Both lie under `.gradloc/` and are kept: a folder is named after, or stamped with, a hash of what it
 was made from, and made again only when that changes. Each is complete or absent, never in between.
@@ -9,6 +9,7 @@ Standard library only.
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -23,7 +24,8 @@ from experiments.target import REPO, Target
 CACHE = REPO / ".gradloc"
 VENV_PYTHON = CACHE / "venv" / "bin" / "python"
 REQUIREMENTS = [REPO / "requirements" / name for name in ("demo.txt", "report.txt")]
-PATCH_SHA256 = REPO / "patches" / "gradloc.patch.sha256"
+MANIFEST = REPO / "patches" / "manifest.json"
+DEFAULT_VERL = "0.7.0"
 # numpy 1.26.4, which verl 0.7.0 needs, has no wheel above.
 SUPPORTED = ((3, 10), (3, 11), (3, 12))
 UNUSED_S = 24 * 3600.0
@@ -80,43 +82,47 @@ def supported_python() -> str:
     )
 
 
-def patched_copy() -> Target:
-    """The patched copy for the present patch, whether or not it is there yet.
+def patched_copy(verl: str = DEFAULT_VERL) -> Target:
+    """The copy of that version of verl with the present patch, whether or not it is there yet.
 
     Raises:
-        ExperimentError: if the patch has no checksum file.
+        ExperimentError: if there is no patch for it.
     """
-    if not PATCH_SHA256.is_file():
+    if not MANIFEST.is_file():
         raise ExperimentError(
-            f"{PATCH_SHA256} is missing, so there is no patch to apply: make it with\n    bash {REPO / 'make_patch.sh'}"
+            f"{MANIFEST} is missing, so there is no patch to apply: make it with\n    bash {REPO / 'make_patch.sh'}"
         )
-    path = CACHE / f"verl-{PATCH_SHA256.read_text().split()[0][:12]}"
-    return Target(path, "the demo's own patched copy")
+    patches = {entry["base"].removeprefix("v"): entry for entry in json.loads(MANIFEST.read_text())["patches"]}
+    if verl not in patches:
+        raise ExperimentError(f"there is no patch for verl {verl}: there is one for {', '.join(patches)}.")
+    return Target(CACHE / f"verl-{patches[verl]['sha256'][:12]}", f"verl {verl}, the demo's own patched copy")
 
 
-def ensure_patched_copy(python: str, report=print) -> None:
-    """Makes `patched_copy()`, unless it is there.
+def ensure_patched_copy(python: str, report=print, verl: str = DEFAULT_VERL) -> None:
+    """Makes `patched_copy(verl)`, unless it is there.
 
     Args:
         python: an interpreter that has pip, which fetches verl's source archive.
         report: takes one line of progress.
+        verl: its version.
 
     Raises:
         ExperimentError: if verl cannot be fetched or the patch does not apply.
     """
-    target = patched_copy().path
+    target = patched_copy(verl).path
     if target.is_dir():
         os.utime(target)  # in use
         return
     CACHE.mkdir(parents=True, exist_ok=True)
     prune_patched_copies()
-    report("getting verl 0.7.0 and patching a copy of it")
-    base = step([python, "-m", "patchkit.build.base"], "the pinned verl could not be fetched").strip()
+    report(f"getting verl {verl} and patching a copy of it")
+    fetch = [python, "-m", "patchkit.build.base", "--base", f"v{verl}"]
+    base = step(fetch, f"verl {verl} could not be fetched").strip()
     work = Path(tempfile.mkdtemp(prefix="verl-", dir=CACHE))
     try:
         shutil.copytree(base, work, dirs_exist_ok=True)
         apply = [python, str(REPO / "apply_patch.py"), "--repo", str(work)]
-        step(apply, "the patch could not be applied to the pinned verl")
+        step(apply, f"the patch could not be applied to verl {verl}")
         work.chmod(0o755)
         if not target.is_dir():
             work.rename(target)

@@ -6,6 +6,9 @@ import re
 import torch
 
 from experiments.cpu import fault
+from verl.utils.import_utils import load_extern_object
+from verl.utils.reward_score import default_compute_score
+from verl.workers.reward_manager import get_reward_manager_cls
 from verl.workers.reward_manager.naive import NaiveRewardManager
 
 ANSWER = re.compile(r"answer is (\d+)")
@@ -30,6 +33,28 @@ def score(data_source, solution_str: str, ground_truth: str, extra_info=None) ->
 def is_runaway(responses: torch.Tensor, response_mask: torch.Tensor, eos: int) -> torch.Tensor:
     """Which rows of (B, T) responses reached the length limit without an end token: (B,) bool."""
     return response_mask.bool().all(-1) & (responses[:, -1] != eos)
+
+
+def score_in_driver(config, tokenizer) -> None:
+    """Has verl 0.7.1 score where 0.7.0 does: in the driver, once the rows are in the order of the advantages.
+
+    0.7.1 scores while it rolls out, in Ray workers, and then only reads the scores from the batch.
+    """
+    from verl.trainer.ppo import ray_trainer  # not in the workers, which import this module as well
+
+    settings = config.reward_manager
+    if settings.source == "importlib":
+        made = load_extern_object(settings.module.path, settings.name)
+    else:
+        made = get_reward_manager_cls(settings.name)
+    given = config.reward.get("reward_kwargs") or {}
+    manager = made(tokenizer, 0, default_compute_score, config.data.reward_fn_key, **given)
+
+    def extract_reward(batch):
+        result = manager(batch, return_dict=True)
+        return result["reward_tensor"], result.get("reward_extra_info", {})
+
+    ray_trainer.extract_reward = extract_reward
 
 
 class ArithmeticReward(NaiveRewardManager):

@@ -20,6 +20,7 @@ import torch
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from experiments.cpu import reward
 from verl import DataProto
 from verl.utils import hf_tokenizer
 from verl.utils.model import compute_position_id_with_mask
@@ -46,7 +47,7 @@ class HFRollout(base.BaseRollout):
         """Takes the trainer's full weights; every name must match."""
         self.model.load_state_dict(dict(weights), strict=True)
 
-    async def generate(self, prompt_ids, sampling_params, request_id, **_):
+    def generate(self, prompt_ids, sampling_params, request_id):
         """Answers a batch of prompts.
 
         Args:
@@ -82,16 +83,30 @@ class HFRollout(base.BaseRollout):
 class DirectManager:
     """verl's `AgentLoopManager` reduced to one batched call per worker."""
 
+    is_woken = True
+    """Whether the workers take the weights when they are woken, as in verl 0.7.0."""
+    rollout_replicas = ()
+    """None: the workers that train are those that generate."""
+
     def __init__(self, config, worker_group, rm_resource_pool=None):
         self.workers = worker_group.workers
         self.rollout = config.actor_rollout_ref.rollout
         self.seed = config.get("seed", 0)
         self.tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
 
+    @classmethod
+    def create(cls, config, worker_group, **_):
+        """How verl 0.7.1 makes one; its trainer sends the workers the weights by itself, and scores elsewhere."""
+        manager = cls(config, worker_group)
+        manager.is_woken = False
+        reward.score_in_driver(config, manager.tokenizer)
+        return manager
+
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Returns the prompts with their responses in verl's padded layout."""
         start = time.perf_counter()
-        ray.get([worker.wake_up.remote() for worker in self.workers])
+        if self.is_woken:
+            ray.get([worker.wake_up.remote() for worker in self.workers])
         prompt_ids = [
             self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
             for messages in prompts.non_tensor_batch["raw_prompt"]
@@ -99,7 +114,8 @@ class DirectManager:
         params = self.sampling_params(prompts.meta_info)
         step = prompts.meta_info.get("global_steps", 0)
         answers = self.answer(prompt_ids, params, step)
-        ray.get([worker.sleep.remote() for worker in self.workers])
+        if self.is_woken:
+            ray.get([worker.sleep.remote() for worker in self.workers])
         output = to_batch(
             prompt_ids,
             answers,
@@ -109,6 +125,8 @@ class DirectManager:
         )
         uids = prompts.non_tensor_batch["uid"]
         output.non_tensor_batch["rollout_index"] = occurrence(uids)
+        # As verl's own agent loop; 0.7.1's trainer reads it.
+        output.non_tensor_batch["multi_modal_inputs"] = np.array([{} for _ in uids], dtype=object)
         output.non_tensor_batch["__num_turns__"] = np.full(len(uids), 2, dtype=np.int32)
         # The reward manager has no other way to know the step, also after a resume.
         output.meta_info["demo_step"] = step
@@ -120,7 +138,7 @@ class DirectManager:
         rows = np.array_split(np.arange(len(prompt_ids)), len(self.workers))
         answers = ray.get(
             [
-                worker.generate.remote([prompt_ids[i] for i in part], params, call_seed(self.seed, step, rank))
+                ask(worker, [prompt_ids[i] for i in part], params, call_seed(self.seed, step, rank))
                 for rank, (worker, part) in enumerate(zip(self.workers, rows, strict=True))
                 if len(part)
             ]
@@ -141,6 +159,16 @@ class DirectManager:
             "max_new_tokens": self.rollout.response_length,
             "pad_token_id": self.tokenizer.pad_token_id,
         }
+
+
+def ask(worker, *arguments):
+    """Has a worker's `HFRollout` generate; verl 0.7.1's workers have no method for it."""
+    return worker.__ray_call__.remote(_generate, *arguments)
+
+
+def _generate(worker, *arguments) -> list:
+    (rollout,) = (part.rollout for part in worker.worker_dict.values() if hasattr(part, "rollout"))
+    return rollout.generate(*arguments)
 
 
 def call_seed(seed: int, step: int, rank: int) -> int:

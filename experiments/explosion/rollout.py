@@ -45,11 +45,11 @@ class SavingRollout(rollout.HFRollout):
             state = {name: value.contiguous() for name, value in self.model.state_dict().items()}
             save_file(state, folder / f"{self.num_updates:04d}.safetensors")
 
-    async def generate(self, prompt_ids, sampling_params, request_id, **_):
+    def generate(self, prompt_ids, sampling_params, request_id):
         """As `HFRollout.generate`. With `min_new_tokens`, the end token is not sampled before, and
         the log-probs are the policy's own, in which it could have been.
         """
-        answers = await super().generate(prompt_ids, sampling_params, request_id)
+        answers = super().generate(prompt_ids, sampling_params, request_id)
         if "min_new_tokens" not in sampling_params:
             return answers
         pairs = zip(prompt_ids, answers, strict=True)
@@ -115,7 +115,7 @@ class ExplosionManager(rollout.DirectManager):
             row = stale.draw_row(self.seed, step, len(prompt_ids))
             length = params["max_new_tokens"]
             seed = rollout.call_seed(self.seed, step, len(self.workers))
-            call = self.workers[0].generate.remote([prompt_ids[row]], {**params, "min_new_tokens": length}, seed)
+            call = rollout.ask(self.workers[0], [prompt_ids[row]], {**params, "min_new_tokens": length}, seed)
             (answers[row],) = ray.get(call)
         return answers
 

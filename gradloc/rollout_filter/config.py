@@ -71,7 +71,7 @@ def read_filter(config: Any) -> FilterSettings:
     names = ("strategy", "value", "metric", "type", "include_zero", "top_p_prob_mode")
     given = {name: rollout.get(f"rollout_filter_{name}", getattr(FilterSettings, name)) for name in names}
     settings = FilterSettings(loss_scaling=actor.get("filter_loss_scaling", "none"), **given)
-    is_async = config.reward_model.get("launch_reward_fn_async", False)
+    is_async = (config.get("reward_model") or {}).get("launch_reward_fn_async", False)  # verl 0.7.1 has neither
     require(
         settings.keeps_all or not is_async,
         "reward_model.launch_reward_fn_async",

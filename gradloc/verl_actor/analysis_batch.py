@@ -83,6 +83,7 @@ def _twin(trainer: Any, batch: Any, group_size: int) -> Any:
         OmegaConf.update(twin.config, "actor_rollout_ref.rollout.skip_rollout", False)
         OmegaConf.update(twin.config, "trainer.logger", [])
         OmegaConf.update(twin.config, "trainer.critic_warmup", 0)
+        OmegaConf.update(twin.config, "trainer.val_before_train", False)
         OmegaConf.update(twin.config, "trainer.total_epochs", trainer.global_steps + 1)
         OmegaConf.update(twin.config, "global_profiler.steps", None)
     twin.train_dataloader = [batch]

@@ -126,7 +126,8 @@ def check_batch(feature: str, batch: Any) -> None:
     Raises:
         ValueError: one sentence.
     """
-    if "multi_modal_inputs" in batch.non_tensor_batch:
+    # verl's agent loop gives each row of a text-only run an empty dict.
+    if any(batch.non_tensor_batch.get("multi_modal_inputs", ())):
         raise ValueError(f"{_full(feature)} does not take batches with multi_modal_inputs yet: switch it off.")
 
 

@@ -92,7 +92,7 @@ class ActorStep:
         self._recorded[micro_batch].rng.restore()
         with torch.no_grad():
             inputs = self._inputs(micro_batch)
-            entropy, _ = self.actor._forward_micro_batch(inputs, temperature=self.temperature, calculate_entropy=True)
+            entropy, _ = self.actor._forward_for_loss(inputs, self.temperature, calculate_entropy=True)
         return entropy
 
     def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:

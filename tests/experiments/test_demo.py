@@ -13,13 +13,14 @@ from tests.experiments.conftest import REPO
 pytestmark = pytest.mark.e2e
 
 
-def test_the_demo_names_exactly_the_token_that_it_planted(patched_tree, tmp_path):
+@pytest.mark.parametrize("verl", ["0.7.0", pytest.param("0.7.1", marks=pytest.mark.slow)])
+def test_the_demo_names_exactly_the_token_that_it_planted(patched_trees, verl, tmp_path):
     jsonschema = pytest.importorskip("jsonschema")
     run_dir = tmp_path / "a run"
     environ = {
         **os.environ,
         "PYTHON": sys.executable,
-        "VERL_REPO": str(patched_tree),
+        "VERL_REPO": str(patched_trees(verl)),
         "RUN_DIR": str(run_dir),
     }
     # The shortest honest form: every part as in the demo, the fault early, and no steps after it

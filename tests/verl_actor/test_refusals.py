@@ -3,6 +3,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from gradloc.verl_actor.refusals import check_batch, check_run
@@ -60,6 +61,9 @@ def test_a_config_that_lacks_the_keys_has_their_defaults(feature):
 
 
 def test_images_are_refused_by_the_name_of_the_feature():
-    check_batch("spike_detection", SimpleNamespace(non_tensor_batch={"uid": []}))
+    """verl's agent loop names the key in text-only runs too, with an empty dict for each row."""
+    for rows in ({"uid": []}, {"multi_modal_inputs": np.array([{}, {}], dtype=object)}):
+        check_batch("spike_detection", SimpleNamespace(non_tensor_batch=rows))
+    images = np.array([{}, {"pixel_values": [1.0]}], dtype=object)
     with pytest.raises(ValueError, match=f"{ACTOR}.spike_detection does not take batches with multi_modal_inputs"):
-        check_batch("spike_detection", SimpleNamespace(non_tensor_batch={"multi_modal_inputs": []}))
+        check_batch("spike_detection", SimpleNamespace(non_tensor_batch={"multi_modal_inputs": images}))

@@ -314,4 +314,6 @@ def make_batch(num_rows: int = 16, seed: int = 0, noise: float = 0.3, rollout_no
         tensors["rollout_log_probs"] = old + rollout_noise * torch.randn(shape, generator=generator)
     uids = np.array([f"prompt-{row // 2}" for row in range(num_rows)], dtype=object)
     sources = np.array(["arithmetic"] * num_rows, dtype=object)
-    return DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids, "data_source": sources})
+    images = np.array([{} for _ in range(num_rows)], dtype=object)  # what verl's agent loop gives text
+    others = {"uid": uids, "data_source": sources, "multi_modal_inputs": images}
+    return DataProto.from_dict(tensors=tensors, non_tensors=others)

@@ -29,7 +29,7 @@ def server(rollout, material):
 
 def generate(server, prompts, seed, **changes):
     params = {**PARAMS, "pad_token_id": 0, **changes}
-    return asyncio.run(server.generate(prompts, params, seed))
+    return server.generate(prompts, params, seed)
 
 
 def test_rollouts_of_a_prompt_are_counted_in_order(rollout):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the explosion plants: the row, the token, the ratio, the advantage, and nothing else."""
 
-import asyncio
 import json
 import math
 
@@ -194,7 +193,7 @@ def test_the_long_response_has_no_end_and_the_policys_own_log_probs(server):
         "pad_token_id": 0,
     }
     prompt = [7, 8, 9]
-    ((tokens, log_probs),) = asyncio.run(server.generate([prompt], params, 5))
+    ((tokens, log_probs),) = server.generate([prompt], params, 5)
     assert len(tokens) == 12 and server.model.generation_config.eos_token_id not in tokens
     # Token by token, from a forward of its own.
     for i, token in enumerate(tokens):
@@ -208,5 +207,5 @@ def test_an_ordinary_rollout_is_the_demos(server, rollout):
 
     params = {"temperature": 1.0, "top_p": 1.0, "do_sample": True, "max_new_tokens": 6}
     params["pad_token_id"] = 0
-    answers = asyncio.run(server.generate([[7, 8], [9]], params, 5))
-    assert answers == asyncio.run(HFRollout.generate(server, [[7, 8], [9]], params, 5))
+    answers = server.generate([[7, 8], [9]], params, 5)
+    assert answers == HFRollout.generate(server, [[7, 8], [9]], params, 5)
