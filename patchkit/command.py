@@ -55,6 +55,8 @@ def disk_failed(path: Any, error: OSError) -> TransactionError:
     """Returns the refusal for a disk that failed before or while anything was changed, and put back."""
     what = f"the disk failed at {path}; everything is as it was before"
     cause, next_ = "It is full, read-only or damaged, or a limit was hit.", "Make room (df -h), then run this again."
+    if isinstance(error, PermissionError):
+        cause, next_ = "It is another user's, or immutable.", "See ls -ld and lsattr, then run this again."
     failed = TransactionError("disk-failed", what, cause, next_, found=error.strerror)
     failed.__cause__ = error
     return failed

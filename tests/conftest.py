@@ -88,16 +88,17 @@ def patched_tree(patched_trees: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="session")
 def worlds(patched_trees: Callable[[str], Path]) -> Iterator[Callable[..., World]]:
     """``worlds(size, verl)``: ranks on that version, patched or not; each world is made once."""
-    made: list[World] = []
+    made: dict[tuple[int, str, bool], World] = {}
 
-    @functools.cache
     def get(size: int, verl: str = VERL, is_patched: bool = True) -> World:
-        tree = patched_trees(verl) if is_patched else ensure_base(f"v{verl}")
-        made.append(World(size, path=(str(tree),)))
-        return made[-1]
+        key = size, verl, is_patched
+        if key not in made:
+            tree = patched_trees(verl) if is_patched else ensure_base(f"v{verl}")
+            made[key] = World(size, path=(str(tree),))
+        return made[key]
 
     yield get
-    for world in made:
+    for world in made.values():
         world.close()
 
 

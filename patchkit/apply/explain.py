@@ -30,6 +30,8 @@ def _why(path: str, survey: Survey, given: Edition | None) -> str:
     found, before = survey.found[path], survey.before[path]
     if found.obstacle or found.content is None:
         return f"{found.obstacle} is in the way" if found.obstacle else "the file is missing"
+    if path in survey.elsewhere:
+        return f"it is of verl {survey.elsewhere[path]}"
     known = {before, *(e.files[path].after for e in survey.editions if path in e.files)}
     plain = found.content.replace(b"\r\n", b"\n")
     if plain != found.content and blob_id(plain) in known:
@@ -52,11 +54,12 @@ def _why(path: str, survey: Survey, given: Edition | None) -> str:
 
 def half_patched(found: Survey, checkout: Checkout) -> CheckoutStateError:
     """Returns the refusal of a checkout that is a mix of known contents."""
-    based = [path for path, blob in found.before.items() if found.holds(path, blob)]
+    wanted = {path: blob for path, blob in found.goal(found.editions[0]).items() if blob != found.before[path]}
+    lacking = [path for path, blob in wanted.items() if not found.holds(path, blob)]
     cause = "Some files were restored by hand, by git checkout or by git stash; all contents are known."
+    counts = f"{len(wanted) - len(lacking)} of {len(wanted)} files patched"
+    data = {"state": found.state.name, "found": counts, "diff": [f"not patched: {path}" for path in lacking]}
     next_ = f"{checkout.command} --force   (finishes; with --reverse it undoes)"
-    counts = f"{len(found.found) - len(based)} of {len(found.found)} files patched"
-    data = {"state": found.state.name, "found": counts, "diff": [f"not patched: {path}" for path in based]}
     return CheckoutStateError("state-partial", "PARTIAL: the checkout is half patched", cause, next_, **data)
 
 
@@ -73,8 +76,8 @@ def refusal(survey: Survey, checkout: Checkout, given: Edition | None, force: bo
 
 def _judge(survey: Survey, checkout: Checkout, given: Edition | None, listed: list[dict[str, str]]) -> tuple[str, ...]:
     first, is_clone, root = listed[0], checkout.git_dir is not None, quoted(checkout.root)
-    files, at = f"{len(listed)} of the files that the patch touches", f"first {first['path']}"
-    tag, number = survey.base.tag, survey.base.tag.removeprefix("v")
+    files, at, tag = f"{len(listed)} of the files that the patch touches", f"first {first['path']}", survey.base.tag
+    number = tag.removeprefix("v")
     version = re.match(r"(\d+)\.(\d+)", "" if survey.is_at_base else checkout.version)
     minor = (int(version[1]), int(version[2])) if version else (0, 0)
     published = [path for path, blob in PUBLISHED_RESULTS.items() if path in survey.found and survey.holds(path, blob)]

@@ -91,7 +91,6 @@ def _places(hunk: Hunk, lines: list[str]) -> list[int]:
 
 def _mismatch(hunk: Hunk, lines: list[str], start: int) -> str:
     """Says where the hunk stops to fit, at the place where most of its lines stand near ``start``."""
-
     near = range(max(0, start - 200), min(len(lines), start + 200) + 1)
     fits = {at: sum(a == b for a, b in zip(hunk.old, lines[at:], strict=False)) for at in near}
     at = max(near, key=lambda at: (fits[at], -abs(at - start)))

@@ -142,6 +142,6 @@ def _head(git_dir: Path) -> str | None:
 def _read(path: Path) -> str:
     """The text of a small plain file without the white space around it; empty where there is no such file."""
     try:
-        return read_regular(path, 2**20).decode("utf-8", "replace").strip()
+        return read_regular(path, 2**20).decode("utf-8", "surrogateescape").strip()
     except OSError:
         return ""

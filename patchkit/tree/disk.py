@@ -28,9 +28,10 @@ class Filesystem:
 
     def make_folder(self, path: Path) -> None:
         self.do(os.mkdir, path)
+        parent = path.parent.stat()
         if os.geteuid() == 0:  # what root makes in a user's checkout is the user's
-            parent = path.parent.stat()
             os.chown(path, parent.st_uid, parent.st_gid)
+        self.do(os.chmod, path, stat.S_IMODE(parent.st_mode))  # no umask: others have to read it, too
 
     def remove(self, path: Path) -> None:
         """Removes a file, if it is there."""
@@ -44,17 +45,19 @@ class Filesystem:
         finally:
             os.close(handle)
 
-    def write_new(self, path: Path, data: bytes, like: os.stat_result | None = None) -> None:
+    def write_new(self, path: Path, data: bytes, like: Path | None = None) -> None:
         """Writes a new file, where nothing may be, not even a link, and makes it durable.
 
-        It takes over the permissions of ``like``; where root runs this also its owner, else the folder's.
+        It has permissions, access lists and, where root runs this, the owner of ``like``; else the folder's owner.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        handle = self.do(os.open, path, flags, 0o666)
+        owner, handle = (like or path.parent).stat(), self.do(os.open, path, flags, 0o666)
         try:
             if like is not None:
-                self.do(os.fchmod, handle, stat.S_IMODE(like.st_mode) & 0o777)
-            owner = like or path.parent.stat()
+                self.do(os.fchmod, handle, stat.S_IMODE(owner.st_mode) & 0o777)
+                for name in os.listxattr(like) if hasattr(os, "listxattr") else ():
+                    with contextlib.suppress(OSError):
+                        os.setxattr(handle, name, os.getxattr(like, name))
             if os.geteuid() == 0 and (owner.st_uid, owner.st_gid) != (0, 0):
                 self.do(os.fchown, handle, owner.st_uid, owner.st_gid)
             view = memoryview(data)

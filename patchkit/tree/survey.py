@@ -2,7 +2,7 @@
 """Decides a checkout's state from nothing but the bytes of the files that the editions touch."""
 
 import stat
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
@@ -38,7 +38,7 @@ class Survey:
     """A checkout measured against the editions for one verl, the wanted one first.
 
     ``before`` has the base's blob id of each path, None for a file that an edition adds; ``strangers`` are paths of
-    unknown content; ``is_at_base`` says that commit or version is the base's; ``edition`` is the one that is applied.
+    unknown content; ``elsewhere`` says of which other verl one is; ``is_at_base`` that commit or version is the base's.
     """
 
     base: Base
@@ -47,6 +47,7 @@ class Survey:
     before: dict[str, str | None]
     strangers: tuple[str, ...]
     is_at_base: bool
+    elsewhere: dict[str, str] = field(default_factory=dict)
     state: State = State.PARTIAL
     edition: Edition | None = None
 
@@ -74,7 +75,10 @@ def survey(checkout: Checkout, families: list[tuple[Base, tuple[Edition, ...]]])
     paths = {path for _, editions in families for edition in editions for path in edition.files}
     found = {path: read_plain(checkout.root, path) for path in sorted(paths)}
     surveys = [_measure(checkout, base, editions, found) for base, editions in families]
-    return min(surveys, key=lambda one: (bool(one.strangers), not one.is_at_base, len(one.strangers)))
+    best = min(surveys, key=lambda one: (bool(one.strangers), not one.is_at_base, len(one.strangers)))
+    odd = {path for path in best.strangers if found[path].blob}
+    places = ((path, one.base.tag) for one in surveys for path in odd.intersection(one.found).difference(one.strangers))
+    return replace(best, elsewhere=dict(places))
 
 
 def _measure(checkout: Checkout, base: Base, editions: tuple[Edition, ...], seen: dict[str, Found]) -> Survey:

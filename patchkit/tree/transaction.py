@@ -208,7 +208,7 @@ class Transaction:
             if change.before is not None:
                 self.files.write_new(self.state / f"{ORIGINAL}{number}", change.before)
             if change.after is not None:
-                like = place.lstat() if change.before is not None else None
+                like = place if change.before is not None else self.root / "verl/__init__.py"
                 self.files.write_new(place.with_name(entry.temporary), change.after, like)
 
     def _move_in(self, journal: Journal) -> None:
@@ -259,7 +259,7 @@ class Transaction:
             raise _broken(self.state / JOURNAL_NAME)
         temporary = place.with_name(entry.temporary)
         self.files.remove(temporary)
-        self.files.write_new(temporary, saved, place.lstat() if place.exists() else None)
+        self.files.write_new(temporary, saved, place if place.exists() else None)
         self.files.do(os.replace, temporary, place)
         self.files.sync_folder(place.parent)
 

@@ -78,6 +78,15 @@ def test_an_edited_tree_is_explained_against_the_verl_that_it_is(capsys, two, tm
     assert TRAINER not in refused.err
 
 
+def test_a_mixture_of_two_verls_is_told_which_file_is_of_which(capsys, two, tmp_path):
+    root = world.write_tree(tmp_path / "t", BASE | {ACTOR: NEXT[ACTOR]})
+    refused = world.run(capsys, two[2], root)
+    assert refused.code == 1 and f"{ACTOR}: it is of verl v0.7.1" in refused.err
+    world.write_tree(root, NEXT | {ACTOR: RESULT[ACTOR], TRAINER: NEXT_RESULT[TRAINER]})
+    refused = world.run(capsys, two[2], root, "--force")
+    assert refused.code == 1 and f"{ACTOR}: it is of verl v0.7.0" in refused.err
+
+
 def test_a_seam_serves_the_next_verl_where_each_hunk_fits_at_one_place_alone(two):
     folders, trees, patches = two
     edition = Library(patches).families[1][1][0]

@@ -186,7 +186,8 @@ def test_a_half_patched_tree_is_refused_and_force_finishes_or_undoes_it(apply, t
         refused = apply(root)
         assert refused.code == 1 and "PARTIAL" in refused.err
         assert "--force" in refused.err and "--reverse" in refused.err
-        assert TRAINER in refused.err
+        assert f"not patched: {TRAINER}" in refused.err and "found:    1 of 5 files patched" in refused.err
+        assert ACTOR not in refused.err and "gone.py" not in refused.err, "only what the patch wants and is not there"
         assert world.picture(root) == before
         forced = apply(root, *options)
         assert forced.code == 0 and "--force skipped the check" in forced.out

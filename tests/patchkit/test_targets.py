@@ -3,6 +3,8 @@
 
 import json
 import os
+import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -236,3 +238,48 @@ def test_a_path_with_spaces_and_another_working_directory_work(apply, tmp_path, 
     monkeypatch.chdir(tmp_path / "a b")
     assert apply("verl tree").code == 0
     assert world.files_of(tmp_path / "a b/verl tree") == RESULT
+
+
+def test_new_files_are_as_readable_as_verls_own_whatever_the_umask(apply, tree):
+    """Who patches is not always who trains."""
+    (tree / "verl/workers/actor").chmod(0o750)
+    before = os.umask(0o077)
+    try:
+        assert apply(tree).code == 0
+    finally:
+        os.umask(before)
+    mode = stat.S_IMODE((tree / "verl/__init__.py").stat().st_mode)
+    assert {stat.S_IMODE((tree / path).stat().st_mode) for path in RESULT} == {mode}
+    folder = stat.S_IMODE((tree / "verl").stat().st_mode)
+    assert stat.S_IMODE((tree / world.DEEP).parent.stat().st_mode) == folder
+
+
+@pytest.mark.skipif(not hasattr(os, "setxattr"), reason="no extended attributes here")
+def test_extended_attributes_and_so_access_lists_stay(apply, tree):
+    try:
+        os.setxattr(tree / ACTOR, "user.note", b"mine")
+    except OSError:
+        pytest.skip("this file system has none")
+    for options in ((), ("--reverse",)):
+        assert apply(tree, *options).code == 0
+        assert os.getxattr(tree / ACTOR, "user.note") == b"mine"
+
+
+def test_another_links_content_stays(apply, tree, tmp_path):
+    """uv links packages from its cache."""
+    linked = Path(shutil.copytree(tree, tmp_path / "linked", copy_function=os.link))
+    assert apply(linked).code == 0
+    assert world.files_of(tree) == BASE and world.files_of(linked) == RESULT
+
+
+@pytest.mark.parametrize("name", ["a\nb", "caf\udcff", "-dash", "$(touch x)`id`'\""])
+def test_a_folder_of_any_name(apply, tmp_path, name):
+    clone = world.make_clone(tmp_path / "c" / name)
+    world.git(clone, "worktree", "add", "-q", "--detach", str(tmp_path / "w" / name))
+    for root in (clone, tmp_path / "w" / name):
+        assert apply(root, "--json").document["state"] == "APPLIED"
+        world.write_tree(root, {ACTOR: "mine\n"})
+        assert apply(root).code == 1
+        world.write_tree(root, {ACTOR: RESULT[ACTOR]})
+        assert apply(root, "--reverse").code == 0 and world.files_of(root) == BASE
+        assert world.git(root, "status", "--short") == ""
