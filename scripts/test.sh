@@ -47,7 +47,11 @@ tests() { "$python" -m pytest -n "${WORKERS:-2}" --dist loadgroup --durations=15
 case $tier in
     default) stage "tests" && tests "not slow and not browser and not verl09" "$@" ;;
     quick) stage "quick tests" && tests "not full and not slow and not browser and not verl09" "$@" ;;
-    slow) stage "slow tests" && "$python" -m pytest --durations=0 -m "slow and not browser and not verl09" "$@" ;;
+    slow)
+        stage "slow tests" && "$python" -m pytest --durations=0 -m "slow and not browser and not verl09" "$@"
+        stage "the actor on verl 0.7.1" && GRADLOC_TEST_VERL=0.7.1 "$python" -m pytest --durations=15 \
+            -m "not slow and not browser and not e2e and not verl09" tests/verl_actor tests/stabilize tests/analysis tests/replay "$@"
+        ;;
     browser) stage "browser tests" && "$python" -m pytest -m browser "$@" ;;
 esac
 stage "done"

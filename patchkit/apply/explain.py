@@ -98,11 +98,11 @@ def _judge(survey: Survey, checkout: Checkout, given: Edition | None, listed: li
     elif minor >= (0, 9):
         reason, what = "verl-needs-none", f"this is verl {checkout.version}, which needs no patch"
         cause = "From 0.9 on, verl loads GradLoc as a plug-in."
-        next_ = "pip install gradloc-verl   (this repository), then add to the training command: +gradloc=on"
+        next_ = "In the folder of this tool: pip install .   Then add to the training command: +gradloc=on"
     elif minor == (0, 8):
         reason, what = "verl-without-patch", f"this is verl {checkout.version}, for which there is no patch"
         cause = "0.8 moved the actor, and its plug-ins came with 0.9: nothing fits it."
-        next_ = "Use verl 0.7.0 or 0.7.1 with the patch, or verl 0.9 with: pip install gradloc-verl, +gradloc=on"
+        next_ = "Use verl 0.7.0 or 0.7.1 with the patch, or verl 0.9, which needs none (pip install ., +gradloc=on)."
     elif not given and _looks_patched(survey):
         reason, what = "state-unknown-build", f"a build of the patch that is not known here is on this tree, {at}"
         cause = "It is another build, or was edited, and the copy that would say which one is gone."

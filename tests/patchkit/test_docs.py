@@ -63,3 +63,8 @@ def test_the_transcript_is_what_the_commands_print(tmp_path):
     page = applier_transcript.transcript(tmp_path)
     assert not re.search(r"/(tmp|home|root|work|opt|Users)/", page)
     assert page == (ROOT / "docs/applier-transcript.md").read_text(), "make it anew: scripts/applier_transcript.py"
+
+
+def test_the_applier_and_the_builder_stay_small():
+    said = int(re.search(r"they have under ([\d,]+)\.", PAGE)[1].replace(",", ""))
+    assert sum(len(path.read_text().splitlines()) for path in ROOT.glob("patchkit/**/*.py")) < said

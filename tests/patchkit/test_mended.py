@@ -125,7 +125,7 @@ def test_byte_code_of_another_user_does_not_stand_in_the_way(apply, tree, monkey
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        ("0.9.0", ("this is verl 0.9.0, which needs no patch", "pip install gradloc-verl", "+gradloc=on")),
+        ("0.9.0", ("this is verl 0.9.0, which needs no patch", "pip install .", "+gradloc=on")),
         ("1.2.0.dev", ("this is verl 1.2.0.dev, which needs no patch", "+gradloc=on")),
         ("0.8.0.dev", ("this is verl 0.8.0.dev, for which there is no patch", "0.7.0 or 0.7.1", "0.9")),
         ("0.6.1", ("this is verl 0.6.1, the nearest patch is for v0.7.0", "Use verl 0.7.0")),
