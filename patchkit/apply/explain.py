@@ -69,8 +69,9 @@ def refusal(survey: Survey, checkout: Checkout, given: Edition | None, force: bo
     reason, what, cause, next_ = _judge(survey, checkout, given, listed)
     cause += " --force never overwrites such files." if force else ""
     data = {"state": survey.state.name, "files": listed, "path": listed[0]["path"]}
-    diff = [f"{one['path']}: {one['why']}" for one in listed]
-    ids = {key: listed[0][key] for key in ("expected", "found")}
+    shown = [] if reason.startswith("verl-") else listed  # another verl differs everywhere
+    diff = [f"{one['path']}: {one['why']}" for one in shown]
+    ids = {key: one[key] for one in shown[:1] for key in ("expected", "found")}
     return CheckoutStateError(reason, f"{survey.state.name}: {what}", cause, next_, diff=diff, **ids, **data)
 
 

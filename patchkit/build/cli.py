@@ -108,9 +108,8 @@ def check(expected: dict[str, bytes], patches: Path) -> None:
     for path in sorted(patches.rglob("*")):
         if path not in {patches / name for name in expected} and not path.is_dir():
             what = f"patches/{path.relative_to(patches).as_posix()} is a file that the manifest does not name"
-            raise IntegrityError(
-                "build-unlisted", what, "It was put there by hand.", "Remove it: patches/ is generated."
-            )
+            cause = "It was put there by hand."
+            raise IntegrityError("build-unlisted", what, cause, "Remove it: patches/ is generated.")
 
 
 def _drift(folders: Folders, trees: dict[Base, Path], root: Path, tag: str | None) -> None:

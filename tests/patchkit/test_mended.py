@@ -139,6 +139,7 @@ def test_another_verl_is_named_with_what_fits_it(apply, tmp_path, version, said)
         refused = apply(root, *options)
         assert refused.code == 1 and "WRONG_BASE" in refused.err
         assert all(text in refused.err for text in said), refused.err
+        assert ("the file is missing" in refused.err) == ("nearest" in refused.err), "no list where nothing fits"
     assert apply(root, "--status", "--quiet").out == "WRONG_BASE\n"
 
 
