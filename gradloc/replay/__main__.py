@@ -105,7 +105,13 @@ def replay(
     expected = named_by_event(bundle)
     strategy, budget, max_culprits = _settings(bundle, strategy, budget)
     # by name: this room knows no adapter, and verl's workers take seconds to import
-    adapter = importlib.import_module(_ADAPTER, __package__)
+    try:
+        adapter = importlib.import_module(_ADAPTER, __package__)
+    except ModuleNotFoundError as error:
+        raise ReplayError(
+            f"There is no {error.name} here: an event is replayed with verl 0.7.0 or 0.7.1 and the patch on it "
+            "(gradloc-patch --repo VERL), also one of a run on verl 0.9."
+        ) from error
     adapter.start_processes()
     actor = adapter.build_actor(bundle, model_path)
     ranks = Ranks(device=torch.device(actor.device_name))

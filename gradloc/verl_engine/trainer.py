@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's V1 trainers with the driver's side of GradLoc: policies sent with a batch, events taken out of the metrics."""
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -125,15 +126,19 @@ class TrainerSide:
                 "gradloc is switched on, and the workers' engine is not its own: install gradloc in the environment "
                 "of every node, or leave +gradloc out."
             )
+        norms = [report["norm"] for report in first]
         found = driver.after_update(
-            [report["norm"] for report in first],
+            norms,
             [event for report in first for event in report["events"]],
             view,
             [spike for report in first for spike in report["handled"]],
             [report["coefficient"] for report in reports],
             _head_squares(reports),
         )
-        return found | {"gradloc/failures": [max(report["failures"] for report in reports)]}
+        return found | {
+            "gradloc/failures": [max(report["failures"] for report in reports)],
+            "actor/grad_norm_max": [max(norms, key=lambda norm: math.inf if norm != norm else norm)],
+        }
 
     def after_metrics(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         """Once verl has computed the step's metrics, before they are logged."""

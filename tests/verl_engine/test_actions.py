@@ -41,4 +41,6 @@ def test_abort_stops_the_run_with_the_event_on_disk(train, tmp_path):
 def test_a_run_that_does_not_spike_is_that_of_verl_alone(train, tmp_path):
     stock, healthy = train(stock=True), train([*ON, f"{ACTOR}.gradloc.dump_dir={tmp_path}"])
     assert [rank["weights"] for rank in stock] == [rank["weights"] for rank in healthy]
-    assert healthy[0]["metrics"]["gradloc/spikes"] == 0 and not (tmp_path / "events.jsonl").exists()
+    metrics = healthy[0]["metrics"]
+    assert 0 < metrics["gradloc/head_grad_norm"] < metrics["actor/grad_norm_max"] == healthy[0]["norms"][-1]
+    assert metrics["gradloc/spikes"] == 0 and not (tmp_path / "events.jsonl").exists()

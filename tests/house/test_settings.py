@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of verl 0.9's presets are those that the patch puts into verl 0.7's yaml."""
+
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+SEAMS = ROOT / "verl_overrides" / "v0.7.0" / "verl" / "trainer" / "config"
+CONF = ROOT / "gradloc" / "verl_engine" / "conf"
+OF_07 = {"filter_loss_scaling"}  # belongs to the rollout filter
+
+
+def added(path: Path) -> str:
+    """The lines that a seam adds, as they are in a tree of 0.9, where the package is verl's neighbour."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    kept = [line[1:] for line in lines if line.startswith("+") and not line.startswith("+++")]
+    return "\n".join(kept).replace("verl.gradloc.", "gradloc.")
+
+
+def test_they_have_the_same_names_and_defaults():
+    found = yaml.safe_load((CONF / "gradloc_defaults.yaml").read_text(encoding="utf-8"))
+    actor = dict(found["actor_rollout_ref"]["actor"])
+    assert actor.pop("_target_") == "gradloc.verl_engine.config.GradLocActorConfig"
+    expected = yaml.safe_load(added(SEAMS / "actor" / "actor.yaml.patch"))
+    assert actor == {name: value for name, value in expected.items() if name not in OF_07}
+    trainer = yaml.safe_load("root:\n" + added(SEAMS / "ppo_trainer.yaml.patch"))["root"]
+    assert found["trainer"] == {"health": trainer["health"]}
+    assert found["algorithm"] == {"advantage_reweighting": trainer["advantage_reweighting"]}
+
+
+def test_a_preset_differs_by_what_it_does():
+    presets = {
+        path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (CONF / "gradloc").glob("*.yaml")
+    }
+    modes = {name: preset["actor_rollout_ref"]["actor"]["gradloc"] for name, preset in presets.items()}
+    assert modes == {
+        name: {"enable": True, "action": {"mode": mode}}
+        for name, mode in {"on": "observe", "observe": "observe", "mask": "mask"}.items()
+    }
