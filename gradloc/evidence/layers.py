@@ -17,6 +17,7 @@ FSDP1 without original parameters merges all parameters of a wrapped unit into o
 name still tells the layer, and its kind is then ``mixed``.
 """
 
+import functools
 import re
 from collections.abc import Callable
 
@@ -66,6 +67,9 @@ def kind_of(name: str) -> str:
     return "other"
 
 
+_kind_of = functools.cache(kind_of)  # asked at every step
+
+
 @torch.no_grad()
 def head_square(space: GradientSpace) -> torch.Tensor:
     """This rank's part of the squared gradient norm of the output head, or of the embedding where the two are tied.
@@ -78,7 +82,7 @@ def head_square(space: GradientSpace) -> torch.Tensor:
     kinds = set()
     for name, param in zip(space.names, space.params, strict=True):
         for of, shard in named_shards(name, param, param.grad):
-            kind = kind_of(of)
+            kind = _kind_of(of)
             kinds.add(kind)
             if kind in squares and param.grad is not None:
                 squares[kind] += torch.linalg.vector_norm(shard).double().square()

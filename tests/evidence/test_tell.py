@@ -34,6 +34,10 @@ def changed(part: str, changes: dict) -> Event:
     return convert(document, Event)
 
 
+def clipped(scale: float) -> Event:
+    return convert({**make_event(), "consequence": {"grad_clip": 1.0, "clip_scale": scale}}, Event)
+
+
 # ---- the line and the command
 
 
@@ -53,6 +57,7 @@ def test_the_headline_names_token_rank_share_both_norms_and_the_action():
         (changed("trigger", {"kind": "forced"}), "REHEARSAL step 5: "),
         (changed("trigger", {"grad_norm": "NaN"}), "norm NaN -> 0.77"),
         (changed("certificate", {"norm_after": None, "verdict": "undecided"}), "-> unknown without it (undecided),"),
+        (clipped(0.00134), "norm 748 -> 0.77 without it, taken: observe, clipped to 0.00134 of it"),
         (changed("certificate", {"verdict": "not_explained"}), "without it (not explained), taken"),
     ],
 )

@@ -11,7 +11,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks import healthy, unrepeatable
+from benchmarks import healthy, mixtures, unrepeatable
 from benchmarks.localization import tables as localization
 from benchmarks.trigger import tables as trigger
 from gradloc.evidence.tell.lines import headline
@@ -54,6 +54,7 @@ RECORDED = {
     "## The price of a healthy step": ("healthy", healthy.markdown),
     "## The trigger's rule": ("trigger", trigger.markdown),
     "## Kernels that do not repeat": ("unrepeatable", lambda found: unrepeatable.markdown(found["rows"])),
+    "## Random mixtures of culprits": ("mixtures", lambda found: mixtures.markdown(found["rows"])),
 }
 
 

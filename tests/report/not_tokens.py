@@ -5,13 +5,14 @@ import math
 
 import torch
 
+from gradloc.evidence.disk.store import plain
 from gradloc.evidence.record import Certificate, Event, Rerun, StepCause
-from gradloc.evidence.store import plain
 from gradloc.evidence.verdict import verdict_sentences
 from gradloc.report.runs.events import convert
 from tests.bare import build, random_batch
+from tests.bare.routers import add_router_loss
 from tests.report.builder import make_event
-from tests.search.test_triage import PLANT, THRESHOLD, Spiking, add_router_loss
+from tests.search.test_triage import PLANT, THRESHOLD, Spiking
 
 CHECKPOINT = "checkpoints/math/run 7/global_step_400"
 
@@ -103,7 +104,7 @@ def _nothing() -> dict:
 
 def _entropy() -> dict:
     made = make_event(412, [])
-    why = "the loss's coefficients of that term are 61.3 times the policy term's"
+    why = "the coefficients of the loss's entropy term are 61.3 times the policy term's"
     numbers = {"entropy_term_over_policy": 61.3}
     made["certificate"] = _nothing()["certificate"]
     made["cause"] = {"label": "entropy_term", "reason": why, "numbers": numbers, "names": [], "places": []}

@@ -57,7 +57,7 @@ SAID = {
     ],
     "router": [
         "The step-412 spike did not come from the tokens",
-        "A part of the gradient passes through no token&#39;s log-prob or entropy.",
+        "passes through no token&#39;s log-prob or entropy; the tokens&#39; part has norm",
         "<li><code>blocks.",
         "the tokens&#39; own part",
         "Look for what adds to or scales the gradient of the named parameters",
@@ -65,7 +65,7 @@ SAID = {
     "router_and_token": [
         "One token made part of the step-412 spike; the rest did not come from the tokens",
         "It carries 75% of the gradient.",
-        "A part of the gradient passes through no token&#39;s log-prob or entropy.",
+        "passes through no token&#39;s log-prob or entropy; the tokens&#39; part has norm",
         "A gradient that is not the tokens&#39;",
         "The advantage is extreme",
     ],

@@ -30,7 +30,7 @@ LAYOUTS = {
 
 
 def check(world, dump_dir, kind, *settings):
-    """Spike so, and hold the event against what it must say."""
+    """Spike so, and hold the event against what it must say; returns it."""
     tau = [f"{ACTOR}.grad_norm_threshold=640", *(ENTROPY if kind == "entropy" else []), *settings]
     world.run("verdicts.spike", kind=kind, overrides=tau, dump_dir=dump_dir)
     event = read_events(dump_dir)[-1]
@@ -68,6 +68,7 @@ def check(world, dump_dir, kind, *settings):
         assert event["search"]["num_more"] >= 1 and "at least" in event["verdict"]
     if kind in ("token", "opposite", "sequence", "experts and a token"):
         assert event["certificate"]["verdict"] == "explained"
+    return event
 
 
 @pytest.mark.parametrize("kind", CAUSES)
@@ -80,6 +81,14 @@ def test_a_spike_has_the_cause_of_its_kind(world, dump_dir, kind):
 @pytest.mark.parametrize("kind", CAUSES)
 def test_so_it_has_under_fsdp1_and_in_half_precision(world, dump_dir, kind, layout):
     check(world, dump_dir, kind, *(f"{ACTOR}.{setting}" for setting in LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize(("kind", "came_back"), [("token", True), ("transient", False)])
+def test_on_request_a_spike_is_run_again(world, dump_dir, kind, came_back):
+    event = check(world, dump_dir, kind, f"{ACTOR}.gradloc.evidence.rerun=true")
+    assert event["rerun"]["is_reproduced"] == came_back
+    assert event["rerun"]["norm"] == pytest.approx(event["trigger"]["grad_norm"] if came_back else 0.78, rel=0.01)
+    assert event["search"]["backwards"] == 4 or came_back
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])

@@ -28,7 +28,8 @@ COLUMNS = ("event", "step", "token", "position", "sequence", "rank", "micro_batc
 
 
 def headline(event: Event) -> str:
-    """``SPIKE step 5: " is" (rank 1) carries 100 %, norm 128 -> 0.897 without it, taken: observe``.
+    """``SPIKE step 5: " is" (rank 1) carries 100 %, norm 128 -> 0.897 without it, taken: observe, clipped to
+    0.00781 of it``.
 
     Returns:
         One line of printable characters.
@@ -45,7 +46,9 @@ def headline(event: Event) -> str:
         cause = event.cause
         why = f"no token: {cause.reason}" if cause is not None and cause.reason else "no token found that carries it"
         said += f"{why}, norm {norm}"
-    return f"{said}, taken: {event.action.taken}"
+    scale = event.consequence.clip_scale if event.consequence is not None else None
+    clipped = f", clipped to {number(scale, 3)} of it" if scale is not None and scale < 1 else ""
+    return f"{said}, taken: {event.action.taken}{clipped}"
 
 
 def opening_command(event: Event, root: Path) -> str:
