@@ -19,7 +19,6 @@ from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine import FSDPEngineWithLMHead
-from verl.workers.utils.padding import no_padding_2_padding
 
 from ..core.memory import precise_readout
 from ..core.probe import Recorded, RngState, let_through
@@ -46,7 +45,10 @@ class EngineStep:
         self.engine, self.loss_function, self.dp_size = engine, loss_function, dp_size
         self.micro_batches: list[Any] = []
         self._recorded: list[Recorded] = []
+        self._values: list[dict[str, torch.Tensor]] = []
+        """Of each micro-batch, by the names of verl's model output: (N,), detached."""
         self._grads: list[dict[str, torch.Tensor]] = []
+        """d loss / d value, as the backward delivered it: (N,)."""
 
     # ---- recording, while verl trains
 
@@ -54,17 +56,17 @@ class EngineStep:
         """Take the next micro-batch (verl's TensorDict) and the random state before its forward."""
         self.micro_batches.append(micro_batch)
         self._recorded.append(Recorded(rng=RngState(torch.device(get_device_name()))))
+        self._values.append({})
         self._grads.append({})
 
     def after_forward(self, model_output: dict[str, torch.Tensor]) -> None:
-        """Keep the last micro-batch's values and hook their coefficients; changes nothing of the graph."""
-        recorded, grads, data = self._recorded[-1], self._grads[-1], self._data(-1)
-        for key, name in _FIELDS.items():
+        """Keep the last micro-batch's values and hook their coefficients; changes nothing and computes nothing."""
+        for key in _FIELDS:
             value = model_output.get(key)
             if value is not None:
-                setattr(recorded, name, no_padding_2_padding(value.detach(), data))
+                self._values[-1][key] = value.detach().values()
                 if value.requires_grad:
-                    value.register_hook(partial(_keep, grads, key))
+                    value.register_hook(partial(_keep, self._grads[-1], key))
 
     # ---- what the search may ask
 
@@ -86,7 +88,13 @@ class EngineStep:
         return float(self.micro_batches[0]["temperature"])
 
     def recorded(self, micro_batch: int) -> Recorded:
-        return self._recorded[micro_batch]
+        recorded, values = self._recorded[micro_batch], self._values[micro_batch]
+        if values:  # padded when somebody asks, not while nothing spikes
+            data = self._data(micro_batch)
+            for key, value in values.items():
+                setattr(recorded, _FIELDS[key], _unpack(value, data))
+            self._values[micro_batch] = {}
+        return recorded
 
     def rows(self, micro_batch: int) -> list[int]:
         rows = self.micro_batches[micro_batch].get(ROW_KEY, None)
@@ -131,10 +139,10 @@ class EngineStep:
         # a coefficient is of this rank's own (scaled) loss; the step's gradient is the mean over the ranks
         factor = 1.0 / (self.dp_size * self.loss_scale)
         grads, data = self._grads[micro_batch], self._data(micro_batch)
-        found = {key: no_padding_2_padding(grad, data) * factor for key, grad in grads.items()}
-        log_prob = found.get("log_probs")
-        none = torch.zeros_like(self._recorded[micro_batch].log_prob)
-        return none if log_prob is None else log_prob, found.get("entropy")
+        found = {key: _unpack(grad, data) * factor for key, grad in grads.items()}
+        if "log_probs" not in found:  # the loss does not depend on them
+            found["log_probs"] = torch.zeros_like(self.recorded(micro_batch).log_prob)
+        return found["log_probs"], found.get("entropy")
 
     def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
         self._recorded[micro_batch].rng.restore()
@@ -193,11 +201,11 @@ class EngineStep:
         with precise:
             _, found = FSDPEngineWithLMHead.forward_step(self.engine, data, None, forward_only=True)
         output = found["model_output"]
-        return {key: no_padding_2_padding(output[key], data) for key in _FIELDS if output.get(key) is not None}
+        return {key: _unpack(output[key].values(), data) for key in _FIELDS if output.get(key) is not None}
 
     def _loss_of_recorded(self, micro_batch: int, loss_function: Callable) -> tuple[torch.Tensor, torch.Tensor]:
         """The recorded log-probs (B, T) in float32 as a leaf, and the loss of them."""
-        recorded, data = self._recorded[micro_batch], self._data(micro_batch)
+        recorded, data = self.recorded(micro_batch), self._data(micro_batch)
         log_prob = recorded.log_prob.detach().float().clone().requires_grad_()
         output = {"log_probs": _pack(log_prob, data)}
         if recorded.entropy is not None:
@@ -208,21 +216,32 @@ class EngineStep:
 
 
 def _keep(grads: dict[str, torch.Tensor], key: str, grad: torch.Tensor) -> None:
-    grads[key] = grad.detach()
+    grads[key] = grad.detach().values()
 
 
 def _padded(values: torch.Tensor) -> torch.Tensor:
     return values.to_padded_tensor(0) if values.is_nested else values
 
 
+def _places(data: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the log-prob of each response token stands among N positions, and which are tokens: int and bool (B, T)."""
+    ends = data["input_ids"].offsets()[1:].to(device)
+    lengths = data["responses"].offsets().diff().to(device)
+    steps = torch.arange(int(lengths.max()), device=device)
+    return (ends - lengths - 1).unsqueeze(1) + steps, steps < lengths.unsqueeze(1)
+
+
 def _pack(values: torch.Tensor, data: Any) -> torch.Tensor:
     """From response tokens (B, T) to the positions that have their log-probs, (N,); 0 and False elsewhere."""
-    ends = data["input_ids"].offsets()[1:].to(values.device)
-    lengths = data["responses"].offsets().diff().to(values.device)
-    steps = torch.arange(values.shape[1], device=values.device)
-    is_token = steps < lengths.unsqueeze(1)
-    places = ((ends - lengths - 1).unsqueeze(1) + steps)[is_token]
-    return values.new_zeros(int(ends[-1])).index_put((places,), values[is_token])
+    places, is_token = _places(data, values.device)
+    num_positions = int(data["input_ids"].offsets()[-1])
+    return values.new_zeros(num_positions).index_put((places[is_token],), values[is_token])
+
+
+def _unpack(values: torch.Tensor, data: Any) -> torch.Tensor:
+    """The other way, (N,) to (B, T): 0 where there is no token."""
+    places, is_token = _places(data, values.device)
+    return torch.where(is_token, values[places.clamp(max=len(values) - 1)], 0)
 
 
 def _only(packed: torch.Tensor, nested: torch.Tensor) -> torch.Tensor:

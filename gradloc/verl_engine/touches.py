@@ -26,7 +26,6 @@ _TOUCHED = {
     "verl.workers.engine:EngineRegistry.register": "model_type, backend, device, vendor",
     "verl.workers.engine:EngineRegistry.get_engine_cls": "model_type, backend",
     "verl.workers.utils.losses:ppo_loss": "config, model_output, data, dp_group",
-    "verl.workers.utils.padding:no_padding_2_padding": "tensor, data",
     "verl.trainer.ppo.core_algos:agg_loss": None,
 }
 _TOUCHED_BY_TRAINER = {
