@@ -28,6 +28,7 @@ from tests.report.builder import (
     make_sequence,
     write_run,
 )
+from tests.report.not_tokens import causes
 
 _spec = importlib.util.spec_from_file_location("screenshot_report", REPO / "scripts" / "screenshot_report.py")
 shots = importlib.util.module_from_spec(_spec)
@@ -192,6 +193,24 @@ def test_the_page_is_quiet_and_requests_only_itself(driver, request, name, width
     assert [entry["message"] for entry in driver.get_log("browser")] == []
     asked = [url for url in requests(driver) if not url.startswith(("data:", "about:"))]
     assert asked == [path.resolve().as_uri()]
+
+
+BOTTOM = """
+const parts = document.querySelectorAll('.hero .headline, .hero .figures, .hero .card, .hero .todo .copy');
+return [parts.length, Math.max(...[...parts].map((part) => part.getBoundingClientRect().bottom))];
+"""
+
+
+def test_what_why_whether_it_hurt_and_what_now_are_on_the_first_screen(driver, demo_page, long_run_page, tmp_path):
+    pages = [demo_page, long_run_page]
+    pages += [_write(write_run(tmp_path / name, [event])) for name, event in causes().items()]
+    for path in pages:
+        shots.show(driver, path, 1440, 900, is_dark=False)
+        num_parts, bottom = driver.execute_script(BOTTOM)
+        assert num_parts == 5 and bottom <= 900, path
+        shots.show(driver, path, 400, 850, is_dark=True)
+        assert driver.execute_script(CONTRAST) == [], path
+        assert driver.execute_script("return document.documentElement.scrollWidth") <= 400, path
 
 
 def test_the_page_never_scrolls_sideways(driver, hostile_page, long_run_page):

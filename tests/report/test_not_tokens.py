@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A spike that no token made accuses none: the page says what did, what it did to the step, and what to check."""
 
+import csv
+import io
 import re
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from gradloc.evidence.record import Event
 from gradloc.evidence.tell.lines import headline as console_line
 from gradloc.report.pages import page
+from gradloc.report.pages.exports import to_csv
 from gradloc.report.runs.events import convert
 from gradloc.report.runs.run import read_run
 from tests.report.builder import make_metrics, write_run
@@ -97,8 +100,10 @@ def test_the_page_says_what_made_it_and_accuses_no_token(events, tmp_path, name)
 def test_lists_and_lines_name_the_step_s_cause(events, tmp_path):
     for name, event in events.items():
         event["event_id"], event["folder"] = name, None
-    folder = write_run(tmp_path, list(events.values()), metrics=make_metrics(30))
-    text = page.render(read_run(folder))
+    run = read_run(write_run(tmp_path, list(events.values()), metrics=make_metrics(30)))
+    causes_told = [row["cause"] for row in csv.DictReader(io.StringIO(to_csv(run, run.events)))]
+    assert causes_told[:2] == ["non_finite_weights", "non_finite_padding"] and causes_told[-1] == ""
+    text = page.render(run)
     for cause in ("non finite weights", "non finite padding", "batch scale", "transient", "not tokens", "entropy term"):
         assert f'"cause":"{cause}"' in text
     line = console_line(convert(events["weights"], Event))

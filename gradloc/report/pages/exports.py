@@ -10,6 +10,7 @@ from ...evidence.disk.store import plain
 from ...evidence.numbers import number, percent
 from ...evidence.record import Culprit, Event
 from ..runs.run import RunFolder
+from ..runs.story import cause_of
 from ..text import one_line, spoken
 from .eventview import ACTIONS, CERTIFICATES, describe, plain_view
 
@@ -50,7 +51,7 @@ def to_json(run: RunFolder, events: list[Event]) -> str:
 
 
 def to_csv(run: RunFolder, events: list[Event]) -> str:
-    """One line per culprit; an event without culprits has one line with those columns empty.
+    """One line per culprit; an event without culprits has one line with those columns empty but its cause.
 
     Tokens and names are JSON strings: their quotes keep a spreadsheet from running ``=...`` as a
     formula.
@@ -76,7 +77,7 @@ def _row(event: Event, culprit: Culprit | None) -> list[Any]:
         _quoted(event.action.taken),
     ]
     if culprit is None:
-        return head + [None] * len(CULPRIT_COLUMNS)
+        return head + [(cause_of(event) or None) if name == "cause" else None for name in CULPRIT_COLUMNS]
     return head + [
         _quoted(culprit.span),
         culprit.rank,

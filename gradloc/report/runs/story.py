@@ -6,6 +6,7 @@ Nothing here is a guess: what the record, its bundle or the run's metrics do not
 
 import json
 import math
+import re
 import shlex
 import statistics
 from dataclasses import dataclass
@@ -238,7 +239,8 @@ def _beside(cause: StepCause) -> str:
     """A cause that is no token's in words, and where to look."""
     if cause.label == "transient":  # the reason is the headline already
         return "Hardware or a race made it, not the data."
-    said = f"{cause.reason[0].upper()}{cause.reason[1:]}."
+    said = re.sub(r"[\d.]+e[+]\d+", lambda found: number(float(found[0]), 3), cause.reason)
+    said = f"{said[0].upper()}{said[1:]}."
     if cause.places:
         row, position = cause.places[0]
         where = "" if row is None else f"row {row} of the batch, "
