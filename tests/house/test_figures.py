@@ -43,8 +43,11 @@ def section(name: str, title: str) -> str:
 
 
 def rows(text: str) -> list[str]:
-    """A text's table rows that hold a number."""
-    return [line for line in text.splitlines() if line.startswith("|") and re.search(r"\d", line)]
+    """The rows of a text's tables that hold a number, without their heads."""
+    lines = text.splitlines()
+    below = [*lines[1:], ""]
+    tabled = [line for line, after in zip(lines, below, strict=True) if not after.startswith("| ---")]
+    return [line for line in tabled if line.startswith("|") and re.search(r"\d", line)]
 
 
 RECORDED = {
