@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.world.harness import make_batch, make_trainer
+from tests.world.harness import log_probs, make_batch, make_trainer
 from tests.world.spikes import address, plant
 
 ALGORITHM = "algorithm.lopti.enable=true"
@@ -41,7 +41,7 @@ def batch_of(seed: int, trainer: Any = None) -> Any:
         "use_dynamic_bsz": False,
         "max_token_len": 4096,
     }
-    batch.batch["old_log_probs"], _ = trainer.actor.compute_log_prob(local)
+    batch.batch["old_log_probs"] = log_probs(trainer, local)
     return batch
 
 

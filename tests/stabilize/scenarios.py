@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.stabilize import slow
-from tests.world.harness import make_batch, make_config, make_trainer
+from tests.world.harness import log_probs, make_batch, make_config, make_trainer
 from tests.world.spikes import plant
 
 STABILIZE = "actor_rollout_ref.actor.gradloc.stabilize"
@@ -338,7 +338,7 @@ def loss_under(overrides: list[str], layout: list[str], dump_dir: str) -> dict[s
 def _log_probs(trainer: Any, batch: Any) -> torch.Tensor:
     data = batch.select(["responses", "input_ids", "attention_mask", "position_ids"], [], [])
     data.meta_info = {"micro_batch_size": 2, "temperature": 1.0, "use_dynamic_bsz": False}
-    return trainer.actor.compute_log_prob(data)[0]
+    return log_probs(trainer, data)
 
 
 def update_without_rollout_log_probs(overrides: list[str], dump_dir: str) -> str:

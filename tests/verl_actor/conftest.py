@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The actor's main tests run on every verl that there is a patch for; GRADLOC_TEST_VERL has all tests run on one."""
+"""The actor's main tests run on every verl that there is a patch for, in part; GRADLOC_TEST_VERL has all run on one."""
 
 import json
 import os
@@ -20,6 +20,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     is_chosen = "GRADLOC_TEST_VERL" in os.environ
     if "verl_version" in metafunc.fixturenames and metafunc.module.__name__.split(".")[-1] in ON_ALL and not is_chosen:
         metafunc.parametrize("verl_version", VERLS, indirect=True, scope="module")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a verl beyond the first, only the plain layouts and two ranks are part of the default tests."""
+    for item in items:
+        given = getattr(item, "callspec", None) and item.callspec.params or {}
+        is_plain = given.get("strategy", "auto") == "auto" and given.get("name", "FSDP1") in ("FSDP1", "FSDP2")
+        if given.get("verl_version", VERL) != VERL and not (
+            is_plain and not {"four_ranks", "single"} & set(item.fixturenames)
+        ):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")

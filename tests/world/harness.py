@@ -236,6 +236,12 @@ def make_trainer(
     return trainer
 
 
+def log_probs(trainer: Trainer, data: Any) -> torch.Tensor:
+    """What the actor gives each response token, (B, T); verl 0.7.1 returns it by name, beside the entropies."""
+    found = trainer.actor.compute_log_prob(data)
+    return found["log_probs"] if isinstance(found, dict) else found[0]
+
+
 class Decoder:
     """Stands where a tokenizer stands: token 7 reads ``t7``. The demo's tests use a real one."""
 
