@@ -15,10 +15,10 @@ ON = [f"{ACTOR}.spike_detection=True"]
 
 @pytest.fixture(scope="module")
 def run(world, tmp_path_factory):
-    """Runs of the same batches whose one token's advantage doubles from step to step, by action; and the twin."""
+    """Runs of the same batches whose one token's advantage quadruples from step to step, by action; and the twin."""
     modes = ("healthy", "observe", "mask", "skip")
     return {
-        mode: world.run("trigger.collapse", mode=mode, growth=2.0, dump_dir=str(tmp_path_factory.mktemp(mode)))
+        mode: world.run("trigger.collapse", mode=mode, growth=4.0, dump_dir=str(tmp_path_factory.mktemp(mode)))
         for mode in modes
     }
 

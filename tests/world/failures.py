@@ -33,14 +33,14 @@ def fail_at_boundary(boundary: int, rank: int, overrides: list[str], dump_dir: s
         return original(self, failing if is_due else local)
 
     trainer = make_trainer(overrides, dump_dir)
-    batch = make_batch(seed=1)
+    batch = make_batch(8, seed=1)
     plant(batch, 6, 2, 1e4)
     Ranks.agree = agree
     try:
         out = trainer.update(batch)
     finally:
         Ranks.agree = original
-    trainer.update(make_batch(seed=2))
+    trainer.update(make_batch(8, seed=2))
     return {
         "reached": uses >= boundary,
         "weights": trainer.weights_hash(),

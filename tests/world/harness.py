@@ -186,6 +186,7 @@ def make_config(overrides: list[str], dump_dir: str) -> Any:
         "actor_rollout_ref.actor.strategy=fsdp2",
         "actor_rollout_ref.actor.fsdp_config.dtype=float32",
         "actor_rollout_ref.model.use_remove_padding=False",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False",  # a third of an update; who means it says so
         "actor_rollout_ref.actor.use_torch_compile=False",
         "actor_rollout_ref.actor.ppo_mini_batch_size=16",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",

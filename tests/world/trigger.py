@@ -9,7 +9,7 @@ from tests.world.harness import make_batch, make_trainer
 from tests.world.spikes import plant
 
 ACTOR = "actor_rollout_ref.actor"
-NUM_BEFORE, NUM_GROWING, NUM_AFTER = 20, 16, 4
+NUM_BEFORE, NUM_GROWING, NUM_AFTER = 18, 8, 2  # the warm-up is of 16
 _ROW, _POSITION, _OLD_LOG_PROB = 6, 2, -3.0  # so far above the current one that PPO never clips its loss away
 _METRICS = ("spikes", "events", "mask", "skip", "threshold", "norm_over_threshold", "norm_after", "masked_tokens")
 
@@ -25,12 +25,12 @@ def collapse(mode: str, growth: float, dump_dir: str) -> dict[str, Any]:
     Returns:
         ``weights``: this rank's shards, flat, at the start and at the end; ``steps``: each step's metrics, on rank 0.
     """
-    overrides = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.ppo_mini_batch_size=8"]
+    overrides = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.ppo_mini_batch_size=4"]
     overrides += [] if mode == "healthy" else [f"{ACTOR}.gradloc.action.mode={mode}"]
     trainer = make_trainer(overrides, dump_dir)
     start, steps = _weights(trainer), []
     for step in range(NUM_BEFORE + NUM_GROWING + NUM_AFTER):
-        batch = make_batch(seed=step)
+        batch = make_batch(8, seed=step)
         grown = step - NUM_BEFORE + 1
         batch.batch["old_log_probs"][_ROW, _POSITION] = _OLD_LOG_PROB
         if mode != "healthy" and 0 < grown <= NUM_GROWING:

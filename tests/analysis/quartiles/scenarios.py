@@ -14,6 +14,8 @@ from tests.world.oracle import token_gradients
 
 MICRO = 2
 """Rows of a micro-batch, as the harness sets it."""
+EIGHT_ROWS = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
+"""Where every token has a backward of its own."""
 LARGE = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"
 
 
@@ -51,8 +53,8 @@ def all_rows(found: np.ndarray) -> np.ndarray:
 
 def split(overrides: list[str], dump_dir: str, num_tokens: int = 6) -> dict[str, Any]:
     """Quartiles' gradients and single tokens', and the same from every token's own backward."""
-    batch = make_batch()
-    trainer = make_trainer(overrides, dump_dir)
+    batch = make_batch(8)
+    trainer = make_trainer([EIGHT_ROWS, *overrides], dump_dir)
     data, quartiles, sampled = prepared(batch, num_tokens=num_tokens)
     probe = probe_of(trainer, data)
     model = make_model()
@@ -145,15 +147,15 @@ def closure(overrides: list[str], dump_dir: str) -> dict[str, Any]:
 
 def updates(overrides: list[str], dump_dir: str, num_before: int) -> dict[str, Any]:
     """Probability changes, and the same from a literal copy of model and optimizer."""
-    trainer = make_trainer(overrides, dump_dir)
+    trainer = make_trainer([EIGHT_ROWS, *overrides], dump_dir)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=trainer.actor.config.optim.lr)
     for seed in range(1, num_before + 1):  # so that the optimizer has a past
-        earlier = make_batch(seed=seed)
+        earlier = make_batch(8, seed=seed)
         gradients = token_gradients(trainer, model, earlier)
         take_step(model, optimizer, sum(gradients.values()), trainer.actor.config.grad_clip)
         trainer.update(earlier)
-    batch = make_batch()
+    batch = make_batch(8)
     data, quartiles, _ = prepared(batch)
     record = probe_of(trainer, data).record()
     fast = {name: None if found is None else all_rows(found) for name, found in record["log_probs"].items()}
