@@ -14,6 +14,7 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 tier=default
 case "${1:-}" in lint | quick | slow | browser) tier=$1; shift ;; esac
 
+unset PYTHONDONTWRITEBYTECODE # the tests start some hundred processes
 stage_started=$SECONDS
 stage() { printf '== %s (%d s for the last stage)\n' "$1" $((SECONDS - stage_started)); stage_started=$SECONDS; }
 
@@ -42,8 +43,10 @@ if [[ $tier == default || $tier == lint ]]; then
     PYTHON=$python bash make_patch.sh --check
 fi
 
-# Two processes; conftest.py says which tests have to stay in one.
-tests() { "$python" -m pytest -n "${WORKERS:-2}" --dist loadgroup --durations=15 -m "$1" "${@:2}"; }
+# Two processes; conftest.py says which tests have to stay in one, and which begin. The ten slowest come last.
+tests() {
+    "$python" -m pytest -n "${WORKERS:-2}" --dist loadgroup --no-loadscope-reorder --durations=10 -m "$1" "${@:2}"
+}
 case $tier in
     default) stage "tests" && tests "not slow and not browser and not verl09" "$@" ;;
     quick) stage "quick tests" && tests "not full and not slow and not browser and not verl09" "$@" ;;

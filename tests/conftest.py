@@ -28,11 +28,14 @@ from tests.world import World  # noqa: E402
 VERL = os.environ.get("GRADLOC_TEST_VERL", DEFAULT_VERL)
 WORLDS = {"worlds"}
 IN_PROCESS = {"verl", "reward_score"}
+FIRST = ["trainer", "worlds"]
+"""The two longest groups: each of the two processes begins with one."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what `make quick` leaves out, and say which tests pytest-xdist has to keep in one process."""
+    groups = {}
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         if item.path.is_relative_to(ROOT / "tests" / "verl_engine"):
@@ -49,6 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if fixtures & (WORLDS | IN_PROCESS) or item.get_closest_marker("e2e"):
             item.add_marker(pytest.mark.full)
         item.add_marker(pytest.mark.xdist_group(group))
+        groups[item] = group
+    items.sort(key=lambda item: FIRST.index(groups[item]) if groups[item] in FIRST else len(FIRST))
 
 
 @pytest.fixture(scope="session")
