@@ -131,6 +131,7 @@ assert not absent & {name.split(".")[0] for name in sys.modules}
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("package", ["gradloc", "verl.gradloc"])
 def test_everything_but_the_adapters_imports_where_no_trainer_is_installed(package, tmp_path):
     """As installed, and inside of a package called verl that has nothing else, as the patch carries it."""

@@ -230,6 +230,7 @@ def test_hostile_text_of_a_row_and_of_a_compressed_event_stays_text(tmp_path):
             assert not {name for name in attributes if name.startswith("on") or name in ("style", "src")}
 
 
+@pytest.mark.full
 def test_two_thousand_events_take_few_seconds_and_megabytes(tmp_path):
     culprits = [make_culprit(3 + 5 * index, token=f" token{index}") for index in range(8)]
     folder = write_run(tmp_path, [make_event(step, culprits) for step in range(1, 2001)], metrics=make_metrics(2000))
