@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever fails while a spike is looked into, training goes on as if nobody had looked."""
 
+from itertools import accumulate
+
 import pytest
 
 from tests.world import RankError, World
@@ -15,15 +17,15 @@ def test_a_rank_that_fails_at_any_collective_boundary_is_heard_by_all_and_recove
     """Boundary by boundary, until the search has no more; nothing may hang, nothing may change."""
     overrides = [*ON, f"{ACTOR}.gradloc.search.strategy={strategy}", f"{ACTOR}.ppo_mini_batch_size=8"]
     arguments = dict(overrides=overrides, dump_dir=dump_dir, timeout_s=60)
-    untouched = world.run("failures.fail_at_boundary", boundary=0, rank=1, **arguments)
-    for boundary in range(1, 200):
-        rank = boundary % 2
-        answers = world.run("failures.fail_at_boundary", boundary=boundary, rank=rank, **arguments)
+    untouched = world.run("failures.fail_at_boundaries", first=-2, **arguments)
+    for first in range(1, 200, 3):
+        answers = world.run("failures.fail_at_boundaries", first=first, **arguments)
         assert [a["weights"] for a in answers] == [u["weights"] for u in untouched]
-        if not answers[rank]["reached"]:
-            assert boundary > 5, "a search has several boundaries"
+        for answer in answers:
+            assert answer["failures"] == list(accumulate(answer["reached"]))
+        if not all(answers[0]["reached"]):
+            assert first > 3, "a search has several boundaries"
             return
-        assert [answer["failures"] for answer in answers] == [1, 1]
     raise AssertionError("the search never ended")
 
 

@@ -9,43 +9,46 @@ from tests.world.harness import make_batch, make_trainer
 from tests.world.spikes import plant
 
 
-def fail_at_boundary(boundary: int, rank: int, overrides: list[str], dump_dir: str) -> dict[str, Any]:
-    """On a spike, make one rank fail right before the given collective boundary, then train on.
+def fail_at_boundaries(first: int, overrides: list[str], dump_dir: str) -> dict[str, Any]:
+    """On three spikes in a row, make one rank fail right before a collective boundary, then train on.
 
     Whatever a rank computes by itself between two collectives goes through ``Ranks.agree``; so its
-    uses are the boundaries, in order.
+    uses are the boundaries, in order: the ``first`` from 1 at the first spike, then the two after it,
+    in turn on either rank. Before the first nothing fails.
 
     Returns:
-        What training left behind, and whether the boundary was reached at all.
+        What training left behind; and of each spike how many failures there were by then, and whether
+        the boundary was reached at all.
     """
     from verl.gradloc.core.ranks import Ranks
 
-    uses, original = 0, Ranks.agree
-
-    def agree(self, local):
-        nonlocal uses
-        uses += 1
-        is_due = uses == boundary and self.rank == rank
-
-        def failing():
-            raise RuntimeError(f"made to fail at boundary {boundary}")
-
-        return original(self, failing if is_due else local)
-
+    original = Ranks.agree
     trainer = make_trainer(overrides, dump_dir)
-    batch = make_batch(8, seed=1)
-    plant(batch, 6, 2, 1e4)
-    Ranks.agree = agree
-    try:
-        out = trainer.update(batch)
-    finally:
-        Ranks.agree = original
+    failures, reached = [], []
+    for boundary in range(first, first + 3):
+        uses = 0
+
+        def agree(self, local, boundary=boundary):
+            nonlocal uses
+            uses += 1
+            is_due = uses == boundary and self.rank == boundary % 2
+
+            def failing():
+                raise RuntimeError(f"made to fail at boundary {boundary}")
+
+            return original(self, failing if is_due else local)
+
+        batch = make_batch(8, seed=1)
+        plant(batch, 6, 2, 1e4)
+        Ranks.agree = agree
+        try:
+            out = trainer.update(batch)
+        finally:
+            Ranks.agree = original
+        failures.append(out["metrics"].get("gradloc/failures", [[0]])[0][0])
+        reached.append(0 < boundary <= uses)
     trainer.update(make_batch(8, seed=2))
-    return {
-        "reached": uses >= boundary,
-        "weights": trainer.weights_hash(),
-        "failures": out["metrics"].get("gradloc/failures", [[0]])[0][0],
-    }
+    return {"reached": reached, "failures": failures, "weights": trainer.weights_hash()}
 
 
 def fail_inside(method: str, overrides: list[str], dump_dir: str) -> None:
