@@ -28,8 +28,8 @@ from tests.world import World  # noqa: E402
 VERL = os.environ.get("GRADLOC_TEST_VERL", DEFAULT_VERL)
 WORLDS = {"worlds"}
 IN_PROCESS = {"verl", "reward_score"}
-FIRST = ["trainer", "worlds"]
-"""The two longest groups: each of the two processes begins with one."""
+FIRST = ["trainer", "worlds", "worlds of other verls"]
+"""The longest groups: one process begins with the first and the third, the other with the second."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
@@ -42,9 +42,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.verl09)
             group = "verl09"
         elif item.get_closest_marker("e2e"):
-            group = "trainer"
+            group = FIRST[0]
         elif fixtures & WORLDS:
-            group = "worlds"
+            call = getattr(item, "callspec", None)
+            is_other = call is not None and call.params.get("verl_version", VERL) != VERL
+            group = FIRST[1 + is_other]
         elif fixtures & IN_PROCESS:
             group = "in-process"
         else:

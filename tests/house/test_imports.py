@@ -167,7 +167,7 @@ def import_all(names: list[str], absent: tuple[str, ...], where: Path) -> None:
 
 
 MOST_MODULES = 12
-PARTS = [PACKAGE, *(ROOT / name for name in ("patchkit", "experiments", "benchmarks"))]
+PARTS = [PACKAGE, *(ROOT / name for name in ("patchkit", "experiments", "benchmarks", "tests"))]
 
 
 def folders() -> list[Path]:
@@ -176,5 +176,5 @@ def folders() -> list[Path]:
 
 @pytest.mark.parametrize("folder", folders(), ids=lambda folder: str(folder.relative_to(ROOT)))
 def test_a_folder_has_at_most_twelve_modules(folder):
-    names = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+    names = [path.name for path in folder.glob("*.py") if path.name not in ("__init__.py", "conftest.py")]
     assert len(names) <= MOST_MODULES, sorted(names)

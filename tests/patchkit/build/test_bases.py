@@ -16,10 +16,10 @@ from patchkit.build.cli import write_file
 from patchkit.build.sources import Folders, compose
 from patchkit.errors import IntegrityError
 from tests.patchkit import world
-from tests.patchkit.test_roundtrip import contents
+from tests.patchkit.build.test_roundtrip import contents
 from tests.patchkit.world import ACTOR, BASE, INIT, NEW, RESULT, TRAINER, V070, V071
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # The next verl: the actor is another, the trainer's lines moved, the rest is the same.
 NEXT = BASE | {
     "verl/version/version": "0.7.1\n",

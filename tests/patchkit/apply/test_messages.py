@@ -12,10 +12,10 @@ import pytest
 from patchkit.apply import cli
 from patchkit.errors import IntegrityError, PatchkitError
 from tests.patchkit import world
-from tests.patchkit.catalogue import REFUSALS
+from tests.patchkit.apply.catalogue import REFUSALS
 from tests.patchkit.world import ACTOR, BASE
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal[0])

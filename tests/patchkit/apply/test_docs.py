@@ -13,7 +13,7 @@ from patchkit.patch.manifest import parse
 from patchkit.tree.survey import State
 from scripts import applier_transcript
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/applier.md").read_text()
 
 

@@ -24,7 +24,7 @@ from tests.patchkit.world import BASE, OLDER, RESULT
 
 pytestmark = pytest.mark.full
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 COMMANDS = {
     "apply": (BASE, "apply", RESULT),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from patchkit import errors
 
-ROOT = Path(__file__).resolve().parents[2] / "patchkit"
+ROOT = Path(__file__).resolve().parents[3] / "patchkit"
 PARTS = ("reason", "what", "cause", "next_")
 
 

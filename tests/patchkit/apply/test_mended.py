@@ -14,10 +14,10 @@ from patchkit.apply import library
 from patchkit.errors import MAX_LISTED
 from patchkit.tree.disk import Filesystem
 from tests.patchkit import world
-from tests.patchkit.test_take import Workshop
+from tests.patchkit.build.test_take import Workshop
 from tests.patchkit.world import ACTOR, BASE, NEW, RESULT, TRAINER
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 STATE = ".gradloc-patch"
 TRIAL = BASE | {world.INIT: RESULT[world.INIT], ACTOR: BASE[ACTOR] + "trial()\n", NEW: "trial = 1\n"}
 

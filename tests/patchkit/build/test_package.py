@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The installed package: ``gradloc-patch`` and ``gradloc-report`` work from any folder, without a checkout.
 
-python -m pytest tests/patchkit/test_package.py -m slow      installs it into an empty environment (network)
+python -m pytest tests/patchkit/build/test_package.py -m slow      installs it into an empty environment (network)
 """
 
 import json
@@ -19,7 +19,7 @@ from tests.patchkit import world
 
 pytestmark = pytest.mark.full
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples/demo"
 SOURCES = ("gradloc", "patchkit", "patches", "verl_overrides")
 

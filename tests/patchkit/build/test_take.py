@@ -19,7 +19,7 @@ from patchkit.patch.manifest import Base
 from tests.patchkit import world
 from tests.patchkit.world import ACTOR, BASE, NEW, RESULT, TRAINER
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Workshop:

@@ -23,7 +23,7 @@ from patchkit.patch.manifest import render as render_manifest
 from tests.patchkit import world
 from tests.patchkit.world import BASE, RESULT
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PATCH = ROOT / "patches/gradloc.patch"
 MAX_SEAM_LINES = 150
 

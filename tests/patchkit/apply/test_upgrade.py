@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.patchkit import world
-from tests.patchkit.test_roundtrip import contents
+from tests.patchkit.build.test_roundtrip import contents
 
 pytestmark = pytest.mark.full
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 OLD = ROOT / "tests/data/gradloc-0.1.0.patch.xz"
 SHA256 = "797441fb2a569197f7d3659827d09b33527cbd80f4c228b64ef83e26fead1904"
 

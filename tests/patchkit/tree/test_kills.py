@@ -2,7 +2,7 @@
 """``kill -9`` at random moments, and two runs at once: real processes, the real disk.
 
 The default suite kills 40 runs on a small tree; the long one 500 on the
-real verl: python -m pytest tests/patchkit/test_kills.py -m slow
+real verl: python -m pytest tests/patchkit/tree/test_kills.py -m slow
 """
 
 import errno
@@ -25,12 +25,12 @@ from patchkit.errors import PatchkitError
 from patchkit.tree.checkout import resolve
 from patchkit.tree.disk import Filesystem
 from tests.patchkit import world
-from tests.patchkit.test_faults import assert_each_file_is_whole, no_traces, run
+from tests.patchkit.tree.test_faults import assert_each_file_is_whole, no_traces, run
 from tests.patchkit.world import BASE, NEW, OLDER, RESULT
 
 pytestmark = pytest.mark.full
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 STARTS = {"apply": (BASE, RESULT), "reverse": (RESULT, BASE), "upgrade": (OLDER, RESULT)}
 
 

@@ -11,7 +11,7 @@ from patchkit.apply import download
 from patchkit.errors import DownloadError
 from patchkit.patch.content import sha256_hex
 from tests.patchkit import world
-from tests.patchkit.servers import serving
+from tests.patchkit.apply.servers import serving
 from tests.patchkit.world import BASE, RESULT
 
 

@@ -15,7 +15,7 @@ from patchkit.apply import cli
 from tests.patchkit import world
 from tests.patchkit.world import ACTOR, BASE, NEW, RESULT
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
