@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A made-up run of 300 steps with 30 events, as the trainer would have written it: for pictures and browser tests."""
 
-import json
 import math
 import random
 from pathlib import Path
@@ -39,11 +38,7 @@ def write_long_run(folder: Path, num_steps: int = 300, num_events: int = 30) -> 
         event = _event(source, step, spikes[step], tokens)
         events.append(event)
         sequences[event["event_id"]] = _sequences(event, tokens)
-    made = write_run(folder, events if num_events else None, sequences, _metrics(source, num_steps, spikes))
-    for event in events:
-        meta = {"schema_version": 1, "actor": {"grad_clip": 1.0}, "event": event}
-        (made / "gradloc" / event["folder"] / "meta.json").write_text(json.dumps(meta))
-    return made
+    return write_run(folder, events if num_events else None, sequences, _metrics(source, num_steps, spikes))
 
 
 def _event(source: random.Random, step: int, norm: float, tokens: list[str]) -> dict:
@@ -77,6 +72,9 @@ def _event(source: random.Random, step: int, norm: float, tokens: list[str]) -> 
     verdict = source.choice(["explained"] * 6 + ["not_explained", "undecided"])
     after = 61.3 if verdict == "not_explained" else source.uniform(0.6, 1.6)
     event["certificate"].update(norm_before=norm, norm_after=after, verdict=verdict, reason="")
+    scale = min(1.0, 1.0 / norm)
+    given = {"grad_clip": 1.0, "clip_scale": scale, "culprit_share": 0.98, "healthy_norm": after * scale}
+    event["consequence"] = given | {"last_checkpoint": f"checkpoints/math/global_step_{step // 50 * 50}"}
     event["verdict"] = verdict_sentences(convert(event, Event))
     return event
 
