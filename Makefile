@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-.PHONY: demo quick test lint test-slow test-browser check
+.PHONY: demo quick test lint test-slow test-browser test-verl09 check
 
 demo:          ## a gradient spike in a real verl run on this machine's CPU, traced to its token
 	./run_experiment.sh demo
@@ -18,6 +18,9 @@ test-slow:     ## what takes longer than the default suite may
 
 test-browser:  ## opens the report in headless Chromium (apt-get install chromium chromium-driver)
 	scripts/test.sh browser
+
+test-verl09:   ## what runs on verl 0.9; makes another environment under .gradloc/
+	scripts/test.sh verl09
 
 check:         ## patches/ is what its sources say
 	bash make_patch.sh --check

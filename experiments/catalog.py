@@ -24,6 +24,15 @@ DEMO = Experiment(
     verls=("0.7.0", "0.7.1"),
 )
 
+DEMO_VERL09 = Experiment(
+    "demo-verl09",
+    "the demo on verl 0.9.1 and its default trainer, with nothing patched: demo verl=0.9.1",
+    variables=DEMO.variables[:3],
+    is_on_cpu=True,
+    verls=("0.9.1",),
+    is_installed=True,
+)
+
 PUBLISHED = Experiment(
     "gradloc-qwen3-4b",
     "the published experiment: Qwen3-4B-Instruct-2507, GRPO, 8 nodes of 8 GPUs, vLLM",
@@ -182,6 +191,21 @@ EXPERIMENTS = {entry.name: entry for entry in list(globals().values()) if isinst
 def names() -> list[str]:
     """Every experiment's name, sorted."""
     return sorted(EXPERIMENTS)
+
+
+def for_verl(experiment: Experiment, version: str | None) -> Experiment:
+    """The experiment's form for that version of verl; the experiment itself where none was asked for.
+
+    Raises:
+        UsageError: if it has none.
+    """
+    forms = [experiment, EXPERIMENTS.get(f"{experiment.name}-verl09", experiment)]
+    for form in forms:
+        if version is None or version in form.verls:
+            return form
+    *known, last = dict.fromkeys(verl for form in forms for verl in form.verls)
+    listed = f"{', '.join(known)} and {last}" if known else last
+    raise UsageError(f"{experiment.name} runs on verl {listed}, not on {version}.")
 
 
 def load(name: str) -> Experiment:

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from experiments import catalog, launch, suite, target
+from experiments import catalog, launch, suite, target, verl09
 from experiments.cpu import environment, verdict
 from experiments.errors import ExperimentError, UsageError
 from experiments.experiment import Experiment
@@ -18,8 +18,9 @@ EPILOG = """\
 arguments after NAME are Hydra overrides and go to verl as they are:
   ./run_experiment.sh demo seed=3
 
-verl=VERSION says which verl the demo's copy is of, and is no override:
-  ./run_experiment.sh demo verl=0.7.1
+verl=VERSION says which verl the demo runs on, and is no override: 0.7.0 or 0.7.1 in a patched copy, or
+0.9.1, which is installed with gradloc beside it, and nothing is patched:
+  ./run_experiment.sh demo verl=0.9.1
 
 an experiment with arms (--list shows them) runs every arm, one after the other, and then compares
 them; a part of it, and overrides for all arms:
@@ -29,6 +30,7 @@ variables:
   VERL_REPO   the verl to run on; else the current folder if it is verl; else what PYTHON imports
               (the demo: a patched copy that it makes itself)
   PYTHON      the Python to run with; else python3 (the demo: an environment that it makes itself)
+  VERL09_PYTHON   for verl=0.9.1, instead of both: a Python with verl 0.9.1 and gradloc installed
   RUN_DIR     where results go; else runs/NAME-<time>
 """
 
@@ -68,44 +70,23 @@ def main(argv=None) -> int:
 
 def run(args, environ, cwd: Path) -> int:
     """Prepares one experiment and runs it, or says what it would run."""
-    experiment = choose(args, environ)
+    version = take_version(args.overrides)
+    experiment = catalog.for_verl(choose(args, environ), version)
     problem = experiment.problem(environ)
     if problem:
         raise ExperimentError(problem)
-    version = take_version(args.overrides)
     cells = suite.plan(experiment, args.arms, args.seeds, args.overrides)
     on_cpu = experiment.is_on_cpu
-    # run_experiment.sh has started us with PYTHON, where it is set.
-    python = sys.executable if environ.get("PYTHON") or not on_cpu else None
-    chosen = target.named(environ, cwd)
-    if version and (chosen or not on_cpu):
-        where = chosen.origin if chosen else experiment.name
-        raise UsageError(f"verl={version} is for the copy that the demo makes, not for {where}: leave one of them out.")
-    if version and version not in experiment.verls:
-        raise UsageError(f"{experiment.name} runs on verl {' and '.join(experiment.verls)}, not on {version}.")
-    is_own = chosen is None and on_cpu
-    version = version or environment.DEFAULT_VERL
-    if chosen is None:
-        chosen = environment.patched_copy(version) if on_cpu else target.imported(sys.executable)
-    say("verl", f"{chosen.path} ({chosen.origin})")
-    target.check_folder(cwd, chosen)
+    find = find_installed if experiment.is_installed else find_patched
+    python, chosen = find(experiment, version, environ, cwd, args.dry_run)
     run_dir = results_folder(environ, cwd, experiment.name)
     if args.dry_run:
-        python = python or str(environment.VENV_PYTHON)
         for cell in cells:
             overrides = cell.overrides(args.overrides)
             describe(command(python, experiment.name, overrides), run_dir / cell.folder)
         if not cells:
             describe(command(python, experiment.name, args.overrides), run_dir)
         return 0
-    if not is_own:
-        # Before anything is installed for it.
-        target.check_patched(chosen)
-    if on_cpu:
-        python = python or environment.ensure_python(report=progress)
-    if is_own:
-        environment.ensure_patched_copy(python, report=progress, verl=version)
-        target.check_patched(chosen)
     check_imports(python, experiment)
     material = None
     if on_cpu:
@@ -116,7 +97,7 @@ def run(args, environ, cwd: Path) -> int:
 
         def run_one(overrides: list[str], folder: Path) -> int:
             folder.mkdir(exist_ok=True)
-            os.environ.update(child_environment(before, chosen.path, folder, material))
+            os.environ.update(child_environment(before, experiment, chosen.path, folder, material))
             line = command(plain, experiment.name, overrides)
             if experiment.nodes > 1:
                 line = [plain, "-m", "experiments.cpu.nodes", str(experiment.nodes), *line]
@@ -131,11 +112,55 @@ def run(args, environ, cwd: Path) -> int:
             code = suite.run(experiment, cells, args.overrides, run_dir, run_one, plain)
         else:
             code = run_one(args.overrides, run_dir)
-    if code == 0 and experiment == catalog.DEMO:
+    if code == 0 and experiment in (catalog.DEMO, catalog.DEMO_VERL09):
         code = verdict.main([str(run_dir)])
         draw_report(python, run_dir)
     say("results", run_dir)
     return code
+
+
+def find_patched(
+    experiment: Experiment, version: str | None, environ, cwd: Path, is_dry: bool
+) -> tuple[str, target.Target]:
+    """The Python and the patched verl to run with, made where they are ours; a dry run makes nothing."""
+    on_cpu = experiment.is_on_cpu
+    # run_experiment.sh has started us with PYTHON, where it is set.
+    python = sys.executable if environ.get("PYTHON") or not on_cpu else None
+    chosen = target.named(environ, cwd)
+    if version and (chosen or not on_cpu):
+        where = chosen.origin if chosen else experiment.name
+        raise UsageError(f"verl={version} is for the copy that the demo makes, not for {where}: leave one of them out.")
+    is_own = chosen is None and on_cpu
+    version = version or environment.DEFAULT_VERL
+    if chosen is None:
+        chosen = environment.patched_copy(version) if on_cpu else target.imported(sys.executable)
+    say("verl", f"{chosen.path} ({chosen.origin})")
+    target.check_folder(cwd, chosen)
+    if is_dry:
+        return python or str(environment.DEMO.python), chosen
+    if not is_own:
+        # Before anything is installed for it.
+        target.check_patched(chosen)
+    if on_cpu:
+        python = python or environment.ensure_python(report=progress)
+    if is_own:
+        environment.ensure_patched_copy(python, report=progress, verl=version)
+        target.check_patched(chosen)
+    return python, chosen
+
+
+def find_installed(
+    experiment: Experiment, version: str | None, environ, cwd: Path, is_dry: bool
+) -> tuple[str, target.Target]:
+    """The Python that verl 0.9 and gradloc are installed in, and that verl; a dry run makes nothing."""
+    own = environment.VERL09
+    if is_dry:
+        return environ.get(own.variable) or str(own.python), target.Target(own.folder, "the demo's own environment")
+    python = environment.ensure_python(report=progress, environment=own)
+    chosen = target.imported(python)
+    say("verl", f"{chosen.path} ({chosen.origin})")
+    target.check_folder(cwd, chosen)
+    return python, chosen
 
 
 def draw_report(python: str, run_dir: Path) -> None:
@@ -202,28 +227,33 @@ def command(python: str, name: str, overrides: list[str]) -> list[str]:
     return [python, "-m", "verl.trainer.main_ppo", *fixed, *overrides]
 
 
-def child_environment(environ, verl: Path, run_dir: Path, material: Path | None) -> dict[str, str]:
+def child_environment(
+    environ, experiment: Experiment, verl: Path, run_dir: Path, material: Path | None
+) -> dict[str, str]:
     """The variables that the trainer and Ray's workers get beyond the given ones.
 
     Args:
         environ: what the user has set.
-        verl: the folder with the patched `verl/`.
+        experiment: what is run.
+        verl: the folder with `verl/`.
         run_dir: where this run's results go.
         material: the folder with model and data of an experiment on the CPU; None for another one.
     """
-    modules = ["experiments.metrics_file"]
-    added = {
-        "PYTHONPATH": os.pathsep.join([str(verl), str(target.REPO), *filter(None, [environ.get("PYTHONPATH")])]),
-        "GRADLOC_RUN_DIR": str(run_dir),
-        "VERL_FILE_LOGGER_PATH": str(run_dir / "metrics.jsonl"),
-    }
+    is_patched = not experiment.is_installed
+    added = {"GRADLOC_RUN_DIR": str(run_dir), "VERL_FILE_LOGGER_PATH": str(run_dir / "metrics.jsonl")}
+    if not is_patched:
+        added |= verl09.ENVIRONMENT
+    modules = [added.get("VERL_USE_EXTERNAL_MODULES"), "experiments.metrics_file"]
     if material is not None:
-        modules.insert(0, "experiments.cpu.device")
+        if is_patched:
+            modules.insert(0, "experiments.cpu.device")
         # One thread a worker: two workers share two cores, and sums come out the same every time.
         added.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="-1,-1")
         added["GRADLOC_DEMO_MATERIAL"] = str(material)
+    folders = [str(verl), str(target.REPO)] if is_patched else [str(target.REPO)]
+    added["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, environ.get("PYTHONPATH")]))
     present = [m for m in environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m]
-    added["VERL_USE_EXTERNAL_MODULES"] = ",".join([*present, *modules])
+    added["VERL_USE_EXTERNAL_MODULES"] = ",".join(filter(None, [*present, *modules]))
     return added
 
 

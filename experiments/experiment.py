@@ -55,6 +55,8 @@ class Experiment:
     """What builds model and data of an experiment on the CPU: `python -m MODULE --cache FOLDER` prints their folder."""
     verls: tuple[str, ...] = ("0.7.0",)
     """The versions of verl that it runs on with no GPU, the usual one first. Not passed on to heirs."""
+    is_installed: bool = False
+    """Whether its verl is one beside which gradloc is installed, with nothing patched: 0.9."""
     arms: tuple[Arm, ...] = ()
     """None for an experiment that is one run."""
     seeds: tuple[int, ...] = ()

@@ -8,29 +8,39 @@
 #   scripts/test.sh quick      the tests that need neither verl nor Ray
 #   scripts/test.sh slow       what takes longer than the default may
 #   scripts/test.sh browser    opens the report in headless Chromium
+#   scripts/test.sh verl09     the tests on verl 0.9, in an environment of their own
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 tier=default
-case "${1:-}" in lint | quick | slow | browser) tier=$1; shift ;; esac
+case "${1:-}" in lint | quick | slow | browser | verl09) tier=$1; shift ;; esac
 
 unset PYTHONDONTWRITEBYTECODE # the tests start some hundred processes
 stage_started=$SECONDS
 stage() { printf '== %s (%d s for the last stage)\n' "$1" $((SECONDS - stage_started)); stage_started=$SECONDS; }
 
+if [[ $tier == verl09 ]]; then
+    environment=VERL09
+    files=(requirements/verl09.txt requirements/test.txt)
+    packages=(-c requirements/test.txt jsonschema pytest)
+else
+    environment=DEMO
+    files=(requirements/demo.txt requirements/report.txt requirements/test.txt) # trackers.txt is for an environment of its own
+    packages=()
+    for file in "${files[@]}"; do packages+=(-r "$file"); done
+fi
+
 stage "environment"
 python=$("${PYTHON:-python3}" -c '
 import sys
-from experiments.cpu.environment import ensure_python
-print(ensure_python(report=lambda *words: print(*words, file=sys.stderr)))')
+from experiments.cpu import environment
+chosen = getattr(environment, sys.argv[1])
+print(environment.ensure_python(report=lambda *words: print(*words, file=sys.stderr), environment=chosen))' $environment)
 bin=$(dirname -- "$python")
 stamp=$bin/../test-requirements.sha256
-packages=(requirements/demo.txt requirements/report.txt requirements/test.txt) # trackers.txt is for an environment of its own
-wanted=$(cat "${packages[@]}" | sha256sum)
+wanted=$(cat "${files[@]}" | sha256sum)
 if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
-    files=()
-    for file in "${packages[@]}"; do files+=(-r "$file"); done
-    "$python" -m pip install --disable-pip-version-check --no-input -q "${files[@]}"
+    "$python" -m pip install --disable-pip-version-check --no-input -q "${packages[@]}"
     printf '%s\n' "$wanted" >"$stamp"
 fi
 
@@ -56,5 +66,6 @@ case $tier in
             -m "not slow and not browser and not e2e and not verl09" tests/verl_actor tests/stabilize tests/analysis tests/replay "$@"
         ;;
     browser) stage "browser tests" && "$python" -m pytest -m browser "$@" ;;
+    verl09) stage "tests on verl 0.9" && "$python" -m pytest --durations=15 tests/verl_engine "$@" ;; # two ranks as it is
 esac
 stage "done"

@@ -7,11 +7,14 @@ Text only: no torch and no verl, so that tests of it are quick.
 """
 
 import random
+import re
 from dataclasses import dataclass
 
 DATA_SOURCE = "gradloc/arithmetic"
 LARGEST = 49
 """Both addends lie in 0..LARGEST, so that a model of 100 thousand parameters learns them."""
+ANSWER = re.compile(r"answer is (\d+)")
+EQUATION = re.compile(r"(\d+)\+(\d+)=(\d+)")
 
 
 @dataclass(frozen=True)
@@ -52,3 +55,18 @@ def to_row(index: int, addition: Addition, split: str) -> dict:
         "reward_model": {"style": "rule", "ground_truth": addition.answer},
         "extra_info": {"index": index, "split": split},
     }
+
+
+def score(data_source, solution_str: str, ground_truth: str, extra_info=None) -> float:
+    """1 for the right answer, 0.2 for a true equation with a wrong answer, else 0.
+
+    >>> score(None, "12+7=19, so the answer is 19.", "19")
+    1.0
+    """
+    answer = ANSWER.search(solution_str)
+    if answer and answer.group(1) == ground_truth:
+        return 1.0
+    equation = EQUATION.search(solution_str)
+    if equation and int(equation[1]) + int(equation[2]) == int(equation[3]):
+        return 0.2
+    return 0.0

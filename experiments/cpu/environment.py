@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes what the demo runs in: a Python environment, and a patched copy of a verl that there is a patch for.
+"""Makes what the demo runs in: Python environments, and a patched copy of a verl that there is a patch for.
 
-Both lie under `.gradloc/` and are kept: a folder is named after, or stamped with, a hash of what it
+They lie under `.gradloc/` and are kept: a folder is named after, or stamped with, a hash of what it
 was made from, and made again only when that changes. Each is complete or absent, never in between.
 Standard library only.
 """
@@ -16,14 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.errors import ExperimentError
 from experiments.target import REPO, Target
 
 CACHE = REPO / ".gradloc"
-VENV_PYTHON = CACHE / "venv" / "bin" / "python"
-REQUIREMENTS = [REPO / "requirements" / name for name in ("demo.txt", "report.txt")]
 MANIFEST = REPO / "patches" / "manifest.json"
 DEFAULT_VERL = "0.7.0"
 # numpy 1.26.4, which verl 0.7.0 needs, has no wheel above.
@@ -31,39 +30,92 @@ SUPPORTED = ((3, 10), (3, 11), (3, 12))
 UNUSED_S = 24 * 3600.0
 
 
-def ensure_python(report=print) -> str:
+@dataclass(frozen=True)
+class Environment:
+    """A Python environment with pinned packages, a folder under `.gradloc/`."""
+
+    name: str
+    """The folder's."""
+    requirements: tuple[Path, ...]
+    """Lists of packages; the first has torch."""
+    size: str
+    """For the user who waits for it: time and disk."""
+    has_gradloc: bool = False
+    """Whether this repository is installed in it, which lets verl 0.9 and Hydra find gradloc."""
+    variable: str | None = None
+    """The environment variable that names an interpreter to use instead, with everything installed."""
+
+    @property
+    def folder(self) -> Path:
+        return CACHE / self.name
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+
+def _requirements(*names: str) -> tuple[Path, ...]:
+    return tuple(REPO / "requirements" / name for name in names)
+
+
+DEMO = Environment("venv", _requirements("demo.txt", "report.txt"), "about a minute, 2 GB")
+VERL09 = Environment(
+    "venv-verl09", _requirements("verl09.txt"), "about a minute, 2 GB", has_gradloc=True, variable="VERL09_PYTHON"
+)
+
+
+def ensure_python(report=print, environment: Environment = DEMO) -> str:
     """Returns the interpreter of an environment with the pinned packages, made if need be.
 
     Raises:
         ExperimentError: if no supported Python is found or pip cannot install the packages.
     """
+    given = environment.variable and os.environ.get(environment.variable)
+    if given:
+        return given
     CACHE.mkdir(parents=True, exist_ok=True)
-    with open(CACHE / "venv.lock", "w") as lock:  # two runs in a new clone would install over each other
+    with open(CACHE / f"{environment.name}.lock", "w") as lock:  # two runs in a new clone would install over each other
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return _ensure_python(report)
+        _ensure_packages(environment, report)
+        if environment.has_gradloc:
+            _ensure_gradloc(environment, report)
+    return str(environment.python)
 
 
-def _ensure_python(report) -> str:
-    folder, python = VENV_PYTHON.parent.parent, VENV_PYTHON
-    stamp = folder / "requirements.sha256"
-    content = [path.read_text() for path in REQUIREMENTS]
+def _ensure_packages(environment: Environment, report) -> None:
+    stamp = environment.folder / "requirements.sha256"
+    content = [path.read_text() for path in environment.requirements]
     digest = hashlib.sha256("".join(content).encode()).hexdigest()
-    if stamp.is_file() and stamp.read_text().strip() == digest and python.exists():
-        return str(python)
+    if stamp.is_file() and stamp.read_text().strip() == digest and environment.python.exists():
+        return
     base = supported_python()
-    report(f"making an environment in {folder} (once: about a minute, 2 GB)")
-    shutil.rmtree(folder, ignore_errors=True)
-    step([base, "-m", "venv", str(folder)], "python -m venv failed: install Python's venv module")
-    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "-q"]
+    report(f"making an environment in {environment.folder} (once: {environment.size})")
+    shutil.rmtree(environment.folder, ignore_errors=True)
+    step([base, "-m", "venv", str(environment.folder)], "python -m venv failed: install Python's venv module")
     torch = next(line for line in content[0].splitlines() if line[:7] == "torch==")
-    help_text = "pip could not install the demo's packages: check the connection, then run it again"
     report(f"  {torch}")
-    step([*pip, torch], help_text)
-    report(f"  the other packages of {' and '.join(path.name for path in REQUIREMENTS)}")
-    step([*pip, *(word for path in REQUIREMENTS for word in ("-r", str(path)))], help_text)
+    _install(environment, torch)
+    report(f"  the other packages of {' and '.join(path.name for path in environment.requirements)}")
+    _install(environment, *(word for path in environment.requirements for word in ("-r", str(path))))
     # Written last: an interrupted installation is begun again.
     stamp.write_text(digest + "\n")
-    return str(python)
+
+
+def _ensure_gradloc(environment: Environment, report) -> None:
+    """Installs this repository so that edits need no new installation; only its declarations are copied."""
+    stamp = environment.folder / "gradloc.sha256"
+    declared = [REPO / "pyproject.toml", REPO / "gradloc" / "verl_engine" / "search_path.py"]
+    digest = hashlib.sha256(b"".join([str(REPO).encode(), *(path.read_bytes() for path in declared)])).hexdigest()
+    if stamp.is_file() and stamp.read_text().strip() == digest:
+        return
+    report("  gradloc itself")
+    _install(environment, "--no-deps", "-e", str(REPO))
+    stamp.write_text(digest + "\n")
+
+
+def _install(environment: Environment, *words: str) -> None:
+    pip = [str(environment.python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "-q"]
+    step([*pip, *words], "pip could not install the demo's packages: check the connection, then run it again")
 
 
 def supported_python() -> str:

@@ -5,9 +5,9 @@ It belongs to the demo and never to the patch, which must find it from gradients
 advantages are verl's own GRPO; step, sequence and position are drawn from a seed, and what was
 planted is written down, so that the demo can say whether the event names exactly that token.
 
-verl calls an advantage estimator with rewards, mask and uids only: no step, no token ids. So
-`experiments.cpu.reward`, which sees the same rows in the same order, just before and in the same
-process, calls `observe()` first.
+verl calls an advantage estimator with rewards, mask and uids only: no step, no token ids. So what
+sees the same rows in the same order, just before and in the same process, calls `observe()` first:
+`experiments.cpu.reward`, on verl 0.9 `experiments.verl09.fault`.
 """
 
 import json
@@ -111,6 +111,11 @@ def arm(fault: Fault | None) -> None:
     _fault = fault
 
 
+def armed() -> Fault | None:
+    """The fault that `grpo_with_fault` plants."""
+    return _fault
+
+
 def observe(rows: Rows) -> None:
     """Tells the estimator which rows its next call is about."""
     global _rows
@@ -141,7 +146,7 @@ def grpo_with_fault(token_level_rewards, response_mask, index, config=None, **_)
         return advantages, returns
     if _rows is None or list(_rows.uids) != list(index):
         raise RuntimeError(
-            "grpo_with_fault saw rows that the reward manager did not: set "
-            "reward_manager.name=ArithmeticReward and reward_model.use_reward_loop=False"
+            "grpo_with_fault saw rows that nobody told it of: on verl 0.7.0 set reward_manager.name=ArithmeticReward "
+            "and reward_model.use_reward_loop=False; on 0.9, model.external_lib=experiments.verl09.demo"
         )
     return _fault.plant(_rows, advantages, response_mask), returns

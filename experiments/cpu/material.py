@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 SPECIAL = ["<pad>", "<unk>", "<user>", "<assistant>", "<end>"]
@@ -61,7 +62,9 @@ class Recipe:
     seed: int = 0
 
     def digest(self, language: Language) -> str:
-        settings = [asdict(self), SPECIAL, language.vocabulary, language.pieces, CHAT_TEMPLATE]
+        # What one transformers saves, an older one may not read.
+        major = version("transformers").split(".")[0]
+        settings = [asdict(self), SPECIAL, language.vocabulary, language.pieces, CHAT_TEMPLATE, major]
         sources = [Path(path).read_bytes() for path in (__file__, *language.sources)]
         return hashlib.sha256(json.dumps(settings).encode() + b"".join(sources)).hexdigest()[:12]
 
@@ -190,7 +193,7 @@ def encode(tokenizer, exercises):
     prompts, whole = [], []
     for exercise in exercises:
         messages = [{"role": "user", "content": exercise.question}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         answer = tokenizer.encode(exercise.sentence) + [tokenizer.eos_token_id]
         prompts.append(len(prompt))
         whole.append(prompt + answer)

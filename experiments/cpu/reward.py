@@ -1,33 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rule-based reward for arithmetic, plugged in by `reward_manager.source=importlib`."""
 
-import re
-
 import torch
 
 from experiments.cpu import fault
+from experiments.cpu.arithmetic import score
 from verl.utils.import_utils import load_extern_object
 from verl.utils.reward_score import default_compute_score
 from verl.workers.reward_manager import get_reward_manager_cls
 from verl.workers.reward_manager.naive import NaiveRewardManager
-
-ANSWER = re.compile(r"answer is (\d+)")
-EQUATION = re.compile(r"(\d+)\+(\d+)=(\d+)")
-
-
-def score(data_source, solution_str: str, ground_truth: str, extra_info=None) -> float:
-    """1 for the right answer, 0.2 for a true equation with a wrong answer, else 0.
-
-    >>> score(None, "12+7=19, so the answer is 19.", "19")
-    1.0
-    """
-    answer = ANSWER.search(solution_str)
-    if answer and answer.group(1) == ground_truth:
-        return 1.0
-    equation = EQUATION.search(solution_str)
-    if equation and int(equation[1]) + int(equation[2]) == int(equation[3]):
-        return 0.2
-    return 0.0
 
 
 def is_runaway(responses: torch.Tensor, response_mask: torch.Tensor, eos: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from experiments.cpu import reward
+from experiments.generation import call_seed, sample
 from verl import DataProto
 from verl.utils import hf_tokenizer
 from verl.utils.model import compute_position_id_with_mask
@@ -58,26 +59,7 @@ class HFRollout(base.BaseRollout):
         Returns:
             One `(token_ids, log_probs)` per prompt, both up to and including the end token.
         """
-        params = dict(sampling_params)
-        pad, do_sample = params.pop("pad_token_id"), params["do_sample"]
-        if not do_sample:
-            params.update(temperature=1.0, top_p=1.0)
-        inputs = left_pad(prompt_ids, pad)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(int(request_id))
-            output = self.model.generate(
-                **inputs,
-                **params,
-                top_k=0,
-                pad_token_id=pad,
-                return_dict_in_generate=True,
-                output_scores=True,
-            )
-        tokens = output.sequences[:, inputs["input_ids"].shape[1] :]
-        log_probs = torch.stack(output.scores, dim=1).float().log_softmax(-1)
-        chosen = log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        eos = self.model.generation_config.eos_token_id
-        return [cut_at(eos, *row) for row in zip(tokens.tolist(), chosen.tolist(), strict=True)]
+        return sample(self.model, prompt_ids, sampling_params, int(request_id))
 
 
 class DirectManager:
@@ -171,29 +153,10 @@ def _generate(worker, *arguments) -> list:
     return rollout.generate(*arguments)
 
 
-def call_seed(seed: int, step: int, rank: int) -> int:
-    """A 32-bit seed that differs, in effect, between any two calls of a run."""
-    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
-
-
 def occurrence(keys) -> np.ndarray:
     """How often each key was seen before: `["a", "b", "a"]` gives `[0, 0, 1]`."""
     seen: dict = {}
     return np.array([seen.update({k: seen.get(k, -1) + 1}) or seen[k] for k in keys], dtype=object)
-
-
-def cut_at(eos: int, tokens: list[int], log_probs: list[float]) -> tuple[list[int], list[float]]:
-    """Drops what follows the first end token, which stays."""
-    end = tokens.index(eos) + 1 if eos in tokens else len(tokens)
-    return tokens[:end], log_probs[:end]
-
-
-def left_pad(rows: list[list[int]], pad: int) -> dict[str, torch.Tensor]:
-    """Stacks prompts with padding in front: `input_ids` and `attention_mask`, both (B, T)."""
-    width = max(len(row) for row in rows)
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def to_batch(prompt_ids, answers, pad: int, prompt_length: int, response_length: int) -> DataProto:

@@ -2,6 +2,7 @@
 """What verl 0.9's real trainer needs on a machine with no GPU, through verl's own registries.
 
 - `platform`  a machine without an accelerator; loaded in every process by `VERL_USE_EXTERNAL_MODULES`
+- `rollout`   generates, behind verl's agent loop; loaded with the demo's `fault` by `model.external_lib`
 """
 
 ENVIRONMENT = {
@@ -11,5 +12,11 @@ ENVIRONMENT = {
     # one takes the very entries of the registry that a run with one takes, GradLoc's included.
     "VERL_ENGINE_DEVICE": "cuda",
     "VERL_ENGINE_VENDOR": "nvidia",
+    # A dozen processes import verl, which takes a while: no more of them, and not behind everything else.
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_worker_niceness": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TQ_NUM_THREADS": "2",
 }
 """Environment variables of every process of such a run."""

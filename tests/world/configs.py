@@ -62,7 +62,11 @@ def read_all(cases: list[list[str]], read: str, name: str = "ppo_trainer") -> li
 
 
 def experiments(
-    configs: str, cases: list[tuple[str, list[str], dict[str, str]]], variables: dict[str, str]
+    configs: str,
+    cases: list[tuple[str, list[str], dict[str, str]]],
+    variables: dict[str, str],
+    # Not `ref` and `reward_manager`: even verl's own defaults of these do not become dataclasses.
+    parts: tuple[str, ...] = ("actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm"),
 ) -> list[dict[str, Any]]:
     """Compose experiments as verl's entry point does, and have verl check them.
 
@@ -70,6 +74,7 @@ def experiments(
         configs: the folder of their configs.
         cases: name, overrides and environment variables of each.
         variables: environment variables of all.
+        parts: what is to become verl's dataclasses.
 
     Returns:
         Per case ``{"config": ...}``, or ``{"error": traceback}``.
@@ -89,10 +94,8 @@ def experiments(
                 search = "hydra.searchpath=[pkg://verl.trainer.config]"
                 config = hydra.compose(name, overrides=[*overrides, search])
                 OmegaConf.resolve(config)
-                worker = config.actor_rollout_ref
-                # Not `ref` and `reward_manager`: even verl's own defaults of these do not become dataclasses.
-                for part in (worker.actor, worker.rollout, config.algorithm):
-                    omega_conf_to_dataclass(part)
+                for part in parts:
+                    omega_conf_to_dataclass(OmegaConf.select(config, part))
                 validate_config(config, use_reference_policy=False, use_critic=False)
                 made.append({"config": OmegaConf.to_container(config)})
         except Exception:

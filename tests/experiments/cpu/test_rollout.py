@@ -36,13 +36,17 @@ def test_rollouts_of_a_prompt_are_counted_in_order(rollout):
     assert rollout.occurrence(["a", "a", "b", "a"]).tolist() == [0, 1, 0, 2]
 
 
-def test_what_follows_the_first_end_token_is_dropped(rollout):
-    assert rollout.cut_at(4, [1, 4, 2, 4], [0.1, 0.2, 0.3, 0.4]) == ([1, 4], [0.1, 0.2])
-    assert rollout.cut_at(4, [1, 2], [0.1, 0.2]) == ([1, 2], [0.1, 0.2])
+def test_what_follows_the_first_end_token_is_dropped():
+    from experiments import generation
+
+    assert generation.cut_at(4, [1, 4, 2, 4], [0.1, 0.2, 0.3, 0.4]) == ([1, 4], [0.1, 0.2])
+    assert generation.cut_at(4, [1, 2], [0.1, 0.2]) == ([1, 2], [0.1, 0.2])
 
 
-def test_calls_have_seeds_of_their_own(rollout):
-    seeds = {rollout.call_seed(s, t, r) for s in range(5) for t in range(5) for r in range(5)}
+def test_calls_have_seeds_of_their_own():
+    from experiments.generation import call_seed
+
+    seeds = {call_seed(s, t, r) for s in range(5) for t in range(5) for r in range(5)}
     assert len(seeds) == 125
 
 
