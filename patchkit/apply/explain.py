@@ -99,12 +99,12 @@ def _judge(survey: Survey, checkout: Checkout, given: Edition | None, listed: li
     elif minor >= (0, 9):
         reason, what = "verl-needs-none", f"this is verl {checkout.version}, which needs no patch"
         cause = "From 0.9 on, verl loads GradLoc as a plug-in."
-        next_ = "In the folder of this tool: pip install .   Then add to the training command: +gradloc=on"
+        next_ = "pip install this package where verl is (in its folder: pip install .), then train with +gradloc=on"
     elif minor == (0, 8):
         reason, what = "verl-without-patch", f"this is verl {checkout.version}, for which there is no patch"
         cause = "0.8 moved the actor, and its plug-ins came with 0.9: nothing fits it."
         next_ = "Use verl 0.7.0 or 0.7.1 with the patch, or verl 0.9, which needs none (pip install ., +gradloc=on)."
-    elif not given and _looks_patched(survey):
+    elif not given and survey.base.is_said_by(checkout.version) and _looks_patched(survey):
         reason, what = "state-unknown-build", f"a build of the patch that is not known here is on this tree, {at}"
         cause = "It is another build, or was edited, and the copy that would say which one is gone."
         next_ = f"Unpack verl {number} again, and take your edits there by hand."

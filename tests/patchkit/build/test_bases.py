@@ -66,6 +66,9 @@ def test_base_filters_and_forces_nothing(capsys, two, tmp_path):
     refused = world.run(capsys, two[2], root, "--base", "v0.7.0")
     assert refused.code == 1 and "this is verl 0.7.1, the nearest patch is for v0.7.0" in refused.err
     assert world.files_of(root) == NEXT
+    patched = world.write_tree(tmp_path / "patched", NEXT_RESULT)
+    refused = world.run(capsys, two[2], patched, "--base", "v0.7.0")
+    assert refused.code == 1 and "this is verl 0.7.1" in refused.err and "not known here" not in refused.err
     unknown = world.run(capsys, two[2], root, "--base", "v0.6")
     assert unknown.code == 2 and "expected: v0.7.0, v0.7.1" in unknown.err
     assert world.run(capsys, two[2], root, "--base", "0.7.1").code == 0
