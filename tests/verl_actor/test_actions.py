@@ -9,10 +9,19 @@ ACTOR = "actor_rollout_ref.actor"
 TAU = f"{ACTOR}.grad_norm_threshold=640"
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_every_appearance_of_a_culprit_is_masked_and_the_weights_are_those_without_it(world, dump_dir, strategy):
-    settings = [TAU, f"{ACTOR}.gradloc.action.mode=mask"]
-    found, other = world.run("actions.train_epochs", overrides=settings, dump_dir=dump_dir, strategy=strategy)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["strategy=fsdp2"],
+        ["strategy=fsdp"],
+        pytest.param(["strategy=fsdp2", "fsdp_config.dtype=bfloat16"], marks=pytest.mark.slow),
+        pytest.param(["strategy=fsdp", "fsdp_config.dtype=bfloat16"], marks=pytest.mark.slow),
+    ],
+    ids=["fsdp2", "fsdp1", "fsdp2-bf16", "fsdp1-bf16"],
+)
+def test_every_appearance_of_a_culprit_is_masked_and_the_weights_are_those_without_it(world, dump_dir, layout):
+    settings, layout = [TAU, f"{ACTOR}.gradloc.action.mode=mask"], [f"{ACTOR}.{setting}" for setting in layout]
+    found, other = world.run("actions.train_epochs", overrides=settings, dump_dir=dump_dir, layout=layout)
     assert found["as_without"] and other["as_without"], "bit for bit"
     metrics = found["metrics"]
     assert (metrics["gradloc/spikes"], metrics["gradloc/mask"], metrics["gradloc/unwritten"]) == ([3], [3], [2])

@@ -29,3 +29,8 @@ def test_a_planted_token_is_named_and_the_run_stays_what_it_was(train, layout, t
     (culprit,) = event["culprits"]
     assert (culprit["row"], culprit["positions"]) == (5, [3])
     assert culprit["cause"]["label"] == "extreme_advantage"
+    head, norm = event["head_grad_norm"], event["trigger"]["grad_norm"]
+    assert head == 0 if layout == "LoRA" else 0.1 * norm < head < norm
+    assert head == pytest.approx(event["kinds"].get("head", head)), "FSDP1's flat parameters have no kinds"
+    largest = watched[0]["metrics"]["gradloc/head_grad_norm"]
+    assert largest >= head * 0.9999 and (layout == "mini-batches and epochs" or largest == pytest.approx(head))

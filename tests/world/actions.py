@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scenarios that every rank runs together: the same culprit in every epoch, and what is done with each appearance."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,14 +17,13 @@ SMALL = [
 ]
 
 
-def train_epochs(overrides: list[str], dump_dir: str, strategy: str = "fsdp2") -> dict[str, Any]:
+def train_epochs(overrides: list[str], dump_dir: str, layout: Sequence[str] = ()) -> dict[str, Any]:
     """Three epochs of four mini-batches with one culprit, and the same without it and without localization."""
     trained = []
     for advantage, settings in ((-1e4, ON + overrides), (0.0, []), (-1e4, [])):
         batch = make_batch()
         plant(batch, 6, 2, advantage)
-        layout = [f"actor_rollout_ref.actor.strategy={strategy}"]
-        trainer = make_trainer(SMALL + layout + settings, dump_dir)
+        trainer = make_trainer([*SMALL, *layout, *settings], dump_dir)
         out = trainer.update(batch)
         params = [param.detach() for param in trainer.actor.actor_module.parameters()]
         trained.append([param.to_local() if hasattr(param, "to_local") else param for param in params])
