@@ -18,6 +18,7 @@ def test_an_analysis_logs_writes_and_leaves_the_batch_alone(world, dump_dir):
     assert out["ends"] is False
     assert out["batch_is_same"]
     assert out["files"] == ["group_rv_table_step_1.csv", "step_1.json"]
+    assert out["tables"] == [f"grad_norm/bucket_{number}/group_rv_table" for number in range(1, 7)]
     metrics, record = out["metrics"], out["record"]
     assert [bucket["name"] for bucket in record["buckets"]] == [
         *(f"bucket_{number}" for number in range(1, 7)),

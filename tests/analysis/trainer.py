@@ -6,6 +6,7 @@ Runs inside a rank of a world. Each rank is its own driver; only the workers' pa
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,21 @@ class Workers:
         return DataProto(meta_info={"metrics": {RECORD_KEY: everyone}})
 
 
+class Wandb:
+    """As much of wandb's module as verl's ``Tracking`` keeps and the group table needs."""
+
+    run = object()
+
+    def __init__(self):
+        self.tables: list[str] = []
+
+    def Table(self, columns: list[str], data: list[list[Any]]) -> tuple:
+        return columns, data
+
+    def log(self, tables: dict[str, Any], step: int, commit: bool) -> None:
+        self.tables += tables
+
+
 class StandIn:
     """What the reporter touches of verl's trainer."""
 
@@ -55,6 +71,8 @@ class StandIn:
         self.num_balanced = 0
         self.analysis = build_analysis(self)
         self.gradloc = TrainerHook(analysis=self.analysis)
+        self.wandb = Wandb()
+        self.gradloc.begin_fit(SimpleNamespace(logger={"wandb": self.wandb}))
 
     def _get_dp_size(self, group: Any, role: str) -> int:
         return dist.get_world_size()
@@ -89,6 +107,7 @@ def analyse(rewards: list[float], per_group: int, dump_dir: str, overrides: list
         "timing": timing,
         "files": sorted(path.name for path in folder.iterdir()),
         "record": record,
+        "tables": trainer.wandb.tables,
         "batch_is_same": list(before) == list(batch.batch.keys())
         and all(torch.equal(before[key], batch.batch[key]) for key in before),
     }
