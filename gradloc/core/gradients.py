@@ -18,7 +18,8 @@ and putting it back moves references, never values: it costs no memory traffic a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -117,16 +118,32 @@ def _abandon_fsdp1(root: FSDP1) -> None:
 def _abandon_fsdp2(root: FSDPModule) -> None:
     state = root._get_fsdp_state()
     shared, traffic = state._state_ctx, state._comm_ctx
-    for unit in shared.all_states:
-        groups = getattr(unit, "_fsdp_param_groups", None)  # a single one up to torch 2.10
-        for group in [unit._fsdp_param_group] if groups is None else groups:
-            for param in [] if group is None else group.fsdp_params:
-                param.unsharded_accumulated_grad = None
-                if hasattr(param, "_unsharded_param"):
-                    param._unsharded_param.grad = None
+    for param in _fsdp2_params(shared.all_states):
+        param.unsharded_accumulated_grad = None
+        if hasattr(param, "_unsharded_param"):
+            param._unsharded_param.grad = None
     state._root_post_backward_final_callback()
     shared.iter_forward_root = None
     traffic.all_gather_state = None
+
+
+def _fsdp2_params(units: Iterable[Any]) -> Iterator[Any]:
+    for unit in units:
+        groups = getattr(unit, "_fsdp_param_groups", None)  # a single one up to torch 2.10
+        for group in [unit._fsdp_param_group] if groups is None else groups:
+            yield from [] if group is None else group.fsdp_params
+
+
+def _trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Name and parameter as the optimizer has it.
+
+    After a forward without a backward (verl's log-probs, with ``reshard_after_forward`` off) FSDP2's module still shows
+    gathered weights, which are freed in the next backward.
+    """
+    units = [unit._get_fsdp_state() for unit in module.modules() if isinstance(unit, FSDPModule)]
+    gathered = [param for param in _fsdp2_params(units) if hasattr(param, "_unsharded_param")]
+    shards = {id(param._unsharded_param): param.sharded_param for param in gathered}
+    return [(name, shards.get(id(param), param)) for name, param in module.named_parameters() if param.requires_grad]
 
 
 class GradientSpace:
@@ -141,7 +158,7 @@ class GradientSpace:
 
     def __init__(self, module: torch.nn.Module):
         self.module = module
-        named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+        named = _trainable(module)
         self.names: list[str] = [name for name, _ in named]
         self.params: list[torch.nn.Parameter] = [param for _, param in named]
         self.rounding = max((torch.finfo(param.dtype).eps / 2 for param in self.params), default=0.0)
