@@ -26,7 +26,7 @@ from tests.world import World  # noqa: E402
 
 # Who asks for one of these needs verl; together they stay in one process, which has each once.
 VERL = os.environ.get("GRADLOC_TEST_VERL", DEFAULT_VERL)
-WORLDS = {"worlds"}
+WORLDS = {"worlds", "doomed"}
 IN_PROCESS = {"verl", "reward_score"}
 FIRST = ["trainer", "worlds", "worlds of other verls"]
 """The longest groups: one process begins with the first and the third, the other with the second."""
@@ -125,6 +125,13 @@ def four_ranks(worlds: Callable[..., World]) -> World:
 def single(worlds: Callable[..., World]) -> World:
     """One rank on the patched tree."""
     return worlds(1)
+
+
+@pytest.fixture
+def doomed(patched_tree: Path) -> Iterator[World]:
+    """Two ranks on the patched tree that a test may lose."""
+    with World(2, path=(str(patched_tree),)) as world:
+        yield world
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import pytest
 
-from tests.world import RankError, World
+from tests.world import RankError
 from tests.world.events import read_events
 
 ACTOR = "actor_rollout_ref.actor"
@@ -34,22 +34,11 @@ def test_after_three_failures_it_switches_itself_off_on_all_ranks_together(world
     assert [answer["failures"] for answer in answers] == [[1, 2, 3, 3, 3]] * 2
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("method", ["loss", "forward"])
-def test_a_rank_that_fails_inside_a_forward_or_backward_ends_instead_of_hanging(patched_tree, dump_dir, method):
-    doomed = World(2, path=(str(patched_tree),))
-    try:
-        with pytest.raises((RankError, EOFError, ConnectionError)) as caught:
-            doomed.run(
-                "failures.fail_inside",
-                timeout_s=240,
-                method=method,
-                overrides=ON,
-                dump_dir=dump_dir,
-            )
-        assert "did not answer" not in str(caught.value)
-    finally:
-        doomed.close()
+def test_a_rank_that_fails_inside_a_forward_or_backward_ends_instead_of_hanging(doomed, dump_dir, method):
+    with pytest.raises((RankError, EOFError, ConnectionError)) as caught:
+        doomed.run("failures.fail_inside", timeout_s=240, method=method, overrides=ON, dump_dir=dump_dir)
+    assert "did not answer" not in str(caught.value)
 
 
 NOTIFY = f"{ACTOR}.gradloc.notify"

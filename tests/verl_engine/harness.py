@@ -18,21 +18,20 @@ import torch
 import torch.distributed as dist
 
 from tests.world.configs import config_of
-from tests.world.harness import NUM_PROMPT, hash_weights, make_batch, model_config
+from tests.world.harness import NUM_PROMPT, Decoder, add_adapters, hash_weights, make_batch, make_model
 
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
 FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
+ADAPTER = "adapter"
 PER_TOKEN = ("old_log_probs", "advantages", "ref_log_prob", "token_level_scores", "rollout_log_probs")
 
 
-def save_model(folder: str, dropout: float = 0.0) -> None:
-    """The tiny model with random weights, the same each time; rank 0 writes."""
-    from transformers import AutoModelForCausalLM
-
+def save_model(folder: str) -> None:
+    """The tiny model with random weights, the same each time, and an adapter beside it; rank 0 writes."""
     if dist.get_rank() == 0:
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(model_config(dropout)).save_pretrained(folder)
+        make_model().save_pretrained(folder)
+        add_adapters(make_model()).save_pretrained(f"{folder}/{ADAPTER}")
     dist.barrier()
 
 
@@ -60,7 +59,10 @@ def make_config(overrides: list[str], model_dir: str) -> Any:
         "trainer.project_name=tests",
         "trainer.experiment_name=harness",
     ]
-    return config_of(base + overrides)
+    config = config_of(base + overrides)
+    if config.actor_rollout_ref.model.lora_rank:  # a new one's second factor is 0, and so its first has no gradient
+        config.actor_rollout_ref.model.lora_adapter_path = f"{model_dir}/{ADAPTER}"
+    return config
 
 
 @dataclass
@@ -71,12 +73,12 @@ class Trainer:
     trainer: Any
     store: "Store" = field(default_factory=lambda: Store())
     dp_size: int = 1
+    of_workers: dict[str, Any] = field(default_factory=dict)  # the last update's metrics, before the trainer's part
 
     @property
     def engine(self) -> Any:
         return self.worker.actor.engine
 
-    @property
     def weights_hash(self) -> str:
         """sha256 over this rank's weight shards and optimizer state."""
         return hash_weights(self.engine.module, self.engine.optimizer)
@@ -104,6 +106,7 @@ class Trainer:
         output = self.worker.update_actor(data)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, None if output is None else tu.get(output, "metrics"))
+        self.of_workers = dict(everyone[0])
         return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": everyone[0]})
 
 
@@ -172,7 +175,9 @@ def _row(batch: Any, index: int) -> dict[str, Any]:
     }
 
 
-def make_trainer(overrides: list[str], model_dir: str, seed: int = 0, stock: bool = False) -> Trainer:
+def make_trainer(
+    overrides: list[str], model_dir: str, seed: int = 0, stock: bool = False, kind: type[Trainer] = Trainer
+) -> Trainer:
     """A worker on this world's ranks, and the trainer that the config names.
 
     Args:
@@ -180,17 +185,17 @@ def make_trainer(overrides: list[str], model_dir: str, seed: int = 0, stock: boo
         model_dir: what `save_model` wrote.
         seed: of the random numbers, from after the model is built.
         stock: take verl's own engine, whatever else is registered.
+        kind: what to return.
     """
     from verl.trainer.ppo.v1 import get_trainer_cls
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
     config = make_config(overrides, model_dir)
     if "gradloc" in config.actor_rollout_ref.actor and dist.get_rank() > 0:  # there is one trainer, and here two
-        config.actor_rollout_ref.actor.gradloc.dump_dir += f"/of_rank_{dist.get_rank()}"
+        config.actor_rollout_ref.actor.gradloc.dump_dir += f"-rank{dist.get_rank()}"
     with mock.patch.dict(os.environ, {"VERL_ENGINE_VENDOR": "none"} if stock else {}):
         worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor")
         worker.init_model()
-    _fill_adapters(worker.actor.engine.module)
     if worker.actor.engine.scaler is not None:  # verl's own asks for CUDA and switches itself off without
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -199,21 +204,12 @@ def make_trainer(overrides: list[str], model_dir: str, seed: int = 0, stock: boo
     trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
     trainer.global_steps = 0
     if hasattr(trainer, "gradloc"):
-        trainer.gradloc.begin(tokenizer=None)
-    made = Trainer(worker, trainer, dp_size=worker.actor.engine.get_data_parallel_size())
+        trainer.gradloc.begin(tokenizer=Decoder())
+    made = kind(worker, trainer, dp_size=worker.actor.engine.get_data_parallel_size())
     trainer.actor_rollout_wg = SimpleNamespace(
         update_actor=made.update_actor, _dispatch_info={"actor": list(range(made.dp_size))}
     )
     return made
-
-
-def _fill_adapters(module: torch.nn.Module) -> None:
-    """LoRA's second factor is zero at first, and then the first has no gradient."""
-    torch.manual_seed(7 + dist.get_rank())
-    for name, param in module.named_parameters():
-        if "lora_B" in name:
-            local = param.to_local() if hasattr(param, "to_local") else param
-            torch.nn.init.normal_(local.detach(), std=0.02)
 
 
 def train(
@@ -243,7 +239,7 @@ def train(
         "engine": type(trainer.engine).__name__,
         "norms": [float(metrics["actor/grad_norm"]) for metrics in steps],
         "metrics": steps[-1],
-        "weights": trainer.weights_hash,
+        "weights": trainer.weights_hash(),
         "rng": torch.get_rng_state().numpy().tobytes(),
     }
 

@@ -25,7 +25,7 @@ def train_epochs(overrides: list[str], dump_dir: str, layout: Sequence[str] = ()
         plant(batch, 6, 2, advantage)
         trainer = make_trainer([*SMALL, *layout, *settings], dump_dir)
         out = trainer.update(batch)
-        params = [param.detach() for param in trainer.actor.actor_module.parameters()]
+        params = [param.detach() for param in trainer.module.parameters()]
         trained.append([param.to_local() if hasattr(param, "to_local") else param for param in params])
         if settings:
             metrics = {name: values for name, values in out["metrics"].items() if name.startswith("gradloc/")}

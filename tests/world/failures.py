@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.world.harness import make_batch, make_trainer
+from tests.world.harness import make_batch, make_trainer, part, step_class
 from tests.world.spikes import plant
 
 
@@ -20,8 +20,7 @@ def fail_at_boundaries(first: int, overrides: list[str], dump_dir: str) -> dict[
         What training left behind; and of each spike how many failures there were by then, and whether
         the boundary was reached at all.
     """
-    from verl.gradloc.core.ranks import Ranks
-
+    Ranks = part("core.ranks").Ranks
     original = Ranks.agree
     trainer = make_trainer(overrides, dump_dir)
     failures, reached = [], []
@@ -53,11 +52,9 @@ def fail_at_boundaries(first: int, overrides: list[str], dump_dir: str) -> dict[
 
 def fail_inside(method: str, overrides: list[str], dump_dir: str) -> None:
     """On a spike, make rank 1 fail inside a forward or backward of the search."""
-    from verl.gradloc.core import ranks
-    from verl.gradloc.verl_actor.step import ActorStep
-
-    ranks._PATIENCE_S = 2.0
-    original = getattr(ActorStep, method)
+    part("core.ranks")._PATIENCE_S = 2.0
+    step = step_class()
+    original = getattr(step, method)
 
     def failing(self, *args):
         if torch.distributed.get_rank() == 1:
@@ -67,7 +64,7 @@ def fail_inside(method: str, overrides: list[str], dump_dir: str) -> None:
     trainer = make_trainer(overrides, dump_dir)
     batch = make_batch(seed=1)
     plant(batch, 6, 2, 1e4)
-    setattr(ActorStep, method, failing)
+    setattr(step, method, failing)
     trainer.update(batch)
 
 
@@ -93,9 +90,8 @@ def resume(overrides: list[str], dump_dir: str) -> dict[str, Any]:
 
 def fail_repeatedly(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """Four spiking steps whose localization always fails on rank 1."""
-    from verl.gradloc.verl_actor.step import ActorStep
-
-    original, uses = ActorStep.token_mask, 0
+    step = step_class()
+    original, uses = step.token_mask, 0
 
     def failing(self, *args):
         nonlocal uses
@@ -105,7 +101,7 @@ def fail_repeatedly(overrides: list[str], dump_dir: str) -> dict[str, Any]:
         return original(self, *args)
 
     trainer = make_trainer(overrides, dump_dir)
-    ActorStep.token_mask = failing
+    step.token_mask = failing
     counts = []
     try:
         for seed in range(5):
@@ -113,7 +109,7 @@ def fail_repeatedly(overrides: list[str], dump_dir: str) -> dict[str, Any]:
             plant(batch, 6, 2, 1e4)
             counts.append(trainer.update(batch)["metrics"]["gradloc/failures"][0][0])
     finally:
-        ActorStep.token_mask = original
+        step.token_mask = original
     return {"failures": counts, "uses": uses}
 
 

@@ -8,6 +8,7 @@ from verl's own yaml, the batch dealt out to ranks as verl's dispatch does. Runs
 
 import copy
 import hashlib
+import importlib
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -17,8 +18,26 @@ import torch
 import torch.distributed as dist
 
 from tests.world.configs import config_of
+from tests.world.oracle import actors_micro_batches
 
 NUM_PROMPT, NUM_RESPONSE, VOCABULARY = 5, 12, 96
+
+
+def has_engine() -> bool:
+    """Whether the ranks have verl 0.9 and its engine; else they have a verl with the actor."""
+    import verl
+
+    return verl.__version__.startswith("0.9.")
+
+
+def part(name: str) -> Any:
+    """A module of the package under test: ``core.ranks``. It is patched into verl 0.7 and installed beside 0.9."""
+    return importlib.import_module(f"gradloc.{name}" if has_engine() else f"verl.gradloc.{name}")
+
+
+def step_class() -> type:
+    """The adapter's step, which the search replays."""
+    return part("verl_engine.step").EngineStep if has_engine() else part("verl_actor.step").ActorStep
 
 
 @dataclass
@@ -30,6 +49,19 @@ class Trainer:
     hook: Any = None
     global_steps: int = 0
     train_dataset: Any = range(100)
+
+    @property
+    def module(self) -> torch.nn.Module:
+        return self.actor.actor_module
+
+    @property
+    def scaler(self) -> Any:
+        return self.actor.scaler
+
+    @property
+    def clips_in(self) -> tuple[Any, str]:
+        """Whose method clips the gradient, and its name."""
+        return self.actor, "_clip_grad_norm"
 
     @property
     def driver(self) -> Any:
@@ -83,6 +115,10 @@ class Trainer:
     def sp_size(self) -> int:
         return self.actor.ulysses_sequence_parallel_size
 
+    def micro_batches(self, model: torch.nn.Module, batch: Any) -> Any:
+        """The oracle's."""
+        return actors_micro_batches(self.actor, model, batch)
+
     def weights_hash(self) -> str:
         """sha256 over this rank's weight shards and optimizer state."""
         return hash_weights(self.actor.actor_module, self.actor.actor_optimizer)
@@ -99,9 +135,7 @@ def hash_weights(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> s
 
 
 def _pop_events(metrics: dict[str, Any]) -> dict[str, Any]:
-    from verl.gradloc.verl_actor.hook import pop_events
-
-    return pop_events(metrics)
+    return part("verl_actor.hook").pop_events(metrics)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
@@ -126,7 +160,8 @@ def make_model(seed: int = 0, dropout: float = 0.0) -> torch.nn.Module:
     """A random Qwen3 of about 60k parameters in float32."""
     from transformers import AttentionMaskInterface, AutoModelForCausalLM
 
-    AttentionMaskInterface.register("sdpa", plain_mask)
+    if not has_engine():  # transformers 5 asks a mask for other things
+        AttentionMaskInterface.register("sdpa", plain_mask)
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(model_config(dropout))
 
@@ -207,6 +242,10 @@ def make_trainer(
 
     ``model``: another than the tiny one.
     """
+    if has_engine():
+        from tests.verl_engine import as_actor
+
+        return as_actor.make_trainer(overrides, dump_dir, seed, dropout)
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.actor.dp_actor import DataParallelPPOActor
 

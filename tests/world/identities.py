@@ -5,9 +5,8 @@ import contextlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from tests.world.harness import make_batch, make_trainer
+from tests.world.harness import has_engine, make_batch, make_trainer, part
 from tests.world.spikes import ON, plant
 
 FORCE = ["actor_rollout_ref.actor.gradloc.trigger.force_step=1"]
@@ -16,9 +15,7 @@ FORCE = ["actor_rollout_ref.actor.gradloc.trigger.force_step=1"]
 @contextlib.contextmanager
 def instead_of_localizing(measure):
     """Run ``measure`` where the localizer would search, and collect what it returns."""
-    from verl.gradloc.core.localizer import Localizer
-    from verl.gradloc.core.probe import Prober
-
+    Localizer, Prober = part("core.localizer").Localizer, part("core.probe").Prober
     original, results = Localizer._look_into, []
 
     def look_into(hook, spike, grad_norm, is_written):
@@ -42,8 +39,8 @@ def cover_error(overrides: list[str], dump_dir: str, noise: float = 0.3) -> dict
         step = prober.step
         parts = [torch.randint(0, 3, step.token_mask(i).shape) for i in range(step.num_micro_batches)]
         total, norms = None, []
-        for part in range(3):
-            prober.compute((i, parts[i] == part) for i in range(step.num_micro_batches))
+        for third in range(3):
+            prober.compute((i, parts[i] == third) for i in range(step.num_micro_batches))
             norms.append(prober.space.norm())
             found = prober.space.take()
             prober.space.put(total if total is not None else [None] * len(found))
@@ -63,8 +60,7 @@ def cover_error(overrides: list[str], dump_dir: str, noise: float = 0.3) -> dict
 
 def share_identities(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """Closure, and the sums of shares by rank, micro-batch and sequence, on a planted spike."""
-    from verl.gradloc.search.share import measure_shares
-    from verl.gradloc.search.task import Task
+    measure_shares, Task = part("search.share").measure_shares, part("search.task").Task
 
     def measure(hook, saved, clip, prober, spike):
         before = [
@@ -125,6 +121,12 @@ def masked_step(overrides: list[str], dump_dir: str, dropout: float, plants: lis
 @contextlib.contextmanager
 def _letting_out(plants: list, batch: Any):
     """Make plain training detach the planted tokens in its own forward."""
+    if has_engine():
+        from tests.verl_engine import as_actor
+
+        with as_actor.letting_out(plants, batch):
+            yield
+        return
     from verl.workers.actor.dp_actor import DataParallelPPOActor
 
     original = DataParallelPPOActor._forward_for_loss
@@ -150,12 +152,6 @@ def collectives_of_a_step(overrides: list[str], dump_dir: str) -> int:
     """How many collectives one healthy update calls on this rank, as torch's profiler sees them."""
     trainer = make_trainer(overrides, dump_dir)
     trainer.update(make_batch(seed=1))
-    batch = make_batch(seed=2)
-    batch.meta_info["temperature"] = 1.0
-    if trainer.driver is not None:
-        policy = trainer.driver.before_update(batch.batch["response_mask"], 2, dist.get_world_size())
-        batch.meta_info["gradloc"] = policy.as_dict()
-    local = batch.chunk(dist.get_world_size())[dist.get_rank()]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        trainer.actor.update_policy(local)
+        trainer.update(make_batch(seed=2))
     return sum(event.name.startswith(("c10d::", "_c10d_functional::")) for event in profile.events())

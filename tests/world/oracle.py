@@ -6,10 +6,22 @@ taken on leaves, then every token gets a backward of its own through the plain m
 """
 
 import copy
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+
+class MicroBatch(NamedTuple):
+    """One rank's micro-batch under the plain model; tensors are (B, T)."""
+
+    rank: int
+    index: int
+    mask: torch.Tensor
+    log_prob: torch.Tensor
+    entropy: torch.Tensor | None
+    loss: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 def token_gradients(trainer: Any, model: torch.nn.Module, batch: Any) -> dict[tuple[int, int, int, int], torch.Tensor]:
@@ -23,31 +35,43 @@ def token_gradients(trainer: Any, model: torch.nn.Module, batch: Any) -> dict[tu
     Returns:
         (rank, micro_batch, row in it, position) -> flat gradient, averaged over ranks.
     """
-    from verl.workers.actor.dp_actor import DataParallelPPOActor
-
-    config = trainer.actor.config
-    plain = DataParallelPPOActor.__new__(DataParallelPPOActor)
-    plain.__dict__.update(trainer.actor.__dict__)
-    plain.actor_module = copy.deepcopy(model).train()
-    plain.gradient_accumulation = config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu
-    params = [param for param in plain.actor_module.parameters() if param.requires_grad]
+    model = copy.deepcopy(model).train()
+    params = [param for param in model.parameters() if param.requires_grad]
     num_ranks = dist.get_world_size()
     gradients = {}
-    for rank, local in enumerate(batch.chunk(num_ranks)):
-        mini_batches = local.split(config.ppo_mini_batch_size)
-        on_policy = len(mini_batches) == 1 and config.ppo_epochs == 1
-        for index, micro_batch in enumerate(mini_batches[0].split(config.ppo_micro_batch_size_per_gpu)):
+    for found in trainer.micro_batches(model, batch):
+        leaf = found.log_prob.detach().requires_grad_()
+        entropy_leaf = None if found.entropy is None else found.entropy.detach().requires_grad_()
+        found.loss(leaf, entropy_leaf).backward()
+        for row, position in found.mask.nonzero().tolist():
+            root = found.log_prob[row, position] * leaf.grad[row, position]
+            if found.entropy is not None and entropy_leaf.grad is not None:
+                root = root + found.entropy[row, position] * entropy_leaf.grad[row, position]
+            grads = torch.autograd.grad(root, params, retain_graph=True)
+            flat = torch.cat([grad.flatten() for grad in grads]) / num_ranks
+            gradients[found.rank, found.index, row, position] = flat
+    return gradients
+
+
+def actors_micro_batches(actor: Any, model: torch.nn.Module, batch: Any) -> Iterator[MicroBatch]:
+    """Those of verl 0.7's actor: its own loss, of this model."""
+    from verl.workers.actor.dp_actor import DataParallelPPOActor
+
+    config = actor.config
+    plain = DataParallelPPOActor.__new__(DataParallelPPOActor)
+    plain.__dict__.update(actor.__dict__)
+    plain.actor_module = model
+    plain.gradient_accumulation = config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu
+    shards = batch.chunk(dist.get_world_size())
+    on_policy = len(shards[0]) == config.ppo_mini_batch_size and config.ppo_epochs == 1
+    for rank, local in enumerate(shards):
+        mini_batch = local.split(config.ppo_mini_batch_size)[0]
+        for index, micro_batch in enumerate(mini_batch.split(config.ppo_micro_batch_size_per_gpu)):
             inputs = {**micro_batch.batch}
             entropy, log_prob = plain._forward_for_loss(inputs, 1.0)
-            leaf = log_prob.detach().requires_grad_()
-            entropy_leaf = None if entropy is None else entropy.detach().requires_grad_()
-            scratch = {"actor/pg_loss": 0.0, "actor/kl_loss": 0.0}
-            loss = plain._micro_batch_loss(inputs, leaf, entropy_leaf, on_policy, scratch, {}, {})
-            loss.backward()
-            for row, position in inputs["response_mask"].nonzero().tolist():
-                root = log_prob[row, position] * leaf.grad[row, position]
-                if entropy is not None and entropy_leaf.grad is not None:
-                    root = root + entropy[row, position] * entropy_leaf.grad[row, position]
-                grads = torch.autograd.grad(root, params, retain_graph=True)
-                gradients[rank, index, row, position] = torch.cat([g.flatten() for g in grads]) / num_ranks
-    return gradients
+
+            def loss(log_prob: torch.Tensor, entropy: torch.Tensor | None, inputs: Any = inputs) -> torch.Tensor:
+                scratch = {"actor/pg_loss": 0.0, "actor/kl_loss": 0.0}
+                return plain._micro_batch_loss(inputs, log_prob, entropy, on_policy, scratch, {}, {})
+
+            yield MicroBatch(rank, index, inputs["response_mask"], log_prob, entropy, loss)

@@ -159,6 +159,6 @@ def localize_twice(overrides: list[str], dump_dir: str) -> dict[str, Any]:
 def overflow(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """A healthy fp16 step whose loss scale is far too large, as at the start of every fp16 run."""
     trainer = make_trainer(overrides, dump_dir)
-    trainer.actor.scaler._init_scale = 2.0**120
+    trainer.scaler._init_scale = 2.0**120
     out = trainer.update(make_batch())
     return {"norm": out["metrics"]["actor/grad_norm"][0][0], "events": len(out["events"])}

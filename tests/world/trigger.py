@@ -42,6 +42,6 @@ def collapse(mode: str, growth: float, dump_dir: str) -> dict[str, Any]:
 
 
 def _weights(trainer: Any) -> torch.Tensor:
-    params = trainer.actor.actor_module.parameters()
+    params = trainer.module.parameters()
     shards = [param.to_local() if hasattr(param, "to_local") else param for param in params]
     return torch.cat([shard.detach().flatten().clone() for shard in shards])

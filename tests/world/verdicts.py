@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.bare.routers import AddLoss
-from tests.world.harness import NUM_PROMPT, make_batch, make_moe_model, make_trainer
+from tests.world.harness import NUM_PROMPT, NUM_RESPONSE, make_batch, make_moe_model, make_trainer, part
 from tests.world.spikes import ON, plant
 
 NUM_HEALTHY = 5  # updates before the spike: a history of the batch's scale
@@ -29,7 +29,7 @@ def spike(kind: str, overrides: list[str], dump_dir: str) -> None:
     for row, position, advantage in PLANTS.get(kind, []):
         plant(batch, row, position, advantage)
     if kind == "weight":
-        spoil_weight(trainer.actor.actor_module)
+        spoil_weight(trainer.module)
     elif kind == "padding":
         batch.batch["advantages"][(batch.batch["response_mask"] == 0).nonzero(as_tuple=True)] = math.nan
     elif kind == "scale":
@@ -39,16 +39,15 @@ def spike(kind: str, overrides: list[str], dump_dir: str) -> None:
     elif kind == "sequence":
         batch.batch["advantages"][3] *= 1e4
     elif kind == "forward":
-        break_forward(trainer.actor.actor_module, batch.batch["input_ids"][BROKEN_ROW])
+        break_forward(trainer.module, batch.batch["input_ids"][BROKEN_ROW])
     elif kind == "transient":
-        corrupt_once(trainer.actor)
+        corrupt_once(trainer)
     trainer.update(batch)
 
 
 def spoil_weight(module: torch.nn.Module) -> None:
     """A NaN in one weight of the second layer's ``up_proj``, on every rank that holds a part of it."""
-    from verl.gradloc.core.gradients import named_shards
-
+    named_shards = part("core.gradients").named_shards
     with torch.no_grad():
         for name, param in module.named_parameters():
             for of, shard in named_shards(name, param):
@@ -70,30 +69,33 @@ def break_forward(module: torch.nn.Module, row: torch.Tensor) -> None:
     """From the response's position ``BROKEN_FROM`` on, the last layer gives NaN for one row of the batch."""
     module = getattr(module, "_fsdp_wrapped_module", module)
     seen: list[torch.Tensor] = []
+    shortest = NUM_PROMPT + NUM_RESPONSE // 2
 
     def note(embedding: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
         seen[:] = inputs
 
     def spoil(norm: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        is_broken = (seen[0] == row).all(-1)[:, None] & (torch.arange(len(row)) >= NUM_PROMPT - 1 + BROKEN_FROM)
+        is_row = (seen[0][:, :shortest] == row[:shortest]).all(-1)
+        is_broken = is_row[:, None] & (torch.arange(seen[0].shape[1]) >= NUM_PROMPT - 1 + BROKEN_FROM)
         return output.masked_fill(is_broken[..., None], math.nan)
 
     module.get_input_embeddings().register_forward_pre_hook(note)
     module.model.norm.register_forward_hook(spoil)
 
 
-def corrupt_once(actor: Any) -> None:
+def corrupt_once(trainer: Any) -> None:
     """The first gradient has one element that no computation gives: what a failing chip or a race leaves."""
-    clip, is_done = actor._clip_grad_norm, []
+    owner, name = trainer.clips_in
+    clip, is_done = getattr(owner, name), []
 
     def corrupted() -> Any:
         if not is_done:
             is_done.append(True)
-            grad = next(param.grad for param in actor.actor_module.parameters() if param.grad is not None)
+            grad = next(param.grad for param in trainer.module.parameters() if param.grad is not None)
             getattr(grad, "_local_tensor", grad).view(-1)[11] = 1e5
         return clip()
 
-    actor._clip_grad_norm = corrupted
+    setattr(owner, name, corrupted)
 
 
 def cost_of_nan_weight(overrides: list[str], dump_dir: str, num_tries: int = 5) -> dict[str, float]:
@@ -103,8 +105,7 @@ def cost_of_nan_weight(overrides: list[str], dump_dir: str, num_tries: int = 5) 
         Seconds of CPU of this rank, the least of several: ``healthy`` and ``spiked`` updates; ``search``, seconds of
         the clock of one search; ``sent``, the largest number of bytes that this rank hands to one gather.
     """
-    from verl.gradloc.core.ranks import Ranks
-
+    Ranks = part("core.ranks").Ranks
     trainer = make_trainer(ON + overrides, dump_dir)
     gather, sent = Ranks.gather, [0]
 
@@ -118,7 +119,7 @@ def cost_of_nan_weight(overrides: list[str], dump_dir: str, num_tries: int = 5) 
         return time.process_time() - started, events
 
     healthy = [update()[0] for _ in range(num_tries)]
-    spoil_weight(trainer.actor.actor_module)
+    spoil_weight(trainer.module)
     Ranks.gather = counting
     try:
         spiked = [update() for _ in range(num_tries)]
