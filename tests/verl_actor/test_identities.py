@@ -31,11 +31,14 @@ def test_the_probes_of_a_random_cover_add_up_to_the_gradient_under_every_loss(wo
         assert all(norm > 0 for norm in found["parts"])
 
 
-def test_a_mode_that_its_own_config_cannot_express_is_refused_by_verl_itself(world, dump_dir):
-    """bypass_mode needs policy_loss.rollout_correction, which verl 0.7.0's dataclass lacks."""
-    loss = [f"{ACTOR}.policy_loss.loss_mode=bypass_mode"]
-    with pytest.raises(AssertionError, match="rollout_correction"):
-        world.run("identities.cover_error", overrides=loss, dump_dir=dump_dir)
+def test_bypass_mode_is_refused_by_verl_0_7_0_itself_and_looked_into_on_the_next(world, dump_dir, verl_version):
+    """It needs policy_loss.rollout_correction, which 0.7.0's dataclass lacks."""
+    arguments = dict(overrides=[f"{ACTOR}.policy_loss.loss_mode=bypass_mode"], dump_dir=dump_dir)
+    if verl_version == "0.7.0":
+        with pytest.raises(AssertionError, match="rollout_correction"):
+            world.run("identities.cover_error", **arguments)
+    else:
+        assert world.run("identities.cover_error", **arguments)[0]["error"] < 1e-5
 
 
 LAYOUTS = {
