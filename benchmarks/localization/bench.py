@@ -61,6 +61,7 @@ class Bench:
             model=cell.model,
             weights=str(path),
             dtype=cell.dtype,
+            masters=cell.masters,
             micro_batches=cell.micro_batches,
             batch=planted.batch,
             threshold=history["threshold"],
@@ -121,7 +122,7 @@ class Bench:
         The norm of a step does not depend on how its rows are dealt out to ranks and micro-batches,
         so one history serves all layouts of a model, precision and N.
         """
-        key = (cell.model, cell.dtype, cell.tokens)
+        key = (cell.model, cell.dtype, cell.masters, cell.tokens)
         if key not in self.histories:
             model, path, held = self._model(cell.model)
             if self._batches[0] != (cell.model, cell.tokens):
@@ -133,6 +134,7 @@ class Bench:
                 model=cell.model,
                 weights=str(path),
                 dtype=cell.dtype,
+                masters=cell.masters,
                 micro_batches=cell.micro_batches,
                 batches=self._batches[1],
                 device=self.device,

@@ -10,6 +10,7 @@ ALL = ("published", "bisect", "share", "sketch", "auto", UNTRACKED)
 PAIR = ("published", "auto")
 MAIN = ("published", "auto", UNTRACKED)
 DTYPES = ("float32", "bfloat16")
+HALF_SCENARIOS = ("single_10", "single_4", "three", "cancel")
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Cell:
     micro_batches: int = 4
     model: str = "S"
     dtype: str = "float32"
+    masters: str = "float32"
+    """What the weights and their gradient are kept in."""
     seed: int = 0
     strategies: tuple[str, ...] = ALL
     count: int | None = None
@@ -53,6 +56,8 @@ def full(seeds: int = 3) -> list[Cell]:
         for dtype in DTYPES
         for name in SCENARIOS
     ]
+    half = dict(dtype="bfloat16", masters="bfloat16", tokens=1024, strategies=PAIR)
+    cells += [Cell("masters", name, seed=seed, **half) for seed in range(seeds) for name in HALF_SCENARIOS]
     for tokens in (128, 512, 2048, 4096, 8192, 16384):
         cells.append(Cell("tokens", "single_10", tokens=tokens, strategies=MAIN))
     for micro_batches in (1, 2, 4, 8):
@@ -87,5 +92,6 @@ def _ordered(cells: list[Cell]) -> list[Cell]:
             c.tokens,
             c.seed,
             c.dtype,
+            c.masters,
         ),
     )

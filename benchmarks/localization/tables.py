@@ -21,6 +21,9 @@ def markdown(run: dict[str, Any]) -> str:
         chosen = [c for c in battery if c["cell"]["dtype"] == dtype]
         parts += [f"### Battery, {dtype}", "", _recall_table(chosen), ""]
         parts += [f"### Cost on the battery, {dtype}", "", _cost_table(chosen), ""]
+    masters = [c for c in cells if c["cell"]["sweep"] == "masters"]
+    if masters:
+        parts += ["### Masters in bfloat16", "", _recall_table(masters), "", _cost_table(masters), ""]
     for sweep in ("tokens", "micro_batches", "ranks", "model", "culprits"):
         chosen = [c for c in cells if c["cell"]["sweep"] == sweep]
         if chosen:

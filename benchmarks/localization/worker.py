@@ -25,10 +25,10 @@ _GRAD_CLIP = 1.0  # verl's default: what is in .grad when the trigger fires is c
 
 
 def healthy_norms(
-    model: str, weights: str, dtype: str, micro_batches: int, batches: list[Batch], device: str
+    model: str, weights: str, dtype: str, masters: str, micro_batches: int, batches: list[Batch], device: str
 ) -> list[float]:
     """The gradient norm of each batch's training pass."""
-    sharded = _sharded(model, weights, dtype, device)
+    sharded = _sharded(model, weights, dtype, masters, device)
     space = GradientSpace(sharded)
     norms = []
     space.clear()
@@ -43,6 +43,7 @@ def search_cell(
     model: str,
     weights: str,
     dtype: str,
+    masters: str,
     micro_batches: int,
     batch: Batch,
     threshold: float,
@@ -56,6 +57,7 @@ def search_cell(
     Args:
         model: a size's name; ``weights`` its file.
         dtype: what the forward computes in.
+        masters: what the weights and their gradient are kept in.
         micro_batches: per rank.
         batch: all ranks' rows.
         threshold: on the gradient norm, from history.
@@ -64,7 +66,7 @@ def search_cell(
         max_culprits: of the core's strategies.
         device: ``cpu`` or ``cuda``.
     """
-    sharded = _sharded(model, weights, dtype, device)
+    sharded = _sharded(model, weights, dtype, masters, device)
     step = BareStep(sharded, batch, micro_batches, getattr(torch, dtype))
     space = GradientSpace(sharded)
     ranks = Ranks(device=step.device)
@@ -170,10 +172,11 @@ def _wait(device: torch.device) -> None:
 _kept: dict[tuple, torch.nn.Module] = {}
 
 
-def _sharded(model: str, weights: str, dtype: str, device: str) -> torch.nn.Module:
-    key = (model, weights, dtype)
+def _sharded(model: str, weights: str, dtype: str, masters: str, device: str) -> torch.nn.Module:
+    key = (model, weights, dtype, masters)
     if key not in _kept:
         _kept.clear()
         place = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device(device)
-        _kept[key] = shard(load(model, Path(weights)), "fsdp2", getattr(torch, dtype), place)
+        decoder = load(model, Path(weights)).to(getattr(torch, masters))
+        _kept[key] = shard(decoder, "fsdp2", getattr(torch, dtype), place)
     return _kept[key]

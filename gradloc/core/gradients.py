@@ -18,8 +18,8 @@ and putting it back moves references, never values: it costs no memory traffic a
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,12 @@ from torch.distributed.fsdp import FSDPModule, _runtime_utils
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Shard
 
+from .ranks import Ranks
+
 __all__ = ["GradientSpace", "abandon_pass", "named_shards"]
 
+
+T = TypeVar("T")
 Gradient = list[torch.Tensor | None]
 
 _PART = 2**24  # elements whose norm is taken at once: 128 MiB in float64
@@ -60,7 +64,7 @@ def named_shards(name: str, param: torch.Tensor, values: torch.Tensor | None = N
     return [(unit + of_unit, part) for of_unit, part in zip(param._fqns, parts, strict=True)]  # type: ignore[attr-defined]
 
 
-def _square(shard: torch.Tensor) -> torch.Tensor:
+def squared_norm(shard: torch.Tensor) -> torch.Tensor:
     """Squared L2 norm in float64, where a squared float32 norm would overflow from 1e19 on.
 
     In parts, since torch makes a float64 copy of what it takes the norm of.
@@ -151,13 +155,16 @@ class GradientSpace:
 
     Args:
         module: the actor module as the optimizer sees it: FSDP1, FSDP2 or plain.
+        ranks: all of them hear of it when one fails in its own part of a sum, for instance has no memory for it; None
+            where an error may end the run.
 
     Raises:
         ValueError: when parameters are sharded in different ways.
     """
 
-    def __init__(self, module: torch.nn.Module):
+    def __init__(self, module: torch.nn.Module, ranks: Ranks | None = None):
         self.module = module
+        self._ranks = ranks
         named = _trainable(module)
         self.names: list[str] = [name for name, _ in named]
         self.params: list[torch.nn.Parameter] = [param for _, param in named]
@@ -196,41 +203,60 @@ class GradientSpace:
             float64 tensor (num_params,), the same on every rank of a shard group; 0 where there is no gradient.
         """
         grads = self.current() if gradient is None else gradient
-        squares = self._zeros()
-        for index, grad in enumerate(grads):
-            if grad is not None:
-                squares[index] = _square(local_shard(grad))
-        return self.reduce(squares)
+
+        def local() -> torch.Tensor:
+            squares = self._zeros()
+            for index, grad in enumerate(grads):
+                if grad is not None:
+                    squares[index] = squared_norm(local_shard(grad))
+            return squares
+
+        return self.reduce(local)
 
     def squares_by_name(self, gradient: Gradient | None = None) -> dict[str, float]:
         """The same by the model's own names, see :func:`named_shards`."""
         grads = self.current() if gradient is None else gradient
-        local = {
-            of: _square(shard) if grad is not None else self._zeros()[0]
-            for name, param, grad in zip(self.names, self.params, grads, strict=True)
-            for of, shard in named_shards(name, param, grad)
-        }
-        return dict(zip(local, self.reduce(torch.stack(list(local.values()))).tolist(), strict=True))
+        names: list[str] = []
+
+        def local() -> torch.Tensor:
+            found = {
+                of: squared_norm(shard) if grad is not None else self._zeros()[0]
+                for name, param, grad in zip(self.names, self.params, grads, strict=True)
+                for of, shard in named_shards(name, param, grad)
+            }
+            names[:] = found
+            return torch.stack(list(found.values()))
+
+        squares = self.reduce(local).tolist()
+        return dict(zip(names, squares, strict=True))
 
     def norm(self, gradient: Gradient | None = None) -> float:
         """L2 norm over all parameters and shards; NaN or inf when an element is not finite."""
-        return float(self.squares(gradient).sum().sqrt())
+        return sum(self.squares(gradient).tolist()) ** 0.5
 
     def dots(self, left: Gradient, right: Gradient) -> torch.Tensor:
         """Inner product per parameter over all shards: float64 (num_params,), 0 where either has no gradient."""
-        out = self._zeros()
-        for index, (a, b) in enumerate(zip(left, right, strict=True)):
-            if a is not None and b is not None:
-                out[index] = torch.dot(local_shard(a).flatten(), local_shard(b).flatten())
-        return self.reduce(out)
+
+        def local() -> torch.Tensor:
+            out = self._zeros()
+            for index, (a, b) in enumerate(zip(left, right, strict=True)):
+                if a is not None and b is not None:
+                    out[index] = torch.dot(local_shard(a).flatten(), local_shard(b).flatten())
+            return out
+
+        return self.reduce(local)
 
     def weight_square_and_count(self) -> tuple[float, int]:
         """Squared L2 norm and number of all trainable weights over all shards."""
         shards = [local_shard(param) for param in self.params]
-        totals = self._zeros()[:1].repeat(2)
-        totals[0] = sum(_square(shard) for shard in shards)
-        totals[1] = sum(shard.numel() for shard in shards)
-        square, count = self.reduce(totals).tolist()
+
+        def local() -> torch.Tensor:
+            totals = self._zeros()[:1].repeat(2)
+            totals[0] = sum(squared_norm(shard) for shard in shards)
+            totals[1] = sum(shard.numel() for shard in shards)
+            return totals
+
+        square, count = self.reduce(local).tolist()
         return square, int(count)
 
     def current(self) -> Gradient:
@@ -274,8 +300,13 @@ class GradientSpace:
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(len(self.params), dtype=torch.float64, device=self.params[0].device)
 
-    def reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """Add local values up over all shards, in place."""
+    def agree(self, local: Callable[[], T]) -> T:
+        """See :meth:`.ranks.Ranks.agree`; without ranks nobody else is told."""
+        return local() if self._ranks is None else self._ranks.agree(local)
+
+    def reduce(self, local: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Add what every rank computes by itself up over all shards."""
+        values = self.agree(local)
         for group in self._groups:
             dist.all_reduce(values, group=group)
         return values

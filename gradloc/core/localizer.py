@@ -25,7 +25,8 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -40,6 +41,8 @@ from .tracker import NormTracker, median_size
 from .trigger import Place, Spike, StepPolicy
 
 __all__ = ["ActorPowers", "Found", "Localizer", "Looked"]
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -206,12 +209,13 @@ class Localizer:
         if policy is None or self.num_failures >= _MAX_FAILURES:
             return None
         spike = policy.spike(norm, len(self.norms) - 1)
-        return None if spike is not None and spike.kind == "non_finite" and self._is_overflow() else spike
+        if spike is None or spike.kind != "non_finite" or not self.powers.scales_loss:
+            return spike
+        # an overflow by the fp16 scaler's scale alone is its everyday business, and no spike
+        return spike if self._safely(self._has_finite_loss) is False else None
 
-    def _is_overflow(self) -> bool:
-        """Whether the fp16 scaler's scale alone made the norm non-finite: its everyday business, and no spike."""
-        if not self.powers.scales_loss:
-            return False
+    def _has_finite_loss(self) -> bool:
+        """Whether the loss is finite before it is scaled, on all ranks."""
         step = self._step
         is_finite = self.ranks.agree(lambda: all(step.has_finite_loss(i) for i in range(step.num_micro_batches)))
         return self.ranks.all(is_finite)
@@ -222,16 +226,32 @@ class Localizer:
         action = None if is_written else decide_without_search(self.limits, spike, self._num_searches)
         if action is None:
             return self._look_into(spike, grad_norm, is_written)
-        taken_norm = self._act(action.taken, [])
+        taken_norm = None
+        if action.taken != "observe":
+            taken_norm = self._safely(partial(self._act, action.taken, []))
+            if taken_norm is None:  # it failed, and the step is taken as it was
+                return grad_norm
         self.handled.append(Handled(len(self.norms) - 1, spike.grad_norm, action.taken, is_written=False))
         return grad_norm if taken_norm is None else taken_norm
 
     def _look_into(self, spike: Spike, grad_norm: torch.Tensor, is_written: bool) -> torch.Tensor:
-        """Localize and act; whatever goes wrong in a way that all ranks know of leaves the step as it was."""
+        """Localize and act; where that fails the step stays as it was."""
         self._num_searches += 1
         self._num_to_write += is_written
+        before = self._space.current()
+        found = self._safely(partial(self._localize_and_act, spike, is_written))
+        if found is None:
+            self._space.put(before)
+            return grad_norm
+        event, action, taken_norm = found
+        self.events += [event] if is_written else []
+        self.handled.append(Handled(len(self.norms) - 1, spike.grad_norm, action.taken, is_written))
+        return grad_norm if taken_norm is None else taken_norm
+
+    def _safely(self, joint: Callable[[], T]) -> T | None:
+        """What all ranks find out together; None, counted, where it failed in a way that all of them know of."""
         try:
-            event, action, taken_norm = self._localize_and_act(spike, is_written)
+            return self.ranks.together(joint)
         except LostRank:
             logger.critical(
                 "gradloc: this rank cannot go on in step with its peers; it ends now, so that nothing hangs until a "
@@ -249,10 +269,7 @@ class Localizer:
                 self.num_failures,
                 _MAX_FAILURES,
             )
-            return grad_norm
-        self.events += [event] if is_written else []
-        self.handled.append(Handled(len(self.norms) - 1, spike.grad_norm, action.taken, is_written))
-        return grad_norm if taken_norm is None else taken_norm
+            return None
 
     def _localize_and_act(self, spike: Spike, is_written: bool) -> tuple[Any, Action, torch.Tensor | None]:
         space, step, policy = self._space, self._step, self._spiking_policy
@@ -274,7 +291,7 @@ class Localizer:
             step=step,
             space=space,
             ranks=self.ranks,
-            squares=space.squares() / clip_scale**2,
+            squares=space.squares().div_(clip_scale**2),
             history=self._tracker.history(space, self.ranks),
             action=action,
             clip_limit=limit,
@@ -301,12 +318,13 @@ class Localizer:
             gradient, rng = self._space.take(), RngState(device)
             try:
                 Prober(self._step, self._space, self.ranks).compute_without(culprits)
+                return self.ranks.together(self.powers.clip)
             except Exception:
                 self._space.put(gradient)
                 raise
             finally:
                 rng.restore()
-            return self.powers.clip()
         # without gradients the optimizer skips every parameter: no moment, no weight decay, no step count
+        zero = self.ranks.agree(lambda: torch.zeros((), device=device))
         self._space.clear()
-        return torch.zeros((), device=device)
+        return zero

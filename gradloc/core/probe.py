@@ -211,7 +211,7 @@ class Prober:
             selections: pairs of a micro-batch and the tokens of it, bool (B, T); None for all of them.
         """
         self.space.clear()
-        chosen = list(selections)
+        chosen = self.ranks.agree(lambda: list(selections))
         for number, (micro_batch, selected) in enumerate(chosen, 1):
             self.num_forwards += 1
             self.num_backwards += 1
@@ -235,19 +235,17 @@ class Prober:
         step, rank = self.step, self.ranks.rank
         chosen = range(step.num_micro_batches) if micro_batches is None else micro_batches
 
-        def prepare() -> list[tuple[int, torch.Tensor]]:
-            return [(index, mask_without(tokens, index, rank, step.token_mask(index))) for index in chosen]
-
-        self.compute(self.ranks.agree(prepare))
+        self.compute((index, mask_without(tokens, index, rank, step.token_mask(index))) for index in chosen)
 
     def measure(self, part: Part) -> Measurement:
         """Probe one part; its gradient stays in ``.grad`` until the next probe."""
 
-        def prepare() -> tuple[torch.Tensor, torch.Tensor]:
+        def prepare() -> tuple[torch.Tensor, list[float]]:
             selected = mask_of(part, self.ranks.rank, self.step.token_mask(part.micro_batch))
-            return selected, self.step.token_weights(part.micro_batch)[selected].double()
+            weights = self.step.token_weights(part.micro_batch)[selected].double()
+            return selected, [selected.sum().item(), weights.square().sum().item()]
 
-        selected, weights = self.ranks.agree(prepare)
+        selected, sums = self.ranks.agree(prepare)
         self.compute([(part.micro_batch, selected)])
-        num_tokens, square = self.ranks.sum([selected.sum().item(), weights.square().sum().item()])
+        num_tokens, square = self.ranks.sum(sums)
         return Measurement(norm=self.space.norm(), num_tokens=int(num_tokens), weight_norm=square**0.5)

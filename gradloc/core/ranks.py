@@ -104,6 +104,28 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values[:: self.replicas]
 
+    def gather_first(self, value: Any) -> list[Any] | None:
+        """Every rank's value, in rank order, on the first process alone; None on the others.
+
+        On the way all of them are as long as the longest: what one rank has much more of goes by :meth:`sent_by`.
+        """
+        if self.num_processes == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.num_processes if self.is_first else None
+        dist.gather_object(value, values, dst=self._global(0), group=self.group)
+        return None if values is None else values[:: self.replicas]
+
+    def sent_by(self, rank: int, value: Any) -> Any:
+        """One rank's value, on every rank; what the others give is not looked at."""
+        if self.num_processes == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=self._global(rank * self.replicas), group=self.group)
+        return box[0]
+
+    def _global(self, process: int) -> int:
+        return process if self.group is None else dist.get_global_rank(self.group, process)
+
     def agree(self, local: Callable[[], T]) -> T:
         """Run a local computation and return its result only if it succeeded on every rank.
 
@@ -131,19 +153,28 @@ class Ranks:
           agreement that ends every call, one collective further: the failed ones join it.
         - Otherwise a peer waits in a collective that this rank will never enter. Nothing can end that.
 
+        Calls may stand within one another: what an inner one raises has been settled.
+
         Raises:
             PeerFailure: on every rank, when any rank's computation raised.
             LostRank: on a failed rank that cannot go on in step with its peers, and on those of its peers that hear it.
         """
         if self.num_processes == 1:
             return joint()
-        self._call, self._start = next(_calls), _num_collectives(self.device)
-        result, error = _attempt(joint)
-        if error is not None and self._have_all_failed(error):
-            raise self._failure(error) from error
-        if self._sum_watched(error is not None) > 0:
-            raise self._failure(error) from error
-        return cast(T, result)
+        outer = self._call, self._start
+        present = self._call, self._start = next(_calls), _num_collectives(self.device)
+        try:
+            result, error = _attempt(joint)
+            self._call, self._start = present
+            if isinstance(error, PeerFailure | LostRank):
+                raise error
+            if error is not None and self._have_all_failed(error):
+                raise self._failure(error) from error
+            if self._sum_watched(error is not None) > 0:
+                raise self._failure(error) from error
+            return cast(T, result)
+        finally:
+            self._call, self._start = outer
 
     def _failure(self, error: Exception | None) -> PeerFailure:
         reason = "on another rank" if error is None else f"rank {self.rank}: {type(error).__name__}: {error}"

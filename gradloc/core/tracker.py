@@ -84,15 +84,15 @@ class NormTracker:
         """
         if not ranks.all(self.is_on and bool(self._running)):
             return None
-        totals = torch.stack([squares.sum() for squares in self._running]).double()
-        running = [0.0, *(space.reduce(totals) / loss_scale**2).tolist()]
+        totals = space.reduce(lambda: torch.stack([squares.sum() for squares in self._running]).double())
+        running = [0.0, *(total / loss_scale**2 for total in totals.tolist())]
         return [abs(after - before) ** 0.5 for before, after in zip(running[:-1], running[1:], strict=True)]
 
     def history(self, space: GradientSpace, ranks: Ranks) -> torch.Tensor | None:
         """Squared norm per parameter of the remembered steps: float64 (steps, num_params); None without any."""
         if not ranks.all(self.is_on and len(self._history) > 1):
             return None
-        return space.reduce(torch.stack(list(self._history)).double())
+        return space.reduce(lambda: torch.stack(list(self._history)).double())
 
 
 def median_size(tensors: Iterable[torch.Tensor]) -> float:

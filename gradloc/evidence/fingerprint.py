@@ -24,7 +24,7 @@ import re
 
 import torch
 
-from ..core.gradients import GradientSpace, local_shard
+from ..core.gradients import GradientSpace, local_shard, squared_norm
 from .record import Fingerprint, Weights
 
 __all__ = ["differs", "fingerprint", "is_other_model"]
@@ -43,16 +43,22 @@ def fingerprint(space: GradientSpace) -> Fingerprint:
     With FSDP1's flat parameters the number of weights includes its padding.
     """
     shards = [local_shard(param) for param in space.params]
-    values = torch.zeros(len(shards), 3, dtype=torch.float64, device=space.params[0].device)
-    for index, shard in enumerate(shards):
-        values[index, 0] = shard.numel()
-        values[index, 1] = shard.sum(dtype=torch.float64)
-        values[index, 2] = torch.linalg.vector_norm(shard, dtype=torch.float64) ** 2
-    space.reduce(values)
+
+    def local() -> torch.Tensor:
+        values = torch.zeros(len(shards), 3, dtype=torch.float64, device=space.params[0].device)
+        for index, shard in enumerate(shards):
+            values[index, 0] = shard.numel()
+            values[index, 1] = shard.sum(dtype=torch.float64)
+            values[index, 2] = squared_norm(shard)
+        return values
+
+    values = space.reduce(local)
     names = [_WRAPPERS.sub("", name) for name in space.names]
     has_names = not any(name.endswith("_flat_param") for name in names)
-    by_name = {name: _entry(row) for name, row in zip(names, values, strict=True)}
-    return Fingerprint(total=_entry(values.sum(0)), parameters=by_name if has_names else None)
+    rows = values.tolist()
+    by_name = {name: _entry(row) for name, row in zip(names, rows, strict=True)}
+    total = _entry([sum(column) for column in zip(*rows, strict=True)])
+    return Fingerprint(total=total, parameters=by_name if has_names else None)
 
 
 def is_other_model(expected: Fingerprint, found: Fingerprint) -> str | None:
@@ -113,8 +119,8 @@ def differs(expected: Fingerprint, found: Fingerprint) -> str | None:
     )
 
 
-def _entry(row: torch.Tensor) -> Weights:
-    count, total, square = row.tolist()
+def _entry(row: list[float]) -> Weights:
+    count, total, square = row
     return int(count), total, square
 
 

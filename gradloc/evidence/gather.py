@@ -11,10 +11,16 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""What the ranks know of an event, gathered on every rank. The driver completes and writes it."""
+"""What the ranks know of an event, gathered on the first process. The driver completes and writes it.
+
+What a rank sends is bounded whatever the batch: a few numbers, one for each micro-batch, the random states (5 kB each)
+of the micro-batches to keep; and of the culprits and of the sequences to shade, chosen over all ranks before anything
+heavy is sent, those that are its own, one after the other.
+"""
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -46,7 +52,7 @@ __all__ = ["RawEntry", "RawEvent", "ratio", "raw_event"]
 _TERMS = ("policy", "kl", "entropy")
 _LOW = 0.2  # quantile of the entropies
 _NOTABLE_SHARE = 0.05  # of the spike: sequences from here on are kept token by token
-_MAX_SEQUENCES = 8
+_MAX_SEQUENCES = 16
 
 
 @dataclass(frozen=True)
@@ -83,13 +89,16 @@ class RawEvent:
     """Folder with the weights before the step, where they were saved."""
 
 
-def raw_event(looked: Looked, budget: int, keeps_all: bool) -> RawEvent:
-    """Gather the event; all ranks call this together and get the same.
+def raw_event(looked: Looked, budget: int, keeps_all: bool) -> RawEvent | None:
+    """Gather the event; all ranks call this together.
 
     Args:
         looked: what the localizer knows of the spike; ``looked.found`` is a :class:`~..search.find.Finding`.
         budget: the configured number of probes.
         keeps_all: list all micro-batches for the bundle, not only those that hold culprits.
+
+    Returns:
+        The event on the first process, None on the others.
     """
     finding = looked.found
     assert isinstance(finding, Finding)
@@ -97,66 +106,98 @@ def raw_event(looked: Looked, budget: int, keeps_all: bool) -> RawEvent:
     names, squares = looked.space.names, looked.squares
     result = finding.result
     evidence = _LocalEvidence(looked, finding)
-    gathered = ranks.gather(ranks.agree(lambda: evidence.collect(keeps_all)))
-    owned = {number: culprit for part in gathered for number, culprit in part.culprits.items()}
-    culprits = tuple(owned[number] for number in range(len(result.culprits)))
-    certificate = record.Certificate(**vars(finding.certificate))
+    wanted = _most_wanted(ranks.gather(ranks.agree(evidence.wanted)))
+    mine = ranks.agree(lambda: evidence.collect(wanted, keeps_all))
+    gathered = ranks.gather_first(mine.sums)
+    culprits = tuple(
+        ranks.sent_by(culprit.tokens[0].rank, mine.culprits.get(number))
+        for number, culprit in enumerate(result.culprits)
+    )
+    sequences = [ranks.sent_by(row.rank, mine.sequences.get(row)) for row in wanted]
     weights = fingerprint(looked.space)
-    squared = {name: math.fsum(part.term_squares[name] for part in gathered) for name in _TERMS}
-    low = sorted(part.low_entropy for part in gathered if part.low_entropy is not None)
-    event = Event(
-        step=Step(
-            global_step=place.global_step,
-            epoch=place.epoch,
-            mini_batch=place.mini_batch,
-            num_mini_batches=place.num_mini_batches,
-            num_micro_batches=step.num_micro_batches,
-            world_size=ranks.num_processes,
-            dp_size=ranks.size,
-            sp_size=ranks.replicas,
-            stage=place.stage,
-        ),
-        trigger=Trigger(**vars(spike), history=record.History(**place.history) if place.history else None),
-        search=_search_record(finding, budget),
-        culprits=culprits,
-        certificate=certificate,
-        action=record.Action(**vars(action)),
-        layers=norms_by(layer_of, names, squares),
-        kinds=norms_by(kind_of, names, squares),
-        layer_history=_layer_history(names, squares, looked.history),
-        shares=_shares_record(result.shares, [part.shares for part in gathered]),
-        cause=None if result.source is None else StepCause(**vars(result.source)),
-        rerun=None if finding.rerun is None else record.Rerun(**vars(finding.rerun)),
-        consequence=_consequence(action.taken, spike.grad_norm, looked.clip_limit, culprits, certificate),
-        head_grad_norm=math.sqrt(float(looked.space.reduce(looked.head_square * looked.space.num_replicas))),
-    )
-    return RawEvent(
-        event=event,
-        sequences=[sequence for part in gathered for sequence in part.sequences],
-        residual_coefficient_norm=math.sqrt(sum(part.coefficient_square for part in gathered)),
-        term_norms={name: math.sqrt(square) for name, square in squared.items()},
-        low_entropy=low[len(low) // 2] if low else None,
-        layout=[entry for part in gathered for entry in part.layout],
-        temperature=step.temperature,
-        on_policy=step.on_policy,
-        fingerprint=weights,
-        checkpoint=looked.checkpoint,
-    )
+    head_square = float(looked.space.reduce(lambda: looked.head_square * looked.space.num_replicas))
+
+    def build(gathered: list[_Sums]) -> RawEvent:
+        certificate = record.Certificate(**vars(finding.certificate))
+        squared = {name: math.fsum(part.term_squares[name] for part in gathered) for name in _TERMS}
+        low = sorted(part.low_entropy for part in gathered if part.low_entropy is not None)
+        event = Event(
+            step=Step(
+                global_step=place.global_step,
+                epoch=place.epoch,
+                mini_batch=place.mini_batch,
+                num_mini_batches=place.num_mini_batches,
+                num_micro_batches=step.num_micro_batches,
+                world_size=ranks.num_processes,
+                dp_size=ranks.size,
+                sp_size=ranks.replicas,
+                stage=place.stage,
+            ),
+            trigger=Trigger(**vars(spike), history=record.History(**place.history) if place.history else None),
+            search=_search_record(finding, budget),
+            culprits=culprits,
+            certificate=certificate,
+            action=record.Action(**vars(action)),
+            layers=norms_by(layer_of, names, squares),
+            kinds=norms_by(kind_of, names, squares),
+            layer_history=_layer_history(names, squares, looked.history),
+            shares=_shares_record(result.shares, [part.shares for part in gathered]),
+            cause=None if result.source is None else StepCause(**vars(result.source)),
+            rerun=None if finding.rerun is None else record.Rerun(**vars(finding.rerun)),
+            consequence=_consequence(action.taken, spike.grad_norm, looked.clip_limit, culprits, certificate),
+            head_grad_norm=math.sqrt(head_square),
+        )
+        return RawEvent(
+            event=event,
+            sequences=sequences,
+            residual_coefficient_norm=math.sqrt(sum(part.coefficient_square for part in gathered)),
+            term_norms={name: math.sqrt(square) for name, square in squared.items()},
+            low_entropy=low[len(low) // 2] if low else None,
+            layout=[entry for part in gathered for entry in part.layout],
+            temperature=step.temperature,
+            on_policy=step.on_policy,
+            fingerprint=weights,
+            checkpoint=looked.checkpoint,
+        )
+
+    return ranks.agree(lambda: None if gathered is None else build(gathered))
+
+
+class _Row(NamedTuple):
+    """A sequence of the mini-batch."""
+
+    rank: int
+    micro_batch: int
+    row: int
+
+
+def _most_wanted(by_rank: list[list[tuple[float, _Row]]]) -> list[_Row]:
+    """The rows to keep token by token, of all ranks', the most wanted first."""
+    pairs = sorted((pair for part in by_rank for pair in part), key=lambda pair: (-pair[0], pair[1]))
+    return list(dict.fromkeys(row for _, row in pairs))[:_MAX_SEQUENCES]
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What every rank sends: small, and about as long on each."""
+
+    coefficient_square: float
+    term_squares: dict[str, float]
+    low_entropy: float | None
+    shares: list[float]
+    """Per micro-batch."""
+    layout: list[RawEntry]
 
 
 @dataclass(frozen=True)
 class _OfRank:
     """One rank's part of the event."""
 
+    sums: _Sums
     culprits: dict[int, record.Culprit]
-    """By number."""
-    coefficient_square: float
-    term_squares: dict[str, float]
-    low_entropy: float | None
-    sequences: list[Sequence]
-    shares: list[float]
-    """Per micro-batch."""
-    layout: list[RawEntry]
+    """Its own, by number."""
+    sequences: dict[_Row, Sequence]
+    """Its own of those to keep."""
 
 
 class _LocalEvidence:
@@ -166,7 +207,19 @@ class _LocalEvidence:
         self.step, self.ranks, self.names = looked.step, looked.ranks, looked.space.names
         self.result, self.entropies = finding.result, finding.entropies
 
-    def collect(self, keeps_all: bool) -> _OfRank:
+    def wanted(self) -> list[tuple[float, _Row]]:
+        """This rank's sequences that hold a culprit (inf) or a notable share of the spike (its size)."""
+        rank, shares = self.ranks.rank, self.result.shares
+        firsts = [culprit.tokens[0] for culprit in self.result.culprits if culprit.tokens[0].rank == rank]
+        found = [(math.inf, _Row(rank, first.micro_batch, self._row_of(first))) for first in firsts]
+        if shares is not None and shares.is_trusted:
+            for index in range(self.step.num_micro_batches):
+                per_row = shares.shares(index).sum(-1).abs()
+                notable = (per_row >= _NOTABLE_SHARE).nonzero().squeeze(-1).tolist()
+                found += [(float(per_row[row]), _Row(rank, index, row)) for row in notable]
+        return sorted(found, key=lambda pair: -pair[0])[:_MAX_SEQUENCES]
+
+    def collect(self, wanted: list[_Row], keeps_all: bool) -> _OfRank:
         step, rank = self.step, self.ranks.rank
         kept_micro_batches = sorted({token.micro_batch for token in self.result.tokens})
         kl = {index: step.kl_coefficients(index) for index in kept_micro_batches}
@@ -182,18 +235,15 @@ class _LocalEvidence:
             for name, values in self._terms(index).items():
                 terms[name] += values[step.token_mask(index)].double().square().sum().item()
             shares.append(0.0 if self.result.shares is None else float(self.result.shares.shares(index).sum()))
-        return _OfRank(
-            culprits=mine,
+        kept_whole = range(step.num_micro_batches) if keeps_all else kept_micro_batches
+        sums = _Sums(
             coefficient_square=square,
             term_squares=terms,
             low_entropy=self._low_entropy(),
-            sequences=self._sequences(),
             shares=shares,
-            layout=[
-                RawEntry(rank, index, step.rows(index), step.recorded(index).rng.cpu.numpy())
-                for index in (range(step.num_micro_batches) if keeps_all else kept_micro_batches)
-            ],
+            layout=[RawEntry(rank, i, step.rows(i), step.recorded(i).rng.cpu.numpy()) for i in kept_whole],
         )
+        return _OfRank(sums, mine, {row: self._sequence(row) for row in wanted if row.rank == rank})
 
     def _terms(self, index: int) -> dict[str, torch.Tensor]:
         """d loss / d log_prob (B, T) of the policy's and the KL term, d loss / d entropy: those that there are."""
@@ -208,27 +258,16 @@ class _LocalEvidence:
         flat = torch.cat(values).float() if values else torch.zeros(0)
         return float(flat.quantile(_LOW)) if len(flat) else None
 
-    def _sequences(self) -> list[Sequence]:
-        """Per-token numbers of the sequences that hold a culprit, or a notable share of the spike."""
-        step, shares = self.step, self.result.shares
-        wanted = [
-            (token.micro_batch, self._row_of(token)) for token in self.result.tokens if token.rank == self.ranks.rank
-        ]
-        if shares is not None and shares.is_trusted:
-            for index in range(step.num_micro_batches):
-                per_row = shares.shares(index).sum(-1).abs()
-                wanted += [(index, row) for row in (per_row >= _NOTABLE_SHARE).nonzero().squeeze(-1).tolist()]
-        return [self._sequence(index, row) for index, row in list(dict.fromkeys(wanted))[:_MAX_SEQUENCES]]
-
-    def _sequence(self, index: int, row: int) -> Sequence:
-        step, shares = self.step, self.result.shares
+    def _sequence(self, place: _Row) -> Sequence:
+        """Per-token numbers of one of this rank's sequences."""
+        step, shares, index, row = self.step, self.result.shares, place.micro_batch, place.row
         recorded, rows = step.recorded(index), step.rows(index)
 
         def of(values: torch.Tensor | None) -> tuple[float, ...] | None:
             return None if values is None else tuple(values[row].float().tolist())
 
         return Sequence(
-            rank=self.ranks.rank,
+            rank=place.rank,
             micro_batch=index,
             micro_batch_row=row,
             row=rows[row] if rows else None,

@@ -22,10 +22,10 @@ for all tokens of all ranks at once. The shares <g_t, R> / ||R||^2 of R = sum_t 
 the measurement. A share bounds the token's norm from below: ||g_t|| >= |share_t| ||R|| (Cauchy-Schwarz).
 
 The step s aims at a log-prob change of T where it matters: s = T max|c| / ||R||^2 is exact when one token dominates;
-one rescaling covers spread spikes. The response is half the difference of the two legs, in which rounding offsets
-common to both (the dither, a read-out more precise than training's) cancel, averaged over the tokens with their part of
-the product as weight: of 1e5 tokens some always stray, and those that carry nothing do not count. When closure is off,
-the step shrinks; it never grows past a response that has stopped being linear.
+one rescaling covers spread spikes. In half precision the response is half the difference of the two legs, in which
+rounding offsets common to both (the dither, a read-out more precise than training's) cancel, averaged over the tokens
+with their part of the product as weight: of 1e5 tokens some always stray, and those that carry nothing do not count.
+When closure is off, the step shrinks; it never grows past a response that has stopped being linear.
 
 Shapes: B rows of a micro-batch, T response positions.
 """
@@ -42,7 +42,7 @@ from .weights import MovedWeights
 
 __all__ = ["MAX_TRIES", "Coefficients", "ShareMap", "measure_shares"]
 
-_TARGET = {torch.float32: 0.03, torch.bfloat16: 0.5, torch.float16: 0.5}
+_TARGET = {torch.float32: 0.03, torch.bfloat16: 0.25, torch.float16: 0.25}
 _CLOSURE = {torch.float32: (0.95, 1.05), torch.bfloat16: (0.8, 1.25), torch.float16: (0.8, 1.25)}
 _PARTIAL_CLOSURE = 0.5  # from here on, some micro-batches alone are worth looking at: they carry most of the gradient
 MAX_TRIES = 3
@@ -130,41 +130,51 @@ class _Measurement:
         self.square = prober.space.norm(direction) ** 2 / scale**2
 
     def run(self, tries: Sequence[int]) -> ShareMap:
-        (largest,) = self.prober.ranks.max([max((_largest(c) for c in self.coefficients), default=0.0)])
-        best = ShareMap([c.log_prob.double() * 0 for c in self.coefficients], self.square, 0.0, False, 0.0)
+        def local() -> tuple[list[float], list[torch.Tensor]]:
+            return [_largest(c) for c in self.coefficients], [c.log_prob.double() * 0 for c in self.coefficients]
+
+        self.sizes, nothing = self.prober.ranks.agree(local)
+        (largest,) = self.prober.ranks.max([max(self.sizes, default=0.0)])
+        best = ShareMap(nothing, self.square, 0.0, False, 0.0)
         if self.square <= 0 or largest <= 0 or not math.isfinite(self.square):
             return best
         step = self.target * largest / self.square * _SHRINK ** tries[0] if self.known is None else self.known.step
-        with MovedWeights(self.prober.space, self.dtype, self.prober.ranks) as weights:
-            for attempt in tries[:1] if self.is_partial else tries:
+        with MovedWeights(self.prober.space, self.dtype) as weights:
+            for attempt in range(2) if self.is_partial else tries:
                 plus, minus, step = self._legs(weights, step, may_grow=attempt == 0 and self.known is None)
                 found = self._combine(plus, minus, step)
                 if abs(math.log(_positive(found.closure))) <= abs(math.log(_positive(best.closure))):
                     best = found
-                if found.is_trusted:
-                    break
+                if found.is_trusted or (self.is_partial and found.closure < 1):
+                    break  # what is missing from a part is the rest's share, no error of the step
                 step *= _SHRINK
         return best
 
     def _legs(self, weights: MovedWeights, step: float, may_grow: bool) -> tuple[Leg, Leg, float]:
         """The forwards at +step and -step, rescaled where the response is far from the target; and the step taken.
 
-        A pilot, the micro-batch with this rank's largest coefficient, tells that at two forwards of its own.
+        A pilot, the micro-batch with this rank's largest coefficient, tells that at forwards of its own.
         """
-        pilot = max(self.micro_batches, key=lambda index: _largest(self.coefficients[index]))
+        pilot = max(self.micro_batches, key=lambda index: self.sizes[index])
         others = [index for index in self.micro_batches if index != pilot]
-        plus, minus = self._both(weights, step, [pilot])
+        plus, minus = self._trial(weights, step, [pilot])
         rescaled = self._rescaled(step, plus, minus, may_grow)
         if rescaled != step:
             step = rescaled
-            plus, minus = self._both(weights, step, [pilot])
+            plus, minus = self._trial(weights, step, [pilot])
         if others:
-            more_plus, more_minus = self._both(weights, step, others)
+            more_plus, more_minus = self._trial(weights, step, others)
             plus, minus = plus | more_plus, minus | more_minus
-        return plus, minus, step
+            rescaled = self._rescaled(step, plus, minus, may_grow=False)
+            if rescaled != step:
+                step = rescaled
+                plus, minus = self._trial(weights, step, self.micro_batches)
+        return plus, minus or self._leg(weights, -step, self.micro_batches), step
 
-    def _both(self, weights: MovedWeights, step: float, micro_batches: Sequence[int]) -> tuple[Leg, Leg]:
-        return self._leg(weights, step, micro_batches), self._leg(weights, -step, micro_batches)
+    def _trial(self, weights: MovedWeights, step: float, micro_batches: Sequence[int]) -> tuple[Leg, Leg]:
+        """What the response is read from: in float32 the leg at +step alone, which nothing but the move changes."""
+        plus = self._leg(weights, step, micro_batches)
+        return plus, {} if self.dtype == torch.float32 else self._leg(weights, -step, micro_batches)
 
     def _rescaled(self, step: float, plus: Leg, minus: Leg, may_grow: bool) -> float:
         """The step that would bring the response to the target; the same where it is near enough."""
@@ -179,31 +189,48 @@ class _Measurement:
         return {index: self.prober.forward(index) for index in micro_batches}
 
     def _response(self, plus: Leg, minus: Leg) -> float:
-        """How far the log-probs move, averaged by what each token carries of the product; inf where one is not finite.
+        """How far the log-probs move that the loss depends on; inf where one does not stay finite.
 
-        The largest over the ranks: the micro-batch of the loudest token is some rank's pilot.
+        In float32 the largest move of all. In half precision, where of 1e5 tokens some always stray, half the
+        difference of the legs, averaged by what each token carries of the product. The largest over the ranks: the
+        micro-batch of the loudest token is some rank's pilot.
         """
 
         def local() -> float:
-            product = square = 0.0
-            for index, (log_plus, _) in plus.items():
-                coefficient = self.coefficients[index].log_prob
-                change = ((log_plus.double() - minus[index][0].double()) / 2).abs()
-                carried = torch.where(coefficient != 0, coefficient.abs().double() * change, 0.0)
-                product += float(carried.sum())
-                square += float(torch.where(coefficient != 0, carried * change, 0.0).sum())
-            if not math.isfinite(square):
-                return math.inf
-            return square / product if product > 0 else 0.0
+            return self._mean_response(plus, minus) if minus else self._largest_response(plus)
 
         return self.prober.ranks.max([self.prober.ranks.agree(local)])[0]
 
+    def _largest_response(self, plus: Leg) -> float:
+        largest = 0.0
+        for index, (log_prob, _) in plus.items():
+            matters = self.coefficients[index].log_prob != 0
+            change = (log_prob - self.prober.step.recorded(index).log_prob).abs()[matters]
+            if change.numel():
+                largest = max(largest, float(change.nan_to_num(nan=math.inf).max()))
+        return largest
+
+    def _mean_response(self, plus: Leg, minus: Leg) -> float:
+        product = square = 0.0
+        for index, (log_plus, _) in plus.items():
+            coefficient = self.coefficients[index].log_prob
+            change = ((log_plus.double() - minus[index][0].double()) / 2).abs()
+            carried = torch.where(coefficient != 0, coefficient.abs().double() * change, 0.0)
+            product += float(carried.sum())
+            square += float(torch.where(coefficient != 0, carried * change, 0.0).sum())
+        if not math.isfinite(square):
+            return math.inf
+        return square / product if product > 0 else 0.0
+
     def _combine(self, plus: Leg, minus: Leg, step: float) -> ShareMap:
-        products = self.prober.ranks.agree(lambda: self._products(plus, minus, step))
-        (total,) = self.prober.ranks.sum([sum(float(product.sum()) for product in products)])
+        def local() -> tuple[list[torch.Tensor], float]:
+            products = self._products(plus, minus, step)
+            return products, sum(float(product.sum()) for product in products)
+
+        products, carried = self.prober.ranks.agree(local)
+        (total,) = self.prober.ranks.sum([carried])
         closure = total / self.square
         low, high = _CLOSURE[self.dtype]
-        # what is missing from a part is the rest's share, no error of the step: shrinking that would not help
         low = _PARTIAL_CLOSURE if self.is_partial else low
         return ShareMap(products, self.square, closure, low <= closure <= high, step)
 

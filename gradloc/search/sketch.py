@@ -33,6 +33,7 @@ import torch
 
 from ..core.selection import Token
 from .candidates import by_value
+from .share import Coefficients
 from .task import PathEntry, SearchResult, Task, verify
 from .weights import MovedWeights
 
@@ -65,23 +66,37 @@ def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DI
     """
     prober = task.prober
     step_size = _relative_step(task) / _root_mean_count(task)
-    coefficients = prober.ranks.agree(lambda: task.coefficients(without))
-    means = [torch.zeros_like(c.log_prob, dtype=torch.float64) for c in coefficients]
-    squares = [torch.zeros_like(mean) for mean in means]
-    with MovedWeights(prober.space, prober.step.compute_dtype, prober.ranks) as weights:
+
+    def prepare() -> tuple[list[Coefficients], list[torch.Tensor], list[torch.Tensor]]:
+        coefficients = task.coefficients(without)
+        means = [torch.zeros_like(c.log_prob, dtype=torch.float64) for c in coefficients]
+        return coefficients, means, [torch.zeros_like(mean) for mean in means]
+
+    coefficients, means, squares = prober.ranks.agree(prepare)
+
+    def note(number: int, index: int, log_prob: torch.Tensor, entropy: torch.Tensor | None) -> None:
+        c = coefficients[index]
+        value = torch.where(c.log_prob != 0, c.log_prob.double() * log_prob.double(), 0.0)
+        if c.entropy is not None and entropy is not None:
+            value += torch.where(c.entropy != 0, c.entropy.double() * entropy.double(), 0.0)
+        # Welford's running variance: the values are large against their spread
+        delta = value - means[index]
+        means[index] += delta / (number + 1)
+        squares[index] += delta * (value - means[index])
+
+    with MovedWeights(prober.space, prober.step.compute_dtype) as weights:
         for number in range(num_directions + 1):
             prober.ranks.agree(partial(weights.move_randomly, number + 1, step_size))
-            for index, c in enumerate(coefficients):
-                log_prob, entropy = prober.forward(index)
-                value = torch.where(c.log_prob != 0, c.log_prob.double() * log_prob.double(), 0.0)
-                if c.entropy is not None and entropy is not None:
-                    value += torch.where(c.entropy != 0, c.entropy.double() * entropy.double(), 0.0)
-                # Welford's running variance: the values are large against their spread
-                delta = value - means[index]
-                means[index] += delta / (number + 1)
-                squares[index] += delta * (value - means[index])
-    norms = [(square / num_directions).sqrt() / step_size for square in squares]
-    num_tokens = max(int(prober.ranks.sum([sum(float((c.log_prob != 0).sum()) for c in coefficients)])[0]), 1)
+            for index in range(len(coefficients)):
+                outputs = prober.forward(index)
+                prober.ranks.agree(partial(note, number, index, *outputs))
+
+    def finish() -> tuple[list[torch.Tensor], float]:
+        norms = [(square / num_directions).sqrt() / step_size for square in squares]
+        return norms, sum(float((c.log_prob != 0).sum()) for c in coefficients)
+
+    norms, count = prober.ranks.agree(finish)
+    num_tokens = max(int(prober.ranks.sum([count])[0]), 1)
     inflation = (num_directions / _chi2_quantile(num_directions, _DELTA / num_tokens)) ** 0.5
     return NormSketch(norms, inflation, 1 - _DELTA)
 
@@ -126,14 +141,19 @@ def sketch(task: Task, named: Sequence[Token] = ()) -> SearchResult:
 
 def _largest_left(task: Task, found: NormSketch, seen: set[Token]) -> float:
     """The largest estimate among the tokens that nobody verified."""
-    largest = 0.0
-    for index, norms in enumerate(found.norms):
-        values = norms[task.prober.step.token_mask(index)].clone()
-        mine = [t.index for t in seen if (t.micro_batch, t.rank) == (index, task.prober.ranks.rank)]
-        values[mine] = 0.0
-        if len(values):
-            largest = max(largest, float(values.max()))
-    return task.prober.ranks.max([largest])[0]
+    ranks = task.prober.ranks
+
+    def local() -> float:
+        largest = 0.0
+        for index, norms in enumerate(found.norms):
+            values = norms[task.prober.step.token_mask(index)].clone()
+            mine = [t.index for t in seen if (t.micro_batch, t.rank) == (index, ranks.rank)]
+            values[mine] = 0.0
+            if len(values):
+                largest = max(largest, float(values.max()))
+        return largest
+
+    return ranks.max([ranks.agree(local)])[0]
 
 
 def _relative_step(task: Task) -> float:

@@ -13,7 +13,7 @@
 # limitations under the License.
 """What every search strategy is given, and what it returns."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -168,15 +168,15 @@ def verify(task: Task, span: str, tokens: tuple[Token, ...], threshold: float) -
     prober = task.prober
     micro_batch, rank = tokens[0].micro_batch, tokens[0].rank
 
-    def select() -> torch.Tensor:
+    def select() -> Iterator[tuple[int, torch.Tensor]]:
         mask = prober.step.token_mask(micro_batch)
         selected = torch.zeros_like(mask)
         if rank == prober.ranks.rank:
             positions = mask.flatten().nonzero().squeeze(-1)[[token.index for token in tokens]]
             selected.view(-1)[positions] = True
-        return selected
+        yield micro_batch, selected
 
-    prober.compute([(micro_batch, prober.ranks.agree(select))])
+    prober.compute(select())
     return measured_culprit(task, span, tokens, threshold)
 
 
@@ -185,6 +185,6 @@ def measured_culprit(task: Task, span: str, tokens: tuple[Token, ...], threshold
     space = task.prober.space
     squares = space.squares()
     square = task.spike.grad_norm**2
-    dot = float(space.dots(space.current(), task.gradient).sum()) / task.scale
+    dot = sum(space.dots(space.current(), task.gradient).tolist()) / task.scale
     share = dot / square if 0 < square < float("inf") else None
-    return Culprit(span, tokens, float(squares.sum().sqrt()), threshold, True, share, squares)
+    return Culprit(span, tokens, sum(squares.tolist()) ** 0.5, threshold, True, share, squares)

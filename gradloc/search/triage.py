@@ -85,9 +85,13 @@ def triage(task: Task, typical: Mapping[str, tuple[float, float]], reran: Rerun 
 def non_finite_weights(space: GradientSpace) -> tuple[str, ...]:
     """Names of the parameters, trained or frozen, that hold a NaN or an infinity on any rank: one reduction."""
     named = [part for name, param in space.module.named_parameters() for part in named_shards(name, param)]
-    # the sum of absolute values is finite where all are: one pass, nothing the size of a parameter is allocated
-    sums = [torch.linalg.vector_norm(shard, ord=1, dtype=torch.float32) for _, shard in named]
-    bad = space.reduce((~torch.stack(sums).isfinite()).double())
+
+    def local() -> torch.Tensor:
+        # the sum of absolute values is finite where all are: one pass, nothing the size of a parameter is allocated
+        sums = [torch.linalg.vector_norm(shard, ord=1, dtype=torch.float32) for _, shard in named]
+        return (~torch.stack(sums).isfinite()).double()
+
+    bad = space.reduce(local)
     return tuple(name for (name, _), count in zip(named, bad.tolist(), strict=True) if count)
 
 

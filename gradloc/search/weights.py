@@ -25,7 +25,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 from ..core.gradients import Gradient, GradientSpace, local_shard
-from ..core.ranks import Ranks
 
 __all__ = ["MovedWeights", "reshard"]
 
@@ -53,14 +52,12 @@ class MovedWeights:
         compute_dtype: what the forward computes in. In bfloat16 and float16 a weight is rounded once, and that rounding
             is stochastic: a dither of up to half a unit in the last place is added to the moved weight in float32, so
             that moves far below that unit are realised on average, on masters of either precision.
-        ranks: all of them hear of it when one has no memory for the copy; None for a single process.
         seed: of the dither, the same for every move, so that what it does to two legs of a difference cancels.
     """
 
-    def __init__(self, space: GradientSpace, compute_dtype: torch.dtype, ranks: Ranks | None = None, seed: int = 0):
+    def __init__(self, space: GradientSpace, compute_dtype: torch.dtype, seed: int = 0):
         self._space = space
         self._bits = _MANTISSA_BITS.get(compute_dtype)
-        self._ranks = ranks
         self._seed = seed
         self._saved: list[torch.Tensor] = []
 
@@ -68,10 +65,7 @@ class MovedWeights:
     def __enter__(self) -> "MovedWeights":
         reshard(self._space.module)
 
-        def copy() -> list[torch.Tensor]:
-            return [local_shard(param).clone() for param in self._space.params]
-
-        self._saved = copy() if self._ranks is None else self._ranks.agree(copy)
+        self._saved = self._space.agree(lambda: [local_shard(param).clone() for param in self._space.params])
         return self
 
     @torch.no_grad()
@@ -100,10 +94,14 @@ class MovedWeights:
     @torch.no_grad()
     def distance(self) -> float:
         """L2 norm, over all weights and shards, of how far they are from where they were."""
-        square = torch.zeros(1, dtype=torch.float64, device=self._space.params[0].device)
-        for param, saved in zip(self._space.params, self._saved, strict=True):
-            square += torch.linalg.vector_norm(local_shard(param) - saved, dtype=torch.float64) ** 2
-        return float(self._space.reduce(square).sqrt())
+
+        def local() -> torch.Tensor:
+            square = torch.zeros(1, dtype=torch.float64, device=self._space.params[0].device)
+            for param, saved in zip(self._space.params, self._saved, strict=True):
+                square += torch.linalg.vector_norm(local_shard(param) - saved, dtype=torch.float64) ** 2
+            return square
+
+        return float(self._space.reduce(local).sqrt())
 
     def _set(self, change: Callable[[int], torch.Tensor | None]) -> None:
         dither = self._generator(self._seed)

@@ -96,7 +96,7 @@ class ActorHook:
             if policy is None:
                 self._note_missing_policy()
             policy = None if policy is None else StepPolicy(**policy)
-            self.localizer.begin_update(policy, GradientSpace(self.actor.actor_module))
+            self.localizer.begin_update(policy, GradientSpace(self.actor.actor_module, self.localizer.ranks))
         return [key for key in (STAGE_MASK_KEY, ROW_KEY) if key in data.batch.keys()]
 
     def _note_missing_policy(self) -> None:

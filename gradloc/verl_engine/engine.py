@@ -95,7 +95,7 @@ class EngineWatch:
             self._update = sent["update"]
             policy = StepPolicy(**sent["policy"])
             self._num_left, self._num_told = len(policy.thresholds), 0
-            found.begin_update(policy, GradientSpace(self.engine.module))
+            found.begin_update(policy, GradientSpace(self.engine.module, found.ranks))
         self._step = EngineStep(self.engine, loss_function, found.ranks.size)
         found.begin_mini_batch(self._step)
 

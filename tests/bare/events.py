@@ -71,6 +71,7 @@ def event_of(
         head_square=head_square(space),
     )
     raw = raw_event(looked, budget=128, keeps_all=False)
+    assert raw is not None
     return complete_event(raw, "event", Run(), _view(batch, is_weights), None, 8)
 
 

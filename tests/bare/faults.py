@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A spike whose search fails at a chosen place on chosen ranks, and the optimizer steps that follow."""
+"""A spike whose search fails at a chosen place on chosen ranks, and the optimizer steps that follow.
+
+The places are in the search's passes (``PLACES``, see :class:`FailingStep`), or what a rank computes between them and
+between collectives (``ALLOCATION``, see :class:`FailingRanks`).
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,12 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradloc.core import ranks as core_ranks
 from gradloc.core.gradients import GradientSpace, local_shard
 from gradloc.core.localizer import Localizer
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import StepPolicy
+from gradloc.evidence.gather import raw_event
 from gradloc.evidence.layers import head_square
 from gradloc.search.find import localize
 from tests.bare import BareStep, build, clip_gradient, random_batch, shard
@@ -25,8 +31,89 @@ PLACES = ("before", "block", "loss", "backward")
 """Before the forward; in the first of two blocks; behind the last collective of the forward; in the backward."""
 
 
+ALLOCATION = "allocation"
+"""A tensor that a rank makes by itself, outside of passes and collectives."""
+
+
 class Injected(RuntimeError):
     """What is raised."""
+
+
+class FailingRanks(Ranks):
+    """Fails at the ``number``-th allocation (from 1) of a search, made outside of its passes and collectives."""
+
+    def arm(self, number: int) -> None:
+        self._allocations = _Allocations(number)
+        self._depth = 0
+
+    def together(self, joint):
+        """The outermost call is the search, those within are its passes."""
+        self._depth += 1
+        try:
+            if self._depth == 1:
+                return super().together(partial(self._allocations.watch, joint))
+            with self._allocations.unwatched():
+                return super().together(joint)
+        finally:
+            self._depth -= 1
+
+    def sum(self, values):
+        with self._allocations.unwatched():
+            return super().sum(values)
+
+    def max(self, values):
+        with self._allocations.unwatched():
+            return super().max(values)
+
+    def gather(self, value):
+        with self._allocations.unwatched():
+            return super().gather(value)
+
+    def gather_first(self, value):
+        with self._allocations.unwatched():
+            return super().gather_first(value)
+
+    def sent_by(self, rank, value):
+        with self._allocations.unwatched():
+            return super().sent_by(rank, value)
+
+
+class _Allocations(TorchDispatchMode):
+    """Counts operations that make a tensor with memory of its own, and fails at one."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self._left, self._is_watching = number, False
+
+    def watch(self, joint):
+        with self:
+            self._is_watching = True
+            try:
+                return joint()
+            finally:
+                self._is_watching = False
+
+    @contextmanager
+    def unwatched(self):
+        before, self._is_watching = self._is_watching, False
+        try:
+            yield
+        finally:
+            self._is_watching = before
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        made = operation(*args, **(kwargs or {}))
+        if self._is_watching and isinstance(made, torch.Tensor) and not _is_of(made, args):
+            self._left -= 1
+            if self._left == 0:
+                raise Injected(f"no memory for {operation}")
+        return made
+
+
+def _is_of(made: torch.Tensor, args: Sequence[Any]) -> bool:
+    """Whether a tensor has its memory from one of the operands."""
+    operands = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    return any(made is arg or made.untyped_storage()._cdata == arg.untyped_storage()._cdata for arg in operands)
 
 
 class FailingStep(BareStep):
@@ -108,7 +195,7 @@ def train(
     patience_s: float = 20.0,
     mode: str = "observe",
 ) -> dict:
-    """Two optimizer steps, the first with a spike; at ``number`` 0 without gradloc.
+    """Two optimizer steps, the first with a spike; at ``number`` 0 without gradloc, at -1 with nothing that fails.
 
     Returns:
         ``weights``, a hash of this rank's; ``failures`` and ``events``, how many there were.
@@ -116,15 +203,17 @@ def train(
     core_ranks._PATIENCE_S = patience_s
     model = shard(build("tiny"), layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    search = partial(localize, budget=64)
-    localizer = Localizer(_Powers(model), Ranks(), _Limits(mode), search, lambda looked: looked, head_square)
+    search, gather = partial(localize, budget=64), partial(raw_event, budget=64, keeps_all=True)
+    ranks = FailingRanks()
+    localizer = Localizer(_Powers(model), ranks, _Limits(mode), search, gather, head_square)
     rank = dist.get_rank() if dist.is_initialized() else 0
     num_events = 0
     for seed, plants in enumerate((PLANT, {})):
         batch = random_batch(build("tiny"), seed=seed).planted(plants)
-        space = GradientSpace(model)
+        space = GradientSpace(model, ranks)
         step = FailingStep(model, batch, NUM_MICRO_BATCHES)
-        step.arm(place, number if rank in failing else -1)
+        step.arm(place, number if rank in failing and place != ALLOCATION else -1)
+        ranks.arm(number if rank in failing and place == ALLOCATION else -1)
         space.clear()
         policy = StepPolicy(seed, "fixed", [batch.num_tokens], [20.0], [20.0 * batch.num_tokens**0.5], max_events=1)
         localizer.begin_update(policy if number else None, space)
@@ -159,10 +248,10 @@ def fail_apart(patience_s: float = 1.0) -> str:
 
 
 def train_past_every_pass(
-    layout: str, place: str, failing: Sequence[int], mode: str = "observe"
+    layout: str, place: str, failing: Sequence[int], mode: str = "observe", stride: int = 1
 ) -> list[dict[str, Any]]:
-    """:func:`train` without gradloc, then failing at pass 1, 2, ... until the search has no more."""
+    """:func:`train` without gradloc, then failing at place 1, 1 + ``stride``, ... until the search has no more."""
     answers = [train(layout)]
     while len(answers) == 1 or answers[-1]["failures"]:
-        answers.append(train(layout, place, len(answers), failing, mode=mode))
+        answers.append(train(layout, place, 1 + stride * (len(answers) - 1), failing, mode=mode))
     return answers

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.bare.faults import PLACES
+from tests.bare.faults import ALLOCATION, PLACES
 from tests.world import RankError, World
 
 pytestmark = pytest.mark.full
@@ -58,6 +58,34 @@ def test_four_ranks_recover_together_and_end_together():
         with pytest.raises(RankError, match="was lost"):
             options = {"place": "block", "number": 3, "failing": [1, 2, 3], "patience_s": 2.0}
             four.run("tests.bare.faults.train", layout="fsdp2", **options)
+
+
+@pytest.mark.parametrize("failing, mode", [([1], "observe"), ([0, 1], "mask")], ids=["one rank", "all ranks"])
+def test_no_memory_on_a_rank_between_passes_is_counted_and_training_goes_on(bare_world, failing, mode):
+    options = {"layout": "fsdp2", "place": ALLOCATION, "failing": failing, "mode": mode, "stride": 37}
+    for plain, *failed, last in bare_world.run("tests.bare.faults.train_past_every_pass", **options):
+        assert len(failed) > 5
+        assert all((answer["failures"], answer["events"]) == (1, 0) for answer in failed)
+        assert all(answer["weights"] == plain["weights"] for answer in failed)
+        assert (last["failures"], last["events"]) == (0, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
+def test_so_it_is_at_every_allocation_on_two_ranks(bare_world, layout):
+    options = {"layout": layout, "place": ALLOCATION, "failing": [0]}
+    check(bare_world.run("tests.bare.faults.train_past_every_pass", **options), 100)
+
+
+@pytest.mark.slow
+def test_so_it_is_on_four_ranks():
+    with World(4) as four:
+        for failing in ([2], [0, 1, 3]):
+            options = {"layout": "fsdp2", "place": ALLOCATION, "failing": failing, "stride": 13}
+            check(four.run("tests.bare.faults.train_past_every_pass", **options), 10)
+        for place in PLACES:
+            options = {"layout": "fsdp2", "place": place, "failing": [0, 1, 2, 3]}
+            check(four.run("tests.bare.faults.train_past_every_pass", **options), 3)
 
 
 def test_ranks_that_failed_at_different_collectives_are_not_taken_to_have_failed_together(bare_world):
