@@ -8,6 +8,7 @@ the verl to test on (0.7.1); tests/verl_actor/conftest.py has some tests run on 
 import compileall
 import fcntl
 import functools
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -56,6 +57,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.xdist_group(group))
         groups[item] = group
     items.sort(key=lambda item: FIRST.index(groups[item]) if groups[item] in FIRST else len(FIRST))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what the imports made out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ of a world are started once; each call names a function, every rank calls it, an
 back by rank. Needs torch alone: the tests and the benchmarks use it.
 """
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -139,6 +140,10 @@ def _serve(rank: int, size: int, port: int, device: str, path: tuple[str, ...], 
         module, name = function.rsplit(".", 1)
         module = module if "." in module else f"tests.world.{module}"
         try:
-            pipe.send((True, getattr(importlib.import_module(module), name)(**kwargs)))
+            answer = getattr(importlib.import_module(module), name)(**kwargs)
+            if gc.get_freeze_count() == 0:  # the first call has imported it all: later collections need not walk that
+                gc.collect()
+                gc.freeze()
+            pipe.send((True, answer))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
