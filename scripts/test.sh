@@ -8,7 +8,7 @@
 #   scripts/test.sh quick      the tests that need neither verl nor Ray
 #   scripts/test.sh slow       what takes longer than the default may
 #   scripts/test.sh browser    opens the report in headless Chromium
-#   scripts/test.sh verl09     the tests on verl 0.9, in an environment of their own
+#   scripts/test.sh verl09     the tests on verl 0.9, in an environment of their own; those that take longer: verl09 -m slow
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
@@ -66,6 +66,8 @@ case $tier in
             -m "not slow and not browser and not e2e and not verl09" tests/verl_actor tests/stabilize tests/analysis tests/replay "$@"
         ;;
     browser) stage "browser tests" && "$python" -m pytest -m browser "$@" ;;
-    verl09) stage "tests on verl 0.9" && "$python" -m pytest --durations=15 tests/verl_engine "$@" ;; # two ranks as it is
+    verl09) # two ranks as it is; `-m slow` for the rest
+        stage "tests on verl 0.9" && "$python" -m pytest --durations=15 -m "not slow" tests/verl_engine "$@"
+        ;;
 esac
 stage "done"

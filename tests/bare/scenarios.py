@@ -53,6 +53,15 @@ def search_planted(
     }
 
 
+def params_after_a_forward(layout: str) -> bool:
+    """Whether a space has the optimizer's parameters although a forward without a backward has gathered weights."""
+    model = shard(build("tiny"), layout)
+    params = GradientSpace(model).params
+    with torch.no_grad():
+        model(random_batch(build("tiny")).tokens, 1)
+    return [id(param) for param in GradientSpace(model).params] == [id(param) for param in params]
+
+
 def certify_unrepeatable(layout: str, dtype: str, share: float, size: float, seed: int = 0) -> dict[str, Any]:
     """Localize a planted spike with kernels that do not repeat, and hold the certificate against ones that do.
 

@@ -50,6 +50,12 @@ def test_a_forward_in_half_precision_changes_norms_little_and_culprits_not(bare_
     assert found["norm"] == pytest.approx(float(oracle.gradient().norm()), rel=0.1)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
+def test_gathered_weights_are_not_taken_for_the_optimizers(bare_world, layout):
+    assert bare_world.run("tests.bare.scenarios.params_after_a_forward", layout=layout) == [True, True]
+
+
 def test_all_tokens_gradients_add_up_to_the_step_s(oracle):
     places = [tuple(place) for place in oracle.batch.mask.nonzero().tolist()]
     whole = oracle.gradient()

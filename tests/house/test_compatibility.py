@@ -14,7 +14,16 @@ ROWS = [
     for line in (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8").splitlines()
     if line.startswith("| ") and not line.startswith("| ---")
 ]
-NOT_TESTED = ("after each", "as without", "not run", "there are none", "no GPU", "benchmarks.md", "move on to 0.9")
+NOT_TESTED = (
+    "after each",
+    "as without",
+    "the same test",
+    "not run",
+    "there are none",
+    "no GPU",
+    "benchmarks.md",
+    "move on to 0.9",
+)
 
 
 def functions_of(room: str, module: str) -> set[str]:
