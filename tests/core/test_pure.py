@@ -234,6 +234,14 @@ def test_event_names_are_unique_when_a_resumed_run_passes_a_step_again(gradloc, 
     assert store.new_id(7, 0, 1) == f"{first}-2"
 
 
+def test_who_may_read_an_event_may_replay_it(gradloc, tmp_path):
+    import torch
+
+    folder = tmp_path / gradloc.store.EventStore(str(tmp_path)).write_folder("a", {"x": torch.ones(2)}, {"meta": {}})
+    modes = {path.name: path.stat().st_mode for path in folder.iterdir()}
+    assert modes["batch.safetensors"] == modes["meta.json"]
+
+
 def test_parameters_are_grouped_by_layer_and_kind(gradloc):
     layer_of, kind_of = gradloc.layers.layer_of, gradloc.layers.kind_of
     assert layer_of("model.layers.3.mlp.up_proj.weight") == "layer 3"

@@ -93,6 +93,8 @@ class EventStore:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / "batch.safetensors")
         for name, document in documents.items():
             (partial / f"{name}.json").write_text(_dumps(document) + "\n", encoding="utf-8")
+            if tensors:  # which safetensors lets only their owner read
+                shutil.copymode(partial / f"{name}.json", partial / "batch.safetensors")
         partial.rename(folder)
         return f"events/{event_id}"
 
