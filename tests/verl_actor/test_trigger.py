@@ -35,16 +35,24 @@ def test_a_collapse_is_flagged_from_the_cap_to_its_end_and_nothing_after_it(run)
     assert not any(step["spikes"] for step in run["healthy"][0]["steps"])
 
 
-def test_mask_and_skip_keep_the_weights_near_the_healthy_twins(run, record_property):
+@pytest.fixture
+def distance(run):
+    """Of the weights from the healthy twin's, in its own travel, by action."""
+
     def weights(mode, moment):
         return torch.cat([answer["weights"][moment] for answer in run[mode]])
 
     travel = (weights("healthy", 1) - weights("healthy", 0)).norm()
-    distance = {mode: float((weights(mode, 1) - weights("healthy", 1)).norm() / travel) for mode in run}
-    record_property("distance from the healthy twin, in its own travel", distance)
+    return {mode: float((weights(mode, 1) - weights("healthy", 1)).norm() / travel) for mode in run}
+
+
+def test_mask_and_skip_keep_the_weights_near_the_healthy_twins(distance):
     print({mode: round(value, 3) for mode, value in distance.items()})
     assert distance["mask"] < 0.6 * distance["observe"]
     assert distance["skip"] < 0.9 * distance["observe"]
+
+
+def test_the_page_shows_these_distances(run, distance):
     page = (REPO / "docs" / "trigger.md").read_text()
     shown = {mode: float(value) for mode, value in re.findall(r"^\| `(\w+)` \| (0\.\d+) \|", page, re.M)}
     assert shown == pytest.approx({mode: distance[mode] for mode in shown}, abs=0.05) and len(shown) == 3
