@@ -13,8 +13,7 @@
 # limitations under the License.
 """GradLoc: which tokens made this gradient spike, why, and what the step would have been without them.
 
-``hook`` is what the actor calls, ``driver`` what the trainer calls; everything else is a torch-only core that
-does not know verl.
+``verl_actor`` is the adapter to verl 0.7, ``verl_engine`` to verl 0.9; every other room knows no trainer.
 """
 
 __version__ = "0.2.0"

@@ -63,7 +63,8 @@ def clip_limit(config: Any) -> float | None:
     stabilize = {} if gradloc.get("enable") is False else gradloc.get("stabilize") or {}
     if (stabilize.get("layer_clip") or {}).get("rule") not in (None, False, "off"):
         return None
-    is_engine = config.trainer.get("use_legacy_worker_impl", "auto") == "disable"
+    trainer = config.trainer  # verl 0.9 has engine workers only, and is told by its V1 trainers
+    is_engine = trainer.get("use_legacy_worker_impl", "auto") == "disable" or "use_v1" in trainer
     if actor.get("strategy") in ("fsdp", "fsdp2") and not is_engine:
         limit = actor.get("grad_clip")
     else:

@@ -110,7 +110,7 @@ def replay(
     except ModuleNotFoundError as error:
         raise ReplayError(
             f"There is no {error.name} here: an event is replayed with verl 0.7.0 or 0.7.1 and the patch on it "
-            "(gradloc-patch --repo VERL), also one of a run on verl 0.9."
+            "(gradloc-patch --repo VERL); those of a run on verl 0.9 cannot be replayed yet."
         ) from error
     adapter.start_processes()
     actor = adapter.build_actor(bundle, model_path)

@@ -140,6 +140,7 @@ def answers():
         "fsdp": clip_and_comparing(),
         "megatron": clip_and_comparing(**{"actor_rollout_ref.actor.strategy": "megatron"}),
         "engine": clip_and_comparing(**{"trainer.use_legacy_worker_impl": "disable"}),
+        "verl 0.9": clip_and_comparing(**{"trainer.use_v1": True}),
         "layers": clip_and_comparing(**{"actor_rollout_ref.actor.gradloc.stabilize.layer_clip.rule": "adagc"}),
         "unclipped": clip_and_comparing(**{"actor_rollout_ref.actor.grad_clip": None}),
         "gae": clip_and_comparing(**{"algorithm.adv_estimator": "gae"}),
