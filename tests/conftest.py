@@ -29,8 +29,9 @@ from tests.world import World  # noqa: E402
 VERL = os.environ.get("GRADLOC_TEST_VERL", DEFAULT_VERL)
 WORLDS = {"worlds", "doomed"}
 IN_PROCESS = {"verl", "reward_score"}
-FIRST = ["trainer", "worlds", "worlds of other verls"]
-"""The longest groups: one process begins with the first and the third, the other with the second."""
+FIRST = ["trainer", "worlds", "worlds of features", "worlds of other verls"]
+"""The longest groups: one process begins with the first and goes on with the third, the other has the second."""
+ACTOR = ("verl_actor", "replay")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
@@ -47,7 +48,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif fixtures & WORLDS:
             call = getattr(item, "callspec", None)
             is_other = call is not None and call.params.get("verl_version", VERL) != VERL
-            group = FIRST[1 + is_other]
+            is_feature = item.path.relative_to(ROOT / "tests").parts[0] not in ACTOR
+            group = FIRST[3 if is_other else 1 + is_feature]
         elif fixtures & IN_PROCESS:
             group = "in-process"
         else:
