@@ -9,7 +9,6 @@ import importlib.metadata
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
 
@@ -37,8 +36,7 @@ def prepare(name: str, overrides: list[str], folder: str) -> int:
     if is_engine():
         from tests.verl_engine import harness as engine
 
-        with mock.patch.object(engine, "model_config", _config):
-            engine.save_model(f"{folder}/model")
+        engine.save_model(f"{folder}/model")
         dump = [f"actor_rollout_ref.actor.gradloc.dump_dir={folder}"] if overrides else []
         longer = ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128"]
         made = engine.make_trainer(_SETTLED + longer + overrides + dump, f"{folder}/model", stock=not overrides)
