@@ -2,13 +2,11 @@
 """The demo itself: verl's real trainer, two FSDP2 workers, a planted spike, and its token."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from tests.experiments.conftest import REPO
+from tests.experiments.real import run_to_the_end
 
 pytestmark = pytest.mark.e2e
 
@@ -17,26 +15,11 @@ pytestmark = pytest.mark.e2e
 def test_the_demo_names_exactly_the_token_that_it_planted(patched_trees, verl, tmp_path):
     jsonschema = pytest.importorskip("jsonschema")
     run_dir = tmp_path / "a run"
-    environ = {
-        **os.environ,
-        "PYTHON": sys.executable,
-        "VERL_REPO": str(patched_trees(verl)),
-        "RUN_DIR": str(run_dir),
-    }
     # The shortest honest form: every part as in the demo, the fault early, and no steps after it
     # but one, which shows that training went on.
     arguments = ["demo", "demo.steps=3", "demo.fault.first_step=2", "demo.fault.last_step=2"]
-    done = subprocess.run(
-        [str(REPO / "run_experiment.sh"), *arguments],
-        env=environ,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "FOUND: the event names exactly the token that was planted" in done.stdout
+    printed = run_to_the_end(*arguments, run_dir=run_dir, VERL_REPO=str(patched_trees(verl)))
+    assert "FOUND: the event names exactly the token that was planted" in printed
     schema = json.loads((REPO / "schema" / "event.v1.schema.json").read_text())
     events = (run_dir / "gradloc" / "events.jsonl").read_text().splitlines()
     for line in events:

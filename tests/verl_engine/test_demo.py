@@ -2,14 +2,13 @@
 """The demo on verl 0.9: its config, and the whole of it with the real trainer on Ray."""
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
 
 from experiments import catalog
 from tests.experiments.conftest import REPO
+from tests.experiments.real import run_to_the_end
 
 NAME = catalog.DEMO_VERL09.name
 KNOBS = {"GRPO_MAX_GRAD_NORM": "0.25", "GRPO_TEMPERATURE": "0.8", "GRPO_LEARNING_RATE": "3e-6"}
@@ -35,19 +34,9 @@ def test_the_demos_config_becomes_verls_dataclasses_and_takes_its_seed_and_knobs
 def test_the_demo_names_exactly_the_token_that_it_planted(tmp_path):
     jsonschema = pytest.importorskip("jsonschema")
     run_dir = tmp_path / "a run"
-    environ = {**os.environ, "VERL09_PYTHON": sys.executable, "RUN_DIR": str(run_dir)}
     short = ["demo.steps=3", "demo.fault.first_step=2", "demo.fault.last_step=2"]
-    done = subprocess.run(
-        [str(REPO / "run_experiment.sh"), "demo", "verl=0.9.1", *short],
-        env=environ,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "FOUND: the event names exactly the token that was planted" in done.stdout
+    printed = run_to_the_end("demo", "verl=0.9.1", *short, run_dir=run_dir, VERL09_PYTHON=sys.executable)
+    assert "FOUND: the event names exactly the token that was planted" in printed
     assert (run_dir / "report.html").is_file()
     schema = json.loads((REPO / "schema" / "event.v1.schema.json").read_text())
     (event,) = (run_dir / "gradloc" / "events.jsonl").read_text().splitlines()

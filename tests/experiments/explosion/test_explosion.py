@@ -2,40 +2,22 @@
 """The explosion itself: two arms of it on the real trainer, its token, its table."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.experiments.conftest import REPO
+from tests.experiments.real import run_to_the_end
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_the_stale_token_explodes_is_named_and_is_compared_with_the_healthy_twin(patched_tree, tmp_path):
     run_dir = tmp_path / "suite"
-    environ = {
-        **os.environ,
-        "PYTHON": sys.executable,
-        "VERL_REPO": str(patched_tree),
-        "RUN_DIR": str(run_dir),
-        "RUNAWAY_PENALTY_MULTIPLIER": "0.25",
-    }
     # Every part as in the experiment, with the plants early. The trigger has to know healthy norms.
     early = ["demo.steps=6", "explosion.warning_step=5", "explosion.spike_step=6"]
-    command = [str(REPO / "run_experiment.sh"), "explosion", "--arms", "healthy,unprotected"]
-    done = subprocess.run(
-        [*command, *early],
-        env=environ,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "run 2 of 2: unprotected" in done.stdout and "2 of 2 runs ended well" in done.stdout
+    command = ["explosion", "--arms", "healthy,unprotected", *early]
+    variables = {"VERL_REPO": str(patched_tree), "RUNAWAY_PENALTY_MULTIPLIER": "0.25"}
+    printed = run_to_the_end(*command, run_dir=run_dir, **variables)
+    assert "run 2 of 2: unprotected" in printed and "2 of 2 runs ended well" in printed
     norms = {}
     for arm in ("healthy", "unprotected"):
         lines = (run_dir / arm / "metrics.jsonl").read_text().splitlines()
@@ -57,6 +39,6 @@ def test_the_stale_token_explodes_is_named_and_is_compared_with_the_healthy_twin
     assert culprit["advantage"] == pytest.approx(0.8)
     assert 5e4 < culprit["ratios"]["current_over_old"] < 1e5
     assert culprit["cause"]["label"] == "token_mismatch"
-    assert "as planted" in done.stdout and (run_dir / "summary.html").is_file()
+    assert "as planted" in printed and (run_dir / "summary.html").is_file()
     assert (run_dir / "unprotected" / "report.html").is_file()
     assert not (run_dir / "healthy" / "gradloc" / "events.jsonl").exists()

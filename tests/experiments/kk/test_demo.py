@@ -2,13 +2,10 @@
 """kk-demo's shortest form: the arm with both methods, one seed, two steps."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.experiments.conftest import REPO
+from tests.experiments.real import run_to_the_end
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -18,21 +15,7 @@ def test_the_demo_runs_an_arm_and_ends_in_a_table_and_a_plot(patched_tree, tmp_p
     pytest.importorskip("ray")
     run_dir = tmp_path / "runs"
     arguments = ["--arms", "ar-lopti", "--seeds", "1", "demo.steps=2"]
-    done = subprocess.run(
-        [str(REPO / "run_experiment.sh"), "kk-demo", *arguments],
-        env={
-            **os.environ,
-            "PYTHON": sys.executable,
-            "VERL_REPO": str(patched_tree),
-            "RUN_DIR": str(run_dir),
-        },
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    run_to_the_end("kk-demo", *arguments, run_dir=run_dir, VERL_REPO=str(patched_tree))
     table = (run_dir / "summary.md").read_text()
     assert "| ar-lopti | 1 |" in table
     assert (run_dir / "summary.png").is_file()
