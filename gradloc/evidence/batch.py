@@ -31,6 +31,8 @@ class BatchView:
 
     tensors: Mapping[str, torch.Tensor]
     """``input_ids``, ``attention_mask``, ``position_ids`` (R, P + T): prompts padded on the left, responses on the
-    right; ``responses``, ``response_mask``, ``old_log_probs``, ``advantages`` and others (R, T)."""
+    right; ``responses``, ``response_mask``, ``old_log_probs``, ``advantages`` and others (R, T). With pictures the
+    position ids are (R, C, P + T)."""
     labels: Mapping[str, Sequence[Any]]
-    """``uid``, ``sequence_id``, ``data_source``: one for each row."""
+    """``uid``, ``sequence_id``, ``data_source``, and ``multi_modal_inputs`` (tensors by name, or nothing): one for each
+    row. A sequence may fetch a row when it is first asked for."""

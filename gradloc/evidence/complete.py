@@ -21,6 +21,7 @@ Shapes: R rows of the batch, P prompt positions, T response positions.
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ import torch
 from ..core.tracker import median_size
 from .batch import BatchView
 from .causes import classify
+from .disk.pictures import Album, inputs_of, kept_inputs
 from .gather import RawEvent, ratio
 from .numbers import number
 from .record import (
@@ -74,6 +76,8 @@ _OF_BATCH = {
 
 
 _TERMS = {"entropy_term": "entropy term", "kl_term": "KL term"}
+_PLACEHOLDERS = 8
+"""More equal tokens in a row than these, in a prompt with a picture, stand for the picture and are shown as one."""
 _LEADS = 3.0
 """A term whose coefficients are this many times the others' carries the gradient."""
 
@@ -101,7 +105,7 @@ def complete_event(
         last_checkpoint: the newest before this step.
     """
     statistics = replace(_statistics(batch.tensors, raw), over_run=over_run or None)
-    texts = _Texts(tokenizer, batch.tensors, context)
+    texts = _Texts(tokenizer, batch, context)
     culprits = tuple(_complete_culprit(culprit, batch, texts, statistics) for culprit in raw.event.culprits)
     event = replace(raw.event, event_id=event_id, run=run, culprits=culprits, batch=statistics)
     if event.consequence is not None:
@@ -110,19 +114,21 @@ def complete_event(
     return replace(event, verdict=verdict_sentences(event))
 
 
-def complete_sequences(raw: RawEvent, event_id: str, batch: BatchView, tokenizer: Any) -> SequenceFile:
-    """The sequences that hold culprits, token by token: what the report shades."""
-    texts = _Texts(tokenizer, batch.tensors, 0)
-    completed = [_complete_sequence(sequence, batch, texts) for sequence in raw.sequences]
+def complete_sequences(raw: RawEvent, event_id: str, batch: BatchView, tokenizer: Any, album: Album) -> SequenceFile:
+    """The sequences that hold culprits, token by token: what the report shades. ``album`` receives their pictures."""
+    texts = _Texts(tokenizer, batch, 0)
+    completed = [_complete_sequence(sequence, batch, texts, album) for sequence in raw.sequences]
     return SequenceFile(event_id=event_id, sequences=tuple(completed))
 
 
-def bundle_tensors(raw: RawEvent, batch: BatchView) -> tuple[dict[str, torch.Tensor], tuple[BundleEntry, ...]]:
+def bundle_tensors(
+    raw: RawEvent, batch: BatchView
+) -> tuple[dict[str, torch.Tensor], tuple[BundleEntry, ...], str | None]:
     """Cut the micro-batches that the actor listed out of the driver's batch.
 
     Returns:
-        Tensors with the listed rows one after the other, plus one ``rng.<rank>.<micro_batch>`` each; and which rows
-        of these tensors are whose.
+        Tensors with the listed rows one after the other, plus one ``rng.<rank>.<micro_batch>`` each and the rows'
+        multi-modal inputs; which rows of these tensors are whose; and why there are no multi-modal inputs, if so.
     """
     rows = [row for entry in raw.layout for row in entry.rows]
     tensors = {key: batch.tensors[key][rows].clone() for key in BUNDLE_KEYS if key in batch.tensors.keys()}
@@ -132,7 +138,8 @@ def bundle_tensors(raw: RawEvent, batch: BatchView) -> tuple[dict[str, torch.Ten
         layout.append(BundleEntry(entry.rank, entry.micro_batch, (start, end)))
         tensors[f"rng.{entry.rank}.{entry.micro_batch}"] = torch.from_numpy(entry.rng.copy())
         start = end
-    return tensors, tuple(layout)
+    inputs, note = kept_inputs(batch, rows)
+    return {**tensors, **inputs}, tuple(layout), note
 
 
 def batch_scale(tensors: Any, coefficients: Iterable[float]) -> dict[str, float]:
@@ -219,9 +226,9 @@ def _over_policy(raw: RawEvent, term: str) -> float | None:
 class _Texts:
     """Decodes pieces of rows; bad token ids become a visible stand-in instead of an error."""
 
-    def __init__(self, tokenizer: Any, tensors: Any, context: int):
+    def __init__(self, tokenizer: Any, batch: BatchView, context: int):
         self._tokenizer = tokenizer
-        self._tensors = tensors
+        self._batch, self._tensors = batch, batch.tensors
         self._context = context
 
     def decode(self, ids: list[int]) -> str | None:
@@ -239,7 +246,11 @@ class _Texts:
     def _prompt_ids(self, row: int) -> list[int]:
         num_response = self._tensors["responses"].shape[1]
         attended = self._tensors["attention_mask"][row].bool()[:-num_response]
-        return self._tensors["input_ids"][row][:-num_response][attended].tolist()
+        ids = self._tensors["input_ids"][row][:-num_response][attended].tolist()
+        if not inputs_of(self._batch, row):
+            return ids
+        runs = [(token, len(list(run))) for token, run in groupby(ids)]  # a picture takes hundreds of equal tokens
+        return [token for token, length in runs for _ in range(1 if length > _PLACEHOLDERS else length)]
 
     def tokens(self, ids: list[int]) -> tuple[str, ...] | None:
         """Each by itself."""
@@ -264,7 +275,7 @@ class _Texts:
         }
 
 
-def _complete_sequence(sequence: Sequence, batch: BatchView, texts: _Texts) -> Sequence:
+def _complete_sequence(sequence: Sequence, batch: BatchView, texts: _Texts, album: Album) -> Sequence:
     tensors, row = batch.tensors, sequence.row
     assert row is not None  # the driver numbers the rows
     num_tokens = int(tensors["attention_mask"][row][-tensors["responses"].shape[1] :].sum())
@@ -274,6 +285,7 @@ def _complete_sequence(sequence: Sequence, batch: BatchView, texts: _Texts) -> S
     numbers |= {name: tensors[key][row].tolist() for name, key in _OF_BATCH.items() if key in tensors.keys()}
     for name, values in numbers.items():
         numbers[name] = None if values is None else tuple(values[:num_tokens])
+    pictures, note = album.add(inputs_of(batch, row)) if tokens is not None else (None, None)
     return replace(
         sequence,
         sequence_id=_label(batch, "sequence_id", row),
@@ -281,6 +293,8 @@ def _complete_sequence(sequence: Sequence, batch: BatchView, texts: _Texts) -> S
         prompt=texts.prompt(row),
         token_ids=None if tokens is None else tuple(ids),
         tokens=tokens,
+        pictures=pictures,
+        pictures_note=note,
         **numbers,
     )
 

@@ -33,6 +33,7 @@ from ..core.trigger import StepPolicy, fixed_threshold, spike_kind
 from ..search.scale import ScaleHistory
 from .batch import BatchView
 from .complete import batch_scale, bundle_tensors, complete_event, complete_sequences
+from .disk.pictures import Album
 from .disk.store import EventStore
 from .gather import RawEvent
 from .record import BundleMeta, Event, Run
@@ -307,11 +308,12 @@ class Driver:
 
     def _keep(self, event: Event, raw: RawEvent, batch: BatchView) -> Event:
         event_id, evidence = event.event_id, self.settings.evidence
-        documents: dict[str, Any] = {"sequences": complete_sequences(raw, event_id, batch, self.tokenizer)}
+        album = Album()
+        documents: dict[str, Any] = {"sequences": complete_sequences(raw, event_id, batch, self.tokenizer, album)}
         tensors: dict[str, torch.Tensor] = {}
         if evidence.bundle != "off" and raw.layout:
             if self.store.size_gb() < evidence.max_gb:
-                tensors, layout = bundle_tensors(raw, batch)
+                tensors, layout, note = bundle_tensors(raw, batch)
                 documents["meta"] = BundleMeta(
                     actor=self.actor_config,
                     temperature=raw.temperature,
@@ -320,6 +322,7 @@ class Driver:
                     fingerprint=raw.fingerprint,
                     layout=layout,
                     event=event,
+                    multi_modal_note=note,
                 )
             else:
                 logger.warning(
@@ -327,7 +330,7 @@ class Driver:
                     self.store.root,
                     evidence.max_gb,
                 )
-        event = replace(event, folder=self.store.write_folder(event_id, tensors, documents))
+        event = replace(event, folder=self.store.write_folder(event_id, tensors, documents, album.files))
         self.store.append(event)
         return event
 

@@ -28,6 +28,7 @@ from ..core.gradients import GradientSpace, named_shards
 __all__ = ["head_square", "kind_of", "layer_of", "norms_by"]
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(?:_\w+\.)*(\d+)(?:\.|$)")
+_VISION = re.compile(r"(?:^|\.)(?:visual|vision_\w+)\.")
 _KINDS = (
     ("head", ("lm_head", "output_layer", "score")),
     ("embedding", ("embed", "wte", "wpe")),
@@ -38,25 +39,27 @@ _KINDS = (
 
 
 def layer_of(name: str) -> str:
-    """``layer N`` for a block's parameter, else its kind.
+    """``layer N`` for a block's parameter, ``vision layer N`` for one of what reads pictures, else its kind.
 
     >>> layer_of("model.layers.3.mlp.up_proj.weight")
     'layer 3'
     >>> layer_of("model.embed_tokens.weight")
     'embedding'
     """
-    found = _LAYER.search(name)
-    return f"layer {found.group(1)}" if found else kind_of(name)
+    found, of = _LAYER.search(name), "vision " if _VISION.search(name) else ""
+    return f"{of}layer {found.group(1)}" if found else kind_of(name)
 
 
 def kind_of(name: str) -> str:
-    """``embedding``, ``attention``, ``mlp``, ``norm``, ``head``, ``mixed`` (a flat parameter) or ``other``.
+    """``embedding``, ``attention``, ``mlp``, ``norm``, ``head``, ``vision``, ``mixed`` (a flat parameter) or ``other``.
 
     >>> kind_of("model.layers.3.post_attention_layernorm.weight")
     'norm'
     """
     if name.endswith("_flat_param"):
         return "mixed"
+    if _VISION.search(name):
+        return "vision"
     leaf = name.rsplit(".", 2)[-2] if name.count(".") else name
     for kind, marks in _KINDS:
         if any(mark in leaf for mark in marks):

@@ -61,6 +61,8 @@ class Bundle:
     layout: list[Entry]
     dp_size: int
     """Data-parallel ranks of the run: every micro-batch's weight in the step depends on it."""
+    inputs: list[dict[str, torch.Tensor]] | None
+    """The multi-modal inputs of each row, by verl's names; None for a run on text alone."""
     names_culprits: bool
     """Whether the event lists its culprits, be it none; one written by hand may leave them out."""
 
@@ -101,14 +103,18 @@ def read_bundle(path: str) -> Bundle:
         if not (folder / name).is_file():
             raise ReplayError(f"{path} is not a bundle folder: it has no {name}.")
     meta, names_culprits = _read_meta(folder / "meta.json")
+    if meta.multi_modal_note:
+        raise ReplayError(f"{path} cannot be replayed: {meta.multi_modal_note}.")
     tensors = _read_tensors(folder / "batch.safetensors")
+    beside = {name: tensors.pop(name) for name in list(tensors) if name.startswith("multi_modal.")}
     _check_tensors(tensors, meta)
     dp_size = meta.event.step.dp_size
     if dp_size is None or dp_size < 1:
         raise ReplayError(f"meta.json: event.step.dp_size must be at least 1, found {dp_size}.")
     layout = _read_layout(meta, tensors, dp_size)
     _check_values(tensors, layout, meta)
-    return Bundle(folder, meta, tensors, layout, dp_size, names_culprits)
+    inputs = _read_inputs(beside, tensors["responses"].shape[0]) if beside else None
+    return Bundle(folder, meta, tensors, layout, dp_size, inputs, names_culprits)
 
 
 def _read_meta(path: Path) -> tuple[BundleMeta, bool]:
@@ -154,8 +160,10 @@ def _check_tensors(tensors: dict[str, torch.Tensor], meta: BundleMeta) -> None:
         )
     for names, expected in ((_LONG, long), (_SHORT + _OPTIONAL, tuple(responses.shape))):
         for name in names:
-            if name in tensors and tuple(tensors[name].shape) != expected:
-                found = tuple(tensors[name].shape)
+            found = tuple(tensors[name].shape) if name in tensors else expected
+            if name == "position_ids" and len(found) == 3:  # with pictures: (rows, channels, prompt + response)
+                found = (found[0], found[2])
+            if found != expected:
                 raise ReplayError(f"batch.safetensors: {name} must have the shape {expected}, found {found}.")
     for name in _LONG + _SHORT + _OPTIONAL:
         if name in tensors and tensors[name].is_floating_point() != (name not in _INTEGERS):
@@ -163,6 +171,16 @@ def _check_tensors(tensors: dict[str, torch.Tensor], meta: BundleMeta) -> None:
                 continue
             expected = "integers" if name in _INTEGERS else "floating point numbers"
             raise ReplayError(f"batch.safetensors: {name} must hold {expected}, found {tensors[name].dtype}.")
+
+
+def _read_inputs(tensors: dict[str, torch.Tensor], num_rows: int) -> list[dict[str, torch.Tensor]]:
+    found: list[dict[str, torch.Tensor]] = [{} for _ in range(num_rows)]
+    for full_name, value in tensors.items():
+        row, _, name = full_name.removeprefix("multi_modal.").partition(".")
+        if not row.isdecimal() or int(row) >= num_rows or not name:
+            raise ReplayError(f"batch.safetensors: {full_name} is not of one of its {num_rows} rows.")
+        found[int(row)][name] = value
+    return found
 
 
 def _read_layout(meta: BundleMeta, tensors: dict[str, torch.Tensor], dp_size: int) -> list[Entry]:

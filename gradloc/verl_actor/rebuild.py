@@ -25,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
@@ -164,7 +165,8 @@ def _micro_batch(bundle: Bundle, entry: Entry) -> DataProto:
     rows = slice(entry.first_row, entry.end_row)
     num_rows = bundle.tensors["responses"].shape[0]
     tensors = {name: value[rows] for name, value in bundle.tensors.items() if not name.startswith("rng.")}
-    return DataProto.from_dict({**tensors, ROW_KEY: torch.arange(num_rows)[rows]})
+    beside = {} if bundle.inputs is None else {"multi_modal_inputs": np.array([*bundle.inputs[rows], None])[:-1]}
+    return DataProto.from_dict({**tensors, ROW_KEY: torch.arange(num_rows)[rows]}, non_tensors=beside)
 
 
 def build_actor(bundle: Bundle, model_path: str) -> ReplayActor:
@@ -185,10 +187,11 @@ def build_actor(bundle: Bundle, model_path: str) -> ReplayActor:
     module = _load(folder, is_checkpoint, outline.config, attention)
     if needs_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if config.use_remove_padding:
+    if config.use_remove_padding or bundle.inputs is not None:
         from verl.models.transformers.monkey_patch import apply_monkey_patch
 
-        apply_monkey_patch(model=module, use_remove_padding=True, ulysses_sp_size=1)
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does
+            apply_monkey_patch(model=module, use_remove_padding=config.use_remove_padding, ulysses_sp_size=1)
     module.train()
     return ReplayActor(config, _place(module, config, dtype), bundle.dp_size)
 
@@ -288,11 +291,12 @@ def _find_model(path: Path) -> tuple[Path, bool]:
 
 def _outline(folder: Path, bundle: Bundle) -> torch.nn.Module:
     """The model without its weights; refuses one that the bundle's tokens cannot belong to."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     with _explained(f"{folder} does not describe a causal language model"):
         with torch.device("meta"):
-            outline = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            outline = _class_of(config).from_config(config)
     size = outline.get_input_embeddings().num_embeddings
     ids = bundle.tensors["input_ids"]
     if not 0 <= int(ids.min()) <= int(ids.max()) < size:
@@ -303,13 +307,20 @@ def _outline(folder: Path, bundle: Bundle) -> torch.nn.Module:
     return outline
 
 
+def _class_of(config: Any) -> Any:
+    """The class of transformers that verl's worker would load."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    reads_pictures = type(config) in AutoModelForImageTextToText._model_mapping.keys()
+    return AutoModelForImageTextToText if reads_pictures else AutoModelForCausalLM
+
+
 def _load(folder: Path, is_checkpoint: bool, config: Any, attention: str) -> torch.nn.Module:
     """The model with its weights in float32, as verl's actor keeps them."""
-    from transformers import AutoModelForCausalLM
-
+    kind = _class_of(config)
     with _explained(f"The model at {folder} cannot be loaded"):
         if not is_checkpoint:
-            module, info = AutoModelForCausalLM.from_pretrained(
+            module, info = kind.from_pretrained(
                 folder, local_files_only=True, output_loading_info=True, attn_implementation=attention
             )
             module = module.float()
@@ -317,7 +328,7 @@ def _load(folder: Path, is_checkpoint: bool, config: Any, attention: str) -> tor
         else:
             described = str(folder / "huggingface")
             merger = ModelMergerConfig("merge", "fsdp", local_dir=str(folder), hf_model_config_path=described)
-            module = AutoModelForCausalLM.from_config(config, attn_implementation=attention).float()
+            module = kind.from_config(config, attn_implementation=attention).float()
             found = module.load_state_dict(_ShardReader(merger).read(), strict=False)
             missing = set(found.missing_keys) | set(found.unexpected_keys)
         missing -= set(getattr(module, "_tied_weights_keys", None) or ())

@@ -37,7 +37,7 @@ from ..reweighting import ADVANTAGES_BEFORE_KEY, STAGE_NAME_KEY, Lopti, reweight
 from ..stabilize import STABILIZER_KEY
 from ..stabilize.config import StabilizeConfig
 from .analysis_trainer import Analysis, build_analysis
-from .refusals import check_batch, check_run, settings_of
+from .refusals import check_run, settings_of
 
 __all__ = ["StabilizerMemory", "TrainerHook", "build_trainer_hook"]
 
@@ -167,14 +167,9 @@ class TrainerHook:
     # ---- the moments of a step, in order
 
     def stamp(self, batch: Any) -> None:
-        """While the rollouts of a prompt still stand side by side: name every sequence of verl's DataProto.
-
-        Raises:
-            ValueError: one sentence, for inputs that localization does not know.
-        """
+        """While the rollouts of a prompt still stand side by side: name every sequence of verl's DataProto."""
         if self.spikes is None:
             return
-        check_batch("spike_detection", batch)
         batch.non_tensor_batch[SEQUENCE_KEY] = np.array(sequence_ids(batch.non_tensor_batch["uid"]), dtype=object)
 
     def filter(self, trainer: Any, batch: Any, rewards: torch.Tensor, extras: dict[str, Any], metrics: dict) -> tuple:

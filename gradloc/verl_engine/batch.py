@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch in verl's TransferQueue as the driver's evidence sees it: padded, and fetched when it is asked for."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import transfer_queue as tq
+
+from verl.utils import tensordict_utils as tu
 
 from ..evidence.batch import BatchView
 from ..keys import SEQUENCE_KEY
@@ -57,7 +59,7 @@ class _Tensors(Mapping[str, torch.Tensor]):
         if self._has_all:
             return
         self._has_all = True
-        found = fetch(self._batch, ["prompts", "responses", *_OF_RESPONSE, *_OPTIONAL, *_LABELS])
+        found = fetch(self._batch, ["prompts", "responses", "position_ids", *_OF_RESPONSE, *_OPTIONAL, *_LABELS])
         prompts, responses = found["prompts"], found["responses"]
         lengths = prompts.offsets().diff(), responses.offsets().diff()
         prompt_width = int(lengths[0].max())
@@ -70,7 +72,7 @@ class _Tensors(Mapping[str, torch.Tensor]):
         self._found |= {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+            "position_ids": _positions(found["position_ids"], attention_mask, prompt_width - lengths[0]),
             "responses": input_ids[:, prompt_width:],
         }
         present = [name for name in (*_OF_RESPONSE, *_OPTIONAL) if name in found.keys()]
@@ -83,11 +85,13 @@ class _Tensors(Mapping[str, torch.Tensor]):
 class _Labels(Mapping[str, Any]):
     def __init__(self, batch: Any, tensors: _Tensors):
         self._batch, self._tensors = batch, tensors
+        self._inputs = _Inputs(batch)
 
     def _all(self) -> dict[str, list[Any]]:
         len(self._tensors)  # fetches both
         labels = self._tensors.labels
-        return {SEQUENCE_KEY: list(map(_sequence_id, self._batch.keys, labels["uid"])), **labels}
+        names = list(map(_sequence_id, self._batch.keys, labels["uid"]))
+        return {SEQUENCE_KEY: names, "multi_modal_inputs": self._inputs, **labels}
 
     def __getitem__(self, key: str) -> Any:
         return self._all()[key]
@@ -102,6 +106,35 @@ class _Labels(Mapping[str, Any]):
 def _sequence_id(key: str, uid: str) -> str:
     """``<uid>:<rollout>`` from verl's ``<uid>_<rollout>_<part>``; further parts of one rollout keep their number."""
     return f"{uid}:{key.removeprefix(f'{uid}_').removesuffix('_0')}"
+
+
+def _positions(nested: torch.Tensor, attention_mask: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """(R, P + T), and (R, C, P + T) where pictures have positions of their own."""
+    rows = nested.unbind()
+    if rows[0].dim() == 1:
+        return (attention_mask.cumsum(1) - 1).clamp(min=0)
+    padded = rows[0].new_zeros(len(rows), rows[0].shape[0], attention_mask.shape[1])
+    for row, start, positions in zip(padded, starts.tolist(), rows, strict=True):
+        row[:, start : start + positions.shape[1]] = positions
+    return padded
+
+
+class _Inputs(Sequence[Any]):
+    """The rows' multi-modal inputs, which are large: each is fetched when it is asked for."""
+
+    def __init__(self, batch: Any):
+        self._batch = batch
+        self._found: dict[int, Any] = {}
+
+    def __getitem__(self, row: Any) -> Any:
+        if row not in self._found:
+            key, batch = self._batch.keys[row], self._batch
+            found = tq.kv_batch_get(keys=[key], partition_id=batch.partition_id, select_fields=["multi_modal_inputs"])
+            (self._found[row],) = tu.get(found, "multi_modal_inputs") or [None]
+        return self._found[row]
+
+    def __len__(self) -> int:
+        return len(self._batch.keys)
 
 
 def _padded(values: torch.Tensor) -> torch.Tensor:

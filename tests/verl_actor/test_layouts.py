@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same culprits, the oracle's, under every way of running the actor that is supported."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 
 from tests.world.events import read_events
+from tests.world.models.vision import PLACE
 
 ACTOR = "actor_rollout_ref.actor"
 ON = [f"{ACTOR}.spike_detection=True"]
@@ -127,3 +130,33 @@ def test_a_spike_in_a_later_mini_batch_and_epoch_is_found_there(world, dump_dir)
     assert places == [(0, 1), (1, 1)]
     for event in events:
         assert [(c["row"], c["positions"]) for c in event["culprits"]] == [(6, [2])]
+
+
+@pytest.mark.parametrize("layout", [[], FSDP1], ids=["FSDP2", "FSDP1"])
+def test_a_token_after_a_picture_is_found_certified_and_masked(world, dump_dir, layout):
+    row, position = PLACE
+
+    def train(advantage, *settings, **asked):
+        overrides = [*layout, *settings]
+        return world.run(
+            "tests.world.models.vision.train", overrides=overrides, dump_dir=dump_dir, advantage=advantage, **asked
+        )
+
+    alone, found = train(1e4), train(1e4, *ON, *TAU, has_oracle=True)
+    assert [rank["weights"] for rank in alone] == [rank["weights"] for rank in found], "looking changes nothing"
+    assert [rank["rng"] for rank in alone] == [rank["rng"] for rank in found]
+    (event,) = read_events(dump_dir)
+    (culprit,) = event["culprits"]
+    assert (culprit["row"], culprit["positions"]) == (row, [position])
+    assert culprit["share"] == pytest.approx(found[0]["shares"][0], abs=1e-3)
+    assert event["shares"]["closure"] == pytest.approx(1, abs=0.05)
+    assert event["trigger"]["grad_norm"] == pytest.approx(found[0]["norm"], rel=1e-4)
+    folder = Path(dump_dir, event["folder"])
+    (held,) = json.loads((folder / "sequences.json").read_text())["sequences"]
+    picture = (folder / held["pictures"][0]).read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(held["pictures"]) == 1 and held["pictures_note"] is None
+    assert sum(name.startswith("vision layer") for name in culprit["layers"]) == 2
+    assert event["certificate"]["verdict"] == "explained"
+    assert event["certificate"]["norm_after"] == pytest.approx(found[0]["norm_without"], rel=2e-3)
+    without, masked = train(0.0), train(1e4, *ON, *TAU, f"{ACTOR}.gradloc.action.mode=mask")
+    assert [rank["weights"] for rank in without] == [rank["weights"] for rank in masked], "bit for bit"

@@ -60,10 +60,11 @@ def test_a_config_that_lacks_the_keys_has_their_defaults(feature):
     check_run(feature, make(**{"actor_rollout_ref.rollout.calculate_log_probs": True}))
 
 
-def test_images_are_refused_by_the_name_of_the_feature():
+def test_the_analyses_refuse_images_by_their_own_name():
     """verl's agent loop names the key in text-only runs too, with an empty dict for each row."""
+    feature = "trainer.gradient_analysis_mode"
     for rows in ({"uid": []}, {"multi_modal_inputs": np.array([{}, {}], dtype=object)}):
-        check_batch("spike_detection", SimpleNamespace(non_tensor_batch=rows))
+        check_batch(feature, SimpleNamespace(non_tensor_batch=rows))
     images = np.array([{}, {"pixel_values": [1.0]}], dtype=object)
-    with pytest.raises(ValueError, match=f"{ACTOR}.spike_detection does not take batches with multi_modal_inputs"):
-        check_batch("spike_detection", SimpleNamespace(non_tensor_batch={"multi_modal_inputs": images}))
+    with pytest.raises(ValueError, match=f"{feature} does not take batches with multi_modal_inputs"):
+        check_batch(feature, SimpleNamespace(non_tensor_batch={"multi_modal_inputs": images}))

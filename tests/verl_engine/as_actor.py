@@ -141,11 +141,16 @@ class Trainer(harness.Trainer):
 
 
 def _plain_forward(model: torch.nn.Module, data: Any, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies (B, T) of the responses, without anything of verl's."""
+    """Log-probs and entropies (B, T) of the responses, without anything of verl's but what it made of pictures."""
+    from verl.utils.model import extract_multi_modal_inputs
+
     ids = data["input_ids"]
     mask = torch.arange(NUM_PROMPT + width) < ids.offsets().diff()[:, None]
     padded = torch.zeros(mask.shape, dtype=torch.long).masked_scatter(mask, ids.values())
-    logits = model(input_ids=padded, attention_mask=mask.long()).logits[:, NUM_PROMPT - 1 : -1].float()
+    inputs = extract_multi_modal_inputs(data["multi_modal_inputs"])
+    if inputs:  # the picture is one token: all its positions are those of text
+        inputs["position_ids"] = torch.arange(mask.shape[1]).expand(4, *mask.shape)
+    logits = model(input_ids=padded, attention_mask=mask.long(), **inputs).logits[:, NUM_PROMPT - 1 : -1].float()
     log_probs = logits.log_softmax(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     return log_probs.gather(-1, padded[:, NUM_PROMPT:, None]).squeeze(-1), entropy
@@ -158,12 +163,14 @@ def _packed(values: torch.Tensor, data: Any) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def make_trainer(overrides: list[str], dump_dir: str, seed: int = 0, dropout: float = 0.0) -> Trainer:
+def make_trainer(
+    overrides: list[str], dump_dir: str, seed: int = 0, dropout: float = 0.0, model: torch.nn.Module | None = None
+) -> Trainer:
     """A worker on this world's ranks and the trainer; verl's own engine where spike_detection is off."""
     model_dir = f"{dump_dir}-model"
     if not Path(model_dir, "config.json").exists():
         dist.barrier()  # until every rank has looked
-        harness.save_model(model_dir)
+        harness.save_model(model_dir, model)
     renamed = [new for override in overrides for new in RENAMED.get(override, [override])]
     of_run = [f"{ACTOR}.gradloc.dump_dir={dump_dir}", f"+{MODEL}.override_config.attention_dropout={dropout}"]
     is_on = IS_ON in [override.lower() for override in overrides]

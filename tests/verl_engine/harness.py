@@ -27,9 +27,11 @@ ADAPTER = "adapter"
 PER_TOKEN = ("old_log_probs", "advantages", "ref_log_prob", "token_level_scores", "rollout_log_probs")
 
 
-def save_model(folder: str) -> None:
-    """The tiny model with random weights, the same each time, and an adapter beside it; rank 0 writes."""
-    if dist.get_rank() == 0:
+def save_model(folder: str, model: torch.nn.Module | None = None) -> None:
+    """The tiny model with random weights, the same each time, and an adapter beside it; or another. Rank 0 writes."""
+    if dist.get_rank() == 0 and model is not None:
+        model.save_pretrained(folder)
+    elif dist.get_rank() == 0:
         make_model().save_pretrained(folder)
         add_adapters(make_model()).save_pretrained(f"{folder}/{ADAPTER}")
     dist.barrier()
@@ -167,7 +169,7 @@ def _row(batch: Any, index: int) -> dict[str, Any]:
         "prompts": ids[:NUM_PROMPT],
         "responses": ids[NUM_PROMPT:],
         "input_ids": ids,
-        "position_ids": torch.arange(len(ids)),
+        "position_ids": torch.arange(len(ids)).expand(*tensors["position_ids"].shape[:-1], len(ids)),
         "response_mask": mask,
         "loss_mask": mask,
         **{name: tensors[name][:length] for name in PER_TOKEN if name in tensors},

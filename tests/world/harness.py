@@ -245,7 +245,7 @@ def make_trainer(
     if has_engine():
         from tests.verl_engine import as_actor
 
-        return as_actor.make_trainer(overrides, dump_dir, seed, dropout)
+        return as_actor.make_trainer(overrides, dump_dir, seed, dropout, model)
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.actor.dp_actor import DataParallelPPOActor
 

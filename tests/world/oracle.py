@@ -67,7 +67,7 @@ def actors_micro_batches(actor: Any, model: torch.nn.Module, batch: Any) -> Iter
     for rank, local in enumerate(shards):
         mini_batch = local.split(config.ppo_mini_batch_size)[0]
         for index, micro_batch in enumerate(mini_batch.split(config.ppo_micro_batch_size_per_gpu)):
-            inputs = {**micro_batch.batch}
+            inputs = {**micro_batch.batch, **micro_batch.non_tensor_batch}
             entropy, log_prob = plain._forward_for_loss(inputs, 1.0)
 
             def loss(log_prob: torch.Tensor, entropy: torch.Tensor | None, inputs: Any = inputs) -> torch.Tensor:

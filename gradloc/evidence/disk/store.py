@@ -77,8 +77,15 @@ class EventStore:
         """How much the folder holds, checkpoints included."""
         return sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file()) / 1e9
 
-    def write_folder(self, event_id: str, tensors: dict[str, "torch.Tensor"], documents: dict[str, Any]) -> str:
-        """Write one event's folder: ``batch.safetensors`` (unless there are no tensors) and one JSON file per document.
+    def write_folder(
+        self,
+        event_id: str,
+        tensors: dict[str, "torch.Tensor"],
+        documents: dict[str, Any],
+        files: dict[str, bytes] | None = None,
+    ) -> str:
+        """Write one event's folder: ``batch.safetensors`` (unless there are no tensors), one JSON file per document,
+        and other files by name.
 
         Returns:
             The folder, relative to the store.
@@ -95,6 +102,8 @@ class EventStore:
             (partial / f"{name}.json").write_text(_dumps(document) + "\n", encoding="utf-8")
             if tensors:  # which safetensors lets only their owner read
                 shutil.copymode(partial / f"{name}.json", partial / "batch.safetensors")
+        for name, content in (files or {}).items():
+            (partial / name).write_bytes(content)
         partial.rename(folder)
         return f"events/{event_id}"
 

@@ -49,6 +49,10 @@ class Sequence:
     """d loss / d log_prob."""
     share: tuple[float, ...] | None = None
     """Of the spike; null when not measured."""
+    pictures: tuple[str, ...] | None = optional()
+    """PNG files in the event's folder, in the order of the prompt; null for text, and when the run keeps no text."""
+    pictures_note: str | None = optional()
+    """Why some or all of them are missing; null when none are."""
 
     def __len__(self) -> int:
         known = (self.token_ids, self.tokens, self.response_mask, self.log_prob, self.share)
@@ -105,4 +109,6 @@ class BundleMeta:
     """Folder with the weights before the step, where they were saved."""
     fingerprint: Fingerprint | None = optional()
     """Of the weights that the event happened at."""
+    multi_modal_note: str | None = optional()
+    """Why the inputs beside text are not in batch.safetensors; null where they are, or where there are none."""
     schema_version: Version = SCHEMA_VERSION

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One event as the page's template wants it, with everything worked out beforehand."""
 
+import base64
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from ...evidence.numbers import number, percent
 from ...evidence.record import Culprit, Event, Sequence, StepCause
 from ..figures import drawings
 from ..runs import advice, searchpath, tokens
-from ..runs.events import bundle_folder, read_sequences
+from ..runs.events import bundle_folder, read_pictures, read_sequences
 from ..runs.metrics import Metrics
 from ..runs.shading import Shades, shade
 from ..runs.story import ODD, Story, beside, clip_of, odd_number, tell, weight
@@ -17,6 +18,9 @@ from ..text import one_line, plural, replay_command, span, visible
 
 CULPRITS = 40
 """Culprits written out per event; the rest are counted."""
+
+PICTURE_BYTES = 3_000_000
+"""Of the pictures of one event in a page."""
 
 CERTIFICATES = {
     "explained": "explained: without the culprits the step is healthy",
@@ -89,6 +93,9 @@ class EventView:
     """Prompt by prompt, its rollouts: name, reward, advantage, tokens. The culprit's comes first."""
     shades: list[Shades] = field(default_factory=list)
     token_note: str | None = None
+    pictures: dict[str, str] = field(default_factory=dict)
+    """By file name, as data URLs; of the sequences that hold culprits."""
+    picture_note: str | None = None
     heat: str | None = None
     is_heat_whole: bool = True
     layers: str | None = None
@@ -154,6 +161,10 @@ def full_view(event: Event, root: Path, metrics: Metrics, budget: int, shown: in
     made.sequences = [
         tokens.view(sequence, event.culprits, budget // count, max(shown // count, 20)) for sequence in sequences
     ]
+    with_culprits = [entry.sequence for entry in made.sequences if entry.culprits]
+    pictures, made.picture_note = read_pictures(root, event, with_culprits, PICTURE_BYTES)
+    encoded = {name: base64.b64encode(content).decode("ascii") for name, content in pictures.items()}
+    made.pictures = {name: f"data:image/png;base64,{content}" for name, content in encoded.items()}
     made.siblings = _siblings(event.culprits, sequences)
     heat = drawings.heat_map(event)
     if heat is not None:

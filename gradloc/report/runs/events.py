@@ -6,6 +6,8 @@ note, not an error: everything before it is whole.
 """
 
 import json
+import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +18,9 @@ from ...evidence.record import SCHEMA_VERSION, Event, Sequence, SequenceFile
 from ..text import plural
 
 T = TypeVar("T")
+
+_IS_PICTURE = re.compile(r"picture-[0-9a-f]{12}\.png")
+_PNG = b"\x89PNG\r\n"
 
 
 def convert(raw: Any, kind: type[T]) -> T:
@@ -161,6 +166,33 @@ def read_sequences(root: Path, event: Event) -> tuple[list[Sequence], str | None
             f"sequences.json of event {event.event_id} cannot be read: its token view is missing.",
         )
     return list(found.sequences), None
+
+
+def read_pictures(
+    root: Path, event: Event, sequences: list[Sequence], limit: int
+) -> tuple[dict[str, bytes], str | None]:
+    """The pictures of these sequences' prompts by file name, and a sentence when some are not here.
+
+    Args:
+        root: the folder of events.jsonl.
+        event: whose folder holds them.
+        sequences: the most wanted first.
+        limit: bytes of all together; from the first that is beyond, none is read.
+    """
+    names = list(dict.fromkeys(name for sequence in sequences for name in sequence.pictures or ()))
+    folder = bundle_folder(root, event)
+    found: dict[str, bytes] = {}
+    for name in names if folder is not None else ():
+        content = b""
+        with suppress(OSError):  # the record is not trusted: only what the writer would have written
+            content = (folder / name).read_bytes() if _IS_PICTURE.fullmatch(name) else b""
+        if not content.startswith(_PNG):
+            return found, f"{name} of event {event.event_id} cannot be read, so not all pictures are shown."
+        if sum(map(len, found.values())) + len(content) > limit:
+            left = plural(len(names) - len(found), "picture")
+            return found, f"{left} of event {event.event_id} would make this page too large: see {event.folder}."
+        found[name] = content
+    return found, None
 
 
 def bundle_folder(root: Path, event: Event) -> Path | None:

@@ -285,3 +285,21 @@ def test_what_could_not_be_read_is_said_on_the_page(tmp_path):
     text = render(folder)
     assert "its token view is missing" in text
     assert "the answer" in text  # the culprit in its sentence, from the event itself
+
+
+def test_the_culprits_picture_stands_in_the_page_and_a_stranger_does_not(tmp_path):
+    (tmp_path / "run").mkdir()
+    event = make_event()
+    name, stranger = "picture-0123456789ab.png", "../../secret.png"
+    png = b"\x89PNG\r\n\x1a\n rest"
+    of_culprit = make_sequence(pictures=[name, stranger], pictures_note="1 of 3 pictures are left out.")
+    other = make_sequence(micro_batch_row=1, pictures=["picture-ba9876543210.png"])
+    folder = write_run(tmp_path / "run", [event], {event["event_id"]: [of_culprit, other]})
+    bundle = folder / "gradloc" / event["folder"]
+    for place in (bundle / name, bundle / "picture-ba9876543210.png", folder / "gradloc" / "secret.png"):
+        place.write_bytes(png)
+    text = page.render(read_run(folder))
+    shown = [found for tag, found in Document(text).elements if tag == "img"]
+    assert [picture["src"] for picture in shown] == [f"data:image/png;base64,{base64.b64encode(png).decode()}"]
+    assert "1 of 3 pictures are left out." in text
+    assert f"{stranger} of event {event['event_id']} cannot be read, so not all pictures are shown." in text

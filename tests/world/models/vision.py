@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny vision-language model, batches with pictures in their prompts, and scenarios with both; runs inside a rank."""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.world.harness import VOCABULARY, has_engine, make_batch, make_trainer, model_config
+from tests.world.oracle import token_gradients
+from tests.world.spikes import plant
+
+PATCH, FRAMES, MERGE = 4, 2, 2
+"""Pixels of a patch's side, frames to a patch, patches of the side of what becomes one token."""
+START, PAD, END = VOCABULARY, VOCABULARY + 1, VOCABULARY + 2
+GRID = (1, MERGE, MERGE)
+"""Frames, rows and columns of patches: one token of the prompt."""
+PLACE = (6, 2)
+"""Row and position of what is planted."""
+SIZE = ["actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+
+
+def make_vision_model(seed: int = 0) -> torch.nn.Module:
+    """A random Qwen2.5-VL in float32, its forward replaced by verl's as a worker does."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    from verl.models.transformers.monkey_patch import apply_monkey_patch
+
+    torch.manual_seed(seed)
+    model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**vision_config()))
+    apply_monkey_patch(model, use_remove_padding=False)
+    return model
+
+
+def vision_config() -> dict[str, Any]:
+    """What transformers' config of the tiny model is made of."""
+    text = model_config()
+    shared = {name: getattr(text, name) for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    heads = {name: getattr(text, name) for name in ("num_attention_heads", "num_key_value_heads")}
+    rope = {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    return {
+        "text_config": {
+            **shared,
+            **heads,
+            "vocab_size": VOCABULARY + 8,
+            "max_position_embeddings": 64,
+            "rope_scaling": rope,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "patch_size": PATCH,
+            "temporal_patch_size": FRAMES,
+            "spatial_merge_size": MERGE,
+            "window_size": 2 * PATCH * MERGE,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": text.hidden_size,
+        },
+        "image_token_id": PAD,
+        "video_token_id": VOCABULARY + 3,
+        "vision_start_token_id": START,
+        "vision_end_token_id": END,
+        "tie_word_embeddings": False,
+        "attn_implementation": "sdpa",
+    }
+
+
+def make_vision_batch(seed: int = 0, texts: tuple[int, ...] = ()) -> Any:
+    """Eight rows of `make_batch` with a picture at the start of each prompt, another for each prompt.
+
+    ``texts``: rows without one.
+    """
+    batch = make_batch(num_rows=8, seed=seed)
+    generator = torch.Generator().manual_seed(1000 + seed)
+    shape = (GRID[1] * GRID[2], 3 * FRAMES * PATCH * PATCH)
+    pictures = torch.randn(len(batch) // 2, *shape, generator=generator)
+    inputs = np.empty(len(batch), dtype=object)
+    for row in range(len(batch)):
+        inputs[row] = {}
+        if row not in texts:
+            batch.batch["input_ids"][row, :3] = torch.tensor([START, PAD, END])
+            inputs[row] = {"pixel_values": pictures[row // 2], "image_grid_thw": torch.tensor([GRID])}
+    batch.non_tensor_batch["multi_modal_inputs"] = inputs
+    # a text position and three of the picture's, which is one token here: the same in all four
+    batch.batch["position_ids"] = batch.batch["position_ids"].unsqueeze(1).repeat(1, 4, 1)
+    return batch
+
+
+def train(overrides: list[str], dump_dir: str, advantage: float, has_oracle: bool = False) -> dict[str, Any]:
+    """One update with a token's advantage; what it leaves behind, and the oracle's account of it.
+
+    On verl 0.7 the first micro-batch of rank 0 has no picture; verl 0.9.1 itself fails there with transformers 5.
+    """
+    batch = make_vision_batch(texts=() if has_engine() else (0, 1))
+    plant(batch, *PLACE, advantage)
+    plain = make_vision_model()
+    trainer = make_trainer(SIZE + overrides, dump_dir, model=make_vision_model())
+    oracle = token_gradients(trainer, plain, batch) if has_oracle and dist.get_rank() == 0 else {}
+    events = trainer.update(batch)["events"]
+    found = {"weights": trainer.weights_hash(), "rng": torch.get_rng_state().numpy().tobytes()}
+    if not oracle:
+        return found
+    total = sum(oracle.values())
+    culprits = [oracle[_place(culprit)] for event in events for culprit in event["culprits"]]
+    return {
+        **found,
+        "norm": float(total.norm()),
+        "norm_without": float((total - sum(culprits)).norm()),
+        "shares": [float(g @ total / (total @ total)) for g in culprits],
+    }
+
+
+def _place(culprit: dict[str, Any]) -> tuple[int, int, int, int]:
+    return culprit["rank"], culprit["micro_batch"], culprit["micro_batch_row"], culprit["positions"][0]
+
+
+def save_model(folder: str) -> None:
+    """The tiny model as a folder."""
+    make_vision_model().save_pretrained(folder)
