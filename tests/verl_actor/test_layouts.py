@@ -132,7 +132,7 @@ def test_a_spike_in_a_later_mini_batch_and_epoch_is_found_there(world, dump_dir)
         assert [(c["row"], c["positions"]) for c in event["culprits"]] == [(6, [2])]
 
 
-@pytest.mark.parametrize("layout", [[], FSDP1], ids=["FSDP2", "FSDP1"])
+@pytest.mark.parametrize("layout", [[], pytest.param(FSDP1, marks=pytest.mark.slow)], ids=["FSDP2", "FSDP1"])
 def test_a_token_after_a_picture_is_found_certified_and_masked(world, dump_dir, layout):
     row, position = PLACE
 
