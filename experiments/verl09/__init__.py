@@ -2,6 +2,7 @@
 """What verl 0.9's real trainer needs on a machine with no GPU, through verl's own registries.
 
 - `platform`  a machine without an accelerator; loaded in every process by `VERL_USE_EXTERNAL_MODULES`
+- `order`     puts a batch's rows in an order that does not change from run to run
 - `rollout`   generates, behind verl's agent loop; loaded with the demo's `fault` by `model.external_lib`
 """
 

@@ -2,8 +2,9 @@
 """Rollouts from the current weights by transformers' own `generate`, behind verl 0.9's agent loop.
 
 Loaded by `actor_rollout_ref.model.external_lib`, as rollout "hf_cpu". A replica has one server, a Ray actor with a
-plain copy of the policy, which answers all requests that it has received in one batch. verl's agent loop sends them
-as they come, so which of a prompt's rollouts gets which answer may differ from run to run.
+plain copy of the policy, which answers all requests that it has received in one batch. How many belong together is
+`rollout.engine_kwargs.hf_cpu.batch`: with it the same prompts get the same answers in every run, though which of a
+prompt's rollouts gets which may differ, since verl's agent loop sends requests as they come.
 """
 
 import asyncio
@@ -19,7 +20,9 @@ base._ROLLOUT_REGISTRY[("hf_cpu", "async")] = f"{__name__}.WeightSender"
 RolloutReplicaRegistry.register("hf_cpu", lambda: Replica)
 
 QUIET_S = 0.1
-"""A batch is complete when no request has come for so long."""
+"""A batch of unknown size is complete when no request has come for so long."""
+PATIENCE = 100
+"""One of known size is given up for complete when for so many times as long none has come: verl has lost a request."""
 
 
 def server_name(replica: int) -> str:
@@ -35,9 +38,10 @@ class Server:
         model_path: the folder with config and tokenizer.
         response_length: the most tokens of a response.
         seed: of the run's random numbers.
+        batch_size: requests that are answered together; None for those that come at about the same time.
     """
 
-    def __init__(self, model_path: str, response_length: int, seed: int):
+    def __init__(self, model_path: str, response_length: int, seed: int, batch_size: int | None):
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
         torch.set_num_threads(1)
@@ -45,7 +49,7 @@ class Server:
         self.model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
         self.model.generation_config.eos_token_id = config.eos_token_id
         self.pad = AutoTokenizer.from_pretrained(model_path).pad_token_id
-        self.response_length, self.seed = response_length, seed
+        self.response_length, self.seed, self.batch_size = response_length, seed, batch_size
         self.global_steps = None
         self.num_calls = 0
         self.waiting: list[tuple] = []
@@ -66,10 +70,7 @@ class Server:
 
     async def _answer_all(self) -> None:
         while self.waiting:
-            number = None
-            while number != len(self.waiting):
-                number = len(self.waiting)
-                await asyncio.sleep(QUIET_S)
+            await self._all_have_come()
             requests, self.waiting = sorted(self.waiting, key=lambda request: request[0]), []
             try:
                 answers = self._sample([prompt for prompt, _, _ in requests], requests[0][1])
@@ -80,6 +81,13 @@ class Server:
                     future.set_exception(answer)
                 else:
                     future.set_result(answer)
+
+    async def _all_have_come(self) -> None:
+        quiet, patience = 0, PATIENCE if self.batch_size else 1
+        while quiet < patience and len(self.waiting) < (self.batch_size or float("inf")):
+            number = len(self.waiting)
+            await asyncio.sleep(QUIET_S)
+            quiet = quiet + 1 if len(self.waiting) == number else 0
 
     def _sample(self, prompts: list[list[int]], asked: dict) -> list[TokenOutput]:
         self.num_calls += 1
@@ -108,9 +116,10 @@ class Replica(RolloutReplica):
     """Starts the server."""
 
     async def launch_servers(self):
-        path = self.model_config["path"]
+        path, config = self.model_config["path"], self.config
+        batch_size = config.engine_kwargs.get("hf_cpu", {}).get("batch")
         server = Server.options(name=server_name(self.replica_rank)).remote(
-            path, self.config.response_length, self.config.seed
+            path, config.response_length, config.seed, batch_size
         )
         self.servers = [server]
         self._server_handle, self._server_address = server, server_name(self.replica_rank)
