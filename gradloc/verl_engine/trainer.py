@@ -29,6 +29,9 @@ from .touches import check_verl
 
 __all__ = ["TrainerSide", "watch_trainers"]
 
+_COUNTS = "spikes unwritten mask skip abort masked_tokens events culprits explained probes seconds".split()
+_LARGEST = "head_grad_norm norm_after failures write_failures".split()
+
 
 class TrainerSide:
     """What a V1 trainer calls, in the order of the methods; each part does nothing while it is off.
@@ -54,6 +57,7 @@ class TrainerSide:
         self.alpha = 0.0 if block is None else omega_conf_to_dataclass(block).alpha
         self.spikes: Driver | None = None
         self._num_updates = 0
+        self._of_updates: list[dict[str, float]] = []  # the present step's metrics
         self._checkpoint: str | None = None
 
     @property
@@ -116,7 +120,9 @@ class TrainerSide:
         finally:
             group.update_actor = call
             batch.extra_info.pop(POLICY_KEY, None)
-        metrics.update(reduce_metrics(self._after_update(driver, view, _reports(caught))))
+        found = reduce_metrics(self._after_update(driver, view, _reports(caught)))
+        self._of_updates.append(found)
+        metrics.update(found)
         return batch
 
     def _after_update(self, driver: Driver, view: Any, reports: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -137,11 +143,14 @@ class TrainerSide:
         )
         return found | {
             "gradloc/failures": [max(report["failures"] for report in reports)],
-            "actor/grad_norm_max": [max(norms, key=lambda norm: math.inf if norm != norm else norm)],
+            "actor/grad_norm_max": [max(norms, key=_size)],
         }
 
     def after_metrics(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         """Once verl has computed the step's metrics, before they are logged."""
+        if len(self._of_updates) > 1:  # of which verl has taken means
+            metrics.update(_joined(self._of_updates))
+        self._of_updates = []
         if self.monitor is not None:
             self.monitor.observe(view_of(batch), metrics, global_step)
             if self._checkpoint is not None:  # written before the step had its metrics
@@ -157,6 +166,23 @@ class TrainerSide:
     def _remember(self, folder: str) -> None:
         if self.spikes is not None:
             self.spikes.last_checkpoint = os.path.abspath(folder)
+
+
+def _joined(updates: list[dict[str, float]]) -> dict[str, float]:
+    """Metrics of a step with several updates: counts added up, else the largest or of the one nearest its threshold."""
+    nearest_last = sorted(updates, key=lambda found: _size(found.get("gradloc/norm_over_threshold", 0.0)))
+    joined = {name: value for found in nearest_last for name, value in found.items()}
+    for name in joined:
+        values = [found[name] for found in updates if name in found]
+        if name.removeprefix("gradloc/") in _COUNTS:
+            joined[name] = sum(values)
+        elif name.removeprefix("gradloc/") in _LARGEST or name == "actor/grad_norm_max":
+            joined[name] = max(values, key=_size)
+    return joined
+
+
+def _size(value: float) -> float:
+    return math.inf if value != value else value
 
 
 def _put(batch: Any, fields: dict[str, torch.Tensor]) -> None:

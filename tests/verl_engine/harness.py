@@ -7,6 +7,7 @@ in for Ray is a function call, and for TransferQueue a dictionary. Batches are `
 same scenario can be run on this and on verl 0.7's actor.
 """
 
+import contextlib
 import copy
 import os
 from dataclasses import dataclass, field
@@ -189,14 +190,15 @@ def make_trainer(
         stock: take verl's own engine, whatever else is registered.
         kind: what to return.
     """
+    from verl.experimental.separation.engine_workers import DetachActorWorker
     from verl.trainer.ppo.v1 import get_trainer_cls
-    from verl.workers.engine_workers import ActorRolloutRefWorker
 
+    _let_fsdp1_offload()
     config = make_config(overrides, model_dir)
     if "gradloc" in config.actor_rollout_ref.actor and dist.get_rank() > 0:  # there is one trainer, and here two
         config.actor_rollout_ref.actor.gradloc.dump_dir += f"-rank{dist.get_rank()}"
     with mock.patch.dict(os.environ, {"VERL_ENGINE_VENDOR": "none"} if stock else {}):
-        worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor")
+        worker = DetachActorWorker(config.actor_rollout_ref, role="actor")  # separate_async's; it adds to verl's own
         worker.init_model()
     if worker.actor.engine.scaler is not None:  # verl's own asks for CUDA and switches itself off without
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -212,6 +214,23 @@ def make_trainer(
         update_actor=made.update_actor, _dispatch_info={"actor": list(range(made.dp_size))}
     )
     return made
+
+
+def _let_fsdp1_offload() -> None:
+    """verl loads FSDP1's parameters back to "cpu:cpu" here, its device's name and number; "cpu:0" is the same place."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from verl.utils import fsdp_utils
+    from verl.workers.engine.fsdp import transformer_impl
+
+    original = fsdp_utils.load_fsdp_model_to_gpu
+
+    def load(model: Any) -> None:
+        is_fsdp1 = isinstance(model, FullyShardedDataParallel)
+        with mock.patch.object(fsdp_utils, "get_device_id", lambda: 0) if is_fsdp1 else contextlib.nullcontext():
+            original(model)
+
+    transformer_impl.load_fsdp_model_to_gpu = load
 
 
 def train(
@@ -244,6 +263,62 @@ def train(
         "weights": trainer.weights_hash(),
         "rng": torch.get_rng_state().numpy().tobytes(),
     }
+
+
+CYCLE = [
+    "trainer.v1.trainer_mode=separate_async",
+    "trainer.v1.separate_async.parameter_sync_step=3",
+    "trainer.v1.separate_async.hybrid_rollout.enable_switch=false",
+    "data.train_batch_size=48",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
+]
+
+
+def train_in_a_cycle(
+    overrides: list[str], model_dir: str, plants: tuple[tuple[int, int, float], ...], stock: bool = False
+) -> dict[str, Any]:
+    """One step of the trainer whose step has several updates, with the weights put aside and back between them.
+
+    Args:
+        overrides: of verl's config.
+        model_dir: what `save_model` wrote.
+        plants: row, response position and advantage, put into the batches of the second and third update.
+        stock: take verl's own engine.
+    """
+    from verl.checkpoint_engine import CheckpointEngineRegistry
+
+    class Nowhere:
+        """In place of what sends weights to rollouts on other machines."""
+
+        def __init__(self, **_: Any):
+            pass
+
+    with mock.patch.dict(CheckpointEngineRegistry._registry, nccl=Nowhere):
+        made = make_trainer([*CYCLE, *overrides], model_dir, stock=stock)
+    trainer, worker = made.trainer, made.worker
+    trainer.global_steps = 1
+
+    def step_once(metrics: dict[str, Any], timing: Any, size: int) -> Any:
+        number = trainer.local_trigger_step
+        worker.save_model_to_cpu(number)
+        if number > 0:  # verl then computes old log-probs
+            worker.restore_model_from_cpu(0)
+            worker.restore_model_from_cpu(number)
+        batch = make_batch(seed=(0, 3, 7)[number])  # the ratio of row 5's token 3 is not clipped in the latter two
+        batch.non_tensor_batch["uid"] = batch.non_tensor_batch["uid"] + f"-{number}"
+        for row, position, advantage in plants if number > 0 else ():
+            batch.batch["advantages"][row, position] = advantage
+        return trainer._update_actor(made.store.add(batch), metrics)
+
+    metrics: dict[str, Any] = {}
+    with made.store, mock.patch.object(trainer, "_step_once", step_once), mock.patch.object(trainer, "prepare_step"):
+        trainer.prepare_step.return_value = {}
+        batch = trainer.step(metrics, {})
+    if hasattr(trainer, "gradloc"):
+        trainer.gradloc.after_metrics(batch, metrics, trainer.global_steps)
+    return {"metrics": metrics, "weights": made.weights_hash(), "rng": torch.get_rng_state().numpy().tobytes()}
 
 
 def resume(overrides: list[str], model_dir: str, folder: str) -> dict[str, Any]:

@@ -7,8 +7,10 @@ from .test_localization import ACTOR, ON, PLANT, events_in
 
 FSDP = f"{ACTOR}.fsdp_config"
 FP16 = "{param_dtype:fp16,reduce_dtype:fp32,buffer_dtype:fp32}"
+OFFLOAD = [f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"]
 MORE = {
-    "offload": [f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"],
+    "offload": OFFLOAD,
+    "offload, FSDP1": [f"{ACTOR}.strategy=fsdp", *OFFLOAD],
     "gradient checkpointing": ["actor_rollout_ref.model.enable_gradient_checkpointing=true"],
     "fp16": [f"{FSDP}.dtype=float16", f"{FSDP}.mixed_precision={FP16}"],
     "a gradient reduced after every micro-batch": [f"{FSDP}.use_no_sync_for_gradient_accumulation=false"],
@@ -29,6 +31,22 @@ def test_a_planted_token_is_named_and_the_run_stays_what_it_was(train, layout, t
     *_, event = events_in(tmp_path)
     assert event["certificate"]["verdict"] == "explained"
     assert [(culprit["row"], 3 in culprit["positions"]) for culprit in event["culprits"]] == [(5, True)]
+
+
+def test_every_update_of_a_step_is_watched_and_counted(engine_world, model_dir, tmp_path):
+    settings = [*ON, f"{ACTOR}.gradloc.dump_dir={tmp_path}", f"{ACTOR}.gradloc.trigger.max_events_per_step=4"]
+    cycle = {"model_dir": str(model_dir), "plants": (PLANT,)}
+    stock = engine_world.run("tests.verl_engine.harness.train_in_a_cycle", overrides=[], stock=True, **cycle)
+    watched = engine_world.run("tests.verl_engine.harness.train_in_a_cycle", overrides=settings, **cycle)
+    for one, other in zip(stock, watched, strict=True):
+        assert one["weights"] == other["weights"] and one["rng"] == other["rng"]
+    events = events_in(tmp_path)
+    assert [event["step"]["global_step"] for event in events] == [1, 1] and len({e["event_id"] for e in events}) == 2
+    assert {event["certificate"]["verdict"] for event in events} == {"explained"}
+    metrics = watched[0]["metrics"]
+    assert metrics["gradloc/spikes"] == metrics["gradloc/events"] == metrics["gradloc/culprits"] == 2
+    assert metrics["actor/grad_norm_max"] == max(event["trigger"]["grad_norm"] for event in events)
+    assert all(metrics[name] == value for name, value in stock[0]["metrics"].items() if "perf/" not in name)
 
 
 def test_the_adaptive_trigger_learns_from_the_run_and_a_rehearsal_looks_at_a_healthy_step(train, tmp_path):
