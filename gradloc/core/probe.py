@@ -172,6 +172,8 @@ class Prober:
         self.ranks = ranks
         self.num_forwards = 0
         self.num_backwards = 0
+        self.routes: dict[int, list[torch.Tensor]] = {}
+        """Of a mixture of experts, by micro-batch: what every top-k of its forward chose, in their order."""
 
     @property
     def cost(self) -> int:

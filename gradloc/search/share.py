@@ -38,6 +38,7 @@ import torch
 
 from ..core.gradients import Gradient
 from ..core.probe import Prober
+from .routes import forward_on_routes, hold_routes
 from .weights import MovedWeights
 
 __all__ = ["MAX_TRIES", "Coefficients", "ShareMap", "measure_shares"]
@@ -102,7 +103,8 @@ def measure_shares(
         known: the map of other micro-batches along the same direction, to be completed at the step that it took.
 
     Returns:
-        The map with the best closure reached; 2 forwards of each micro-batch, mostly one more to adapt the step.
+        The map with the best closure reached; 2 forwards of each micro-batch, mostly one more to adapt the step, and
+        of a model of experts one more to note its routes.
     """
     chosen = range(prober.step.num_micro_batches) if micro_batches is None else micro_batches
     return _Measurement(prober, coefficients, direction, scale, chosen, known).run(tries)
@@ -138,6 +140,7 @@ class _Measurement:
         best = ShareMap(nothing, self.square, 0.0, False, 0.0)
         if self.square <= 0 or largest <= 0 or not math.isfinite(self.square):
             return best
+        hold_routes(self.prober, self.micro_batches)
         step = self.target * largest / self.square * _SHRINK ** tries[0] if self.known is None else self.known.step
         with MovedWeights(self.prober.space, self.dtype) as weights:
             for attempt in range(2) if self.is_partial else tries:
@@ -186,7 +189,7 @@ class _Measurement:
 
     def _leg(self, weights: MovedWeights, step: float, micro_batches: Sequence[int]) -> Leg:
         self.prober.ranks.agree(lambda: weights.move(self.direction, step / self.scale))
-        return {index: self.prober.forward(index) for index in micro_batches}
+        return {index: forward_on_routes(self.prober, index) for index in micro_batches}
 
     def _response(self, plus: Leg, minus: Leg) -> float:
         """How far the log-probs move that the loss depends on; inf where one does not stay finite.

@@ -33,6 +33,7 @@ import torch
 
 from ..core.selection import Token
 from .candidates import by_value
+from .routes import forward_on_routes, hold_routes
 from .share import Coefficients
 from .task import PathEntry, SearchResult, Task, verify
 from .weights import MovedWeights
@@ -84,11 +85,12 @@ def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DI
         means[index] += delta / (number + 1)
         squares[index] += delta * (value - means[index])
 
+    hold_routes(prober, range(len(coefficients)))
     with MovedWeights(prober.space, prober.step.compute_dtype) as weights:
         for number in range(num_directions + 1):
             prober.ranks.agree(partial(weights.move_randomly, number + 1, step_size))
             for index in range(len(coefficients)):
-                outputs = prober.forward(index)
+                outputs = forward_on_routes(prober, index)
                 prober.ranks.agree(partial(note, number, index, *outputs))
 
     def finish() -> tuple[list[torch.Tensor], float]:

@@ -173,7 +173,8 @@ class ActorHook:
             if self._num_without_policy:
                 metrics["gradloc/updates_without_policy"] = [self._num_without_policy]
             metrics[COEFFICIENT_KEY] = [found.coefficient]
-            metrics[HEAD_KEY] = [float(square) for square in found.head_squares]
+            if found.ranks.replicas == 1:  # with Ulysses the trainer does not hear of every shard
+                metrics[HEAD_KEY] = [float(square) for square in found.head_squares]
             if found.ranks.is_first and found.handled:
                 metrics[EVENTS_KEY], metrics[HANDLED_KEY] = found.events, found.handled
         if self.stabilizer is not None:

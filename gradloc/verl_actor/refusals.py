@@ -63,7 +63,6 @@ _NEEDS = {
     f"{_ACTOR}.spike_detection": (
         _LEGACY,
         _FSDP,
-        _WHOLE_SEQUENCES,
         _WEIGHTS_ON_DEVICE,
         _ACTIVATIONS_ON_DEVICE,
     ),

@@ -86,7 +86,8 @@ class ActorStep:
             return 0
         masks = [micro_batch.batch["attention_mask"] for micro_batch in self.micro_batches]
         num_positions = max(int(mask.sum()) if actor.use_remove_padding else mask.numel() for mask in masks)
-        return 4 * num_positions * getattr(actor.actor_module.config.get_text_config(), "vocab_size", 0)
+        vocabulary = getattr(actor.actor_module.config.get_text_config(), "vocab_size", 0)
+        return 4 * num_positions * vocabulary // actor.ulysses_sequence_parallel_size
 
     def entropies(self, micro_batch: int) -> torch.Tensor:
         self._recorded[micro_batch].rng.restore()

@@ -255,6 +255,6 @@ class TrainerHook:
             coefficients = [value for of_rank in metrics[COEFFICIENT_KEY] for value in of_rank]
             norms = metrics["actor/grad_norm"][0]
             view = BatchView(batch.batch, batch.non_tensor_batch)
-            heads = zip(*metrics.pop(HEAD_KEY), strict=True)
+            heads = zip(*metrics.pop(HEAD_KEY, []), strict=True)
             metrics.update(self.spikes.after_update(norms, events, view, handled, coefficients, heads))
         return output

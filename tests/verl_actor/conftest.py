@@ -12,7 +12,7 @@ from tests.world import World
 
 PATCHES = json.loads((ROOT / "patches/manifest.json").read_text())["patches"]
 VERLS = [entry["base"].removeprefix("v") for entry in PATCHES]
-ON_ALL = {"test_localization", "test_harmless", "test_layouts"}
+ON_ALL = {"test_localization", "test_harmless", "test_layouts", "test_experts", "test_ulysses"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -28,9 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         given = getattr(item, "callspec", None) and item.callspec.params or {}
         is_plain = given.get("strategy", "auto") == "auto" and given.get("name", "FSDP1") in ("FSDP1", "FSDP2")
-        if given.get("verl_version", VERL) != VERL and not (
-            is_plain and not {"four_ranks", "single"} & set(item.fixturenames)
-        ):
+        is_plain = is_plain and not {"four_ranks", "single"} & set(item.fixturenames) and "layouts/" not in item.nodeid
+        if given.get("verl_version", VERL) != VERL and not is_plain:
             item.add_marker(pytest.mark.slow)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.verl_engine import harness
 from tests.verl_engine.harness import ACTOR, MODEL
-from tests.world.harness import NUM_PROMPT
+from tests.world.harness import NUM_PROMPT, experts_of, of_verl
 from tests.world.oracle import MicroBatch
 
 IS_ON = f"{ACTOR}.spike_detection=true"
@@ -168,10 +168,11 @@ def make_trainer(
 ) -> Trainer:
     """A worker on this world's ranks and the trainer; verl's own engine where spike_detection is off."""
     model_dir = f"{dump_dir}-model"
+    model = experts_of(overrides, seed) if model is None else model
     if not Path(model_dir, "config.json").exists():
         dist.barrier()  # until every rank has looked
         harness.save_model(model_dir, model)
-    renamed = [new for override in overrides for new in RENAMED.get(override, [override])]
+    renamed = [new for override in of_verl(overrides) for new in RENAMED.get(override, [override])]
     of_run = [f"{ACTOR}.gradloc.dump_dir={dump_dir}", f"+{MODEL}.override_config.attention_dropout={dropout}"]
     is_on = IS_ON in [override.lower() for override in overrides]
     return harness.make_trainer(BASE + of_run + renamed, model_dir, seed, stock=not is_on, kind=Trainer)

@@ -9,6 +9,8 @@ from verl's own yaml, the batch dealt out to ranks as verl's dispatch does. Runs
 import copy
 import hashlib
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -16,8 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.world.configs import config_of
+from tests.world.models.ulysses import attention_of_verl, plain_padding
 from tests.world.oracle import actors_micro_batches
 
 NUM_PROMPT, NUM_RESPONSE, VOCABULARY = 5, 12, 96
@@ -47,6 +51,7 @@ class Trainer:
     actor: Any
     config: Any
     hook: Any = None
+    sequence_mesh: Any = None
     global_steps: int = 0
     train_dataset: Any = range(100)
 
@@ -98,7 +103,8 @@ class Trainer:
     def update_actor(self, batch: Any) -> Any:
         """What verl's worker group does: deal the rows out, update, bring the metrics together."""
         local = batch.chunk(self.dp_size)[dist.get_rank() // self.sp_size]
-        metrics = self.actor.update_policy(local)
+        with self.without_flash_attention():
+            metrics = self.actor.update_policy(local)
         meta = _pop_events(metrics) if self.hook is not None else {}
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (metrics, meta))
@@ -106,6 +112,17 @@ class Trainer:
         output = copy.copy(batch)
         output.meta_info = {"metrics": merged, **everyone[0][1]}
         return output
+
+    @contextmanager
+    def without_flash_attention(self) -> Iterator[None]:
+        """What verl's worker does around an update, with what flash attention would do."""
+        from verl.workers.sharding_manager.fsdp_ulysses import FSDPUlyssesShardingManager
+
+        attention = nullcontext()
+        if self.actor.use_remove_padding:
+            attention = plain_padding() if self.sequence_mesh is None else attention_of_verl()
+        with attention, FSDPUlyssesShardingManager(self.sequence_mesh):
+            yield
 
     @property
     def dp_size(self) -> int:
@@ -185,21 +202,23 @@ def model_config(dropout: float = 0.0) -> Any:
     )
 
 
-def make_moe_model(seed: int = 0) -> torch.nn.Module:
-    """A random Qwen3 of four experts a layer, two of them active; its forward computes the routers' balancing loss."""
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+def model_of(overrides: list[str], seed: int = 0, dropout: float = 0.0) -> torch.nn.Module:
+    """The tiny model that the test itself names: with adapters (``lora``), or of experts (``experts=mixtral``)."""
+    model = experts_of(overrides, seed) or make_model(seed, dropout)
+    return add_adapters(model) if "lora" in overrides else model
 
-    plain = make_model(seed).config
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        **{name: value for name, value in plain.to_diff_dict().items() if name not in ("model_type", "architectures")},
-        moe_intermediate_size=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        output_router_logits=True,
-    )
-    config._attn_implementation = "sdpa"
-    return AutoModelForCausalLM.from_config(config)
+
+def experts_of(overrides: list[str], seed: int = 0) -> torch.nn.Module | None:
+    """The mixture of experts that is asked for by ``experts=KIND``; None without."""
+    from tests.world.models.experts import make_experts
+
+    kinds = [override.removeprefix("experts=") for override in overrides if override.startswith("experts=")]
+    return make_experts(kinds[0], seed) if kinds else None
+
+
+def of_verl(overrides: list[str]) -> list[str]:
+    """Without ``experts=KIND``, which is the test's own."""
+    return [override for override in overrides if not override.startswith("experts=")]
 
 
 def add_adapters(model: torch.nn.Module) -> torch.nn.Module:
@@ -251,13 +270,11 @@ def make_trainer(
 
     if dist.get_rank() != 0:  # in verl one process, the trainer's, writes
         dump_dir = f"{dump_dir}-rank{dist.get_rank()}"
-    has_adapters = "lora" in overrides
-    config = make_config([override for override in overrides if override != "lora"], dump_dir)
+    config = make_config([override for override in of_verl(overrides) if override != "lora"], dump_dir)
     actor_config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     sp_size = actor_config.ulysses_sequence_parallel_size
     actor_config.ppo_mini_batch_size //= dist.get_world_size() // sp_size
-    model = make_model(seed, dropout) if model is None else model
-    model = add_adapters(model) if has_adapters else model
+    model = model_of(overrides, seed, dropout) if model is None else model
     module = shard(model, actor_config, config.actor_rollout_ref.model)
     trainable = [param for param in module.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=actor_config.optim.lr)
@@ -268,6 +285,8 @@ def make_trainer(
 
         actor.scaler = ShardedGradScaler(device="cpu", init_scale=8.0, growth_interval=400)
     trainer = Trainer(actor, config)
+    if sp_size > 1:
+        trainer.sequence_mesh = init_device_mesh("cpu", (trainer.dp_size, sp_size), mesh_dim_names=("dp", "sp"))
     try:
         from verl.gradloc.verl_actor.trainer import build_trainer_hook
     except ImportError:  # unpatched verl, the baseline of the bit-identity tests

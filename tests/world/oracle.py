@@ -37,7 +37,6 @@ def token_gradients(trainer: Any, model: torch.nn.Module, batch: Any) -> dict[tu
     """
     model = copy.deepcopy(model).train()
     params = [param for param in model.parameters() if param.requires_grad]
-    num_ranks = dist.get_world_size()
     gradients = {}
     for found in trainer.micro_batches(model, batch):
         leaf = found.log_prob.detach().requires_grad_()
@@ -48,7 +47,7 @@ def token_gradients(trainer: Any, model: torch.nn.Module, batch: Any) -> dict[tu
             if found.entropy is not None and entropy_leaf.grad is not None:
                 root = root + found.entropy[row, position] * entropy_leaf.grad[row, position]
             grads = torch.autograd.grad(root, params, retain_graph=True)
-            flat = torch.cat([grad.flatten() for grad in grads]) / num_ranks
+            flat = torch.cat([grad.flatten() for grad in grads]) / trainer.dp_size
             gradients[found.rank, found.index, row, position] = flat
     return gradients
 
@@ -61,8 +60,9 @@ def actors_micro_batches(actor: Any, model: torch.nn.Module, batch: Any) -> Iter
     plain = DataParallelPPOActor.__new__(DataParallelPPOActor)
     plain.__dict__.update(actor.__dict__)
     plain.actor_module = model
+    plain.use_remove_padding = plain.use_ulysses_sp = False
     plain.gradient_accumulation = config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu
-    shards = batch.chunk(dist.get_world_size())
+    shards = batch.chunk(dist.get_world_size() // actor.ulysses_sequence_parallel_size)
     on_policy = len(shards[0]) == config.ppo_mini_batch_size and config.ppo_epochs == 1
     for rank, local in enumerate(shards):
         mini_batch = local.split(config.ppo_mini_batch_size)[0]

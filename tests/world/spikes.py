@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.world.harness import add_adapters, make_batch, make_model, make_trainer
+from tests.world.harness import make_batch, make_model, make_trainer, model_of
 from tests.world.oracle import token_gradients
 
 ON = ["actor_rollout_ref.actor.spike_detection=True"]
@@ -34,7 +34,7 @@ def localize_planted(
     for row, position, advantage in plants:
         plant(batch, row, position, advantage)
     trainer = make_trainer(ON + overrides, dump_dir)
-    model = add_adapters(make_model()) if "lora" in overrides else make_model()
+    model = model_of(overrides)
     oracle = token_gradients(trainer, model, batch) if dist.get_rank() == 0 else {}
     out = trainer.update(batch)
     event = out["events"][0] if out["events"] else None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.bare.routers import AddLoss
-from tests.world.harness import NUM_PROMPT, NUM_RESPONSE, make_batch, make_moe_model, make_trainer, part
+from tests.world.harness import NUM_PROMPT, NUM_RESPONSE, make_batch, make_trainer, part
 from tests.world.spikes import ON, plant
 
 NUM_HEALTHY = 5  # updates before the spike: a history of the batch's scale
@@ -21,10 +21,10 @@ PLANTS = {"token": [(5, 3, 1e4)], "opposite": OPPOSITE, "twelve": TWELVE, "exper
 
 def spike(kind: str, overrides: list[str], dump_dir: str) -> None:
     """One update with a spike of this kind; its event is on disk."""
-    model = make_moe_model() if kind.startswith("experts") else None
-    if kind in ("experts", "experts and a token"):
-        add_router_loss(model, 1e4 if kind == "experts" else 1e-3)
-    trainer = make_trainer(ON + overrides, dump_dir, model=model)
+    has_experts = kind in ("experts", "experts and a token")
+    trainer = make_trainer(ON + overrides + ["experts=qwen3_moe"] * has_experts, dump_dir)
+    if has_experts:
+        add_router_loss(trainer.module, 1e4 if kind == "experts" else 1e-3)
     batch = make_batch()
     for row, position, advantage in PLANTS.get(kind, []):
         plant(batch, row, position, advantage)
@@ -62,7 +62,7 @@ def add_router_loss(model: torch.nn.Module, factor: float) -> None:
         output.logits = AddLoss.apply(output.logits, factor * output.aux_loss)
         return output
 
-    model.register_forward_hook(add)
+    getattr(model, "_fsdp_wrapped_module", model).register_forward_hook(add)
 
 
 def break_forward(module: torch.nn.Module, row: torch.Tensor) -> None:

@@ -16,8 +16,6 @@ NOT_HERE = {
     "the_page_shows_these_distances": "the page shows those of verl 0.7's loss",
     "[padding": "verl 0.9's batches have no padding",
     "-padding]": "verl 0.9's batches have no padding",
-    "[experts": "verl 0.9 reads its model from a folder, and this router's loss hangs on a model",
-    "-experts": "verl 0.9 reads its model from a folder, and this router's loss hangs on a model",
 }
 """Part of a test's name, and why verl 0.9 has nothing to test there."""
 SLOW = (
