@@ -21,6 +21,7 @@ DEMO = Experiment(
         number("RUNAWAY_PENALTY_MULTIPLIER", "what a reward is multiplied by that has no end in time (1)"),
     ),
     is_on_cpu=True,
+    is_planted=True,
     verls=("0.7.0", "0.7.1"),
 )
 
@@ -29,8 +30,18 @@ DEMO_VERL09 = Experiment(
     "the demo on verl 0.9.1 and its default trainer, with nothing patched: demo verl=0.9.1",
     variables=DEMO.variables[:3],
     is_on_cpu=True,
+    is_planted=True,
     verls=("0.9.1",),
     is_installed=True,
+)
+
+DEMO_LLM = DEMO.heir(
+    "demo-llm",
+    "the demo on a pretrained language model of 135 M weights, SmolLM2-135M-Instruct, with no GPU and no hub",
+    number("GRPO_LEARNING_RATE", "the actor's learning rate (2e-6)"),
+    imports=("torch", "ray", "hydra", "math_verify"),
+    material="experiments.llm.build",
+    is_planted=True,
 )
 
 PUBLISHED = Experiment(

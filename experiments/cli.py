@@ -112,7 +112,7 @@ def run(args, environ, cwd: Path) -> int:
             code = suite.run(experiment, cells, args.overrides, run_dir, run_one, plain)
         else:
             code = run_one(args.overrides, run_dir)
-    if code == 0 and experiment in (catalog.DEMO, catalog.DEMO_VERL09):
+    if code == 0 and experiment.is_planted:
         code = verdict.main([str(run_dir)])
         draw_report(python, run_dir)
     say("results", run_dir)

@@ -51,6 +51,8 @@ class Experiment:
     """Packages that must be there."""
     is_on_cpu: bool = False
     """Whether it is the demo or builds on it: it then runs in the demo's environment."""
+    is_planted: bool = False
+    """Whether a run ends by comparing its event with what was planted. Not passed on to heirs."""
     material: str = "experiments.cpu.build"
     """What builds model and data of an experiment on the CPU: `python -m MODULE --cache FOLDER` prints their folder."""
     verls: tuple[str, ...] = ("0.7.0",)
@@ -76,7 +78,7 @@ class Experiment:
             changes: other fields. Arms, seeds and summary module are not passed on.
         """
         own = {variable.name: variable for variable in (*self.variables, *variables)}
-        fresh = {"verls": ("0.7.0",), "arms": (), "seeds": (), "summary_module": None, **changes}
+        fresh = {"verls": ("0.7.0",), "is_planted": False, "arms": (), "seeds": (), "summary_module": None, **changes}
         return replace(self, name=name, summary=summary, variables=tuple(own.values()), **fresh)
 
     def problem(self, environ: Mapping[str, str]) -> str | None:

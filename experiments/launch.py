@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -15,15 +16,18 @@ import threading
 import time
 from pathlib import Path
 
+from experiments.suite import clock
+
 GRACE_S = 5
 """How long the trainer, and then what is left of Ray, may take to end before it is made to."""
 TAIL_LINES = 30
 STEP = re.compile(r"step:(\d+) - (.*)")
 NUMBER = re.compile(r"(?:np\.\w+\()?([-+0-9.einfa]+)\)?$")
+TOTAL = re.compile(r"Total training steps: (\d+)")
 # What is worth a line in a brief run, and what is said then.
 MILESTONES = [
     (re.compile(r"Started a local Ray instance|Connected to Ray cluster"), "Ray has started"),
-    (re.compile(r"Total training steps: (\d+)"), "{0} steps to go; the workers load the model"),
+    (TOTAL, "{0} steps to go; the workers load the model"),
 ]
 SHOWN = {
     "actor/grad_norm": "grad norm",
@@ -70,6 +74,26 @@ def brief(line: str) -> str | None:
     return None
 
 
+class Expectation:
+    """How long a run's other steps will take, by those that it has told of."""
+
+    def __init__(self):
+        self.num_steps = 0
+        self.seconds: list[float] = []
+
+    def after(self, line: str) -> str:
+        """Takes a line of output; returns what to say behind a step's."""
+        total = TOTAL.search(line)
+        if total:
+            self.num_steps = int(total.group(1))
+        step = parse_step(line)
+        if step is None or "timing_s/step" not in step[1]:
+            return ""
+        self.seconds.append(step[1]["timing_s/step"])
+        left = self.num_steps - step[0]
+        return f"  about {clock(statistics.median(self.seconds) * left)} to go" if left > 0 else ""
+
+
 @contextlib.contextmanager
 def plain_path(python: str):
     """Yields a path to the same interpreter that a shell takes for one word.
@@ -97,6 +121,7 @@ def run(command: list[str], log: Path, is_brief: bool) -> int:
         is_brief: show only what `brief` makes of it.
     """
     started = time.monotonic()
+    expectation = Expectation()
     tail: list[str] = []
     caught: list[int] = []
     with log.open("w", encoding="utf-8", errors="replace") as sink:
@@ -122,9 +147,10 @@ def run(command: list[str], log: Path, is_brief: bool) -> int:
                 sink.flush()
                 tail = [*tail[1 - TAIL_LINES :], line]
                 shown = brief(line) if is_brief else line.rstrip("\n")
+                left = expectation.after(line) if is_brief else ""
                 if shown is not None and not caught:
                     prefix = f"[{time.monotonic() - started:5.0f} s] " if is_brief else ""
-                    print(prefix + shown, flush=True)
+                    print(prefix + shown + left, flush=True)
             code = child.wait()
         finally:
             for number, handler in before.items():

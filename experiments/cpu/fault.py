@@ -11,6 +11,7 @@ sees the same rows in the same order, just before and in the same process, calls
 """
 
 import json
+import math
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,6 +42,8 @@ class Rows:
     rollout_indices: list
     responses: torch.Tensor
     """(B, T) token ids."""
+    log_probs: torch.Tensor | None = None
+    """(B, T) what the rollout gave them; None where it is not known."""
 
 
 def draw(seed: int, first_step: int, last_step: int) -> FaultPlan:
@@ -56,31 +59,43 @@ def draw(seed: int, first_step: int, last_step: int) -> FaultPlan:
     return FaultPlan(source.randint(first_step, last_step), source.random(), source.random())
 
 
-def locate(plan: FaultPlan, response_mask: torch.Tensor) -> tuple[int, int]:
-    """Row and position of the planted token in a (B, T) mask.
+def locate(plan: FaultPlan, mask: torch.Tensor) -> tuple[int, int]:
+    """Row and position of the planted token in a (B, T) mask of those that it may be.
 
-    Rows without a response token cannot hold the fault and are passed over.
+    Rows without one cannot hold the fault and are passed over.
     """
-    rows = torch.nonzero(response_mask.sum(-1) > 0).flatten().tolist()
+    rows = torch.nonzero(mask.sum(-1) > 0).flatten().tolist()
     row = rows[int(plan.sequence * len(rows))]
-    positions = torch.nonzero(response_mask[row]).flatten().tolist()
+    positions = torch.nonzero(mask[row]).flatten().tolist()
     return row, positions[int(plan.position * len(positions))]
 
 
 class Fault:
-    """A plan, its size, and the file that says what came of it."""
+    """A plan, its size, and the file that says what came of it.
 
-    def __init__(self, seed: int, first_step: int, last_step: int, advantage: float, record: str):
+    Args:
+        seed, first_step, last_step: what `draw` takes.
+        advantage: what the token gets.
+        record: the file.
+        surest: a token whose probability in the rollout was higher is passed over, in (0, 1]: the gradient of a token's
+            log-prob goes with 1 - p, so that a pretrained model has tokens that no advantage makes a spike of.
+    """
+
+    def __init__(self, seed: int, first_step: int, last_step: int, advantage: float, record: str, surest: float = 1.0):
         self.plan = draw(seed, first_step, last_step)
         self.seed = seed
         self.advantage = float(advantage)
         self.record = Path(record)
+        self.surest = float(surest)
 
     def plant(self, rows: Rows, advantages: torch.Tensor, response_mask: torch.Tensor):
         """Returns the advantages, with the fault when it is due, and then writes the record."""
         if rows.step != self.plan.step:
             return advantages
-        row, position = locate(self.plan, response_mask)
+        eligible = response_mask
+        if rows.log_probs is not None and self.surest < 1:
+            eligible = response_mask * (rows.log_probs <= math.log(self.surest))
+        row, position = locate(self.plan, eligible)
         faulty = advantages.clone()
         faulty[row, position] = self.advantage
         planted = {

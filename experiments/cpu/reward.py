@@ -69,6 +69,7 @@ class ArithmeticReward(NaiveRewardManager):
                     uids=list(data.non_tensor_batch["uid"]),
                     rollout_indices=list(data.non_tensor_batch["rollout_index"]),
                     responses=data.batch["responses"],
+                    log_probs=data.batch.get("rollout_log_probs"),
                 )
             )
         result = super().__call__(data, return_dict)

@@ -34,6 +34,16 @@ def test_a_value_that_is_no_number_does_no_harm(value):
     assert launch.parse_step(f"step:1 - a:{value} - b:2")[1]["b"] == 2.0
 
 
+def test_a_step_says_how_long_the_others_take():
+    expectation = launch.Expectation()
+    assert expectation.after("(TaskRunner) Total training steps: 4") == ""
+    seconds = [90.0, 30.0, 40.0, 20.0]
+    said = [expectation.after(f"step:{i} - timing_s/step:{s}") for i, s in enumerate(seconds, start=1)]
+    # The first step starts things up: the median lets it go.
+    assert said == ["  about 4:30 to go", "  about 2:00 to go", "  about 0:40 to go", ""]
+    assert expectation.after("step:2 - gradloc/verdict:1") == ""
+
+
 def test_a_brief_run_shows_steps_and_milestones_only():
     assert launch.brief(STEP) == "step  3  grad norm 118  score 0.606  seconds 0.9"
     assert launch.brief(STEP + " - gradloc/events:1").endswith("SPIKE: localized")

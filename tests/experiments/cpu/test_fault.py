@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fault that the demo plants: where it goes, and that it goes nowhere else."""
 
+import dataclasses
 import json
 
 import pytest
@@ -80,6 +81,16 @@ def test_only_the_planted_token_changes_and_the_record_names_it(fault, tmp_path)
     assert planted["token_id"] == 4 * row + position
     assert planted["uid"] == UIDS[row] and planted["rollout_index"] == row % 2
     assert planted["step"] == 2 and planted["num_rows"] == 4 and planted["seed"] == 1
+
+
+def test_tokens_that_the_rollout_was_surer_of_are_passed_over(fault, tmp_path):
+    probabilities = torch.full((4, 4), 0.99)
+    probabilities[2, 1] = 0.5
+    seen = dataclasses.replace(rows(fault), log_probs=probabilities.log())
+    made = fault.Fault(1, 2, 2, 1000.0, str(tmp_path / "planted.json"), surest=0.9)
+    assert made.plant(seen, torch.zeros(4, 4), MASK).nonzero().tolist() == [[2, 1]]
+    planted = json.loads((tmp_path / "planted.json").read_text())
+    assert planted["response_ids"] == [8, 9, 10, 11], "the whole response"
 
 
 def test_without_the_fault_the_advantages_are_verls_own(fault, tmp_path):
