@@ -243,7 +243,8 @@ def _siblings(culprits: Iterable[Culprit], sequences: list[Sequence]) -> list[tu
         lines = [(culprit.sequence_id, culprit.reward, culprit.advantage, len(own) if own else None)]
         lines += [(s.sequence_id, s.reward, s.advantage, s.num_tokens) for s in culprit.siblings or ()]
         written = [(_index(name), number(reward), number(odd), number(size)) for name, reward, odd, size in lines]
-        made.append((one_line(culprit.prompt or "a prompt", 80), written))
+        # A chat's question is at its end.
+        made.append((one_line(culprit.prompt or "a prompt", 80, keep="end"), written))
     return made or _siblings_held(culprits, sequences)
 
 
@@ -257,7 +258,7 @@ def _siblings_held(culprits: Iterable[Culprit], sequences: list[Sequence]) -> li
     rewards = {culprit.sequence_id: culprit.reward for culprit in culprits}
     return [
         (
-            one_line(members[0].prompt or "a prompt", 80),
+            one_line(members[0].prompt or "a prompt", 80, keep="end"),
             [
                 (_index(s.sequence_id), number(rewards.get(s.sequence_id)), _largest(s.advantage), number(len(s)))
                 for s in members

@@ -96,8 +96,8 @@ BESIDE = {
 """By label."""
 NAMES = 4
 """Parameters or tensors named on the first screen."""
-USUAL = 3.0
-"""Under so many times the run's own, a batch's number is as it was."""
+NEAR, USUAL = 1.5, 3.0
+"""Under so many times the run's own, a norm is back there, and a batch's number is as it was."""
 OF_REWARDS = ("trainer.rollout_data_dir", "algorithm.norm_adv_by_std_in_grpo")
 """Advice that helps where the advantages are what is scaled."""
 REWARDS = ("critic/score/mean", "critic/rewards/mean")
@@ -344,7 +344,8 @@ def _afterwards(event: Event, metrics: Metrics) -> list[str]:
     said = []
     if after and len(before) >= LEAST:
         usual = statistics.median(before)
-        back = "back at" if after[0] < USUAL * usual else "far above"
+        times = after[0] / usual if usual else math.inf
+        back = "back at" if times < NEAR else f"{number(times, 2)} times" if times < USUAL else "far above"
         said.append(f"The next step's norm was {number(after[0], 3)}, {back} the usual {number(usual, 3)}.")
     reward = next((name for name in REWARDS if metrics.finite(name)), "")
     before, after = _around(metrics, reward, step)
