@@ -96,7 +96,7 @@ BESIDE = {
 """By label."""
 NAMES = 4
 """Parameters or tensors named on the first screen."""
-NEAR, USUAL = 1.5, 3.0
+BACK, USUAL = 1.5, 3.0
 """Under so many times the run's own, a norm is back there, and a batch's number is as it was."""
 OF_REWARDS = ("trainer.rollout_data_dir", "algorithm.norm_adv_by_std_in_grpo")
 """Advice that helps where the advantages are what is scaled."""
@@ -345,7 +345,7 @@ def _afterwards(event: Event, metrics: Metrics) -> list[str]:
     if after and len(before) >= LEAST:
         usual = statistics.median(before)
         times = after[0] / usual if usual else math.inf
-        back = "back at" if times < NEAR else f"{number(times, 2)} times" if times < USUAL else "far above"
+        back = "back at" if times < BACK else f"{number(times, 2)} times" if times < USUAL else "far above"
         said.append(f"The next step's norm was {number(after[0], 3)}, {back} the usual {number(usual, 3)}.")
     reward = next((name for name in REWARDS if metrics.finite(name)), "")
     before, after = _around(metrics, reward, step)

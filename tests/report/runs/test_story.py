@@ -92,6 +92,16 @@ def test_what_came_after_is_told_where_the_metrics_know_it():
     assert len(story.tell(event(), None, metrics(5)).consequence) == 1
 
 
+@pytest.mark.parametrize(
+    ("norm", "said"), [(1.8, "back at"), (2.5, "2 times"), (9.0, "far above")], ids=["like it", "twice", "much more"]
+)
+def test_a_norm_is_back_at_the_usual_only_where_it_is(norm, said):
+    entries = {entry["step"]: entry["data"] for entry in make_metrics(20)}
+    entries[6] |= {name: norm for name in entries[6] if name.startswith("actor/grad_norm")}
+    told = story.tell(event(), None, build(entries, "metrics.jsonl")).consequence[1]
+    assert told == f"The next step's norm was {norm:g}, {said} the usual 1.25."
+
+
 def test_the_lede_has_the_number_that_makes_the_cause_one():
     said = story.tell(event(), None, Metrics()).lede
     assert said == "It carries 75% of the gradient. The advantage is extreme: 14,578 times typical."
