@@ -55,6 +55,14 @@ PUBLISHED = Experiment(
     imports=("torch", "ray", "hydra", "vllm", "math_verify"),
 )
 
+PUBLISHED_VERL09 = PUBLISHED.heir(
+    "gradloc-qwen3-4b-verl09",
+    "the published experiment on verl 0.9.1, with nothing patched: gradloc-qwen3-4b verl=0.9.1",
+    imports=(*PUBLISHED.imports, "gradloc"),
+    verls=("0.9.1",),
+    is_installed=True,
+)
+
 _ACTOR = "actor_rollout_ref.actor"
 _STABILIZE = f"{_ACTOR}.gradloc.stabilize"
 
@@ -167,6 +175,18 @@ KK_LOPTI = KK_BASELINE.heir(
     "kk-lopti", "kk-baseline with Lopti (eta 0.4: tokens less likely than that are updated first)"
 )
 KK_AR_LOPTI = KK_BASELINE.heir("kk-ar-lopti", "kk-baseline with both methods (alpha 0.3, eta 0.5)")
+KK_BASELINE_VERL09 = KK_BASELINE.heir(
+    "kk-baseline-verl09",
+    "kk-baseline on verl 0.9.1, with nothing patched: kk-baseline verl=0.9.1",
+    verls=("0.9.1",),
+    is_installed=True,
+)
+KK_AR_VERL09 = KK_BASELINE_VERL09.heir(
+    "kk-ar-verl09",
+    "kk-ar on verl 0.9.1, with gradloc installed: kk-ar verl=0.9.1",
+    imports=(*KK_BASELINE.imports, "gradloc"),
+    verls=("0.9.1",),
+)
 KK_DEMO = DEMO.heir(
     "kk-demo",
     "Knights and Knaves with no GPU: GRPO plain, with Advantage Reweighting, with Lopti, with both",

@@ -18,8 +18,8 @@ EPILOG = """\
 arguments after NAME are Hydra overrides and go to verl as they are:
   ./run_experiment.sh demo seed=3
 
-verl=VERSION says which verl the demo runs on, and is no override: 0.7.0 or 0.7.1 in a patched copy, or
-0.9.1, which is installed with gradloc beside it, and nothing is patched:
+verl=VERSION says which verl it runs on, and is no override: the demo on 0.7.0 or 0.7.1 in a patched copy;
+it and some others on 0.9.1, which is installed with gradloc beside it, and nothing is patched:
   ./run_experiment.sh demo verl=0.9.1
 
 an experiment with arms (--list shows them) runs every arm, one after the other, and then compares
@@ -154,9 +154,12 @@ def find_installed(
 ) -> tuple[str, target.Target]:
     """The Python that verl 0.9 and gradloc are installed in, and that verl; a dry run makes nothing."""
     own = environment.VERL09
-    if is_dry:
+    if not experiment.is_on_cpu:
+        python = environ.get(own.variable) or sys.executable
+    elif is_dry:
         return environ.get(own.variable) or str(own.python), target.Target(own.folder, "the demo's own environment")
-    python = environment.ensure_python(report=progress, environment=own)
+    else:
+        python = environment.ensure_python(report=progress, environment=own)
     chosen = target.imported(python)
     say("verl", f"{chosen.path} ({chosen.origin})")
     target.check_folder(cwd, chosen)
@@ -241,7 +244,7 @@ def child_environment(
     """
     is_patched = not experiment.is_installed
     added = {"GRADLOC_RUN_DIR": str(run_dir), "VERL_FILE_LOGGER_PATH": str(run_dir / "metrics.jsonl")}
-    if not is_patched:
+    if material is not None and not is_patched:
         added |= verl09.ENVIRONMENT
     modules = [added.get("VERL_USE_EXTERNAL_MODULES"), "experiments.metrics_file"]
     if material is not None:

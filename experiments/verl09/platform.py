@@ -9,6 +9,13 @@ from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
 
+class _Device(str):
+    """The name of the only device, and in `f"{name}:{device}"` its number: to there verl loads FSDP1's parameters."""
+
+    def __format__(self, _spec):
+        return "0"
+
+
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):
     """Computes on the CPU and talks by gloo; Ray counts logical GPUs (`ray_init.num_gpus`)."""
@@ -21,7 +28,7 @@ class PlatformCPU(PlatformBase):
         return True
 
     def current_device(self):
-        return "cpu"
+        return _Device("cpu")
 
     def device_count(self):
         return 1

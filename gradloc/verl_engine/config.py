@@ -44,15 +44,17 @@ _NEEDS = (
 )
 
 
+_STABILIZE = f"{_ACTOR}.gradloc.stabilize"
+_OF_SAFE = "+gradloc=mask trainer.health.enable=true"
 _NOT_YET = {
     "algorithm.lopti.enable": (None, False),
     "trainer.gradient_analysis_mode": (None, False),
     "trainer.quartile_analysis_mode": (None, False),
     "actor_rollout_ref.rollout.rollout_filter_strategy": (None,),
-    f"{_ACTOR}.gradloc.stabilize.token_clip.mode": (None, False, "off"),
-    f"{_ACTOR}.gradloc.stabilize.seq_clip.mode": (None, False, "off"),
-    f"{_ACTOR}.gradloc.stabilize.layer_clip.rule": (None, False, "off"),
-    f"{_ACTOR}.gradloc.stabilize.skip_step.enable": (None, False),
+    f"{_STABILIZE}.token_clip.mode": (None, False, "off"),
+    f"{_STABILIZE}.seq_clip.mode": (None, False, "off"),
+    f"{_STABILIZE}.layer_clip.rule": (None, False, "off"),
+    f"{_STABILIZE}.skip_step.enable": (None, False),
 }
 """What is there on verl 0.7 only, and the values with which it is off."""
 
@@ -68,7 +70,8 @@ def refuse_what_is_not_there(config: Any) -> None:
     """
     for key, off in _NOT_YET.items():
         found = OmegaConf.select(config, key, default=None)
-        expected = "left off on verl 0.9 (it needs verl 0.7.0 or 0.7.1 and the patch)"
+        instead = f"; +gradloc=safe has it: take {_OF_SAFE} in its place" if key.startswith(_STABILIZE) else ""
+        expected = f"left off on verl 0.9 (it needs verl 0.7.0 or 0.7.1 and the patch{instead})"
         require(found in off, key, expected, found)
 
 

@@ -42,7 +42,7 @@ def test_an_entry_has_the_variables_that_its_config_takes(name):
     known = {variable.name: variable.kind for variable in experiment.variables}
     assert set(re.findall(r"\$\{oc\.env:([A-Z_]+)\}", text)) - PROVIDED <= set(known)
     assert set(known) <= set(re.findall(r"oc\.env:([A-Z_]+)", text))
-    assert experiment.is_on_cpu == (catalog.DEMO.name in configs or experiment.is_installed)
+    assert experiment.is_on_cpu == bool({catalog.DEMO.name, catalog.DEMO_VERL09.name} & set(configs))
     # A number's variable has the experiment's own value behind it.
     for variable, kind in known.items():
         assert kind != "number" or f"oc.env:{variable}," in text

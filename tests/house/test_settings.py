@@ -33,6 +33,8 @@ def test_a_preset_differs_by_what_it_does():
     presets = {
         path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (CONF / "gradloc").glob("*.yaml")
     }
+    safe = yaml.safe_load((SEAMS / "gradloc" / "safe.yaml").read_text(encoding="utf-8"))
+    assert {key: value for key, value in presets.pop("safe").items() if key != "defaults"} == safe
     modes = {name: preset["actor_rollout_ref"]["actor"]["gradloc"] for name, preset in presets.items()}
     assert modes == {
         name: {"enable": True, "action": {"mode": mode}}

@@ -7,7 +7,6 @@ in for Ray is a function call, and for TransferQueue a dictionary. Batches are `
 same scenario can be run on this and on verl 0.7's actor.
 """
 
-import contextlib
 import copy
 import os
 from dataclasses import dataclass, field
@@ -193,7 +192,6 @@ def make_trainer(
     from verl.experimental.separation.engine_workers import DetachActorWorker
     from verl.trainer.ppo.v1 import get_trainer_cls
 
-    _let_fsdp1_offload()
     config = make_config(overrides, model_dir)
     if "gradloc" in config.actor_rollout_ref.actor and dist.get_rank() > 0:  # there is one trainer, and here two
         config.actor_rollout_ref.actor.gradloc.dump_dir += f"-rank{dist.get_rank()}"
@@ -214,23 +212,6 @@ def make_trainer(
         update_actor=made.update_actor, _dispatch_info={"actor": list(range(made.dp_size))}
     )
     return made
-
-
-def _let_fsdp1_offload() -> None:
-    """verl loads FSDP1's parameters back to "cpu:cpu" here, its device's name and number; "cpu:0" is the same place."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    from verl.utils import fsdp_utils
-    from verl.workers.engine.fsdp import transformer_impl
-
-    original = fsdp_utils.load_fsdp_model_to_gpu
-
-    def load(model: Any) -> None:
-        is_fsdp1 = isinstance(model, FullyShardedDataParallel)
-        with mock.patch.object(fsdp_utils, "get_device_id", lambda: 0) if is_fsdp1 else contextlib.nullcontext():
-            original(model)
-
-    transformer_impl.load_fsdp_model_to_gpu = load
 
 
 def train(

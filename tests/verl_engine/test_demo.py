@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo on verl 0.9: its config, and the whole of it with the real trainer on Ray."""
+"""The experiments on verl 0.9: their configs, and the whole demo with the real trainer on Ray."""
 
 import json
 import sys
@@ -7,6 +7,8 @@ import sys
 import pytest
 
 from experiments import catalog
+from experiments.errors import UsageError
+from experiments.kk import reward as kk_reward
 from tests.experiments.conftest import REPO
 from tests.experiments.real import run_to_the_end
 
@@ -14,20 +16,68 @@ NAME = catalog.DEMO_VERL09.name
 KNOBS = {"GRPO_MAX_GRAD_NORM": "0.25", "GRPO_TEMPERATURE": "0.8", "GRPO_LEARNING_RATE": "3e-6"}
 
 
-def test_the_demos_config_becomes_verls_dataclasses_and_takes_its_seed_and_knobs(engine_world, tmp_path):
-    variables = {"GRADLOC_RUN_DIR": str(tmp_path / "run, dir=1"), "GRADLOC_DEMO_MATERIAL": str(tmp_path / "material")}
-    cases = [(NAME, ["seed=7"], KNOBS)]
+OTHERS = [name for name in catalog.names() if catalog.load(name).is_installed and name != NAME]
+
+
+@pytest.fixture(scope="module")
+def composed(engine_world, tmp_path_factory):
+    """The experiments' configs as plain data; all are composed in a rank, where verl is imported already."""
+    folder = tmp_path_factory.mktemp("composed")
+    names = {
+        "GRADLOC_RUN_DIR": "run, dir=1",
+        "GRADLOC_DEMO_MATERIAL": "material",
+        "MODEL_PATH": "model",
+        "TRAIN_FILE": "t",
+    }
+    variables = {name: str(folder / value) for name, value in {**names, "CKPTS_DIR": "ckpts", "KK_DATA": "kk"}.items()}
+    for name in ("PYTHONPATH", "VERL_USE_EXTERNAL_MODULES", "VERL_FILE_LOGGER_PATH"):
+        variables[name] = "set"
+    cases = [(NAME, ["seed=7"], KNOBS), *((name, [], {}) for name in OTHERS)]
     # verl keeps `algorithm` as it is written.
     read = {"parts": ("actor_rollout_ref.actor", "actor_rollout_ref.rollout"), "variables": variables}
-    ((made,), _) = engine_world.run("configs.experiments", configs=str(catalog.CONFIGS), cases=cases, **read)
-    assert "error" not in made, made["error"]
-    config = made["config"]
+    made, _ = engine_world.run("configs.experiments", configs=str(catalog.CONFIGS), cases=cases, **read)
+
+    def look_up(name):
+        found = made[[case[0] for case in cases].index(name)]
+        assert "error" not in found, found["error"]
+        assert found["config"]["trainer"]["experiment_name"] == name
+        return found["config"]
+
+    look_up.folder = folder
+    return look_up
+
+
+def test_the_demos_config_becomes_verls_dataclasses_and_takes_its_seed_and_knobs(composed):
+    config = composed(NAME)
     worker = config["actor_rollout_ref"]
     assert config["demo"]["fault"]["seed"] == config["data"]["seed"] == worker["rollout"]["seed"] == 7
     assert worker["actor"]["gradloc"]["enable"] is True and worker["actor"]["grad_norm_threshold"] == 640.0
-    assert worker["actor"]["bisect_dump_dir"] == str(tmp_path / "run, dir=1" / "gradloc")
-    assert (worker["actor"]["grad_clip"], worker["actor"]["optim"]["lr"]) == (0.25, 3e-6)
+    assert worker["actor"]["bisect_dump_dir"] == str(composed.folder / "run, dir=1" / "gradloc")
+    assert (worker["actor"]["optim"]["clip_grad"], worker["actor"]["optim"]["lr"]) == (0.25, 3e-6)
     assert worker["rollout"]["temperature"] == 0.8
+
+
+def test_the_published_experiment_has_its_knobs_on_this_verl(composed):
+    config = composed(catalog.PUBLISHED_VERL09.name)
+    actor = config["actor_rollout_ref"]["actor"]
+    assert (actor["spike_detection"], actor["grad_norm_threshold"], actor["bisect_budget_steps"]) == (True, 640.0, 128)
+    assert actor["_target_"].startswith("gradloc.") and actor["bisect_dump_dir"].endswith("/ckpts/bisect_dump")
+    assert config["data"]["max_response_length"] == 16384 and actor["optim"]["lr"] == 3e-6
+
+
+@pytest.mark.parametrize("name, alpha", [(catalog.KK_BASELINE_VERL09.name, None), (catalog.KK_AR_VERL09.name, 0.2)])
+def test_knights_and_knaves_has_its_reward_and_looks_for_no_spikes(composed, name, alpha):
+    config = composed(name)
+    assert config["reward"]["custom_reward_function"]["path"] == "pkg://experiments.kk.reward"
+    assert config["algorithm"].get("advantage_reweighting", {}).get("alpha") == alpha
+    assert not config["actor_rollout_ref"]["actor"].get("gradloc", {}).get("enable")
+    assert kk_reward.score("kk_logic3", "nothing", {"solution_text_format": "(1) Zoey is a knight"})["score"] == -3.0
+
+
+@pytest.mark.parametrize("name", ["kk-lopti", "kk-ar-lopti", "kk-demo"])
+def test_what_needs_the_patch_is_refused_on_this_verl(name):
+    with pytest.raises(UsageError, match=f"{name} runs on verl 0.7.0, not on 0.9.1"):
+        catalog.for_verl(catalog.load(name), "0.9.1")
 
 
 @pytest.mark.e2e

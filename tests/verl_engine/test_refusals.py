@@ -34,6 +34,14 @@ def test_it_is_refused_before_any_worker_starts(engine_world, model_dir, overrid
         engine_world.run("tests.verl_engine.harness.make_side", overrides=[ON, override], model_dir=str(model_dir))
 
 
+def test_the_safe_preset_is_refused_with_what_there_is_in_its_place(engine_world, model_dir):
+    with pytest.raises(
+        RankError, match="token_clip.mode must be left off .* take .gradloc=mask trainer.health.enable="
+    ):
+        overrides = ["+gradloc=safe"]
+        engine_world.run("tests.verl_engine.harness.make_side", overrides=overrides, model_dir=str(model_dir))
+
+
 def test_the_installed_verl_is_as_this_adapter_knows_it():
     done = subprocess.run(
         [
