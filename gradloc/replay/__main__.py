@@ -57,8 +57,11 @@ __all__ = ["main", "replay"]
 
 _BUDGET = 128  # probes, where neither the bundle nor the person says
 _MAX_CULPRITS = 8
-_ADAPTER = "..verl_actor.rebuild"
-"""What rebuilds the trainer's step from a bundle."""
+_ADAPTERS = {
+    False: ("..verl_actor.rebuild", "verl 0.7.0 or 0.7.1 and the patch on it (gradloc-patch --repo VERL)"),
+    True: ("..verl_engine.rebuild", "verl 0.9 and gradloc installed beside it"),
+}
+"""What rebuilds the trainer's step from a bundle, and where it does; by whether the run was one of verl 0.9."""
 
 
 class _Progress:
@@ -104,14 +107,7 @@ def replay(
     bundle = read_bundle(bundle_path)
     expected = named_by_event(bundle)
     strategy, budget, max_culprits = _settings(bundle, strategy, budget)
-    # by name: this room knows no adapter, and verl's workers take seconds to import
-    try:
-        adapter = importlib.import_module(_ADAPTER, __package__)
-    except ModuleNotFoundError as error:
-        raise ReplayError(
-            f"There is no {error.name} here: an event is replayed with verl 0.7.0 or 0.7.1 and the patch on it "
-            "(gradloc-patch --repo VERL); those of a run on verl 0.9 cannot be replayed yet."
-        ) from error
+    adapter = _adapter(bundle)
     adapter.start_processes()
     actor = adapter.build_actor(bundle, model_path)
     ranks = Ranks(device=torch.device(actor.device_name))
@@ -159,6 +155,17 @@ def replay(
         with progress.phase("oracle", total=total):
             record["oracle"] = ask_oracle(task, bundle, places, found)
     return record
+
+
+def _adapter(bundle: Bundle) -> Any:
+    """By name: this room knows no adapter, and verl's workers take seconds to import."""
+    of_engine = ".verl_engine." in str(bundle.meta.actor.get("_target_"))
+    module, where = _ADAPTERS[of_engine]
+    try:
+        return importlib.import_module(module, __package__)
+    except ImportError as error:
+        run = " of a run on verl 0.9" if of_engine else ""
+        raise ReplayError(f"An event{run} is replayed with {where}: there is no {error.name} here.") from error
 
 
 def _settings(bundle: Bundle, strategy: str | None, budget: int | None) -> tuple[str, int, int]:

@@ -36,6 +36,7 @@ NEIGHBOURS = {
     "analysis": {"rollout_filter"},  # groups of rollouts
     "health": {"rollout_filter"},  # groups of rollouts
     "report": {"health"},  # judges old runs
+    "verl_engine": {"verl_actor"},  # a replay's model, and how it is dealt out
     "stabilize": {"reweighting"},  # each of Lopti's stages learns by itself
 }
 COMMANDS = {"replay.__main__"}
@@ -78,7 +79,7 @@ def test_the_walk_sees_every_import_at_any_depth():
     assert ".health.config" in imports("health.judge")
     assert ".rollout_filter.groups" in imports("health.monitor"), "an import inside a function"
     assert ".stabilize.config" in imports("config")
-    assert "verl.model_merger.fsdp_model_merger" in imports("verl_actor.rebuild")
+    assert "verl.model_merger.fsdp_model_merger" in imports("verl_actor.loading")
 
 
 def test_every_room_has_a_rank():

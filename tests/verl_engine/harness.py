@@ -7,7 +7,9 @@ in for Ray is a function call, and for TransferQueue a dictionary. Batches are `
 same scenario can be run on this and on verl 0.7's actor.
 """
 
+import contextlib
 import copy
+import io
 import os
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -384,3 +386,13 @@ def _said(patch: Any) -> str:
         except RuntimeError as error:
             return str(error)
     return "nothing"
+
+
+def replay(argv: list[str]) -> dict[str, Any]:
+    """The command, in this process."""
+    from gradloc.replay.__main__ import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(argv)
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}

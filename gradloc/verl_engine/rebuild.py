@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bundled event made runnable on verl 0.9: its engine around a given model, without Ray, and the event's step on it.
+
+verl divides a micro-batch's loss by the tokens (or sequences) of the whole mini-batch and multiplies it by the number
+of data-parallel ranks, which FSDP then averages over. The former are the run's, the latter this machine's, and so
+every micro-batch keeps the weight that it had in the run.
+"""
+
+import contextlib
+import io
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+
+import verl
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.device import get_device_name
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.config import HFModelConfig
+from verl.workers.engine import FSDPEngineWithLMHead
+from verl.workers.utils.losses import ppo_loss
+
+from ..core.gradients import GradientSpace
+from ..keys import ROW_KEY
+from ..replay.bundle import Bundle, Entry
+from ..replay.reading import ReplayError
+from ..verl_actor.loading import (
+    check_memory,
+    deal,
+    find_model,
+    has_flash_attention,
+    load_model,
+    outline_of,
+    start_processes,
+    targets_in,
+)
+from .step import EngineStep
+from .touches import check_verl
+
+__all__ = ["ReplayStep", "build_actor", "deal", "start_processes"]
+
+_PER_TOKEN = ("response_mask", "old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights")
+_OURS = ("gradloc", "spike_detection", "grad_norm_threshold", "bisect_budget_steps", "bisect_dump_dir")
+"""Of the actor's config: no part of the loss."""
+
+
+class ReplayEngine(FSDPEngineWithLMHead):
+    """verl's engine around a module that is loaded already; it takes no steps."""
+
+    def __init__(self, config: Any, model_config: HFModelConfig, module: torch.nn.Module):
+        super().__init__(model_config, config.fsdp_config, config.optim, CheckpointConfig())
+        self.config = config
+        self.module = self._build_fsdp_module(module)
+
+    @property
+    def device_name(self) -> str:
+        return get_device_name()
+
+    @property
+    def actor_module(self) -> torch.nn.Module:
+        return self.module
+
+
+class ReplayStep(EngineStep):
+    """The event's step, as far as the bundle holds it: this process's micro-batches.
+
+    Args:
+        engine: from :func:`build_actor`.
+        bundle: the event.
+        places: this process's micro-batches, from :func:`deal`.
+        tick: called after every forward.
+    """
+
+    def __init__(self, engine: ReplayEngine, bundle: Bundle, places: list[Entry | None], tick: Callable[[], Any]):
+        super().__init__(engine, partial(ppo_loss, config=engine.config), dp_size=dist.get_world_size())
+        self.places, self._tick = places, tick
+        self._given = [_micro_batch(engine, bundle, entry or bundle.layout[0]) for entry in places]
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.places)
+
+    def train(self, space: GradientSpace) -> None:
+        """The training pass: puts the step's gradient into ``.grad`` and records what it leaves behind."""
+        plain = self.loss_function
+
+        def watched(model_output: dict[str, torch.Tensor], **given: Any) -> Any:
+            self.after_forward(model_output)
+            return plain(model_output=model_output, **given)
+
+        for index, entry in enumerate(self.places):
+            if entry is None or entry.rng is None:
+                torch.manual_seed(index)
+            else:
+                torch.set_rng_state(entry.rng)
+            self.before_forward(self._given[index])
+            self.loss_function = watched
+            try:
+                with self.in_pass(index == len(self.places) - 1):
+                    self.loss(index, None).backward()
+            finally:
+                self.loss_function = plain
+        if self.loss_scale != 1.0:
+            space.scale(1.0 / self.loss_scale)
+
+    def token_mask(self, micro_batch: int) -> torch.Tensor:
+        mask = super().token_mask(micro_batch)
+        return torch.zeros_like(mask) if self.places[micro_batch] is None else mask
+
+    def token_weights(self, micro_batch: int) -> torch.Tensor:
+        return super().token_weights(micro_batch) * self.token_mask(micro_batch)
+
+    def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        found = super().forward(micro_batch)
+        self._tick()
+        return found
+
+    def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
+        if self.places[micro_batch] is None:  # runs the same collectives and adds nothing
+            selected = self.token_mask(micro_batch)
+        loss = super().loss(micro_batch, selected)
+        self._tick()
+        return loss
+
+
+def _micro_batch(engine: ReplayEngine, bundle: Bundle, entry: Entry) -> TensorDict:
+    """One micro-batch as verl's engine gets it: rows without padding, and how the whole mini-batch was."""
+    tensors, config, num_response = bundle.tensors, engine.config, bundle.tensors["responses"].shape[1]
+    rows: dict[str, list[torch.Tensor]] = {}
+    for number in range(entry.first_row, entry.end_row):
+        is_token = tensors["attention_mask"][number].bool()
+        is_answer = is_token[-num_response:]
+        row = {name: tensors[name][number][is_token] for name in ("input_ids", "position_ids")}
+        row |= {name: tensors[name][number][is_answer] for name in _PER_TOKEN if name in tensors}
+        row |= {
+            "prompts": row["input_ids"][: -int(is_answer.sum())],
+            "responses": row["input_ids"][-int(is_answer.sum()) :],
+            "loss_mask": row["response_mask"],
+            ROW_KEY: torch.tensor([number]),
+        }
+        for name, values in row.items():
+            rows.setdefault(name, []).append(values)
+    nested = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
+    data = TensorDict(nested, batch_size=entry.end_row - entry.first_row)
+    tu.assign_non_tensor(
+        data,
+        temperature=bundle.meta.temperature,
+        use_remove_padding=engine.use_remove_padding,
+        use_fused_kernels=False,
+        calculate_entropy=config.calculate_entropy or config.entropy_coeff != 0,
+        dp_size=dist.get_world_size(),
+        batch_num_tokens=bundle.event.trigger.num_tokens or int(tensors["response_mask"].bool().sum()),
+        global_batch_size=config.ppo_mini_batch_size * config.rollout_n,
+    )
+    return data
+
+
+def build_actor(bundle: Bundle, model_path: str) -> ReplayEngine:
+    """verl's engine around the model at ``model_path``, on this machine's processes.
+
+    Raises:
+        ReplayError: the model cannot be loaded, does not fit the bundle, or would not fit into memory; or this verl
+            is not the one that the engine is known of.
+    """
+    try:
+        check_verl(of_trainer=False)
+    except RuntimeError as error:
+        raise ReplayError(str(error)) from error
+    if bundle.inputs is not None:
+        raise ReplayError("The bundle has inputs beside text, with which an event of verl 0.9 cannot be replayed yet.")
+    config = _actor_config(bundle)
+    folder, is_checkpoint = find_model(Path(model_path))
+    described = folder / "huggingface" if is_checkpoint else folder
+    outline = outline_of(described, bundle)
+    needs_checkpointing = check_memory(outline, bundle, _compute_dtype(config.fsdp_config))
+    attention = "flash_attention_2" if has_flash_attention() else "sdpa"
+    module = load_model(folder, is_checkpoint, outline.config, attention)
+    if needs_checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with contextlib.redirect_stdout(io.StringIO()):  # verl prints what it does
+        from verl.models.transformers.monkey_patch import apply_monkey_patch
+
+        apply_monkey_patch(model=module, use_remove_padding=config.use_remove_padding, ulysses_sp_size=1)
+        model_config = HFModelConfig(
+            path=str(described),
+            load_tokenizer=False,
+            use_remove_padding=config.use_remove_padding,
+            enable_gradient_checkpointing=needs_checkpointing,
+            override_config={"attn_implementation": attention},
+        )
+        module.train()
+        return ReplayEngine(config, model_config, module)
+
+
+def _compute_dtype(fsdp_config: Any) -> torch.dtype:
+    """As verl's engine reads it."""
+    return PrecisionType.to_dtype((fsdp_config.mixed_precision or {}).get("param_dtype", "bf16"))
+
+
+def _actor_config(bundle: Bundle) -> Any:
+    """The run's actor config over this verl's defaults, adapted to this machine where that leaves the loss alone."""
+    defaults = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
+    actor = OmegaConf.select(defaults, "actor_rollout_ref.actor")
+    kind = actor["_target_"]
+    actor = {key: value for key, value in OmegaConf.to_container(actor, resolve=True).items() if key != "profiler"}
+    given = {key: value for key, value in bundle.meta.actor.items() if key not in (*_OURS, "profiler", "_target_")}
+    unknown = targets_in(given) - targets_in(actor)
+    if unknown:  # a config says what is to be built from it; a bundle from elsewhere must not be able to run anything
+        raise ReplayError(
+            f"meta.json: actor names {min(unknown)!r:.80} as a _target_, which verl's own config does not."
+        )
+    try:
+        actor = OmegaConf.to_container(OmegaConf.merge(actor, given))
+        actor.update(
+            _target_=kind,
+            strategy="fsdp2",
+            ppo_micro_batch_size=None,
+            ppo_micro_batch_size_per_gpu=1,
+            use_torch_compile=False,
+            use_fused_kernels=False,
+            ulysses_sequence_parallel_size=1,
+        )
+        actor["fsdp_config"].update(
+            strategy="fsdp2",
+            fsdp_size=-1,
+            ulysses_sequence_parallel_size=1,
+            offload_policy=False,
+            param_offload=False,
+            optimizer_offload=False,
+            use_torch_compile=False,
+        )
+        return omega_conf_to_dataclass(OmegaConf.create(actor))
+    except Exception as error:  # hydra, omegaconf and verl's own checks each raise their own kinds
+        why = str(error.__cause__ or error).strip().splitlines()
+        raise ReplayError(
+            f"meta.json: actor is no config of this verl's actor: {why[0] if why else type(error).__name__}."
+        ) from error
