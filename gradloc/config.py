@@ -228,6 +228,8 @@ class GradLocConfig:
 
     enable: bool | None = None
     """True: look for spikes. False: everything under ``gradloc`` is off. None: only what is switched on by itself."""
+    critic: str = "off"
+    """Look for spikes of the critic's gradient, too, and what to do with them: ``off`` or an ``action.mode``."""
     dump_dir: str = "gradloc_events"
     """The folder for events; made absolute when the run starts."""
     budget: int = _BUDGET
@@ -242,6 +244,9 @@ class GradLocConfig:
     def __post_init__(self):
         is_switch = self.enable is None or isinstance(self.enable, bool)
         _require(is_switch, "gradloc.enable", "null, true or false", self.enable)
+        if self.critic is False:  # YAML reads a bare off as a boolean
+            object.__setattr__(self, "critic", "off")
+        _require(self.critic in ("off", *ACTIONS), "gradloc.critic", f"one of off, {', '.join(ACTIONS)}", self.critic)
         _require_budget("gradloc.budget", self.budget)
         _require_folder("gradloc.dump_dir", self.dump_dir)
 
@@ -289,6 +294,7 @@ def resolve(settings: GradLocConfig, actor: Any, default_dump_dir: str | None = 
         budget=given.get("bisect_budget_steps", settings.budget),
         trigger=replace(settings.trigger, tau=given.get("grad_norm_threshold", settings.trigger.tau)),
         stabilize=StabilizeConfig() if settings.enable is False else settings.stabilize,
+        critic="off" if settings.enable is False else settings.critic,
     )
 
 

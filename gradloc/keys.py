@@ -13,7 +13,16 @@
 # limitations under the License.
 """Under which names things travel between trainer and actor beside verl's own."""
 
-__all__ = ["COEFFICIENT_KEY", "EVENTS_KEY", "HANDLED_KEY", "HEAD_KEY", "POLICY_KEY", "ROW_KEY", "SEQUENCE_KEY"]
+__all__ = [
+    "COEFFICIENT_KEY",
+    "EVENTS_KEY",
+    "HANDLED_KEY",
+    "HEAD_KEY",
+    "POLICY_KEY",
+    "ROW_KEY",
+    "SEQUENCE_KEY",
+    "SETTINGS_KEY",
+]
 
 COEFFICIENT_KEY = "gradloc/median_coefficient"
 """A metric of each rank: median |d loss / d log_prob| of its tokens."""
@@ -21,6 +30,8 @@ HEAD_KEY = "gradloc/head_squares"
 """A metric of each rank, until the driver adds them up: of every optimizer step its part of the head's squared norm."""
 POLICY_KEY = "gradloc"
 """Meta info of a batch on its way to the actor: the step's policy."""
+SETTINGS_KEY = "gradloc_settings"
+"""Likewise, on its way to the critic, whose own config has none: the settings that hold."""
 EVENTS_KEY = "gradloc_events"
 """Meta info of an update's output: what rank 0 gathered."""
 HANDLED_KEY = "gradloc_handled"

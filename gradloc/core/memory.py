@@ -145,17 +145,18 @@ def linear_in_parts(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
 
 @contextmanager
 def precise_readout(module: torch.nn.Module, compute_dtype: torch.dtype) -> Iterator[None]:
-    """Compute the logits in float32 from the last hidden state while the model itself computes in half precision.
+    """Compute the logits, or a critic's values, in float32 from the last hidden state while the model itself computes
+    in half precision.
 
     verl's log-probs are rounded to the compute dtype where flash attention's cross entropy is absent, so a small
     change of a log-prob would read as none. Fused kernels, which never show the logits, are to be left out.
 
     Args:
-        module: the causal language model, under FSDP1, FSDP2 or plain.
+        module: the model, under FSDP1, FSDP2 or plain.
         compute_dtype: what its forward computes in; float32 changes nothing.
     """
     unwrapped: Any = getattr(module, "_fsdp_wrapped_module", module)
-    head = None if compute_dtype == torch.float32 else unwrapped.get_output_embeddings()
+    head = None if compute_dtype == torch.float32 else unwrapped.get_output_embeddings() or _value_head(unwrapped)
     if not isinstance(head, torch.nn.Linear):  # none, or one that does more than read out
         yield
         return
@@ -172,3 +173,8 @@ def precise_readout(module: torch.nn.Module, compute_dtype: torch.dtype) -> Iter
         vars(head).pop("forward")
         if own is not None:
             vars(head)["forward"] = own
+
+
+def _value_head(module: Any) -> Any:
+    """Of transformers' token classifiers, which verl takes for critics; None where there is none."""
+    return getattr(module, "score", None)

@@ -66,6 +66,8 @@ class Recorded:
     """d loss / d log_prob (B, T), as the backward delivered it."""
     entropy_coefficient: torch.Tensor | None = None
     """d loss / d entropy (B, T); None when entropy is not part of the loss."""
+    is_value: bool = False
+    """Whether it is a critic's: values then stand where log-probs stand, everywhere, and there is no entropy."""
 
 
 def record(recorded: Recorded, log_prob: torch.Tensor, entropy: torch.Tensor | None) -> None:

@@ -36,3 +36,5 @@ class BatchView:
     labels: Mapping[str, Sequence[Any]]
     """``uid``, ``sequence_id``, ``data_source``, and ``multi_modal_inputs`` (tensors by name, or nothing): one for each
     row. A sequence may fetch a row when it is first asked for."""
+    is_critics: bool = False
+    """Whether the critic is updated: ``values`` (before the update) and ``returns`` (R, T) are there, too."""

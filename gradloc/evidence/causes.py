@@ -17,7 +17,8 @@ A token's gradient is a product: its loss weight, times |advantage|, times the i
 correction weight, times the norm of the log-prob's own gradient (the Jacobian); the KL and entropy terms add their own
 coefficients. An entropy term with a far larger coefficient is the cause by itself. Else each factor is compared with
 what is typical in the batch, and the one that is furthest above, in orders of magnitude, is named as the cause,
-together with all the numbers.
+together with all the numbers. A critic's gradient is the product of two: how far the value is from the return, and the
+value's own gradient.
 """
 
 import math
@@ -60,6 +61,8 @@ def classify(culprit: Culprit, batch: BatchStatistics) -> Cause:
     coefficient = culprit.coefficients.log_prob
     kl = culprit.coefficients.kl or 0.0
     norm = culprit.grad_norm
+    if culprit.value is not None:
+        return _classify_value(culprit, culprit.value, batch)
     if culprit.log_prob is not None and not math.isfinite(culprit.log_prob):
         return Cause("non_finite_forward", {"coefficient": coefficient, "log_prob": culprit.log_prob})
     finite = [value for value in (coefficient, norm, culprit.advantage) if value is not None]
@@ -85,6 +88,28 @@ def classify(culprit: Culprit, batch: BatchStatistics) -> Cause:
         label = "spurious_token"
         numbers |= {"probability": math.exp(culprit.log_prob or 0.0), "entropy": culprit.entropy}
     return Cause(label, numbers)
+
+
+def _classify_value(culprit: Culprit, value: float, batch: BatchStatistics) -> Cause:
+    """Of a critic: its gradient is the error of the value times the value's own gradient (the Jacobian)."""
+    coefficient, norm, target = culprit.coefficients.log_prob, culprit.grad_norm, culprit.value_target
+    numbers: dict[str, float | None] = {"value": value, "value_target": target, "coefficient": coefficient}
+    if not math.isfinite(value):
+        return Cause("non_finite_forward", numbers)
+    if any(not math.isfinite(number) for number in (coefficient, norm, target) if number is not None):
+        return Cause("non_finite", numbers)
+    jacobian = norm / abs(coefficient) if culprit.span == "token" and norm is not None and coefficient else None
+    excess = {
+        "error": _over(None if target is None else target - value, batch.value_error),
+        "jacobian": _over(jacobian, batch.jacobian),
+    }
+    numbers |= {f"{name}_over_typical": times for name, times in excess.items()}
+    name = max(excess, key=lambda name: excess[name])
+    if name == "jacobian" and (batch.layer_spread or 0.0) > _SPREAD:
+        return Cause("layer_heterogeneity", {**numbers, "layer_spread": batch.layer_spread})
+    if excess[name] < _NOTABLE:
+        return Cause("unknown", numbers)
+    return Cause("value_outlier" if name == "error" else "large_jacobian", numbers)
 
 
 def _is_spurious(culprit: Culprit, batch: BatchStatistics) -> bool:

@@ -62,7 +62,7 @@ BUNDLE_KEYS = (
     "lopti_mask",
 )
 
-_OF_FORWARD = ("log_prob", "entropy", "coefficient", "share")
+_OF_FORWARD = ("log_prob", "entropy", "coefficient", "share", "value")
 """Fields of a sequence's record that the ranks filled."""
 _OF_BATCH = {
     "response_mask": "response_mask",
@@ -73,6 +73,9 @@ _OF_BATCH = {
     "is_weight": "rollout_is_weights",
 }
 """Further ones, and the batch's tensors (R, T) that they come from."""
+_OF_CRITICS = ("response_mask", "advantage")
+_AT_CRITICS = ("advantages", "returns")
+"""What among these says something of a critic's gradient."""
 
 
 _TERMS = {"entropy_term": "entropy term", "kl_term": "KL term"}
@@ -104,7 +107,7 @@ def complete_event(
         over_run: how many times what is typical of the run the batch's robust numbers are.
         last_checkpoint: the newest before this step.
     """
-    statistics = replace(_statistics(batch.tensors, raw), over_run=over_run or None)
+    statistics = replace(_statistics(batch, raw), over_run=over_run or None)
     texts = _Texts(tokenizer, batch, context)
     culprits = tuple(_complete_culprit(culprit, batch, texts, statistics) for culprit in raw.event.culprits)
     event = replace(raw.event, event_id=event_id, run=run, culprits=culprits, batch=statistics)
@@ -142,25 +145,34 @@ def bundle_tensors(
     return {**tensors, **inputs}, tuple(layout), note
 
 
-def batch_scale(tensors: Any, coefficients: Iterable[float]) -> dict[str, float]:
+def batch_scale(batch: BatchView, coefficients: Iterable[float]) -> dict[str, float]:
     """A few robust numbers of a batch, for :class:`~..search.scale.ScaleHistory`.
 
     Args:
-        tensors: the batch's.
+        batch: the whole.
         coefficients: median |d loss / d log_prob| of each rank.
 
     Returns:
         The median |advantage| and coefficient of tokens whose is not zero, the median number of response tokens of a
-        row, and that of all rows together.
+        row, and that of all rows together. Of a critic, |return - value| in the advantage's place.
     """
-    mask = tensors["response_mask"].bool()
+    mask = batch.tensors["response_mask"].bool()
     known = sorted(value for value in coefficients if value > 0)
+    name, values = _signal(batch)
     return {
-        "advantage": median_size([tensors["advantages"][mask].float()]),
+        name: median_size([values[mask].float()]),
         "coefficient": known[len(known) // 2] if known else 0.0,
         "length": float(mask.sum(-1).median()),
         "tokens": float(mask.sum()),
     }
+
+
+def _signal(batch: BatchView) -> tuple[str, torch.Tensor]:
+    """What the loss pulls a token with: its name, and (R, T)."""
+    tensors = batch.tensors
+    if batch.is_critics:
+        return "value_error", tensors["returns"] - tensors["values"]
+    return "advantage", tensors["advantages"]
 
 
 def _step_cause(event: Event, tensors: Any) -> StepCause:
@@ -197,18 +209,21 @@ def _not_finite_at(tensors: Any, places: tuple[tuple[int | None, int], ...]) -> 
     return tuple(key for key in known if rows and not bool(torch.isfinite(tensors[key][rows, positions]).all()))
 
 
-def _statistics(tensors: Any, raw: RawEvent) -> BatchStatistics:
+def _statistics(batch: BatchView, raw: RawEvent) -> BatchStatistics:
+    tensors = batch.tensors
     mask = tensors["response_mask"].bool()
-    advantages = tensors["advantages"][mask].abs()
-    advantages = advantages[torch.isfinite(advantages) & (advantages > 0)]
-    probs = tensors["old_log_probs"][mask].float().exp()
+    name, values = _signal(batch)
+    sizes = values[mask].abs()
+    sizes = sizes[torch.isfinite(sizes) & (sizes > 0)]
+    probs = sizes[:0] if batch.is_critics else tensors["old_log_probs"][mask].float().exp()
     norm_after, coefficient_norm = raw.event.certificate.norm_after, raw.residual_coefficient_norm
     jacobian = None
     if norm_after is not None and math.isfinite(norm_after) and 0 < coefficient_norm < math.inf:
         jacobian = norm_after / coefficient_norm
     layers = raw.event.layer_history
+    typical: dict[str, Any] = {name: float(sizes.median()) if len(sizes) else 0.0}
     return BatchStatistics(
-        advantage=float(advantages.median()) if len(advantages) else 0.0,
+        **typical,
         one_minus_prob=float(1 - probs.nanmean()) if len(probs) else 0.0,
         jacobian=jacobian,
         layer_spread=None if layers is None else layers.spread,
@@ -282,7 +297,9 @@ def _complete_sequence(sequence: Sequence, batch: BatchView, texts: _Texts, albu
     ids = tensors["responses"][row][:num_tokens].tolist()
     tokens = texts.tokens(ids)
     numbers: dict[str, Any] = {name: getattr(sequence, name) for name in _OF_FORWARD}
-    numbers |= {name: tensors[key][row].tolist() for name, key in _OF_BATCH.items() if key in tensors.keys()}
+    of_batch = {name: key for name, key in _OF_BATCH.items() if name in _OF_CRITICS or not batch.is_critics}
+    of_batch |= {"value_target": "returns"} if batch.is_critics else {}
+    numbers |= {name: tensors[key][row].tolist() for name, key in of_batch.items() if key in tensors.keys()}
     for name, values in numbers.items():
         numbers[name] = None if values is None else tuple(values[:num_tokens])
     pictures, note = album.add(inputs_of(batch, row)) if tokens is not None else (None, None)
@@ -304,6 +321,8 @@ def _complete_culprit(culprit: Culprit, batch: BatchView, texts: _Texts, statist
     assert row is not None  # the driver numbers the rows
 
     def at(key: str) -> float | None:
+        if batch.is_critics and key not in _AT_CRITICS:
+            return None
         return float(tensors[key][row, culprit.peak]) if key in tensors.keys() else None
 
     stored, rollout = at("old_log_probs"), at("rollout_log_probs")
@@ -313,6 +332,7 @@ def _complete_culprit(culprit: Culprit, batch: BatchView, texts: _Texts, statist
         data_source=_label(batch, "data_source", row),
         reward=float(tensors["token_level_scores"][row].sum()) if "token_level_scores" in tensors.keys() else None,
         advantage=at("advantages"),
+        value_target=at("returns") if batch.is_critics else None,
         old_log_prob_stored=stored,
         rollout_log_prob=rollout,
         ref_log_prob=at("ref_log_prob"),

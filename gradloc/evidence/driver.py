@@ -36,6 +36,7 @@ from .complete import batch_scale, bundle_tensors, complete_event, complete_sequ
 from .disk.pictures import Album
 from .disk.store import EventStore
 from .gather import RawEvent
+from .look import of_critic
 from .record import BundleMeta, Event, Run
 from .tell.background import said_of
 from .tell.teller import Teller
@@ -62,24 +63,28 @@ def sequence_ids(uids: Sequence[str]) -> list[str]:
     return names
 
 
-def build_driver(config: Any, settings: Any, tokenizer: Any) -> "Driver":
+def build_driver(config: Any, settings: Any, tokenizer: Any, model: str = "actor") -> "Driver":
     """The driver of a run.
 
     Args:
         config: the trainer's whole config, of any verl.
         settings: those that hold.
         tokenizer: the actor's.
+        model: whose updates it is about: ``actor`` or ``critic``.
     """
     from omegaconf import OmegaConf
 
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    plain: Any = OmegaConf.to_container(actor, resolve=True)
+    trained, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if model == "critic":
+        trained, settings = config.critic, of_critic(settings)
+    plain: Any = OmegaConf.to_container(trained, resolve=True)
     return Driver(
         settings,
-        sequences_per_mini_batch=actor.ppo_mini_batch_size * rollout.n,
+        sequences_per_mini_batch=trained.ppo_mini_batch_size * rollout.n,
         tokenizer=tokenizer,
         run=Run(config.trainer.project_name, config.trainer.experiment_name),
         actor=plain,
+        model=model,
     )
 
 
@@ -91,7 +96,8 @@ class Driver:
         sequences_per_mini_batch: rollouts, over all ranks.
         tokenizer: decodes culprits; not used with ``evidence.text=off``.
         run: which run this is.
-        actor: the actor's whole config as plain data, for the bundle.
+        actor: the trained model's whole config as plain data, for the bundle.
+        model: ``actor`` or ``critic``.
     """
 
     def __init__(
@@ -102,7 +108,9 @@ class Driver:
         tokenizer: Any,
         run: Run,
         actor: dict[str, Any],
+        model: str = "actor",
     ):
+        self.model = model
         self.settings, self.tau = settings, settings.trigger.tau
         self.tokenizer = tokenizer if settings.evidence.text == "on" else None
         self.run, self.actor_config = run, actor
@@ -186,7 +194,7 @@ class Driver:
                 where not all of them are known.
 
         Returns:
-            ``gradloc/*`` metrics.
+            ``gradloc/*`` metrics, the critic's ``gradloc/critic_*``.
 
         Raises:
             AbortedBySpike: when ``action.mode`` is abort and a spike came; the event is on disk.
@@ -196,7 +204,7 @@ class Driver:
         measured = list(norms)
         for spike in handled:  # a masked or skipped step reports the norm that it took
             measured[spike.number] = spike.grad_norm
-        self._present = batch_scale(batch.tensors, coefficients)
+        self._present = batch_scale(batch, coefficients)
         self.adaptive.observe(measured)
         events = [self._write(raw, batch) for raw in raw_events]
         self.teller.tell([event for event, _ in events], policy.global_step, [why for _, why in events])
@@ -209,17 +217,22 @@ class Driver:
             written = [event for event, why in events if not why]
             said = written[-1].verdict if written else "No event of it was written."
             raise AbortedBySpike(
-                f"gradloc stopped the run (actor_rollout_ref.actor.gradloc.action.mode=abort). {said} "
+                f"gradloc stopped the run (actor_rollout_ref.actor.gradloc.{self._action_key}=abort). {said} "
                 f"The step was not taken; the events are in {self.store.root}."
             )
         self.scale.observe(self._present)
         head_norms = [math.fsum(of_step) ** 0.5 for of_step in head_squares]
-        return {
+        found = {
             **({"gradloc/head_grad_norm": [max(head_norms, key=_size)]} if head_norms else {}),
             **self._trigger_metrics(policy, measured),
             **self._action_metrics(handled),
             **self._event_metrics([raw.event for raw in raw_events]),
         }
+        return {self.metric(name): values for name, values in found.items()}
+
+    def metric(self, name: str) -> str:
+        """A metric's name: ``gradloc/spikes`` is the actor's, ``gradloc/critic_spikes`` the critic's."""
+        return name if self.model == "actor" else name.replace("gradloc/", f"gradloc/{self.model}_")
 
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the checkpoint: what the trigger has learned."""
@@ -234,6 +247,10 @@ class Driver:
         self.scale.load_state(state.get("scale", {}))
 
     # ---- inside
+
+    @property
+    def _action_key(self) -> str:
+        return "action.mode" if self.model == "actor" else self.model
 
     def _adaptive_of(self, stage: str) -> AdaptiveThreshold:
         trigger = self.settings.trigger
@@ -297,7 +314,7 @@ class Driver:
         over_run = {name: value / typical[name][0] for name, value in self._present.items() if name in typical}
         return complete_event(
             raw,
-            self.store.new_id(step.global_step, step.epoch, step.mini_batch),
+            self.store.new_id(step.global_step, step.epoch, step.mini_batch, self.model),
             self.run,
             batch,
             self.tokenizer,

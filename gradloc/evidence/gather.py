@@ -146,6 +146,7 @@ def raw_event(looked: Looked, budget: int, keeps_all: bool) -> RawEvent | None:
             rerun=None if finding.rerun is None else record.Rerun(**vars(finding.rerun)),
             consequence=_consequence(action.taken, spike.grad_norm, looked.clip_limit, culprits, certificate),
             head_grad_norm=math.sqrt(head_square),
+            model="critic" if step.recorded(0).is_value else None,
         )
         return RawEvent(
             event=event,
@@ -266,12 +267,13 @@ class _LocalEvidence:
         def of(values: torch.Tensor | None) -> tuple[float, ...] | None:
             return None if values is None else tuple(values[row].float().tolist())
 
+        outputs: dict = {"value" if recorded.is_value else "log_prob": of(recorded.log_prob)}
         return Sequence(
+            **outputs,
             rank=place.rank,
             micro_batch=index,
             micro_batch_row=row,
             row=rows[row] if rows else None,
-            log_prob=of(recorded.log_prob),
             entropy=of(recorded.entropy),
             coefficient=of(step.coefficients(index)[0]),
             share=None if shares is None else of(shares.shares(index)),
@@ -296,8 +298,14 @@ class _LocalEvidence:
         share = culprit.share
         if share is None and shares is not None and shares.is_trusted:
             share = float(shares.shares(index)[row, positions].sum())
-        mean_log_ratio = float((recorded.log_prob - old)[row][mask[row]].mean())
+        if recorded.is_value:
+            outputs: dict = {"value": at(recorded.log_prob), "old_value": at(old)}
+        else:
+            mean_log_ratio = float((recorded.log_prob - old)[row][mask[row]].mean())
+            ratios = Ratios(sequence_geometric_mean=ratio(mean_log_ratio, 0.0))
+            outputs = {"log_prob": at(recorded.log_prob), "old_log_prob_used": at(old), "ratios": ratios}
         return record.Culprit(
+            **outputs,
             span=culprit.span,
             rank=culprit.tokens[0].rank,
             micro_batch=index,
@@ -305,10 +313,7 @@ class _LocalEvidence:
             row=rows[row] if rows else None,
             positions=tuple(positions),
             peak=peak,
-            log_prob=at(recorded.log_prob),
-            old_log_prob_used=at(old),
             entropy=at(self.entropies.get(index, recorded.entropy)),
-            ratios=Ratios(sequence_geometric_mean=ratio(mean_log_ratio, 0.0)),
             coefficients=Coefficients(
                 log_prob=at(coefficients), kl=at(kl[index], 1.0 / self.ranks.size), entropy=at(entropy_coefficients)
             ),

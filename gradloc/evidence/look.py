@@ -13,6 +13,7 @@
 # limitations under the License.
 """The localizer with search and evidence behind it, as the settings say: what each adapter hangs on its actor."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,16 @@ from ..search.find import localize
 from .gather import raw_event
 from .layers import head_square
 
-__all__ = ["build_localizer"]
+__all__ = ["build_localizer", "of_critic"]
+
+
+def of_critic(settings: Any) -> Any:
+    """The actor's settings as they hold for the critic: its own action, and nothing that only a replay uses."""
+    return replace(
+        settings,
+        action=replace(settings.action, mode=settings.critic),
+        evidence=replace(settings.evidence, bundle="off", checkpoint="off"),
+    )
 
 
 def build_localizer(settings: Any, powers: ActorPowers, ranks: Ranks) -> Localizer:

@@ -38,6 +38,8 @@ _CAUSES = {
     "kl_term": "the KL penalty pulls it towards the reference policy with {kl_over_typical} times the usual force",
     "entropy_term": "the entropy term's coefficient there is {entropy_over_log_prob} times the policy term's",
     "spurious_token": "it was an unlikely token where the model was sure of another, in a response that was rewarded",
+    "value_outlier": "the value is off there by {error_over_typical} times what is typical: the critic says {value}, "
+    "the return is {value_target}",
     "is_weight": "the weight of the rollout correction there is {is_weight_over_typical} times typical",
     "non_finite": "its loss has no finite gradient",
     "non_finite_forward": "the forward itself is not finite there, although all weights are",
@@ -65,7 +67,8 @@ def quote(culprit: Culprit) -> str:
 def _what(event: Event) -> str:
     trigger, culprits = event.trigger, event.culprits
     norm, threshold = trigger.grad_norm, trigger.threshold
-    start = f"At step {event.step.global_step} the gradient "
+    whose = "critic's " if event.model == "critic" else ""
+    start = f"At step {event.step.global_step} the {whose}gradient "
     if norm is None or not math.isfinite(norm):
         start += "was not finite"
     elif trigger.kind == "forced":

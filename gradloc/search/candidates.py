@@ -194,8 +194,8 @@ def by_coefficient(task: Task, most: int, named: set[Token]) -> list[Candidate]:
     square = 0.0
 
     def proxies(index: int) -> torch.Tensor:
-        prob = prober.step.recorded(index).log_prob.double().exp().clamp(max=1.0)
-        return prober.step.coefficients(index)[0].double().abs() * (1 - prob)
+        recorded, sizes = prober.step.recorded(index), prober.step.coefficients(index)[0].double().abs()
+        return sizes if recorded.is_value else sizes * (1 - recorded.log_prob.double().exp().clamp(max=1.0))
 
     def local() -> list[tuple[float, Candidate]]:
         nonlocal square

@@ -138,7 +138,7 @@ def _with_unlikely(result: SearchResult, step: TrainingStep, ranks: Ranks) -> li
     def local() -> list[float]:
         found = dict.fromkeys(holders, 0.0)
         for token in result.tokens:
-            if token.rank == ranks.rank:
+            if token.rank == ranks.rank and not step.recorded(token.micro_batch).is_value:
                 log_probs = step.recorded(token.micro_batch).log_prob[step.token_mask(token.micro_batch)]
                 found[token.micro_batch] = max(found[token.micro_batch], float(log_probs[token.index] < _UNLIKELY))
         return list(found.values())

@@ -15,10 +15,10 @@
 
 from typing import Any
 
-from ..checks import Need, check_needs
+from ..checks import Need, check_needs, require
 from ..config import GradLocConfig, settings_in, settle
 
-__all__ = ["check_batch", "check_run", "settings_of", "settle_actor_config"]
+__all__ = ["check_batch", "check_critic", "check_run", "settings_of", "settle_actor_config"]
 
 _ACTOR = "actor_rollout_ref.actor"
 
@@ -59,6 +59,13 @@ _ROLLOUT_LOG_PROBS = Need(
     "its weights come from the rollout's log-probs",
 )
 
+_CRITIC = (
+    Need("critic.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other workers do not have it"),
+    Need("critic.ulysses_sequence_parallel_size", (1,), 1, "1", "sequence parallelism was not tried there"),
+    Need("critic.model.fsdp_config.offload_policy", (False, None), False, "false", "use param_offload instead"),
+    Need("critic.model.enable_activation_offload", (False,), False, "false", "a search runs forwards alone"),
+)
+
 _NEEDS = {
     f"{_ACTOR}.spike_detection": (
         _LEGACY,
@@ -66,6 +73,7 @@ _NEEDS = {
         _WEIGHTS_ON_DEVICE,
         _ACTIVATIONS_ON_DEVICE,
     ),
+    f"{_ACTOR}.gradloc.critic": (_LEGACY, *_CRITIC),
     f"{_ACTOR}.gradloc.stabilize": (_LEGACY, _FSDP, _WHOLE_SEQUENCES, _WEIGHTS_ON_DEVICE),
     f"{_ACTOR}.gradloc.stabilize.layer_clip.group finer than layer": (_SEPARATE_PARAMETERS,),
     f"{_ACTOR}.gradloc.stabilize.token_clip or seq_clip": (_ROLLOUT_LOG_PROBS,),
@@ -86,6 +94,15 @@ def check_run(feature: str, config: Any) -> None:
         ValueError: one sentence that names the key, what it must be, what was found and which feature needs it.
     """
     _check(feature, config, "")
+
+
+def check_critic(config: Any) -> None:
+    """Refuse a run in which spikes of the critic could not be localized: as :func:`check_run`."""
+    from verl.trainer.ppo.utils import need_critic
+
+    feature = f"{_ACTOR}.gradloc.critic"
+    require(need_critic(config), "critic.enable", f"true while {feature} is not off", config.critic.enable)
+    check_run(feature, config)
 
 
 def settings_of(config: Any) -> GradLocConfig:

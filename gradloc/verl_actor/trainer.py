@@ -37,7 +37,8 @@ from ..reweighting import ADVANTAGES_BEFORE_KEY, STAGE_NAME_KEY, Lopti, reweight
 from ..stabilize import STABILIZER_KEY
 from ..stabilize.config import StabilizeConfig
 from .analysis_trainer import Analysis, build_analysis
-from .refusals import check_run, settings_of
+from .critic_trainer import CriticSide
+from .refusals import check_critic, check_run, settings_of
 
 __all__ = ["StabilizerMemory", "TrainerHook", "build_trainer_hook"]
 
@@ -54,6 +55,7 @@ def build_trainer_hook(trainer: Any) -> "TrainerHook":
     alpha, lopti = _reweighting(config)
     return TrainerHook(
         spikes=_driver(config, settings, trainer.tokenizer),
+        critic=_critic(trainer, settings),
         alpha=alpha,
         lopti=lopti,
         stabilizers=_stabilizers(config, settings.stabilize),
@@ -68,6 +70,13 @@ def _driver(config: Any, settings: GradLocConfig, tokenizer: Any) -> Driver | No
         return None
     check_run("spike_detection", config)
     return build_driver(config, settings, tokenizer)
+
+
+def _critic(trainer: Any, settings: GradLocConfig) -> "CriticSide | None":
+    if settings.critic == "off":
+        return None
+    check_critic(trainer.config)
+    return CriticSide(trainer, build_driver(trainer.config, settings, trainer.tokenizer, "critic"))
 
 
 def _reweighting(config: Any) -> tuple[float, Lopti | None]:
@@ -131,6 +140,7 @@ class TrainerHook:
 
     Args:
         spikes: localization.
+        critic: the critic's.
         alpha: of Advantage Reweighting; 0 is off.
         lopti: the update in two stages.
         stabilizers: memory of the actor's stabilizers.
@@ -141,26 +151,31 @@ class TrainerHook:
     def __init__(
         self,
         spikes: Driver | None = None,
+        critic: CriticSide | None = None,
         alpha: float = 0.0,
         lopti: Lopti | None = None,
         stabilizers: StabilizerMemory | None = None,
         monitor: Monitor | None = None,
         analysis: Analysis | None = None,
     ):
-        self.spikes, self.alpha, self.lopti = spikes, alpha, lopti
+        self.spikes, self.critic, self.alpha, self.lopti = spikes, critic, alpha, lopti
         self.stabilizers, self.monitor, self.analysis = stabilizers, monitor, analysis
         self._checkpoint: str | None = None
 
     @property
     def _stateful(self) -> dict[str, Any]:
         """The parts that remember something, by their name in the state file."""
-        parts = {"spikes": self.spikes, "stabilizers": self.stabilizers, "health": self.monitor}
+        critic = None if self.critic is None else self.critic.driver
+        parts = {"spikes": self.spikes, "critic": critic, "stabilizers": self.stabilizers, "health": self.monitor}
         return {name: part for name, part in parts.items() if part is not None}
 
     def begin_fit(self, tracking: Any) -> None:
         """Once verl's ``Tracking`` is open, before the first step: whom to tell events, and to show tables."""
         if self.spikes is not None:
             self.spikes.teller.trackers = tracking.logger
+        if self.critic is not None:
+            self.critic.driver.teller.trackers = tracking.logger
+            self.critic.begin_fit()
         if self.analysis is not None:
             self.analysis.trackers.update(tracking.logger)
 
@@ -168,7 +183,7 @@ class TrainerHook:
 
     def stamp(self, batch: Any) -> None:
         """While the rollouts of a prompt still stand side by side: name every sequence of verl's DataProto."""
-        if self.spikes is None:
+        if self.spikes is None and self.critic is None:
             return
         batch.non_tensor_batch[SEQUENCE_KEY] = np.array(sequence_ids(batch.non_tensor_batch["uid"]), dtype=object)
 
@@ -233,6 +248,8 @@ class TrainerHook:
     def _remember_checkpoint(self, folder: str) -> None:
         if self.spikes is not None:
             self.spikes.last_checkpoint = os.path.abspath(folder)
+        if self.critic is not None:
+            self.critic.driver.last_checkpoint = os.path.abspath(folder)
 
     def _update_once(self, trainer: Any, batch: Any) -> Any:
         if self.spikes is not None:

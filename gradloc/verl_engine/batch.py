@@ -16,6 +16,7 @@ __all__ = ["fetch", "view_of"]
 
 _OF_RESPONSE = ("response_mask", "advantages", "old_log_probs")
 _OPTIONAL = ("ref_log_prob", "rollout_log_probs", "rollout_is_weights", "rm_scores")
+_OF_CRITIC = ("values", "returns")
 _LABELS = ("uid", "data_source")
 
 
@@ -24,17 +25,17 @@ def fetch(batch: Any, fields: list[str]) -> Any:
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
 
 
-def view_of(batch: Any) -> BatchView:
-    """The view of verl's ``KVBatchMeta``."""
-    tensors = _Tensors(batch)
-    return BatchView(tensors, _Labels(batch, tensors))
+def view_of(batch: Any, is_critics: bool = False) -> BatchView:
+    """The view of verl's ``KVBatchMeta``; of a critic's update with its values and returns."""
+    tensors = _Tensors(batch, _OF_CRITIC if is_critics else ())
+    return BatchView(tensors, _Labels(batch, tensors), is_critics)
 
 
 class _Tensors(Mapping[str, torch.Tensor]):
     """What every update needs is fetched first; the rest, for an event, all at once."""
 
-    def __init__(self, batch: Any):
-        self._batch = batch
+    def __init__(self, batch: Any, more: tuple[str, ...]):
+        self._batch, self._optional = batch, (*_OPTIONAL, *more)
         self._found: dict[str, torch.Tensor] = {}
         self._has_all = False
         self.labels: dict[str, list[Any]] = {}
@@ -59,7 +60,7 @@ class _Tensors(Mapping[str, torch.Tensor]):
         if self._has_all:
             return
         self._has_all = True
-        found = fetch(self._batch, ["prompts", "responses", "position_ids", *_OF_RESPONSE, *_OPTIONAL, *_LABELS])
+        found = fetch(self._batch, ["prompts", "responses", "position_ids", *_OF_RESPONSE, *self._optional, *_LABELS])
         prompts, responses = found["prompts"], found["responses"]
         lengths = prompts.offsets().diff(), responses.offsets().diff()
         prompt_width = int(lengths[0].max())
@@ -75,7 +76,7 @@ class _Tensors(Mapping[str, torch.Tensor]):
             "position_ids": _positions(found["position_ids"], attention_mask, prompt_width - lengths[0]),
             "responses": input_ids[:, prompt_width:],
         }
-        present = [name for name in (*_OF_RESPONSE, *_OPTIONAL) if name in found.keys()]
+        present = [name for name in (*_OF_RESPONSE, *self._optional) if name in found.keys()]
         self._found |= {name: _padded(found[name]) for name in present}
         if "rm_scores" in self._found:
             self._found["token_level_scores"] = self._found.pop("rm_scores")

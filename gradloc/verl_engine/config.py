@@ -11,13 +11,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from verl.trainer.ppo.utils import need_critic
 from verl.workers.config import FSDPActorConfig
 
 from ..checks import Need, check_needs, require
 from ..config import GradLocConfig, settle
 from .touches import check_verl
 
-__all__ = ["GradLocActorConfig", "check_run", "refuse_what_is_not_there"]
+__all__ = ["GradLocActorConfig", "check_critic", "check_run", "refuse_what_is_not_there"]
 
 _ACTOR = "actor_rollout_ref.actor"
 _FSDP = Need(f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other engines do not have it")
@@ -46,6 +47,17 @@ _NEEDS = (
 
 _STABILIZE = f"{_ACTOR}.gradloc.stabilize"
 _OF_SAFE = "+gradloc=mask trainer.health.enable=true"
+_CRITIC_NEEDS = (
+    Need("critic.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other engines do not have it"),
+    Need("trainer.use_v1", (True,), True, "true", "it hangs on the V1 trainers"),
+    Need("critic.shuffle", (False,), False, "false", "the trainer must know which mini-batch a row is in"),
+    Need("critic.fsdp.ulysses_sequence_parallel_size", (1,), 1, "1", "sequence parallelism was not tried there"),
+    Need(
+        "critic.fsdp.offload_policy", (False, None), False, "false", "use param_offload and optimizer_offload instead"
+    ),
+    Need("critic.model.enable_activation_offload", (False,), False, "false", "a search runs forwards alone"),
+)
+
 _NOT_YET = {
     "algorithm.lopti.enable": (None, False),
     "trainer.gradient_analysis_mode": (None, False),
@@ -87,6 +99,21 @@ def check_run(feature: str, config: Any, prefix: str = "") -> None:
         ValueError: one sentence.
     """
     check_needs(feature, _NEEDS, config, prefix)
+
+
+def check_critic(config: Any) -> None:
+    """Refuse a run in which spikes of the critic could not be localized.
+
+    Args:
+        config: the trainer's whole config.
+
+    Raises:
+        ValueError: one sentence.
+    """
+    feature = f"{_ACTOR}.gradloc.critic"
+    require(need_critic(config), "critic.enable", f"true while {feature} is not off", config.critic.enable)
+    check_verl(of_trainer=True)
+    check_needs(feature, _CRITIC_NEEDS, config)
 
 
 @dataclass

@@ -25,24 +25,26 @@ from ..evidence.look import build_localizer
 from ..keys import POLICY_KEY
 from .step import EngineStep
 
-__all__ = ["REPORT_KEY", "GradLocEngine", "register_engine"]
+__all__ = ["REPORT_KEY", "GradLocEngine", "Watched", "register_engine"]
 
 REPORT_KEY = "gradloc_report"
 """Metric of a mini-batch: a list with what this rank has to say, taken out again by the trainer's side."""
 _STRATEGIES = ("fsdp", "fsdp2")
 
 
-class GradLocEngine(FSDPEngineWithLMHead):
-    """verl's engine; a mini-batch that comes with a policy is watched, any other goes through verl's code alone."""
+class Watched:
+    """Goes in front of verl's engine; a mini-batch that comes with a policy is watched, any other goes through verl's
+    code alone."""
 
     _watch: "EngineWatch | None" = None
+    step_class: type[EngineStep] = EngineStep
 
     def train_batch(self, data: Any, loss_function: Callable) -> Any:
         sent = tu.get_non_tensor_data(data=data, key=POLICY_KEY, default=None)
         if sent is None:
             return super().train_batch(data, loss_function)
         if self._watch is None:
-            self._watch = EngineWatch(self, loss_function)
+            self._watch = EngineWatch(self, sent["settings"])
         self._watch.begin_mini_batch(sent, loss_function)
         try:
             output = super().train_batch(data, loss_function)
@@ -64,17 +66,20 @@ class GradLocEngine(FSDPEngineWithLMHead):
             return super().optimizer_step()
 
 
+class GradLocEngine(Watched, FSDPEngineWithLMHead):
+    """verl's engine of the actor."""
+
+
 class EngineWatch:
     """What the engine calls, in the order of the methods; also the actor's powers for the localizer.
 
     Args:
         engine: verl's.
-        loss_function: with the actor's config bound to it.
+        settings: those that hold.
     """
 
-    def __init__(self, engine: FSDPEngineWithLMHead, loss_function: Any):
-        self.engine = engine
-        self.settings = loss_function.keywords["config"].gradloc
+    def __init__(self, engine: Any, settings: Any):
+        self.engine, self.settings = engine, settings
         ranks = Ranks(device=_device(), replicas=engine.ulysses_sequence_parallel_size)
         self.localizer: Localizer = build_localizer(self.settings, self, ranks)
         self._step: EngineStep | None = None
@@ -89,14 +94,14 @@ class EngineWatch:
         return self._step is not None
 
     def begin_mini_batch(self, sent: dict[str, Any], loss_function: Any) -> None:
-        """Before the first micro-batch; ``sent`` holds the update's number and its policy."""
+        """Before the first micro-batch; ``sent`` holds the update's number, its policy and the settings."""
         found = self.localizer
         if sent["update"] != self._update:
             self._update = sent["update"]
             policy = StepPolicy(**sent["policy"])
             self._num_left, self._num_told = len(policy.thresholds), 0
             found.begin_update(policy, GradientSpace(self.engine.module, found.ranks))
-        self._step = EngineStep(self.engine, loss_function, found.ranks.size)
+        self._step = self.engine.step_class(self.engine, loss_function, found.ranks.size)
         found.begin_mini_batch(self._step)
 
     def before_forward(self, micro_batch: Any, loss_function: Callable) -> Callable:

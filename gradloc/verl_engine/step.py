@@ -26,8 +26,8 @@ from ..keys import ROW_KEY
 
 __all__ = ["EngineStep"]
 
-_FIELDS = {"log_probs": "log_prob", "entropy": "entropy"}
-"""Of verl's model output, and what they are called in a record."""
+_FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
+"""Of verl's model output, and what they are called in a record; values are a critic's."""
 
 
 class EngineStep:
@@ -39,6 +39,8 @@ class EngineStep:
         dp_size: data-parallel ranks.
     """
 
+    output, old = "log_probs", "old_log_probs"
+    """Of verl's model output what the loss is about, and the batch's from before the update."""
     on_policy = False  # this verl's loss always takes the old log-probs that came with the batch
 
     def __init__(self, engine: FSDPEngineWithLMHead, loss_function: Callable, dp_size: int):
@@ -55,7 +57,8 @@ class EngineStep:
     def before_forward(self, micro_batch: Any) -> None:
         """Take the next micro-batch (verl's TensorDict) and the random state before its forward."""
         self.micro_batches.append(micro_batch)
-        self._recorded.append(Recorded(rng=RngState(torch.device(get_device_name()))))
+        rng = RngState(torch.device(get_device_name()))
+        self._recorded.append(Recorded(rng=rng, is_value=self.output == "values"))
         self._values.append({})
         self._grads.append({})
 
@@ -117,7 +120,7 @@ class EngineStep:
 
     def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         found = self._forward(micro_batch, self._data(micro_batch))
-        return found["log_probs"], found.get("entropy")
+        return found[self.output], found.get("entropy")
 
     def entropies(self, micro_batch: int) -> torch.Tensor:
         data = self._data(micro_batch).copy()
@@ -140,9 +143,9 @@ class EngineStep:
         factor = 1.0 / (self.dp_size * self.loss_scale)
         grads, data = self._grads[micro_batch], self._data(micro_batch)
         found = {key: _unpack(grad, data) * factor for key, grad in grads.items()}
-        if "log_probs" not in found:  # the loss does not depend on them
-            found["log_probs"] = torch.zeros_like(self.recorded(micro_batch).log_prob)
-        return found["log_probs"], found.get("entropy")
+        if self.output not in found:  # the loss does not depend on them
+            found[self.output] = torch.zeros_like(self.recorded(micro_batch).log_prob)
+        return found[self.output], found.get("entropy")
 
     def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
         self._recorded[micro_batch].rng.restore()
@@ -176,7 +179,7 @@ class EngineStep:
 
     def old_log_prob(self, micro_batch: int) -> torch.Tensor:
         """(B, T), as they came with the batch."""
-        return _padded(self._data(micro_batch)["old_log_probs"])
+        return _padded(self._data(micro_batch)[self.old])
 
     # ---- inside
 
@@ -207,7 +210,7 @@ class EngineStep:
         """The recorded log-probs (B, T) in float32 as a leaf, and the loss of them."""
         recorded, data = self.recorded(micro_batch), self._data(micro_batch)
         log_prob = recorded.log_prob.detach().float().clone().requires_grad_()
-        output = {"log_probs": _pack(log_prob, data)}
+        output = {self.output: _pack(log_prob, data)}
         if recorded.entropy is not None:
             output["entropy"] = _pack(recorded.entropy, data)
         group = self.engine.get_data_parallel_group()

@@ -32,6 +32,8 @@ _TOUCHED_BY_TRAINER = {
     f"{_TRAINER}.__init__": "self, config",
     f"{_TRAINER}.on_train_begin": "self",
     f"{_TRAINER}._update_actor": "self, batch, metrics",
+    f"{_TRAINER}._update_critic": "self, batch, metrics",
+    "verl.single_controller.base.worker:Worker.execute_with_func_generator": None,
     f"{_TRAINER}._compute_advantage": "self, batch, metrics",
     f"{_TRAINER}._compute_metrics": "self, batch, metrics, timing_raw, global_steps, epoch",
     f"{_TRAINER}._save_checkpoint": "self",

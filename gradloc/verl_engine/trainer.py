@@ -4,6 +4,7 @@
 import math
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ..keys import POLICY_KEY, ROW_KEY
 from ..names import refuse_unknown_names
 from ..reweighting import reweight
 from .batch import fetch, view_of
-from .config import check_run, refuse_what_is_not_there
+from .config import check_critic, check_run, refuse_what_is_not_there
 from .engine import REPORT_KEY
 from .touches import check_verl
 
@@ -55,15 +56,23 @@ class TrainerSide:
         self.monitor: Monitor | None = build_monitor(config)
         block = config.algorithm.get("advantage_reweighting")
         self.alpha = 0.0 if block is None else omega_conf_to_dataclass(block).alpha
+        if self.settings.critic != "off":
+            check_critic(config)
         self.spikes: Driver | None = None
+        self.critic: Driver | None = None
+        self._watches_critic = False
         self._num_updates = 0
-        self._of_updates: list[dict[str, float]] = []  # the present step's metrics
+        self._of_updates: dict[str, list[dict[str, float]]] = {}  # the present step's metrics, by model
         self._checkpoint: str | None = None
 
     @property
     def _stateful(self) -> dict[str, Any]:
-        parts = {"spikes": self.spikes, "health": self.monitor}
+        parts = {"spikes": self.spikes, "critic": self.critic, "health": self.monitor}
         return {name: part for name, part in parts.items() if part is not None}
+
+    @property
+    def _drivers(self) -> list[Driver]:
+        return [driver for driver in (self.spikes, self.critic) if driver is not None]
 
     def begin(self, tokenizer: Any) -> None:
         """Once the tokenizer is there, before the workers are."""
@@ -71,11 +80,14 @@ class TrainerSide:
             self.spikes = build_driver(self.config, self.settings, tokenizer)
             mode = self.settings.action.mode
             print(f"gradloc: on ({mode}); events go to {self.spikes.store.root}", flush=True)
+        if self.settings.critic != "off":
+            self.critic = build_driver(self.config, self.settings, tokenizer, "critic")
+            print(f"gradloc: on for the critic ({self.settings.critic}): {self.critic.store.root}", flush=True)
 
     def begin_fit(self, tracking: Any) -> None:
         """Once verl's ``Tracking`` is open: whom to tell events."""
-        if self.spikes is not None:
-            self.spikes.teller.trackers = tracking.logger
+        for driver in self._drivers:
+            driver.teller.trackers = tracking.logger
 
     def load(self, folder: str) -> None:
         """Take the states back from the checkpoint that the trainer has resumed from."""
@@ -97,60 +109,71 @@ class TrainerSide:
 
     def update(self, trainer: Any, batch: Any, metrics: dict[str, Any], update: Callable[[], Any]) -> Any:
         """The actor's update, through verl's own method, with the policy sent and the events written."""
-        driver = self.spikes
-        if driver is None:
+        if self.spikes is None:
             return update()
-        view, group = view_of(batch), trainer.actor_rollout_wg
-        dp_size = max(group._dispatch_info["actor"]) + 1
+        group = trainer.actor_rollout_wg
+        return self._watched(self.spikes, trainer, group, ("update_actor", "actor"), batch, metrics, update)
+
+    def update_critic(self, trainer: Any, batch: Any, metrics: dict[str, Any], update: Callable[[], Any]) -> Any:
+        """The critic's update, likewise."""
+        if self.critic is None:
+            return update()
+        group = trainer.critic_wg
+        if not self._watches_critic:
+            from .critic import watch_critic
+
+            group.execute_with_func_generator(watch_critic)
+            self._watches_critic = True
+        return self._watched(self.critic, trainer, group, ("train_mini_batch", "train"), batch, metrics, update)
+
+    def _watched(
+        self,
+        driver: Driver,
+        trainer: Any,
+        group: Any,
+        names: tuple[str, str],
+        batch: Any,
+        metrics: dict[str, Any],
+        update: Callable[[], Any],
+    ) -> Any:
+        """An update through verl's own method; ``names`` are of the group's method that it calls, and of its mesh."""
+        method, mesh = names
+        view = view_of(batch, is_critics=driver.model == "critic")
+        dp_size = max(group._dispatch_info[mesh]) + 1
         policy = driver.before_update(view.tensors["response_mask"], trainer.global_steps, dp_size)
         self._num_updates += 1
         _put(batch, {ROW_KEY: torch.arange(len(batch.keys)).unsqueeze(-1)})
-        batch.extra_info[POLICY_KEY] = {"update": self._num_updates, "policy": policy.as_dict()}
+        told = {"update": self._num_updates, "policy": policy.as_dict(), "settings": driver.settings}
+        batch.extra_info[POLICY_KEY] = told
         caught: list[Any] = []
-        call = group.update_actor
+        call = getattr(group, method)
 
-        def update_actor(sent: Any) -> Any:
-            output = call(sent)
+        def taken(output: Any) -> Any:
             caught.append(output["metrics"].pop(REPORT_KEY, []))
             return output
 
-        group.update_actor = update_actor
+        def called(sent: Any) -> Any:
+            output = call(sent)
+            is_future = hasattr(output, "get") and hasattr(output, "futures")
+            return SimpleNamespace(get=lambda: taken(output.get())) if is_future else taken(output)
+
+        setattr(group, method, called)
         try:
             batch = update()
         finally:
-            group.update_actor = call
+            setattr(group, method, call)
             batch.extra_info.pop(POLICY_KEY, None)
-        found = reduce_metrics(self._after_update(driver, view, _reports(caught)))
-        self._of_updates.append(found)
+        found = reduce_metrics(_after_update(driver, view, _reports(caught)))
+        self._of_updates.setdefault(driver.model, []).append(found)
         metrics.update(found)
         return batch
 
-    def _after_update(self, driver: Driver, view: Any, reports: list[dict[str, Any]]) -> dict[str, list[float]]:
-        first = [report for report in reports if "norm" in report]  # one for each optimizer step
-        if not first:
-            raise RuntimeError(
-                "gradloc is switched on, and the workers' engine is not its own: install gradloc in the environment "
-                "of every node, or leave +gradloc out."
-            )
-        norms = [report["norm"] for report in first]
-        found = driver.after_update(
-            norms,
-            [event for report in first for event in report["events"]],
-            view,
-            [spike for report in first for spike in report["handled"]],
-            [report["coefficient"] for report in reports],
-            _head_squares(reports),
-        )
-        return found | {
-            "gradloc/failures": [max(report["failures"] for report in reports)],
-            "actor/grad_norm_max": [max(norms, key=_size)],
-        }
-
     def after_metrics(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         """Once verl has computed the step's metrics, before they are logged."""
-        if len(self._of_updates) > 1:  # of which verl has taken means
-            metrics.update(_joined(self._of_updates))
-        self._of_updates = []
+        for found in self._of_updates.values():
+            if len(found) > 1:  # of which verl has taken means
+                metrics.update(_joined(found))
+        self._of_updates = {}
         if self.monitor is not None:
             self.monitor.observe(view_of(batch), metrics, global_step)
             if self._checkpoint is not None:  # written before the step had its metrics
@@ -164,19 +187,43 @@ class TrainerSide:
             self._remember(folder)
 
     def _remember(self, folder: str) -> None:
-        if self.spikes is not None:
-            self.spikes.last_checkpoint = os.path.abspath(folder)
+        for driver in self._drivers:
+            driver.last_checkpoint = os.path.abspath(folder)
+
+
+def _after_update(driver: Driver, view: Any, reports: list[dict[str, Any]]) -> dict[str, list[float]]:
+    first = [report for report in reports if "norm" in report]  # one for each optimizer step
+    if not first:
+        raise RuntimeError(
+            "gradloc is switched on, and the workers' engine is not its own: install gradloc in the environment "
+            "of every node, or leave +gradloc out."
+        )
+    norms = [report["norm"] for report in first]
+    found = driver.after_update(
+        norms,
+        [event for report in first for event in report["events"]],
+        view,
+        [spike for report in first for spike in report["handled"]],
+        [report["coefficient"] for report in reports],
+        _head_squares(reports),
+    )
+    return found | {
+        driver.metric("gradloc/failures"): [max(report["failures"] for report in reports)],
+        f"{driver.model}/grad_norm_max": [max(norms, key=_size)],
+    }
 
 
 def _joined(updates: list[dict[str, float]]) -> dict[str, float]:
     """Metrics of a step with several updates: counts added up, else the largest or of the one nearest its threshold."""
-    nearest_last = sorted(updates, key=lambda found: _size(found.get("gradloc/norm_over_threshold", 0.0)))
+    (nearest,) = {name for found in updates for name in found if name.endswith("norm_over_threshold")} or {""}
+    nearest_last = sorted(updates, key=lambda found: _size(found.get(nearest, 0.0)))
     joined = {name: value for found in nearest_last for name, value in found.items()}
     for name in joined:
         values = [found[name] for found in updates if name in found]
-        if name.removeprefix("gradloc/") in _COUNTS:
+        of_model = name.removeprefix("gradloc/").removeprefix("critic_")
+        if of_model in _COUNTS:
             joined[name] = sum(values)
-        elif name.removeprefix("gradloc/") in _LARGEST or name == "actor/grad_norm_max":
+        elif of_model in _LARGEST or name.endswith("/grad_norm_max"):
             joined[name] = max(values, key=_size)
     return joined
 
@@ -242,6 +289,10 @@ class _Watched:
         batch = super()._compute_advantage(batch, metrics)
         self.gradloc.after_advantages(batch, metrics)
         return batch
+
+    def _update_critic(self, batch: Any, metrics: dict) -> Any:
+        update = super()._update_critic
+        return self.gradloc.update_critic(self, batch, metrics, lambda: update(batch, metrics))
 
     def _update_actor(self, batch: Any, metrics: dict) -> Any:
         return self.gradloc.update(self, batch, metrics, lambda: super(_Watched, self)._update_actor(batch, metrics))

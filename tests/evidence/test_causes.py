@@ -276,3 +276,18 @@ def test_a_spurious_token_is_unlikely_where_the_model_was_sure_and_rewarded(chan
     batch = BatchStatistics(advantage=1.0, one_minus_prob=0.5, jacobian=1.0, low_entropy=0.3)
     assert classify(replace(SPURIOUS, **change), batch).label == label
     assert classify(replace(SPURIOUS, **change), replace(batch, low_entropy=None)).label != "spurious_token"
+
+
+def test_a_critics_culprit_is_explained_by_its_error_or_by_the_values_own_gradient():
+    typical = BatchStatistics(value_error=0.5, jacobian=1.0)
+
+    def cause(**changed):
+        given = dict(value=0.1, value_target=0.4, grad_norm=1.0, coefficients=Coefficients(log_prob=1.0))
+        return classify(Culprit(**{**given, **changed}), typical)
+
+    assert cause().label == "unknown"
+    far = cause(value_target=100.1)
+    assert far.label == "value_outlier" and far.numbers["error_over_typical"] == pytest.approx(200)
+    assert cause(grad_norm=50.0).label == "large_jacobian"
+    assert cause(value=float("nan")).label == "non_finite_forward"
+    assert cause(value_target=float("inf")).label == "non_finite"

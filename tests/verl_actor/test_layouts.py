@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.world.events import read_events
+from tests.world.models.critic import PLACE as CRITICS_PLACE
 from tests.world.models.vision import PLACE
 
 ACTOR = "actor_rollout_ref.actor"
@@ -159,4 +160,32 @@ def test_a_token_after_a_picture_is_found_certified_and_masked(world, dump_dir, 
     assert event["certificate"]["verdict"] == "explained"
     assert event["certificate"]["norm_after"] == pytest.approx(found[0]["norm_without"], rel=2e-3)
     without, masked = train(0.0), train(1e4, *ON, *TAU, f"{ACTOR}.gradloc.action.mode=mask")
+    assert [rank["weights"] for rank in without] == [rank["weights"] for rank in masked], "bit for bit"
+
+
+def test_a_return_that_no_value_explains_is_found_certified_and_masked_in_the_critic(world, dump_dir):
+    def train(action, **asked):
+        settings = [f"{ACTOR}.gradloc.critic={action}", f"{ACTOR}.gradloc.trigger.tau=100"]
+        asked |= {"overrides": settings, "dump_dir": dump_dir, "target": 1e4}
+        return world.run("tests.world.models.critic.train", **asked)
+
+    def left(ranks):
+        return [(rank["weights"], rank["rng"]) for rank in ranks]
+
+    (row, position), half = CRITICS_PLACE, 0.03  # verl 0.7's critic always computes in bfloat16
+    alone, found = train("off"), train("observe")
+    assert left(alone) == left(found), "looking changes nothing"
+    assert "gradloc/critic_spikes" not in alone[0]["metrics"] and found[0]["metrics"]["gradloc/critic_spikes"] == 1
+    (event,) = read_events(dump_dir)
+    (culprit,) = event["culprits"]
+    assert event["model"] == "critic" and (culprit["row"], culprit["positions"]) == (row, [position])
+    assert culprit["cause"]["label"] == "value_outlier" and culprit["value_target"] == 1e4
+    assert abs(culprit["value"]) < 1 and culprit["log_prob"] is None
+    assert culprit["grad_norm"] == pytest.approx(found[0]["culprit_norm"], rel=half)
+    assert event["trigger"]["grad_norm"] == pytest.approx(found[0]["norm"], rel=half)
+    assert event["certificate"]["verdict"] == "explained"
+    assert event["certificate"]["norm_after"] == pytest.approx(found[0]["norm_without"], rel=half)
+    assert "the critic's gradient norm was" in event["verdict"] and "the return is 10,000" in event["verdict"]
+    without, masked = train("off", lets_out=True), train("mask")
+    assert masked[0]["metrics"]["gradloc/critic_mask"] == 1
     assert [rank["weights"] for rank in without] == [rank["weights"] for rank in masked], "bit for bit"

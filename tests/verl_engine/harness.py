@@ -27,6 +27,7 @@ MODEL = "actor_rollout_ref.model"
 FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 ADAPTER = "adapter"
 PER_TOKEN = ("old_log_probs", "advantages", "ref_log_prob", "token_level_scores", "rollout_log_probs")
+PER_TOKEN += ("values", "returns")
 
 
 def save_model(folder: str, model: torch.nn.Module | None = None) -> None:
@@ -67,6 +68,12 @@ def make_config(overrides: list[str], model_dir: str) -> Any:
     if config.actor_rollout_ref.model.lora_rank:  # a new one's second factor is 0, and so its first has no gradient
         config.actor_rollout_ref.model.lora_adapter_path = f"{model_dir}/{ADAPTER}"
     return config
+
+
+def own_folder(config: Any) -> None:
+    """There is one trainer, and here there are two: each writes to its own folder."""
+    if "gradloc" in config.actor_rollout_ref.actor and dist.get_rank() > 0:
+        config.actor_rollout_ref.actor.gradloc.dump_dir += f"-rank{dist.get_rank()}"
 
 
 @dataclass
@@ -195,8 +202,7 @@ def make_trainer(
     from verl.trainer.ppo.v1 import get_trainer_cls
 
     config = make_config(overrides, model_dir)
-    if "gradloc" in config.actor_rollout_ref.actor and dist.get_rank() > 0:  # there is one trainer, and here two
-        config.actor_rollout_ref.actor.gradloc.dump_dir += f"-rank{dist.get_rank()}"
+    own_folder(config)
     with mock.patch.dict(os.environ, {"VERL_ENGINE_VENDOR": "none"} if stock else {}):
         worker = DetachActorWorker(config.actor_rollout_ref, role="actor")  # separate_async's; it adds to verl's own
         worker.init_model()

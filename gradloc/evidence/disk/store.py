@@ -64,9 +64,9 @@ class EventStore:
     def __init__(self, root: str):
         self.root = Path(root)
 
-    def new_id(self, global_step: int, epoch: int, mini_batch: int) -> str:
+    def new_id(self, global_step: int, epoch: int, mini_batch: int, model: str = "actor") -> str:
         """A name for an event; a run that was resumed may pass the same step again, so names are made unique."""
-        base = f"step{global_step:06d}-epoch{epoch}-mini{mini_batch}"
+        base = f"step{global_step:06d}-epoch{epoch}-mini{mini_batch}" + (f"-{model}" if model != "actor" else "")
         number, name = 1, base
         while (self.root / "events" / name).exists():
             number += 1

@@ -46,9 +46,13 @@ class Sequence:
     entropy: tuple[float, ...] | None = None
     is_weight: tuple[float, ...] | None = None
     coefficient: tuple[float, ...] | None = None
-    """d loss / d log_prob."""
+    """d loss / d log_prob; of a critic d loss / d value."""
     share: tuple[float, ...] | None = None
     """Of the spike; null when not measured."""
+    value: tuple[float, ...] | None = optional()
+    """The critic's; null where the event is the actor's, as the next one."""
+    value_target: tuple[float, ...] | None = optional()
+    """The returns."""
     pictures: tuple[str, ...] | None = optional()
     """PNG files in the event's folder, in the order of the prompt; null for text, and when the run keeps no text."""
     pictures_note: str | None = optional()

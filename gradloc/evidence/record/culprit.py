@@ -30,6 +30,7 @@ CAUSES = (
     "kl_term",
     "entropy_term",
     "is_weight",
+    "value_outlier",
     "non_finite",
     "spurious_token",
     "non_finite_forward",
@@ -147,6 +148,12 @@ class Culprit:
     """Norm of each position's own gradient, or a lower bound where there are several; null where none is known."""
     siblings: tuple[Sibling, ...] | None = optional()
     """The other responses to its prompt; null without a uid."""
+    value: float | None = optional()
+    """What the critic predicts in the training forward; null where the event is the actor's, as the next two."""
+    old_value: float | None = optional()
+    """Before the update."""
+    value_target: float | None = optional()
+    """The return that the value is fitted to."""
 
     @property
     def text(self) -> str:

@@ -52,6 +52,8 @@ class Event:
     rerun: Rerun | None = optional()
     """Null where it was not asked for."""
     consequence: Consequence | None = optional()
+    model: Annotated[str, ("enum", ("actor", "critic"))] | None = optional()
+    """Whose gradient it is; null for the actor's."""
     head_grad_norm: float | None = optional()
     """Norm of the spike's gradient at the output head (at the embedding where the two are tied), before clipping: a
     lower bound on how far such a step moves the policy (arXiv 2605.19425)."""

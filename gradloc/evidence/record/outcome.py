@@ -149,5 +149,7 @@ class BatchStatistics:
     the batch. Null until there is a history."""
     entropy_over_policy: float | None = optional()
     """Root sum of squares of d loss / d entropy over that of d loss / d log_prob, over all tokens."""
+    value_error: float | None = optional()
+    """Of a critic: median |return - value before the update| over the response tokens."""
     kl_over_policy: float | None = optional()
     """The same of the KL term's part over the rest."""

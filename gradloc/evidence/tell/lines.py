@@ -35,6 +35,7 @@ def headline(event: Event) -> str:
         One line of printable characters.
     """
     kind = "REHEARSAL" if event.trigger.kind == "forced" else "SPIKE"
+    kind += " of the critic," if event.model == "critic" else ""
     norm, culprits = number(event.trigger.grad_norm, 3), event.culprits
     said = f"{kind} step {event.step.global_step}: "
     if culprits:

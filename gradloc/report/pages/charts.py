@@ -31,7 +31,7 @@ Chart = dict[str, Any]
 
 def run_chart(run: RunFolder, health: RunHealth) -> Chart | None:
     """Gradient norm, threshold and events, with reward, entropy and KL below; None when there is nothing to draw."""
-    metrics, events = run.metrics, run.events
+    metrics, events = run.metrics, [event for event in run.events if event.model != "critic"]  # its norms are others
     if not metrics and not events:
         return None
     lines = []

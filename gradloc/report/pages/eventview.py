@@ -41,10 +41,15 @@ ODD_FACTS = {
     "kl_term": "of it the KL term",
     "is_weight": "rollout-correction weight",
     "entropy_term": "d loss / d entropy",
+    "value_outlier": "return",
     "non_finite": "d loss / d log-prob",
 }
 """Which fact of a culprit each cause is about."""
-ESSENTIAL = ("advantage", "ratio new / old", "log-prob", "entropy", "reward of the sequence")
+ESSENTIAL = ("value", "return", "advantage", "ratio new / old", "log-prob", "entropy", "reward of the sequence")
+
+
+_SAID = ("value", "value_target", "coefficient")
+"""Numbers of a cause that stand among the facts by another name."""
 
 
 @dataclass
@@ -123,7 +128,8 @@ def plain_view(event: Event, root: Path, metrics: Metrics | None = None) -> Even
         story=tell(event, clip_of(root, event), metrics or Metrics()),
         verdict=visible(event.verdict) if event.verdict else "",
         title=f"Step {event.step.global_step}, mini-batch {event.step.mini_batch}"
-        + (f", Lopti's {event.step.stage} stage" if event.step.stage else ""),
+        + (f", Lopti's {event.step.stage} stage" if event.step.stage else "")
+        + (", the critic" if event.model == "critic" else ""),
         culprits=written,
         num_hidden_culprits=max(len(shown) - CULPRITS, 0),
         causes=_causes(written),
@@ -133,7 +139,7 @@ def plain_view(event: Event, root: Path, metrics: Metrics | None = None) -> Even
         search_cost=searchpath.cost(event.search),
         certificate=CERTIFICATES.get(event.certificate.verdict, event.certificate.verdict),
         action=ACTIONS.get(event.action.taken, event.action.taken),
-        replay=replay_command(str(folder)) if folder is not None and folder.is_dir() else None,
+        replay=replay_command(str(folder)) if folder is not None and folder.is_dir() and not event.model else None,
         layer_note=_layer_note(event),
         path=path,
         num_hidden_parts=num_hidden,
@@ -187,6 +193,9 @@ def describe(culprit: Culprit) -> CulpritView:
     """A culprit's record as pairs of label and text, and what stands around it."""
     ratios = culprit.ratios
     facts = [
+        ("value", number(culprit.value)),
+        ("value before the update", number(culprit.old_value)),
+        ("return", number(culprit.value_target)),
         ("advantage", number(culprit.advantage)),
         ("log-prob", number(culprit.log_prob)),
         ("old log-prob, used", number(culprit.old_log_prob_used)),
@@ -203,7 +212,7 @@ def describe(culprit: Culprit) -> CulpritView:
         ("d loss / d entropy", number(culprit.coefficients.entropy)),
         ("reward of the sequence", number(culprit.reward)),
         ("largest token's own norm", number(max(culprit.token_norms or (), default=None))),
-        *((_spoken(name), number(value)) for name, value in culprit.cause.numbers.items()),
+        *((_spoken(name), number(value)) for name, value in culprit.cause.numbers.items() if name not in _SAID),
     ]
     known = {label: text for label, text in facts if text != "–"}
     essential = _essential(culprit, known)

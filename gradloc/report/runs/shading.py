@@ -36,7 +36,7 @@ MEASURES = (
     Measure(
         "coefficient",
         "loss coefficient",
-        "d loss / d log-prob; orange lowers the token's probability, blue raises it",
+        "d loss / d log-prob; orange lowers the token's probability (a critic's value), blue raises it",
         1e-12,
     ),
     Measure("ratio", "ratio to the old policy", "log of new / old; orange above 1, blue below", 0.2),

@@ -17,7 +17,7 @@ from ...evidence.record import Culprit, Event, StepCause
 from ..text import one_line, plural, times, visible
 from . import advice
 from .events import bundle_folder
-from .metrics import MAX, MEAN, Metrics
+from .metrics import Metrics
 
 COUNTS = ("No", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten", "Eleven", "Twelve")
 SPANS = {"token": "token", "segment": "span of tokens", "sequence": "response"}
@@ -29,6 +29,7 @@ ODD = {
     "low_probability": ("jacobian_over_typical", "its log-prob's gradient is "),
     "kl_term": ("kl_over_typical", "its force is "),
     "is_weight": ("is_weight_over_typical", ""),
+    "value_outlier": ("error_over_typical", "the value is off by "),
 }
 """The number that makes each cause a cause, and what it is a number of where the cause's title does not say."""
 TRIGGERS = {
@@ -189,6 +190,8 @@ def headline(event: Event) -> str:
     norm = event.trigger.grad_norm
     is_finite = norm is None or math.isfinite(norm)
     what = f"the step-{step} spike" if is_finite else f"the gradient of step {step} not finite"
+    if event.model == "critic":
+        what = what.replace("spike", "spike of the critic").replace("the gradient", "the critic's gradient")
     if event.trigger.kind == "forced":
         what = f"most of step {step}'s gradient (a rehearsal)"
     other = beside(event)
@@ -339,7 +342,8 @@ def _given(event: Event, clip: float | None) -> str:
 def _afterwards(event: Event, metrics: Metrics) -> list[str]:
     """Whether the run went on as before, as far as its metrics say."""
     step = event.step.global_step
-    norm = MAX if metrics.finite(MAX) else MEAN
+    mean, most = (f"{event.model or 'actor'}/{name}" for name in ("grad_norm", "grad_norm_max"))
+    norm = most if metrics.finite(most) else mean
     before, after = _around(metrics, norm, step)
     said = []
     if after and len(before) >= LEAST:
@@ -370,7 +374,7 @@ def _around(metrics: Metrics, name: str, step: int) -> tuple[list[float], list[f
 
 def _action(event: Event, first: Culprit | None) -> tuple[str, str] | None:
     """The first advice for the step's cause that the run does not follow already."""
-    mode, other = f"action.mode={event.action.requested}", beside(event)
+    mode, other = f"{event.model or 'action.mode'}={event.action.requested}", beside(event)
     label = cause_of(event) if not first or (other and other.label == "not_tokens") else first.cause.label
     checkpoint = event.consequence.last_checkpoint if event.consequence else None
     if label == "non_finite_weights" and checkpoint:

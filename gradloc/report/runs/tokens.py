@@ -35,6 +35,8 @@ NUMBERS = (
     "advantage",
     "is_weight",
     "entropy",
+    "value",
+    "value_target",
 )
 LABELS = {
     "share": "share of the spike",
@@ -47,6 +49,8 @@ LABELS = {
     "advantage": "advantage",
     "is_weight": "rollout-correction weight",
     "entropy": "entropy",
+    "value": "value",
+    "value_target": "return",
 }
 
 

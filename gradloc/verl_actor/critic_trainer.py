@@ -1,0 +1,68 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The driver's side of the critic's localization: what the trainer does around the critic's update."""
+
+import math
+from typing import Any
+
+import torch
+
+from ..evidence.batch import BatchView
+from ..evidence.driver import Driver
+from ..keys import EVENTS_KEY, POLICY_KEY, ROW_KEY, SETTINGS_KEY
+
+__all__ = ["CriticSide"]
+
+
+class CriticSide:
+    """Stands between verl's trainer and the critic's workers.
+
+    Args:
+        trainer: verl's, before its workers are there.
+        driver: the critic's.
+    """
+
+    def __init__(self, trainer: Any, driver: Driver):
+        self._trainer, self.driver = trainer, driver
+
+    def begin_fit(self) -> None:
+        """Once the workers are there."""
+        group = self._trainer.critic_wg
+        self._call, group.update_critic = group.update_critic, self._update
+
+    def _update(self, batch: Any) -> Any:
+        trainer, driver = self._trainer, self.driver
+        dp_size = trainer._get_dp_size(trainer.critic_wg, "critic")
+        policy = driver.before_update(batch.batch["response_mask"], trainer.global_steps, dp_size)
+        batch.batch[ROW_KEY] = torch.arange(len(batch))
+        batch.meta_info |= {POLICY_KEY: policy.as_dict(), SETTINGS_KEY: driver.settings}
+        try:
+            output = self._call(batch)
+        finally:
+            batch.meta_info = {k: v for k, v in batch.meta_info.items() if k not in (POLICY_KEY, SETTINGS_KEY)}
+            batch.batch.pop(ROW_KEY)
+        metrics = output.meta_info["metrics"]
+        reports = metrics.pop(EVENTS_KEY)
+        (first,) = (report for report in reports if "events" in report)
+        found = driver.after_update(
+            first["norms"],
+            first["events"],
+            BatchView(batch.batch, batch.non_tensor_batch, is_critics=True),
+            first["handled"],
+            [report["coefficient"] for report in reports],
+            zip(*(report["head_squares"] for report in reports), strict=True),
+        )
+        largest = max(first["norms"], key=lambda norm: math.inf if norm != norm else norm)
+        metrics |= {"critic/grad_norm_max": [largest], "gradloc/critic_failures": [first["failures"]], **found}
+        return output

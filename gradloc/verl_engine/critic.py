@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The critic's engine with a localizer riding along: its values stand where the actor's log-probs stand."""
+
+from typing import Any
+
+import torch
+
+from verl import DataProto
+from verl.trainer.ppo.core_algos import agg_loss
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
+
+from .engine import Watched
+from .step import EngineStep
+
+__all__ = ["watch_critic"]
+
+
+class CriticStep(EngineStep):
+    """One mini-batch of verl's critic, replayable: see :class:`~..core.probe.TrainingStep`."""
+
+    output, old = "values", "values"
+
+    def token_weights(self, micro_batch: int) -> torch.Tensor:
+        mask, data = self.token_mask(micro_batch), self._data(micro_batch)
+        told = {name: data[name] for name in ("dp_size", "batch_num_tokens", "global_batch_size")}
+        config = self._config
+        token_losses = torch.zeros_like(mask, dtype=torch.float32, requires_grad=True)
+        factor = config.loss_scale_factor
+        loss = 0.5 * agg_loss(token_losses, mask, config.loss_agg_mode, **told, loss_scale_factor=factor)
+        (weights,) = torch.autograd.grad(loss, token_losses)
+        return weights.nan_to_num() / self.dp_size
+
+    def forward_bytes(self) -> int:
+        return 0
+
+    def kl_coefficients(self, micro_batch: int) -> None:
+        """A critic has no KL term."""
+
+
+class GradLocValueEngine(Watched, FSDPEngineWithValueHead):
+    """verl's engine of the critic."""
+
+    step_class = CriticStep
+
+
+def watch_critic(worker: Any) -> DataProto:
+    """Runs in each of the critic's workers, once it is built: its engine is ours from here on.
+
+    Args:
+        worker: verl's ``TrainingWorker``.
+    """
+    worker.engine.__class__ = GradLocValueEngine
+    return DataProto()

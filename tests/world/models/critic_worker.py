@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl 0.7's own critic around a tiny model, and the driver's part of one step; runs inside a rank of tests.world."""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.world.harness import Decoder, hash_weights, make_config, shard
+from tests.world.models.critic import make_critic
+from verl.trainer.ppo import core_algos as losses
+
+__all__ = ["losses", "update"]
+
+FSDP = "critic.model.fsdp_config"
+
+
+def update(overrides: list[str], folder: str, batch: Any) -> dict[str, Any]:
+    """One update, with ours on where the overrides say so."""
+    from verl.gradloc.verl_actor.critic import WatchedCritic
+    from verl.gradloc.verl_actor.trainer import build_trainer_hook
+
+    paths = [f"{model}.model.path={folder}" for model in ("critic", "actor_rollout_ref")]
+    config = make_config([f"{FSDP}.dtype=float32", *paths, *overrides], folder)
+    if dist.get_rank() > 0:
+        config.actor_rollout_ref.actor.gradloc.dump_dir += f"-rank{dist.get_rank()}"
+    config.actor_rollout_ref.actor.bisect_dump_dir = None
+    settings = config.critic  # as a dataclass it would load a tokenizer
+    settings.ppo_mini_batch_size //= dist.get_world_size()
+    wrapped = SimpleNamespace(strategy=settings.strategy, fsdp_config=settings.model.fsdp_config)
+    module = shard(make_critic(), wrapped, settings.model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=settings.optim.lr)
+    torch.manual_seed(1000)
+    critic = WatchedCritic(settings, module, optimizer)
+
+    def update_critic(sent: Any) -> Any:
+        """What verl's worker group does: deal the rows out, update, bring the metrics together."""
+        metrics = critic.update_critic(sent.chunk(dist.get_world_size())[dist.get_rank()])
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, metrics)
+        output = copy.copy(sent)
+        output.meta_info = {"metrics": {key: [of_rank[key] for of_rank in everyone] for key in everyone[0]}}
+        return output
+
+    group = SimpleNamespace(update_critic=update_critic)
+    trainer = SimpleNamespace(config=config, tokenizer=Decoder(), critic_wg=group, global_steps=1, train_dataset=[0])
+    trainer._get_dp_size = lambda group, role: dist.get_world_size()
+    hook = build_trainer_hook(trainer)
+    hook.begin_fit(SimpleNamespace(logger={}))
+    hook.stamp(batch)
+    metrics = group.update_critic(batch).meta_info["metrics"]
+    metrics = {name: value[0] for name, value in metrics.items()}
+    return {"weights": hash_weights(module, optimizer), "metrics": metrics, "engine": type(critic).__name__}
