@@ -37,7 +37,7 @@ from ..reweighting import ADVANTAGES_BEFORE_KEY, STAGE_NAME_KEY, Lopti, reweight
 from ..stabilize import STABILIZER_KEY
 from ..stabilize.config import StabilizeConfig
 from .analysis_trainer import Analysis, build_analysis
-from .critic_trainer import CriticSide
+from .critic.trainer import CriticSide
 from .refusals import check_critic, check_run, settings_of
 
 __all__ = ["StabilizerMemory", "TrainerHook", "build_trainer_hook"]

@@ -26,13 +26,13 @@ from verl.trainer.ppo import core_algos
 from verl.utils.device import get_device_id
 from verl.workers.critic import DataParallelPPOCritic, dp_critic
 
-from ..core.gradients import GradientSpace
-from ..core.memory import precise_readout
-from ..core.probe import Recorded, RngState, let_through, record
-from ..core.ranks import Ranks
-from ..core.trigger import StepPolicy
-from ..evidence.look import build_localizer
-from ..keys import EVENTS_KEY, POLICY_KEY, ROW_KEY, SETTINGS_KEY
+from ...core.gradients import GradientSpace
+from ...core.memory import precise_readout
+from ...core.probe import Recorded, RngState, let_through, record
+from ...core.ranks import Ranks
+from ...core.trigger import StepPolicy
+from ...evidence.look import build_localizer
+from ...keys import EVENTS_KEY, POLICY_KEY, ROW_KEY, SETTINGS_KEY
 
 __all__ = ["WatchedCritic"]
 
