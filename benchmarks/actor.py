@@ -17,7 +17,10 @@ from tests.world import harness
 
 ROWS, RESPONSE = 16, 48
 _VOCABULARY, _WIDTH, _LAYERS = 1024, 128, 4
-_SETTLED = ["actor_rollout_ref.actor.optim.lr=1e-6"]  # the norms must not drift into a spike
+_SETTLED = [
+    "actor_rollout_ref.actor.optim.lr=1e-6",  # the norms must not drift into a spike
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+]
 _trainers: dict[str, Any] = {}
 _found: dict[str, Any] = {}
 

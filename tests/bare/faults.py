@@ -8,7 +8,7 @@ between collectives (``ALLOCATION``, see :class:`FailingRanks`).
 import hashlib
 from collections.abc import Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from gradloc.core.trigger import StepPolicy
 from gradloc.evidence.gather import raw_event
 from gradloc.evidence.layers import head_square
 from gradloc.search.find import localize
-from tests.bare import BareStep, build, clip_gradient, random_batch, shard
+from tests.bare import BareStep, Batch, build, clip_gradient, random_batch, shard
 
 PLANT = {(3, 2): 1e4}
 NUM_MICRO_BATCHES = 2
@@ -43,14 +43,14 @@ class FailingRanks(Ranks):
     """Fails at the ``number``-th allocation (from 1) of a search, made outside of its passes and collectives."""
 
     def arm(self, number: int) -> None:
-        self._allocations = _Allocations(number)
+        self._allocations, self._is_armed = _Allocations(number), number > 0
         self._depth = 0
 
     def together(self, joint):
         """The outermost call is the search, those within are its passes."""
         self._depth += 1
         try:
-            if self._depth == 1:
+            if self._depth == 1 and self._is_armed:
                 return super().together(partial(self._allocations.watch, joint))
             with self._allocations.unwatched():
                 return super().together(joint)
@@ -187,6 +187,11 @@ class _Limits:
         self.mode = mode
 
 
+@cache
+def _batch(seed: int) -> Batch:
+    return random_batch(build("tiny"), seed=seed)
+
+
 def train(
     layout: str,
     place: str = "",
@@ -209,7 +214,7 @@ def train(
     rank = dist.get_rank() if dist.is_initialized() else 0
     num_events = 0
     for seed, plants in enumerate((PLANT, {})):
-        batch = random_batch(build("tiny"), seed=seed).planted(plants)
+        batch = _batch(seed).planted(plants)
         space = GradientSpace(model, ranks)
         step = FailingStep(model, batch, NUM_MICRO_BATCHES)
         step.arm(place, number if rank in failing and place != ALLOCATION else -1)

@@ -21,8 +21,8 @@ def no_waiting_for_the_disk(request: pytest.FixtureRequest, monkeypatch: pytest.
 
     Runs that are to be killed halfway wait a moment instead: it gives the kill time to land.
     """
-    wait_s = 0.0003 if "kills" in request.node.nodeid else 0.0
-    monkeypatch.setattr(os, "fsync", lambda handle: time.sleep(wait_s))
+    is_killed = "kills" in request.node.nodeid
+    monkeypatch.setattr(os, "fsync", (lambda handle: time.sleep(0.0003)) if is_killed else (lambda handle: None))
 
 
 @pytest.fixture(scope="session")

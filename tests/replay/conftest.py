@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 A = "actor_rollout_ref.actor."
-ON = [f"{A}spike_detection=True", f"{A}grad_norm_threshold=640"]
+ON = [f"{A}spike_detection=True", f"{A}grad_norm_threshold=640", f"{A}ppo_micro_batch_size_per_gpu=2"]
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import pytest
 ACTOR = "actor_rollout_ref.actor"
 KL = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1"]
 TERMS = [*KL, f"{ACTOR}.entropy_coeff=0.05"]
-TWO_MINI_BATCHES = [f"{ACTOR}.ppo_mini_batch_size=8"]
+TWO_MINI_BATCHES = [f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"]
 FSDP1 = [f"{ACTOR}.strategy=fsdp"]
 DYNAMIC = [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=40"]
 LAYOUTS = {

@@ -2,6 +2,7 @@
 """What the ranks of a world run: verl's real actor, and its real gradients gathered whole."""
 
 import copy
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -220,29 +221,28 @@ def overflow_and_recover(overrides: list[str], dump_dir: str) -> list[dict[str, 
 
 
 def resume(overrides: list[str], dump_dir: str, num_steps: int, cut: int) -> dict[str, Any]:
-    """Train through; and train up to ``cut``, save, go on in a new trainer."""
+    """Train, save at ``cut`` and go on; and go on from there in a new trainer."""
     whole = make_trainer(overrides, dump_dir)
-    norms = [update(whole, seed) for seed in range(num_steps)]
-    first = make_trainer(overrides, dump_dir)
     for seed in range(cut):
-        update(first, seed)
+        update(whole, seed)
     folder = Path(f"{dump_dir}-checkpoint-rank{dist.get_rank()}")
     folder.mkdir(parents=True)
-    first.hook.save(str(folder))
+    whole.hook.save(str(folder))
     second = make_trainer(overrides, dump_dir)
     with torch.no_grad():
         for new, old in zip(
             second.actor.actor_module.parameters(),
-            first.actor.actor_module.parameters(),
+            whole.actor.actor_module.parameters(),
             strict=True,
         ):
             local(new).copy_(local(old))
-    second.actor.actor_optimizer.load_state_dict(copy.deepcopy(first.actor.actor_optimizer.state_dict()))
+    second.actor.actor_optimizer.load_state_dict(copy.deepcopy(whole.actor.actor_optimizer.state_dict()))
     second.step = cut
     second.hook.load(str(folder))
+    norms = [update(whole, seed) for seed in range(cut, num_steps)]
     again = [update(second, seed) for seed in range(cut, num_steps)]
     return {
-        "whole": (whole.weights_hash(), norms[cut:], whole.hook.stabilizers.state()),
+        "whole": (whole.weights_hash(), norms, whole.hook.stabilizers.state()),
         "resumed": (second.weights_hash(), again, second.hook.stabilizers.state()),
         "saved": json.loads((folder / "gradloc.json").read_text()),
         "metrics": sorted(key for key in again[-1] if key.startswith("gradloc/")),
@@ -325,14 +325,19 @@ def loss_under(overrides: list[str], layout: list[str], dump_dir: str) -> dict[s
             )
     batch.batch["rollout_is_weights"] = weights
     expected = plain.update(batch)
-    unclipped = make_trainer(layout, dump_dir).update(make_batch())
     return {
         "norm": out["metrics"]["actor/grad_norm"][0][0],
         "expected": expected["metrics"]["actor/grad_norm"][0][0],
-        "unclipped": unclipped["metrics"]["actor/grad_norm"][0][0],
+        "unclipped": _unclipped_norm(*layout),
         "metrics": {key: values[0] for key, values in out["metrics"].items()},
         "num_changed": int((weights[batch.batch["response_mask"].bool()] != 1).sum()),
     }
+
+
+@functools.cache
+def _unclipped_norm(*layout: str) -> float:
+    """Of the same update without any clip."""
+    return make_trainer([*layout], "unused").update(make_batch())["metrics"]["actor/grad_norm"][0][0]
 
 
 def _log_probs(trainer: Any, batch: Any) -> torch.Tensor:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Off is unpatched verl, observing is not looking: weights, optimizer and random state, bitwise."""
 
+import functools
+
 import pytest
 
 ON = [
@@ -11,7 +13,7 @@ TWO_MINI_BATCHES = [
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",
     "actor_rollout_ref.actor.ppo_epochs=2",
 ]
-FSDP1 = ["actor_rollout_ref.actor.strategy=fsdp"]
+FSDP1 = ["actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"]
 LAYOUTS = {
     "one mini-batch": [],
     "two mini-batches, two epochs": TWO_MINI_BATCHES,
@@ -32,13 +34,22 @@ def test_switched_off_it_is_unpatched_verl_bit_for_bit(world, unpatched_world, d
         assert ours["metrics"].keys() == theirs["metrics"].keys()
 
 
+SPIKING = dict(num_steps=3, dropout=0.1, spike_at=2)
+
+
+@pytest.fixture(scope="module")
+def unobserved(world, tmp_path_factory):
+    """``unobserved(layout)``: the run in which nobody looks, made once."""
+    folder = str(tmp_path_factory.mktemp("unobserved"))
+    return functools.cache(lambda layout: world.run("spikes.train", overrides=[*layout], dump_dir=folder, **SPIKING))
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_observing_a_spike_leaves_the_run_as_it_would_have_been(world, dump_dir, layout, strategy):
+def test_observing_a_spike_leaves_the_run_as_it_would_have_been(world, unobserved, dump_dir, layout, strategy):
     search = [f"actor_rollout_ref.actor.gradloc.search.strategy={strategy}"]
-    arguments = dict(dump_dir=dump_dir, num_steps=3, dropout=0.1, spike_at=2)
-    off = world.run("spikes.train", overrides=layout, **arguments)
-    on = world.run("spikes.train", overrides=ON + search + layout, **arguments)
+    off = unobserved(tuple(layout))
+    on = world.run("spikes.train", overrides=ON + search + layout, dump_dir=dump_dir, **SPIKING)
     assert on[0]["events"] == 1
     for ours, theirs in zip(on, off, strict=True):
         assert ours["weights"] == theirs["weights"]

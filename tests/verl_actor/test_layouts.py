@@ -14,7 +14,7 @@ from tests.world.models.vision import PLACE
 ACTOR = "actor_rollout_ref.actor"
 ON = [f"{ACTOR}.spike_detection=True"]
 TAU = [f"{ACTOR}.grad_norm_threshold=640"]
-PLANTS = [(2, 3, -1e4), (11, 5, -8e3)]
+PLANTS = [(2, 3, -1e4), (13, 5, -8e3)]  # on two ranks, in the first and the second micro-batch
 
 FSDP1 = [f"{ACTOR}.strategy=fsdp"]
 KEEP = [f"{ACTOR}.fsdp_config.reshard_after_forward=false"]

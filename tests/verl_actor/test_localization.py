@@ -10,7 +10,7 @@ TAU = [
     "actor_rollout_ref.actor.gradloc.search.strategy=bisect",
 ]
 
-# rows 0-7 are rank 0's and 8-15 rank 1's; micro-batches hold two rows each
+# rows 0-7 are rank 0's and 8-15 rank 1's; micro-batches hold four rows each
 PLACES = {
     "rank 0, first micro-batch, first token": [(0, 0, 1e4)],
     "rank 0, last micro-batch, last token": [(7, -1, 1e4)],

@@ -32,6 +32,8 @@ LAYOUTS = {
 def check(world, dump_dir, kind, *settings):
     """Spike so, and hold the event against what it must say; returns it."""
     tau = [f"{ACTOR}.grad_norm_threshold=640", *(ENTROPY if kind == "entropy" else []), *settings]
+    if kind.startswith("experts"):  # the routers' loss is a micro-batch's
+        tau.append(f"{ACTOR}.ppo_micro_batch_size_per_gpu=2")
     world.run("verdicts.spike", kind=kind, overrides=tau, dump_dir=dump_dir)
     event = read_events(dump_dir)[-1]
     cause, culprits = event["cause"], event["culprits"]
@@ -87,9 +89,9 @@ def test_so_it_has_under_fsdp1_and_in_half_precision(world, dump_dir, kind, layo
 def test_on_request_a_spike_is_run_again(world, dump_dir, kind, came_back):
     event = check(world, dump_dir, kind, f"{ACTOR}.gradloc.evidence.rerun=true")
     assert event["rerun"]["is_reproduced"] == came_back
-    healthy = 0.79  # verl 0.7 and 0.9 do not weigh tokens alike
+    healthy = 0.81  # verl 0.7 and 0.9 do not weigh tokens alike
     assert event["rerun"]["norm"] == pytest.approx(event["trigger"]["grad_norm"] if came_back else healthy, rel=0.025)
-    assert event["search"]["backwards"] == 4 or came_back
+    assert event["search"]["backwards"] == 2 or came_back
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])

@@ -26,6 +26,7 @@ BASE = [  # as the actor's harness has it
     f"{ACTOR}.gradloc.enable=null",  # spike_detection decides
     f"{MODEL}.use_remove_padding=false",
     f"{ACTOR}.use_dynamic_bsz=false",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
 ]
 RENAMED = {
     "lora": [f"{MODEL}.lora_rank=4"],

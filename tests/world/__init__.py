@@ -132,6 +132,7 @@ def _serve(rank: int, size: int, port: int, device: str, path: tuple[str, ...], 
     if device == "cuda":
         torch.cuda.set_device(rank)
     torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=size)
+    is_frozen = False
     while True:
         try:
             function, kwargs = pipe.recv()
@@ -141,9 +142,10 @@ def _serve(rank: int, size: int, port: int, device: str, path: tuple[str, ...], 
         module = module if "." in module else f"tests.world.{module}"
         try:
             answer = getattr(importlib.import_module(module), name)(**kwargs)
-            if gc.get_freeze_count() == 0:  # the first call has imported it all: later collections need not walk that
+            if not is_frozen:  # the first call has imported it all: later collections need not walk that
                 gc.collect()
                 gc.freeze()
+                is_frozen = True
             pipe.send((True, answer))
         except BaseException:
             pipe.send((False, traceback.format_exc()))

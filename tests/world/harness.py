@@ -243,7 +243,7 @@ def make_config(overrides: list[str], dump_dir: str) -> Any:
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",  # a third of an update; who means it says so
         "actor_rollout_ref.actor.use_torch_compile=False",
         "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "actor_rollout_ref.rollout.n=1",
         "trainer.project_name=tests",

@@ -25,7 +25,11 @@ def collapse(mode: str, growth: float, dump_dir: str) -> dict[str, Any]:
     Returns:
         ``weights``: this rank's shards, flat, at the start and at the end; ``steps``: each step's metrics, on rank 0.
     """
-    overrides = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.ppo_mini_batch_size=4"]
+    overrides = [
+        f"{ACTOR}.spike_detection=True",
+        f"{ACTOR}.ppo_mini_batch_size=4",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",
+    ]
     overrides += [] if mode == "healthy" else [f"{ACTOR}.gradloc.action.mode={mode}"]
     trainer = make_trainer(overrides, dump_dir)
     start, steps = _weights(trainer), []

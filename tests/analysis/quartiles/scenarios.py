@@ -13,10 +13,11 @@ from tests.world.harness import make_batch, make_model, make_trainer
 from tests.world.oracle import token_gradients
 
 MICRO = 2
-"""Rows of a micro-batch, as the harness sets it."""
-EIGHT_ROWS = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
+EIGHT_ROWS = [
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={MICRO}",
+]
 """Where every token has a backward of its own."""
-LARGE = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"
 
 
 def prepared(batch: Any, split: str = "quantile", num_tokens: int = 0) -> tuple[Any, Any, Any]:
@@ -54,7 +55,7 @@ def all_rows(found: np.ndarray) -> np.ndarray:
 def split(overrides: list[str], dump_dir: str, num_tokens: int = 6) -> dict[str, Any]:
     """Quartiles' gradients and single tokens', and the same from every token's own backward."""
     batch = make_batch(8)
-    trainer = make_trainer([EIGHT_ROWS, *overrides], dump_dir)
+    trainer = make_trainer([*EIGHT_ROWS, *overrides], dump_dir)
     data, quartiles, sampled = prepared(batch, num_tokens=num_tokens)
     probe = probe_of(trainer, data)
     model = make_model()
@@ -117,7 +118,7 @@ def against_detaching(overrides: list[str], dump_dir: str, kind: str = "quantile
     probe = probe_of(trainer, data)
     local = local_rows(data)
     actor = trainer.actor
-    step = ActorStep(actor, local.split(MICRO), 1.0, True, dist.get_world_size())
+    step = ActorStep(actor, local.split(actor.config.ppo_micro_batch_size_per_gpu), 1.0, True, dist.get_world_size())
     actor.gradient_accumulation = step.num_micro_batches
     errors = []
     for quartile, part in enumerate(probe.parts):
@@ -147,7 +148,7 @@ def closure(overrides: list[str], dump_dir: str) -> dict[str, Any]:
 
 def updates(overrides: list[str], dump_dir: str, num_before: int) -> dict[str, Any]:
     """Probability changes, and the same from a literal copy of model and optimizer."""
-    trainer = make_trainer([EIGHT_ROWS, *overrides], dump_dir)
+    trainer = make_trainer([*EIGHT_ROWS, *overrides], dump_dir)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=trainer.actor.config.optim.lr)
     for seed in range(1, num_before + 1):  # so that the optimizer has a past
@@ -206,7 +207,7 @@ def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str,
     """Two real updates, with an analysis before each, trial steps included, or none."""
     from verl.gradloc.verl_actor.analysis_actor import analyze
 
-    trainer = make_trainer([*TERMS, LARGE, *overrides], dump_dir, dropout=0.1)
+    trainer = make_trainer([*TERMS, *overrides], dump_dir, dropout=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.actor.actor_optimizer, lambda step: 1 / (1 + step))
     norms, taken = [], []
     for step in (1, 2):
