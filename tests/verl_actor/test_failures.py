@@ -12,18 +12,21 @@ ACTOR = "actor_rollout_ref.actor"
 ON = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=640"]
 
 
-@pytest.mark.parametrize("strategy", ["auto", "bisect"])
-def test_a_rank_that_fails_at_any_collective_boundary_is_heard_by_all_and_recovered(world, dump_dir, strategy):
-    """At three boundaries of twelve, until the search has no more; nothing may hang, nothing may change.
+@pytest.mark.parametrize(
+    ("strategy", "stride"),
+    [("auto", 12), ("bisect", 36), pytest.param("bisect", 12, marks=pytest.mark.slow)],
+    ids=["auto", "bisect", "bisect, more of them"],
+)
+def test_a_rank_that_fails_at_any_collective_boundary_is_heard_by_all_and_recovered(world, dump_dir, strategy, stride):
+    """At three boundaries of each ``stride``, until the search has no more; nothing may hang, nothing may change.
 
     tests/core/test_faults.py fails at every allocation in between.
     """
-    rows = {"auto": 2, "bisect": 4}[strategy]  # two micro-batches on a rank, or one
     overrides = [*ON, f"{ACTOR}.gradloc.search.strategy={strategy}", f"{ACTOR}.ppo_mini_batch_size=8"]
-    overrides.append(f"{ACTOR}.ppo_micro_batch_size_per_gpu={rows}")
+    overrides.append(f"{ACTOR}.ppo_micro_batch_size_per_gpu=2")
     arguments = dict(overrides=overrides, dump_dir=dump_dir, timeout_s=60)
     untouched = world.run("failures.fail_at_boundaries", first=-2, **arguments)
-    for first in range(1, 400, 12):
+    for first in range(1, 400, stride):
         answers = world.run("failures.fail_at_boundaries", first=first, **arguments)
         assert [a["weights"] for a in answers] == [u["weights"] for u in untouched]
         for answer in answers:
