@@ -18,7 +18,7 @@ GRID = (1, MERGE, MERGE)
 """Frames, rows and columns of patches: one token of the prompt."""
 PLACE = (6, 2)
 """Row and position of what is planted."""
-SIZE = ["actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+SIZE = ["actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"]
 
 
 def make_vision_model(seed: int = 0) -> torch.nn.Module:
