@@ -303,3 +303,14 @@ def test_the_culprits_picture_stands_in_the_page_and_a_stranger_does_not(tmp_pat
     assert [picture["src"] for picture in shown] == [f"data:image/png;base64,{base64.b64encode(png).decode()}"]
     assert "1 of 3 pictures are left out." in text
     assert f"{stranger} of event {event['event_id']} cannot be read, so not all pictures are shown." in text
+
+
+def test_a_critics_event_says_so_and_offers_no_replay(tmp_path):
+    cause = {"label": "value_outlier", "numbers": {"error_over_typical": 5e4, "value": 0.25}}
+    culprit = make_culprit(cause=cause, log_prob=None, value=0.25, old_value=0.2, value_target=1e4)
+    event = make_event(culprits=[culprit], model="critic")
+    text = page.render(read_run(write_run(tmp_path / "run", [event])))
+    assert "The value is far from the return: the value is off by 50,000 times typical." in text
+    assert "the step-5 spike of the critic" in text and ", the critic" in text
+    assert "<dt>return</dt><dd>10,000 <b>50,000 times typical</b></dd>" in text
+    assert "gradloc.replay" not in text
