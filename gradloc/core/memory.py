@@ -32,11 +32,21 @@ import torch
 
 from .gradients import GradientSpace, local_shard
 
-__all__ = ["Memory", "NotEnoughMemory", "choose_way", "free_bytes", "linear_in_parts", "precise_readout"]
+__all__ = [
+    "Memory",
+    "NotEnoughMemory",
+    "choose_way",
+    "free_bytes",
+    "fused_log_probs",
+    "linear_in_parts",
+    "precise_fused_readout",
+    "precise_readout",
+]
 
 _COPIES = {"full": 3, "bisect": 2}
 _SCRATCH_BYTES = 16  # per element of the largest shard: what is drawn, its unit, the move and the moved weight
 _VOCABULARY_PART = 8192  # rows of the head's weight in float32 at a time: 128 MiB of a hidden size of 4,096
+_ROWS_PART = 512  # positions whose logits are held at a time, where a fused kernel never holds them all
 _USABLE = 0.95  # of what is there: blocks do not fit seamlessly
 
 
@@ -149,7 +159,7 @@ def precise_readout(module: torch.nn.Module, compute_dtype: torch.dtype) -> Iter
     in half precision.
 
     verl's log-probs are rounded to the compute dtype where flash attention's cross entropy is absent, so a small
-    change of a log-prob would read as none. Fused kernels, which never show the logits, are to be left out.
+    change of a log-prob would read as none. Fused kernels, which never show the logits: :func:`precise_fused_readout`.
 
     Args:
         module: the model, under FSDP1, FSDP2 or plain.
@@ -178,3 +188,51 @@ def precise_readout(module: torch.nn.Module, compute_dtype: torch.dtype) -> Iter
 def _value_head(module: Any) -> Any:
     """Of transformers' token classifiers, which verl takes for critics; None where there is none."""
     return getattr(module, "score", None)
+
+
+def fused_log_probs(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies in float32, the logits of a few positions at a time.
+
+    Args:
+        hidden: (..., H), any precision.
+        weight: (V, H), any precision.
+        labels: (...) token ids.
+        temperature: divides the logits.
+
+    Returns:
+        float32 (...) both; no graph.
+    """
+    log_probs, entropies = [], []
+    for rows, chosen in zip(
+        hidden.reshape(-1, hidden.shape[-1]).split(_ROWS_PART), labels.reshape(-1, 1).split(_ROWS_PART), strict=True
+    ):
+        logits = (linear_in_parts(rows, weight, None) / temperature).log_softmax(-1)
+        log_probs.append(logits.gather(-1, chosen.long()).squeeze(-1))
+        entropies.append(-(logits.exp() * logits).sum(-1))
+    return torch.cat(log_probs).view(labels.shape), torch.cat(entropies).view(labels.shape)
+
+
+@contextmanager
+def precise_fused_readout(kernel: type, compute_dtype: torch.dtype) -> Iterator[None]:
+    """:func:`precise_readout` where a fused kernel takes the head's weight and gives log-probs and entropies.
+
+    Args:
+        kernel: a module's class; ``forward(hidden, weight, labels, temperature)`` as :func:`fused_log_probs`.
+        compute_dtype: what the model computes in; float32 changes nothing.
+    """
+    if compute_dtype == torch.float32:
+        yield
+        return
+
+    def forward(self: Any, hidden_states: Any, vocab_weights: Any, input_ids: Any, temperature: float = 1.0) -> Any:
+        with torch.autocast(device_type=hidden_states.device.type, enabled=False):
+            return fused_log_probs(hidden_states, vocab_weights, input_ids, temperature)
+
+    own = vars(kernel)["forward"]
+    kernel.forward = forward  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        kernel.forward = own  # type: ignore[attr-defined]

@@ -43,6 +43,8 @@ from .record import (
     SequenceFile,
     Sibling,
     StepCause,
+    Turn,
+    turns_in,
 )
 from .verdict import verdict_sentences
 
@@ -345,7 +347,17 @@ def _complete_culprit(culprit: Culprit, batch: BatchView, texts: _Texts, statist
         ),
         **texts.around(row, positions[0], positions[-1]),
     )
-    return replace(completed, cause=classify(completed, statistics), siblings=_siblings(batch, row))
+    turn = _turn(tensors["response_mask"][row].tolist(), positions[0])
+    return replace(completed, cause=classify(completed, statistics), siblings=_siblings(batch, row), turn=turn)
+
+
+def _turn(mask: list[float], position: int) -> Turn | None:
+    turns = turns_in(mask)
+    if len(turns) < 2:
+        return None
+    number = next(at for at, turn in enumerate(turns) if position < turn.stop)
+    end_before = turns[number - 1].stop if number else 0
+    return Turn(number + 1, len(turns), turns[number].start - end_before)
 
 
 def _siblings(batch: BatchView, row: int) -> tuple[Sibling, ...] | None:

@@ -112,10 +112,18 @@ def _weight(culprit: Culprit) -> float:
 
 
 def _name(culprit: Culprit) -> str:
-    positions, sequence = culprit.positions, _sequence(culprit)
+    positions, sequence = culprit.positions, _sequence(culprit) + _turn(culprit)
     if len(positions) == 1:
         return f"the token {quote(culprit)} at position {positions[0]} of the response {sequence}"
     return f"the {len(positions)} tokens from position {positions[0]} of the response {sequence}"
+
+
+def _turn(culprit: Culprit) -> str:
+    turn = culprit.turn
+    if turn is None:
+        return ""
+    after = f" after the tool's answer of {turn.num_before} tokens" if turn.num_before else ""
+    return f", in turn {turn.number} of {turn.num_turns}{after},"
 
 
 def _sequence(culprit: Culprit) -> str:

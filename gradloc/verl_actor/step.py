@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from verl.utils.device import get_device_id
+from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
-from ..core.memory import precise_readout
+from ..core.memory import precise_fused_readout, precise_readout
 from ..core.probe import Recorded, RngState, let_through, record
 from ..keys import ROW_KEY
 
@@ -159,4 +160,6 @@ class ActorStep:
 
 def readout_of(actor: Any) -> AbstractContextManager[None]:
     """Log-probs of verl's actor as precisely as can be."""
-    return nullcontext() if actor.use_fused_kernels else precise_readout(actor.actor_module, actor.param_dtype)
+    if actor.use_fused_kernels:
+        return precise_fused_readout(FusedLinearForPPO, actor.param_dtype)
+    return precise_readout(actor.actor_module, actor.param_dtype)

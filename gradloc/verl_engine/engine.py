@@ -48,8 +48,10 @@ class Watched:
         self._watch.begin_mini_batch(sent, loss_function)
         try:
             output = super().train_batch(data, loss_function)
-        finally:
-            report = self._watch.end_mini_batch()
+        except BaseException:
+            self._watch.drop_mini_batch()
+            raise
+        report = self._watch.end_mini_batch()
         if self.is_mp_src_rank_with_outputs():
             output["metrics"][REPORT_KEY] = [report]
         return output
@@ -129,6 +131,10 @@ class EngineWatch:
         norm = self.localizer.before_step(self.clip())
         self._step = None
         return norm
+
+    def drop_mini_batch(self) -> None:
+        """Where training itself failed: nothing is told."""
+        self._step = None
 
     def end_mini_batch(self) -> dict[str, Any]:
         """What the trainer's side is told; the events on the first rank only, which have been gathered there."""

@@ -9,7 +9,7 @@ Shapes: B rows of the micro-batch, T response positions, N positions.
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,10 @@ import torch
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
+from verl.utils.experimental.torch_functional import FusedLinearForPPO
 from verl.workers.engine import FSDPEngineWithLMHead
 
-from ..core.memory import precise_readout
+from ..core.memory import precise_fused_readout, precise_readout
 from ..core.probe import Recorded, RngState, let_through
 from ..keys import ROW_KEY
 
@@ -197,11 +198,15 @@ class EngineStep:
     def _data(self, micro_batch: int) -> Any:
         return self.micro_batches[micro_batch].to(get_device_id())
 
+    def _precise_readout(self) -> AbstractContextManager[None]:
+        if self._is_fused:
+            return precise_fused_readout(FusedLinearForPPO, self.compute_dtype)
+        return precise_readout(self.engine.module, self.compute_dtype)
+
     @torch.no_grad()
     def _forward(self, micro_batch: int, data: Any) -> dict[str, torch.Tensor]:
         self._recorded[micro_batch].rng.restore()
-        precise = nullcontext() if self._is_fused else precise_readout(self.engine.module, self.compute_dtype)
-        with precise:
+        with self._precise_readout():
             _, found = FSDPEngineWithLMHead.forward_step(self.engine, data, None, forward_only=True)
         output = found["model_output"]
         return {key: _unpack(output[key].values(), data) for key in _FIELDS if output.get(key) is not None}

@@ -27,6 +27,9 @@ _TOUCHED = {
     "verl.workers.engine:EngineRegistry.get_engine_cls": "model_type, backend",
     "verl.workers.utils.losses:ppo_loss": "config, model_output, data, dp_group",
     "verl.trainer.ppo.core_algos:agg_loss": None,
+    "verl.utils.experimental.torch_functional:FusedLinearForPPO.forward": (
+        "self, hidden_states, vocab_weights, input_ids, temperature"
+    ),
 }
 _TOUCHED_BY_TRAINER = {
     f"{_TRAINER}.__init__": "self, config",

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gradloc.core.gradients import GradientSpace
-from gradloc.core.memory import Memory, NotEnoughMemory, choose_way, linear_in_parts
+from gradloc.core.memory import Memory, NotEnoughMemory, choose_way, fused_log_probs, linear_in_parts
 
 GIB = 2**30
 
@@ -63,3 +63,13 @@ def test_logits_in_parts_of_the_vocabulary_are_those_of_the_whole(monkeypatch, h
         bias = head.bias.float() if has_bias else None
         wanted = torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
     torch.testing.assert_close(found, wanted)
+
+
+def test_log_probs_and_entropies_without_logits_are_those_of_them():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, 16, generator=generator) for size in (1100, 50))  # more rows than one part
+    labels = torch.randint(50, (11, 100), generator=generator)
+    log_prob, entropy = fused_log_probs(hidden.view(11, 100, 16), weight, labels, temperature=0.7)
+    expected = (hidden @ weight.T / 0.7).log_softmax(-1).view(11, 100, 50)
+    assert torch.allclose(log_prob, expected.gather(-1, labels[..., None]).squeeze(-1), atol=1e-5)
+    assert torch.allclose(entropy, -(expected.exp() * expected).sum(-1), atol=1e-5)

@@ -83,3 +83,11 @@ def test_hostile_tokens_are_printable_and_a_run_without_text_names_numbers():
         assert said.isprintable()
     said = said_of(make_event(culprits=[make_culprit(tokens=None)]))
     assert 'the token "<1003>"' in said
+
+
+def test_a_culprit_behind_a_tools_answer_is_placed_in_its_turn():
+    said = said_of(make_event(culprits=[make_culprit(turn={"number": 2, "num_turns": 3, "num_before": 14})]))
+    assert ":1, in turn 2 of 3 after the tool's answer of 14 tokens, carries" in said
+    assert "of the response 3c0f6a52:1, in turn 1 of 3, carries" in said_of(
+        make_event(culprits=[make_culprit(turn={"number": 1, "num_turns": 3, "num_before": 0})])
+    )

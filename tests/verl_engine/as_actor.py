@@ -119,7 +119,7 @@ class Trainer(harness.Trainer):
         told = {
             "dp_size": self.dp_size,
             "global_batch_size": self.config.ppo_mini_batch_size,
-            "batch_num_tokens": sum(len(store.rows[key]["responses"]) for keys in parts for key in keys),
+            "batch_num_tokens": sum(int(store.rows[key]["response_mask"].sum()) for keys in parts for key in keys),
         }
         for rank, keys in enumerate(parts):
             for index, start in enumerate(range(0, len(keys), size)):
@@ -128,7 +128,7 @@ class Trainer(harness.Trainer):
                 mask = data["response_mask"].to_padded_tensor(0).bool()
                 log_prob, entropy = _plain_forward(model, data, mask.shape[1])
                 if self._is_on_policy(batch):
-                    lengths = mask.sum(1).tolist()
+                    lengths = data["responses"].offsets().diff().tolist()
                     old = [row[:length] for row, length in zip(log_prob.detach(), lengths, strict=True)]
                     data["old_log_probs"] = torch.nested.as_nested_tensor(old, layout=torch.jagged)
                 entropy = entropy if self.config.entropy_coeff else None

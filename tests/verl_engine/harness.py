@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from tests.world.configs import config_of
 from tests.world.harness import NUM_PROMPT, Decoder, add_adapters, hash_weights, make_batch, make_model
+from tests.world.models.fused import for_one_model
 
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
@@ -171,9 +172,9 @@ class Store:
 
 def _row(batch: Any, index: int) -> dict[str, Any]:
     tensors = {name: values[index] for name, values in batch.batch.items()}
-    length = int(tensors["response_mask"].sum())
+    length = int(tensors["attention_mask"].sum()) - NUM_PROMPT
     ids = tensors["input_ids"][: NUM_PROMPT + length]
-    mask = torch.ones(length, dtype=torch.long)
+    mask = tensors["response_mask"][:length]
     return {
         "prompts": ids[:NUM_PROMPT],
         "responses": ids[NUM_PROMPT:],
@@ -205,7 +206,8 @@ def make_trainer(
     own_folder(config)
     with mock.patch.dict(os.environ, {"VERL_ENGINE_VENDOR": "none"} if stock else {}):
         worker = DetachActorWorker(config.actor_rollout_ref, role="actor")  # separate_async's; it adds to verl's own
-        worker.init_model()
+        with for_one_model():
+            worker.init_model()
     if worker.actor.engine.scaler is not None:  # verl's own asks for CUDA and switches itself off without
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 

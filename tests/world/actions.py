@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.world.harness import make_batch, make_trainer
-from tests.world.spikes import ON, plant
+from tests.world.spikes import ON, answer, plant
 
 SMALL = [
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
@@ -17,11 +17,18 @@ SMALL = [
 ]
 
 
-def train_epochs(overrides: list[str], dump_dir: str, layout: Sequence[str] = ()) -> dict[str, Any]:
-    """Three epochs of four mini-batches with one culprit, and the same without it and without localization."""
+def train_epochs(
+    overrides: list[str], dump_dir: str, layout: Sequence[str] = (), answered: tuple[int, int] | None = None
+) -> dict[str, Any]:
+    """Three epochs of four mini-batches with one culprit, and the same without it and without localization.
+
+    ``answered``: response positions [first, end) that a tool has written.
+    """
     trained = []
     for advantage, settings in ((-1e4, ON + overrides), (0.0, []), (-1e4, [])):
         batch = make_batch()
+        if answered is not None:
+            answer(batch, *answered)
         plant(batch, 6, 2, advantage)
         trainer = make_trainer([*SMALL, *layout, *settings], dump_dir)
         out = trainer.update(batch)

@@ -60,7 +60,7 @@ def actors_micro_batches(actor: Any, model: torch.nn.Module, batch: Any) -> Iter
     plain = DataParallelPPOActor.__new__(DataParallelPPOActor)
     plain.__dict__.update(actor.__dict__)
     plain.actor_module = model
-    plain.use_remove_padding = plain.use_ulysses_sp = False
+    plain.use_remove_padding = plain.use_ulysses_sp = plain.use_fused_kernels = False
     plain.gradient_accumulation = config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu
     shards = batch.chunk(dist.get_world_size() // actor.ulysses_sequence_parallel_size)
     on_policy = len(shards[0]) == config.ppo_mini_batch_size and config.ppo_epochs == 1

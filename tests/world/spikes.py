@@ -18,6 +18,13 @@ def plant(batch: Any, row: int, position: int, advantage: float) -> None:
     batch.batch["advantages"][row, position % length] = advantage
 
 
+def answer(batch: Any, first: int, end: int) -> None:
+    """A tool's answer inside of every response: attended to and not trained on, with numbers that would spike."""
+    batch.batch["response_mask"][:, first:end] = 0
+    batch.batch["advantages"][:, first:end] = 1e6
+    batch.batch["old_log_probs"][:, first:end] = -30.0
+
+
 def address(event: dict[str, Any]) -> set[tuple[int, int]]:
     """(row of the batch, response position) of every culprit."""
     return {(culprit["row"], culprit["positions"][0]) for culprit in event["culprits"]}
@@ -28,9 +35,15 @@ def localize_planted(
     overrides: list[str],
     dump_dir: str,
     rollout_noise: float | None = None,
+    answered: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-    """Plant, run one update, and report event and oracle side by side (the oracle on rank 0)."""
+    """Plant, run one update, and report event and oracle side by side (the oracle on rank 0).
+
+    ``answered``: response positions [first, end) that a tool has written, see :func:`answer`.
+    """
     batch = make_batch(rollout_noise=rollout_noise)
+    if answered is not None:
+        answer(batch, *answered)
     for row, position, advantage in plants:
         plant(batch, row, position, advantage)
     trainer = make_trainer(ON + overrides, dump_dir)

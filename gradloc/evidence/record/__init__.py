@@ -25,7 +25,7 @@ so a name that a later version adds to an ``enum`` is no reason to refuse a file
 """
 
 from .bundle import BundleEntry, BundleMeta, Fingerprint, Sequence, SequenceFile
-from .culprit import CAUSES, Cause, Coefficients, Culprit, Ratios, Sibling
+from .culprit import CAUSES, Cause, Coefficients, Culprit, Ratios, Sibling, Turn, turns_in
 from .event import Event
 from .fields import SCHEMA_VERSION, Count, Interval, Version, Weights, never_null, optional
 from .outcome import Action, BatchStatistics, Certificate, Consequence, LayerHistory, Rerun, Shares, StepCause
@@ -61,8 +61,10 @@ __all__ = [
     "Step",
     "StepCause",
     "Trigger",
+    "Turn",
     "Version",
     "Weights",
     "never_null",
     "optional",
+    "turns_in",
 ]

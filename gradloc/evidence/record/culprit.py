@@ -13,12 +13,13 @@
 # limitations under the License.
 """A culprit, and why its gradient is large."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated
 
 from .fields import Count, never_null, optional
 
-__all__ = ["CAUSES", "Cause", "Coefficients", "Culprit", "Ratios", "Sibling"]
+__all__ = ["CAUSES", "Cause", "Coefficients", "Culprit", "Ratios", "Sibling", "Turn", "turns_in"]
 
 CAUSES = (
     "token_mismatch",
@@ -90,6 +91,38 @@ class Sibling:
     num_tokens: Count = 0
 
 
+_SHORTEST_ANSWER = 2  # tokens: a single one that is left out of the loss is no tool's answer
+
+
+def turns_in(mask: Iterable[float]) -> list[range]:
+    """The turns of a response: runs of tokens in the loss, between those that a tool or the environment answered.
+
+    Args:
+        mask: of its tokens, 0 where one is left out of the loss.
+
+    >>> turns_in([1, 1, 0, 0, 0, 1, 0, 1])
+    [range(0, 2), range(5, 8)]
+    """
+    turns: list[range] = []
+    for position in (at for at, is_in in enumerate(mask) if is_in):
+        if turns and position - turns[-1].stop < _SHORTEST_ANSWER:
+            turns[-1] = range(turns[-1].start, position + 1)
+        else:
+            turns.append(range(position, position + 1))
+    return turns
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Which part of a response of several turns: what the model wrote between two answers of a tool."""
+
+    number: Count = 1
+    """From 1."""
+    num_turns: Count = 1
+    num_before: Count = 0
+    """Tokens right before it that are left out of the loss: the answer."""
+
+
 @dataclass(frozen=True)
 class Culprit:
     """A span of one response that carries the spike. Numbers of a single token are those at ``peak``."""
@@ -154,6 +187,8 @@ class Culprit:
     """Before the update."""
     value_target: float | None = optional()
     """The return that the value is fitted to."""
+    turn: Turn | None = optional()
+    """The one that the span begins in; null where the response has a single one."""
 
     @property
     def text(self) -> str:

@@ -226,6 +226,7 @@ def describe(culprit: Culprit) -> CulpritView:
         place=(
             f"rank {number(culprit.rank)}, micro-batch {number(culprit.micro_batch)}, "
             f"row {number(culprit.micro_batch_row)}, position {span(culprit.positions)}"
+            + (f", turn {culprit.turn.number} of {culprit.turn.num_turns}" if culprit.turn else "")
         ),
         share=percent(culprit.share),
         norm=("" if culprit.is_exact else "at least ") + number(culprit.grad_norm),

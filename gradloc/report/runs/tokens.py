@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...evidence.record import Culprit, Sequence
+from ...evidence.record import Culprit, Sequence, turns_in
 from ..text import visible
 from .shading import Shades, values
 
@@ -76,6 +76,10 @@ class TokenView:
     pieces: list[Piece] = field(default_factory=list)
     carried: list[tuple[int, int]] = field(default_factory=list)
     """Intervals [start, end) whose text and numbers are in the page."""
+    turns: dict[int, int] = field(default_factory=dict)
+    """Where a turn begins: its number; empty where the response has a single one."""
+    left_out: frozenset[int] = frozenset()
+    """Positions between them: what a tool answered, left out of the loss."""
 
     def __len__(self) -> int:
         return len(self.sequence)
@@ -99,7 +103,11 @@ def view(sequence: Sequence, culprits: Iterable[Culprit], limit: int, shown: int
     """
     num = len(sequence)
     mine = sorted({p for c in culprits if _is_same(c, sequence) for p in c.positions if p < num})
+    turns = turns_in(sequence.response_mask or ())
     made = TokenView(sequence, mine)
+    if len(turns) > 1:
+        made.turns = {turn.start: at for at, turn in enumerate(turns, 1)}
+        made.left_out = frozenset(range(num)).difference(*turns)
     anchors = mine or ([0] if num else [])
     made.carried = around(anchors, num, limit, reach=limit)
     windows = [(0, num)] if num <= min(SHORT, shown) else around(anchors, num, shown, reach=CONTEXT)

@@ -126,3 +126,10 @@ def test_the_payload_holds_what_the_script_needs_and_packs_constant_arrays():
     assert part["v"]["advantage"] == 0.5
     assert part["v"]["share"] == "∞" or part["v"]["share"] == ["∞"] * 8
     assert len(part["t"]) == len(part["i"]) == len(part["l"]["advantage"]) == 8
+
+
+def test_turns_are_marked_and_what_a_tool_answered_is_told_apart():
+    made = tokens.view(sequence(9, response_mask=(1, 1, 1, 0, 0, 0, 1, 1, 1)), [], 100, 100)
+    assert made.turns == {0: 1, 6: 2} and made.left_out == {3, 4, 5}
+    whole = tokens.view(sequence(8, response_mask=(1, 1, 1, 0, 1, 1, 0, 0)), [], 100, 100)
+    assert whole.turns == {} and not whole.left_out, "a single token that is left out, and padding, are no answer"
