@@ -16,6 +16,7 @@ import platform
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,12 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     cells = full(parsed.seeds) if parsed.full else quick()
     cells = [cell for cell in cells if _is_wanted(cell, parsed)]
+    if parsed.strategy:
+        chosen = {cell: tuple(name for name in cell.strategies if name in parsed.strategy) for cell in cells}
+        cells = [replace(cell, strategies=kept) for cell, kept in chosen.items() if kept]
     if not cells:
         print(
-            "localize: no cell is left to measure: check --sweep, --scenario, --device",
+            "localize: no cell is left to measure: check --sweep, --scenario, --strategy, --device",
             file=sys.stderr,
         )
         return 2
@@ -150,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=3, help="of the full battery")
     parser.add_argument("--sweep", action="append", help="only this sweep (repeatable)")
     parser.add_argument("--scenario", action="append", help="only this scenario (repeatable)")
+    parser.add_argument("--strategy", action="append", help="only this strategy (repeatable)")
     parser.add_argument("--threads", type=int, default=1, help="of the process that prepares cells")
     parser.add_argument("--out", default=str(REPO / "runs" / "benchmarks" / "localize"))
     parser.add_argument("--cache", default=str(REPO / ".gradloc" / "benchmarks"))

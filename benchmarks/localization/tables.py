@@ -98,14 +98,18 @@ def _sweep_table(sweep: str, cells: Records) -> str:
     return _table(rows)
 
 
-def bound_of(cell: dict[str, Any]) -> int:
-    """What ``auto`` may cost at most, in f: 2M + 12, and 6 for each micro-batch with a culprit."""
+def holders_of(cell: dict[str, Any]) -> set[int]:
+    """The micro-batches in which ``auto`` named a culprit."""
     where = cell["cell"]
     rows, _ = shape_of(where["tokens"])
     each = rows // (where["ranks"] * where["micro_batches"])
     named = cell["strategies"]["auto"]["culprits"]
-    holders = {place[0] // each % where["micro_batches"] for culprit in named for place in culprit["places"]}
-    return 2 * where["micro_batches"] + 12 + 6 * len(holders)
+    return {place[0] // each % where["micro_batches"] for culprit in named for place in culprit["places"]}
+
+
+def bound_of(cell: dict[str, Any]) -> int:
+    """What ``auto`` may cost at most, in f: 2M + 12, and 6 for each micro-batch with a culprit."""
+    return 2 * cell["cell"]["micro_batches"] + 12 + 6 * len(holders_of(cell))
 
 
 def _sums(found: dict[str, Any]) -> str:

@@ -13,13 +13,15 @@
 # limitations under the License.
 """What the gradient norm is without the culprits: measured, with a bound on its error.
 
-Two ways. *Swap*: R = G - (culprit-holding micro-batches) + (the same without the culprits), at 9 f for each of them.
-Where kernels repeat bit for bit, what is recomputed cancels, and only accumulation is left as error, a few units of
-rounding of the spike. Where they do not (atomics in attention's and the embedding's backward), the error is as large as
-two replays of these micro-batches differ, which for a spike a thousand times the healthy norm may be more than the
-healthy norm. So they are replayed twice, and the difference is part of the bound. *Recompute*: run every micro-batch
-without the culprits; its error is that of a healthy gradient, however large the spike was. It is taken where the swap's
-bound does not decide, where it would cost less, and once G is not finite.
+Two ways. *Swap*: R = G - (culprit-holding micro-batches) + (the same without the culprits). Where kernels repeat bit
+for bit, what is recomputed cancels, and only accumulation is left as error, a few units of rounding of the spike. Where
+they do not (atomics in attention's and the embedding's backward), the error is as large as replays of these
+micro-batches differ, which for a spike a thousand times the healthy norm may be more than the healthy norm. So that
+difference is measured and part of the bound: where every culprit has had a backward of its own, as what a replay
+differs by from the sum of its two parts, at 6 f for each of these micro-batches; where that does not decide, since it
+holds the rounding of three backwards in the compute dtype, or is not to be had, between two replays, at 3 f more.
+*Recompute*: run every micro-batch without the culprits; its error is that of a healthy gradient, however large the
+spike was. It is taken where the swap's bound does not decide, where it would cost less, and once G is not finite.
 
 A difference of two replays is one draw: kernels that do not repeat may have erred more in training than in both. So
 once there is any difference, one unit in the last place of bfloat16, the coarsest format that a backward holds its
@@ -54,8 +56,9 @@ class Certificate:
     """``explained``, ``undecided`` or ``not_explained``."""
     reason: str
     replay_difference: float | None = None
-    """L2 norm of the difference of two replays of the micro-batches that hold culprits, as the method replayed them
-    (with the culprits for a swap, without for a recomputation); 0: kernels repeat, None: nothing was replayed."""
+    """L2 norm by which replays of the micro-batches that hold culprits differ, as the method replayed them (with the
+    culprits for a swap, without for a recomputation): two replays, or one and the sum of its parts, which is then
+    rounding, too; 0: kernels repeat, None: nothing was replayed."""
 
 
 def judge(norm_after: float, error_bound: float, threshold: float | None, was_finite: bool = True) -> tuple[str, str]:
@@ -86,7 +89,13 @@ def judge(norm_after: float, error_bound: float, threshold: float | None, was_fi
 
 
 def certify(
-    prober: Prober, spike: Gradient, scale: float, norm_before: float, threshold: float | None, culprits: list[Token]
+    prober: Prober,
+    spike: Gradient,
+    scale: float,
+    norm_before: float,
+    threshold: float | None,
+    culprits: list[Token],
+    alone: Gradient | None = None,
 ) -> Certificate:
     """Measure the step's gradient norm without the culprits.
 
@@ -97,6 +106,7 @@ def certify(
         norm_before: the norm verl measured before clipping.
         threshold: the trigger's threshold on the norm; None on a rehearsal, and in the warm-up.
         culprits: tokens to leave out.
+        alone: the culprits' gradient from backwards of their own, where that is known; emptied, to free its memory.
     """
     was_finite = math.isfinite(norm_before)
     if not culprits:
@@ -106,7 +116,8 @@ def certify(
     holders = sorted({token.micro_batch for token in culprits})
     found = None
     if was_finite and 2 * len(holders) <= prober.step.num_micro_batches:
-        found = _swap(prober, spike, scale, norm_before, threshold, culprits, holders)
+        found = _swap(prober, spike, scale, norm_before, threshold, culprits, holders, alone or [])
+    (alone or []).clear()
     norm_after, error_bound, difference, method = found or _recompute(prober, culprits, holders)
     verdict, reason = judge(norm_after, error_bound, threshold, was_finite)
     return Certificate(norm_before, norm_after, error_bound, threshold, method, verdict, reason, difference)
@@ -120,30 +131,57 @@ def _swap(
     threshold: float | None,
     culprits: list[Token],
     holders: list[int],
+    alone: Gradient,
 ) -> tuple[float, float, float, str] | None:
     """Norm, bound, replay difference and method; None where kernels do not repeat well enough to decide this way."""
     space = prober.space
+
+    def decided(norm_after: float, difference: float) -> tuple[float, float, float, str] | None:
+        noise = _noise(difference, with_norm)
+        verdict, _ = judge(norm_after, rounding + noise, threshold)
+        is_noisy = verdict == "not_explained" and noise > _CLEAN * norm_after  # and it is searched along next
+        if threshold is not None and (verdict == "undecided" or is_noisy):
+            return None
+        return norm_after, rounding + noise, difference, "swap"
+
+    def repeat() -> float:
+        prober.compute((index, None) for index in holders)
+        prober.add(with_culprits, alpha=-1.0)
+        return space.norm()
+
     prober.compute((index, None) for index in holders)
     with_culprits = space.take()
     with_norm = space.norm(with_culprits)
-    prober.compute((index, None) for index in holders)
-    prober.add(with_culprits, alpha=-1.0)
-    difference = space.norm()
-    noise = _DRAWS * difference + _UNIT * with_norm if difference > 0 else 0.0
-    if threshold is not None and noise >= threshold / 2:  # no norm under the threshold could be told from it
-        return None
+    if threshold is not None and _UNIT * with_norm >= threshold / 8:
+        alone.clear()  # the difference from the sum of the parts would not decide
+    difference = 0.0 if alone else repeat()
+    if threshold is not None and _noise(difference, with_norm) >= threshold / 2:
+        return None  # no norm under the threshold could be told from it
     prober.compute_without(culprits, holders)
-    without_norm = space.norm()
+    # each addition is off by a unit of what it gives at most: training's, the replays' and the ones below
+    num, count = prober.step.num_micro_batches, len(holders)
+    rounding = space.rounding * ((num + 2) * norm_before + (count + 4) * (with_norm + space.norm()))
     prober.add(with_culprits, alpha=-1.0)
+    is_apart = bool(alone)
+    if is_apart:
+        prober.add(alone)
+        difference = space.norm()
+        prober.add(alone, alpha=-1.0)
+        alone.clear()
     prober.add(spike, alpha=1.0 / scale)
     norm_after = space.norm()
-    rounding = (prober.step.num_micro_batches + 4) * space.rounding
-    error_bound = rounding * (norm_before + with_norm + without_norm) + noise
-    verdict, _ = judge(norm_after, error_bound, threshold)
-    is_noisy = verdict == "not_explained" and noise > _CLEAN * norm_after  # and it is searched along next
-    if threshold is not None and (verdict == "undecided" or is_noisy):
-        return None
-    return norm_after, error_bound, difference, "swap"
+    found = decided(norm_after, difference)
+    if found is None and is_apart and judge(norm_after, rounding, threshold)[0] != "undecided":
+        residual = space.take()
+        difference = repeat()
+        space.put(residual)
+        found = decided(norm_after, difference)
+    return found
+
+
+def _noise(difference: float, norm: float) -> float:
+    """A bound on what training's own pass differed by, where replays of what has this norm did by ``difference``."""
+    return _DRAWS * difference + _UNIT * norm if difference > 0 else 0.0
 
 
 def _recompute(prober: Prober, culprits: list[Token], holders: list[int]) -> tuple[float, float, float, str]:

@@ -36,6 +36,8 @@ T = TypeVar("T")
 Gradient = list[torch.Tensor | None]
 
 _PART = 2**24  # elements whose norm is taken at once: 128 MiB in float64
+_SAMPLE = 16  # of how many elements one is read for a rough norm,
+_LEAST = 2**14  # but at least so many
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,6 +73,12 @@ def squared_norm(shard: torch.Tensor) -> torch.Tensor:
     """
     parts = shard.flatten().split(_PART)
     return sum(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 for part in parts)
+
+
+def _slice(shard: torch.Tensor) -> torch.Tensor:
+    """A run from the middle of a tensor, read as it lies in memory."""
+    count = min(shard.numel(), max(_LEAST, shard.numel() // _SAMPLE))
+    return shard.flatten().narrow(0, (shard.numel() - count) // 2, count)
 
 
 def _shard_groups(module: torch.nn.Module, params: list[torch.nn.Parameter]) -> list[dist.ProcessGroup]:
@@ -288,10 +296,18 @@ class GradientSpace:
             local_shard(param.grad).add_(local_shard(other), alpha=alpha)
 
     @torch.no_grad()
-    def local_squares(self) -> torch.Tensor:
-        """Squared norm of each parameter's part of ``.grad`` on this rank, (num_params,): no communication."""
+    def local_squares(self, is_rough: bool = False) -> torch.Tensor:
+        """Squared norm of each parameter's part of ``.grad`` on this rank, (num_params,): no communication.
+
+        Args:
+            is_rough: read a sixteenth of each large part and scale it up.
+        """
         shards = [local_shard(param) if param.grad is None else local_shard(param.grad) for param in self.params]
-        squares = torch.stack(torch._foreach_norm(shards)).square_()
+        parts = [_slice(shard) for shard in shards] if is_rough else shards
+        squares = torch.stack(torch._foreach_norm(parts)).square_()
+        if is_rough:
+            pairs = zip(shards, parts, strict=True)
+            squares *= torch.tensor([shard.numel() / max(part.numel(), 1) for shard, part in pairs]).to(squares)
         missing = [index for index, param in enumerate(self.params) if param.grad is None]
         if missing:
             squares[missing] = 0.0

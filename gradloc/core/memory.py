@@ -16,7 +16,8 @@
 What a search holds at its peak, beyond what lies there anyway when a step is looked into (weights, optimizer, the
 gradient that is set aside):
 
-- copies of this rank's shards: a residual to search along, a replayed gradient, and ``.grad`` while the next is made;
+- copies of this rank's shards: a residual to search along or a replayed gradient, what the culprits' own backwards
+  gave, and ``.grad`` while the next is made;
 - what a replayed micro-batch needs, which is what it needed in training: the allocator's peak tells. What the allocator
   has reserved and not in use is free for that only, not for copies on top;
 - or, in a forward alone, the logits in float32, which hold no activations beside them;

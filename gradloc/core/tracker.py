@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Norms noted while training: after each micro-batch's backward, and per parameter after the last.
+"""Norms noted while training: after each micro-batch's backward, and per parameter before the step.
 
 Both are local numbers of this rank's shards, so nothing is communicated while nothing spikes; the sums over ranks are
 taken when somebody asks, on a spike. How the running norm changes tells about how large each micro-batch's own gradient
@@ -64,17 +64,29 @@ class NormTracker:
         self._running = []
 
     def after_backward(self, space: GradientSpace) -> None:
-        """Note the norms of what ``.grad`` has accumulated so far: no communication, no synchronisation."""
+        """Note the norms of what ``.grad`` has accumulated so far: no communication, no synchronisation.
+
+        Roughly on a CPU, where reading all of a gradient takes its time.
+        """
         if not self.is_on:
             return
         started = time.perf_counter()
-        self._running.append(space.local_squares())
+        self._running.append(space.local_squares(is_rough=space.params[0].device.type == "cpu"))
         self._seconds += time.perf_counter() - started
 
-    def after_mini_batch(self, is_spike: bool) -> None:
-        """Remember the per-parameter norms of a step that did not spike."""
-        if self._running and not is_spike and self._history.maxlen:
-            self._history.append(self._running[-1])
+    def after_mini_batch(self, space: GradientSpace, clip_scale: float, is_spike: bool) -> None:
+        """Remember the per-parameter norms of a step that did not spike.
+
+        Args:
+            space: ``.grad`` holds ``clip_scale`` times the step's gradient.
+            clip_scale: the factor that clipping applied; in (0, 1].
+            is_spike: whether the step spiked.
+        """
+        if not self.is_on or is_spike or not self._history.maxlen:
+            return
+        started = time.perf_counter()
+        self._history.append(space.local_squares().div_(clip_scale**2))
+        self._seconds += time.perf_counter() - started
 
     def increments(self, space: GradientSpace, ranks: Ranks, loss_scale: float) -> list[float] | None:
         """About how large each micro-batch's own gradient is, over all ranks; None when some rank did not track.

@@ -28,7 +28,7 @@ import torch
 from ..core.certificate import certify
 from ..core.gradients import Gradient
 from .bisect import bisect
-from .candidates import Candidate, by_coefficient, by_share, non_finite
+from .candidates import Candidate, by_coefficient, by_share, by_value, largest_share, non_finite
 from .share import MAX_TRIES, ShareMap, measure_shares
 from .sketch import sketch
 from .task import Culprit, PathEntry, SearchResult, Source, Task, verify
@@ -41,6 +41,11 @@ _MAX_VERIFIED = 3  # candidates measured by a backward of their own, per round
 _MAX_HINTS = 2
 _FAR = 3.0  # closure off by more than this factor is no rounding,
 _STABLE = 1.5  # where two step sizes give it alike
+_RESOLVED = {torch.float32: 0.02, torch.bfloat16: 0.1, torch.float16: 0.1}  # of closure: less is no part unseen
+_MUCH = 0.5  # of a spike, that as many spans as may be named carry together where they are worth naming,
+_ABOVE = 10.0  # and times their part of the batch's tokens: in a batch that is scaled as a whole they carry less
+_BY_FAR = 1.5  # times the threshold, and
+_COARSE = 0.1  # of the spike or the culprits: a smaller rest is known too roughly from half-precision backwards
 _REPEATS = 0.1  # of the norm: kernels that are not bit-reproducible differ by less
 
 
@@ -55,33 +60,45 @@ class _Search:
         self._scale = task.scale
         self._others: Gradient | None = None
         """What of the gradient is not the tokens', where that is a culprit's worth."""
+        self._alone: Gradient | None = None
+        """The culprits' own gradient, where each of them was measured by itself since the last certificate."""
+        self._measured_along: Gradient | None = None
+        self._is_going_on = False
+        """Whether there is another round."""
 
     def run(self, max_rounds: int, is_last_resort_allowed: bool) -> SearchResult:
         if not math.isfinite(self.task.spike.grad_norm):
             return self._trace_non_finite()
         for number in range(max_rounds):
+            self._is_going_on = number + 1 < max_rounds
             shares = self._measure(number)
             if shares is None:
                 return self._stop_exhausted()
+            first = shares
+            if not shares.is_trusted and self._is_explained_by(self._few_loud_tokens(shares)):
+                return self.result
             if not shares.is_trusted and number == 0 and self._split_off_what_is_not_tokens():
                 if self.result.certificate is not None:
                     return self.result
                 shares = self._measure(number)
                 if shares is None:
                     return self._stop_exhausted()
-            first = shares
-            if not shares.is_trusted:
-                # they may still rank: the loudest are worth a backward of their own before anything dearer
-                has_named = self._name(self._loudest(shares))
-                if has_named and self._certify():
+                first = shares
+                if not shares.is_trusted and self._is_explained_by(self._few_loud_tokens(shares)):
                     return self.result
-                shares = self._measure_finer(number, along_the_rest=has_named)
+            if not shares.is_trusted:
+                shares = self._measure_finer(number)
                 if shares is None:
                     return self._stop_exhausted()
             if not shares.is_trusted:
+                if self._is_explained_by(by_share(self.task, shares, set(self.result.tokens))):
+                    return self.result
                 self._fall_back("the shares do not add up to 1, so they are not used", is_last_resort_allowed)
                 return self._doubt_the_backward(first) if number == 0 else self.result
-            if not self._name(self._candidates(shares, with_hints=number == 0)):
+            candidates = self._candidates(shares, with_hints=number == 0)
+            if self._is_spread(shares, candidates):
+                return self.result
+            if not self._name(candidates):
                 break
             if self._certify():
                 return self.result
@@ -94,38 +111,50 @@ class _Search:
 
     # ---- stages
 
-    def _measure(self, number: int) -> ShareMap | None:
-        """Shares along what is left: first of the micro-batches that moved the running norm, then of the others."""
-        everything = range(self.prober.step.num_micro_batches)
-        suspects = self.task.suspects() if number == 0 else list(everything)
-        shares = self._measure_of(suspects)
-        if shares is not None and len(suspects) < len(everything):
-            # what the suspects do not carry must be too little to hide a culprit
-            unseen = (1 - shares.closure) * shares.square
-            if not shares.is_trusted or unseen >= (self.task.reference / 2) ** 2:
-                shares = self._measure_of([index for index in everything if index not in suspects], known=shares)
+    def _measure(self, number: int, tries: Sequence[int] = range(1)) -> ShareMap | None:
+        """Shares along what is left: first of the micro-batch that moved the running norm most, then of others."""
+        shares = None
+        for part in self._parts(number):
+            if shares is None or self._is_more_to_see(shares):
+                shares = self._measure_of(part, tries, known=shares)
+                if shares is None:
+                    return None
         if number == 0:
             self.result.shares = shares
         return shares
 
-    def _measure_finer(self, number: int, along_the_rest: bool) -> ShareMap | None:
-        """The smaller steps that :meth:`_measure` left out; all of them where the direction is a new one."""
+    def _parts(self, number: int) -> list[list[int]]:
+        """In which order micro-batches are looked at: as long as one of these does not settle it, the next."""
         everything = list(range(self.prober.step.num_micro_batches))
-        shares = self._measure_of(everything, range(0 if along_the_rest else 1, MAX_TRIES))
-        if number == 0 and not along_the_rest:
-            self.result.shares = shares
-        return shares
+        if number > 0 or self.task.increments is None:
+            return [everything]
+        suspects = self.task.suspects()
+        rest = [index for index in everything if index not in suspects]
+        return [part for part in (suspects[:1], suspects[1:], rest) if part]
+
+    def _is_more_to_see(self, shares: ShareMap) -> bool:
+        """Whether what these micro-batches do not carry is more than an error, and may hide a culprit."""
+        unseen = 1 - shares.closure
+        if unseen < _RESOLVED[self.prober.step.compute_dtype]:
+            return False
+        return not shares.is_trusted or unseen * shares.square >= (self.task.reference / 2) ** 2
+
+    def _measure_finer(self, number: int) -> ShareMap | None:
+        """The smaller steps that :meth:`_measure` left out; all of them where the direction is a new one."""
+        is_new = self._measured_along is not self._direction
+        return self._measure(number + is_new, range(0 if is_new else 1, MAX_TRIES))
 
     def _measure_of(
-        self, micro_batches: list[int], tries: Sequence[int] = range(1), known: ShareMap | None = None
+        self, micro_batches: Sequence[int], tries: Sequence[int] = range(1), known: ShareMap | None = None
     ) -> ShareMap | None:
         if not self.task.can_afford(forwards=2 * len(micro_batches)):
             return None
         coefficients = self.prober.ranks.agree(lambda: self.task.coefficients(self.result.tokens))
         shares = measure_shares(self.prober, coefficients, self._direction, self._scale, micro_batches, tries, known)
-        verdict = "measured" if shares.is_trusted else "untrusted"
-        is_whole = known is not None or len(micro_batches) == self.prober.step.num_micro_batches
-        of = "all micro-batches" if is_whole else f"micro-batches {micro_batches} alone"
+        self._measured_along = self._direction
+        verdict, seen = "measured" if shares.is_trusted else "untrusted", sorted(shares.seen)
+        is_whole = len(seen) == self.prober.step.num_micro_batches
+        of = "all micro-batches" if is_whole else f"micro-batches {seen} alone"
         self._note("share", verdict, f"the shares of {of} add up to {shares.closure:.4f}", shares.square**0.5)
         return shares
 
@@ -138,10 +167,36 @@ class _Search:
             found += by_coefficient(self.task, _MAX_HINTS, known)
         return found
 
-    def _loudest(self, shares: ShareMap) -> list[Candidate]:
-        """The top candidates of shares that cannot be trusted, as hints."""
-        found = by_share(self.task, shares, set(self.result.tokens))
-        return [replace(candidate, bound=0.0) for candidate in found[:_MAX_HINTS]]
+    def _is_spread(self, shares: ShareMap, candidates: list[Candidate]) -> bool:
+        """Whether the shares prove that as many spans as may be named do not explain the spike, nor are worth naming.
+
+        Without tokens that carry the part s of R its norm is at least (1 - s) ||R||.
+        """
+        task, norm = self.task, shares.square**0.5
+        room = task.max_culprits - len(self.result.culprits)
+        if task.spike.threshold is None or any(candidate.bound == 0 for candidate in candidates):
+            return False
+        top = candidates[:room]
+        carried = sum(candidate.bound for candidate in top) / norm if top else largest_share(task, shares, room)
+        if (1 - carried - abs(1 - shares.closure)) * norm <= task.spike.threshold:
+            return False
+        part = sum(len(candidate.tokens) for candidate in top) / max(task.spike.num_tokens, 1)
+        if top and carried > max(_MUCH, _ABOVE * part):
+            return False
+        carry = f"{room} spans carry {carried:.0%} of it at most, and without them the norm is still over the threshold"
+        self.result.stop_reason = f"the spike is spread: {carry}"
+        self._note("share", "measured", self.result.stop_reason)
+        return True
+
+    def _few_loud_tokens(self, shares: ShareMap) -> list[Candidate]:
+        """The tokens that stand out of shares that cannot be trusted, where they are few; spans may be noise."""
+        norm, named = shares.square**0.5, set(self.result.tokens)
+        found = by_value(self.task, lambda index: shares.products[index].abs() / norm, self.task.culprit_norm, named)
+        return found if len(found) <= _MAX_HINTS else []
+
+    def _is_explained_by(self, candidates: list[Candidate]) -> bool:
+        """Name the first of them, each measured by itself, since their bounds are not to be trusted, and certify."""
+        return self._name([replace(candidate, bound=0.0) for candidate in candidates[:_MAX_HINTS]]) and self._certify()
 
     def _name(self, candidates: list[Candidate]) -> bool:
         """Verify the top few and all hints, take the others at their bound; returns whether anything was named."""
@@ -164,9 +219,19 @@ class _Search:
                 least = self.task.culprit_norm
                 culprit = Culprit(candidate.span, candidate.tokens, candidate.bound, least, is_exact=False)
             if not culprit.norm < self.task.culprit_norm:
+                self._add_up(culprit, is_alone=not within)
                 self.result.culprits = [c for c in self.result.culprits if c not in within] + [culprit]
                 has_named = True
         return has_named
+
+    def _add_up(self, culprit: Culprit, is_alone: bool) -> None:
+        """Keep the sum of what the culprits' own backwards gave, as long as each had one: it is in ``.grad``."""
+        if not (culprit.is_exact and is_alone) or (self.result.culprits and self._alone is None):
+            self._alone = None
+            return
+        if self._alone is not None:
+            self.prober.add(self._alone)
+        self._alone = self.prober.space.take()
 
     def _verify(self, candidate: Candidate) -> Culprit:
         culprit = verify(self.task, candidate.span, candidate.tokens, self.task.culprit_norm)
@@ -186,9 +251,13 @@ class _Search:
 
     def _certify(self) -> bool:
         """Certify what is named so far; the rest's gradient becomes the next direction. Returns whether it explains."""
-        task = self.task
+        if self._spikes_without():
+            return False
+        task, spike = self.task, self.task.spike
+        alone, self._alone = self._alone if self._others is None else None, None
+        self._direction = self._measured_along = task.gradient  # a residual of before need not be held any longer
         certificate = certify(
-            self.prober, task.gradient, task.scale, task.spike.grad_norm, task.spike.threshold, self.result.tokens
+            self.prober, task.gradient, task.scale, spike.grad_norm, spike.threshold, self.result.tokens, alone
         )
         self.result.certificate = certificate
         self._note("residual", certificate.verdict, certificate.reason, certificate.norm_after)
@@ -199,6 +268,22 @@ class _Search:
             is_done = self.prober.space.norm() < task.reference
         self._direction, self._scale = self.prober.space.take(), 1.0
         return is_done
+
+    def _spikes_without(self) -> bool:
+        """Whether the culprits' own backwards tell that the rest spikes by far; it is then the next direction."""
+        task, space, threshold = self.task, self.prober.space, self.task.spike.threshold
+        has_room = self._is_going_on and len(self.result.culprits) < task.max_culprits
+        if self._alone is None or self._others is not None or threshold is None or not has_room:
+            return False
+        space.clear()
+        self.prober.add(task.gradient, alpha=1.0 / task.scale)
+        self.prober.add(self._alone, alpha=-1.0)
+        norm = space.norm()
+        if norm < max(_BY_FAR * threshold, _COARSE * task.spike.grad_norm, _COARSE * space.norm(self._alone)):
+            return False
+        self._direction, self._scale = space.take(), 1.0
+        self._note("residual", "measured", "without the culprits' own gradients the norm is over the threshold", norm)
+        return True
 
     def _split_off_what_is_not_tokens(self) -> bool:
         """Measure the gradient that is left when no token passes any: a loss of a router's, a regulariser's.
@@ -225,6 +310,7 @@ class _Search:
         of_tokens = space.squares_by_name()
         tokens_norm = math.fsum(of_tokens.values()) ** 0.5
         self._direction, self._scale, self._others = space.take(), 1.0, others
+        self.result.culprits, self.result.certificate, self._alone = [], None, None
         bound = torch.finfo(prober.step.compute_dtype).eps * others_norm  # both were added up in the backward
         why = (
             f"a part of the gradient, of norm {others_norm:.3g}, passes through no token's log-prob or entropy; the "
@@ -315,6 +401,7 @@ class _Search:
             return self._stop_exhausted()
         room = self.task.max_culprits - len(self.result.culprits)
         self.result.culprits += found.culprits[:room]
+        self._alone = None
         if found.culprits:
             self._certify()
         else:
@@ -334,7 +421,7 @@ class _Search:
                 for culprit in found.culprits
                 if named.isdisjoint(culprit.tokens) and not culprit.norm < self.task.culprit_norm
             ]
-            self.result.exhausted, self.result.certificate = found.exhausted, None
+            self.result.exhausted, self.result.certificate, self._alone = found.exhausted, None, None
             self.result.stop_reason = f"{why}; bisection: {found.stop_reason}"
         return self.result
 

@@ -28,7 +28,7 @@ from ..core.selection import Token
 from .share import ShareMap
 from .task import Task
 
-__all__ = ["Candidate", "by_coefficient", "by_share", "by_value", "non_finite"]
+__all__ = ["Candidate", "by_coefficient", "by_share", "by_value", "largest_share", "non_finite"]
 
 _WINDOW_SHARE = 0.9  # of a sequence's product, that a segment must carry to be named instead of the sequence
 _LOUD_SHARE = 0.5  # of a row's product, that its loud tokens must carry to be named one by one
@@ -82,6 +82,18 @@ def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Candidate]
         return found
 
     return _merge(task, local, named)
+
+
+def largest_share(task: Task, shares: ShareMap, most: int) -> float:
+    """The part of the direction that its ``most`` loudest tokens carry, signs aside: no other so many carry more."""
+    step, ranks = task.prober.step, task.prober.ranks
+
+    def local() -> list[float]:
+        values = torch.cat([shares.products[i][step.token_mask(i)].abs() for i in range(step.num_micro_batches)])
+        return values.topk(min(most, len(values))).values.tolist()
+
+    found = [value for part in ranks.gather(ranks.agree(local)) for value in part]
+    return sum(sorted(found, reverse=True)[:most]) / shares.square
 
 
 def _typical(task: Task, shares: ShareMap, named: set[Token]) -> tuple[float, float]:

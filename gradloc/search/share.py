@@ -22,9 +22,10 @@ for all tokens of all ranks at once. The shares <g_t, R> / ||R||^2 of R = sum_t 
 the measurement. A share bounds the token's norm from below: ||g_t|| >= |share_t| ||R|| (Cauchy-Schwarz).
 
 The step s aims at a log-prob change of T where it matters: s = T max|c| / ||R||^2 is exact when one token dominates;
-one rescaling covers spread spikes. In half precision the response is half the difference of the two legs, in which
-rounding offsets common to both (the dither, a read-out more precise than training's) cancel, averaged over the tokens
-with their part of the product as weight: of 1e5 tokens some always stray, and those that carry nothing do not count.
+one rescaling covers spread spikes, for each part of the micro-batches by itself. In half precision the response is half
+the difference of the two legs, in which rounding offsets common to both (the dither, a read-out more precise than
+training's) cancel, averaged over the tokens with their part of the product as weight: of 1e5 tokens some always stray,
+and those that carry nothing do not count.
 When closure is off, the step shrinks; it never grows past a response that has stopped being linear.
 
 Shapes: B rows of a micro-batch, T response positions.
@@ -33,6 +34,7 @@ Shapes: B rows of a micro-batch, T response positions.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -43,11 +45,13 @@ from .weights import MovedWeights
 
 __all__ = ["MAX_TRIES", "Coefficients", "ShareMap", "measure_shares"]
 
-_TARGET = {torch.float32: 0.03, torch.bfloat16: 0.25, torch.float16: 0.25}
+_TARGET = {torch.float32: 0.03, torch.bfloat16: 0.1, torch.float16: 0.1}
 _CLOSURE = {torch.float32: (0.95, 1.05), torch.bfloat16: (0.8, 1.25), torch.float16: (0.8, 1.25)}
 _PARTIAL_CLOSURE = 0.5  # from here on, some micro-batches alone are worth looking at: they carry most of the gradient
 MAX_TRIES = 3
 _SHRINK = 0.25  # of the step, per try
+_NEAR = 2.0  # times the target: a response beyond it has the step rescaled,
+_NEAR_TOO = 4.0  # once a part of the micro-batches has been measured at that step
 
 Leg = dict[int, tuple[torch.Tensor, torch.Tensor | None]]
 """Per micro-batch: log_prob and entropy (B, T) at moved weights."""
@@ -76,6 +80,8 @@ class ShareMap:
     is_trusted: bool
     """Whether closure is within the band for this precision."""
     step: float
+    seen: frozenset[int] = frozenset()
+    """The micro-batches that were looked at; products of the others are 0."""
 
     def shares(self, micro_batch: int) -> torch.Tensor:
         """Share of R per token, float64 (B, T)."""
@@ -100,7 +106,7 @@ def measure_shares(
         scale: positive factor on ``direction``.
         micro_batches: look at these only; closure is then the part of the direction that they carry.
         tries: which of the step sizes to take until closure is right; 0 is the first, each next one a quarter.
-        known: the map of other micro-batches along the same direction, to be completed at the step that it took.
+        known: a map of micro-batches along the same direction, to be completed from the step that it took.
 
     Returns:
         The map with the best closure reached; 2 forwards of each micro-batch, mostly one more to adapt the step, and
@@ -124,7 +130,8 @@ class _Measurement:
         self.coefficients = coefficients
         self.micro_batches = micro_batches
         self.known = known
-        self.is_partial = known is None and len(micro_batches) < prober.step.num_micro_batches
+        self.seen = frozenset(micro_batches) | (known.seen if known is not None else frozenset())
+        self.is_partial = len(self.seen) < prober.step.num_micro_batches
         self.direction = direction
         self.scale = scale
         self.dtype = prober.step.compute_dtype
@@ -135,57 +142,50 @@ class _Measurement:
         def local() -> tuple[list[float], list[torch.Tensor]]:
             return [_largest(c) for c in self.coefficients], [c.log_prob.double() * 0 for c in self.coefficients]
 
-        self.sizes, nothing = self.prober.ranks.agree(local)
+        self.sizes, self.nothing = self.prober.ranks.agree(local)
         (largest,) = self.prober.ranks.max([max(self.sizes, default=0.0)])
-        best = ShareMap(nothing, self.square, 0.0, False, 0.0)
+        best = ShareMap(self.nothing, self.square, 0.0, False, 0.0)
         if self.square <= 0 or largest <= 0 or not math.isfinite(self.square):
             return best
         hold_routes(self.prober, self.micro_batches)
         step = self.target * largest / self.square * _SHRINK ** tries[0] if self.known is None else self.known.step
         with MovedWeights(self.prober.space, self.dtype) as weights:
-            for attempt in range(2) if self.is_partial else tries:
-                plus, minus, step = self._legs(weights, step, may_grow=attempt == 0 and self.known is None)
-                found = self._combine(plus, minus, step)
+            for attempt in tries:
+                found = self._measured(weights, step, may_grow=attempt == 0 and self.known is None)
                 if abs(math.log(_positive(found.closure))) <= abs(math.log(_positive(best.closure))):
                     best = found
                 if found.is_trusted or (self.is_partial and found.closure < 1):
                     break  # what is missing from a part is the rest's share, no error of the step
-                step *= _SHRINK
+                step = found.step * _SHRINK
         return best
 
-    def _legs(self, weights: MovedWeights, step: float, may_grow: bool) -> tuple[Leg, Leg, float]:
-        """The forwards at +step and -step, rescaled where the response is far from the target; and the step taken.
-
-        A pilot, the micro-batch with this rank's largest coefficient, tells that at forwards of its own.
-        """
+    def _measured(self, weights: MovedWeights, step: float, may_grow: bool) -> ShareMap:
+        """One try: a pilot, the micro-batch with this rank's largest coefficient, settles the step for the others."""
+        products: dict[int, torch.Tensor] = {}
         pilot = max(self.micro_batches, key=lambda index: self.sizes[index])
-        others = [index for index in self.micro_batches if index != pilot]
-        plus, minus = self._trial(weights, step, [pilot])
-        rescaled = self._rescaled(step, plus, minus, may_grow)
-        if rescaled != step:
-            step = rescaled
-            plus, minus = self._trial(weights, step, [pilot])
-        if others:
-            more_plus, more_minus = self._trial(weights, step, others)
-            plus, minus = plus | more_plus, minus | more_minus
-            rescaled = self._rescaled(step, plus, minus, may_grow=False)
-            if rescaled != step:
-                step = rescaled
-                plus, minus = self._trial(weights, step, self.micro_batches)
-        return plus, minus or self._leg(weights, -step, self.micro_batches), step
+        rest = [index for index in self.micro_batches if index != pilot]
+        parts = [[pilot], rest] if self.known is None and rest else [list(self.micro_batches)]
+        for number, part in enumerate(parts):
+            is_first = number == 0 and self.known is None
+            plus, minus, step = self._legs(weights, step, part, is_first and may_grow, _NEAR if is_first else _NEAR_TOO)
+            products.update(self.prober.ranks.agree(partial(self._products, plus, minus, step)))
+        return self._combine(products, step)
+
+    def _legs(
+        self, weights: MovedWeights, step: float, micro_batches: list[int], may_grow: bool, near: float
+    ) -> tuple[Leg, Leg, float]:
+        """The forwards at +step and -step, rescaled where the response is far from the target; and the step taken."""
+        plus, minus = self._trial(weights, step, micro_batches)
+        response = self._response(plus, minus)
+        if response > near * self.target or (may_grow and 0 < response < self.target / 3):
+            step *= min(max(self.target / response, 0.1), 10.0)
+            plus, minus = self._trial(weights, step, micro_batches)
+        return plus, minus or self._leg(weights, -step, micro_batches), step
 
     def _trial(self, weights: MovedWeights, step: float, micro_batches: Sequence[int]) -> tuple[Leg, Leg]:
         """What the response is read from: in float32 the leg at +step alone, which nothing but the move changes."""
         plus = self._leg(weights, step, micro_batches)
         return plus, {} if self.dtype == torch.float32 else self._leg(weights, -step, micro_batches)
-
-    def _rescaled(self, step: float, plus: Leg, minus: Leg, may_grow: bool) -> float:
-        """The step that would bring the response to the target; the same where it is near enough."""
-        response = self._response(plus, minus)
-        too_small, too_large = response < self.target / 3, response > 2 * self.target
-        if response > 0 and ((too_small and may_grow) or too_large):
-            step *= min(max(self.target / response, 0.1), 10.0)
-        return step
 
     def _leg(self, weights: MovedWeights, step: float, micro_batches: Sequence[int]) -> Leg:
         self.prober.ranks.agree(lambda: weights.move(self.direction, step / self.scale))
@@ -225,25 +225,24 @@ class _Measurement:
             return math.inf
         return square / product if product > 0 else 0.0
 
-    def _combine(self, plus: Leg, minus: Leg, step: float) -> ShareMap:
+    def _combine(self, products: dict[int, torch.Tensor], step: float) -> ShareMap:
         def local() -> tuple[list[torch.Tensor], float]:
-            products = self._products(plus, minus, step)
-            return products, sum(float(product.sum()) for product in products)
+            before = self.nothing if self.known is None else self.known.products
+            found = [products.get(index, product) for index, product in enumerate(before)]
+            return found, sum(float(product.sum()) for product in found)
 
-        products, carried = self.prober.ranks.agree(local)
+        found, carried = self.prober.ranks.agree(local)
         (total,) = self.prober.ranks.sum([carried])
         closure = total / self.square
         low, high = _CLOSURE[self.dtype]
         low = _PARTIAL_CLOSURE if self.is_partial else low
-        return ShareMap(products, self.square, closure, low <= closure <= high, step)
+        return ShareMap(found, self.square, closure, low <= closure <= high, step, self.seen)
 
-    def _products(self, plus: Leg, minus: Leg, step: float) -> list[torch.Tensor]:
-        if self.known is None:
-            products = [torch.zeros_like(coefficient.log_prob).double() for coefficient in self.coefficients]
-        else:
-            products = list(self.known.products)
-        for index in self.micro_batches:
-            coefficient, (log_plus, h_plus), (log_minus, h_minus) = self.coefficients[index], plus[index], minus[index]
+    def _products(self, plus: Leg, minus: Leg, step: float) -> dict[int, torch.Tensor]:
+        """<g_t, R> of these micro-batches' tokens, float64 (B, T) each."""
+        products = {}
+        for index, (log_plus, h_plus) in plus.items():
+            coefficient, (log_minus, h_minus) = self.coefficients[index], minus[index]
             # where(): padding positions hold garbage that must not turn 0 * inf into NaN
             slope = (log_plus.double() - log_minus.double()) / (2 * step)
             product = torch.where(coefficient.log_prob != 0, coefficient.log_prob.double() * slope, 0.0)

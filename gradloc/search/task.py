@@ -62,11 +62,10 @@ class Task:
         return _SHARE_OF_THRESHOLD * self.reference
 
     def suspects(self) -> list[int]:
-        """Micro-batches whose own gradient seems to be a culprit's worth; all of them when that was not tracked."""
-        everything = list(range(self.prober.step.num_micro_batches))
-        if self.increments is None:
-            return everything
-        return [index for index in everything if self.increments[index] >= self.culprit_norm] or everything
+        """Micro-batches whose own gradient seems to be a culprit's worth, largest first; all of them where none is."""
+        sizes = self.increments or [0.0] * self.prober.step.num_micro_batches
+        order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+        return [index for index in order if sizes[index] >= self.culprit_norm] or order
 
     def can_afford(self, forwards: int = 0, backwards: int = 0) -> bool:
         """Whether this much more stays within the budget; a backward (with its forward) is one probe."""

@@ -11,7 +11,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks import healthy, mixtures, unrepeatable
+from benchmarks import cost, healthy, mixtures, unrepeatable
 from benchmarks.localization import tables as localization
 from benchmarks.trigger import tables as trigger
 from gradloc.evidence.tell.lines import headline
@@ -57,6 +57,7 @@ RECORDED = {
     "## The price of a healthy step": ("healthy", healthy.markdown),
     "## The trigger's rule": ("trigger", trigger.markdown),
     "## Kernels that do not repeat": ("unrepeatable", lambda found: unrepeatable.markdown(found["rows"])),
+    "## Cost against 0.1.0": ("cost", cost.markdown),
     "## Random mixtures of culprits": ("mixtures", lambda found: mixtures.markdown(found["rows"])),
 }
 
@@ -100,13 +101,12 @@ def test_the_targets_outcomes_are_the_records():
         assert words in page("docs/benchmarks.md"), words
 
 
-def test_the_price_of_a_search_is_the_battery_s_on_every_page():
-    cells = [cell for cell in record("battery")["cells"] if cell["cell"]["dtype"] == "float32"]
-    step = 3 * cells[0]["cell"]["micro_batches"]  # f of one training step: a forward and a backward each
+def test_the_price_of_a_search_is_the_record_s_on_every_page():
+    found = [row for row in record("cost")["rows"] if row["dtype"] == "float32"]
+    step = 3 * 4  # f of one training step: a forward and a backward of each of four micro-batches
 
     def steps(scenario: str) -> str:
-        costs = [c["strategies"]["auto"]["cost_f"] for c in cells if c["cell"]["scenario"] == scenario]
-        return f"{median(costs) / step:.1f}"
+        return f"{median(row['now_f'] for row in found if row['scenario'] == scenario) / step:.1f}"
 
     said = f"the passes of {steps('single_10')} training steps with one culprit, of {steps('eight')} with eight"
     for name in ("README.md", "docs/faq.md", "docs/benchmarks.md"):
@@ -128,6 +128,12 @@ def test_the_noise_s_figures_are_the_record_s():
     said = f"Over {len(found)} cells of noise, spike and precision the true norm lay within the bound every time, "
     assert f"{said}at most at {100 * worst:.0f} % of it" in page("docs/method.md")
     assert not [row for row in found if unrepeatable.problems(row)]
+
+
+def test_no_cell_costs_more_than_it_may_and_all_are_right():
+    found = record("cost")["rows"]
+    assert [row for row in found if cost.is_over(row)] == []
+    assert {(row["recall"], row["false_positives"], row["verdict"]) for row in found} == {(1.0, 0, "explained")}
 
 
 def test_the_mixtures_figures_are_the_record_s():

@@ -49,8 +49,8 @@ class Certificate:
     verdict: Annotated[str, ("enum", JUDGED)] = "undecided"
     reason: str = ""
     replay_difference: float | None = optional()
-    """L2 norm of the difference of two replays of the micro-batches that hold culprits; 0: kernels repeat, null:
-    nothing was replayed."""
+    """L2 norm by which replays of the micro-batches that hold culprits differ: two of them, or one and the sum of its
+    parts, which holds rounding, too; 0: kernels repeat, null: nothing was replayed."""
 
 
 @dataclass(frozen=True)

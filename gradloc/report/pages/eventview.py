@@ -304,8 +304,10 @@ def _again(event: Event) -> list[str]:
         apart = f" ({percent(rerun.difference)} of the spike apart)" if rerun.difference is not None else ""
         said.append(f"The step's micro-batches run again gave a norm of {number(rerun.norm)}{apart}: {came}.")
     if difference is not None:
-        apart = f"{number(difference, 2)} apart" if difference else "bit for bit alike"
-        said.append(f"Two replays of the culprits' micro-batches were {apart}.")
+        replays, apart = (
+            ("Replays", f"{number(difference, 2)} apart") if difference else ("Two replays", "bit for bit alike")
+        )
+        said.append(f"{replays} of the culprits' micro-batches were {apart}.")
     if event.head_grad_norm is not None:
         said.append(f"The output head's part of the gradient has norm {number(event.head_grad_norm)}.")
     return said
