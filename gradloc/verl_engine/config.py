@@ -130,7 +130,7 @@ class GradLocActorConfig(FSDPActorConfig):
         super().__post_init__()
         if not settle(self).enable:
             return
-        check_verl(of_trainer=False)
+        check_verl("worker")
         check_run(f"{_ACTOR}.gradloc.enable", self, f"{_ACTOR}.")
         if f"{__package__}.plugin" not in sys.modules:
             raise RuntimeError(

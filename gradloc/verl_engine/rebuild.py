@@ -171,7 +171,7 @@ def build_actor(bundle: Bundle, model_path: str) -> ReplayEngine:
             is not the one that the engine is known of.
     """
     try:
-        check_verl(of_trainer=False)
+        check_verl("replay")
     except RuntimeError as error:
         raise ReplayError(str(error)) from error
     if bundle.inputs is not None:

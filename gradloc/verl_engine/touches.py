@@ -12,7 +12,8 @@ KNOWN = ("0.9.0", "0.9.1")
 
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
 _TRAINER = "verl.trainer.ppo.v1.trainer_base:PPOTrainer"
-_TOUCHED = {
+_MERGER = "verl.model_merger.fsdp_model_merger:FSDPModelMerger"
+_BY_WORKER = {
     f"{_ENGINE}.train_batch": "self, data, loss_function",
     f"{_ENGINE}.forward_step": "self, micro_batch, loss_function, forward_only",
     f"{_ENGINE}.optimizer_step": "self",
@@ -31,7 +32,7 @@ _TOUCHED = {
         "self, hidden_states, vocab_weights, input_ids, temperature"
     ),
 }
-_TOUCHED_BY_TRAINER = {
+_BY_TRAINER = {
     f"{_TRAINER}.__init__": "self, config",
     f"{_TRAINER}.on_train_begin": "self",
     f"{_TRAINER}._update_actor": "self, batch, metrics",
@@ -45,7 +46,16 @@ _TOUCHED_BY_TRAINER = {
     "verl.trainer.ppo.v1.trainer_base:TRAINER_REGISTRY": None,
     "verl.workers.utils.padding:response_to_nested": "tensor, response_mask",
 }
-"""``module:name`` and its parameters; None: it only has to be there."""
+_BY_REPLAY = {
+    f"{_ENGINE}._build_fsdp_module": "self, module",
+    f"{_MERGER}._get_world_size": "self",
+    f"{_MERGER}._load_rank_zero_state_dict": "self, world_size",
+    f"{_MERGER}._extract_device_mesh_info": "self, state_dict, world_size",
+    f"{_MERGER}._calculate_shard_configuration": "self, mesh, mesh_dim_names",
+    f"{_MERGER}._merge_by_placement": "self, tensors, placement",
+}
+_TOUCHED = {"worker": _BY_WORKER, "trainer": _BY_TRAINER, "replay": _BY_WORKER | _BY_REPLAY}
+"""By who touches it: ``module:name`` and its parameters; None: it only has to be there."""
 
 
 def verl_version() -> str:
@@ -58,14 +68,13 @@ def verl_version() -> str:
         return verl.__version__
 
 
-def differences(of_trainer: bool) -> list[str]:
+def differences(who: str) -> list[str]:
     """What of the installed verl is not as we know it, a sentence each.
 
     Args:
-        of_trainer: check what the driver touches; else what the workers do.
+        who: ``worker``, ``trainer`` or ``replay``.
     """
-    touched = _TOUCHED_BY_TRAINER if of_trainer else _TOUCHED
-    return [found for place, expected in touched.items() if (found := _difference(place, expected)) is not None]
+    return [found for place, expected in _TOUCHED[who].items() if (found := _difference(place, expected)) is not None]
 
 
 def _difference(place: str, expected: str | None) -> str | None:
@@ -82,8 +91,11 @@ def _difference(place: str, expected: str | None) -> str | None:
     return None if parameters == expected else f"{place} takes ({parameters}), expected ({expected})"
 
 
-def check_verl(of_trainer: bool) -> None:
+def check_verl(who: str) -> None:
     """Refuse a verl that this adapter does not fit.
+
+    Args:
+        who: touches it: ``worker``, ``trainer`` or ``replay``.
 
     Raises:
         RuntimeError: one sentence that names the version, what changed, and what to do.
@@ -94,7 +106,7 @@ def check_verl(of_trainer: bool) -> None:
             f"gradloc's plug-in is for verl 0.9, found verl {found}: on 0.7.0 and 0.7.1 apply the patch "
             "(gradloc-patch --repo VERL), from 0.8 move on to 0.9, and leave +gradloc out until then."
         )
-    changed = differences(of_trainer)
+    changed = differences(who)
     if changed:
         raise RuntimeError(
             f"verl {found} changed what gradloc hangs on (it knows {', '.join(KNOWN)}): {changed[0]}; "

@@ -50,7 +50,7 @@ class TrainerSide:
         self.config = config
         self.settings = settings_in(config, omega_conf_to_dataclass)
         if self.settings.enable:
-            check_verl(of_trainer=True)
+            check_verl("trainer")
             check_run("actor_rollout_ref.actor.gradloc.enable", config)
         fix_dump_dir(config, self.settings.root)
         self.monitor: Monitor | None = build_monitor(config)

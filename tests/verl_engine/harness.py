@@ -390,7 +390,7 @@ def _said(patch: Any) -> str:
 
     with patch:
         try:
-            check_verl(of_trainer=False)
+            check_verl("worker")
         except RuntimeError as error:
             return str(error)
     return "nothing"
