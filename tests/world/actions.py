@@ -20,13 +20,13 @@ SMALL = [
 def train_epochs(
     overrides: list[str], dump_dir: str, layout: Sequence[str] = (), answered: tuple[int, int] | None = None
 ) -> dict[str, Any]:
-    """Three epochs of four mini-batches with one culprit, and the same without it and without localization.
+    """Three epochs of two mini-batches with one culprit, and the same without it and without localization.
 
     ``answered``: response positions [first, end) that a tool has written.
     """
     trained = []
     for advantage, settings in ((-1e4, ON + overrides), (0.0, []), (-1e4, [])):
-        batch = make_batch()
+        batch = make_batch(8)
         if answered is not None:
             answer(batch, *answered)
         plant(batch, 6, 2, advantage)
