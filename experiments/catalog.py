@@ -65,6 +65,7 @@ PUBLISHED_VERL09 = PUBLISHED.heir(
 
 _ACTOR = "actor_rollout_ref.actor"
 _STABILIZE = f"{_ACTOR}.gradloc.stabilize"
+_MASK = f"{_ACTOR}.gradloc.action.mode=mask"
 
 EXPLOSION = DEMO.heir(
     "explosion",
@@ -101,7 +102,7 @@ EXPLOSION = DEMO.heir(
             "no step when the norm is 6 standard deviations over the last ones",
             (f"{_STABILIZE}.skip_step.enable=true", f"{_STABILIZE}.skip_step.window=16"),
         ),
-        Arm("mask", "the step without the tokens that gradloc names", (f"{_ACTOR}.gradloc.action.mode=mask",)),
+        Arm("mask", "the step without the tokens that gradloc names", (_MASK,)),
         Arm(
             "conservative",
             "the post-mortem's conservative settings",
@@ -114,6 +115,51 @@ EXPLOSION = DEMO.heir(
         ),
     ),
     summary_module="experiments.explosion.summary",
+)
+
+_NO_CLIP = tuple(f"{_ACTOR}.clip_ratio{which}=1e9" for which in ("", "_low", "_high", "_c"))
+_STALE = (f"{_ACTOR}.ppo_epochs=2", f"{_ACTOR}.ppo_mini_batch_size=2")
+_REWARD_ERROR = ("wild.reward=error", "algorithm.norm_adv_by_std_in_grpo=false")
+
+WILD = DEMO_LLM.heir(
+    "wild",
+    "a pretrained model under settings with which published runs explode, nothing planted: what spikes, and why",
+    number("GRPO_LEARNING_RATE", "the actor's learning rate (1e-5)"),
+    arms=(
+        Arm("healthy", "GRPO as it should be: the twin of all others"),
+        Arm(
+            "reward-error",
+            "minus the squared error as the reward, not normalized: no lower bound",
+            _REWARD_ERROR,
+        ),
+        Arm(
+            "reward-error-mask",
+            "the same, and the step without what is named",
+            (*_REWARD_ERROR, _MASK),
+        ),
+        Arm("reward-error-normalized", "the same, with advantages in units of their group's spread", _REWARD_ERROR[:1]),
+        Arm("learning-rate", "thirty times the learning rate", (f"{_ACTOR}.optim.lr=3e-4",)),
+        Arm("stale", "two epochs of two mini-batches on each rollout, clipped as usual", _STALE),
+        Arm("unclipped", "the same with no clip on the ratio", (*_STALE, *_NO_CLIP)),
+        Arm("hot", "rollouts at temperature 1.5", ("actor_rollout_ref.rollout.temperature=1.5",)),
+        Arm(
+            "bf16",
+            "a trainer in bfloat16, rollouts in float32, and their log-probs as the old ones",
+            (f"{_ACTOR}.fsdp_config.dtype=bfloat16", "algorithm.rollout_correction.bypass_mode=true", *_NO_CLIP),
+        ),
+        Arm(
+            "negative",
+            "wrong answers of a hot rollout pushed down, right ones left alone",
+            ("algorithm.adv_estimator=negative_only", "actor_rollout_ref.rollout.temperature=1.3"),
+        ),
+        Arm(
+            "long",
+            "a reward for every word, and room for many, at temperature 0.5",
+            ("wild.reward=length", "data.max_response_length=64", "actor_rollout_ref.rollout.temperature=0.5"),
+        ),
+    ),
+    seeds=(1,),
+    summary_module="experiments.llm.wild",
 )
 
 BUCKETS_DEMO = DEMO.heir(

@@ -82,7 +82,7 @@ def test_an_heir_needs_what_its_base_needs_and_has_arms_of_its_own():
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(UsageError, match=r"called 'two': there are buckets-demo, .*two-nodes\.$"):
+    with pytest.raises(UsageError, match=r"called 'two': there are buckets-demo, .*two-nodes, wild\.$"):
         catalog.load("two")
 
 

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What spiked in which arm of `wild`, and why: a table.
+
+    python -m experiments.llm.wild SUITE_DIR
+
+It prints the table and writes it to `summary.md`. Standard library only.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments import suite
+from experiments.cpu.verdict import read_events
+from experiments.errors import ExperimentError
+from experiments.kk.summary import as_markdown, as_text
+
+HEADER = [
+    "arm",
+    "seed",
+    "steps",
+    "norm: median",
+    "largest (step)",
+    "reward: first, last",
+    "events",
+    "first event: norm / threshold",
+    "named",
+    "cause",
+    "norm without",
+    "certificate",
+    "done",
+]
+LEGEND = """\
+norm: of the gradient before clipping, the largest of a step's updates. reward: the mean of a step's rollouts, in the
+arm's own measure. named: how many tokens, in how many answers, and the token that counts most. cause: of the step where
+it has one, else the commonest of the named. norm without: what the certificate measured without what is named, which is
+the norm that `mask` steps with. done: what the run did about it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's readings."""
+
+    arm: str
+    seed: int | None
+    norms: dict[int, float]
+    """By step: the largest of its updates."""
+    rewards: list[float]
+    events: list[dict]
+
+
+def read(folder: Path, arm: str, seed: int | None) -> Run:
+    """Reads a run's folder.
+
+    Raises:
+        ExperimentError: if its metrics are missing or cut off, or hold no step.
+    """
+    path = folder / "metrics.jsonl"
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        steps = {line["step"]: line["data"] for line in lines if "actor/grad_norm_max" in line["data"]}
+    except (OSError, ValueError, KeyError) as error:
+        raise ExperimentError(f"{path} cannot be read: {error}.") from None
+    if not steps:
+        raise ExperimentError(f"{path} has no step: the run was cut off.")
+    return Run(
+        arm,
+        seed,
+        {step: float(data["actor/grad_norm_max"]) for step, data in steps.items()},
+        [data["critic/score/mean"] for data in steps.values()],
+        read_events(folder / "gradloc" / "events.jsonl"),
+    )
+
+
+def row(run: Run) -> list[str]:
+    """One run's cells, in the order of `HEADER`."""
+    worst = max(run.norms, key=lambda step: run.norms[step])
+    cells = [
+        run.arm,
+        "config's" if run.seed is None else str(run.seed),
+        str(len(run.norms)),
+        number(statistics.median(run.norms.values())),
+        f"{number(run.norms[worst])} ({worst})",
+        f"{number(run.rewards[0])}, {number(run.rewards[-1])}",
+        str(len(run.events)),
+    ]
+    return [*cells, *(tell(run.events[0]) if run.events else ["no event", *["-"] * 5])]
+
+
+def tell(event: dict) -> list[str]:
+    """An event's cells."""
+    trigger, certificate, culprits = (event[key] for key in ("trigger", "certificate", "culprits"))
+    step = event["step"]["global_step"]
+    return [
+        f"step {step}: {number(trigger['grad_norm'])} / {number(trigger['threshold'])}",
+        named(culprits),
+        cause(event),
+        number(certificate["norm_after"]),
+        certificate["verdict"],
+        event["action"]["taken"],
+    ]
+
+
+def named(culprits: list[dict]) -> str:
+    """How many tokens in how many answers, and the one that counts most."""
+    if not culprits:
+        return "nothing"
+    num_tokens = sum(len(culprit["positions"]) for culprit in culprits)
+    answers = len({culprit["sequence_id"] for culprit in culprits})
+    worst = max(culprits, key=lambda culprit: abs(culprit["share"] or 0.0))
+    text = "".join(worst["tokens"] or ())[:16]
+    return f"{num_tokens} in {answers}: {text!r}, advantage {number(worst['advantage'])}"
+
+
+def cause(event: dict) -> str:
+    """The step's cause, else the commonest of the named."""
+    if event.get("cause"):
+        return event["cause"]["label"]
+    labels = Counter(culprit["cause"]["label"] for culprit in event["culprits"])
+    return labels.most_common(1)[0][0] if labels else "-"
+
+
+def number(value: float | str | None) -> str:
+    """Three digits; what is not finite as it is written."""
+    return f"{value:.3g}" if isinstance(value, int | float) else str(value or "-")
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("suite_dir", type=Path)
+    folder = parser.parse_args(argv).suite_dir
+    try:
+        cells = suite.read(folder)["cells"]
+        well = [cell for cell in cells if cell["exit_code"] == 0]
+        lines = [HEADER, *(row(read(folder / cell["folder"], cell["arm"], cell["seed"])) for cell in well)]
+    except ExperimentError as error:
+        print(f"summary: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"\n{as_text(lines)}\n\n{LEGEND}")
+    failed = [cell["folder"] for cell in cells if cell["exit_code"] != 0]
+    if failed:
+        print(f"without {', '.join(failed)}, which did not end well")
+    (folder / "summary.md").write_text(f"{as_markdown(lines)}\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of `wild`, from runs on disk; and one arm of it in the real trainer."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from experiments import suite
+from experiments.llm import wild
+from tests.experiments.conftest import REPO
+from tests.report.builder import make_culprit, make_event
+
+
+def write(folder, norms, events=()):
+    (folder / "gradloc").mkdir(parents=True)
+    lines = [
+        {"step": step, "data": {"actor/grad_norm_max": norm, "critic/score/mean": 0.1 * step}}
+        for step, norm in enumerate(norms, start=1)
+    ]
+    # A verdict is a line of its own.
+    lines.insert(1, {"step": 1, "data": {"gradloc/verdict": "a sentence"}})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "gradloc" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def test_a_row_says_what_spiked_and_a_healthy_run_that_nothing_did(tmp_path, capsys):
+    event = make_event(2, [make_culprit(3), make_culprit(5)])
+    write(tmp_path / "healthy-seed1", [3.0, 5.0, 4.0])
+    write(tmp_path / "odd-seed1", [3.0, 90.0, 4.0], [event])
+    cells = [
+        {"arm": arm, "seed": 1, "folder": f"{arm}-seed1", "exit_code": code}
+        for arm, code in (("healthy", 0), ("odd", 0), ("late", 1))
+    ]
+    (tmp_path / suite.RECORD).write_text(json.dumps({"experiment": "wild", "cells": cells}))
+    assert wild.main([str(tmp_path)]) == 0
+    assert "without late-seed1, which did not end well" in capsys.readouterr().out
+    head, _, healthy, odd = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (tmp_path / "summary.md").read_text().splitlines()
+    )
+    told = dict(zip(head, odd, strict=True))
+    assert dict(zip(head, healthy, strict=True))["first event: norm / threshold"] == "no event"
+    assert (told["arm"], told["norm: median"], told["largest (step)"], told["events"]) == ("odd", "4", "90 (2)", "1")
+    assert told["reward: first, last"] == "0.1, 0.3"
+    assert told["named"].startswith("2 in 1: ")
+    assert told["certificate"] == event["certificate"]["verdict"] and told["done"] == event["action"]["taken"]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_an_arm_runs_in_the_real_trainer_and_ends_with_its_row(patched_tree, tmp_path):
+    variables = {"PYTHON": sys.executable, "VERL_REPO": str(patched_tree), "RUN_DIR": str(tmp_path / "wild")}
+    arguments = ["wild", "--arms", "reward-error", "--seeds", "1", "demo.steps=1"]
+    done = subprocess.run(
+        [str(REPO / "run_experiment.sh"), *arguments],
+        env={**os.environ, **variables},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    (line,) = (tmp_path / "wild" / "summary.md").read_text().splitlines()[2:]
+    assert line.startswith("| reward-error | 1 | 1 |")
