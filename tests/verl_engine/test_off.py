@@ -1,7 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Without a flag, an installed GradLoc is not there."""
+"""Without a flag, an installed GradLoc is not there; looking on, it changes nothing of the real trainer on Ray."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments import catalog, cli
+from experiments.cpu import environment
+from experiments.launch import end_session
+from tests.experiments.conftest import REPO
 
 from .test_localization import PLANT
+
+ACTOR = "actor_rollout_ref.actor"
+WITHOUT = ["~gradloc", f"~{ACTOR}.grad_norm_threshold", f"~{ACTOR}.bisect_dump_dir"]
+SHORT = ["demo.steps=4", "demo.fault.first_step=2", "demo.fault.last_step=3", "trainer.save_freq=4"]
+OF_THE_CLOCK = ("timing", "perf/")
+RUNS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "stock": (WITHOUT, {"VERL_USE_EXTERNAL_PLUGINS": "none"}),
+    "off": (WITHOUT, {}),
+    "on": ([], {}),
+}
+SEEDED = "import random, numpy, torch\nrandom.seed(7); numpy.random.seed(7); torch.manual_seed(7)\n"
 
 
 def test_without_the_flag_a_run_is_verls_own_also_through_a_spike(train):
@@ -10,3 +37,77 @@ def test_without_the_flag_a_run_is_verls_own_also_through_a_spike(train):
         assert one["norms"] == other["norms"]
         assert one["weights"] == other["weights"] and one["rng"] == other["rng"]
     assert not [name for name in off[0]["metrics"] if "gradloc" in name]
+
+
+def run(name: str, folder: Path, strategy: str) -> None:
+    """One run of verl's own entry point with the demo's config; its checkpoint and metrics are in the folder."""
+    overrides, variables = RUNS[name]
+    folder.mkdir()
+    (folder / "seeded.py").write_text(SEEDED)  # verl leaves the workers' generators unseeded
+    material = environment.ensure_material(sys.executable, catalog.DEMO_VERL09.material)
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    given = {**os.environ, **variables, "VERL_USE_EXTERNAL_MODULES": "seeded", "PYTHONPATH": path}
+    environ = given | cli.child_environment(given, catalog.DEMO_VERL09, REPO, folder, material)
+    chosen = [*SHORT, f"{ACTOR}.strategy={strategy}", *overrides]
+    command = cli.command(sys.executable, catalog.DEMO_VERL09.name, chosen)
+    with (folder / "console.log").open("w") as log:
+        child = subprocess.Popen(command, env=environ, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+        try:
+            code = child.wait(900)
+        finally:
+            end_session(child.pid)
+    assert code == 0, (folder / "console.log").read_text()[-4000:]
+
+
+def metrics(folder: Path) -> dict[tuple[int, str], Any]:
+    """All that verl itself has logged, but for times."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    ours = ("gradloc/", "actor/grad_norm_max")
+    return {
+        (line["step"], name): value
+        for line in lines
+        for name, value in line["data"].items()
+        if not name.startswith(ours) and not any(part in name for part in OF_THE_CLOCK)
+    }
+
+
+def checkpoint(folder: Path) -> dict[str, Any]:
+    """Weights, optimizer state, schedule, random states and the data's place, of all ranks, leaf by leaf."""
+    found: dict[str, Any] = {}
+    for path in sorted((folder / "checkpoints" / "global_step_4").rglob("*.pt")):
+        found.update(leaves(torch.load(path, weights_only=False), str(path.relative_to(folder))))
+    return found
+
+
+def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from leaves(part, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            yield from leaves(part, f"{name}.{number}")
+    elif hasattr(value, "local_shards"):
+        yield from leaves([shard.tensor for shard in value.local_shards()], name)
+    elif isinstance(value, torch.Tensor):
+        yield name, (value.to_local() if hasattr(value, "to_local") else value).numpy().tobytes()
+    else:
+        yield name, value.tobytes() if hasattr(value, "tobytes") else value
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_installed_and_looking_on_it_leaves_the_real_trainer_as_it_is_to_the_bit(tmp_path, strategy):
+    for name in RUNS:
+        run(name, tmp_path / name, strategy)
+    stock = tmp_path / "stock"
+    assert len(metrics(stock)) > 200 and len(checkpoint(stock)) > 1000
+    for name in ("off", "on"):
+        assert metrics(tmp_path / name) == metrics(stock)
+        assert checkpoint(tmp_path / name) == checkpoint(stock)
+    assert not (tmp_path / "off" / "gradloc").exists()
+    (event,) = (tmp_path / "on" / "gradloc" / "events.jsonl").read_text().splitlines()
+    planted = json.loads((tmp_path / "on" / "planted.json").read_text())
+    (culprit,) = json.loads(event)["culprits"]
+    assert (culprit["row"], culprit["positions"]) == (planted["row"], [planted["position"]])
+    assert json.loads(event)["certificate"]["verdict"] == "explained"
