@@ -220,7 +220,6 @@ def test_what_is_not_supported_is_refused_while_detection_is_on(compose):
     on = f"{ACTOR}.spike_detection=True"
     cases = {
         f"{ACTOR}.strategy=veomni": f"strategy must be fsdp or fsdp2 while {ACTOR}.spike_detection is on",
-        f"{ACTOR}.ulysses_sequence_parallel_size=2": "ulysses_sequence_parallel_size must be 1",
         f"{ACTOR}.fsdp_config.offload_policy=true": "fsdp_config.offload_policy must be false",
     }
     for (override, sentence), answer in zip(
