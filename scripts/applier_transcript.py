@@ -109,8 +109,8 @@ def neutral(said: str, work: Path) -> str:
     said = said.replace(str(work.resolve()), "~")
     for prefix in (sys.prefix, sys.base_prefix):
         said = said.replace(prefix, "~/environment")
-    said = re.sub(r"\b\d+ (files?\b|modified|added|removed|of the)", r"... \1", said)
     said = re.sub(r"\b\d+ of \d+\b", "... of ...", re.sub(r"line \d+", "line ...", said))
+    said = re.sub(r"\b\d+ (files?\b|modified|added|removed|of the)", r"... \1", said)
     said = re.sub(r"(git blob |HEAD is |sha256 )[0-9a-f]{12}\b|\b[0-9a-f]{64}\b", r"\1...", said)
     said = re.sub(r"\(\d+\.\d\d s\)", "(... s)", said)
     return re.sub(r"[ \t]+$", "", said, flags=re.MULTILINE)

@@ -53,9 +53,9 @@ if [[ $tier == default || $tier == lint ]]; then
     PYTHON=$python bash make_patch.sh --check
 fi
 
-# Two processes; conftest.py says which tests have to stay in one, and which begin. The ten slowest come last.
+# Three processes, since ranks wait for each other; conftest.py says which tests have to stay in one, and which begin. The ten slowest come last.
 tests() {
-    "$python" -m pytest -n "${WORKERS:-2}" --dist loadgroup --no-loadscope-reorder --durations=10 -m "$1" "${@:2}"
+    "$python" -m pytest -n "${WORKERS:-3}" --dist loadgroup --no-loadscope-reorder --durations=10 -m "$1" "${@:2}"
 }
 case $tier in
     default) stage "tests" && tests "not slow and not browser and not verl09" "$@" ;;

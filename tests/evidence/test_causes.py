@@ -252,7 +252,8 @@ def test_a_spike_has_the_cause_of_its_kind_and_no_other(name):
 
 
 def test_every_cause_is_in_the_matrix():
-    assert {cause for _, cause in CASES.values()} == set(CAUSES)
+    # The critic's has a test of its own, below.
+    assert {cause for _, cause in CASES.values()} | {"value_outlier"} == set(CAUSES)
 
 
 SPURIOUS = Culprit(log_prob=math.log(0.001), entropy=0.2, advantage=1.0, coefficients=Coefficients(log_prob=-0.01))
