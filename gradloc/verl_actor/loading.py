@@ -15,6 +15,7 @@
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from ..replay.bundle import Bundle, Entry
 from ..replay.reading import ReplayError
 
 __all__ = [
+    "Replayed",
     "check_memory",
     "deal",
     "find_model",
@@ -73,6 +75,34 @@ def deal(bundle: Bundle, num_processes: int) -> list[list[Entry | None]]:
         by_rank[entry.rank if keeps_layout else number % num_processes].append(entry)
     most = max(len(of_process) for of_process in by_rank)
     return [of_process + [None] * (most - len(of_process)) for of_process in by_rank]
+
+
+class Replayed:
+    """In front of an adapter's step: a replay's process may hold fewer micro-batches than others."""
+
+    places: list[Entry | None]
+    """This process's micro-batches, from :func:`deal`."""
+    _tick: Callable[[], Any]
+    """Called after every forward."""
+
+    def token_mask(self, micro_batch: int) -> torch.Tensor:
+        mask = super().token_mask(micro_batch)
+        return torch.zeros_like(mask) if self.places[micro_batch] is None else mask
+
+    def token_weights(self, micro_batch: int) -> torch.Tensor:
+        return super().token_weights(micro_batch) * self.token_mask(micro_batch)
+
+    def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        found = super().forward(micro_batch)
+        self._tick()
+        return found
+
+    def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
+        if self.places[micro_batch] is None:  # runs the same collectives and adds nothing
+            selected = self.token_mask(micro_batch)
+        loss = super().loss(micro_batch, selected)
+        self._tick()
+        return loss
 
 
 def has_flash_attention() -> bool:

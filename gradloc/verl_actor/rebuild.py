@@ -42,6 +42,7 @@ from ..replay.bundle import Bundle, Entry
 from ..replay.reading import ReplayError
 from ..stabilize.ratio_clip import TokenWeigher
 from .loading import (
+    Replayed,
     check_memory,
     deal,
     find_model,
@@ -79,7 +80,7 @@ class ReplayActor(DataParallelPPOActor):
         return super()._loss_scale_factor(response_mask) * self._processes_per_rank
 
 
-class ReplayStep(ActorStep):
+class ReplayStep(Replayed, ActorStep):
     """The event's step, as far as the bundle holds it: this process's micro-batches.
 
     Args:
@@ -112,25 +113,6 @@ class ReplayStep(ActorStep):
                 self.actor.watch = None
         if self.loss_scale != 1.0:
             space.scale(1.0 / self.loss_scale)
-
-    def token_mask(self, micro_batch: int) -> torch.Tensor:
-        mask = super().token_mask(micro_batch)
-        return torch.zeros_like(mask) if self.places[micro_batch] is None else mask
-
-    def token_weights(self, micro_batch: int) -> torch.Tensor:
-        return super().token_weights(micro_batch) * self.token_mask(micro_batch)
-
-    def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        found = super().forward(micro_batch)
-        self._tick()
-        return found
-
-    def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
-        if self.places[micro_batch] is None:  # runs the same collectives and adds nothing
-            selected = self.token_mask(micro_batch)
-        loss = super().loss(micro_batch, selected)
-        self._tick()
-        return loss
 
 
 def _micro_batch(bundle: Bundle, entry: Entry) -> DataProto:

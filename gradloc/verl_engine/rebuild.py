@@ -33,6 +33,7 @@ from ..keys import ROW_KEY
 from ..replay.bundle import Bundle, Entry
 from ..replay.reading import ReplayError
 from ..verl_actor.loading import (
+    Replayed,
     check_memory,
     deal,
     find_model,
@@ -69,7 +70,7 @@ class ReplayEngine(FSDPEngineWithLMHead):
         return self.module
 
 
-class ReplayStep(EngineStep):
+class ReplayStep(Replayed, EngineStep):
     """The event's step, as far as the bundle holds it: this process's micro-batches.
 
     Args:
@@ -110,25 +111,6 @@ class ReplayStep(EngineStep):
                 self.loss_function = plain
         if self.loss_scale != 1.0:
             space.scale(1.0 / self.loss_scale)
-
-    def token_mask(self, micro_batch: int) -> torch.Tensor:
-        mask = super().token_mask(micro_batch)
-        return torch.zeros_like(mask) if self.places[micro_batch] is None else mask
-
-    def token_weights(self, micro_batch: int) -> torch.Tensor:
-        return super().token_weights(micro_batch) * self.token_mask(micro_batch)
-
-    def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        found = super().forward(micro_batch)
-        self._tick()
-        return found
-
-    def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
-        if self.places[micro_batch] is None:  # runs the same collectives and adds nothing
-            selected = self.token_mask(micro_batch)
-        loss = super().loss(micro_batch, selected)
-        self._tick()
-        return loss
 
 
 def _micro_batch(engine: ReplayEngine, bundle: Bundle, entry: Entry) -> TensorDict:

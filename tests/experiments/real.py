@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.experiments.conftest import REPO
 
 
-def run_to_the_end(*arguments: str, run_dir: Path, **variables: str) -> str:
+def run_to_the_end(*arguments: str, run_dir: Path, seconds: float = 900, **variables: str) -> str:
     """What run_experiment.sh prints with these arguments, called from beside the run's folder; it has to succeed."""
     done = subprocess.run(
         [str(REPO / "run_experiment.sh"), *arguments],
@@ -17,7 +17,7 @@ def run_to_the_end(*arguments: str, run_dir: Path, **variables: str) -> str:
         cwd=run_dir.parent,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=seconds,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -2,15 +2,12 @@
 """The table of `wild`, from runs on disk; and one arm of it in the real trainer."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from experiments import suite
 from experiments.llm import wild
-from tests.experiments.conftest import REPO
+from tests.experiments.real import run_to_the_end
 from tests.report.builder import make_culprit, make_event
 
 
@@ -52,17 +49,7 @@ def test_a_row_says_what_spiked_and_a_healthy_run_that_nothing_did(tmp_path, cap
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_an_arm_runs_in_the_real_trainer_and_ends_with_its_row(patched_tree, tmp_path):
-    variables = {"PYTHON": sys.executable, "VERL_REPO": str(patched_tree), "RUN_DIR": str(tmp_path / "wild")}
     arguments = ["wild", "--arms", "reward-error", "--seeds", "1", "demo.steps=1"]
-    done = subprocess.run(
-        [str(REPO / "run_experiment.sh"), *arguments],
-        env={**os.environ, **variables},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    run_to_the_end(*arguments, run_dir=tmp_path / "wild", seconds=1800, VERL_REPO=str(patched_tree))
     (line,) = (tmp_path / "wild" / "summary.md").read_text().splitlines()[2:]
     assert line.startswith("| reward-error | 1 | 1 |")
