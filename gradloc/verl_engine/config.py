@@ -112,7 +112,7 @@ def check_critic(config: Any) -> None:
     """
     feature = f"{_ACTOR}.gradloc.critic"
     require(need_critic(config), "critic.enable", f"true while {feature} is not off", config.critic.enable)
-    check_verl(of_trainer=True)
+    check_verl("trainer")
     check_needs(feature, _CRITIC_NEEDS, config)
 
 
