@@ -83,21 +83,29 @@ def test_several_processes_share_the_micro_batches(bundle, models, replay, world
     assert figures[0] == figures[1]
 
 
-def test_the_command_runs_alone_and_under_torchrun(bundle, models, patched_tree):
-    environment = {**os.environ, "PYTHONPATH": str(patched_tree), "OMP_NUM_THREADS": "1"}
-    command = ["-m", "verl.gradloc.replay", str(bundle), "--model", str(models / "model")]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for before, where in (([], "1 process on cpu"), (launch, "2 processes on cpu")):
-        done = subprocess.run(
-            [sys.executable, *before, *command],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        assert where in done.stdout
-        assert done.stdout.endswith("The same culprits as in the event.\n")
+@pytest.mark.parametrize(
+    ("launch", "where"),
+    [
+        ([], "1 process on cpu"),
+        pytest.param(
+            ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+            "2 processes on cpu",
+            marks=pytest.mark.slow,  # that the figures are the same is the test above's
+        ),
+    ],
+    ids=["alone", "torchrun"],
+)
+def test_the_command_runs(bundle, models, patched_tree, launch, where):
+    done = subprocess.run(
+        [sys.executable, *launch, "-m", "verl.gradloc.replay", str(bundle), "--model", str(models / "model")],
+        env={**os.environ, "PYTHONPATH": str(patched_tree), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert where in done.stdout
+    assert done.stdout.endswith("The same culprits as in the event.\n")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
