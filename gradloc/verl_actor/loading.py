@@ -16,32 +16,26 @@
 import contextlib
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 from torch.distributed.tensor import DTensor
 
+import verl
 from verl.model_merger.base_model_merger import ModelMergerConfig
 from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_device_name, get_nccl_backend, get_torch_device
 
 from ..core.memory import free_bytes
 from ..replay.bundle import Bundle, Entry
 from ..replay.reading import ReplayError
 
-__all__ = [
-    "Replayed",
-    "check_memory",
-    "deal",
-    "find_model",
-    "has_flash_attention",
-    "load_model",
-    "outline_of",
-    "start_processes",
-    "targets_in",
-]
+__all__ = ["Loaded", "Replayed", "actor_config", "deal", "has_flash_attention", "load", "start_processes"]
 
 _NUM_COPIES = 5  # of the model in float32: weights, gradient, the gradient set aside, the weights' copy, a residual
 
@@ -85,6 +79,14 @@ class Replayed:
     _tick: Callable[[], Any]
     """Called after every forward."""
 
+    def recall(self, micro_batch: int) -> None:
+        """Put back the random state that the micro-batch was trained with; a fixed one where it is not known."""
+        entry = self.places[micro_batch]
+        if entry is None or entry.rng is None:
+            torch.manual_seed(micro_batch)
+        else:
+            torch.set_rng_state(entry.rng)
+
     def token_mask(self, micro_batch: int) -> torch.Tensor:
         mask = super().token_mask(micro_batch)
         return torch.zeros_like(mask) if self.places[micro_batch] is None else mask
@@ -111,17 +113,77 @@ def has_flash_attention() -> bool:
     return get_device_name() == "cuda" and is_flash_attn_2_available()
 
 
-def targets_in(value: Any) -> set[str]:
+# ---- the config
+
+
+def actor_config(of_run: dict[str, Any], adapt: Callable[[dict[str, Any]], None]) -> Any:
+    """The run's actor config over this verl's defaults, as verl's dataclass.
+
+    Args:
+        of_run: what of the run's own is part of the loss.
+        adapt: changes the merged config in place to suit this machine, where that leaves the loss alone.
+
+    Raises:
+        ReplayError: it is no config of this verl's actor, or wants something built that verl's own does not.
+    """
+    defaults = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
+    actor = OmegaConf.to_container(OmegaConf.select(defaults, "actor_rollout_ref.actor"), resolve=True)
+    unknown = _targets_in(of_run) - _targets_in(actor)
+    if unknown:  # a config says what is to be built from it; a bundle from elsewhere must not be able to run anything
+        raise ReplayError(
+            f"meta.json: actor names {min(unknown)!r:.80} as a _target_, which verl's own config does not."
+        )
+    try:
+        actor = OmegaConf.to_container(OmegaConf.merge(actor, of_run))
+        adapt(actor)
+        return omega_conf_to_dataclass(OmegaConf.create(actor))
+    except Exception as error:  # hydra, omegaconf and verl's own checks each raise their own kinds
+        why = str(error.__cause__ or error).strip().splitlines()
+        raise ReplayError(
+            f"meta.json: actor is no config of this verl's actor: {why[0] if why else type(error).__name__}."
+        ) from error
+
+
+def _targets_in(value: Any) -> set[str]:
     """Every ``_target_`` in a config, however deep."""
     if isinstance(value, list):
-        return set().union(*map(targets_in, value))
+        return set().union(*map(_targets_in, value))
     if not isinstance(value, dict):
         return set()
     own = {str(value["_target_"])} if "_target_" in value else set()
-    return own.union(*map(targets_in, value.values()))
+    return own.union(*map(_targets_in, value.values()))
 
 
 # ---- the model
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The event's model in float32, as verl's actor keeps it, ready to be trained on one step."""
+
+    module: torch.nn.Module
+    folder: Path
+    """Of its config."""
+    attention: str
+    is_checkpointing: bool
+
+
+def load(path: str, bundle: Bundle, dtype: torch.dtype) -> Loaded:
+    """The model at ``path``, which has to fit the bundle and, computing in ``dtype``, this machine's memory.
+
+    Raises:
+        ReplayError: it cannot be loaded, is not the event's, or would not fit.
+    """
+    folder, is_checkpoint = _find_model(Path(path))
+    described = folder / "huggingface" if is_checkpoint else folder
+    outline = _outline_of(described, bundle)
+    is_checkpointing = _check_memory(outline, bundle, dtype)
+    attention = "flash_attention_2" if has_flash_attention() else "sdpa"
+    module = _load_model(folder, is_checkpoint, outline.config, attention)
+    if is_checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    module.train()
+    return Loaded(module, described, attention, is_checkpointing)
 
 
 class _ShardReader(FSDPModelMerger):
@@ -145,7 +207,7 @@ class _ShardReader(FSDPModelMerger):
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def find_model(path: Path) -> tuple[Path, bool]:
+def _find_model(path: Path) -> tuple[Path, bool]:
     """The folder to load from, and whether it is a checkpoint of verl's FSDP workers."""
     for folder in (path, path / "actor"):
         if (folder / "fsdp_config.json").is_file() and (folder / "huggingface" / "config.json").is_file():
@@ -158,7 +220,7 @@ def find_model(path: Path) -> tuple[Path, bool]:
     )
 
 
-def outline_of(folder: Path, bundle: Bundle) -> torch.nn.Module:
+def _outline_of(folder: Path, bundle: Bundle) -> torch.nn.Module:
     """The model without its weights; refuses one that the bundle's tokens cannot belong to."""
     from transformers import AutoConfig
 
@@ -184,7 +246,7 @@ def _class_of(config: Any) -> Any:
     return AutoModelForImageTextToText if reads_pictures else AutoModelForCausalLM
 
 
-def load_model(folder: Path, is_checkpoint: bool, config: Any, attention: str) -> torch.nn.Module:
+def _load_model(folder: Path, is_checkpoint: bool, config: Any, attention: str) -> torch.nn.Module:
     """The model with its weights in float32, as verl's actor keeps them."""
     kind = _class_of(config)
     with _explained(f"The model at {folder} cannot be loaded"):
@@ -220,7 +282,7 @@ def _explained(what: str):
 # ---- memory
 
 
-def check_memory(outline: torch.nn.Module, bundle: Bundle, dtype: torch.dtype) -> bool:
+def _check_memory(outline: torch.nn.Module, bundle: Bundle, dtype: torch.dtype) -> bool:
     """Refuse, before anything is loaded, what cannot fit; says whether gradient checkpointing is needed to fit.
 
     A lower bound: five copies of the weights, the logits of the largest micro-batch twice, and what its layers keep

@@ -21,17 +21,13 @@ the loss is scaled by (processes here) / (ranks of the run), in the one place wh
 import contextlib
 import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 
-import verl
 from verl import DataProto
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.actor.dp_actor import DataParallelPPOActor
@@ -41,17 +37,7 @@ from ..keys import ROW_KEY
 from ..replay.bundle import Bundle, Entry
 from ..replay.reading import ReplayError
 from ..stabilize.ratio_clip import TokenWeigher
-from .loading import (
-    Replayed,
-    check_memory,
-    deal,
-    find_model,
-    has_flash_attention,
-    load_model,
-    outline_of,
-    start_processes,
-    targets_in,
-)
+from .loading import Replayed, actor_config, deal, has_flash_attention, load, start_processes
 from .step import ActorStep
 
 __all__ = ["ReplayStep", "build_actor", "deal", "start_processes"]
@@ -100,11 +86,8 @@ class ReplayStep(Replayed, ActorStep):
 
     def train(self, space: GradientSpace) -> None:
         """The training pass: puts the step's gradient into ``.grad`` and records what it leaves behind."""
-        for index, entry in enumerate(self.places):
-            if entry is None or entry.rng is None:
-                torch.manual_seed(index)
-            else:
-                torch.set_rng_state(entry.rng)
+        for index in range(self.num_micro_batches):
+            self.recall(index)
             self.before_forward(index)
             self.actor.watch = lambda log_prob, entropy, index=index: self.after_forward(index, log_prob, entropy)
             try:
@@ -129,65 +112,44 @@ def build_actor(bundle: Bundle, model_path: str) -> ReplayActor:
     Raises:
         ReplayError: the model cannot be loaded, does not fit the bundle, or would not fit into memory.
     """
-    has_flash = has_flash_attention()
-    config = _actor_config(bundle, has_flash)
+    config = _actor_config(bundle)
     if config.gradloc.stabilize.weighs_tokens and "rollout_log_probs" not in bundle.tensors:
         raise ReplayError("batch.safetensors: rollout_log_probs is missing, by which the run's clips weighed its loss.")
     dtype = PrecisionType.to_dtype(config.fsdp_config.dtype)
-    folder, is_checkpoint = find_model(Path(model_path))
-    attention = "flash_attention_2" if has_flash else "sdpa"
-    outline = outline_of(folder / "huggingface" if is_checkpoint else folder, bundle)
-    needs_checkpointing = check_memory(outline, bundle, dtype)
-    module = load_model(folder, is_checkpoint, outline.config, attention)
-    if needs_checkpointing:
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    module = load(model_path, bundle, dtype).module
     if config.use_remove_padding or bundle.inputs is not None:
         from verl.models.transformers.monkey_patch import apply_monkey_patch
 
         with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does
             apply_monkey_patch(model=module, use_remove_padding=config.use_remove_padding, ulysses_sp_size=1)
-    module.train()
     return ReplayActor(config, _place(module, config, dtype), bundle.dp_size)
 
 
-def _actor_config(bundle: Bundle, has_flash: bool) -> Any:
-    """The run's actor config over this verl's defaults, adapted to this machine where that leaves the loss alone."""
-    defaults = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
-    actor = OmegaConf.to_container(defaults.actor_rollout_ref.actor, resolve=True)
+def _actor_config(bundle: Bundle) -> Any:
     given = {key: value for key, value in bundle.meta.actor.items() if key != "gradloc"}
     of_run = bundle.meta.actor.get("gradloc")
     if isinstance(of_run, dict) and "stabilize" in of_run:  # of gradloc's own settings, only these are part of the loss
         given["gradloc"] = {"stabilize": of_run["stabilize"]}
-    unknown = targets_in(given) - targets_in(actor)
-    if unknown:  # a config says what is to be built from it; a bundle from elsewhere must not be able to run anything
-        raise ReplayError(
-            f"meta.json: actor names {min(unknown)!r:.80} as a _target_, which verl's own config does not."
-        )
-    try:
-        actor = OmegaConf.to_container(OmegaConf.merge(actor, given))
-        dp_size = bundle.dp_size
+
+    def adapt(actor: dict[str, Any]) -> None:
         # as verl's worker normalises them: the config counts prompts over all ranks, the actor sequences of one
-        actor["ppo_mini_batch_size"] = actor["ppo_mini_batch_size"] * actor["rollout_n"] // dp_size
+        actor["ppo_mini_batch_size"] = actor["ppo_mini_batch_size"] * actor["rollout_n"] // bundle.dp_size
         if actor["ppo_micro_batch_size"] is not None:
-            actor["ppo_micro_batch_size_per_gpu"] = actor["ppo_micro_batch_size"] // dp_size
+            actor["ppo_micro_batch_size_per_gpu"] = actor["ppo_micro_batch_size"] // bundle.dp_size
         actor.update(
             strategy="fsdp2",
             ppo_micro_batch_size=None,
             use_torch_compile=False,
             use_fused_kernels=False,
-            use_remove_padding=actor["use_remove_padding"] and has_flash,
+            use_remove_padding=actor["use_remove_padding"] and has_flash_attention(),
             ulysses_sequence_parallel_size=1,
             spike_detection=False,
         )
         actor["fsdp_config"].update(ulysses_sequence_parallel_size=1, fsdp_size=-1, offload_policy=False)
         if not actor["use_dynamic_bsz"] and not actor["ppo_mini_batch_size"] >= actor["ppo_micro_batch_size_per_gpu"]:
             raise ValueError("ppo_micro_batch_size_per_gpu is larger than a rank's mini-batch")
-        return omega_conf_to_dataclass(OmegaConf.create(actor))
-    except Exception as error:  # hydra, omegaconf and verl's own checks each raise their own kinds
-        why = str(error.__cause__ or error).strip().splitlines()
-        raise ReplayError(
-            f"meta.json: actor is no config of this verl's actor: {why[0] if why else type(error).__name__}."
-        ) from error
+
+    return actor_config(given, adapt)
 
 
 def _place(module: torch.nn.Module, config: Any, dtype: torch.dtype) -> torch.nn.Module:

@@ -10,18 +10,14 @@ import contextlib
 import io
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 from tensordict import TensorDict
 
-import verl
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_device_name
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config import HFModelConfig
@@ -32,17 +28,7 @@ from ..core.gradients import GradientSpace
 from ..keys import ROW_KEY
 from ..replay.bundle import Bundle, Entry
 from ..replay.reading import ReplayError
-from ..verl_actor.loading import (
-    Replayed,
-    check_memory,
-    deal,
-    find_model,
-    has_flash_attention,
-    load_model,
-    outline_of,
-    start_processes,
-    targets_in,
-)
+from ..verl_actor.loading import Replayed, actor_config, deal, load, start_processes
 from .step import EngineStep
 from .touches import check_verl
 
@@ -97,11 +83,8 @@ class ReplayStep(Replayed, EngineStep):
             self.after_forward(model_output)
             return plain(model_output=model_output, **given)
 
-        for index, entry in enumerate(self.places):
-            if entry is None or entry.rng is None:
-                torch.manual_seed(index)
-            else:
-                torch.set_rng_state(entry.rng)
+        for index in range(self.num_micro_batches):
+            self.recall(index)
             self.before_forward(self._given[index])
             self.loss_function = watched
             try:
@@ -159,27 +142,19 @@ def build_actor(bundle: Bundle, model_path: str) -> ReplayEngine:
     if bundle.inputs is not None:
         raise ReplayError("The bundle has inputs beside text, with which an event of verl 0.9 cannot be replayed yet.")
     config = _actor_config(bundle)
-    folder, is_checkpoint = find_model(Path(model_path))
-    described = folder / "huggingface" if is_checkpoint else folder
-    outline = outline_of(described, bundle)
-    needs_checkpointing = check_memory(outline, bundle, _compute_dtype(config.fsdp_config))
-    attention = "flash_attention_2" if has_flash_attention() else "sdpa"
-    module = load_model(folder, is_checkpoint, outline.config, attention)
-    if needs_checkpointing:
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    loaded = load(model_path, bundle, _compute_dtype(config.fsdp_config))
     with contextlib.redirect_stdout(io.StringIO()):  # verl prints what it does
         from verl.models.transformers.monkey_patch import apply_monkey_patch
 
-        apply_monkey_patch(model=module, use_remove_padding=config.use_remove_padding, ulysses_sp_size=1)
+        apply_monkey_patch(model=loaded.module, use_remove_padding=config.use_remove_padding, ulysses_sp_size=1)
         model_config = HFModelConfig(
-            path=str(described),
+            path=str(loaded.folder),
             load_tokenizer=False,
             use_remove_padding=config.use_remove_padding,
-            enable_gradient_checkpointing=needs_checkpointing,
-            override_config={"attn_implementation": attention},
+            enable_gradient_checkpointing=loaded.is_checkpointing,
+            override_config={"attn_implementation": loaded.attention},
         )
-        module.train()
-        return ReplayEngine(config, model_config, module)
+        return ReplayEngine(config, model_config, loaded.module)
 
 
 def _compute_dtype(fsdp_config: Any) -> torch.dtype:
@@ -188,21 +163,11 @@ def _compute_dtype(fsdp_config: Any) -> torch.dtype:
 
 
 def _actor_config(bundle: Bundle) -> Any:
-    """The run's actor config over this verl's defaults, adapted to this machine where that leaves the loss alone."""
-    defaults = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
-    actor = OmegaConf.select(defaults, "actor_rollout_ref.actor")
-    kind = actor["_target_"]
-    actor = {key: value for key, value in OmegaConf.to_container(actor, resolve=True).items() if key != "profiler"}
     given = {key: value for key, value in bundle.meta.actor.items() if key not in (*_OURS, "profiler", "_target_")}
-    unknown = targets_in(given) - targets_in(actor)
-    if unknown:  # a config says what is to be built from it; a bundle from elsewhere must not be able to run anything
-        raise ReplayError(
-            f"meta.json: actor names {min(unknown)!r:.80} as a _target_, which verl's own config does not."
-        )
-    try:
-        actor = OmegaConf.to_container(OmegaConf.merge(actor, given))
+
+    def adapt(actor: dict[str, Any]) -> None:
+        del actor["profiler"]
         actor.update(
-            _target_=kind,
             strategy="fsdp2",
             ppo_micro_batch_size=None,
             ppo_micro_batch_size_per_gpu=1,
@@ -219,9 +184,5 @@ def _actor_config(bundle: Bundle) -> Any:
             optimizer_offload=False,
             use_torch_compile=False,
         )
-        return omega_conf_to_dataclass(OmegaConf.create(actor))
-    except Exception as error:  # hydra, omegaconf and verl's own checks each raise their own kinds
-        why = str(error.__cause__ or error).strip().splitlines()
-        raise ReplayError(
-            f"meta.json: actor is no config of this verl's actor: {why[0] if why else type(error).__name__}."
-        ) from error
+
+    return actor_config(given, adapt)
