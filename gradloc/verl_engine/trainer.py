@@ -267,7 +267,7 @@ class _Watched:
 
     def __init__(self, config: Any):
         self.gradloc = TrainerSide(config)
-        super().__init__(config)
+        super().__init__(config)  # type: ignore[call-arg]
 
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()
