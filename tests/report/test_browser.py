@@ -213,6 +213,19 @@ def test_what_why_whether_it_hurt_and_what_now_are_on_the_first_screen(driver, d
         assert driver.execute_script("return document.documentElement.scrollWidth") <= 400, path
 
 
+@pytest.mark.parametrize("width", [1440, 400])
+def test_a_culprit_after_a_long_chat_is_in_sight(driver, tmp_path, width):
+    chat = "".join(f"a turn of the chat, as long as they are: {i}\n" for i in range(12))
+    answer = make_culprit(token="24 + 6 = 90", text_before=chat, text_after="\nand so on" * 9, span="sequence")
+    shots.show(driver, _write(write_run(tmp_path, [make_event(culprits=[answer])])), width, 900, is_dark=False)
+    bounds = (
+        "return ['.passage', '.passage mark'].flatMap(q => (r => [r.top, r.bottom])("
+        "document.querySelector(q).getBoundingClientRect()))"
+    )
+    top, bottom, mark_top, mark_bottom = driver.execute_script(bounds)
+    assert top <= mark_top and mark_bottom <= bottom
+
+
 def test_the_page_never_scrolls_sideways(driver, hostile_page, long_run_page):
     for path in (hostile_page, long_run_page):
         for width in (1280, 390, 320):

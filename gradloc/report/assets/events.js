@@ -124,8 +124,12 @@ function step(by) {
   if (!stage) document.getElementById(`event-${goal.id}`)?.scrollIntoView();
 }
 
-// An article starts with its first culprit described.
+// An article starts with its first culprit described, and a passage with its culprit in sight: a chat's prompt has many lines.
 function greet(root) {
+  for (const hit of all(root, ".passage mark")) {
+    const passage = hit.parentElement;
+    passage.scrollTop += hit.getBoundingClientRect().top - passage.getBoundingClientRect().top - 70;
+  }
   for (const article of all(root, "article.event")) {
     const hit = article.querySelector(".tok.hit[data-p]");
     if (hit) describe(hit);

@@ -102,6 +102,8 @@ BACK, USUAL = 1.5, 3.0
 OF_REWARDS = ("trainer.rollout_data_dir", "algorithm.norm_adv_by_std_in_grpo")
 """Advice that helps where the advantages are what is scaled."""
 REWARDS = ("critic/score/mean", "critic/rewards/mean")
+LINES = 4
+"""Of the text before the culprit, its own line included: a chat's prompt has many short ones."""
 NEAR = 5
 """Steps before and after the event that are compared."""
 LEAST = 3
@@ -144,7 +146,7 @@ def tell(event: Event, clip: float | None, metrics: Metrics) -> Story:
     return Story(
         headline=headline(event),
         lede=_lede(event, first),
-        before=visible((first and first.text_before) or "")[-200:],
+        before="\n".join(visible((first and first.text_before) or "")[-200:].split("\n")[-LINES:]),
         token=visible(first.text)[:200] if first else "",
         after=visible((first and first.text_after) or "")[:160],
         named=BESIDE[cause.label].named if cause else "",
