@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What spiked in which arm of `wild`, and why: a table.
 
-    python -m experiments.llm.wild SUITE_DIR
+    python -m experiments.llm.wild SUITE_DIR [SUITE_DIR ...]
 
-It prints the table and writes it to `summary.md`. Standard library only.
+It prints one table of all of them and writes it to `summary.md` in the first. Standard library only.
 """
 
 import argparse
@@ -23,6 +23,7 @@ HEADER = [
     "arm",
     "seed",
     "steps",
+    "minutes",
     "norm: median",
     "largest (step)",
     "reward: first, last",
@@ -47,18 +48,21 @@ class Run:
 
     arm: str
     seed: int | None
+    seconds: float
+    """Of the whole run, its start included."""
     norms: dict[int, float]
     """By step: the largest of its updates."""
     rewards: list[float]
     events: list[dict]
 
 
-def read(folder: Path, arm: str, seed: int | None) -> Run:
-    """Reads a run's folder.
+def read(suite_dir: Path, cell: dict) -> Run:
+    """Reads the run of one of `suite.json`'s cells.
 
     Raises:
         ExperimentError: if its metrics are missing or cut off, or hold no step.
     """
+    folder = suite_dir / cell["folder"]
     path = folder / "metrics.jsonl"
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -68,8 +72,9 @@ def read(folder: Path, arm: str, seed: int | None) -> Run:
     if not steps:
         raise ExperimentError(f"{path} has no step: the run was cut off.")
     return Run(
-        arm,
-        seed,
+        cell["arm"],
+        cell["seed"],
+        cell["seconds"],
         {step: float(data["actor/grad_norm_max"]) for step, data in steps.items()},
         [data["critic/score/mean"] for data in steps.values()],
         read_events(folder / "gradloc" / "events.jsonl"),
@@ -83,6 +88,7 @@ def row(run: Run) -> list[str]:
         run.arm,
         "config's" if run.seed is None else str(run.seed),
         str(len(run.norms)),
+        f"{run.seconds / 60:.1f}",
         number(statistics.median(run.norms.values())),
         f"{number(run.norms[worst])} ({worst})",
         f"{number(run.rewards[0])}, {number(run.rewards[-1])}",
@@ -131,20 +137,19 @@ def number(value: float | str | None) -> str:
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("suite_dir", type=Path)
-    folder = parser.parse_args(argv).suite_dir
+    parser.add_argument("suite_dirs", type=Path, nargs="+", metavar="SUITE_DIR")
+    folders = parser.parse_args(argv).suite_dirs
     try:
-        cells = suite.read(folder)["cells"]
-        well = [cell for cell in cells if cell["exit_code"] == 0]
-        lines = [HEADER, *(row(read(folder / cell["folder"], cell["arm"], cell["seed"])) for cell in well)]
+        cells = [(folder, cell) for folder in folders for cell in suite.read(folder)["cells"]]
+        lines = [HEADER, *(row(read(folder, cell)) for folder, cell in cells if cell["exit_code"] == 0)]
     except ExperimentError as error:
         print(f"summary: {error}", file=sys.stderr)
         return error.exit_code
     print(f"\n{as_text(lines)}\n\n{LEGEND}")
-    failed = [cell["folder"] for cell in cells if cell["exit_code"] != 0]
+    failed = [cell["folder"] for _, cell in cells if cell["exit_code"] != 0]
     if failed:
         print(f"without {', '.join(failed)}, which did not end well")
-    (folder / "summary.md").write_text(f"{as_markdown(lines)}\n", encoding="utf-8")
+    (folders[0] / "summary.md").write_text(f"{as_markdown(lines)}\n", encoding="utf-8")
     return 0
 
 

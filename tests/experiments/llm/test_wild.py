@@ -28,7 +28,7 @@ def test_a_row_says_what_spiked_and_a_healthy_run_that_nothing_did(tmp_path, cap
     write(tmp_path / "healthy-seed1", [3.0, 5.0, 4.0])
     write(tmp_path / "odd-seed1", [3.0, 90.0, 4.0], [event])
     cells = [
-        {"arm": arm, "seed": 1, "folder": f"{arm}-seed1", "exit_code": code}
+        {"arm": arm, "seed": 1, "folder": f"{arm}-seed1", "exit_code": code, "seconds": 90.0}
         for arm, code in (("healthy", 0), ("odd", 0), ("late", 1))
     ]
     (tmp_path / suite.RECORD).write_text(json.dumps({"experiment": "wild", "cells": cells}))
@@ -41,6 +41,7 @@ def test_a_row_says_what_spiked_and_a_healthy_run_that_nothing_did(tmp_path, cap
     told = dict(zip(head, odd, strict=True))
     assert dict(zip(head, healthy, strict=True))["first event: norm / threshold"] == "no event"
     assert (told["arm"], told["norm: median"], told["largest (step)"], told["events"]) == ("odd", "4", "90 (2)", "1")
+    assert told["minutes"] == "1.5"
     assert told["reward: first, last"] == "0.1, 0.3"
     assert told["named"].startswith("2 in 1: ")
     assert told["certificate"] == event["certificate"]["verdict"] and told["done"] == event["action"]["taken"]
