@@ -118,7 +118,18 @@ EXPLOSION = DEMO.heir(
 )
 
 _NO_CLIP = tuple(f"{_ACTOR}.clip_ratio{which}=1e9" for which in ("", "_low", "_high", "_c"))
-_STALE = (f"{_ACTOR}.ppo_epochs=2", f"{_ACTOR}.ppo_mini_batch_size=2")
+_FAST = (f"{_ACTOR}.optim.lr=1e-4",)
+_STALE = (*_FAST, f"{_ACTOR}.ppo_epochs=4", f"{_ACTOR}.ppo_mini_batch_size=2", "demo.steps=4")
+# Two mini-batches: with one, verl takes the ratio for 1 and never reads the rollouts' log-probs.
+_BYPASS = (
+    *_FAST,
+    f"{_ACTOR}.ppo_mini_batch_size=2",
+    "algorithm.rollout_correction.bypass_mode=true",
+    *_NO_CLIP,
+)
+_HOT = ("actor_rollout_ref.rollout.temperature=1.5",)
+_LONG = (*_FAST, "data.max_response_length=64", "actor_rollout_ref.rollout.temperature=0.5", "demo.steps=6")
+_NEGATIVE = "algorithm.adv_estimator=negative_only"
 _REWARD_ERROR = ("wild.reward=error", "algorithm.norm_adv_by_std_in_grpo=false")
 
 WILD = DEMO_LLM.heir(
@@ -126,7 +137,7 @@ WILD = DEMO_LLM.heir(
     "a pretrained model under settings with which published runs explode, nothing planted: what spikes, and why",
     number("GRPO_LEARNING_RATE", "the actor's learning rate (1e-5)"),
     arms=(
-        Arm("healthy", "GRPO as it should be: the twin of all others"),
+        Arm("healthy", "GRPO as it should be: the twin of all others that have no twin of their own"),
         Arm(
             "reward-error",
             "minus the squared error as the reward, not normalized: no lower bound",
@@ -138,25 +149,19 @@ WILD = DEMO_LLM.heir(
             (*_REWARD_ERROR, _MASK),
         ),
         Arm("reward-error-normalized", "the same, with advantages in units of their group's spread", _REWARD_ERROR[:1]),
-        Arm("learning-rate", "thirty times the learning rate", (f"{_ACTOR}.optim.lr=3e-4",)),
-        Arm("stale", "two epochs of two mini-batches on each rollout, clipped as usual", _STALE),
+        Arm("learning-rate", "ten times the learning rate", _FAST),
+        Arm("stale", "the same with four epochs of two mini-batches on each rollout, clipped as usual", _STALE),
         Arm("unclipped", "the same with no clip on the ratio", (*_STALE, *_NO_CLIP)),
-        Arm("hot", "rollouts at temperature 1.5", ("actor_rollout_ref.rollout.temperature=1.5",)),
+        Arm("hot", "rollouts at temperature 1.5", _HOT),
+        Arm("negative", "the same, wrong answers pushed down and right ones left alone", (*_HOT, _NEGATIVE)),
         Arm(
             "bf16",
-            "a trainer in bfloat16, rollouts in float32, and their log-probs as the old ones",
-            (f"{_ACTOR}.fsdp_config.dtype=bfloat16", "algorithm.rollout_correction.bypass_mode=true", *_NO_CLIP),
+            "a trainer in bfloat16, rollouts in float32 and their log-probs as the old ones, no clip",
+            (*_BYPASS, f"{_ACTOR}.fsdp_config.dtype=bfloat16"),
         ),
-        Arm(
-            "negative",
-            "wrong answers of a hot rollout pushed down, right ones left alone",
-            ("algorithm.adv_estimator=negative_only", "actor_rollout_ref.rollout.temperature=1.3"),
-        ),
-        Arm(
-            "long",
-            "a reward for every word, and room for many, at temperature 0.5",
-            ("wild.reward=length", "data.max_response_length=64", "actor_rollout_ref.rollout.temperature=0.5"),
-        ),
+        Arm("fp32", "the same with the trainer in float32", _BYPASS),
+        Arm("long", "a reward for every word, and room for many, at temperature 0.5", (*_LONG, "wild.reward=length")),
+        Arm("long-right", "the same with the reward for right answers", _LONG),
     ),
     seeds=(1,),
     summary_module="experiments.llm.wild",

@@ -27,6 +27,7 @@ HEADER = [
     "norm: median",
     "largest (step)",
     "reward: first, last",
+    "tokens an answer",
     "events",
     "first event: norm / threshold",
     "named",
@@ -37,9 +38,10 @@ HEADER = [
 ]
 LEGEND = """\
 norm: of the gradient before clipping, the largest of a step's updates. reward: the mean of a step's rollouts, in the
-arm's own measure. named: how many tokens, in how many answers, and the token that counts most. cause: of the step where
-it has one, else the commonest of the named. norm without: what the certificate measured without what is named, which is
-the norm that `mask` steps with. done: what the run did about it."""
+arm's own measure. tokens an answer: their mean in the first and the last step. named: how many tokens, in how many
+answers, and the token that counts most. cause: of the step where it has one, else the commonest of the named. norm
+without: what the certificate measured without what is named, which is the norm that `mask` steps with. done: what the
+run did about it."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Run:
     norms: dict[int, float]
     """By step: the largest of its updates."""
     rewards: list[float]
+    lengths: list[float]
+    """By step: the answers' mean number of tokens."""
     events: list[dict]
 
 
@@ -77,6 +81,7 @@ def read(suite_dir: Path, cell: dict) -> Run:
         cell["seconds"],
         {step: float(data["actor/grad_norm_max"]) for step, data in steps.items()},
         [data["critic/score/mean"] for data in steps.values()],
+        [data["response_length/mean"] for data in steps.values()],
         read_events(folder / "gradloc" / "events.jsonl"),
     )
 
@@ -92,6 +97,7 @@ def row(run: Run) -> list[str]:
         number(statistics.median(run.norms.values())),
         f"{number(run.norms[worst])} ({worst})",
         f"{number(run.rewards[0])}, {number(run.rewards[-1])}",
+        f"{number(run.lengths[0])}, {number(run.lengths[-1])}",
         str(len(run.events)),
     ]
     return [*cells, *(tell(run.events[0]) if run.events else ["no event", *["-"] * 5])]

@@ -14,7 +14,10 @@ from tests.report.builder import make_culprit, make_event
 def write(folder, norms, events=()):
     (folder / "gradloc").mkdir(parents=True)
     lines = [
-        {"step": step, "data": {"actor/grad_norm_max": norm, "critic/score/mean": 0.1 * step}}
+        {
+            "step": step,
+            "data": {"actor/grad_norm_max": norm, "critic/score/mean": 0.1 * step, "response_length/mean": 9},
+        }
         for step, norm in enumerate(norms, start=1)
     ]
     # A verdict is a line of its own.
