@@ -128,9 +128,10 @@ _BYPASS = (
     *_NO_CLIP,
 )
 _HOT = ("actor_rollout_ref.rollout.temperature=1.5",)
-_LONG = (*_FAST, "data.max_response_length=64", "actor_rollout_ref.rollout.temperature=0.5", "demo.steps=6")
+_LONG = (*_FAST, "data.max_response_length=64", "actor_rollout_ref.rollout.temperature=0.5")
 _NEGATIVE = "algorithm.adv_estimator=negative_only"
-_REWARD_ERROR = ("wild.reward=error", "algorithm.norm_adv_by_std_in_grpo=false")
+_ERROR = ("wild.reward=error", "demo.steps=4")
+_REWARD_ERROR = (*_ERROR, "algorithm.norm_adv_by_std_in_grpo=false")
 
 WILD = DEMO_LLM.heir(
     "wild",
@@ -148,7 +149,7 @@ WILD = DEMO_LLM.heir(
             "the same, and the step without what is named",
             (*_REWARD_ERROR, _MASK),
         ),
-        Arm("reward-error-normalized", "the same, with advantages in units of their group's spread", _REWARD_ERROR[:1]),
+        Arm("reward-error-normalized", "the same, with advantages in units of their group's spread", _ERROR),
         Arm("learning-rate", "ten times the learning rate", _FAST),
         Arm("stale", "the same with four epochs of two mini-batches on each rollout, clipped as usual", _STALE),
         Arm("unclipped", "the same with no clip on the ratio", (*_STALE, *_NO_CLIP)),
