@@ -119,7 +119,7 @@ EXPLOSION = DEMO.heir(
 
 _NO_CLIP = tuple(f"{_ACTOR}.clip_ratio{which}=1e9" for which in ("", "_low", "_high", "_c"))
 _FAST = (f"{_ACTOR}.optim.lr=1e-4",)
-_STALE = (*_FAST, f"{_ACTOR}.ppo_epochs=4", f"{_ACTOR}.ppo_mini_batch_size=2", "demo.steps=4")
+_STALE = (*_FAST, f"{_ACTOR}.ppo_epochs=4", f"{_ACTOR}.ppo_mini_batch_size=2", "demo.steps=3")
 # Two mini-batches: with one, verl takes the ratio for 1 and never reads the rollouts' log-probs.
 _BYPASS = (
     *_FAST,
@@ -130,8 +130,7 @@ _BYPASS = (
 _HOT = ("actor_rollout_ref.rollout.temperature=1.5",)
 _LONG = (*_FAST, "data.max_response_length=64", "actor_rollout_ref.rollout.temperature=0.5")
 _NEGATIVE = "algorithm.adv_estimator=negative_only"
-_ERROR = ("wild.reward=error", "demo.steps=4")
-_REWARD_ERROR = (*_ERROR, "algorithm.norm_adv_by_std_in_grpo=false")
+_REWARD_ERROR = ("wild.reward=error", "algorithm.norm_adv_by_std_in_grpo=false")
 
 WILD = DEMO_LLM.heir(
     "wild",
@@ -149,7 +148,7 @@ WILD = DEMO_LLM.heir(
             "the same, and the step without what is named",
             (*_REWARD_ERROR, _MASK),
         ),
-        Arm("reward-error-normalized", "the same, with advantages in units of their group's spread", _ERROR),
+        Arm("reward-error-normalized", "the same, with advantages in units of their group's spread", _REWARD_ERROR[:1]),
         Arm("learning-rate", "ten times the learning rate", _FAST),
         Arm("stale", "the same with four epochs of two mini-batches on each rollout, clipped as usual", _STALE),
         Arm("unclipped", "the same with no clip on the ratio", (*_STALE, *_NO_CLIP)),
