@@ -19,7 +19,17 @@ from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any, TypeVar
 
-__all__ = ["Need", "check_needs", "closed", "is_int", "is_number", "refuse_unknown", "require"]
+__all__ = [
+    "SEARCHABLE",
+    "WEIGHTS_ON_DEVICE",
+    "Need",
+    "check_needs",
+    "closed",
+    "is_int",
+    "is_number",
+    "refuse_unknown",
+    "require",
+]
 
 T = TypeVar("T", bound=type)
 
@@ -100,6 +110,38 @@ class Need:
     """Where the config does not have the key."""
     expected: str
     because: str
+    only_with: str = ""
+    """A switch, at the same prefix: where it is off, the setting may be anything."""
+
+
+_ACTOR = "actor_rollout_ref.actor"
+_MODEL = "actor_rollout_ref.model"
+WEIGHTS_ON_DEVICE = Need(
+    f"{_ACTOR}.fsdp_config.offload_policy",
+    (False, None),
+    False,
+    "false",
+    "use param_offload and optimizer_offload instead",
+)
+SEARCHABLE = (
+    WEIGHTS_ON_DEVICE,
+    Need(
+        f"{_MODEL}.enable_activation_offload",
+        (False,),
+        False,
+        "false",
+        "its handler counts a backward for every forward, and a search runs forwards alone",
+    ),
+    Need(
+        f"{_MODEL}.fused_kernel_options.impl_backend",
+        ("torch",),
+        "torch",
+        "torch",
+        "no search was tested with the others, whose kernels are for GPUs",
+        only_with=f"{_MODEL}.use_fused_kernels",
+    ),
+)
+"""What a search needs on every verl."""
 
 
 def check_needs(feature: str, needs: Iterable[Need], config: Any, prefix: str = "") -> None:
@@ -115,9 +157,13 @@ def check_needs(feature: str, needs: Iterable[Need], config: Any, prefix: str = 
         ValueError: one sentence that names the key, what it must be, what was found and which feature needs it.
     """
     for need in needs:
-        if need.key.startswith(prefix):
-            found = config
-            for name in need.key.removeprefix(prefix).split("."):
-                found = getattr(found, name, None)
+        if need.key.startswith(prefix) and (not need.only_with or _at(config, need.only_with, prefix)):
+            found = _at(config, need.key, prefix)
             found = need.default if found is None else found
             require(found in need.allowed, need.key, f"{need.expected} while {feature} is on ({need.because})", found)
+
+
+def _at(config: Any, key: str, prefix: str) -> Any:
+    for name in key.removeprefix(prefix).split("."):
+        config = getattr(config, name, None)
+    return config

@@ -15,7 +15,7 @@
 
 from typing import Any
 
-from ..checks import Need, check_needs, require
+from ..checks import SEARCHABLE, WEIGHTS_ON_DEVICE, Need, check_needs, require
 from ..config import GradLocConfig, settings_in, settle
 
 __all__ = ["check_batch", "check_critic", "check_run", "settings_of", "settle_actor_config"]
@@ -29,20 +29,6 @@ _LEGACY = Need(
 _FSDP = Need(f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other workers do not have it")
 _WHOLE_SEQUENCES = Need(
     f"{_ACTOR}.ulysses_sequence_parallel_size", (1,), 1, "1", "sequence parallelism is not supported yet"
-)
-_WEIGHTS_ON_DEVICE = Need(
-    f"{_ACTOR}.fsdp_config.offload_policy",
-    (False, None),
-    False,
-    "false",
-    "use param_offload and optimizer_offload instead",
-)
-_ACTIVATIONS_ON_DEVICE = Need(
-    "actor_rollout_ref.model.enable_activation_offload",
-    (False,),
-    False,
-    "false",
-    "its handler counts a backward for every forward, and a search runs forwards alone",
 )
 _SEPARATE_PARAMETERS = Need(
     f"{_ACTOR}.fsdp_config.use_orig_params",
@@ -67,19 +53,14 @@ _CRITIC = (
 )
 
 _NEEDS = {
-    f"{_ACTOR}.spike_detection": (
-        _LEGACY,
-        _FSDP,
-        _WEIGHTS_ON_DEVICE,
-        _ACTIVATIONS_ON_DEVICE,
-    ),
+    f"{_ACTOR}.spike_detection": (_LEGACY, _FSDP, *SEARCHABLE),
     f"{_ACTOR}.gradloc.critic": (_LEGACY, *_CRITIC),
-    f"{_ACTOR}.gradloc.stabilize": (_LEGACY, _FSDP, _WHOLE_SEQUENCES, _WEIGHTS_ON_DEVICE),
+    f"{_ACTOR}.gradloc.stabilize": (_LEGACY, _FSDP, _WHOLE_SEQUENCES, WEIGHTS_ON_DEVICE),
     f"{_ACTOR}.gradloc.stabilize.layer_clip.group finer than layer": (_SEPARATE_PARAMETERS,),
     f"{_ACTOR}.gradloc.stabilize.token_clip or seq_clip": (_ROLLOUT_LOG_PROBS,),
     "algorithm.lopti.enable": (_LEGACY, _FSDP),
     "trainer.gradient_analysis_mode": (_LEGACY, _FSDP),
-    "trainer.quartile_analysis_mode": (_LEGACY, _FSDP, _WHOLE_SEQUENCES, _WEIGHTS_ON_DEVICE),
+    "trainer.quartile_analysis_mode": (_LEGACY, _FSDP, _WHOLE_SEQUENCES, WEIGHTS_ON_DEVICE),
 }
 
 

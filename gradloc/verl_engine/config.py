@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.utils import need_critic
 from verl.workers.config import FSDPActorConfig
 
-from ..checks import Need, check_needs, require
+from ..checks import SEARCHABLE, Need, check_needs, require
 from ..config import GradLocConfig, settle
 from .touches import check_verl
 
@@ -27,20 +27,7 @@ _NEEDS = (
     Need("trainer.use_v1", (True,), True, "true", "it hangs on the V1 trainers"),
     Need(f"{_ACTOR}.shuffle", (False,), False, "false", "the trainer must know which mini-batch a row is in"),
     Need(f"{_ACTOR}.use_prefix_grouper", (False,), False, "false", "its forward is another one"),
-    Need(
-        f"{_ACTOR}.fsdp_config.offload_policy",
-        (False, None),
-        False,
-        "false",
-        "use param_offload and optimizer_offload instead",
-    ),
-    Need(
-        "actor_rollout_ref.model.enable_activation_offload",
-        (False,),
-        False,
-        "false",
-        "its handler counts a backward for every forward, and a search runs forwards alone",
-    ),
+    *SEARCHABLE,
     Need("distillation.enabled", (False,), False, "false", "its loss is another one"),
 )
 

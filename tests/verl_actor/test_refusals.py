@@ -9,6 +9,11 @@ import pytest
 from gradloc.verl_actor.refusals import check_batch, check_run
 
 ACTOR = "actor_rollout_ref.actor"
+KERNELS = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
+LETS_IT_BE = {
+    "actor_rollout_ref.rollout.calculate_log_probs": True,
+    "actor_rollout_ref.model.use_fused_kernels": True,
+}
 EVERYWHERE = [
     ("trainer.use_legacy_worker_impl", "disable", "auto or enable"),
     (f"{ACTOR}.strategy", "megatron", "fsdp or fsdp2"),
@@ -20,6 +25,7 @@ FEATURES = {
         *EVERYWHERE,
         *AT_THE_WEIGHTS,
         ("actor_rollout_ref.model.enable_activation_offload", True, "false"),
+        (KERNELS, "triton", "torch"),
     ],
     f"{ACTOR}.gradloc.stabilize": EVERYWHERE + AT_THE_WEIGHTS + WHOLE_SEQUENCES,
     f"{ACTOR}.gradloc.stabilize.token_clip or seq_clip": [
@@ -48,7 +54,7 @@ def make(**settings):
 def test_a_feature_names_the_setting_that_it_cannot_work_with(feature):
     for key, value, expected in FEATURES[feature]:
         with pytest.raises(ValueError) as refusal:
-            check_run(feature, make(**{"actor_rollout_ref.rollout.calculate_log_probs": True, key: value}))
+            check_run(feature, make(**{**LETS_IT_BE, key: value}))
         assert str(refusal.value).startswith(f"{key} must be {expected} while {feature} is on (")
         assert str(refusal.value).endswith(f"), found {value!r}.")
 

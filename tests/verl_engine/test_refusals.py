@@ -10,12 +10,16 @@ from tests.world import RankError
 
 ACTOR = "actor_rollout_ref.actor"
 ON = "+gradloc=on"
+FUSED = "actor_rollout_ref.model.use_fused_kernels=true"
+FUSED_BY = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
 REFUSED = {
     f"{ACTOR}.strategy=veomni": "strategy must be fsdp or fsdp2 while .* \\(other engines do not have it\\)",
     "trainer.use_v1=false": "trainer.use_v1 must be true",
     f"{ACTOR}.shuffle=true": "shuffle must be false",
     f"{ACTOR}.fsdp_config.offload_policy=true": "use param_offload and optimizer_offload instead",
     "actor_rollout_ref.model.enable_activation_offload=true": "enable_activation_offload must be false",
+    f"{FUSED} {FUSED_BY}=triton": "impl_backend must be torch while .* \\(no search was tested with the others",
+    f"{FUSED} {FUSED_BY}=liger": "impl_backend must be torch while .* found 'liger'",
     "distillation.enabled=true": "distillation.enabled must be false",
     "+algorithm.lopti.enable=true": "algorithm.lopti.enable must be left off on verl 0.9",
     "+trainer.gradient_analysis_mode=true": "gradient_analysis_mode must be left off on verl 0.9",
@@ -31,7 +35,9 @@ REFUSED = {
 @pytest.mark.parametrize("override", REFUSED)
 def test_it_is_refused_before_any_worker_starts(engine_world, model_dir, override):
     with pytest.raises(RankError, match=REFUSED[override]):
-        engine_world.run("tests.verl_engine.harness.make_side", overrides=[ON, override], model_dir=str(model_dir))
+        engine_world.run(
+            "tests.verl_engine.harness.make_side", overrides=[ON, *override.split()], model_dir=str(model_dir)
+        )
 
 
 def test_the_safe_preset_is_refused_with_what_there_is_in_its_place(engine_world, model_dir):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.world.configs import config_of
-from tests.world.models.fused import use_fused_kernels
+from tests.world.models.fused import use_kernels
 from tests.world.models.ulysses import attention_of_verl, plain_padding
 from tests.world.oracle import actors_micro_batches
 
@@ -276,7 +276,7 @@ def make_trainer(
     sp_size = actor_config.ulysses_sequence_parallel_size
     actor_config.ppo_mini_batch_size //= dist.get_world_size() // sp_size
     model = model_of(overrides, seed, dropout) if model is None else model
-    use_fused_kernels(model, config.actor_rollout_ref.model)
+    use_kernels(model, config.actor_rollout_ref.model)
     module = shard(model, actor_config, config.actor_rollout_ref.model)
     trainable = [param for param in module.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=actor_config.optim.lr)

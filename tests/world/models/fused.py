@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused kernels, which verl switches on for a class of models: here for one model of it."""
+"""Kernels, which verl switches on for a class of models: here for one model of it."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -25,11 +27,43 @@ def for_one_model() -> Iterator[None]:
         yield
 
 
-def use_fused_kernels(model: torch.nn.Module, settings: Any) -> None:
+def use_kernels(model: torch.nn.Module, settings: Any) -> None:
     """As verl 0.7's worker does; ``settings`` is the config's ``actor_rollout_ref.model``."""
     from verl.models.transformers import monkey_patch
 
+    if settings.use_liger:
+        from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
     if settings.use_fused_kernels:
         with for_one_model():
             backend = settings.fused_kernel_options.impl_backend
             monkey_patch.patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend=backend)
+
+
+def with_liger(scenario: str, **given: Any) -> Any:
+    """A scenario of tests.world under Liger's kernels on triton's interpreter; the oracle's model is without them."""
+    from liger_kernel.ops import rms_norm
+    from transformers.models.qwen3 import modeling_qwen3
+    from triton import language
+
+    from tests.world import spikes
+
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    rms_norm.rsqrt = lambda x: language.math.rsqrt(x)  # the interpreter has no function of a device's library
+    module, function = scenario.split(".")
+    scenarios, names = import_module(f"tests.world.{module}"), vars(modeling_qwen3)
+    plain, make_trainer, token_gradients = dict(names), scenarios.make_trainer, spikes.token_gradients
+
+    def make_with_liger(*args: Any, **settings: Any) -> Any:
+        names.update(plain)  # Liger replaces classes, too, and so would build the next model of this process otherwise
+        return make_trainer(*args, **settings)
+
+    def of_a_plain_model(trainer: Any, model: torch.nn.Module, batch: Any) -> dict[Any, torch.Tensor]:
+        assert "Liger" in type(trainer.module.model.norm).__name__ + str(trainer.module.model.norm)
+        with mock.patch.dict(names, plain):
+            return token_gradients(trainer, spikes.make_model(), batch)
+
+    oracle = mock.patch.object(spikes, "token_gradients", of_a_plain_model)
+    with mock.patch.dict(names), mock.patch.object(scenarios, "make_trainer", make_with_liger), oracle:
+        return getattr(scenarios, function)(**given)
