@@ -32,3 +32,15 @@ def test_the_same_event_at_its_weights_gives_the_same_culprits_and_the_same_norm
     assert record["certificate"]["verdict"] == "explained"
     (culprit,) = record["culprits"]
     assert culprit["replay"]["share"] == pytest.approx(culprit["event"]["share"], abs=max(slack, 1e-4))
+
+
+@pytest.mark.slow
+def test_a_bundle_with_pictures_is_refused_in_one_sentence(engine_world, tmp_path):
+    events = str(tmp_path / "events")
+    settings = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=640"]
+    engine_world.run("tests.world.models.vision.train", overrides=settings, dump_dir=events, advantage=1e4)
+    (bundle,) = (tmp_path / "events" / "events").iterdir()
+    argv = [str(bundle), "--model", f"{events}-model"]
+    done, _ = engine_world.run("tests.verl_engine.harness.replay", argv=argv)
+    (sentence,) = done["err"].strip().splitlines()
+    assert done["code"] == 2 and sentence.endswith("with which an event of verl 0.9 cannot be replayed yet.")
