@@ -58,6 +58,8 @@ def test_the_headline_names_token_rank_share_both_norms_and_the_action():
         (changed("trigger", {"grad_norm": "NaN"}), "norm NaN -> 0.77"),
         (changed("certificate", {"norm_after": None, "verdict": "undecided"}), "-> unknown without it (undecided),"),
         (clipped(0.00134), "norm 748 -> 0.77 without it, taken: observe, clipped to 0.00134 of it"),
+        (event(model="critic"), "SPIKE of the critic, step 5: "),
+        (event(model="critic"), "taken: observe, no replay bundle"),
         (changed("certificate", {"verdict": "not_explained"}), "without it (not explained), taken"),
     ],
 )

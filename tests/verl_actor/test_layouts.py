@@ -163,9 +163,12 @@ def test_a_token_after_a_picture_is_found_certified_and_masked(world, dump_dir, 
     assert [rank["weights"] for rank in without] == [rank["weights"] for rank in masked], "bit for bit"
 
 
-def test_a_return_that_no_value_explains_is_found_certified_and_masked_in_the_critic(world, dump_dir):
+@pytest.mark.parametrize(
+    "layout", [[], pytest.param(["critic.strategy=fsdp"], marks=pytest.mark.slow)], ids=["FSDP2", "FSDP1"]
+)
+def test_a_return_that_no_value_explains_is_found_certified_and_masked_in_the_critic(world, dump_dir, layout):
     def train(action, **asked):
-        settings = [f"{ACTOR}.gradloc.critic={action}", f"{ACTOR}.gradloc.trigger.tau=100"]
+        settings = [*layout, f"{ACTOR}.gradloc.critic={action}", f"{ACTOR}.gradloc.trigger.tau=100"]
         asked |= {"overrides": settings, "dump_dir": dump_dir, "target": 1e4}
         return world.run("tests.world.models.critic.train", **asked)
 

@@ -49,7 +49,8 @@ def headline(event: Event) -> str:
         said += f"{why}, norm {norm}"
     scale = event.consequence.clip_scale if event.consequence is not None else None
     clipped = f", clipped to {number(scale, 3)} of it" if scale is not None and scale < 1 else ""
-    return f"{said}, taken: {event.action.taken}{clipped}"
+    missing = ", no replay bundle" if event.model == "critic" else ""  # a replay rebuilds the actor alone
+    return f"{said}, taken: {event.action.taken}{clipped}{missing}"
 
 
 def opening_command(event: Event, root: Path) -> str:
