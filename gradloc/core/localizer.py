@@ -185,7 +185,7 @@ class Localizer:
         if spike is not None:
             grad_norm = self._handle(spike, grad_norm)
         is_spike = spike is not None or not math.isfinite(norm)
-        self._tracker.after_mini_batch(self._space, self._clip_scale(norm), is_spike)
+        self._tracker.after_mini_batch(self._space, self._clip_scale(norm), self._step.loss_scale, is_spike)
         del self._step  # its micro-batches need not live until the next one
         return grad_norm
 

@@ -71,22 +71,30 @@ class NormTracker:
         if not self.is_on:
             return
         started = time.perf_counter()
-        self._running.append(space.local_squares(is_rough=space.params[0].device.type == "cpu"))
+        self._running.append(space.local_squares(self._is_rough(space)))
         self._seconds += time.perf_counter() - started
 
-    def after_mini_batch(self, space: GradientSpace, clip_scale: float, is_spike: bool) -> None:
+    def after_mini_batch(self, space: GradientSpace, clip_scale: float, loss_scale: float, is_spike: bool) -> None:
         """Remember the per-parameter norms of a step that did not spike.
 
         Args:
             space: ``.grad`` holds ``clip_scale`` times the step's gradient.
             clip_scale: the factor that clipping applied; in (0, 1].
+            loss_scale: what the loss was multiplied by in the backward.
             is_spike: whether the step spiked.
         """
         if not self.is_on or is_spike or not self._history.maxlen:
             return
         started = time.perf_counter()
-        self._history.append(space.local_squares().div_(clip_scale**2))
+        if self._running and not self._is_rough(space):  # the last micro-batch's reading is the step's
+            self._history.append(self._running[-1] / loss_scale**2)
+        else:
+            self._history.append(space.local_squares().div_(clip_scale**2))
         self._seconds += time.perf_counter() - started
+
+    @staticmethod
+    def _is_rough(space: GradientSpace) -> bool:
+        return space.params[0].device.type == "cpu"
 
     def increments(self, space: GradientSpace, ranks: Ranks, loss_scale: float) -> list[float] | None:
         """About how large each micro-batch's own gradient is, over all ranks; None when some rank did not track.

@@ -42,8 +42,9 @@ _MAX_HINTS = 2
 _FAR = 3.0  # closure off by more than this factor is no rounding,
 _STABLE = 1.5  # where two step sizes give it alike
 _RESOLVED = {torch.float32: 0.02, torch.bfloat16: 0.1, torch.float16: 0.1}  # of closure: less is no part unseen
-_MUCH = 0.5  # of a spike, that as many spans as may be named carry together where they are worth naming,
-_ABOVE = 10.0  # and times their part of the batch's tokens: in a batch that is scaled as a whole they carry less
+_MUCH = 0.5  # of a spike, that few spans carry together where they are worth naming though more than may be named,
+_MOST = 0.75  # that culprits carry beside a healthy rest,
+_ABOVE = 10.0  # times their part of the batch's tokens: in a batch that is scaled as a whole spans carry less
 _BY_FAR = 1.5  # times the threshold, and
 _COARSE = 0.1  # of the spike or the culprits: a smaller rest is known too roughly from half-precision backwards
 _REPEATS = 0.1  # of the norm: kernels that are not bit-reproducible differ by less
@@ -115,7 +116,7 @@ class _Search:
         """Shares along what is left: first of the micro-batch that moved the running norm most, then of others."""
         shares = None
         for part in self._parts(number):
-            if shares is None or self._is_more_to_see(shares):
+            if shares is None or self._is_more_to_see(shares, part):
                 shares = self._measure_of(part, tries, known=shares)
                 if shares is None:
                     return None
@@ -132,9 +133,13 @@ class _Search:
         rest = [index for index in everything if index not in suspects]
         return [part for part in (suspects[:1], suspects[1:], rest) if part]
 
-    def _is_more_to_see(self, shares: ShareMap) -> bool:
+    def _is_more_to_see(self, shares: ShareMap, part: Sequence[int]) -> bool:
         """Whether what these micro-batches do not carry is more than an error, and may hide a culprit."""
         unseen = 1 - shares.closure
+        if not shares.is_trusted and unseen < 0:
+            # what takes so much back is as large, by Cauchy-Schwarz, and the running norm has seen it come
+            size = max(self.task.increments[index] for index in part) if self.task.increments else 0.0
+            return size >= -unseen * shares.square**0.5 / 2
         if unseen < _RESOLVED[self.prober.step.compute_dtype]:
             return False
         return not shares.is_trusted or unseen * shares.square >= (self.task.reference / 2) ** 2
@@ -160,31 +165,57 @@ class _Search:
 
     def _candidates(self, shares: ShareMap, with_hints: bool) -> list[Candidate]:
         """Spans by share, and in the first round tokens by coefficient."""
-        named = set(self.result.tokens)
-        found = by_share(self.task, shares, named)
+        found = self._spans(shares)
         if with_hints:
-            known = named | {token for candidate in found for token in candidate.tokens}
+            known = {*self.result.tokens, *(token for candidate in found for token in candidate.tokens)}
             found += by_coefficient(self.task, _MAX_HINTS, known)
         return found
 
-    def _is_spread(self, shares: ShareMap, candidates: list[Candidate]) -> bool:
-        """Whether the shares prove that as many spans as may be named do not explain the spike, nor are worth naming.
+    def _spans(self, shares: ShareMap) -> list[Candidate]:
+        """Spans by share; where they carry little, also tokens that have to be measured, if few of them carry much.
 
-        Without tokens that carry the part s of R its norm is at least (1 - s) ||R||.
+        Of n loud tokens that are alike and orthogonal each has ||g|| = sqrt(<g, R>), and its bound is 1 / sqrt(n) of it.
+        """
+        task, named = self.task, set(self.result.tokens)
+        found = by_share(task, shares, named)
+        if self._carried(shares, found)[0] < _MUCH:
+            known = named | {token for candidate in found for token in candidate.tokens}
+            bound = shares.square**-0.5
+            more = by_value(task, lambda index: shares.products[index], task.culprit_norm**2, known, bound)
+            carried, part = self._carried(shares, found + more)
+            found += more if carried > max(_MUCH, _ABOVE * part) else []
+        return found
+
+    def _carried(self, shares: ShareMap, spans: list[Candidate]) -> tuple[float, float]:
+        """What part of the direction these spans carry at least, and what part of the batch's tokens they are."""
+        num_tokens = sum(len(candidate.tokens) for candidate in spans)
+        carried = sum(candidate.bound for candidate in spans) / shares.square**0.5
+        return carried, num_tokens / max(self.task.spike.num_tokens, 1)
+
+    def _is_spread(self, shares: ShareMap, candidates: list[Candidate]) -> bool:
+        """Whether the spans that carry most of the spike are no more than a part of a batch of which all is loud.
+
+        Without tokens that carry the part s of R its norm is at least (1 - s) ||R||. Where that spikes for as many as may
+        be named, they are worth naming as the loudest of a few. Else they may explain the spike, and are worth it where
+        they carry what culprits beside a healthy rest of half the threshold do, or far more than their part.
         """
         task, norm = self.task, shares.square**0.5
         room = task.max_culprits - len(self.result.culprits)
         if task.spike.threshold is None or any(candidate.bound == 0 for candidate in candidates):
             return False
-        top = candidates[:room]
-        carried = sum(candidate.bound for candidate in top) / norm if top else largest_share(task, shares, room)
+        carried, part = self._carried(shares, candidates[:room])
+        if not candidates:
+            carried = largest_share(task, shares, room)
         if (1 - carried - abs(1 - shares.closure)) * norm <= task.spike.threshold:
-            return False
-        part = sum(len(candidate.tokens) for candidate in top) / max(task.spike.num_tokens, 1)
-        if top and carried > max(_MUCH, _ABOVE * part):
-            return False
-        carry = f"{room} spans carry {carried:.0%} of it at most, and without them the norm is still over the threshold"
-        self.result.stop_reason = f"the spike is spread: {carry}"
+            if not candidates or carried > min(_MOST * shares.closure, _ABOVE * part):
+                return False
+            why = f"the loudest spans, {part:.0%} of the batch's tokens, carry {carried:.0%} of it"
+        else:
+            of_all, part = self._carried(shares, candidates)
+            if candidates and of_all > max(_MUCH, _ABOVE * part):
+                return False
+            why = f"{room} spans carry {carried:.0%} of it at most, and without them the norm is still over the threshold"
+        self.result.stop_reason = f"the spike is spread: {why}"
         self._note("share", "measured", self.result.stop_reason)
         return True
 
@@ -209,7 +240,7 @@ class _Search:
             taken = {token for culprit in self.result.culprits if culprit not in within for token in culprit.tokens}
             if not taken.isdisjoint(candidate.tokens):
                 continue
-            is_hint = candidate.bound == 0
+            is_hint = candidate.bound < self.task.culprit_norm
             if (is_hint or num_verified < _MAX_VERIFIED) and self.task.can_afford(backwards=1):
                 num_verified += not is_hint
                 culprit = self._verify(candidate)
@@ -379,7 +410,7 @@ class _Search:
         if shares is None or not shares.is_trusted:
             self._cut(0)
             return self.result
-        more = by_share(self.task, shares, set(self.result.tokens))
+        more = self._spans(shares)
         self._cut(len(more), math.hypot(*(candidate.bound for candidate in more)))
         return self.result
 

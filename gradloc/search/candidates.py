@@ -181,15 +181,26 @@ class _Row:
                 start = None
 
 
-def by_value(task: Task, value: Callable[[int], torch.Tensor], least: float, named: set[Token]) -> list[Candidate]:
-    """Tokens for which a per-token value (B, T) of their micro-batch is at least ``least``, largest first: hints."""
+def by_value(
+    task: Task, value: Callable[[int], torch.Tensor], least: float, named: set[Token], bound: float = 0.0
+) -> list[Candidate]:
+    """Tokens for which a per-token value (B, T) of their micro-batch is at least ``least``, largest first.
+
+    Args:
+        task: the step.
+        value: by micro-batch.
+        least: see above.
+        named: tokens that are left out.
+        bound: what times its value is a lower bound on the token's norm; 0 makes hints.
+    """
 
     def local() -> list[tuple[float, Candidate]]:
         found = []
         for index in range(task.prober.step.num_micro_batches):
             values = value(index)[task.prober.step.token_mask(index)]
             for number in (values >= least).nonzero().squeeze(-1).tolist():
-                found.append((float(values[number]), _token(task, index, number, 0.0)))
+                size = float(values[number])
+                found.append((size, _token(task, index, number, bound * size)))
         return found
 
     return _merge(task, local, named)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search costs: 11 f for one culprit, and the shares alone where no few tokens make the spike."""
+"""What a search costs: 11 f for one culprit, and the shares alone where no few tokens make the spike; and of how many it tells."""
 
 import pytest
 import torch
@@ -9,19 +9,19 @@ from gradloc.core.ranks import Ranks
 from gradloc.core.tracker import NormTracker
 from gradloc.core.trigger import Spike
 from gradloc.search.find import localize
-from tests.bare import BareStep, build, random_batch, shard
+from tests.bare import BareStep, Oracle, build, random_batch, shard
 
 M = 4
 THRESHOLD = 4.0  # healthy norms are near 1
 
 
-def search(batch):
-    """The finding in plain float32, with tracked norms, and its cost in f."""
-    step = BareStep(shard(build("tiny"), "plain"), batch, M)
+def search(batch, threshold=THRESHOLD, dtype=torch.float32):
+    """The finding in one process, with tracked norms, and its cost in f."""
+    step = BareStep(shard(build("tiny"), "plain", dtype), batch, M, dtype)
     space, ranks, tracker = GradientSpace(step.model), Ranks(), NormTracker(0)
     tracker.begin_mini_batch()
     step.train(lambda: tracker.after_backward(space))
-    spike = Spike("fixed", space.norm(), THRESHOLD, THRESHOLD * batch.num_tokens**0.5, batch.num_tokens)
+    spike = Spike("fixed", space.norm(), threshold, threshold * batch.num_tokens**0.5, batch.num_tokens)
     found = localize(step, space, ranks, spike, 1.0, tracker.increments(space, ranks, 1.0))
     return found, found.num_forwards + 2 * found.num_backwards - len(found.entropies)
 
@@ -38,6 +38,43 @@ def test_a_batch_that_is_scaled_as_a_whole_costs_its_shares():
     found, cost = search(healthy.edited(advantages=healthy.advantages * 1e3))
     assert found.status == "not_found" and "the spike is spread" in found.result.stop_reason
     assert cost <= 2 * M + 2
+
+
+@pytest.mark.parametrize("factor", [4.2, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_its_loudest_rows_are_not_named_where_it_is_little_over_the_threshold(factor, dtype):
+    healthy = random_batch(build("tiny"), length=64, seed=1)
+    normal = float(Oracle(build("tiny"), healthy).gradient().norm())
+    found, cost = search(healthy.edited(advantages=healthy.advantages * factor), 4 * normal, dtype)
+    assert found.status == "not_found" and "the spike is spread" in found.result.stop_reason
+    assert cost <= 2 * M + 2
+
+
+@pytest.mark.parametrize("count", [12, 40])
+def test_of_many_tokens_that_are_alike_the_most_are_named_and_the_others_counted(count):
+    model = build("tiny")
+    batch = random_batch(model, length=64, seed=1)
+    oracle = Oracle(model, batch)
+    size = 3 * float(oracle.gradient().norm())
+    places = [tuple(place) for place in batch.mask.nonzero().tolist()[:: batch.num_tokens // count]][:count]
+    planted = {place: size / oracle.norm(place) * float(batch.advantages[place]) for place in places}
+    found, _ = search(batch.planted(planted), size * 4 / 3)
+    named = [batch.place(token, 1, M) for token in found.result.tokens]
+    assert found.status == "max_culprits" and len(named) == 8 and set(named) <= set(places)
+    assert 0.5 * (count - 8) <= found.result.num_more <= count - 8
+
+
+def test_a_pair_that_cancels_across_micro_batches_is_measured_as_a_whole():
+    model, batch = build("tiny"), random_batch(build("tiny"))
+    rows = {name: getattr(batch, name).clone() for name in ("tokens", "labels", "old_log_probs", "mask")}
+    for row in rows.values():
+        row[13] = row[1]
+    batch = batch.edited(**rows)
+    one = 40 * float(batch.advantages[1, 2]) / Oracle(model, batch).norm((1, 2))
+    found, cost = search(batch.planted({(1, 2): one, (13, 2): -one / 2}))
+    assert sorted(batch.place(token, 1, M) for token in found.result.tokens) == [(1, 2), (13, 2)]
+    assert found.result.shares.closure == pytest.approx(1, abs=0.05), "and not the 2 of the louder one alone"
+    assert cost <= 3 + 2 + 2 * 3 + 12
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (1024, 1024)])

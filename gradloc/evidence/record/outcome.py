@@ -123,7 +123,7 @@ class Shares:
     """Measured shares of the spike by micro-batch and rank."""
 
     closure: float | None = never_null()
-    """Sum of all measured shares; 1 when the measurement is right."""
+    """Sum of all measured shares: 1 when the measurement is right, less where it left quiet micro-batches out."""
     is_trusted: bool = True
     """Whether closure is within the band for the precision."""
     micro_batches: tuple[tuple[float, ...], ...] = ()

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The norms noted while training."""
+
+import pytest
+import torch
+
+from gradloc.core.gradients import GradientSpace
+from gradloc.core.ranks import Ranks
+from gradloc.core.tracker import NormTracker
+from tests.bare import BareStep, build, clip_gradient, random_batch, shard
+
+M, LOSS_SCALE = 4, 8.0
+
+
+@pytest.mark.parametrize("is_rough", [False, True], ids=["a GPU's", "a CPU's"])
+def test_the_step_s_norms_are_read_a_second_time_only_where_the_running_ones_are_rough(is_rough, monkeypatch):
+    step = BareStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M)
+    step.loss_scale = LOSS_SCALE
+    space, tracker, readings, exact = GradientSpace(step.model), NormTracker(4), 0, None
+    read = space.local_squares
+
+    def counted(*args):
+        nonlocal readings
+        readings += 1
+        return read(*args)
+
+    monkeypatch.setattr(space, "local_squares", counted)
+    monkeypatch.setattr(NormTracker, "_is_rough", staticmethod(lambda space: is_rough))
+    for _ in range(2):
+        space.clear()
+        tracker.begin_mini_batch()
+        step.train(lambda: tracker.after_backward(space))
+        space.scale(1 / LOSS_SCALE)
+        exact = space.squares()
+        norm = float(clip_gradient(step.model, 0.1))
+        tracker.after_mini_batch(space, 0.1 / (norm + 1e-6), LOSS_SCALE, is_spike=False)
+    assert readings == 2 * (M + is_rough)
+    torch.testing.assert_close(tracker.history(space, Ranks()), exact.expand(2, -1), rtol=1e-4, atol=0.0)
