@@ -174,7 +174,7 @@ class _Search:
     def _spans(self, shares: ShareMap) -> list[Candidate]:
         """Spans by share; where they carry little, also tokens that have to be measured, if few of them carry much.
 
-        Of n loud tokens that are alike and orthogonal each has ||g|| = sqrt(<g, R>), and its bound is 1 / sqrt(n) of it.
+        Of n loud tokens, alike and orthogonal, each has ||g|| = sqrt(<g, R>), and its bound is 1 / sqrt(n) of that.
         """
         task, named = self.task, set(self.result.tokens)
         found = by_share(task, shares, named)
@@ -195,9 +195,9 @@ class _Search:
     def _is_spread(self, shares: ShareMap, candidates: list[Candidate]) -> bool:
         """Whether the spans that carry most of the spike are no more than a part of a batch of which all is loud.
 
-        Without tokens that carry the part s of R its norm is at least (1 - s) ||R||. Where that spikes for as many as may
-        be named, they are worth naming as the loudest of a few. Else they may explain the spike, and are worth it where
-        they carry what culprits beside a healthy rest of half the threshold do, or far more than their part.
+        Without tokens that carry the part s of R its norm is at least (1 - s) ||R||. Where that spikes for as many as
+        may be named, they are worth naming as the loudest of a few. Else they may explain the spike, and are worth it
+        where they carry what culprits beside a healthy rest of half the threshold do, or far more than their part.
         """
         task, norm = self.task, shares.square**0.5
         room = task.max_culprits - len(self.result.culprits)
@@ -214,7 +214,7 @@ class _Search:
             of_all, part = self._carried(shares, candidates)
             if candidates and of_all > max(_MUCH, _ABOVE * part):
                 return False
-            why = f"{room} spans carry {carried:.0%} of it at most, and without them the norm is still over the threshold"
+            why = f"{room} spans carry {carried:.0%} of it at most; without them the norm is still over the threshold"
         self.result.stop_reason = f"the spike is spread: {why}"
         self._note("share", "measured", self.result.stop_reason)
         return True

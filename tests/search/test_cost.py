@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search costs: 11 f for one culprit, and the shares alone where no few tokens make the spike; and of how many it tells."""
+"""What a search costs: 11 f for one culprit, the shares alone where a whole batch is loud; and of how many it tells."""
 
 import pytest
 import torch
