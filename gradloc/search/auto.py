@@ -182,8 +182,7 @@ class _Search:
             known = named | {token for candidate in found for token in candidate.tokens}
             bound = shares.square**-0.5
             more = by_value(task, lambda index: shares.products[index], task.culprit_norm**2, known, bound)
-            carried, part = self._carried(shares, found + more)
-            found += more if carried > max(_MUCH, _ABOVE * part) else []
+            found += more if self._are_few(shares, found + more) else []
         return found
 
     def _carried(self, shares: ShareMap, spans: list[Candidate]) -> tuple[float, float]:
@@ -191,6 +190,11 @@ class _Search:
         num_tokens = sum(len(candidate.tokens) for candidate in spans)
         carried = sum(candidate.bound for candidate in spans) / shares.square**0.5
         return carried, num_tokens / max(self.task.spike.num_tokens, 1)
+
+    def _are_few(self, shares: ShareMap, spans: list[Candidate]) -> bool:
+        """Whether some first ones of these spans carry much of the direction, and far more than their part."""
+        firsts = (self._carried(shares, spans[:count]) for count in range(1, len(spans) + 1))
+        return any(carried > max(_MUCH, _ABOVE * part) for carried, part in firsts)
 
     def _is_spread(self, shares: ShareMap, candidates: list[Candidate]) -> bool:
         """Whether the spans that carry most of the spike are no more than a part of a batch of which all is loud.
@@ -211,8 +215,7 @@ class _Search:
                 return False
             why = f"the loudest spans, {part:.0%} of the batch's tokens, carry {carried:.0%} of it"
         else:
-            of_all, part = self._carried(shares, candidates)
-            if candidates and of_all > max(_MUCH, _ABOVE * part):
+            if self._are_few(shares, candidates):
                 return False
             why = f"{room} spans carry {carried:.0%} of it at most; without them the norm is still over the threshold"
         self.result.stop_reason = f"the spike is spread: {why}"
