@@ -119,7 +119,7 @@ EXPLOSION = DEMO.heir(
 
 _NO_CLIP = tuple(f"{_ACTOR}.clip_ratio{which}=1e9" for which in ("", "_low", "_high", "_c"))
 _FAST = (f"{_ACTOR}.optim.lr=1e-4",)
-_STALE = (*_FAST, f"{_ACTOR}.ppo_epochs=4", f"{_ACTOR}.ppo_mini_batch_size=2", "demo.steps=3")
+_STALE = (*_FAST, f"{_ACTOR}.ppo_epochs=4", f"{_ACTOR}.ppo_mini_batch_size=2")
 # Two mini-batches: with one, verl takes the ratio for 1 and never reads the rollouts' log-probs.
 _BYPASS = (
     *_FAST,
