@@ -187,15 +187,15 @@ def _noise(difference: float, norm: float) -> float:
 def _recompute(prober: Prober, culprits: list[Token], holders: list[int]) -> tuple[float, float, float, str]:
     """Norm, bound, replay difference and method, from every micro-batch without the culprits."""
     space, num_micro_batches = prober.space, prober.step.num_micro_batches
-    prober.compute_without(culprits, holders)
+    prober.compute_without(culprits, holders[:1])
     first = space.take()
-    prober.compute_without(culprits, holders)
+    prober.compute_without(culprits, holders[:1])
     prober.add(first, alpha=-1.0)
     difference = space.norm()
-    prober.compute_without(culprits, [index for index in range(num_micro_batches) if index not in holders])
+    prober.compute_without(culprits, [index for index in range(num_micro_batches) if index != holders[0]])
     prober.add(first)
     norm_after = space.norm()
     error_bound = num_micro_batches**2 * space.rounding * norm_after
     if difference > 0:  # two draws differ by sqrt(2) of one, and independent ones of more micro-batches add up so
-        error_bound += _DRAWS * difference * (num_micro_batches / len(holders) / 2) ** 0.5 + _UNIT * norm_after
+        error_bound += _DRAWS * difference * (num_micro_batches / 2) ** 0.5 + _UNIT * norm_after
     return norm_after, error_bound, difference, "recompute"

@@ -30,7 +30,7 @@ from .ranks import Ranks
 
 __all__ = ["NormTracker", "median_size"]
 
-_MAX_COST = 0.002  # of an update's time; tracking switches itself off beyond
+_MAX_COST = 0.002  # of an update's time: beyond, norms of layers wait, and the running norm switches itself off
 _NUM_TRIALS = 3  # updates to judge that by
 
 
@@ -45,7 +45,7 @@ class NormTracker:
         self.is_on = True
         self._history: deque[torch.Tensor] = deque(maxlen=window)
         self._running: list[torch.Tensor] = []
-        self._seconds = 0.0
+        self._seconds = self._layer_seconds = 0.0
         self._update_started = 0.0
         self._update_seconds = 0.0
         self._num_updates = 0
@@ -54,7 +54,7 @@ class NormTracker:
         self._update_started = time.perf_counter()
 
     def end_update(self) -> None:
-        """Stop tracking when it costs more than the bound; later updates then pay nothing."""
+        """Stop tracking when the running norm costs more than the bound; later updates then pay nothing."""
         self._update_seconds += time.perf_counter() - self._update_started
         self._num_updates += 1
         if self._num_updates >= _NUM_TRIALS and self._seconds > _MAX_COST * self._update_seconds:
@@ -75,7 +75,7 @@ class NormTracker:
         self._seconds += time.perf_counter() - started
 
     def after_mini_batch(self, space: GradientSpace, clip_scale: float, loss_scale: float, is_spike: bool) -> None:
-        """Remember the per-parameter norms of a step that did not spike.
+        """Remember the per-parameter norms of a step that did not spike; of one in so many, where that takes its time.
 
         Args:
             space: ``.grad`` holds ``clip_scale`` times the step's gradient.
@@ -88,9 +88,13 @@ class NormTracker:
         started = time.perf_counter()
         if self._running and not self._is_rough(space):  # the last micro-batch's reading is the step's
             self._history.append(self._running[-1] / loss_scale**2)
-        else:
+        elif self.cost(started) <= _MAX_COST:
             self._history.append(space.local_squares().div_(clip_scale**2))
-        self._seconds += time.perf_counter() - started
+        self._layer_seconds += time.perf_counter() - started
+
+    def cost(self, now: float) -> float:
+        """The part of all updates' time that tracking has taken, at this reading of the clock."""
+        return (self._seconds + self._layer_seconds) / (self._update_seconds + now - self._update_started)
 
     @staticmethod
     def _is_rough(space: GradientSpace) -> bool:

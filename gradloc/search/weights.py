@@ -108,7 +108,7 @@ class MovedWeights:
         for index, (param, saved) in enumerate(zip(self._space.params, self._saved, strict=True)):
             moved, delta = saved, change(index)
             if delta is not None:
-                moved = saved.float() + delta.float()
+                moved = delta.float().add_(saved)
             if self._bits is not None and saved.numel():
                 uniform = torch.rand(saved.shape, generator=dither, device=saved.device) - 0.5
                 # the unit is the original's, the same for both legs of a difference: |saved| = m * 2**exponent, m in
