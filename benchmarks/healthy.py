@@ -68,7 +68,7 @@ def _worlds(scratch: Path, parsed: argparse.Namespace) -> Iterator[dict[str, Wor
         with World(parsed.ranks, **slow) as world:
             yield dict.fromkeys(("unpatched", AGAIN, "on"), world)
         return
-    base, patched = _trees(scratch, parsed.tree)
+    base, patched = trees(scratch, parsed.tree)
     size = parsed.ranks
     with World(size, path=(str(base),), **slow) as plain, World(size, path=(str(patched),), **slow) as ours:
         yield {"unpatched": plain, AGAIN: plain, "off": ours, "on": ours}
@@ -171,7 +171,7 @@ def _cell(interval: dict[str, float]) -> str:
     return f"{interval['median']:.4f} ({interval['low']:.4f} to {interval['high']:.4f})"
 
 
-def _trees(scratch: Path, tree: str | None) -> tuple[Path, Path]:
+def trees(scratch: Path, tree: str | None) -> tuple[Path, Path]:
     """The unpatched verl, and a patched one: the named checkout, or a copy with our patch on it."""
     from patchkit.apply.applier import Applier
     from patchkit.apply.library import Library

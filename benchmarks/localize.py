@@ -4,6 +4,7 @@
     python -m benchmarks.localize --quick
     python -m benchmarks.localize --full --out runs/benchmarks/localize
     python -m benchmarks.localize --full --device cuda
+    python -m benchmarks.localize --model smollm2 --resume      # a pretrained language model, cell by cell
 
 Needs torch; no verl, no Ray. Writes localize.json, localize.md and, with matplotlib, localize.svg.
 """
@@ -16,7 +17,8 @@ import platform
 import shlex
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,8 @@ if __package__ in (None, ""):  # run as a file: python benchmarks/localize.py
 import torch
 
 from benchmarks.digest import REPO, digest
-from benchmarks.localization.bench import HEALTHY_STEPS, Bench
-from benchmarks.localization.plan import Cell, full, quick
+from benchmarks.localization.bench import Bench
+from benchmarks.localization.plan import Cell, full, pretrained, quick
 from benchmarks.localization.tables import markdown, plot
 from benchmarks.progress import Progress
 
@@ -37,7 +39,7 @@ SCHEMA_VERSION = 1
 def main(arguments: list[str] | None = None) -> int:
     """Run the plan that the arguments name, and write what was measured."""
     parsed = _parser().parse_args(arguments)
-    cells = full(parsed.seeds) if parsed.full else quick()
+    cells = pretrained() if parsed.model else full(parsed.seeds) if parsed.full else quick()
     cells = [cell for cell in cells if _is_wanted(cell, parsed)]
     if parsed.strategy:
         chosen = {cell: tuple(name for name in cell.strategies if name in parsed.strategy) for cell in cells}
@@ -50,7 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     command = shlex.join(["python", "-m", "benchmarks.localize", *(arguments or sys.argv[1:])])
     out = Path(parsed.out)
-    run = measure(cells, parsed.device, parsed.threads, Path(parsed.cache), command, out)
+    kept = _kept(out) if parsed.resume else []
+    run = measure(cells, parsed.device, parsed.threads, Path(parsed.cache), command, out, kept=kept)
     write(run, out)
     print(markdown(run))
     print(f"written to {out}/localize.json, localize.md", file=sys.stderr)
@@ -65,6 +68,7 @@ def measure(
     command: str,
     out: Path | None = None,
     training_steps: int | None = None,
+    kept: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Measure the cells in order; the run's whole record.
 
@@ -77,9 +81,13 @@ def measure(
         out: where the record is kept up to date after every cell, so that an interrupted run is
             not lost.
         training_steps: see :class:`~benchmarks.localization.bench.Bench`.
+        kept: records of cells that need not be measured again.
     """
     torch.set_num_threads(threads)
-    bench, started = Bench(folder, device, training_steps), time.perf_counter()
+    bench = Bench(folder, device, training_steps)
+    done = {json.dumps(record["cell"], sort_keys=True): record for record in kept}
+    for record in kept:
+        bench.remember(Cell(**record["cell"]), record["history"])
     progress = Progress(len(cells))
     run = {
         "schema_version": SCHEMA_VERSION,
@@ -92,15 +100,18 @@ def measure(
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         },
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "healthy_steps": HEALTHY_STEPS,
         "trainings": bench.trainings,
         "cells": [],
     }
     try:
         for number, cell in enumerate(cells, 1):
-            record = bench.measure(cell)
-            run["cells"].append({**record, "load": os.getloadavg()[0]})
-            run["seconds"] = time.perf_counter() - started
+            record = done.get(json.dumps(asdict(cell), sort_keys=True))
+            if record is None:
+                started = time.perf_counter()
+                record = {**bench.measure(cell), "load": os.getloadavg()[0]}
+                record["seconds"] = time.perf_counter() - started
+            run["cells"].append(record)
+            run["seconds"] = sum(cell["seconds"] for cell in run["cells"])
             run["is_complete"] = number == len(cells)
             if out is not None:
                 write_json(run, out)
@@ -128,6 +139,13 @@ def write(run: dict[str, Any], out: Path) -> None:
         print("localize: no figure (needs matplotlib and a sweep over tokens)", file=sys.stderr)
 
 
+def _kept(out: Path) -> list[dict[str, Any]]:
+    """What an earlier run wrote there, if it measured the same core."""
+    path = out / "localize.json"
+    run = json.loads(path.read_text()) if path.exists() else {"core_sha256": None}
+    return run["cells"] if run["core_sha256"] == digest() else []
+
+
 def _is_wanted(cell: Cell, parsed: argparse.Namespace) -> bool:
     if parsed.sweep and cell.sweep not in parsed.sweep:
         return False
@@ -151,6 +169,8 @@ def _parser() -> argparse.ArgumentParser:
     size.add_argument("--quick", action="store_true", help="one seed, small (the default)")
     size.add_argument("--full", action="store_true", help="three seeds and all sweeps")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    size.add_argument("--model", choices=("smollm2",), help="a pretrained language model (half an hour, 6 GB)")
+    parser.add_argument("--resume", action="store_true", help="keep the cells that the record in --out has")
     parser.add_argument("--seeds", type=int, default=3, help="of the full battery")
     parser.add_argument("--sweep", action="append", help="only this sweep (repeatable)")
     parser.add_argument("--scenario", action="append", help="only this scenario (repeatable)")

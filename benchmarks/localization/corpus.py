@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.localization import pretrained
 from tests.bare import SIZES, Decoder, build, log_prob_of
 
 _PIECE = re.compile(r"[A-Za-z]+|[0-9]|\n *|[^A-Za-z0-9]")
@@ -73,8 +74,10 @@ def trained(name: str, folder: Path, steps: int | None = None) -> tuple[Path, di
     return path, training
 
 
-def load(name: str, path: Path) -> Decoder:
+def load(name: str, path: Path) -> Decoder | pretrained.Pretrained:
     """The trained model, unsharded, in float32."""
+    if name == pretrained.NAME:
+        return pretrained.Pretrained(path)
     model = build(name)
     model.load_state_dict(torch.load(path, weights_only=True)["weights"])
     return model

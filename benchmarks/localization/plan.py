@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 
+from benchmarks.localization.pretrained import NAME
 from benchmarks.localization.scenarios import SCENARIOS
 from benchmarks.localization.worker import UNTRACKED
 
@@ -10,6 +11,7 @@ ALL = ("published", "bisect", "share", "sketch", "auto", UNTRACKED)
 PAIR = ("published", "auto")
 MAIN = ("published", "auto", UNTRACKED)
 DTYPES = ("float32", "bfloat16")
+LARGE_SCENARIOS = ("single_10", "three", "eight", "cancel", "cluster_16", "sequence", "rare", "jacobian")
 HALF_SCENARIOS = ("single_10", "single_4", "three", "cancel")
 
 
@@ -78,6 +80,16 @@ def full(seeds: int = 3) -> list[Cell]:
     for model in ("XS", "S", "M"):
         cells.append(Cell("model", "three", tokens=1024, model=model, strategies=PAIR))
     return _ordered(cells)
+
+
+def pretrained() -> list[Cell]:
+    """The battery on a pretrained language model; half an hour on two cores."""
+    return [
+        # the published search costs the same f whatever the spike is, two thirds of a cell's time
+        Cell("pretrained", name, 512, model=NAME, dtype=dtype, strategies=PAIR if name == "single_10" else ("auto",))
+        for dtype in DTYPES
+        for name in LARGE_SCENARIOS
+    ]
 
 
 def _ordered(cells: list[Cell]) -> list[Cell]:

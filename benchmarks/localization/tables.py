@@ -21,6 +21,9 @@ def markdown(run: dict[str, Any]) -> str:
         chosen = [c for c in battery if c["cell"]["dtype"] == dtype]
         parts += [f"### Battery, {dtype}", "", _recall_table(chosen), ""]
         parts += [f"### Cost on the battery, {dtype}", "", _cost_table(chosen), ""]
+    large = [c for c in cells if c["cell"]["sweep"] == "pretrained"]
+    if large:
+        parts += ["### A pretrained language model", "", _pretrained_table(large), ""]
     masters = [c for c in cells if c["cell"]["sweep"] == "masters"]
     if masters:
         parts += ["### Masters in bfloat16", "", _recall_table(masters), "", _cost_table(masters), ""]
@@ -78,6 +81,29 @@ def _cost_table(cells: Records) -> str:
         row.append(f"{sum(within)} of {len(within)}")
         rows.append(row)
     return _table(rows)
+
+
+def _pretrained_table(cells: Records) -> str:
+    """A row for each cell: what `published` and `auto` found, at what cost, and how far the certificate is off."""
+    head = ["scenario", "computed in", "published: recall, f, s", "auto: recall, false, verdict", "f", "s", "MiB"]
+    rows = [[*head, "closure", "norm without: stated, bound", "error", "norm, threshold"]]
+    for cell in cells:
+        where, published, auto = cell["cell"], cell["strategies"].get("published"), cell["strategies"].get("auto")
+        row = [where["scenario"], where["dtype"]]
+        if auto is None:
+            rows.append([*row, *["no spike"] * 8, f"{cell['grad_norm']:.3g}, {cell['history']['threshold']:.3g}"])
+            continue
+        told = "-" if published is None else _sums_short(published)
+        row += [told, f"{auto['recall']:.2f}, {auto['false_positives']}, {auto['verdict']}", str(auto["cost_f"])]
+        row += [f"{auto['seconds']:.0f}", _number(auto["peak_extra_mib"], ".0f"), _number(auto["closure"], ".3f")]
+        error = abs(auto["norm_after"] - auto["norm_without"])
+        row += [f"{auto['norm_after']:.4g}, {auto['error_bound']:.2g}", f"{error:.2g}"]
+        rows.append([*row, f"{cell['grad_norm']:.3g}, {cell['history']['threshold']:.3g}"])
+    return _table(rows)
+
+
+def _sums_short(found: dict[str, Any]) -> str:
+    return f"{found['recall']:.2f}, {found['cost_f']}, {found['seconds']:.0f}"
 
 
 def _sweep_table(sweep: str, cells: Records) -> str:

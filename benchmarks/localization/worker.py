@@ -105,6 +105,8 @@ def search_cell(
         found["peak_extra_mib"] = None if mib is None else ranks.max([mib])[0]
         found["gradient_restored"] = all(a is b for a, b in zip(before, space.current(), strict=True))
         found["culprits"] = [_culprit(culprit, batch, ranks.size, micro_batches) for culprit in found["culprits"]]
+        if found.get("norm_after") is not None:
+            found["norm_without"] = _norm_without(sharded, batch, found["culprits"], micro_batches, dtype)
         answer["strategies"][name] = found
     return answer
 
@@ -138,6 +140,17 @@ def _published(step, space, ranks, tau: float) -> dict[str, Any]:
         "forwards": prober.num_forwards,
         "backwards": prober.num_backwards,
     }
+
+
+def _norm_without(sharded, batch: Batch, culprits: list[dict], micro_batches: int, dtype: str) -> float:
+    """The norm that training has where what is named has no advantage; ``.grad`` is left as it was."""
+    space = GradientSpace(sharded)
+    saved = space.take()
+    places = [place for culprit in culprits for place in culprit["places"]]
+    BareStep(sharded, batch.planted(dict.fromkeys(places, 0.0)), micro_batches, getattr(torch, dtype)).train()
+    norm = space.norm()
+    space.put(saved)
+    return norm
 
 
 def _culprit(found, batch: Batch, num_ranks: int, micro_batches: int) -> dict[str, Any]:

@@ -45,11 +45,11 @@ class Oracle:
 
     def norms(self, places: Iterable[Place]) -> dict[Place, float]:
         """The same for many tokens; one forward per row, one backward per token."""
-        return {place: float(self._flat(loss).norm()) for place, loss in self._losses_at(places)}
+        return {place: self._norm(loss) for place, loss in self._losses_at(places)}
 
     def row_norm(self, row: int) -> float:
         """Norm of all of a row's tokens together."""
-        return float(self._flat(self._losses(row).sum()).norm())
+        return self._norm(self._losses(row).sum())
 
     def gradient(self, places: Iterable[Place] | None = None) -> torch.Tensor:
         """The gradient of these tokens together, or of all: float64 (number of weights,), as the model lists them."""
@@ -63,10 +63,15 @@ class Oracle:
             losses = self._losses(row)
             yield from ((place, losses[place[1]]) for place in wanted if place[0] == row)
 
+    def _norm(self, loss: torch.Tensor) -> float:
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in self._gradients(loss)]
+        return float(torch.stack(norms).norm())
+
     def _flat(self, loss: torch.Tensor) -> torch.Tensor:
-        params = list(self.model.parameters())
-        gradients = torch.autograd.grad(loss, params, retain_graph=True, materialize_grads=True)
-        return torch.cat([gradient.double().flatten() for gradient in gradients])
+        return torch.cat([gradient.double().flatten() for gradient in self._gradients(loss)])
+
+    def _gradients(self, loss: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(loss, list(self.model.parameters()), retain_graph=True, materialize_grads=True)
 
     def _losses(self, row: int) -> torch.Tensor:
         """Every token's part (T,) of the step's loss; 0 outside the mask."""

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is typical: every token's own gradient in healthy GRPO steps of a pretrained language model.
+
+    python -m benchmarks.shapes                # SmolLM2-135M on its own answers; a backward for each token
+    python -m benchmarks.shapes --steps 1 --groups 3
+
+Writes shapes.json (every token's numbers), shapes.md and shapes.svg.
+"""
+
+import argparse
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from benchmarks.digest import REPO
+from benchmarks.localization import pretrained
+from benchmarks.progress import Progress
+from experiments.llm import tasks
+from tests.bare import log_prob_of
+
+ROLLOUTS = 8  # of each question
+_LONGEST = 24  # tokens of an answer
+_NOTABLE, _ELEVATED = 3.0, 3.0  # of gradloc.evidence.causes and gradloc.search.candidates
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sampled answer."""
+
+    prompt: torch.Tensor
+    """(P,)"""
+    response: torch.Tensor
+    """(T,), with its end."""
+    advantage: float
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print a table, write the record and the figure."""
+    parsed = _parser().parse_args(arguments)
+    torch.set_num_threads(parsed.threads)
+    path = pretrained.folder(REPO / ".gradloc")
+    model = pretrained.Pretrained(path)
+    steps = [list(_step(model, path, parsed.groups, seed)) for seed in range(parsed.steps)]
+    progress = Progress(sum(len(row.response) for rows in steps for row in rows))
+    run = {
+        "command": shlex.join(["python", "-m", "benchmarks.shapes", *(arguments or sys.argv[1:])]),
+        "steps": [],
+    }
+    out = Path(parsed.out)
+    out.mkdir(parents=True, exist_ok=True)
+    for rows in steps:
+        run["steps"].append(measure(model, rows, progress))
+        (out / "shapes.json").write_text(json.dumps(run) + "\n", encoding="utf-8")
+    (out / "shapes.md").write_text(markdown(run) + "\n", encoding="utf-8")
+    draw(run, out / "shapes.svg")
+    print(markdown(run))
+    return 0
+
+
+def _step(model: pretrained.Pretrained, path: Path, groups: int, seed: int) -> Iterator[Row]:
+    """The answers to as many questions as are wanted that were answered rightly and wrongly, as GRPO weighs them."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    torch.manual_seed(seed)
+    for index, question in enumerate(tasks.draw(200, f"shapes {seed}")):
+        chat = tasks.to_row(index, question, "shapes")["prompt"]
+        prompt = torch.tensor(tokenizer.apply_chat_template(chat, add_generation_prompt=True))
+        how = dict(do_sample=True, temperature=1.0, top_k=0, max_new_tokens=_LONGEST, num_return_sequences=ROLLOUTS)
+        ids = prompt[None]
+        answers = model.inner.generate(ids, attention_mask=torch.ones_like(ids), **how)[:, len(prompt) :]
+        lengths = [(answer == tokenizer.eos_token_id).int().argmax().item() + 1 for answer in answers]
+        ended = [(answer == tokenizer.eos_token_id).any().item() for answer in answers]
+        kept = [a[:n] if e else a for a, n, e in zip(answers, lengths, ended, strict=True)]
+        texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in kept]
+        rewards = torch.tensor([float(re.findall(r"\d+", text)[-1:] == [question.answer]) for text in texts])
+        print(f"{question.text} {int(rewards.sum())} of {ROLLOUTS} right", file=sys.stderr, flush=True)
+        if rewards.std() == 0:
+            continue  # no advantage, so no gradient
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        for answer, advantage in zip(kept, advantages.tolist(), strict=True):
+            yield Row(prompt, answer, advantage)
+        groups -= 1
+        if not groups:
+            return
+
+
+def measure(model: pretrained.Pretrained, rows: Sequence[Row], progress: Progress) -> dict[str, Any]:
+    """Of each token of a step: log-prob, entropy, coefficient, the norm of its own gradient, and share."""
+    num_tokens, params = sum(len(row.response) for row in rows), list(model.parameters())
+    model.zero_grad()
+    for row in rows:
+        (-row.advantage / num_tokens * _outputs(model, row)[0].sum()).backward()
+    whole = [param.grad for param in params]
+    model.zero_grad()
+    norm = float(torch.stack([gradient.double().norm() for gradient in whole]).norm())
+    found: dict[str, list] = {name: [] for name in ("row", "log_prob", "entropy", "coefficient", "norm", "share")}
+    for number, row in enumerate(rows):
+        log_prob, entropy = _outputs(model, row)
+        coefficient = -row.advantage / num_tokens
+        for value in log_prob:
+            gradient = torch.autograd.grad(value, params, retain_graph=True)
+            norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in gradient]
+            dots = [torch.dot(part.flatten(), other.flatten()) for part, other in zip(gradient, whole, strict=True)]
+            dot = float(torch.stack(dots).sum(dtype=torch.float64))
+            found["norm"].append(abs(coefficient) * float(torch.stack(norms).norm()))
+            found["share"].append(coefficient * dot / norm**2)
+            found["coefficient"].append(coefficient)
+            found["row"].append(number)
+            progress.step(f"norm {found['norm'][-1]:.3g}")
+        found["log_prob"] += log_prob.tolist()
+        found["entropy"] += entropy.tolist()
+    return {"step_norm": norm, "rows": len(rows), **found}
+
+
+def _outputs(model: pretrained.Pretrained, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies (T,) of an answer."""
+    tokens = torch.cat([row.prompt, row.response])[None]
+    logits = model(tokens[:, :-1], len(row.response))
+    all_log_probs = logits.detach().log_softmax(-1)
+    return log_prob_of(logits, row.response[None])[0], -(all_log_probs.exp() * all_log_probs).sum(-1)[0]
+
+
+# ---- what the record says
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One step in numbers; ``over`` are parts of its tokens."""
+
+    tokens: int
+    rows: int
+    norm: float
+    quantiles: tuple[float, ...]
+    """Of the tokens' norms over their median: 1 %, 10 %, 90 %, 99 %, largest."""
+    rank_correlation: float
+    """Spearman's, of the tokens' norms and |coefficient| (1 - pi)."""
+    typical_jacobian: float
+    """As gradloc has it: the step's norm over the root sum of squared coefficients."""
+    median_jacobian: float
+    jacobian_over: float
+    """Whose log-prob's gradient is at least three times typical."""
+    beyond_probability: float
+    """And over three times what 1 - pi predicts: `large_jacobian`; the others would be `low_probability`."""
+    rows_elevated: float
+    """Part of the rows whose coefficient is three times the rows' median."""
+    largest_norm: float
+    """Of a token, over the step's."""
+    largest_share: float
+    top_shares: tuple[float, float]
+    """Sum of absolute shares of the loudest 1 % and 10 % of tokens, over that of all."""
+    negative: float
+    """Part of the tokens whose share is negative."""
+    closure: float
+
+
+def summary(step: dict[str, Any]) -> Summary:
+    """What a step's record comes to."""
+    names = ("log_prob", "coefficient", "norm", "share")
+    log_prob, coefficient, norm, share = (torch.tensor(step[name], dtype=torch.float64) for name in names)
+    surprise, jacobian = 1 - log_prob.exp(), norm / coefficient.abs()
+    typical = step["step_norm"] / float(coefficient.norm())
+    over = jacobian / typical
+    predicted = surprise / surprise.mean()
+    rows = torch.tensor(step["row"])
+    per_row = torch.stack([coefficient[rows == row].abs().median() for row in rows.unique()])
+    sizes = share.abs().sort(descending=True).values
+    tops = tuple(float(sizes[: max(round(len(sizes) * part), 1)].sum() / sizes.sum()) for part in (0.01, 0.1))
+    quantiles = (norm / norm.median()).quantile(torch.tensor([0.01, 0.1, 0.9, 0.99, 1.0], dtype=torch.float64))
+    return Summary(
+        tokens=len(norm),
+        rows=step["rows"],
+        norm=step["step_norm"],
+        quantiles=tuple(quantiles.tolist()),
+        rank_correlation=spearman(norm, coefficient.abs() * surprise),
+        typical_jacobian=typical,
+        median_jacobian=float(jacobian.median()),
+        jacobian_over=_part(over >= _NOTABLE),
+        beyond_probability=_part((over >= _NOTABLE) & (over > _NOTABLE * predicted)),
+        rows_elevated=_part(per_row >= _ELEVATED * per_row.median()),
+        largest_norm=float(norm.max()) / step["step_norm"],
+        largest_share=float(share.abs().max()),
+        top_shares=tops,
+        negative=_part(share < 0),
+        closure=float(share.sum()),
+    )
+
+
+def spearman(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Rank correlation of two (n,) tensors without ties worth mentioning."""
+    ranks = torch.stack([values.argsort().argsort().double() for values in (first, second)])
+    return float(torch.corrcoef(ranks)[0, 1])
+
+
+def _part(flags: torch.Tensor) -> float:
+    return float(flags.double().mean())
+
+
+def markdown(run: dict[str, Any]) -> str:
+    """One column for each step."""
+    found = [summary(step) for step in run["steps"]]
+
+    def row(name: str, tell) -> str:
+        return f"| {name} | " + " | ".join(tell(each) for each in found) + " |"
+
+    head = "| | " + " | ".join(f"step {number}" for number in range(1, len(found) + 1)) + " |"
+    return "\n".join(
+        [
+            f"`{run['command']}`",
+            "",
+            head,
+            "|" + " --- |" * (len(found) + 1),
+            row("answers, tokens", lambda s: f"{s.rows}, {s.tokens}"),
+            row("norm of the step", lambda s: f"{s.norm:.3g}"),
+            row("closure of the tokens' shares", lambda s: f"{s.closure:.4f}"),
+            row("tokens' norms over their median: 1 %, 10 %, 90 %, 99 %, largest", lambda s: _list(s.quantiles)),
+            row("rank correlation with \\|coefficient\\| (1 - pi)", lambda s: f"{s.rank_correlation:.3f}"),
+            row("typical Jacobian: gradloc's, the median", lambda s: _list((s.typical_jacobian, s.median_jacobian))),
+            row("tokens of 3 times the typical Jacobian and more", lambda s: f"{s.jacobian_over:.1%}"),
+            row("of these beyond 3 times what 1 - pi predicts", lambda s: f"{s.beyond_probability:.1%}"),
+            row("rows of 3 times the rows' median coefficient and more", lambda s: f"{s.rows_elevated:.1%}"),
+            row("largest token's norm over the step's", lambda s: f"{s.largest_norm:.3f}"),
+            row("largest share", lambda s: f"{s.largest_share:.1%}"),
+            row("of all absolute shares: the loudest 1 %, 10 % of tokens", lambda s: _percents(s.top_shares)),
+            row("tokens of negative share", lambda s: f"{s.negative:.0%}"),
+        ]
+    )
+
+
+def _list(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.2g}" for value in values)
+
+
+def _percents(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.0%}" for value in values)
+
+
+def draw(run: dict[str, Any], path: Path) -> None:
+    """Norms, the predictor, and how shares add up."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "gradloc"
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(12, 3.6))
+    for number, step in enumerate(run["steps"], 1):
+        names = ("log_prob", "coefficient", "norm", "share")
+        log_prob, coefficient, norm, share = (torch.tensor(step[name], dtype=torch.float64) for name in names)
+        label = f"step {number}, {len(norm)} tokens"
+        left.hist((norm / norm.median()).log10().tolist(), bins=30, histtype="step", label=label)
+        predictor = coefficient.abs() * (1 - log_prob.exp())
+        middle.scatter(predictor.tolist(), norm.tolist(), s=6, alpha=0.6, label=label)
+        sizes = share.abs().sort(descending=True).values
+        part = torch.arange(1, len(sizes) + 1) / len(sizes)
+        right.plot(part.tolist(), (sizes.cumsum(0) / sizes.sum()).tolist(), label=label)
+    left.set(xlabel="log10 of a token's norm over the median", ylabel="tokens", title="norms of single tokens")
+    middle.set(xlabel="|coefficient| (1 - pi)", ylabel="norm", title="their predictor", xscale="log", yscale="log")
+    right.set(
+        xlabel="part of the tokens, loudest first", ylabel="part of all |shares|", title="shares of a healthy step"
+    )
+    right.set_xscale("log")
+    for axis in (left, middle, right):
+        axis.grid(alpha=0.3)
+    left.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks.shapes", description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--groups", type=int, default=3, help="questions of a step, each with eight answers")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", default=str(REPO / "runs" / "benchmarks" / "shapes"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

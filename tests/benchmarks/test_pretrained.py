@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A language model of transformers in the bare step, tiny: what the benchmarks on a pretrained one rest on."""
+
+import pytest
+import torch
+
+from benchmarks import shapes
+from benchmarks.localization.pretrained import Pretrained, continued
+from benchmarks.progress import Progress
+from gradloc.core.gradients import GradientSpace
+from gradloc.core.ranks import Ranks
+from gradloc.core.trigger import Spike
+from gradloc.search.find import localize
+from tests.bare import BareStep, Oracle, shard
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=96)
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)).save_pretrained(folder)
+    return Pretrained(folder)
+
+
+def test_a_planted_token_is_found_and_its_own_backward_agrees(model):
+    batch = continued(model, torch.arange(96), rows=4, length=6, seed=0).planted({(2, 3): 1e4})
+    oracle = Oracle(model, batch)
+    step, space = BareStep(shard(model, "plain"), batch, num_micro_batches=2), GradientSpace(model)
+    space.clear()
+    step.train()
+    norm = space.norm()
+    assert norm == pytest.approx(float(oracle.gradient().norm()), rel=1e-5)
+    found = localize(step, space, Ranks(), Spike("fixed", norm, norm / 10, norm, batch.num_tokens), 1.0)
+    assert [batch.place(token, 1, 2) for token in found.result.tokens] == [(2, 3)]
+    assert found.result.culprits[0].norm == pytest.approx(oracle.norm((2, 3)), rel=1e-4)
+
+
+def test_the_tokens_of_a_step_add_up_to_it(model):
+    torch.manual_seed(0)
+    rows = [shapes.Row(torch.randint(96, (5,)), torch.randint(96, (4,)), advantage) for advantage in (1.0, -0.5)]
+    step = shapes.measure(model, rows, Progress(8))
+    found = shapes.summary(step)
+    assert (found.rows, found.tokens) == (2, 8)
+    assert found.closure == pytest.approx(1.0, abs=1e-4)
+    assert min(step["norm"]) > 0 and found.largest_norm <= 8
+    assert shapes.spearman(torch.arange(5.0), torch.arange(5.0).exp()) == pytest.approx(1.0)
