@@ -44,6 +44,16 @@ DEMO_LLM = DEMO.heir(
     is_planted=True,
 )
 
+DEMO_VLLM = DEMO_VERL09.heir(
+    "demo-vllm",
+    "the demo on verl 0.9.1 with vLLM as its rollout engine, on SmolLM2-135M-Instruct, with no GPU and no hub",
+    number("GRPO_LEARNING_RATE", "the actor's learning rate (2e-6)"),
+    imports=("torch", "ray", "hydra", "math_verify", "vllm"),
+    material=DEMO_LLM.material,
+    is_planted=True,
+    verls=("0.9.1",),
+)
+
 PUBLISHED = Experiment(
     "gradloc-qwen3-4b",
     "the published experiment: Qwen3-4B-Instruct-2507, GRPO, 8 nodes of 8 GPUs, vLLM",

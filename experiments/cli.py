@@ -153,7 +153,7 @@ def find_installed(
     experiment: Experiment, version: str | None, environ, cwd: Path, is_dry: bool
 ) -> tuple[str, target.Target]:
     """The Python that verl 0.9 and gradloc are installed in, and that verl; a dry run makes nothing."""
-    own = environment.VERL09
+    own = environment.VLLM if "vllm" in experiment.imports else environment.VERL09
     if not experiment.is_on_cpu:
         python = environ.get(own.variable) or sys.executable
     elif is_dry:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments.errors import ExperimentError
@@ -42,6 +42,8 @@ class Environment:
     """For the user who waits for it: time and disk."""
     has_gradloc: bool = False
     """Whether this repository is installed in it, which lets verl 0.9 and Hydra find gradloc."""
+    beside: tuple[Path, ...] = ()
+    """Lists of packages that are installed without what they ask for."""
     variable: str | None = None
     """The environment variable that names an interpreter to use instead, with everything installed."""
 
@@ -62,6 +64,7 @@ DEMO = Environment("venv", _requirements("demo.txt", "report.txt"), "about a min
 VERL09 = Environment(
     "venv-verl09", _requirements("verl09.txt"), "about a minute, 2 GB", has_gradloc=True, variable="VERL09_PYTHON"
 )
+VLLM = replace(VERL09, name="venv-vllm", size="some minutes, 4 GB", beside=_requirements("vllm.txt"))
 
 
 def ensure_python(report=print, environment: Environment = DEMO) -> str:
@@ -84,7 +87,7 @@ def ensure_python(report=print, environment: Environment = DEMO) -> str:
 
 def _ensure_packages(environment: Environment, report) -> None:
     stamp = environment.folder / "requirements.sha256"
-    content = [path.read_text() for path in environment.requirements]
+    content = [path.read_text() for path in (*environment.requirements, *environment.beside)]
     digest = hashlib.sha256("".join(content).encode()).hexdigest()
     if stamp.is_file() and stamp.read_text().strip() == digest and environment.python.exists():
         return
@@ -97,6 +100,9 @@ def _ensure_packages(environment: Environment, report) -> None:
     _install(environment, torch)
     report(f"  the other packages of {' and '.join(path.name for path in environment.requirements)}")
     _install(environment, *(word for path in environment.requirements for word in ("-r", str(path))))
+    for path in environment.beside:
+        report(f"  those of {path.name}")
+        _install(environment, "--no-deps", "-r", str(path))
     # Written last: an interrupted installation is begun again.
     stamp.write_text(digest + "\n")
 

