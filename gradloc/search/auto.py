@@ -44,7 +44,9 @@ _STABLE = 1.5  # where two step sizes give it alike
 _RESOLVED = {torch.float32: 0.02, torch.bfloat16: 0.1, torch.float16: 0.1}  # of closure: less is no part unseen
 _MUCH = 0.5  # of a spike, that few spans carry together where they are worth naming though more than may be named,
 _MOST = 0.75  # that culprits carry beside a healthy rest,
-_ABOVE = 10.0  # times their part of the batch's tokens: in a batch that is scaled as a whole spans carry less
+_ABOVE = 10.0  # times their part of the batch's tokens: in a batch that is scaled as a whole spans carry less;
+_NEARLY_ALL = 0.9  # of a spike:
+_WELL_ABOVE = 3.0  # then this many times their part is enough, since none of few rows can carry ten times its part
 _BY_FAR = 1.5  # times the threshold, and
 _COARSE = 0.1  # of the spike or the culprits: a smaller rest is known too roughly from half-precision backwards
 _REPEATS = 0.1  # of the norm: kernels that are not bit-reproducible differ by less
@@ -193,8 +195,11 @@ class _Search:
 
     def _are_few(self, shares: ShareMap, spans: list[Candidate]) -> bool:
         """Whether some first ones of these spans carry much of the direction, and far more than their part."""
-        firsts = (self._carried(shares, spans[:count]) for count in range(1, len(spans) + 1))
-        return any(carried > max(_MUCH, _ABOVE * part) for carried, part in firsts)
+        for count in range(1, len(spans) + 1):
+            carried, part = self._carried(shares, spans[:count])
+            if carried > max(_MUCH, _ABOVE * part) or carried > max(_NEARLY_ALL, _WELL_ABOVE * part):
+                return True
+        return False
 
     def _is_spread(self, shares: ShareMap, candidates: list[Candidate]) -> bool:
         """Whether the spans that carry most of the spike are no more than a part of a batch of which all is loud.

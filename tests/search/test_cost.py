@@ -50,6 +50,15 @@ def test_its_loudest_rows_are_not_named_where_it_is_little_over_the_threshold(fa
     assert cost <= 2 * M + 2
 
 
+def test_three_of_twelve_rows_that_carry_nearly_all_are_named_though_the_others_spike_as_well():
+    healthy = random_batch(build("tiny"), rows=12, length=24)
+    sizes = torch.tensor([3000.0, -1600.0, -1400.0] + [300.0, -250.0, -50.0] * 3)[:, None]
+    found, _ = search(healthy.edited(advantages=sizes.expand_as(healthy.advantages).clone()))
+    (loudest,) = {healthy.place(token, 1, M)[0] for token in found.result.culprits[0].tokens}
+    assert found.status == "max_culprits" and found.certificate.verdict == "not_explained"
+    assert found.result.culprits[0].span == "sequence" and loudest in (0, 1, 2)
+
+
 @pytest.mark.parametrize("count", [12, 40])
 def test_of_many_tokens_that_are_alike_the_most_are_named_and_the_others_counted(count):
     model = build("tiny")
