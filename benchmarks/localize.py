@@ -39,7 +39,7 @@ SCHEMA_VERSION = 1
 def main(arguments: list[str] | None = None) -> int:
     """Run the plan that the arguments name, and write what was measured."""
     parsed = _parser().parse_args(arguments)
-    cells = pretrained() if parsed.model else full(parsed.seeds) if parsed.full else quick()
+    cells = pretrained(parsed.tokens, parsed.ranks) if parsed.model else full(parsed.seeds) if parsed.full else quick()
     cells = [cell for cell in cells if _is_wanted(cell, parsed)]
     if parsed.strategy:
         chosen = {cell: tuple(name for name in cell.strategies if name in parsed.strategy) for cell in cells}
@@ -151,6 +151,8 @@ def _is_wanted(cell: Cell, parsed: argparse.Namespace) -> bool:
         return False
     if parsed.scenario and cell.scenario not in parsed.scenario:
         return False
+    if parsed.dtype and cell.dtype not in parsed.dtype:
+        return False
     return parsed.device == "cpu" or cell.ranks <= torch.cuda.device_count()
 
 
@@ -170,10 +172,13 @@ def _parser() -> argparse.ArgumentParser:
     size.add_argument("--full", action="store_true", help="three seeds and all sweeps")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     size.add_argument("--model", choices=("smollm2",), help="a pretrained language model (half an hour, 6 GB)")
+    parser.add_argument("--tokens", type=int, default=512, help="of a step on the pretrained model")
+    parser.add_argument("--ranks", type=int, default=2, help="likewise")
     parser.add_argument("--resume", action="store_true", help="keep the cells that the record in --out has")
     parser.add_argument("--seeds", type=int, default=3, help="of the full battery")
     parser.add_argument("--sweep", action="append", help="only this sweep (repeatable)")
     parser.add_argument("--scenario", action="append", help="only this scenario (repeatable)")
+    parser.add_argument("--dtype", action="append", help="only what computes in this (repeatable)")
     parser.add_argument("--strategy", action="append", help="only this strategy (repeatable)")
     parser.add_argument("--threads", type=int, default=1, help="of the process that prepares cells")
     parser.add_argument("--out", default=str(REPO / "runs" / "benchmarks" / "localize"))

@@ -39,7 +39,7 @@ from tests.world import World, harness
 
 CASES = {"single": 2.0, "eight": 3.0, "batch": 3.0}
 """By name: how many times as long as without the search an update may take."""
-ROWS, RESPONSE = 16, 32
+_PER_RANK = 8  # rows: four micro-batches of two
 _HEALTHY = 5  # updates that the running norm is judged by, and that tell what is typical
 _THRESHOLD = 4.0  # times the healthy norm: the least that the trigger ever asks for
 _SETTINGS = [
@@ -57,12 +57,13 @@ _trainers: list[Any] = []
 def prepare(model: str, folder: str) -> None:
     """verl's actor around the model of that folder; events go to the other."""
     inner = pretrained.Pretrained(Path(model)).inner
-    _trainers.append(harness.make_trainer(_SETTINGS, folder, model=inner))
+    size = f"actor_rollout_ref.actor.ppo_mini_batch_size={_PER_RANK * dist.get_world_size()}"
+    _trainers.append(harness.make_trainer([*_SETTINGS, size], folder, model=inner))
 
 
-def watch(threshold: float) -> None:
-    """From now on a norm over this is a spike."""
-    _trainers[0].driver.tau = threshold * (ROWS * RESPONSE) ** 0.5
+def watch(threshold: float, num_tokens: int) -> None:
+    """From now on a norm over this is a spike, of a step of so many tokens."""
+    _trainers[0].driver.tau = threshold * num_tokens**0.5
 
 
 def update(batch: Batch, way: str) -> dict[str, Any]:
@@ -150,27 +151,31 @@ def main(arguments: list[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         _, tree = trees(Path(scratch), parsed.tree)
-        with World(2, path=(str(tree),), timeout_s=1800) as world:
-            run = {"command": command, **measure(world, parsed.case or list(CASES), parsed.times, Path(scratch), out)}
+        with World(parsed.ranks, path=(str(tree),), timeout_s=1800) as world:
+            cases = parsed.case or list(CASES)
+            run = {"command": command, **measure(world, cases, parsed.times, parsed.response, Path(scratch), out)}
     _write(run, out)
     print(markdown(run))
     return 0
 
 
-def measure(world: World, cases: list[str], times: int, scratch: Path, out: Path) -> dict[str, Any]:
+def measure(world: World, cases: list[str], times: int, length: int, scratch: Path, out: Path) -> dict[str, Any]:
     """The record of the run; see the module."""
     path = pretrained.folder(REPO / ".gradloc")
     model, source = pretrained.Pretrained(path), pretrained.text(path)
-    batches = [pretrained.continued(model, source, ROWS, RESPONSE, seed) for seed in range(_HEALTHY + 1)]
+    rows = _PER_RANK * world.size
+    batches = [pretrained.continued(model, source, rows, length, seed) for seed in range(_HEALTHY + 1)]
     world.run("benchmarks.spiking.prepare", model=str(path), folder=str(scratch / "events"))
-    world.run("benchmarks.spiking.watch", threshold=float("inf"))
+    world.run("benchmarks.spiking.watch", threshold=float("inf"), num_tokens=rows * length)
     healthy = [_update(world, batch, "with") for batch in batches[:-1]]
     norm = median(told["norm"] for told in healthy)
-    world.run("benchmarks.spiking.watch", threshold=_THRESHOLD * norm)
+    world.run("benchmarks.spiking.watch", threshold=_THRESHOLD * norm, num_tokens=rows * length)
     run = {
         "core_sha256": digest(),
         "machine": {"processor": platform.machine(), "cpus": os.cpu_count()},
         "weights": sum(param.numel() for param in model.parameters()),
+        "ranks": world.size,
+        "tokens": rows * length,
         "healthy_norm": norm,
         "running_norm": healthy[-1]["tracks"],
         "cases": [],
@@ -239,6 +244,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.spiking", description=__doc__.split("\n")[0])
     parser.add_argument("--case", action="append", choices=tuple(CASES), help="only this one (repeatable)")
     parser.add_argument("--times", type=int, default=10, help="updates of each case with the search, and without")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--response", type=int, default=32, help="tokens of each of a rank's eight answers")
     parser.add_argument("--tree", help="a patched verl checkout (default: patches a copy)")
     parser.add_argument("--out", default=str(REPO / "runs" / "benchmarks" / "spiking"))
     return parser

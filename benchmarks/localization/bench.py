@@ -21,6 +21,7 @@ _HEALTHY_STEPS = {True: 17, False: 20}  # of the pretrained model, whose every p
 _HISTORY = dict(window=128, warmup=16, num_deviations=6.0)  # the trigger's defaults in verl's yaml
 _BUDGET = 128  # the published bisect_budget_steps
 _MAX_CULPRITS = 8  # search.max_culprits' default
+_LEAST = {True: 6.0, False: 4.0}  # likewise, kappa of one that must spike: the pretrained model's norms scatter more
 _RANDOM_TOKENS = {True: 8, False: 24}  # likewise, of the oracle's pool, beside everything planted or named
 
 
@@ -54,7 +55,7 @@ class Bench:
         history = self._history(cell)
         # seeds from 10,000 on: no spiked step is among those that the history was made of
         healthy = healthy_batch(model, held, cell.tokens, 10_000 + cell.seed)
-        planter = Planter(model, healthy, history["median_norm"], cell.seed)
+        planter = Planter(model, healthy, history["median_norm"], cell.seed, _LEAST[cell.model == pretrained.NAME])
         plant = SCENARIOS[cell.scenario] if cell.count is None else count_scenario(cell.count, cell.kappa)
         planted = plant(planter)
         answers = self._ranks(cell.ranks).run(

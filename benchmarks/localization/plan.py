@@ -82,11 +82,11 @@ def full(seeds: int = 3) -> list[Cell]:
     return _ordered(cells)
 
 
-def pretrained() -> list[Cell]:
-    """The battery on a pretrained language model; half an hour on two cores."""
+def pretrained(tokens: int = 512, ranks: int = 2) -> list[Cell]:
+    """The battery on a pretrained language model; half an hour on two free cores, some minutes of few tokens on one."""
     return [
         # the published search costs the same f whatever the spike is, two thirds of a cell's time
-        Cell("pretrained", name, 512, model=NAME, dtype=dtype, strategies=PAIR if name == "single_10" else ("auto",))
+        Cell("pretrained", name, tokens, ranks, model=NAME, dtype=dtype, strategies=PAIR[name != "single_10" :])
         for dtype in DTYPES
         for name in LARGE_SCENARIOS
     ]

@@ -33,12 +33,14 @@ class Planter:
         batch: healthy.
         healthy_norm: the median norm of healthy steps.
         seed: of the places.
+        least: kappa of those scenarios whose culprit is to be just loud enough.
     """
 
-    def __init__(self, model: Decoder, batch: Batch, healthy_norm: float, seed: int):
+    def __init__(self, model: Decoder, batch: Batch, healthy_norm: float, seed: int, least: float = 4.0):
         self.model = model
         self.batch = batch
         self.healthy_norm = healthy_norm
+        self.least = least
         self._generator = torch.Generator().manual_seed(1000 + seed)
 
     @property
@@ -131,16 +133,16 @@ def _sequence(planter: Planter) -> Planted:
 
 
 def _rare(planter: Planter) -> Planted:
-    """The response holds the model's least likely token there, with an advantage of kappa 4."""
+    """The response holds the model's least likely token there, with an advantage of kappa 4 or what is the least."""
     place = planter.place(planter.draw(planter.shape[0]))
     labels = planter.batch.labels.clone()
     labels[place] = Oracle(planter.model, planter.batch).logits(place).argmin()
     batch = planter.batch.edited(labels=labels)
-    return Planted(planter.loud(batch, place, 4.0), [place])
+    return Planted(planter.loud(batch, place, planter.least), [place])
 
 
 def _amplified(planter: Planter, layers: tuple[int, ...]) -> Planted:
-    """An ordinary token to which these layers' MLP weights react far too strongly (kappa 4).
+    """An ordinary token to which these layers' MLP weights react far too strongly (kappa 4, or the least).
 
     Nothing that the loss knows shows it: log-prob, advantage and coefficient are ordinary. It is
     the last position read, so that exactly one response token depends on it.
@@ -157,7 +159,7 @@ def _amplified(planter: Planter, layers: tuple[int, ...]) -> Planted:
         where = Amplified(layers, row, NUM_PROMPT + last - 1, factor)
         return batch.edited(amplified=where)
 
-    return Planted(_calibrated(planter, with_factor, place, 4.0), [place])
+    return Planted(_calibrated(planter, with_factor, place, planter.least), [place])
 
 
 def _jacobian(planter: Planter) -> Planted:

@@ -54,6 +54,7 @@ RECORDED = {
     "## The scenario battery (N = 1024, W = 2, M = 4)": ("battery", localization.markdown),
     "## N, W and the model": ("sizes", localization.markdown),
     "## M and the number of culprits (N = 4096, W = 2)": ("counts", localization.markdown),
+    "## On a pretrained language model": ("smollm2", localization.markdown),
     "## The price of a healthy step": ("healthy", healthy.markdown),
     "## The trigger's rule": ("trigger", trigger.markdown),
     "## Kernels that do not repeat": ("unrepeatable", lambda found: unrepeatable.markdown(found["rows"])),
@@ -69,7 +70,7 @@ def test_every_row_of_a_benchmark_s_table_is_the_record_s(title):
     assert shown and [row for row in shown if row not in made] == []
 
 
-@pytest.mark.parametrize("name", ["battery", "sizes", "counts"])
+@pytest.mark.parametrize("name", ["battery", "sizes", "counts", "smollm2"])
 def test_the_core_that_a_table_is_of_is_named(name):
     assert f"`{record(name)['core_sha256'][:8]}`" in page("docs/benchmarks.md")
 
@@ -134,6 +135,13 @@ def test_no_cell_costs_more_than_it_may_and_all_are_right():
     found = record("cost")["rows"]
     assert [row for row in found if cost.is_over(row)] == []
     assert {(row["recall"], row["false_positives"], row["verdict"]) for row in found} == {(1.0, 0, "explained")}
+
+
+def test_on_a_pretrained_model_all_are_found_in_float32_and_certified_as_they_are():
+    found = [cell for cell in record("smollm2")["cells"] if cell["cell"]["dtype"] == "float32"]
+    for auto in (cell["strategies"]["auto"] for cell in found):
+        assert (auto["recall"], auto["false_positives"], auto["verdict"]) == (1, 0, "explained")
+        assert abs(auto["norm_after"] - auto["norm_without"]) <= auto["error_bound"]
 
 
 def test_the_mixtures_figures_are_the_record_s():
