@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 
@@ -46,11 +47,21 @@ def with_liger(scenario: str, **given: Any) -> Any:
     from liger_kernel.ops import rms_norm
     from transformers.models.qwen3 import modeling_qwen3
     from triton import language
+    from triton.runtime import interpreter
 
     from tests.world import spikes
 
     assert os.environ["TRITON_INTERPRET"] == "1"
     rms_norm.rsqrt = lambda x: language.math.rsqrt(x)  # the interpreter has no function of a device's library
+    convert = interpreter._implicit_cvt
+
+    def with_floats(arg: Any) -> Any:
+        """A float in float32, as a compiled kernel has it; the interpreter leaves it a number of Python's."""
+        if not isinstance(arg, float):
+            return convert(arg)
+        handle = interpreter.TensorHandle(np.array([arg], dtype=np.float32), language.float32)
+        return language.tensor(handle, language.float32)
+
     module, function = scenario.split(".")
     scenarios, names = import_module(f"tests.world.{module}"), vars(modeling_qwen3)
     plain, make_trainer, token_gradients = dict(names), scenarios.make_trainer, spikes.token_gradients
@@ -65,5 +76,6 @@ def with_liger(scenario: str, **given: Any) -> Any:
             return token_gradients(trainer, spikes.make_model(), batch)
 
     oracle = mock.patch.object(spikes, "token_gradients", of_a_plain_model)
-    with mock.patch.dict(names), mock.patch.object(scenarios, "make_trainer", make_with_liger), oracle:
+    floats = mock.patch.object(interpreter, "_implicit_cvt", with_floats)
+    with mock.patch.dict(names), mock.patch.object(scenarios, "make_trainer", make_with_liger), oracle, floats:
         return getattr(scenarios, function)(**given)
