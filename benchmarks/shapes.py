@@ -152,6 +152,8 @@ class Summary:
     """Whose log-prob's gradient is at least three times typical."""
     beyond_probability: float
     """And over three times what 1 - pi predicts: `large_jacobian`; the others would be `low_probability`."""
+    advantage_over: float
+    """Whose |advantage| is three times the median and more."""
     rows_elevated: float
     """Part of the rows whose coefficient is three times the rows' median."""
     largest_norm: float
@@ -187,6 +189,7 @@ def summary(step: dict[str, Any]) -> Summary:
         median_jacobian=float(jacobian.median()),
         jacobian_over=_part(over >= _NOTABLE),
         beyond_probability=_part((over >= _NOTABLE) & (over > _NOTABLE * predicted)),
+        advantage_over=_part(coefficient.abs() >= _NOTABLE * coefficient.abs().median()),
         rows_elevated=_part(per_row >= _ELEVATED * per_row.median()),
         largest_norm=float(norm.max()) / step["step_norm"],
         largest_share=float(share.abs().max()),
@@ -228,6 +231,7 @@ def markdown(run: dict[str, Any]) -> str:
             row("typical Jacobian: gradloc's, the median", lambda s: _list((s.typical_jacobian, s.median_jacobian))),
             row("tokens of 3 times the typical Jacobian and more", lambda s: f"{s.jacobian_over:.1%}"),
             row("of these beyond 3 times what 1 - pi predicts", lambda s: f"{s.beyond_probability:.1%}"),
+            row("tokens of 3 times the median advantage and more", lambda s: f"{s.advantage_over:.1%}"),
             row("rows of 3 times the rows' median coefficient and more", lambda s: f"{s.rows_elevated:.1%}"),
             row("largest token's norm over the step's", lambda s: f"{s.largest_norm:.3f}"),
             row("largest share", lambda s: f"{s.largest_share:.1%}"),

@@ -11,7 +11,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks import cost, healthy, mixtures, unrepeatable
+from benchmarks import cost, healthy, mixtures, shapes, unrepeatable
 from benchmarks.localization import tables as localization
 from benchmarks.trigger import tables as trigger
 from gradloc.evidence.tell.lines import headline
@@ -142,6 +142,11 @@ def test_on_a_pretrained_model_all_are_found_in_float32_and_certified_as_they_ar
     for auto in (cell["strategies"]["auto"] for cell in found):
         assert (auto["recall"], auto["false_positives"], auto["verdict"]) == (1, 0, "explained")
         assert abs(auto["norm_after"] - auto["norm_without"]) <= auto["error_bound"]
+
+
+def test_what_the_page_of_shapes_calls_typical_is_the_record_s():
+    shown, made = rows((ROOT / "docs/shapes.md").read_text()), shapes.markdown(record("shapes")).splitlines()
+    assert shown and [row for row in shown if row not in made] == []
 
 
 def test_the_mixtures_figures_are_the_record_s():
