@@ -37,7 +37,8 @@ Gradient = list[torch.Tensor | None]
 
 _PART = 2**20  # elements whose norm is taken at once: 8 MiB in float64, which a CPU's cache holds
 _SAMPLE = 64  # of how many elements one is read for a rough norm,
-_LEAST = 2**13  # but at least so many
+_LEAST = 2**13  # but at least so many,
+_ALIKE = 8  # and of how many parameters of one shape
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -300,17 +301,38 @@ class GradientSpace:
         """Squared norm of each parameter's part of ``.grad`` on this rank, (num_params,): no communication.
 
         Args:
-            is_rough: read a run from the middle of each large part and scale it up.
+            is_rough: of the parameters of each shape read some, of each a run from the middle, and scale that up; 0 for
+                the others, so that the sum is about right.
         """
-        shards = [local_shard(param) if param.grad is None else local_shard(param.grad) for param in self.params]
-        parts = [_slice(shard) for shard in shards] if is_rough else shards
-        squares = torch.stack(torch._foreach_norm(parts)).square_()
         if is_rough:
-            pairs = zip(shards, parts, strict=True)
-            squares *= torch.tensor([shard.numel() / max(part.numel(), 1) for shard, part in pairs]).to(squares)
+            return self._rough_squares()
+        shards = [local_shard(param) if param.grad is None else local_shard(param.grad) for param in self.params]
+        squares = torch.stack(torch._foreach_norm(shards)).square_()
         missing = [index for index, param in enumerate(self.params) if param.grad is None]
         if missing:
             squares[missing] = 0.0
+        return squares
+
+    def _rough_squares(self) -> torch.Tensor:
+        by_shape: dict[torch.Size, list[torch.Tensor]] = {}
+        places: dict[torch.Size, list[int]] = {}
+        for index, param in enumerate(self.params):
+            if param.grad is not None:
+                by_shape.setdefault(param.shape, []).append(param.grad)
+                places.setdefault(param.shape, []).append(index)
+        chosen, parts, factors = [], [], []
+        for shape, grads in by_shape.items():
+            stride = -(-len(grads) // _ALIKE)
+            kept = [local_shard(grad) for grad in grads[::stride]]
+            runs = [_slice(shard) for shard in kept]
+            chosen += places[shape][::stride]
+            parts += runs
+            times = len(grads) / len(kept)
+            factors += [times * shard.numel() / max(run.numel(), 1) for shard, run in zip(kept, runs, strict=True)]
+        squares = self._zeros()
+        if parts:
+            found = torch.stack(torch._foreach_norm(parts)).square_().double()
+            squares[chosen] = found * torch.tensor(factors).to(found)
         return squares
 
     def _zeros(self) -> torch.Tensor:
