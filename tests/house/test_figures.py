@@ -11,7 +11,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks import cost, healthy, mixtures, shapes, unrepeatable
+from benchmarks import cost, healthy, mixtures, shapes, spiking, unrepeatable
 from benchmarks.localization import tables as localization
 from benchmarks.trigger import tables as trigger
 from gradloc.evidence.tell.lines import headline
@@ -56,6 +56,7 @@ RECORDED = {
     "## M and the number of culprits (N = 4096, W = 2)": ("counts", localization.markdown),
     "## On a pretrained language model": ("smollm2", localization.markdown),
     "## The price of a healthy step": ("healthy", healthy.markdown),
+    "## The price of a search": ("spiking", spiking.markdown),
     "## The trigger's rule": ("trigger", trigger.markdown),
     "## Kernels that do not repeat": ("unrepeatable", lambda found: unrepeatable.markdown(found["rows"])),
     "## Cost against 0.1.0": ("cost", cost.markdown),
