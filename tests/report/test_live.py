@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Following a run that is going on: what is new is shown, what is not there yet is waited for."""
 
+import contextlib
 import json
 import re
 import signal
@@ -140,9 +141,20 @@ def test_the_site_waits_for_a_run_that_has_not_begun(tmp_path):
         assert b"<b>" not in site.report()
 
 
+@contextlib.contextmanager
+def watching(*words):
+    """`watch` in a process that Ctrl-C reaches, though a shell that began this one in the background had it ignored."""
+    command = [sys.executable, "-u", "-m", "gradloc.report", "watch", *words]
+    plain = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True, **plain) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def test_watch_serves_until_it_is_interrupted(folder):
-    command = [sys.executable, "-m", "gradloc.report", "watch", str(folder), "--serve", "--port", "0"]
-    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as process:
+    with watching(str(folder), "--serve", "--port", "0") as process:
         line = process.stdout.readline()
         url = re.search(r"http://127\.0\.0\.1:\d+/", line)[0]
         with urllib.request.urlopen(url + "report.html", timeout=20) as answer:
@@ -152,8 +164,7 @@ def test_watch_serves_until_it_is_interrupted(folder):
 
 
 def test_without_a_terminal_watch_prints_a_line_for_each_event(folder):
-    command = [sys.executable, "-u", "-m", "gradloc.report", "watch", str(folder), "--interval", "0.1"]
-    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as process:
+    with watching(str(folder), "--interval", "0.1") as process:
         assert process.stdout.readline() == "One token made the step-5 spike: 748 → 0.77\n"
         grow(folder, 9)
         assert process.stdout.readline() == "One token made the step-9 spike: 748 → 0.77\n"
