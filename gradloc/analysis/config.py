@@ -157,8 +157,7 @@ def check_geometry(settings: BucketSettings, config: Any, num_prompts: int) -> N
     key = f"{_TRAINER}.gradient_analysis_env_groups"
     groups, size = geometry(settings, config)
     require(groups <= num_prompts, key, f"at most the {num_prompts} prompts of the training set", groups)
-    sp_size = config.actor_rollout_ref.actor.get("ulysses_sequence_parallel_size", 1)
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node // sp_size
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     require(
         groups * size % ranks == 0,
         key,

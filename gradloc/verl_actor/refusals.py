@@ -59,7 +59,7 @@ _NEEDS = {
     f"{_ACTOR}.gradloc.stabilize.layer_clip.group finer than layer": (_SEPARATE_PARAMETERS,),
     f"{_ACTOR}.gradloc.stabilize.token_clip or seq_clip": (_ROLLOUT_LOG_PROBS,),
     "algorithm.lopti.enable": (_LEGACY, _FSDP),
-    "trainer.gradient_analysis_mode": (_LEGACY, _FSDP),
+    "trainer.gradient_analysis_mode": (_LEGACY, _FSDP, _WHOLE_SEQUENCES),
     "trainer.quartile_analysis_mode": (_LEGACY, _FSDP, _WHOLE_SEQUENCES, WEIGHTS_ON_DEVICE),
 }
 

@@ -32,7 +32,7 @@ FEATURES = {
         ("actor_rollout_ref.rollout.calculate_log_probs", False, "true")
     ],
     "algorithm.lopti.enable": EVERYWHERE,
-    "trainer.gradient_analysis_mode": EVERYWHERE,
+    "trainer.gradient_analysis_mode": EVERYWHERE + WHOLE_SEQUENCES,
     "trainer.quartile_analysis_mode": EVERYWHERE + AT_THE_WEIGHTS + WHOLE_SEQUENCES,
 }
 
