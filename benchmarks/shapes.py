@@ -26,11 +26,12 @@ from benchmarks.digest import REPO
 from benchmarks.localization import pretrained
 from benchmarks.progress import Progress
 from experiments.llm import tasks
+from gradloc.evidence.causes import _NOTABLE
+from gradloc.search.candidates import _ELEVATED
 from tests.bare import log_prob_of
 
 ROLLOUTS = 8  # of each question
 _LONGEST = 24  # tokens of an answer
-_NOTABLE, _ELEVATED = 3.0, 3.0  # of gradloc.evidence.causes and gradloc.search.candidates
 
 
 @dataclass(frozen=True)

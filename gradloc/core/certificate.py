@@ -29,6 +29,7 @@ gradients in, of what was replayed is added to three times the difference.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from .gradients import Gradient
@@ -118,7 +119,7 @@ def certify(
     if was_finite and 2 * len(holders) <= prober.step.num_micro_batches:
         found = _swap(prober, spike, scale, norm_before, threshold, culprits, holders, alone or [])
     (alone or []).clear()
-    norm_after, error_bound, difference, method = found or _recompute(prober, culprits, holders)
+    norm_after, error_bound, difference, method = found or _recompute(prober, culprits)
     verdict, reason = judge(norm_after, error_bound, threshold, was_finite)
     return Certificate(norm_before, norm_after, error_bound, threshold, method, verdict, reason, difference)
 
@@ -184,15 +185,21 @@ def _noise(difference: float, norm: float) -> float:
     return _DRAWS * difference + _UNIT * norm if difference > 0 else 0.0
 
 
-def _recompute(prober: Prober, culprits: list[Token], holders: list[int]) -> tuple[float, float, float, str]:
+def _recompute(prober: Prober, culprits: list[Token]) -> tuple[float, float, float, str]:
     """Norm, bound, replay difference and method, from every micro-batch without the culprits."""
-    space, num_micro_batches = prober.space, prober.step.num_micro_batches
-    prober.compute_without(culprits, holders[:1])
+    space, step, ranks = prober.space, prober.step, prober.ranks
+    num_micro_batches = step.num_micro_batches
+    indices = range(num_micro_batches)
+    # Whether kernels repeat is told by the micro-batch with most tokens left: one that was a culprit has no gradient.
+    tokens = ranks.sum(ranks.agree(lambda: [float(step.token_mask(index).sum()) for index in indices]))
+    taken = Counter(token.micro_batch for token in culprits)
+    fullest = max(indices, key=lambda index: tokens[index] - taken[index])
+    prober.compute_without(culprits, [fullest])
     first = space.take()
-    prober.compute_without(culprits, holders[:1])
+    prober.compute_without(culprits, [fullest])
     prober.add(first, alpha=-1.0)
     difference = space.norm()
-    prober.compute_without(culprits, [index for index in range(num_micro_batches) if index != holders[0]])
+    prober.compute_without(culprits, [index for index in indices if index != fullest])
     prober.add(first)
     norm_after = space.norm()
     error_bound = num_micro_batches**2 * space.rounding * norm_after

@@ -314,21 +314,19 @@ class GradientSpace:
         return squares
 
     def _rough_squares(self) -> torch.Tensor:
-        by_shape: dict[torch.Size, list[torch.Tensor]] = {}
-        places: dict[torch.Size, list[int]] = {}
+        alike: dict[torch.Size, list[tuple[int, torch.Tensor]]] = {}
         for index, param in enumerate(self.params):
             if param.grad is not None:
-                by_shape.setdefault(param.shape, []).append(param.grad)
-                places.setdefault(param.shape, []).append(index)
+                alike.setdefault(param.shape, []).append((index, param.grad))
         chosen, parts, factors = [], [], []
-        for shape, grads in by_shape.items():
-            stride = -(-len(grads) // _ALIKE)
-            kept = [local_shard(grad) for grad in grads[::stride]]
-            runs = [_slice(shard) for shard in kept]
-            chosen += places[shape][::stride]
+        for those in alike.values():
+            kept = those[:: -(-len(those) // _ALIKE)]
+            shards = [local_shard(grad) for _, grad in kept]
+            runs = [_slice(shard) for shard in shards]
+            times = len(those) / len(kept)
+            chosen += [index for index, _ in kept]
             parts += runs
-            times = len(grads) / len(kept)
-            factors += [times * shard.numel() / max(run.numel(), 1) for shard, run in zip(kept, runs, strict=True)]
+            factors += [times * shard.numel() / max(run.numel(), 1) for shard, run in zip(shards, runs, strict=True)]
         squares = self._zeros()
         if parts:
             found = torch.stack(torch._foreach_norm(parts)).square_().double()

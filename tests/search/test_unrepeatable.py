@@ -4,6 +4,13 @@
 import pytest
 
 from benchmarks.unrepeatable import SIZES, measure, problems
+from gradloc.core.certificate import certify
+from gradloc.core.gradients import GradientSpace
+from gradloc.core.probe import Prober
+from gradloc.core.ranks import Ranks
+from gradloc.core.selection import Token
+from tests.bare import BareStep, build, random_batch, shard
+from tests.bare.noise import unrepeatable
 from tests.bare.scenarios import certify_unrepeatable
 
 
@@ -28,6 +35,20 @@ def test_with_kernels_that_repeat_the_swap_decides_at_nine_forwards_a_micro_batc
     assert found["method"] == "swap" and found["replay_difference"] == 0.0
     # shares of four micro-batches, one check of the candidate by itself, and the certificate
     assert found["cost"] == 2 * 4 + 3 + 9
+
+
+def test_what_repeats_is_told_by_a_micro_batch_that_has_tokens_left():
+    model = build("tiny")
+    batch = random_batch(model)
+    rows = len(batch.labels) // 4
+    whole = int(batch.mask[:rows].sum())
+    culprits = [Token(0, 0, index) for index in range(whole)] + [Token(1, 0, 0), Token(2, 0, 0)]
+    step = BareStep(shard(model, "plain"), batch, 4)
+    space = GradientSpace(step.model)
+    step.train()
+    with unrepeatable(step.model, 0.1):
+        certificate = certify(Prober(step, space, Ranks()), space.take(), 1.0, 10.0, 5.0, culprits)
+    assert certificate.method == "recompute" and certificate.replay_difference > 0
 
 
 @pytest.mark.slow
