@@ -21,7 +21,9 @@ difference is measured and part of the bound: where every culprit has had a back
 differs by from the sum of its two parts, at 6 f for each of these micro-batches; where that does not decide, since it
 holds the rounding of three backwards in the compute dtype, or is not to be had, between two replays, at 3 f more.
 *Recompute*: run every micro-batch without the culprits; its error is that of a healthy gradient, however large the
-spike was. It is taken where the swap's bound does not decide, where it would cost less, and once G is not finite.
+spike was. It is taken where the swap's bound does not decide, where it costs no more, and once G is not finite. Its
+bound is a tenth of what is left, more than passes of any kernels differ by; where that does not decide, two replays
+tell how far they do.
 
 A difference of two replays is one draw: kernels that do not repeat may have erred more in training than in both. So
 once there is any difference, one unit in the last place of bfloat16, the coarsest format that a backward holds its
@@ -41,6 +43,7 @@ __all__ = ["Certificate", "certify", "judge"]
 _DRAWS = 3.0  # the difference of two replays is one draw; another is hardly ever larger than this many times it
 _UNIT = 2.0**-8  # of bfloat16
 _CLEAN = 0.1  # of a residual: with more error than this, it is no direction to search along
+_APART = 0.1  # of a gradient without culprits: two passes of it differ by less, or nothing could be trained
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Certificate:
     replay_difference: float | None = None
     """L2 norm by which replays of the micro-batches that hold culprits differ, as the method replayed them (with the
     culprits for a swap, without for a recomputation): two replays, or one and the sum of its parts, which is then
-    rounding, too; 0: kernels repeat, None: nothing was replayed."""
+    rounding, too; 0: kernels repeat, None: nothing was replayed twice."""
 
 
 def judge(norm_after: float, error_bound: float, threshold: float | None, was_finite: bool = True) -> tuple[str, str]:
@@ -116,10 +119,10 @@ def certify(
         return Certificate(norm_before, norm_before, 0.0, threshold, "none", verdict, reason)
     holders = sorted({token.micro_batch for token in culprits})
     found = None
-    if was_finite and 2 * len(holders) <= prober.step.num_micro_batches:
+    if was_finite and (2 if alone else 3) * len(holders) < prober.step.num_micro_batches:
         found = _swap(prober, spike, scale, norm_before, threshold, culprits, holders, alone or [])
     (alone or []).clear()
-    norm_after, error_bound, difference, method = found or _recompute(prober, culprits)
+    norm_after, error_bound, difference, method = found or _recompute(prober, culprits, threshold)
     verdict, reason = judge(norm_after, error_bound, threshold, was_finite)
     return Certificate(norm_before, norm_after, error_bound, threshold, method, verdict, reason, difference)
 
@@ -185,24 +188,36 @@ def _noise(difference: float, norm: float) -> float:
     return _DRAWS * difference + _UNIT * norm if difference > 0 else 0.0
 
 
-def _recompute(prober: Prober, culprits: list[Token]) -> tuple[float, float, float, str]:
+def _recompute(
+    prober: Prober, culprits: list[Token], threshold: float | None
+) -> tuple[float, float, float | None, str]:
     """Norm, bound, replay difference and method, from every micro-batch without the culprits."""
-    space, step, ranks = prober.space, prober.step, prober.ranks
-    num_micro_batches = step.num_micro_batches
-    indices = range(num_micro_batches)
-    # Whether kernels repeat is told by the micro-batch with most tokens left: one that was a culprit has no gradient.
-    tokens = ranks.sum(ranks.agree(lambda: [float(step.token_mask(index).sum()) for index in indices]))
-    taken = Counter(token.micro_batch for token in culprits)
-    fullest = max(indices, key=lambda index: tokens[index] - taken[index])
+    space, num_micro_batches = prober.space, prober.step.num_micro_batches
+    prober.compute_without(culprits)
+    norm_after = space.norm()
+    rounding = num_micro_batches**2 * space.rounding * norm_after
+    error_bound = rounding + _APART * norm_after
+    if not math.isfinite(norm_after) or judge(norm_after, error_bound, threshold, was_finite=False)[0] != "undecided":
+        return norm_after, error_bound, None, "recompute"
+    residual = space.take()
+    fullest = _fullest(prober, culprits)
     prober.compute_without(culprits, [fullest])
     first = space.take()
     prober.compute_without(culprits, [fullest])
     prober.add(first, alpha=-1.0)
     difference = space.norm()
-    prober.compute_without(culprits, [index for index in indices if index != fullest])
-    prober.add(first)
-    norm_after = space.norm()
-    error_bound = num_micro_batches**2 * space.rounding * norm_after
-    if difference > 0:  # two draws differ by sqrt(2) of one, and independent ones of more micro-batches add up so
-        error_bound += _DRAWS * difference * (num_micro_batches / 2) ** 0.5 + _UNIT * norm_after
-    return norm_after, error_bound, difference, "recompute"
+    space.put(residual)
+    if difference == 0:
+        return norm_after, rounding, difference, "recompute"
+    # two draws differ by sqrt(2) of one, and independent ones of more micro-batches add up so
+    noise = _DRAWS * difference * (num_micro_batches / 2) ** 0.5 + _UNIT * norm_after
+    return norm_after, rounding + noise, difference, "recompute"
+
+
+def _fullest(prober: Prober, culprits: list[Token]) -> int:
+    """The micro-batch with most tokens left, which tells whether kernels repeat: one without any has no gradient."""
+    step, ranks = prober.step, prober.ranks
+    indices = range(step.num_micro_batches)
+    tokens = ranks.sum(ranks.agree(lambda: [float(step.token_mask(index).sum()) for index in indices]))
+    taken = Counter(token.micro_batch for token in culprits)
+    return max(indices, key=lambda index: tokens[index] - taken[index])

@@ -73,9 +73,9 @@ class MovedWeights:
         """Set the weights to (original + dither + step * direction)."""
         reshard(self._space.module)
 
-        def along(index: int) -> torch.Tensor | None:
+        def along(index: int, saved: torch.Tensor) -> torch.Tensor:
             part = direction[index]
-            return None if part is None else step * local_shard(part).float()
+            return saved if part is None else torch.add(saved.float(), local_shard(part).float(), alpha=step)
 
         self._set(along)
 
@@ -85,9 +85,8 @@ class MovedWeights:
         reshard(self._space.module)
         generator = self._generator(seed)
 
-        def draw(index: int) -> torch.Tensor:
-            saved = self._saved[index]
-            return step * torch.randn(saved.shape, generator=generator, device=saved.device)
+        def draw(_: int, saved: torch.Tensor) -> torch.Tensor:
+            return saved + step * torch.randn(saved.shape, generator=generator, device=saved.device)
 
         self._set(draw)
 
@@ -103,12 +102,10 @@ class MovedWeights:
 
         return float(self._space.reduce(local).sqrt())
 
-    def _set(self, change: Callable[[int], torch.Tensor | None]) -> None:
+    def _set(self, change: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
         dither = self._generator(self._seed)
         for index, (param, saved) in enumerate(zip(self._space.params, self._saved, strict=True)):
-            moved, delta = saved, change(index)
-            if delta is not None:
-                moved = delta.float().add_(saved)
+            moved = change(index, saved)
             if self._bits is not None and saved.numel():
                 uniform = torch.rand(saved.shape, generator=dither, device=saved.device) - 0.5
                 # the unit is the original's, the same for both legs of a difference: |saved| = m * 2**exponent, m in

@@ -37,7 +37,7 @@ def test_with_kernels_that_repeat_the_swap_decides_at_nine_forwards_a_micro_batc
     assert found["cost"] == 2 * 4 + 3 + 9
 
 
-def test_what_repeats_is_told_by_a_micro_batch_that_has_tokens_left():
+def test_where_a_tenth_does_not_decide_a_micro_batch_that_has_tokens_left_tells_what_repeats():
     model = build("tiny")
     batch = random_batch(model)
     rows = len(batch.labels) // 4
@@ -46,9 +46,14 @@ def test_what_repeats_is_told_by_a_micro_batch_that_has_tokens_left():
     step = BareStep(shard(model, "plain"), batch, 4)
     space = GradientSpace(step.model)
     step.train()
-    with unrepeatable(step.model, 0.1):
-        certificate = certify(Prober(step, space, Ranks()), space.take(), 1.0, 10.0, 5.0, culprits)
-    assert certificate.method == "recompute" and certificate.replay_difference > 0
+    spike, prober = space.take(), Prober(step, space, Ranks())
+    decided = certify(prober, spike, 1.0, 10.0, 5.0, culprits)
+    assert decided.method == "recompute" and decided.verdict == "explained"
+    assert decided.replay_difference is None and prober.cost == 3 * 4
+    with unrepeatable(step.model, 0.001):
+        close = certify(prober, spike, 1.0, 10.0, 1.05 * decided.norm_after, culprits)
+    assert close.method == "recompute" and close.replay_difference > 0 and close.verdict == "explained"
+    assert close.error_bound < decided.error_bound
 
 
 @pytest.mark.slow
