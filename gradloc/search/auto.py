@@ -28,7 +28,17 @@ import torch
 from ..core.certificate import certify
 from ..core.gradients import Gradient
 from .bisect import bisect
-from .candidates import Candidate, by_coefficient, by_share, by_value, largest_share, non_finite
+from .candidates import (
+    Candidate,
+    beside_louder,
+    by_coefficient,
+    by_share,
+    by_value,
+    largest_share,
+    least_bound,
+    most_verified,
+    non_finite,
+)
 from .share import MAX_TRIES, ShareMap, measure_shares
 from .sketch import sketch
 from .task import Culprit, PathEntry, SearchResult, Source, Task, verify
@@ -37,10 +47,7 @@ from .triage import TRANSIENT, nothing_found, suspects
 __all__ = ["auto", "share"]
 
 _MAX_ROUNDS = 4
-_MAX_VERIFIED = 3  # candidates measured by a backward of their own, per round
 _MAX_HINTS = 2
-_AT_LEAST = 0.5  # of a culprit's norm, that a token's bound must reach which its share shows to have
-_BY_ESTIMATE = 2.0  # times a culprit's norm
 _FAR = 3.0  # closure off by more than this factor is no rounding,
 _STABLE = 1.5  # where two step sizes give it alike
 _RESOLVED = {torch.float32: 0.02, torch.bfloat16: 0.1, torch.float16: 0.1}  # of closure: less is no part unseen
@@ -68,8 +75,7 @@ class _Search:
         self._alone: Gradient | None = None
         """The culprits' own gradient, where each of them was measured by itself since the last certificate."""
         self._measured_along: Gradient | None = None
-        self._norm = math.nan
-        """Of the direction that shares were last measured along."""
+        self._norm = math.nan  # of the direction that shares were last measured along
         self._is_going_on = False
         """Whether there is another round."""
 
@@ -184,33 +190,13 @@ class _Search:
         """
         task, named = self.task, set(self.result.tokens)
         found = by_share(task, shares, named)
-        found += self._beside_louder(shares, found)
+        found += beside_louder(task, shares, named, found)
         if self._carried(shares, found)[0] < _MUCH:
             known = named | {token for candidate in found for token in candidate.tokens}
             bound = shares.square**-0.5
             more = by_value(task, lambda index: shares.products[index], task.culprit_norm**2, known, bound)
             found += more if self._are_few(shares, found + more) else []
         return found
-
-    def _beside_louder(self, shares: ShareMap, found: list[Candidate]) -> list[Candidate]:
-        """Tokens whose bound is low because others are louder, see :meth:`_least`."""
-        task = self.task
-        if task.prober.step.compute_dtype != torch.float32 or not found:
-            return []
-        known = {*self.result.tokens, *(token for candidate in found for token in candidate.tokens)}
-        least = max((_BY_ESTIMATE * task.culprit_norm) ** 2, _AT_LEAST * task.culprit_norm * self._norm)
-        return by_value(task, lambda index: shares.products[index], least, known, 1 / self._norm)
-
-    def _least(self, candidate: Candidate) -> float:
-        """The bound from which on a candidate needs no backward of its own: a culprit's norm.
-
-        In float32 half of that is enough for a token that has twice a culprit's norm where gradients are orthogonal:
-        that is the root of <g, R>, while its bound <g, R> / ||R|| shrinks with what others carry.
-        """
-        least, is_exact = self.task.culprit_norm, self.prober.step.compute_dtype == torch.float32
-        if is_exact and len(candidate.tokens) == 1 and candidate.bound * self._norm >= (_BY_ESTIMATE * least) ** 2:
-            return _AT_LEAST * least
-        return least
 
     def _carried(self, shares: ShareMap, spans: list[Candidate]) -> tuple[float, float]:
         """What part of the direction these spans carry at least, and what part of the batch's tokens they are."""
@@ -264,7 +250,7 @@ class _Search:
 
     def _name(self, candidates: list[Candidate]) -> bool:
         """Verify the top few and all hints, take the others at their bound; returns whether anything was named."""
-        num_verified, has_named, most = 0, False, self._most_verified(candidates)
+        num_verified, has_named, most = 0, False, most_verified(self.task, self._norm, candidates)
         for candidate in candidates:
             # a sequence takes in what was named of it before
             within = [c for c in self.result.culprits if set(c.tokens) < set(candidate.tokens)]
@@ -273,7 +259,7 @@ class _Search:
             taken = {token for culprit in self.result.culprits if culprit not in within for token in culprit.tokens}
             if not taken.isdisjoint(candidate.tokens):
                 continue
-            least = self._least(candidate)
+            least = least_bound(self.task, self._norm, candidate)
             is_hint = candidate.bound < least
             if (is_hint or num_verified < most) and self.task.can_afford(backwards=1):
                 num_verified += not is_hint
@@ -287,17 +273,6 @@ class _Search:
                 self.result.culprits = [c for c in self.result.culprits if c not in within] + [culprit]
                 has_named = True
         return has_named
-
-    def _most_verified(self, candidates: list[Candidate]) -> int:
-        """How many have a backward of their own though their bound names them, for their exact norm.
-
-        In half precision a bound is rough. In float32 it is not, and of several no more are verified than cost an
-        eighth of a pass; a single one's backward saves its certificate a replay.
-        """
-        step, num_named = self.prober.step, sum(c.bound >= self._least(c) for c in candidates)
-        if step.compute_dtype != torch.float32 or num_named <= 1:
-            return _MAX_VERIFIED
-        return min(_MAX_VERIFIED, step.num_micro_batches // 8)
 
     def _add_up(self, culprit: Culprit, is_alone: bool) -> None:
         """Keep the sum of what the culprits' own backwards gave, as long as each had one: it is in ``.grad``."""

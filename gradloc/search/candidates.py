@@ -28,7 +28,17 @@ from ..core.selection import Token
 from .share import ShareMap
 from .task import Task
 
-__all__ = ["Candidate", "by_coefficient", "by_share", "by_value", "largest_share", "non_finite"]
+__all__ = [
+    "Candidate",
+    "beside_louder",
+    "by_coefficient",
+    "by_share",
+    "by_value",
+    "largest_share",
+    "least_bound",
+    "most_verified",
+    "non_finite",
+]
 
 _WINDOW_SHARE = 0.9  # of a sequence's product, that a segment must carry to be named instead of the sequence
 _LOUD_SHARE = 0.5  # of a row's product, that its loud tokens must carry to be named one by one
@@ -38,6 +48,9 @@ _ALIKE = 10.0  # a token whose coefficient is more times its row's is no part of
 _MOST = 0.8  # of a row's tokens, that must be elevated for the row to be the culprit
 _HOT = 0.4  # of a culprit's norm: a tenth of the threshold, under which no token of a segment is
 _MAX_SENT = 64  # candidates a rank
+_MAX_VERIFIED = 3  # candidates measured by a backward of their own though their bound names them, per round
+_AT_LEAST = 0.5  # of a culprit's norm is bound enough for a token that has, by its share,
+_BY_ESTIMATE = 2.0  # so many times a culprit's norm
 
 
 @dataclass(frozen=True)
@@ -82,6 +95,44 @@ def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Candidate]
         return found
 
     return _merge(task, local, named)
+
+
+def beside_louder(task: Task, shares: ShareMap, named: set[Token], found: list[Candidate]) -> list[Candidate]:
+    """Tokens whose bound is low because those found are louder, see :func:`least_bound`."""
+    if task.prober.step.compute_dtype != torch.float32 or not found:
+        return []
+    norm = shares.square**0.5
+    known = named | {token for candidate in found for token in candidate.tokens}
+    least = max((_BY_ESTIMATE * task.culprit_norm) ** 2, _AT_LEAST * task.culprit_norm * norm)
+    return by_value(task, lambda index: shares.products[index], least, known, 1 / norm)
+
+
+def least_bound(task: Task, norm: float, candidate: Candidate) -> float:
+    """The bound from which on a candidate needs no backward of its own: a culprit's norm.
+
+    In float32 half of that is enough for a token that has twice a culprit's norm where gradients are orthogonal: that
+    is the root of <g, R>, while its bound <g, R> / ||R|| shrinks with what others carry.
+
+    Args:
+        task: what is searched.
+        norm: ||R|| of the shares.
+        candidate: with its bound.
+    """
+    least = task.culprit_norm
+    is_exact = task.prober.step.compute_dtype == torch.float32 and candidate.span == "token"
+    return _AT_LEAST * least if is_exact and candidate.bound * norm >= (_BY_ESTIMATE * least) ** 2 else least
+
+
+def most_verified(task: Task, norm: float, candidates: list[Candidate]) -> int:
+    """How many have a backward of their own though their bound names them, for their exact norm.
+
+    In half precision a bound is rough. In float32 it is not, and of several no more are verified than cost an eighth of
+    a pass; a single one's backward saves its certificate a replay.
+    """
+    step, num_named = task.prober.step, sum(c.bound >= least_bound(task, norm, c) for c in candidates)
+    if step.compute_dtype != torch.float32 or num_named <= 1:
+        return _MAX_VERIFIED
+    return min(_MAX_VERIFIED, step.num_micro_batches // 8)
 
 
 def largest_share(task: Task, shares: ShareMap, most: int) -> float:
