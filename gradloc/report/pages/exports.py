@@ -131,7 +131,7 @@ def _event_lines(run: RunFolder, event: Event) -> list[str]:
             code(entry.token),
             entry.place,
             percent(culprit.share),
-            number(culprit.grad_norm),
+            entry.norm,
             number(culprit.advantage),
             number(culprit.ratios.current_over_old),
             escape(spoken(culprit.cause.label)),

@@ -110,7 +110,7 @@ def _one(console: Console, event: Event) -> None:
             f'"{one_line(culprit.text, 24)}"',
             where,
             percent(culprit.share),
-            number(culprit.grad_norm),
+            ("" if culprit.is_exact else "≥ ") + number(culprit.grad_norm),
             number(culprit.advantage),
             number(culprit.ratios.current_over_old),
             spoken(culprit.cause.label),
