@@ -71,17 +71,24 @@ def named_shards(name: str, param: torch.Tensor, values: torch.Tensor | None = N
 def squared_norm(shard: torch.Tensor) -> torch.Tensor:
     """Squared L2 norm in float64, where a squared float32 norm would overflow from 1e19 on.
 
-    In parts, since torch makes a float64 copy of what it takes the norm of; on a CPU in short float32 rows, half as
-    dear and off by 1e-8, where their squares neither overflow nor vanish.
+    In parts, since torch makes a float64 copy of what it takes the norm of.
     """
-    flat = shard.flatten()
-    if flat.device.type == "cpu" and flat.dtype == torch.float32:
+    parts = shard.flatten().split(_PART)
+    return sum(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 for part in parts)
+
+
+def _gradient_square(shard: torch.Tensor) -> torch.Tensor:
+    """The same of a gradient, on a CPU from short float32 rows where their squares neither overflow nor vanish: at half
+    the price, off by 1e-8.
+    """
+    if shard.device.type == "cpu" and shard.dtype == torch.float32:
+        flat = shard.flatten()
         whole = flat.numel() // _ROW * _ROW
         square = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1).double().square().sum()
         square += torch.linalg.vector_norm(flat[whole:], dtype=torch.float64) ** 2
         if 0 < square < math.inf:
             return square
-    return sum(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 for part in flat.split(_PART))
+    return squared_norm(shard)
 
 
 def _slice(shard: torch.Tensor) -> torch.Tensor:
@@ -225,7 +232,7 @@ class GradientSpace:
             squares = self._zeros()
             for index, grad in enumerate(grads):
                 if grad is not None:
-                    squares[index] = squared_norm(local_shard(grad))
+                    squares[index] = _gradient_square(local_shard(grad))
             return squares
 
         return self.reduce(local)
@@ -237,7 +244,7 @@ class GradientSpace:
 
         def local() -> torch.Tensor:
             found = {
-                of: squared_norm(shard) if grad is not None else self._zeros()[0]
+                of: _gradient_square(shard) if grad is not None else self._zeros()[0]
                 for name, param, grad in zip(self.names, self.params, grads, strict=True)
                 for of, shard in named_shards(name, param, grad)
             }
