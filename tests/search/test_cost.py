@@ -41,6 +41,18 @@ def test_culprits_in_every_micro_batch_are_certified_by_one_pass():
     assert cost <= 2 * M + 2 + 3 * M, "shares of all, and every micro-batch without the culprits"
 
 
+def test_a_culprit_beside_louder_ones_is_named_with_no_backward_of_its_own():
+    batch, model = random_batch(build("tiny")), build("tiny")
+    places = [(row, 1) for row in range(0, 16, 2)]
+    own = Oracle(model, batch.planted(dict.fromkeys(places, 1.0))).norms(places)
+    sizes = dict.fromkeys(places, 100.0) | {places[-1]: 40.0}
+    found, cost = search(batch.planted({at: sizes[at] / own[at] for at in places}), threshold=32.0)
+    assert len(found.result.culprits) == 8 and found.certificate.verdict == "explained"
+    weakest = min(found.result.culprits, key=lambda culprit: culprit.norm)
+    assert not weakest.is_exact and weakest.norm < 32.0 / 4, "its bound alone would not name it"
+    assert cost <= 2 * M + 2 + 3 * M
+
+
 def test_a_batch_that_is_scaled_as_a_whole_costs_its_shares():
     healthy = random_batch(build("tiny"))
     found, cost = search(healthy.edited(advantages=healthy.advantages * 1e3))
