@@ -13,26 +13,33 @@
 # limitations under the License.
 """What the gradient norm is without the culprits: measured, with a bound on its error.
 
-Two ways. *Swap*: R = G - (culprit-holding micro-batches) + (the same without the culprits). Where kernels repeat bit
-for bit, what is recomputed cancels, and only accumulation is left as error, a few units of rounding of the spike. Where
-they do not (atomics in attention's and the embedding's backward), the error is as large as replays of these
-micro-batches differ, which for a spike a thousand times the healthy norm may be more than the healthy norm. So that
-difference is measured and part of the bound: where every culprit has had a backward of its own, as what a replay
+Three ways. *Subtract*: R = G - g_C, with g_C from backwards of the culprits alone. In float32 only: in half precision
+such a backward is off from their part in all tokens' backward by more than the healthy norm, once the spike is a few
+hundred times that. g_C is run again with the opposite sign, so that the sum of the two is twice what passes through no
+token and what kernels differ by.
+*Swap*: R = G - (culprit-holding micro-batches) + (the same without the culprits), where g_C is too rough. Where kernels
+repeat bit for bit, what is recomputed cancels, and only accumulation is left as error, a few units of rounding of the
+spike. Where they do not (atomics in attention's and the embedding's backward), the error is as large as replays of
+these micro-batches differ, which for a spike a thousand times the healthy norm may be more than the healthy norm. So
+that difference is measured and part of the bound: where every culprit has had a backward of its own, as what a replay
 differs by from the sum of its two parts, at 6 f for each of these micro-batches; where that does not decide, since it
 holds the rounding of three backwards in the compute dtype, or is not to be had, between two replays, at 3 f more.
 *Recompute*: run every micro-batch without the culprits; its error is that of a healthy gradient, however large the
-spike was. It is taken where the swap's bound does not decide, where it costs no more, and once G is not finite. Its
-bound is a tenth of what is left, more than passes of any kernels differ by; where that does not decide, two replays
+spike was. It is taken where the bounds of the others do not decide, where it costs no more, and once G is not finite.
+Its bound is a tenth of what is left, more than passes of any kernels differ by; where that does not decide, two replays
 tell how far they do.
 
-A difference of two replays is one draw: kernels that do not repeat may have erred more in training than in both. So
-once there is any difference, one unit in the last place of bfloat16, the coarsest format that a backward holds its
-gradients in, of what was replayed is added to three times the difference.
+A difference of two replays is one draw: kernels that do not repeat may have erred more in training than in both. So one
+unit in the last place of bfloat16, the coarsest format that a backward holds its gradients in, of what was replayed is
+added to three times the difference: always where culprits are subtracted, since a sum of backwards is rounded otherwise
+than the backward of a sum (in TF32 to an eighth of that unit), else once there is any difference.
 """
 
 import math
 from collections import Counter
 from dataclasses import dataclass
+
+import torch
 
 from .gradients import Gradient
 from .probe import Prober
@@ -55,14 +62,14 @@ class Certificate:
     error_bound: float
     threshold: float | None
     method: str
-    """``swap``, ``recompute`` or ``none`` (nothing to leave out)."""
+    """``subtract``, ``swap``, ``recompute`` or ``none`` (nothing to leave out)."""
     verdict: str
     """``explained``, ``undecided`` or ``not_explained``."""
     reason: str
     replay_difference: float | None = None
-    """L2 norm by which replays of the micro-batches that hold culprits differ, as the method replayed them (with the
-    culprits for a swap, without for a recomputation): two replays, or one and the sum of its parts, which is then
-    rounding, too; 0: kernels repeat, None: nothing was replayed twice."""
+    """L2 norm by which replays of the micro-batches that hold culprits differ, as the method replayed them (the
+    culprits alone where they are subtracted, all for a swap, all others for a recomputation): two replays, or one and
+    the sum of its parts, which is then rounding, too; 0: kernels repeat, None: nothing was replayed twice."""
 
 
 def judge(norm_after: float, error_bound: float, threshold: float | None, was_finite: bool = True) -> tuple[str, str]:
@@ -117,70 +124,108 @@ def certify(
         verdict, reason = judge(norm_before, 0.0, threshold, was_finite)
         reason = reason if threshold is None and was_finite else "no culprit was found, so nothing is explained"
         return Certificate(norm_before, norm_before, 0.0, threshold, "none", verdict, reason)
-    holders = sorted({token.micro_batch for token in culprits})
-    found = None
-    if was_finite and (2 if alone else 3) * len(holders) < prober.step.num_micro_batches:
-        found = _swap(prober, spike, scale, norm_before, threshold, culprits, holders, alone or [])
+    removal = _Removal(prober, spike, scale, norm_before, threshold, culprits)
+    found = removal.measure(alone or []) if was_finite else None
     (alone or []).clear()
     norm_after, error_bound, difference, method = found or _recompute(prober, culprits, threshold)
     verdict, reason = judge(norm_after, error_bound, threshold, was_finite)
     return Certificate(norm_before, norm_after, error_bound, threshold, method, verdict, reason, difference)
 
 
-def _swap(
-    prober: Prober,
-    spike: Gradient,
-    scale: float,
-    norm_before: float,
-    threshold: float | None,
-    culprits: list[Token],
-    holders: list[int],
-    alone: Gradient,
-) -> tuple[float, float, float, str] | None:
-    """Norm, bound, replay difference and method; None where kernels do not repeat well enough to decide this way."""
-    space = prober.space
+_Measured = tuple[float, float, float | None, str]
+"""The norm without the culprits, a bound on its error, by how much replays differed, and the method."""
 
-    def decided(norm_after: float, difference: float) -> tuple[float, float, float, str] | None:
-        noise = _noise(difference, with_norm)
-        verdict, _ = judge(norm_after, rounding + noise, threshold)
-        is_noisy = verdict == "not_explained" and noise > _CLEAN * norm_after  # and it is searched along next
-        if threshold is not None and (verdict == "undecided" or is_noisy):
-            return None
-        return norm_after, rounding + noise, difference, "swap"
 
-    def repeat() -> float:
-        prober.compute((index, None) for index in holders)
-        prober.add(with_culprits, alpha=-1.0)
-        return space.norm()
+@dataclass(frozen=True)
+class _Removal:
+    """Taking the culprits out of the step's gradient; the arguments are those of :func:`certify`."""
 
-    prober.compute((index, None) for index in holders)
-    with_culprits = space.take()
-    with_norm = space.norm(with_culprits)
-    if threshold is not None and _UNIT * with_norm >= threshold / 8:
-        alone.clear()  # the difference from the sum of the parts would not decide
-    difference = 0.0 if alone else repeat()
-    if threshold is not None and _noise(difference, with_norm) >= threshold / 2:
-        return None  # no norm under the threshold could be told from it
-    prober.compute_without(culprits, holders)
-    # each addition is off by a unit of what it gives at most: training's, the replays' and the ones below
-    num, count = prober.step.num_micro_batches, len(holders)
-    rounding = space.rounding * ((num + 2) * norm_before + (count + 4) * (with_norm + space.norm()))
-    prober.add(with_culprits, alpha=-1.0)
-    is_apart = bool(alone)
-    if is_apart:
+    prober: Prober
+    spike: Gradient
+    scale: float
+    norm_before: float
+    threshold: float | None
+    culprits: list[Token]
+
+    def measure(self, alone: Gradient) -> _Measured | None:
+        """By what decides and costs less than every micro-batch without the culprits; None where nothing does."""
+        step = self.prober.step
+        holders = sorted({token.micro_batch for token in self.culprits})
+        if step.compute_dtype == torch.float32:
+            if not self._is_too_rough(self.norm_before):
+                is_cheaper = (1 if alone else 2) * len(holders) < step.num_micro_batches
+                return self._subtract(holders, alone) if is_cheaper else None
+            alone.clear()
+        if (2 if alone else 3) * len(holders) < step.num_micro_batches:
+            return self._swap(holders, alone)
+        return None
+
+    def _subtract(self, holders: list[int], alone: Gradient) -> _Measured | None:
+        prober, space = self.prober, self.prober.space
+        if not alone:
+            prober.compute_only(self.culprits, holders)
+            alone = space.take()
+        norm = space.norm(alone)
+        prober.compute_only(self.culprits, holders, factor=-1.0)
         prober.add(alone)
         difference = space.norm()
+        space.scale(0.5)  # the culprits' gradient is half the difference of the two
         prober.add(alone, alpha=-1.0)
-        alone.clear()
-    prober.add(spike, alpha=1.0 / scale)
-    norm_after = space.norm()
-    found = decided(norm_after, difference)
-    if found is None and is_apart and judge(norm_after, rounding, threshold)[0] != "undecided":
-        residual = space.take()
-        difference = repeat()
-        space.put(residual)
-        found = decided(norm_after, difference)
-    return found
+        prober.add(self.spike, alpha=1.0 / self.scale)
+        noise = _DRAWS * difference + _UNIT * norm
+        return self._decided(self._rounding(len(self.culprits) + 2, norm), noise, difference, "subtract")
+
+    def _swap(self, holders: list[int], alone: Gradient) -> _Measured | None:
+        prober, space = self.prober, self.prober.space
+
+        def repeat() -> float:
+            prober.compute((index, None) for index in holders)
+            prober.add(with_culprits, alpha=-1.0)
+            return space.norm()
+
+        prober.compute((index, None) for index in holders)
+        with_culprits = space.take()
+        with_norm = space.norm(with_culprits)
+        if self._is_too_rough(with_norm):
+            alone.clear()  # the difference from the sum of the parts would not decide
+        difference = 0.0 if alone else repeat()
+        if self.threshold is not None and _noise(difference, with_norm) >= self.threshold / 2:
+            return None  # no norm under the threshold could be told from it
+        prober.compute_without(self.culprits, holders)
+        rounding = self._rounding(len(holders) + 4, with_norm + space.norm())
+        prober.add(with_culprits, alpha=-1.0)
+        is_apart = bool(alone)
+        if is_apart:
+            prober.add(alone)
+            difference = space.norm()
+            prober.add(alone, alpha=-1.0)
+            alone.clear()
+        prober.add(self.spike, alpha=1.0 / self.scale)
+        found = self._decided(rounding, _noise(difference, with_norm), difference, "swap")
+        if found is None and is_apart and judge(space.norm(), rounding, self.threshold)[0] != "undecided":
+            residual = space.take()
+            difference = repeat()
+            space.put(residual)
+            found = self._decided(rounding, _noise(difference, with_norm), difference, "swap")
+        return found
+
+    def _is_too_rough(self, norm: float) -> bool:
+        """Whether a unit of bfloat16 of this norm is too much beside the threshold."""
+        return self.threshold is not None and _UNIT * norm >= self.threshold / 8
+
+    def _rounding(self, num_additions: int, norm: float) -> float:
+        """Each addition, training's and so many with gradients of this norm, is off by a unit of what it gives."""
+        num_micro_batches = self.prober.step.num_micro_batches
+        return self.prober.space.rounding * ((num_micro_batches + 2) * self.norm_before + num_additions * norm)
+
+    def _decided(self, rounding: float, noise: float, difference: float, method: str) -> _Measured | None:
+        """What is left in ``.grad``; None where kernels do not repeat well enough to decide this way."""
+        norm_after = self.prober.space.norm()
+        verdict, _ = judge(norm_after, rounding + noise, self.threshold)
+        is_noisy = verdict == "not_explained" and noise > _CLEAN * norm_after  # and it is searched along next
+        if self.threshold is not None and (verdict == "undecided" or is_noisy):
+            return None
+        return norm_after, rounding + noise, difference, method
 
 
 def _noise(difference: float, norm: float) -> float:
@@ -188,10 +233,7 @@ def _noise(difference: float, norm: float) -> float:
     return _DRAWS * difference + _UNIT * norm if difference > 0 else 0.0
 
 
-def _recompute(
-    prober: Prober, culprits: list[Token], threshold: float | None
-) -> tuple[float, float, float | None, str]:
-    """Norm, bound, replay difference and method, from every micro-batch without the culprits."""
+def _recompute(prober: Prober, culprits: list[Token], threshold: float | None) -> _Measured:
     space, num_micro_batches = prober.space, prober.step.num_micro_batches
     prober.compute_without(culprits)
     norm_after = space.norm()

@@ -86,10 +86,17 @@ def let_through(selected: torch.Tensor, values: torch.Tensor | None) -> torch.Te
 
     where() keeps a (zero) path even when nothing is selected, so that a rank with no token of the set still runs the
     backward, and the collectives in it, that its peers wait for.
+
+    Args:
+        selected: bool, or the factors that the gradient is multiplied with, of the shape of ``values``.
+        values: log-probs, entropies or a critic's values.
     """
     if values is None or not values.requires_grad:
         return values
-    return torch.where(selected, values, values.detach())
+    passed = torch.where(selected != 0, values, values.detach())
+    if selected.is_floating_point():
+        passed.register_hook(lambda grad: grad * selected.to(grad.dtype))
+    return passed
 
 
 class TrainingStep(Protocol):
@@ -147,7 +154,7 @@ class TrainingStep(Protocol):
     def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
         """The loss, scaled: its backward adds the selected tokens' part of the training gradient to ``.grad``.
 
-        None selects everything.
+        None selects everything; numbers in the place of bool (B, T) multiply the gradient of each token.
         """
 
 
@@ -240,6 +247,16 @@ class Prober:
         chosen = range(step.num_micro_batches) if micro_batches is None else micro_batches
 
         self.compute((index, mask_without(tokens, index, rank, step.token_mask(index))) for index in chosen)
+
+    def compute_only(self, tokens: Sequence[Token], micro_batches: Sequence[int], factor: float = 1.0) -> None:
+        """Fill ``.grad`` with these tokens' gradient times a factor, and with what passes through no token, times 1."""
+        step, rank = self.step, self.ranks.rank
+
+        def selected(index: int) -> torch.Tensor:
+            mask = step.token_mask(index)
+            return factor * (mask & ~mask_without(tokens, index, rank, mask)).float()
+
+        self.compute((index, selected(index)) for index in micro_batches)
 
     def measure(self, part: Part) -> Measurement:
         """Probe one part; its gradient stays in ``.grad`` until the next probe."""

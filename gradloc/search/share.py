@@ -52,6 +52,7 @@ MAX_TRIES = 3
 _SHRINK = 0.25  # of the step, per try
 _NEAR = 2.0  # times the target: a response beyond it has the step rescaled,
 _NEAR_TOO = 4.0  # once a part of the micro-batches has been measured at that step
+_FAINT = {torch.float32: 0.1, torch.bfloat16: 1 / 3, torch.float16: 1 / 3}  # and one under it: rounding is heard in it
 
 Leg = dict[int, tuple[torch.Tensor, torch.Tensor | None]]
 """Per micro-batch: log_prob and entropy (B, T) at moved weights."""
@@ -136,6 +137,7 @@ class _Measurement:
         self.scale = scale
         self.dtype = prober.step.compute_dtype
         self.target = _TARGET[self.dtype]
+        self.faintest = _FAINT[self.dtype] * self.target
         self.square = prober.space.norm(direction) ** 2 / scale**2
 
     def run(self, tries: Sequence[int]) -> ShareMap:
@@ -177,7 +179,7 @@ class _Measurement:
         """The forwards at +step and -step, rescaled where the response is far from the target; and the step taken."""
         plus, minus = self._trial(weights, step, micro_batches)
         response = self._response(plus, minus)
-        if response > near * self.target or (may_grow and 0 < response < self.target / 3):
+        if response > near * self.target or (may_grow and 0 < response < self.faintest):
             step *= min(max(self.target / response, 0.1), 10.0)
             plus, minus = self._trial(weights, step, micro_batches)
         return plus, minus or self._leg(weights, -step, micro_batches), step

@@ -119,13 +119,14 @@ def test_6_one_threshold_for_sums_is_the_published_one_for_means(method):
         assert of_sum == pytest.approx(published * part * weight), "the part's weight times the mean's threshold"
 
 
-def test_7_a_swap_leaves_what_a_recomputation_gives(method):
+def test_7_a_swap_and_a_subtraction_leave_what_a_recomputation_gives(method):
     culprits = [(3, 2), (4, 1)]
     holders = [place for place in method.places if place[0] in (3, 4)]
     a = method.oracle.gradient(holders)
     b = method.oracle.gradient([place for place in holders if place not in culprits])
     rest = method.oracle.gradient([place for place in method.places if place not in culprits])
     torch.testing.assert_close(method.whole - a + b, rest, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(method.whole - method.oracle.gradient(culprits), rest, rtol=1e-9, atol=1e-12)
 
 
 def test_every_section_with_an_equation_is_checked_here():

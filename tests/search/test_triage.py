@@ -8,6 +8,7 @@ import torch
 
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
+from gradloc.core.selection import mask_without
 from gradloc.core.trigger import Spike
 from gradloc.search.find import Finding, localize
 from gradloc.search.scale import ScaleHistory
@@ -140,6 +141,19 @@ def test_a_culprit_beside_such_a_loss_is_named_and_both_parts_are_told():
     assert found.result.source.label == "not_tokens" and len(found.tokens) == 1
     assert found.certificate.verdict == "not_explained"
     assert found.result.source.numbers["tokens_norm"] > THRESHOLD
+
+
+def test_what_passes_through_no_token_is_not_taken_for_the_culprit_s():
+    spiking = Spiking({(3, 2): 300.0})
+    add_router_loss(spiking.model, 3.0)
+    found = spiking.search()
+    certificate, (culprit,) = found.certificate, found.tokens
+    spiking.space.clear()
+    for index in range(4):
+        kept = mask_without([culprit], index, 0, spiking.step.token_mask(index))
+        spiking.step.loss(index, kept).backward()
+    assert certificate.method == "subtract" and certificate.replay_difference > 1, "twice the router's own"
+    assert certificate.norm_after == pytest.approx(spiking.space.norm(), rel=1e-4)
 
 
 @pytest.mark.parametrize("plants", [{}, PLANT])

@@ -45,12 +45,12 @@ class Certificate:
     """Largest error of norm_after."""
     threshold: float | None = None
     """The trigger's; null on a rehearsal."""
-    method: Annotated[str, ("enum", ("swap", "recompute", "none"))] = "none"
+    method: Annotated[str, ("enum", ("subtract", "swap", "recompute", "none"))] = "none"
     verdict: Annotated[str, ("enum", JUDGED)] = "undecided"
     reason: str = ""
     replay_difference: float | None = optional()
     """L2 norm by which replays of the micro-batches that hold culprits differ: two of them, or one and the sum of its
-    parts, which holds rounding, too; 0: kernels repeat, null: nothing was replayed."""
+    parts, which holds rounding, too; 0: kernels repeat, null: nothing was replayed twice."""
 
 
 @dataclass(frozen=True)
