@@ -132,15 +132,19 @@ def localize(
 
 
 def _with_unlikely(result: SearchResult, step: TrainingStep, ranks: Ranks) -> list[int]:
-    """Micro-batches with an unlikely culprit: whether the model was sure of another token is worth a forward there."""
+    """Micro-batches with an unlikely culprit that the loss makes likelier: whether the model was sure of another token
+    is worth a forward there."""
     holders = sorted({token.micro_batch for token in result.tokens})
 
     def local() -> list[float]:
         found = dict.fromkeys(holders, 0.0)
         for token in result.tokens:
-            if token.rank == ranks.rank and not step.recorded(token.micro_batch).is_value:
-                log_probs = step.recorded(token.micro_batch).log_prob[step.token_mask(token.micro_batch)]
-                found[token.micro_batch] = max(found[token.micro_batch], float(log_probs[token.index] < _UNLIKELY))
+            index = token.micro_batch
+            if token.rank == ranks.rank and not step.recorded(index).is_value:
+                mask = step.token_mask(index)
+                is_unlikely = step.recorded(index).log_prob[mask][token.index] < _UNLIKELY
+                is_raised = step.coefficients(index)[0][mask][token.index] < 0
+                found[index] = max(found[index], float(is_unlikely and is_raised))
         return list(found.values())
 
     flags = ranks.max(ranks.agree(local)) if holders else []

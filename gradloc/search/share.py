@@ -50,9 +50,9 @@ _CLOSURE = {torch.float32: (0.95, 1.05), torch.bfloat16: (0.8, 1.25), torch.floa
 _PARTIAL_CLOSURE = 0.5  # from here on, some micro-batches alone are worth looking at: they carry most of the gradient
 MAX_TRIES = 3
 _SHRINK = 0.25  # of the step, per try
-_NEAR = 2.0  # times the target: a response beyond it has the step rescaled,
-_NEAR_TOO = 4.0  # once a part of the micro-batches has been measured at that step
-_FAINT = {torch.float32: 0.1, torch.bfloat16: 1 / 3, torch.float16: 1 / 3}  # and one under it: rounding is heard in it
+# times the target: what a response may be without having the step rescaled; under the first rounding is heard in it
+_NEAR = {torch.float32: (0.1, 8.0), torch.bfloat16: (1 / 3, 2.0), torch.float16: (1 / 3, 2.0)}
+_NEAR_TOO = 4.0  # at least, once a part of the micro-batches has been measured at that step
 
 Leg = dict[int, tuple[torch.Tensor, torch.Tensor | None]]
 """Per micro-batch: log_prob and entropy (B, T) at moved weights."""
@@ -137,7 +137,6 @@ class _Measurement:
         self.scale = scale
         self.dtype = prober.step.compute_dtype
         self.target = _TARGET[self.dtype]
-        self.faintest = _FAINT[self.dtype] * self.target
         self.square = prober.space.norm(direction) ** 2 / scale**2
 
     def run(self, tries: Sequence[int]) -> ShareMap:
@@ -169,17 +168,19 @@ class _Measurement:
         parts = [[pilot], rest] if self.known is None and rest else [list(self.micro_batches)]
         for number, part in enumerate(parts):
             is_first = number == 0 and self.known is None
-            plus, minus, step = self._legs(weights, step, part, is_first and may_grow, _NEAR if is_first else _NEAR_TOO)
+            least, most = _NEAR[self.dtype]
+            near = (least if may_grow else 0.0, most) if is_first else (0.0, max(most, _NEAR_TOO))
+            plus, minus, step = self._legs(weights, step, part, near)
             products.update(self.prober.ranks.agree(partial(self._products, plus, minus, step)))
         return self._combine(products, step)
 
     def _legs(
-        self, weights: MovedWeights, step: float, micro_batches: list[int], may_grow: bool, near: float
+        self, weights: MovedWeights, step: float, micro_batches: list[int], near: tuple[float, float]
     ) -> tuple[Leg, Leg, float]:
         """The forwards at +step and -step, rescaled where the response is far from the target; and the step taken."""
         plus, minus = self._trial(weights, step, micro_batches)
         response = self._response(plus, minus)
-        if response > near * self.target or (may_grow and 0 < response < self.faintest):
+        if response > 0 and not near[0] <= response / self.target <= near[1]:
             step *= min(max(self.target / response, 0.1), 10.0)
             plus, minus = self._trial(weights, step, micro_batches)
         return plus, minus or self._leg(weights, -step, micro_batches), step
