@@ -279,6 +279,13 @@ def test_a_spurious_token_is_unlikely_where_the_model_was_sure_and_rewarded(chan
     assert classify(replace(SPURIOUS, **change), replace(batch, low_entropy=None)).label != "spurious_token"
 
 
+@pytest.mark.parametrize("is_rewarded", [True, False])
+def test_entropies_are_looked_up_where_they_may_name_a_cause(is_rewarded):
+    case = unlikely(is_rewarded=is_rewarded, is_sure=True)
+    (culprit,) = event_of(case.step(), case.batch, case.threshold, **case.extra).culprits
+    assert culprit.log_prob < math.log(0.01) and (culprit.entropy is not None) == is_rewarded
+
+
 def test_a_critics_culprit_is_explained_by_its_error_or_by_the_values_own_gradient():
     typical = BatchStatistics(value_error=0.5, jacobian=1.0)
 
