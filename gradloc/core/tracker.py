@@ -43,7 +43,9 @@ class NormTracker:
 
     def __init__(self, window: int):
         self.is_on = True
-        self._history: deque[torch.Tensor] = deque(maxlen=window)
+        self._history: deque[tuple[int, torch.Tensor]] = deque(maxlen=window)
+        """By the number of the step; where it takes its time, each rank leaves out other ones."""
+        self._num_steps = 0
         self._running: list[torch.Tensor] = []
         self._seconds = self._layer_seconds = 0.0
         self._update_started = 0.0
@@ -83,13 +85,14 @@ class NormTracker:
             loss_scale: what the loss was multiplied by in the backward.
             is_spike: whether the step spiked.
         """
+        self._num_steps += 1
         if not self.is_on or is_spike or not self._history.maxlen:
             return
         started = time.perf_counter()
         if self._running and not self._is_rough(space):  # the last micro-batch's reading is the step's
-            self._history.append(self._running[-1] / loss_scale**2)
+            self._history.append((self._num_steps, self._running[-1] / loss_scale**2))
         elif self.cost(started) <= _MAX_COST:
-            self._history.append(space.local_squares().div_(clip_scale**2))
+            self._history.append((self._num_steps, space.local_squares().div_(clip_scale**2)))
         self._layer_seconds += time.perf_counter() - started
 
     def cost(self, now: float) -> float:
@@ -113,10 +116,18 @@ class NormTracker:
         return [abs(after - before) ** 0.5 for before, after in zip(running[:-1], running[1:], strict=True)]
 
     def history(self, space: GradientSpace, ranks: Ranks) -> torch.Tensor | None:
-        """Squared norm per parameter of the remembered steps: float64 (steps, num_params); None without any."""
+        """Squared norm per parameter of the steps that all ranks remember: float64 (steps, num_params).
+
+        None where these are fewer than two.
+        """
         if not ranks.all(self.is_on and len(self._history) > 1):
             return None
-        return space.reduce(lambda: torch.stack(list(self._history)).double())
+        squares = dict(self._history)
+        (oldest,) = ranks.max([float(min(squares))])
+        numbers = range(int(oldest), self._num_steps + 1)
+        missing = ranks.max([float(number not in squares) for number in numbers])
+        known = [squares[number] for number, is_missing in zip(numbers, missing, strict=True) if not is_missing]
+        return space.reduce(lambda: torch.stack(known).double()) if len(known) > 1 else None
 
 
 def median_size(tensors: Iterable[torch.Tensor]) -> float:

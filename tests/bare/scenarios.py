@@ -7,6 +7,7 @@ import torch
 
 from gradloc.core.gradients import GradientSpace, local_shard
 from gradloc.core.ranks import Ranks
+from gradloc.core.tracker import NormTracker
 from gradloc.core.trigger import Spike
 from gradloc.search.find import localize
 from tests.bare import BareStep, Loss, Oracle, Place, build, clip_gradient, random_batch, shard
@@ -51,6 +52,27 @@ def search_planted(
         "closure": finding.result.shares.closure,
         "restored": restored,
     }
+
+
+def history_with_gaps(gaps: dict[int, int]) -> tuple[list[list[float]] | None, list[list[float]]]:
+    """What the tracker tells of five steps, and each step's own squared norms, where a rank had no time for one.
+
+    Args:
+        gaps: the number of that step, by rank.
+    """
+    step = BareStep(shard(build("tiny"), "fsdp2"), random_batch(build("tiny")), NUM_MICRO_BATCHES)
+    space, ranks, tracker, exact = GradientSpace(step.model), Ranks(), NormTracker(4), []
+    for number in range(5):
+        space.clear()
+        tracker.begin_mini_batch()
+        step.train(lambda: tracker.after_backward(space))
+        space.scale(1.0 + number)
+        exact.append(space.squares().tolist())
+        cost = float(gaps.get(ranks.rank) == number)
+        tracker.cost = lambda now, cost=cost: cost
+        tracker.after_mini_batch(space, 1.0, 1.0, is_spike=False)
+    history = tracker.history(space, ranks)
+    return None if history is None else history.tolist(), exact
 
 
 def params_after_a_forward(layout: str) -> bool:

@@ -36,3 +36,9 @@ def test_the_step_s_norms_are_read_a_second_time_only_where_the_running_ones_are
         tracker.after_mini_batch(space, 0.1 / (norm + 1e-6), LOSS_SCALE, is_spike=False)
     assert readings == 2 * (M + is_rough)
     torch.testing.assert_close(tracker.history(space, Ranks()), exact.expand(2, -1), rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize(("gaps", "kept"), [({}, [1, 2, 3, 4]), ({1: 2}, [1, 3, 4]), ({0: 3, 1: 1}, [0, 2, 4])])
+def test_ranks_that_left_out_different_steps_tell_of_those_that_all_remember(bare_world, gaps, kept):
+    for history, exact in bare_world.run("tests.bare.scenarios.history_with_gaps", gaps=gaps):
+        torch.testing.assert_close(torch.tensor(history), torch.tensor([exact[n] for n in kept]), rtol=1e-4, atol=1e-12)
