@@ -173,7 +173,8 @@ class _Removal:
         prober.add(alone, alpha=-1.0)
         prober.add(self.spike, alpha=1.0 / self.scale)
         noise = _DRAWS * difference + _UNIT * norm
-        return self._decided(self._rounding(len(self.culprits) + 2, norm), noise, difference, "subtract")
+        rounding = self._rounding(len(self.culprits) + 2, norm)
+        return self._decided(space.norm(), rounding, noise, difference, "subtract")
 
     def _swap(self, holders: list[int], alone: Gradient) -> _Measured | None:
         prober, space = self.prober, self.prober.space
@@ -201,12 +202,13 @@ class _Removal:
             prober.add(alone, alpha=-1.0)
             alone.clear()
         prober.add(self.spike, alpha=1.0 / self.scale)
-        found = self._decided(rounding, _noise(difference, with_norm), difference, "swap")
-        if found is None and is_apart and judge(space.norm(), rounding, self.threshold)[0] != "undecided":
+        norm_after = space.norm()
+        found = self._decided(norm_after, rounding, _noise(difference, with_norm), difference, "swap")
+        if found is None and is_apart and judge(norm_after, rounding, self.threshold)[0] != "undecided":
             residual = space.take()
             difference = repeat()
             space.put(residual)
-            found = self._decided(rounding, _noise(difference, with_norm), difference, "swap")
+            found = self._decided(norm_after, rounding, _noise(difference, with_norm), difference, "swap")
         return found
 
     def _is_too_rough(self, norm: float) -> bool:
@@ -218,9 +220,10 @@ class _Removal:
         num_micro_batches = self.prober.step.num_micro_batches
         return self.prober.space.rounding * ((num_micro_batches + 2) * self.norm_before + num_additions * norm)
 
-    def _decided(self, rounding: float, noise: float, difference: float, method: str) -> _Measured | None:
-        """What is left in ``.grad``; None where kernels do not repeat well enough to decide this way."""
-        norm_after = self.prober.space.norm()
+    def _decided(
+        self, norm_after: float, rounding: float, noise: float, difference: float, method: str
+    ) -> _Measured | None:
+        """What was measured; None where kernels do not repeat well enough to decide this way."""
         verdict, _ = judge(norm_after, rounding + noise, self.threshold)
         is_noisy = verdict == "not_explained" and noise > _CLEAN * norm_after  # and it is searched along next
         if self.threshold is not None and (verdict == "undecided" or is_noisy):
