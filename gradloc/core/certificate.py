@@ -13,17 +13,15 @@
 # limitations under the License.
 """What the gradient norm is without the culprits: measured, with a bound on its error.
 
-Three ways. *Subtract*: R = G - g_C, with g_C from backwards of the culprits alone. In float32 only: in half precision
-such a backward is off from their part in all tokens' backward by more than the healthy norm, once the spike is a few
-hundred times that. g_C is run again with the opposite sign, so that the sum of the two is twice what passes through no
-token and what kernels differ by.
-*Swap*: R = G - (culprit-holding micro-batches) + (the same without the culprits), where g_C is too rough. Where kernels
+Three ways. *Subtract*: R = G - g_C, with g_C from backwards of the culprits alone. It is run again, times -3/4: every
+product of the backward then has another mantissa and is rounded anew, and what the two do not cancel is rounding, in
+whatever format kernels round in, what kernels that do not repeat differ by, and what passes through no token. That is
+some 3e-7 of g_C in float32, some 0.6 % in bfloat16, which for a spike of forty times the healthy norm is too much.
+*Swap*: R = G - (culprit-holding micro-batches) + (the same without the culprits), for louder spikes. Where kernels
 repeat bit for bit, what is recomputed cancels, and only accumulation is left as error, a few units of rounding of the
 spike. Where they do not (atomics in attention's and the embedding's backward), the error is as large as replays of
 these micro-batches differ, which for a spike a thousand times the healthy norm may be more than the healthy norm. So
-that difference is measured and part of the bound: where every culprit has had a backward of its own, as what a replay
-differs by from the sum of its two parts, at 6 f for each of these micro-batches; where that does not decide, since it
-holds the rounding of three backwards in the compute dtype, or is not to be had, between two replays, at 3 f more.
+these micro-batches are replayed twice, and the difference is part of the bound.
 *Recompute*: run every micro-batch without the culprits; its error is that of a healthy gradient, however large the
 spike was. It is taken where the bounds of the others do not decide, where it costs no more, and once G is not finite.
 Its bound is a tenth of what is left, more than passes of any kernels differ by; where that does not decide, two replays
@@ -31,8 +29,8 @@ tell how far they do.
 
 A difference of two replays is one draw: kernels that do not repeat may have erred more in training than in both. So one
 unit in the last place of bfloat16, the coarsest format that a backward holds its gradients in, of what was replayed is
-added to three times the difference: always where culprits are subtracted, since a sum of backwards is rounded otherwise
-than the backward of a sum (in TF32 to an eighth of that unit), else once there is any difference.
+added to three times the difference once there is any. In float32 it is 2^-16 of the culprits that are subtracted:
+coarser rounding than float32's, if there is any, is in the difference.
 """
 
 import math
@@ -49,6 +47,8 @@ __all__ = ["Certificate", "certify", "judge"]
 
 _DRAWS = 3.0  # the difference of two replays is one draw; another is hardly ever larger than this many times it
 _UNIT = 2.0**-8  # of bfloat16
+_FINE = 2.0**-16  # 256 units of float32; the two backwards of what is subtracted differ by some 5
+_AGAIN = 0.75  # of the culprits, with the opposite sign, the second time: a power of two would be rounded alike
 _CLEAN = 0.1  # of a residual: with more error than this, it is no direction to search along
 _APART = 0.1  # of a gradient without culprits: two passes of it differ by less, or nothing could be trained
 
@@ -67,9 +67,9 @@ class Certificate:
     """``explained``, ``undecided`` or ``not_explained``."""
     reason: str
     replay_difference: float | None = None
-    """L2 norm by which replays of the micro-batches that hold culprits differ, as the method replayed them (the
-    culprits alone where they are subtracted, all for a swap, all others for a recomputation): two replays, or one and
-    the sum of its parts, which is then rounding, too; 0: kernels repeat, None: nothing was replayed twice."""
+    """L2 norm by which two replays differ, of the culprits alone where they are subtracted (their rounding, too), of
+    all of the culprits' micro-batches for a swap, of one without culprits for a recomputation; 0: kernels repeat, None:
+    nothing was replayed twice."""
 
 
 def judge(norm_after: float, error_bound: float, threshold: float | None, was_finite: bool = True) -> tuple[str, str]:
@@ -149,71 +149,52 @@ class _Removal:
 
     def measure(self, alone: Gradient) -> _Measured | None:
         """By what decides and costs less than every micro-batch without the culprits; None where nothing does."""
-        step = self.prober.step
-        holders = sorted({token.micro_batch for token in self.culprits})
-        if step.compute_dtype == torch.float32:
-            if not self._is_too_rough(self.norm_before):
-                is_cheaper = (1 if alone else 2) * len(holders) < step.num_micro_batches
-                return self._subtract(holders, alone) if is_cheaper else None
-            alone.clear()
-        if (2 if alone else 3) * len(holders) < step.num_micro_batches:
-            return self._swap(holders, alone)
-        return None
+        step, num_holders = self.prober.step, len(self.holders)
+        unit = _FINE if step.compute_dtype == torch.float32 else _UNIT
+        if self.threshold is None or 32 * unit * self.norm_before < self.threshold:
+            is_cheaper = (1 if alone else 2) * num_holders < step.num_micro_batches
+            return self._subtract(alone, unit) if is_cheaper else None
+        alone.clear()
+        return self._swap() if 3 * num_holders < step.num_micro_batches else None
 
-    def _subtract(self, holders: list[int], alone: Gradient) -> _Measured | None:
+    @property
+    def holders(self) -> list[int]:
+        """The micro-batches that hold culprits."""
+        return sorted({token.micro_batch for token in self.culprits})
+
+    def _subtract(self, alone: Gradient, unit: float) -> _Measured | None:
         prober, space = self.prober, self.prober.space
         if not alone:
-            prober.compute_only(self.culprits, holders)
+            prober.compute_only(self.culprits, self.holders)
             alone = space.take()
         norm = space.norm(alone)
-        prober.compute_only(self.culprits, holders, factor=-1.0)
+        prober.compute_only(self.culprits, self.holders, factor=-_AGAIN)
+        space.scale(1.0 / _AGAIN)
         prober.add(alone)
         difference = space.norm()
-        space.scale(0.5)  # the culprits' gradient is half the difference of the two
+        space.scale(_AGAIN / (1.0 + _AGAIN))  # what passes through no token: no part of the culprits' gradient
         prober.add(alone, alpha=-1.0)
         prober.add(self.spike, alpha=1.0 / self.scale)
-        noise = _DRAWS * difference + _UNIT * norm
+        noise = _DRAWS * difference + unit * norm
         rounding = self._rounding(len(self.culprits) + 2, norm)
         return self._decided(space.norm(), rounding, noise, difference, "subtract")
 
-    def _swap(self, holders: list[int], alone: Gradient) -> _Measured | None:
+    def _swap(self) -> _Measured | None:
         prober, space = self.prober, self.prober.space
-
-        def repeat() -> float:
-            prober.compute((index, None) for index in holders)
-            prober.add(with_culprits, alpha=-1.0)
-            return space.norm()
-
-        prober.compute((index, None) for index in holders)
+        prober.compute((index, None) for index in self.holders)
         with_culprits = space.take()
-        with_norm = space.norm(with_culprits)
-        if self._is_too_rough(with_norm):
-            alone.clear()  # the difference from the sum of the parts would not decide
-        difference = 0.0 if alone else repeat()
-        if self.threshold is not None and _noise(difference, with_norm) >= self.threshold / 2:
-            return None  # no norm under the threshold could be told from it
-        prober.compute_without(self.culprits, holders)
-        rounding = self._rounding(len(holders) + 4, with_norm + space.norm())
+        norm = space.norm(with_culprits)
+        prober.compute((index, None) for index in self.holders)
         prober.add(with_culprits, alpha=-1.0)
-        is_apart = bool(alone)
-        if is_apart:
-            prober.add(alone)
-            difference = space.norm()
-            prober.add(alone, alpha=-1.0)
-            alone.clear()
+        difference = space.norm()
+        noise = _DRAWS * difference + _UNIT * norm if difference > 0 else 0.0
+        if self.threshold is not None and noise >= self.threshold / 2:
+            return None  # no norm under the threshold could be told from it
+        prober.compute_without(self.culprits, self.holders)
+        rounding = self._rounding(len(self.holders) + 4, norm + space.norm())
+        prober.add(with_culprits, alpha=-1.0)
         prober.add(self.spike, alpha=1.0 / self.scale)
-        norm_after = space.norm()
-        found = self._decided(norm_after, rounding, _noise(difference, with_norm), difference, "swap")
-        if found is None and is_apart and judge(norm_after, rounding, self.threshold)[0] != "undecided":
-            residual = space.take()
-            difference = repeat()
-            space.put(residual)
-            found = self._decided(norm_after, rounding, _noise(difference, with_norm), difference, "swap")
-        return found
-
-    def _is_too_rough(self, norm: float) -> bool:
-        """Whether a unit of bfloat16 of this norm is too much beside the threshold."""
-        return self.threshold is not None and _UNIT * norm >= self.threshold / 8
+        return self._decided(space.norm(), rounding, noise, difference, "swap")
 
     def _rounding(self, num_additions: int, norm: float) -> float:
         """Each addition, training's and so many with gradients of this norm, is off by a unit of what it gives."""
@@ -229,11 +210,6 @@ class _Removal:
         if self.threshold is not None and (verdict == "undecided" or is_noisy):
             return None
         return norm_after, rounding + noise, difference, method
-
-
-def _noise(difference: float, norm: float) -> float:
-    """A bound on what training's own pass differed by, where replays of what has this norm did by ``difference``."""
-    return _DRAWS * difference + _UNIT * norm if difference > 0 else 0.0
 
 
 def _recompute(prober: Prober, culprits: list[Token], threshold: float | None) -> _Measured:

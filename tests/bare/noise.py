@@ -15,22 +15,26 @@ _ULP = 2.0**-8  # of bfloat16, relative to a number's power of two
 def unrepeatable(model: torch.nn.Module, share: float, seed: int = 0) -> Iterator[None]:
     """Context in which every backward is a little different, fresh each time; forwards are what they were.
 
-    One bfloat16 unit in the last place, up or down, on a share of the elements of the gradient of every attention
-    output and of the embedding's output. Draws from a generator of its own.
+    The gradient of every attention output and of the embedding's output is rounded to bfloat16, and a share of its
+    elements is one unit in the last place off, up or down. Draws from a generator of its own.
 
     Args:
         model: a bare decoder, sharded or not.
         share: of the elements, in [0, 1].
         seed: differs between ranks where they are to differ.
     """
+    if share == 0:
+        yield
+        return
     generator = torch.Generator().manual_seed(seed)
 
     def noise(grad: torch.Tensor) -> torch.Tensor:
         drawn = torch.rand(grad.shape, generator=generator).to(grad.device)
         sign = torch.where(drawn < share / 2, -1.0, torch.where(drawn < share, 1.0, 0.0))
-        _, exponent = torch.frexp(grad.float())  # |grad| = m * 2**exponent with m in [0.5, 1)
-        unit = torch.where(grad == 0, 0.0, torch.ldexp(torch.full_like(drawn, _ULP), exponent))
-        return (grad.float() + sign * unit).to(grad.dtype)
+        rounded = grad.to(torch.bfloat16).float()
+        _, exponent = torch.frexp(rounded)  # |grad| = m * 2**exponent with m in [0.5, 1)
+        unit = torch.where(rounded == 0, 0.0, torch.ldexp(torch.full_like(drawn, _ULP), exponent))
+        return (rounded + sign * unit).to(grad.dtype)
 
     def before(module: torch.nn.Module, inputs: tuple) -> None:
         if inputs[0].requires_grad:

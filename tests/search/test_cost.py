@@ -26,8 +26,9 @@ def search(batch, threshold=THRESHOLD, dtype=torch.float32):
     return found, found.num_forwards + 2 * found.num_backwards - len(found.entropies)
 
 
-def test_one_culprit_costs_two_forwards_and_two_backwards_of_one_micro_batch():
-    found, cost = search(random_batch(build("tiny")).planted({(9, 1): 1e3}))
+@pytest.mark.parametrize("advantage", [1e3, 5e4])
+def test_one_culprit_costs_two_forwards_and_two_backwards_of_one_micro_batch(advantage):
+    found, cost = search(random_batch(build("tiny")).planted({(9, 1): advantage}))
     assert [len(culprit.tokens) for culprit in found.result.culprits] == [1]
     assert found.certificate.verdict == "explained" and found.certificate.method == "subtract"
     assert cost <= 2 + 3 + 3, "two forwards; the token alone, twice"

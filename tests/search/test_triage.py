@@ -152,7 +152,7 @@ def test_what_passes_through_no_token_is_not_taken_for_the_culprit_s():
     for index in range(4):
         kept = mask_without([culprit], index, 0, spiking.step.token_mask(index))
         spiking.step.loss(index, kept).backward()
-    assert certificate.method == "subtract" and certificate.replay_difference > 1, "twice the router's own"
+    assert certificate.method == "subtract" and certificate.replay_difference > 1, "the router's own, of both backwards"
     assert certificate.norm_after == pytest.approx(spiking.space.norm(), rel=1e-4)
 
 

@@ -20,6 +20,14 @@ def test_the_true_norm_lies_within_the_bound_and_the_planted_token_is_named(shar
     assert problems(certify_unrepeatable("plain", "float32", share, size)) == []
 
 
+@pytest.mark.parametrize("size", [10.0, 1e3, 1e4])
+def test_in_float32_a_culprit_is_subtracted_and_what_that_rounds_off_is_measured(size):
+    found = certify_unrepeatable("plain", "float32", 0.0, size)
+    assert problems(found) == [] and found["method"] == "subtract"
+    assert 0 < found["replay_difference"] < 1e-6 * found["size"] * found["truth"]
+    assert found["error_bound"] < 1e-4 * found["size"] * found["truth"]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("layout", "dtype"), [("fsdp2", "bfloat16"), ("fsdp1", "float32")])
 def test_so_it_does_on_two_ranks_and_in_half_precision(bare_world, layout, dtype):
@@ -30,7 +38,7 @@ def test_so_it_does_on_two_ranks_and_in_half_precision(bare_world, layout, dtype
 
 
 def test_with_kernels_that_repeat_the_swap_decides_at_nine_forwards_a_micro_batch():
-    found = certify_unrepeatable("plain", "float32", 0.0, 1e3)
+    found = certify_unrepeatable("plain", "float32", 0.0, 1e5)
     assert problems(found) == []
     assert found["method"] == "swap" and found["replay_difference"] == 0.0
     # shares of four micro-batches, one check of the candidate by itself, and the certificate

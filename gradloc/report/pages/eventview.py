@@ -50,6 +50,12 @@ ESSENTIAL = ("value", "return", "advantage", "ratio new / old", "log-prob", "ent
 
 _SAID = ("value", "value_target", "coefficient")
 """Numbers of a cause that stand among the facts by another name."""
+_REPLAYED = {
+    "subtract": "the culprits alone",
+    "swap": "the culprits' micro-batches",
+    "recompute": "a micro-batch without the culprits",
+}
+"""What a certificate's replay difference is of, by its method."""
 
 
 @dataclass
@@ -304,10 +310,8 @@ def _again(event: Event) -> list[str]:
         apart = f" ({percent(rerun.difference)} of the spike apart)" if rerun.difference is not None else ""
         said.append(f"The step's micro-batches run again gave a norm of {number(rerun.norm)}{apart}: {came}.")
     if difference is not None:
-        replays, apart = (
-            ("Replays", f"{number(difference, 2)} apart") if difference else ("Two replays", "bit for bit alike")
-        )
-        said.append(f"{replays} of the culprits' micro-batches were {apart}.")
+        apart = f"{number(difference, 2)} apart" if difference else "bit for bit alike"
+        said.append(f"Two replays of {_REPLAYED[event.certificate.method]} were {apart}.")
     if event.head_grad_norm is not None:
         said.append(f"The output head's part of the gradient has norm {number(event.head_grad_norm)}.")
     return said
