@@ -32,12 +32,12 @@ from benchmarks.digest import REPO, digest
 from benchmarks.healthy import trees
 from benchmarks.localization import pretrained
 from benchmarks.localization.published import descend
-from benchmarks.localization.scenarios import SCENARIOS, Planted, Planter
+from benchmarks.localization.scenarios import SCENARIOS, Planted, Planter, count_scenario
 from benchmarks.progress import Progress
 from tests.bare import Batch
 from tests.world import World, harness
 
-CASES = {"single": 2.0, "eight": 3.0, "batch": 3.0}
+CASES = {"single": 2.0, "thousandfold": 2.0, "eight": 3.0, "batch": 3.0}
 """By name: how many times as long as without the search an update may take."""
 _PER_RANK = 8  # rows: four micro-batches of two
 _HEALTHY = 5  # updates that the running norm is judged by, and that tell what is typical
@@ -204,7 +204,9 @@ def _update(world: World, batch: Batch, way: str) -> dict[str, Any]:
 def _planted(case: str, planter: Planter) -> Planted:
     if case == "batch":  # no token's doing
         return Planted(planter.batch.edited(advantages=100 * planter.batch.advantages))
-    return SCENARIOS[{"single": "single_10"}.get(case, case)](planter)
+    if case == "eight":
+        return SCENARIOS[case](planter)
+    return count_scenario(1, {"single": 10.0, "thousandfold": 1000.0}[case])(planter)
 
 
 def markdown(run: dict[str, Any]) -> str:
