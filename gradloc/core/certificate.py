@@ -29,8 +29,8 @@ tell how far they do.
 
 A difference of two replays is one draw: kernels that do not repeat may have erred more in training than in both. So one
 unit in the last place of bfloat16, the coarsest format that a backward holds its gradients in, of what was replayed is
-added to three times the difference once there is any. In float32 it is 2^-16 of the culprits that are subtracted:
-coarser rounding than float32's, if there is any, is in the difference.
+added to three times the difference once there is any. Where culprits are subtracted it is added always, in float32
+2^-16 of them: rounding that is coarser shows in the difference.
 """
 
 import math
