@@ -49,7 +49,7 @@ class Certificate:
     verdict: Annotated[str, ("enum", JUDGED)] = "undecided"
     reason: str = ""
     replay_difference: float | None = optional()
-    """L2 norm by which two replays differ: of the culprits alone (subtract; with their rounding), of their micro-batches
+    """L2 norm by which two replays differ: of the culprits alone (subtract; their rounding, too), of their micro-batches
     (swap), of one without culprits (recompute); 0: kernels repeat, null: nothing was replayed twice."""
 
 
