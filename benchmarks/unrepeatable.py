@@ -56,7 +56,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     """A table: per share and size the worst over layouts, precisions and seeds."""
     lines = [
         "| elements off | spike / healthy | cells | kept its word | largest error / bound | bound / healthy norm "
-        "| by swap | cost (f), largest |",
+        "| by subtraction, swap, recomputation | cost (f), largest |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     by_cell = {}
@@ -66,10 +66,11 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         error = max(abs(row["norm_after"] - row["truth"]) / row["error_bound"] for row in group)
         bound = max(row["error_bound"] / row["truth"] for row in group)
         num_good = sum(not problems(row) for row in group)
-        num_swaps = sum(row["method"] == "swap" for row in group)
+        methods = [row["method"] for row in group]
+        ways = ", ".join(str(methods.count(way)) for way in ("subtract", "swap", "recompute"))
         cost = max(row["cost"] for row in group)
         lines.append(
-            f"| {share:.1%} | {size:g} | {len(group)} | {num_good} | {error:.2g} | {bound:.2g} | {num_swaps} | {cost} |"
+            f"| {share:.1%} | {size:g} | {len(group)} | {num_good} | {error:.2g} | {bound:.2g} | {ways} | {cost} |"
         )
     return "\n".join(lines)
 

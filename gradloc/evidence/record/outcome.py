@@ -49,8 +49,8 @@ class Certificate:
     verdict: Annotated[str, ("enum", JUDGED)] = "undecided"
     reason: str = ""
     replay_difference: float | None = optional()
-    """L2 norm by which two replays differ: of the culprits alone (subtract; their rounding, too), of their micro-batches
-    (swap), of one without culprits (recompute); 0: kernels repeat, null: nothing was replayed twice."""
+    """L2 norm by which two replays differ: of the culprits alone (subtract; their rounding, too), of all of their
+    micro-batches (swap), of one without culprits (recompute); 0: kernels repeat, null: nothing was replayed twice."""
 
 
 @dataclass(frozen=True)
