@@ -4,8 +4,8 @@
     python -m benchmarks.unrepeatable
     python -m benchmarks.unrepeatable --seeds 5 --out runs/benchmarks/unrepeatable
 
-A bare model on two gloo ranks. In every backward a share of the elements of each attention output's gradient, and of
-the embedding's, is a bfloat16 unit off, fresh each time (tests/bare/noise.py); the truth is recomputed without.
+A bare model on two gloo ranks. In every backward each attention output's gradient, and the embedding's, is rounded to
+bfloat16 and a share of its elements a unit off, fresh each time (tests/bare/noise.py); the truth is recomputed without.
 """
 
 import argparse

@@ -151,7 +151,8 @@ class _Removal:
         """By what decides and costs less than every micro-batch without the culprits; None where nothing does."""
         step, num_holders = self.prober.step, len(self.holders)
         unit = _FINE if step.compute_dtype == torch.float32 else _UNIT
-        if self.threshold is None or 32 * unit * self.norm_before < self.threshold:
+        usual = 8 * unit * self.norm_before + self._rounding(len(self.culprits) + 2, self.norm_before)
+        if self.threshold is None or usual < self.threshold / 4:
             is_cheaper = (1 if alone else 2) * num_holders < step.num_micro_batches
             return self._subtract(alone, unit) if is_cheaper else None
         alone.clear()
