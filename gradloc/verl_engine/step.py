@@ -94,9 +94,8 @@ class EngineStep:
     def recorded(self, micro_batch: int) -> Recorded:
         recorded, values = self._recorded[micro_batch], self._values[micro_batch]
         if values:  # padded when somebody asks, not while nothing spikes
-            data = self._data(micro_batch)
             for key, value in values.items():
-                setattr(recorded, _FIELDS[key], _unpack(value, data))
+                setattr(recorded, _FIELDS[key], _unpack(value, self.micro_batches[micro_batch]))
             self._values[micro_batch] = {}
         return recorded
 
@@ -142,8 +141,8 @@ class EngineStep:
     def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         # a coefficient is of this rank's own (scaled) loss; the step's gradient is the mean over the ranks
         factor = 1.0 / (self.dp_size * self.loss_scale)
-        grads, data = self._grads[micro_batch], self._data(micro_batch)
-        found = {key: _unpack(grad, data) * factor for key, grad in grads.items()}
+        data = self.micro_batches[micro_batch]  # for its lengths, at every update: nothing of it is moved
+        found = {key: _unpack(grad, data) * factor for key, grad in self._grads[micro_batch].items()}
         if self.output not in found:  # the loss does not depend on them
             found[self.output] = torch.zeros_like(self.recorded(micro_batch).log_prob)
         return found[self.output], found.get("entropy")
