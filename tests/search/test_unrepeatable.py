@@ -35,6 +35,7 @@ def test_in_float32_a_culprit_is_subtracted_and_what_that_rounds_off_is_measured
         ("fsdp2", "bfloat16", 1e3, "recompute"),
         ("fsdp1", "float32", 1e3, "recompute"),
         ("fsdp2", "bfloat16", 10.0, "subtract"),
+        ("fsdp2", "bfloat16", 100.0, "swap"),
     ],
 )
 def test_so_it_does_on_two_ranks_and_in_half_precision(bare_world, layout, dtype, size, method):
