@@ -25,7 +25,7 @@ from gradloc.evidence.layers import head_square
 from gradloc.search.find import localize
 from tests.bare import BareStep, Batch, build, clip_gradient, random_batch, shard
 
-PLANT = {(3, 2): 1e4}
+PLANT = {(3, 2): 1e4, (9, 1): 1e4}
 NUM_MICRO_BATCHES = 2
 PLACES = ("before", "block", "loss", "backward")
 """Before the forward; in the first of two blocks; behind the last collective of the forward; in the backward."""
