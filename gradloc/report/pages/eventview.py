@@ -51,6 +51,7 @@ ESSENTIAL = ("value", "return", "advantage", "ratio new / old", "log-prob", "ent
 _SAID = ("value", "value_target", "coefficient")
 """Numbers of a cause that stand among the facts by another name."""
 _REPLAYED = {
+    "none": "the step",
     "subtract": "the culprits alone",
     "swap": "the culprits' micro-batches",
     "recompute": "a micro-batch without the culprits",

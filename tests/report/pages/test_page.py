@@ -2,6 +2,7 @@
 """The page: one file, closed to the network, hostile text literal, small, always the same."""
 
 import base64
+import html
 import json
 import re
 import time
@@ -112,6 +113,23 @@ def test_the_page_shows_everything_of_an_event_in_the_order_promised(plain):
     for words in in_order:
         at = plain.find(words, at)
         assert at >= 0, words
+
+
+@pytest.mark.parametrize("difference", [0.0341, 0.0])
+@pytest.mark.parametrize(
+    ("method", "replayed"),
+    [
+        ("subtract", "the culprits alone"),
+        ("swap", "the culprits' micro-batches"),
+        ("recompute", "a micro-batch without the culprits"),
+        ("none", "the step"),
+    ],
+)
+def test_how_far_replays_were_apart_is_said_with_what_was_replayed(tmp_path, method, replayed, difference):
+    event = make_event()
+    event["certificate"] |= {"method": method, "replay_difference": difference}
+    apart = "0.034 apart" if difference else "bit for bit alike"
+    assert f"Two replays of {replayed} were {apart}." in html.unescape(render(write_run(tmp_path, [event])))
 
 
 def test_the_page_reaches_for_nothing(plain):
