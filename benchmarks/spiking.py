@@ -2,16 +2,20 @@
 """The price of a step that spikes: verl 0.7's real actor on a pretrained language model, with the search and without.
 
     python -m benchmarks.spiking                              # SmolLM2-135M, two ranks of four micro-batches each
-    python -m benchmarks.spiking --case eight --times 3 --tree ~/verl
+    python -m benchmarks.spiking --case eight --dtype bfloat16 --times 3 --tree ~/verl
 
 An update with the search is the trainer's whole step of it: looking, the driver's part, and the event on disk. One
-without is the same update of the same batch with gradloc's hook set aside. Both in turn, the weights left as they are
-(lr 0), so that every repetition meets the same spike. `published` is the search of benchmarks.localization.published in
-the place of ours, without certificate or event. Writes spiking.json, anew after every case.
+without is the same update of the same batch with gradloc's hook set aside. Both in turn, and in both precisions, each
+with an actor and a healthy norm of its own; the weights are left as they are (lr 0), so that every repetition meets the
+same spike. What healthy updates taught the driver of scales is left as it was, too; `batch_alone` is without it.
+`published` is the search of benchmarks.localization.published in the place of ours, without certificate or event, once
+and in float32. Writes spiking.json, anew after every case.
 """
 
 import argparse
+import copy
 import json
+import math
 import os
 import platform
 import shlex
@@ -37,8 +41,10 @@ from benchmarks.progress import Progress
 from tests.bare import Batch
 from tests.world import World, harness
 
-CASES = {"single": 2.0, "thousandfold": 2.0, "eight": 3.0, "batch": 3.0}
-"""By name: how many times as long as without the search an update may take."""
+_ANY = {"single": 2.0, "thousandfold": 2.0, "eight": 3.0, "batch": 1.5, "batch_alone": 2.0}
+LIMITS = {"float32": _ANY, "bfloat16": {**_ANY, "thousandfold": 2.3}}
+"""By precision and case: how many times as long as without the search an update may take."""
+_FIRST = "float32"  # where `published` is timed; what records of one precision are of
 _PER_RANK = 8  # rows: four micro-batches of two
 _HEALTHY = 5  # updates that the running norm is judged by, and that tell what is typical
 _THRESHOLD = 4.0  # times the healthy norm: the least that the trigger ever asks for
@@ -48,38 +54,45 @@ _SETTINGS = [
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
 ]
 _CLOCKS = ("seconds", "cpu_seconds")
-_trainers: list[Any] = []
+_trainers: dict[str, Any] = {}
+"""By precision."""
 
 
 # ---- on every rank
 
 
-def prepare(model: str, folder: str) -> None:
-    """verl's actor around the model of that folder; events go to the other."""
+def prepare(model: str, folder: str, dtype: str) -> None:
+    """verl's actor around the model of that folder, computing in this; events go to the other."""
     inner = pretrained.Pretrained(Path(model)).inner
     size = f"actor_rollout_ref.actor.ppo_mini_batch_size={_PER_RANK * dist.get_world_size()}"
-    _trainers.append(harness.make_trainer([*_SETTINGS, size], folder, model=inner))
+    precision = f"actor_rollout_ref.actor.fsdp_config.dtype={dtype}"
+    _trainers[dtype] = harness.make_trainer([*_SETTINGS, size, precision], f"{folder}-{dtype}", model=inner)
 
 
-def watch(threshold: float, num_tokens: int) -> None:
+def watch(dtype: str, threshold: float, num_tokens: int) -> None:
     """From now on a norm over this is a spike, of a step of so many tokens."""
-    _trainers[0].driver.tau = threshold * num_tokens**0.5
+    _trainers[dtype].driver.tau = threshold * num_tokens**0.5
 
 
-def update(batch: Batch, way: str) -> dict[str, Any]:
+def update(dtype: str, batch: Batch, way: str, is_alone: bool = False) -> dict[str, Any]:
     """One update.
 
     Args:
+        dtype: whose actor.
         batch: all ranks' rows.
         way: ``with`` the search, ``without``, or with the ``published`` one.
+        is_alone: whether the driver has no history of scales.
 
     Returns:
         ``seconds`` and ``cpu_seconds``, the ``norm``, and of the search ``search_seconds``, ``cost_f``, ``named`` (row,
-        position) and ``verdict``; ``tracks``: the running norm's part of all updates' time so far, None where it has
-        switched itself off.
+        position), ``verdict``, and where shares were measured ``closure`` and ``closure_error``; ``tracks``: the
+        running norm's part of all updates' time so far, None where it has switched itself off.
     """
-    trainer, data = _trainers[0], _as_verls(batch)
-    localizer, driver = trainer.actor.gradloc.localizer, trainer.hook
+    trainer, data = _trainers[dtype], _as_verls(batch)
+    localizer, driver, spikes = trainer.actor.gradloc.localizer, trainer.hook, trainer.driver
+    scale = copy.deepcopy(spikes.scale)
+    if is_alone:
+        spikes.scale = type(scale)()
     search = None if localizer is None else localizer._search
     told: dict[str, Any] = {}
     if way == "without":
@@ -92,11 +105,15 @@ def update(batch: Batch, way: str) -> dict[str, Any]:
     out = trainer.update(data)
     told |= {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu_started}
     trainer.actor.gradloc.localizer, trainer.hook, localizer._search = localizer, driver, search
+    if math.isfinite(spikes.tau):  # only the healthy updates teach it what is usual
+        spikes.scale = scale
     told["norm"] = float(out["metrics"]["actor/grad_norm"][0][0])
     for event in out["events"]:
         told |= {"search_seconds": event["search"]["seconds"], "verdict": event["certificate"]["verdict"]}
         told["cost_f"] = event["search"]["forwards"] + 2 * event["search"]["backwards"]
         told["named"] = [(c["row"], position) for c in event["culprits"] for position in c["positions"]]
+        shares = event["shares"] or {}
+        told |= {key: shares[key] for key in ("closure", "closure_error") if key in shares}
     tracker = localizer._tracker
     told["tracks"] = tracker._seconds / max(tracker._update_seconds, 1e-9) if tracker.is_on else None
     return told
@@ -152,57 +169,67 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         _, tree = trees(Path(scratch), parsed.tree)
         with World(parsed.ranks, path=(str(tree),), timeout_s=1800) as world:
-            cases = parsed.case or list(CASES)
-            run = {"command": command, **measure(world, cases, parsed.times, parsed.response, Path(scratch), out)}
+            chosen = parsed.case or list(_ANY), parsed.dtype or list(LIMITS)
+            run = {"command": command, **measure(world, *chosen, parsed.times, parsed.response, Path(scratch), out)}
     _write(run, out)
     print(markdown(run))
     return 0
 
 
-def measure(world: World, cases: list[str], times: int, length: int, scratch: Path, out: Path) -> dict[str, Any]:
+def measure(
+    world: World, cases: list[str], dtypes: list[str], times: int, length: int, scratch: Path, out: Path
+) -> dict[str, Any]:
     """The record of the run; see the module."""
     path = pretrained.folder(REPO / ".gradloc")
     model, source = pretrained.Pretrained(path), pretrained.text(path)
     rows = _PER_RANK * world.size
     batches = [pretrained.continued(model, source, rows, length, seed) for seed in range(_HEALTHY + 1)]
-    world.run("benchmarks.spiking.prepare", model=str(path), folder=str(scratch / "events"))
-    world.run("benchmarks.spiking.watch", threshold=float("inf"), num_tokens=rows * length)
-    healthy = [_update(world, batch, "with") for batch in batches[:-1]]
-    norm = median(told["norm"] for told in healthy)
-    world.run("benchmarks.spiking.watch", threshold=_THRESHOLD * norm, num_tokens=rows * length)
+    norms, tracks = {}, {}
+    for dtype in dtypes:
+        world.run("benchmarks.spiking.prepare", model=str(path), folder=str(scratch / "events"), dtype=dtype)
+        world.run("benchmarks.spiking.watch", dtype=dtype, threshold=math.inf, num_tokens=rows * length)
+        healthy = [_update(world, dtype=dtype, batch=batch, way="with") for batch in batches[:-1]]
+        norms[dtype], tracks[dtype] = median(told["norm"] for told in healthy), healthy[-1]["tracks"]
+        threshold = _THRESHOLD * norms[dtype]
+        world.run("benchmarks.spiking.watch", dtype=dtype, threshold=threshold, num_tokens=rows * length)
     run = {
         "core_sha256": digest(),
         "machine": {"processor": platform.machine(), "cpus": os.cpu_count()},
         "weights": sum(param.numel() for param in model.parameters()),
         "ranks": world.size,
         "tokens": rows * length,
-        "healthy_norm": norm,
-        "running_norm": healthy[-1]["tracks"],
+        "healthy_norm": norms,
+        "running_norm": tracks,
         "cases": [],
     }
-    progress = Progress(len(cases) * 2 * times + 1)
+    progress = Progress(len(cases) * len(dtypes) * 2 * times + (_FIRST in dtypes))
     for number, case in enumerate(cases):
-        planted = _planted(case, Planter(model, batches[-1], norm, 0))
-        told: dict[str, list[dict[str, Any]]] = {"with": [], "without": [], "published": []}
-        # what the published search costs does not depend on the spike
-        for way in ["with", "without"] * times + ["published"] * (number == 0):
-            told[way].append(_update(world, planted.batch, way))
-            progress.step(f"{case} {way}: {told[way][-1]['seconds']:.1f} s")
-        run["cases"].append({"case": case, "planted": planted.places, "load": os.getloadavg()[0], **told})
+        planted = {dtype: _planted(case, Planter(model, batches[-1], norms[dtype], 0)) for dtype in dtypes}
+        told: dict[str, Any] = {dtype: {"with": [], "without": [], "published": []} for dtype in dtypes}
+        ways = [(way, dtype) for _ in range(times) for dtype in dtypes for way in ("with", "without")]
+        if number == 0 and _FIRST in dtypes:  # what the published search costs does not depend on the spike
+            ways.append(("published", _FIRST))
+        for way, dtype in ways:
+            batch, is_alone = planted[dtype].batch, case == "batch_alone"
+            told[dtype][way].append(_update(world, dtype=dtype, batch=batch, way=way, is_alone=is_alone))
+            progress.step(f"{case} {dtype} {way}: {told[dtype][way][-1]['seconds']:.1f} s")
+        for dtype in dtypes:
+            place = {"case": case, "dtype": dtype, "planted": planted[dtype].places, "load": os.getloadavg()[0]}
+            run["cases"].append({**place, **told[dtype]})
         _write(run, out)
     return run
 
 
-def _update(world: World, batch: Batch, way: str) -> dict[str, Any]:
+def _update(world: World, **of_update: Any) -> dict[str, Any]:
     """The first rank's, the slowest one's seconds and the processor time of all."""
-    told = world.run("benchmarks.spiking.update", batch=batch, way=way)
+    told = world.run("benchmarks.spiking.update", **of_update)
     # the step lasts as long as its slowest rank; processor time is spent by all of them
     spent = {"seconds": max(rank["seconds"] for rank in told), "cpu_seconds": sum(rank["cpu_seconds"] for rank in told)}
     return {**told[0], **spent, "load": os.getloadavg()[0]}
 
 
 def _planted(case: str, planter: Planter) -> Planted:
-    if case == "batch":  # no token's doing
+    if case in ("batch", "batch_alone"):  # no token's doing
         return Planted(planter.batch.edited(advantages=100 * planter.batch.advantages))
     if case == "eight":
         return SCENARIOS[case](planter)
@@ -210,13 +237,14 @@ def _planted(case: str, planter: Planter) -> Planted:
 
 
 def markdown(run: dict[str, Any]) -> str:
-    """A row for each case."""
+    """A row for each case and precision; a record without precisions is of float32."""
     lines = [
         f"`{run['command']}`",
         "",
-        "| spike | with / without the search: wall | processor time | at most | seconds without | search (f) | recall "
-        "| false | verdict | published / without: wall | processor time | published (f) |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| spike | computed in | with / without the search: wall | processor time | at most | seconds without "
+        "| search (f) | closure | recall | false | verdict | published / without: wall | processor time "
+        "| published (f) |",
+        "|" + " --- |" * 14,
     ]
     for case in run["cases"]:
         without = median(told["seconds"] for told in case["without"])
@@ -226,11 +254,17 @@ def markdown(run: dict[str, Any]) -> str:
         ours, theirs = (
             [f"{ratio_of(case, way, of):.2f}" if case[way] else "-" for of in _CLOCKS] for way in ("with", "published")
         )
-        cells = [case["case"], *ours, f"{CASES[case['case']]:.1f}", f"{without:.1f}", str(first["cost_f"]), recall]
-        cells += [str(len(named - planted)), first["verdict"], *theirs]
+        dtype = case.get("dtype", _FIRST)
+        cells = [case["case"], dtype, *ours, f"{LIMITS[dtype][case['case']]:.1f}", f"{without:.1f}"]
+        cells += [str(first["cost_f"]), _closure(first), recall, str(len(named - planted)), first["verdict"], *theirs]
         cells.append(str(case["published"][0]["cost_f"]) if case["published"] else "-")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _closure(told: dict[str, Any]) -> str:
+    closure, error = (told.get(key) for key in ("closure", "closure_error"))
+    return "-" if closure is None else f"{closure:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
 def ratio_of(case: dict[str, Any], way: str, clock: str = "seconds") -> float:
@@ -244,7 +278,8 @@ def _write(run: dict[str, Any], out: Path) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.spiking", description=__doc__.split("\n")[0])
-    parser.add_argument("--case", action="append", choices=tuple(CASES), help="only this one (repeatable)")
+    parser.add_argument("--case", action="append", choices=tuple(_ANY), help="only this one (repeatable)")
+    parser.add_argument("--dtype", action="append", choices=tuple(LIMITS), help="compute in this alone (repeatable)")
     parser.add_argument("--times", type=int, default=10, help="updates of each case with the search, and without")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--response", type=int, default=32, help="tokens of each of a rank's eight answers")

@@ -132,6 +132,8 @@ class SearchConfig:
     """``auto``; or one method alone: ``share``, ``sketch``, ``bisect`` (the published binary search)."""
     max_culprits: int = 8
     """Stop after this many culprits."""
+    max_steps: float = 4.0
+    """No search costs more than so many of this run's own updates, in passes and in time; ``bisect`` has ``budget``."""
     layer_window: int = 32
     """Optimizer steps whose norm per layer is remembered, to tell a layer that explodes alone; 0 for none."""
 
@@ -139,6 +141,8 @@ class SearchConfig:
         _require(
             is_int(self.layer_window, 0), "gradloc.search.layer_window", "an integer of at least 0", self.layer_window
         )
+        is_limit = is_number(self.max_steps) and self.max_steps >= 1
+        _require(is_limit, "gradloc.search.max_steps", "a number of at least 1", self.max_steps)
         names = ", ".join(STRATEGIES)
         _require(self.strategy in STRATEGIES, "gradloc.search.strategy", f"one of {names}", self.strategy)
         _require(
@@ -233,7 +237,7 @@ class GradLocConfig:
     dump_dir: str = "gradloc_events"
     """The folder for events; made absolute when the run starts."""
     budget: int = _BUDGET
-    """Largest number of forward/backward probes of one localization."""
+    """Largest number of forward/backward probes of the published search, ``search.strategy=bisect``."""
     trigger: TriggerConfig = field(default_factory=TriggerConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
     action: ActionConfig = field(default_factory=ActionConfig)

@@ -12,9 +12,9 @@ from benchmarks.localization import pretrained
 from benchmarks.localization.corpus import load, split, text, trained
 from benchmarks.localization.plan import Cell
 from benchmarks.localization.published import formula_cost
-from benchmarks.localization.scenarios import SCENARIOS, Planter, count_scenario
+from benchmarks.localization.scenarios import PLANTS, SCENARIOS, Planted, Planter, count_scenario
 from gradloc.core.history import History
-from tests.bare import SIZES, Oracle, healthy_batch
+from tests.bare import SIZES, Batch, Loss, Oracle, healthy_batch
 from tests.world import World
 
 _HEALTHY_STEPS = {True: 17, False: 20}  # of the pretrained model, whose every pass takes seconds, and of the others
@@ -22,6 +22,8 @@ _HISTORY = dict(window=128, warmup=16, num_deviations=6.0)  # the trigger's defa
 _BUDGET = 128  # the published bisect_budget_steps
 _MAX_CULPRITS = 8  # search.max_culprits' default
 _LEAST = {True: 6.0, False: 4.0}  # likewise, kappa of one that must spike: the pretrained model's norms scatter more
+_FLOOR = 4.0  # where the whole batch is scaled, the threshold over the same batch's norm before: the trigger's floor
+_NOTABLE = 3.0  # times the typical coefficient, from which the search calls a batch scaled: the least it ever takes
 _RANDOM_TOKENS = {True: 8, False: 24}  # likewise, of the oracle's pool, beside everything planted or named
 
 
@@ -55,18 +57,27 @@ class Bench:
         history = self._history(cell)
         # seeds from 10,000 on: no spiked step is among those that the history was made of
         healthy = healthy_batch(model, held, cell.tokens, 10_000 + cell.seed)
-        planter = Planter(model, healthy, history["median_norm"], cell.seed, _LEAST[cell.model == pretrained.NAME])
-        plant = SCENARIOS[cell.scenario] if cell.count is None else count_scenario(cell.count, cell.kappa)
+        least, loss = _LEAST[cell.model == pretrained.NAME], _loss(cell)
+        planter = Planter(model, healthy, history["median_norm"], cell.seed, least, loss)
+        plants = SCENARIOS | PLANTS
+        plant = plants[cell.scenario] if cell.count is None else count_scenario(cell.count, cell.kappa)
         planted = plant(planter)
+        threshold, typical = history["threshold"], {}
+        if planted.healthy is not None or cell.has_history:
+            ((norm, coefficient),) = self._healthy(cell, [planted.healthy or healthy], cell.micro_batches)
+            threshold = threshold if planted.healthy is None else _FLOOR * norm
+            typical = {"coefficient": (coefficient, _NOTABLE)} if cell.has_history else {}
         answers = self._ranks(cell.ranks).run(
             "benchmarks.localization.worker.search_cell",
             model=cell.model,
             weights=str(path),
             dtype=cell.dtype,
             masters=cell.masters,
+            loss=loss,
             micro_batches=cell.micro_batches,
             batch=planted.batch,
-            threshold=history["threshold"],
+            threshold=threshold,
+            typical=typical,
             strategies=list(cell.strategies),
             budget=_BUDGET,
             max_culprits=_MAX_CULPRITS,
@@ -75,11 +86,11 @@ class Bench:
         answer = answers[0]
         if any(_named(a) != _named(answer) for a in answers):
             raise RuntimeError(f"the ranks disagree on the culprits of {cell}")
-        self._judge(cell, planted, answer, Oracle(model, planted.batch), history["threshold"])
+        self._judge(cell, planted, answer, Oracle(model, planted.batch, loss), threshold)
         return {"cell": asdict(cell), "history": history, **answer}
 
-    def _judge(self, cell: Cell, planted, answer: dict, oracle: Oracle, threshold: float) -> None:
-        """Add recall, false positives and cost, and hold the planted against the oracle."""
+    def _judge(self, cell: Cell, planted: Planted, answer: dict, oracle: Oracle, threshold: float) -> None:
+        """Add recall, None where nothing was planted, false positives and cost; hold the planted against the oracle."""
         truth = set(planted.places)
         pool = {place for places in _named(answer).values() for place in places} | truth
         generator = torch.Generator().manual_seed(cell.seed)
@@ -92,8 +103,8 @@ class Bench:
         answer["oracle"] = {
             "pool": len(norms),
             "planted": len(truth),
-            "smallest_planted": min(norms[place] for place in truth),
-            "largest_planted": max(norms[place] for place in truth),
+            "smallest_planted": min((norms[place] for place in truth), default=None),
+            "largest_planted": max((norms[place] for place in truth), default=None),
             "largest_other_in_pool": max(others, default=0.0),
         }
         per_rank = rows * length // (cell.ranks * cell.micro_batches)
@@ -102,7 +113,7 @@ class Bench:
         baseline = answer["strategies"].get("published")
         for found in answer["strategies"].values():
             named = {tuple(place) for culprit in found["culprits"] for place in culprit["places"]}
-            found["recall"] = len(named & truth) / len(truth)
+            found["recall"] = len(named & truth) / len(truth) if truth else None
             found["false_positives"] = len(named - truth)
             found["false_over_threshold"] = sum(norms[p] >= threshold for p in named - truth)
             found["cost_f"] = found["forwards"] + 2 * found["backwards"]
@@ -123,25 +134,17 @@ class Bench:
         """The threshold that the trigger has learned on healthy steps of this set-up.
 
         The norm of a step does not depend on how its rows are dealt out to ranks and micro-batches,
-        so one history serves all layouts of a model, precision and N.
+        so one history serves all layouts of a model, precision, N and aggregation.
         """
         key = _set_up(cell)
         if key not in self.histories:
-            model, path, held = self._model(cell.model)
+            model, _, held = self._model(cell.model)
             if self._batches[0] != (cell.model, cell.tokens):
                 seeds = range(_HEALTHY_STEPS[cell.model == pretrained.NAME])
                 batches = [healthy_batch(model, held, cell.tokens, seed) for seed in seeds]
                 self._batches = (cell.model, cell.tokens), batches
-            norms = self._ranks(cell.ranks).run(
-                "benchmarks.localization.worker.healthy_norms",
-                model=cell.model,
-                weights=str(path),
-                dtype=cell.dtype,
-                masters=cell.masters,
-                micro_batches=1 if cell.model == pretrained.NAME else cell.micro_batches,
-                batches=self._batches[1],
-                device=self.device,
-            )[0]
+            micro_batches = 1 if cell.model == pretrained.NAME else cell.micro_batches
+            norms = [norm for norm, _ in self._healthy(cell, self._batches[1], micro_batches)]
             history = History(**_HISTORY)
             for norm in norms:
                 history.observe(norm, is_spike=False)
@@ -152,6 +155,24 @@ class Bench:
                 "threshold": history.threshold(),
             }
         return self.histories[key]
+
+    def _healthy(self, cell: Cell, batches: list[Batch], micro_batches: int) -> list[tuple[float, float]]:
+        """The norm of each batch's step, and the median over the ranks of their median coefficients."""
+        by_rank = self._ranks(cell.ranks).run(
+            "benchmarks.localization.worker.healthy_steps",
+            model=cell.model,
+            weights=str(self._model(cell.model)[1]),
+            dtype=cell.dtype,
+            masters=cell.masters,
+            loss=_loss(cell),
+            micro_batches=micro_batches,
+            batches=batches,
+            device=self.device,
+        )
+        return [
+            (steps[0][0], sorted(coefficient for _, coefficient in steps)[len(steps) // 2])
+            for steps in zip(*by_rank, strict=True)
+        ]
 
     def remember(self, cell: Cell, history: dict[str, Any]) -> None:
         """Take a history over from an earlier run's record of a cell."""
@@ -175,7 +196,11 @@ class Bench:
 
 
 def _set_up(cell: Cell) -> tuple:
-    return cell.model, cell.dtype, cell.masters, cell.tokens
+    return cell.model, cell.dtype, cell.masters, cell.tokens, cell.aggregation
+
+
+def _loss(cell: Cell) -> Loss:
+    return Loss(aggregation=cell.aggregation)
 
 
 def _named(answer: dict[str, Any]) -> dict[str, list]:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which cells a run measures: the scenario battery, then one thing varied at a time."""
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 from benchmarks.localization.pretrained import NAME
-from benchmarks.localization.scenarios import SCENARIOS
+from benchmarks.localization.scenarios import PLANTS, SCENARIOS, WHOLE
 from benchmarks.localization.worker import UNTRACKED
+from tests.bare import AGGREGATIONS
 
 ALL = ("published", "bisect", "share", "sketch", "auto", UNTRACKED)
 PAIR = ("published", "auto")
@@ -33,6 +35,10 @@ class Cell:
     count: int | None = None
     """Planted culprits of size ``kappa`` each, in scenario ``loud``."""
     kappa: float = 10.0
+    aggregation: str = AGGREGATIONS[0]
+    """Of the loss."""
+    has_history: bool = False
+    """Whether the search is told what is typical of the run: the median coefficient of the healthy batch."""
 
 
 def quick() -> list[Cell]:
@@ -79,7 +85,17 @@ def full(seeds: int = 3) -> list[Cell]:
         cells.append(Cell("ranks", "three", tokens=1024, ranks=ranks, strategies=PAIR))
     for model in ("XS", "S", "M"):
         cells.append(Cell("model", "three", tokens=1024, model=model, strategies=PAIR))
-    return _ordered(cells)
+    return _ordered(cells + plants(min(seeds, 2)))
+
+
+def plants(seeds: int = 2) -> list[Cell]:
+    """Culprits that the model is sure of, and batches without one; `published` always names a token."""
+    cells = []
+    for seed, dtype, name in itertools.product(range(seeds), DTYPES, PLANTS):
+        cell = Cell("plants", name, tokens=1024, dtype=dtype, seed=seed, strategies=("auto",))
+        forms = itertools.product(AGGREGATIONS, (False, True)) if name in WHOLE else [(cell.aggregation, False)]
+        cells += [replace(cell, aggregation=aggregation, has_history=is_told) for aggregation, is_told in forms]
+    return cells
 
 
 def pretrained(tokens: int = 512, ranks: int = 2) -> list[Cell]:
@@ -105,5 +121,6 @@ def _ordered(cells: list[Cell]) -> list[Cell]:
             c.seed,
             c.dtype,
             c.masters,
+            c.aggregation,
         ),
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tests.bare import NUM_PROMPT, Amplified, Batch, Decoder, Oracle, Place
+from tests.bare import NUM_PROMPT, Amplified, Batch, Decoder, Loss, Oracle, Place, Sharpened
 
 _THREE = (10.0, 6.0, 4.0)
 _EIGHT = (10.0, 8.0, 7.0, 6.0, 5.0, 4.5, 4.0, 4.0)
@@ -23,6 +23,8 @@ class Planted:
     batch: Batch
     places: list[Place] = field(default_factory=list)
     """(row, position) of every culprit token."""
+    healthy: Batch | None = None
+    """Where the whole batch is scaled: what it was before, on which the threshold depends."""
 
 
 class Planter:
@@ -34,18 +36,31 @@ class Planter:
         healthy_norm: the median norm of healthy steps.
         seed: of the places.
         least: kappa of those scenarios whose culprit is to be just loud enough.
+        loss: of the step.
     """
 
-    def __init__(self, model: Decoder, batch: Batch, healthy_norm: float, seed: int, least: float = 4.0):
+    def __init__(
+        self,
+        model: Decoder,
+        batch: Batch,
+        healthy_norm: float,
+        seed: int,
+        least: float = 4.0,
+        loss: Loss = Loss(),  # noqa: B008 (frozen)
+    ):
         self.model = model
         self.batch = batch
         self.healthy_norm = healthy_norm
         self.least = least
+        self.loss = loss
         self._generator = torch.Generator().manual_seed(1000 + seed)
 
     @property
     def shape(self) -> tuple[int, int]:
         return tuple(self.batch.labels.shape)
+
+    def oracle(self, batch: Batch) -> Oracle:
+        return Oracle(self.model, batch, self.loss)
 
     def draw(self, end: int) -> int:
         return int(torch.randint(end, (1,), generator=self._generator))
@@ -58,15 +73,23 @@ class Planter:
     def place(self, row: int) -> Place:
         return row, self.draw(self.shape[1])
 
+    def sign(self) -> int:
+        return 1 if self.draw(2) else -1
+
+    def lengths(self) -> torch.Tensor:
+        """For each row, (R, 1): a third of its length to all of it."""
+        rows, length = self.shape
+        return torch.randint(length // 3, length + 1, (rows, 1), generator=self._generator)
+
     def loud(self, batch: Batch, place: Place, kappa: float) -> Batch:
         """Set the token's advantage so that its gradient has norm kappa and its sign."""
         # ratio 1: the clip neither hides the token nor changes its size
         old = batch.old_log_probs.clone()
-        old[place] = Oracle(self.model, batch).log_prob(place)
+        old[place] = self.oracle(batch).log_prob(place)
         advantages = batch.advantages.clone()
         advantages[place] = 1.0
         batch = batch.edited(advantages=advantages, old_log_probs=old)
-        unit = Oracle(self.model, batch).norm(place)
+        unit = self.oracle(batch).norm(place)
         advantages = advantages.clone()
         advantages[place] = kappa * self.healthy_norm / unit
         return batch.edited(advantages=advantages)
@@ -88,8 +111,7 @@ def _loud(*kappas: float) -> Callable[[Planter], Planted]:
             place = planter.place(row)
             while place in places:
                 place = planter.place(row)
-            sign = 1 if planter.draw(2) else -1
-            batch = planter.loud(batch, place, sign * kappa)
+            batch = planter.loud(batch, place, planter.sign() * kappa)
             places.append(place)
         return Planted(batch, places)
 
@@ -125,7 +147,7 @@ def _cluster(planter: Planter) -> Planted:
 def _sequence(planter: Planter) -> Planted:
     """One row's advantage is too large: together its tokens have kappa 10."""
     row = planter.draw(planter.shape[0])
-    norm = Oracle(planter.model, planter.batch).row_norm(row)
+    norm = planter.oracle(planter.batch).row_norm(row)
     advantages = planter.batch.advantages.clone()
     advantages[row] *= 10.0 * planter.healthy_norm / norm
     places = [(row, position) for position in range(planter.shape[1])]
@@ -136,7 +158,7 @@ def _rare(planter: Planter) -> Planted:
     """The response holds the model's least likely token there, with an advantage of kappa 4 or what is the least."""
     place = planter.place(planter.draw(planter.shape[0]))
     labels = planter.batch.labels.clone()
-    labels[place] = Oracle(planter.model, planter.batch).logits(place).argmin()
+    labels[place] = planter.oracle(planter.batch).logits(place).argmin()
     batch = planter.batch.edited(labels=labels)
     return Planted(planter.loud(batch, place, planter.least), [place])
 
@@ -150,7 +172,7 @@ def _amplified(planter: Planter, layers: tuple[int, ...]) -> Planted:
     row, last = planter.draw(planter.shape[0]), planter.shape[1] - 1
     place = row, last
     old = planter.batch.old_log_probs.clone()
-    old[place] = Oracle(planter.model, planter.batch).log_prob(place)
+    old[place] = planter.oracle(planter.batch).log_prob(place)
     advantages = planter.batch.advantages.clone()
     advantages[place] = 1.0 if advantages[place] >= 0 else -1.0
     batch = planter.batch.edited(advantages=advantages, old_log_probs=old)
@@ -176,10 +198,56 @@ def _calibrated(planter: Planter, with_factor: Callable[[float], Batch], place: 
     while True:
         middle = (low + high) / 2
         batch = with_factor(2.0**middle)
-        norm = Oracle(planter.model, batch).norm(place)
+        norm = planter.oracle(batch).norm(place)
         if abs(norm - wanted) < 0.01 * wanted or high - low < 1e-6:
             return batch
         low, high = (middle, high) if norm < wanted else (low, middle)
+
+
+def _sure(least: float, most: float, nearest: float) -> Callable[[Planter], Planted]:
+    """One culprit of kappa 10 whose probability is within two bounds, and nearest to a third number.
+
+    Its label is the model's most likely token there. Where no such token of the batch is within the bounds, the model
+    is made surer: at the likeliest one that is less likely, all logits are multiplied, 2% at a time (`Sharpened`).
+    """
+
+    def plant(planter: Planter) -> Planted:
+        batch = planter.batch
+        largest, tokens = _likeliest(planter.oracle(batch))
+        within = (largest >= least) & (largest <= most)
+        if within.any():
+            distance = torch.where(within, (largest - nearest).abs(), torch.inf)
+        else:
+            distance = torch.where(largest < least, -largest, torch.inf)
+        place = divmod(int(distance.argmin()), planter.shape[1])
+        labels = batch.labels.clone()
+        labels[place] = tokens[place]
+        batch = batch.edited(labels=labels)
+        factor = 1.0
+        while planter.oracle(batch).log_prob(place).exp() < least:
+            factor *= 1.02
+            batch = batch.edited(amplified=Sharpened(*place, factor))
+        return Planted(planter.loud(batch, place, planter.sign() * 10.0), [place])
+
+    return plant
+
+
+def _likeliest(oracle: Oracle) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest probability at each place, (R, T), and whose it is; 0 outside of the mask."""
+    by_row = [oracle.row_logits(row).softmax(-1).max(-1) for row in range(len(oracle.batch.labels))]
+    largest = torch.stack([row.values for row in by_row])
+    return torch.where(oracle.batch.mask, largest, 0.0), torch.stack([row.indices for row in by_row])
+
+
+def _whole(factor: float) -> Callable[[Planter], Planted]:
+    """No token's doing: all advantages are multiplied. Rows are cut to different lengths, as the aggregations see."""
+
+    def plant(planter: Planter) -> Planted:
+        mask = torch.arange(planter.shape[1]) < planter.lengths()
+        healthy = planter.batch.edited(mask=mask)
+        return Planted(healthy.edited(advantages=factor * healthy.advantages), healthy=healthy)
+
+    return plant
 
 
 SCENARIOS: dict[str, Callable[[Planter], Planted]] = {
@@ -195,6 +263,12 @@ SCENARIOS: dict[str, Callable[[Planter], Planted]] = {
     "jacobian": _jacobian,
     "layer_local": _layer_local,
 }
+
+
+WHOLE = {"batch_4": _whole(4.5), "batch_100": _whole(100.0)}
+"""Without a culprit: 4.5 times is over the threshold of four times the healthy norm, barely."""
+PLANTS = {"certain": _sure(0.99, 1 - 1e-6, 1.0), "likely": _sure(0.5, 0.95, 0.8), **WHOLE}
+"""What the battery does not have."""
 
 
 def count_scenario(count: int, kappa: float) -> Callable[[Planter], Planted]:

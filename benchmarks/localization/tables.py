@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's cells as Markdown tables and one figure."""
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
@@ -27,6 +28,9 @@ def markdown(run: dict[str, Any]) -> str:
     masters = [c for c in cells if c["cell"]["sweep"] == "masters"]
     if masters:
         parts += ["### Masters in bfloat16", "", _recall_table(masters), "", _cost_table(masters), ""]
+    planted = [c for c in cells if c["cell"]["sweep"] == "plants"]
+    if planted:
+        parts += ["### Sure culprits, and whole batches", "", _plants_table(planted), ""]
     for sweep in ("tokens", "micro_batches", "ranks", "model", "culprits"):
         chosen = [c for c in cells if c["cell"]["sweep"] == sweep]
         if chosen:
@@ -50,13 +54,43 @@ def _recall_table(cells: Records) -> str:
             if not found:
                 row.append("no spike" if not any(c["spikes"] for c in group) else "-")
                 continue
-            recall = sum(f["recall"] for f in found) / len(found)
             false = sum(f["false_positives"] for f in found)
-            row.append(f"{recall:.2f}" + (f" ({false} false)" if false else ""))
-        verdicts = [f["verdict"] for f in _found(group, "auto")]
-        row.append(", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts)))
+            row.append(_recall(found) + (f" ({false} false)" if false else ""))
+        row.append(_counted(f["verdict"] for f in _found(group, "auto")))
         rows.append(row)
     return _table(rows)
+
+
+def _plants_table(cells: Records) -> str:
+    """A row for each form of a plant: what `auto` named, and what it said made the spike where no token did."""
+    rows = [["plant", "computed in", "loss", "history", "recall", "false", "verdicts", "source", "f", "closure"]]
+    keys = ("scenario", "dtype", "aggregation", "has_history")
+    for form in dict.fromkeys(tuple(c["cell"][key] for key in keys) for c in cells):
+        group = [c for c in cells if tuple(c["cell"][key] for key in keys) == form]
+        found = _found(group, "auto")
+        row = [*form[:3], "yes" if form[3] else "no"]
+        if not found:
+            rows.append([*row, *["no spike"] * 6])
+            continue
+        closures = [_closure(f) for f in found if f["closure"] is not None]
+        row += [_recall(found), str(sum(f["false_positives"] for f in found)), _counted(f["verdict"] for f in found)]
+        row += [_counted(f["source"] or "none" for f in found), ", ".join(str(f["cost_f"]) for f in found)]
+        rows.append([*row, ", ".join(closures) or "-"])
+    return _table(rows)
+
+
+def _closure(found: dict[str, Any]) -> str:
+    return f"{found['closure']:.3f} ± {_number(found['closure_error'], '.3f')}"
+
+
+def _counted(words: Iterable[str]) -> str:
+    return ", ".join(f"{count} {word}" for word, count in Counter(words).items())
+
+
+def _recall(found: Records) -> str:
+    """The mean; - where nothing was planted."""
+    known = [f["recall"] for f in found if f["recall"] is not None]
+    return f"{sum(known) / len(known):.2f}" if known else "-"
 
 
 def _cost_table(cells: Records) -> str:
@@ -94,7 +128,7 @@ def _pretrained_table(cells: Records) -> str:
             rows.append([*row, *["no spike"] * 8, f"{cell['grad_norm']:.3g}, {cell['history']['threshold']:.3g}"])
             continue
         told = "-" if published is None else _sums_short(published)
-        row += [told, f"{auto['recall']:.2f}, {auto['false_positives']}, {auto['verdict']}", str(auto["cost_f"])]
+        row += [told, f"{_recall([auto])}, {auto['false_positives']}, {auto['verdict']}", str(auto["cost_f"])]
         row += [f"{auto['seconds']:.0f}", _number(auto["peak_extra_mib"], ".0f"), _number(auto["closure"], ".3f")]
         error = abs(auto["norm_after"] - auto["norm_without"])
         row += [f"{auto['norm_after']:.4g}, {auto['error_bound']:.2g}", f"{error:.2g}"]
@@ -103,7 +137,7 @@ def _pretrained_table(cells: Records) -> str:
 
 
 def _sums_short(found: dict[str, Any]) -> str:
-    return f"{found['recall']:.2f}, {found['cost_f']}, {found['seconds']:.0f}"
+    return f"{_recall([found])}, {found['cost_f']}, {found['seconds']:.0f}"
 
 
 def _sweep_table(sweep: str, cells: Records) -> str:
@@ -142,7 +176,7 @@ def _sums(found: dict[str, Any]) -> str:
     false = f" ({found['false_positives']} false)" if found["false_positives"] else ""
     memory = found["peak_extra_mib"]
     return (
-        f"{found['recall']:.2f}{false}, {found['cost_f']}, {found['cost_ratio']:.2f}, "
+        f"{_recall([found])}{false}, {found['cost_f']}, {found['cost_ratio']:.2f}, "
         f"{_number(found['wall_ratio'], '.2f')}, {found['seconds']:.2f}, {_number(memory, '.0f')}"
     )
 

@@ -14,29 +14,37 @@ from benchmarks.localization.published import descend
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
-from gradloc.core.tracker import NormTracker
+from gradloc.core.tracker import NormTracker, median_size
 from gradloc.core.trigger import Spike
 from gradloc.search.find import Finding, localize
-from tests.bare import BareStep, Batch, shard
+from tests.bare import BareStep, Batch, Loss, shard
 
 UNTRACKED = "auto_untracked"
 """``auto`` where the running norm after each micro-batch was not noted."""
 _GRAD_CLIP = 1.0  # verl's default: what is in .grad when the trigger fires is clipped
 
 
-def healthy_norms(
-    model: str, weights: str, dtype: str, masters: str, micro_batches: int, batches: list[Batch], device: str
-) -> list[float]:
-    """The gradient norm of each batch's training pass."""
+def healthy_steps(
+    model: str,
+    weights: str,
+    dtype: str,
+    masters: str,
+    loss: Loss,
+    micro_batches: int,
+    batches: list[Batch],
+    device: str,
+) -> list[tuple[float, float]]:
+    """Of each batch's training pass the gradient norm, and this rank's median coefficient."""
     sharded = _sharded(model, weights, dtype, masters, device)
     space = GradientSpace(sharded)
-    norms = []
+    steps = []
     space.clear()
     for batch in batches:
-        BareStep(sharded, batch, micro_batches, getattr(torch, dtype)).train()
-        norms.append(space.norm())
+        step = BareStep(sharded, batch, micro_batches, getattr(torch, dtype), loss)
+        step.train()
+        steps.append((space.norm(), median_size(step.coefficients(index)[0] for index in range(micro_batches))))
         space.clear()
-    return norms
+    return steps
 
 
 def search_cell(
@@ -44,9 +52,11 @@ def search_cell(
     weights: str,
     dtype: str,
     masters: str,
+    loss: Loss,
     micro_batches: int,
     batch: Batch,
     threshold: float,
+    typical: dict[str, tuple[float, float]],
     strategies: list[str],
     budget: int,
     max_culprits: int,
@@ -58,16 +68,18 @@ def search_cell(
         model: a size's name; ``weights`` its file.
         dtype: what the forward computes in.
         masters: what the weights and their gradient are kept in.
+        loss: of the step.
         micro_batches: per rank.
         batch: all ranks' rows.
         threshold: on the gradient norm, from history.
+        typical: of the run, see ``gradloc.search.find.localize``; empty where the search is not told.
         strategies: of the core, ``published``, and ``auto_untracked``.
         budget: of the core's strategies, in probes.
         max_culprits: of the core's strategies.
         device: ``cpu`` or ``cuda``.
     """
     sharded = _sharded(model, weights, dtype, masters, device)
-    step = BareStep(sharded, batch, micro_batches, getattr(torch, dtype))
+    step = BareStep(sharded, batch, micro_batches, getattr(torch, dtype), loss)
     space = GradientSpace(sharded)
     ranks = Ranks(device=step.device)
     space.clear()  # what an earlier cell left behind
@@ -83,6 +95,7 @@ def search_cell(
     spike = Spike("adaptive", norm, threshold, tau, batch.num_tokens)
     answer = {
         "grad_norm": norm,
+        "threshold": threshold,
         "spikes": norm > threshold,
         "forward_seconds": forward_seconds,
         "forward_backward_seconds": pass_seconds,
@@ -99,14 +112,14 @@ def search_cell(
                 tracked = None if name == UNTRACKED else increments
                 strategy = "auto" if name == UNTRACKED else name
                 limits = dict(strategy=strategy, budget=budget, max_culprits=max_culprits)
-                found = _told(localize(step, space, ranks, spike, clip_scale, tracked, **limits))
+                found = _told(localize(step, space, ranks, spike, clip_scale, tracked, typical, **limits))
             found["seconds"] = time.perf_counter() - started
         mib = peak.extra_mib
         found["peak_extra_mib"] = None if mib is None else ranks.max([mib])[0]
         found["gradient_restored"] = all(a is b for a, b in zip(before, space.current(), strict=True))
         found["culprits"] = [_culprit(culprit, batch, ranks.size, micro_batches) for culprit in found["culprits"]]
         if found.get("norm_after") is not None:
-            found["norm_without"] = _norm_without(sharded, batch, found["culprits"], micro_batches, dtype)
+            found["norm_without"] = _norm_without(sharded, batch, found["culprits"], micro_batches, dtype, loss)
         answer["strategies"][name] = found
     return answer
 
@@ -119,7 +132,10 @@ def _told(finding: Finding) -> dict[str, Any]:
         "backwards": finding.num_backwards,
         "status": finding.status,
         "stop_reason": result.stop_reason,
+        "source": None if result.source is None else result.source.label,
         "closure": None if result.shares is None else result.shares.closure,
+        "closure_error": None if result.shares is None else result.shares.closure_error,
+        "is_trusted": result.shares is not None and result.shares.is_trusted,
         "verdict": certificate.verdict,
         "norm_after": certificate.norm_after,
         "error_bound": certificate.error_bound,
@@ -142,12 +158,13 @@ def _published(step, space, ranks, tau: float) -> dict[str, Any]:
     }
 
 
-def _norm_without(sharded, batch: Batch, culprits: list[dict], micro_batches: int, dtype: str) -> float:
+def _norm_without(sharded, batch: Batch, culprits: list[dict], micro_batches: int, dtype: str, loss: Loss) -> float:
     """The norm that training has where what is named has no advantage; ``.grad`` is left as it was."""
     space = GradientSpace(sharded)
     saved = space.take()
     places = [place for culprit in culprits for place in culprit["places"]]
-    BareStep(sharded, batch.planted(dict.fromkeys(places, 0.0)), micro_batches, getattr(torch, dtype)).train()
+    without = batch.planted(dict.fromkeys(places, 0.0))
+    BareStep(sharded, without, micro_batches, getattr(torch, dtype), loss).train()
     norm = space.norm()
     space.put(saved)
     return norm

@@ -7,7 +7,7 @@ its certificate explains the spike.
 
     python -m experiments.cpu.verdict RUN_DIR
 
-Standard library only.
+Standard library, and how gradloc writes a norm with its error.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from experiments.errors import ExperimentError
+from gradloc.evidence.numbers import bounded
 
 
 def read_events(path: Path) -> list[dict]:
@@ -64,10 +65,10 @@ def tell(event: dict) -> str:
     if not event["culprits"]:
         lines.append(f"  no culprit was named: {search['status']}, {search['stop_reason']}")
     without = "it" if len(event["culprits"]) == 1 else "them"
+    after, bound = (float(certificate[name]) for name in ("norm_after", "error_bound"))  # "NaN" is spelled out
     lines += [
         f"  with {without} the norm is {number(certificate['norm_before'])}, without {without} "
-        f"{number(certificate['norm_after'])} (+- {number(certificate['error_bound'])}): "
-        f"{certificate['verdict']}",
+        f"{''.join(bounded(after, bound))}: {certificate['verdict']}",
         f"  {search['strategy']} took {search['backwards']} probes and "
         f"{number(search['seconds'])} s; action: {event['action']['taken']}",
     ]

@@ -35,6 +35,7 @@ added to three times the difference once there is any. Where culprits are subtra
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +44,7 @@ from .gradients import Gradient
 from .probe import Prober
 from .selection import Token
 
-__all__ = ["Certificate", "certify", "judge"]
+__all__ = ["Certificate", "certify", "is_subtracted", "judge"]
 
 _DRAWS = 3.0  # the difference of two replays is one draw; another is hardly ever larger than this many times it
 _UNIT = 2.0**-8  # of bfloat16
@@ -99,6 +100,15 @@ def judge(norm_after: float, error_bound: float, threshold: float | None, was_fi
     return "not_explained", "without the culprits the norm is still over the threshold"
 
 
+def is_subtracted(prober: Prober, norm_before: float, threshold: float | None, num_tokens: int) -> bool:
+    """Whether so many culprit tokens' own gradient, once known, tells the norm without them closely enough."""
+    if threshold is None:
+        return True
+    unit = _FINE if prober.step.compute_dtype == torch.float32 else _UNIT
+    additions = prober.step.num_micro_batches + num_tokens + 4
+    return (8 * unit + additions * prober.space.rounding) * norm_before < threshold / 4
+
+
 def certify(
     prober: Prober,
     spike: Gradient,
@@ -107,6 +117,8 @@ def certify(
     threshold: float | None,
     culprits: list[Token],
     alone: Gradient | None = None,
+    can_afford: Callable[[int], bool] = lambda _: True,
+    goes_on: bool = False,
 ) -> Certificate:
     """Measure the step's gradient norm without the culprits.
 
@@ -118,16 +130,18 @@ def certify(
         threshold: the trigger's threshold on the norm; None on a rehearsal, and in the warm-up.
         culprits: tokens to leave out.
         alone: the culprits' gradient from backwards of their own, where that is known; emptied, to free its memory.
+        can_afford: whether so many probes more may be made; one pass over the micro-batches always may.
+        goes_on: whether the search goes on where the norm is not under the threshold, so that it need not be decided.
     """
     was_finite = math.isfinite(norm_before)
     if not culprits:
         verdict, reason = judge(norm_before, 0.0, threshold, was_finite)
         reason = reason if threshold is None and was_finite else "no culprit was found, so nothing is explained"
         return Certificate(norm_before, norm_before, 0.0, threshold, "none", verdict, reason)
-    removal = _Removal(prober, spike, scale, norm_before, threshold, culprits)
+    removal = _Removal(prober, spike, scale, norm_before, threshold, culprits, can_afford)
     found = removal.measure(alone or []) if was_finite else None
     (alone or []).clear()
-    norm_after, error_bound, difference, method = found or _recompute(prober, culprits, threshold)
+    norm_after, error_bound, difference, method = found or _recompute(prober, culprits, threshold, can_afford, goes_on)
     verdict, reason = judge(norm_after, error_bound, threshold, was_finite)
     return Certificate(norm_before, norm_after, error_bound, threshold, method, verdict, reason, difference)
 
@@ -146,25 +160,29 @@ class _Removal:
     norm_before: float
     threshold: float | None
     culprits: list[Token]
+    can_afford: Callable[[int], bool]
 
     def measure(self, alone: Gradient) -> _Measured | None:
         """By what decides and costs less than every micro-batch without the culprits; None where nothing does."""
-        step, num_holders = self.prober.step, len(self.holders)
-        unit = _FINE if step.compute_dtype == torch.float32 else _UNIT
-        usual = 8 * unit * self.norm_before + self._rounding(len(self.culprits) + 2, self.norm_before)
-        if self.threshold is None or usual < self.threshold / 4:
-            is_cheaper = (1 if alone else 2) * num_holders < step.num_micro_batches
-            return self._subtract(alone, unit) if is_cheaper else None
+        num_holders, num_micro_batches = len(self.holders), self.prober.step.num_micro_batches
+        subtracts = is_subtracted(self.prober, self.norm_before, self.threshold, len(self.culprits))
+        cost = ((1 if alone else 2) if subtracts else 3) * num_holders
+        # where it does not decide, every micro-batch comes after it
+        if cost >= num_micro_batches or not self.can_afford(cost + num_micro_batches):
+            return None
+        if subtracts:
+            return self._subtract(alone)
         alone.clear()
-        return self._swap() if 3 * num_holders < step.num_micro_batches else None
+        return self._swap()
 
     @property
     def holders(self) -> list[int]:
         """The micro-batches that hold culprits."""
         return sorted({token.micro_batch for token in self.culprits})
 
-    def _subtract(self, alone: Gradient, unit: float) -> _Measured | None:
+    def _subtract(self, alone: Gradient) -> _Measured | None:
         prober, space = self.prober, self.prober.space
+        unit = _FINE if prober.step.compute_dtype == torch.float32 else _UNIT
         if not alone:
             prober.compute_only(self.culprits, self.holders)
             alone = space.take()
@@ -208,18 +226,23 @@ class _Removal:
         """What was measured; None where kernels do not repeat well enough to decide this way."""
         verdict, _ = judge(norm_after, rounding + noise, self.threshold)
         is_noisy = verdict == "not_explained" and noise > _CLEAN * norm_after  # and it is searched along next
-        if self.threshold is not None and (verdict == "undecided" or is_noisy):
+        is_vague = verdict == "explained" and noise > norm_after and self.can_afford(self.prober.step.num_micro_batches)
+        if self.threshold is not None and (verdict == "undecided" or is_noisy or is_vague):
             return None
         return norm_after, rounding + noise, difference, method
 
 
-def _recompute(prober: Prober, culprits: list[Token], threshold: float | None) -> _Measured:
+def _recompute(
+    prober: Prober, culprits: list[Token], threshold: float | None, can_afford: Callable[[int], bool], goes_on: bool
+) -> _Measured:
     space, num_micro_batches = prober.space, prober.step.num_micro_batches
     prober.compute_without(culprits)
     norm_after = space.norm()
     rounding = num_micro_batches**2 * space.rounding * norm_after
     error_bound = rounding + _APART * norm_after
-    if not math.isfinite(norm_after) or judge(norm_after, error_bound, threshold, was_finite=False)[0] != "undecided":
+    is_decided = judge(norm_after, error_bound, threshold, was_finite=False)[0] != "undecided"
+    is_open = goes_on and threshold is not None and norm_after >= threshold
+    if not math.isfinite(norm_after) or is_decided or is_open or not can_afford(2):
         return norm_after, error_bound, None, "recompute"
     residual = space.take()
     fullest = _fullest(prober, culprits)

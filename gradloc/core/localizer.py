@@ -23,6 +23,7 @@ and the actor's few powers. A failure in here is logged, counted and steps aside
 import logging
 import math
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -158,7 +159,7 @@ class Localizer:
 
     def begin_mini_batch(self, step: TrainingStep) -> None:
         """Ride along with a step; its micro-batches run next, each forward and backward once."""
-        self._step = step
+        self._step, self._began = step, time.perf_counter()
         self._tracker.begin_mini_batch()
 
     def after_backward(self) -> None:
@@ -176,6 +177,7 @@ class Localizer:
             gradient (or none) into ``.grad``.
         """
         norm = float(grad_norm)
+        self._step_seconds = time.perf_counter() - self._began
         self.norms.append(norm)
         self.head_squares.append(self._head_square(self._space) / self._clip_scale(norm) ** 2)
         if self._policy is not None and len(self.norms) == 1:
@@ -279,6 +281,7 @@ class Localizer:
         increments = self._tracker.increments(space, self.ranks, step.loss_scale)
         if increments is not None and len(increments) != step.num_micro_batches:
             increments = None  # the gradient was reduced once, after the last micro-batch
+        way["update_seconds"] = self.ranks.max([self._step_seconds])[0]
         found = self._search(step, space, self.ranks, spike, clip_scale, increments, policy.typical, **way)
         overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
         obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else None
@@ -302,7 +305,7 @@ class Localizer:
         event = self._gather(looked)
         return event, action, self._act(action.taken, found.tokens)
 
-    def _choose_way(self, space: GradientSpace, step: TrainingStep) -> dict[str, str]:
+    def _choose_way(self, space: GradientSpace, step: TrainingStep) -> dict[str, Any]:
         """What the search is called with, over its configuration, where memory is short on some rank."""
         way = self.ranks.agree(lambda: choose_way(space, step.forward_bytes()))
         if self.ranks.all(way == "full"):

@@ -277,6 +277,7 @@ class _LocalEvidence:
             entropy=of(recorded.entropy),
             coefficient=of(step.coefficients(index)[0]),
             share=None if shares is None else of(shares.shares(index)),
+            share_error=None if shares is None else of(shares.errors[index] / shares.square),
         )
 
     def _row_of(self, token: Token) -> int:
@@ -295,9 +296,10 @@ class _LocalEvidence:
         def at(values: torch.Tensor | None, factor: float = 1.0) -> float | None:
             return None if values is None else float(values[row, peak]) * factor
 
-        share = culprit.share
+        share, share_error = culprit.share, 0.0 if culprit.share is not None else None
         if share is None and shares is not None and shares.is_trusted:
             share = float(shares.shares(index)[row, positions].sum())
+            share_error = float(torch.linalg.vector_norm(shares.errors[index][row, positions])) / shares.square
         if recorded.is_value:
             outputs: dict = {"value": at(recorded.log_prob), "old_value": at(old)}
         else:
@@ -322,6 +324,7 @@ class _LocalEvidence:
             is_exact=culprit.is_exact,
             threshold=culprit.threshold,
             share=share,
+            share_error=share_error,
             layers={} if culprit.squares is None else norms_by(layer_of, self.names, culprit.squares),
             token_norms=self._token_norms(culprit, row, positions),
         )
@@ -395,7 +398,7 @@ def _shares_record(shares: ShareMap | None, by_rank: list[list[float]]) -> Share
     """The share of every micro-batch of every rank; None when they were not measured."""
     if shares is None:
         return None
-    return Shares(shares.closure, shares.is_trusted, tuple(zip(*by_rank, strict=True)))
+    return Shares(shares.closure, shares.closure_error, shares.is_trusted, tuple(zip(*by_rank, strict=True)))
 
 
 def _search_record(finding: Finding, budget: int) -> record.Search:

@@ -48,6 +48,7 @@ def build_localizer(settings: Any, powers: ActorPowers, ranks: Ranks) -> Localiz
         strategy=settings.search.strategy,
         budget=settings.budget,
         max_culprits=settings.search.max_culprits,
+        max_steps=settings.search.max_steps,
         reruns=settings.evidence.rerun,
     )
     gather = partial(raw_event, budget=settings.budget, keeps_all=settings.evidence.bundle == "full")

@@ -14,8 +14,10 @@
 """Numbers as text, the same in every sentence, table and picture. Standard library only."""
 
 import math
+from collections.abc import Callable
+from decimal import ROUND_CEILING, Context
 
-__all__ = ["number", "percent"]
+__all__ = ["bounded", "number", "percent", "with_error"]
 
 
 def number(value: float | int | None, digits: int = 4, unknown: str = "–") -> str:
@@ -53,6 +55,40 @@ def percent(value: float | None, digits: int = 3) -> str:
     if value is None or not math.isfinite(value):
         return number(value)
     return f"{number(100.0 * value, digits)}%"
+
+
+def with_error(
+    value: float | None, error: float | None, digits: int = 4, show: Callable[[float | None, int], str] = number
+) -> str:
+    """A number and its standard error, where that is known and not 0.
+
+    >>> with_error(0.98, 0.05), with_error(0.98, None), with_error(0.75, 0.003, 3, percent)
+    ('0.98 +- 0.05', '0.98', '75% +- 0.3%')
+    """
+    said = show(value, digits)
+    if value is None or not math.isfinite(value) or not error or math.isnan(error):
+        return said
+    return f"{said} +- {show(error, 2)}"
+
+
+def bounded(value: float | None, bound: float | None, digits: int = 4) -> tuple[str, str]:
+    """A norm, and in brackets the largest error of it, where that is known and not 0.
+
+    Where the bound is more than half of the norm, only what the norm is at most can be believed. Bounds are rounded up.
+
+    >>> bounded(0.77, 0.0007), bounded(1.38, 2.562), bounded(0.77, None)
+    (('0.77', ' (within 0.0007)'), ('at most 3.942', ''), ('0.77', ''))
+    """
+    if value is None or bound is None or not math.isfinite(value) or not 0 < bound < math.inf:
+        return number(value, digits), ""
+    if bound > value / 2:
+        return f"at most {number(_up(value + bound, digits), digits)}", ""
+    return number(value, digits), f" (within {number(_up(bound, 2), 2)})"
+
+
+def _up(value: float, digits: int) -> float:
+    """Rounded up to so many significant digits, but never in its whole part."""
+    return float(Context(max(digits, len(str(int(value)))), ROUND_CEILING).create_decimal(repr(float(value))))
 
 
 def _short(text: str) -> str:

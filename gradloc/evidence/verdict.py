@@ -20,10 +20,10 @@ been without them; the third what the optimizer was given.
 import math
 from collections.abc import Sequence
 
-from .numbers import number, percent
+from .numbers import bounded, number, percent, with_error
 from .record import Culprit, Event
 
-__all__ = ["quote", "verdict_sentences"]
+__all__ = ["carried", "quote", "shares_sentence", "told_share", "verdict_sentences"]
 
 _CAUSES = {
     "token_mismatch": "the policy has moved away from the old one at this token: their ratio is {ratio_over_typical}",
@@ -59,6 +59,42 @@ def quote(culprit: Culprit) -> str:
     text = culprit.text or "<?>"
     shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:40])
     return f'"{shown}"'
+
+
+def told_share(event: Event, culprit: Culprit) -> float | None:
+    """The culprit's share; None where it is no backward's own, but of tokens' shares that do not add up."""
+    is_trusted = culprit.is_exact or event.shares is None or event.shares.is_trusted
+    return culprit.share if is_trusted else None
+
+
+def carried(event: Event, culprits: Sequence[Culprit], share: float | None = None) -> str | None:
+    """What these culprits carry of the gradient together, and its standard error: ``75% +- 0.3%``.
+
+    Args:
+        event: theirs.
+        culprits: some, or all of them.
+        share: the sum of their shares, where it is known already.
+
+    Returns:
+        None where the share of one is not known, or cannot be trusted.
+    """
+    shares = [told_share(event, culprit) for culprit in culprits]
+    known = [found for found in shares if found is not None and math.isfinite(found)]
+    if not known or len(known) < len(shares):
+        return None
+    error = math.hypot(*(culprit.share_error or 0.0 for culprit in culprits))
+    return with_error(sum(known) if share is None else share, error, 3, percent)
+
+
+def shares_sentence(event: Event) -> str:
+    """What the measured shares add up to, and what that means; empty where they were not measured."""
+    if event.shares is None:
+        return ""
+    total = with_error(event.shares.closure, event.shares.closure_error)
+    if event.shares.is_trusted:
+        return f"The measured shares add up to {total}."
+    told = "Norms are used; a share that is told all the same was measured by a backward of its own"
+    return f"The tokens' shares do not add up: their sum is {total}, not 1. {told}."
 
 
 # ---- the first sentence
@@ -98,9 +134,9 @@ def _beside(event: Event) -> str:
 def _who(event: Event) -> str:
     culprits, num_more = event.culprits, event.search.num_more
     first = max(culprits, key=_weight)
-    shares = [culprit.share for culprit in culprits if culprit.share is not None and math.isfinite(culprit.share)]
+    share = carried(event, culprits)
     carry = "carries" if len(culprits) == len(first.positions) == 1 else "carry"
-    did = f"{carry} {percent(sum(shares))} of it" if len(shares) == len(culprits) else "made it"
+    did = f"{carry} {share} of it" if share is not None else "made it"
     if len(culprits) == 1:
         return f"{_name(first)} {did}"
     more = f" and at least {num_more} more are left" if num_more else ""
@@ -158,15 +194,14 @@ def _without(event: Event) -> str:
         left = certificate.norm_after
         if certificate.method == "none" or left is None or not math.isfinite(left):
             return ""
-        return f"Without that the norm is {_number(left)}."
+        return f"Without that the norm is {bounded(left, certificate.error_bound, 3)[0]}."
     if not count:
         return f"The search stopped because {event.search.stop_reason}."
     them = _them(event)
-    after, bound, threshold = certificate.norm_after, certificate.error_bound, certificate.threshold
+    after, threshold = certificate.norm_after, certificate.threshold
     if after is None or not math.isfinite(after):
         return f"What the step would have been without {them} is not known: {certificate.reason}."
-    margin = f" (within {_number(bound)})" if bound is not None and math.isfinite(bound) else ""
-    start = f"Without {them} the norm is {_number(after)}{margin}"
+    start = f"Without {them} the norm is {''.join(bounded(after, certificate.error_bound, 3))}"
     limit = f" of {_number(threshold)}" if threshold is not None else ""
     if certificate.verdict == "explained":
         under = "which is finite" if threshold is None else f"under the threshold{limit}"
@@ -196,7 +231,7 @@ def _given(event: Event) -> str:
         return ""
     if taken in ("skip", "abort"):
         return "No step was taken."
-    clip, scale, share = consequence.grad_clip, consequence.clip_scale, consequence.culprit_share
+    clip, scale = consequence.grad_clip, consequence.clip_scale
     if clip is None or scale is None:
         return "verl takes no step that is not finite." if clip is not None and taken == "observe" else ""
     clipped = f"clipped to {_number(clip)} (times {_number(scale)})" if scale < 1 else "as it was"
@@ -204,7 +239,9 @@ def _given(event: Event) -> str:
         return f"The step was taken without {_them(event)}, {clipped}."
     healthy = consequence.healthy_norm
     left = f", and left {_number(healthy)} to all other tokens" if healthy is not None and scale < 1 else ""
-    whose = f": {percent(share)} of it was {_theirs(event)}{left}" if share is not None else ""
+    known = consequence.culprit_share
+    share = carried(event, event.culprits, known) if known is not None else None
+    whose = f": {share} of it was {_theirs(event)}{left}" if share is not None else ""
     return f"The optimizer was given the gradient {clipped}{whose}."
 
 

@@ -21,6 +21,7 @@ a backward of its own. Exit code 0: the same culprits; 1: different ones; 2: it 
 import argparse
 import importlib
 import json
+import math
 import os
 import sys
 import warnings
@@ -36,10 +37,10 @@ from ..core.gradients import GradientSpace
 from ..core.probe import Prober
 from ..core.ranks import Ranks
 from ..evidence.disk.store import plain
-from ..evidence.numbers import number
+from ..evidence.numbers import bounded, number
 from ..evidence.record import SCHEMA_VERSION, Search
 from ..search.find import STRATEGIES, localize
-from ..search.task import Task
+from ..search.task import Limit, Task
 from .bundle import Bundle, read_bundle
 from .comparison import (
     ask_oracle,
@@ -106,7 +107,7 @@ def replay(
     """
     bundle = read_bundle(bundle_path)
     expected = named_by_event(bundle)
-    strategy, budget, max_culprits = _settings(bundle, strategy, budget)
+    settings = _settings(bundle, strategy, budget)
     adapter = _adapter(bundle)
     adapter.start_processes()
     actor = adapter.build_actor(bundle, model_path)
@@ -121,7 +122,7 @@ def replay(
     log_probs = largest_log_prob_change(step, ranks, bundle)
     spike = bundle.spike(space.norm())
     with progress.phase("search"):
-        finding = localize(step, space, ranks, spike, 1.0, strategy=strategy, budget=budget, max_culprits=max_culprits)
+        finding = localize(step, space, ranks, spike, 1.0, **settings)
     found = named_by_replay(finding, bundle, places)
     record = {
         "schema_version": SCHEMA_VERSION,
@@ -136,8 +137,8 @@ def replay(
         "norm": {"event": bundle.event.trigger.grad_norm, "replay": spike.grad_norm},
         "threshold": spike.threshold,
         "search": {
-            "strategy": strategy,
-            "budget": budget,
+            "strategy": settings["strategy"],
+            "budget": settings["budget"],
             "status": finding.status,
             "stop_reason": finding.result.stop_reason,
             "forwards": finding.num_forwards,
@@ -151,7 +152,8 @@ def replay(
     }
     if oracle:
         total = sum(int(bundle.token_mask(entry).sum()) for entry in bundle.layout)
-        task = Task(Prober(step, space, ranks), space.take(), 1.0, spike, finding.tau, budget, max_culprits)
+        limit = Limit(step.num_micro_batches, math.inf)
+        task = Task(Prober(step, space, ranks), space.take(), 1.0, spike, finding.tau, settings["max_culprits"], limit)
         with progress.phase("oracle", total=total):
             record["oracle"] = ask_oracle(task, bundle, places, found)
     return record
@@ -168,8 +170,8 @@ def _adapter(bundle: Bundle) -> Any:
         raise ReplayError(f"An event{run} is replayed with {where}: there is no {error.name} here.") from error
 
 
-def _settings(bundle: Bundle, strategy: str | None, budget: int | None) -> tuple[str, int, int]:
-    """Strategy, budget and largest number of culprits: as asked for, else as in the event, else the defaults."""
+def _settings(bundle: Bundle, strategy: str | None, budget: int | None) -> dict[str, Any]:
+    """Of the search: as asked for, else as in the event, else the defaults."""
     actor, search = bundle.meta.actor, bundle.event.search
     if strategy is None:
         strategy = "auto" if search.strategy == Search.strategy else search.strategy  # one by hand may not say
@@ -177,7 +179,8 @@ def _settings(bundle: Bundle, strategy: str | None, budget: int | None) -> tuple
         raise ReplayError(f"The strategy {strategy!r} is not known; there are {', '.join(STRATEGIES)}.")
     of_run = (actor.get("gradloc") or {}).get("search") or {}
     budget = budget or search.budget or actor.get("bisect_budget_steps") or _BUDGET
-    return strategy, budget, of_run.get("max_culprits") or _MAX_CULPRITS
+    found = {"strategy": strategy, "budget": budget, "max_culprits": of_run.get("max_culprits") or _MAX_CULPRITS}
+    return found | ({"max_steps": of_run["max_steps"]} if "max_steps" in of_run else {})
 
 
 # ---- what the person reads
@@ -187,6 +190,7 @@ def render(record: dict[str, Any]) -> str:
     """The record of :func:`replay` as text."""
     certificate, search, batches = record["certificate"], record["search"], record["micro_batches"]
     whole = "the whole step" if batches["is_whole_step"] else "a part of the step, whose gradient alone is looked at"
+    after, bound = (float(certificate[name]) for name in ("norm_after", "error_bound"))  # "NaN" is spelled out
     where = f"{record['num_processes']} process{'es' if record['num_processes'] > 1 else ''} on {record['device']}"
     lines = [
         f"event        {record['event_id']}{_at(record['step'])}",
@@ -196,8 +200,8 @@ def render(record: dict[str, Any]) -> str:
         f"threshold {_figure(record['threshold'])}",
         f"search       {search['strategy']}: {search['forwards']} forwards and {search['backwards']} backwards in "
         f"{search['seconds']:.1f} s; {search['stop_reason']}",
-        f"certificate  {certificate['verdict']}: {_figure(certificate['norm_after'])} without the culprits "
-        f"(error at most {_figure(certificate['error_bound'])}); {certificate['reason']}",
+        f"certificate  {certificate['verdict']}: {''.join(bounded(after, bound, 6))} without the culprits; "
+        f"{certificate['reason']}",
     ]
     if record["culprits"]:
         lines += ["", *_table(_CULPRIT_COLUMNS, [_culprit_cells(culprit) for culprit in record["culprits"]])]

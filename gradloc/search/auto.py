@@ -23,9 +23,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
-from ..core.certificate import certify
 from ..core.gradients import Gradient
 from .bisect import bisect
 from .candidates import (
@@ -34,31 +31,29 @@ from .candidates import (
     by_coefficient,
     by_share,
     by_value,
-    largest_share,
+    carried_by,
     least_bound,
     most_verified,
     non_finite,
 )
-from .share import MAX_TRIES, ShareMap, measure_shares
+from .others import doubt_backward, split_off
+from .share import ShareMap, measure_shares
 from .sketch import sketch
+from .spread import MUCH, are_few, carried, why_spread
 from .task import Culprit, PathEntry, SearchResult, Source, Task, verify
-from .triage import TRANSIENT, nothing_found, suspects
+from .triage import nothing_found
 
 __all__ = ["auto", "share"]
 
 _MAX_ROUNDS = 4
 _MAX_HINTS = 2
 _FAR = 3.0  # closure off by more than this factor is no rounding,
-_STABLE = 1.5  # where two step sizes give it alike
-_RESOLVED = {torch.float32: 0.02, torch.bfloat16: 0.1, torch.float16: 0.1}  # of closure: less is no part unseen
-_MUCH = 0.5  # of a spike, that few spans carry together where they are worth naming though more than may be named,
-_MOST = 0.75  # that culprits carry beside a healthy rest,
-_ABOVE = 10.0  # times their part of the batch's tokens: in a batch that is scaled as a whole spans carry less;
-_NEARLY_ALL = 0.9  # of a spike:
-_WELL_ABOVE = 3.0  # then this many times their part is enough, since none of few rows can carry ten times its part
+_RESOLVED = 0.02  # of closure: less is no part unseen
+_LIKELY = 2.0  # standard errors: what is more than these may be a culprit; its own backward has to tell
+_MAX_REFINEMENTS = 2  # of shares that do not add up
+_MOSTLY_SEEN = 0.25  # of a gradient, by norms: with less than that left unread, a part's shares are known to be off
 _BY_FAR = 1.5  # times the threshold, and
 _COARSE = 0.1  # of the spike or the culprits: a smaller rest is known too roughly from half-precision backwards
-_REPEATS = 0.1  # of the norm: kernels that are not bit-reproducible differ by less
 
 
 class _Search:
@@ -87,31 +82,23 @@ class _Search:
             shares = self._measure(number)
             if shares is None:
                 return self._stop_exhausted()
-            first = shares
-            if not shares.is_trusted and self._is_explained_by(self._few_loud_tokens(shares)):
-                return self.result
-            if not shares.is_trusted and number == 0 and self._split_off_what_is_not_tokens():
-                if self.result.certificate is not None:
+            if number == 0 and shares.is_noisy and self._name(self._noisy_hints(shares)):
+                if self._certify():
                     return self.result
-                shares = self._measure(number)
-                if shares is None:
-                    return self._stop_exhausted()
-                first = shares
-                if not shares.is_trusted and self._is_explained_by(self._few_loud_tokens(shares)):
-                    return self.result
+                continue
             if not shares.is_trusted:
-                shares = self._measure_finer(number)
-                if shares is None:
-                    return self._stop_exhausted()
-            if not shares.is_trusted:
-                if self._is_explained_by(by_share(self.task, shares, set(self.result.tokens))):
-                    return self.result
-                self._fall_back("the shares do not add up to 1, so they are not used", is_last_resort_allowed)
-                return self._doubt_the_backward(first) if number == 0 else self.result
+                found = self._doubt(shares, number, is_last_resort_allowed)
+                if not isinstance(found, ShareMap):
+                    return found
+                shares = found
             candidates = self._candidates(shares, with_hints=number == 0)
-            if self._is_spread(shares, candidates):
+            likely = self._spans(replace(shares, certainty=_LIKELY))
+            if self._is_spread(shares, likely, candidates):
                 return self.result
+            candidates += self._uncertain(shares, candidates, likely)
             if not self._name(candidates):
+                if not likely:
+                    return self._stop_spread("no span of tokens carries a culprit's part of it")
                 break
             if self._certify():
                 return self.result
@@ -124,24 +111,73 @@ class _Search:
 
     # ---- stages
 
-    def _measure(self, number: int, tries: Sequence[int] = range(1)) -> ShareMap | None:
+    def _doubt(self, shares: ShareMap, number: int, is_last_resort_allowed: bool) -> ShareMap | SearchResult:
+        """Shares that can be trusted after all, or what there is to say without any."""
+        if shares.is_noisy:
+            if self._is_explained_by(self._few_loud_tokens(shares)):
+                return self.result
+            shares = self._refined(shares) if self._measured_along is self._direction else shares
+        if shares.is_trusted:
+            return shares
+        if number == 0 and self._is_in_parts():
+            if self.result.certificate is not None:
+                return self.result
+            again = self._measure(number)
+            if again is None:
+                return self._stop_exhausted()
+            if again.is_trusted:
+                return again
+            shares = again
+        elif number == 0 and _is_far(shares) and self._is_the_backward_s(shares):
+            return self.result
+        if self._is_explained_by(self._few_loud_tokens(shares)):
+            return self.result
+        if self._measured_along is not self._direction:
+            again = self._measure(number + 1)
+            if again is None:
+                return self._stop_exhausted()
+            if again.is_trusted:
+                return again
+            shares = again
+        if self._is_explained_by(by_share(self.task, shares, set(self.result.tokens))):
+            return self.result
+        return self._fall_back("the shares do not add up to 1, so they are not used", is_last_resort_allowed)
+
+    def _measure(self, number: int) -> ShareMap | None:
         """Shares along what is left: first of the micro-batch that moved the running norm most, then of others."""
         shares = None
         for part in self._parts(number):
             if shares is None or self._is_more_to_see(shares, part):
-                shares = self._measure_of(part, tries, known=shares)
+                shares = self._measure_of(part, known=shares)
                 if shares is None:
                     return None
+                if not shares.is_noisy and not _is_far(shares):
+                    shares = self._refined(shares)
         if number == 0:
             self.result.shares = shares
+        return shares
+
+    def _refined(self, shares: ShareMap) -> ShareMap:
+        """Shares that do not add up, measured again: at a shorter step, or as the mean of several draws."""
+        for _ in range(_MAX_REFINEMENTS):
+            if shares.is_trusted or shares.unseen > _MOSTLY_SEEN:
+                break
+            refined = self._measure_of(sorted(shares.seen), refined=shares)
+            if refined is None:
+                break
+            is_stable = abs(refined.closure - shares.closure) <= 3 * math.hypot(shares.noise, refined.noise)
+            shares = min(shares, refined, key=lambda found: abs(1 - found.closure))
+            if is_stable and refined.num_draws == 1:
+                break  # it is not the step
         return shares
 
     def _parts(self, number: int) -> list[list[int]]:
         """In which order micro-batches are looked at: as long as one of these does not settle it, the next."""
         everything = list(range(self.prober.step.num_micro_batches))
-        if number > 0 or self.task.increments is None:
-            return [everything]
-        suspects = self.task.suspects()
+        suspects = [] if self.task.increments is None else self.task.suspects()
+        if number > 0:  # where some were, others may be
+            suspects = sorted({token.micro_batch for token in self.result.tokens})
+            return [part for part in (suspects, [index for index in everything if index not in suspects]) if part]
         rest = [index for index in everything if index not in suspects]
         return [part for part in (suspects[:1], suspects[1:], rest) if part]
 
@@ -152,27 +188,27 @@ class _Search:
             # what takes so much back is as large, by Cauchy-Schwarz, and the running norm has seen it come
             size = max(self.task.increments[index] for index in part) if self.task.increments else 0.0
             return size >= -unseen * shares.square**0.5 / 2
-        if unseen < _RESOLVED[self.prober.step.compute_dtype]:
+        if unseen < max(_RESOLVED, 2 * shares.noise):
             return False
         return not shares.is_trusted or unseen * shares.square >= (self.task.reference / 2) ** 2
 
-    def _measure_finer(self, number: int) -> ShareMap | None:
-        """The smaller steps that :meth:`_measure` left out; all of them where the direction is a new one."""
-        is_new = self._measured_along is not self._direction
-        return self._measure(number + is_new, range(0 if is_new else 1, MAX_TRIES))
-
     def _measure_of(
-        self, micro_batches: Sequence[int], tries: Sequence[int] = range(1), known: ShareMap | None = None
+        self, micro_batches: Sequence[int], known: ShareMap | None = None, refined: ShareMap | None = None
     ) -> ShareMap | None:
-        if not self.task.can_afford(forwards=2 * len(micro_batches)):
+        task = self.task
+        if not task.can_afford(forwards=2 * len(micro_batches)):
             return None
-        coefficients = self.prober.ranks.agree(lambda: self.task.coefficients(self.result.tokens))
-        shares = measure_shares(self.prober, coefficients, self._direction, self._scale, micro_batches, tries, known)
+        readouts = self.prober.ranks.agree(lambda: task.readouts(self.result.tokens))
+        increments = task.increments if self._direction is task.gradient else None
+        shares = measure_shares(
+            self.prober, readouts, self._direction, self._scale, micro_batches, known, refined, increments
+        )
         self._measured_along, self._norm = self._direction, shares.square**0.5
         verdict, seen = "measured" if shares.is_trusted else "untrusted", sorted(shares.seen)
         is_whole = len(seen) == self.prober.step.num_micro_batches
         of = "all micro-batches" if is_whole else f"micro-batches {seen} alone"
-        self._note("share", verdict, f"the shares of {of} add up to {shares.closure:.4f}", shares.square**0.5)
+        note = f"the shares of {of} add up to {shares.closure:.4f} (+- {shares.closure_error:.2g})"
+        self._note("share", verdict, note, shares.square**0.5)
         return shares
 
     def _candidates(self, shares: ShareMap, with_hints: bool) -> list[Candidate]:
@@ -191,52 +227,41 @@ class _Search:
         task, named = self.task, set(self.result.tokens)
         found = by_share(task, shares, named)
         found += beside_louder(task, shares, named, found)
-        if self._carried(shares, found)[0] < _MUCH:
+        if carried(task, shares, found)[0] < MUCH:
             known = named | {token for candidate in found for token in candidate.tokens}
             bound = shares.square**-0.5
-            more = by_value(task, lambda index: shares.products[index], task.culprit_norm**2, known, bound)
-            found += more if self._are_few(shares, found + more) else []
+            more = by_value(task, shares.least, task.culprit_norm**2, known, bound)
+            found += more if are_few(task, shares, found + more) else []
         return found
 
-    def _carried(self, shares: ShareMap, spans: list[Candidate]) -> tuple[float, float]:
-        """What part of the direction these spans carry at least, and what part of the batch's tokens they are."""
-        num_tokens = sum(len(candidate.tokens) for candidate in spans)
-        carried = sum(candidate.bound for candidate in spans) / shares.square**0.5
-        return carried, num_tokens / max(self.task.spike.num_tokens, 1)
+    def _noisy_hints(self, shares: ShareMap) -> list[Candidate]:
+        """The tokens with the largest coefficients, where without them the shares would not be noisy."""
+        hints = by_coefficient(self.task, _MAX_HINTS, set())
+        variance = carried_by(self.task, shares, {token for hint in hints for token in hint.tokens})[1]
+        return hints if variance > shares.noise**2 * shares.square**2 / 2 else []
 
-    def _are_few(self, shares: ShareMap, spans: list[Candidate]) -> bool:
-        """Whether some first ones of these spans carry much of the direction, and far more than their part."""
-        for count in range(1, len(spans) + 1):
-            carried, part = self._carried(shares, spans[:count])
-            if carried > max(_MUCH, _ABOVE * part) or carried > max(_NEARLY_ALL, _WELL_ABOVE * part):
-                return True
-        return False
+    def _uncertain(self, shares: ShareMap, candidates: list[Candidate], likely: list[Candidate]) -> list[Candidate]:
+        """The loudest of the spans that may be noise, as hints, where the rest seems to spike without them."""
+        known = {token for candidate in candidates for token in candidate.tokens}
+        others = [candidate for candidate in likely if known.isdisjoint(candidate.tokens)][:_MAX_HINTS]
+        if not others:
+            return []
+        rest = max(shares.square - carried_by(self.task, shares, known)[0], 0.0) ** 0.5
+        return [replace(candidate, bound=0.0) for candidate in others] if rest > self.task.reference / 2 else []
 
-    def _is_spread(self, shares: ShareMap, candidates: list[Candidate]) -> bool:
-        """Whether the spans that carry most of the spike are no more than a part of a batch of which all is loud.
-
-        Without tokens that carry the part s of R its norm is at least (1 - s) ||R||. Where that spikes for as many as
-        may be named, they are worth naming as the loudest of a few. Else they may explain the spike, and are worth it
-        where they carry what culprits beside a healthy rest of half the threshold do, or far more than their part.
-        """
-        task, norm = self.task, shares.square**0.5
-        room = task.max_culprits - len(self.result.culprits)
-        if task.spike.threshold is None or any(candidate.bound == 0 for candidate in candidates):
+    def _is_spread(self, shares: ShareMap, spans: list[Candidate], candidates: list[Candidate]) -> bool:
+        """Whether these spans are no more than a part of a spike that all tokens make, and none is to be verified."""
+        if self.task.spike.threshold is None or any(candidate.bound == 0 for candidate in candidates):
             return False
-        carried, part = self._carried(shares, candidates[:room])
-        if not candidates:
-            carried = largest_share(task, shares, room)
-        if (1 - carried - abs(1 - shares.closure)) * norm <= task.spike.threshold:
-            if not candidates or carried > min(_MOST * shares.closure, _ABOVE * part):
-                return False
-            why = f"the loudest spans, {part:.0%} of the batch's tokens, carry {carried:.0%} of it"
-        else:
-            if self._are_few(shares, candidates):
-                return False
-            why = f"{room} spans carry {carried:.0%} of it at most; without them the norm is still over the threshold"
+        why = why_spread(self.task, shares, spans, self.task.max_culprits - len(self.result.culprits))
+        if why is not None:
+            self._stop_spread(why)
+        return why is not None
+
+    def _stop_spread(self, why: str) -> SearchResult:
         self.result.stop_reason = f"the spike is spread: {why}"
         self._note("share", "measured", self.result.stop_reason)
-        return True
+        return self.result
 
     def _few_loud_tokens(self, shares: ShareMap) -> list[Candidate]:
         """The tokens that stand out of shares that cannot be trusted, where they are few; spans may be noise."""
@@ -251,6 +276,7 @@ class _Search:
     def _name(self, candidates: list[Candidate]) -> bool:
         """Verify the top few and all hints, take the others at their bound; returns whether anything was named."""
         num_verified, has_named, most = 0, False, most_verified(self.task, self._norm, candidates)
+        num_hints = sum(candidate.bound < least_bound(self.task, self._norm, candidate) for candidate in candidates)
         for candidate in candidates:
             # a sequence takes in what was named of it before
             within = [c for c in self.result.culprits if set(c.tokens) < set(candidate.tokens)]
@@ -261,7 +287,8 @@ class _Search:
                 continue
             least = least_bound(self.task, self._norm, candidate)
             is_hint = candidate.bound < least
-            if (is_hint or num_verified < most) and self.task.can_afford(backwards=1):
+            num_hints -= is_hint
+            if (is_hint or num_verified < most) and self.task.can_afford(backwards=1 + (0 if is_hint else num_hints)):
                 num_verified += not is_hint
                 culprit = self._verify(candidate)
             elif is_hint:
@@ -303,12 +330,10 @@ class _Search:
         """Certify what is named so far; the rest's gradient becomes the next direction. Returns whether it explains."""
         if self._spikes_without():
             return False
-        task, spike = self.task, self.task.spike
+        task = self.task
         alone, self._alone = self._alone if self._others is None else None, None
-        self._direction = self._measured_along = task.gradient  # a residual of before need not be held any longer
-        certificate = certify(
-            self.prober, task.gradient, task.scale, spike.grad_norm, spike.threshold, self.result.tokens, alone
-        )
+        self._direction = task.gradient  # a residual of before need not be held any longer
+        certificate = task.certify(self.result.tokens, alone, self._is_going_on)
         self.result.certificate = certificate
         self._note("residual", certificate.verdict, certificate.reason, certificate.norm_after)
         self.result.stop_reason = certificate.reason
@@ -337,75 +362,27 @@ class _Search:
         self._note("residual", "measured", "without the culprits' own gradients the norm is over the threshold", norm)
         return True
 
-    def _split_off_what_is_not_tokens(self) -> bool:
-        """Measure the gradient that is left when no token passes any: a loss of a router's, a regulariser's.
-
-        Where it is a culprit's worth, the tokens' own part is the direction from here on. One probe where it is not.
-
-        Returns:
-            Whether it is.
-        """
-        task, prober, space = self.task, self.prober, self.prober.space
-        num = prober.step.num_micro_batches
-        if not task.can_afford(backwards=num):
+    def _is_in_parts(self) -> bool:
+        """Whether a part of the gradient is not the tokens'; their own part is the direction from here on."""
+        parts = split_off(self.task)
+        if parts is None:
             return False
-        prober.compute([(0, torch.zeros_like(prober.step.token_mask(0)))])
-        if num * space.norm() < task.culprit_norm:
-            return False
-        prober.compute((index, torch.zeros_like(prober.step.token_mask(index))) for index in range(num))
-        squares, others = space.squares_by_name(), space.take()
-        others_norm = math.fsum(squares.values()) ** 0.5
-        if others_norm < task.culprit_norm:
-            return False
-        prober.add(task.gradient, alpha=1.0 / task.scale)
-        prober.add(others, alpha=-1.0)
-        of_tokens = space.squares_by_name()
-        tokens_norm = math.fsum(of_tokens.values()) ** 0.5
-        self._direction, self._scale, self._others = space.take(), 1.0, others
+        self._direction, self._scale, self._others = parts.tokens, 1.0, parts.others
         self.result.culprits, self.result.certificate, self._alone = [], None, None
-        bound = torch.finfo(prober.step.compute_dtype).eps * others_norm  # both were added up in the backward
-        why = (
-            f"a part of the gradient, of norm {others_norm:.3g}, passes through no token's log-prob or entropy; the "
-            f"tokens' part has norm {tokens_norm:.3g} (within {bound:.2g})"
-        )
-        numbers = {"tokens_norm": tokens_norm, "others_norm": others_norm, "error_bound": bound}
-        self._blame(Source("not_tokens", why, numbers, suspects(squares, of_tokens)), others_norm)
-        if tokens_norm < task.reference:
-            self.result.certificate = nothing_found(task, why)
+        self._blame(parts.source, parts.others_norm)
+        if parts.tokens_norm < self.task.reference:
+            self.result.certificate = nothing_found(self.task, parts.source.reason)
         return True
 
-    def _doubt_the_backward(self, first: ShareMap) -> SearchResult:
-        """Where no token explains the spike, and the gradient is not what the log-probs' change says.
-
-        It is not the tokens' when it does not come back as everything is run again, or when two step sizes agree about
-        how far it is off: then something scales it on its way, a hook or a backward of somebody's own.
-
-        Args:
-            first: the shares along the spike's gradient, as measured first.
-        """
-        task, prober, space = self.task, self.prober, self.prober.space
-        if 1 / _FAR <= first.closure <= _FAR or (self.result.culprits and self._certify()):
-            return self.result
-        everything = range(prober.step.num_micro_batches)
-        prober.compute((index, None) for index in everything)
-        norm = space.norm()
-        prober.add(task.gradient, alpha=-1.0 / task.scale)
-        difference = space.norm() / task.spike.grad_norm
-        if difference > _REPEATS:
-            source = Source("transient", TRANSIENT, {"rerun_norm": norm, "rerun_difference": difference})
-        else:
-            coefficients = prober.ranks.agree(lambda: task.coefficients([]))
-            half = replace(first, step=first.step / 2)
-            second = measure_shares(prober, coefficients, task.gradient, task.scale, everything, range(1), half)
-            if not (second.closure and 1 / _STABLE < first.closure / second.closure < _STABLE):
-                return self.result
-            why = "the gradient is not the derivative of the tokens' log-probs: something scales it in the backward"
-            numbers = {"closure": first.closure, "tokens_norm": first.closure * task.spike.grad_norm}
-            source = Source("not_tokens", why, numbers, suspects(space.squares_by_name(task.gradient)))
-        self._blame(source, norm)
+    def _is_the_backward_s(self, shares: ShareMap) -> bool:
+        """Whether the gradient is not the derivative of the tokens' log-probs: then no token is named."""
+        found = doubt_backward(self.task, shares)
+        if found is None:
+            return False
+        self._blame(*found)
         self.result.culprits = []
-        self.result.certificate = nothing_found(task, source.reason)
-        return self.result
+        self.result.certificate = nothing_found(self.task, found[0].reason)
+        return True
 
     def _blame(self, source: Source, norm: float) -> None:
         self.result.source, self.result.stop_reason = source, source.reason
@@ -479,7 +456,7 @@ class _Search:
 
     def _stop_exhausted(self) -> SearchResult:
         self.result.exhausted = True
-        self.result.stop_reason = f"the budget of {self.task.budget} probes was used up"
+        self.result.stop_reason = self.task.limit.words
         return self.result
 
     def _note(self, phase: str, verdict: str, note: str, norm: float | None = None) -> None:
@@ -498,3 +475,8 @@ def auto(task: Task) -> SearchResult:
 def share(task: Task) -> SearchResult:
     """One round of shares along the gradient, and its certificate."""
     return _Search(task).run(1, is_last_resort_allowed=False)
+
+
+def _is_far(shares: ShareMap) -> bool:
+    """Whether all was read, and closure is off by more than any step or rounding puts it."""
+    return not shares.unseen and not 1 / _FAR <= shares.closure <= _FAR

@@ -92,7 +92,7 @@ class _Search:
     def _stop(self) -> SearchResult:
         result = self.result
         if result.exhausted:
-            result.stop_reason = f"the budget of {self.task.budget} probes was used up"
+            result.stop_reason = self.task.limit.words
         elif len(result.culprits) >= self.task.max_culprits:
             result.stop_reason = f"{self.task.max_culprits} culprits were found, as many as search.max_culprits allows"
         elif result.culprits:

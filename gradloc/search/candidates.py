@@ -24,8 +24,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..core.certificate import is_subtracted
 from ..core.selection import Token
-from .share import ShareMap
+from .share import ShareMap, shrunk
 from .task import Task
 
 __all__ = [
@@ -34,7 +35,7 @@ __all__ = [
     "by_coefficient",
     "by_share",
     "by_value",
-    "largest_share",
+    "carried_by",
     "least_bound",
     "most_verified",
     "non_finite",
@@ -74,7 +75,7 @@ class Candidate:
 
 
 def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Candidate]:
-    """Spans whose norm is, by Cauchy-Schwarz, at least a culprit's.
+    """Spans whose norm is, by Cauchy-Schwarz and whatever the noise, at least a culprit's.
 
     A few loud tokens are named one by one, however far apart. A row is a sequence when the loss weighs all of its
     tokens more than others' and not some of them alone; a segment is a run of tokens each of which is large.
@@ -84,13 +85,14 @@ def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Candidate]
 
     def local() -> list[tuple[float, Candidate]]:
         found = []
-        weights = [_weight(c.log_prob, c.entropy) for c in task.coefficients(sorted(named))]
-        rows = zip(_rows(task, lambda i: shares.products[i] / norm), _rows(task, lambda i: weights[i]), strict=True)
-        for (index, first, values), (_, _, weight) in rows:
-            row = _Row(values, weight, typical_weight, task.culprit_norm)
+        weights = [readout.weight for readout in task.readouts(sorted(named))]
+        parts = shares.products, shares.errors, weights
+        rows = zip(*(_rows(task, values.__getitem__) for values in parts), strict=True)
+        for (index, first, products), (_, _, errors), (_, _, weight) in rows:
+            row = _Row(products / norm, errors * shares.chance / norm, weight, typical_weight, task.culprit_norm)
             for start, end in row.spans(stands_out=row.total >= _ELEVATED * typical_total / norm):
-                span = "token" if end - start == 1 else "sequence" if end - start == len(values) else "segment"
-                bound = float(values[start:end].sum().abs())
+                span = "token" if end - start == 1 else "sequence" if end - start == len(products) else "segment"
+                bound = row.bound(start, end)
                 found.append((bound, _span(task, index, first + start, first + end, span, bound)))
         return found
 
@@ -99,59 +101,66 @@ def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Candidate]
 
 def beside_louder(task: Task, shares: ShareMap, named: set[Token], found: list[Candidate]) -> list[Candidate]:
     """Tokens whose bound is low because those found are louder, see :func:`least_bound`."""
-    if task.prober.step.compute_dtype != torch.float32 or not found:
+    if not found:
         return []
     norm = shares.square**0.5
     known = named | {token for candidate in found for token in candidate.tokens}
     least = max((_BY_ESTIMATE * task.culprit_norm) ** 2, _AT_LEAST * task.culprit_norm * norm)
-    return by_value(task, lambda index: shares.products[index], least, known, 1 / norm)
+    return by_value(task, shares.least, least, known, 1 / norm)
 
 
 def least_bound(task: Task, norm: float, candidate: Candidate) -> float:
     """The bound from which on a candidate needs no backward of its own: a culprit's norm.
 
-    In float32 half of that is enough for a token that has twice a culprit's norm where gradients are orthogonal: that
-    is the root of <g, R>, while its bound <g, R> / ||R|| shrinks with what others carry.
+    Half of that is enough for a token that has twice a culprit's norm where gradients are orthogonal: that is the root
+    of <g, R>, while its bound <g, R> / ||R|| shrinks with what others carry.
 
     Args:
         task: what is searched.
         norm: ||R|| of the shares.
         candidate: with its bound.
     """
-    least = task.culprit_norm
-    is_exact = task.prober.step.compute_dtype == torch.float32 and candidate.span == "token"
-    return _AT_LEAST * least if is_exact and candidate.bound * norm >= (_BY_ESTIMATE * least) ** 2 else least
+    least, is_token = task.culprit_norm, candidate.span == "token"
+    return _AT_LEAST * least if is_token and candidate.bound * norm >= (_BY_ESTIMATE * least) ** 2 else least
 
 
 def most_verified(task: Task, norm: float, candidates: list[Candidate]) -> int:
     """How many have a backward of their own though their bound names them, for their exact norm.
 
-    All where they are few, and in half precision, where bounds are rough, the loudest; of many in float32 no more than
-    cost an eighth of a pass over the micro-batches.
+    All where they are few and the certificate needs their gradients; of many no more than cost an eighth of a pass over
+    the micro-batches.
     """
-    step, num_named = task.prober.step, sum(c.bound >= least_bound(task, norm, c) for c in candidates)
-    if step.compute_dtype != torch.float32 or num_named <= _MAX_VERIFIED:
+    named = [candidate for candidate in candidates if candidate.bound >= least_bound(task, norm, candidate)]
+    num_tokens = sum(len(candidate.tokens) for candidate in named)
+    if len(named) <= _MAX_VERIFIED and is_subtracted(
+        task.prober, task.spike.grad_norm, task.spike.threshold, num_tokens
+    ):
         return _MAX_VERIFIED
-    return min(_MAX_VERIFIED, step.num_micro_batches // 8)
+    return min(_MAX_VERIFIED, task.prober.step.num_micro_batches // 8)
 
 
-def largest_share(task: Task, shares: ShareMap, most: int) -> float:
-    """The part of the direction that its ``most`` loudest tokens carry, signs aside: no other so many carry more."""
+def carried_by(task: Task, shares: ShareMap, tokens: set[Token]) -> tuple[float, float]:
+    """The inner product of the direction with the gradient of all of these tokens, and its variance."""
     step, ranks = task.prober.step, task.prober.ranks
 
     def local() -> list[float]:
-        values = torch.cat([shares.products[i][step.token_mask(i)].abs() for i in range(step.num_micro_batches)])
-        return values.topk(min(most, len(values))).values.tolist()
+        product = variance = 0.0
+        for token in tokens:
+            if token.rank == ranks.rank:
+                where = step.token_mask(token.micro_batch)
+                product += float(shares.products[token.micro_batch][where][token.index])
+                variance += float(shares.errors[token.micro_batch][where][token.index]) ** 2
+        return [product, variance]
 
-    found = [value for part in ranks.gather(ranks.agree(local)) for value in part]
-    return sum(sorted(found, reverse=True)[:most]) / shares.square
+    product, variance = ranks.sum(ranks.agree(local))
+    return product, variance
 
 
 def _typical(task: Task, shares: ShareMap, named: set[Token]) -> tuple[float, float]:
     """Of all ranks' rows: the median of their median coefficients, and of their absolute products."""
 
     def local() -> list[tuple[float, float]]:
-        weights = [_weight(c.log_prob, c.entropy) for c in task.coefficients(sorted(named))]
+        weights = [readout.weight for readout in task.readouts(sorted(named))]
         rows = zip(_rows(task, lambda i: shares.products[i]), _rows(task, lambda i: weights[i]), strict=True)
         return [(_median(weight), float(products.sum().abs())) for (_, _, products), (_, _, weight) in rows]
 
@@ -159,10 +168,6 @@ def _typical(task: Task, shares: ShareMap, named: set[Token]) -> tuple[float, fl
     pairs = [pair for part in ranks.gather(ranks.agree(local)) for pair in part]
     medians = torch.tensor([[weight, total] for weight, total in pairs if weight > 0], dtype=torch.float64)
     return tuple(medians.median(0).values.tolist()) if len(medians) else (0.0, 0.0)
-
-
-def _weight(log_prob: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
-    return log_prob.double().abs() if entropy is None else log_prob.double().abs() + entropy.double().abs()
 
 
 def _median(values: torch.Tensor) -> float:
@@ -176,15 +181,24 @@ class _Row:
 
     Args:
         values: signed lower bounds on the norm of each token's gradient, (n,).
+        errors: how far each may be off by chance, (n,).
         weights: |d loss / d log_prob| + |d loss / d entropy|, (n,).
         typical: a typical token's weight in the batch.
         least: what a culprit has at least.
     """
 
-    def __init__(self, values: torch.Tensor, weights: torch.Tensor, typical: float, least: float):
-        self.values, self.weights, self.typical, self.least = values, weights, typical, least
-        self.loud = (values.abs() >= least).nonzero().squeeze(-1).tolist()
-        self.total = float(values.sum().abs())
+    def __init__(self, values: torch.Tensor, errors: torch.Tensor, weights: torch.Tensor, typical: float, least: float):
+        self.values, self.errors, self.weights, self.typical, self.least = values, errors, weights, typical, least
+        self.sizes = shrunk(values, errors).abs()
+        self.loud = (self.sizes >= least).nonzero().squeeze(-1).tolist()
+        self.total = self.bound(0, len(values))
+
+    def bound(self, start: int, end: int) -> float:
+        """Lower bound on the norm of a run of tokens; errors are independent."""
+        return self._bound(self.values[start:end], self.errors[start:end])
+
+    def _bound(self, values: torch.Tensor, errors: torch.Tensor) -> float:
+        return float(shrunk(values.sum(), torch.linalg.vector_norm(errors)).abs())
 
     def spans(self, stands_out: bool) -> list[tuple[int, int]]:
         """Intervals [start, end) that are worth naming.
@@ -195,10 +209,10 @@ class _Row:
         if self._is_sequence():
             return [(0, len(self.values))]
         tokens = [(number, number + 1) for number in self.loud]
-        carried = float(self.values[self.loud].sum().abs())
-        if len(self.loud) <= _FEW and (self.total < self.least or carried >= _LOUD_SHARE * self.total):
+        carried, whole = (float(values.sum().abs()) for values in (self.values[self.loud], self.values))
+        if len(self.loud) <= _FEW and (self.total < self.least or carried >= _LOUD_SHARE * whole):
             return tokens
-        runs = [(start, end) for start, end in self._runs() if self._carries(start, end) or end - start == 1]
+        runs = [(start, end) for start, end in self._runs() if self.bound(start, end) >= self.least or end - start == 1]
         covered = {number for start, end in runs for number in range(start, end)}
         found = sorted(runs + [token for token in tokens if token[0] not in covered])
         found = [(start, end) for start, end in found if end - start > 1 or start in self.loud]
@@ -216,20 +230,25 @@ class _Row:
             return False
         quiet = torch.ones_like(matters)
         quiet[self.values.abs().topk(_FEW).indices] = False
-        return float(self.values[quiet].sum().abs()) >= self.least
-
-    def _carries(self, start: int, end: int) -> bool:
-        return float(self.values[start:end].sum().abs()) >= self.least
+        return self._bound(self.values[quiet], self.errors[quiet]) >= self.least
 
     def _runs(self) -> Iterator[tuple[int, int]]:
-        """Longest runs of tokens none of which is small."""
-        start = None
-        for number, is_hot in enumerate([*(self.values.abs() >= _HOT * self.least).tolist(), False]):
-            if is_hot and start is None:
-                start = number
-            elif not is_hot and start is not None:
-                yield start, number
-                start = None
+        """Longest runs of tokens none of which is small; those at their ends by more than chance.
+
+        One that may be small for all that is known, between two that are not, is part of the run.
+        """
+        least, sizes = _HOT * self.least, self.values.abs()
+        certain, hot = (self.sizes >= least).tolist(), sizes >= least
+        hot[1:-1] |= (sizes + self.errors >= least)[1:-1] & hot[:-2] & hot[2:]
+        run: list[int] = []
+        for number, is_hot in enumerate([*hot.tolist(), False]):
+            if is_hot:
+                run.append(number)
+                continue
+            kept = [at for at in run if certain[at]]
+            if kept:
+                yield kept[0], kept[-1] + 1
+            run = []
 
 
 def by_value(
@@ -260,22 +279,18 @@ def by_value(
 def by_coefficient(task: Task, most: int, named: set[Token]) -> list[Candidate]:
     """Tokens whose coefficient alone would make them culprits, were their log-prob gradient a typical one: hints.
 
-    |c_t| (1 - pi_t) stands for a token's norm (arXiv 2505.12929). With all tokens as independent noise, a part's norm
+    |c_t| (1 - p_t) stands for a token's norm (arXiv 2505.12929). With all tokens as independent noise, a part's norm
     goes with the root of its sum of squares; a culprit carries a quarter of the norm or more, so a sixteenth of the
     sum of squares of all the others. Needs no forward, and sees pairs that cancel in the gradient.
     """
     prober = task.prober
     square = 0.0
 
-    def proxies(index: int) -> torch.Tensor:
-        recorded, sizes = prober.step.recorded(index), prober.step.coefficients(index)[0].double().abs()
-        return sizes if recorded.is_value else sizes * (1 - recorded.log_prob.double().exp().clamp(max=1.0))
-
     def local() -> list[tuple[float, Candidate]]:
         nonlocal square
         found = []
-        for index in range(prober.step.num_micro_batches):
-            values = proxies(index)[prober.step.token_mask(index)]
+        for index, readout in enumerate(task.readouts([])):
+            values = readout.slope.abs()[prober.step.token_mask(index)]
             square += float(values.square().sum())
             top = values.topk(min(most + len(named), len(values)))
             for size, number in zip(top.values.tolist(), top.indices.tolist(), strict=True):

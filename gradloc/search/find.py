@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..core.certificate import Certificate, certify
+from ..core.certificate import Certificate
 from ..core.gradients import GradientSpace
 from ..core.probe import Prober, RngState, TrainingStep
 from ..core.ranks import Ranks
@@ -32,7 +32,7 @@ from ..core.trigger import Spike
 from .auto import auto, share
 from .bisect import bisect
 from .sketch import sketch
-from .task import SearchResult, Task
+from .task import Limit, SearchResult, Task
 from .triage import Rerun, rerun, triage
 from .weights import reshard
 
@@ -79,6 +79,8 @@ def localize(
     typical: Mapping[str, tuple[float, float]] | None = None,
     *,
     strategy: str = "auto",
+    max_steps: float = 4,
+    update_seconds: float | None = None,
     budget: int = 128,
     max_culprits: int = 8,
     reruns: bool = False,
@@ -94,7 +96,9 @@ def localize(
         increments: estimate of each micro-batch's own gradient norm, where that was tracked.
         typical: numbers of the run's own steps, see :meth:`~.scale.ScaleHistory.typical`.
         strategy: one of ``STRATEGIES``.
-        budget: largest number of probes of the search; the certificate is not counted.
+        max_steps: the search costs at most so many of this run's own updates, in passes and in time.
+        update_seconds: how long the step's micro-batches took; None: unknown.
+        budget: largest number of probes of ``bisect``, which has no other limit; the certificate is not counted.
         max_culprits: stop after this many.
         reruns: run the spike again first; where it does not come back, nothing is searched.
     """
@@ -104,14 +108,16 @@ def localize(
     prober = Prober(step, space, ranks)
     try:
         tau = spike.tau if spike.tau is not None else _rehearsal_tau(spike, step, ranks)
-        task = Task(prober, saved, clip_scale, spike, tau, budget, max_culprits, increments)
+        limit = Limit(step.num_micro_batches, max_steps, update_seconds, budget if strategy == "bisect" else None)
+        task = Task(prober, saved, clip_scale, spike, tau, max_culprits, limit, increments)
         reran = rerun(task) if reruns else None
         result = triage(task, typical or {}, reran) or STRATEGIES[strategy](task)
         certificate = result.certificate
         if certificate is None:
-            certificate = certify(prober, saved, clip_scale, spike.grad_norm, spike.threshold, result.tokens)
+            certificate = task.certify(result.tokens)
         # bisection needs no forward alone, and does none
         holders = _with_unlikely(result, step, ranks) if strategy != "bisect" else []
+        holders = holders if task.can_afford(forwards=len(holders), is_certificate=True) else []
         entropies = {index: prober.entropies(index) for index in holders}
         reshard(space.module)  # a forward without a backward leaves weights gathered that the next step would not see
     finally:

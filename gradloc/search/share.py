@@ -13,20 +13,23 @@
 # limitations under the License.
 """Every token's share of a gradient, from two forwards along it.
 
-With c_t = d loss / d logp_t and e_t = d loss / d H_t, token t's gradient is g_t = c_t grad(logp_t) + e_t grad(H_t).
-Along a direction R, <grad(logp_t), R> is the directional derivative of logp_t, so
+Token t's gradient is g_t = c_t grad(log p_t) + e_t grad(H_t), with c_t = d loss / d log p_t and e_t = d loss / d H_t.
+Along a direction R
 
-    <g_t, R> = c_t [logp_t(theta + s R) - logp_t(theta - s R)] / (2 s) + (the same with e_t and H_t)
+    <g_t, R> = [l_t(theta + s R) - l_t(theta - s R)] / (2 s),    l_t = c_t (1 - p_t) logit(p_t) + e_t H_t
 
-for all tokens of all ranks at once. The shares <g_t, R> / ||R||^2 of R = sum_t g_t add up to 1: *closure*, which checks
-the measurement. A share bounds the token's norm from below: ||g_t|| >= |share_t| ||R|| (Cauchy-Schwarz).
+for all tokens of all ranks at once; :mod:`.readout` says why in log-odds. The shares <g_t, R> / ||R||^2 of R = sum_t
+g_t add up to 1: *closure*, which checks the measurement. A share bounds the token's norm from below: ||g_t|| >=
+|share_t| ||R|| (Cauchy-Schwarz).
 
-The step s aims at a log-prob change of T where it matters: s = T max|c| / ||R||^2 is exact when one token dominates;
-one rescaling covers spread spikes, for each part of the micro-batches by itself. In half precision the response is half
-the difference of the two legs, in which rounding offsets common to both (the dither, a read-out more precise than
-training's) cancel, averaged over the tokens with their part of the product as weight: of 1e5 tokens some always stray,
-and those that carry nothing do not count.
-When closure is off, the step shrinks; it never grows past a response that has stopped being linear.
+The step s aims at a response, how far the log-odds move of the tokens that carry R. A first guess s = T max|c (1 -
+p)| / ||R||^2 is exact when one token dominates. Two errors depend on the response r: curvature's, up to r^2 / 3, and
+the noise of reading log-odds, which goes with 1 / r. Both are known once the first micro-batch has been read, so the
+step is taken anew where that halves a large error. What is left of the noise is every share's standard
+error.
+
+What rounding leaves of the move along R, some per cent more or less in half precision, is known exactly, as an inner
+product of weights; shares are per what the weights really moved.
 
 Shapes: B rows of a micro-batch, T response positions.
 """
@@ -40,32 +43,26 @@ import torch
 
 from ..core.gradients import Gradient
 from ..core.probe import Prober
+from .readout import Outputs, Readout
 from .routes import forward_on_routes, hold_routes
 from .weights import MovedWeights
 
-__all__ = ["MAX_TRIES", "Coefficients", "ShareMap", "measure_shares"]
+__all__ = ["ShareMap", "measure_shares"]
 
-_TARGET = {torch.float32: 0.03, torch.bfloat16: 0.1, torch.float16: 0.1}
-_CLOSURE = {torch.float32: (0.95, 1.05), torch.bfloat16: (0.8, 1.25), torch.float16: (0.8, 1.25)}
+_TARGET = {torch.float32: 0.1, torch.bfloat16: 0.4, torch.float16: 0.4}
+_CURVATURE = 0.3  # times the response squared: how far closure may be off (0.01 on 135M weights, 1 on 60k)
+_RESPONSES = (0.05, 2.0)  # between these the step is chosen
+_FINE = {torch.float32: 0.02, torch.bfloat16: 0.1, torch.float16: 0.1}  # an error of closure that is let pass
+_BAND = {torch.float32: 0.03, torch.bfloat16: 0.15, torch.float16: 0.15}  # how far closure may be off beside its noise
+_CERTAIN = 3.0  # standard errors
+_USABLE = 1 / _CERTAIN  # a closure whose standard error is larger does not tell 1 from 0
 _PARTIAL_CLOSURE = 0.5  # from here on, some micro-batches alone are worth looking at: they carry most of the gradient
-MAX_TRIES = 3
-_SHRINK = 0.25  # of the step, per try
-# times the target: what a response may be without having the step rescaled; under the first rounding is heard in it
-_NEAR = {torch.float32: (0.1, 8.0), torch.bfloat16: (1 / 3, 2.0), torch.float16: (1 / 3, 2.0)}
-_NEAR_TOO = 4.0  # at least, once a part of the micro-batches has been measured at that step
+_SHRINKING = (0.1, 0.7)  # of the step, where curvature is what puts closure off
+_LATER = 2.0  # times the response that was aimed at: so much may micro-batches move that come after the first
+_NOTABLE = 0.1  # of what a micro-batch carries, signs aside
 
-Leg = dict[int, tuple[torch.Tensor, torch.Tensor | None]]
-"""Per micro-batch: log_prob and entropy (B, T) at moved weights."""
-
-
-@dataclass
-class Coefficients:
-    """d step loss / d log_prob and d entropy of one micro-batch on this rank, zero for tokens left out."""
-
-    log_prob: torch.Tensor
-    """(B, T)"""
-    entropy: torch.Tensor | None
-    """(B, T); None when the loss has no entropy term."""
+Legs = tuple[dict[int, Outputs], dict[int, Outputs]]
+"""Per micro-batch what is read at theta + s R and at theta - s R; the second is empty where one leg is enough."""
 
 
 @dataclass
@@ -74,191 +71,265 @@ class ShareMap:
 
     products: list[torch.Tensor]
     """Per micro-batch <g_t, R>, float64 (B, T), this rank's tokens."""
+    errors: list[torch.Tensor]
+    """Their standard errors."""
     square: float
     """||R||^2"""
     closure: float
     """Sum of all shares over all ranks; 1 when the measurement is right."""
+    noise: float
+    """Standard error of closure by what was read."""
+    unseen: float
+    """What the micro-batches that were not read carry about, by their norms."""
     is_trusted: bool
-    """Whether closure is within the band for this precision."""
+    """Whether closure is 1 within what is known of its error."""
+    num_tokens: int
+    """That were read, over all ranks."""
     step: float
     seen: frozenset[int] = frozenset()
     """The micro-batches that were looked at; products of the others are 0."""
+    shrinking: float = 1.0
+    """What to multiply the step with: 1 where noise is what puts closure off, else what makes both errors alike."""
+    certainty: float | None = None
+    num_draws: int = 1
+    """How many measurements this is the mean of, each with a dither of its own."""
 
     def shares(self, micro_batch: int) -> torch.Tensor:
         """Share of R per token, float64 (B, T)."""
         return self.products[micro_batch] / self.square
 
+    @property
+    def closure_error(self) -> float:
+        """Standard error of closure: the noise, and what was not read."""
+        return math.hypot(self.noise, self.unseen)
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether closure says nothing for the noise of it, or would at a step short enough for curvature."""
+        return self.noise / self.shrinking > _USABLE
+
+    @property
+    def chance(self) -> float:
+        """Standard errors that none of so many tokens strays from its share by chance, unless other ones are given."""
+        return self.certainty or max(_CERTAIN, math.sqrt(2 * math.log(max(self.num_tokens, 2))))
+
+    def least(self, micro_batch: int) -> torch.Tensor:
+        """What of each product is no chance, with its sign: float64 (B, T)."""
+        return shrunk(self.products[micro_batch], self.chance * self.errors[micro_batch])
+
+
+def shrunk(values: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
+    """Values less their errors, towards 0."""
+    return values.sign() * (values.abs() - errors).clamp(min=0.0)
+
 
 def measure_shares(
     prober: Prober,
-    coefficients: list[Coefficients],
+    readouts: list[Readout],
     direction: Gradient,
     scale: float,
     micro_batches: Sequence[int] | None = None,
-    tries: Sequence[int] = range(MAX_TRIES),
     known: ShareMap | None = None,
+    refined: ShareMap | None = None,
+    increments: Sequence[float] | None = None,
 ) -> ShareMap:
     """Measure <g_t, R> for every token of every rank.
 
     Args:
         prober: the step. Weights are moved and restored bit for bit; ``.grad`` is not touched.
-        coefficients: per micro-batch; the tokens whose sum R is, others zeroed.
+        readouts: per micro-batch; of the tokens whose sum R is, others read 0.
         direction: ``scale`` times R, finite.
         scale: positive factor on ``direction``.
         micro_batches: look at these only; closure is then the part of the direction that they carry.
-        tries: which of the step sizes to take until closure is right; 0 is the first, each next one a quarter.
-        known: a map of micro-batches along the same direction, to be completed from the step that it took.
+        known: a map of other micro-batches along the same direction, to be completed at the step that it took.
+        refined: a map of these micro-batches along the same direction that is not trusted. Where noise is why, its mean
+            with another draw; where curvature is, another at a shorter step.
+        increments: estimate of each micro-batch's own gradient norm, where that is known.
 
     Returns:
-        The map with the best closure reached; 2 forwards of each micro-batch, mostly one more to adapt the step, and
-        of a model of experts one more to note its routes.
+        2 forwards of each micro-batch, at most 2 more of one to settle the step, and of a model of experts one more of
+        each to note its routes.
     """
     chosen = range(prober.step.num_micro_batches) if micro_batches is None else micro_batches
-    return _Measurement(prober, coefficients, direction, scale, chosen, known).run(tries)
+    return _Measurement(prober, readouts, direction, scale, chosen, known, refined, increments).run()
 
 
 class _Measurement:
     def __init__(
         self,
         prober: Prober,
-        coefficients: list[Coefficients],
+        readouts: list[Readout],
         direction: Gradient,
         scale: float,
         micro_batches: Sequence[int],
         known: ShareMap | None,
+        refined: ShareMap | None,
+        increments: Sequence[float] | None,
     ):
-        self.prober = prober
-        self.coefficients = coefficients
-        self.micro_batches = micro_batches
-        self.known = known
+        self.prober, self.readouts = prober, readouts
+        self.direction, self.scale = direction, scale
+        self.micro_batches, self.known = micro_batches, known
         self.seen = frozenset(micro_batches) | (known.seen if known is not None else frozenset())
-        self.is_partial = len(self.seen) < prober.step.num_micro_batches
-        self.direction = direction
-        self.scale = scale
+        self.unseen = [index for index in range(prober.step.num_micro_batches) if index not in self.seen]
         self.dtype = prober.step.compute_dtype
         self.target = _TARGET[self.dtype]
         self.square = prober.space.norm(direction) ** 2 / scale**2
+        # by its norm alone, beside others that are orthogonal to it; without one it may be anything
+        carried = sum(increments[index] ** 2 for index in self.unseen) if increments else math.inf
+        self.carried_unseen = min(carried / self.square, 1.0) if self.unseen and self.square > 0 else 0.0
+        shrinking = 1.0 if refined is None else refined.shrinking
+        self.mean_of = refined if shrinking == 1.0 else None
+        earlier = known or refined
+        self.fixed_step = None if earlier is None else earlier.step * shrinking
+        self.draw = 0 if self.mean_of is None else self.mean_of.num_draws
 
-    def run(self, tries: Sequence[int]) -> ShareMap:
-        def local() -> tuple[list[float], list[torch.Tensor]]:
-            return [_largest(c) for c in self.coefficients], [c.log_prob.double() * 0 for c in self.coefficients]
-
-        self.sizes, self.nothing = self.prober.ranks.agree(local)
-        (largest,) = self.prober.ranks.max([max(self.sizes, default=0.0)])
-        best = ShareMap(self.nothing, self.square, 0.0, False, 0.0)
-        if self.square <= 0 or largest <= 0 or not math.isfinite(self.square):
-            return best
+    def run(self) -> ShareMap:
+        self.sizes = self.prober.ranks.agree(lambda: [_largest(readout.slope) for readout in self.readouts])
+        largest, square = self.prober.ranks.max([max(self.sizes, default=0.0)])[0], self.square
+        if square <= 0 or largest <= 0 or not math.isfinite(square):
+            nothing = [torch.zeros_like(readout.slope) for readout in self.readouts]
+            return ShareMap(nothing, nothing, square, 0.0, 0.0, 0.0, False, 0, 0.0)
+        step = self.fixed_step or self.target * largest / square
         hold_routes(self.prober, self.micro_batches)
-        step = self.target * largest / self.square * _SHRINK ** tries[0] if self.known is None else self.known.step
-        with MovedWeights(self.prober.space, self.dtype) as weights:
-            for attempt in tries:
-                found = self._measured(weights, step, may_grow=attempt == 0 and self.known is None)
-                if abs(math.log(_positive(found.closure))) <= abs(math.log(_positive(best.closure))):
-                    best = found
-                if found.is_trusted or (self.is_partial and found.closure < 1):
-                    break  # what is missing from a part is the rest's share, no error of the step
-                step = found.step * _SHRINK
-        return best
+        with MovedWeights(self.prober.space, self.dtype, seed=self.draw) as weights:
+            return self._measured(weights, step)
 
-    def _measured(self, weights: MovedWeights, step: float, may_grow: bool) -> ShareMap:
-        """One try: a pilot, the micro-batch with this rank's largest coefficient, settles the step for the others."""
-        products: dict[int, torch.Tensor] = {}
+    def _measured(self, weights: MovedWeights, step: float) -> ShareMap:
+        """A pilot, the micro-batch with this rank's largest coefficient, settles the step for the others."""
+        found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         pilot = max(self.micro_batches, key=lambda index: self.sizes[index])
         rest = [index for index in self.micro_batches if index != pilot]
-        parts = [[pilot], rest] if self.known is None and rest else [list(self.micro_batches)]
+        parts = [[pilot], rest] if self.fixed_step is None and rest else [list(self.micro_batches)]
         for number, part in enumerate(parts):
-            is_first = number == 0 and self.known is None
-            least, most = _NEAR[self.dtype]
-            near = (least if may_grow else 0.0, most) if is_first else (0.0, max(most, _NEAR_TOO))
-            plus, minus, step = self._legs(weights, step, part, near)
-            products.update(self.prober.ranks.agree(partial(self._products, plus, minus, step)))
-        return self._combine(products, step)
+            is_first = number == 0 and self.fixed_step is None
+            legs, step, moved = self._legs(weights, step, part, is_first)
+            found.update(self.prober.ranks.agree(partial(self._read, legs, moved)))
+        return self._combine(found, step)
 
-    def _legs(
-        self, weights: MovedWeights, step: float, micro_batches: list[int], near: tuple[float, float]
-    ) -> tuple[Leg, Leg, float]:
-        """The forwards at +step and -step, rescaled where the response is far from the target; and the step taken."""
-        plus, minus = self._trial(weights, step, micro_batches)
-        response = self._response(plus, minus)
-        if response > 0 and not near[0] <= response / self.target <= near[1]:
-            step *= min(max(self.target / response, 0.1), 10.0)
-            plus, minus = self._trial(weights, step, micro_batches)
-        return plus, minus or self._leg(weights, -step, micro_batches), step
+    def _legs(self, weights: MovedWeights, step: float, part: list[int], is_first: bool) -> tuple[Legs, float, float]:
+        """The forwards at +step and -step, the step that lessens the error, and half of <R, what it really moved>."""
+        plus, up = self._leg(weights, step, part)
+        minus, down = self._leg(weights, -step, part) if self.dtype != torch.float32 else ({}, 0.0)
+        factor = self._rescaling((plus, minus), step, is_first)
+        if factor != 1.0:
+            step *= factor
+            plus, up = self._leg(weights, step, part)
+            minus = {}
+        if not minus:
+            minus, down = self._leg(weights, -step, part)
+        return (plus, minus), step, (up - down) / 2
 
-    def _trial(self, weights: MovedWeights, step: float, micro_batches: Sequence[int]) -> tuple[Leg, Leg]:
-        """What the response is read from: in float32 the leg at +step alone, which nothing but the move changes."""
-        plus = self._leg(weights, step, micro_batches)
-        return plus, {} if self.dtype == torch.float32 else self._leg(weights, -step, micro_batches)
+    def _leg(
+        self, weights: MovedWeights, step: float, micro_batches: Sequence[int]
+    ) -> tuple[dict[int, Outputs], float]:
+        space = self.prober.space
+        moved = float(space.reduce(lambda: weights.move(self.direction, step / self.scale))) / self.scale
+        return {index: forward_on_routes(self.prober, index) for index in micro_batches}, moved
 
-    def _leg(self, weights: MovedWeights, step: float, micro_batches: Sequence[int]) -> Leg:
-        self.prober.ranks.agree(lambda: weights.move(self.direction, step / self.scale))
-        return {index: forward_on_routes(self.prober, index) for index in micro_batches}
+    def _rescaling(self, legs: Legs, step: float, is_first: bool) -> float:
+        """What to multiply the step with; 1 where another would not make the error much smaller."""
 
-    def _response(self, plus: Leg, minus: Leg) -> float:
-        """How far the log-probs move that the loss depends on; inf where one does not stay finite.
+        def local() -> list[float]:
+            return [*self._response(legs), self._noise(legs)]
 
-        In float32 the largest move of all. In half precision, where of 1e5 tokens some always stray, half the
-        difference of the legs, averaged by what each token carries of the product. The largest over the ranks: the
-        micro-batch of the loudest token is some rank's pilot.
+        # the largest over the ranks: the micro-batch of the loudest token is some rank's pilot
+        response, noise = self.prober.ranks.max(self.prober.ranks.agree(local))
+        noise /= step * self.square
+        if not math.isfinite(response):
+            return 0.1
+        if response == 0:
+            return 1.0
+        if not is_first:
+            return 1.0 if response <= _LATER * self.target else self.target / response
+        error = _CURVATURE * response**2 + noise
+        least, most = _RESPONSES
+        best = min(max((noise * response / (2 * _CURVATURE)) ** (1 / 3), least), most)
+        if error <= _FINE[self.dtype] or _CURVATURE * best**2 + noise * response / best > error / 2:
+            return 1.0
+        return min(max(best / response, 0.1), 10.0)
+
+    def _response(self, legs: Legs) -> list[float]:
+        """How far log-odds move: the furthest of the tokens that carry a notable part, signs aside; where none does,
+        the mean by what tokens carry; inf where one does not stay finite.
         """
+        responses, carried = [], []
+        for index, plus in legs[0].items():
+            slope = self.readouts[index].slope
+            response = self.readouts[index].response(plus, legs[1].get(index))[slope != 0]
+            responses.append(response)
+            carried.append(slope[slope != 0].abs() * response)
+        response, parts = torch.cat(responses), torch.cat(carried)
+        total = float(parts.sum())
+        if not math.isfinite(total):
+            return [math.inf]
+        notable = response[parts >= _NOTABLE * total]
+        if total == 0:
+            return [0.0]
+        return [float(notable.max()) if len(notable) else float((parts * response).sum()) / total]
 
-        def local() -> float:
-            return self._mean_response(plus, minus) if minus else self._largest_response(plus)
+    def _noise(self, legs: Legs) -> float:
+        squares = [self.readouts[i].error(plus, legs[1].get(i)).square().sum() for i, plus in legs[0].items()]
+        return math.sqrt(sum(map(float, squares)))
 
-        return self.prober.ranks.max([self.prober.ranks.agree(local)])[0]
+    def _read(self, legs: Legs, moved: float) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """<g_t, R> and its standard error of these micro-batches' tokens, float64 (B, T) each."""
+        per_move = self.square / moved if moved else math.nan
+        found = {}
+        for index, plus in legs[0].items():
+            readout, minus = self.readouts[index], legs[1][index]
+            half = (readout.read(plus) - readout.read(minus)) / 2
+            found[index] = half * per_move, readout.error(plus, minus) * abs(per_move)
+        return found
 
-    def _largest_response(self, plus: Leg) -> float:
-        largest = 0.0
-        for index, (log_prob, _) in plus.items():
-            matters = self.coefficients[index].log_prob != 0
-            change = (log_prob - self.prober.step.recorded(index).log_prob).abs()[matters]
-            if change.numel():
-                largest = max(largest, float(change.nan_to_num(nan=math.inf).max()))
-        return largest
+    def _combine(self, found: dict[int, tuple[torch.Tensor, torch.Tensor]], step: float) -> ShareMap:
+        def local() -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
+            products, errors = [], []
+            for index, readout in enumerate(self.readouts):
+                product, error = found.get(index) or self._known(index) or (readout.slope * 0, readout.slope * 0)
+                if self.mean_of is not None:
+                    before, count = self.mean_of, self.mean_of.num_draws
+                    product = (count * before.products[index] + product) / (count + 1)
+                    error = ((count * before.errors[index]).square() + error.square()).sqrt() / (count + 1)
+                products.append(product)
+                errors.append(error)
+            parts = products, [error.square() for error in errors], [readout.slope != 0 for readout in self.readouts]
+            totals = [sum(float(values.sum()) for values in part) for part in parts]
+            return products, errors, totals
 
-    def _mean_response(self, plus: Leg, minus: Leg) -> float:
-        product = square = 0.0
-        for index, (log_plus, _) in plus.items():
-            coefficient = self.coefficients[index].log_prob
-            change = ((log_plus.double() - minus[index][0].double()) / 2).abs()
-            carried = torch.where(coefficient != 0, coefficient.abs().double() * change, 0.0)
-            product += float(carried.sum())
-            square += float(torch.where(coefficient != 0, carried * change, 0.0).sum())
-        if not math.isfinite(square):
-            return math.inf
-        return square / product if product > 0 else 0.0
+        products, errors, totals = self.prober.ranks.agree(local)
+        carried, variance, count = self.prober.ranks.sum(totals)
+        closure, noise = carried / self.square, math.sqrt(variance) / self.square
+        return ShareMap(
+            products,
+            errors,
+            self.square,
+            closure,
+            noise,
+            self.carried_unseen,
+            self._is_trusted(closure, noise),
+            int(count),
+            step,
+            self.seen,
+            self._shrinking(closure, noise),
+            num_draws=self.draw + 1,
+        )
 
-    def _combine(self, products: dict[int, torch.Tensor], step: float) -> ShareMap:
-        def local() -> tuple[list[torch.Tensor], float]:
-            before = self.nothing if self.known is None else self.known.products
-            found = [products.get(index, product) for index, product in enumerate(before)]
-            return found, sum(float(product.sum()) for product in found)
+    def _known(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None if self.known is None else (self.known.products[index], self.known.errors[index])
 
-        found, carried = self.prober.ranks.agree(local)
-        (total,) = self.prober.ranks.sum([carried])
-        closure = total / self.square
-        low, high = _CLOSURE[self.dtype]
-        low = _PARTIAL_CLOSURE if self.is_partial else low
-        return ShareMap(found, self.square, closure, low <= closure <= high, step, self.seen)
+    def _shrinking(self, closure: float, noise: float) -> float:
+        """See :class:`ShareMap`: curvature's error goes with the square of the step, noise with its inverse."""
+        off = max(abs(1 - closure) - self.carried_unseen, 0.0)
+        if off <= max(_BAND[self.dtype], _CERTAIN * noise):
+            return 1.0
+        least, most = _SHRINKING
+        return min(max((noise / (2 * off)) ** (1 / 3), least), most)
 
-    def _products(self, plus: Leg, minus: Leg, step: float) -> dict[int, torch.Tensor]:
-        """<g_t, R> of these micro-batches' tokens, float64 (B, T) each."""
-        products = {}
-        for index, (log_plus, h_plus) in plus.items():
-            coefficient, (log_minus, h_minus) = self.coefficients[index], minus[index]
-            # where(): padding positions hold garbage that must not turn 0 * inf into NaN
-            slope = (log_plus.double() - log_minus.double()) / (2 * step)
-            product = torch.where(coefficient.log_prob != 0, coefficient.log_prob.double() * slope, 0.0)
-            if coefficient.entropy is not None and h_plus is not None and h_minus is not None:
-                slope = (h_plus.double() - h_minus.double()) / (2 * step)
-                product += torch.where(coefficient.entropy != 0, coefficient.entropy.double() * slope, 0.0)
-            products[index] = product
-        return products
-
-
-def _largest(coefficients: Coefficients) -> float:
-    return float(coefficients.log_prob.abs().max()) if coefficients.log_prob.numel() else 0.0
+    def _is_trusted(self, closure: float, noise: float) -> bool:
+        most = max(_BAND[self.dtype], _CERTAIN * noise)
+        low = max(_PARTIAL_CLOSURE, 1 - most - 2 * self.carried_unseen) if self.unseen else 1 - most
+        return noise <= _USABLE and low <= closure <= 1 + most
 
 
-def _positive(value: float) -> float:
-    return value if value > 0 and math.isfinite(value) else 1e-300
+def _largest(values: torch.Tensor) -> float:
+    return float(values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()) if values.numel() else 0.0

@@ -13,9 +13,9 @@
 # limitations under the License.
 """Every token's gradient norm from forwards at random weights: blind to nothing, cancellation irrelevant.
 
-For v standard normal, logp_t(theta + s v) varies with variance s^2 ||grad logp_t||^2 to first order. So k + 1
-forwards at theta + s v_j give, from the sample variance of c_t logp_t + e_t H_t, an unbiased estimate of ||g_t||^2
-with k degrees of freedom; what the forwards share (rounding, curvature) cancels. Each estimate is
+For v standard normal, what token t adds to the loss (:mod:`.readout`) varies at theta + s v with variance
+s^2 ||g_t||^2 to first order. So k + 1 forwards at theta + s v_j give, from the sample variance, an unbiased estimate of
+||g_t||^2 with k degrees of freedom; what the forwards share (rounding, curvature) cancels. Each estimate is
 ||g_t||^2 chi2_k / k, so
 
     P(for all N tokens: ||g_t|| <= estimate_t * sqrt(k / chi2_{k, delta/N})) >= 1 - delta
@@ -33,14 +33,15 @@ import torch
 
 from ..core.selection import Token
 from .candidates import by_value
+from .readout import Outputs, Readout
 from .routes import forward_on_routes, hold_routes
-from .share import Coefficients
 from .task import PathEntry, SearchResult, Task, verify
 from .weights import MovedWeights
 
 __all__ = ["NUM_DIRECTIONS", "NormSketch", "measure_norms", "sketch"]
 
 NUM_DIRECTIONS = 16
+_LEAST_DIRECTIONS = 4
 _DELTA = 0.05
 _MARGIN = 0.7  # an estimate this far under a culprit's norm is still verified: chi2_16 / 16 is under 0.5 in 4% of cases
 _RELATIVE_STEP = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 1e-2}
@@ -68,34 +69,31 @@ def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DI
     prober = task.prober
     step_size = _relative_step(task) / _root_mean_count(task)
 
-    def prepare() -> tuple[list[Coefficients], list[torch.Tensor], list[torch.Tensor]]:
-        coefficients = task.coefficients(without)
-        means = [torch.zeros_like(c.log_prob, dtype=torch.float64) for c in coefficients]
-        return coefficients, means, [torch.zeros_like(mean) for mean in means]
+    def prepare() -> tuple[list[Readout], list[torch.Tensor], list[torch.Tensor]]:
+        readouts = task.readouts(without)
+        means = [torch.zeros_like(readout.slope) for readout in readouts]
+        return readouts, means, [torch.zeros_like(mean) for mean in means]
 
-    coefficients, means, squares = prober.ranks.agree(prepare)
+    readouts, means, squares = prober.ranks.agree(prepare)
 
-    def note(number: int, index: int, log_prob: torch.Tensor, entropy: torch.Tensor | None) -> None:
-        c = coefficients[index]
-        value = torch.where(c.log_prob != 0, c.log_prob.double() * log_prob.double(), 0.0)
-        if c.entropy is not None and entropy is not None:
-            value += torch.where(c.entropy != 0, c.entropy.double() * entropy.double(), 0.0)
+    def note(number: int, index: int, outputs: Outputs) -> None:
+        value = readouts[index].read(outputs)
         # Welford's running variance: the values are large against their spread
         delta = value - means[index]
         means[index] += delta / (number + 1)
         squares[index] += delta * (value - means[index])
 
-    hold_routes(prober, range(len(coefficients)))
+    hold_routes(prober, range(len(readouts)))
     with MovedWeights(prober.space, prober.step.compute_dtype) as weights:
         for number in range(num_directions + 1):
             prober.ranks.agree(partial(weights.move_randomly, number + 1, step_size))
-            for index in range(len(coefficients)):
+            for index in range(len(readouts)):
                 outputs = forward_on_routes(prober, index)
-                prober.ranks.agree(partial(note, number, index, *outputs))
+                prober.ranks.agree(partial(note, number, index, outputs))
 
     def finish() -> tuple[list[torch.Tensor], float]:
         norms = [(square / num_directions).sqrt() / step_size for square in squares]
-        return norms, sum(float((c.log_prob != 0).sum()) for c in coefficients)
+        return norms, sum(float((readout.slope != 0).sum()) for readout in readouts)
 
     norms, count = prober.ranks.agree(finish)
     num_tokens = max(int(prober.ranks.sum([count])[0]), 1)
@@ -112,11 +110,11 @@ def sketch(task: Task, named: Sequence[Token] = ()) -> SearchResult:
     """
     result = SearchResult()
     num_micro_batches = task.prober.step.num_micro_batches
-    if not task.can_afford(forwards=(NUM_DIRECTIONS + 1) * num_micro_batches):
-        result.exhausted = True
-        result.stop_reason = f"the budget of {task.budget} probes does not pay for the norm sketch"
+    directions = min(NUM_DIRECTIONS, task.affordable_forwards // num_micro_batches - 1)
+    if directions < _LEAST_DIRECTIONS:
+        result.exhausted, result.stop_reason = True, task.limit.words
         return result
-    found = measure_norms(task, list(named))
+    found = measure_norms(task, list(named), directions)
     least = task.culprit_norm
     candidates = by_value(task, lambda index: found.norms[index], _MARGIN * least, set(named))
     for candidate in candidates[: 2 * task.max_culprits]:

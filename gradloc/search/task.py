@@ -13,24 +13,65 @@
 # limitations under the License.
 """What every search strategy is given, and what it returns."""
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from ..core.certificate import Certificate
+from ..core.certificate import Certificate, certify
 from ..core.gradients import Gradient
 from ..core.probe import Prober
 from ..core.selection import Part, Token
 from ..core.trigger import Spike
-from .share import Coefficients, ShareMap
+from .readout import Readout
+from .share import ShareMap
 
-__all__ = ["Culprit", "PathEntry", "SearchResult", "Source", "Task", "verify"]
+__all__ = ["Culprit", "Limit", "PathEntry", "SearchResult", "Source", "Task", "verify"]
 
-_MICRO_BATCHES = 16  # the budget is meant for up to so many
+_MICRO_BATCHES = 16  # the published budget is meant for up to so many
+_LEAST_SECONDS = 2.0  # that an update counts as lasting: on a toy model all is overhead, and nothing stalls
 _SHARE_OF_THRESHOLD = 0.25
 """A culprit carries at least this part of the norm that counts as a spike. The largest healthy token carries far less:
 one that alone lifts a healthy norm over the threshold carries far more."""
+
+
+class Limit:
+    """What a search may cost: so many of this run's own updates, in passes and in time, or the published budget.
+
+    Args:
+        num_micro_batches: of the step.
+        max_steps: updates, a forward and backward of each micro-batch; at least 1.
+        update_seconds: how long this run's own take; None where there is none, as in a replay.
+        budget: of the published bisection, in probes, for up to 16 micro-batches, of more as many times more; None for
+            any other search.
+    """
+
+    def __init__(
+        self, num_micro_batches: int, max_steps: float, update_seconds: float | None = None, budget: int | None = None
+    ):
+        self._update = 3 * num_micro_batches
+        self._seconds = None if budget or not update_seconds else max(update_seconds, _LEAST_SECONDS)
+        self._most = max_steps * self._update
+        self.words = f"what search.max_steps={max_steps:g} allows is spent"
+        if budget:
+            self._most = 3 * budget * max(1.0, num_micro_batches / _MICRO_BATCHES)
+            self.words = f"the budget of {budget} probes was used up"
+        self._is_published = budget is not None
+        self._started = time.perf_counter()
+
+    def left(self, prober: Prober, certificate: int) -> float:
+        """What may still be spent, in forwards of a micro-batch: all ranks ask together, and the slowest one answers.
+
+        Args:
+            prober: what was spent.
+            certificate: what comes after it, likewise; the published budget does not count it.
+        """
+        spent = float(prober.cost)
+        if self._seconds is not None:
+            (elapsed,) = prober.ranks.max([time.perf_counter() - self._started])
+            spent = max(spent, elapsed / self._seconds * self._update)
+        return self._most - spent - (0 if self._is_published else certificate)
 
 
 @dataclass(frozen=True)
@@ -44,10 +85,8 @@ class Task:
     spike: Spike
     tau: float
     """Per-token threshold of the published rule."""
-    budget: int
-    """Largest number of probes, one forward and backward (3 forwards' worth) of one micro-batch each, for up to 16
-    micro-batches; of more, as many times more: every method looks at all of them."""
     max_culprits: int
+    limit: Limit
     increments: list[float] | None = None
     """Estimate of each micro-batch's own gradient norm over all ranks; None when it was not tracked."""
 
@@ -67,13 +106,45 @@ class Task:
         order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
         return [index for index in order if sizes[index] >= self.culprit_norm] or order
 
-    def can_afford(self, forwards: int = 0, backwards: int = 0) -> bool:
-        """Whether this much more stays within the budget; a backward (with its forward) is one probe."""
-        cost = self.prober.cost + forwards + 3 * backwards
-        return cost <= 3 * self.budget * max(1.0, self.prober.step.num_micro_batches / _MICRO_BATCHES)
+    def can_afford(self, forwards: int = 0, backwards: int = 0, is_certificate: bool = False) -> bool:
+        """Whether this much more stays within the limit, with a pass for the certificate beside it; the same on every
+        rank. A backward (with its forward) is one probe.
+        """
+        certificate = 0 if is_certificate else 3 * self.prober.step.num_micro_batches
+        return forwards + 3 * backwards <= self.limit.left(self.prober, certificate)
 
-    def coefficients(self, without: list[Token]) -> list[Coefficients]:
-        """The recorded coefficients of this rank's tokens, zeroed for the ones already named."""
+    @property
+    def affordable_forwards(self) -> int:
+        """How many forwards of a micro-batch are within the limit; the same on every rank."""
+        return max(int(self.limit.left(self.prober, 3 * self.prober.step.num_micro_batches)), 0)
+
+    def certify(self, culprits: list[Token], alone: Gradient | None = None, goes_on: bool = False) -> Certificate:
+        """What the norm is without these tokens, see :func:`~..core.certificate.certify`."""
+
+        def can_afford(num_probes: int) -> bool:
+            return self.can_afford(backwards=num_probes, is_certificate=True)
+
+        spike = self.spike
+        return certify(
+            self.prober,
+            self.gradient,
+            self.scale,
+            spike.grad_norm,
+            spike.threshold,
+            culprits,
+            alone,
+            can_afford,
+            goes_on,
+        )
+
+    def readouts(self, without: list[Token]) -> list[Readout]:
+        """How this rank's micro-batches are read; tokens already named read 0."""
+        is_half = self.prober.step.compute_dtype != torch.float32
+        recorded = self.prober.step.recorded
+        return [Readout(recorded(i), *found, is_half) for i, found in enumerate(self.coefficients(without))]
+
+    def coefficients(self, without: list[Token]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """d step loss / d log_prob and d entropy (B, T) of this rank's tokens, zeroed for the ones already named."""
         step, rank = self.prober.step, self.prober.ranks.rank
         found = []
         for index in range(step.num_micro_batches):
@@ -81,12 +152,10 @@ class Task:
             positions = [token.index for token in without if (token.micro_batch, token.rank) == (index, rank)]
             if positions:
                 where = step.token_mask(index).flatten().nonzero().squeeze(-1)[positions]
-                log_prob = log_prob.clone()
-                log_prob.view(-1)[where] = 0.0
+                log_prob = log_prob.flatten().index_fill(0, where, 0.0).view_as(log_prob)
                 if entropy is not None:
-                    entropy = entropy.clone()
-                    entropy.view(-1)[where] = 0.0
-            found.append(Coefficients(log_prob, entropy))
+                    entropy = entropy.flatten().index_fill(0, where, 0.0).view_as(entropy)
+            found.append((log_prob, entropy))
         return found
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..core.certificate import Certificate, certify, judge
+from ..core.certificate import Certificate, judge
 from ..core.gradients import GradientSpace, named_shards
 from ..core.tracker import median_size
 from .scale import excess
@@ -169,9 +169,7 @@ def _scaled(task: Task, typical: Mapping[str, tuple[float, float]]) -> SearchRes
 
 def nothing_found(task: Task, reason: str) -> Certificate:
     """The certificate where no token is named, with this reason."""
-    spike = task.spike
-    found = certify(task.prober, task.gradient, task.scale, spike.grad_norm, spike.threshold, [])
-    return replace(found, reason=reason)
+    return replace(task.certify([]), reason=reason)
 
 
 def _result(task: Task, phase: str, source: Source) -> SearchResult:

@@ -18,8 +18,6 @@ still sees the old weights, and, worse, one after the restore may see the moved 
 before every forward and after the last (measured on FSDP1 and FSDP2, with both settings of reshard_after_forward).
 """
 
-from collections.abc import Callable
-
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
@@ -29,6 +27,7 @@ from ..core.gradients import Gradient, GradientSpace, local_shard
 __all__ = ["MovedWeights", "reshard"]
 
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
+_EXPONENT = 0x7F800000  # its bits in a float32
 
 
 def reshard(module: torch.nn.Module) -> None:
@@ -57,6 +56,7 @@ class MovedWeights:
 
     def __init__(self, space: GradientSpace, compute_dtype: torch.dtype, seed: int = 0):
         self._space = space
+        self._dtype = compute_dtype
         self._bits = _MANTISSA_BITS.get(compute_dtype)
         self._seed = seed
         self._saved: list[torch.Tensor] = []
@@ -69,26 +69,33 @@ class MovedWeights:
         return self
 
     @torch.no_grad()
-    def move(self, direction: Gradient, step: float) -> None:
-        """Set the weights to (original + dither + step * direction)."""
+    def move(self, direction: Gradient, step: float) -> torch.Tensor:
+        """Set the weights to (original + dither + step * direction).
+
+        Returns:
+            This rank's part of <direction, how far the weights moved as a forward sees them>, float64, a scalar.
+        """
         reshard(self._space.module)
-
-        def along(index: int, saved: torch.Tensor) -> torch.Tensor:
-            part = direction[index]
-            return saved if part is None else torch.add(saved.float(), local_shard(part).float(), alpha=step)
-
-        self._set(along)
+        total = torch.zeros((), dtype=torch.float64, device=self._space.params[0].device)
+        dither = self._generator(self._seed)
+        for param, saved, part in zip(self._space.params, self._saved, direction, strict=True):
+            if part is None:
+                self._set(param, saved, saved, dither)
+                continue
+            along = local_shard(part).float()
+            self._set(param, saved, torch.add(saved.float(), along, alpha=step), dither)
+            seen = local_shard(param) if self._bits is None else local_shard(param).to(self._dtype)
+            total += torch.dot((seen.float() - saved.float()).flatten(), along.flatten())
+        return total
 
     @torch.no_grad()
     def move_randomly(self, seed: int, step: float) -> None:
         """Set the weights to (original + dither + step * v), v standard normal and different on every shard."""
         reshard(self._space.module)
-        generator = self._generator(seed)
-
-        def draw(_: int, saved: torch.Tensor) -> torch.Tensor:
-            return saved + step * torch.randn(saved.shape, generator=generator, device=saved.device)
-
-        self._set(draw)
+        generator, dither = self._generator(seed), self._generator(self._seed)
+        for param, saved in zip(self._space.params, self._saved, strict=True):
+            drawn = torch.randn(saved.shape, generator=generator, device=saved.device)
+            self._set(param, saved, saved + step * drawn, dither)
 
     @torch.no_grad()
     def distance(self) -> float:
@@ -102,18 +109,16 @@ class MovedWeights:
 
         return float(self._space.reduce(local).sqrt())
 
-    def _set(self, change: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
-        dither = self._generator(self._seed)
-        for index, (param, saved) in enumerate(zip(self._space.params, self._saved, strict=True)):
-            moved = change(index, saved)
-            if self._bits is not None and saved.numel():
-                uniform = torch.rand(saved.shape, generator=dither, device=saved.device) - 0.5
-                # the unit is the original's, the same for both legs of a difference: |saved| = m * 2**exponent, m in
-                # [0.5, 1). Zero lies on every grid: such a weight (LoRA's second factor at first) needs no dither.
-                _, exponent = torch.frexp(saved.float())
-                unit = torch.ldexp(uniform, exponent - 1 - self._bits)
-                moved = moved.float() + torch.where(saved == 0, 0.0, unit)
-            local_shard(param).copy_(moved)
+    def _set(
+        self, param: torch.nn.Parameter, saved: torch.Tensor, moved: torch.Tensor, dither: torch.Generator
+    ) -> None:
+        if self._bits is not None and saved.numel():
+            # the unit is the original's, the same for both legs of a difference: the power of two of a float32 is its
+            # number with no mantissa. Zero lies on every grid: such a weight (LoRA's second factor at first) has none.
+            unit = (saved.float().view(torch.int32) & _EXPONENT).view(torch.float32).mul_(2.0**-self._bits)
+            unit *= torch.rand(saved.shape, generator=dither, device=saved.device).sub_(0.5)
+            moved = unit.add_(moved)
+        local_shard(param).copy_(moved)
 
     def _generator(self, seed: int) -> torch.Generator:
         generator = torch.Generator(device=self._space.params[0].device)

@@ -18,13 +18,14 @@ On several ranks every rank builds the same model and batch, shards with "fsdp2"
 fixture `bare_world` (two ranks, no verl) runs a function by its name on both, as tests/bare/scenarios.py has one.
 """
 
-from tests.bare.amplifier import Amplified
+from tests.bare.amplifier import Amplified, Sharpened
 from tests.bare.batch import NUM_PROMPT, Batch, Place, healthy_batch, random_batch, shape_of
 from tests.bare.model import SIZES, Decoder, ModelSize, build, entropy_of, log_prob_of
 from tests.bare.oracle import Oracle
-from tests.bare.step import BareStep, Loss, clip_gradient, shard
+from tests.bare.step import AGGREGATIONS, BareStep, Loss, clip_gradient, shard
 
 __all__ = [
+    "AGGREGATIONS",
     "NUM_PROMPT",
     "SIZES",
     "Amplified",
@@ -35,6 +36,7 @@ __all__ = [
     "ModelSize",
     "Oracle",
     "Place",
+    "Sharpened",
     "build",
     "clip_gradient",
     "entropy_of",

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A culprit that nothing in the loss shows: some layers react far too strongly to their own weights at one token."""
+"""What a batch may have the model do otherwise at one token: react far too strongly to its weights, or be surer."""
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +22,24 @@ class Amplified:
     position: int
     """Of the tokens that the model reads, prompt included."""
     factor: float
+
+
+@dataclass(frozen=True)
+class Sharpened:
+    """The model is surer of what it says at one position: its logits there are ``factor`` times what they were."""
+
+    row: int
+    position: int
+    """Of the response."""
+    factor: float
+
+
+def edit_of(model: Decoder, edit: Amplified | Sharpened | None, rows: Sequence[int]) -> AbstractContextManager[None]:
+    """Context in which the model does this while it reads these rows of the batch; nothing if the row is not there."""
+    if edit is None or edit.row not in rows:
+        return nullcontext()
+    kind = Amplifier if isinstance(edit, Amplified) else Sharpener
+    return kind(model, edit, rows.index(edit.row))
 
 
 class Amplifier:
@@ -52,3 +72,21 @@ class Amplifier:
         extra = torch.zeros_like(output)
         extra[self._at] = (self._factor - 1) * (run(mlp, x) - y)
         return output + extra
+
+
+class Sharpener:
+    """Context in which the model's logits at one position are multiplied."""
+
+    def __init__(self, model: Decoder, sharpened: Sharpened, row: int):
+        self._model, self._at, self._factor = model, (row, sharpened.position), sharpened.factor
+
+    def __enter__(self) -> None:
+        self._handle = self._model.register_forward_hook(self._change)
+
+    def __exit__(self, *_) -> None:
+        self._handle.remove()
+
+    def _change(self, model: torch.nn.Module, inputs: tuple, logits: torch.Tensor) -> torch.Tensor:
+        factors = torch.ones_like(logits[..., :1])
+        factors[self._at] = self._factor
+        return logits * factors

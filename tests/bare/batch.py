@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from tests.bare.amplifier import Amplified
+from tests.bare.amplifier import Amplified, Sharpened
 
 CPU = torch.device("cpu")
 NUM_PROMPT = 16
@@ -35,7 +35,8 @@ class Batch:
     """(R, T) of the policy that the rollout came from."""
     reference_log_probs: torch.Tensor
     """(R, T) of the policy that a KL term holds on to."""
-    amplified: Amplified | None = None
+    amplified: Amplified | Sharpened | None = None
+    """What the model does otherwise at one token of this batch."""
 
     @property
     def num_tokens(self) -> int:
@@ -52,7 +53,7 @@ class Batch:
         return self.edited(advantages=changed)
 
     def part(self, rows: slice, device: torch.device) -> "Batch":
-        """Some rows, on a device, as an ordinary batch: without what is amplified."""
+        """Some rows, on a device, as an ordinary batch: without what the model does otherwise."""
         tensors = {f.name: getattr(self, f.name)[rows].to(device) for f in fields(self) if f.name != "amplified"}
         return Batch(**tensors)
 

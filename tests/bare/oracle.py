@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from tests.bare.amplifier import Amplifier
+from tests.bare.amplifier import edit_of
 from tests.bare.batch import CPU, Batch, Place
 from tests.bare.model import Decoder, entropy_of, log_prob_of
 from tests.bare.step import Loss
@@ -36,8 +36,12 @@ class Oracle:
 
     def logits(self, place: Place) -> torch.Tensor:
         """All logits at the place, (V,)."""
+        return self.row_logits(place[0])[place[1]]
+
+    def row_logits(self, row: int) -> torch.Tensor:
+        """All logits of a row, (T, V)."""
         with torch.no_grad():
-            return self._row(place[0])[0, place[1]]
+            return self._row(row)[0]
 
     def norm(self, place: Place) -> float:
         """L2 norm of one token's gradient in the step's loss."""
@@ -78,13 +82,10 @@ class Oracle:
         logits, part = self._row(row), self.batch.part(slice(row, row + 1), CPU)
         entropy = entropy_of(logits) if self.loss.entropy else None
         losses = self.loss.of_tokens(log_prob_of(logits, part.labels), entropy, part)
-        return torch.where(part.mask, losses, 0.0)[0] / self.batch.num_tokens
+        weights = self.loss.weights(part.mask, self.batch).to(losses.dtype)
+        return (torch.where(part.mask, losses, 0.0) * weights)[0]
 
     def _row(self, row: int) -> torch.Tensor:
         """Logits (1, T, V)."""
-        inputs = self.batch.tokens[row : row + 1], self.batch.labels.shape[1]
-        amplified = self.batch.amplified
-        if amplified is None or amplified.row != row:
-            return self.model(*inputs)
-        with Amplifier(self.model, amplified, 0):
-            return self.model(*inputs)
+        with edit_of(self.model, self.batch.amplified, [row]):
+            return self.model(self.batch.tokens[row : row + 1], self.batch.labels.shape[1])

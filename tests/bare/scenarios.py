@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank of a world does: one planted step, trained, searched and set back."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,11 @@ _THRESHOLD = 20.0  # healthy norms are near 1
 
 
 def search_planted(
-    layout: str, plants: dict[Place, float], dtype: str = "float32", masters: str = "float32"
+    layout: str,
+    plants: dict[Place, float],
+    dtype: str = "float32",
+    masters: str = "float32",
+    aggregation: str = TERMS.aggregation,
 ) -> dict[str, Any]:
     """Train once on a batch with planted advantages and localize; what was found, as plain values.
 
@@ -28,10 +33,12 @@ def search_planted(
         plants: advantage by place.
         dtype: of the computation.
         masters: of the weights and their gradient.
+        aggregation: of the loss.
     """
-    model = build("tiny").to(getattr(torch, masters))
+    model, precision = build("tiny").to(getattr(torch, masters)), getattr(torch, dtype)
     batch = random_batch(model).planted(plants)
-    step = BareStep(shard(model, layout, getattr(torch, dtype)), batch, NUM_MICRO_BATCHES, getattr(torch, dtype), TERMS)
+    loss = replace(TERMS, aggregation=aggregation)
+    step = BareStep(shard(model, layout, precision), batch, NUM_MICRO_BATCHES, precision, loss)
     space, ranks = GradientSpace(step.model), Ranks()
     step.train()
     before = [local_shard(grad).clone() for grad in space.current()]
@@ -51,6 +58,42 @@ def search_planted(
         "error_bound": certificate.error_bound,
         "closure": finding.result.shares.closure,
         "restored": restored,
+    }
+
+
+def useless_shares(layout: str, strategy: str, dtype: str) -> dict[str, Any]:
+    """Localize where every forward at moved weights scatters by ten times what the move does.
+
+    Args:
+        layout: of the weights.
+        strategy: of the search.
+        dtype: of the computation.
+    """
+    model, precision = build("tiny"), getattr(torch, dtype)
+    planted = {(3, 2): 300.0, (9, 1): -250.0, (14, 0): 280.0}
+    batch = random_batch(model).planted(planted)
+    step = BareStep(shard(model, layout, precision), batch, NUM_MICRO_BATCHES, precision)
+    space, ranks = GradientSpace(step.model), Ranks()
+    step.train()
+    before = [local_shard(grad).clone() for grad in space.current()]
+    forward, noise = step.forward, torch.Generator().manual_seed(ranks.rank)
+
+    def scattered(micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        log_prob, entropy = forward(micro_batch)
+        return log_prob - 4.0 * torch.rand(log_prob.shape, generator=noise), entropy
+
+    step.forward = scattered
+    threshold = 4.0
+    spike = Spike("fixed", space.norm(), threshold, threshold * batch.num_tokens**0.5, batch.num_tokens)
+    finding = localize(step, space, ranks, spike, 1.0, strategy=strategy)
+    return {
+        "cost": finding.num_forwards + 2 * finding.num_backwards,
+        "planted": sorted(planted),
+        "places": sorted(batch.place(token, ranks.size, NUM_MICRO_BATCHES) for token in finding.result.tokens),
+        "restored": all(torch.equal(a, local_shard(b)) for a, b in zip(before, space.current(), strict=True)),
+        "status": finding.status,
+        "verdict": finding.certificate.verdict,
+        "norm_after": finding.certificate.norm_after,
     }
 
 

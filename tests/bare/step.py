@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bare optimizer step for the core: model, clipped policy loss, sharding. No trainer.
 
-Implements the core's ``TrainingStep``. The loss of a rank's micro-batch is the sum of its tokens' losses over N, times
-W because FSDP averages gradients over the ranks.
+Implements the core's ``TrainingStep``. The loss of a rank's micro-batch is the sum of its tokens' losses, each times
+its weight in the step's (over N, the mean over tokens), times W because FSDP averages gradients over the ranks.
 
-Shapes: B rows of a micro-batch, T response positions, N response tokens of the step, W ranks.
+Shapes: B rows of a micro-batch, R rows and N response tokens of the step, T response positions, W ranks.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from gradloc.core.probe import Recorded, RngState, let_through, record
-from tests.bare.amplifier import Amplifier
+from tests.bare.amplifier import edit_of
 from tests.bare.batch import CPU, Batch
 from tests.bare.model import Block, Decoder, entropy_of, log_prob_of
 
@@ -58,9 +58,13 @@ def clip_gradient(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+"""How tokens' losses make the step's, by verl's names."""
+
+
 @dataclass(frozen=True)
 class Loss:
-    """What a token's loss is made of."""
+    """What a token's loss is made of, and how much it counts."""
 
     clip: float = 0.2
     """PPO's clip ratio; verl's default."""
@@ -68,6 +72,20 @@ class Loss:
     """Factor of the entropy bonus; 0 leaves the entropy out of the loss, as verl does."""
     kl: float = 0.0
     """Factor of the squared log-ratio to the reference policy over two (verl's ``k2``)."""
+    aggregation: str = AGGREGATIONS[0]
+    """The mean over all ranks' tokens, or over all ranks' R rows of each row's token sum or token mean."""
+
+    def weights(self, mask: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """How much every token's loss counts in the step's: float64 (B, T), 0 outside of the mask.
+
+        Args:
+            mask: bool (B, T), of some rows.
+            batch: all ranks' rows.
+        """
+        if self.aggregation == "token-mean":
+            return mask.double() / batch.num_tokens
+        each = mask.double() / len(batch.labels)
+        return each if self.aggregation == "seq-mean-token-sum" else each / mask.sum(-1, keepdim=True).clamp(min=1)
 
     def of_tokens(self, log_prob: torch.Tensor, entropy: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         """Loss (B, T) of every token by itself: PPO's clipped one (arXiv 1707.06347, eq. 7) and the other terms."""
@@ -114,17 +132,13 @@ class BareStep:
         self._vocabulary = model.head.out_features
         self.loss_scale = loss_scale
         self.device = next(model.parameters()).device
-        self._num_tokens = batch.num_tokens
         rank, self._size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._each = len(batch.labels) // (self._size * num_micro_batches)
         self._first = rank * num_micro_batches * self._each
         self._parts = [batch.part(slice(rows[0], rows[-1] + 1), self.device) for rows in self._all_rows()]
+        self._weights = [loss.weights(part.mask, batch) for part in self._parts]
         self._recorded: list[Recorded | None] = [None] * num_micro_batches
-        self._amplifiers: list[Amplifier | None] = [None] * num_micro_batches
-        if batch.amplified is not None:
-            for index, rows in enumerate(self._all_rows()):
-                if batch.amplified.row in rows:
-                    self._amplifiers[index] = Amplifier(model, batch.amplified, rows.index(batch.amplified.row))
+        self._edits = [edit_of(model, batch.amplified, rows) for rows in self._all_rows()]
 
     def train(self, after_backward: Callable[[], None] = lambda: None) -> None:
         """The training pass: fills ``.grad`` and the records that a trainer's hooks would fill.
@@ -132,11 +146,11 @@ class BareStep:
         Args:
             after_backward: called after every micro-batch.
         """
-        for index, part in enumerate(self._parts):
+        for index in range(self.num_micro_batches):
             self._recorded[index] = Recorded(rng=RngState(self.device))
             log_prob, entropy = self._outputs(index)
             record(self._recorded[index], log_prob, entropy)
-            self._total(log_prob, entropy, part).backward()
+            self._total(log_prob, entropy, index).backward()
             after_backward()
 
     def rows(self, micro_batch: int) -> list[int]:
@@ -148,7 +162,7 @@ class BareStep:
         return self._parts[micro_batch].mask
 
     def token_weights(self, micro_batch: int) -> torch.Tensor:
-        return self._parts[micro_batch].mask / self._num_tokens
+        return self._weights[micro_batch].float()
 
     def recorded(self, micro_batch: int) -> Recorded:
         return self._recorded[micro_batch]
@@ -167,14 +181,14 @@ class BareStep:
             return None
         log_prob = self._recorded[micro_batch].log_prob.float().clone().requires_grad_()
         terms = self._terms.kl_of_tokens(log_prob, self._parts[micro_batch])
-        return torch.autograd.grad(self._mean(terms, self._parts[micro_batch]), log_prob)[0]
+        return torch.autograd.grad(self._sum(terms, micro_batch), log_prob)[0]
 
     def has_finite_loss(self, micro_batch: int) -> bool:
         """Whether the unscaled loss and its derivative by every log-prob are finite."""
         recorded = self._recorded[micro_batch]
         log_prob = recorded.log_prob.float().clone().requires_grad_()
         part = self._parts[micro_batch]
-        loss = self._mean(self._terms.of_tokens(log_prob, recorded.entropy, part), part)
+        loss = self._sum(self._terms.of_tokens(log_prob, recorded.entropy, part), micro_batch)
         (coefficients,) = torch.autograd.grad(loss, log_prob)
         return bool(loss.isfinite() and coefficients.isfinite().all())
 
@@ -191,32 +205,34 @@ class BareStep:
 
     def entropies(self, micro_batch: int) -> torch.Tensor:
         self._recorded[micro_batch].rng.restore()
-        part = self._parts[micro_batch]
         with torch.no_grad():
-            return entropy_of(self.model(part.tokens, part.labels.shape[1]))
+            return entropy_of(self._logits(micro_batch))
 
     def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
         self._recorded[micro_batch].rng.restore()
         log_prob, entropy = self._outputs(micro_batch)
         if selected is not None:
             log_prob, entropy = let_through(selected, log_prob), let_through(selected, entropy)
-        return self._total(log_prob, entropy, self._parts[micro_batch])
+        return self._total(log_prob, entropy, micro_batch)
 
     def _all_rows(self) -> list[list[int]]:
         return [self.rows(index) for index in range(self.num_micro_batches)]
 
     def _outputs(self, micro_batch: int, precise: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-        part, amplifier = self._parts[micro_batch], self._amplifiers[micro_batch]
-        inputs = part.tokens, part.labels.shape[1], precise
-        if amplifier is None:
-            logits = self.model(*inputs)
-        else:
-            with amplifier:
-                logits = self.model(*inputs)
-        return log_prob_of(logits, part.labels), entropy_of(logits) if self._terms.entropy else None
+        logits = self._logits(micro_batch, precise)
+        entropy = entropy_of(logits) if self._terms.entropy else None
+        return log_prob_of(logits, self._parts[micro_batch].labels), entropy
 
-    def _total(self, log_prob: torch.Tensor, entropy: torch.Tensor | None, part: Batch) -> torch.Tensor:
-        return self._mean(self._terms.of_tokens(log_prob.float(), entropy, part), part) * self.loss_scale
+    def _logits(self, micro_batch: int, precise: bool = False) -> torch.Tensor:
+        part = self._parts[micro_batch]
+        with self._edits[micro_batch]:
+            return self.model(part.tokens, part.labels.shape[1], precise)
 
-    def _mean(self, losses: torch.Tensor, part: Batch) -> torch.Tensor:
-        return torch.where(part.mask, losses, 0.0).sum() * (self._size / self._num_tokens)
+    def _total(self, log_prob: torch.Tensor, entropy: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
+        losses = self._terms.of_tokens(log_prob.float(), entropy, self._parts[micro_batch])
+        return self._sum(losses, micro_batch) * self.loss_scale
+
+    def _sum(self, losses: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        """The micro-batch's part of this rank's loss: FSDP takes the mean over the ranks."""
+        kept = torch.where(self._parts[micro_batch].mask, losses, 0.0)
+        return (kept * self._weights[micro_batch].to(kept.dtype)).sum() * self._size

@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bare step agrees with brute force under every sharding, and a search on it finds what was planted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from gradloc.core.gradients import GradientSpace
-from tests.bare import BareStep, Oracle, build, random_batch, shard
+from tests.bare import AGGREGATIONS, BareStep, Oracle, Sharpened, build, random_batch, shard
 from tests.bare.scenarios import NUM_MICRO_BATCHES, TERMS, search_planted
 
 PLANTS = {(3, 2): 1e4, (13, 1): -9e3}
 
 
+def oracle_of(aggregation):
+    model = build("tiny")
+    return Oracle(model, random_batch(model).planted(PLANTS), replace(TERMS, aggregation=aggregation))
+
+
 @pytest.fixture(scope="module")
 def oracle():
-    model = build("tiny")
-    return Oracle(model, random_batch(model).planted(PLANTS), TERMS)
+    return oracle_of(TERMS.aggregation)
 
 
 def check(found, oracle):
@@ -30,8 +36,9 @@ def check(found, oracle):
     assert found["restored"]
 
 
-def test_one_process_finds_what_was_planted(oracle):
-    check(search_planted("plain", PLANTS), oracle)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_one_process_finds_what_was_planted(aggregation):
+    check(search_planted("plain", PLANTS, aggregation=aggregation), oracle_of(aggregation))
 
 
 @pytest.mark.full
@@ -56,10 +63,44 @@ def test_gathered_weights_are_not_taken_for_the_optimizers(bare_world, layout):
     assert bare_world.run("tests.bare.scenarios.params_after_a_forward", layout=layout) == [True, True]
 
 
-def test_all_tokens_gradients_add_up_to_the_step_s(oracle):
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_all_tokens_gradients_add_up_to_the_step_s(aggregation):
+    oracle = oracle_of(aggregation)
     places = [tuple(place) for place in oracle.batch.mask.nonzero().tolist()]
     whole = oracle.gradient()
-    torch.testing.assert_close(oracle.gradient(places), whole, rtol=1e-4, atol=1e-5 * float(whole.abs().max()))
+    close = dict(rtol=1e-4, atol=1e-5 * float(whole.abs().max()))
+    torch.testing.assert_close(oracle.gradient(places), whole, **close)
+    step = BareStep(oracle.model, oracle.batch, NUM_MICRO_BATCHES, loss=oracle.loss)
+    step.train()
+    trained = torch.cat([param.grad.double().flatten() for param in oracle.model.parameters()])
+    torch.testing.assert_close(trained, whole, **close)
+
+
+def test_aggregations_weigh_tokens_as_verl_s_names_say():
+    batch = random_batch(build("tiny"))
+    lengths = [int(row.sum()) for row in batch.mask]
+    wanted = {
+        "token-mean": [1 / sum(lengths)] * len(lengths),
+        "seq-mean-token-sum": [1 / len(lengths)] * len(lengths),
+        "seq-mean-token-mean": [1 / length / len(lengths) for length in lengths],
+    }
+    assert set(wanted) == set(AGGREGATIONS) and len(set(lengths)) > 1
+    for aggregation, of_rows in wanted.items():
+        step = BareStep(build("tiny"), batch, NUM_MICRO_BATCHES, loss=replace(TERMS, aggregation=aggregation))
+        found = torch.cat([step.token_weights(index) for index in range(NUM_MICRO_BATCHES)])
+        torch.testing.assert_close(found, torch.tensor(of_rows)[:, None] * batch.mask)
+
+
+def test_where_a_model_is_made_surer_training_and_the_oracle_agree():
+    model = build("tiny")
+    batch = random_batch(model)
+    surer = batch.edited(amplified=Sharpened(6, 2, 30.0))
+    before, after = (Oracle(model, made, TERMS).logits((6, 2)).softmax(-1).max() for made in (batch, surer))
+    assert before < 0.1 < after
+    step, space = BareStep(model, surer, NUM_MICRO_BATCHES, loss=TERMS), GradientSpace(model)
+    step.train()
+    norms = [space.norm(), *(float(Oracle(model, made, TERMS).gradient().norm()) for made in (surer, batch))]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5) and norms[0] != pytest.approx(norms[2], rel=1e-3)
 
 
 def test_dropout_is_replayed_and_a_scaled_loss_scales_the_gradient():

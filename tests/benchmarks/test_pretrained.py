@@ -17,14 +17,8 @@ pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=96)
-    folder = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)).save_pretrained(folder)
-    return Pretrained(folder)
+def model(llama):
+    return Pretrained(llama)
 
 
 def test_a_planted_token_is_found_and_its_own_backward_agrees(model):

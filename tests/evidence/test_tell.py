@@ -18,10 +18,10 @@ from gradloc.evidence.record import Event
 from gradloc.evidence.tell.alerts import Limiter
 from gradloc.evidence.tell.background import Background
 from gradloc.evidence.tell.config import NotifyConfig
-from gradloc.evidence.tell.lines import headline, opening_command, table_rows
+from gradloc.evidence.tell.lines import COLUMNS, headline, opening_command, table_rows
 from gradloc.evidence.tell.teller import Teller
 from gradloc.report.runs.events import convert
-from tests.report.builder import HOSTILE, REPO, make_culprit, make_event
+from tests.report.builder import HOSTILE, REPO, UNTRUSTED, make_culprit, make_event
 
 
 def event(**changes) -> Event:
@@ -54,6 +54,11 @@ def test_the_headline_names_token_rank_share_both_norms_and_the_action():
             '" 7" (rank 1) and 1 more carry 99 %, norm 748 -> 0.77 without them',
         ),
         (event(culprits=[make_culprit(share=None)]), '" is" (rank 1) made it, norm 748'),
+        (event(culprits=[make_culprit(share_error=0.004)]), "carries 75 % +- 0.4 %, norm 748"),
+        (event(culprits=[make_culprit(share_error=0.0)]), "carries 75 %, norm 748"),
+        (event(culprits=[make_culprit(is_exact=False)], shares=UNTRUSTED), '" is" (rank 1) made it, norm 748'),
+        (event(culprits=[make_culprit()], shares=UNTRUSTED), "carries 75 %, norm 748"),
+        (changed("certificate", {"norm_after": 1.38, "error_bound": 2.562}), "norm 748 -> at most 3.95 without it,"),
         (changed("trigger", {"kind": "forced"}), "REHEARSAL step 5: "),
         (changed("trigger", {"grad_norm": "NaN"}), "norm NaN -> 0.77"),
         (changed("certificate", {"norm_after": None, "verdict": "undecided"}), "-> unknown without it (undecided),"),
@@ -65,6 +70,15 @@ def test_the_headline_names_token_rank_share_both_norms_and_the_action():
 )
 def test_what_is_not_known_or_not_so_is_said(found, words):
     assert words in headline(found)
+
+
+def test_a_row_has_the_share_s_error_and_no_share_that_is_not_trusted():
+    def row(**changes) -> dict:
+        culprit = make_culprit(is_exact=False, share_error=0.004)
+        return dict(zip(COLUMNS, *table_rows([event(culprits=[culprit], **changes)]), strict=True))
+
+    assert (row()["share"], row()["share_error"]) == (0.75, 0.004)
+    assert (row(shares=UNTRUSTED)["share"], row(shares=UNTRUSTED)["share_error"]) == (None, None)
 
 
 @pytest.mark.parametrize("token", HOSTILE)

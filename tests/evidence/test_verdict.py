@@ -4,9 +4,9 @@
 import pytest
 
 from gradloc.evidence.record import CAUSES, Event
-from gradloc.evidence.verdict import verdict_sentences
+from gradloc.evidence.verdict import shares_sentence, verdict_sentences
 from gradloc.report.runs.events import convert
-from tests.report.builder import HOSTILE, make_culprit, make_event
+from tests.report.builder import HOSTILE, UNTRUSTED, UNTRUSTED_SAID, make_culprit, make_event
 
 
 def said_of(document: dict) -> str:
@@ -91,3 +91,65 @@ def test_a_culprit_behind_a_tools_answer_is_placed_in_its_turn():
     assert "of the response 3c0f6a52:1, in turn 1 of 3, carries" in said_of(
         make_event(culprits=[make_culprit(turn={"number": 1, "num_turns": 3, "num_before": 0})])
     )
+
+
+# ---- how well it is known
+
+
+def test_a_share_is_told_with_its_standard_error_where_that_is_known():
+    assert "carries 75% +- 0.4% of it" in said_of(make_event(culprits=[make_culprit(share_error=0.004)]))
+    assert "carries 75% of it" in said_of(make_event(culprits=[make_culprit(share_error=0.0)]))
+    two = [make_culprit(share=0.2, share_error=0.03), make_culprit(7, share=0.79, share_error=0.04)]
+    assert "2 culprits carry 99% +- 5% of it" in said_of(make_event(culprits=two))
+
+
+def test_what_the_optimizer_was_given_is_told_with_the_same_error():
+    consequence = {"grad_clip": 1.0, "clip_scale": 0.5, "culprit_share": 0.75}
+    found = make_event(culprits=[make_culprit(share_error=0.004)], consequence=consequence)
+    assert "75% +- 0.4% of it was that token's" in said_of(found)
+
+
+def test_a_share_that_is_not_trusted_is_told_only_where_a_backward_of_its_own_measured_it():
+    consequence = {"grad_clip": 1.0, "clip_scale": 0.5, "culprit_share": 0.75}
+    of_tokens = make_culprit(is_exact=False, share_error=0.1)
+    said = said_of(make_event(culprits=[of_tokens], shares=UNTRUSTED, consequence=consequence))
+    assert "%" not in said and "made it" in said
+    assert "75%" in said_of(make_event(culprits=[make_culprit()], shares=UNTRUSTED, consequence=consequence))
+    trusted = make_event()["shares"]
+    assert "75% +- 10%" in said_of(make_event(culprits=[of_tokens], shares=trusted, consequence=consequence))
+
+
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [
+        ({"closure": 0.98, "closure_error": 0.05, "is_trusted": True}, "The measured shares add up to 0.98 +- 0.05."),
+        ({"closure": 0.98, "is_trusted": True}, "The measured shares add up to 0.98."),
+        (UNTRUSTED, UNTRUSTED_SAID),
+        (None, ""),
+    ],
+    ids=["trusted", "old", "untrusted", "not measured"],
+)
+def test_what_the_shares_add_up_to_is_a_sentence(shares, said):
+    assert shares_sentence(convert(make_event(shares=shares), Event)) == said
+
+
+def test_a_bound_of_more_than_half_the_norm_is_not_told_as_an_error_of_it():
+    found = make_event()
+    found["certificate"].update(norm_after=1.38, error_bound=2.562)
+    said = said_of(found)
+    assert "Without that token the norm is at most 3.95, under the threshold" in said
+    assert "1.38" not in said and "2.56" not in said
+
+
+def test_the_same_is_told_where_no_token_made_it():
+    cause = {
+        "label": "non_finite_padding",
+        "reason": "only padding is not finite",
+        "numbers": {},
+        "names": [],
+        "places": [],
+    }
+    found = make_event(culprits=[], cause=cause)
+    assert "Without that the norm is 0.77." in said_of(found)
+    found["certificate"].update(norm_after=1.38, error_bound=2.562)
+    assert "Without that the norm is at most 3.95." in said_of(found)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from gradloc.replay.__main__ import render
 from tests.replay.conftest import A, edit_meta, edit_tensors
 
 FULL = f"{A}gradloc.evidence.bundle=full"
@@ -181,3 +182,30 @@ def test_half_precision_computes_as_fsdp_does(event, models, replay):
     event_norm, replay_norm = done["out"].split("norm         event ")[1].split(", ")[:2]
     event_norm, replay_norm = event_norm.replace(",", ""), replay_norm.replace(",", "")
     assert float(event_norm) == pytest.approx(float(replay_norm.split()[1]), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("norm", "bound", "said"),
+    [
+        (1.5976, 0.003137, "explained: 1.5976 (within 0.0032) without the culprits; under"),
+        (1.38, 2.562, "explained: at most 3.942 without the culprits; under"),
+        ("NaN", "Infinity", "explained: NaN without the culprits; under"),  # as JSON spells it
+    ],
+)
+def test_the_norm_is_told_as_well_as_it_is_known(norm, bound, said):
+    certificate = {"verdict": "explained", "norm_after": norm, "error_bound": bound, "reason": "under"}
+    search = dict.fromkeys(("strategy", "forwards", "backwards", "stop_reason"), "") | {"seconds": 0.0}
+    record = {
+        "certificate": certificate,
+        "search": search,
+        "micro_batches": {"replayed": 1, "is_whole_step": True},
+        "step": {"global_step": 0},
+        "weights": {"sentence": ""},
+        "norm": {"event": 1.0, "replay": 1.0},
+        "culprits": [],
+        "oracle": None,
+        "verdict": "same",
+        **dict.fromkeys(("event_id", "device", "threshold")),
+        "num_processes": 1,
+    }
+    assert said in render(record)

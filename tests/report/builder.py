@@ -52,6 +52,17 @@ VISIBLE = [
     '"><b>{{ 7 * 7 }}',
     "⟨U+001B⟩[31mred",
 ]
+UNTRUSTED = {
+    "closure": 1.855,
+    "closure_error": 0.12,
+    "is_trusted": False,
+    "micro_batches": [[0.0, 0.01], [0.0, 0.0], [-0.05, 1.895]],
+}
+"""Shares that do not add up."""
+UNTRUSTED_SAID = (
+    "The tokens' shares do not add up: their sum is 1.855 +- 0.12, not 1. "
+    "Norms are used; a share that is told all the same was measured by a backward of its own."
+)
 
 
 def make_culprit(position: int = 3, token: str = " is", rank: int = 1, **changes: Any) -> dict:

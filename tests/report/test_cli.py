@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from gradloc.report.cli import COMMANDS, main
-from tests.report.builder import HOSTILE, REPO, make_culprit, make_event, make_metrics, write_run
+from tests.report.builder import HOSTILE, REPO, UNTRUSTED, make_culprit, make_event, make_metrics, write_run
 
 
 @pytest.fixture
@@ -101,6 +101,18 @@ def test_the_summary_ends_with_what_to_do_next(folder, capsys):
     out = capsys.readouterr().out
     assert "trainer.rollout_data_dir=rollouts" in out
     assert "python -m verl.gradloc.replay" in out
+
+
+def test_the_terminal_tells_shares_as_well_as_they_are_known(tmp_path, capsys):
+    culprits = [make_culprit(is_exact=False, share_error=0.004)]
+    known = write_run(tmp_path / "known", [make_event(culprits=culprits)])
+    assert main([str(known)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("75% +- 0.4%") >= 2 and "The measured shares add up to 0.9998." in out
+    unknown = write_run(tmp_path / "unknown", [make_event(culprits=culprits, shares=UNTRUSTED)])
+    assert main([str(unknown)]) == 0
+    out = capsys.readouterr().out
+    assert "75%" not in out and "their sum is 1.855 +- 0.12, not 1." in " ".join(out.split())
 
 
 def test_a_folder_as_output_is_refused(folder, tmp_path, capsys):

@@ -18,7 +18,7 @@ from gradloc.report.cli import main
 from gradloc.report.live.follow import Follower
 from gradloc.report.live.screen import news, view
 from gradloc.report.live.server import Site
-from tests.report.builder import HOSTILE, REPO, make_culprit, make_event, make_metrics, write_run
+from tests.report.builder import HOSTILE, REPO, UNTRUSTED, make_culprit, make_event, make_metrics, write_run
 
 
 @pytest.fixture
@@ -71,6 +71,18 @@ def test_the_view_tells_norm_threshold_health_and_the_last_events(folder):
     assert "748 → 0.77" in out
     bars, marks = out.splitlines()[1:3]
     assert bars.index("█") == marks.index("▲") == 4
+
+
+def test_shares_and_norms_are_told_as_well_as_they_are_known(folder):
+    culprits = [make_culprit(is_exact=False, share_error=0.004)]
+    grow(folder, 7, culprits=culprits)
+    grow(folder, 9, culprits=culprits, shares=UNTRUSTED)
+    grow(folder, 11, certificate=make_event()["certificate"] | {"norm_after": 1.38, "error_bound": 2.562})
+    follower = Follower(folder)
+    follower.poll()
+    lines = {line.split()[0]: line for line in shown(follower, 160).splitlines() if line[:1].isdigit()}
+    assert "75% +- 0.4%" in lines["7"] and "%" not in lines["9"]
+    assert "748 → at most 3.95" in lines["11"]
 
 
 def test_a_hostile_token_does_not_reach_the_terminal(tmp_path):

@@ -145,14 +145,16 @@ def test_a_culprit_beside_such_a_loss_is_named_and_both_parts_are_told():
 
 def test_what_passes_through_no_token_is_not_taken_for_the_culprit_s():
     spiking = Spiking({(3, 2): 300.0})
-    add_router_loss(spiking.model, 3.0)
+    add_router_loss(spiking.model, 1.0)
     found = spiking.search()
     certificate, (culprit,) = found.certificate, found.tokens
     spiking.space.clear()
     for index in range(4):
         kept = mask_without([culprit], index, 0, spiking.step.token_mask(index))
         spiking.step.loss(index, kept).backward()
-    assert certificate.method == "subtract" and certificate.replay_difference > 1, "the router's own, of both backwards"
+    assert certificate.method == "subtract" and certificate.replay_difference > 0.3, (
+        "the router's own, of both backwards"
+    )
     assert certificate.norm_after == pytest.approx(spiking.space.norm(), rel=1e-4)
 
 

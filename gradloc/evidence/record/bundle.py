@@ -49,6 +49,8 @@ class Sequence:
     """d loss / d log_prob; of a critic d loss / d value."""
     share: tuple[float, ...] | None = None
     """Of the spike; null when not measured."""
+    share_error: tuple[float, ...] | None = optional()
+    """Standard errors of the shares."""
     value: tuple[float, ...] | None = optional()
     """The critic's; null where the event is the actor's, as the next one."""
     value_target: tuple[float, ...] | None = optional()

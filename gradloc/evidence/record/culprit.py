@@ -174,6 +174,8 @@ class Culprit:
     """The norm from which the span counts as a culprit."""
     share: float | None = None
     """<g, G> / ||G||^2; the shares of all tokens add up to 1. Null when the spike is not finite."""
+    share_error: float | None = optional()
+    """Its standard error; 0 where it was measured by a backward of its own."""
     layers: dict[str, float] = field(default_factory=dict)
     """Norm of the span's part of the gradient per layer; empty unless is_exact."""
     cause: Cause = field(default_factory=Cause)

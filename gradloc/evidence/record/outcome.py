@@ -124,8 +124,10 @@ class Shares:
 
     closure: float | None = never_null()
     """Sum of all measured shares: 1 when the measurement is right, less where it left quiet micro-batches out."""
+    closure_error: float | None = optional()
+    """Standard error of closure: the noise of what was read, and what quiet micro-batches carry that were left out."""
     is_trusted: bool = True
-    """Whether closure is within the band for the precision."""
+    """Whether closure is 1 within its error."""
     micro_batches: tuple[tuple[float, ...], ...] = ()
     """One list per micro-batch, one share per rank."""
 

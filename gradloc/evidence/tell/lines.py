@@ -18,13 +18,16 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from ..numbers import number, percent
+from ..numbers import bounded, number
 from ..record import Culprit, Event
-from ..verdict import quote
+from ..verdict import carried, quote, told_share
 
 __all__ = ["COLUMNS", "headline", "not_written", "opening_command", "table_rows"]
 
-COLUMNS = ("event", "step", "token", "position", "sequence", "rank", "micro_batch", "share", "grad_norm", "advantage")
+COLUMNS = (
+    *("event", "step", "token", "position", "sequence", "rank", "micro_batch"),
+    *("share", "share_error", "grad_norm", "advantage"),
+)
 
 
 def headline(event: Event) -> str:
@@ -40,9 +43,10 @@ def headline(event: Event) -> str:
     said = f"{kind} step {event.step.global_step}: "
     if culprits:
         after, verdict = event.certificate.norm_after, event.certificate.verdict
-        known = number(after, 3) if after is not None and math.isfinite(after) else "unknown"
+        is_known = after is not None and math.isfinite(after)
+        known = bounded(after, event.certificate.error_bound, 3)[0] if is_known else "unknown"
         doubt = "" if verdict == "explained" else f" ({verdict.replace('_', ' ')})"
-        said += f"{_who(culprits)}, norm {norm} -> {known} without {'it' if len(culprits) == 1 else 'them'}{doubt}"
+        said += f"{_who(event)}, norm {norm} -> {known} without {'it' if len(culprits) == 1 else 'them'}{doubt}"
     else:
         cause = event.cause
         why = f"no token: {cause.reason}" if cause is not None and cause.reason else "no token found that carries it"
@@ -74,16 +78,17 @@ def table_rows(events: list[Event]) -> list[list[Any]]:
     return [_row(event, culprit) for event in events for culprit in event.culprits]
 
 
-def _who(culprits: tuple[Culprit, ...]) -> str:
-    shares = [culprit.share for culprit in culprits if culprit.share is not None and math.isfinite(culprit.share)]
-    is_known = len(shares) == len(culprits)
-    first = max(culprits, key=lambda culprit: abs(culprit.share or 0.0)) if is_known else culprits[0]
-    did = f"{'carries' if len(culprits) == 1 else 'carry'} {percent(sum(shares)).replace('%', ' %')}"
+def _who(event: Event) -> str:
+    culprits, share = event.culprits, carried(event, event.culprits)
+    first = max(culprits, key=lambda culprit: abs(culprit.share or 0.0)) if share is not None else culprits[0]
+    carry = "carries" if len(culprits) == 1 else "carry"
+    did = f"{carry} {share.replace('%', ' %')}" if share is not None else "made it"
     more = f" and {len(culprits) - 1} more" if len(culprits) > 1 else ""
-    return f"{quote(first)} (rank {first.rank}){more} {did if is_known else 'made it'}"
+    return f"{quote(first)} (rank {first.rank}){more} {did}"
 
 
 def _row(event: Event, culprit: Culprit) -> list[Any]:
+    share = told_share(event, culprit)
     return [
         event.event_id,
         event.step.global_step,
@@ -92,7 +97,8 @@ def _row(event: Event, culprit: Culprit) -> list[Any]:
         culprit.sequence_id,
         culprit.rank,
         culprit.micro_batch,
-        culprit.share,
+        share,
+        culprit.share_error if share is not None else None,
         culprit.grad_norm,
         culprit.advantage,
     ]

@@ -49,7 +49,8 @@ function describe(span) {
   for (const [name, label] of Object.entries(data.labels)) {
     if (!(name in part.v)) continue;
     const value = Array.isArray(part.v[name]) ? part.v[name][at] : part.v[name];
-    rows.push([label, name === "share" && typeof value === "number" ? `${+(100 * value).toPrecision(3)}%` : plain(value)]);
+    if (name === "share_error" && value === 0) continue;
+    rows.push([label, name.startsWith("share") && typeof value === "number" ? `${+(100 * value).toPrecision(3)}%` : plain(value)]);
   }
   record.querySelector("h4").textContent = part.t[at];
   record.querySelector(".hint").textContent = sequence.c.includes(position) ? "A culprit." : "";

@@ -10,6 +10,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from ...evidence.numbers import number, percent
 from ...evidence.record import Event
+from ...evidence.verdict import told_share
 
 CELLS_NAMED = 96
 """Up to so many cells have their number written in them."""
@@ -23,8 +24,8 @@ def heat_map(event: Event) -> tuple[str, bool] | None:
     """Share of the spike by rank (columns) and micro-batch (rows).
 
     Returns:
-        The drawing, and whether every cell was measured; where the strategy measures culprits only,
-        theirs are drawn and the rest is blank. None when nothing is known.
+        The drawing, and whether every cell was measured; where the strategy measures culprits only, or the shares
+        do not add up, the culprits' own are drawn and the rest is blank. None when nothing is known.
     """
     grid, is_whole = share_grid(event)
     if not grid:
@@ -59,10 +60,10 @@ def heat_map(event: Event) -> tuple[str, bool] | None:
 
 
 def share_grid(event: Event) -> tuple[Grid, bool]:
-    """Shares by micro-batch and rank, None where not measured; and whether all were."""
-    if event.shares is not None and event.shares.micro_batches:
+    """Shares by micro-batch and rank, None where not measured or not trusted; and whether all are there."""
+    if event.shares is not None and event.shares.is_trusted and event.shares.micro_batches:
         return [list(row) for row in event.shares.micro_batches], True
-    places = [(c.micro_batch, c.rank, c.share) for c in event.culprits]
+    places = [(c.micro_batch, c.rank, told_share(event, c)) for c in event.culprits]
     places = [place for place in places if None not in place and min(place[:2]) >= 0]
     if not places:
         return [], False

@@ -7,8 +7,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ...evidence.numbers import number, percent
+from ...evidence.numbers import bounded, number
 from ...evidence.record import Event
+from ...evidence.verdict import carried
 from ..runs import story
 from ..runs.health import RunHealth, judge
 from ..runs.metrics import MAX, MEAN, Metrics
@@ -116,7 +117,7 @@ def _events(events: list[Event]) -> Table:
             str(event.step.global_step),
             story.headline(event),
             f'"{one_line(first.text, 20)}"' if first else "none",
-            percent(first.share if first else None),
+            (carried(event, [first]) if first else None) or number(None),
             _change(event),
             event.action.taken,
         )
@@ -125,4 +126,5 @@ def _events(events: list[Event]) -> Table:
 
 
 def _change(event: Event) -> str:
-    return f"{number(event.trigger.grad_norm, 3)} → {number(event.certificate.norm_after, 3)}"
+    after, _ = bounded(event.certificate.norm_after, event.certificate.error_bound, 3)
+    return f"{number(event.trigger.grad_norm, 3)} → {after}"

@@ -3,11 +3,12 @@
 
 import base64
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...evidence.numbers import number, percent
 from ...evidence.record import Culprit, Event, Sequence, StepCause
+from ...evidence.verdict import carried, shares_sentence
 from ..figures import drawings
 from ..runs import advice, searchpath, tokens
 from ..runs.events import bundle_folder, read_pictures, read_sequences
@@ -93,6 +94,8 @@ class EventView:
     """The batch beside the run's earlier ones; a sentence, or nothing."""
     again: list[str]
     """What came of running parts of the step again; sentences."""
+    shares: str
+    """What the shares add up to; a sentence, or nothing."""
     search_cost: str
     certificate: str
     action: str
@@ -127,7 +130,7 @@ def plain_view(event: Event, root: Path, metrics: Metrics | None = None) -> Even
         metrics: the run's, for what came after the event.
     """
     shown = sorted(event.culprits, key=weight, reverse=True)
-    written = [describe(culprit) for culprit in shown[:CULPRITS]]
+    written = [describe(event, culprit) for culprit in shown[:CULPRITS]]
     path, num_hidden = searchpath.tree(event.search)
     folder = bundle_folder(root, event)
     return EventView(
@@ -139,10 +142,11 @@ def plain_view(event: Event, root: Path, metrics: Metrics | None = None) -> Even
         + (", the critic" if event.model == "critic" else ""),
         culprits=written,
         num_hidden_culprits=max(len(shown) - CULPRITS, 0),
-        causes=_causes(written),
+        causes=_causes(written, event.search.strategy),
         other=_other(event),
         over_run=_over_run(event),
         again=_again(event),
+        shares=shares_sentence(event),
         search_cost=searchpath.cost(event.search),
         certificate=CERTIFICATES.get(event.certificate.verdict, event.certificate.verdict),
         action=ACTIONS.get(event.action.taken, event.action.taken),
@@ -169,6 +173,8 @@ def full_view(event: Event, root: Path, metrics: Metrics, budget: int, shown: in
     made = plain_view(event, root, metrics)
     sequences, note = read_sequences(root, event)
     made.token_note = note
+    if event.shares is not None and not event.shares.is_trusted:
+        sequences = [replace(sequence, share=None, share_error=None) for sequence in sequences]
     made.shades = shade(sequences)
     count = max(len(sequences), 1)
     made.sequences = [
@@ -196,7 +202,7 @@ def severity(event: Event) -> float:
     return norm / threshold if threshold else norm
 
 
-def describe(culprit: Culprit) -> CulpritView:
+def describe(event: Event, culprit: Culprit) -> CulpritView:
     """A culprit's record as pairs of label and text, and what stands around it."""
     ratios = culprit.ratios
     facts = [
@@ -235,7 +241,7 @@ def describe(culprit: Culprit) -> CulpritView:
             f"row {number(culprit.micro_batch_row)}, position {span(culprit.positions)}"
             + (f", turn {culprit.turn.number} of {culprit.turn.num_turns}" if culprit.turn else "")
         ),
-        share=percent(culprit.share),
+        share=carried(event, [culprit]) or number(None),
         norm=("" if culprit.is_exact else "at least ") + number(culprit.grad_norm),
         essential=essential,
         rest=[(label, text) for label, text in known.items() if label not in named],
@@ -296,7 +302,7 @@ def _other(event: Event) -> tuple[advice.Advice, StepCause, list[tuple[str, str]
     if cause is None:
         return None
     known = [(_spoken(name), number(value)) for name, value in cause.numbers.items() if not name.endswith("_over_run")]
-    return advice.of(cause.label), cause, known
+    return advice.of(cause.label, event.search.strategy), cause, known
 
 
 def _over_run(event: Event) -> str:
@@ -339,12 +345,12 @@ def _spoken(name: str) -> str:
     return name.replace("_over_", " / ").replace("_", " ")
 
 
-def _causes(culprits: list[CulpritView]) -> list[tuple[advice.Advice, list[CulpritView]]]:
+def _causes(culprits: list[CulpritView], strategy: str) -> list[tuple[advice.Advice, list[CulpritView]]]:
     """Causes in the order of their largest culprit, each with its culprits."""
     groups: dict[str, list[CulpritView]] = {}
     for entry in culprits:
         groups.setdefault(entry.culprit.cause.label, []).append(entry)
-    return [(advice.of(label), members) for label, members in groups.items()]
+    return [(advice.of(label, strategy), members) for label, members in groups.items()]
 
 
 def culprit_count(event: Event) -> str:

@@ -7,8 +7,9 @@ import json
 from typing import Any
 
 from ...evidence.disk.store import plain
-from ...evidence.numbers import number, percent
+from ...evidence.numbers import bounded, number
 from ...evidence.record import Culprit, Event
+from ...evidence.verdict import told_share
 from ..runs.run import RunFolder
 from ..runs.story import cause_of
 from ..text import one_line, spoken
@@ -36,6 +37,7 @@ CULPRIT_COLUMNS = (
     "tokens",
     "cause",
     "share",
+    "share_error",
     "culprit_norm",
     "advantage",
     "log_prob",
@@ -78,6 +80,7 @@ def _row(event: Event, culprit: Culprit | None) -> list[Any]:
     ]
     if culprit is None:
         return head + [(cause_of(event) or None) if name == "cause" else None for name in CULPRIT_COLUMNS]
+    share = told_share(event, culprit)
     return head + [
         _quoted(culprit.span),
         culprit.rank,
@@ -89,7 +92,8 @@ def _row(event: Event, culprit: Culprit | None) -> list[Any]:
         _quoted(culprit.data_source),
         json.dumps(culprit.text),
         _quoted(culprit.cause.label),
-        culprit.share,
+        share,
+        culprit.share_error if share is not None else None,
         culprit.grad_norm,
         culprit.advantage,
         culprit.log_prob,
@@ -126,11 +130,11 @@ def _event_lines(run: RunFolder, event: Event) -> list[str]:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for culprit in event.culprits:
-        entry = describe(culprit)
+        entry = describe(event, culprit)
         cells = (
             code(entry.token),
             entry.place,
-            percent(culprit.share),
+            entry.share,
             entry.norm,
             number(culprit.advantage),
             number(culprit.ratios.current_over_old),
@@ -138,11 +142,13 @@ def _event_lines(run: RunFolder, event: Event) -> list[str]:
         )
         lines.append("| " + " | ".join(cells) + " |")
     certificate = event.certificate
+    after = "".join(bounded(certificate.norm_after, certificate.error_bound))
     lines += [
         "",
         f"- Norm {number(certificate.norm_before)} with the culprits, "
-        f"{number(certificate.norm_after)} without, threshold {number(certificate.threshold)}: "
+        f"{after} without, threshold {number(certificate.threshold)}: "
         f"{escape(CERTIFICATES.get(certificate.verdict, certificate.verdict))}.",
+        *([f"- {escape(view.shares)}"] if view.shares else []),
         f"- Action: {escape(ACTIONS.get(event.action.taken, event.action.taken))}.",
         f"- Search: {escape(event.search.strategy)}; {view.search_cost}.",
     ]

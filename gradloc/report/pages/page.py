@@ -20,7 +20,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ...evidence.numbers import number, percent
+from ...evidence.numbers import bounded, number, percent
 from ...evidence.record import Event
 from ..figures.palette import DARK, LIGHT, variables
 from ..runs import tokens
@@ -141,7 +141,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
     )
     made.filters.update(number=number, percent=percent, visible=visible, one_line=one_line, svg=Markup, plural=plural)
-    made.globals.update(culprit_count=culprit_count, level=_level, ranges=ranges)
+    made.globals.update(bounded=bounded, culprit_count=culprit_count, level=_level, ranges=ranges)
     return made
 
 

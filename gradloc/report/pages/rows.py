@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ...evidence.numbers import number
+from ...evidence.numbers import bounded, number
 from ...evidence.record import Event
 from ..runs import story
 from ..text import one_line, show_command, spoken, times, visible
@@ -55,7 +55,7 @@ def _row(event: Event, run: Path, is_carried: bool) -> dict[str, Any]:
         "before": visible((first and first.text_before) or "")[-100:],
         "marked": visible(first.text)[:60] if first else "",
         "after": visible((first and first.text_after) or "")[:60],
-        "without": number(event.certificate.norm_after, 3),
+        "without": bounded(event.certificate.norm_after, event.certificate.error_bound, 3)[0],
         "threshold": number(event.trigger.threshold, 3),
         "command": show_command(str(run), event.event_id),
     }

@@ -13,8 +13,9 @@ from rich.progress import track as rich_track
 from rich.table import Table
 from rich.text import Text
 
-from ...evidence.numbers import number, percent
+from ...evidence.numbers import number
 from ...evidence.record import Event
+from ...evidence.verdict import carried, shares_sentence
 from ..runs.run import RunFolder
 from ..runs.story import cause_of
 from ..text import one_line, show_command, span, spoken, times, visible
@@ -109,7 +110,7 @@ def _one(console: Console, event: Event) -> None:
         cells = (
             f'"{one_line(culprit.text, 24)}"',
             where,
-            percent(culprit.share),
+            carried(event, [culprit]) or number(None),
             ("" if culprit.is_exact else "≥ ") + number(culprit.grad_norm),
             number(culprit.advantage),
             number(culprit.ratios.current_over_old),
@@ -118,6 +119,8 @@ def _one(console: Console, event: Event) -> None:
         table.add_row(*map(Text, cells))
     if event.culprits:
         console.print(table)
+    if event.shares is not None:
+        console.print(Text(shares_sentence(event), style="dim"))
     if len(event.culprits) > CULPRITS:
         console.print(Text(f"And {len(event.culprits) - CULPRITS} more culprits.", style="dim"))
 
@@ -137,7 +140,7 @@ def _table(events: list[Event]) -> Table:
             number(event.trigger.grad_norm),
             number(times(event.trigger.grad_norm, event.trigger.threshold), 3),
             token + more,
-            percent(first.share if first else None),
+            (carried(event, [first]) if first else None) or number(None),
             spoken(cause_of(event)) or "–",
             spoken(event.certificate.verdict),
         )

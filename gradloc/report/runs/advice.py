@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each cause means and what people do about it; all of it is data, in assets/advice.json."""
+"""What each cause means and what people do about it, data in assets/advice.json; and what lets a search go on."""
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
+
+MORE_STEPS = ["Let the search cost more updates.", "actor_rollout_ref.actor.gradloc.search.max_steps=8"]
+MORE_PROBES = ["Give the search more probes.", "actor_rollout_ref.actor.bisect_budget_steps=512"]
+"""What lets a search go on: the published bisection alone counts probes."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,19 @@ def load() -> dict[str, Advice]:
     return {label: Advice(**entry) for label, entry in json.loads(text).items()}
 
 
-def of(label: str) -> Advice:
-    """The advice for a cause; for an unknown label, what is said when nothing stands out."""
-    return load().get(label) or load()["unknown"]
+def more_search(strategy: str) -> list[str]:
+    """What lets a search with this strategy go on, and the override that does it."""
+    return MORE_PROBES if strategy == "bisect" else MORE_STEPS
+
+
+def of(label: str, strategy: str = "") -> Advice:
+    """The advice for a cause; for an unknown label, what is said when nothing stands out.
+
+    Args:
+        label: the cause's.
+        strategy: the search's, which says what limits it.
+    """
+    found = load().get(label) or load()["unknown"]
+    if MORE_STEPS not in found.advice or more_search(strategy) == MORE_STEPS:
+        return found
+    return replace(found, advice=[more_search(strategy) if pair == MORE_STEPS else pair for pair in found.advice])

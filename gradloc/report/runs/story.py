@@ -12,8 +12,9 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...evidence.numbers import number, percent
+from ...evidence.numbers import bounded, number, percent
 from ...evidence.record import Culprit, Event, StepCause
+from ...evidence.verdict import carried
 from ..text import one_line, plural, times, visible
 from . import advice
 from .events import bundle_folder
@@ -229,15 +230,13 @@ def _lede(event: Event, first: Culprit | None) -> str:
     if first is None:
         stopped = f"The search stopped because {event.search.stop_reason}." if event.search.stop_reason else ""
         return said or stopped
-    shares = [culprit.share for culprit in event.culprits]
-    subject = "It" if len(shares) == 1 else "Together they"
-    carried = ""
-    if all(share is not None and math.isfinite(share) for share in shares):
-        carried = f"{subject} {'carries' if len(shares) == 1 else 'carry'} {percent(sum(shares))} of the gradient. "
+    share = carried(event, event.culprits)
+    subject = "It carries" if len(event.culprits) == 1 else "Together they carry"
+    part = f"{subject} {share} of the gradient." if share is not None else ""
     odd = odd_number(first)
     why = f"{advice.of(first.cause.label).title}{f': {ODD[first.cause.label][1]}{odd}' if odd else ''}."
     more = f"At least {event.search.num_more} more are left." if event.search.num_more else ""
-    return " ".join(part for part in (carried.strip(), why, more, said) if part)
+    return " ".join(sentence for sentence in (part, why, more, said) if sentence)
 
 
 def _beside(cause: StepCause) -> str:
@@ -289,9 +288,10 @@ def _second(event: Event) -> tuple[str, str, str]:
             return number(value, 3) + about.unit, about.what, about.remark
     if not event.culprits and not other:
         return "0", "culprits found", event.search.status.replace("_", " ")
-    bound = f"measured, ± {number(found.error_bound, 2)}" if found.error_bound is not None else found.method
+    norm, margin = bounded(found.norm_after, found.error_bound, 3)
+    how = f"measured{margin}" if found.error_bound is not None else found.method
     without = "without the padding" if other and other.label == "non_finite_padding" else _without(event)
-    return number(found.norm_after, 3), without, bound if found.norm_after is not None else "not measured"
+    return norm, without, how if found.norm_after is not None else "not measured"
 
 
 def _without(event: Event) -> str:
@@ -319,7 +319,7 @@ def _given(event: Event, clip: float | None) -> str:
         return "The run was stopped before the step was taken."
     is_known = after is not None and math.isfinite(after)
     if taken == "mask":
-        size = f", of norm {number(after, 3)}" if is_known else ""
+        size = f", of norm {bounded(after, event.certificate.error_bound, 3)[0]}" if is_known else ""
         clipped = f", clipped to {number(clip, 3)}" if is_known and clip and after > clip else ""
         return f"The optimizer took the step {_without(event)}{size}{clipped}."
     if norm is None:
@@ -330,9 +330,10 @@ def _given(event: Event, clip: float | None) -> str:
         return "The optimizer took the step with the spike in it."
     if norm <= clip:
         return f"The optimizer took the step as it was: its norm is within the clip limit of {number(clip, 3)}."
-    share = event.consequence.culprit_share if event.consequence else None
+    known = event.consequence.culprit_share if event.consequence else None
+    share = carried(event, event.culprits, known) if known is not None else None
     whose = f"that {SPANS.get(event.culprits[0].span, 'culprit')}'s" if len(event.culprits) == 1 else "theirs"
-    took = f"{percent(share)} of what the optimizer took was {whose}" if share is not None else "the optimizer took it"
+    took = f"{share} of what the optimizer took was {whose}" if share is not None else "the optimizer took it"
     said = f"Clipping to {number(clip, 3)} scaled the whole step to 1/{number(norm / clip, 3)}, and {took}."
     if not is_known or not after or event.certificate.verdict != "explained":
         return said
@@ -385,7 +386,7 @@ def _action(event: Event, first: Culprit | None) -> tuple[str, str] | None:
     if not label:
         return _when_nothing_is_found(event)
     are_rewards_usual = bool(other) and (other.numbers.get("advantage_over_run") or math.inf) < USUAL
-    for what, line in advice.of(label).advice:
+    for what, line in advice.of(label, event.search.strategy).advice:
         if not line.endswith(mode) and not (are_rewards_usual and line.startswith(OF_REWARDS)):
             return what, line
     return None
@@ -394,7 +395,8 @@ def _action(event: Event, first: Culprit | None) -> tuple[str, str] | None:
 def _when_nothing_is_found(event: Event) -> tuple[str, str]:
     """What to ask next, where a search named nothing."""
     if event.search.status == "budget_exhausted":
-        return "Give the search more probes: it ran out of them.", "actor_rollout_ref.actor.bisect_budget_steps=512"
+        what, line = advice.more_search(event.search.strategy)
+        return f"{what[:-1]}: it ran out of them.", line
     if event.rerun is None:
         return (
             "Ask whether such a spike comes back: where it does not, it is hardware or a race.",

@@ -6,12 +6,13 @@ them. So three sets, each within the next: shown at first; carried (a click unfo
 Tokens that are not even carried are counted; a report of that one event (``--event``) has them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from ...evidence.numbers import percent, with_error
 from ...evidence.record import Culprit, Sequence, turns_in
 from ..text import visible
 from .shading import Shades, values
@@ -22,10 +23,11 @@ SHORT = 240
 """Sequences up to this length are shown whole."""
 REPEAT = 12
 """So many equal tokens in a row are folded."""
-BYTES_PER_TOKEN = 75
+BYTES_PER_TOKEN = 85
 """What a carried token costs in the page, measured on GRPO runs with all arrays recorded."""
 NUMBERS = (
     "share",
+    "share_error",
     "coefficient",
     "log_prob",
     "old_log_prob",
@@ -40,6 +42,7 @@ NUMBERS = (
 )
 LABELS = {
     "share": "share of the spike",
+    "share_error": "its standard error",
     "coefficient": "d loss / d log-prob",
     "log_prob": "log-prob, trainer",
     "old_log_prob": "log-prob, old policy",
@@ -64,6 +67,12 @@ class Piece:
     end: int
     share: float | None = None
     """Sum of the shares in a fold, where known."""
+    error: float | None = None
+    """Its standard error."""
+
+    @property
+    def share_text(self) -> str:
+        return with_error(self.share, self.error, 3, percent)
 
 
 @dataclass
@@ -152,24 +161,34 @@ def _merge(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return made
 
 
+Carried = Callable[[int, int], tuple[float | None, float | None]]
+"""What the tokens from one position to another carry: the sum of their shares, and its standard error."""
+
+
 def _pieces(made: TokenView, windows: list[tuple[int, int]]) -> Iterator[Piece]:
-    shares = values(made.sequence, "share")
+    shares, errors = values(made.sequence, "share"), values(made.sequence, "share_error")
+    squares = None if errors is None else errors**2
+
+    def carried(start: int, end: int) -> tuple[float | None, float | None]:
+        variance = _sum(squares, start, end)
+        return _sum(shares, start, end), None if variance is None else variance**0.5
+
     at = 0
     for start, end in [*windows, (len(made), len(made))]:
-        yield from _folds(made, at, start, shares)
-        yield from _shown(made, start, end, shares)
+        yield from _folds(made, at, start, carried)
+        yield from _shown(made, start, end, carried)
         at = end
 
 
-def _folds(made: TokenView, start: int, end: int, shares: np.ndarray | None) -> Iterator[Piece]:
+def _folds(made: TokenView, start: int, end: int, carried: Carried) -> Iterator[Piece]:
     """What lies between two windows, cut where the page stops carrying tokens."""
     cuts = sorted({start, end, *(c for pair in made.carried for c in pair if start < c < end)})
     for first, last in zip(cuts, cuts[1:], strict=False):
         is_carried = any(a <= first and last <= b for a, b in made.carried)
-        yield Piece("fold" if is_carried else "absent", first, last, _sum(shares, first, last))
+        yield Piece("fold" if is_carried else "absent", first, last, *carried(first, last))
 
 
-def _shown(made: TokenView, start: int, end: int, shares: np.ndarray | None) -> Iterator[Piece]:
+def _shown(made: TokenView, start: int, end: int, carried: Carried) -> Iterator[Piece]:
     """A window, with long runs of one token folded; culprits always show."""
     ids, culprits = made.sequence.ids, set(made.culprits)
     at = first = start
@@ -180,17 +199,17 @@ def _shown(made: TokenView, start: int, end: int, shares: np.ndarray | None) -> 
         # One of them stays in sight, so that a reader knows what is repeated.
         if last - first > REPEAT:
             yield Piece("shown", at, first + 1)
-            yield Piece("repeat", first + 1, last, _sum(shares, first + 1, last))
+            yield Piece("repeat", first + 1, last, *carried(first + 1, last))
             at = last
         first = last
     if at < end:
         yield Piece("shown", at, end)
 
 
-def _sum(shares: np.ndarray | None, start: int, end: int) -> float | None:
-    if shares is None or start >= end:
+def _sum(column: np.ndarray | None, start: int, end: int) -> float | None:
+    if column is None or start >= end:
         return None
-    part = shares[start:end]
+    part = column[start:end]
     return float(part.sum()) if np.isfinite(part).all() else None
 
 

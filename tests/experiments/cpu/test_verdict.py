@@ -107,6 +107,13 @@ def test_the_story_has_step_rank_micro_batch_position_sentence_and_both_norms():
         assert part in said
 
 
+def test_a_norm_is_told_as_well_as_it_is_known():
+    assert "without it 0.836 (within 0.00017): explained" in verdict.tell(EVENT)
+    far = changed(certificate__norm_after=1.38, certificate__error_bound=2.562)
+    assert "without it at most 3.942: explained" in verdict.tell(far)
+    assert "without it NaN: explained" in verdict.tell(changed(certificate__norm_after="NaN"))
+
+
 def test_a_span_a_newline_and_a_norm_that_is_no_number_can_be_told():
     event = changed(
         trigger__grad_norm="NaN",

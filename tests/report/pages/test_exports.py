@@ -9,7 +9,7 @@ import pytest
 
 from gradloc.report.pages import exports
 from gradloc.report.runs.run import read_run
-from tests.report.builder import HOSTILE, make_culprit, make_event, make_metrics, write_run
+from tests.report.builder import HOSTILE, UNTRUSTED, make_culprit, make_event, make_metrics, write_run
 
 
 @pytest.fixture
@@ -60,3 +60,41 @@ def test_a_hostile_token_stays_in_its_markdown_cell(tmp_path, token):
 
 def test_markdown_text_is_literal():
     assert exports.escape("<img> *x* [a](b)") == r"\<img\> \*x\* \[a\]\(b\)"
+
+
+def one(tmp_path, name: str, **changes):
+    culprits = [make_culprit(is_exact=False, share_error=0.004)]
+    return read_run(write_run(tmp_path / name, [make_event(culprits=culprits, **changes)]))
+
+
+def test_markdown_and_csv_have_the_share_s_error_and_no_share_that_is_not_trusted(tmp_path):
+    known, unknown = one(tmp_path, "known"), one(tmp_path, "unknown", shares=UNTRUSTED)
+    text = exports.to_markdown(known, known.events)
+    assert "| 75% +- 0.4% |" in text and "- The measured shares add up to 0.9998." in text.replace("\\", "")
+    text = exports.to_markdown(unknown, unknown.events)
+    assert "75%" not in text and "their sum is 1.855 +- 0.12, not 1." in text.replace("\\", "")
+    for run, share in ((known, ("0.75", "0.004")), (unknown, ("", ""))):
+        [row] = csv.DictReader(io.StringIO(exports.to_csv(run, run.events)))
+        assert (row["share"], row["share_error"]) == share
+
+
+def test_markdown_tells_the_norm_as_well_as_it_is_known(tmp_path):
+    run = one(tmp_path, "near")
+    assert "0.77 (within 0.0007) without, threshold" in exports.to_markdown(run, run.events)
+    run = one(tmp_path, "far", certificate=make_event()["certificate"] | {"norm_after": 1.38, "error_bound": 2.562})
+    assert "with the culprits, at most 3.942 without, threshold" in exports.to_markdown(run, run.events)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "line", "other"),
+    [
+        ("auto", "gradloc.search.max_steps=8", "bisect_budget_steps"),
+        ("bisect", "bisect_budget_steps=512", "search.max_steps"),
+    ],
+)
+def test_advice_is_of_the_search_that_was_made(tmp_path, strategy, line, other):
+    culprits = [make_culprit(cause={"label": "unknown", "numbers": {}})]
+    event = make_event(culprits=culprits, search=make_event()["search"] | {"strategy": strategy})
+    run = read_run(write_run(tmp_path, [event]))
+    text = exports.to_markdown(run, run.events)
+    assert line in text and other not in text

@@ -18,6 +18,8 @@ from gradloc.report.runs.run import read_run
 from tests.report.builder import (
     HOSTILE,
     REPO,
+    UNTRUSTED,
+    UNTRUSTED_SAID,
     VISIBLE,
     make_culprit,
     make_event,
@@ -113,6 +115,52 @@ def test_the_page_shows_everything_of_an_event_in_the_order_promised(plain):
     for words in in_order:
         at = plain.find(words, at)
         assert at >= 0, words
+
+
+def test_shares_that_do_not_add_up_are_neither_shown_nor_shaded(tmp_path):
+    event = make_event(culprits=[make_culprit(is_exact=False)], shares=UNTRUSTED)
+    sequence = make_sequence(600, share_error=[0.001] * 600)
+    text = html.unescape(render(write_run(tmp_path, [event], {event["event_id"]: [sequence]})))
+    body, payload = text.partition("<main>")[2].partition("</main>")[0], payload_of(text)
+    assert body.count(UNTRUSTED_SAID) == 2, "beside the tokens, and where they are"
+    assert 'value="share"' not in body and 'value="coefficient" checked' in body
+    assert "of the spike</button>" not in body and "<dt>share of the spike</dt><dd>–</dd>" in body
+    assert not re.search("Share of the spike by rank|189.5%|75%", body)
+    for part in payload["events"][event["event_id"]]["s"][0]["parts"]:
+        assert not {"share", "share_error"} & {*part["v"], *part["l"]}
+
+
+def test_of_shares_that_do_not_add_up_those_that_a_backward_measured_are_drawn(tmp_path):
+    text = html.unescape(render(write_run(tmp_path, [make_event(shares=UNTRUSTED)])))
+    assert "Share of the spike by rank and micro-batch: the culprits', each measured by itself" in text
+    assert "rank 1, micro-batch 2: 75%" in text and "189.5%" not in text
+
+
+def test_shares_are_told_with_their_standard_errors_where_these_are_known(tmp_path, plain):
+    shares = make_event()["shares"] | {"closure": 0.98, "closure_error": 0.05}
+    event = make_event(culprits=[make_culprit(share_error=0.004)], shares=shares)
+    sequence = make_sequence(600, share=[0.001] * 600, share_error=[0.0003] * 600)
+    text = html.unescape(render(write_run(tmp_path, [event], {event["event_id"]: [sequence]})))
+    assert "The measured shares add up to 0.98 +- 0.05." in text
+    assert "<dt>share of the spike</dt><dd>75% +- 0.4%</dd>" in text
+    assert re.search(r"⋯ \d+ tokens, [\d.]+% \+- [\d.]+% of the spike</button>", text)
+    assert "The measured shares add up to 0.9998." in plain and "+-" not in plain.partition("<main>")[2]
+
+
+def test_a_bound_of_more_than_half_the_norm_is_told_as_what_the_norm_is_at_most(tmp_path, plain):
+    event = make_event()
+    event["certificate"] |= {"norm_after": 1.38, "error_bound": 2.562}
+    text = render(write_run(tmp_path, [event]))
+    assert "with the culprits, at most 3.942 without them, threshold" in text and "<dd>at most 3.95</dd>" in text
+    assert "with the culprits, 0.77 (within 0.0007) without them, threshold" in plain
+
+
+def test_a_row_of_the_list_tells_the_norm_as_the_event_s_own_page_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "DETAILED", 0)
+    events = [make_event(5), make_event(6)]
+    events[1]["certificate"] |= {"norm_after": 1.38, "error_bound": 2.562}
+    rows = payload_of(render(write_run(tmp_path, events)))["rows"]
+    assert [row["without"] for row in rows] == ["0.77", "at most 3.95"]
 
 
 @pytest.mark.parametrize("difference", [0.0341, 0.0])

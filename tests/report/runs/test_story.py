@@ -10,7 +10,7 @@ from gradloc.report.runs import story
 from gradloc.report.runs.events import convert
 from gradloc.report.runs.metrics import Metrics, build
 from gradloc.report.runs.run import read_run
-from tests.report.builder import make_culprit, make_event, make_metrics, write_run
+from tests.report.builder import UNTRUSTED, make_culprit, make_event, make_metrics, write_run
 
 
 def event(**changes) -> Event:
@@ -110,6 +110,59 @@ def test_the_lede_has_the_number_that_makes_the_cause_one():
     assert told.endswith("The policy moved away from the old one at a token: its ratio is 62.6 times typical.")
     bare = event(culprits=[make_culprit(share=None, cause={"label": "brand_new", "numbers": {}})])
     assert story.tell(bare, None, Metrics()).lede == "No single factor stands out."
+
+
+def test_the_lede_has_the_share_s_error_and_no_share_that_is_not_trusted():
+    culprit = make_culprit(is_exact=False, share_error=0.004)
+    said = story.tell(event(culprits=[culprit]), None, Metrics()).lede
+    assert said.startswith("It carries 75% +- 0.4% of the gradient. ")
+    said = story.tell(event(culprits=[culprit], shares=UNTRUSTED), None, Metrics()).lede
+    assert said.startswith("The advantage is extreme")
+
+
+def test_the_optimizer_s_part_is_told_with_its_error_and_only_where_it_is_trusted():
+    culprit = make_culprit(is_exact=False, share_error=0.004)
+    given = {"grad_clip": 1.0, "clip_scale": 0.00134, "culprit_share": 0.75, "healthy_norm": 0.001}
+    [said] = story.tell(event(culprits=[culprit], consequence=given), 1.0, Metrics()).consequence
+    assert "75% +- 0.4% of what the optimizer took was that token's" in said
+    [said] = story.tell(event(culprits=[culprit], consequence=given, shares=UNTRUSTED), 1.0, Metrics()).consequence
+    assert "and the optimizer took it." in said
+
+
+@pytest.mark.parametrize(
+    ("bound", "figure"),
+    [
+        (0.0007, ("0.77", "without it", "measured (within 0.0007)")),
+        (0.385, ("0.77", "without it", "measured (within 0.39)")),
+        (0.5, ("at most 1.27", "without it", "measured")),
+        (None, ("0.77", "without it", "swap")),
+    ],
+)
+def test_the_norm_without_it_is_told_as_well_as_it_is_known(bound, figure):
+    found = event(certificate=make_event()["certificate"] | {"error_bound": bound})
+    assert story.tell(found, None, Metrics()).figures[1] == figure
+
+
+def test_the_norm_of_a_masked_step_is_told_as_well_as_it_is_known():
+    action = {"requested": "mask", "taken": "mask", "reason": ""}
+    found = event(action=action, certificate=make_event()["certificate"] | {"error_bound": 0.5})
+    assert story.tell(found, None, Metrics()).consequence == [
+        "The optimizer took the step without it, of norm at most 1.27."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said", "line"),
+    [
+        ("auto", "Let the search cost more updates: it ran out of them.", "gradloc.search.max_steps=8"),
+        ("share", "Let the search cost more updates: it ran out of them.", "gradloc.search.max_steps=8"),
+        ("bisect", "Give the search more probes: it ran out of them.", "bisect_budget_steps=512"),
+    ],
+)
+def test_a_search_that_ran_out_is_given_more_of_what_limits_it(strategy, said, line):
+    search = make_event()["search"] | {"status": "budget_exhausted", "strategy": strategy}
+    found = event(culprits=[], search=search)
+    assert story.tell(found, None, Metrics()).action == (said, f"actor_rollout_ref.actor.{line}")
 
 
 def test_the_action_is_the_first_advice_that_the_run_does_not_follow_already():

@@ -133,3 +133,17 @@ def test_turns_are_marked_and_what_a_tool_answered_is_told_apart():
     assert made.turns == {0: 1, 6: 2} and made.left_out == {3, 4, 5}
     whole = tokens.view(sequence(8, response_mask=(1, 1, 1, 0, 1, 1, 0, 0)), [], 100, 100)
     assert whole.turns == {} and not whole.left_out, "a single token that is left out, and padding, are no answer"
+
+
+def test_a_fold_s_share_has_its_standard_error_where_that_is_known():
+    places = {"share": [0.001] * 2000, "share_error": [0.0003] * 2000}
+    fold = tokens.view(sequence(2000, **places), [culprit(1000)], limit=5000, shown=500).pieces[0]
+    assert (fold.kind, fold.end, fold.share_text) == ("fold", 940, "94% +- 0.92%")  # 0.0003 sqrt(940)
+    known = tokens.view(sequence(2000, share=places["share"]), [culprit(1000)], limit=5000, shown=500).pieces[0]
+    assert known.share_text == "94%"
+
+
+def test_a_token_s_error_is_carried_with_its_share():
+    found = sequence(4, share=[0.1, 0.2, 0.3, 0.4], share_error=[0.01, 0.0, 0.02, 0.03])
+    made = tokens.view(found, [], 100, 100)
+    assert tokens.payload(made, 0, shade([found]))["parts"][0]["v"]["share_error"] == [0.01, 0, 0.02, 0.03]

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No search costs more than `max_steps` of the run's own updates, in passes or in time, and all ranks agree on it."""
+
+import pytest
+import torch
+
+from gradloc.core.gradients import GradientSpace
+from gradloc.core.ranks import Ranks
+from gradloc.core.trigger import Spike
+from gradloc.search import task
+from gradloc.search.find import localize
+from tests.bare import BareStep, build, random_batch, shard
+from tests.bare.scenarios import useless_shares
+
+M, THRESHOLD = 4, 4.0
+PLANTS = {(row, 1 + row % 2): 1e3 for row in range(8)}
+
+
+def search(plants=PLANTS, **limits):
+    batch = random_batch(build("tiny")).planted(plants)
+    step = BareStep(shard(build("tiny"), "plain"), batch, M)
+    space = GradientSpace(step.model)
+    step.train()
+    spike = Spike("fixed", space.norm(), THRESHOLD, THRESHOLD * batch.num_tokens**0.5, batch.num_tokens)
+    found = localize(step, space, Ranks(), spike, 1.0, **limits)
+    return found, found.num_forwards + 2 * found.num_backwards
+
+
+@pytest.mark.parametrize("max_steps", [1.5, 2, 4])
+def test_what_it_costs_stays_within_so_many_updates(max_steps):
+    found, cost = search(max_steps=max_steps)
+    assert cost <= 3 * M * max_steps
+    if found.status == "budget_exhausted":
+        assert found.result.stop_reason.endswith(f"what search.max_steps={max_steps:g} allows is spent")
+    assert (max_steps == 1.5) == (found.certificate.verdict != "explained")
+
+
+def test_time_counts_as_passes_do(monkeypatch):
+    monkeypatch.setattr(task, "_LEAST_SECONDS", 0.0)
+    found, cost = search(update_seconds=1e-6)
+    assert found.status == "budget_exhausted" and found.result.culprits == [] and cost == 0
+    assert search(update_seconds=60.0)[0].status == "found"
+
+
+def test_on_a_toy_model_nothing_stalls_and_no_time_is_counted():
+    assert search(update_seconds=1e-6)[0].status == "found"
+
+
+def test_the_published_search_alone_has_the_published_budget():
+    found, _ = search(strategy="bisect", budget=7)
+    assert found.result.stop_reason == "the budget of 7 probes was used up"
+    assert search(strategy="auto", budget=1)[0].status == "found"
+
+
+def test_a_masked_norm_is_certified_though_the_limit_is_spent():
+    found, _ = search({(3, 2): 1e4}, max_steps=1)
+    assert found.certificate.verdict in ("explained", "not_explained")
+
+
+@pytest.mark.parametrize("strategy", ["auto", "share", "sketch"])
+def test_shares_that_are_all_noise_stall_nothing(strategy):
+    check_useless(useless_shares("plain", strategy, "float32"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_so_it_is_on_two_ranks_and_they_agree(bare_world, dtype):
+    found, other = bare_world.run("tests.bare.scenarios.useless_shares", layout="fsdp2", strategy="auto", dtype=dtype)
+    check_useless(found)
+    assert found == other
+
+
+def check_useless(found):
+    assert found["cost"] <= 3 * M * 4, "max_steps' default"
+    assert found["restored"] and found["verdict"] in ("not_explained", "undecided", "explained")
+    assert set(found["places"]) <= set(found["planted"]), "what is named was measured by a backward of its own"
+    assert torch.tensor(found["norm_after"]).isfinite()

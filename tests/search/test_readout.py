@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-odds move linearly where log-probs do not; what scatters is told from what moves."""
+
+import math
+
+import pytest
+import torch
+
+from gradloc.core.probe import Recorded
+from gradloc.search.readout import Readout, log_odds
+
+MANY = 400
+
+
+def recorded(log_prob: torch.Tensor, is_value: bool = False) -> Recorded:
+    made = Recorded(rng=None, is_value=is_value)
+    made.log_prob = log_prob
+    return made
+
+
+def of_logit(logit: torch.Tensor) -> torch.Tensor:
+    """log p of a token whose log-odds these are."""
+    return torch.nn.functional.logsigmoid(logit)
+
+
+@pytest.mark.parametrize("p", [1e-4, 0.5, 0.9, 0.994, 1 - 1e-4])
+@pytest.mark.parametrize("move", [0.1, 0.5, 1.5])
+def test_half_a_difference_of_log_odds_is_the_derivative_of_log_p_at_any_p(p, move):
+    logit = torch.tensor([[math.log(p / (1 - p))]], dtype=torch.float64)
+    readout = Readout(recorded(of_logit(logit)), torch.full((1, 1), -2.0), None, is_half=False)
+    up, down = (of_logit(logit + sign * move) for sign in (1, -1))
+    assert float(readout.read((up, None)) - readout.read((down, None))) / 2 == pytest.approx(-2.0 * (1 - p) * move)
+    by_log_p = float(up - down) / 2 / ((1 - p) * move)
+    assert by_log_p == pytest.approx(1, abs=0.1) or p > 0.8 or move > 1, "what log p gives instead"
+
+
+def test_what_log_p_gives_of_a_token_that_is_nearly_certain_is_sinh():
+    logit, move = torch.tensor(12.0, dtype=torch.float64), 1.5
+    half = (of_logit(logit + move) - of_logit(logit - move)) / 2
+    assert float(half / torch.sigmoid(-logit)) == pytest.approx(math.sinh(move), rel=1e-4)
+
+
+def test_a_p_that_rounds_to_one_is_a_finite_number_and_carries_nothing():
+    assert float(log_odds(torch.zeros(1))) == pytest.approx(24 * math.log(2))
+    readout = Readout(recorded(torch.zeros(1, 1)), torch.ones(1, 1), None, is_half=False)
+    assert float(readout.read((torch.full((1, 1), -1e-3), None))) == 0
+
+
+def test_positions_without_a_coefficient_read_nothing_whatever_they_hold():
+    coefficients = torch.tensor([[1.0, 0.0, 0.0]])
+    garbage = torch.tensor([[-1.0, -math.inf, math.nan]])
+    readout = Readout(recorded(garbage), coefficients, None, is_half=True)
+    legs = (garbage + 0.1, None), (garbage - 0.1, None)
+    for values in (readout.read(legs[0]), readout.error(*legs)):
+        assert values[0, 1:].tolist() == [0, 0] and values.isfinite().all()
+
+
+def test_a_critics_values_are_read_as_they_are():
+    readout = Readout(recorded(torch.tensor([[2.0]]), is_value=True), torch.tensor([[3.0]]), None, is_half=False)
+    assert float(readout.read((torch.tensor([[2.5]]), None))) == 7.5
+
+
+@pytest.mark.parametrize("common", [0.0, 0.2])
+def test_the_error_is_that_of_half_a_difference_whatever_both_legs_have_in_common(common):
+    """Forwards that scatter by 0.02 each, legs by what a dither does to both alike; tokens that hardly move."""
+    torch.manual_seed(0)
+    logit = torch.randn(1, MANY, dtype=torch.float64)
+    shared = common * torch.randn(1, MANY)
+    trained, up, down = (of_logit(logit + part + 0.02 * torch.randn(1, MANY)) for part in (0, shared, shared))
+    readout = Readout(recorded(trained), torch.ones(1, MANY), None, is_half=True)
+    half = (readout.read((up, None)) - readout.read((down, None))) / 2
+    error = readout.error((up, None), (down, None))
+    assert float((half / error).square().mean()) == pytest.approx(1, rel=0.4)
+
+
+def test_a_token_that_scatters_far_more_than_all_others_has_an_error_of_its_own():
+    torch.manual_seed(0)
+    logit = torch.zeros(1, MANY, dtype=torch.float64)
+    noise = 0.02 * torch.randn(2, MANY)
+    noise[0, 7] = 1.0
+    up, down = (of_logit(logit + noise[number]) for number in range(2))
+    error = Readout(recorded(of_logit(logit)), torch.ones(1, MANY), None, is_half=True).error((up, None), (down, None))
+    assert float(error[0, 7]) > 0.1 and float(error.median()) < 0.02
+
+
+def test_in_float32_only_rounding_is_an_error():
+    logit = torch.tensor([[0.0, 12.0]], dtype=torch.float64)
+    readout = Readout(recorded(of_logit(logit)), torch.ones(1, 2), None, is_half=False)
+    legs = (of_logit(logit + 0.3), None), (of_logit(logit - 0.1), None)
+    assert 0 < float(readout.error(*legs).max()) < 1e-6
