@@ -34,7 +34,8 @@ def search(kind: str, seed: int, mode: str, dtype: str, dump_dir: str) -> dict[s
     threshold = _TAU / sum(lengths) ** 0.5
     actor = "actor_rollout_ref.actor"
     settings = [f"{actor}.grad_norm_threshold={_TAU}", f"{actor}.fsdp_config.dtype={dtype}"]
-    trainer = make_trainer([*ON, *settings, f"{actor}.gradloc.action.mode={mode}"], dump_dir)
+    settings += [f"{actor}.gradloc.action.mode={mode}", f"{actor}.gradloc.action.max_masked_share=0.5"]
+    trainer = make_trainer([*ON, *settings], dump_dir)
     gradients = token_gradients(trainer, make_model(), batch)
     planted: list[tuple[int, int]] = []
 

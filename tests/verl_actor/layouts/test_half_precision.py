@@ -9,7 +9,8 @@ MICRO_BATCHES, MAX_STEPS = 2, 4
 
 
 def check(world, dump_dir, kind, seed, mode):
-    found = world.run("tests.verl_actor.layouts.plants.search", kind=kind, seed=seed, mode=mode, dtype="bfloat16", dump_dir=dump_dir)[0]
+    given = {"kind": kind, "seed": seed, "mode": mode, "dtype": "bfloat16", "dump_dir": dump_dir}
+    found = world.run("tests.verl_actor.layouts.plants.search", **given)[0]
     event = found["event"]
     search, shares, certificate = event["search"], event["shares"], event["certificate"]
     cost = search["forwards"] + 2 * search["backwards"]

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shares add up to 1 whatever carries the gradient, and say how well each is known."""
+
+import math
+
+import pytest
+import torch
+
+from gradloc.core.gradients import GradientSpace
+from gradloc.core.probe import Prober
+from gradloc.core.ranks import Ranks
+from gradloc.search.readout import Readout
+from gradloc.search.share import measure_shares
+from tests.bare import BareStep, Oracle, Sharpened, build, random_batch, shard
+
+M, PLACE = 4, (5, 2)
+PLANTS = {
+    "one token": {PLACE: 300.0},
+    "three": {PLACE: 300.0, (9, 1): -250.0, (14, 0): 280.0},
+    "a pair that cancels and a third": {(1, 2): 400.0, (13, 2): -380.0, (6, 1): 300.0},
+}
+
+
+def measured(batch, dtype=torch.float32, wanted=None, **settings):
+    """The map along the step's own gradient, and every token's exact share (M, B, T) in float32."""
+    step = BareStep(shard(build("tiny"), "plain", dtype), batch, M, dtype)
+    space = GradientSpace(step.model)
+    step.train()
+    direction = space.take()
+    prober = Prober(step, space, Ranks())
+    is_half = dtype != torch.float32
+    readouts = [Readout(step.recorded(i), *step.coefficients(i), is_half) for i in range(M)]
+    before = [param.detach().clone() for param in step.model.parameters()]
+    found = measure_shares(prober, readouts, direction, 1.0, wanted, **settings)
+    assert all(torch.equal(a, b) for a, b in zip(before, step.model.parameters(), strict=True)), "restored"
+    return found, prober
+
+
+def exact(batch, place):
+    oracle = Oracle(build("tiny"), batch)
+    whole = oracle.gradient()
+    return float(oracle.gradient([place]) @ whole / (whole @ whole))
+
+
+def share_of(found, place):
+    index, row = divmod(place[0], 4)
+    return float(found.shares(index)[row, place[1]]), float(found.errors[index][row, place[1]]) / found.square
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("plants", PLANTS.values(), ids=PLANTS)
+def test_shares_add_up_and_are_each_what_a_backward_says(plants, dtype):
+    batch = random_batch(build("tiny")).planted(plants)
+    found, _ = measured(batch, dtype)
+    assert found.is_trusted
+    assert abs(found.closure - 1) < max(0.03 if dtype == torch.float32 else 0.15, 3 * found.closure_error)
+    for place in plants:
+        share, error = share_of(found, place)
+        assert share == pytest.approx(exact(batch, place), abs=0.05 + 4 * error)
+
+
+@pytest.mark.parametrize("p", [0.9, 0.994, 0.9999])
+def test_a_token_that_is_nearly_certain_has_a_share_of_one_and_not_more(p):
+    batch, model = random_batch(build("tiny")), build("tiny")
+    labels = batch.labels.clone()
+    labels[PLACE] = Oracle(model, batch).logits(PLACE).argmax()
+    factor = 1.0
+    while True:
+        sharp = batch.edited(labels=labels, amplified=Sharpened(*PLACE, factor))
+        log_prob = Oracle(model, sharp).log_prob(PLACE)
+        if float(log_prob) > torch.tensor(p).log():
+            break
+        factor *= 1.05
+    old = sharp.old_log_probs.clone()
+    old[PLACE] = log_prob  # a ratio of 1, which no clip hides
+    sharp = sharp.edited(old_log_probs=old).planted({PLACE: 1e4 / (1 - p)})
+    found, prober = measured(sharp)
+    assert found.is_trusted and share_of(found, PLACE)[0] == pytest.approx(1.0, abs=0.03)
+    assert prober.num_forwards <= 2 * M + 2
+
+
+def test_a_part_says_what_the_rest_may_carry():
+    batch = random_batch(build("tiny")).planted({PLACE: 100.0})
+    whole, _ = measured(batch)
+    part, prober = measured(batch, wanted=[1], increments=[1.0, 30.0, 1.0, 1.0])
+    assert part.seen == {1} and part.unseen > 0 and prober.num_forwards <= 4
+    assert abs(whole.closure - part.closure) <= 3 * part.closure_error
+
+
+def test_a_map_that_is_too_noisy_is_averaged_with_another_draw_and_one_too_bent_is_taken_shorter():
+    batch = random_batch(build("tiny")).planted({PLACE: 300.0})
+    first, prober = measured(batch, torch.bfloat16)
+    again, _ = measured(batch, torch.bfloat16, refined=first)
+    assert again.num_draws == 2 and again.step == first.step
+    (one, _), (both, _) = (share_of(found, PLACE) for found in (first, again))
+    assert one != both and both == pytest.approx(one, abs=0.05)
+    first.closure, first.shrinking = 0.5, 0.4
+    shorter, _ = measured(batch, torch.bfloat16, refined=first)
+    assert shorter.num_draws == 1 and shorter.step == pytest.approx(0.4 * first.step)
+
+
+def test_what_chance_makes_of_many_tokens_is_taken_off():
+    batch = random_batch(build("tiny")).planted({PLACE: 20.0})
+    found, _ = measured(batch, torch.bfloat16)
+    for place in map(tuple, batch.mask.nonzero().tolist()):
+        index, row = divmod(place[0], 4)
+        least = float(found.least(index)[row, place[1]]) / found.square
+        assert abs(least) <= abs(exact(batch, place)) * 1.15 + 1e-3 and abs(least) <= abs(share_of(found, place)[0])
+    assert found.chance == pytest.approx(math.sqrt(2 * math.log(batch.num_tokens)), rel=0.01)
