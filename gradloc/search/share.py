@@ -222,9 +222,12 @@ class _Measurement:
     def _leg(
         self, weights: MovedWeights, step: float, micro_batches: Sequence[int]
     ) -> tuple[dict[int, Outputs], float]:
-        space = self.prober.space
-        moved = float(space.reduce(lambda: weights.move(self.direction, step / self.scale))) / self.scale
-        return {index: forward_on_routes(self.prober, index) for index in micro_batches}, moved
+        """The forwards at this step, and <R, what it really moved>."""
+        prober, moved = self.prober, step * self.square
+        rounded = prober.ranks.agree(lambda: weights.move(self.direction, step / self.scale))
+        if rounded is not None:
+            moved = float(prober.space.reduce(lambda: rounded)) / self.scale
+        return {index: forward_on_routes(prober, index) for index in micro_batches}, moved
 
     def _rescaling(self, legs: Legs, step: float, is_first: bool) -> float:
         """What to multiply the step with; 1 where another would not make the error much smaller."""

@@ -69,11 +69,12 @@ class MovedWeights:
         return self
 
     @torch.no_grad()
-    def move(self, direction: Gradient, step: float) -> torch.Tensor:
+    def move(self, direction: Gradient, step: float) -> torch.Tensor | None:
         """Set the weights to (original + dither + step * direction).
 
         Returns:
-            This rank's part of <direction, how far the weights moved as a forward sees them>, float64, a scalar.
+            This rank's part of <direction, how far the weights moved as a forward sees them>, float64, a scalar; None
+            in float32, where that is what was asked for.
         """
         reshard(self._space.module)
         total = torch.zeros((), dtype=torch.float64, device=self._space.params[0].device)
@@ -84,9 +85,10 @@ class MovedWeights:
                 continue
             along = local_shard(part).float()
             self._set(param, saved, torch.add(saved.float(), along, alpha=step), dither)
-            seen = local_shard(param) if self._bits is None else local_shard(param).to(self._dtype)
-            total += torch.dot((seen.float() - saved.float()).flatten(), along.flatten())
-        return total
+            if self._bits is not None:
+                seen = local_shard(param).to(self._dtype).float().sub_(saved)
+                total += torch.dot(seen.flatten(), along.flatten())
+        return None if self._bits is None else total
 
     @torch.no_grad()
     def move_randomly(self, seed: int, step: float) -> None:
