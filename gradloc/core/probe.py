@@ -181,6 +181,8 @@ class Prober:
         self.ranks = ranks
         self.num_forwards = 0
         self.num_backwards = 0
+        self.scatter: float | None = None
+        """In half precision: what a reading scatters by, of the bound that costs no forward; None until measured."""
         self.routes: dict[int, list[torch.Tensor]] = {}
         """Of a mixture of experts, by micro-batch: what every top-k of its forward chose, in their order."""
 

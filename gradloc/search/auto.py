@@ -23,6 +23,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from ..core.gradients import Gradient
 from .bisect import bisect
 from .candidates import (
@@ -151,7 +153,8 @@ class _Search:
                 shares = self._measure_of(part, known=shares)
                 if shares is None:
                     return None
-                if not shares.is_noisy and not _is_far(shares):
+                is_certain = self.prober.step.compute_dtype == torch.float32 and _is_far(shares)
+                if not shares.is_noisy and not is_certain:
                     shares = self._refined(shares)
         if number == 0:
             self.result.shares = shares

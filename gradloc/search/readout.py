@@ -27,6 +27,8 @@ they are.
 Shapes: B rows of a micro-batch, T response positions.
 """
 
+import math
+
 import torch
 
 from ..core.probe import Recorded
@@ -104,6 +106,19 @@ class Readout:
                 scatter = _scatter(up.double(), down.double(), before.double(), self._entropy != 0)
                 square = square + _weighed(self._entropy.square(), scatter)
         return torch.where(self._log_prob != 0, square, 0.0).sqrt()
+
+    def scatter(self, plus: Outputs, minus: Outputs, still: Outputs) -> float:
+        """What part of its bound the noise is, at most 1: by a forward at the legs' own dither and no move.
+
+        Half the sum of the legs less that forward is noise alone for tokens that move little, and most do: its
+        variance is three times that of half the difference.
+        """
+        up, down, before = (self.scores(part[0]) for part in (plus, minus, still))
+        bound = _scatter(up, down, self.scores(self._recorded.log_prob), self.slope != 0)[self.slope != 0]
+        found = ((up + down) / 2 - before)[self.slope != 0].square() / 3
+        if not len(bound) or not float(bound.median()) > 0:
+            return 0.0  # no token of its own: the other ranks tell
+        return min(1.0, math.sqrt(float(found.median() / bound.median())))
 
 
 def _scatter(up: torch.Tensor, down: torch.Tensor, before: torch.Tensor, matters: torch.Tensor) -> torch.Tensor:

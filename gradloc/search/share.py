@@ -49,7 +49,7 @@ from .weights import MovedWeights
 
 __all__ = ["ShareMap", "measure_shares"]
 
-_TARGET = {torch.float32: 0.1, torch.bfloat16: 0.4, torch.float16: 0.4}
+_TARGET = {torch.float32: 0.1, torch.bfloat16: 0.8, torch.float16: 0.8}
 _CURVATURE = 0.3  # times the response squared: how far closure may be off (0.01 on 135M weights, 1 on 60k)
 _RESPONSES = (0.05, 2.0)  # between these the step is chosen
 _FINE = {torch.float32: 0.02, torch.bfloat16: 0.1, torch.float16: 0.1}  # an error of closure that is let pass
@@ -57,7 +57,8 @@ _BAND = {torch.float32: 0.03, torch.bfloat16: 0.15, torch.float16: 0.15}  # how 
 _CERTAIN = 3.0  # standard errors
 _USABLE = 1 / _CERTAIN  # a closure whose standard error is larger does not tell 1 from 0
 _PARTIAL_CLOSURE = 0.5  # from here on, some micro-batches alone are worth looking at: they carry most of the gradient
-_SHRINKING = (0.1, 0.7)  # of the step, where curvature is what puts closure off
+_SHRINKING = (0.1, 0.7)  # of the step, where curvature is what puts closure off,
+_BENT = {0.6: 0.1, 0.3: 0.25}  # and by more than this no law of squares holds: so much of it then, at most
 _LATER = 2.0  # times the response that was aimed at: so much may micro-batches move that come after the first
 _NOTABLE = 0.1  # of what a micro-batch carries, signs aside
 
@@ -147,8 +148,8 @@ def measure_shares(
         increments: estimate of each micro-batch's own gradient norm, where that is known.
 
     Returns:
-        2 forwards of each micro-batch, at most 2 more of one to settle the step, and of a model of experts one more of
-        each to note its routes.
+        2 forwards of each micro-batch, at most 2 more of one to settle the step, in half precision one more of one to
+        measure noise, once a search, and of a model of experts one more of each to note its routes.
     """
     chosen = range(prober.step.num_micro_batches) if micro_batches is None else micro_batches
     return _Measurement(prober, readouts, direction, scale, chosen, known, refined, increments).run()
@@ -196,15 +197,38 @@ class _Measurement:
 
     def _measured(self, weights: MovedWeights, step: float) -> ShareMap:
         """A pilot, the micro-batch with this rank's largest coefficient, settles the step for the others."""
-        found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        prober, found = self.prober, dict[int, tuple[torch.Tensor, torch.Tensor]]()
         pilot = max(self.micro_batches, key=lambda index: self.sizes[index])
         rest = [index for index in self.micro_batches if index != pilot]
         parts = [[pilot], rest] if self.fixed_step is None and rest else [list(self.micro_batches)]
         for number, part in enumerate(parts):
             is_first = number == 0 and self.fixed_step is None
             legs, step, moved = self._legs(weights, step, part, is_first)
-            found.update(self.prober.ranks.agree(partial(self._read, legs, moved)))
+            found.update(prober.ranks.agree(partial(self._read, legs, moved)))
+            if number == 0 and self.dtype != torch.float32 and prober.scatter is None:
+                self._measure_scatter(weights, pilot, legs, found)
         return self._combine(found, step)
+
+    def _measure_scatter(
+        self,
+        weights: MovedWeights,
+        pilot: int,
+        legs: Legs,
+        found: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Where the noise matters, hold its bound against what the pilot scatters by with no move at all: a forward."""
+        prober = self.prober
+
+        def noise() -> float:
+            return math.sqrt(sum(float(error.square().sum()) for _, error in found.values())) / self.square
+
+        if prober.ranks.max([prober.ranks.agree(noise)])[0] <= _FINE[self.dtype] / 2:
+            return
+        still = self._leg(weights, 0.0, [pilot])[0][pilot]
+        readout, legs_of = self.readouts[pilot], (legs[0][pilot], legs[1][pilot])
+        (prober.scatter,) = prober.ranks.max([prober.ranks.agree(lambda: readout.scatter(*legs_of, still))])
+        for index, (product, error) in found.items():
+            found[index] = product, error * prober.scatter
 
     def _legs(self, weights: MovedWeights, step: float, part: list[int], is_first: bool) -> tuple[Legs, float, float]:
         """The forwards at +step and -step, the step that lessens the error, and half of <R, what it really moved>."""
@@ -272,7 +296,7 @@ class _Measurement:
 
     def _noise(self, legs: Legs) -> float:
         squares = [self.readouts[i].error(plus, legs[1].get(i)).square().sum() for i, plus in legs[0].items()]
-        return math.sqrt(sum(map(float, squares)))
+        return math.sqrt(sum(map(float, squares))) * (self.prober.scatter or 1.0)
 
     def _read(self, legs: Legs, moved: float) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """<g_t, R> and its standard error of these micro-batches' tokens, float64 (B, T) each."""
@@ -281,7 +305,7 @@ class _Measurement:
         for index, plus in legs[0].items():
             readout, minus = self.readouts[index], legs[1][index]
             half = (readout.read(plus) - readout.read(minus)) / 2
-            found[index] = half * per_move, readout.error(plus, minus) * abs(per_move)
+            found[index] = half * per_move, readout.error(plus, minus) * abs(per_move) * (self.prober.scatter or 1.0)
         return found
 
     def _combine(self, found: dict[int, tuple[torch.Tensor, torch.Tensor]], step: float) -> ShareMap:
@@ -326,6 +350,7 @@ class _Measurement:
         if off <= max(_BAND[self.dtype], _CERTAIN * noise):
             return 1.0
         least, most = _SHRINKING
+        most = next((part for bent, part in _BENT.items() if off > bent), most)
         return min(max((noise / (2 * off)) ** (1 / 3), least), most)
 
     def _is_trusted(self, closure: float, noise: float) -> bool:

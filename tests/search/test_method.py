@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradloc.core.probe import Recorded
+from gradloc.search.readout import Readout
 from gradloc.search.sketch import _chi2_quantile
 from tests.bare import Loss, Oracle, build, random_batch
 from tests.bare.model import entropy_of, log_prob_of
@@ -48,9 +50,12 @@ class Method:
 
     def products(self, direction: torch.Tensor, step: float) -> torch.Tensor:
         """Section 3's finite difference of <g_t, R>, (N,)."""
-        (p_plus, h_plus), (p_minus, h_minus) = self.outputs(step * direction), self.outputs(-step * direction)
-        mask = self.batch.mask
-        return (self.c * (p_plus - p_minus)[mask] + self.e * (h_plus - h_minus)[mask]) / (2 * step)
+        recorded = Recorded(rng=None)
+        recorded.log_prob = self.outputs()[0]
+        whole = [torch.zeros_like(recorded.log_prob).masked_scatter(self.batch.mask, part) for part in (self.c, self.e)]
+        readout = Readout(recorded, *whole, is_half=False)
+        plus, minus = (readout.read(self.outputs(sign * step * direction)) for sign in (1, -1))
+        return (plus - minus)[self.batch.mask] / (2 * step)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +72,18 @@ def test_1_the_tokens_gradients_add_up_and_are_their_coefficients_times_two_jaco
     parts = [torch.cat([g.flatten() for g in torch.autograd.grad(out, params, retain_graph=True)]) for out in outputs]
     expected = method.c[number] * parts[0] + method.e[number] * parts[1]
     torch.testing.assert_close(method.gradients[number], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_3_what_bends_in_log_odds_is_the_logsumexp_of_the_others_within_its_bound():
+    torch.manual_seed(0)
+    for width in (0.3, 1.0, 2.0):
+        worst = 0.0
+        for _ in range(200):
+            logits, rates = 3 * torch.randn(6, dtype=torch.float64), width * torch.rand(6, dtype=torch.float64)
+            up, down = (torch.logsumexp(logits + sign * rates, 0) for sign in (1, -1))
+            derivative = float(logits.softmax(0) @ rates)
+            worst = max(worst, abs(float(up - down) / 2 - derivative))
+        assert 0 < worst <= 1.05 * width**3 / (36 * math.sqrt(3)), "1.05: the next order"
 
 
 def test_3_shares_add_up_to_one_and_the_difference_errs_by_the_square_of_its_step(method):
