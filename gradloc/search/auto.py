@@ -52,6 +52,7 @@ _MAX_HINTS = 2
 _FAR = 3.0  # closure off by more than this factor is no rounding,
 _RESOLVED = 0.02  # of closure: less is no part unseen
 _LIKELY = 2.0  # standard errors: what is more than these may be a culprit; its own backward has to tell
+_ANY = 1e-9  # of them
 _MAX_REFINEMENTS = 2  # of shares that do not add up
 _MOSTLY_SEEN = 0.25  # of a gradient, by norms: with less than that left unread, a part's shares are known to be off
 _BY_FAR = 1.5  # times the threshold, and
@@ -95,6 +96,10 @@ class _Search:
                 shares = found
             candidates = self._candidates(shares, with_hints=number == 0)
             likely = self._spans(replace(shares, certainty=_LIKELY))
+            if not candidates and not likely:  # one that is all noise for what is known
+                candidates = [
+                    replace(span, bound=0.0) for span in self._spans(replace(shares, certainty=_ANY))[:_MAX_HINTS]
+                ]
             if self._is_spread(shares, likely, candidates):
                 return self.result
             candidates += self._uncertain(shares, candidates, likely)

@@ -91,19 +91,24 @@ class Readout:
             return (self.scores(plus[0]) - self.scores(self._recorded.log_prob)).abs()
         return (self.scores(plus[0]) - self.scores(minus[0])).abs() / 2
 
-    def error(self, plus: Outputs, minus: Outputs | None) -> torch.Tensor:
+    def error(self, plus: Outputs, minus: Outputs | None, part: float = 1.0) -> torch.Tensor:
         """Standard error of half the difference of two legs' :meth:`read`, float64 (B, T).
 
-        Two parts. Float32 rounds a log-prob. In half precision a forward at other weights reads other scores even where
-        nothing should move; see :func:`_scatter`.
+        Two parts. Float32 rounds a log-prob. In half precision a forward at other weights reads other scores even
+        where nothing should move; see :func:`_scatter`.
+
+        Args:
+            plus: a leg.
+            minus: the other; None where one is enough, and then nothing is known of what scatters.
+            part: see :meth:`scatter`.
         """
         square = (self._log_prob * _ROUNDING).square() / 2
         if self._is_half and minus is not None:
             ups = self.scores(plus[0]), self.scores(minus[0]), self.scores(self._recorded.log_prob)
-            square = square + _weighed(self.slope.square(), _scatter(*ups, self.slope != 0))
+            square = square + _weighed(self.slope.square(), _scatter(*ups, self.slope != 0, part))
             up, down, before = plus[1], minus[1], self._recorded.entropy
             if self._entropy is not None and up is not None and down is not None and before is not None:
-                scatter = _scatter(up.double(), down.double(), before.double(), self._entropy != 0)
+                scatter = _scatter(up.double(), down.double(), before.double(), self._entropy != 0, part)
                 square = square + _weighed(self._entropy.square(), scatter)
         return torch.where(self._log_prob != 0, square, 0.0).sqrt()
 
@@ -114,20 +119,22 @@ class Readout:
         variance is three times that of half the difference.
         """
         up, down, before = (self.scores(part[0]) for part in (plus, minus, still))
-        bound = _scatter(up, down, self.scores(self._recorded.log_prob), self.slope != 0)[self.slope != 0]
+        bound = _scatter(up, down, self.scores(self._recorded.log_prob), self.slope != 0, 1.0)[self.slope != 0]
         found = ((up + down) / 2 - before)[self.slope != 0].square() / 3
         if not len(bound) or not float(bound.median()) > 0:
             return 0.0  # no token of its own: the other ranks tell
         return min(1.0, math.sqrt(float(found.median() / bound.median())))
 
 
-def _scatter(up: torch.Tensor, down: torch.Tensor, before: torch.Tensor, matters: torch.Tensor) -> torch.Tensor:
+def _scatter(
+    up: torch.Tensor, down: torch.Tensor, before: torch.Tensor, matters: torch.Tensor, part: float
+) -> torch.Tensor:
     """Variance of half the difference of two legs, by noise alone: (B, T).
 
     Two things bound it from above. Half the sum of the legs less training's own: noise, and what training's read-out
     rounds. And what most tokens move by, which is noise and how they really move. The smaller one holds for all tokens
     together; how far each is above it, by its own half sum: one draw, so that of all tokens counts, too. One that is
-    far off all others has a scatter of its own.
+    far off all others has a scatter of its own, whatever part of the bound theirs is.
     """
     own = ((up + down) / 2 - before).square()
     seen = matters & own.isfinite()
@@ -135,7 +142,7 @@ def _scatter(up: torch.Tensor, down: torch.Tensor, before: torch.Tensor, matters
         return torch.zeros_like(own)
     usual = own[seen].median() * _MEDIAN**2
     moved = ((up - down) / 2)[seen].abs().nan_to_num(posinf=0.0).median() * _MEDIAN
-    level = torch.minimum(usual / 2, moved.square())
+    level = part**2 * torch.minimum(usual / 2, moved.square())
     own = torch.where(own.isfinite(), own, usual)
     usual = usual.clamp(min=1e-300)
     return torch.where(own > _STRAY**2 * usual, own / 2, level * (own + _PRIOR * usual) / ((1 + _PRIOR) * usual))

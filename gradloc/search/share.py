@@ -23,7 +23,7 @@ g_t add up to 1: *closure*, which checks the measurement. A share bounds the tok
 |share_t| ||R|| (Cauchy-Schwarz).
 
 The step s aims at a response, how far the log-odds move of the tokens that carry R. A first guess s = T max|c (1 -
-p)| / ||R||^2 is exact when one token dominates. Two errors depend on the response r: curvature's, up to r^2 / 3, and
+p)| / ||R||^2 is exact when one token dominates. Two errors depend on the response r: curvature's, up to r^2 / 5, and
 the noise of reading log-odds, which goes with 1 / r. Both are known once the first micro-batch has been read, so the
 step is taken anew where that halves a large error. What is left of the noise is every share's standard
 error.
@@ -50,11 +50,12 @@ from .weights import MovedWeights
 __all__ = ["ShareMap", "measure_shares"]
 
 _TARGET = {torch.float32: 0.1, torch.bfloat16: 0.8, torch.float16: 0.8}
-_CURVATURE = 0.3  # times the response squared: how far closure may be off (0.01 on 135M weights, 1 on 60k)
+_CURVATURE = 0.2  # times the response squared: how far closure may be off (0.01 on 135M weights, 1 on 60k)
 _RESPONSES = (0.05, 2.0)  # between these the step is chosen
-_FINE = {torch.float32: 0.02, torch.bfloat16: 0.1, torch.float16: 0.1}  # an error of closure that is let pass
+_FINE = {torch.float32: 0.02, torch.bfloat16: 0.15, torch.float16: 0.15}  # an error of closure that is let pass
 _BAND = {torch.float32: 0.03, torch.bfloat16: 0.15, torch.float16: 0.15}  # how far closure may be off beside its noise
 _CERTAIN = 3.0  # standard errors
+_HEARD = 0.05  # of closure: noise whose bound is more is measured
 _USABLE = 1 / _CERTAIN  # a closure whose standard error is larger does not tell 1 from 0
 _PARTIAL_CLOSURE = 0.5  # from here on, some micro-batches alone are worth looking at: they carry most of the gradient
 _SHRINKING = (0.1, 0.7)  # of the step, where curvature is what puts closure off,
@@ -206,7 +207,7 @@ class _Measurement:
             legs, step, moved = self._legs(weights, step, part, is_first)
             found.update(prober.ranks.agree(partial(self._read, legs, moved)))
             if number == 0 and self.dtype != torch.float32 and prober.scatter is None:
-                self._measure_scatter(weights, pilot, legs, found)
+                self._measure_scatter(weights, pilot, legs, moved, found)
         return self._combine(found, step)
 
     def _measure_scatter(
@@ -214,6 +215,7 @@ class _Measurement:
         weights: MovedWeights,
         pilot: int,
         legs: Legs,
+        moved: float,
         found: dict[int, tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
         """Where the noise matters, hold its bound against what the pilot scatters by with no move at all: a forward."""
@@ -222,13 +224,12 @@ class _Measurement:
         def noise() -> float:
             return math.sqrt(sum(float(error.square().sum()) for _, error in found.values())) / self.square
 
-        if prober.ranks.max([prober.ranks.agree(noise)])[0] <= _FINE[self.dtype] / 2:
+        if prober.ranks.max([prober.ranks.agree(noise)])[0] <= _HEARD:
             return
         still = self._leg(weights, 0.0, [pilot])[0][pilot]
         readout, legs_of = self.readouts[pilot], (legs[0][pilot], legs[1][pilot])
         (prober.scatter,) = prober.ranks.max([prober.ranks.agree(lambda: readout.scatter(*legs_of, still))])
-        for index, (product, error) in found.items():
-            found[index] = product, error * prober.scatter
+        found.update(prober.ranks.agree(partial(self._read, legs, moved)))
 
     def _legs(self, weights: MovedWeights, step: float, part: list[int], is_first: bool) -> tuple[Legs, float, float]:
         """The forwards at +step and -step, the step that lessens the error, and half of <R, what it really moved>."""
@@ -295,8 +296,13 @@ class _Measurement:
         return [float(notable.max()) if len(notable) else float((parts * response).sum()) / total]
 
     def _noise(self, legs: Legs) -> float:
-        squares = [self.readouts[i].error(plus, legs[1].get(i)).square().sum() for i, plus in legs[0].items()]
-        return math.sqrt(sum(map(float, squares))) * (self.prober.scatter or 1.0)
+        errors = [self.readouts[i].error(plus, legs[1].get(i), self._part) for i, plus in legs[0].items()]
+        return math.sqrt(sum(float(error.square().sum()) for error in errors))
+
+    @property
+    def _part(self) -> float:
+        """Of the noise's bound, as far as that is known."""
+        return 1.0 if self.prober.scatter is None else self.prober.scatter
 
     def _read(self, legs: Legs, moved: float) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """<g_t, R> and its standard error of these micro-batches' tokens, float64 (B, T) each."""
@@ -305,7 +311,7 @@ class _Measurement:
         for index, plus in legs[0].items():
             readout, minus = self.readouts[index], legs[1][index]
             half = (readout.read(plus) - readout.read(minus)) / 2
-            found[index] = half * per_move, readout.error(plus, minus) * abs(per_move) * (self.prober.scatter or 1.0)
+            found[index] = half * per_move, readout.error(plus, minus, self._part) * abs(per_move)
         return found
 
     def _combine(self, found: dict[int, tuple[torch.Tensor, torch.Tensor]], step: float) -> ShareMap:
