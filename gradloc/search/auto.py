@@ -96,10 +96,9 @@ class _Search:
                 shares = found
             candidates = self._candidates(shares, with_hints=number == 0)
             likely = self._spans(replace(shares, certainty=_LIKELY))
-            if not candidates and not likely:  # one that is all noise for what is known
-                candidates = [
-                    replace(span, bound=0.0) for span in self._spans(replace(shares, certainty=_ANY))[:_MAX_HINTS]
-                ]
+            if not candidates and not likely:  # a token that is all noise for what is known
+                loud = [span for span in self._spans(replace(shares, certainty=_ANY)) if span.span == "token"]
+                candidates = [replace(span, bound=0.0) for span in loud[:_MAX_HINTS]]
             if self._is_spread(shares, likely, candidates):
                 return self.result
             candidates += self._uncertain(shares, candidates, likely)
