@@ -179,8 +179,9 @@ def _settings(bundle: Bundle, strategy: str | None, budget: int | None) -> dict[
         raise ReplayError(f"The strategy {strategy!r} is not known; there are {', '.join(STRATEGIES)}.")
     of_run = (actor.get("gradloc") or {}).get("search") or {}
     budget = budget or search.budget or actor.get("bisect_budget_steps") or _BUDGET
-    found = {"strategy": strategy, "budget": budget, "max_culprits": of_run.get("max_culprits") or _MAX_CULPRITS}
-    return found | ({"max_steps": of_run["max_steps"]} if "max_steps" in of_run else {})
+    most = of_run.get("max_culprits") or _MAX_CULPRITS
+    # nothing waits for a replay, so that it may cost what it takes
+    return {"strategy": strategy, "budget": budget, "max_culprits": most, "max_steps": math.inf}
 
 
 # ---- what the person reads

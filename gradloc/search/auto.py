@@ -28,22 +28,24 @@ import torch
 from ..core.gradients import Gradient
 from .bisect import bisect
 from .candidates import (
+    MUCH,
     Candidate,
+    are_few,
     beside_louder,
     by_coefficient,
     by_share,
     by_value,
+    carried,
     carried_by,
     least_bound,
     most_verified,
     non_finite,
+    why_spread,
 )
-from .others import doubt_backward, split_off
 from .share import ShareMap, measure_shares
 from .sketch import sketch
-from .spread import MUCH, are_few, carried, why_spread
-from .task import Culprit, PathEntry, SearchResult, Source, Task, verify
-from .triage import nothing_found
+from .task import Culprit, PathEntry, SearchResult, Source, Task, measured_culprit, verify
+from .triage import doubt_backward, nothing_found, split_off
 
 __all__ = ["auto", "share"]
 
@@ -341,6 +343,8 @@ class _Search:
         alone, self._alone = self._alone if self._others is None else None, None
         self._direction = task.gradient  # a residual of before need not be held any longer
         certificate = task.certify(self.result.tokens, alone, self._is_going_on)
+        if len(self.result.culprits) == 1 and not self.result.culprits[0].is_exact:
+            self._measure_by_difference()
         self.result.certificate = certificate
         self._note("residual", certificate.verdict, certificate.reason, certificate.norm_after)
         self.result.stop_reason = certificate.reason
@@ -350,6 +354,15 @@ class _Search:
             is_done = self.prober.space.norm() < task.reference
         self._direction, self._scale = self.prober.space.take(), 1.0
         return is_done
+
+    def _measure_by_difference(self) -> None:
+        """The only culprit's own gradient: what the certificate left in ``.grad`` is the spike without it."""
+        space, (culprit,) = self.prober.space, self.result.culprits
+        rest = space.take()
+        self.prober.add(self.task.gradient, alpha=1.0 / self.task.scale)
+        self.prober.add(rest, alpha=-1.0)
+        self.result.culprits = [measured_culprit(self.task, culprit.span, culprit.tokens, self.task.culprit_norm)]
+        space.put(rest)
 
     def _spikes_without(self) -> bool:
         """Whether the culprits' own backwards tell that the rest spikes by far; it is then the next direction."""

@@ -30,15 +30,19 @@ from .share import ShareMap, shrunk
 from .task import Task
 
 __all__ = [
+    "MUCH",
     "Candidate",
+    "are_few",
     "beside_louder",
     "by_coefficient",
     "by_share",
     "by_value",
+    "carried",
     "carried_by",
     "least_bound",
     "most_verified",
     "non_finite",
+    "why_spread",
 ]
 
 _WINDOW_SHARE = 0.9  # of a sequence's product, that a segment must carry to be named instead of the sequence
@@ -48,6 +52,11 @@ _ELEVATED = 3.0  # times the typical coefficient: the loss weighs such a token m
 _ALIKE = 10.0  # a token whose coefficient is more times its row's is no part of what the row has in common
 _MOST = 0.8  # of a row's tokens, that must be elevated for the row to be the culprit
 _HOT = 0.4  # of a culprit's norm: a tenth of the threshold, under which no token of a segment is
+MUCH = 0.5  # of a spike, that few spans carry together where they are worth naming though more than may be named,
+_MOSTLY = 0.75  # that culprits carry beside a healthy rest,
+_ABOVE = 10.0  # times their part of the batch's tokens: in a batch that is scaled as a whole spans carry less;
+_NEARLY_ALL = 0.9  # of a spike:
+_WELL_ABOVE = 3.0  # then this many times their part is enough, since none of few rows can carry ten times its part
 _MAX_SENT = 64  # candidates a rank
 _MAX_VERIFIED = 3  # candidates measured by a backward of their own though their bound names them, per round
 _AT_LEAST = 0.5  # of a culprit's norm is bound enough for a token that has, by its share,
@@ -127,14 +136,13 @@ def least_bound(task: Task, norm: float, candidate: Candidate) -> float:
 def most_verified(task: Task, norm: float, candidates: list[Candidate]) -> int:
     """How many have a backward of their own though their bound names them, for their exact norm.
 
-    All where they are few and the certificate needs their gradients; of many no more than cost an eighth of a pass over
-    the micro-batches.
+    All where they are few; one that the certificate has no use for is the spike less what is left. Of many no more than
+    cost an eighth of a pass over the micro-batches.
     """
     named = [candidate for candidate in candidates if candidate.bound >= least_bound(task, norm, candidate)]
     num_tokens = sum(len(candidate.tokens) for candidate in named)
-    if len(named) <= _MAX_VERIFIED and is_subtracted(
-        task.prober, task.spike.grad_norm, task.spike.threshold, num_tokens
-    ):
+    is_used = is_subtracted(task.prober, task.spike.grad_norm, task.spike.threshold, num_tokens)
+    if 1 < len(named) <= _MAX_VERIFIED or (len(named) == 1 and is_used):
         return _MAX_VERIFIED
     return min(_MAX_VERIFIED, task.prober.step.num_micro_batches // 8)
 
@@ -154,6 +162,48 @@ def carried_by(task: Task, shares: ShareMap, tokens: set[Token]) -> tuple[float,
 
     product, variance = ranks.sum(ranks.agree(local))
     return product, variance
+
+
+def carried(task: Task, shares: ShareMap, spans: list[Candidate]) -> tuple[float, float]:
+    """What part of the direction these spans carry at least, and what part of the batch's tokens they are."""
+    num_tokens = sum(len(candidate.tokens) for candidate in spans)
+    part = sum(candidate.bound for candidate in spans) / shares.square**0.5
+    return part, num_tokens / max(task.spike.num_tokens, 1)
+
+
+def are_few(task: Task, shares: ShareMap, spans: list[Candidate]) -> bool:
+    """Whether some first ones of these spans carry much of the direction, and far more than their part."""
+    for count in range(1, len(spans) + 1):
+        much, part = carried(task, shares, spans[:count])
+        if much > max(MUCH, _ABOVE * part) or much > max(_NEARLY_ALL, _WELL_ABOVE * part):
+            return True
+    return False
+
+
+def why_spread(task: Task, shares: ShareMap, spans: list[Candidate], room: int) -> str | None:
+    """Why the spans that carry most of the spike are no more than a part of it; None where they are worth naming.
+
+    Without tokens that carry the part s of R its norm is at least (1 - s) ||R||. Where that spikes for as many as may
+    be named, they are worth naming as the loudest of a few. Else they may explain the spike, and are worth it where
+    they carry what culprits beside a healthy rest of half the threshold do, or far more than their part.
+
+    Args:
+        task: with a threshold.
+        shares: as measured.
+        spans: that may be culprits.
+        room: how many may still be named.
+    """
+    assert task.spike.threshold is not None, "a rehearsal has nothing to explain"
+    if not spans:
+        return "no span of tokens carries a culprit's part of it"
+    much, part = carried(task, shares, spans[:room])
+    if (1 - much - abs(1 - shares.closure)) * shares.square**0.5 <= task.spike.threshold:
+        if much > min(_MOSTLY * shares.closure, _ABOVE * part):
+            return None
+        return f"the loudest spans, {part:.0%} of the batch's tokens, carry {much:.0%} of it"
+    if are_few(task, shares, spans):
+        return None
+    return f"{room} spans carry {much:.0%} of it at most; without them the norm is still over the threshold"
 
 
 def _typical(task: Task, shares: ShareMap, named: set[Token]) -> tuple[float, float]:

@@ -49,7 +49,7 @@ from .weights import MovedWeights
 
 __all__ = ["ShareMap", "measure_shares"]
 
-_TARGET = {torch.float32: 0.1, torch.bfloat16: 0.8, torch.float16: 0.8}
+_TARGET = {torch.float32: 0.05, torch.bfloat16: 0.8, torch.float16: 0.8}
 _CURVATURE = 0.2  # times the response squared: how far closure may be off (0.01 on 135M weights, 1 on 60k)
 _RESPONSES = (0.05, 2.0)  # between these the step is chosen
 _FINE = {torch.float32: 0.02, torch.bfloat16: 0.15, torch.float16: 0.15}  # an error of closure that is let pass

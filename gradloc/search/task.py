@@ -27,7 +27,7 @@ from ..core.trigger import Spike
 from .readout import Readout
 from .share import ShareMap
 
-__all__ = ["Culprit", "Limit", "PathEntry", "SearchResult", "Source", "Task", "verify"]
+__all__ = ["Culprit", "Limit", "PathEntry", "SearchResult", "Source", "Task", "measured_culprit", "verify"]
 
 _MICRO_BATCHES = 16  # the published budget is meant for up to so many
 _LEAST_SECONDS = 2.0  # that an update counts as lasting: on a toy model all is overhead, and nothing stalls
@@ -116,7 +116,8 @@ class Task:
     @property
     def affordable_forwards(self) -> int:
         """How many forwards of a micro-batch are within the limit; the same on every rank."""
-        return max(int(self.limit.left(self.prober, 3 * self.prober.step.num_micro_batches)), 0)
+        left = self.limit.left(self.prober, 3 * self.prober.step.num_micro_batches)
+        return int(min(max(left, 0), 10**9))
 
     def certify(self, culprits: list[Token], alone: Gradient | None = None, goes_on: bool = False) -> Certificate:
         """What the norm is without these tokens, see :func:`~..core.certificate.certify`."""

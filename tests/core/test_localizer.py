@@ -185,10 +185,10 @@ def test_every_appearance_of_a_culprit_is_masked_however_few_events_may_be_writt
 def test_a_spike_that_no_event_is_written_of_is_not_trained_on_either_and_needs_no_search(mode, monkeypatch):
     run, searches = Run(mode), 0
 
-    def search(*args):
+    def search(*args, **way):
         nonlocal searches
         searches += 1
-        return localize(*args, budget=64)
+        return localize(*args, **way)
 
     monkeypatch.setattr(run.localizer, "_search", search)
     train(run, PLANT, max_events=1)

@@ -192,7 +192,8 @@ def spans(gradloc, values, weights=None, stands_out=True):
     import torch
 
     weights = torch.ones(len(values)) if weights is None else torch.tensor(weights)
-    return gradloc.candidates._Row(torch.tensor(values), weights, 1.0, 1.0).spans(stands_out)
+    values = torch.tensor(values)
+    return gradloc.candidates._Row(values, torch.zeros_like(values), weights, 1.0, 1.0).spans(stands_out)
 
 
 def test_a_row_is_named_by_its_few_tokens_its_segment_or_as_a_sequence(gradloc):

@@ -60,15 +60,19 @@ def cover_error(overrides: list[str], dump_dir: str, noise: float = 0.3) -> dict
 
 def share_identities(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """Closure, and the sums of shares by rank, micro-batch and sequence, on a planted spike."""
-    measure_shares, Task = part("search.share").measure_shares, part("search.task").Task
+    measure_shares, Task, Limit = (
+        part("search.share").measure_shares,
+        part("search.task").Task,
+        part("search.task").Limit,
+    )
 
     def measure(hook, saved, clip, prober, spike):
         before = [
             param.to_local().clone() if hasattr(param, "to_local") else param.detach().clone()
             for param in prober.space.params
         ]
-        task = Task(prober, saved, clip, spike, 1.0, 128, 8)
-        shares = measure_shares(prober, task.coefficients([]), saved, clip)
+        task = Task(prober, saved, clip, spike, 1.0, 8, Limit(prober.step.num_micro_batches, 4))
+        shares = measure_shares(prober, task.readouts([]), saved, clip)
         after = [param.to_local() if hasattr(param, "to_local") else param.detach() for param in prober.space.params]
         by_micro_batch = [
             hook.ranks.sum([float(shares.shares(i).sum())])[0] for i in range(prober.step.num_micro_batches)
