@@ -131,10 +131,8 @@ class _Search:
             if self.result.certificate is not None:
                 return self.result
             again = self._measure(number)
-            if again is None:
-                return self._stop_exhausted()
-            if again.is_trusted:
-                return again
+            if again is None or again.is_trusted:
+                return again or self._stop_exhausted()
             shares = again
         elif number == 0 and _is_far(shares) and self._is_the_backward_s(shares):
             return self.result
@@ -142,10 +140,8 @@ class _Search:
             return self.result
         if self._measured_along is not self._direction:
             again = self._measure(number + 1)
-            if again is None:
-                return self._stop_exhausted()
-            if again.is_trusted:
-                return again
+            if again is None or again.is_trusted:
+                return again or self._stop_exhausted()
             shares = again
         if self._is_explained_by(by_share(self.task, shares, set(self.result.tokens))):
             return self.result

@@ -60,19 +60,17 @@ def cover_error(overrides: list[str], dump_dir: str, noise: float = 0.3) -> dict
 
 def share_identities(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """Closure, and the sums of shares by rank, micro-batch and sequence, on a planted spike."""
-    measure_shares, Task, Limit = (
-        part("search.share").measure_shares,
-        part("search.task").Task,
-        part("search.task").Limit,
-    )
+    measure_shares, task_of = part("search.share").measure_shares, part("search.task")
 
     def measure(hook, saved, clip, prober, spike):
         before = [
             param.to_local().clone() if hasattr(param, "to_local") else param.detach().clone()
             for param in prober.space.params
         ]
-        task = Task(prober, saved, clip, spike, 1.0, 8, Limit(prober.step.num_micro_batches, 4))
+        task = task_of.Task(prober, saved, clip, spike, 1.0, 8, task_of.Limit(prober.step.num_micro_batches, 4))
         shares = measure_shares(prober, task.readouts([]), saved, clip)
+        if not shares.is_trusted:
+            shares = measure_shares(prober, task.readouts([]), saved, clip, refined=shares)
         after = [param.to_local() if hasattr(param, "to_local") else param.detach() for param in prober.space.params]
         by_micro_batch = [
             hook.ranks.sum([float(shares.shares(i).sum())])[0] for i in range(prober.step.num_micro_batches)
