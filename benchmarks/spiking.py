@@ -7,7 +7,7 @@
 An update with the search is the trainer's whole step of it: looking, the driver's part, and the event on disk. One
 without is the same update of the same batch with gradloc's hook set aside. Both in turn, and in both precisions, each
 with an actor and a healthy norm of its own; the weights are left as they are (lr 0), so that every repetition meets the
-same spike. What healthy updates taught the driver of scales is left as it was, too; `batch_alone` is without it.
+same spike. `batch` keeps the history of scales that the healthy updates made; `batch_alone` has none.
 `published` is the search of benchmarks.localization.published in the place of ours, without certificate or event, once
 and in float32. Writes spiking.json, anew after every case.
 """

@@ -98,7 +98,7 @@ class _Search:
                 shares = found
             candidates = self._candidates(shares, with_hints=number == 0)
             likely = self._spans(replace(shares, certainty=_LIKELY))
-            if not candidates and not likely:  # a token that is all noise for what is known
+            if not candidates and not likely:  # a loud token may look like noise: its own backward tells
                 loud = [span for span in self._spans(replace(shares, certainty=_ANY)) if span.span == "token"]
                 candidates = [replace(span, bound=0.0) for span in loud[:_MAX_HINTS]]
             if self._is_spread(shares, likely, candidates):

@@ -136,8 +136,8 @@ def least_bound(task: Task, norm: float, candidate: Candidate) -> float:
 def most_verified(task: Task, norm: float, candidates: list[Candidate]) -> int:
     """How many have a backward of their own though their bound names them, for their exact norm.
 
-    All where they are few; one that the certificate has no use for is the spike less what is left. Of many no more than
-    cost an eighth of a pass over the micro-batches.
+    All where they are few. A single one that is not subtracted needs none: its gradient is the spike less the residual.
+    Of many, no more than cost an eighth of a pass over the micro-batches.
     """
     named = [candidate for candidate in candidates if candidate.bound >= least_bound(task, norm, candidate)]
     num_tokens = sum(len(candidate.tokens) for candidate in named)
