@@ -158,6 +158,14 @@ def test_what_passes_through_no_token_is_not_taken_for_the_culprit_s():
     assert certificate.norm_after == pytest.approx(spiking.space.norm(), rel=1e-4)
 
 
+def test_a_bound_larger_than_its_norm_is_tightened_by_one_pass():
+    spiking = Spiking({(3, 2): 300.0})
+    add_router_loss(spiking.model, 3.0)  # what passes through no token is noise to a subtraction
+    certificate = spiking.search().certificate
+    assert certificate.verdict == "explained" and certificate.method == "recompute"
+    assert certificate.error_bound < certificate.norm_after / 2
+
+
 @pytest.mark.parametrize("plants", [{}, PLANT])
 def test_a_gradient_that_a_hook_scales_is_doubted_and_no_token_accused(plants):
     spiking = Spiking(plants)
