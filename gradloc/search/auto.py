@@ -22,6 +22,7 @@ cancels; where shares cannot be trusted, the published bisection.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -50,7 +51,8 @@ from .triage import doubt_backward, nothing_found, split_off
 __all__ = ["auto", "share"]
 
 _MAX_ROUNDS = 4
-_MAX_HINTS = 2
+_MAX_HINTS = 2  # but _MANY where runs take in their neighbours
+_MANY = 64
 _FAR = 3.0  # closure off by more than this factor is no rounding,
 _RESOLVED = 0.02  # of closure: less is no part unseen
 _LIKELY = 2.0  # standard errors: what is more than these may be a culprit; its own backward has to tell
@@ -97,16 +99,18 @@ class _Search:
                     return found
                 shares = found
             candidates = self._candidates(shares, with_hints=number == 0)
-            likely = self._spans(replace(shares, certainty=_LIKELY))
+            read = {span.tokens: span for span in self._spans(replace(shares, certainty=_ANY))}
+            likely = [read.get(span.tokens, span) for span in self._spans(replace(shares, certainty=_LIKELY))]
             if not candidates and not likely:  # a loud token may look like noise: its own backward tells
-                loud = [span for span in self._spans(replace(shares, certainty=_ANY)) if span.span == "token"]
+                loud = [span for span in read.values() if span.span == "token"]
                 candidates = [replace(span, bound=0.0) for span in loud[:_MAX_HINTS]]
             if self._is_spread(shares, likely, candidates):
                 return self.result
             candidates += self._uncertain(shares, candidates, likely)
             if not self._name(candidates):
                 if not likely:
-                    return self._stop_spread("no span of tokens carries a culprit's part of it")
+                    self._stop_spread("no span of tokens carries a culprit's part of it")
+                    return self.result
                 break
             if self._certify():
                 return self.result
@@ -124,7 +128,9 @@ class _Search:
         if shares.is_noisy:
             if self._is_explained_by(self._few_loud_tokens(shares)):
                 return self.result
-            shares = self._refined(shares) if self._measured_along is self._direction else shares
+            if self._measured_along is self._direction:
+                shares = self._refined(shares)
+                self.result.shares = shares if number == 0 else self.result.shares
         if shares.is_trusted:
             return shares
         if number == 0 and self._is_in_parts():
@@ -143,7 +149,7 @@ class _Search:
             if again is None or again.is_trusted:
                 return again or self._stop_exhausted()
             shares = again
-        if self._is_explained_by(by_share(self.task, shares, set(self.result.tokens))):
+        if self._is_explained_by(by_share(self.task, shares, set(self.result.tokens))[:_MAX_HINTS]):
             return self.result
         return self._fall_back("the shares do not add up to 1, so they are not used", is_last_resort_allowed)
 
@@ -179,7 +185,7 @@ class _Search:
     def _parts(self, number: int) -> list[list[int]]:
         """In which order micro-batches are looked at: as long as one of these does not settle it, the next."""
         everything = list(range(self.prober.step.num_micro_batches))
-        suspects = [] if self.task.increments is None else self.task.suspects()
+        suspects = self.task.suspects() if self.task.increments else []
         if number > 0:  # where some were, others may be
             suspects = sorted({token.micro_batch for token in self.result.tokens})
             return [part for part in (suspects, [index for index in everything if index not in suspects]) if part]
@@ -193,7 +199,7 @@ class _Search:
             # what takes so much back is as large, by Cauchy-Schwarz, and the running norm has seen it come
             size = max(self.task.increments[index] for index in part) if self.task.increments else 0.0
             return size >= -unseen * shares.square**0.5 / 2
-        if unseen < max(_RESOLVED, 2 * shares.noise):
+        if unseen < max(_RESOLVED, 3 * shares.noise):
             return False
         return not shares.is_trusted or unseen * shares.square >= (self.task.reference / 2) ** 2
 
@@ -204,9 +210,9 @@ class _Search:
         if not task.can_afford(forwards=2 * len(micro_batches)):
             return None
         readouts = self.prober.ranks.agree(lambda: task.readouts(self.result.tokens))
-        increments = task.increments if self._direction is task.gradient else None
+        sizes = task.increments if self._direction is task.gradient else None
         shares = measure_shares(
-            self.prober, readouts, self._direction, self._scale, micro_batches, known, refined, increments
+            self.prober, readouts, self._direction, self._scale, micro_batches, known, refined, sizes
         )
         self._measured_along, self._norm = self._direction, shares.square**0.5
         verdict, seen = "measured" if shares.is_trusted else "untrusted", sorted(shares.seen)
@@ -218,24 +224,22 @@ class _Search:
 
     def _candidates(self, shares: ShareMap, with_hints: bool) -> list[Candidate]:
         """Spans by share, and in the first round tokens by coefficient."""
-        found = self._spans(shares)
-        if with_hints:
-            known = {*self.result.tokens, *(token for candidate in found for token in candidate.tokens)}
-            found += by_coefficient(self.task, _MAX_HINTS, known)
-        return found
+        hints = by_coefficient(self.task, _MANY, set(self.result.tokens)) if with_hints else []
+        found = self._spans(shares, hints)
+        known = {token for candidate in found for token in candidate.tokens}
+        return found + [hint for hint in hints if known.isdisjoint(hint.tokens)][:_MAX_HINTS]
 
-    def _spans(self, shares: ShareMap) -> list[Candidate]:
+    def _spans(self, shares: ShareMap, hints: Sequence[Candidate] = ()) -> list[Candidate]:
         """Spans by share; where they carry little, also tokens that have to be measured, if few of them carry much.
 
         Of n loud tokens, alike and orthogonal, each has ||g|| = sqrt(<g, R>), and its bound is 1 / sqrt(n) of that.
         """
         task, named = self.task, set(self.result.tokens)
-        found = by_share(task, shares, named)
+        found = by_share(task, shares, named, hints)
         found += beside_louder(task, shares, named, found)
         if carried(task, shares, found)[0] < MUCH:
             known = named | {token for candidate in found for token in candidate.tokens}
-            bound = shares.square**-0.5
-            more = by_value(task, shares.least, task.culprit_norm**2, known, bound)
+            more = by_value(task, shares.least, task.culprit_norm**2, known, shares.square**-0.5)
             found += more if are_few(task, shares, found + more) else []
         return found
 
@@ -259,24 +263,27 @@ class _Search:
         if self.task.spike.threshold is None or any(candidate.bound == 0 for candidate in candidates):
             return False
         why = why_spread(self.task, shares, spans, self.task.max_culprits - len(self.result.culprits))
-        if why is not None:
-            self._stop_spread(why)
-        return why is not None
+        return why is not None and self._stop_spread(why)
 
-    def _stop_spread(self, why: str) -> SearchResult:
+    def _stop_spread(self, why: str) -> bool:
         self.result.stop_reason = f"the spike is spread: {why}"
         self._note("share", "measured", self.result.stop_reason)
-        return self.result
+        return True
 
     def _few_loud_tokens(self, shares: ShareMap) -> list[Candidate]:
-        """The tokens that stand out of shares that cannot be trusted, where they are few; spans may be noise."""
+        """The few tokens that stand out of shares that cannot be trusted, and those that the loss weighs most.
+
+        Of shares that add up to less, each counts as so much more; spans may be noise.
+        """
         norm, named = shares.square**0.5, set(self.result.tokens)
-        found = by_value(self.task, lambda index: shares.products[index].abs() / norm, self.task.culprit_norm, named)
-        return found if len(found) <= _MAX_HINTS else []
+        least = self.task.culprit_norm * min(abs(shares.closure), 1.0)
+        found = by_value(self.task, lambda index: shares.products[index].abs() / norm, least, named)
+        known = {*named, *(token for candidate in found for token in candidate.tokens)}
+        return found + by_coefficient(self.task, _MAX_HINTS, known) if 0 < len(found) <= _MAX_HINTS else []
 
     def _is_explained_by(self, candidates: list[Candidate]) -> bool:
-        """Name the first of them, each measured by itself, since their bounds are not to be trusted, and certify."""
-        return self._name([replace(candidate, bound=0.0) for candidate in candidates[:_MAX_HINTS]]) and self._certify()
+        """Name these where a backward of each by itself says so, since their bounds are not to be trusted; certify."""
+        return self._name([replace(candidate, bound=0.0) for candidate in candidates]) and self._certify()
 
     def _name(self, candidates: list[Candidate]) -> bool:
         """Verify the top few and all hints, take the others at their bound; returns whether anything was named."""
@@ -319,16 +326,9 @@ class _Search:
         culprit = verify(self.task, candidate.span, candidate.tokens, self.task.culprit_norm)
         first = candidate.tokens[0]
         where = f"{candidate.span} of rank {first.rank}, micro-batch {first.micro_batch}, from its token {first.index}"
-        self.result.path.append(
-            PathEntry(
-                "verify",
-                "under" if culprit.norm < culprit.threshold else "culprit",
-                num_tokens=len(candidate.tokens),
-                norm=culprit.norm,
-                threshold=culprit.threshold,
-                note=where if candidate.bound else f"{where}; proposed by its coefficient",
-            )
-        )
+        note = where if candidate.bound else f"{where}; proposed by its coefficient"
+        verdict, size = "under" if culprit.norm < culprit.threshold else "culprit", len(candidate.tokens)
+        self._note("verify", verdict, note, culprit.norm, num_tokens=size, threshold=culprit.threshold)
         return culprit
 
     def _certify(self) -> bool:
@@ -475,8 +475,8 @@ class _Search:
         self.result.stop_reason = self.task.limit.words
         return self.result
 
-    def _note(self, phase: str, verdict: str, note: str, norm: float | None = None) -> None:
-        self.result.path.append(PathEntry(phase, verdict, norm=norm, note=note))
+    def _note(self, phase: str, verdict: str, note: str, norm: float | None = None, **more: Any) -> None:
+        self.result.path.append(PathEntry(phase, verdict, norm=norm, note=note, **more))
 
 
 def auto(task: Task) -> SearchResult:

@@ -19,7 +19,7 @@ with the same list. What travels is a few numbers a candidate, and never more th
 Shapes: B rows of a micro-batch, T response positions, n response tokens of one row.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,13 +83,20 @@ class Candidate:
         return tuple(Token(self.micro_batch, self.rank, number) for number in range(self.start, self.end))
 
 
-def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Candidate]:
+def by_share(task: Task, shares: ShareMap, named: set[Token], hints: Sequence[Candidate] = ()) -> list[Candidate]:
     """Spans whose norm is, by Cauchy-Schwarz and whatever the noise, at least a culprit's.
 
     A few loud tokens are named one by one, however far apart. A row is a sequence when the loss weighs all of its
-    tokens more than others' and not some of them alone; a segment is a run of tokens each of which is large.
+    tokens more than others' and not some of them alone; a segment is a run of tokens each of which is large, by its
+    share or, at an end, by its coefficient.
+
+    Args:
+        task: what is searched.
+        shares: as measured.
+        named: tokens that are named already.
+        hints: see :func:`by_coefficient`.
     """
-    norm = shares.square**0.5
+    norm, loud = shares.square**0.5, {token for hint in hints for token in hint.tokens}
     typical_weight, typical_total = _typical(task, shares, named)
 
     def local() -> list[tuple[float, Candidate]]:
@@ -99,7 +106,9 @@ def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Candidate]
         rows = zip(*(_rows(task, values.__getitem__) for values in parts), strict=True)
         for (index, first, products), (_, _, errors), (_, _, weight) in rows:
             row = _Row(products / norm, errors * shares.chance / norm, weight, typical_weight, task.culprit_norm)
-            for start, end in row.spans(stands_out=row.total >= _ELEVATED * typical_total / norm):
+            hinted = [_token(task, index, first + at, 0.0).tokens[0] in loud for at in range(len(products))]
+            for span_of_row in row.spans(stands_out=row.total >= _ELEVATED * typical_total / norm):
+                start, end = _widened(*span_of_row, hinted)
                 span = "token" if end - start == 1 else "sequence" if end - start == len(products) else "segment"
                 bound = row.bound(start, end)
                 found.append((bound, _span(task, index, first + start, first + end, span, bound)))
@@ -218,6 +227,16 @@ def _typical(task: Task, shares: ShareMap, named: set[Token]) -> tuple[float, fl
     pairs = [pair for part in ranks.gather(ranks.agree(local)) for pair in part]
     medians = torch.tensor([[weight, total] for weight, total in pairs if weight > 0], dtype=torch.float64)
     return tuple(medians.median(0).values.tolist()) if len(medians) else (0.0, 0.0)
+
+
+def _widened(start: int, end: int, hinted: list[bool]) -> tuple[int, int]:
+    """A run with the hints right before and after it."""
+    if end - start > 1:
+        while start > 0 and hinted[start - 1]:
+            start -= 1
+        while end < len(hinted) and hinted[end]:
+            end += 1
+    return start, end
 
 
 def _median(values: torch.Tensor) -> float:

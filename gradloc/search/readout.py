@@ -134,7 +134,8 @@ def _scatter(
     Two things bound it from above. Half the sum of the legs less training's own: noise, and what training's read-out
     rounds. And what most tokens move by, which is noise and how they really move. The smaller one holds for all tokens
     together; how far each is above it, by its own half sum: one draw, so that of all tokens counts, too. One that is
-    far off all others has a scatter of its own, whatever part of the bound theirs is.
+    far off all others has a scatter of its own, whatever part of the bound theirs is: one draw, and where weights read
+    that far off the slope is another one too, so it counts twice.
     """
     own = ((up + down) / 2 - before).square()
     seen = matters & own.isfinite()
@@ -145,7 +146,7 @@ def _scatter(
     level = part**2 * torch.minimum(usual / 2, moved.square())
     own = torch.where(own.isfinite(), own, usual)
     usual = usual.clamp(min=1e-300)
-    return torch.where(own > _STRAY**2 * usual, own / 2, level * (own + _PRIOR * usual) / ((1 + _PRIOR) * usual))
+    return torch.where(own > _STRAY**2 * usual, own, level * (own + _PRIOR * usual) / ((1 + _PRIOR) * usual))
 
 
 def _weighed(factor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -179,6 +179,8 @@ class _Measurement:
         # by its norm alone, beside others that are orthogonal to it; without one it may be anything
         carried = sum(increments[index] ** 2 for index in self.unseen) if increments else math.inf
         self.carried_unseen = min(carried / self.square, 1.0) if self.unseen and self.square > 0 else 0.0
+        # where micro-batches cancel, the token with the largest coefficient is not what carries R, but a louder one
+        self.loudest = max(increments, default=0.0) / self.square**0.5 if increments and self.square > 0 else 0.0
         shrinking = 1.0 if refined is None else refined.shrinking
         self.mean_of = refined if shrinking == 1.0 else None
         earlier = known or refined
@@ -191,7 +193,7 @@ class _Measurement:
         if square <= 0 or largest <= 0 or not math.isfinite(square):
             nothing = [torch.zeros_like(readout.slope) for readout in self.readouts]
             return ShareMap(nothing, nothing, square, 0.0, 0.0, 0.0, False, 0, 0.0)
-        step = self.fixed_step or self.target * largest / square
+        step = self.fixed_step or self.target * largest / square / max(self.loudest, 1.0)
         hold_routes(self.prober, self.micro_batches)
         with MovedWeights(self.prober.space, self.dtype, seed=self.draw) as weights:
             return self._measured(weights, step)
