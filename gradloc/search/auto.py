@@ -39,8 +39,10 @@ from .candidates import (
     carried,
     carried_by,
     least_bound,
+    masks_of,
     most_verified,
     non_finite,
+    weighed,
     why_spread,
 )
 from .share import ShareMap, measure_shares
@@ -53,7 +55,6 @@ __all__ = ["auto", "share"]
 _MAX_ROUNDS = 4
 _MAX_HINTS = 2  # but _MANY where runs take in their neighbours
 _MANY = 64
-_FAR = 3.0  # closure off by more than this factor is no rounding,
 _RESOLVED = 0.02  # of closure: less is no part unseen
 _LIKELY = 2.0  # standard errors: what is more than these may be a culprit; its own backward has to tell
 _ANY = 1e-9  # of them
@@ -140,7 +141,7 @@ class _Search:
             if again is None or again.is_trusted:
                 return again or self._stop_exhausted()
             shares = again
-        elif number == 0 and _is_far(shares) and self._is_the_backward_s(shares):
+        elif number == 0 and shares.is_far and self._is_the_backward_s(shares):
             return self.result
         if self._is_explained_by(self._few_loud_tokens(shares)):
             return self.result
@@ -161,7 +162,7 @@ class _Search:
                 shares = self._measure_of(part, known=shares)
                 if shares is None:
                     return None
-                is_certain = self.prober.step.compute_dtype == torch.float32 and _is_far(shares)
+                is_certain = self.prober.step.compute_dtype == torch.float32 and shares.is_far
                 if not shares.is_noisy and not is_certain:
                     shares = self._refined(shares)
         if number == 0:
@@ -199,7 +200,7 @@ class _Search:
             # what takes so much back is as large, by Cauchy-Schwarz, and the running norm has seen it come
             size = max(self.task.increments[index] for index in part) if self.task.increments else 0.0
             return size >= -unseen * shares.square**0.5 / 2
-        if unseen < max(_RESOLVED, 3 * shares.noise):
+        if unseen < max(_RESOLVED, (3 if shares.is_noisy else 2) * shares.noise):
             return False
         return not shares.is_trusted or unseen * shares.square >= (self.task.reference / 2) ** 2
 
@@ -225,18 +226,20 @@ class _Search:
     def _candidates(self, shares: ShareMap, with_hints: bool) -> list[Candidate]:
         """Spans by share, and in the first round tokens by coefficient."""
         hints = by_coefficient(self.task, _MANY, set(self.result.tokens)) if with_hints else []
-        found = self._spans(shares, hints)
+        masks = self.prober.ranks.agree(lambda: masks_of(self.task, hints))
+        found = self._spans(replace(shares, singled_out=masks))
         known = {token for candidate in found for token in candidate.tokens}
         return found + [hint for hint in hints if known.isdisjoint(hint.tokens)][:_MAX_HINTS]
 
-    def _spans(self, shares: ShareMap, hints: Sequence[Candidate] = ()) -> list[Candidate]:
+    def _spans(self, shares: ShareMap) -> list[Candidate]:
         """Spans by share; where they carry little, also tokens that have to be measured, if few of them carry much.
 
         Of n loud tokens, alike and orthogonal, each has ||g|| = sqrt(<g, R>), and its bound is 1 / sqrt(n) of that.
         """
         task, named = self.task, set(self.result.tokens)
-        found = by_share(task, shares, named, hints)
-        found += beside_louder(task, shares, named, found)
+        found = by_share(task, shares, named)
+        for beside in (beside_louder, weighed):
+            found += beside(task, shares, named, found)
         if carried(task, shares, found)[0] < MUCH:
             known = named | {token for candidate in found for token in candidate.tokens}
             more = by_value(task, shares.least, task.culprit_norm**2, known, shares.square**-0.5)
@@ -491,8 +494,3 @@ def auto(task: Task) -> SearchResult:
 def share(task: Task) -> SearchResult:
     """One round of shares along the gradient, and its certificate."""
     return _Search(task).run(1, is_last_resort_allowed=False)
-
-
-def _is_far(shares: ShareMap) -> bool:
-    """Whether all was read, and closure is off by more than any step or rounding puts it."""
-    return not shares.unseen and not 1 / _FAR <= shares.closure <= _FAR

@@ -20,12 +20,12 @@ Shapes: B rows of a micro-batch, T response positions, n response tokens of one 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..core.certificate import is_subtracted
-from ..core.selection import Token
+from ..core.selection import Token, mask_without
 from .share import ShareMap, shrunk
 from .task import Task
 
@@ -40,8 +40,10 @@ __all__ = [
     "carried",
     "carried_by",
     "least_bound",
+    "masks_of",
     "most_verified",
     "non_finite",
+    "weighed",
     "why_spread",
 ]
 
@@ -77,13 +79,15 @@ class Candidate:
     """Number of its first token, see :class:`~..core.selection.Token`."""
     end: int
     """Exclusive."""
+    is_weighed: bool = False
+    """Whether its coefficient, too, makes it a culprit."""
 
     @property
     def tokens(self) -> tuple[Token, ...]:
         return tuple(Token(self.micro_batch, self.rank, number) for number in range(self.start, self.end))
 
 
-def by_share(task: Task, shares: ShareMap, named: set[Token], hints: Sequence[Candidate] = ()) -> list[Candidate]:
+def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Candidate]:
     """Spans whose norm is, by Cauchy-Schwarz and whatever the noise, at least a culprit's.
 
     A few loud tokens are named one by one, however far apart. A row is a sequence when the loss weighs all of its
@@ -94,21 +98,21 @@ def by_share(task: Task, shares: ShareMap, named: set[Token], hints: Sequence[Ca
         task: what is searched.
         shares: as measured.
         named: tokens that are named already.
-        hints: see :func:`by_coefficient`.
     """
-    norm, loud = shares.square**0.5, {token for hint in hints for token in hint.tokens}
+    norm = shares.square**0.5
     typical_weight, typical_total = _typical(task, shares, named)
 
     def local() -> list[tuple[float, Candidate]]:
         found = []
         weights = [readout.weight for readout in task.readouts(sorted(named))]
-        parts = shares.products, shares.errors, weights
-        rows = zip(*(_rows(task, values.__getitem__) for values in parts), strict=True)
-        for (index, first, products), (_, _, errors), (_, _, weight) in rows:
-            row = _Row(products / norm, errors * shares.chance / norm, weight, typical_weight, task.culprit_norm)
-            hinted = [_token(task, index, first + at, 0.0).tokens[0] in loud for at in range(len(products))]
+        none = [torch.zeros_like(weight, dtype=torch.bool) for weight in weights]
+        singled_out = shares.singled_out or none
+        parts = shares.products.__getitem__, shares.doubt, weights.__getitem__, singled_out.__getitem__
+        rows = zip(*(_rows(task, values) for values in parts), strict=True)
+        for (index, first, products), (_, _, doubt), (_, _, weight), (_, _, pointed) in rows:
+            row = _Row(products / norm, doubt / norm, weight, typical_weight, task.culprit_norm)
             for span_of_row in row.spans(stands_out=row.total >= _ELEVATED * typical_total / norm):
-                start, end = _widened(*span_of_row, hinted)
+                start, end = _widened(*span_of_row, pointed.tolist())
                 span = "token" if end - start == 1 else "sequence" if end - start == len(products) else "segment"
                 bound = row.bound(start, end)
                 found.append((bound, _span(task, index, first + start, first + end, span, bound)))
@@ -127,11 +131,24 @@ def beside_louder(task: Task, shares: ShareMap, named: set[Token], found: list[C
     return by_value(task, shares.least, least, known, 1 / norm)
 
 
+def weighed(task: Task, shares: ShareMap, named: set[Token], found: list[Candidate]) -> list[Candidate]:
+    """Tokens singled out by their coefficient whose product is a culprit's, see :func:`least_bound`."""
+    known, norm = named | {token for candidate in found for token in candidate.tokens}, shares.square**0.5
+
+    def value(index: int) -> torch.Tensor:
+        assert shares.singled_out is not None
+        return torch.where(shares.singled_out[index], shares.least(index), 0.0)
+
+    more = by_value(task, value, task.culprit_norm**2, known, 1 / norm) if shares.singled_out else []
+    return [replace(candidate, is_weighed=True) for candidate in more]
+
+
 def least_bound(task: Task, norm: float, candidate: Candidate) -> float:
     """The bound from which on a candidate needs no backward of its own: a culprit's norm.
 
     Half of that is enough for a token that has twice a culprit's norm where gradients are orthogonal: that is the root
-    of <g, R>, while its bound <g, R> / ||R|| shrinks with what others carry.
+    of <g, R>, while its bound <g, R> / ||R|| shrinks with what others carry. Where its coefficient says so, too, such a
+    root of a culprit's norm is enough.
 
     Args:
         task: what is searched.
@@ -139,6 +156,8 @@ def least_bound(task: Task, norm: float, candidate: Candidate) -> float:
         candidate: with its bound.
     """
     least, is_token = task.culprit_norm, candidate.span == "token"
+    if candidate.is_weighed:
+        return least**2 / norm
     return _AT_LEAST * least if is_token and candidate.bound * norm >= (_BY_ESTIMATE * least) ** 2 else least
 
 
@@ -227,6 +246,14 @@ def _typical(task: Task, shares: ShareMap, named: set[Token]) -> tuple[float, fl
     pairs = [pair for part in ranks.gather(ranks.agree(local)) for pair in part]
     medians = torch.tensor([[weight, total] for weight, total in pairs if weight > 0], dtype=torch.float64)
     return tuple(medians.median(0).values.tolist()) if len(medians) else (0.0, 0.0)
+
+
+def masks_of(task: Task, candidates: Sequence[Candidate]) -> list[torch.Tensor]:
+    """Of this rank's micro-batches, bool (B, T): the tokens of these candidates."""
+    step, rank = task.prober.step, task.prober.ranks.rank
+    tokens = [token for candidate in candidates for token in candidate.tokens]
+    masks = [step.token_mask(index) for index in range(step.num_micro_batches)]
+    return [mask & ~mask_without(tokens, index, rank, mask) for index, mask in enumerate(masks)]
 
 
 def _widened(start: int, end: int, hinted: list[bool]) -> tuple[int, int]:

@@ -37,7 +37,6 @@ Shapes: B rows of a micro-batch, T response positions.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -54,7 +53,8 @@ _CURVATURE = 0.2  # times the response squared: how far closure may be off (0.01
 _RESPONSES = (0.05, 2.0)  # between these the step is chosen
 _FINE = {torch.float32: 0.02, torch.bfloat16: 0.15, torch.float16: 0.15}  # an error of closure that is let pass
 _BAND = {torch.float32: 0.03, torch.bfloat16: 0.15, torch.float16: 0.15}  # how far closure may be off beside its noise
-_CERTAIN = 3.0  # standard errors
+_CERTAIN, _LIKELY = 3.0, 2.0  # standard errors
+_FAR = 3.0  # closure off by more than this factor is no rounding
 _HEARD = 0.05  # of closure: noise whose bound is more is measured
 _USABLE = 1 / _CERTAIN  # a closure whose standard error is larger does not tell 1 from 0
 _PARTIAL_CLOSURE = 0.5  # from here on, some micro-batches alone are worth looking at: they carry most of the gradient
@@ -65,6 +65,8 @@ _NOTABLE = 0.1  # of what a micro-batch carries, signs aside
 
 Legs = tuple[dict[int, Outputs], dict[int, Outputs]]
 """Per micro-batch what is read at theta + s R and at theta - s R; the second is empty where one leg is enough."""
+Found = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""By micro-batch its tokens' <g_t, R> and their standard errors, float64 (B, T) each."""
 
 
 @dataclass
@@ -93,6 +95,8 @@ class ShareMap:
     shrinking: float = 1.0
     """What to multiply the step with: 1 where noise is what puts closure off, else what makes both errors alike."""
     certainty: float | None = None
+    singled_out: list[torch.Tensor] | None = None
+    """Tokens, bool (B, T), that something other than their shares points at."""
     num_draws: int = 1
     """How many measurements this is the mean of, each with a dither of its own."""
 
@@ -111,13 +115,25 @@ class ShareMap:
         return self.noise / self.shrinking > _USABLE
 
     @property
+    def is_far(self) -> bool:
+        """Whether all was read, and closure is off by more than any step or rounding puts it."""
+        return not self.unseen and not 1 / _FAR <= self.closure <= _FAR
+
+    @property
     def chance(self) -> float:
         """Standard errors that none of so many tokens strays from its share by chance, unless other ones are given."""
         return self.certainty or max(_CERTAIN, math.sqrt(2 * math.log(max(self.num_tokens, 2))))
 
+    def doubt(self, micro_batch: int) -> torch.Tensor:
+        """How much of each product may be chance: float64 (B, T); less of one that is not just the largest of many."""
+        errors = self.errors[micro_batch]
+        if self.singled_out is None:
+            return self.chance * errors
+        return torch.where(self.singled_out[micro_batch], min(_LIKELY, self.chance), self.chance) * errors
+
     def least(self, micro_batch: int) -> torch.Tensor:
         """What of each product is no chance, with its sign: float64 (B, T)."""
-        return shrunk(self.products[micro_batch], self.chance * self.errors[micro_batch])
+        return shrunk(self.products[micro_batch], self.doubt(micro_batch))
 
 
 def shrunk(values: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
@@ -186,6 +202,8 @@ class _Measurement:
         earlier = known or refined
         self.fixed_step = None if earlier is None else earlier.step * shrinking
         self.draw = 0 if self.mean_of is None else self.mean_of.num_draws
+        self.at: float | None = None  # the step at which the weights are,
+        self.moved = 0.0  # and <R, how far they really are from where they were>
 
     def run(self) -> ShareMap:
         self.sizes = self.prober.ranks.agree(lambda: [_largest(readout.slope) for readout in self.readouts])
@@ -200,44 +218,49 @@ class _Measurement:
 
     def _measured(self, weights: MovedWeights, step: float) -> ShareMap:
         """A pilot, the micro-batch with this rank's largest coefficient, settles the step for the others."""
-        prober, found = self.prober, dict[int, tuple[torch.Tensor, torch.Tensor]]()
         pilot = max(self.micro_batches, key=lambda index: self.sizes[index])
         rest = [index for index in self.micro_batches if index != pilot]
         parts = [[pilot], rest] if self.fixed_step is None and rest else [list(self.micro_batches)]
+        seen: list[tuple[Legs, float]] = []
         for number, part in enumerate(parts):
-            is_first = number == 0 and self.fixed_step is None
-            legs, step, moved = self._legs(weights, step, part, is_first)
-            found.update(prober.ranks.agree(partial(self._read, legs, moved)))
-            if number == 0 and self.dtype != torch.float32 and prober.scatter is None:
-                self._measure_scatter(weights, pilot, legs, moved, found)
+            legs, step, moved = self._legs(weights, step, part, number == 0 and self.fixed_step is None)
+            seen.append((legs, moved))
+        found = self.prober.ranks.agree(lambda: self._read(seen))
+        if self.dtype != torch.float32 and self.prober.scatter is None and self._is_heard(found):
+            self._measure_scatter(weights, pilot, seen[0][0])
+            found = self.prober.ranks.agree(lambda: self._read(seen))
         return self._combine(found, step)
 
-    def _measure_scatter(
-        self,
-        weights: MovedWeights,
-        pilot: int,
-        legs: Legs,
-        moved: float,
-        found: dict[int, tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
-        """Where the noise matters, hold its bound against what the pilot scatters by with no move at all: a forward."""
-        prober = self.prober
+    def _is_heard(self, found: Found) -> bool:
+        """Whether the bound of the noise is notable beside closure."""
 
-        def noise() -> float:
-            return math.sqrt(sum(float(error.square().sum()) for _, error in found.values())) / self.square
+        def local() -> list[float]:
+            return [sum(float(error.square().sum()) for _, error in found.values())]
 
-        if prober.ranks.max([prober.ranks.agree(noise)])[0] <= _HEARD:
-            return
+        (variance,) = self.prober.ranks.sum(self.prober.ranks.agree(local))
+        return math.sqrt(variance) > _HEARD * self.square
+
+    def _measure_scatter(self, weights: MovedWeights, pilot: int, legs: Legs) -> None:
+        """Hold the bound of the noise against what the pilot scatters by with no move at all: a forward."""
         still = self._leg(weights, 0.0, [pilot])[0][pilot]
-        readout, legs_of = self.readouts[pilot], (legs[0][pilot], legs[1][pilot])
-        (prober.scatter,) = prober.ranks.max([prober.ranks.agree(lambda: readout.scatter(*legs_of, still))])
-        found.update(prober.ranks.agree(partial(self._read, legs, moved)))
+        readout, ranks = self.readouts[pilot], self.prober.ranks
+        part = ranks.agree(lambda: readout.scatter(legs[0][pilot], legs[1][pilot], still))
+        (self.prober.scatter,) = ranks.max([part])
 
     def _legs(self, weights: MovedWeights, step: float, part: list[int], is_first: bool) -> tuple[Legs, float, float]:
         """The forwards at +step and -step, the step that lessens the error, and half of <R, what it really moved>."""
+        if self.at == -step:  # where the part before ended: no move
+            (minus, plus), step, moved = self._legs_from(weights, -step, part, is_first)
+            return (plus, minus), -step, -moved
+        return self._legs_from(weights, step, part, is_first)
+
+    def _legs_from(
+        self, weights: MovedWeights, step: float, part: list[int], is_first: bool
+    ) -> tuple[Legs, float, float]:
+        """See :meth:`_legs`; the step may be negative."""
         plus, up = self._leg(weights, step, part)
         minus, down = self._leg(weights, -step, part) if self.dtype != torch.float32 else ({}, 0.0)
-        factor = self._rescaling((plus, minus), step, is_first)
+        factor = self._rescaling((plus, minus), abs(step), is_first)
         if factor != 1.0:
             step *= factor
             plus, up = self._leg(weights, step, part)
@@ -250,11 +273,13 @@ class _Measurement:
         self, weights: MovedWeights, step: float, micro_batches: Sequence[int]
     ) -> tuple[dict[int, Outputs], float]:
         """The forwards at this step, and <R, what it really moved>."""
-        prober, moved = self.prober, step * self.square
-        rounded = prober.ranks.agree(lambda: weights.move(self.direction, step / self.scale))
-        if rounded is not None:
-            moved = float(prober.space.reduce(lambda: rounded)) / self.scale
-        return {index: forward_on_routes(prober, index) for index in micro_batches}, moved
+        prober = self.prober
+        if step != self.at:
+            rounded = prober.ranks.agree(lambda: weights.move(self.direction, step / self.scale))
+            self.at, self.moved = step, step * self.square
+            if rounded is not None:
+                self.moved = float(prober.space.reduce(lambda: rounded)) / self.scale
+        return {index: forward_on_routes(prober, index) for index in micro_batches}, self.moved
 
     def _rescaling(self, legs: Legs, step: float, is_first: bool) -> float:
         """What to multiply the step with; 1 where another would not make the error much smaller."""
@@ -306,17 +331,18 @@ class _Measurement:
         """Of the noise's bound, as far as that is known."""
         return 1.0 if self.prober.scatter is None else self.prober.scatter
 
-    def _read(self, legs: Legs, moved: float) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """<g_t, R> and its standard error of these micro-batches' tokens, float64 (B, T) each."""
-        per_move = self.square / moved if moved else math.nan
-        found = {}
-        for index, plus in legs[0].items():
-            readout, minus = self.readouts[index], legs[1][index]
-            half = (readout.read(plus) - readout.read(minus)) / 2
-            found[index] = half * per_move, readout.error(plus, minus, self._part) * abs(per_move)
+    def _read(self, seen: list[tuple[Legs, float]]) -> Found:
+        """What these legs say, each with half of <R, what it really moved>."""
+        found: Found = {}
+        for legs, moved in seen:
+            per_move = self.square / moved if moved else math.nan
+            for index, plus in legs[0].items():
+                readout, minus = self.readouts[index], legs[1][index]
+                half = (readout.read(plus) - readout.read(minus)) / 2
+                found[index] = half * per_move, readout.error(plus, minus, self._part) * abs(per_move)
         return found
 
-    def _combine(self, found: dict[int, tuple[torch.Tensor, torch.Tensor]], step: float) -> ShareMap:
+    def _combine(self, found: Found, step: float) -> ShareMap:
         def local() -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
             products, errors = [], []
             for index, readout in enumerate(self.readouts):
