@@ -53,8 +53,8 @@ from .triage import doubt_backward, nothing_found, split_off
 __all__ = ["auto", "share"]
 
 _MAX_ROUNDS = 4
-_MAX_HINTS = 2  # but _MANY where runs take in their neighbours
-_MANY = 64
+_MAX_HINTS = 2
+_MANY = 64  # tokens that may be singled out by their coefficients
 _RESOLVED = 0.02  # of closure: less is no part unseen
 _LIKELY = 2.0  # standard errors: what is more than these may be a culprit; its own backward has to tell
 _ANY = 1e-9  # of them
@@ -225,11 +225,12 @@ class _Search:
 
     def _candidates(self, shares: ShareMap, with_hints: bool) -> list[Candidate]:
         """Spans by share, and in the first round tokens by coefficient."""
-        hints = by_coefficient(self.task, _MANY, set(self.result.tokens)) if with_hints else []
-        masks = self.prober.ranks.agree(lambda: masks_of(self.task, hints))
+        task, named = self.task, set(self.result.tokens)
+        loud = by_coefficient(task, _MANY, named, shares.square**0.5)
+        masks = self.prober.ranks.agree(lambda: masks_of(task, loud))
         found = self._spans(replace(shares, singled_out=masks))
-        known = {token for candidate in found for token in candidate.tokens}
-        return found + [hint for hint in hints if known.isdisjoint(hint.tokens)][:_MAX_HINTS]
+        known = named | {token for candidate in found for token in candidate.tokens}
+        return found + by_coefficient(task, _MAX_HINTS, known) if with_hints else found
 
     def _spans(self, shares: ShareMap) -> list[Candidate]:
         """Spans by share; where they carry little, also tokens that have to be measured, if few of them carry much.

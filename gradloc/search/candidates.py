@@ -19,6 +19,7 @@ with the same list. What travels is a few numbers a candidate, and never more th
 Shapes: B rows of a micro-batch, T response positions, n response tokens of one row.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -372,12 +373,18 @@ def by_value(
     return _merge(task, local, named)
 
 
-def by_coefficient(task: Task, most: int, named: set[Token]) -> list[Candidate]:
+def by_coefficient(task: Task, most: int, named: set[Token], norm: float = math.inf) -> list[Candidate]:
     """Tokens whose coefficient alone would make them culprits, were their log-prob gradient a typical one: hints.
 
     |c_t| (1 - p_t) stands for a token's norm (arXiv 2505.12929). With all tokens as independent noise, a part's norm
     goes with the root of its sum of squares; a culprit carries a quarter of the norm or more, so a sixteenth of the
     sum of squares of all the others. Needs no forward, and sees pairs that cancel in the gradient.
+
+    Args:
+        task: what is searched.
+        most: how many are wanted.
+        named: tokens that are left out.
+        norm: ||R||; the tokens are such that a culprit's part of it is theirs, were it dealt out by coefficients.
     """
     prober = task.prober
     square = 0.0
@@ -395,11 +402,12 @@ def by_coefficient(task: Task, most: int, named: set[Token]) -> list[Candidate]:
 
     merged = _merge_sized(task, local)
     (rest,) = prober.ranks.sum([square])
+    least = rest * (task.culprit_norm / norm) ** 2
     kept: list[Candidate] = []
     for size, candidate in merged:
         rest -= size**2
         if named.isdisjoint(candidate.tokens):
-            if 16 * size**2 < rest or len(kept) == most:
+            if 16 * size**2 < rest or size**2 < least or len(kept) == most:
                 break
             kept.append(candidate)
     return kept
