@@ -26,8 +26,8 @@ from benchmarks.digest import REPO
 from benchmarks.localization import pretrained
 from benchmarks.progress import Progress
 from experiments.llm import tasks
-from gradloc.evidence.causes import _NOTABLE
 from gradloc.search.candidates import _ELEVATED
+from gradloc.words.causes import _NOTABLE
 from tests.bare import log_prob_of
 
 ROLLOUTS = 8  # of each question

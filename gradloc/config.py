@@ -26,9 +26,9 @@ from typing import Any
 
 from .checks import closed, is_int, is_number, require
 from .core.actions import ACTIONS
-from .evidence.tell.config import NotifyConfig
 from .search.find import STRATEGIES
 from .stabilize.config import StabilizeConfig
+from .tell.config import NotifyConfig
 
 __all__ = [
     "ActionConfig",

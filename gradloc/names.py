@@ -25,8 +25,8 @@ from typing import Any
 
 from .checks import refuse_unknown
 from .config import PUBLISHED, GradLocConfig
-from .evidence.tell.config import WEBHOOK_IS_NO_URL
 from .health.config import HealthConfig
+from .tell.config import WEBHOOK_IS_NO_URL
 
 __all__ = ["AMONG_VERLS", "refuse_unknown_names", "refuse_unknown_overrides"]
 

@@ -39,7 +39,7 @@ SECTIONS = {
     ],
     "Edit in the checkout, take the edits into the sources": [
         f"{APPLY} --repo ../verl-0.7.0 --quiet",
-        "echo '# An edit of ours.' >> ../verl-0.7.0/verl/gradloc/core/localizer.py",
+        "echo '# An edit of ours.' >> ../verl-0.7.0/verl/gradloc/loop/localizer.py",
         f"sed -i 's/^        self.gradloc = .*/&  # an edit of a seam/' ../verl-0.7.0/{ACTOR}",
         f"{APPLY} --repo ../verl-0.7.0 --status",
         f"{MAKE} --repo ../verl-0.7.0",

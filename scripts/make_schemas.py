@@ -20,14 +20,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gradloc.evidence import analysis_record, record  # noqa: E402
+from gradloc import record  # noqa: E402
+from gradloc.record import analysis  # noqa: E402
 
 FILES = {
     "event": record.Event,
     "sequences": record.SequenceFile,
     "bundle": record.BundleMeta,
-    "gradient_analysis": analysis_record.GradientAnalysis,
-    "quartile_analysis": analysis_record.QuartileAnalysis,
+    "gradient_analysis": analysis.GradientAnalysis,
+    "quartile_analysis": analysis.QuartileAnalysis,
 }
 PLAIN = {str: "string", int: "integer", bool: "boolean", types.NoneType: "null"}
 NUMBER = {

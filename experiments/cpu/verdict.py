@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from experiments.errors import ExperimentError
-from gradloc.evidence.numbers import bounded
+from gradloc.words.numbers import bounded
 
 
 def read_events(path: Path) -> list[dict]:

@@ -20,8 +20,8 @@ import os
 from dataclasses import fields
 from pathlib import Path
 
-from ..evidence.analysis_record import GradientAnalysis, Group, QuartileAnalysis
-from ..evidence.disk.store import plain
+from ..record.analysis import GradientAnalysis, Group, QuartileAnalysis
+from ..record.store import plain
 
 __all__ = ["FOLDER", "QUARTILES_FOLDER", "TABLE_COLUMNS", "write_analysis", "write_record"]
 

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..evidence.analysis_record import Cost, Loss, TrainingRun
+from ..record.analysis import Cost, Loss, TrainingRun
 
 __all__ = ["Batch", "Reporter", "Run"]
 

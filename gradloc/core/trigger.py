@@ -79,7 +79,7 @@ class StepPolicy:
     stage: str | None = None
     """Which of Lopti's two updates of the step this is; None for the only one."""
     typical: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """What is typical of the run's own batches, by name: see ``search.scale.ScaleHistory.typical``."""
+    """What is typical of the run's own batches, by name: see ``core.scale.ScaleHistory.typical``."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

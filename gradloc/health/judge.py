@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..evidence.numbers import number, percent
+from ..words.numbers import number, percent
 from .advice import ADVICE
 from .config import FALLING, HealthConfig
 from .measures import Measure, Reading

@@ -92,7 +92,7 @@ class Monitor:
         """Judge one step.
 
         Args:
-            batch: see :class:`~..evidence.batch.BatchView`, with ``uid`` and ``token_level_scores``.
+            batch: see :class:`~..loop.batch.BatchView`, with ``uid`` and ``token_level_scores``.
             metrics: the step's, about to be logged; ``health/state`` (0 healthy, 1 warning, 2 danger),
                 ``health/reasons``, ``health/failures`` and ``rollout/zero_variance_share`` are added.
             global_step: the trainer's.

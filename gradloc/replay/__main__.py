@@ -36,11 +36,11 @@ from tqdm import tqdm
 from ..core.gradients import GradientSpace
 from ..core.probe import Prober
 from ..core.ranks import Ranks
-from ..evidence.disk.store import plain
-from ..evidence.numbers import bounded, number
-from ..evidence.record import SCHEMA_VERSION, Search
+from ..record import SCHEMA_VERSION, Search
+from ..record.store import plain
 from ..search.find import STRATEGIES, localize
 from ..search.task import Limit, Task
+from ..words.numbers import bounded, number
 from .bundle import Bundle, read_bundle
 from .comparison import (
     ask_oracle,

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from ..core.trigger import Spike, spike_kind
-from ..evidence.record import SCHEMA_VERSION, BundleMeta, Event, Trigger
+from ..record import SCHEMA_VERSION, BundleMeta, Event, Trigger
 from .reading import ReplayError, read
 
 __all__ = ["Bundle", "Entry", "ReplayError", "read_bundle"]

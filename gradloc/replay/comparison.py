@@ -25,8 +25,8 @@ import torch
 from ..core.gradients import GradientSpace
 from ..core.ranks import Ranks
 from ..core.selection import Part
-from ..evidence.fingerprint import differs, fingerprint, is_other_model
-from ..evidence.layers import layer_of
+from ..loop.fingerprint import differs, fingerprint, is_other_model
+from ..loop.layers import layer_of
 from ..search.find import Finding
 from ..search.task import Task
 from .bundle import Bundle, Entry

@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Parsed JSON as the dataclasses of :mod:`..evidence.record`, with the standard library alone."""
+"""Parsed JSON as the dataclasses of :mod:`..record`, with the standard library alone."""
 
 import types
 import typing

@@ -165,7 +165,7 @@ class Source:
     """What makes a spike, or a part of it, that no tokens make; the same on every rank."""
 
     label: str
-    """One of ``evidence.record.CAUSES``."""
+    """One of ``record.CAUSES``."""
     reason: str
     """Follows "the search stopped because"."""
     numbers: Mapping[str, float | None] = field(default_factory=dict)

@@ -25,8 +25,8 @@ import torch
 
 from ..core.certificate import Certificate, judge
 from ..core.gradients import Gradient, GradientSpace, named_shards
+from ..core.scale import excess
 from ..core.tracker import median_size
-from .scale import excess
 from .share import ShareMap, measure_shares
 from .task import PathEntry, SearchResult, Source, Task
 

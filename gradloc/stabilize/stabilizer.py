@@ -28,7 +28,7 @@ import torch
 
 from ..core.gradients import GradientSpace
 from ..core.ranks import Ranks
-from ..evidence.layers import kind_of, layer_of, norms_by
+from ..loop.layers import kind_of, layer_of, norms_by
 from ..reweighting import STAGE_NAME_KEY
 from . import STABILIZER_KEY
 from .layer_clip import LayerClip

@@ -27,12 +27,12 @@ import torch
 from verl.utils.device import get_device_id
 
 from ..core.gradients import GradientSpace
-from ..core.localizer import Localizer
 from ..core.ranks import Ranks
 from ..core.trigger import StepPolicy
-from ..evidence.disk.weights import save_event_weights
-from ..evidence.look import build_localizer
 from ..keys import COEFFICIENT_KEY, EVENTS_KEY, HANDLED_KEY, HEAD_KEY, POLICY_KEY, ROW_KEY
+from ..loop.localizer import Localizer
+from ..loop.look import build_localizer
+from ..loop.weights import save_event_weights
 from ..reweighting import STAGE_MASK_KEY
 from ..stabilize import STABILIZER_KEY
 from ..stabilize.stabilizer import Stabilizer
@@ -182,7 +182,7 @@ class ActorHook:
 
 
 class _Powers:
-    """The actor's powers: see :class:`~..core.localizer.ActorPowers`."""
+    """The actor's powers: see :class:`~..loop.localizer.ActorPowers`."""
 
     def __init__(self, hook: ActorHook):
         self._hook = hook

@@ -13,7 +13,7 @@
 # limitations under the License.
 """What verl's trainer calls: one object, one method per moment of a step; each goes on to the parts that are on.
 
-The parts: localization (:mod:`~..evidence.driver`), Advantage Reweighting and Lopti (:mod:`~..reweighting`), the
+The parts: localization (:mod:`~..loop.driver`), Advantage Reweighting and Lopti (:mod:`~..reweighting`), the
 stabilizers' memory (:mod:`~..stabilize`, which works in the actor), the health monitor (:mod:`~..health`), the gradient
 analyses and the rollout filter. Their states lie in one file beside each checkpoint.
 """
@@ -27,12 +27,12 @@ import torch
 from verl.utils.config import omega_conf_to_dataclass
 
 from ..config import GradLocConfig, fix_dump_dir
-from ..evidence.batch import BatchView
-from ..evidence.disk.state import load_states, save_states
-from ..evidence.driver import Driver, build_driver, sequence_ids
 from ..health.monitor import Monitor, build_monitor
 from ..keys import COEFFICIENT_KEY, EVENTS_KEY, HANDLED_KEY, HEAD_KEY, POLICY_KEY, ROW_KEY, SEQUENCE_KEY
+from ..loop.batch import BatchView
+from ..loop.driver import Driver, build_driver, sequence_ids
 from ..names import refuse_unknown_names
+from ..record.state import load_states, save_states
 from ..reweighting import ADVANTAGES_BEFORE_KEY, STAGE_NAME_KEY, Lopti, reweight
 from ..stabilize import STABILIZER_KEY
 from ..stabilize.config import StabilizeConfig

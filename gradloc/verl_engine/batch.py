@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch in verl's TransferQueue as the driver's evidence sees it: padded, and fetched when it is asked for."""
+"""A batch in verl's TransferQueue as the driver sees it: padded, and fetched when it is asked for."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,8 +9,8 @@ import transfer_queue as tq
 
 from verl.utils import tensordict_utils as tu
 
-from ..evidence.batch import BatchView
 from ..keys import SEQUENCE_KEY
+from ..loop.batch import BatchView
 
 __all__ = ["fetch", "view_of"]
 

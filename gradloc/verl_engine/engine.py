@@ -17,12 +17,12 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from verl.workers.engine.fsdp import transformer_impl
 
 from ..core.gradients import GradientSpace
-from ..core.localizer import Localizer
 from ..core.ranks import Ranks
 from ..core.trigger import StepPolicy
-from ..evidence.disk.weights import save_event_weights
-from ..evidence.look import build_localizer
 from ..keys import POLICY_KEY
+from ..loop.localizer import Localizer
+from ..loop.look import build_localizer
+from ..loop.weights import save_event_weights
 from .step import EngineStep
 
 __all__ = ["REPORT_KEY", "GradLocEngine", "Watched", "register_engine"]
@@ -155,7 +155,7 @@ class EngineWatch:
         events = found.events[len(found.events) - num_written :]
         return report | {"norm": found.norms[-1], "events": events, "handled": found.handled[told]}
 
-    # ---- the actor's powers: see core.localizer.ActorPowers
+    # ---- the actor's powers: see loop.localizer.ActorPowers
 
     @property
     def clip_limit(self) -> float:

@@ -17,11 +17,11 @@ from verl.utils.metric import reduce_metrics
 from verl.workers.utils.padding import response_to_nested
 
 from ..config import fix_dump_dir, settings_in
-from ..evidence.disk.state import load_states, save_states
-from ..evidence.driver import Driver, build_driver
 from ..health.monitor import Monitor, build_monitor
 from ..keys import POLICY_KEY, ROW_KEY
+from ..loop.driver import Driver, build_driver
 from ..names import refuse_unknown_names
+from ..record.state import load_states, save_states
 from ..reweighting import reweight
 from .batch import fetch, view_of
 from .config import check_critic, check_run, refuse_what_is_not_there

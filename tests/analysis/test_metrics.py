@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from gradloc.evidence.analysis_record import Batch, Cost, GradientAnalysis, Loss, TrainingRun
+from gradloc.record.analysis import Batch, Cost, GradientAnalysis, Loss, TrainingRun
 from tests.analysis.pure import load
 
 metrics = load("metrics", "analysis.buckets")

@@ -9,14 +9,14 @@ import torch
 
 from gradloc.core.actions import Action
 from gradloc.core.gradients import GradientSpace
-from gradloc.core.localizer import Looked
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import Place, Spike
-from gradloc.evidence.batch import BatchView
-from gradloc.evidence.complete import complete_event
-from gradloc.evidence.gather import raw_event
-from gradloc.evidence.layers import head_square
-from gradloc.evidence.record import Event, Run
+from gradloc.loop.batch import BatchView
+from gradloc.loop.complete import complete_event
+from gradloc.loop.gather import raw_event
+from gradloc.loop.layers import head_square
+from gradloc.loop.localizer import Looked
+from gradloc.record import Event, Run
 from gradloc.search.find import localize
 from tests.bare import BareStep, Batch
 

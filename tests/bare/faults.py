@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradloc.core import ranks as core_ranks
 from gradloc.core.gradients import GradientSpace, local_shard
-from gradloc.core.localizer import Localizer
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import StepPolicy
-from gradloc.evidence.gather import raw_event
-from gradloc.evidence.layers import head_square
+from gradloc.loop.gather import raw_event
+from gradloc.loop.layers import head_square
+from gradloc.loop.localizer import Localizer
 from gradloc.search.find import localize
 from tests.bare import BareStep, Batch, build, clip_gradient, random_batch, shard
 

@@ -15,12 +15,14 @@ def gradloc():
 
     names = {
         "core": ["trigger", "history", "certificate", "actions", "selection"],
-        "evidence": ["causes", "layers", "record"],
-        "evidence.disk": ["store"],
+        "words": ["causes"],
+        "loop": ["layers"],
+        "record": ["store"],
         "search": ["candidates"],
     }
     return SimpleNamespace(
-        **{n: importlib.import_module(f"gradloc.{room}.{n}") for room, ns in names.items() for n in ns}
+        record=importlib.import_module("gradloc.record"),
+        **{n: importlib.import_module(f"gradloc.{room}.{n}") for room, ns in names.items() for n in ns},
     )
 
 

@@ -14,10 +14,10 @@ import pytest
 from benchmarks import cost, healthy, mixtures, shapes, spiking, unrepeatable
 from benchmarks.localization import tables as localization
 from benchmarks.trigger import tables as trigger
-from gradloc.evidence.tell.lines import headline
 from gradloc.report.runs import story
 from gradloc.report.runs.metrics import MEAN
 from gradloc.report.runs.run import read_run
+from gradloc.tell.lines import headline
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -17,19 +17,22 @@ RANKS = {
     "checks": 0,
     "keys": 0,
     "core": 1,
+    "record": 1,
     "search": 2,
-    "evidence": 3,
-    "analysis": 4,
-    "health": 4,
-    "replay": 4,
-    "report": 4,
-    "reweighting": 4,
-    "rollout_filter": 4,
-    "stabilize": 4,
-    "config": 5,
-    "names": 6,
-    "verl_actor": 7,
-    "verl_engine": 7,
+    "words": 2,
+    "tell": 3,
+    "loop": 4,
+    "analysis": 5,
+    "health": 5,
+    "replay": 5,
+    "report": 5,
+    "reweighting": 5,
+    "rollout_filter": 5,
+    "stabilize": 5,
+    "config": 6,
+    "names": 7,
+    "verl_actor": 8,
+    "verl_engine": 8,
 }
 """A room imports from those of a lower rank, and from these of its own:"""
 NEIGHBOURS = {
@@ -42,7 +45,7 @@ NEIGHBOURS = {
 COMMANDS = {"replay.__main__"}
 """What a person starts stands above the adapters: it chooses one."""
 
-WITHOUT_TORCH = ("report", "health", "evidence.record")
+WITHOUT_TORCH = ("report", "health", "record", "words")
 
 
 def module_name(path: Path) -> str:

@@ -86,8 +86,8 @@ def save_checkpoint(folder: str, strategy: str) -> None:
 def fingerprints() -> dict[str, Any]:
     """Of the harness's model however it is sharded, and of models near and far."""
     from verl.gradloc.core.gradients import GradientSpace
-    from verl.gradloc.evidence.disk.store import plain
-    from verl.gradloc.evidence.fingerprint import fingerprint
+    from verl.gradloc.loop.fingerprint import fingerprint
+    from verl.gradloc.record.store import plain
 
     def of(module):
         return plain(fingerprint(GradientSpace(module)))
@@ -113,8 +113,8 @@ def fingerprints() -> dict[str, Any]:
 
 def compare(a: dict[str, Any], b: dict[str, Any]) -> Any:
     """What ``differs`` says."""
-    from verl.gradloc.evidence.fingerprint import differs
-    from verl.gradloc.evidence.record import Fingerprint
+    from verl.gradloc.loop.fingerprint import differs
+    from verl.gradloc.record import Fingerprint
     from verl.gradloc.replay.reading import read
 
     return differs(read(Fingerprint, a), read(Fingerprint, b))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gradloc.evidence.disk.store import plain
-from gradloc.evidence.record import BundleMeta, Event, SequenceFile
+from gradloc.record import BundleMeta, Event, SequenceFile
+from gradloc.record.store import plain
 from gradloc.replay.reading import ReplayError, read
 from gradloc.report.runs.events import convert
 

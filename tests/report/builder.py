@@ -9,8 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from gradloc.evidence.disk.store import plain
-from gradloc.evidence.record import (
+from gradloc.record import (
     Action,
     BatchStatistics,
     Cause,
@@ -27,8 +26,9 @@ from gradloc.evidence.record import (
     Step,
     Trigger,
 )
-from gradloc.evidence.verdict import verdict_sentences
+from gradloc.record.store import plain
 from gradloc.report.runs.events import convert
+from gradloc.words.verdict import verdict_sentences
 
 REPO = Path(__file__).resolve().parents[2]
 SCHEMAS = REPO / "schema"

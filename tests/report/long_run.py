@@ -5,9 +5,9 @@ import math
 import random
 from pathlib import Path
 
-from gradloc.evidence.record import Event
-from gradloc.evidence.verdict import verdict_sentences
+from gradloc.record import Event
 from gradloc.report.runs.events import convert
+from gradloc.words.verdict import verdict_sentences
 from tests.report.builder import make_culprit, make_event, make_metrics, make_sequence, write_run
 
 TEXT = (

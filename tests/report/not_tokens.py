@@ -5,10 +5,10 @@ import math
 
 import torch
 
-from gradloc.evidence.disk.store import plain
-from gradloc.evidence.record import Certificate, Event, Rerun, StepCause
-from gradloc.evidence.verdict import verdict_sentences
+from gradloc.record import Certificate, Event, Rerun, StepCause
+from gradloc.record.store import plain
 from gradloc.report.runs.events import convert
+from gradloc.words.verdict import verdict_sentences
 from tests.bare import build, random_batch
 from tests.bare.routers import add_router_loss
 from tests.report.builder import make_event

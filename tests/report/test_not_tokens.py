@@ -7,12 +7,12 @@ import re
 
 import pytest
 
-from gradloc.evidence.record import Event
-from gradloc.evidence.tell.lines import headline as console_line
+from gradloc.record import Event
 from gradloc.report.pages import page
 from gradloc.report.pages.exports import to_csv
 from gradloc.report.runs.events import convert
 from gradloc.report.runs.run import read_run
+from gradloc.tell.lines import headline as console_line
 from tests.report.builder import make_metrics, write_run
 from tests.report.not_tokens import CHECKPOINT, causes
 

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from gradloc.evidence.numbers import bounded, number, percent, with_error
 from gradloc.report import text
+from gradloc.words.numbers import bounded, number, percent, with_error
 from tests.report.builder import HOSTILE, VISIBLE
 
 

@@ -8,10 +8,10 @@ import torch
 
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
+from gradloc.core.scale import ScaleHistory
 from gradloc.core.selection import mask_without
 from gradloc.core.trigger import Spike
 from gradloc.search.find import Finding, localize
-from gradloc.search.scale import ScaleHistory
 from tests.bare import BareStep, build, random_batch
 from tests.bare.routers import add_router_loss
 

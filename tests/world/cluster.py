@@ -15,7 +15,7 @@ from tests.world.harness import make_batch, make_trainer
 def keep_weights(strategy: str, folder: str, full_rank: int | None) -> dict[str, Any]:
     """Save the weights, the disk of one rank maybe full; and read them back with verl's own manager."""
     from verl.gradloc.core.ranks import Ranks
-    from verl.gradloc.evidence.disk.weights import save_weights
+    from verl.gradloc.loop.weights import save_weights
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
     trainer = make_trainer([f"actor_rollout_ref.actor.strategy={strategy}"], folder)

@@ -15,7 +15,7 @@ FORCE = ["actor_rollout_ref.actor.gradloc.trigger.force_step=1"]
 @contextlib.contextmanager
 def instead_of_localizing(measure):
     """Run ``measure`` where the localizer would search, and collect what it returns."""
-    Localizer, Prober = part("core.localizer").Localizer, part("core.probe").Prober
+    Localizer, Prober = part("loop.localizer").Localizer, part("core.probe").Prober
     original, results = Localizer._look_into, []
 
     def look_into(hook, spike, grad_norm, is_written):

@@ -22,7 +22,7 @@ import math
 
 import numpy as np
 
-from ...evidence.analysis_record import Bucket, GradientAnalysis, Group, Norms, Range
+from ...record.analysis import Bucket, GradientAnalysis, Group, Norms, Range
 from ...rollout_filter.groups import Groups
 from .probe import BucketNumbers
 

@@ -22,8 +22,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ...evidence import analysis_record
-from ...evidence.analysis_record import Filter, GradientAnalysis
+from ...record import analysis
+from ...record.analysis import Filter, GradientAnalysis
 from ...rollout_filter.groups import groups_of
 from ..actor import BUCKET_KEY, NUM_BUCKETS_KEY
 from ..config import BucketSettings
@@ -75,7 +75,7 @@ class BucketAnalysis(Reporter):
             **self._head(global_step, raw["terms"]),
             bucket_mode=settings.bucket_mode,
             num_buckets=settings.num_buckets,
-            batch=analysis_record.Batch(
+            batch=analysis.Batch(
                 source="separate" if settings.is_separate else "training",
                 num_groups=len(groups),
                 num_rows=len(tokens),

@@ -16,7 +16,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ...evidence.analysis_record import GradientAnalysis
+from ...record.analysis import GradientAnalysis
 
 __all__ = ["log_group_table"]
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from ...evidence.analysis_record import (
+from ...record.analysis import (
     QUARTILES,
     Change,
     Correlations,
@@ -64,7 +64,7 @@ class _Tokens:
 def measured(
     found: list[QuartileNumbers], batch: dict[str, np.ndarray], quartiles: np.ndarray, sampled: np.ndarray
 ) -> dict[str, Any]:
-    """The fields of :class:`~...evidence.analysis_record.QuartileAnalysis` that the workers' numbers make up.
+    """The fields of :class:`~...record.analysis.QuartileAnalysis` that the workers' numbers make up.
 
     Args:
         found: what each rank found, by rank.

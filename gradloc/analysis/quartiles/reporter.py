@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from ...evidence import analysis_record
+from ...record import analysis
 from ..actor import BUCKET_KEY, NUM_SAMPLED_KEY
 from ..config import QuartileSettings
 from ..files import QUARTILES_FOLDER, write_record
@@ -52,7 +52,7 @@ class QuartileAnalysis(Reporter):
             SAMPLE_KEY: numbers,
         }
         found = batch.ask(tensors, {NUM_SAMPLED_KEY: len(sampled)})
-        record = analysis_record.QuartileAnalysis(
+        record = analysis.QuartileAnalysis(
             **self._head(global_step, found[0]["terms"]),
             split=self.settings.split,
             num_rows=len(quartiles),

@@ -24,7 +24,7 @@ import math
 
 import numpy as np
 
-from ...evidence.analysis_record import Agreement, Change
+from ...record.analysis import Agreement, Change
 
 __all__ = [
     "EMPTY",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...evidence.analysis_record import QUARTILES, QuartileAnalysis, Update
+from ...record.analysis import QUARTILES, QuartileAnalysis, Update
 from ..errors import ReportError
 from ..runs.events import convert
 from .buckets import files

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from ...evidence.disk.store import plain
+from ...record.store import plain
 from ..errors import ReportError
 from ..pages import terminal
 from ..runs.health import CLIP, STATES, HealthConfig, RunHealth, judge, ranges

@@ -5,9 +5,9 @@ import argparse
 import json
 from pathlib import Path
 
-from ...evidence.analysis_record import Moved, Update
-from ...evidence.disk.store import plain
-from ...evidence.numbers import number, percent
+from ...record.analysis import Moved, Update
+from ...record.store import plain
+from ...words.numbers import number, percent
 from ..analyses.quartiles import SPLITS, Analysis, read_quartiles
 from ..errors import ReportError
 from .buckets import save

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from ...evidence.record import Event
+from ...record import Event
 from .. import output
 from ..pages import exports, page, terminal
 from ..runs.run import RunFolder, read_run

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...evidence.disk.store import plain
-from ...evidence.numbers import number, percent
+from ...record.store import plain
+from ...words.numbers import number, percent
 from .. import output
 from ..errors import ReportError
 from ..pages import terminal

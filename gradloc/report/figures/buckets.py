@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from ...evidence.numbers import number
+from ...words.numbers import number
 from ..analyses.buckets import ALL, LOSSES, TERMS, Analysis
 from .palette import LIGHT, Palette
 from .style import dress

@@ -8,9 +8,9 @@ import math
 import re
 from xml.sax.saxutils import escape, quoteattr
 
-from ...evidence.numbers import number, percent
-from ...evidence.record import Event
-from ...evidence.verdict import told_share
+from ...record import Event
+from ...words.numbers import number, percent
+from ...words.verdict import told_share
 
 CELLS_NAMED = 96
 """Up to so many cells have their number written in them."""

@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ...evidence.analysis_record import QUARTILES, Change, Moved, Update
-from ...evidence.numbers import number, percent
+from ...record.analysis import QUARTILES, Change, Moved, Update
+from ...words.numbers import number, percent
 from ..analyses.quartiles import SPLITS, Analysis
 from .palette import LIGHT, Palette
 from .style import dress

@@ -8,7 +8,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from ...evidence.numbers import number
+from ...words.numbers import number
 from ..runs.trigger import Judged
 from .palette import Palette
 from .style import dress

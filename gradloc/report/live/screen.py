@@ -7,9 +7,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ...evidence.numbers import bounded, number
-from ...evidence.record import Event
-from ...evidence.verdict import carried
+from ...record import Event
+from ...words.numbers import bounded, number
+from ...words.verdict import carried
 from ..runs import story
 from ..runs.health import RunHealth, judge
 from ..runs.metrics import MAX, MEAN, Metrics

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ...evidence.record import Event
+from ...record import Event
 from ..runs.comparison import Comparison
 from ..runs.health import RunHealth
 from ..runs.metrics import MAX, MEAN, Metrics

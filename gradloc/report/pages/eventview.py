@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ...evidence.numbers import number, percent
-from ...evidence.record import Culprit, Event, Sequence, StepCause
-from ...evidence.verdict import carried, shares_sentence
+from ...record import Culprit, Event, Sequence, StepCause
+from ...words.numbers import number, percent
+from ...words.verdict import carried, shares_sentence
 from ..figures import drawings
 from ..runs import advice, searchpath, tokens
 from ..runs.events import bundle_folder, read_pictures, read_sequences

@@ -6,10 +6,10 @@ import io
 import json
 from typing import Any
 
-from ...evidence.disk.store import plain
-from ...evidence.numbers import bounded, number
-from ...evidence.record import Culprit, Event
-from ...evidence.verdict import told_share
+from ...record import Culprit, Event
+from ...record.store import plain
+from ...words.numbers import bounded, number
+from ...words.verdict import told_share
 from ..runs.run import RunFolder
 from ..runs.story import cause_of
 from ..text import one_line, spoken

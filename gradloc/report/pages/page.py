@@ -20,8 +20,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ...evidence.numbers import bounded, number, percent
-from ...evidence.record import Event
+from ...record import Event
+from ...words.numbers import bounded, number, percent
 from ..figures.palette import DARK, LIGHT, variables
 from ..runs import tokens
 from ..runs.comparison import Comparison

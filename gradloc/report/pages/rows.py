@@ -9,8 +9,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ...evidence.numbers import bounded, number
-from ...evidence.record import Event
+from ...record import Event
+from ...words.numbers import bounded, number
 from ..runs import story
 from ..text import one_line, show_command, spoken, times, visible
 

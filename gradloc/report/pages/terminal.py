@@ -13,9 +13,9 @@ from rich.progress import track as rich_track
 from rich.table import Table
 from rich.text import Text
 
-from ...evidence.numbers import number
-from ...evidence.record import Event
-from ...evidence.verdict import carried, shares_sentence
+from ...record import Event
+from ...words.numbers import number
+from ...words.verdict import carried, shares_sentence
 from ..runs.run import RunFolder
 from ..runs.story import cause_of
 from ..text import one_line, show_command, span, spoken, times, visible

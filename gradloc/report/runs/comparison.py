@@ -5,8 +5,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...evidence.numbers import number
-from ...evidence.record import Event
+from ...record import Event
+from ...words.numbers import number
 from ..text import one_line, spoken
 from .metrics import MAX, MEAN
 from .run import RunFolder

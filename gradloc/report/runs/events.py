@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...evidence.record import SCHEMA_VERSION, Event, Sequence, SequenceFile
+from ...record import SCHEMA_VERSION, Event, Sequence, SequenceFile
 from ..text import plural
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ def convert(raw: Any, kind: type[T]) -> T:
 
     Args:
         raw: what ``json.loads`` returned.
-        kind: one of the dataclasses of ``evidence.record``.
+        kind: one of the dataclasses of ``record``.
 
     Raises:
         msgspec.ValidationError: names the field that has the wrong type.

@@ -8,7 +8,7 @@ events.jsonl itself.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...evidence.record import Event
+from ...record import Event
 from ..errors import ReportError
 from ..text import plural
 from . import metrics as metrics_files

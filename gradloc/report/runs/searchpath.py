@@ -3,8 +3,8 @@
 
 from dataclasses import dataclass, field
 
-from ...evidence.numbers import number
-from ...evidence.record import PathEntry, Search
+from ...record import PathEntry, Search
+from ...words.numbers import number
 from ..text import plural
 
 LIMIT = 160

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...evidence.numbers import number, percent
-from ...evidence.record import Sequence
+from ...record import Sequence
+from ...words.numbers import number, percent
 
 LEVELS = 10
 ZERO = ord("k")  # the letter of level 0: levels run from a to u

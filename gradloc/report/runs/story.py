@@ -12,9 +12,9 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...evidence.numbers import bounded, number, percent
-from ...evidence.record import Culprit, Event, StepCause
-from ...evidence.verdict import carried
+from ...record import Culprit, Event, StepCause
+from ...words.numbers import bounded, number, percent
+from ...words.verdict import carried
 from ..text import one_line, plural, times, visible
 from . import advice
 from .events import bundle_folder

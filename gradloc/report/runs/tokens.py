@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ...evidence.numbers import percent, with_error
-from ...evidence.record import Culprit, Sequence, turns_in
+from ...record import Culprit, Sequence, turns_in
+from ...words.numbers import percent, with_error
 from ..text import visible
 from .shading import Shades, values
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from ...evidence.batch import BatchView
-from ...evidence.driver import Driver
 from ...keys import EVENTS_KEY, POLICY_KEY, ROW_KEY, SETTINGS_KEY
+from ...loop.batch import BatchView
+from ...loop.driver import Driver
 
 __all__ = ["CriticSide"]
 

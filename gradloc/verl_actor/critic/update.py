@@ -31,8 +31,8 @@ from ...core.memory import precise_readout
 from ...core.probe import Recorded, RngState, let_through, record
 from ...core.ranks import Ranks
 from ...core.trigger import StepPolicy
-from ...evidence.look import build_localizer
 from ...keys import EVENTS_KEY, POLICY_KEY, ROW_KEY, SETTINGS_KEY
+from ...loop.look import build_localizer
 
 __all__ = ["WatchedCritic"]
 
@@ -135,7 +135,7 @@ class CriticWatch:
         }
         return report | ({"events": found.events, "handled": found.handled} if found.ranks.is_first else {})
 
-    # ---- the critic's powers: see core.localizer.ActorPowers
+    # ---- the critic's powers: see loop.localizer.ActorPowers
 
     def clip(self) -> torch.Tensor:
         module = self.critic.critic_module

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from gradloc.evidence.analysis_record import Agreement
+from gradloc.record.analysis import Agreement
 from tests.analysis.pure import load
 from tests.analysis.test_settings import make
 

@@ -3,7 +3,7 @@
 
 from dataclasses import replace
 
-from gradloc.evidence.record import PathEntry, Search
+from gradloc.record import PathEntry, Search
 from gradloc.report.runs.searchpath import LIMIT, cost, tree
 from tests.report.builder import make_path
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from gradloc.evidence.record import Event
+from gradloc.record import Event
 from gradloc.report.runs import story
 from gradloc.report.runs.events import convert
 from gradloc.report.runs.metrics import Metrics, build

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from gradloc.evidence.record import Culprit, Sequence
+from gradloc.record import Culprit, Sequence
 from gradloc.report.runs import tokens
 from gradloc.report.runs.events import convert
 from gradloc.report.runs.shading import shade

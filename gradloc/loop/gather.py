@@ -1,0 +1,434 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What the ranks know of an event, gathered on the first process. The driver completes and writes it.
+
+What a rank sends is bounded whatever the batch: a few numbers, one for each micro-batch, the random states (5 kB each)
+of the micro-batches to keep; and of the culprits and of the sequences to shade, chosen over all ranks before anything
+heavy is sent, those that are its own, one after the other.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .. import record
+from ..core.selection import Token, mask_without
+from ..record import (
+    Coefficients,
+    Consequence,
+    Event,
+    Fingerprint,
+    LayerHistory,
+    Ratios,
+    Sequence,
+    Shares,
+    Step,
+    StepCause,
+    Trigger,
+)
+from ..search.find import Finding
+from ..search.share import ShareMap
+from ..search.task import Culprit, PathEntry
+from .fingerprint import fingerprint
+from .layers import kind_of, layer_of, norms_by
+from .localizer import Looked
+
+__all__ = ["RawEntry", "RawEvent", "ratio", "raw_event"]
+
+_TERMS = ("policy", "kl", "entropy")
+_LOW = 0.2  # quantile of the entropies
+_NOTABLE_SHARE = 0.05  # of the spike: sequences from here on are kept token by token
+_MAX_SEQUENCES = 16
+
+
+@dataclass(frozen=True)
+class RawEntry:
+    """One micro-batch of one rank, for the bundle."""
+
+    rank: int
+    micro_batch: int
+    rows: list[int]
+    """Of the batch as it was dispatched."""
+    rng: np.ndarray
+    """uint8: the CPU's random state before the micro-batch's forward."""
+
+
+@dataclass
+class RawEvent:
+    """What the ranks hand to the driver: small, and whole once pickled."""
+
+    event: Event
+    """Without what only the driver knows: name, run, text, stored log-probs, causes."""
+    sequences: list[Sequence]
+    """Numbers of the forward only, over all T response positions."""
+    residual_coefficient_norm: float
+    """Root sum of squares of d loss / d log_prob over all tokens but the culprits."""
+    term_norms: dict[str, float]
+    """The same over all tokens, of each term: ``policy`` (without the KL term), ``kl`` and ``entropy``."""
+    low_entropy: float | None
+    """Entropy that a fifth of the tokens of the culprits' micro-batches are under."""
+    layout: list[RawEntry]
+    temperature: float
+    on_policy: bool
+    fingerprint: Fingerprint
+    checkpoint: str | None
+    """Folder with the weights before the step, where they were saved."""
+
+
+def raw_event(looked: Looked, budget: int, keeps_all: bool) -> RawEvent | None:
+    """Gather the event; all ranks call this together.
+
+    Args:
+        looked: what the localizer knows of the spike; ``looked.found`` is a :class:`~..search.find.Finding`.
+        budget: the configured number of probes.
+        keeps_all: list all micro-batches for the bundle, not only those that hold culprits.
+
+    Returns:
+        The event on the first process, None on the others.
+    """
+    finding = looked.found
+    assert isinstance(finding, Finding)
+    place, spike, step, ranks, action = looked.place, looked.spike, looked.step, looked.ranks, looked.action
+    names, squares = looked.space.names, looked.squares
+    result = finding.result
+    evidence = _LocalEvidence(looked, finding)
+    wanted = _most_wanted(ranks.gather(ranks.agree(evidence.wanted)))
+    mine = ranks.agree(lambda: evidence.collect(wanted, keeps_all))
+    gathered = ranks.gather_first(mine.sums)
+    culprits = tuple(
+        ranks.sent_by(culprit.tokens[0].rank, mine.culprits.get(number))
+        for number, culprit in enumerate(result.culprits)
+    )
+    sequences = [ranks.sent_by(row.rank, mine.sequences.get(row)) for row in wanted]
+    weights = fingerprint(looked.space)
+    head_square = float(looked.space.reduce(lambda: looked.head_square * looked.space.num_replicas))
+
+    def build(gathered: list[_Sums]) -> RawEvent:
+        certificate = record.Certificate(**vars(finding.certificate))
+        squared = {name: math.fsum(part.term_squares[name] for part in gathered) for name in _TERMS}
+        low = sorted(part.low_entropy for part in gathered if part.low_entropy is not None)
+        event = Event(
+            step=Step(
+                global_step=place.global_step,
+                epoch=place.epoch,
+                mini_batch=place.mini_batch,
+                num_mini_batches=place.num_mini_batches,
+                num_micro_batches=step.num_micro_batches,
+                world_size=ranks.num_processes,
+                dp_size=ranks.size,
+                sp_size=ranks.replicas,
+                stage=place.stage,
+            ),
+            trigger=Trigger(**vars(spike), history=record.History(**place.history) if place.history else None),
+            search=_search_record(finding, budget),
+            culprits=culprits,
+            certificate=certificate,
+            action=record.Action(**vars(action)),
+            layers=norms_by(layer_of, names, squares),
+            kinds=norms_by(kind_of, names, squares),
+            layer_history=_layer_history(names, squares, looked.history),
+            shares=_shares_record(result.shares, [part.shares for part in gathered]),
+            cause=None if result.source is None else StepCause(**vars(result.source)),
+            rerun=None if finding.rerun is None else record.Rerun(**vars(finding.rerun)),
+            consequence=_consequence(action.taken, spike.grad_norm, looked.clip_limit, culprits, certificate),
+            head_grad_norm=math.sqrt(head_square),
+            model="critic" if step.recorded(0).is_value else None,
+        )
+        return RawEvent(
+            event=event,
+            sequences=sequences,
+            residual_coefficient_norm=math.sqrt(sum(part.coefficient_square for part in gathered)),
+            term_norms={name: math.sqrt(square) for name, square in squared.items()},
+            low_entropy=low[len(low) // 2] if low else None,
+            layout=[entry for part in gathered for entry in part.layout],
+            temperature=step.temperature,
+            on_policy=step.on_policy,
+            fingerprint=weights,
+            checkpoint=looked.checkpoint,
+        )
+
+    return ranks.agree(lambda: None if gathered is None else build(gathered))
+
+
+class _Row(NamedTuple):
+    """A sequence of the mini-batch."""
+
+    rank: int
+    micro_batch: int
+    row: int
+
+
+def _most_wanted(by_rank: list[list[tuple[float, _Row]]]) -> list[_Row]:
+    """The rows to keep token by token, of all ranks', the most wanted first."""
+    pairs = sorted((pair for part in by_rank for pair in part), key=lambda pair: (-pair[0], pair[1]))
+    return list(dict.fromkeys(row for _, row in pairs))[:_MAX_SEQUENCES]
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What every rank sends: small, and about as long on each."""
+
+    coefficient_square: float
+    term_squares: dict[str, float]
+    low_entropy: float | None
+    shares: list[float]
+    """Per micro-batch."""
+    layout: list[RawEntry]
+
+
+@dataclass(frozen=True)
+class _OfRank:
+    """One rank's part of the event."""
+
+    sums: _Sums
+    culprits: dict[int, record.Culprit]
+    """Its own, by number."""
+    sequences: dict[_Row, Sequence]
+    """Its own of those to keep."""
+
+
+class _LocalEvidence:
+    """This rank's part of the event: its own culprits, and the rows of the micro-batches to keep."""
+
+    def __init__(self, looked: Looked, finding: Finding):
+        self.step, self.ranks, self.names = looked.step, looked.ranks, looked.space.names
+        self.result, self.entropies = finding.result, finding.entropies
+
+    def wanted(self) -> list[tuple[float, _Row]]:
+        """This rank's sequences that hold a culprit (inf) or a notable share of the spike (its size)."""
+        rank, shares = self.ranks.rank, self.result.shares
+        firsts = [culprit.tokens[0] for culprit in self.result.culprits if culprit.tokens[0].rank == rank]
+        found = [(math.inf, _Row(rank, first.micro_batch, self._row_of(first))) for first in firsts]
+        if shares is not None and shares.is_trusted:
+            for index in range(self.step.num_micro_batches):
+                per_row = shares.shares(index).sum(-1).abs()
+                notable = (per_row >= _NOTABLE_SHARE).nonzero().squeeze(-1).tolist()
+                found += [(float(per_row[row]), _Row(rank, index, row)) for row in notable]
+        return sorted(found, key=lambda pair: -pair[0])[:_MAX_SEQUENCES]
+
+    def collect(self, wanted: list[_Row], keeps_all: bool) -> _OfRank:
+        step, rank = self.step, self.ranks.rank
+        kept_micro_batches = sorted({token.micro_batch for token in self.result.tokens})
+        kl = {index: step.kl_coefficients(index) for index in kept_micro_batches}
+        mine = {
+            number: self._culprit_record(culprit, kl)
+            for number, culprit in enumerate(self.result.culprits)
+            if culprit.tokens[0].rank == rank
+        }
+        square, shares, terms = 0.0, [], dict.fromkeys(_TERMS, 0.0)
+        for index in range(step.num_micro_batches):
+            kept = mask_without(self.result.tokens, index, rank, step.token_mask(index)) & step.token_mask(index)
+            square += step.coefficients(index)[0][kept].double().square().sum().item()
+            for name, values in self._terms(index).items():
+                terms[name] += values[step.token_mask(index)].double().square().sum().item()
+            shares.append(0.0 if self.result.shares is None else float(self.result.shares.shares(index).sum()))
+        kept_whole = range(step.num_micro_batches) if keeps_all else kept_micro_batches
+        sums = _Sums(
+            coefficient_square=square,
+            term_squares=terms,
+            low_entropy=self._low_entropy(),
+            shares=shares,
+            layout=[RawEntry(rank, i, step.rows(i), step.recorded(i).rng.cpu.numpy()) for i in kept_whole],
+        )
+        return _OfRank(sums, mine, {row: self._sequence(row) for row in wanted if row.rank == rank})
+
+    def _terms(self, index: int) -> dict[str, torch.Tensor]:
+        """d loss / d log_prob (B, T) of the policy's and the KL term, d loss / d entropy: those that there are."""
+        log_prob, entropy = self.step.coefficients(index)
+        kl = self.step.kl_coefficients(index)
+        found = {"policy": log_prob} if kl is None else {"policy": log_prob - kl / self.ranks.size}
+        found |= {} if kl is None else {"kl": kl / self.ranks.size}
+        return found if entropy is None else found | {"entropy": entropy}
+
+    def _low_entropy(self) -> float | None:
+        values = [self.entropies[index][self.step.token_mask(index)] for index in self.entropies]
+        flat = torch.cat(values).float() if values else torch.zeros(0)
+        return float(flat.quantile(_LOW)) if len(flat) else None
+
+    def _sequence(self, place: _Row) -> Sequence:
+        """Per-token numbers of one of this rank's sequences."""
+        step, shares, index, row = self.step, self.result.shares, place.micro_batch, place.row
+        recorded, rows = step.recorded(index), step.rows(index)
+
+        def of(values: torch.Tensor | None) -> tuple[float, ...] | None:
+            return None if values is None else tuple(values[row].float().tolist())
+
+        outputs: dict = {"value" if recorded.is_value else "log_prob": of(recorded.log_prob)}
+        return Sequence(
+            **outputs,
+            rank=place.rank,
+            micro_batch=index,
+            micro_batch_row=row,
+            row=rows[row] if rows else None,
+            entropy=of(recorded.entropy),
+            coefficient=of(step.coefficients(index)[0]),
+            share=None if shares is None else of(shares.shares(index)),
+            share_error=None if shares is None else of(shares.errors[index] / shares.square),
+        )
+
+    def _row_of(self, token: Token) -> int:
+        mask = self.step.token_mask(token.micro_batch)
+        return int(mask.flatten().nonzero()[token.index]) // mask.shape[1]
+
+    def _culprit_record(self, culprit: Culprit, kl: dict[int, torch.Tensor | None]) -> record.Culprit:
+        step, index, shares = self.step, culprit.tokens[0].micro_batch, self.result.shares
+        mask = step.token_mask(index)
+        flat = mask.flatten().nonzero().squeeze(-1)[[token.index for token in culprit.tokens]].tolist()
+        row, positions = flat[0] // mask.shape[1], [place % mask.shape[1] for place in flat]
+        recorded, rows, old = step.recorded(index), step.rows(index), step.old_log_prob(index)
+        coefficients, entropy_coefficients = step.coefficients(index)
+        peak = positions[int(coefficients[row, positions].abs().nan_to_num(nan=math.inf).argmax())]
+
+        def at(values: torch.Tensor | None, factor: float = 1.0) -> float | None:
+            return None if values is None else float(values[row, peak]) * factor
+
+        share, share_error = culprit.share, 0.0 if culprit.share is not None else None
+        if share is None and shares is not None and shares.is_trusted:
+            share = float(shares.shares(index)[row, positions].sum())
+            share_error = float(torch.linalg.vector_norm(shares.errors[index][row, positions])) / shares.square
+        if recorded.is_value:
+            outputs: dict = {"value": at(recorded.log_prob), "old_value": at(old)}
+        else:
+            mean_log_ratio = float((recorded.log_prob - old)[row][mask[row]].mean())
+            ratios = Ratios(sequence_geometric_mean=ratio(mean_log_ratio, 0.0))
+            outputs = {"log_prob": at(recorded.log_prob), "old_log_prob_used": at(old), "ratios": ratios}
+        return record.Culprit(
+            **outputs,
+            span=culprit.span,
+            rank=culprit.tokens[0].rank,
+            micro_batch=index,
+            micro_batch_row=row,
+            row=rows[row] if rows else None,
+            positions=tuple(positions),
+            peak=peak,
+            entropy=at(self.entropies.get(index, recorded.entropy)),
+            coefficients=Coefficients(
+                log_prob=at(coefficients), kl=at(kl[index], 1.0 / self.ranks.size), entropy=at(entropy_coefficients)
+            ),
+            loss_weight=at(step.token_weights(index)),
+            grad_norm=culprit.norm,
+            is_exact=culprit.is_exact,
+            threshold=culprit.threshold,
+            share=share,
+            share_error=share_error,
+            layers={} if culprit.squares is None else norms_by(layer_of, self.names, culprit.squares),
+            token_norms=self._token_norms(culprit, row, positions),
+        )
+
+    def _token_norms(self, culprit: Culprit, row: int, positions: list[int]) -> tuple[float, ...] | None:
+        """By Cauchy-Schwarz at least |<g, G>| / ||G|| each; exact for a token with a backward of its own."""
+        shares = self.result.shares
+        if len(positions) == 1:
+            return (culprit.norm,)
+        if shares is None or not shares.is_trusted:
+            return None
+        products = shares.products[culprit.tokens[0].micro_batch][row, positions]
+        return tuple((products.abs() / shares.square**0.5).tolist())
+
+
+def _consequence(
+    taken: str, norm: float, clip_limit: float, culprits: tuple[record.Culprit, ...], certificate: record.Certificate
+) -> Consequence:
+    """What the optimizer was given: nothing, the spike clipped, or the rest clipped."""
+    limit = clip_limit if math.isfinite(clip_limit) else None
+    after = certificate.norm_after
+    given = after if taken == "mask" else norm
+    if taken in ("skip", "abort") or given is None or not math.isfinite(given):
+        return Consequence(grad_clip=limit)
+    scale = min(1.0, clip_limit / (given + 1e-6))
+    shares = [culprit.share for culprit in culprits]
+    known = [share for share in shares if share is not None]
+    share = math.fsum(known) if culprits and len(known) == len(shares) else None
+    healthy = after * scale if culprits and after is not None and math.isfinite(after) else None
+    return Consequence(
+        grad_clip=limit,
+        clip_scale=None if limit is None else scale,
+        culprit_share=0.0 if taken == "mask" else share,
+        healthy_norm=None if limit is None else healthy,
+    )
+
+
+def ratio(log_new: float | None, log_old: float | None) -> float | None:
+    """Of two probabilities by their logarithms; None where one is not known."""
+    if log_new is None or log_old is None:
+        return None
+    difference = log_new - log_old
+    return math.exp(difference) if difference < 700 else math.inf
+
+
+def _layer_history(names: list[str], squares: torch.Tensor, history: torch.Tensor | None) -> LayerHistory | None:
+    """How far each layer's norm is above its own median, and how the layers moved together before.
+
+    Layerwise heterogeneity (GradLoc, intro figure): layers whose norms no longer go together. Here: ``spread``, the
+    largest layer's excess over the median layer's, and the mean correlation over time of the layers' log-norms.
+    """
+    if history is None:
+        return None
+    per_step = [list(norms_by(layer_of, names, row).values()) for row in history]
+    norms = torch.tensor(per_step, dtype=torch.float64)  # (steps, layers)
+    now = torch.tensor(list(norms_by(layer_of, names, squares).values()), dtype=torch.float64)
+    medians = norms.median(0).values
+    excess = torch.where(medians > 0, now / medians, torch.ones_like(now))
+    correlation = torch.corrcoef(norms.clamp(min=1e-30).log().T).nan_to_num(nan=1.0)
+    num = len(now)
+    others = (correlation.sum() - num) / (num * (num - 1)) if num > 1 else torch.tensor(1.0)
+    return LayerHistory(
+        num_steps=len(per_step),
+        excess=dict(zip(norms_by(layer_of, names, squares), excess.tolist(), strict=True)),
+        spread=float(excess.max() / excess.median().clamp(min=1e-30)),
+        mean_correlation=float(others),
+    )
+
+
+def _shares_record(shares: ShareMap | None, by_rank: list[list[float]]) -> Shares | None:
+    """The share of every micro-batch of every rank; None when they were not measured."""
+    if shares is None:
+        return None
+    return Shares(shares.closure, shares.closure_error, shares.is_trusted, tuple(zip(*by_rank, strict=True)))
+
+
+def _search_record(finding: Finding, budget: int) -> record.Search:
+    result = finding.result
+    return record.Search(
+        strategy=finding.strategy,
+        status=finding.status,
+        stop_reason=result.stop_reason,
+        tau=finding.tau,
+        budget=budget,
+        forwards=finding.num_forwards,
+        backwards=finding.num_backwards,
+        seconds=finding.seconds,
+        num_more=result.num_more if result.is_cut else None,
+        more_norm=result.more_norm,
+        path=tuple(_path_record(entry) for entry in result.path),
+    )
+
+
+def _path_record(entry: PathEntry) -> record.PathEntry:
+    part = entry.part
+    tokens = None if part is None or part.end_token is None else (part.first_token, part.end_token)
+    return record.PathEntry(
+        phase=entry.phase,
+        micro_batch=None if part is None else part.micro_batch,
+        ranks=None if part is None else (part.first_rank, part.end_rank),
+        tokens=tokens,
+        num_tokens=entry.num_tokens,
+        norm=entry.norm,
+        threshold=entry.threshold,
+        verdict=entry.verdict,
+        note=entry.note,
+    )

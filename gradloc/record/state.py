@@ -1,0 +1,80 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What the driver's parts have learned, in one file beside each checkpoint."""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from . import SCHEMA_VERSION
+
+__all__ = ["Stateful", "load_states", "save_states"]
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+_FILE = "gradloc.json"
+
+
+class Stateful(Protocol):
+    """A part that remembers something."""
+
+    def state(self) -> Any:
+        """JSON-ready content."""
+
+    def load_state(self, state: Any) -> None:
+        """Take over what :meth:`state` gave."""
+
+
+def save_states(parts: Mapping[str, Stateful], folder: str) -> bool:
+    """Write the parts' states beside a checkpoint; returns whether there is anything and it was written.
+
+    Args:
+        parts: by the name that each has in the file.
+        folder: ``global_step_N`` of verl's checkpoints.
+    """
+    state = {name: part.state() for name, part in parts.items()}
+    if not state:
+        return False
+    path = os.path.join(folder, _FILE)
+    try:
+        with open(f"{path}.partial", "w", encoding="utf-8") as file:
+            json.dump({"schema_version": SCHEMA_VERSION, **state}, file)
+        os.replace(f"{path}.partial", path)
+    except OSError:
+        logger.exception("gradloc: %s could not be written; a resumed run will learn its history anew", path)
+        return False
+    return True
+
+
+def load_states(parts: Mapping[str, Stateful], folder: str) -> None:
+    """Give the parts what :func:`save_states` wrote; a part whose state is missing or not ours starts anew."""
+    path = os.path.join(folder, _FILE)
+    if not parts or not os.path.exists(path):
+        return
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = dict(json.load(file))
+    except (OSError, ValueError, TypeError):
+        logger.exception("gradloc: %s could not be read; what it remembered is learned anew", path)
+        return
+    for name, part in parts.items():
+        if name not in found:
+            continue
+        try:
+            part.load_state(found[name])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            logger.exception("gradloc: the state of %s in %s is not ours; it starts anew", name, path)

@@ -1,0 +1,125 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Events on disk: one line each in ``events.jsonl``, and a folder each with what replays it.
+
+One process writes. A crash while writing leaves the earlier events readable: a bundle is renamed into place when it
+is whole, and a line that was cut off is closed before the next one is added.
+"""
+
+import json
+import math
+import os
+import shutil
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from . import Event
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["EventStore", "plain"]
+
+
+def plain(value: Any) -> Any:
+    """Make a value JSON-ready: NaN and infinities become the strings ``"NaN"``, ``"Infinity"``, ``"-Infinity"``."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if hasattr(value, "item"):  # numpy and torch scalars
+        return plain(value.item())
+    return str(value)
+
+
+def _dumps(value: Any, **kwargs: Any) -> str:
+    return json.dumps(plain(value), allow_nan=False, ensure_ascii=False, **kwargs)
+
+
+class EventStore:
+    """The folder ``bisect_dump_dir``.
+
+    Args:
+        root: absolute path; created when the first event is written.
+    """
+
+    def __init__(self, root: str):
+        self.root = Path(root)
+
+    def new_id(self, global_step: int, epoch: int, mini_batch: int, model: str = "actor") -> str:
+        """A name for an event; a run that was resumed may pass the same step again, so names are made unique."""
+        base = f"step{global_step:06d}-epoch{epoch}-mini{mini_batch}" + (f"-{model}" if model != "actor" else "")
+        number, name = 1, base
+        while (self.root / "events" / name).exists():
+            number += 1
+            name = f"{base}-{number}"
+        return name
+
+    def size_gb(self) -> float:
+        """How much the folder holds, checkpoints included."""
+        return sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file()) / 1e9
+
+    def write_folder(
+        self,
+        event_id: str,
+        tensors: dict[str, "torch.Tensor"],
+        documents: dict[str, Any],
+        files: dict[str, bytes] | None = None,
+    ) -> str:
+        """Write one event's folder: ``batch.safetensors`` (unless there are no tensors), one JSON file per document,
+        and other files by name.
+
+        Returns:
+            The folder, relative to the store.
+        """
+        from safetensors.torch import save_file
+
+        folder = self.root / "events" / event_id
+        partial = folder.with_name(f".{event_id}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        if tensors:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / "batch.safetensors")
+        for name, document in documents.items():
+            (partial / f"{name}.json").write_text(_dumps(document) + "\n", encoding="utf-8")
+            if tensors:  # which safetensors lets only their owner read
+                shutil.copymode(partial / f"{name}.json", partial / "batch.safetensors")
+        for name, content in (files or {}).items():
+            (partial / name).write_bytes(content)
+        partial.rename(folder)
+        return f"events/{event_id}"
+
+    def append(self, event: Event) -> None:
+        """Add one event to ``events.jsonl`` and flush it to the disk."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        path = self.root / "events.jsonl"
+        line = _dumps(event, sort_keys=True) + "\n"
+        with open(path, "ab+") as file:
+            if file.tell() and not _ends_line(file):
+                line = "\n" + line
+            file.write(line.encode("utf-8"))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _ends_line(file: BinaryIO) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"

@@ -1,0 +1,104 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""An event in one line, as a table row, and the command that opens it. Pure, standard library only."""
+
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+from ..record import Culprit, Event
+from ..words.numbers import bounded, number
+from ..words.verdict import carried, quote, told_share
+
+__all__ = ["COLUMNS", "headline", "not_written", "opening_command", "table_rows"]
+
+COLUMNS = (
+    *("event", "step", "token", "position", "sequence", "rank", "micro_batch"),
+    *("share", "share_error", "grad_norm", "advantage"),
+)
+
+
+def headline(event: Event) -> str:
+    """``SPIKE step 5: " is" (rank 1) carries 100 %, norm 128 -> 0.897 without it, taken: observe, clipped to
+    0.00781 of it``.
+
+    Returns:
+        One line of printable characters.
+    """
+    kind = "REHEARSAL" if event.trigger.kind == "forced" else "SPIKE"
+    kind += " of the critic," if event.model == "critic" else ""
+    norm, culprits = number(event.trigger.grad_norm, 3), event.culprits
+    said = f"{kind} step {event.step.global_step}: "
+    if culprits:
+        after, verdict = event.certificate.norm_after, event.certificate.verdict
+        is_known = after is not None and math.isfinite(after)
+        known = bounded(after, event.certificate.error_bound, 3)[0] if is_known else "unknown"
+        doubt = "" if verdict == "explained" else f" ({verdict.replace('_', ' ')})"
+        said += f"{_who(event)}, norm {norm} -> {known} without {'it' if len(culprits) == 1 else 'them'}{doubt}"
+    else:
+        cause = event.cause
+        why = f"no token: {cause.reason}" if cause is not None and cause.reason else "no token found that carries it"
+        said += f"{why}, norm {norm}"
+    scale = event.consequence.clip_scale if event.consequence is not None else None
+    clipped = f", clipped to {number(scale, 3)} of it" if scale is not None and scale < 1 else ""
+    missing = ", no replay bundle" if event.model == "critic" else ""  # a replay rebuilds the actor alone
+    return f"{said}, taken: {event.action.taken}{clipped}{missing}"
+
+
+def opening_command(event: Event, root: Path) -> str:
+    """The command that shows the event, to be pasted into a shell.
+
+    Args:
+        event: as written.
+        root: the folder of the events, absolute.
+    """
+    return shlex.join(["gradloc-report", str(root), "--event", event.event_id])
+
+
+def not_written(root: Path, why: str) -> str:
+    """What stands in the command's place where the event is not on disk."""
+    shown = "".join(char if char.isprintable() else " " for char in why)
+    return f"this event could not be written to {root}: {shown}"
+
+
+def table_rows(events: list[Event]) -> list[list[Any]]:
+    """One row per culprit, under :data:`COLUMNS`."""
+    return [_row(event, culprit) for event in events for culprit in event.culprits]
+
+
+def _who(event: Event) -> str:
+    culprits, share = event.culprits, carried(event, event.culprits)
+    first = max(culprits, key=lambda culprit: abs(culprit.share or 0.0)) if share is not None else culprits[0]
+    carry = "carries" if len(culprits) == 1 else "carry"
+    did = f"{carry} {share.replace('%', ' %')}" if share is not None else "made it"
+    more = f" and {len(culprits) - 1} more" if len(culprits) > 1 else ""
+    return f"{quote(first)} (rank {first.rank}){more} {did}"
+
+
+def _row(event: Event, culprit: Culprit) -> list[Any]:
+    share = told_share(event, culprit)
+    return [
+        event.event_id,
+        event.step.global_step,
+        quote(culprit),
+        culprit.positions[0],
+        culprit.sequence_id,
+        culprit.rank,
+        culprit.micro_batch,
+        share,
+        culprit.share_error if share is not None else None,
+        culprit.grad_norm,
+        culprit.advantage,
+    ]

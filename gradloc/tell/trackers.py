@@ -1,0 +1,160 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The verdict in the form that each of verl's trackers has, through the client that verl's ``Tracking`` has opened.
+
+``rl_insight`` takes numbers only: like every tracker it gets the ``gradloc/*`` metrics, and no verdict.
+"""
+
+import html
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..record import Event
+from ..record.store import plain
+from .lines import COLUMNS, table_rows
+
+__all__ = ["ALERTS", "FORMS", "later_of", "upload_folder"]
+
+_VERDICT, _CULPRITS = "gradloc/verdict", "gradloc/culprits"
+
+
+def _wandb(client: Any, events: list[Event], step: int) -> None:
+    if client.run is None:
+        return
+    paragraphs = "".join(f"<p>{html.escape(_verdict(event))}</p>" for event in events)
+    payload = {_VERDICT: client.Html(paragraphs), _CULPRITS: client.Table(list(COLUMNS), table_rows(events))}
+    # with its step given, the entry is joined with the step's metrics, which the trainer logs later
+    client.log(payload, step=step)
+
+
+def _tensorboard(client: Any, events: list[Event], step: int) -> None:
+    for event in events:
+        client.writer.add_text(_VERDICT, _escape_markdown(_verdict(event)), step)
+    client.writer.flush()
+
+
+def _swanlab(client: Any, events: list[Event], step: int) -> None:
+    table = client.echarts.Table()
+    rows = [["" if cell is None else cell for cell in row] for row in table_rows(events)]
+    table.add(headers=list(COLUMNS), rows=rows)
+    client.log({_VERDICT: client.Text("\n".join(_verdict(event) for event in events)), _CULPRITS: table}, step=step)
+
+
+def _clearml(client: Any, events: list[Event], step: int) -> None:
+    import clearml
+    import pandas as pd
+
+    task = clearml.Task.current_task()
+    if task is None:
+        return
+    reporter = task.get_logger()
+    for event in events:
+        reporter.report_text(f"gradloc: {_verdict(event)}")
+    table = pd.DataFrame(table_rows(events), columns=list(COLUMNS))
+    reporter.report_table(title="gradloc", series="culprits", iteration=step, table_plot=table)
+
+
+def _trackio(client: Any, events: list[Event], step: int) -> None:
+    import pandas as pd
+
+    trackio = _trackio_module(client)
+    table = trackio.Table(dataframe=pd.DataFrame(table_rows(events), columns=list(COLUMNS)))
+    text = trackio.Markdown("\n\n".join(_escape_markdown(_verdict(event)) for event in events))
+    trackio.log({_VERDICT: text, _CULPRITS: table}, step=step)
+
+
+def _file(client: Any, events: list[Event], step: int) -> None:
+    verdicts = [_verdict(event) for event in events]
+    client.log({_VERDICT: verdicts, _CULPRITS: [dict(zip(COLUMNS, row, strict=True)) for row in _rows(events)]}, step)
+
+
+FORMS: dict[str, Callable[[Any, list[Event], int], None]] = {
+    "wandb": _wandb,
+    "vemlp_wandb": _wandb,
+    "tensorboard": _tensorboard,
+    "swanlab": _swanlab,
+    "clearml": _clearml,
+    "trackio": _trackio,
+    "file": _file,
+}
+"""By the name in ``trainer.logger``: told at once, as cheap as the metrics of a step. Client, events, global step."""
+
+
+# ---- what may take long, and is told from another thread
+
+
+def later_of(name: str) -> Callable[[list[Event]], None] | None:
+    """What a tracker is told from another thread; called while the run's own thread is the present one.
+
+    MLflow sends each artifact in a request of its own, and its fluent functions know only the run of their thread.
+    """
+    if name != "mlflow":
+        return None
+    import mlflow
+
+    run = mlflow.active_run()
+    return None if run is None else lambda events: _mlflow(mlflow.MlflowClient(), run.info.run_id, events)
+
+
+def _mlflow(client: Any, run_id: str, events: list[Event]) -> None:
+    for event in events:
+        client.log_text(run_id, _verdict(event), f"gradloc/{event.event_id}/verdict.txt")
+        client.log_dict(run_id, plain(event), f"gradloc/{event.event_id}/event.json")
+    columns = dict(zip(COLUMNS, map(list, zip(*table_rows(events), strict=True)), strict=False))
+    if columns:
+        client.log_table(run_id, columns, "gradloc/culprits.json")
+
+
+def upload_folder(client: Any, folder: Path) -> None:
+    """The event's folder as an artifact of the W&B run."""
+    if client.run is None:
+        return
+    artifact = client.Artifact(f"gradloc-{client.run.id}-{folder.name}", type="gradloc-event")
+    artifact.add_dir(str(folder))
+    client.log_artifact(artifact)
+
+
+def _wandb_alert(client: Any, title: str, text: str) -> None:
+    if client.run is not None:
+        client.alert(title=title, text=text)
+
+
+def _trackio_alert(client: Any, title: str, text: str) -> None:
+    _trackio_module(client).alert(title=title, text=text)
+
+
+ALERTS: dict[str, Callable[[Any, str, str], None]] = {
+    "wandb": _wandb_alert,
+    "vemlp_wandb": _wandb_alert,
+    "trackio": _trackio_alert,
+}
+"""Trackers that can alert: client, title, text."""
+
+
+def _trackio_module(client: Any) -> Any:
+    """verl 0.7 has the module for its client, 0.9 an adapter around it."""
+    return getattr(client, "trackio", client)
+
+
+def _verdict(event: Event) -> str:
+    return event.verdict or ""
+
+
+def _rows(events: list[Event]) -> list[list[Any]]:
+    return [plain(row) for row in table_rows(events)]
+
+
+def _escape_markdown(text: str) -> str:
+    return "".join("\\" + char if char in "\\`*_{}[]()#+-.!|<>~$" else char for char in text)

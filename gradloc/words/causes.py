@@ -1,0 +1,151 @@
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Why a token's gradient is large, from its numbers. Pure; runs where the event is written.
+
+A token's gradient is a product: its loss weight, times |advantage|, times the importance ratio, times the rollout
+correction weight, times the norm of the log-prob's own gradient (the Jacobian); the KL and entropy terms add their own
+coefficients. An entropy term with a far larger coefficient is the cause by itself. Else each factor is compared with
+what is typical in the batch, and the one that is furthest above, in orders of magnitude, is named as the cause,
+together with all the numbers. A critic's gradient is the product of two: how far the value is from the return, and the
+value's own gradient.
+"""
+
+import math
+
+from ..record import BatchStatistics, Cause, Culprit
+
+__all__ = ["classify"]
+
+_NOTABLE = 3.0  # a factor under three times its typical value explains nothing
+_SPREAD = 10.0  # a layer ten times further above its history than the median layer explodes alone
+_LEADS = 3.0  # the entropy term carries what has this many times the log-prob's coefficient
+_UNLIKELY = 0.01  # STAPO's bound on the probability
+_TINY = 1e-30
+
+
+def _clamped_ratio(log_new: float | None, log_old: float | None) -> float | None:
+    if log_new is None or log_old is None:
+        return None
+    return math.exp(min(max(log_new - log_old, -20.0), 20.0))  # verl clamps the log-ratio at 20, too
+
+
+def _over(value: float | None, typical: float | None) -> float:
+    """value / typical; 1 where that is not known."""
+    if value is None or typical is None or not math.isfinite(value) or typical <= _TINY:
+        return 1.0
+    return abs(value) / typical
+
+
+def classify(culprit: Culprit, batch: BatchStatistics) -> Cause:
+    """Name the cause of one culprit.
+
+    Args:
+        culprit: with log-probs, ratios, advantage, coefficients and gradient norm.
+        batch: typical values.
+
+    Returns:
+        The label (one of ``record.CAUSES``) and the numbers: how many times typical each factor is, and what the
+        decision rests on. ``unknown`` when no factor is over three times its typical value.
+    """
+    coefficient = culprit.coefficients.log_prob
+    kl = culprit.coefficients.kl or 0.0
+    norm = culprit.grad_norm
+    if culprit.value is not None:
+        return _classify_value(culprit, culprit.value, batch)
+    if culprit.log_prob is not None and not math.isfinite(culprit.log_prob):
+        return Cause("non_finite_forward", {"coefficient": coefficient, "log_prob": culprit.log_prob})
+    finite = [value for value in (coefficient, norm, culprit.advantage) if value is not None]
+    if any(not math.isfinite(value) for value in finite):
+        return Cause("non_finite", {"coefficient": coefficient, "advantage": culprit.advantage})
+
+    weight = abs(culprit.loss_weight) if culprit.loss_weight else None
+    jacobian = norm / abs(coefficient) if culprit.span == "token" and norm is not None and coefficient else None
+    excess = {
+        "advantage": _over(culprit.advantage, batch.advantage),
+        "ratio": _over(_clamped_ratio(culprit.log_prob, culprit.old_log_prob_used), 1.0),
+        "is_weight": _over(culprit.is_weight, 1.0),
+        "jacobian": _over(jacobian, batch.jacobian),
+        "kl": _over(kl, weight * batch.advantage if weight else None) if kl else 0.0,
+    }
+    numbers: dict[str, float | None] = {f"{name}_over_typical": value for name, value in excess.items()}
+    numbers["log_prob_gradient_norm"] = jacobian
+    numbers["kl_share_of_coefficient"] = abs(kl) / (abs(kl) + abs(coefficient - kl) + _TINY) if coefficient else None
+    if coefficient and culprit.coefficients.entropy:
+        numbers["entropy_over_log_prob"] = abs(culprit.coefficients.entropy / coefficient)
+    label = _label(culprit, batch, excess, numbers, kl)
+    if label in ("low_probability", "unknown") and _is_spurious(culprit, batch):
+        label = "spurious_token"
+        numbers |= {"probability": math.exp(culprit.log_prob or 0.0), "entropy": culprit.entropy}
+    return Cause(label, numbers)
+
+
+def _classify_value(culprit: Culprit, value: float, batch: BatchStatistics) -> Cause:
+    """Of a critic: its gradient is the error of the value times the value's own gradient (the Jacobian)."""
+    coefficient, norm, target = culprit.coefficients.log_prob, culprit.grad_norm, culprit.value_target
+    numbers: dict[str, float | None] = {"value": value, "value_target": target, "coefficient": coefficient}
+    if not math.isfinite(value):
+        return Cause("non_finite_forward", numbers)
+    if any(not math.isfinite(number) for number in (coefficient, norm, target) if number is not None):
+        return Cause("non_finite", numbers)
+    jacobian = norm / abs(coefficient) if culprit.span == "token" and norm is not None and coefficient else None
+    excess = {
+        "error": _over(None if target is None else target - value, batch.value_error),
+        "jacobian": _over(jacobian, batch.jacobian),
+    }
+    numbers |= {f"{name}_over_typical": times for name, times in excess.items()}
+    name = max(excess, key=lambda name: excess[name])
+    if name == "jacobian" and (batch.layer_spread or 0.0) > _SPREAD:
+        return Cause("layer_heterogeneity", {**numbers, "layer_spread": batch.layer_spread})
+    if excess[name] < _NOTABLE:
+        return Cause("unknown", numbers)
+    return Cause("value_outlier" if name == "error" else "large_jacobian", numbers)
+
+
+def _is_spurious(culprit: Culprit, batch: BatchStatistics) -> bool:
+    """STAPO's three signs of a token that is rewarded by accident (arXiv 2602.15620): an unlikely token where the model
+    was sure of another, in a response that was rewarded."""
+    if culprit.log_prob is None or culprit.entropy is None or batch.low_entropy is None:
+        return False
+    is_unlikely = math.exp(min(culprit.log_prob, 0.0)) < _UNLIKELY
+    return is_unlikely and culprit.entropy <= batch.low_entropy and (culprit.advantage or 0.0) > 0
+
+
+def _label(
+    culprit: Culprit, batch: BatchStatistics, excess: dict[str, float], numbers: dict[str, float | None], kl: float
+) -> str:
+    coefficient = culprit.coefficients.log_prob or 0.0
+    if abs(culprit.coefficients.entropy or 0.0) > _LEADS * abs(coefficient):
+        return "entropy_term"
+    if abs(kl) <= abs(coefficient - kl):
+        excess = {**excess, "kl": 0.0}  # the KL term is the smaller part of the coefficient: it is not the cause
+    name, value = max(excess.items(), key=lambda item: item[1])
+    if name == "jacobian" and (batch.layer_spread or 0.0) > _SPREAD:
+        numbers["layer_spread"] = batch.layer_spread
+        return "layer_heterogeneity"
+    if value < _NOTABLE:
+        return "unknown"
+    if name == "advantage":
+        return "extreme_advantage"
+    if name == "kl":
+        return "kl_term"
+    if name == "is_weight":
+        return "is_weight"
+    if name == "ratio":
+        log_ratio = math.log(value)
+        log_mean = math.log(max(culprit.ratios.sequence_geometric_mean or 1.0, _TINY))
+        # the whole sequence is off when its mean log-ratio is at least half of this token's
+        return "sequence_mismatch" if log_mean > log_ratio / 2 else "token_mismatch"
+    predicted = (1 - math.exp(min(culprit.log_prob or 0.0, 0.0))) / max(batch.one_minus_prob, _TINY)
+    numbers["jacobian_predicted_by_probability"] = predicted
+    return "low_probability" if value <= _NOTABLE * predicted else "large_jacobian"

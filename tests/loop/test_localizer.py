@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The localizer on a bare model: what it leaves alone, what it takes away, and what it does when something fails."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+import torch
+
+from gradloc.core.gradients import GradientSpace
+from gradloc.core.ranks import Ranks
+from gradloc.core.trigger import StepPolicy
+from gradloc.loop.layers import head_square
+from gradloc.loop.localizer import Localizer
+from gradloc.search.find import localize
+from tests.bare import BareStep, build, clip_gradient, random_batch, shard
+
+NUM_MICRO_BATCHES = 4
+PLANT = {(3, 2): 1e4}
+
+
+@dataclass
+class Limits:
+    """What ``gradloc.action`` of the config holds."""
+
+    mode: str = "observe"
+    max_masked_tokens: int = 64
+    max_masked_share: float = 0.05
+    max_searches_per_step: int | None = None
+
+
+class Powers:
+    """A plain module's: clipped to 1."""
+
+    clip_limit = 1.0
+
+    def __init__(self, model: torch.nn.Module, scales_loss: bool = False):
+        self.model, self.scales_loss = model, scales_loss
+
+    def clip(self) -> torch.Tensor:
+        return clip_gradient(self.model, 1.0)
+
+    def save_weights(self, global_step: int) -> str | None:
+        return None
+
+
+def policy(num_tokens: int, threshold: float | None = 20.0, **changes) -> StepPolicy:
+    tau = None if threshold is None else threshold * num_tokens**0.5
+    return StepPolicy(**{"global_step": 7, "kind": "fixed", "num_tokens": [num_tokens], "thresholds": [threshold]}
+                      | {"tau": [tau], "max_events": 3} | changes)  # fmt: skip
+
+
+class Run:
+    """One model, its localizer, and an update of one optimizer step at a time."""
+
+    def __init__(self, mode: str = "observe", gather=lambda looked: looked, scales_loss: bool = False, **limits):
+        self.model = shard(build("tiny"), "plain")
+        self.space = GradientSpace(self.model)
+        powers = Powers(self.model, scales_loss)
+        search = partial(localize, budget=64)
+        self.localizer = Localizer(powers, Ranks(), Limits(mode, **limits), search, gather, head_square)
+
+    def step(self, plants: dict, the_policy: StepPolicy | None = None, is_watched: bool = True) -> float:
+        """Train on a planted batch; returns the norm of what the step would take."""
+        batch = random_batch(self.model).planted(plants)
+        step = BareStep(self.model, batch, NUM_MICRO_BATCHES)
+        self.space.clear()
+        if not is_watched:
+            step.train()
+            return float(clip_gradient(self.model, 1.0))
+        self.localizer.begin_update(the_policy or policy(batch.num_tokens), self.space)
+        self.localizer.begin_mini_batch(step)
+        step.train(self.localizer.after_backward)
+        norm = self.localizer.before_step(clip_gradient(self.model, 1.0))
+        self.localizer.end_update()
+        return float(norm)
+
+    def gradient(self) -> list[torch.Tensor | None]:
+        return [None if grad is None else grad.clone() for grad in self.space.current()]
+
+
+def same(left: list, right: list) -> bool:
+    return all(a is b is None or torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_observing_finds_the_token_and_leaves_gradient_and_random_state_bit_for_bit():
+    looked, plain = Run(), Run()
+    torch.manual_seed(3)
+    norm = looked.step(PLANT)
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    assert plain.step(PLANT, is_watched=False) == norm
+    assert torch.equal(state, torch.get_rng_state())
+    assert same(looked.gradient(), plain.gradient())
+    (event,) = looked.localizer.events
+    assert event.place.global_step == 7 and event.spike.kind == "fixed" and event.action.taken == "observe"
+    (token,) = event.found.tokens
+    assert random_batch(looked.model).place(token, 1, NUM_MICRO_BATCHES) == (3, 2)
+    assert float(event.squares.sum().sqrt()) == pytest.approx(norm, rel=1e-5), "before clipping"
+
+
+def test_masking_takes_the_step_that_training_without_the_token_s_gradient_takes():
+    masked, wanted = Run("mask"), Run()
+    norm = masked.step(PLANT)
+    batch = random_batch(wanted.model).planted(PLANT)
+    step = BareStep(wanted.model, batch, NUM_MICRO_BATCHES)
+    step.train()
+    wanted.space.clear()
+    for index in range(NUM_MICRO_BATCHES):
+        kept = torch.ones_like(step.token_mask(index))
+        if 3 in step.rows(index):
+            kept[step.rows(index).index(3), 2] = False
+        step.loss(index, kept).backward()
+    assert float(clip_gradient(wanted.model, 1.0)) == norm < 20.0
+    assert same(masked.gradient(), wanted.gradient())
+
+
+@pytest.mark.parametrize("mode", ["skip", "abort"])
+def test_a_step_that_is_not_taken_leaves_no_gradient(mode):
+    run = Run(mode)
+    assert run.step(PLANT) == 0.0
+    assert all(grad is None for grad in run.gradient())
+
+
+def test_more_culprits_than_may_be_masked_skip_the_step():
+    run = Run("mask", max_masked_tokens=1)
+    run.step({(3, 2): 1e4, (9, 1): 1e4})
+    (event,) = run.localizer.events
+    assert event.action.taken == "skip" and "2 tokens would be masked" in event.action.reason
+
+
+def test_without_a_spike_or_a_policy_nothing_is_looked_into_and_a_rehearsal_is():
+    run = Run()
+    run.step({})
+    run.localizer.begin_update(None, run.space)
+    run.localizer.begin_mini_batch(BareStep(run.model, random_batch(run.model), NUM_MICRO_BATCHES))
+    assert float(run.localizer.before_step(torch.tensor(1e9))) == 1e9
+    assert run.localizer.events == []
+    batch = random_batch(run.model)
+    run.step({}, policy(batch.num_tokens, force=True))
+    (event,) = run.localizer.events
+    assert event.spike.kind == "forced" and event.action.taken == "observe"
+
+
+def train(run: Run, plants: dict, num_epochs: int = 3, is_watched: bool = True, **policy_changes) -> torch.Tensor:
+    """Epochs of four mini-batches of four rows, each a step of the optimizer's; returns all weights after them."""
+    batch = random_batch(run.model).planted(plants)
+    optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-4)
+    parts = [batch.part(slice(first, first + 4), torch.device("cpu")) for first in range(0, 16, 4)]
+    if is_watched:
+        num_tokens = [part.num_tokens for part in parts]
+        rule = {"thresholds": [20.0] * 4, "tau": [20.0 * n**0.5 for n in num_tokens]}
+        changed = replace(policy(num_tokens[0], **policy_changes), num_tokens=num_tokens, **rule)
+        run.localizer.begin_update(changed, run.space)
+    for _ in range(num_epochs):
+        for part in parts:
+            run.space.clear()
+            step = BareStep(run.model, part, 2)
+            if is_watched:
+                run.localizer.begin_mini_batch(step)
+                step.train(run.localizer.after_backward)
+                run.localizer.before_step(clip_gradient(run.model, 1.0))
+            else:
+                step.train()
+                clip_gradient(run.model, 1.0)
+            optimizer.step()
+    return torch.cat([param.detach().flatten() for param in run.model.parameters()])
+
+
+def handled(run: Run) -> list[tuple[int, str, bool]]:
+    return [(spike.number, spike.taken, spike.is_written) for spike in run.localizer.handled]
+
+
+def test_every_appearance_of_a_culprit_is_masked_however_few_events_may_be_written():
+    masked, without, plain = Run("mask"), Run(), Run()
+    weights = train(masked, PLANT, max_events=1)
+    assert torch.equal(weights, train(without, {(3, 2): 0.0}, is_watched=False)), "bit for bit"
+    assert not torch.equal(weights, train(plain, PLANT, is_watched=False))
+    assert handled(masked) == [(0, "mask", True), (4, "mask", False), (8, "mask", False)]
+    assert len(masked.localizer.events) == 1 and len(masked.localizer.norms) == 12
+    assert all(spike.grad_norm > 20.0 for spike in masked.localizer.handled), "as they were before the action"
+
+
+@pytest.mark.parametrize("mode", ["skip", "abort"])
+def test_a_spike_that_no_event_is_written_of_is_not_trained_on_either_and_needs_no_search(mode, monkeypatch):
+    run, searches = Run(mode), 0
+
+    def search(*args, **way):
+        nonlocal searches
+        searches += 1
+        return localize(*args, **way)
+
+    monkeypatch.setattr(run.localizer, "_search", search)
+    train(run, PLANT, max_events=1)
+    assert handled(run) == [(0, mode, True), (4, mode, False), (8, mode, False)] and searches == 1
+
+
+def test_where_the_number_of_searches_is_limited_masking_falls_back_to_skipping():
+    run = Run("mask", max_searches_per_step=2)
+    train(run, PLANT, max_events=1)
+    assert [taken for _, taken, _ in handled(run)] == ["mask", "mask", "skip"]
+
+
+def test_observing_looks_no_further_than_events_are_written():
+    run, plain = Run(), Run()
+    assert torch.equal(train(run, PLANT, max_events=1), train(plain, PLANT, is_watched=False))
+    assert [(taken, written) for _, taken, written in handled(run)][:2] == [("observe", True), ("observe", False)]
+    assert [event.place.epoch for event in run.localizer.events] == [0]
+
+
+def test_a_scaled_loss_that_overflows_is_no_spike_and_a_nan_in_it_is():
+    run = Run(scales_loss=True)
+    batch = random_batch(run.model)
+    for plants, num_events in (({}, 0), ({(3, 2): float("nan")}, 1)):
+        step = BareStep(run.model, batch.planted(plants), NUM_MICRO_BATCHES, loss_scale=8.0)
+        run.localizer.begin_update(policy(batch.num_tokens), run.space)
+        run.localizer.begin_mini_batch(step)
+        run.space.clear()
+        step.train(run.localizer.after_backward)
+        run.localizer.before_step(torch.tensor(float("inf")))
+        assert len(run.localizer.events) == num_events
+
+
+def test_a_failure_leaves_the_step_as_it_was_and_after_three_nobody_looks_again(caplog):
+    calls = 0
+
+    def failing(looked):
+        nonlocal calls
+        calls += 1
+        raise RuntimeError("made to fail")
+
+    run, plain = Run("mask", gather=failing), Run()
+    for number in range(4):
+        torch.manual_seed(number)
+        norm = run.step(PLANT)
+        torch.manual_seed(number)
+        assert plain.step(PLANT, is_watched=False) == norm
+        assert same(run.gradient(), plain.gradient())
+    assert calls == run.localizer.num_failures == 3 and run.localizer.events == []
+    assert "failure 3 of 3" in caplog.text and "made to fail" in caplog.text
+
+
+def test_where_memory_is_short_the_spike_is_bisected_and_where_there_is_none_left_alone(monkeypatch):
+    from gradloc.core import localizer
+    from gradloc.core.memory import NotEnoughMemory
+
+    run = Run()
+    monkeypatch.setattr(localizer, "choose_way", lambda space, forward_bytes: "bisect")
+    run.step(PLANT)
+    assert [event.found.strategy for event in run.localizer.events] == ["bisect"]
+
+    def refuse(space, forward_bytes):
+        raise NotEnoughMemory("a search needs 2 GiB")
+
+    monkeypatch.setattr(localizer, "choose_way", refuse)
+    plain = Run()
+    assert run.step(PLANT) == plain.step(PLANT, is_watched=False)
+    assert run.localizer.events == [] and run.localizer.num_failures == 1
+    assert same(run.gradient(), plain.gradient())

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An event of 512 ranks and a million response tokens, simulated: what each rank sends and computes is bounded."""
+
+import pickle
+import time
+from dataclasses import replace
+
+import pytest
+
+from gradloc.core.actions import Action
+from gradloc.core.gradients import GradientSpace
+from gradloc.core.ranks import Ranks
+from gradloc.core.trigger import Place, Spike
+from gradloc.loop.gather import raw_event
+from gradloc.loop.layers import head_square
+from gradloc.loop.localizer import Looked
+from gradloc.search.find import localize
+from tests.bare import BareStep, build, random_batch, shard
+
+NUM_RANKS, MICRO_BATCHES, ROWS, LENGTH = 512, 4, 2, 256  # 1,048,576 tokens
+RNG_BYTES = 5_200  # torch's own state, of every micro-batch to keep
+ROW_BYTES = 10 * 4 * LENGTH  # log-prob, entropy, coefficient, share: a double and its tag each
+MOST_BYTES, MOST_SECONDS = 8_192, 5.0
+
+
+class OneOfMany(Ranks):
+    """Rank 0 of 512 that all hold the same; counts what it sends."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = NUM_RANKS
+        self.num_gathered = self.num_sent = 0
+
+    def gather(self, value):
+        self.num_gathered += len(pickle.dumps(value))
+        return [[(size, row._replace(rank=rank)) for size, row in value] for rank in range(NUM_RANKS)]
+
+    def gather_first(self, value):
+        self.num_gathered += len(pickle.dumps(value))
+        return [pickle.loads(pickle.dumps(value)) for _ in range(NUM_RANKS)]
+
+    def sent_by(self, rank, value):
+        self.num_sent += len(pickle.dumps(value)) if rank == 0 else 0
+        return value  # None of the others: their rows are not here
+
+
+@pytest.fixture(scope="module")
+def looked():
+    """A rank's step with a culprit in half of its rows, and what was found."""
+    model = shard(build("tiny"), "plain")
+    plants = {(row, 7 * row + 3): 1e5 for row in range(0, MICRO_BATCHES * ROWS, 2)}
+    batch = random_batch(model, MICRO_BATCHES * ROWS, LENGTH).planted(plants)
+    step, space = BareStep(model, batch, MICRO_BATCHES), GradientSpace(model)
+    step.train()
+    norm = space.norm()
+    spike = Spike("fixed", norm, norm / 20, norm / 20 * batch.num_tokens**0.5, batch.num_tokens)
+    finding = localize(step, space, Ranks(), spike, 1.0)
+    assert len(finding.result.culprits) == len(plants)
+    return Looked(
+        place=Place(7, 0, 0, 1, {}),
+        spike=spike,
+        found=finding,
+        step=step,
+        space=space,
+        ranks=Ranks(),
+        squares=space.squares(),
+        history=None,
+        action=Action("observe", "observe", "asked for"),
+        clip_limit=1.0,
+        checkpoint=None,
+        head_square=head_square(space),
+    )
+
+
+@pytest.mark.parametrize("keeps_all", [False, True], ids=["culprits", "full"])
+def test_what_a_rank_sends_of_an_event_does_not_grow_with_the_ranks(looked, keeps_all):
+    ranks, started = OneOfMany(), time.process_time()
+    event = raw_event(replace(looked, ranks=ranks), budget=128, keeps_all=keeps_all)
+    seconds = time.process_time() - started
+    print(f"{ranks.num_gathered} bytes a rank gathered, {ranks.num_sent} sent by an owner, {seconds:.2f} s of CPU")
+    assert ranks.num_gathered <= RNG_BYTES * MICRO_BATCHES + MOST_BYTES
+    assert ranks.num_sent <= 16 * ROW_BYTES + 4 * MOST_BYTES and seconds <= MOST_SECONDS
+    assert len(event.sequences) == 16 and len(event.event.culprits) == 4
+    assert len(event.layout) == NUM_RANKS * MICRO_BATCHES
+
+
+def test_sequences_with_culprits_are_kept_whole(looked):
+    event = raw_event(looked, budget=128, keeps_all=False)
+    assert {sequence.row for sequence in event.sequences} >= {culprit.row for culprit in event.event.culprits}
+    assert {len(sequence.log_prob) for sequence in event.sequences} == {LENGTH}

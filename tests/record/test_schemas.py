@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The published schemas are those of the dataclasses, and the published example keeps them."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import jsonschema
+import pytest
+
+from gradloc import record
+from scripts.make_schemas import FILES, schema_of, text_of
+
+REPO = Path(__file__).resolve().parents[2]
+DEMO = REPO / "examples" / "demo" / "gradloc"
+
+
+def committed(name: str) -> str:
+    return (REPO / "schema" / f"{name}.v1.schema.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_schema_is_what_its_dataclass_says(name):
+    assert text_of(schema_of(FILES[name])) == committed(name), "run python scripts/make_schemas.py"
+    jsonschema.Draft202012Validator.check_schema(json.loads(committed(name)))
+
+
+def test_no_schema_is_written_by_hand():
+    assert {path.name for path in (REPO / "schema").iterdir()} == {f"{name}.v1.schema.json" for name in FILES}
+
+
+@dataclass(frozen=True)
+class Inner:
+    """Of two
+    lines."""
+
+    numbers: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Outer:
+    """A file."""
+
+    name: Annotated[str, ("enum", ("a", "b"))]
+    count: Annotated[int, ("minimum", 0)] | None = record.never_null()
+    pair: tuple[int, bool] | None = record.optional()
+    """Said of it."""
+    inner: tuple[Inner, ...] = ()
+
+
+def test_every_kind_of_field_has_its_schema():
+    made = schema_of(Outer)
+    assert made["properties"] == {
+        "name": {"type": "string", "enum": ("a", "b")},
+        "count": {"type": "integer", "minimum": 0},
+        "pair": {
+            "description": "Said of it.",
+            "anyOf": [
+                {
+                    "type": "array",
+                    "prefixItems": [{"type": "integer"}, {"type": "boolean"}],
+                    "items": False,
+                    "minItems": 2,
+                },
+                {"type": "null"},
+            ],
+        },
+        "inner": {"type": "array", "items": {"$ref": "#/$defs/Inner"}},
+    }
+    assert (made["description"], made["required"]) == ("A file.", ["name", "count", "inner"])
+    assert made["$defs"]["Inner"]["description"] == "Of two lines."
+    number = {"anyOf": [{"$ref": "#/$defs/number"}, {"type": "null"}]}
+    assert made["$defs"]["Inner"]["properties"]["numbers"] == {"type": "object", "additionalProperties": number}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda event: event.pop("trigger"), "'trigger' is a required property"),
+        (lambda event: event["culprits"][0].update(rank=None), "None is not of type 'integer'"),
+        (lambda event: event["culprits"][0].update(cause={"label": "?", "numbers": {}}), "'?' is not one of"),
+        (lambda event: event["step"].update(epochs=1), "'epochs' was unexpected"),
+        (lambda event: event["search"].update(seconds="soon"), "'soon' is not valid"),
+    ],
+)
+def test_an_event_that_is_not_of_the_schema_is_told(change, why):
+    event = json.loads((DEMO / "events.jsonl").read_text().splitlines()[0])
+    schema = json.loads(committed("event"))
+    jsonschema.validate(event, schema)
+    change(event)
+    with pytest.raises(jsonschema.ValidationError, match=why.replace("?", r"\?")):
+        jsonschema.validate(event, schema)
+
+
+def test_the_example_keeps_the_schemas():
+    for line in (DEMO / "events.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        jsonschema.validate(event, json.loads(committed("event")))
+        for file, name in (("sequences", "sequences"), ("meta", "bundle")):
+            document = json.loads((DEMO / event["folder"] / f"{file}.json").read_text())
+            jsonschema.validate(document, json.loads(committed(name)))
