@@ -77,8 +77,6 @@ class TriggerConfig:
     """No norm below this many times the recent level is a spike."""
     cap: float = 10.0
     """Every norm above this many times the recent level is a spike."""
-    num_deviations: float | None = None
-    """Not used any more; a run that sets it is told so."""
     cooldown_steps: int = 0
     """Trainer steps after an event in which none is written; the action still applies."""
     max_events_per_step: int = 1
@@ -108,12 +106,6 @@ class TriggerConfig:
             "gradloc.trigger.cap",
             f"a number of at least gradloc.trigger.floor ({self.floor})",
             self.cap,
-        )
-        _require(
-            self.num_deviations is None or (is_number(self.num_deviations) and self.num_deviations > 0),
-            "gradloc.trigger.num_deviations",
-            "null or a positive number",
-            self.num_deviations,
         )
         _require(
             self.force_step is None or is_int(self.force_step, 1),

@@ -42,6 +42,7 @@ from ..record import (
     turns_in,
 )
 from ..words.causes import classify
+from ..words.leader import leader
 from ..words.numbers import number
 from ..words.verdict import verdict_sentences
 from .batch import BatchView
@@ -184,22 +185,15 @@ def _step_cause(event: Event, tensors: Any) -> StepCause:
     if found is not None:
         numbers: dict[str, float | None] = {**found.numbers, **over_run}
         return replace(found, numbers=numbers, names=found.names or _not_finite_at(tensors, found.places))
-    if event.culprits:
-        cause = max(event.culprits, key=_carried).cause
-        return StepCause(cause.label, numbers=cause.numbers)
+    first = leader(event.culprits)
+    if first is not None:
+        return StepCause(first.cause.label, numbers=first.cause.numbers)
     terms = {"entropy_term": batch.entropy_over_policy or 0.0, "kl_term": batch.kl_over_policy or 0.0}
     label = max(terms, key=lambda name: terms[name])
     if terms[label] >= _LEADS:
         why = f"the coefficients of the loss's {_TERMS[label]} are {number(terms[label], 3)} times the policy term's"
         return StepCause(label, why, {f"{label}_over_policy": terms[label], **over_run})
     return StepCause(numbers={**over_run})
-
-
-def _carried(culprit: Culprit) -> float:
-    for value in (culprit.share, culprit.grad_norm):
-        if value is not None:
-            return abs(value) if math.isfinite(value) else math.inf
-    return 0.0
 
 
 def _not_finite_at(tensors: Any, places: tuple[tuple[int | None, int], ...]) -> tuple[str, ...]:

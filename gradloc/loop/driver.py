@@ -39,6 +39,7 @@ from .batch import BatchView
 from .complete import batch_scale, bundle_tensors, complete_event, complete_sequences
 from .gather import RawEvent
 from .look import of_critic
+from .metrics import size
 from .pictures import Album
 
 __all__ = ["AbortedBySpike", "Driver", "build_driver", "sequence_ids"]
@@ -129,12 +130,6 @@ class Driver:
         self._present: dict[str, float] = {}
         self.last_checkpoint: str | None = None
         """The newest that the trainer has written or resumed from."""
-        if settings.trigger.num_deviations is not None:
-            logger.warning(
-                "gradloc: actor.gradloc.trigger.num_deviations=%s is not used any more: the adaptive threshold lies "
-                "between gradloc.trigger.floor and gradloc.trigger.cap times the norms' recent level",
-                settings.trigger.num_deviations,
-            )
 
     @property
     def adaptive(self) -> AdaptiveThreshold:
@@ -223,7 +218,7 @@ class Driver:
         self.scale.observe(self._present)
         head_norms = [math.fsum(of_step) ** 0.5 for of_step in head_squares]
         found = {
-            **({"gradloc/head_grad_norm": [max(head_norms, key=_size)]} if head_norms else {}),
+            **({"gradloc/head_grad_norm": [max(head_norms, key=size)]} if head_norms else {}),
             **self._trigger_metrics(policy, measured),
             **self._action_metrics(handled),
             **self._event_metrics([raw.event for raw in raw_events]),
@@ -262,9 +257,9 @@ class Driver:
         cuts its run into mini-batches in order."""
         per_row = response_mask.sum(-1)
         rows_per_rank = len(per_row) // dp_size
-        size = max(self.sequences_per_mini_batch // dp_size, 1)
+        rows_each = max(self.sequences_per_mini_batch // dp_size, 1)
         by_rank = per_row[: rows_per_rank * dp_size].view(dp_size, rows_per_rank)
-        return [int(chunk.sum()) for chunk in by_rank.split(size, dim=1)]
+        return [int(chunk.sum()) for chunk in by_rank.split(rows_each, dim=1)]
 
     def _threshold(self, position: int, num_tokens: int) -> float | None:
         return self.adaptive.threshold(position) if self.tau is None else fixed_threshold(self.tau, num_tokens)
@@ -359,7 +354,7 @@ class Driver:
         judged = [(norm, threshold) for norm, threshold in pairs if threshold]
         found: dict[str, list[float]] = {}
         if judged:
-            norm, threshold = max(judged, key=lambda pair: _size(pair[0]) / pair[1])
+            norm, threshold = max(judged, key=lambda pair: size(pair[0]) / pair[1])
             found = {"gradloc/threshold": [threshold], "gradloc/norm_over_threshold": [norm / threshold]}
         num_spikes = sum(spike_kind(*pair, policy.kind) is not None for pair in pairs)
         return {"gradloc/spikes": [num_spikes], **found}
@@ -395,8 +390,3 @@ class Driver:
             "gradloc/seconds": [sum(event.search.seconds or 0.0 for event in events)],
             "gradloc/write_failures": [self._num_failures],
         }
-
-
-def _size(norm: float) -> float:
-    """For comparisons: what is not finite is largest."""
-    return norm if math.isfinite(norm) else math.inf

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from ..loop.metrics import is_ours, joined
 from .config import LoptiConfig
 
 __all__ = ["KEEPS_LR_SCHEDULE_KEY", "STAGE_MASK_KEY", "STAGE_NAME_KEY", "Lopti", "Stage", "split"]
@@ -40,10 +41,8 @@ STAGE_NAME_KEY = "lopti_stage"
 KEEPS_LR_SCHEDULE_KEY = "keeps_lr_schedule"
 """Meta info: the worker does not advance the learning-rate schedule after this update."""
 
-# Means over all response tokens of which each stage has its part, and what the localizer counts per update.
-_COUNTS = "spikes events culprits explained mask skip abort masked_tokens probes seconds"
-_ADDITIVE = ("actor/pg_loss", "actor/kl_loss", "actor/entropy", *(f"gradloc/{count}" for count in _COUNTS.split()))
-_LARGEST = ("gradloc/norm_over_threshold", "gradloc/norm_after")
+_ADDITIVE = ("actor/pg_loss", "actor/kl_loss", "actor/entropy")
+"""Means over all response tokens, of which each stage has its part."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +130,9 @@ class Lopti:
         for output in outputs:
             for key, value in output.meta_info["metrics"].items():
                 together[key] = value if key not in together else _join(key, together[key], value)
+        found = [output.meta_info["metrics"] for output in outputs]
+        ours = joined([{key: value[0] for key, value in metrics.items() if _is_one(key, value)} for metrics in found])
+        together |= {key: [value] for key, value in ours.items()}
         num_tokens = sum(int(stage.mask.sum()) for stage in stages)
         for stage in stages:
             together[f"lopti/{stage.name}/share"] = [int(stage.mask.sum()) / max(num_tokens, 1)]
@@ -142,10 +144,13 @@ class Lopti:
         return outputs[-1]
 
 
+def _is_one(key: str, value: Any) -> bool:
+    """Whether it is one of the driver's: one number, where verl's own have a list over ranks or micro-batches."""
+    return is_ours(key) and len(value) == 1 and isinstance(value[0], int | float)
+
+
 def _join(key: str, first: Any, second: Any) -> Any:
     """One metric of two updates: a list over ranks, of numbers or of lists over micro-batches, as verl has them."""
-    if key in _LARGEST:
-        return max(first, second)
     return _added(first, second) if key in _ADDITIVE else [*first, *second]
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..record import Culprit, Event
+from ..words.leader import by_size
 from ..words.numbers import bounded, number
 from ..words.verdict import carried, quote, told_share
 
@@ -80,7 +81,7 @@ def table_rows(events: list[Event]) -> list[list[Any]]:
 
 def _who(event: Event) -> str:
     culprits, share = event.culprits, carried(event, event.culprits)
-    first = max(culprits, key=lambda culprit: abs(culprit.share or 0.0)) if share is not None else culprits[0]
+    first = by_size(culprits)[0]
     carry = "carries" if len(culprits) == 1 else "carry"
     did = f"{carry} {share.replace('%', ' %')}" if share is not None else "made it"
     more = f" and {len(culprits) - 1} more" if len(culprits) > 1 else ""

@@ -32,6 +32,7 @@ from ..core.trigger import StepPolicy
 from ..keys import COEFFICIENT_KEY, EVENTS_KEY, HANDLED_KEY, HEAD_KEY, POLICY_KEY, ROW_KEY
 from ..loop.localizer import Localizer
 from ..loop.look import build_localizer
+from ..loop.metrics import size
 from ..loop.weights import save_event_weights
 from ..reweighting import STAGE_MASK_KEY
 from ..stabilize import STABILIZER_KEY
@@ -168,7 +169,7 @@ class ActorHook:
         if self.localizer is not None:
             found = self.localizer
             found.end_update()
-            metrics["actor/grad_norm_max"] = [max(found.norms, key=lambda norm: math.inf if norm != norm else norm)]
+            metrics["actor/grad_norm_max"] = [max(found.norms, key=size)]
             metrics["gradloc/failures"] = [found.num_failures]
             if self._num_without_policy:
                 metrics["gradloc/updates_without_policy"] = [self._num_without_policy]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's V1 trainers with the driver's side of GradLoc: policies sent with a batch, events taken out of the metrics."""
 
-import math
 import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from ..config import fix_dump_dir, settings_in
 from ..health.monitor import Monitor, build_monitor
 from ..keys import POLICY_KEY, ROW_KEY
 from ..loop.driver import Driver, build_driver
+from ..loop.metrics import joined, size
 from ..names import refuse_unknown_names
 from ..record.state import load_states, save_states
 from ..reweighting import reweight
@@ -29,9 +29,6 @@ from .engine import REPORT_KEY
 from .touches import check_verl
 
 __all__ = ["TrainerSide", "watch_trainers"]
-
-_COUNTS = "spikes unwritten mask skip abort masked_tokens events culprits explained probes seconds".split()
-_LARGEST = "head_grad_norm norm_after failures write_failures".split()
 
 
 class TrainerSide:
@@ -139,8 +136,8 @@ class TrainerSide:
         """An update through verl's own method; ``names`` are of the group's method that it calls, and of its mesh."""
         method, mesh = names
         view = view_of(batch, is_critics=driver.model == "critic")
-        dp_size = max(group._dispatch_info[mesh]) + 1
-        policy = driver.before_update(view.tensors["response_mask"], trainer.global_steps, dp_size)
+        dpsize = max(group._dispatch_info[mesh]) + 1
+        policy = driver.before_update(view.tensors["response_mask"], trainer.global_steps, dpsize)
         self._num_updates += 1
         _put(batch, {ROW_KEY: torch.arange(len(batch.keys)).unsqueeze(-1)})
         told = {"update": self._num_updates, "policy": policy.as_dict(), "settings": driver.settings}
@@ -172,7 +169,7 @@ class TrainerSide:
         """Once verl has computed the step's metrics, before they are logged."""
         for found in self._of_updates.values():
             if len(found) > 1:  # of which verl has taken means
-                metrics.update(_joined(found))
+                metrics.update(joined(found))
         self._of_updates = {}
         if self.monitor is not None:
             self.monitor.observe(view_of(batch), metrics, global_step)
@@ -209,31 +206,12 @@ def _after_update(driver: Driver, view: Any, reports: list[dict[str, Any]]) -> d
     )
     return found | {
         driver.metric("gradloc/failures"): [max(report["failures"] for report in reports)],
-        f"{driver.model}/grad_norm_max": [max(norms, key=_size)],
+        f"{driver.model}/grad_norm_max": [max(norms, key=size)],
     }
 
 
-def _joined(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Metrics of a step with several updates: counts added up, else the largest or of the one nearest its threshold."""
-    (nearest,) = {name for found in updates for name in found if name.endswith("norm_over_threshold")} or {""}
-    nearest_last = sorted(updates, key=lambda found: _size(found.get(nearest, 0.0)))
-    joined = {name: value for found in nearest_last for name, value in found.items()}
-    for name in joined:
-        values = [found[name] for found in updates if name in found]
-        of_model = name.removeprefix("gradloc/").removeprefix("critic_")
-        if of_model in _COUNTS:
-            joined[name] = sum(values)
-        elif of_model in _LARGEST or name.endswith("/grad_norm_max"):
-            joined[name] = max(values, key=_size)
-    return joined
-
-
-def _size(value: float) -> float:
-    return math.inf if value != value else value
-
-
 def _put(batch: Any, fields: dict[str, torch.Tensor]) -> None:
-    rows = TensorDict(fields, batch_size=len(batch.keys))
+    rows = TensorDict(fields, batchsize=len(batch.keys))
     tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=rows)
     if batch.fields is not None:
         batch.fields = [*dict.fromkeys([*batch.fields, *fields])]

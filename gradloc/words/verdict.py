@@ -21,6 +21,7 @@ import math
 from collections.abc import Sequence
 
 from ..record import Culprit, Event
+from .leader import by_size
 from .numbers import bounded, number, percent, with_error
 
 __all__ = ["carried", "quote", "shares_sentence", "told_share", "verdict_sentences"]
@@ -133,7 +134,7 @@ def _beside(event: Event) -> str:
 
 def _who(event: Event) -> str:
     culprits, num_more = event.culprits, event.search.num_more
-    first = max(culprits, key=_weight)
+    first = by_size(culprits)[0]
     share = carried(event, culprits)
     carry = "carries" if len(culprits) == len(first.positions) == 1 else "carry"
     did = f"{carry} {share} of it" if share is not None else "made it"
@@ -141,10 +142,6 @@ def _who(event: Event) -> str:
         return f"{_name(first)} {did}"
     more = f" and at least {num_more} more are left" if num_more else ""
     return f"{len(culprits)} culprits {did}{more}, the largest {_name(first)}"
-
-
-def _weight(culprit: Culprit) -> float:
-    return abs(culprit.share) if culprit.share is not None and math.isfinite(culprit.share) else 0.0
 
 
 def _name(culprit: Culprit) -> str:
@@ -170,7 +167,7 @@ def _sequence(culprit: Culprit) -> str:
 
 
 def _why(culprits: Sequence[Culprit]) -> str:
-    cause = max(culprits, key=_weight).cause
+    cause = by_size(culprits)[0].cause
     form = _CAUSES.get(cause.label)
     if form is None:
         return "for no single reason: every factor is within three times what is typical"

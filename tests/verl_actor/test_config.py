@@ -66,10 +66,6 @@ WRONG = [
     ),
     (f"{ACTOR}.gradloc.trigger.warmup=999", "gradloc.trigger.warmup must be at most"),
     (
-        f"{ACTOR}.gradloc.trigger.num_deviations=0",
-        "gradloc.trigger.num_deviations must be null or a positive",
-    ),
-    (
         f"{ACTOR}.gradloc.search.strategy=magic",
         "gradloc.search.strategy must be one of auto, share",
     ),

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...record import Event
+from ...words.leader import leader
 from ...words.numbers import bounded, number
 from ...words.verdict import carried
 from ..runs import story
@@ -112,7 +113,7 @@ def _health(health: RunHealth) -> list[Text]:
 def _events(events: list[Event]) -> Table:
     table = Table("step", "what", "token", "share", "norm", "action", box=None, padding=(0, 2, 0, 0))
     for event in events[-EVENTS:]:
-        first = story.leader(event)
+        first = leader(event.culprits)
         cells = (
             str(event.step.global_step),
             story.headline(event),

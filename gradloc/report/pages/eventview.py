@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...record import Culprit, Event, Sequence, StepCause
+from ...words.leader import by_size
 from ...words.numbers import number, percent
 from ...words.verdict import carried, shares_sentence
 from ..figures import drawings
@@ -14,7 +15,7 @@ from ..runs import advice, searchpath, tokens
 from ..runs.events import bundle_folder, read_pictures, read_sequences
 from ..runs.metrics import Metrics
 from ..runs.shading import Shades, shade
-from ..runs.story import ODD, Story, beside, clip_of, odd_number, tell, weight
+from ..runs.story import ODD, Story, beside, clip_of, odd_number, tell
 from ..text import one_line, plural, replay_command, span, visible
 
 CULPRITS = 40
@@ -129,7 +130,7 @@ def plain_view(event: Event, root: Path, metrics: Metrics | None = None) -> Even
         root: folder of events.jsonl, as the user named it; the replay command is relative to it.
         metrics: the run's, for what came after the event.
     """
-    shown = sorted(event.culprits, key=weight, reverse=True)
+    shown = by_size(event.culprits)
     written = [describe(event, culprit) for culprit in shown[:CULPRITS]]
     path, num_hidden = searchpath.tree(event.search)
     folder = bundle_folder(root, event)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...record import Event
+from ...words.leader import leader
 from ...words.numbers import bounded, number
 from ..runs import story
 from ..text import one_line, show_command, spoken, times, visible
@@ -31,7 +32,7 @@ def rows(events: list[Event], run: Path, carried: set[str]) -> list[dict[str, An
 
 def _row(event: Event, run: Path, is_carried: bool) -> dict[str, Any]:
     norm, excess = event.trigger.grad_norm, times(event.trigger.grad_norm, event.trigger.threshold)
-    first = story.leader(event)
+    first = leader(event.culprits)
     tokens = " ".join(dict.fromkeys(one_line(c.text, 24) for c in event.culprits))
     mini = f".{event.step.mini_batch}" if event.step.mini_batch else ""
     made = {

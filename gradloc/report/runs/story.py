@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...record import Culprit, Event, StepCause
+from ...words.leader import leader
 from ...words.numbers import bounded, number, percent
 from ...words.verdict import carried
 from ..text import one_line, plural, times, visible
@@ -140,7 +141,7 @@ def tell(event: Event, clip: float | None, metrics: Metrics) -> Story:
         clip: the norm that gradients were clipped to; None where that is not known.
         metrics: the run's; may be empty.
     """
-    first = leader(event)
+    first = leader(event.culprits)
     cause = beside(event)
     more = len(cause.names) - NAMES if cause else 0
     names = tuple(one_line(name, 80) for name in cause.names[:NAMES]) if cause else ()
@@ -166,21 +167,8 @@ def beside(event: Event) -> StepCause | None:
 
 def cause_of(event: Event) -> str:
     """The step's cause: what is no token's first, else the largest culprit's; empty where there is none."""
-    other, first = beside(event), leader(event)
+    other, first = beside(event), leader(event.culprits)
     return other.label if other else first.cause.label if first else ""
-
-
-def leader(event: Event) -> Culprit | None:
-    """The culprit that carries most of the spike."""
-    return max(event.culprits, key=weight, default=None)
-
-
-def weight(culprit: Culprit) -> float:
-    """How much a culprit carries: its share, else its norm; what is not finite carries most."""
-    for value in (culprit.share, culprit.grad_norm):
-        if value is not None:
-            return abs(value) if math.isfinite(value) else math.inf
-    return 0.0
 
 
 def headline(event: Event) -> str:
