@@ -1,16 +1,4 @@
-# Copyright 2025 Individual Contributor: the GradLoc for verl authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """What a rule compares with its limits, made from one value per step and what is remembered of the earlier ones.
 
 Each measure takes finite values only, gives None while it has nothing to say, and keeps what a checkpoint needs.

@@ -1,16 +1,4 @@
-# Copyright 2025 Individual Contributor: the GradLoc for verl authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """How each of our metrics is joined where one step of the trainer has several updates: the only place that says it."""
 
 import math
@@ -18,9 +6,7 @@ from collections.abc import Mapping, Sequence
 
 __all__ = ["is_ours", "joined", "size"]
 
-_ADDED = frozenset(
-    "spikes unwritten mask skip abort masked_tokens events culprits explained probes seconds".split()
-)
+_ADDED = frozenset("spikes unwritten mask skip abort masked_tokens events culprits explained probes seconds".split())
 _LARGEST = frozenset("head_grad_norm norm_after failures write_failures grad_norm_max".split())
 _OF_NEAREST = frozenset("threshold norm_over_threshold clip_scale culprit_share healthy_norm".split())
 """Of the update whose norm came nearest to its threshold, so that they are of one and the same."""

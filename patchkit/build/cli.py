@@ -25,7 +25,7 @@ from ..tree.disk import Filesystem, locked
 from . import base as bases
 from . import generated, seams
 from .seams import seam
-from .sources import Folders, Sources, check_fits, compose
+from .sources import Folders, Sources, check_fits, compose, unstamped
 from .take import descends, edits_of_archive, edits_of_clone, merge, origin, resolve_commit, sources_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,10 +157,12 @@ def _take(options: argparse.Namespace, folders: Folders, trees: dict[Base, Path]
     for path, data in generated.stale(root).items() if options.refresh_generated else ():
         write_file(root / path, data)
         say(f"refreshed: {path}")
-    if checkout.git_dir is not None:
+    # a tree in the user's own git history has no commit of verl's: then the base is its package, as without git
+    is_clone = checkout.git_dir is not None and (resolve_commit(root, base.commit) or base not in trees)
+    if is_clone:
         edits = edits_of_clone(root, base.commit, options.head)
     elif options.head or options.base not in (None, base.tag, base.commit):
-        parser().error(f"{root} is no clone, so it has no commits for --base and --head to name")
+        parser().error(f"{root} has no commits of verl's, so there are none for --base and --head to name")
     else:
         edits = edits_of_archive(root, trees[base])
     if options.head is None and any(path.startswith(generated.CONFIG) for path in edits.contents):
@@ -211,7 +213,7 @@ def _merge(checkout: Checkout, base: Base, theirs: Sources, folders: Folders, tr
         if text is None:
             place.unlink(missing_ok=True)
         else:
-            write_file(place, text.encode())
+            write_file(place, unstamped(path, text).encode())
     # From now on this is what the checkout and the sources last agreed on; and the applier knows the checkout by it.
     with locked(Filesystem(), checkout.state_folder, hide=checkout.git_dir is None):
         write_file(checkout.state_folder / KEPT_PATCH, theirs.patch(base))

@@ -29,6 +29,22 @@ Forwarded: no
 Applies-To: verl {base.tag}, commit {base.commit}
 
 """
+SPDX = "# SPDX-License-Identifier: Apache-2.0\n"
+LICENCE_HEAD = """\
+# Copyright 2025 Individual Contributor: the GradLoc for verl authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""
 _TAKE_AGAIN = "Take it from a checkout again: bash make_patch.sh --repo CHECKOUT"
 
 
@@ -82,7 +98,7 @@ class Folders:
     def read(self, tag: str, tree: Path) -> Sources:
         """Returns the sources of the patch for the verl ``tree`` of a tag; refuses what a patch must not carry."""
         package = {PACKAGE + name: path for name, path in _files_under(self.package) if not name.startswith(LEFT_OUT)}
-        new_files = {name: read_text(path) for name, path in package.items()}
+        new_files = {name: stamped(read_text(path)) for name, path in package.items()}
         seams, lacking = dict[str, str](), list[str]()
         for folder in dict.fromkeys((self.overrides / self.shared, self.overrides / tag)):
             for name, path in _files_under(folder):
@@ -101,6 +117,17 @@ class Folders:
             next_ = f"bash make_patch.sh --drift {quoted(tree)}   (says what moved); then port them in a checkout"
             raise IntegrityError("build-seam-lacking", what, f"Only {self.shared} has one.", next_, diff=lacking)
         return Sources(new_files, seams)
+
+
+def stamped(text: str) -> str:
+    """A source of the package as the patch ships it: under the licence head that verl's check wants."""
+    return LICENCE_HEAD + text.removeprefix(SPDX) if text.startswith(SPDX) else text
+
+
+def unstamped(path: str, text: str) -> str:
+    """What lies here of a new file at ``path``: the way back from :func:`stamped`."""
+    is_stamped = path.startswith(PACKAGE) and text.startswith(LICENCE_HEAD)
+    return SPDX + text.removeprefix(LICENCE_HEAD) if is_stamped else text
 
 
 def _carried_over(path: Path, place: Path) -> str | None:

@@ -241,8 +241,8 @@ def test_a_failure_leaves_the_step_as_it_was_and_after_three_nobody_looks_again(
 
 
 def test_where_memory_is_short_the_spike_is_bisected_and_where_there_is_none_left_alone(monkeypatch):
-    from gradloc.core import localizer
     from gradloc.core.memory import NotEnoughMemory
+    from gradloc.loop import localizer
 
     run = Run()
     monkeypatch.setattr(localizer, "choose_way", lambda space, forward_bytes: "bisect")

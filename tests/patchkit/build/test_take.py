@@ -12,7 +12,7 @@ import pytest
 from patchkit.build import base as bases
 from patchkit.build import cli as regenerate
 from patchkit.build import generated
-from patchkit.build.sources import Folders, compose
+from patchkit.build.sources import LICENCE_HEAD, PACKAGE, SPDX, Folders, compose
 from patchkit.errors import IntegrityError
 from patchkit.patch.language import parse
 from patchkit.patch.manifest import Base
@@ -209,9 +209,29 @@ def test_a_checkout_at_another_commit_is_refused(shop):
     shop.refused(1, "is not at the base")
 
 
-def test_a_checkout_that_lacks_the_base_commit_is_refused(shop, monkeypatch):
-    monkeypatch.setattr(bases, "PINNED", {Base("v0.7.0", "1" * 40): ""})
-    assert "1" * 40 in shop.refused(1, "has no commit")
+def test_a_tree_in_the_users_own_history_is_taken(shop):
+    world.write_tree(shop.base, BASE)
+    root = world.write_tree(shop.clone.parent / "vendored", BASE)
+    world.git(root, "init", "-q")
+    world.git(root, "add", "-A")
+    world.git(root, "commit", "-qm", "verl, as it came")
+    assert world.run(shop.capsys, shop.patches, root).code == 0
+    world.write_tree(root, {NEW: "edited = 1\n"})
+    outcome = shop.make("--repo", root)
+    assert outcome.code == 0, outcome.err
+    assert f"taken: {NEW}" in outcome.out
+    assert shop.result() == RESULT | {NEW: "edited = 1\n"}
+
+
+def test_a_source_of_the_package_has_one_line_of_licence_here_and_the_whole_head_there(shop):
+    place = shop.folders.package / NEW.removeprefix(PACKAGE)
+    place.write_text(SPDX + "edited = 1\n")
+    assert shop.make().code == 0
+    assert shop.result()[NEW] == LICENCE_HEAD + "edited = 1\n"
+    world.run(shop.capsys, shop.patches, shop.clone)
+    shop.edit(NEW, LICENCE_HEAD + "edited = 2\n")
+    assert f"taken: {NEW}" in shop.take().out
+    assert place.read_text() == SPDX + "edited = 2\n"
 
 
 def test_a_checkout_without_edits_is_refused(shop):
