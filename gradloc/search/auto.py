@@ -227,8 +227,10 @@ class _Search:
         """
         task, named = self.task, set(self.result.tokens)
         found = by_share(task, shares, named)
-        for beside in (beside_louder, weighed):
-            found += beside(task, shares, named, found)
+        found += beside_louder(task, shares, named, found)
+        if self._spikes_beside(shares, found):
+            more = weighed(task, shares, named, found)
+            found += more if len(more) > _MAX_HINTS else []  # else a backward of each tells
         if carried(task, shares, found)[0] < MUCH:
             known = named | {token for candidate in found for token in candidate.tokens}
             more = by_value(task, shares.least, task.culprit_norm**2, known, shares.square**-0.5)
@@ -247,8 +249,14 @@ class _Search:
         others = [candidate for candidate in likely if known.isdisjoint(candidate.tokens)][:_MAX_HINTS]
         if not others:
             return []
-        rest = max(shares.square - carried_by(self.task, shares, known)[0], 0.0) ** 0.5
-        return [replace(candidate, bound=0.0) for candidate in others] if rest > self.task.reference / 2 else []
+        is_open = self._spikes_beside(shares, candidates)
+        return [replace(candidate, bound=0.0) for candidate in others] if is_open else []
+
+    def _spikes_beside(self, shares: ShareMap, candidates: list[Candidate]) -> bool:
+        """Whether the rest seems to spike without these."""
+        tokens = {token for candidate in candidates for token in candidate.tokens}
+        rest = shares.square - carried_by(self.task, shares, tokens)[0]
+        return rest > (self.task.reference / 2) ** 2
 
     def _is_spread(self, shares: ShareMap, spans: list[Candidate], candidates: list[Candidate]) -> bool:
         """Whether these spans are no more than a part of a spike that all tokens make, and none is to be verified."""
