@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 __all__ = [
     "SEARCHABLE",
     "WEIGHTS_ON_DEVICE",
-    "Need",
-    "check_needs",
+    "Requirement",
+    "check_requirements",
     "closed",
     "is_int",
     "is_number",
@@ -89,7 +89,7 @@ def closed(key: str) -> Callable[[T], T]:
 
 
 @dataclass(frozen=True)
-class Need:
+class Requirement:
     """What one setting of the run has to be for a feature."""
 
     key: str
@@ -104,7 +104,7 @@ class Need:
 
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
-WEIGHTS_ON_DEVICE = Need(
+WEIGHTS_ON_DEVICE = Requirement(
     f"{_ACTOR}.fsdp_config.offload_policy",
     (False, None),
     False,
@@ -113,14 +113,14 @@ WEIGHTS_ON_DEVICE = Need(
 )
 SEARCHABLE = (
     WEIGHTS_ON_DEVICE,
-    Need(
+    Requirement(
         f"{_MODEL}.enable_activation_offload",
         (False,),
         False,
         "false",
         "its handler counts a backward for every forward, and a search runs forwards alone",
     ),
-    Need(
+    Requirement(
         f"{_MODEL}.fused_kernel_options.impl_backend",
         ("torch",),
         "torch",
@@ -132,7 +132,7 @@ SEARCHABLE = (
 """What a search needs on every verl."""
 
 
-def check_needs(feature: str, needs: Iterable[Need], config: Any, prefix: str = "") -> None:
+def check_requirements(feature: str, needs: Iterable[Requirement], config: Any, prefix: str = "") -> None:
     """Refuse a run in which a feature that is on could not work.
 
     Args:

@@ -4,7 +4,7 @@
 __all__ = [
     "COEFFICIENT_KEY",
     "EVENTS_KEY",
-    "HANDLED_KEY",
+    "OUTCOMES_KEY",
     "HEAD_KEY",
     "POLICY_KEY",
     "ROW_KEY",
@@ -22,7 +22,7 @@ SETTINGS_KEY = "gradloc_settings"
 """Likewise, on its way to the critic, whose own config has none: the settings that hold."""
 EVENTS_KEY = "gradloc_events"
 """Meta info of an update's output: what rank 0 gathered."""
-HANDLED_KEY = "gradloc_handled"
+OUTCOMES_KEY = "gradloc_outcomes"
 """Meta info of an update's output: all spikes and what was done, from rank 0."""
 ROW_KEY = "gradloc_row"
 """int (R,) in a batch: each row's number in the driver's batch."""

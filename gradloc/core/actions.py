@@ -14,7 +14,7 @@ from .certificate import Certificate
 from .selection import Token
 from .trigger import Spike
 
-__all__ = ["ACTIONS", "Action", "ActionLimits", "Handled", "decide", "decide_without_search"]
+__all__ = ["ACTIONS", "Action", "ActionLimits", "Outcome", "decide", "decide_without_search"]
 
 ACTIONS = ("observe", "mask", "skip", "abort")
 
@@ -41,7 +41,7 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Handled:
+class Outcome:
     """A spike of an update, whether an event is written of it or not."""
 
     number: int

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..core.actions import Handled
+from ..core.actions import Outcome
 from ..core.adaptive import AdaptiveThreshold
 from ..core.scale import ScaleHistory
 from ..core.trigger import StepPolicy, fixed_threshold, spike_kind
@@ -24,9 +24,9 @@ from ..record.store import EventStore
 from ..tell.background import said_of
 from ..tell.teller import Teller
 from .batch import BatchView
+from .build import of_critic
 from .complete import batch_scale, bundle_tensors, complete_event, complete_sequences
 from .gather import RawEvent
-from .look import of_critic
 from .metrics import size
 from .pictures import Album
 
@@ -161,7 +161,7 @@ class Driver:
         norms: list[float],
         raw_events: list[RawEvent],
         batch: BatchView,
-        handled: Sequence[Handled] = (),
+        outcomes: Sequence[Outcome] = (),
         coefficients: Sequence[float] = (),
         head_squares: Iterable[Iterable[float]] = (),
     ) -> dict[str, list[float]]:
@@ -171,7 +171,7 @@ class Driver:
             norms: of the update's optimizer steps, epochs x mini-batches, in order.
             raw_events: what the ranks gathered.
             batch: the whole batch.
-            handled: all spikes, also those that no event is written of.
+            outcomes: all spikes, also those that no event is written of.
             coefficients: median |d loss / d log_prob| of each rank's first mini-batch.
             head_squares: of each optimizer step the ranks' parts of the squared gradient norm of the output head; empty
                 where not all of them are known.
@@ -185,7 +185,7 @@ class Driver:
         policy = self._policy
         assert policy is not None  # before_update came first
         measured = list(norms)
-        for spike in handled:  # a masked or skipped step reports the norm that it took
+        for spike in outcomes:  # a masked or skipped step reports the norm that it took
             measured[spike.number] = spike.grad_norm
         self._present = batch_scale(batch, coefficients)
         self.adaptive.observe(measured)
@@ -194,8 +194,8 @@ class Driver:
         self._num_in_step += len(raw_events)
         if raw_events:
             self._quiet_until = policy.global_step + 1 + self.settings.trigger.cooldown_steps
-        self._tell_unwritten(policy, [spike for spike in handled if not spike.is_written])
-        if any(spike.taken == "abort" for spike in handled):
+        self._tell_unwritten(policy, [spike for spike in outcomes if not spike.is_written])
+        if any(spike.taken == "abort" for spike in outcomes):
             self.teller.finish()
             written = [event for event, why in events if not why]
             said = written[-1].verdict if written else "No event of it was written."
@@ -208,7 +208,7 @@ class Driver:
         found = {
             **({"gradloc/head_grad_norm": [max(head_norms, key=size)]} if head_norms else {}),
             **self._trigger_metrics(policy, measured),
-            **self._action_metrics(handled),
+            **self._action_metrics(outcomes),
             **self._event_metrics([raw.event for raw in raw_events]),
         }
         return {self.metric(name): values for name, values in found.items()}
@@ -258,7 +258,7 @@ class Driver:
             return self.tau
         return threshold * max(num_tokens, 1) ** 0.5
 
-    def _tell_unwritten(self, policy: StepPolicy, spikes: list[Handled]) -> None:
+    def _tell_unwritten(self, policy: StepPolicy, spikes: list[Outcome]) -> None:
         if spikes:
             trigger, taken = self.settings.trigger, sorted({spike.taken for spike in spikes})
             logger.warning(
@@ -347,10 +347,10 @@ class Driver:
         num_spikes = sum(spike_kind(*pair, policy.kind) is not None for pair in pairs)
         return {"gradloc/spikes": [num_spikes], **found}
 
-    def _action_metrics(self, handled: Sequence[Handled]) -> dict[str, list[float]]:
+    def _action_metrics(self, outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
         return {
-            "gradloc/unwritten": [sum(not spike.is_written for spike in handled)],
-            **{f"gradloc/{taken}": [sum(spike.taken == taken for spike in handled)] for taken in _TAKEN},
+            "gradloc/unwritten": [sum(not spike.is_written for spike in outcomes)],
+            **{f"gradloc/{taken}": [sum(spike.taken == taken for spike in outcomes)] for taken in _TAKEN},
         }
 
     def _event_metrics(self, events: list[Event]) -> dict[str, list[float]]:

@@ -33,7 +33,7 @@ from ..search.share import ShareMap
 from ..search.task import Culprit, PathEntry
 from .fingerprint import fingerprint
 from .layers import kind_of, layer_of, norms_by
-from .localizer import Looked
+from .localizer import SpikeContext
 
 __all__ = ["RawEntry", "RawEvent", "ratio", "raw_event"]
 
@@ -77,23 +77,22 @@ class RawEvent:
     """Folder with the weights before the step, where they were saved."""
 
 
-def raw_event(looked: Looked, budget: int, keeps_all: bool) -> RawEvent | None:
+def raw_event(context: SpikeContext, budget: int, keeps_all: bool) -> RawEvent | None:
     """Gather the event; all ranks call this together.
 
     Args:
-        looked: what the localizer knows of the spike; ``looked.found`` is a :class:`~..search.find.Finding`.
+        context: what the localizer knows of the spike.
         budget: the configured number of probes.
         keeps_all: list all micro-batches for the bundle, not only those that hold culprits.
 
     Returns:
         The event on the first process, None on the others.
     """
-    finding = looked.found
-    assert isinstance(finding, Finding)
-    place, spike, step, ranks, action = looked.place, looked.spike, looked.step, looked.ranks, looked.action
-    names, squares = looked.space.names, looked.squares
+    finding = context.finding
+    place, spike, step, ranks, action = context.place, context.spike, context.step, context.ranks, context.action
+    names, squares = context.space.names, context.squares
     result = finding.result
-    evidence = _LocalEvidence(looked, finding)
+    evidence = _LocalEvidence(context, finding)
     wanted = _most_wanted(ranks.gather(ranks.agree(evidence.wanted)))
     mine = ranks.agree(lambda: evidence.collect(wanted, keeps_all))
     gathered = ranks.gather_first(mine.sums)
@@ -102,8 +101,8 @@ def raw_event(looked: Looked, budget: int, keeps_all: bool) -> RawEvent | None:
         for number, culprit in enumerate(result.culprits)
     )
     sequences = [ranks.sent_by(row.rank, mine.sequences.get(row)) for row in wanted]
-    weights = fingerprint(looked.space)
-    head_square = float(looked.space.reduce(lambda: looked.head_square * looked.space.num_replicas))
+    weights = fingerprint(context.space)
+    head_square = float(context.space.reduce(lambda: context.head_square * context.space.num_replicas))
 
     def build(gathered: list[_Sums]) -> RawEvent:
         certificate = record.Certificate(**vars(finding.certificate))
@@ -128,11 +127,11 @@ def raw_event(looked: Looked, budget: int, keeps_all: bool) -> RawEvent | None:
             action=record.Action(**vars(action)),
             layers=norms_by(layer_of, names, squares),
             kinds=norms_by(kind_of, names, squares),
-            layer_history=_layer_history(names, squares, looked.history),
+            layer_history=_layer_history(names, squares, context.history),
             shares=_shares_record(result.shares, [part.shares for part in gathered]),
             cause=None if result.source is None else StepCause(**vars(result.source)),
             rerun=None if finding.rerun is None else record.Rerun(**vars(finding.rerun)),
-            consequence=_consequence(action.taken, spike.grad_norm, looked.clip_limit, culprits, certificate),
+            consequence=_consequence(action.taken, spike.grad_norm, context.clip_limit, culprits, certificate),
             head_grad_norm=math.sqrt(head_square),
             model="critic" if step.recorded(0).is_value else None,
         )
@@ -146,7 +145,7 @@ def raw_event(looked: Looked, budget: int, keeps_all: bool) -> RawEvent | None:
             temperature=step.temperature,
             on_policy=step.on_policy,
             fingerprint=weights,
-            checkpoint=looked.checkpoint,
+            checkpoint=context.checkpoint,
         )
 
     return ranks.agree(lambda: None if gathered is None else build(gathered))
@@ -192,8 +191,8 @@ class _OfRank:
 class _LocalEvidence:
     """This rank's part of the event: its own culprits, and the rows of the micro-batches to keep."""
 
-    def __init__(self, looked: Looked, finding: Finding):
-        self.step, self.ranks, self.names = looked.step, looked.ranks, looked.space.names
+    def __init__(self, context: SpikeContext, finding: Finding):
+        self.step, self.ranks, self.names = context.step, context.ranks, context.space.names
         self.result, self.entropies = finding.result, finding.entropies
 
     def wanted(self) -> list[tuple[float, _Row]]:

@@ -19,8 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..core.actions import Action, ActionLimits, Handled, decide, decide_without_search
-from ..core.certificate import Certificate
+from ..core.actions import Action, ActionLimits, Outcome, decide, decide_without_search
 from ..core.gradients import GradientSpace
 from ..core.memory import choose_way
 from ..core.probe import Prober, RngState, TrainingStep
@@ -28,8 +27,9 @@ from ..core.ranks import LostRank, Ranks
 from ..core.selection import Token
 from ..core.tracker import NormTracker, median_size
 from ..core.trigger import Place, Spike, StepPolicy
+from ..search.find import Finding
 
-__all__ = ["ActorPowers", "Found", "Localizer", "Looked"]
+__all__ = ["ActorPowers", "Localizer", "SpikeContext"]
 
 T = TypeVar("T")
 
@@ -54,24 +54,13 @@ class ActorPowers(Protocol):
         """Save the weights that the event happened at; returns the folder, None where none are to be saved."""
 
 
-class Found(Protocol):
-    """What a search returns, as far as the localizer reads it."""
-
-    @property
-    def certificate(self) -> Certificate: ...
-
-    @property
-    def tokens(self) -> list[Token]:
-        """All tokens of all culprits."""
-
-
 @dataclass(frozen=True)
-class Looked:
+class SpikeContext:
     """Everything that is known of one spike when its event is gathered; the same on every rank but for the shards."""
 
     place: Place
     spike: Spike
-    found: Found
+    finding: Finding
     step: TrainingStep
     space: GradientSpace
     ranks: Ranks
@@ -88,9 +77,8 @@ class Looked:
     """This process' part of the squared gradient norm of the output head, before clipping."""
 
 
-Search = Callable[..., Found]
-"""Finds and certifies culprits: step, space, ranks, spike, clip_scale, increments and what is typical of the run; see
-``search.find.localize``."""
+Search = Callable[..., Finding]
+"""Finds and certifies culprits, see :func:`~..search.find.localize`."""
 
 
 class Localizer:
@@ -112,7 +100,7 @@ class Localizer:
         ranks: Ranks,
         limits: ActionLimits,
         search: Search,
-        gather: Callable[[Looked], Any],
+        gather: Callable[[SpikeContext], Any],
         head_square: Callable[[GradientSpace], torch.Tensor],
         layer_window: int = 0,
     ):
@@ -130,7 +118,7 @@ class Localizer:
         """Likewise, this process' part of the squared norm of the output head."""
         self.events: list[Any] = []
         """Of the present update; the policy says how many there may be."""
-        self.handled: list[Handled] = []
+        self.outcomes: list[Outcome] = []
         """All spikes of the present update, also those that no event is written of."""
         self.coefficient = 0.0
         """Median |d loss / d log_prob| of this rank's tokens in the update's first mini-batch, those without aside."""
@@ -141,7 +129,7 @@ class Localizer:
     def begin_update(self, policy: StepPolicy | None, space: GradientSpace) -> None:
         """Take the step's policy; None: nothing is looked into."""
         self._policy, self._space = policy, space
-        self.norms, self.head_squares, self.events, self.handled = [], [], [], []
+        self.norms, self.head_squares, self.events, self.outcomes = [], [], [], []
         self._num_searches = self._num_to_write = 0
         self._tracker.begin_update()
 
@@ -222,7 +210,7 @@ class Localizer:
             taken_norm = self._safely(partial(self._act, action.taken, []))
             if taken_norm is None:  # it failed, and the step is taken as it was
                 return grad_norm
-        self.handled.append(Handled(len(self.norms) - 1, spike.grad_norm, action.taken, is_written=False))
+        self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, action.taken, is_written=False))
         return grad_norm if taken_norm is None else taken_norm
 
     def _look_into(self, spike: Spike, grad_norm: torch.Tensor, is_written: bool) -> torch.Tensor:
@@ -236,7 +224,7 @@ class Localizer:
             return grad_norm
         event, action, taken_norm = found
         self.events += [event] if is_written else []
-        self.handled.append(Handled(len(self.norms) - 1, spike.grad_norm, action.taken, is_written))
+        self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, action.taken, is_written))
         return grad_norm if taken_norm is None else taken_norm
 
     def _safely(self, joint: Callable[[], T]) -> T | None:
@@ -270,16 +258,16 @@ class Localizer:
         if increments is not None and len(increments) != step.num_micro_batches:
             increments = None  # the gradient was reduced once, after the last micro-batch
         way["update_seconds"] = self.ranks.max([self._step_seconds])[0]
-        found = self._search(step, space, self.ranks, spike, clip_scale, increments, policy.typical, **way)
+        finding = self._search(step, space, self.ranks, spike, clip_scale, increments, policy.typical, **way)
         overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
         obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else None
-        action = decide(self.limits, spike, found.certificate, found.tokens, obstacle)
+        action = decide(self.limits, spike, finding.certificate, finding.tokens, obstacle)
         if not is_written:
-            return None, action, self._act(action.taken, found.tokens)
-        looked = Looked(
+            return None, action, self._act(action.taken, finding.tokens)
+        context = SpikeContext(
             place=policy.place(len(self.norms) - 1),
             spike=spike,
-            found=found,
+            finding=finding,
             step=step,
             space=space,
             ranks=self.ranks,
@@ -290,8 +278,8 @@ class Localizer:
             checkpoint=self.powers.save_weights(policy.global_step),
             head_square=self.head_squares[-1],
         )
-        event = self._gather(looked)
-        return event, action, self._act(action.taken, found.tokens)
+        event = self._gather(context)
+        return event, action, self._act(action.taken, finding.tokens)
 
     def _choose_way(self, space: GradientSpace, step: TrainingStep) -> dict[str, Any]:
         """What the search is called with, over its configuration, where memory is short on some rank."""

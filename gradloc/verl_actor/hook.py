@@ -17,9 +17,9 @@ from verl.utils.device import get_device_id
 from ..core.gradients import GradientSpace
 from ..core.ranks import Ranks
 from ..core.trigger import StepPolicy
-from ..keys import COEFFICIENT_KEY, EVENTS_KEY, HANDLED_KEY, HEAD_KEY, POLICY_KEY, ROW_KEY
+from ..keys import COEFFICIENT_KEY, EVENTS_KEY, HEAD_KEY, OUTCOMES_KEY, POLICY_KEY, ROW_KEY
+from ..loop.build import build_localizer
 from ..loop.localizer import Localizer
-from ..loop.look import build_localizer
 from ..loop.metrics import size
 from ..loop.weights import save_event_weights
 from ..reweighting import STAGE_MASK_KEY
@@ -55,7 +55,7 @@ def ranks_of(actor: Any) -> Ranks:
 def pop_events(metrics: dict[str, Any]) -> dict[str, Any]:
     """Take what is no metric out of an update's metrics, as meta info of its own: the events, what was done with each
     spike and the stabilizers' statistics. Only rank 0 has any."""
-    return {key: metrics.pop(key) for key in (EVENTS_KEY, HANDLED_KEY, STABILIZER_KEY) if key in metrics}
+    return {key: metrics.pop(key) for key in (EVENTS_KEY, OUTCOMES_KEY, STABILIZER_KEY) if key in metrics}
 
 
 class ActorHook:
@@ -164,8 +164,8 @@ class ActorHook:
             metrics[COEFFICIENT_KEY] = [found.coefficient]
             if found.ranks.replicas == 1:  # with Ulysses the trainer does not hear of every shard
                 metrics[HEAD_KEY] = [float(square) for square in found.head_squares]
-            if found.ranks.is_first and found.handled:
-                metrics[EVENTS_KEY], metrics[HANDLED_KEY] = found.events, found.handled
+            if found.ranks.is_first and found.outcomes:
+                metrics[EVENTS_KEY], metrics[OUTCOMES_KEY] = found.events, found.outcomes
         if self.stabilizer is not None:
             self.stabilizer.end_update(metrics)
 

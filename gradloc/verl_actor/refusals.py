@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from ..checks import SEARCHABLE, WEIGHTS_ON_DEVICE, Need, check_needs, require
+from ..checks import SEARCHABLE, WEIGHTS_ON_DEVICE, Requirement, check_requirements, require
 from ..config import GradLocConfig, settings_in, settle
 
 __all__ = ["check_batch", "check_critic", "check_run", "settings_of", "settle_actor_config"]
@@ -11,21 +11,21 @@ __all__ = ["check_batch", "check_critic", "check_run", "settings_of", "settle_ac
 _ACTOR = "actor_rollout_ref.actor"
 
 
-_LEGACY = Need(
+_LEGACY = Requirement(
     "trainer.use_legacy_worker_impl", ("auto", "enable"), "auto", "auto or enable", "the engine workers do not have it"
 )
-_FSDP = Need(f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other workers do not have it")
-_WHOLE_SEQUENCES = Need(
+_FSDP = Requirement(f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other workers do not have it")
+_WHOLE_SEQUENCES = Requirement(
     f"{_ACTOR}.ulysses_sequence_parallel_size", (1,), 1, "1", "sequence parallelism is not supported yet"
 )
-_SEPARATE_PARAMETERS = Need(
+_SEPARATE_PARAMETERS = Requirement(
     f"{_ACTOR}.fsdp_config.use_orig_params",
     (True,),
     False,
     "true with strategy=fsdp",
     "FSDP1 merges a layer's parameters into one without it",
 )
-_ROLLOUT_LOG_PROBS = Need(
+_ROLLOUT_LOG_PROBS = Requirement(
     "actor_rollout_ref.rollout.calculate_log_probs",
     (True,),
     False,
@@ -34,10 +34,10 @@ _ROLLOUT_LOG_PROBS = Need(
 )
 
 _CRITIC = (
-    Need("critic.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other workers do not have it"),
-    Need("critic.ulysses_sequence_parallel_size", (1,), 1, "1", "sequence parallelism was not tried there"),
-    Need("critic.model.fsdp_config.offload_policy", (False, None), False, "false", "use param_offload instead"),
-    Need("critic.model.enable_activation_offload", (False,), False, "false", "a search runs forwards alone"),
+    Requirement("critic.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other workers do not have it"),
+    Requirement("critic.ulysses_sequence_parallel_size", (1,), 1, "1", "sequence parallelism was not tried there"),
+    Requirement("critic.model.fsdp_config.offload_policy", (False, None), False, "false", "use param_offload instead"),
+    Requirement("critic.model.enable_activation_offload", (False,), False, "false", "a search runs forwards alone"),
 )
 
 _NEEDS = {
@@ -122,4 +122,4 @@ def _full(feature: str) -> str:
 
 def _check(feature: str, config: Any, prefix: str) -> None:
     feature = _full(feature)
-    check_needs(feature, _NEEDS[feature], config, prefix)
+    check_requirements(feature, _NEEDS[feature], config, prefix)

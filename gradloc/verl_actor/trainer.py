@@ -16,7 +16,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from ..config import GradLocConfig, fix_dump_dir
 from ..health.monitor import Monitor, build_monitor
-from ..keys import COEFFICIENT_KEY, EVENTS_KEY, HANDLED_KEY, HEAD_KEY, POLICY_KEY, ROW_KEY, SEQUENCE_KEY
+from ..keys import COEFFICIENT_KEY, EVENTS_KEY, HEAD_KEY, OUTCOMES_KEY, POLICY_KEY, ROW_KEY, SEQUENCE_KEY
 from ..loop.batch import BatchView
 from ..loop.driver import Driver, build_driver, sequence_ids
 from ..names import refuse_unknown_names
@@ -256,10 +256,10 @@ class TrainerHook:
             batch.batch.pop(ROW_KEY, None)
             metrics = output.meta_info["metrics"]
             events = output.meta_info.pop(EVENTS_KEY, [])
-            handled = output.meta_info.pop(HANDLED_KEY, [])
+            outcomes = output.meta_info.pop(OUTCOMES_KEY, [])
             coefficients = [value for of_rank in metrics[COEFFICIENT_KEY] for value in of_rank]
             norms = metrics["actor/grad_norm"][0]
             view = BatchView(batch.batch, batch.non_tensor_batch)
             heads = zip(*metrics.pop(HEAD_KEY, []), strict=True)
-            metrics.update(self.spikes.after_update(norms, events, view, handled, coefficients, heads))
+            metrics.update(self.spikes.after_update(norms, events, view, outcomes, coefficients, heads))
         return output

@@ -14,35 +14,35 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.utils import need_critic
 from verl.workers.config import FSDPActorConfig
 
-from ..checks import SEARCHABLE, Need, check_needs, require
+from ..checks import SEARCHABLE, Requirement, check_requirements, require
 from ..config import GradLocConfig, settle
 from .touches import check_verl
 
 __all__ = ["GradLocActorConfig", "check_critic", "check_run", "refuse_what_is_not_there"]
 
 _ACTOR = "actor_rollout_ref.actor"
-_FSDP = Need(f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other engines do not have it")
+_FSDP = Requirement(f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other engines do not have it")
 _NEEDS = (
     _FSDP,
-    Need("trainer.use_v1", (True,), True, "true", "it hangs on the V1 trainers"),
-    Need(f"{_ACTOR}.shuffle", (False,), False, "false", "the trainer must know which mini-batch a row is in"),
-    Need(f"{_ACTOR}.use_prefix_grouper", (False,), False, "false", "its forward is another one"),
+    Requirement("trainer.use_v1", (True,), True, "true", "it hangs on the V1 trainers"),
+    Requirement(f"{_ACTOR}.shuffle", (False,), False, "false", "the trainer must know which mini-batch a row is in"),
+    Requirement(f"{_ACTOR}.use_prefix_grouper", (False,), False, "false", "its forward is another one"),
     *SEARCHABLE,
-    Need("distillation.enabled", (False,), False, "false", "its loss is another one"),
+    Requirement("distillation.enabled", (False,), False, "false", "its loss is another one"),
 )
 
 
 _STABILIZE = f"{_ACTOR}.gradloc.stabilize"
 _OF_SAFE = "+gradloc=mask trainer.health.enable=true"
 _CRITIC_NEEDS = (
-    Need("critic.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other engines do not have it"),
-    Need("trainer.use_v1", (True,), True, "true", "it hangs on the V1 trainers"),
-    Need("critic.shuffle", (False,), False, "false", "the trainer must know which mini-batch a row is in"),
-    Need("critic.fsdp.ulysses_sequence_parallel_size", (1,), 1, "1", "sequence parallelism was not tried there"),
-    Need(
+    Requirement("critic.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other engines do not have it"),
+    Requirement("trainer.use_v1", (True,), True, "true", "it hangs on the V1 trainers"),
+    Requirement("critic.shuffle", (False,), False, "false", "the trainer must know which mini-batch a row is in"),
+    Requirement("critic.fsdp.ulysses_sequence_parallel_size", (1,), 1, "1", "sequence parallelism was not tried there"),
+    Requirement(
         "critic.fsdp.offload_policy", (False, None), False, "false", "use param_offload and optimizer_offload instead"
     ),
-    Need("critic.model.enable_activation_offload", (False,), False, "false", "a search runs forwards alone"),
+    Requirement("critic.model.enable_activation_offload", (False,), False, "false", "a search runs forwards alone"),
 )
 
 _NOT_YET = {
@@ -85,7 +85,7 @@ def check_run(feature: str, config: Any, prefix: str = "") -> None:
     Raises:
         ValueError: one sentence.
     """
-    check_needs(feature, _NEEDS, config, prefix)
+    check_requirements(feature, _NEEDS, config, prefix)
 
 
 def check_critic(config: Any) -> None:
@@ -100,7 +100,7 @@ def check_critic(config: Any) -> None:
     feature = f"{_ACTOR}.gradloc.critic"
     require(need_critic(config), "critic.enable", f"true while {feature} is not off", config.critic.enable)
     check_verl("trainer")
-    check_needs(feature, _CRITIC_NEEDS, config)
+    check_requirements(feature, _CRITIC_NEEDS, config)
 
 
 @dataclass

@@ -20,8 +20,8 @@ from ..core.gradients import GradientSpace
 from ..core.ranks import Ranks
 from ..core.trigger import StepPolicy
 from ..keys import POLICY_KEY
+from ..loop.build import build_localizer
 from ..loop.localizer import Localizer
-from ..loop.look import build_localizer
 from ..loop.weights import save_event_weights
 from .step import EngineStep
 
@@ -141,7 +141,7 @@ class EngineWatch:
         found = self.localizer
         self._step = None
         told = slice(self._num_told, None)
-        self._num_told = len(found.handled)
+        self._num_told = len(found.outcomes)
         self._num_left -= 1
         if self._num_left == 0:
             found.end_update()
@@ -151,9 +151,9 @@ class EngineWatch:
             report["head_square"] = float(found.head_squares[-1])
         if not found.ranks.is_first:
             return report
-        num_written = sum(spike.is_written for spike in found.handled[told])
+        num_written = sum(spike.is_written for spike in found.outcomes[told])
         events = found.events[len(found.events) - num_written :]
-        return report | {"norm": found.norms[-1], "events": events, "handled": found.handled[told]}
+        return report | {"norm": found.norms[-1], "events": events, "outcomes": found.outcomes[told]}
 
     # ---- the actor's powers: see loop.localizer.ActorPowers
 

@@ -200,7 +200,7 @@ def _after_update(driver: Driver, view: Any, reports: list[dict[str, Any]]) -> d
         norms,
         [event for report in first for event in report["events"]],
         view,
-        [spike for report in first for spike in report["handled"]],
+        [spike for report in first for spike in report["outcomes"]],
         [report["coefficient"] for report in reports],
         _head_squares(reports),
     )

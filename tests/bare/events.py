@@ -15,7 +15,7 @@ from gradloc.loop.batch import BatchView
 from gradloc.loop.complete import complete_event
 from gradloc.loop.gather import raw_event
 from gradloc.loop.layers import head_square
-from gradloc.loop.localizer import Looked
+from gradloc.loop.localizer import SpikeContext
 from gradloc.record import Event, Run
 from gradloc.search.find import localize
 from tests.bare import BareStep, Batch
@@ -56,10 +56,10 @@ def event_of(
     kind = "fixed" if math.isfinite(norm) else "non_finite"
     spike = Spike(kind, norm, threshold, threshold * batch.num_tokens**0.5, batch.num_tokens)
     finding = localize(step, space, ranks, spike, 1.0, None, typical, **settings)
-    looked = Looked(
+    context = SpikeContext(
         place=Place(1, 0, 0, 1, {}),
         spike=spike,
-        found=finding,
+        finding=finding,
         step=step,
         space=space,
         ranks=ranks,
@@ -70,7 +70,7 @@ def event_of(
         checkpoint=None,
         head_square=head_square(space),
     )
-    raw = raw_event(looked, budget=128, keeps_all=False)
+    raw = raw_event(context, budget=128, keeps_all=False)
     assert raw is not None
     return complete_event(raw, "event", Run(), _view(batch, is_weights), None, 8)
 

@@ -94,7 +94,7 @@ def test_observing_finds_the_token_and_leaves_gradient_and_random_state_bit_for_
     assert same(looked.gradient(), plain.gradient())
     (event,) = looked.localizer.events
     assert event.place.global_step == 7 and event.spike.kind == "fixed" and event.action.taken == "observe"
-    (token,) = event.found.tokens
+    (token,) = event.finding.tokens
     assert random_batch(looked.model).place(token, 1, NUM_MICRO_BATCHES) == (3, 2)
     assert float(event.squares.sum().sqrt()) == pytest.approx(norm, rel=1e-5), "before clipping"
 
@@ -167,8 +167,8 @@ def train(run: Run, plants: dict, num_epochs: int = 3, is_watched: bool = True, 
     return torch.cat([param.detach().flatten() for param in run.model.parameters()])
 
 
-def handled(run: Run) -> list[tuple[int, str, bool]]:
-    return [(spike.number, spike.taken, spike.is_written) for spike in run.localizer.handled]
+def outcomes(run: Run) -> list[tuple[int, str, bool]]:
+    return [(spike.number, spike.taken, spike.is_written) for spike in run.localizer.outcomes]
 
 
 def test_every_appearance_of_a_culprit_is_masked_however_few_events_may_be_written():
@@ -176,9 +176,9 @@ def test_every_appearance_of_a_culprit_is_masked_however_few_events_may_be_writt
     weights = train(masked, PLANT, max_events=1)
     assert torch.equal(weights, train(without, {(3, 2): 0.0}, is_watched=False)), "bit for bit"
     assert not torch.equal(weights, train(plain, PLANT, is_watched=False))
-    assert handled(masked) == [(0, "mask", True), (4, "mask", False), (8, "mask", False)]
+    assert outcomes(masked) == [(0, "mask", True), (4, "mask", False), (8, "mask", False)]
     assert len(masked.localizer.events) == 1 and len(masked.localizer.norms) == 12
-    assert all(spike.grad_norm > 20.0 for spike in masked.localizer.handled), "as they were before the action"
+    assert all(spike.grad_norm > 20.0 for spike in masked.localizer.outcomes), "as they were before the action"
 
 
 @pytest.mark.parametrize("mode", ["skip", "abort"])
@@ -192,19 +192,19 @@ def test_a_spike_that_no_event_is_written_of_is_not_trained_on_either_and_needs_
 
     monkeypatch.setattr(run.localizer, "_search", search)
     train(run, PLANT, max_events=1)
-    assert handled(run) == [(0, mode, True), (4, mode, False), (8, mode, False)] and searches == 1
+    assert outcomes(run) == [(0, mode, True), (4, mode, False), (8, mode, False)] and searches == 1
 
 
 def test_where_the_number_of_searches_is_limited_masking_falls_back_to_skipping():
     run = Run("mask", max_searches_per_step=2)
     train(run, PLANT, max_events=1)
-    assert [taken for _, taken, _ in handled(run)] == ["mask", "mask", "skip"]
+    assert [taken for _, taken, _ in outcomes(run)] == ["mask", "mask", "skip"]
 
 
 def test_observing_looks_no_further_than_events_are_written():
     run, plain = Run(), Run()
     assert torch.equal(train(run, PLANT, max_events=1), train(plain, PLANT, is_watched=False))
-    assert [(taken, written) for _, taken, written in handled(run)][:2] == [("observe", True), ("observe", False)]
+    assert [(taken, written) for _, taken, written in outcomes(run)][:2] == [("observe", True), ("observe", False)]
     assert [event.place.epoch for event in run.localizer.events] == [0]
 
 
@@ -247,7 +247,7 @@ def test_where_memory_is_short_the_spike_is_bisected_and_where_there_is_none_lef
     run = Run()
     monkeypatch.setattr(localizer, "choose_way", lambda space, forward_bytes: "bisect")
     run.step(PLANT)
-    assert [event.found.strategy for event in run.localizer.events] == ["bisect"]
+    assert [event.finding.strategy for event in run.localizer.events] == ["bisect"]
 
     def refuse(space, forward_bytes):
         raise NotEnoughMemory("a search needs 2 GiB")

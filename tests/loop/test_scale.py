@@ -13,7 +13,7 @@ from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import Place, Spike
 from gradloc.loop.gather import raw_event
 from gradloc.loop.layers import head_square
-from gradloc.loop.localizer import Looked
+from gradloc.loop.localizer import SpikeContext
 from gradloc.search.find import localize
 from tests.bare import BareStep, build, random_batch, shard
 
@@ -45,7 +45,7 @@ class OneOfMany(Ranks):
 
 
 @pytest.fixture(scope="module")
-def looked():
+def context():
     """A rank's step with a culprit in half of its rows, and what was found."""
     model = shard(build("tiny"), "plain")
     plants = {(row, 7 * row + 3): 1e5 for row in range(0, MICRO_BATCHES * ROWS, 2)}
@@ -56,10 +56,10 @@ def looked():
     spike = Spike("fixed", norm, norm / 20, norm / 20 * batch.num_tokens**0.5, batch.num_tokens)
     finding = localize(step, space, Ranks(), spike, 1.0)
     assert len(finding.result.culprits) == len(plants)
-    return Looked(
+    return SpikeContext(
         place=Place(7, 0, 0, 1, {}),
         spike=spike,
-        found=finding,
+        finding=finding,
         step=step,
         space=space,
         ranks=Ranks(),
@@ -73,9 +73,9 @@ def looked():
 
 
 @pytest.mark.parametrize("keeps_all", [False, True], ids=["culprits", "full"])
-def test_what_a_rank_sends_of_an_event_does_not_grow_with_the_ranks(looked, keeps_all):
+def test_what_a_rank_sends_of_an_event_does_not_grow_with_the_ranks(context, keeps_all):
     ranks, started = OneOfMany(), time.process_time()
-    event = raw_event(replace(looked, ranks=ranks), budget=128, keeps_all=keeps_all)
+    event = raw_event(replace(context, ranks=ranks), budget=128, keeps_all=keeps_all)
     seconds = time.process_time() - started
     print(f"{ranks.num_gathered} bytes a rank gathered, {ranks.num_sent} sent by an owner, {seconds:.2f} s of CPU")
     assert ranks.num_gathered <= RNG_BYTES * MICRO_BATCHES + MOST_BYTES
@@ -84,7 +84,7 @@ def test_what_a_rank_sends_of_an_event_does_not_grow_with_the_ranks(looked, keep
     assert len(event.layout) == NUM_RANKS * MICRO_BATCHES
 
 
-def test_sequences_with_culprits_are_kept_whole(looked):
-    event = raw_event(looked, budget=128, keeps_all=False)
+def test_sequences_with_culprits_are_kept_whole(context):
+    event = raw_event(context, budget=128, keeps_all=False)
     assert {sequence.row for sequence in event.sequences} >= {culprit.row for culprit in event.event.culprits}
     assert {len(sequence.log_prob) for sequence in event.sequences} == {LENGTH}

@@ -47,7 +47,7 @@ class CriticSide:
             first["norms"],
             first["events"],
             BatchView(batch.batch, batch.non_tensor_batch, is_critics=True),
-            first["handled"],
+            first["outcomes"],
             [report["coefficient"] for report in reports],
             zip(*(report["head_squares"] for report in reports), strict=True),
         )

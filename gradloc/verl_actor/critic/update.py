@@ -20,7 +20,7 @@ from ...core.probe import Recorded, RngState, let_through, record
 from ...core.ranks import Ranks
 from ...core.trigger import StepPolicy
 from ...keys import EVENTS_KEY, POLICY_KEY, ROW_KEY, SETTINGS_KEY
-from ...loop.look import build_localizer
+from ...loop.build import build_localizer
 
 __all__ = ["WatchedCritic"]
 
@@ -121,7 +121,7 @@ class CriticWatch:
             "head_squares": [float(square) for square in found.head_squares],
             "failures": found.num_failures,
         }
-        return report | ({"events": found.events, "handled": found.handled} if found.ranks.is_first else {})
+        return report | ({"events": found.events, "outcomes": found.outcomes} if found.ranks.is_first else {})
 
     # ---- the critic's powers: see loop.localizer.ActorPowers
 
