@@ -217,8 +217,10 @@ class _Search:
         loud = by_coefficient(task, _MANY, named, shares.square**0.5)
         masks = self.prober.ranks.agree(lambda: masks_of(task, loud))
         found = self._spans(replace(shares, singled_out=masks))
-        known = named | {token for candidate in found for token in candidate.tokens}
-        return found + by_coefficient(task, _MAX_HINTS, known) if with_hints else found
+        known = {token for candidate in found for token in candidate.tokens}
+        by_share_alone = {token for candidate in found if not candidate.is_weighed for token in candidate.tokens}
+        hints = by_coefficient(task, _MAX_HINTS, named | by_share_alone) if with_hints else []
+        return found + [hint for hint in hints if known.isdisjoint(hint.tokens)]
 
     def _spans(self, shares: ShareMap) -> list[Candidate]:
         """Spans by share; where they carry little, also tokens that have to be measured, if few of them carry much.
@@ -229,8 +231,7 @@ class _Search:
         found = by_share(task, shares, named)
         found += beside_louder(task, shares, named, found)
         if self._spikes_beside(shares, found):
-            more = weighed(task, shares, named, found)
-            found += more if len(more) > _MAX_HINTS else []  # else a backward of each tells
+            found += weighed(task, shares, named, found)
         if carried(task, shares, found)[0] < MUCH:
             known = named | {token for candidate in found for token in candidate.tokens}
             more = by_value(task, shares.least, task.culprit_norm**2, known, shares.square**-0.5)

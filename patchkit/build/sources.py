@@ -30,21 +30,7 @@ Applies-To: verl {base.tag}, commit {base.commit}
 
 """
 SPDX = "# SPDX-License-Identifier: Apache-2.0\n"
-LICENCE_HEAD = """\
-# Copyright 2025 Individual Contributor: the GradLoc for verl authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""
+LICENCE_HEAD = (Path(__file__).parent / "licence_head.txt").read_text(encoding="utf-8")
 _TAKE_AGAIN = "Take it from a checkout again: bash make_patch.sh --repo CHECKOUT"
 
 
