@@ -136,8 +136,8 @@ class TrainerSide:
         """An update through verl's own method; ``names`` are of the group's method that it calls, and of its mesh."""
         method, mesh = names
         view = view_of(batch, is_critics=driver.model == "critic")
-        dpsize = max(group._dispatch_info[mesh]) + 1
-        policy = driver.before_update(view.tensors["response_mask"], trainer.global_steps, dpsize)
+        dp_size = max(group._dispatch_info[mesh]) + 1
+        policy = driver.before_update(view.tensors["response_mask"], trainer.global_steps, dp_size)
         self._num_updates += 1
         _put(batch, {ROW_KEY: torch.arange(len(batch.keys)).unsqueeze(-1)})
         told = {"update": self._num_updates, "policy": policy.as_dict(), "settings": driver.settings}
@@ -211,7 +211,7 @@ def _after_update(driver: Driver, view: Any, reports: list[dict[str, Any]]) -> d
 
 
 def _put(batch: Any, fields: dict[str, torch.Tensor]) -> None:
-    rows = TensorDict(fields, batchsize=len(batch.keys))
+    rows = TensorDict(fields, batch_size=len(batch.keys))
     tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=rows)
     if batch.fields is not None:
         batch.fields = [*dict.fromkeys([*batch.fields, *fields])]
