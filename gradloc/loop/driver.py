@@ -20,6 +20,7 @@ from ..core.adaptive import AdaptiveThreshold
 from ..core.scale import ScaleHistory
 from ..core.trigger import StepPolicy, fixed_threshold, spike_kind
 from ..record import BundleMeta, Event, Run
+from ..record.origin import now, origin
 from ..record.store import EventStore
 from ..tell.background import said_of
 from ..tell.teller import Teller
@@ -67,11 +68,17 @@ def build_driver(config: Any, settings: Any, tokenizer: Any, model: str = "actor
     if model == "critic":
         trained, settings = config.critic, of_critic(settings)
     plain: Any = OmegaConf.to_container(trained, resolve=True)
+    whole: Any = OmegaConf.to_container(config)
     return Driver(
         settings,
         sequences_per_mini_batch=trained.ppo_mini_batch_size * rollout.n,
         tokenizer=tokenizer,
-        run=Run(config.trainer.project_name, config.trainer.experiment_name),
+        run=origin(
+            config.trainer.project_name,
+            config.trainer.experiment_name,
+            settings=whole,
+            model=(config.critic if model == "critic" else config.actor_rollout_ref).model.path,
+        ),
         actor=plain,
         model=model,
     )
@@ -295,7 +302,7 @@ class Driver:
     def _complete(self, raw: RawEvent, batch: BatchView) -> Event:
         step, typical = raw.event.step, self.scale.typical()
         over_run = {name: value / typical[name][0] for name, value in self._present.items() if name in typical}
-        return complete_event(
+        completed = complete_event(
             raw,
             self.store.new_id(step.global_step, step.epoch, step.mini_batch, self.model),
             self.run,
@@ -305,6 +312,7 @@ class Driver:
             over_run,
             self.last_checkpoint,
         )
+        return replace(completed, time=now())
 
     def _keep(self, event: Event, raw: RawEvent, batch: BatchView) -> Event:
         event_id, evidence = event.event_id, self.settings.evidence
