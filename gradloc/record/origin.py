@@ -21,7 +21,12 @@ _GIT_S = 5.0
 
 
 def origin(
-    project: str | None, experiment: str | None, *, settings: Mapping[str, Any], model: str | None, trainer: str = "verl"
+    project: str | None,
+    experiment: str | None,
+    *,
+    settings: Mapping[str, Any],
+    model: str | None,
+    trainer: str = "verl",
 ) -> Run:
     """Which run this is, as its events say it.
 

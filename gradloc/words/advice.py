@@ -44,7 +44,9 @@ ACTIONS = {
     "skip": Action("Take no such step.", f"{_GRADLOC}.action.mode=skip"),
     "mask_critic": Action("Take such a step of the critic without its culprits.", f"{_GRADLOC}.critic=mask"),
     "more_steps": Action("Let the search cost more.", f"{_GRADLOC}.search.max_steps=8"),
-    "more_probes": Action("Give the search more probes.", f"{_ACTOR}.bisect_budget_steps=512", f"{_GRADLOC}.budget=512"),
+    "more_probes": Action(
+        "Give the search more probes.", f"{_ACTOR}.bisect_budget_steps=512", f"{_GRADLOC}.budget=512"
+    ),
     "more_culprits": Action("Look for more culprits.", f"{_GRADLOC}.search.max_culprits=32"),
     "rerun": Action("Run each spike again: hardware does not repeat, data does.", f"{_GRADLOC}.evidence.rerun=true"),
     "no_rehearsal": Action("End the rehearsal.", f"{_GRADLOC}.trigger.force_step=null"),
@@ -82,7 +84,9 @@ ACTIONS = {
     "clip_critic": Action("Clip the critic's step harder.", "critic.grad_clip=0.5", "critic.optim.clip_grad=0.5"),
     "smaller_steps": Action("Take smaller steps.", f"{_ACTOR}.optim.lr=5e-7"),
     "warm_up": Action("Start the learning rate slowly if it happens early.", f"{_ACTOR}.optim.lr_warmup_steps=20"),
-    "one_epoch": Action("Let the policy drift less within a step: one epoch over the rollouts.", f"{_ACTOR}.ppo_epochs=1"),
+    "one_epoch": Action(
+        "Let the policy drift less within a step: one epoch over the rollouts.", f"{_ACTOR}.ppo_epochs=1"
+    ),
     "dual_clip": Action("Bound the ratio where the advantage is negative (dual clip).", f"{_ACTOR}.clip_ratio_c=2.0"),
     "clip_high": Action("Bound the ratio where the advantage is positive.", f"{_ACTOR}.clip_ratio_high=0.2"),
     "clip_higher": Action(
@@ -137,20 +141,22 @@ ACTIONS = {
     ),
     "truncate": Action("Truncate the correction's weights lower.", f"{_CORRECTION}.rollout_is_threshold=1.5"),
     "mean_weight": Action("Keep the correction's mean weight at 1.", f"{_CORRECTION}.rollout_is_batch_normalize=true"),
-    "eager": Action("Rule the engine's optimizations out: run it eagerly for a while.", f"{_ROLLOUT}.enforce_eager=true"),
+    "eager": Action(
+        "Rule the engine's optimizations out: run it eagerly for a while.", f"{_ROLLOUT}.enforce_eager=true"
+    ),
     "less_tail": Action(
         "Sample fewer unlikely tokens; the trainer's log-probs do not know of the cut.", f"{_ROLLOUT}.top_p=0.95"
     ),
     "warmer": Action("Sample more diverse rollouts, if the temperature is below that.", f"{_ROLLOUT}.temperature=1.0"),
     "cooler": Action("Sample fewer unlikely tokens.", f"{_ROLLOUT}.temperature=0.8"),
-    "more_rollouts": Action("Draw more rollouts per prompt: fewer groups are all right or all wrong.", f"{_ROLLOUT}.n=16"),
+    "more_rollouts": Action(
+        "Draw more rollouts per prompt: fewer groups are all right or all wrong.", f"{_ROLLOUT}.n=16"
+    ),
     "differing_groups": Action(
         "Train on the groups that differ only.", f"{_ROLLOUT}.rollout_filter_include_zero=false", ""
     ),
     "longer": Action("Leave more room for answers.", "data.max_response_length=4096"),
-    "shorter_prompts": Action(
-        "Drop prompts that leave no room for an answer.", "data.filter_overlong_prompts=true"
-    ),
+    "shorter_prompts": Action("Drop prompts that leave no room for an answer.", "data.filter_overlong_prompts=true"),
     # ---- weights and precision
     "go_back": Action(
         "Go back to a checkpoint from before it, named by trainer.resume_from_path.", "trainer.resume_mode=resume_path"
@@ -237,7 +243,7 @@ def _holds(override: str, actor: Mapping[str, Any]) -> bool:
         if not isinstance(found, Mapping) or name not in found:
             return False
         found = found[name]
-    if isinstance(found, (int, float)) and not isinstance(found, bool):
+    if isinstance(found, int | float) and not isinstance(found, bool):
         try:
             return math.isclose(found, float(wanted))
         except ValueError:

@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from ...record import Event
 from ...words.numbers import number, percent
-from ...words.verdict import told_share
+from ...words.shares import told_share
 
 CELLS_NAMED = 96
 """Up to so many cells have their number written in them."""

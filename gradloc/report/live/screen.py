@@ -10,7 +10,7 @@ from rich.text import Text
 from ...record import Event
 from ...words.leader import leader
 from ...words.numbers import bounded, number
-from ...words.verdict import carried
+from ...words.shares import carried
 from ..runs import story
 from ..runs.health import RunHealth, judge
 from ..runs.metrics import MAX, MEAN, Metrics

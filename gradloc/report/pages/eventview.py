@@ -9,7 +9,7 @@ from pathlib import Path
 from ...record import Culprit, Event, Sequence, StepCause
 from ...words.leader import by_size
 from ...words.numbers import number, percent
-from ...words.verdict import carried, shares_sentence
+from ...words.shares import carried, shares_sentence
 from ..figures import drawings
 from ..runs import advice, searchpath, tokens
 from ..runs.events import bundle_folder, read_pictures, read_sequences

@@ -9,7 +9,7 @@ from typing import Any
 from ...record import Culprit, Event
 from ...record.store import plain
 from ...words.numbers import bounded, number
-from ...words.verdict import told_share
+from ...words.shares import told_share
 from ..runs.run import RunFolder
 from ..runs.story import cause_of
 from ..text import one_line, spoken

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ...record import Event
 from ...words.numbers import number
-from ...words.verdict import carried, shares_sentence
+from ...words.shares import carried, shares_sentence
 from ..runs.run import RunFolder
 from ..runs.story import cause_of
 from ..text import one_line, show_command, span, spoken, times, visible
