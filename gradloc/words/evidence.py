@@ -86,6 +86,11 @@ class Evidence:
         return _minus(self.first.log_prob, self.first.old_log_prob_stored)
 
     @property
+    def has_moved(self) -> bool:
+        """Whether the trainer's log-prob is another one than before the update."""
+        return abs(self.drift or 0.0) > APART
+
+    @property
     def do_engines_differ(self) -> bool:
         """Whether they disagree more than the policy has moved."""
         gap = abs(self.engine_gap or 0.0)
@@ -97,7 +102,7 @@ class Evidence:
         written, ours = self.first.rollout_log_prob, self.first.log_prob
         if written is None or ours is None or not math.isfinite(ours):
             return False
-        stood_still = self.drift is not None and abs(self.drift) < APART
+        stood_still = self.drift is not None and not self.has_moved
         return (written == 0.0 and ours < -APART) or (stood_still and (self.engine_gap or 0.0) > _IMPOSSIBLE)
 
     @property

@@ -95,7 +95,7 @@ def did_it_hurt(event: Event, series: Series) -> Hurt:
     if event.action.taken in ("skip", "abort") or (norm is not None and not math.isfinite(norm)):
         return Hurt("no", "The step was not taken.", tuple(parts))
     if known:
-        return Hurt("no", f"{_listed(known)} as before: {'; '.join(map(_values, known))}.", tuple(parts))
+        return Hurt("no", f"{_listed(known)} as before.", tuple(parts))
     if parts:
         num = max(sum(at > step for at, _ in part.points) for part in parts)
         return Hurt("not yet known", f"{plural(num, 'step')} since; it takes {_LEAST}.", tuple(parts))
@@ -128,10 +128,6 @@ def _part(watched: _Watched, series: Series, step: int, model: str) -> Part | No
 def _went(part: Part) -> str:
     way = "rose" if part.after is not None and part.after > part.before else "fell"
     return f"The {part.title} {way} from {number(part.before, 3)} to {number(part.after, 3)}."
-
-
-def _values(part: Part) -> str:
-    return f"{part.title} {number(part.before, 3)} before, {number(part.after, 3)} after"
 
 
 def _listed(parts: Sequence[Part]) -> str:

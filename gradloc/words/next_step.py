@@ -219,7 +219,7 @@ RULES = (
     ),
     Rule(
         "The ratio, at the step's first update",
-        lambda found: found.is_ratio and found.is_first_update,
+        lambda found: found.is_ratio and found.is_first_update and found.has_moved,
         ("log_probs", "weigh_tokens", "mask"),
         "Nothing was updated yet in this step, so now ({now}) and old ({old}) should agree: the old one is off.",
         "The ratio at the first mini-batch of each step is 1.",

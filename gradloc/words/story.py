@@ -16,6 +16,8 @@ from .shares import carried, told_share
 from .text import one_line, plural, times, visible
 
 __all__ = [
+    "ACTIONS",
+    "CERTIFICATES",
     "ODD",
     "Story",
     "beside",
@@ -48,6 +50,18 @@ _TRIGGERS = {
     "adaptive": "learned from the run",
     "forced": "a rehearsal",
     "non_finite": "a norm that is not finite spikes by itself",
+}
+
+CERTIFICATES = {
+    "explained": "explained: without the culprits the step is healthy",
+    "not_explained": "not explained: without the culprits the step still spikes",
+    "undecided": "undecided",
+}
+ACTIONS = {
+    "observe": "observe: the step was taken unchanged",
+    "mask": "mask: the optimizer took the step without the culprits",
+    "skip": "skip: the optimizer took no step",
+    "abort": "abort: the run was stopped",
 }
 
 

@@ -72,7 +72,7 @@ def _norms(event: Event) -> str:
     if left is None or not math.isfinite(left) or (not event.culprits and found.method == "none"):
         what = f"; without {it(event)} it is not known: {found.reason}" if event.culprits and found.reason else ""
         return f"{was}{what}."
-    without = f"{was}; without {it(event)} it is {''.join(bounded(left, found.error_bound, 3))}"
+    without = f"{was}; {''.join(bounded(left, found.error_bound, 3))} without {it(event)}"
     if not event.culprits:
         return f"{without}."
     if found.verdict == "explained":

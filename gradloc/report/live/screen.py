@@ -11,7 +11,7 @@ from ...record import Event
 from ...words.leader import leader
 from ...words.numbers import bounded, number
 from ...words.shares import carried
-from ..runs import story
+from ...words.story import headline
 from ..runs.health import RunHealth, judge
 from ..runs.metrics import MAX, MEAN, Metrics
 from ..runs.run import RunFolder
@@ -54,7 +54,7 @@ def news(run: RunFolder, known: set[str]) -> list[str]:
     for event in run.events:
         if event.event_id not in known:
             known.add(event.event_id)
-            lines.append(f"{story.headline(event)}: {_change(event)}")
+            lines.append(f"{headline(event)}: {_change(event)}")
     return lines
 
 
@@ -116,7 +116,7 @@ def _events(events: list[Event]) -> Table:
         first = leader(event.culprits)
         cells = (
             str(event.step.global_step),
-            story.headline(event),
+            headline(event),
             f'"{one_line(first.text, 20)}"' if first else "none",
             (carried(event, [first]) if first else None) or number(None),
             _change(event),
