@@ -23,7 +23,7 @@ def issue(view: EventView, run: RunFolder) -> tuple[str, str]:
     """
     event, story, found = view.event, view.story, view.event.certificate
     (norm, _, over), *_ = figures(event)
-    after = "".join(bounded(found.norm_after, found.error_bound))
+    after = "".join(bounded(found.norm_after, found.error_bound, 3))
     lines = [f"### {escape(story.headline)}", "", escape(story.lede), ""]
     lines += [
         f"- Norm {norm} ({over}), {after} without the culprits: {CERTIFICATES.get(found.verdict, found.verdict)}."
