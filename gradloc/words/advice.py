@@ -132,12 +132,12 @@ ACTIONS = {
     "veto": Action(
         "Drop what the trainer finds all but impossible.",
         f"{_CORRECTION}.rollout_token_veto_threshold=1e-4 {_LOG_PROBS}",
-        f"{_CORRECTION}.rollout_rs=token_k1 {_CORRECTION}.rollout_rs_threshold=0.0001_10000 {_LOG_PROBS}",
+        f"{_CORRECTION}.rollout_rs=token_k1 {_CORRECTION}.rollout_rs_threshold=1e-4_1e4 {_LOG_PROBS}",
     ),
     "veto_less": Action(
         "Veto at a lower probability.",
         f"{_CORRECTION}.rollout_token_veto_threshold=1e-5",
-        f"{_CORRECTION}.rollout_rs_threshold=0.00001_100000",
+        f"{_CORRECTION}.rollout_rs_threshold=1e-5_1e5",
     ),
     "truncate": Action("Truncate the correction's weights lower.", f"{_CORRECTION}.rollout_is_threshold=1.5"),
     "mean_weight": Action("Keep the correction's mean weight at 1.", f"{_CORRECTION}.rollout_is_batch_normalize=true"),
