@@ -17,22 +17,22 @@ from gradloc.words.next_step import RULES  # noqa: E402
 PAGE = """\
 # What to do now
 
-The page, the terminal and `--format md` give one thing to do: the first row of this table that an event's evidence fits. What is in
-force already, and what the run's verl does not have, is passed over for the row's next action. Words in *italics* stand for the event's own.
-`python scripts/make_advice.py` makes this page from `gradloc/words`.
+The page, the terminal and `--format md` give one thing to do: the first row of this table that an event's evidence
+fits. What is in force already, and what the run's verl does not have, is passed over for the row's next action. Words
+in *italics* stand for the event's own. `python scripts/make_advice.py` makes this page from `gradloc/words`.
 
 | what is seen | do | why | right if |
 | --- | --- | --- | --- |
 {rules}
 
-"Did it hurt?" compares medians of up to 20 steps before with up to 10 after: norm, reward, entropy, KL. One that is off by three times its own
-spread and by a size that matters (norm or KL three times, entropy twice or half, reward a tenth down) is a yes; fewer than three steps
-after it are not yet an answer.
+"Did it hurt?" compares medians of up to 20 steps before with up to 10 after: norm, reward, entropy, KL. One that is off
+by three times its own spread and by a size that matters (norm or KL three times, entropy twice or half, reward a tenth
+down) is a yes; fewer than three steps after it are not yet an answer.
 
 ## Config lines
 
-Each is composed with that verl's own config, built, and held to be read by its code: `tests/words/test_advice.py` on 0.7,
-`tests/verl_engine/test_advice.py` on 0.9. A dash: that verl has none.
+Each is composed with that verl's own config, built, and held to be read by its code: `tests/words/test_advice.py` on
+0.7, `tests/verl_engine/test_advice.py` on 0.9. A dash: that verl has none.
 
 | do | verl 0.7 | verl 0.9 |
 | --- | --- | --- |

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from . import __version__
 from .errors import ReportError
+from .guess import Parser, nearby
 
 COMMANDS = {
     "show": "a run's events: in the terminal, as an HTML page, or as Markdown, JSON or CSV",
@@ -41,7 +42,7 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """The parser with every subcommand's arguments."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="gradloc-report",
         description="Shows what spiked in a run, which tokens did it, and why.",
         epilog=EPILOG,
@@ -60,17 +61,18 @@ def _module(name: str):
 
 
 def _meant(arguments: list[str]) -> str | None:
-    """A sentence for what looks like a mistyped command: a folder of that name is not there."""
-    if len(arguments) < 2 or arguments[0] != DEFAULT or Path(arguments[1]).exists():
+    """A sentence for what looks like a mistyped command or folder: nothing of that name is there."""
+    named = arguments[1] if len(arguments) > 1 else "-"
+    if arguments[0] == "watch" or named.startswith("-") or Path(named).exists():  # a run may be about to begin
         return None
-    close = difflib.get_close_matches(arguments[1], COMMANDS, n=1, cutoff=0.7)
-    if not close:
-        return None
-    rest = shlex.join(arguments[2:]) or "RUN_DIR"
-    return (
-        f"there is no folder {arguments[1]} and no command of that name: "
-        f"did you mean `gradloc-report {close[0]} {rest}`?"
-    )
+    close = difflib.get_close_matches(named, COMMANDS, n=1, cutoff=0.7) if arguments[0] == DEFAULT else []
+    if close:
+        rest = shlex.join(arguments[2:]) or "RUN_DIR"
+        return (
+            f"there is no folder {named} and no command of that name: did you mean `gradloc-report {close[0]} {rest}`?"
+        )
+    guess = nearby(named)
+    return f"{named} does not exist{guess}" if guess else None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     is_named = arguments and arguments[0] in (*COMMANDS, "-h", "--help", "--version")
     if arguments and not is_named:
         arguments.insert(0, DEFAULT)
-    hint = _meant(arguments)
+    hint = _meant(arguments) if arguments else None
     if hint:
         print(f"gradloc-report: {hint}", file=sys.stderr)
         return 2

@@ -316,6 +316,8 @@ def _lines(name: str, found: Evidence) -> dict[str, str]:
     checkpoint = event.consequence.last_checkpoint if event.consequence else None
     if name == event.action.requested or name == f"{event.action.requested}_critic":
         return {}
+    if name == "kl_mse" and found.actor.get("use_kl_loss") is False:
+        return {}
     lines = lines_of(name, event.run.trainer)
     if name == "go_back" and checkpoint:
         path = shlex.quote(one_line(checkpoint))

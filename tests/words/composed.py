@@ -89,9 +89,8 @@ def _effect(override: str, before, after) -> str:
 @functools.cache
 def _read() -> set[str]:
     """Every name that verl's code, or ours, asks a config for; where they are declared does not count."""
-    import verl
-
     import gradloc
+    import verl
 
     found: set[str] = set()
     for package in (verl, gradloc):

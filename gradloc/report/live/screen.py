@@ -15,6 +15,7 @@ from ...words.story import headline
 from ..runs.health import RunHealth, judge
 from ..runs.metrics import MAX, MEAN, Metrics
 from ..runs.run import RunFolder
+from ..runs.trigger import NO_EVENT, loudest_sentence
 from ..text import one_line, show_command
 from .follow import Follower
 
@@ -41,10 +42,17 @@ def view(follower: Follower, width: int) -> Group:
     if health:
         parts += _health(health)
     parts.append(Text())
-    parts.append(_events(run.events) if run.events else Text("No spike so far.", style="green"))
+    loud = loudest_sentence(run.metrics)
+    if run.events:
+        parts.append(_events(run.events))
+    elif loud:
+        parts.append(Text(f"{loud}. {NO_EVENT}", style="bold red"))
+    else:
+        parts.append(Text("No spike so far.", style="green"))
     if run.events:
         parts.append(Text(show_command(str(run.path), run.events[-1].event_id), style="cyan"))
     parts += [Text(one_line(note), style="yellow") for note in run.notes[-3:]]
+    parts.append(Text("q ends.", style="dim"))
     return Group(*parts)
 
 

@@ -29,6 +29,7 @@ from ..runs.comparison import Comparison
 from ..runs.health import judge, ranges
 from ..runs.metrics import MEAN
 from ..runs.run import RunFolder
+from ..runs.trigger import NO_EVENT, loudest_sentence
 from ..text import one_line, plural, show_command, spoken, visible
 from . import analyses, charts
 from .eventview import EventView, culprit_count, full_view, severity
@@ -87,6 +88,8 @@ def render(run: RunFolder, events: list[Event] | None = None, progress: Progress
         num_events=len(chosen),
         chart=chart,
         facts=facts(run),
+        loud=loudest_sentence(run.metrics),
+        no_event=NO_EVENT,
         health=health,
         analyses=analyses.sections(run.path),
         show=show_command(str(run.path), "ID"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ...record import Event
 from ..errors import ReportError
+from ..guess import meant
 from ..text import plural
 from . import metrics as metrics_files
 from . import sources
@@ -52,7 +53,8 @@ class RunFolder:
                 return event
         names = ", ".join(event.event_id for event in self.events[:5]) or "none"
         more = f" and {len(self.events) - 5} more" if len(self.events) > 5 else ""
-        raise ReportError(f"{self.path} has no event {event_id!r}: there are {names}{more}.")
+        guess = meant(event_id, [event.event_id for event in self.events])
+        raise ReportError(f"{self.path} has no event {event_id!r}{guess or f': there are {names}{more}.'}")
 
 
 def read_run(path: Path, metrics_path: Path | None = None) -> RunFolder:

@@ -6,16 +6,23 @@ else the mean over the step's mini-batches.
 """
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...core.adaptive import AdaptiveThreshold
+from ...words.numbers import number
 from ..errors import ReportError
 from .metrics import MAX, MEAN, Metrics
 
 PREFIX = "actor_rollout_ref.actor.gradloc.trigger."
 LEAST = {"window": 8, "warmup": 2, "floor": 1.0, "cap": 1.0}
 """The rule's settings, and the least value of each (floor and cap must be greater)."""
+
+
+LOUD = 10.0
+"""Times the run's median that a norm is said to be large, with or without an event."""
+NO_EVENT = "No event tells which tokens: the trigger was warming up, or GradLoc was off."
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,31 @@ def norm_of(metrics: Metrics, name: str | None = None) -> str:
         there = ", ".join(known) or "none that ends in grad_norm"
         raise ReportError(f"{metrics.source} has no metric {name or MEAN}: name one with --metric; there is {there}.")
     return found
+
+
+def loudest(metrics: Metrics) -> tuple[int, float, float] | None:
+    """The step of the largest norm, the norm, and how many times the run's median it is; None under ten times.
+
+    Whatever the trigger would say: it says nothing while it warms up. A norm that is not finite is the largest.
+    """
+    try:
+        name = norm_of(metrics)
+    except ReportError:
+        return None
+    norms = [(step, value) for step, value in zip(metrics.steps, metrics.get(name), strict=True) if value is not None]
+    step, norm = max(norms, key=lambda pair: pair[1] if math.isfinite(pair[1]) else math.inf)
+    times = norm / (statistics.median(metrics.finite(name)) or math.inf)
+    return (step, norm, times) if not times < LOUD else None
+
+
+def loudest_sentence(metrics: Metrics) -> str:
+    """The same in words; empty where no norm is that large."""
+    found = loudest(metrics)
+    if found is None:
+        return ""
+    step, norm, times = found
+    over = f", {number(times, 3)} times the run's median" if math.isfinite(times) else ""
+    return f"Step {step}: gradient norm {number(norm, 3)}{over}"
 
 
 def settings_of(given: Mapping[str, str]) -> dict[str, float]:

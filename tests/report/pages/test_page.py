@@ -30,7 +30,8 @@ from tests.report.builder import (
 
 ALLOWED = set(
     "article p span b code details summary h2 h3 h4 small div dl dt dd mark section button fieldset legend label "
-    "input i aside table thead tbody tr th td ul li figure figcaption svg rect text title path caption wbr polyline circle".split()
+    "input i aside table thead tbody tr th td ul li figure figcaption svg rect text title path caption wbr "
+    "polyline circle".split()
 )
 """Elements that an event's article is made of."""
 VOID = {"meta", "input", "br", "img", "link", "hr", "wbr"}
