@@ -375,8 +375,8 @@ def test_an_event_opens_from_the_list_the_curve_and_the_address(driver, long_run
 PLACES = """
 const [over] = document.querySelectorAll(".u-over");
 const inside = over.getBoundingClientRect();
-const seen = [...document.querySelectorAll(".uplot")].flatMap((plot) => [...plot.querySelectorAll(".u-cursor-x, .u-cursor-pt")])
-  .filter((item) => getComputedStyle(item).display !== "none" && item.getBoundingClientRect().width + item.clientHeight > 0)
+const seen = [...document.querySelectorAll(".u-cursor-x, .u-cursor-pt")]
+  .filter((item) => getComputedStyle(item).display !== "none")
   .map((item) => item.getBoundingClientRect());
 return seen.every((item) => item.left >= inside.left - 8 && item.right <= inside.right + 8);
 """
@@ -387,7 +387,8 @@ def test_the_curve_tells_values_and_zooms(driver, long_run_page):
 
     open_page(driver, long_run_page)
     plot = find(driver, ".u-over")[0]
-    ActionChains(driver).scroll_to_element(plot).move_to_element(plot).perform()
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", plot)
+    ActionChains(driver).move_to_element(plot).perform()
     keys = find(driver, ".keys")[0]
     assert keys.text.startswith("step ")
     assert {"mean of the step", "threshold", "critic/score/mean"} <= {
@@ -451,8 +452,8 @@ def test_two_fingers_zoom_the_curve_and_one_moves_it(driver, long_run_page):
         driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
 
     def first() -> int:
-        steps = "return [...document.querySelectorAll('.u-over .mark:not([hidden])')].map(a => +a.ariaLabel.split(' ').at(-1))"
-        return min(driver.execute_script(steps))
+        shown = "return [...document.querySelectorAll('.u-over .mark:not([hidden])')].map((link) => link.ariaLabel)"
+        return min(int(label.split()[-1]) for label in driver.execute_script(shown))
 
     driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True, "maxTouchPoints": 2})
     touch("touchStart", 120, 180)

@@ -119,7 +119,8 @@ class Chart {
     if (moved.length) this.go(null); // a cursor from before would stand at another step
   }
 
-  resize(width) {
+  resize(place) {
+    const width = this.paper ?? place;
     if (width < 120 || width === this.main.width) return;
     this.plots.forEach((plot, index) => plot.setSize(this.size(width, index)));
   }

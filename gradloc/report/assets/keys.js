@@ -62,13 +62,14 @@ addEventListener("beforeprint", () => {
   before ??= { closed, theme: document.documentElement.dataset.theme ?? "" };
   closed.forEach((item) => { item.open = true; });
   document.documentElement.dataset.theme = "light";
-  charts.forEach((chart) => { chart.resize(PAPER); chart.plots.forEach((plot) => plot.redraw(false, true)); });
+  charts.forEach((chart) => { chart.paper = PAPER; chart.resize(); });
+  redraw();
 });
 addEventListener("afterprint", () => {
   before.closed.forEach((item) => { item.open = false; });
   if (before.theme) document.documentElement.dataset.theme = before.theme;
   else delete document.documentElement.dataset.theme;
-  charts.forEach((chart) => chart.resize(chart.place.clientWidth));
+  charts.forEach((chart) => { delete chart.paper; chart.resize(chart.place.clientWidth); });
   before = null;
 });
 if (table) { fillFilters(); list(); }
