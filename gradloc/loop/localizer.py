@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..core.actions import Action, Outcome, decide, decide_without_search
+from ..core.actions import Outcome, decide, decide_without_search
 from ..core.gradients import GradientSpace
 from ..core.memory import choose_way
 from ..core.probe import Prober, RngState, TrainingStep
@@ -26,6 +26,7 @@ from ..core.ranks import LostRank, Ranks
 from ..core.selection import Token
 from ..core.tracker import NormTracker, median_size
 from ..core.trigger import Spike
+from ..record import Action
 from ..search.find import localize
 from .gather import SpikeContext, raw_event
 from .layers import head_square

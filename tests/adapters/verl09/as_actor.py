@@ -39,7 +39,7 @@ RENAMED = {
         for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16"))
     },
 }
-BY_RANK = ("actor/", "gradloc/failures")
+BY_RANK = ("actor/",)
 """Metrics that come from verl 0.7's workers, a list for each."""
 
 
