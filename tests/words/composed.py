@@ -62,7 +62,7 @@ def _build(config, verl: str) -> None:
 
     correction = config.algorithm.rollout_correction
     if verl == "0.9":
-        from gradloc.verl_engine.config import refuse_what_is_not_there
+        from gradloc.adapters.verl09.config import refuse_what_is_not_there
         from verl.trainer.ppo import rollout_corr_helper as helper
 
         refuse_what_is_not_there(config)
