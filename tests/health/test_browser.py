@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from gradloc.report.cli import main
-from tests.report.test_browser import driver, open_page  # noqa: F401
+from tests.report.browser.conftest import driver  # noqa: F401
+from tests.report.browser.driving import open_page
 
 pytestmark = pytest.mark.browser
 RECORDINGS = Path(__file__).parent / "recordings"

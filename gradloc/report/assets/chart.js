@@ -10,6 +10,8 @@ const short = (value) => {
   return value.toLocaleString("en", { maximumSignificantDigits: 3 });
 };
 
+const isRound = (value) => [1, 2, 5].includes(Number((value / 10 ** Math.floor(Math.log10(value) + 1e-9)).toPrecision(3)));
+
 class Chart {
   constructor(figure, chart) {
     Object.assign(this, { figure, chart, place: figure.querySelector(".plot"), at: null });
@@ -47,11 +49,11 @@ class Chart {
         points: { show: x.length === 1, size: 5 }, ...(kind === "mark" ? { paths: () => null } : {}),
       }))],
       axes: [
-        { ...axis, show: isLast, size: 28, label: "training step", labelSize: 14, labelFont: FONT, values: (plot, steps) => steps.map((step) => (Number.isInteger(step) ? step.toLocaleString("en") : "")) },
-        { ...axis, grid: { ...axis.grid, filter: (plot, values) => values.map((value) => (!panel.is_log || Number.isInteger(Math.log10(value)) ? value : null)) }, size: 58, space: index ? 22 : 34, values: (plot, values) => values.map((value) => (value === null ? "" : short(value))) },
+        { ...axis, show: isLast, size: 28, incrs: [1, 2, 5].flatMap((part) => [1, 10, 100, 1e3, 1e4, 1e5, 1e6].map((by) => part * by)).sort((a, b) => a - b), label: "training step", labelSize: 14, labelFont: FONT, values: (plot, steps) => steps.map((step) => (Number.isInteger(step) ? step.toLocaleString("en") : "")) },
+        { ...axis, grid: { ...axis.grid, filter: (plot, values) => values.map((value) => (!panel.is_log || isRound(value) ? value : null)) }, size: 58, space: index ? 22 : 34, values: (plot, values) => values.map((value) => (value === null || (panel.is_log && !isRound(value)) ? "" : short(value))) },
       ],
       cursor: { y: false, sync: { key: "steps" }, drag: { x: true, y: false, dist: 8 }, points: { size: 7, show: (plot, row) => rows[row - 1].kind !== "mark" && undefined } },
-      padding: [index ? 16 : 10, 12, isLast ? 4 : 0, 0],
+      padding: [index ? 16 : 10, 12, isLast ? 4 : 7, 0],
       hooks: {
         setScale: [(plot, key) => key === "x" && this.plots && this.zoom(plot.scales.x.min, plot.scales.x.max)],
         setCursor: [(plot) => plot === this.main && this.tell(plot.cursor.left >= 0 ? this.nearest(plot.posToVal(plot.cursor.left, "x")) : null)],

@@ -88,6 +88,7 @@ def render(run: RunFolder, events: list[Event] | None = None, progress: Progress
         num_events=len(chosen),
         chart=chart,
         facts=facts(run),
+        trainer=next((event.run.trainer for event in run.events), None),
         loud=loudest_sentence(run.metrics),
         no_event=NO_EVENT,
         health=health,
