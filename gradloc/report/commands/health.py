@@ -13,7 +13,7 @@ from ...record.store import plain
 from ..errors import ReportError
 from ..pages import terminal
 from ..runs.health import CLIP, STATES, HealthConfig, RunHealth, judge, ranges
-from ..runs.run import RunFolder, read_any
+from ..runs.run import RunFolder, read_run
 from ..text import one_line
 
 MARKS = {"healthy": ("·", "green"), "warning": ("!", "yellow"), "danger": ("X", "bold red")}
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's folder, or a file of its metrics")
     parser.add_argument("--json", action="store_true", help="every step's state, as JSON")
+    parser.add_argument("--metric", metavar="NAME", help="the metric that holds the gradient norms")
     parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
     parser.add_argument(
         "--grad-clip",
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     config = _config(args.set)
     if not args.grad_clip >= 0:
         raise ReportError(f"--grad-clip must be a norm or 0 for none, found {args.grad_clip}.")
-    found = read_any(args.run_dir, args.metrics)
+    found = read_run(args.run_dir, args.metrics, args.metric)
     health = judge(found.metrics, config, args.grad_clip or None)
     if not health:
         raise ReportError(
