@@ -17,7 +17,7 @@ from . import __version__
 from .errors import ReportError
 
 COMMANDS = {
-    "show": "a run's events: in the terminal, as an HTML page, or as Markdown, JSON or CSV",
+    "show": "what happened in a run, from its events or from its log alone; the page with -o",
     "compare": "two runs side by side",
     "watch": "a run that is going on: norm, threshold, health, events as they come; --serve for the page",
     "health": "healthy, warning or danger, step by step, with reasons and what people do",
@@ -28,6 +28,7 @@ COMMANDS = {
 DEFAULT = "show"
 EPILOG = """\
 examples:
+  gradloc-report train.log                        any run's log: what exploded, and what that did
   gradloc-report runs/demo-1                      a summary in the terminal
   gradloc-report runs/demo-1 -o report.html       the whole report, one file
   gradloc-report runs/demo-1 --event ID -o e.html one event with every token
@@ -60,17 +61,33 @@ def _module(name: str):
 
 
 def _meant(arguments: list[str]) -> str | None:
-    """A sentence for what looks like a mistyped command: a folder of that name is not there."""
-    if len(arguments) < 2 or arguments[0] != DEFAULT or Path(arguments[1]).exists():
+    """A sentence for what looks like a mistyped command or path: there is no file or folder of that name."""
+    if len(arguments) < 2 or arguments[0] != DEFAULT or arguments[1].startswith("-") or Path(arguments[1]).exists():
         return None
-    close = difflib.get_close_matches(arguments[1], COMMANDS, n=1, cutoff=0.7)
-    if not close:
-        return None
-    rest = shlex.join(arguments[2:]) or "RUN_DIR"
-    return (
-        f"there is no folder {arguments[1]} and no command of that name: "
-        f"did you mean `gradloc-report {close[0]} {rest}`?"
-    )
+    said, rest = arguments[1], shlex.join(arguments[2:])
+    nothing = f"there is no file or folder {said} and no command of that name:"
+    commands = difflib.get_close_matches(said, COMMANDS, n=1, cutoff=0.7)
+    if commands:
+        return f"{nothing} did you mean `gradloc-report {commands[0]} {rest or 'RUN_DIR'}`?"
+    path = Path(said)
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    paths = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.6)
+    if paths:
+        return f"{nothing} did you mean `gradloc-report {path.parent / paths[0]}`?"
+    if len(arguments) > 2 and Path(arguments[2]).exists():
+        return f"{nothing} `gradloc-report {rest}` shows a run; the commands are {', '.join(COMMANDS)}."
+    return None
+
+
+def _no_option(command: str, said: str) -> str:
+    """A sentence for what a command does not take."""
+    made = argparse.ArgumentParser()
+    _module(command).add_arguments(made)
+    options = [option for action in made._actions for option in action.option_strings if option.startswith("--")]
+    close = difflib.get_close_matches(said.partition("=")[0], options, n=1, cutoff=0.6)
+    kind = "option" if said.startswith("-") else "argument"
+    hint = f"did you mean {close[0]}?" if close else f"see `gradloc-report {command} --help`."
+    return f"{command} takes no {kind} {said}: {hint}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,7 +100,10 @@ def main(argv: list[str] | None = None) -> int:
     if hint:
         print(f"gradloc-report: {hint}", file=sys.stderr)
         return 2
-    args = parser().parse_args(arguments)
+    args, unknown = parser().parse_known_args(arguments)
+    if unknown:
+        print(f"gradloc-report: {_no_option(args.command, unknown[0])}", file=sys.stderr)
+        return 2
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a token may be more than the terminal can say
     try:
@@ -94,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
+    except OSError as error:  # a file that may not be read, or went away
         print(f"gradloc-report: {error.filename or 'a file'}: {error.strerror}.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

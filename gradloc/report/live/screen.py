@@ -12,6 +12,7 @@ from ...words.leader import leader
 from ...words.numbers import bounded, number
 from ...words.verdict import carried
 from ..runs import story
+from ..runs.diagnosis import diagnose
 from ..runs.health import RunHealth, judge
 from ..runs.metrics import MAX, MEAN, Metrics
 from ..runs.run import RunFolder
@@ -41,7 +42,7 @@ def view(follower: Follower, width: int) -> Group:
     if health:
         parts += _health(health)
     parts.append(Text())
-    parts.append(_events(run.events) if run.events else Text("No spike so far.", style="green"))
+    parts.append(_events(run.events) if run.events else _without_events(run))
     if run.events:
         parts.append(Text(show_command(str(run.path), run.events[-1].event_id), style="cyan"))
     parts += [Text(one_line(note), style="yellow") for note in run.notes[-3:]]
@@ -108,6 +109,14 @@ def _health(health: RunHealth) -> list[Text]:
         Text.assemble((reason.name.replace("_", " "), STYLES[reason.state]), f": {reason.sentence}")
         for reason in health.verdicts[-1].reasons
     ]
+
+
+def _without_events(run: RunFolder) -> Text:
+    """What the log says where GradLoc wrote nothing: it may have been off."""
+    if not run.log:
+        return Text("No spike so far.", style="green")
+    found = diagnose(run.log.runs[0])
+    return Text(one_line(found.headline), style="bold red" if found.worst else "green")
 
 
 def _events(events: list[Event]) -> Table:

@@ -197,7 +197,7 @@ def _natural(name: str) -> list:
 def _distinct(found: list[tuple[Path, Recording]]) -> tuple[list[tuple[Path, Recording]], list[str]]:
     """Each run once: a console log and a tracker's files hold the same norms."""
     norms = {id(recording): _norms(recording) for _, recording in found}
-    order = sorted(found, key=lambda entry: (-len(norms[id(entry[1])]), -len(entry[1].rows[0][1])))
+    order = sorted(found, key=lambda entry: (-len(norms[id(entry[1])]), -_num_metrics(entry[1])))
     kept: list[tuple[Path, Recording]] = []
     same: list[str] = []
     for entry in order:
@@ -209,6 +209,10 @@ def _distinct(found: list[tuple[Path, Recording]]) -> tuple[list[tuple[Path, Rec
     names = ", ".join(dict.fromkeys(same[:3])) + (", ..." if len(same) > 3 else "")
     notes = [f"{plural(len(same), 'other file')} of the folder hold the same steps ({names})."] if same else []
     return kept, notes
+
+
+def _num_metrics(recording: Recording) -> int:
+    return sum(not name.startswith("_") for name in recording.rows[-1][1])
 
 
 def _norms(recording: Recording) -> list[float]:

@@ -34,8 +34,7 @@ _BLOCK = re.compile(r"={4,}\s*Step (\d+)(?:/\d+)?\s*={4,}")
 _BULLET = re.compile(rf"•\s*([A-Za-z][\w ()/.-]*?):\s*({_NUMBER})", re.IGNORECASE)
 _CONFIG_LINES = 4000
 """Lines that a printed configuration has at most."""
-_MARKED = re.compile(r"tep|\{|•|iter|STEP|(?:^|\) )\s*- ")
-"""What a line has that any grammar could take."""
+_WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
 
 
 class Grammar:
@@ -145,7 +144,7 @@ class Printed(Grammar):
 
     def take(self, line: str, process: str) -> bool:
         start = line.find("{")
-        if start < 0:
+        if start < 0 or line.find("}", start) < 0:
             return False
         values = {name: float(value) for name, value in _PAIR.findall(line, start)}
         if not values:
@@ -235,11 +234,13 @@ def read_lines(source: Source) -> list[Recording]:
             last, taken = line, None
         if config.is_open or "{'" in line:
             config.take(line)
-        if not _MARKED.search(line):
-            continue
+        if not (
+            "tep" in line or "{" in line or "iter" in line or "•" in line or "- " in line and _WRAPPED.search(line)
+        ):
+            continue  # most lines of a long log end here: this is as fast as it gets
         line, process = _stripped(line)
         taken = next((grammar for grammar in grammars if grammar.take(line, process)), None)
-        num_bad += taken is None and line.startswith('{"step"')
+        num_bad += taken is None and line.startswith('{"')
     best = max(grammars, key=lambda grammar: (grammar.num_norms, sum(map(len, grammar.rows.values()))))
     if not best.rows:
         return []

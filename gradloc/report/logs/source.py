@@ -7,7 +7,7 @@ import importlib
 import io
 import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,7 +25,7 @@ PROGRESS_FROM = 50_000_000
 _PACKED = {b"\x1f\x8b": "gz", b"\xfd7zXZ\x00": "xz", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zst"}
 _ARCHIVES = {b"PK\x03\x04": "unzip", b"ustar": "tar xf", b"7z\xbc\xaf": "7z x"}
 _MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
-_CUT = (EOFError, zlib.error, lzma.LZMAError, OSError, RuntimeError)
+_CUT = (EOFError, zlib.error, lzma.LZMAError, OSError, RuntimeError, ValueError)
 
 
 class Source:
@@ -44,10 +44,7 @@ class Source:
         self.name = name or path.name
         self.notes: list[str] = []
         self._stream = self._opened()
-        try:
-            self.head = self._stream.peek(HEAD)[:HEAD]
-        except _CUT as error:
-            raise ReportError(f"{self.name} cannot be unpacked ({error}): copy it again, or unpack it first.") from None
+        self.head = self._stream.peek(HEAD)[:HEAD]
         for magic, command in _ARCHIVES.items():
             if self.head.startswith(magic) or self.head[257:262] == magic:
                 raise ReportError(f"{self.name} is an archive of several files: unpack it first: {command} {path}")
@@ -60,7 +57,7 @@ class Source:
         if packed is None:
             return outer
         inner = {"gz": gzip.open, "xz": lzma.open, "bz2": bz2.open}.get(packed, _zst)(outer)
-        return io.BufferedReader(inner, HEAD)
+        return io.BufferedReader(_Unpacked(inner, self._note_cut), HEAD)
 
     def _with_progress(self) -> BinaryIO:
         raw, size, console = self.path.open("rb", buffering=0), self.path.stat().st_size, Console(stderr=True)
@@ -80,14 +77,8 @@ class Source:
         return "" if self.coding is None else self.head.decode(self.coding, errors="replace").lstrip("\ufeff")
 
     def read(self) -> bytes:
-        """All bytes that can be had; a stream that is cut off is a note."""
-        parts = []
-        try:
-            while part := self._stream.read(1 << 20):
-                parts.append(part)
-        except _CUT as error:
-            self._note_cut(error)
-        return b"".join(parts)
+        """All bytes that can be had."""
+        return self._stream.read()
 
     def lines(self) -> Iterator[str]:
         """Its lines without their ends, which may be \\n, \\r\\n or \\r: a progress bar's end in \\r alone."""
@@ -95,7 +86,7 @@ class Source:
         try:
             while line := reader.readline(LONGEST):
                 yield line.rstrip("\n")
-        except (*_CUT, UnicodeError) as error:
+        except UnicodeError as error:  # UTF-16 that is none after all
             self._note_cut(error)
         reader.detach()
 
@@ -128,6 +119,26 @@ class _Tracked(io.RawIOBase):
             self._bar.__exit__(None, None, None)
             self._bar = None
         return read
+
+
+class _Unpacked(io.RawIOBase):
+    """What can be unpacked of a file; where it is cut off or damaged it ends."""
+
+    def __init__(self, file: BinaryIO, note: Callable[[Exception], None]):
+        self._file, self._note = file, note
+        self._take = getattr(file, "read1", file.read)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        try:
+            part = self._take(len(buffer))
+        except _CUT as error:
+            self._note(error)
+            part = b""
+        buffer[: len(part)] = part
+        return len(part)
 
 
 def _coding(head: bytes) -> str | None:

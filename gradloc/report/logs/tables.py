@@ -20,12 +20,12 @@ def is_table(source: Source) -> bool:
     """Whether the first two lines are a head and numbers below it."""
     lines = [line for line in source.text_head.splitlines()[:40] if line.strip()]
     between = _between(lines)
-    if between is None:
-        return source.path.suffix.lower() in (".csv", ".tsv") and not source.is_binary
-    head, *rest = list(csv.reader(lines[:2], delimiter=between))
-    if not all(not name or number(name, between != ",") is None for name in head):
+    if source.path.suffix.lower() in (".csv", ".tsv"):
+        return not source.is_binary
+    head = next(csv.reader(lines[:1], delimiter=between), []) if between else []
+    if len(lines) < 2 or any(name and number(name, between != ",") is not None for name in head):
         return False
-    return _step_of(head) is not None or any(map(is_norm, head)) or not rest
+    return _step_of(head) is not None or any(map(is_norm, head))
 
 
 def read_table(source: Source) -> list[Recording]:

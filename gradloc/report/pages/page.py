@@ -25,6 +25,7 @@ from ...words.numbers import bounded, number, percent
 from ..figures.palette import DARK, LIGHT, variables
 from ..runs import tokens
 from ..runs.comparison import Comparison
+from ..runs.diagnosis import diagnose
 from ..runs.health import judge, ranges
 from ..runs.metrics import MEAN
 from ..runs.run import RunFolder
@@ -74,6 +75,9 @@ def render(run: RunFolder, events: list[Event] | None = None, progress: Progress
     in_order = [views[event.event_id] for event in chosen if event.event_id in views]
     packed = {} if is_inline else {name: _packed(view, payload.pop(name)) for name, view in views.items()}
     health = judge(run.metrics)
+    diagnosis = diagnose(run.log.runs[0], near=run.path) if run.log and not chosen else None
+    if diagnosis:
+        run.notes += diagnosis.limits
     chart = charts.run_chart(run, health)
     return fill(
         "report.html",
@@ -85,6 +89,7 @@ def render(run: RunFolder, events: list[Event] | None = None, progress: Progress
         chart=chart,
         facts=facts(run),
         health=health,
+        diagnosis=diagnosis,
         analyses=analyses.sections(run.path),
         show=show_command(str(run.path), "ID"),
         payload={

@@ -9,6 +9,8 @@ from ..text import plural
 from .metrics import Metrics
 
 LOGGED = "health/state"
+_UNREAD = ("perf/", "timing", "val-", "global_seqlen/", "prompt_length/", "critic/advantages/", "critic/returns/")
+"""What no rule reads: half of what verl logs."""
 CLIP = 1.0
 """verl's own clip limit: what is assumed where none is named."""
 
@@ -129,8 +131,9 @@ def judge(
     verdicts, differences = [], []
     for part in parts:
         judged = []
+        read = {name: values for name, values in part.series.items() if not name.startswith(_UNREAD)}
         for index, step in enumerate(part.steps):
-            verdict = asked.observe(step, {name: values[index] for name, values in part.series.items()})
+            verdict = asked.observe(step, {name: values[index] for name, values in read.items()})
             if verdict is not None:
                 judged.append(_in_own_words(verdict, part))
         verdicts += judged
