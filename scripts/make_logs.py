@@ -99,7 +99,10 @@ def consoles(out: Path) -> None:
     put("ray-plain.log", [f"(main_task pid=19799) {line}" for line in lines])
     put("ray-repeated.log", [f"{ray}{line} [repeated 2x across cluster]" for line in lines])
     put("colour-without-escape.log", [f"[36m(TaskRunner pid=1)[0m {line}" for line in lines])
-    put("slurm.out", [f"0: {line}" for line in lines] + ["1: worker says step done", "slurmstepd: error: *** CANCELLED ***"])
+    put(
+        "slurm.out",
+        [f"0: {line}" for line in lines] + ["1: worker says step done", "slurmstepd: error: *** CANCELLED ***"],
+    )
     put("timestamps.log", [f"2026-11-22 10:{s % 60:02d}:00,123 INFO main - {line}" for s, line in enumerate(lines)])
     bar = [f"Training Progress: {s:3d}%|##  | {s}/60 [00:{s % 60:02d}<01:00]" for s in range(1, 61)]
     put("progress-bar.log", [f"{b}\r{line}" for b, line in zip(bar, lines, strict=True)])
@@ -107,14 +110,19 @@ def consoles(out: Path) -> None:
     put("numpy.log", [f"step:{s} - {dashed({n: np.float64(x) for n, x in v.items()})}" for s, v in story()])
     shown = [f"step:{s} - {dashed(v, lambda x: f'tensor({x:.4f}, device=' + repr('cuda:0') + ')')}" for s, v in story()]
     put("tensor.log", shown)
-    put("three-digits.log", [f"step:{s} - {dashed(v, lambda x: f'{x:.3f}')} - actor/lr(1e-4):0.010" for s, v in story()])
+    put(
+        "three-digits.log", [f"step:{s} - {dashed(v, lambda x: f'{x:.3f}')} - actor/lr(1e-4):0.010" for s, v in story()]
+    )
     put("crlf.log", lines, end="\r\n")
     put("bom.log", lines, coding="utf-8-sig")
     put("utf-16.log", lines, coding="utf-16")
     put("utf-16-without-mark.log", lines, coding="utf-16-le")
     put("latin-1.log", ["Gr\u00f6\u00dfe: 12 \u00b5s", *lines], coding="latin-1")
     put("chinese.log", ["\u8bad\u7ec3\u5f00\u59cb \u2728", *lines])
-    put("wrapped.log", [part for line in lines for part in (line[: line.index(" - critic")], "    " + line[line.index("- critic") :])])
+    put(
+        "wrapped.log",
+        [part for line in lines for part in (line[: line.index(" - critic")], "    " + line[line.index("- critic") :])],
+    )
     cut = "\n".join(lines[:47])
     (out / "console" / "cut-in-the-spike.log").write_text(cut[: cut.rindex("903.0") + 2])
     answer("console/cut-in-the-spike.log", form, "No spike in 46 steps", "may lack digits")
@@ -122,8 +130,13 @@ def consoles(out: Path) -> None:
     answer("console/cut-after.log", form, *EXPLODES)
     put("torn-lines.log", [line if s % 7 or s == BOOM else line[: len(line) // 2] for s, line in enumerate(lines, 1)])
     put("validation-first.log", ["step:0 - val-core/gsm8k/acc/mean@1:0.31", *lines])
-    put("val-between.log", [part for s, line in enumerate(lines, 1) for part in (line, f"step:{s} - val-core/x/acc:0.5")])
-    settings = "{'actor_rollout_ref': {'actor': {'optim': {'lr': 1e-06},\n   'grad_clip': 1.0}},\n 'data': {'seed': %d}}"
+    put(
+        "val-between.log",
+        [part for s, line in enumerate(lines, 1) for part in (line, f"step:{s} - val-core/x/acc:0.5")],
+    )
+    settings = (
+        "{'actor_rollout_ref': {'actor': {'optim': {'lr': 1e-06},\n   'grad_clip': 1.0}},\n 'data': {'seed': %d}}"
+    )
     for seed, kind in ((1, "explodes"), (2, "calm")):
         head = [f"(TaskRunner pid=7) {line}" for line in (settings % seed).splitlines()]
         rows = [f"(TaskRunner pid=7) step:{s} - {dashed(v)}" for s, v in story(kind)]
@@ -144,7 +157,10 @@ def consoles(out: Path) -> None:
         put(f"{kind}.log", [f"{ray}step:{s} - {dashed(v)}" for s, v in story(kind)], *says)
     zero = [f"step:{s} - {NORM}:0.0 - critic/score/mean:0.0" for s in range(1, 31)]
     put("zero.log", zero, "All 30 gradient norms are 0")
-    pids = [f"(TaskRunner pid={4711 if s < 53 else 5001}) step:{i} - {dashed(v)}" for s, (i, v) in enumerate(story("resumed"))]
+    pids = [
+        f"(TaskRunner pid={4711 if s < 53 else 5001}) step:{i} - {dashed(v)}"
+        for s, (i, v) in enumerate(story("resumed"))
+    ]
     put("resumed-by-another-process.log", pids, *told["resumed"])
     both = zip(story(), story("calm"), strict=True)
     mixed = [f"(T pid={p}) step:{s} - {dashed(v)}" for pair in both for p, (s, v) in enumerate(pair, 1)]
@@ -183,7 +199,9 @@ def trainers(out: Path) -> None:
     named = renamed(rows, norm="train/grad_norm", entropy="train/entropy_loss")
     rewards = renamed(rows, reward="rollout/raw_reward", length="rollout/response_len/mean")
     both = zip(named, rewards, strict=True)
-    slime = [part for (s, v), (_, r) in both for part in (f"data.py:41 - rollout {s}: {r}", f"model.py:9 - step {s}: {v}")]
+    slime = [
+        part for (s, v), (_, r) in both for part in (f"data.py:41 - rollout {s}: {r}", f"model.py:9 - step {s}: {v}")
+    ]
     put("slime.log", slime, "slime's log")
     prime = [
         f"10:00:{s % 60:02d} SUCCESS Step {s} | Time: 24.44s | Loss: 0.0123 | Entropy: {v['actor/entropy']:.4f} | Mismatch KL: "
@@ -197,19 +215,32 @@ def trainers(out: Path) -> None:
         nemo += [f"  \u2022 Grad Norm: {v[NORM]:.4f}", f"  \u2022 Avg Reward: {v['critic/score/mean']:.4f}"]
         nemo += ["  \u2022 Generation KL Error: 0.0011", "\u23f1  Timing:", "  \u2022 Total step time: 35.70s"]
     put("nemo-rl.log", nemo, "NeMo-RL's log")
-    put("nemo-rl-without-norm.log", [line for line in nemo if "Norm" not in line], "NeMo-RL's log", "has no gradient norm", "Avg Reward")
+    put(
+        "nemo-rl-without-norm.log",
+        [line for line in nemo if "Norm" not in line],
+        "NeMo-RL's log",
+        "has no gradient norm",
+        "Avg Reward",
+    )
     megatron = [
         f" iteration {s:8d}/      60 | consumed samples: {s * 8:12d} | elapsed time per iteration (ms): 812.1 | learning rate: "
         f"1.000000E-06 | lm loss: 1.23E+00 | loss scale: 1.0 | grad norm: {v[NORM]:.3f} | number of nan iterations:   0 |"
         for s, v in rows
     ]
     put("megatron.log", megatron, "Megatron's log", EXPLODES[0])
-    titan = [f"[titan] INFO - step: {s:2d}  loss:  7.1234  grad_norm:  {v[NORM]:.4f}  memory: 10.20GiB(12%)" for s, v in rows]
+    titan = [
+        f"[titan] INFO - step: {s:2d}  loss:  7.1234  grad_norm:  {v[NORM]:.4f}  memory: 10.20GiB(12%)" for s, v in rows
+    ]
     put("torchtitan.log", titan, "lines of `step N ... name: value`", EXPLODES[0])
-    own = [f"Step {s}: Loss=0.1200, LR=1.00e-06, GradNorm={v[NORM]:.4f}, reward={v['critic/score/mean']:.3f}" for s, v in rows]
+    own = [
+        f"Step {s}: Loss=0.1200, LR=1.00e-06, GradNorm={v[NORM]:.4f}, reward={v['critic/score/mean']:.3f}"
+        for s, v in rows
+    ]
     put("own-loop.log", own, "lines of `step N ... name: value`")
     swift = [
-        json.dumps({"loss": 0.1, "grad_norm": v[NORM], "reward": v["critic/score/mean"], "global_step/max_steps": f"{s}/60"})
+        json.dumps(
+            {"loss": 0.1, "grad_norm": v[NORM], "reward": v["critic/score/mean"], "global_step/max_steps": f"{s}/60"}
+        )
         for s, v in rows
     ]
     put("ms-swift.jsonl", swift, "JSON lines")
@@ -238,7 +269,9 @@ def tables(out: Path) -> None:
 
     (out / "tables").mkdir(parents=True, exist_ok=True)
 
-    def put(name: str, head: list[str], cells: Iterable[Iterable], form: str, *says: str, comma=",", coding="utf-8", **how) -> None:
+    def put(
+        name: str, head: list[str], cells: Iterable[Iterable], form: str, *says: str, comma=",", coding="utf-8", **how
+    ) -> None:
         sink = io.StringIO()
         writer = csv.writer(sink, delimiter=comma, lineterminator="\r\n", **how)
         writer.writerows([head, *cells])
@@ -256,12 +289,32 @@ def tables(out: Path) -> None:
     german = [[s, *(f"{x}".replace(".", ",") for x in v.values())] for s, v in rows]
     put("german.csv", ["Step", *names], german, "CSV", comma=";")
     put("latin-1.csv", ["step", "dur\u00e9e", *names], [[c[0], 1, *c[1:]] for c in plain], "CSV", coding="latin-1")
-    put("global-step.csv", ["epoch", "train/global_step", "train/grad_norm"], [[0.1, s, v[NORM]] for s, v in rows], "CSV", EXPLODES[0])
+    put(
+        "global-step.csv",
+        ["epoch", "train/global_step", "train/grad_norm"],
+        [[0.1, s, v[NORM]] for s, v in rows],
+        "CSV",
+        EXPLODES[0],
+    )
     put("another-name.csv", ["iteration", "total gradient norm"], [[s, v[NORM]] for s, v in rows], "CSV", EXPLODES[0])
     put("without-steps.csv", names, [c[1:] for c in plain], "CSV", *EXPLODES, "has no step column")
-    put("resumed.csv", ["step", *names], [[s, *v.values()] for s, v in story("resumed")], "CSV", EXPLODES[0], "12 steps (41-52)")
+    put(
+        "resumed.csv",
+        ["step", *names],
+        [[s, *v.values()] for s, v in story("resumed")],
+        "CSV",
+        EXPLODES[0],
+        "12 steps (41-52)",
+    )
     panel = ["Step", f"run-7 - {NORM}", f"run-7 - {NORM}__MIN", f"run-7 - {NORM}__MAX"]
-    put("wandb-panel.csv", panel, [[s, v[NORM], v[NORM], v[NORM]] for s, v in rows], "W&B's CSV", EXPLODES[0], quoting=csv.QUOTE_ALL)
+    put(
+        "wandb-panel.csv",
+        panel,
+        [[s, v[NORM], v[NORM], v[NORM]] for s, v in rows],
+        "W&B's CSV",
+        EXPLODES[0],
+        quoting=csv.QUOTE_ALL,
+    )
     pairs = zip(rows[::2], rows[1::2], strict=True)  # a panel of few points: a point is a mean, and hides the spike
     few = [[s, (a[NORM] + b[NORM]) / 2, min(a[NORM], b[NORM]), max(a[NORM], b[NORM])] for (s, a), (_, b) in pairs]
     put("wandb-points.csv", panel, few, "W&B's CSV", "Step 47: gradient norm 903,")
@@ -269,7 +322,14 @@ def tables(out: Path) -> None:
     cells = [[s, *[c[NORM]] * 3, *[v[NORM]] * 3] for (s, v), (_, c) in zip(rows, calm, strict=True)]
     put("wandb-two-runs.csv", several, cells, "W&B's CSV", EXPLODES[0], "calm - 1: No spike in 60 steps")
     relative = ["Relative Time (Process)", f"run-7 - {NORM}"]
-    put("wandb-relative.csv", relative, [[s * 31.5, v[NORM]] for s, v in rows], "W&B's CSV", EXPLODES[0], "the steps were counted")
+    put(
+        "wandb-relative.csv",
+        relative,
+        [[s * 31.5, v[NORM]] for s, v in rows],
+        "W&B's CSV",
+        EXPLODES[0],
+        "the steps were counted",
+    )
     frame = pd.DataFrame([{"_step": s, "_runtime": s * 31.5, "_timestamp": 1.7e9 + s, **v} for s, v in rows])
     frame.to_csv(out / "tables" / "wandb-history.csv")
     answer("tables/wandb-history.csv", "CSV", *EXPLODES)
@@ -277,7 +337,14 @@ def tables(out: Path) -> None:
     answer("tables/wandb-history.csv.gz", "CSV", *EXPLODES)
     board = [[1.7e9 + s, s, v[NORM]] for s, v in rows]
     put("run-a-tag-actor_grad_norm.csv", ["Wall time", "Step", "Value"], board, "TensorBoard's CSV", EXPLODES[0])
-    put("downloaded.csv", ["Wall time", "Step", "Value"], board, "TensorBoard's CSV", EXPLODES[0], "was taken for the gradient norm")
+    put(
+        "downloaded.csv",
+        ["Wall time", "Step", "Value"],
+        board,
+        "TensorBoard's CSV",
+        EXPLODES[0],
+        "was taken for the gradient norm",
+    )
     long = [[n, s, x] for s, v in rows for n, x in v.items()]
     put("long.csv", ["tag", "step", "value"], long, "a CSV of values")
     swan = ["step", f"exp-{NORM}", f"exp-{NORM}_timestamp"]
@@ -359,8 +426,17 @@ def trainer(out: Path) -> None:
         rows = [{"x": values[NORM]} for _, values in story(kind)]
         said = io.StringIO()
         args = TrainingArguments(
-            str(folder), per_device_train_batch_size=1, logging_steps=1, save_steps=20, num_train_epochs=1, report_to=["tensorboard"],
-            logging_dir=str(folder / "runs"), save_only_model=False, use_cpu=True, save_safetensors=False, **how,
+            str(folder),
+            per_device_train_batch_size=1,
+            logging_steps=1,
+            save_steps=20,
+            num_train_epochs=1,
+            report_to=["tensorboard"],
+            logging_dir=str(folder / "runs"),
+            save_only_model=False,
+            use_cpu=True,
+            save_safetensors=False,
+            **how,
         )
 
         class InOrder(Trainer):
@@ -472,9 +548,16 @@ def _thin(folder: Path) -> None:
     import sqlite3
 
     for path in sorted(folder.rglob("*"), reverse=True):
-        if path.is_symlink() or path.name in ("requirements.txt", "wandb-metadata.json", "swanlab-metadata.json", ".gitignore"):
+        if path.is_symlink() or path.name in (
+            "requirements.txt",
+            "wandb-metadata.json",
+            "swanlab-metadata.json",
+            ".gitignore",
+        ):
             path.unlink()
-        elif path.suffix in (".lock",) or (path.is_file() and path.parent.name in ("logs", "debug", "console") and "metrics" not in path.parts):
+        elif path.suffix in (".lock",) or (
+            path.is_file() and path.parent.name in ("logs", "debug", "console") and "metrics" not in path.parts
+        ):
             path.unlink()
         elif path.suffix == ".db":
             with sqlite3.connect(path) as database:

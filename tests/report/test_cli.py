@@ -75,7 +75,7 @@ def test_an_unknown_event_is_refused_with_the_names_there_are(folder, capsys):
 
 @pytest.mark.parametrize(
     ("argument", "words"),
-    [("missing", "does not exist"), ("", "is not the folder of a run")],
+    [("missing", "does not exist"), ("", "holds no run's log")],
 )
 def test_what_is_no_run_is_refused_in_one_line(tmp_path, capsys, argument, words):
     (tmp_path / "a.txt").write_text("")

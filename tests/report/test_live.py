@@ -49,7 +49,7 @@ def test_a_run_that_is_not_there_yet_is_waited_for(tmp_path):
     write_run(tmp_path / "run", metrics=make_metrics(3))
     assert follower.poll()
     assert "step 3" in shown(follower)
-    assert "No spike so far." in shown(follower)
+    assert "No spike in 3 steps" in shown(follower)
 
 
 def test_only_what_changed_is_read_again(folder):

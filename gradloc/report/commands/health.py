@@ -7,14 +7,17 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from ...record.store import plain
+from ...words.numbers import percent
+from ..analyses.lead import HORIZON, RuleLead, lead
 from ..errors import ReportError
 from ..pages import terminal
 from ..runs.health import CLIP, STATES, HealthConfig, RunHealth, judge, ranges
-from ..runs.run import RunFolder, read_run
-from ..text import one_line
+from ..runs.run import RunFolder, read_logs, read_run
+from ..text import one_line, plural
 
 MARKS = {"healthy": ("·", "green"), "warning": ("!", "yellow"), "danger": ("X", "bold red")}
 STRIP = 60
@@ -22,10 +25,12 @@ STRIP = 60
 LINES = 5
 """Lines of the strip; a longer run has several steps to a mark."""
 PREFIX = "trainer.health."
+HEADS = ("rule", "warned of", "steps ahead", "by luck", "false alarms", "verdict")
 EPILOG = """\
 examples:
   gradloc-report health runs/demo-1
   gradloc-report health runs/demo-1 --json
+  gradloc-report health logs/*.log --lead
   gradloc-report health runs/demo-1 --grad-clip 0.5 --set zero_variance=[0.9,null]
 """
 
@@ -34,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the subcommand takes."""
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's folder, or a file of its metrics")
+    parser.add_argument(
+        "paths", type=Path, nargs="+", metavar="RUN", help="a run's folder or log; - for standard input"
+    )
+    parser.add_argument("--lead", action="store_true", help="how many steps before an explosion each rule warned")
     parser.add_argument("--json", action="store_true", help="every step's state, as JSON")
     parser.add_argument("--metric", metavar="NAME", help="the metric that holds the gradient norms")
     parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
@@ -59,8 +67,13 @@ def run(args: argparse.Namespace) -> int:
     config = _config(args.set)
     if not args.grad_clip >= 0:
         raise ReportError(f"--grad-clip must be a norm or 0 for none, found {args.grad_clip}.")
-    found = read_run(args.run_dir, args.metrics, args.metric)
-    health = judge(found.metrics, config, args.grad_clip or None)
+    if args.lead:
+        return _lead(args)
+    if len(args.paths) > 1:
+        raise ReportError(f"health is of one run, found {len(args.paths)}: name one, or ask --lead of all.")
+    found = read_run(args.paths[0], args.metrics, args.metric)
+    parts = [segment.metrics for run in found.log.runs[:1] for segment in run.segments]
+    health = judge(parts, config, args.grad_clip or None)
     if not health:
         raise ReportError(
             f"{found.path} has no metrics that can be judged: add `file` to trainer.logger, or "
@@ -72,6 +85,31 @@ def run(args: argparse.Namespace) -> int:
         _print(found, health, config)
     terminal.warn(found.notes)
     return 0
+
+
+def _lead(args: argparse.Namespace) -> int:
+    found = lead(read_logs(args.paths, args.metric).log.runs)
+    rows = [[rule.name, *_cells(rule), rule.said] for rule in found.rules if rule.num_steps]
+    if args.json:
+        print(json.dumps(plain({"runs": found.num_runs, "explosions": found.onsets, "rules": rows}), indent=2))
+        return 0
+    console = Console(highlight=False)
+    console.print(
+        Text(
+            f"{plural(found.num_runs, 'run')}, {plural(found.num_steps, 'step')}, "
+            f"{plural(len(found.onsets), 'explosion')}; a rule warned of one when it found fault in the {HORIZON} steps before it."
+        )
+    )
+    table = Table(*HEADS, box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
+    return 0
+
+
+def _cells(rule: RuleLead) -> list[str]:
+    warned = f"{len(rule.ahead)} of {rule.num_seen}"
+    return [warned, rule.steps_ahead, percent(rule.luck, 2), f"{rule.num_false} in {rule.num_steps:,} steps"]
 
 
 def _config(given: list[str]) -> HealthConfig:

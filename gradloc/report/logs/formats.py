@@ -154,9 +154,10 @@ def _of_folder(folder: Path) -> tuple[list[tuple[Path, Recording]], list[str]]:
             continue
         for recording in recordings:
             recording.source = path.relative_to(folder).as_posix()
-            if recording.rows and any(is_norm(name) for _, values in recording.rows for name in values):
+            if recording.rows:
                 found.append((path if path.is_dir() else path.parent, recording))
-    kept, notes = _distinct(found)
+    with_norms = [entry for entry in found if _norms(entry[1])]
+    kept, notes = _distinct(with_norms) if with_norms else (found[:1], [])
     if len(entries) > MOST:
         notes.append(f"{folder} holds {len(entries)} files that could be logs; the first {MOST} were looked into.")
     if not kept:

@@ -87,6 +87,8 @@ def read_run(path: Path, metrics_path: Path | None = None, metric: str | None = 
     run = RunFolder(path)
     files = files_of(path)
     found = _nearest([file for file in files if file.name == "events.jsonl"]) or _unlisted(path)
+    if found is None and not any(path.iterdir()):
+        raise ReportError(f"{path} is empty: name the folder of a run, or its log.")
     if found is None:
         return read_logs([metrics_path or path], metric, path)
     run.events_root = found.parent
