@@ -16,7 +16,6 @@ from ..runs.comparison import Comparison, compare
 from ..runs.run import read_run
 from ..text import one_line
 
-
 SETTINGS = 30
 """Settings that the terminal lists."""
 

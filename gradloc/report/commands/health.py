@@ -97,7 +97,8 @@ def _lead(args: argparse.Namespace) -> int:
     console.print(
         Text(
             f"{plural(found.num_runs, 'run')}, {plural(found.num_steps, 'step')}, "
-            f"{plural(len(found.onsets), 'explosion')}; a rule warned of one when it found fault in the {HORIZON} steps before it."
+            f"{plural(len(found.onsets), 'explosion')}; a rule warned of one when it found fault in the "
+            f"{HORIZON} steps before it."
         )
     )
     table = Table(*HEADS, box=None, padding=(0, 2, 0, 0))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers as logs spell them, and what trainers call the metrics that the rules know by verl's names."""
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -143,11 +142,6 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
         if known is not None and known not in names and not name.startswith(("eval", "val", "test")):
             found.setdefault(known, name)
     return found
-
-
-def is_finite(value: float | None) -> bool:
-    """Whether there is a value, and it is neither NaN nor infinite."""
-    return value is not None and math.isfinite(value)
 
 
 def _plain(name: str) -> str:

@@ -128,9 +128,10 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
             if segment.before is not None:
                 runs[-1].segments.append(segment)
             else:
-                runs.append(LoggedRun(recording.name, recording.format, [segment]))
-                if count:
-                    runs[-1].name += f", start {count + 1}"
+                again = f", start {count + 1}" if count else ""
+                if runs and recording.process and not count:
+                    again = f", process {recording.process}"
+                runs.append(LoggedRun(recording.name + again, recording.format, [segment]))
             runs[-1].config = runs[-1].config or recording.config
         runs[-1].notes += [*recording.notes, *notes]
     return runs

@@ -83,8 +83,8 @@ def _parted(first: Metrics, second: Metrics) -> str:
     step, name, a, b = min(found, key=lambda entry: entry[0])
     if step > common[0]:
         return (
-            f"The two are the same until step {step}, where {name} is {number(a, 4)} and {number(b, 4)}: data, weights and "
-            "seed were the same until then."
+            f"The two are the same until step {step}, where {name} is {number(a, 4)} and {number(b, 4)}: "
+            "data, weights and seed were the same until then."
         )
     away = [entry for name in sorted(names, key=_rank)[:_LEVELS] if (entry := _leaves(name, pairs(name))) is not None]
     if not away:

@@ -11,8 +11,28 @@ from gradloc.report.cli import main
 LOGS = Path(__file__).resolve().parents[2] / "data" / "logs"
 FILES = sorted(path for path in LOGS.rglob("*") if path.is_file() and path.stat().st_size < 40_000)
 SEEDS, BATCH = 2000, 100
-WORDS = (b"nan", b"inf", b"-1e400", b"step:99999999999999999999 - ", b"{", b"}", b'{"step": 1e999, "data": {}}\n', b"\x00")
-WORDS += (b"\xff\xfe", b"\r", b"step:-3 - actor/grad_norm:2\n", b"[[[[", b"1e308,", b";", b"\x1b[36m", b"(pid=1) ", b"_step", b"===")
+WORDS = (
+    b"nan",
+    b"inf",
+    b"-1e400",
+    b"step:99999999999999999999 - ",
+    b"{",
+    b"}",
+    b'{"step": 1e999, "data": {}}\n',
+    b"\x00",
+)
+WORDS += (
+    b"\xff\xfe",
+    b"\r",
+    b"step:-3 - actor/grad_norm:2\n",
+    b"[[[[",
+    b"1e308,",
+    b";",
+    b"\x1b[36m",
+    b"(pid=1) ",
+    b"_step",
+    b"===",
+)
 
 COMMANDS = (["FILE"], ["health", "FILE"], ["trigger", "FILE"], ["compare", "FILE", "FILE"], ["watch", "FILE", "--once"])
 
