@@ -16,27 +16,20 @@ LARGEST = 400_000_000
 def is_document(source: Source) -> bool:
     """Whether a file is one JSON value, and not a value on each line."""
     head = source.text_head.lstrip()
-    if head[:1] not in ("{", "["):
+    if head[:1] not in ("{", "[") or source.path.stat().st_size > LARGEST:
         return False
     first, newline, rest = head.partition("\n")
     try:
         json.loads(first)
-    except ValueError:
-        return (
-            first.strip()[:1] in ("{", "[")
-            and not first.lstrip().startswith("{'")
-            and (not newline or len(first) < 3 or rest[:1] == " ")
-        )
+    except ValueError:  # over several lines, or beyond the head
+        return not newline or first.strip() in ("{", "[") or rest[:1] in (" ", "\t")
     return not rest.strip()
 
 
 def read_document(source: Source) -> list[Recording]:
     """The rows of a document; none where it is something else."""
-    content = source.read()
-    if len(content) > LARGEST:
-        return []
     try:
-        document = json.loads(content.decode(source.coding or "utf-8", errors="replace").lstrip("\ufeff"))
+        document = json.loads(source.read().decode(source.coding or "utf-8", errors="replace").lstrip("\ufeff"))
     except (ValueError, RecursionError):
         return []
     found = Recording(source.name, "JSON", notes=source.notes)

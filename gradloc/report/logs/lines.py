@@ -18,19 +18,21 @@ from .source import Source
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[\d{1,3}(?:;\d{1,3})*m")
 _PROCESS = re.compile(r"\(\w[^()]*\bpid=(\d+)|^\s*(\d+):\s|\[rank(\d+)\]")
 _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
-_CONSOLE = re.compile(r"\bstep:(\d+) - (.+)")
+_CONSOLE = re.compile(r"\bstep:(\d{1,15}) - (.+)")
 _MORE_OF_CONSOLE = re.compile(r"(?:^|\s)- ([\w./@-]+:\S+(?: - .+)?)$")
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)"
 _PAIR = re.compile(rf"['\"]([^'\"]{{1,120}})['\"]\s*:\s*['\"]?(?:[\w.]+\()?({_NUMBER})(?![\w.])", re.IGNORECASE)
-_BEFORE_DICT = re.compile(r"\b(global step|step|rollout|perf|iteration|iter)\s*[:=]?\s*(\d+)[^{]{0,40}$", re.IGNORECASE)
+_BEFORE_DICT = re.compile(
+    r"\b(global step|step|rollout|perf|iteration|iter)\s*[:=]?\s*(\d{1,15})[^{]{0,40}$", re.IGNORECASE
+)
 _HEADED = re.compile(
-    r"\b(?:global[_ ])?(?:step|iteration|iter)\b\s*[:=#]?\s*\[?\s*(\d+)(?:\s*/\s*\d+)?\]?", re.IGNORECASE
+    r"\b(?:global[_ ])?(?:step|iteration|iter)\b\s*[:=#]?\s*\[?\s*(\d{1,15})(?:\s*/\s*\d+)?\]?", re.IGNORECASE
 )
 _LABELLED = re.compile(
     rf"([A-Za-z][\w./@() -]*?)\s*[:=]\s*({_NUMBER})(?![\w.]*\d)|([a-z_]*grad_?norm)\s+({_NUMBER})", re.I
 )
 _TOLD = re.compile(r"loss|reward|kl\b|entropy|return", re.IGNORECASE)
-_BLOCK = re.compile(r"={4,}\s*Step (\d+)(?:/\d+)?\s*={4,}")
+_BLOCK = re.compile(r"={4,}\s*Step (\d{1,15})(?:/\d+)?\s*={4,}")
 _BULLET = re.compile(rf"•\s*([A-Za-z][\w ()/.-]*?):\s*({_NUMBER})", re.IGNORECASE)
 _CONFIG_LINES = 4000
 """Lines that a printed configuration has at most."""
@@ -41,15 +43,12 @@ class Grammar:
     """One way to print a step; ``take`` says whether a line was of it."""
 
     title = ""
-    marks: tuple[str, ...] = ()
-    """A line that has none of these is not asked about."""
 
     def __init__(self) -> None:
         self.rows: dict[str, list[Row]] = defaultdict(list)
         """By the process that printed them: several may print into one log."""
         self.counted = False
         """Whether the lines do not say their step, and were counted."""
-        self._names: dict[str, str] = {}
 
     def take(self, line: str, process: str) -> bool:
         raise NotImplementedError
@@ -154,13 +153,18 @@ class Printed(Grammar):
             self._pending.update(values)
             return True
         if said is not None:
-            self.title = "OpenRLHF's log" if said[1].lower() == "global step" else "slime's log"
+            is_slime = any(name.startswith("train/") for name in values)
+            self.title = "slime's log" if is_slime else "lines of `step N: {...}`"
+            if said[1].lower() == "global step":
+                self.title = "OpenRLHF's log"
             values = {**self._pending, **values}
             self._pending = {}
         step = int(said[2]) if said is not None else step_of(values)
         if step is None:
-            if not any(map(is_norm, values)):
-                return False
+            if not any(map(is_norm, values)):  # an evaluation, or the end of training: of the last step
+                if rows := self.rows.get(process):
+                    rows[-1][1].update({name: value for name, value in values.items() if name not in rows[-1][1]})
+                return bool(rows)
             self.counted = True
             step = self._counted(process, values.get("epoch"))
         return self.add(process, step, values)
