@@ -15,6 +15,7 @@ from ...words.numbers import percent
 from ..analyses.lead import HORIZON, RuleLead, lead
 from ..errors import ReportError
 from ..pages import terminal
+from ..runs.diagnosis import diagnose
 from ..runs.health import CLIP, STATES, HealthConfig, RunHealth, judge, ranges
 from ..runs.run import RunFolder, read_logs, read_run
 from ..text import one_line, plural
@@ -169,7 +170,13 @@ def _json(found: RunFolder, health: RunHealth) -> str:
 def _print(found: RunFolder, health: RunHealth, config: HealthConfig) -> None:
     console = Console(highlight=False)
     console.print(Text(one_line(found.name), style="bold"))
-    console.print(Text(health.headline))
+    if found.log and not found.events:
+        diagnosis = diagnose(found.log.runs[0])
+        if diagnosis.worst:
+            console.print(Text(one_line(diagnosis.headline), style="bold red"))
+        console.print(Text(diagnosis.beside(health)))
+    else:
+        console.print(Text(health.headline))
     console.print(_strip(health))
     told: set[str] = set()
     for finding in health.findings:

@@ -153,7 +153,8 @@ def _of_folder(folder: Path) -> tuple[list[tuple[Path, Recording]], list[str]]:
             unread.append(path.relative_to(folder).as_posix())
             continue
         for recording in recordings:
-            recording.source = path.relative_to(folder).as_posix()
+            is_event_file = recording.format == "TensorBoard" and path.parent != folder
+            recording.source = (path.parent if is_event_file else path).relative_to(folder).as_posix()
             if recording.rows:
                 found.append((path if path.is_dir() else path.parent, recording))
     with_norms = [entry for entry in found if _norms(entry[1])]

@@ -6,6 +6,7 @@ leaves its last record cut off; everything before it is whole.
 """
 
 import json
+import re
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,11 @@ from .source import Source
 _BLOCK = 1 << 15
 _HEADER = 7
 _FLOAT, _DOUBLE = struct.Struct("<f"), struct.Struct("<d")
+_LENGTH = rb"[\x80-\xff]*[\x00-\x7f]"
+_SCALAR = re.compile(  # time, step, summary: value: tag, float; what nearly every record is, in a fifth of the time
+    rb"\x09.{8}\x10(" + _LENGTH + rb")\x2a" + _LENGTH + rb"\x0a" + _LENGTH + rb"\x0a([\x01-\x7f])(.+)\x15(.{4})",
+    re.DOTALL,
+)
 _TENSORS = {1: ("<f", 4), 2: ("<d", 8)}  # TensorFlow's DT_FLOAT and DT_DOUBLE
 
 
@@ -49,7 +55,15 @@ def _framed(content: bytes) -> Iterator[bytes]:
 
 def _scalars(records: Iterator[bytes]) -> Iterator[tuple[int, str, float]]:
     names: dict[bytes, str] = {}
+    steps: dict[bytes, int] = {}
     for record in records:
+        plain = _SCALAR.fullmatch(record)
+        if plain is not None and len(plain[3]) == plain[2][0]:
+            code, _, tag, value = plain.groups()
+            if code not in steps:
+                steps[code] = _varint(code, 0)[0]
+            yield steps[code], names.get(tag) or names.setdefault(tag, _text(tag)), _FLOAT.unpack(value)[0]
+            continue
         step, summary = 0, None
         for field, value in fields(record):
             if field == 2 and isinstance(value, int):
@@ -68,7 +82,7 @@ def _scalars(records: Iterator[bytes]) -> Iterator[tuple[int, str, float]]:
                 elif inner == 8 and isinstance(value, bytes):
                     found = _tensor(value)
             if found is not None and tag:
-                yield step, names.setdefault(tag, tag.decode("utf-8", errors="replace")), found
+                yield step, names.setdefault(tag, _text(tag)), found
 
 
 def _tensor(content: bytes) -> float | None:

@@ -32,7 +32,7 @@ def show(found: RunFolder) -> None:
         console.print(line)
     health = judge([segment.metrics for segment in first.run.segments])
     if health:
-        console.print(Text(f"Health: {health.headline}"))
+        console.print(Text(f"Health: {first.beside(health)}"))
         worst = next(iter(health.findings), None)
         if worst is not None:
             console.print(Text(f"  {worst.worst.name}, step {worst.worst_step}: {worst.worst.sentence}", style="dim"))

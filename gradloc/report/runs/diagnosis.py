@@ -11,7 +11,7 @@ from ...words.numbers import number
 from ..logs.names import listed
 from ..logs.segments import LoggedRun, Segment, surviving
 from ..text import plural
-from .health import ranges
+from .health import RunHealth, ranges
 from .metrics import Metrics
 from .trigger import EARLY, Judged, judge_run
 
@@ -110,6 +110,14 @@ class Diagnosis:
     @property
     def worst(self) -> Explosion | None:
         return self.explosions[0] if self.explosions else None
+
+    def beside(self, health: RunHealth) -> str:
+        """What the health rules say, which have a warm-up of their own: never "healthy" beside an explosion."""
+        if self.worst is None or health.num_unwell:
+            return health.headline
+        return (
+            f"No health rule found fault in the {plural(len(health.verdicts), 'step')}: they need more of them first."
+        )
 
 
 def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None, near: Path | None = None) -> Diagnosis:

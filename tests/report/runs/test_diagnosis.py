@@ -63,10 +63,16 @@ def test_a_checkpoint_beside_the_log_is_named(tmp_path, capsys):
     assert f"trainer.resume_from_path={tmp_path}/checkpoints/global_step_20 +gradloc=on" in capsys.readouterr().out
 
 
-def test_a_spike_in_the_warm_up_is_told_with_the_limit_of_the_rule(capsys):
+def test_a_spike_in_the_warm_up_is_told_with_the_limit_of_the_rule(tmp_path, capsys):
     found = diagnose(run_of([*QUIET[:11], 903.0, *QUIET]))
     assert found.headline == "Step 12: gradient norm 903, 903 times normal (1)."
     assert any("Steps 1 to 16 are the warm-up" in limit for limit in found.limits)
+    short = tmp_path / "short.log"
+    short.write_text("".join(f"step:{at} - actor/grad_norm:{903 if at == 5 else 0.5}\n" for at in range(1, 8)))
+    for command in ([], ["health"], ["watch", "--once"]):
+        assert main([*command[:1], str(short), *command[1:]]) == 0
+        said = capsys.readouterr().out
+        assert "Step 5: gradient norm 903" in said and "Healthy" not in said and "No spike" not in said
     critic = [950.0, 820.0, 176.0, 117.0, 85.0, *[60.0] * 30]
     start = diagnose(run_of(critic))
     assert start.worst.is_start and "norms often start high" in " ".join(start.sentences)
