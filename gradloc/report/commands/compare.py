@@ -41,6 +41,12 @@ def run(args: argparse.Namespace) -> int:
     runs = [read_run(args.run_a), read_run(args.run_b)]
     found = compare(*runs)
     notes = [f"{one_line(str(r.path))}: {note}" for r in runs for note in r.notes]
+    notes += [
+        f"{one_line(str(r.path))} holds {len(r.log.runs)} runs: compared is the one with the worst norm, "
+        f"{r.log.runs[0].name}."
+        for r in runs
+        if len(r.log.runs) > 1
+    ]
     if args.format is None and args.output is None:
         _print(found)
         terminal.warn(notes)

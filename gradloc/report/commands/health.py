@@ -84,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
         print(_json(found, health))
     else:
         _print(found, health, config)
+        _print_others(found, config, args.grad_clip or None)
     terminal.warn(found.notes)
     return 0
 
@@ -162,6 +163,7 @@ def _json(found: RunFolder, health: RunHealth) -> str:
             for finding in health.findings
         },
         "not_judged": list(health.silent),
+        "other_runs": [run.name for run in found.log.runs[1:]],
         "notes": health.notes + found.notes,
     }
     return json.dumps(plain(document), indent=2, allow_nan=False)
@@ -202,6 +204,16 @@ def _print(found: RunFolder, health: RunHealth, config: HealthConfig) -> None:
     for note in health.notes:
         console.print(Text(note, style="yellow"))
     console.print(Text("docs/health.md explains every rule and its source.", style="dim"))
+
+
+def _print_others(found: RunFolder, config: HealthConfig, grad_clip: float | None) -> None:
+    """A line for each other run of the same logs."""
+    for run in found.log.runs[1:]:
+        health = judge([segment.metrics for segment in run.segments], config, grad_clip)
+        diagnosis = diagnose(run)
+        said = diagnosis.beside(health) if health else "No metrics that can be judged."
+        spike = f"{diagnosis.headline} " if diagnosis.worst else ""
+        print(one_line(f"{run.name}: {spike}{said}"))
 
 
 def _strip(health: RunHealth) -> Text:

@@ -45,7 +45,8 @@ def show(found: RunFolder) -> None:
         console.print(Text(f"  {one_line(other.run.name)}: {visible(other.headline)}"))
     if len(others) > RUNS:
         console.print(Text(f"  And {len(others) - RUNS} more.", style="dim"))
-    _next(console, found, first)
+    if str(found.path) != "-":
+        _next(console, found)
 
 
 def _head(diagnosis: Diagnosis) -> str:
@@ -57,7 +58,7 @@ def _head(diagnosis: Diagnosis) -> str:
     return f"{one_line(run.name)} ({run.format}): {spans}, {plural(count, 'metric')}"
 
 
-def _next(console: Console, found: RunFolder, first: Diagnosis) -> None:
+def _next(console: Console, found: RunFolder) -> None:
     where = shlex.quote(str(found.path))
     steps = [
         ("step by step, with what people do about it", f"gradloc-report health {where}"),

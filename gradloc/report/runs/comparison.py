@@ -48,6 +48,8 @@ def compare(first: RunFolder, second: RunFolder) -> Comparison:
         ]
     columns = [_column(run) for run in (first, second)]
     rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
+    if not first.events and not second.events:  # logs alone: what is of events says nothing
+        rows = [row for row in rows if not {*row[1:]} <= {"0", "–"}]
     settings = _settings(*(run.log.runs[0].config if run.log else {} for run in (first, second)))
     return Comparison(
         names, rows, _steps(first.events, second.events), _parted(first.metrics, second.metrics), settings
@@ -99,7 +101,7 @@ def _leaves(name: str, pairs: list[tuple[int, float, float]]) -> tuple[int, str,
     for at in range(_LEARNED, len(pairs) - 2):
         before = sorted(scale[max(at - _WINDOW, 0) : at])
         limit = max(3 * before[int(0.9 * len(before))], 0.2)
-        if min(scale[at : at + 3]) > limit or scale[at] > 0.8 > 2 * limit:
+        if min(scale[at : at + 3]) > limit or scale[at] > max(2 * limit, 0.8):
             return pairs[at][0], name, pairs[at][1], pairs[at][2]
     return None
 

@@ -19,7 +19,7 @@ AROUND = 5
 """Values whose median stands for the time before an explosion."""
 AFTER = 30
 """Steps in which what an explosion did is looked for."""
-ON = "+gradloc=on"
+ON = "+gradloc=observe"
 """Switches GradLoc on in verl."""
 
 

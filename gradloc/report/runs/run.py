@@ -48,7 +48,7 @@ class RunFolder:
             parts = [part for part in (event.run.project, event.run.experiment) if part]
             if parts:
                 return " / ".join(parts)
-        return self.path.resolve().name
+        return "standard input" if str(self.path) == "-" else self.path.resolve().name
 
     def find(self, event_id: str) -> Event:
         """The event of that name.

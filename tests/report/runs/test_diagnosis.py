@@ -31,7 +31,7 @@ def test_a_quiet_run_says_how_near_its_largest_norm_came():
 def test_an_explosion_that_grows_is_one_and_its_beginning_is_where_to_resume():
     found = diagnose(run_of([*QUIET, 20.0, 200.0, 50.0, *QUIET]))
     assert found.headline == "Step 32: gradient norm 200, 200 times normal (1). It began at step 31."
-    assert "global_step_30 +gradloc=on" in found.command and len(found.explosions) == 1
+    assert "global_step_30 +gradloc=observe" in found.command and len(found.explosions) == 1
 
 
 def test_norms_that_stay_without_a_number_are_worse_than_a_spike():
@@ -60,7 +60,7 @@ def test_a_checkpoint_beside_the_log_is_named(tmp_path, capsys):
     log = tmp_path / "train.log"
     log.write_text("".join(f"step:{at} - actor/grad_norm:{norm}\n" for at, norm in enumerate(norms, 1)))
     assert main([str(log)]) == 0
-    assert f"trainer.resume_from_path={tmp_path}/checkpoints/global_step_20 +gradloc=on" in capsys.readouterr().out
+    assert f"trainer.resume_from_path={tmp_path}/checkpoints/global_step_20 +gradloc=observe" in capsys.readouterr().out
 
 
 def test_a_spike_in_the_warm_up_is_told_with_the_limit_of_the_rule(tmp_path, capsys):
