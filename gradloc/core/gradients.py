@@ -149,6 +149,19 @@ def _fsdp2_params(units: Iterable[Any]) -> Iterator[Any]:
             yield from [] if group is None else group.fsdp_params
 
 
+def _gradient_dtypes(module: torch.nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """What FSDP adds micro-batches' gradients up in while it does not reduce them, and what it reduces them in."""
+    if isinstance(module, FSDP1):
+        handles = [unit._handle for unit in FSDP1.fsdp_modules(module) if unit._handle is not None]
+        pairs = [(handle._fwd_bwd_param_dtype, handle._reduce_dtype) for handle in handles]
+    else:
+        policies = [unit._get_fsdp_state()._mp_policy for unit in module.modules() if isinstance(unit, FSDPModule)]
+        reduced = [policy.reduce_dtype or policy.param_dtype or torch.float32 for policy in policies]
+        pairs = [(dtype, dtype) for dtype in reduced]  # FSDP2 adds up in what it reduces in
+    coarsest = [max(dtypes, key=lambda dtype: torch.finfo(dtype).eps) for dtypes in zip(*pairs, strict=True)]
+    return (coarsest[0], coarsest[1]) if coarsest else (None, None)
+
+
 def _trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     """Name and parameter as the optimizer has it.
 
@@ -181,12 +194,25 @@ class GradientSpace:
         self.params: list[torch.nn.Parameter] = [param for _, param in named]
         self.rounding = max((torch.finfo(param.dtype).eps / 2 for param in self.params), default=0.0)
         """Relative rounding error of one operation on gradients (2**-24 in float32)."""
+        self._summed_in, self._reduced_in = _gradient_dtypes(module)
         self._groups = _shard_groups(module, self.params)
         num_processes = dist.get_world_size() if dist.is_initialized() else 1
         self.num_replicas: int = num_processes // math.prod(group.size() for group in self._groups)
         """How many processes hold each shard."""
         self.shard_index = sum(group.rank() for group in self._groups)
         """Differs between processes that hold different shards, the same for replicas."""
+
+    def reduction_error(self, num_micro_batches: int, reduces_once: bool) -> float:
+        """How far training's own sums over ranks may be off, relative to the gradient: 0 where they are in float32.
+
+        A gradient is rounded once by each rank that adds its own, and, where it is reduced after the last micro-batch
+        alone, by each micro-batch before. These roundings are independent, so their errors add up as a root.
+        """
+        dtypes = {self._reduced_in} | ({self._summed_in} if reduces_once else set())
+        unit = max((torch.finfo(dtype).eps / 2 for dtype in dtypes if dtype is not None), default=0.0)
+        num_processes = dist.get_world_size() if dist.is_initialized() else 1
+        num_roundings = num_processes + (num_micro_batches if reduces_once else 1)
+        return unit * num_roundings**0.5 if unit > torch.finfo(torch.float32).eps else 0.0
 
     def take(self) -> Gradient:
         """Remove the gradient from ``.grad`` and return it."""

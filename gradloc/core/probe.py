@@ -99,6 +99,8 @@ class TrainingStep(Protocol):
     """What the logits were divided by."""
     on_policy: bool
     """Whether the current log-probs stood in for the old ones."""
+    reduces_once: bool
+    """Whether training reduces the gradient over ranks after the last micro-batch alone."""
 
     def rows(self, micro_batch: int) -> list[int]:
         """Where the micro-batch's rows stand in the driver's batch; empty when the driver did not say."""
@@ -178,6 +180,11 @@ class Prober:
     def cost(self) -> int:
         """What was spent, in forwards of one micro-batch; a backward counts as two."""
         return self.num_forwards + 2 * self.num_backwards
+
+    @property
+    def reduction_error(self) -> float:
+        """See :meth:`.gradients.GradientSpace.reduction_error`."""
+        return self.space.reduction_error(self.step.num_micro_batches, self.step.reduces_once)
 
     def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :meth:`TrainingStep.forward`."""

@@ -63,6 +63,10 @@ class Ranks:
         self._call = 0
         self._start: int | None = None
 
+    def connect(self) -> None:
+        """Join the first collective of this group: a communicator's own memory is taken now, and not at a spike."""
+        self.sum([0.0])
+
     def sum(self, values: list[float]) -> list[float]:
         """Add each value over the ranks in float64; every rank gets the same bits."""
         if self.num_processes == 1:

@@ -29,8 +29,9 @@ def build_localizer(settings: Any, powers: ActorPowers, ranks: Ranks) -> Localiz
     Args:
         settings: those that hold, see :func:`~..config.resolve`.
         powers: the actor's.
-        ranks: the data-parallel ranks.
+        ranks: the data-parallel ranks; all of them build their localizers together.
     """
+    ranks.connect()
     search = partial(
         localize,
         strategy=settings.search.strategy,

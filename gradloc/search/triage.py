@@ -143,7 +143,7 @@ def _padding(task: Task) -> SearchResult | None:
         return None
     why = "only positions outside of the response mask have a loss that is not finite"
     source = Source("non_finite_padding", why, {}, (), tuple(places[:_MOST_PLACES]))
-    bound = prober.space.rounding * step.num_micro_batches**2 * norm
+    bound = (prober.space.rounding * step.num_micro_batches**2 + prober.reduction_error) * norm
     threshold = task.spike.threshold
     verdict, reason = judge(norm, bound, threshold, was_finite=False)
     measured = Certificate(task.spike.grad_norm, norm, bound, threshold, "recompute", verdict, reason)

@@ -19,6 +19,8 @@ __all__ = ["ActorStep", "readout_of"]
 class ActorStep:
     """One mini-batch of verl's actor, replayable: the :class:`~.probe.TrainingStep` of the search."""
 
+    reduces_once = False
+
     def __init__(self, actor: Any, micro_batches: list, temperature: float, on_policy: bool, dp_size: int):
         self.actor = actor
         self.micro_batches = micro_batches

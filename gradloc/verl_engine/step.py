@@ -91,6 +91,10 @@ class EngineStep:
     def temperature(self) -> float:
         return float(self.micro_batches[0]["temperature"])
 
+    @property
+    def reduces_once(self) -> bool:
+        return getattr(self.engine.engine_config, "use_no_sync_for_gradient_accumulation", True)
+
     def recorded(self, micro_batch: int) -> Recorded:
         recorded, values = self._recorded[micro_batch], self._values[micro_batch]
         if values:  # padded when somebody asks, not while nothing spikes

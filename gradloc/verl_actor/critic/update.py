@@ -140,7 +140,7 @@ class CriticWatch:
 class CriticStep:
     """One mini-batch of verl's critic, replayable: the :class:`~..core.probe.TrainingStep` of the search."""
 
-    on_policy, temperature, loss_scale = False, 1.0, 1.0
+    on_policy, reduces_once, temperature, loss_scale = False, False, 1.0, 1.0
     compute_dtype = torch.bfloat16  # verl's critic sees to that itself, whatever its weights are kept in
 
     def __init__(self, critic: DataParallelPPOCritic, dp_size: int):
