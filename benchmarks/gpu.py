@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.digest import REPO, digest
+from benchmarks.run import REPO, digest
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import Spike

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .gradients import GradientSpace
+from .gradients import GradientSpace, is_slow
 from .ranks import Ranks
 
 __all__ = ["NormTracker", "median_size"]
@@ -89,7 +89,7 @@ class NormTracker:
 
     @staticmethod
     def _is_rough(space: GradientSpace) -> bool:
-        return space.params[0].device.type == "cpu"
+        return is_slow(space.params[0].device)
 
     def increments(self, space: GradientSpace, ranks: Ranks, loss_scale: float) -> list[float] | None:
         """About how large each micro-batch's own gradient is, over all ranks; None when some rank did not track.

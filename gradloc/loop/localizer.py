@@ -22,7 +22,7 @@ import torch
 from ..core.actions import Action, ActionLimits, Outcome, decide, decide_without_search
 from ..core.gradients import GradientSpace
 from ..core.memory import choose_way
-from ..core.probe import Prober, RngState, TrainingStep
+from ..core.probe import HostStep, Prober, RngState, TrainingStep, to_host
 from ..core.ranks import LostRank, Ranks
 from ..core.selection import Token
 from ..core.tracker import NormTracker, median_size
@@ -120,8 +120,8 @@ class Localizer:
         """Of the present update; the policy says how many there may be."""
         self.outcomes: list[Outcome] = []
         """All spikes of the present update, also those that no event is written of."""
-        self.coefficient = 0.0
-        """Median |d loss / d log_prob| of this rank's tokens in the update's first mini-batch, those without aside."""
+        self._first_step: TrainingStep | None = None
+        self._coefficient = 0.0
         self.num_failures = 0
 
     # ---- the moments of an update, in order
@@ -131,6 +131,7 @@ class Localizer:
         self._policy, self._space = policy, space
         self.norms, self.head_squares, self.events, self.outcomes = [], [], [], []
         self._num_searches = self._num_to_write = 0
+        self._first_step, self._coefficient = None, 0.0
         self._tracker.begin_update()
 
     def begin_mini_batch(self, step: TrainingStep) -> None:
@@ -150,15 +151,15 @@ class Localizer:
 
         Returns:
             The norm of the gradient that the step will take, before clipping: the same unless the action put another
-            gradient (or none) into ``.grad``.
+            gradient (or none) into ``.grad``. On the host, so that nobody has to read the device again.
         """
         norm = float(grad_norm)
+        grad_norm = torch.tensor(norm, dtype=grad_norm.dtype)
         self._step_seconds = time.perf_counter() - self._began
         self.norms.append(norm)
         self.head_squares.append(self._head_square(self._space) / self._clip_scale(norm) ** 2)
         if self._policy is not None and len(self.norms) == 1:
-            step = self._step
-            self.coefficient = median_size(step.coefficients(index)[0] for index in range(step.num_micro_batches))
+            self._first_step = self._step
         spike = self._find_spike(norm)
         if spike is not None:
             grad_norm = self._handle(spike, grad_norm)
@@ -171,6 +172,17 @@ class Localizer:
         """Let go of the update's parameters; ``norms`` and ``events`` stay until the next."""
         self._tracker.end_update()
         del self._space
+
+    @property
+    def coefficient(self) -> float:
+        """Median |d loss / d log_prob| of this rank's tokens in the update's first mini-batch, those without aside.
+
+        Read when somebody asks, behind the step.
+        """
+        step, self._first_step = self._first_step, None
+        if step is not None:
+            self._coefficient = median_size(to_host([step.coefficients(i)[0] for i in range(step.num_micro_batches)]))
+        return self._coefficient
 
     # ---- inside
 
@@ -251,7 +263,8 @@ class Localizer:
             return None
 
     def _localize_and_act(self, spike: Spike, is_written: bool) -> tuple[Any, Action, torch.Tensor | None]:
-        space, step, policy = self._space, self._step, self._spiking_policy
+        space, policy = self._space, self._spiking_policy
+        step: Any = HostStep(self._step, space.params[0].device)
         way = self._choose_way(space, step)
         limit, clip_scale = self.powers.clip_limit, self._clip_scale(spike.grad_norm)
         increments = self._tracker.increments(space, self.ranks, step.loss_scale)
