@@ -176,7 +176,7 @@ class _Removal:
         unit = _FINE if prober.step.compute_dtype == torch.float32 else _UNIT
         if not alone:
             prober.compute_only(self.culprits, self.holders)
-            alone = space.take()
+            alone = space.keep()
         norm = space.norm(alone)
         prober.compute_only(self.culprits, self.holders, factor=-_AGAIN)
         space.scale(1.0 / _AGAIN)
@@ -192,7 +192,7 @@ class _Removal:
     def _swap(self) -> _Measured | None:
         prober, space = self.prober, self.prober.space
         prober.compute((index, None) for index in self.holders)
-        with_culprits = space.take()
+        with_culprits = space.keep()
         norm = space.norm(with_culprits)
         prober.compute((index, None) for index in self.holders)
         prober.add(with_culprits, alpha=-1.0)
@@ -237,10 +237,10 @@ def _recompute(
     is_open = goes_on and threshold is not None and norm_after >= threshold
     if not math.isfinite(norm_after) or is_decided or is_open or not can_afford(2):
         return norm_after, error_bound, None, "recompute"
-    residual = space.take()
+    residual = space.keep()
     fullest = _fullest(prober, culprits)
     prober.compute_without(culprits, [fullest])
-    first = space.take()
+    first = space.keep()
     prober.compute_without(culprits, [fullest])
     prober.add(first, alpha=-1.0)
     difference = space.norm()

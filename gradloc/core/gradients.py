@@ -23,6 +23,8 @@ __all__ = ["GradientSpace", "abandon_pass", "named_shards"]
 T = TypeVar("T")
 Gradient = list[torch.Tensor | None]
 
+PART = 2**23
+"""Elements of a shard that are worked on at a time where what is computed in between takes memory."""
 _PART = 2**20  # elements whose norm is taken at once: 8 MiB in float64, which a CPU's cache holds
 _ROW = 2**12
 _SAMPLE = 64  # of how many elements one is read for a rough norm,
@@ -33,6 +35,21 @@ _ALIKE = 8  # and of how many parameters of one shape
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that lives on this rank, itself: ``to_local`` makes a view of it, which is an operation."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the host's memory, pinned where there is a device to copy from; it may still be on its way."""
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def in_parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The same runs of several tensors of one shape, each of ``PART`` elements at most."""
+    flat = [tensor.view(-1) for tensor in tensors] if all(t.is_contiguous() for t in tensors) else list(tensors)
+    if flat[0].dim() != 1:
+        yield tuple(flat)
+        return
+    yield from zip(*(tensor.split(PART) for tensor in flat), strict=True)
 
 
 def is_slow(device: torch.device) -> bool:
@@ -209,6 +226,10 @@ class GradientSpace:
         self.params: list[torch.nn.Parameter] = [param for _, param in named]
         self.rounding = max((torch.finfo(param.dtype).eps / 2 for param in self.params), default=0.0)
         """Relative rounding error of one operation on gradients (2**-24 in float32)."""
+        self.room: Any = None
+        """What makes sure of memory before each pass: a :class:`.memory.Room`, while a search has one."""
+        self.keeps_on_host = False
+        """Whether what is set aside and saved goes to the host's memory."""
         self._summed_in, self._reduced_in = _gradient_dtypes(module)
         self._groups = _shard_groups(module, self.params)
         num_processes = dist.get_world_size() if dist.is_initialized() else 1
@@ -235,10 +256,35 @@ class GradientSpace:
         self.clear()
         return gradient
 
+    def keep(self) -> Gradient:
+        """:meth:`take`, into the host's memory where that is to be."""
+        if not self.keeps_on_host:
+            return self.take()
+        kept: Gradient = []
+        for param in self.params:
+            kept.append(None if param.grad is None else host_copy(local_shard(param.grad)))
+            param.grad = None
+        self._wait()
+        return kept
+
     def put(self, gradient: Gradient) -> None:
-        """Make this the content of ``.grad``; the very same tensors, so restoring is bit-exact."""
+        """Make this the content of ``.grad``; the very same tensors, so restoring is bit-exact, or copies of those that
+        are kept on the host."""
         for param, grad in zip(self.params, gradient, strict=True):
-            param.grad = grad
+            is_kept = grad is not None and (grad.device != param.device or type(grad) is not type(param.data))
+            param.grad = self._back(param, grad) if is_kept else grad
+
+    def _wait(self) -> None:
+        """Until what has been asked of the device is done."""
+        device = self.params[0].device
+        if device.type != "cpu":
+            torch.get_device_module(device.type).current_stream(device).synchronize()
+
+    @torch.no_grad()
+    def _back(self, param: torch.nn.Parameter, kept: torch.Tensor) -> torch.Tensor:
+        grad = torch.zeros_like(param, dtype=kept.dtype)
+        local_shard(grad).copy_(kept)
+        return grad
 
     def clear(self) -> None:
         """Empty ``.grad``."""
@@ -289,13 +335,14 @@ class GradientSpace:
         return squares, dots
 
     def _squared(self, shards: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        return squared_norms(shards) if any(shard is not None for shard in shards) else self._zeros(len(shards))
+        zeros = self._zeros(len(shards))
+        return squared_norms(shards).to(zeros.device) if any(shard is not None for shard in shards) else zeros
 
     def _dots(self, left: Gradient, right: Gradient) -> torch.Tensor:
         out = self._zeros(len(self.params))
         for index, (a, b) in enumerate(zip(left, right, strict=True)):
             if a is not None and b is not None:
-                out[index] = torch.dot(local_shard(a).flatten(), local_shard(b).flatten())
+                out[index] = torch.dot(local_shard(a).flatten(), local_shard(b).to(a.device).flatten())
         return out
 
     def weight_square_and_count(self) -> tuple[float, int]:
@@ -334,8 +381,9 @@ class GradientSpace:
             if other is None:
                 continue
             if param.grad is None:
-                param.grad = torch.zeros_like(other)
-            local_shard(param.grad).add_(local_shard(other), alpha=alpha)
+                param.grad = torch.zeros_like(param, dtype=other.dtype)
+            for grad, part in in_parts(local_shard(param.grad), local_shard(other)):
+                grad.add_(part.to(grad.device, non_blocking=True), alpha=alpha)
 
     @torch.no_grad()
     def local_squares(self, is_rough: bool = False) -> torch.Tensor:

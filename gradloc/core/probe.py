@@ -294,6 +294,7 @@ class Prober:
     def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :meth:`TrainingStep.forward`."""
         self.num_forwards += 1
+        self.ranks.agree(self._make_sure)
         return self._together(lambda: self.step.forward(micro_batch))
 
     def entropies(self, micro_batch: int) -> torch.Tensor:
@@ -302,7 +303,13 @@ class Prober:
         if recorded is not None:
             return recorded
         self.num_forwards += 1
+        self.ranks.agree(self._make_sure)
         return self._together(lambda: self.step.entropies(micro_batch))
+
+    def _make_sure(self) -> None:
+        """See :meth:`.memory.Room.make_sure`."""
+        if self.space.room is not None:
+            self.space.room.make_sure()
 
     def _together(self, joint: Callable[[], T]) -> T:
         """Run a forward or backward; where it fails on any rank, leave the module fit for training on all of them."""
@@ -324,7 +331,12 @@ class Prober:
             selections: pairs of a micro-batch and the tokens of it, bool (B, T); None for all of them.
         """
         self.space.clear()
-        chosen = self.ranks.agree(lambda: list(selections))
+
+        def prepare() -> list[tuple[int, torch.Tensor | None]]:
+            self._make_sure()
+            return list(selections)
+
+        chosen = self.ranks.agree(prepare)
         for number, (micro_batch, selected) in enumerate(chosen, 1):
             self.num_forwards += 1
             self.num_backwards += 1

@@ -21,7 +21,7 @@ import torch
 
 from ..core.actions import Action, ActionLimits, Outcome, decide, decide_without_search
 from ..core.gradients import GradientSpace
-from ..core.memory import choose_way
+from ..core.memory import WAYS, Room, StepPeak
 from ..core.probe import HostStep, Prober, RngState, TrainingStep, to_host
 from ..core.ranks import LostRank, Ranks
 from ..core.selection import Token
@@ -44,6 +44,8 @@ class ActorPowers(Protocol):
 
     clip_limit: float
     """The norm that the gradient in ``.grad`` has been clipped to when a step is looked into; inf: not clipped yet."""
+    optimizer: torch.optim.Optimizer
+    """Whose state may lie in the host's memory while a step is looked into."""
     scales_loss: bool
     """Whether the loss is scaled (fp16), so that a norm may overflow by the scale alone."""
 
@@ -107,6 +109,7 @@ class Localizer:
         self.powers, self.ranks, self.limits = powers, ranks, limits
         self._search, self._gather, self._head_square = search, gather, head_square
         self._tracker = NormTracker(layer_window)
+        self._peak = StepPeak()
         self._policy: StepPolicy | None = None
         self._space: GradientSpace
         self._step: TrainingStep
@@ -138,6 +141,7 @@ class Localizer:
         """Ride along with a step; its micro-batches run next, each forward and backward once."""
         self._step, self._began = step, time.perf_counter()
         self._tracker.begin_mini_batch()
+        self._peak.begin(self._space.params[0].device)
 
     def after_backward(self) -> None:
         """Note the norms of what ``.grad`` has accumulated so far."""
@@ -154,6 +158,7 @@ class Localizer:
             gradient (or none) into ``.grad``. On the host, so that nobody has to read the device again.
         """
         norm = float(grad_norm)
+        self._peak.end(self._space.params[0].device)
         grad_norm = torch.tensor(norm, dtype=grad_norm.dtype)
         self._step_seconds = time.perf_counter() - self._began
         self.norms.append(norm)
@@ -226,18 +231,40 @@ class Localizer:
         return grad_norm if taken_norm is None else taken_norm
 
     def _look_into(self, spike: Spike, grad_norm: torch.Tensor, is_written: bool) -> torch.Tensor:
-        """Localize and act; where that fails the step stays as it was."""
+        """Localize and act; where that fails, or does not fit into memory, the step stays as it was."""
         self._num_searches += 1
         self._num_to_write += is_written
-        before = self._space.current()
-        found = self._safely(partial(self._localize_and_act, spike, is_written))
-        if found is None:
-            self._space.put(before)
-            return grad_norm
+        space = self._space
+        before, room = space.current(), Room(space, self.powers.optimizer, self._peak.size, self._step.forward_bytes())
+        try:
+            way = self._safely(partial(self._make_room, room))
+            found = None if way is None else self._safely(partial(self._localize_and_act, spike, is_written, way))
+            if found is None:
+                space.put(before)
+                return grad_norm
+            before.clear()  # what a masked step has left of it, so that the optimizer's state has its place again
+        finally:
+            room.close()
         event, action, taken_norm = found
         self.events += [event] if is_written else []
         self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, action.taken, is_written))
         return grad_norm if taken_norm is None else taken_norm
+
+    def _make_room(self, room: Room) -> dict[str, Any] | None:
+        """What the search is called with, over its configuration; None where no way fits on some rank."""
+        memory = self.ranks.agree(room.memory)
+        mine = room.need.least_way(memory)
+        number, seconds = self.ranks.max([float(mine), self._step_seconds])
+        if number == len(WAYS):
+            why = room.need.refusal(memory, room.device) if mine == number else "memory is short on another rank"
+            logger.error("gradloc: this spike is not looked into: %s", why)
+            return None
+        way = WAYS[int(number)]
+        self.ranks.agree(lambda: room.make(way))
+        if way.moves_optimizer:
+            searched = "as it is set" if way.is_full else "by bisection alone"
+            logger.warning("gradloc: memory is short: optimizer state off the device, searching %s", searched)
+        return {"update_seconds": seconds} | ({} if way.is_full else {"strategy": "bisect"})
 
     def _safely(self, joint: Callable[[], T]) -> T | None:
         """What all ranks find out together; None, counted, where it failed in a way that all of them know of."""
@@ -262,15 +289,15 @@ class Localizer:
             )
             return None
 
-    def _localize_and_act(self, spike: Spike, is_written: bool) -> tuple[Any, Action, torch.Tensor | None]:
+    def _localize_and_act(
+        self, spike: Spike, is_written: bool, way: dict[str, Any]
+    ) -> tuple[Any, Action, torch.Tensor | None]:
         space, policy = self._space, self._spiking_policy
         step: Any = HostStep(self._step, space.params[0].device)
-        way = self._choose_way(space, step)
         limit, clip_scale = self.powers.clip_limit, self._clip_scale(spike.grad_norm)
         increments = self._tracker.increments(space, self.ranks, step.loss_scale)
         if increments is not None and len(increments) != step.num_micro_batches:
             increments = None  # the gradient was reduced once, after the last micro-batch
-        way["update_seconds"] = self.ranks.max([self._step_seconds])[0]
         finding = self._search(step, space, self.ranks, spike, clip_scale, increments, policy.typical, **way)
         overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
         obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else None
@@ -293,14 +320,6 @@ class Localizer:
         )
         event = self._gather(context)
         return event, action, self._act(action.taken, finding.tokens)
-
-    def _choose_way(self, space: GradientSpace, step: TrainingStep) -> dict[str, Any]:
-        """What the search is called with, over its configuration, where memory is short on some rank."""
-        way = self.ranks.agree(lambda: choose_way(space, step.forward_bytes()))
-        if self.ranks.all(way == "full"):
-            return {}
-        logger.warning("gradloc: memory is short, so this spike is searched by bisection alone")
-        return {"strategy": "bisect"}
 
     def _act(self, taken: str, culprits: list[Token]) -> torch.Tensor | None:
         """Put into ``.grad`` what the step is to take; returns its norm, None when that is unchanged."""

@@ -205,7 +205,7 @@ def split_off(task: Task) -> Parts | None:
     if num * space.norm() < task.culprit_norm:
         return None
     prober.compute((index, torch.zeros_like(prober.step.token_mask(index))) for index in range(num))
-    squares, others = space.squares_by_name(), space.take()
+    squares, others = space.squares_by_name(), space.keep()
     others_norm = math.fsum(squares.values()) ** 0.5
     if others_norm < task.culprit_norm:
         return None
@@ -220,7 +220,7 @@ def split_off(task: Task) -> Parts | None:
     )
     numbers = {"tokens_norm": tokens_norm, "others_norm": others_norm, "error_bound": bound}
     source = Source("not_tokens", why, numbers, suspects(squares, of_tokens))
-    return Parts(space.take(), others, tokens_norm, others_norm, source)
+    return Parts(space.keep(), others, tokens_norm, others_norm, source)
 
 
 def doubt_backward(task: Task, shares: ShareMap) -> tuple[Source, float] | None:

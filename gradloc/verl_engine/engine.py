@@ -162,6 +162,10 @@ class EngineWatch:
         return self.engine.optimizer_config.clip_grad
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.engine.optimizer
+
+    @property
     def scales_loss(self) -> bool:
         return self.engine.scaler is not None
 

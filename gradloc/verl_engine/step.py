@@ -21,9 +21,9 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
 from verl.workers.engine import FSDPEngineWithLMHead
 
-from ..core.memory import precise_fused_readout, precise_readout
 from ..core.probe import Recorded, RngState, let_through
 from ..keys import ROW_KEY
+from ..search.precise import logit_bytes, precise_fused_readout, precise_readout
 
 __all__ = ["EngineStep"]
 
@@ -141,7 +141,10 @@ class EngineStep:
         lengths = [nested.offsets().diff() for nested in ids]
         sizes = [int(each.sum() if is_packed else each.max() * len(each)) for each in lengths]
         vocabulary = getattr(module.config.get_text_config(), "vocab_size", 0)
-        return 4 * max(sizes) * vocabulary // self.engine.ulysses_sequence_parallel_size
+        has_entropy = tu.get_non_tensor_data(data=self.micro_batches[0], key="calculate_entropy", default=False)
+        is_whole = has_entropy and not self.engine.engine_config.entropy_from_logits_with_chunking
+        each = logit_bytes(self.temperature != 1, is_whole)
+        return int(max(sizes) * vocabulary * each) // self.engine.ulysses_sequence_parallel_size
 
     def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         # a coefficient is of this rank's own (scaled) loss; the step's gradient is the mean over the ranks

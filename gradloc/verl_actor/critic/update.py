@@ -15,12 +15,12 @@ from verl.utils.device import get_device_id
 from verl.workers.critic import DataParallelPPOCritic, dp_critic
 
 from ...core.gradients import GradientSpace
-from ...core.memory import precise_readout
 from ...core.probe import Recorded, RngState, let_through, record
 from ...core.ranks import Ranks
 from ...core.trigger import StepPolicy
 from ...keys import EVENTS_KEY, POLICY_KEY, ROW_KEY, SETTINGS_KEY
 from ...loop.build import build_localizer
+from ...search.precise import precise_readout
 
 __all__ = ["WatchedCritic"]
 
@@ -124,6 +124,10 @@ class CriticWatch:
         return report | ({"events": found.events, "outcomes": found.outcomes} if found.ranks.is_first else {})
 
     # ---- the critic's powers: see loop.localizer.ActorPowers
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.critic.critic_optimizer
 
     def clip(self) -> torch.Tensor:
         module = self.critic.critic_module
