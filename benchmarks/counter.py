@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 __all__ = ["DeviceCounter"]
@@ -25,6 +25,7 @@ _OTHERS = ("wait_tensor", "_wrap_tensor_autograd")  # in the same libraries, but
 _READING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
 _INDEXING = ("index", "index_put", "index_put_")
 _COPIES = (torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist)
+_ALIAS = "alias"
 _FACTORIES = (torch.tensor, torch.as_tensor)
 _MOVES = (torch.Tensor.to, torch.Tensor.new_tensor)
 
@@ -58,7 +59,7 @@ class DeviceCounter(TorchDispatchMode):
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
         """What is counted in here is of this phase; the outermost one holds."""
-        before, self.phase = self.phase, self.phase or phase
+        before, self.phase = self.phase, phase if phase == _ALIAS else self.phase or phase
         try:
             yield
         finally:
@@ -87,7 +88,7 @@ class DeviceCounter(TorchDispatchMode):
         # a number that an operation takes is made where its operands are
         is_host = all(map(_is_host, operands)) if operands else given.get("device") is None or name == "scalar_tensor"
         made = func(*args, **given)
-        if is_host:
+        if is_host or self.phase == _ALIAS:
             for leaf in tree_leaves(made):
                 _mark(leaf, True)
             return made
@@ -112,13 +113,22 @@ class _Functions(TorchFunctionMode):
             if not _is_host(args[0]):
                 self._counter.read()
             found = func(*args, **given)
-            return _alias(found, True) if isinstance(found, torch.Tensor) else found
+            return self._alias(found, True) if isinstance(found, torch.Tensor) else found
         found = func(*args, **given)
         if func in _FACTORIES:
             _mark(found, given.get("device") is None)
         elif func in _MOVES and _is_host(found) and _names_device(args[1:], given):
-            return _alias(found, False)
+            return self._alias(found, False)
         return found
+
+
+    def _alias(self, tensor: torch.Tensor, is_host: bool) -> torch.Tensor:
+        """The same memory as another tensor, which lies elsewhere."""
+        with self._counter.within(_ALIAS):
+            other = tensor.detach()
+        other.requires_grad_(tensor.requires_grad)
+        _mark(other, is_host)
+        return other
 
 
 def _is_host(tensor: Any) -> bool:
@@ -128,15 +138,6 @@ def _is_host(tensor: Any) -> bool:
 def _mark(tensor: Any, is_host: bool) -> None:
     if isinstance(tensor, torch.Tensor):
         tensor._is_hosts = is_host  # type: ignore[attr-defined]
-
-
-def _alias(tensor: torch.Tensor, is_host: bool) -> torch.Tensor:
-    """The same memory as another tensor, which lies elsewhere."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        other = tensor.detach()
-    other.requires_grad_(tensor.requires_grad)
-    _mark(other, is_host)
-    return other
 
 
 def _names_device(args: tuple, given: dict[str, Any]) -> bool:

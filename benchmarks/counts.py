@@ -87,7 +87,7 @@ def reads_of_search(run: dict[str, Any]) -> int:
 def markdown(run: dict[str, Any]) -> str:
     """A table: a line for each update."""
     lines = [
-        "| update | operations | reads by the host | before the step | in the search's passes | collectives | read (MB) |",
+        "| update | operations | reads | before the step | in a search's passes | collectives | read (MB) |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, told in run["updates"].items():

@@ -26,7 +26,7 @@ from .gradients import PART, GradientSpace, host_copy, local_shard
 __all__ = ["WAYS", "Memory", "Need", "Room", "StepPeak", "Way", "free_bytes", "idle_bytes"]
 
 _COPIES = 3
-_SCRATCH_BYTES = 28  # per element of a part: what is drawn, its unit, both in float32, the move and the moved weight
+_SCRATCH_BYTES = 20  # per element of a part, of which 14 to 18 were measured: what is drawn, its unit, the moved weight
 _USABLE = 0.95  # of what is there: blocks do not fit seamlessly
 _BLOCK = 2**30  # bytes that are taken at once to see whether they can be: as large as what a pass takes at once
 

@@ -326,7 +326,7 @@ def train_on_card(
     if is_failing and room is None:
         card.on_allocation = on_allocation
     answer = train(layout, number=-1, mode=mode, dtype=dtype, card=card, around_search=around_search)
-    way = card.needs and card.ways[0]
+    way = card.ways[0]
     return answer | {"plain": plain["weights"], "errors": card.num_errors, "way": way}
 
 
