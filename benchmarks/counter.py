@@ -88,7 +88,7 @@ class DeviceCounter(TorchDispatchMode):
         # a number that an operation takes is made where its operands are
         is_host = all(map(_is_host, operands)) if operands else given.get("device") is None or name == "scalar_tensor"
         made = func(*args, **given)
-        if is_host or self.phase == _ALIAS:
+        if is_host or self.phase == _ALIAS or name == "lift_fresh":  # a number of the program's
             for leaf in tree_leaves(made):
                 _mark(leaf, True)
             return made
@@ -120,7 +120,6 @@ class _Functions(TorchFunctionMode):
         elif func in _MOVES and _is_host(found) and _names_device(args[1:], given):
             return self._alias(found, False)
         return found
-
 
     def _alias(self, tensor: torch.Tensor, is_host: bool) -> torch.Tensor:
         """The same memory as another tensor, which lies elsewhere."""
