@@ -59,7 +59,7 @@ def _sizes() -> Any:
 def _built(overrides: list[str], folder: str, settings: Sequence[str]) -> tuple[Any, Any, str, Any]:
     """The trainer, whose method makes an update, that method, and the model."""
     if is_engine():
-        from tests.verl_engine import harness as engine
+        from tests.adapters.verl09 import harness as engine
 
         engine.save_model(f"{folder}/model")
         dump = [f"actor_rollout_ref.actor.gradloc.dump_dir={folder}"] if overrides else []

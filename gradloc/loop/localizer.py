@@ -13,23 +13,26 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..core.actions import Action, ActionLimits, Outcome, decide, decide_without_search
+from ..core.actions import Outcome, decide, decide_without_search
 from ..core.gradients import GradientSpace
 from ..core.memory import WAYS, Room, StepPeak
 from ..core.probe import HostStep, Prober, RngState, TrainingStep, to_host
 from ..core.ranks import LostRank, Ranks
 from ..core.selection import Token
 from ..core.tracker import NormTracker, median_size
-from ..core.trigger import Place, Spike, StepPolicy
-from ..search.find import Finding
+from ..core.trigger import Spike
+from ..record import Action
+from ..search.find import localize
+from .gather import SpikeContext, raw_event
+from .layers import head_square
+from .wire import Policy, RankReport, RawEvent
 
-__all__ = ["ActorPowers", "Localizer", "SpikeContext"]
+__all__ = ["ActorPowers", "Localizer"]
 
 T = TypeVar("T")
 
@@ -56,61 +59,23 @@ class ActorPowers(Protocol):
         """Save the weights that the event happened at; returns the folder, None where none are to be saved."""
 
 
-@dataclass(frozen=True)
-class SpikeContext:
-    """Everything that is known of one spike when its event is gathered; the same on every rank but for the shards."""
-
-    place: Place
-    spike: Spike
-    finding: Finding
-    step: TrainingStep
-    space: GradientSpace
-    ranks: Ranks
-    squares: torch.Tensor
-    """The spike's squared norm per parameter, before clipping: float64 (num_params,)."""
-    history: torch.Tensor | None
-    """The same of earlier steps: float64 (steps, num_params); None when it was not tracked."""
-    action: Action
-    clip_limit: float
-    """The norm that the actor clips to; inf where it does not clip the whole."""
-    checkpoint: str | None
-    """Where the weights were saved."""
-    head_square: torch.Tensor
-    """This process' part of the squared gradient norm of the output head, before clipping."""
-
-
-Search = Callable[..., Finding]
-"""Finds and certifies culprits, see :func:`~..search.find.localize`."""
-
-
 class Localizer:
     """Watches an actor's updates and looks into the spikes that the driver's policy names.
 
     Args:
         powers: the actor's.
         ranks: the data-parallel ranks.
-        limits: what may be done to a step that spiked.
-        search: finds and certifies culprits.
-        gather: turns what is known into an event; all ranks call it together.
-        head_square: the output head's part of the squared norm of what is in ``.grad``, of this process: a scalar.
-        layer_window: optimizer steps whose norm per parameter is remembered; 0 for none.
+        settings: those that hold, see :func:`~..config.resolve`.
+
+    All ranks make theirs together.
     """
 
-    def __init__(
-        self,
-        powers: ActorPowers,
-        ranks: Ranks,
-        limits: ActionLimits,
-        search: Search,
-        gather: Callable[[SpikeContext], Any],
-        head_square: Callable[[GradientSpace], torch.Tensor],
-        layer_window: int = 0,
-    ):
-        self.powers, self.ranks, self.limits = powers, ranks, limits
-        self._search, self._gather, self._head_square = search, gather, head_square
-        self._tracker = NormTracker(layer_window)
+    def __init__(self, powers: ActorPowers, ranks: Ranks, settings: Any):
+        self.powers, self.ranks, self.settings = powers, ranks, settings
+        ranks.connect()
+        self._tracker = NormTracker(settings.search.layer_window)
         self._peak = StepPeak()
-        self._policy: StepPolicy | None = None
+        self._policy: Policy | None = None
         self._space: GradientSpace
         self._step: TrainingStep
         self._num_searches = 0
@@ -119,7 +84,7 @@ class Localizer:
         """Of the present update, before clipping: epochs x mini-batches, in order."""
         self.head_squares: list[torch.Tensor] = []
         """Likewise, this process' part of the squared norm of the output head."""
-        self.events: list[Any] = []
+        self.events: list[RawEvent] = []
         """Of the present update; the policy says how many there may be."""
         self.outcomes: list[Outcome] = []
         """All spikes of the present update, also those that no event is written of."""
@@ -129,7 +94,7 @@ class Localizer:
 
     # ---- the moments of an update, in order
 
-    def begin_update(self, policy: StepPolicy | None, space: GradientSpace) -> None:
+    def begin_update(self, policy: Policy | None, space: GradientSpace) -> None:
         """Take the step's policy; None: nothing is looked into."""
         self._policy, self._space = policy, space
         self.norms, self.head_squares, self.events, self.outcomes = [], [], [], []
@@ -162,7 +127,7 @@ class Localizer:
         grad_norm = torch.tensor(norm, dtype=grad_norm.dtype)
         self._step_seconds = time.perf_counter() - self._began
         self.norms.append(norm)
-        self.head_squares.append(self._head_square(self._space) / self._clip_scale(norm) ** 2)
+        self.head_squares.append(head_square(self._space) / self._clip_scale(norm) ** 2)
         if self._policy is not None and len(self.norms) == 1:
             self._first_step = self._step
         spike = self._find_spike(norm)
@@ -174,9 +139,25 @@ class Localizer:
         return grad_norm
 
     def end_update(self) -> None:
-        """Let go of the update's parameters; ``norms`` and ``events`` stay until the next."""
+        """Let go of the update's parameters; what there is to report stays until the next."""
         self._tracker.end_update()
         del self._space
+
+    def report(self, learned: Any = None) -> RankReport:
+        """What this process has to say of the last update.
+
+        Args:
+            learned: the stabilizers' state, to be sent along by the first process.
+        """
+        of_first = (tuple(self.outcomes), tuple(self.events), learned) if self.ranks.is_first else ()
+        return RankReport(
+            self.ranks.process,
+            tuple(self.norms),
+            tuple(float(square) for square in self.head_squares),
+            self.coefficient,
+            self.num_failures,
+            *of_first,
+        )
 
     @property
     def coefficient(self) -> float:
@@ -196,7 +177,7 @@ class Localizer:
         return min(1.0, self.powers.clip_limit / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
     @property
-    def _spiking_policy(self) -> StepPolicy:
+    def _spiking_policy(self) -> Policy:
         assert self._policy is not None, "without a policy nothing is a spike"
         return self._policy
 
@@ -219,7 +200,7 @@ class Localizer:
     def _handle(self, spike: Spike, grad_norm: torch.Tensor) -> torch.Tensor:
         """Act on the spike; look into it where an event may be written of it, or where the action needs to know."""
         is_written = self._num_to_write < self._spiking_policy.max_events
-        action = None if is_written else decide_without_search(self.limits, spike, self._num_searches)
+        action = None if is_written else decide_without_search(self.settings.action, spike, self._num_searches)
         if action is None:
             return self._look_into(spike, grad_norm, is_written)
         taken_norm = None
@@ -251,7 +232,7 @@ class Localizer:
         return grad_norm if taken_norm is None else taken_norm
 
     def _make_room(self, room: Room) -> dict[str, Any] | None:
-        """What the search is called with, over its configuration; None where no way fits on some rank."""
+        """What the search is called with; None where no way fits on some rank."""
         memory = self.ranks.agree(room.memory)
         mine = room.need.least_way(memory)
         number, seconds = self.ranks.max([float(mine), self._step_seconds])
@@ -264,7 +245,15 @@ class Localizer:
         if way.moves_optimizer:
             searched = "as it is set" if way.is_full else "by bisection alone"
             logger.warning("gradloc: memory is short: optimizer state off the device, searching %s", searched)
-        return {"update_seconds": seconds} | ({} if way.is_full else {"strategy": "bisect"})
+        search, evidence = self.settings.search, self.settings.evidence
+        return {
+            "strategy": search.strategy if way.is_full else "bisect",
+            "budget": self.settings.budget,
+            "max_culprits": search.max_culprits,
+            "max_steps": search.max_steps,
+            "update_seconds": seconds,
+            "reruns": evidence.rerun,
+        }
 
     def _safely(self, joint: Callable[[], T]) -> T | None:
         """What all ranks find out together; None, counted, where it failed in a way that all of them know of."""
@@ -298,10 +287,10 @@ class Localizer:
         increments = self._tracker.increments(space, self.ranks, step.loss_scale)
         if increments is not None and len(increments) != step.num_micro_batches:
             increments = None  # the gradient was reduced once, after the last micro-batch
-        finding = self._search(step, space, self.ranks, spike, clip_scale, increments, policy.typical, **way)
+        finding = localize(step, space, self.ranks, spike, clip_scale, increments, policy.typical, **way)
         overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
         obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else None
-        action = decide(self.limits, spike, finding.certificate, finding.tokens, obstacle)
+        action = decide(self.settings.action, spike, finding.certificate, finding.tokens, obstacle)
         if not is_written:
             return None, action, self._act(action.taken, finding.tokens)
         context = SpikeContext(
@@ -318,7 +307,8 @@ class Localizer:
             checkpoint=self.powers.save_weights(policy.global_step),
             head_square=self.head_squares[-1],
         )
-        event = self._gather(context)
+        keeps_all = self.settings.evidence.bundle == "full"
+        event = raw_event(context, self.settings.budget, keeps_all)
         return event, action, self._act(action.taken, finding.tokens)
 
     def _act(self, taken: str, culprits: list[Token]) -> torch.Tensor | None:
