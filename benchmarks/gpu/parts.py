@@ -61,9 +61,8 @@ def head_cell(size: str, device: torch.device) -> dict[str, Any]:
     hidden, weight = seen[0][0], model.lm_head.weight
     labels = tokens[0, :, None].roll(-1, 0)
     wanted = (hidden.double() @ weight.double().T).log_softmax(-1).gather(-1, labels)
-    errors = [
-        float((of[0].double().log_softmax(-1).gather(-1, labels) - wanted).abs().max()) for of in (precise, rounded)
-    ]
+    found = [logits[0].double().log_softmax(-1).gather(-1, labels) for logits in (precise, rounded)]
+    errors = [float((log_prob - wanted).abs().max()) for log_prob in found]
     return {
         "error": errors[0],
         "error_of_bfloat16": errors[1],
@@ -130,7 +129,5 @@ def two_cell(device: torch.device, size: str, num_tokens: int, out: Path) -> dic
         for rank in ranks:
             rank.kill()
     codes = [rank.returncode for rank in ranks]
-    last = next(
-        (error.strip().splitlines()[-1] for code, error in zip(codes, errors, strict=True) if code and error), ""
-    )
-    return {"exit_codes": codes, "said": last, "is_ok": codes == [0, 0]}
+    said = [error.strip().splitlines()[-1] for code, error in zip(codes, errors, strict=True) if code and error]
+    return {"exit_codes": codes, "said": said, "is_ok": codes == [0, 0]}

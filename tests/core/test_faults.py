@@ -113,9 +113,7 @@ def run_out_of_memory(world: World, size: int, count: int, seed: int) -> None:
     """None ends the run or hangs; a step whose search did not end well is the one without gradloc, bit for bit."""
     outcomes: Counter[str] = Counter()
     for options in shortages(size, count, seed):
-        started = time.monotonic()
-        answers = world.run("tests.bare.faults.train_on_card", timeout_s=60, **options)
-        assert time.monotonic() - started < 60
+        answers = world.run("tests.bare.faults.train_on_card", timeout_s=300, **options)  # three trainings; none hangs
         assert len({(answer["failures"], answer["events"]) for answer in answers}) == 1, "all ranks know of it"
         failures, events = answers[0]["failures"], answers[0]["events"]
         num_errors = sum(answer["errors"] for answer in answers)
