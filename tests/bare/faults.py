@@ -26,7 +26,7 @@ from gradloc.core.ranks import Ranks
 from gradloc.loop.localizer import Localizer
 from gradloc.loop.wire import Policy
 from tests.bare import BareStep, Batch, build, clip_gradient, random_batch, shard
-from tests.bare.card import Card
+from tests.core.card import Card
 
 PLANT = {(3, 2): 1e4, (9, 1): 1e4}
 NUM_MICRO_BATCHES = 2
