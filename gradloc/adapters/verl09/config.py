@@ -28,6 +28,10 @@ _NEEDS = (
     Requirement(f"{_ACTOR}.shuffle", (False,), False, "false", "the trainer must know which mini-batch a row is in"),
     Requirement(f"{_ACTOR}.use_prefix_grouper", (False,), False, "false", "its forward is another one"),
     *SEARCHABLE,
+    *(
+        Requirement(f"{_ACTOR}.{key}", (False,), False, "false", "its gradient is not the derivative of its forward")
+        for key in ("qat.enable", "fsdp_config.qat.enable")
+    ),
     Requirement("distillation.enabled", (False,), False, "false", "its loss is another one"),
 )
 

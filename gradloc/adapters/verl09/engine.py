@@ -106,7 +106,7 @@ class EngineWatch:
         """Before a micro-batch's forward; returns the loss function to call after it."""
         step = self._step
         assert step is not None
-        if step.num_micro_batches and not _reduces_once(self.engine):
+        if step.num_micro_batches and not step.reduces_once:
             self.localizer.after_backward()  # of the one before
         step.before_forward(micro_batch)
 
@@ -135,6 +135,10 @@ class EngineWatch:
         return self.engine.optimizer_config.clip_grad
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.engine.optimizer
+
+    @property
     def scales_loss(self) -> bool:
         return self.engine.scaler is not None
 
@@ -147,11 +151,6 @@ class EngineWatch:
 
 def _device() -> Any:
     return "cpu" if get_device_name() == "cpu" else get_device_id()
-
-
-def _reduces_once(engine: Any) -> bool:
-    """Whether gradients are reduced over ranks after the last micro-batch only."""
-    return getattr(engine.engine_config, "use_no_sync_for_gradient_accumulation", True)
 
 
 def _clip(engine: Any) -> torch.Tensor:

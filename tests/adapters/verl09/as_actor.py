@@ -30,6 +30,10 @@ BASE = [  # as the actor's harness has it
 ]
 RENAMED = {
     "lora": [f"{MODEL}.lora_rank=4"],
+    **{
+        f"+{ACTOR}.fsdp_config.mixed_precision={dtypes}": [f"{ACTOR}.fsdp_config.mixed_precision={dtypes}"]
+        for dtypes in (harness.FP32.replace("reduce_dtype:fp32", "reduce_dtype:bf16"),)
+    },
     f"{ACTOR}.grad_clip=0.5": [f"{ACTOR}.optim.clip_grad=0.5"],
     **{
         f"{ACTOR}.fsdp_config.dtype={dtype}": [
