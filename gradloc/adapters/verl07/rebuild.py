@@ -40,7 +40,7 @@ class ReplayActor(DataParallelPPOActor):
         if not config.use_dynamic_bsz:
             self.gradient_accumulation = config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu
         if config.gradloc.stabilize.weighs_tokens:  # the weights are part of the loss, other stabilizers are not
-            self.gradloc.stabilizer = TokenWeigher(config.gradloc.stabilize)
+            self.gradloc.weigher = TokenWeigher(config.gradloc.stabilize)
         self._processes_per_rank = dist.get_world_size() / dp_size
         self.watch: Callable | None = None
 

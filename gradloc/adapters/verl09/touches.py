@@ -24,9 +24,15 @@ _BY_WORKER = {
     "verl.workers.engine.fsdp.transformer_impl:fsdp2_clip_grad_norm_": (
         "parameters, max_norm, norm_type, error_if_nonfinite, foreach"
     ),
-    "verl.workers.engine:EngineRegistry.register": "model_type, backend, device, vendor",
-    "verl.workers.engine:EngineRegistry.get_engine_cls": "model_type, backend",
     "verl.workers.utils.losses:ppo_loss": "config, model_output, data, dp_group",
+    "verl.workers.utils.losses:kl_penalty": "logprob, ref_logprob, kl_penalty",
+    "verl.workers.utils.padding:no_padding_2_padding": "tensor, data",
+    f"{_ENGINE}.infer_batch": "self, data, loss_function",
+    "verl.workers.engine.utils:prepare_micro_batches": (
+        "data, dp_group, num_batches_divided_by, same_micro_num_in_dp, min_num_micro_batch, use_dynamic_bsz_balance"
+    ),
+    "verl.utils.tensordict_utils:index_select_tensor_dict": "batch, indices",
+    "verl.workers.utils.padding:response_to_nested": "tensor, response_mask",
     "verl.trainer.ppo.core_algos:agg_loss": None,
     "verl.utils.experimental.torch_functional:FusedLinearForPPO.forward": (
         "self, hidden_states, vocab_weights, input_ids, temperature"
@@ -43,6 +49,9 @@ _BY_TRAINER = {
     f"{_TRAINER}._save_checkpoint": "self",
     f"{_TRAINER}._load_checkpoint": "self",
     f"{_TRAINER}._init_tokenizer": "self",
+    f"{_TRAINER}.fit": "self, agent_loop_manager",
+    f"{_TRAINER}._balance_batch": "self, batch, metrics, logging_prefix, keep_minibatch",
+    f"{_TRAINER}._shutdown_dump_executor": "self",
     "verl.trainer.ppo.v1.trainer_base:TRAINER_REGISTRY": None,
     "verl.workers.utils.padding:response_to_nested": "tensor, response_mask",
 }

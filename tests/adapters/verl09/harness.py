@@ -28,7 +28,7 @@ MODEL = "actor_rollout_ref.model"
 FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 ADAPTER = "adapter"
 PER_TOKEN = ("old_log_probs", "advantages", "ref_log_prob", "token_level_scores", "rollout_log_probs")
-PER_TOKEN += ("values", "returns")
+PER_TOKEN += ("values", "returns", "rollout_is_weights", "lopti_mask", "chosen")
 
 
 def save_model(folder: str, model: torch.nn.Module | None = None) -> None:
@@ -86,7 +86,7 @@ class Trainer:
     store: "Store" = field(default_factory=lambda: Store())
     dp_size: int = 1
     of_workers: dict[str, Any] = field(default_factory=dict)  # the last update's metrics, before the trainer's part
-    raw_events: list[Any] = field(default_factory=list)  # of the last update
+    reports: list[Any] = field(default_factory=list)  # of the last update, from each process
 
     @property
     def engine(self) -> Any:
@@ -111,7 +111,7 @@ class Trainer:
     def ask(self, ask: Any) -> Any:
         """What verl's worker group answers when a function is run on every worker."""
         answer = asked(self.worker, ask)
-        self.raw_events = [raw for report in answer.meta_info.values() for raw in report.events]
+        self.reports = sorted(answer.meta_info.values(), key=lambda report: report.process) or self.reports
         return answer
 
     def update_actor(self, meta: Any) -> Any:
@@ -190,6 +190,7 @@ def _row(batch: Any, index: int) -> dict[str, Any]:
         "response_mask": mask,
         "loss_mask": mask,
         **{name: tensors[name][:length] for name in PER_TOKEN if name in tensors},
+        **{name: values.reshape(-1) for name, values in tensors.items() if name.startswith("gradloc_")},
         **{name: values[index] for name, values in batch.non_tensor_batch.items()},
     }
 
@@ -203,7 +204,7 @@ def make_trainer(
         overrides: of verl's config.
         model_dir: what `save_model` wrote.
         seed: of the random numbers, from after the model is built.
-        stock: take verl's own engine, whatever else is registered.
+        stock: take verl's own trainer, which knows nothing of ours.
         kind: what to return.
     """
     from verl.experimental.separation.engine_workers import DetachActorWorker
@@ -211,16 +212,16 @@ def make_trainer(
 
     config = make_config(overrides, model_dir)
     own_folder(config)
-    with mock.patch.dict(os.environ, {"VERL_ENGINE_VENDOR": "none"} if stock else {}):
-        worker = DetachActorWorker(config.actor_rollout_ref, role="actor")  # separate_async's; it adds to verl's own
-        with for_one_model():
-            worker.init_model()
+    worker = DetachActorWorker(config.actor_rollout_ref, role="actor")  # separate_async's; it adds to verl's own
+    with for_one_model():
+        worker.init_model()
     if worker.actor.engine.scaler is not None:  # verl's own asks for CUDA and switches itself off without
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
         worker.actor.engine.scaler = ShardedGradScaler(device="cpu", init_scale=8.0, growth_interval=400)
     torch.manual_seed(1000 + seed)
-    trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
+    trainer_class = get_trainer_cls(config.trainer.v1.trainer_mode)
+    trainer = (trainer_class.__bases__[-1] if stock else trainer_class)(config)
     trainer.global_steps = 0
     if hasattr(trainer, "gradloc"):
         trainer.gradloc.begin(tokenizer=Decoder())
@@ -247,7 +248,7 @@ def train(
         model_dir: what `save_model` wrote.
         num_steps: how many; each on a batch of its own.
         plants: row, response position and advantage, put into the last step's batch.
-        stock: take verl's own engine.
+        stock: take verl's own trainer.
     """
     trainer = make_trainer(overrides, model_dir, stock=stock)
     steps = []
@@ -285,7 +286,7 @@ def train_in_a_cycle(
         overrides: of verl's config.
         model_dir: what `save_model` wrote.
         plants: row, response position and advantage, put into the batches of the second and third update.
-        stock: take verl's own engine.
+        stock: take verl's own trainer.
     """
     from verl.checkpoint_engine import CheckpointEngineRegistry
 
