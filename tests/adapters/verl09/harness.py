@@ -390,9 +390,26 @@ def with_a_changed_verl() -> str:
     return _said(mock.patch.object(FSDPEngineWithLMHead, "optimizer_step", optimizer_step))
 
 
-def with_verl_08() -> str:
-    """What is said where an older verl is installed."""
-    return _said(mock.patch("gradloc.adapters.verl09.touches.version", lambda name: "0.8.0"))
+def with_verl(release: str) -> str:
+    """What is said where the same code is installed under another release's name."""
+    return _said(mock.patch("gradloc.adapters.verl09.touches.version", lambda name: release))
+
+
+def warned_of_a_changed_body() -> str:
+    """What the trainer's check warns of where a method does something else and takes the same."""
+    from gradloc.adapters.verl09 import touches
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    def _update_actor(self, batch, metrics):
+        return batch
+
+    with (
+        mock.patch.object(PPOTrainer, "_update_actor", _update_actor),
+        mock.patch.object(touches.logger, "warning") as warning,
+    ):
+        touches.check_verl("trainer")
+    said, *values = warning.call_args.args
+    return said % tuple(values)
 
 
 def _said(patch: Any) -> str:
