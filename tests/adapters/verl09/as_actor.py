@@ -202,7 +202,11 @@ class Trainer(harness.Trainer):
 
     def update_by_hand(self, batch: Any, stage: torch.Tensor, name: str) -> None:
         """One update on these tokens, (R, T), of the batch, whose advantages elsewhere are 0."""
+        from gradloc.adapters.verl09.trainer import TrainerSide
+
         batch.batch["lopti_mask"] = stage
+        if self.hook is None:
+            self.trainer.gradloc = TrainerSide(self.trainer.config)
         with self.store:
             meta = self.store.add(batch)
             of_verl = type(self.trainer).__bases__[-1]._update_actor
