@@ -25,7 +25,7 @@ from ...analysis.measure import measure
 from ...analysis.quartiles.probe import QUARTILE_KEY, SAMPLE_KEY
 from ...core.probe import RngState
 from ...core.ranks import Ranks
-from ..verl_common.losses import aggregation_of
+from ..verl_common.losses import aggregation_of, is_of_micro_batch
 from ..verl_common.reports import answer_of
 from .packed import pack, padded, unpack
 from .step import device_of, readout_of
@@ -35,6 +35,8 @@ __all__ = ["ASKED_KEY", "AnalysisEngine", "Asked", "analyze", "record_of_actor"]
 ASKED_KEY = "gradloc_analysis"
 """Meta info of a batch: what is :class:`Asked`."""
 _INDEX_KEY = "gradloc_analysis_row"
+_WIDTH_KEY = "gradloc_analysis_width"
+"""int (B,): response positions of the row's micro-batch, by which verl divides one of its means."""
 _DENSE = (BUCKET_KEY, QUARTILE_KEY, SAMPLE_KEY)
 
 
@@ -96,6 +98,7 @@ class AnalysisEngine:
         """This rank's rows as an analysis deals in them."""
         data = self._data
         lengths = data["input_ids"].offsets().diff().cpu()
+        self._lengths = data["responses"].offsets().diff().cpu()
         rows = {
             _INDEX_KEY: torch.arange(len(data)),
             "attention_mask": torch.arange(int(lengths.max())) < lengths.unsqueeze(1),
@@ -130,6 +133,7 @@ class AnalysisEngine:
                 is_real = rows[BUCKET_KEY][chosen] >= 0
                 chosen = chosen[is_real] if is_real.any() else chosen
                 inputs = {key: values[chosen].to(self.device) for key, values in rows.items()}
+                inputs[_WIDTH_KEY] = self._lengths[chosen].max().expand(len(chosen))
                 yield MicroBatch(inputs, chosen if is_real.any() else chosen[:0], on_policy=False)
 
     def runs(self, lengths: torch.Tensor) -> list[list[int]]:
@@ -168,17 +172,23 @@ class AnalysisEngine:
         width = mask.shape[1]
         output = {"log_probs": pack(log_prob[:, :width], data)}
         rng = RngState(self.device)  # some losses draw: every term is of the same draw
-        terms = {"task": self._loss(output, data, use_kl_loss=False)}
+        config = copy.copy(self._config)
+        changes = {"global_batch_info": {}, "loss_scale_factor": config.loss_scale_factor or int(inputs[_WIDTH_KEY][0])}
+        for name, value in changes.items():
+            object.__setattr__(config, name, value)  # verl freezes its configs
+        terms = {"task": self._loss(output, data, config, use_kl_loss=False)}
         if "entropy" in self.terms and entropy is not None:
             rng.restore()
             with_entropy = {**output, "entropy": pack(entropy[:, :width], data)}
-            terms["entropy"] = self._loss(with_entropy, data, use_kl_loss=False) - terms["task"]
+            terms["entropy"] = self._loss(with_entropy, data, config, use_kl_loss=False) - terms["task"]
         if "kl" in self.terms:
             rng.restore()
-            terms["kl"] = self._loss(output, data, use_kl_loss=True) - terms["task"]
+            terms["kl"] = self._loss(output, data, config, use_kl_loss=True) - terms["task"]
         return terms
 
     def share(self, part: MicroBatch, term: str, num_rows: int) -> float:
+        if term == "task" and is_of_micro_batch(self._config):
+            return 1.0 / self._ranks.size
         if self.aggregation(term) == "token-mean":  # verl averages over the tokens of the whole mini-batch
             return int(part.inputs["response_mask"].sum()) / max(self._num_tokens, 1)
         return len(part.rows) / num_rows
@@ -189,10 +199,8 @@ class AnalysisEngine:
 
     # ---- inside
 
-    def _loss(self, output: dict[str, torch.Tensor], data: Any, use_kl_loss: bool) -> torch.Tensor:
-        config = copy.copy(self._config)
-        for name, value in {"use_kl_loss": use_kl_loss, "global_batch_info": {}}.items():
-            object.__setattr__(config, name, value)  # verl freezes its configs
+    def _loss(self, output: dict[str, torch.Tensor], data: Any, config: Any, use_kl_loss: bool) -> torch.Tensor:
+        object.__setattr__(config, "use_kl_loss", use_kl_loss)
         given = {**self._loss_function.keywords, "config": config}
         return self._loss_function.func(*self._loss_function.args, **given, model_output=output, data=data)[0]
 

@@ -94,9 +94,7 @@ class Trainer(harness.Trainer):
 
     def update(self, batch: Any) -> dict[str, Any]:
         """One trainer step on the whole batch; returns its metrics and events."""
-        if self._is_on_policy(batch):
-            batch = copy.deepcopy(batch)
-            batch.batch["old_log_probs"] = self.log_probs(batch)
+        batch = self._as_sampled(batch)
         self.events: list[Any] = []
         metrics = super().update(batch)
         metrics["actor/grad_norm"] = self.of_workers["grad_norm"]
@@ -138,7 +136,7 @@ class Trainer(harness.Trainer):
     def _gradient_of(self, batch: Any, change: Callable) -> tuple[list[Any], float]:
         from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-        of_verl, caught, losses = self.worker.actor.loss_fn, [], []
+        of_verl, caught, losses, sampled = self.worker.actor.loss_fn, [], [], self._as_sampled(batch)
 
         def loss_function(model_output: Any, data: Any, **given: Any) -> Any:
             loss, metrics = of_verl(model_output=change(model_output, data), data=data, **given)
@@ -154,7 +152,7 @@ class Trainer(harness.Trainer):
             mock.patch.object(self.worker.actor, "loss_fn", loss_function),
             mock.patch.object(self.engine, "optimizer_step", keep_gradient),
         ):
-            PPOTrainer._update_actor(self.trainer, self.store.add(batch), {})
+            PPOTrainer._update_actor(self.trainer, self.store.add(sampled), {})
         return caught[0], sum(losses)
 
     def _rows(self, batch: Any) -> Any:
@@ -162,7 +160,7 @@ class Trainer(harness.Trainer):
         from verl.utils import tensordict_utils as tu
 
         store = harness.Store()
-        data = store.get(store.add(batch).chunk(self.dp_size)[dist.get_rank()].keys)
+        data = store.get(store.add(self._as_sampled(batch)).chunk(self.dp_size)[dist.get_rank()].keys)
         tu.assign_non_tensor(data, temperature=1.0, compute_loss=True, calculate_entropy=False)
         return data
 
@@ -212,6 +210,13 @@ class Trainer(harness.Trainer):
             of_verl = type(self.trainer).__bases__[-1]._update_actor
             self.hook.lopti = mock.Mock()  # so that the update comes with a policy
             self.hook._update_once(self.trainer, meta, {}, partial(of_verl, self.trainer, meta), name)
+
+    def _as_sampled(self, batch: Any) -> Any:
+        """With the actor's own log-probs for the old ones where verl 0.7 would take them for these."""
+        if self._is_on_policy(batch):
+            batch = copy.deepcopy(batch)
+            batch.batch["old_log_probs"] = self.log_probs(batch)
+        return batch
 
     def _is_on_policy(self, batch: Any) -> bool:
         """Whether verl 0.7 would take the log-probs of the forward itself for the old ones: ratios are 1."""
