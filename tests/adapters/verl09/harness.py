@@ -28,7 +28,7 @@ MODEL = "actor_rollout_ref.model"
 FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 ADAPTER = "adapter"
 PER_TOKEN = ("old_log_probs", "advantages", "ref_log_prob", "token_level_scores", "rollout_log_probs")
-PER_TOKEN += ("values", "returns", "rollout_is_weights", "lopti_mask", "chosen")
+PER_TOKEN += ("rm_scores", "values", "returns", "rollout_is_weights", "lopti_mask", "chosen")
 
 
 def save_model(folder: str, model: torch.nn.Module | None = None) -> None:
@@ -166,10 +166,16 @@ class Store:
             self.rows[key].update({name: values[index] for name, values in fields.items()})
         return KVBatchMeta(keys=keys, tags=tags or [{}] * len(keys), partition_id=partition_id)
 
+    def clear(self, keys: Any, partition_id: Any = None) -> None:
+        """What `kv_clear` does."""
+        for key in keys:
+            del self.rows[key]
+
     def __enter__(self) -> "Store":
         import transfer_queue
 
-        self._patch = mock.patch.multiple(transfer_queue, kv_batch_get=self.get, kv_batch_put=self.put)
+        ours = {"kv_batch_get": self.get, "kv_batch_put": self.put, "kv_clear": self.clear}
+        self._patch = mock.patch.multiple(transfer_queue, **ours)
         self._patch.start()
         return self
 
@@ -362,6 +368,45 @@ def reweighted(overrides: list[str], model_dir: str, alpha: float) -> dict[str, 
         "largest_error": float((found - expected).abs().max()),
         "kept_share": metrics["advantage_reweighting/kept_share"],
     }
+
+
+def filtered(overrides: list[str], model_dir: str) -> dict[str, Any]:
+    """A batch of 8 groups whose rewards differ the more the later the group, as verl gets it to deal out."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    made = make_trainer(overrides, model_dir)
+    batch, metrics = make_batch(), {}
+    batch.batch["rm_scores"] = torch.zeros_like(batch.batch["advantages"])
+    batch.batch["rm_scores"][::2, 0] = torch.arange(8.0)
+    dealt_out: list[Any] = []
+    before = batch.batch["advantages"].sum(-1)
+    with (
+        made.store,
+        mock.patch.object(PPOTrainer, "_balance_batch", lambda self, batch, *_, **__: dealt_out.append(batch)),
+    ):
+        meta = made.store.add(batch)
+        places = {key: index for index, key in enumerate(meta.keys)}
+        made.trainer._balance_batch(meta, metrics)
+        made.trainer.gradloc.analysis._scale_advantages(dealt_out[0])
+        after = [made.store.rows[key]["advantages"].sum() for key in dealt_out[0].keys]
+    return {
+        "rows": [places[key] for key in dealt_out[0].keys],
+        "in_queue": [places[key] for key in made.store.rows],
+        "scales": [float(new / before[places[key]]) for new, key in zip(after, dealt_out[0].keys, strict=True)],
+        "metrics": metrics,
+    }
+
+
+def rates(overrides: list[str], model_dir: str) -> list[float]:
+    """The learning rate after each of two steps, under a schedule that divides by the number of its steps."""
+    made = make_trainer(["algorithm.lopti.enable=true", "algorithm.lopti.quantile=0.5", *overrides], model_dir)
+    engine = made.engine
+    engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1 / (1 + step))
+    found = []
+    for step in range(2):
+        made.update(make_batch(seed=step))
+        found.append(engine.lr_scheduler.get_last_lr()[0] / engine.lr_scheduler.base_lrs[0])
+    return found
 
 
 def make_side(overrides: list[str], model_dir: str) -> None:
