@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One mini-batch of verl's engine as a step that can be replayed: all forwards and backwards are verl's own.
 
-The engine keeps sequences end to end (``N`` positions of prompts and responses in one micro-batch). A position's
-log-prob is that of the token after it, so a response's first log-prob stands at its prompt's last position.
-
-Shapes: B rows of the micro-batch, T response positions, N positions.
+Shapes: B rows of the micro-batch, T response positions, N positions: see :mod:`.packed`.
 """
 
 import copy
@@ -21,11 +18,12 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
 from verl.workers.engine import FSDPEngineWithLMHead
 
-from ...core.probe import Recorded, RngState, let_through
+from ...core.probe import Recorded, RngState
 from ...keys import ROW_KEY
 from ...search.precise import logit_bytes, precise_fused_readout, precise_readout
+from .packed import Layout, only, padded
 
-__all__ = ["EngineStep"]
+__all__ = ["EngineStep", "device_of", "readout_of"]
 
 _FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
 """Of verl's model output, and what they are called in a record; values are a critic's."""
@@ -52,7 +50,7 @@ class EngineStep:
         """Of each micro-batch, by the names of verl's model output: (N,), detached."""
         self._grads: list[dict[str, torch.Tensor]] = []
         """d loss / d value, as the backward delivered it: (N,)."""
-        self._layouts: dict[int, _Layout] = {}
+        self._layouts: dict[int, Layout] = {}
 
     # ---- recording, while verl trains
 
@@ -111,7 +109,7 @@ class EngineStep:
         return (rows.values() if rows.is_nested else rows).flatten().tolist()
 
     def token_mask(self, micro_batch: int) -> torch.Tensor:
-        return _padded(self.micro_batches[micro_batch]["response_mask"]).bool().to(get_device_id())
+        return padded(self.micro_batches[micro_batch]["response_mask"]).bool().to(get_device_id())
 
     def token_weights(self, micro_batch: int) -> torch.Tensor:
         config, mask = self._config, self.token_mask(micro_batch)
@@ -161,7 +159,7 @@ class EngineStep:
 
         def loss_of_selected(model_output: dict[str, torch.Tensor], **given: Any) -> tuple[torch.Tensor, dict]:
             if packed is not None:
-                model_output = {key: _only(packed, value) for key, value in model_output.items()}
+                model_output = {key: only(packed, value) for key, value in model_output.items()}
             return self.loss_function(model_output=model_output, **given)
 
         loss, _ = FSDPEngineWithLMHead.forward_step(self.engine, data, loss_of_selected, forward_only=False)
@@ -186,7 +184,7 @@ class EngineStep:
 
     def old_log_prob(self, micro_batch: int) -> torch.Tensor:
         """(B, T), as they came with the batch."""
-        return _padded(self.micro_batches[micro_batch][self.old]).to(get_device_id())
+        return padded(self.micro_batches[micro_batch][self.old]).to(get_device_id())
 
     # ---- inside
 
@@ -195,29 +193,25 @@ class EngineStep:
         return self.loss_function.keywords["config"]
 
     def _with(self, config: Any) -> Callable:
-        return partial(self.loss_function.func, **{**self.loss_function.keywords, "config": config})
+        of_verl = self.loss_function
+        return partial(of_verl.func, *of_verl.args, **{**of_verl.keywords, "config": config})
 
     @property
     def _is_fused(self) -> bool:
-        return tu.get_non_tensor_data(data=self.micro_batches[0], key="use_fused_kernels", default=False)
+        return _is_fused(self.micro_batches[0])
 
-    def _layout(self, micro_batch: int) -> "_Layout":
+    def _layout(self, micro_batch: int) -> Layout:
         if micro_batch not in self._layouts:
-            self._layouts[micro_batch] = _Layout(self.micro_batches[micro_batch], torch.device(get_device_name()))
+            self._layouts[micro_batch] = Layout(self.micro_batches[micro_batch], torch.device(get_device_name()))
         return self._layouts[micro_batch]
 
     def _data(self, micro_batch: int) -> Any:
         return self.micro_batches[micro_batch].to(get_device_id())
 
-    def _precise_readout(self) -> AbstractContextManager[None]:
-        if self._is_fused:
-            return precise_fused_readout(FusedLinearForPPO, self.compute_dtype)
-        return precise_readout(self.engine.module, self.compute_dtype)
-
     @torch.no_grad()
     def _forward(self, micro_batch: int, data: Any) -> dict[str, torch.Tensor]:
         self._recorded[micro_batch].rng.restore()
-        with self._precise_readout():
+        with readout_of(self.engine, data):
             _, found = FSDPEngineWithLMHead.forward_step(self.engine, data, None, forward_only=True)
         output = found["model_output"]
         unpack = self._layout(micro_batch).unpack
@@ -236,46 +230,21 @@ class EngineStep:
         return log_prob, loss
 
 
+def device_of() -> Any:
+    """This process' device, as collectives take it."""
+    return "cpu" if get_device_name() == "cpu" else get_device_id()
+
+
+def readout_of(engine: Any, data: Any) -> AbstractContextManager[None]:
+    """Log-probs of verl's engine as precisely as can be; ``data`` is a micro-batch of its."""
+    if _is_fused(data):
+        return precise_fused_readout(FusedLinearForPPO, engine._autocast_dtype)
+    return precise_readout(engine.module, engine._autocast_dtype)
+
+
+def _is_fused(data: Any) -> bool:
+    return tu.get_non_tensor_data(data=data, key="use_fused_kernels", default=False)
+
+
 def _keep(grads: dict[str, torch.Tensor], key: str, grad: torch.Tensor) -> None:
     grads[key] = grad.detach().values()
-
-
-def _padded(values: torch.Tensor) -> torch.Tensor:
-    return values.to_padded_tensor(0) if values.is_nested else values
-
-
-class _Layout:
-    """Where the log-probs of a micro-batch's response tokens stand among its N positions.
-
-    Args:
-        data: verl's TensorDict, as it came to the engine.
-        device: of the values.
-    """
-
-    def __init__(self, data: Any, device: torch.device):
-        ends = data["input_ids"].offsets().cpu()[1:]
-        lengths = data["responses"].offsets().cpu().diff()
-        steps = torch.arange(int(lengths.max()))
-        is_token = steps < lengths.unsqueeze(1)
-        places = (ends - lengths - 1).unsqueeze(1) + steps
-        tokens = is_token.flatten().nonzero().squeeze(-1)
-        self._num_positions = int(ends[-1])
-        self._is_token = is_token.to(device)
-        self._places = places.clamp(max=self._num_positions - 1).to(device)
-        self._tokens, self._positions = tokens.to(device), places.flatten()[tokens].to(device)
-
-    def pack(self, values: torch.Tensor) -> torch.Tensor:
-        """From response tokens (B, T) to the positions that have their log-probs, (N,); 0 and False elsewhere."""
-        kept = values.flatten().index_select(0, self._tokens)
-        return values.new_zeros(self._num_positions).index_put((self._positions,), kept)
-
-    def unpack(self, values: torch.Tensor) -> torch.Tensor:
-        """The other way, (N,) to (B, T): 0 where there is no token."""
-        return torch.where(self._is_token, values[self._places], 0)
-
-
-def _only(packed: torch.Tensor, nested: torch.Tensor) -> torch.Tensor:
-    """Let gradient through at these positions only; the values stay the same, bit for bit."""
-    if nested is None or not nested.requires_grad:
-        return nested
-    return torch.nested.nested_tensor_from_jagged(let_through(packed, nested.values()), nested.offsets())
