@@ -271,8 +271,9 @@ class GradientSpace:
         """Make this the content of ``.grad``; the very same tensors, so restoring is bit-exact, or copies of those that
         are kept on the host."""
         for param, grad in zip(self.params, gradient, strict=True):
-            is_kept = grad is not None and (grad.device != param.device or type(grad) is not type(param.data))
-            param.grad = self._back(param, grad) if is_kept else grad
+            if grad is not None and (grad.device != param.device or type(grad) is not type(param.data)):
+                grad = self._back(param, grad)
+            param.grad = grad
 
     def _wait(self) -> None:
         """Until what has been asked of the device is done."""

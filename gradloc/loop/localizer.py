@@ -167,7 +167,8 @@ class Localizer:
         """
         step, self._first_step = self._first_step, None
         if step is not None:
-            self._coefficient = median_size(to_host([step.coefficients(i)[0] for i in range(step.num_micro_batches)]))
+            of_device = [step.coefficients(index)[0] for index in range(step.num_micro_batches)]
+            self._coefficient = median_size([values for values in to_host(of_device) if values is not None])
         return self._coefficient
 
     # ---- inside

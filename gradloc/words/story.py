@@ -339,7 +339,7 @@ def given(event: Event, clip: float | None = None) -> str:
     is_known = after is not None and math.isfinite(after)
     if taken == "mask":
         size = f", of norm {bounded(after, event.certificate.error_bound, 3)[0]}" if is_known else ""
-        clipped = f", clipped to {number(clip, 3)}" if is_known and clip and after > clip else ""
+        clipped = f", clipped to {number(clip, 3)}" if after is not None and is_known and clip and after > clip else ""
         return f"The optimizer took the step without {it(event)}{size}{clipped}."
     if norm is None:
         return ""
