@@ -49,6 +49,8 @@ BY_RANK = ("actor/", "lopti/", "gradloc/failures")
 class Trainer(harness.Trainer):
     """One rank's worker and trainer, with what the scenarios use."""
 
+    events: list[dict[str, Any]] = []  # of the last step, of each of its updates
+
     @property
     def module(self) -> torch.nn.Module:
         return self.engine.module
@@ -95,7 +97,7 @@ class Trainer(harness.Trainer):
     def update(self, batch: Any) -> dict[str, Any]:
         """One trainer step on the whole batch; returns its metrics and events."""
         batch = self._as_sampled(batch)
-        self.events: list[Any] = []
+        self.events = []
         metrics = super().update(batch)
         metrics["actor/grad_norm"] = self.of_workers["grad_norm"]
         found = {name: value if isinstance(value, list) else [value] for name, value in metrics.items()}
@@ -108,7 +110,7 @@ class Trainer(harness.Trainer):
         """Keeps the events, of each update in a step."""
         answer = super().ask(ask)
         if ask.__name__.startswith("report"):
-            self.events += [asdict(raw.event) for report in self.reports for raw in report.events]
+            self.events = [*self.events, *(asdict(raw.event) for report in self.reports for raw in report.events)]
         return answer
 
     # ---- what the analyses' scenarios ask for
