@@ -252,8 +252,9 @@ class Trainer(harness.Trainer):
         from gradloc.stabilize.ratio_clip import TokenWeigher
 
         of_verl = self.worker.actor.loss_fn
-        stabilize = self.settings.stabilize
-        return weighed(of_verl, TokenWeigher(stabilize), dict) if stabilize.weighs_tokens else of_verl
+        if self.hook is None or not self.settings.stabilize.weighs_tokens:
+            return of_verl
+        return weighed(of_verl, TokenWeigher(self.settings.stabilize), dict)
 
     def micro_batches(self, model: torch.nn.Module, batch: Any) -> Iterator[MicroBatch]:
         """The oracle's: verl's ``ppo_loss`` of a plain model's log-probs."""
