@@ -297,7 +297,7 @@ KK_DEMO = DEMO.heir(
 KK_DEMO_VERL09 = DEMO_VERL09.heir(
     "kk-demo-verl09",
     "kk-demo on verl 0.9.1, with nothing patched: kk-demo verl=0.9.1",
-    *KK_DEMO.variables,
+    number("GRPO_LEARNING_RATE", "the actor's learning rate (6e-4)"),
     imports=KK_DEMO.imports,
     material=KK_DEMO.material,
     verls=("0.9.1",),
