@@ -135,7 +135,7 @@ def digest_of(source: str) -> str:
         source: as it stands in a file, indented or not.
     """
     source = textwrap.dedent(source)
-    statements: list[Any] = ast.parse(source).body[0].body  # type: ignore[attr-defined]
+    statements: list[Any] = ast.parse(source).body[0].body
     has_docstring = isinstance(statements[0], ast.Expr) and isinstance(statements[0].value, ast.Constant)
     first = statements[1 if has_docstring and len(statements) > 1 else 0]
     lines = [line.rstrip() for line in source.splitlines()[first.lineno - 1 :]]
