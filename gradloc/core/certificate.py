@@ -19,6 +19,9 @@ A difference of two replays is one draw: kernels that do not repeat may have err
 unit in the last place of bfloat16, the coarsest format that a backward holds its gradients in, of what was replayed is
 added to three times the difference once there is any. Where culprits are subtracted it is added always, in float32
 2^-16 of them: rounding that is coarser shows in the difference.
+
+Training's own sums over ranks may be rounded coarser than that (``reduce_dtype`` of half precision, or FSDP1 that adds
+micro-batches up before it reduces them). What that leaves of a spike is in no replay, so it is part of every bound.
 """
 
 import math
@@ -28,11 +31,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ..record import Certificate
 from .gradients import Gradient
 from .probe import Prober
 from .selection import Token
 
-__all__ = ["Certificate", "certify", "is_subtracted", "judge"]
+__all__ = ["certify", "is_subtracted", "judge"]
 
 _DRAWS = 3.0  # the difference of two replays is one draw; another is hardly ever larger than this many times it
 _UNIT = 2.0**-8  # of bfloat16
@@ -40,25 +44,6 @@ _FINE = 2.0**-16  # 256 units of float32; the two backwards of what is subtracte
 _AGAIN = 0.75  # of the culprits, with the opposite sign, the second time: a power of two would be rounded alike
 _CLEAN = 0.1  # of a residual: with more error than this, it is no direction to search along
 _APART = 0.1  # of a gradient without culprits: two passes of it differ by less, or nothing could be trained
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """The norm with and without the culprits, and what that proves."""
-
-    norm_before: float
-    norm_after: float
-    error_bound: float
-    threshold: float | None
-    method: str
-    """``subtract``, ``swap``, ``recompute`` or ``none`` (nothing to leave out)."""
-    verdict: str
-    """``explained``, ``undecided`` or ``not_explained``."""
-    reason: str
-    replay_difference: float | None = None
-    """L2 norm by which two replays differ, of the culprits alone where they are subtracted (their rounding, too), of
-    all of the culprits' micro-batches for a swap, of one without culprits for a recomputation; 0: kernels repeat, None:
-    nothing was replayed twice."""
 
 
 def judge(norm_after: float, error_bound: float, threshold: float | None, was_finite: bool = True) -> tuple[str, str]:
@@ -94,7 +79,7 @@ def is_subtracted(prober: Prober, norm_before: float, threshold: float | None, n
         return True
     unit = _FINE if prober.step.compute_dtype == torch.float32 else _UNIT
     additions = prober.step.num_micro_batches + num_tokens + 4
-    return (8 * unit + additions * prober.space.rounding) * norm_before < threshold / 4
+    return (8 * unit + additions * prober.space.rounding + prober.reduction_error) * norm_before < threshold / 4
 
 
 def certify(
@@ -173,7 +158,7 @@ class _Removal:
         unit = _FINE if prober.step.compute_dtype == torch.float32 else _UNIT
         if not alone:
             prober.compute_only(self.culprits, self.holders)
-            alone = space.take()
+            alone = space.keep()
         norm = space.norm(alone)
         prober.compute_only(self.culprits, self.holders, factor=-_AGAIN)
         space.scale(1.0 / _AGAIN)
@@ -189,7 +174,7 @@ class _Removal:
     def _swap(self) -> _Measured | None:
         prober, space = self.prober, self.prober.space
         prober.compute((index, None) for index in self.holders)
-        with_culprits = space.take()
+        with_culprits = space.keep()
         norm = space.norm(with_culprits)
         prober.compute((index, None) for index in self.holders)
         prober.add(with_culprits, alpha=-1.0)
@@ -204,9 +189,11 @@ class _Removal:
         return self._decided(space.norm(), rounding, noise, difference, "swap")
 
     def _rounding(self, num_additions: int, norm: float) -> float:
-        """Each addition, training's and so many with gradients of this norm, is off by a unit of what it gives."""
-        num_micro_batches = self.prober.step.num_micro_batches
-        return self.prober.space.rounding * ((num_micro_batches + 2) * self.norm_before + num_additions * norm)
+        """Each addition, training's and so many with gradients of this norm, is off by a unit of what it gives, and
+        each reduction over the ranks by its own."""
+        num_micro_batches, reduced = self.prober.step.num_micro_batches, self.prober.reduction_error
+        added = self.prober.space.rounding * ((num_micro_batches + 2) * self.norm_before + num_additions * norm)
+        return added + reduced * (self.norm_before + norm)
 
     def _decided(
         self, norm_after: float, rounding: float, noise: float, difference: float, method: str
@@ -226,16 +213,16 @@ def _recompute(
     space, num_micro_batches = prober.space, prober.step.num_micro_batches
     prober.compute_without(culprits)
     norm_after = space.norm()
-    rounding = num_micro_batches**2 * space.rounding * norm_after
+    rounding = (num_micro_batches**2 * space.rounding + prober.reduction_error) * norm_after
     error_bound = rounding + _APART * norm_after
     is_decided = judge(norm_after, error_bound, threshold, was_finite=False)[0] != "undecided"
     is_open = goes_on and threshold is not None and norm_after >= threshold
     if not math.isfinite(norm_after) or is_decided or is_open or not can_afford(2):
         return norm_after, error_bound, None, "recompute"
-    residual = space.take()
+    residual = space.keep()
     fullest = _fullest(prober, culprits)
     prober.compute_without(culprits, [fullest])
-    first = space.take()
+    first = space.keep()
     prober.compute_without(culprits, [fullest])
     prober.add(first, alpha=-1.0)
     difference = space.norm()

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 
 from .. import record
-from ..core.actions import Action
 from ..core.gradients import GradientSpace
 from ..core.probe import TrainingStep
 from ..core.ranks import Ranks
@@ -28,7 +27,6 @@ from ..record import (
     Sequence,
     Shares,
     Step,
-    StepCause,
     Trigger,
 )
 from ..search.find import Finding
@@ -60,7 +58,7 @@ class SpikeContext:
     """The spike's squared norm per parameter, before clipping: float64 (num_params,)."""
     history: torch.Tensor | None
     """The same of earlier steps: float64 (steps, num_params); None when it was not tracked."""
-    action: Action
+    action: record.Action
     clip_limit: float
     """The norm that the actor clips to; inf where it does not clip the whole."""
     checkpoint: str | None
@@ -97,7 +95,6 @@ def raw_event(context: SpikeContext, budget: int, keeps_all: bool) -> RawEvent |
     head_square = float(context.space.reduce(lambda: context.head_square * context.space.num_replicas))
 
     def build(gathered: list[_Sums]) -> RawEvent:
-        certificate = record.Certificate(**vars(finding.certificate))
         squared = {name: math.fsum(part.term_squares[name] for part in gathered) for name in _TERMS}
         low = sorted(part.low_entropy for part in gathered if part.low_entropy is not None)
         event = Event(
@@ -115,15 +112,15 @@ def raw_event(context: SpikeContext, budget: int, keeps_all: bool) -> RawEvent |
             trigger=Trigger(**vars(spike), history=record.History(**place.history) if place.history else None),
             search=_search_record(finding, budget),
             culprits=culprits,
-            certificate=certificate,
-            action=record.Action(**vars(action)),
+            certificate=finding.certificate,
+            action=action,
             layers=norms_by(layer_of, names, squares),
             kinds=norms_by(kind_of, names, squares),
             layer_history=_layer_history(names, squares, context.history),
             shares=_shares_record(result.shares, [part.shares for part in gathered]),
-            cause=None if result.source is None else StepCause(**vars(result.source)),
-            rerun=None if finding.rerun is None else record.Rerun(**vars(finding.rerun)),
-            consequence=_consequence(action.taken, spike.grad_norm, context.clip_limit, culprits, certificate),
+            cause=result.source,
+            rerun=finding.rerun,
+            consequence=_consequence(action.taken, spike.grad_norm, context.clip_limit, culprits, finding.certificate),
             head_grad_norm=math.sqrt(head_square),
             model="critic" if step.recorded(0).is_value else None,
         )

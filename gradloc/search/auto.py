@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..core.gradients import Gradient
+from ..record import StepCause
 from .bisect import bisect
 from .candidates import (
     MUCH,
@@ -35,7 +36,7 @@ from .candidates import (
 )
 from .share import ShareMap, measure_shares
 from .sketch import sketch
-from .task import Culprit, PathEntry, SearchResult, Source, Task, measured_culprit, verify
+from .task import Culprit, PathEntry, SearchResult, Task, measured_culprit, verify
 from .triage import doubt_backward, nothing_found, split_off
 
 __all__ = ["auto", "share"]
@@ -321,7 +322,7 @@ class _Search:
             return
         if self._alone is not None:
             self.prober.add(self._alone)
-        self._alone = self.prober.space.take()
+        self._alone = self.prober.space.keep()
 
     def _verify(self, candidate: Candidate) -> Culprit:
         culprit = verify(self.task, candidate.span, candidate.tokens, self.task.culprit_norm)
@@ -345,17 +346,17 @@ class _Search:
         self.result.certificate = certificate
         self._note("residual", certificate.verdict, certificate.reason, certificate.norm_after)
         self.result.stop_reason = certificate.reason
-        is_done = certificate.verdict == "explained" or not math.isfinite(certificate.norm_after)
+        is_done = certificate.verdict == "explained" or not math.isfinite(certificate.norm_after or 0.0)
         if self._others is not None and not is_done:
             self.prober.add(self._others, alpha=-1.0)
             is_done = self.prober.space.norm() < task.reference
-        self._direction, self._scale = self.prober.space.take(), 1.0
+        self._direction, self._scale = self.prober.space.keep(), 1.0
         return is_done
 
     def _measure_by_difference(self) -> None:
         """The only culprit's own gradient: what the certificate left in ``.grad`` is the spike without it."""
         space, (culprit,) = self.prober.space, self.result.culprits
-        rest = space.take()
+        rest = space.keep()
         self.prober.add(self.task.gradient, alpha=1.0 / self.task.scale)
         self.prober.add(rest, alpha=-1.0)
         self.result.culprits = [measured_culprit(self.task, culprit.span, culprit.tokens, self.task.culprit_norm)]
@@ -375,7 +376,7 @@ class _Search:
         space.clear()
         self.prober.add(task.gradient, alpha=1.0 / task.scale)
         self.prober.add(self._alone, alpha=-1.0)
-        self._direction, self._scale = space.take(), 1.0
+        self._direction, self._scale = space.keep(), 1.0
         self._note("residual", "measured", "without the culprits' own gradients the norm is over the threshold", norm)
         return True
 
@@ -401,7 +402,7 @@ class _Search:
         self.result.certificate = nothing_found(self.task, found[0].reason)
         return True
 
-    def _blame(self, source: Source, norm: float) -> None:
+    def _blame(self, source: StepCause, norm: float) -> None:
         self.result.source, self.result.stop_reason = source, source.reason
         self._note("others", "measured", source.reason, norm)
 

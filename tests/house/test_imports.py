@@ -15,8 +15,8 @@ TRAINERS = ("verl", "ray", "transformers", "tensordict")
 RANKS = {
     "checks": 0,
     "keys": 0,
+    "record": 0,
     "core": 1,
-    "record": 1,
     "search": 2,
     "words": 2,
     "tell": 3,

@@ -44,7 +44,7 @@ def fail_at_boundaries(first: int, overrides: list[str], dump_dir: str) -> dict[
             out = trainer.update(batch)
         finally:
             Ranks.agree = original
-        failures.append(out["metrics"].get("gradloc/failures", [[0]])[0][0])
+        failures.append(out["metrics"].get("gradloc/failures", [0])[0])
         reached.append(0 < boundary <= uses)
     trainer.update(make_batch(8, seed=2))
     return {"reached": reached, "failures": failures, "weights": trainer.weights_hash()}
@@ -107,7 +107,7 @@ def fail_repeatedly(overrides: list[str], dump_dir: str) -> dict[str, Any]:
         for seed in range(5):
             batch = make_batch(seed=seed)
             plant(batch, 6, 2, 1e4)
-            counts.append(trainer.update(batch)["metrics"]["gradloc/failures"][0][0])
+            counts.append(trainer.update(batch)["metrics"]["gradloc/failures"][0])
     finally:
         step.token_mask = original
     return {"failures": counts, "uses": uses}

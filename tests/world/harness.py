@@ -413,12 +413,13 @@ def shard(module: torch.nn.Module, actor_config: Any, model_config: Any) -> torc
         MixedPrecisionPolicy,
     )
 
-    from verl.utils.fsdp_utils import apply_fsdp2, get_fsdp_wrap_policy
+    from verl.utils.fsdp_utils import apply_fsdp2, get_fsdp_wrap_policy, get_shard_placement_fn
     from verl.utils.torch_dtypes import PrecisionType
     from verl.workers.fsdp_workers import create_device_mesh, get_sharding_strategy
 
     fsdp = actor_config.fsdp_config
     dtype = PrecisionType.to_dtype(fsdp.dtype)
+    reduced_in = PrecisionType.to_dtype((fsdp.mixed_precision or {}).get("reduce_dtype", "fp32"))
     if model_config.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     mesh = create_device_mesh(world_size=dist.get_world_size(), fsdp_size=fsdp.fsdp_size)
@@ -428,15 +429,16 @@ def shard(module: torch.nn.Module, actor_config: Any, model_config: Any) -> torc
             auto_wrap_policy=get_fsdp_wrap_policy(module=module, config=None, is_lora=False),
             device_id=torch.device("cpu"),
             sharding_strategy=get_sharding_strategy(mesh, fsdp.reshard_after_forward),
-            mixed_precision=MixedPrecision(dtype, torch.float32, torch.float32),
+            mixed_precision=MixedPrecision(dtype, reduced_in, torch.float32),
             device_mesh=mesh,
             use_orig_params=fsdp.use_orig_params,
         )
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced_in, cast_forward_inputs=True)
     kwargs = {
         "mesh": mesh,
         "mp_policy": policy,
         "reshard_after_forward": fsdp.reshard_after_forward,
+        "shard_placement_fn": get_shard_placement_fn(fsdp_size=mesh.shape[-1]),
     }
     apply_fsdp2(module, kwargs, fsdp)
     return module

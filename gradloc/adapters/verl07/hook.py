@@ -178,6 +178,10 @@ class _Powers:
         return math.inf if measures_only else self._actor.config.grad_clip
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._actor.actor_optimizer
+
+    @property
     def scales_loss(self) -> bool:
         return self._actor.scaler is not None
 

@@ -19,7 +19,7 @@ __all__ = ["fetch", "put", "view_of"]
 _OF_RESPONSE = ("response_mask", "advantages", "old_log_probs")
 _OPTIONAL = ("ref_log_prob", "rollout_log_probs", "rollout_is_weights", "rm_scores", STAGE_MASK_KEY)
 _OF_CRITIC = ("values", "returns")
-_LABELS = ("uid", "data_source")
+_LABELS = ("uid", "data_source", "index")
 
 
 def fetch(batch: Any, fields: list[str]) -> Any:

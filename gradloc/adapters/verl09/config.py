@@ -24,6 +24,10 @@ _ENGINE = (
     Requirement(f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other engines do not have it"),
     _V1,
     Requirement(f"{_ACTOR}.use_prefix_grouper", (False,), False, "false", "its forward is another one"),
+    *(
+        Requirement(f"{_ACTOR}.{key}", (False,), False, "false", "its gradient is not the derivative of its forward")
+        for key in ("qat.enable", "fsdp_config.qat.enable")
+    ),
     Requirement("distillation.enabled", (False,), False, "false", "its loss is another one"),
 )
 _WHOLE_SEQUENCES = (

@@ -139,7 +139,7 @@ class EngineWatch:
         """Before a micro-batch's forward; returns the loss function to call after it."""
         step = self._step
         assert step is not None and self.localizer is not None
-        if step.num_micro_batches and not _reduces_once(self.engine):
+        if step.num_micro_batches and not step.reduces_once:
             self.localizer.after_backward()  # of the one before
         step.before_forward(micro_batch)
 
@@ -180,6 +180,10 @@ class EngineWatch:
         return math.inf if self._measures_only else self.engine.optimizer_config.clip_grad
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.engine.optimizer
+
+    @property
     def scales_loss(self) -> bool:
         return self.engine.scaler is not None
 
@@ -213,11 +217,6 @@ class EngineWatch:
 
 def _forget(metrics: Any) -> None:
     """What a probe's clips did is what the training pass' have done."""
-
-
-def _reduces_once(engine: Any) -> bool:
-    """Whether gradients are reduced over ranks after the last micro-batch only."""
-    return getattr(engine.engine_config, "use_no_sync_for_gradient_accumulation", True)
 
 
 def _clip(engine: Any) -> torch.Tensor:

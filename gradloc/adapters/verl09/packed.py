@@ -13,7 +13,7 @@ import torch
 
 from ...core.probe import let_through
 
-__all__ = ["only", "pack", "padded", "scaled", "unpack"]
+__all__ = ["Layout", "only", "pack", "padded", "scaled", "unpack"]
 
 
 def padded(values: torch.Tensor) -> torch.Tensor:
@@ -21,25 +21,44 @@ def padded(values: torch.Tensor) -> torch.Tensor:
     return values.to_padded_tensor(0) if values.is_nested else values
 
 
-def _places(data: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the log-prob of each response token stands among N positions, and which are tokens: int and bool (B, T)."""
-    ends = data["input_ids"].offsets()[1:].to(device)
-    lengths = data["responses"].offsets().diff().to(device)
-    steps = torch.arange(int(lengths.max()), device=device)
-    return (ends - lengths - 1).unsqueeze(1) + steps, steps < lengths.unsqueeze(1)
+class Layout:
+    """Where the log-probs of a micro-batch's response tokens stand among its N positions.
+
+    Args:
+        data: verl's TensorDict, as it came to the engine.
+        device: of the values.
+    """
+
+    def __init__(self, data: Any, device: torch.device):
+        ends = data["input_ids"].offsets().cpu()[1:]
+        lengths = data["responses"].offsets().cpu().diff()
+        steps = torch.arange(int(lengths.max()))
+        is_token = steps < lengths.unsqueeze(1)
+        places = (ends - lengths - 1).unsqueeze(1) + steps
+        tokens = is_token.flatten().nonzero().squeeze(-1)
+        self._num_positions = int(ends[-1])
+        self._is_token = is_token.to(device)
+        self._places = places.clamp(max=self._num_positions - 1).to(device)
+        self._tokens, self._positions = tokens.to(device), places.flatten()[tokens].to(device)
+
+    def pack(self, values: torch.Tensor) -> torch.Tensor:
+        """From response tokens (B, T) to the positions that have their log-probs, (N,); 0 and False elsewhere."""
+        kept = values.flatten().index_select(0, self._tokens)
+        return values.new_zeros(self._num_positions).index_put((self._positions,), kept)
+
+    def unpack(self, values: torch.Tensor) -> torch.Tensor:
+        """The other way, (N,) to (B, T): 0 where there is no token."""
+        return torch.where(self._is_token, values[self._places], 0)
 
 
 def pack(values: torch.Tensor, data: Any) -> torch.Tensor:
-    """From response tokens (B, T) to the positions that have their log-probs, (N,); 0 and False elsewhere."""
-    places, is_token = _places(data, values.device)
-    num_positions = int(data["input_ids"].offsets()[-1])
-    return values.new_zeros(num_positions).index_put((places[is_token],), values[is_token])
+    """:meth:`Layout.pack`, once."""
+    return Layout(data, values.device).pack(values)
 
 
 def unpack(values: torch.Tensor, data: Any) -> torch.Tensor:
-    """The other way, (N,) to (B, T): 0 where there is no token."""
-    places, is_token = _places(data, values.device)
-    return torch.where(is_token, values[places.clamp(max=len(values) - 1)], 0)
+    """:meth:`Layout.unpack`, once."""
+    return Layout(data, values.device).unpack(values)
 
 
 def only(packed: torch.Tensor, nested: torch.Tensor) -> torch.Tensor:

@@ -18,10 +18,10 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
 from verl.workers.engine import FSDPEngineWithLMHead
 
-from ...core.memory import precise_fused_readout, precise_readout
 from ...core.probe import Recorded, RngState
 from ...keys import ROW_KEY
-from .packed import only, pack, padded, unpack
+from ...search.precise import logit_bytes, precise_fused_readout, precise_readout
+from .packed import Layout, only, padded
 
 __all__ = ["EngineStep", "device_of", "readout_of"]
 
@@ -50,6 +50,7 @@ class EngineStep:
         """Of each micro-batch, by the names of verl's model output: (N,), detached."""
         self._grads: list[dict[str, torch.Tensor]] = []
         """d loss / d value, as the backward delivered it: (N,)."""
+        self._layouts: dict[int, Layout] = {}
 
     # ---- recording, while verl trains
 
@@ -89,11 +90,15 @@ class EngineStep:
     def temperature(self) -> float:
         return float(self.micro_batches[0]["temperature"])
 
+    @property
+    def reduces_once(self) -> bool:
+        return getattr(self.engine.engine_config, "use_no_sync_for_gradient_accumulation", True)
+
     def recorded(self, micro_batch: int) -> Recorded:
         recorded, values = self._recorded[micro_batch], self._values[micro_batch]
         if values:  # padded when somebody asks, not while nothing spikes
             for key, value in values.items():
-                setattr(recorded, _FIELDS[key], unpack(value, self.micro_batches[micro_batch]))
+                setattr(recorded, _FIELDS[key], self._layout(micro_batch).unpack(value))
             self._values[micro_batch] = {}
         return recorded
 
@@ -104,7 +109,7 @@ class EngineStep:
         return (rows.values() if rows.is_nested else rows).flatten().tolist()
 
     def token_mask(self, micro_batch: int) -> torch.Tensor:
-        return padded(self._data(micro_batch)["response_mask"]).bool()
+        return padded(self.micro_batches[micro_batch]["response_mask"]).bool().to(get_device_id())
 
     def token_weights(self, micro_batch: int) -> torch.Tensor:
         config, mask = self._config, self.token_mask(micro_batch)
@@ -134,13 +139,15 @@ class EngineStep:
         lengths = [nested.offsets().diff() for nested in ids]
         sizes = [int(each.sum() if is_packed else each.max() * len(each)) for each in lengths]
         vocabulary = getattr(module.config.get_text_config(), "vocab_size", 0)
-        return 4 * max(sizes) * vocabulary // self.engine.ulysses_sequence_parallel_size
+        has_entropy = tu.get_non_tensor_data(data=self.micro_batches[0], key="calculate_entropy", default=False)
+        is_whole = has_entropy and not self.engine.engine_config.entropy_from_logits_with_chunking
+        each = logit_bytes(self.temperature != 1, is_whole)
+        return int(max(sizes) * vocabulary * each) // self.engine.ulysses_sequence_parallel_size
 
     def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         # a coefficient is of this rank's own (scaled) loss; the step's gradient is the mean over the ranks
-        factor = 1.0 / (self.dp_size * self.loss_scale)
-        data = self.micro_batches[micro_batch]  # for its lengths, at every update: nothing of it is moved
-        found = {key: unpack(grad, data) * factor for key, grad in self._grads[micro_batch].items()}
+        factor, layout = 1.0 / (self.dp_size * self.loss_scale), self._layout(micro_batch)
+        found = {key: layout.unpack(grad) * factor for key, grad in self._grads[micro_batch].items()}
         if self.output not in found:  # the loss does not depend on them
             found[self.output] = torch.zeros_like(self.recorded(micro_batch).log_prob)
         return found[self.output], found.get("entropy")
@@ -148,7 +155,7 @@ class EngineStep:
     def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
         self._recorded[micro_batch].rng.restore()
         data = self._data(micro_batch)
-        packed = None if selected is None else pack(selected, data)
+        packed = None if selected is None else self._layout(micro_batch).pack(selected)
 
         def loss_of_selected(model_output: dict[str, torch.Tensor], **given: Any) -> tuple[torch.Tensor, dict]:
             if packed is not None:
@@ -177,7 +184,7 @@ class EngineStep:
 
     def old_log_prob(self, micro_batch: int) -> torch.Tensor:
         """(B, T), as they came with the batch."""
-        return padded(self._data(micro_batch)[self.old])
+        return padded(self.micro_batches[micro_batch][self.old]).to(get_device_id())
 
     # ---- inside
 
@@ -193,6 +200,11 @@ class EngineStep:
     def _is_fused(self) -> bool:
         return _is_fused(self.micro_batches[0])
 
+    def _layout(self, micro_batch: int) -> Layout:
+        if micro_batch not in self._layouts:
+            self._layouts[micro_batch] = Layout(self.micro_batches[micro_batch], torch.device(get_device_name()))
+        return self._layouts[micro_batch]
+
     def _data(self, micro_batch: int) -> Any:
         return self.micro_batches[micro_batch].to(get_device_id())
 
@@ -202,15 +214,17 @@ class EngineStep:
         with readout_of(self.engine, data):
             _, found = FSDPEngineWithLMHead.forward_step(self.engine, data, None, forward_only=True)
         output = found["model_output"]
-        return {key: unpack(output[key].values(), data) for key in _FIELDS if output.get(key) is not None}
+        unpack = self._layout(micro_batch).unpack
+        return {key: unpack(output[key].values()) for key in _FIELDS if output.get(key) is not None}
 
     def _loss_of_recorded(self, micro_batch: int, loss_function: Callable) -> tuple[torch.Tensor, torch.Tensor]:
         """The recorded log-probs (B, T) in float32 as a leaf, and the loss of them."""
         recorded, data = self.recorded(micro_batch), self._data(micro_batch)
         log_prob = recorded.log_prob.detach().float().clone().requires_grad_()
-        output = {self.output: pack(log_prob, data)}
+        pack = self._layout(micro_batch).pack
+        output = {self.output: pack(log_prob)}
         if recorded.entropy is not None:
-            output["entropy"] = pack(recorded.entropy, data)
+            output["entropy"] = pack(recorded.entropy)
         group = self.engine.get_data_parallel_group()
         loss, _ = loss_function(model_output=output, data=data, dp_group=group)
         return log_prob, loss

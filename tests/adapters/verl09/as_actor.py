@@ -35,6 +35,10 @@ BASE = [  # as the actor's harness has it
 RENAMED = {
     "lora": [f"{MODEL}.lora_rank=4"],
     **{
+        f"+{ACTOR}.fsdp_config.mixed_precision={dtypes}": [f"{ACTOR}.fsdp_config.mixed_precision={dtypes}"]
+        for dtypes in (harness.FP32.replace("reduce_dtype:fp32", "reduce_dtype:bf16"),)
+    },
+    **{
         f"{ACTOR}.fsdp_config.dtype={dtype}": [
             f"{ACTOR}.fsdp_config.dtype={dtype}",
             f"{ACTOR}.fsdp_config.mixed_precision={harness.FP32.replace('fp32', short, 1)}",
@@ -42,7 +46,7 @@ RENAMED = {
         for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16"))
     },
 }
-BY_RANK = ("actor/", "lopti/", "gradloc/failures")
+BY_RANK = ("actor/", "lopti/")
 """Metrics that come from verl 0.7's workers, a list for each."""
 
 
