@@ -25,7 +25,7 @@ from ...record.state import load_states, save_states
 from ...reweighting import STAGE_MASK_KEY, Lopti, Stage, reweight
 from ...stabilize.memory import build_memory
 from ..verl_common.reports import reports_of
-from .analysis_trainer import build_analysis
+from .analysis.trainer import build_analysis
 from .batch import fetch, put, view_of
 from .config import check_critic, check_features
 from .critic import watch_critic

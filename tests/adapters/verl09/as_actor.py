@@ -173,7 +173,7 @@ class Trainer(harness.Trainer):
     @contextlib.contextmanager
     def analysed(self, batch: Any) -> Iterator[tuple[Any, Any]]:
         """The engine as an analysis sees it, and this rank's rows."""
-        from gradloc.adapters.verl09.analysis import AnalysisEngine
+        from gradloc.adapters.verl09.analysis.engine import AnalysisEngine
         from gradloc.adapters.verl09.engine import _clip
         from verl.utils import tensordict_utils as tu
 
@@ -184,7 +184,7 @@ class Trainer(harness.Trainer):
 
     def analyze(self, batch: Any) -> dict[str, Any]:
         """What the worker answers that is asked for an analysis."""
-        from gradloc.adapters.verl09.analysis import ASKED_KEY, Asked, record_of_actor
+        from gradloc.adapters.verl09.analysis.engine import ASKED_KEY, Asked, record_of_actor
         from gradloc.adapters.verl09.engine import watch_actor
         from gradloc.config import GradLocConfig
         from verl.utils import tensordict_utils as tu
