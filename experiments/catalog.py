@@ -294,6 +294,17 @@ KK_DEMO = DEMO.heir(
     seeds=(1, 2, 3),
     summary_module="experiments.kk.summary",
 )
+KK_DEMO_VERL09 = DEMO_VERL09.heir(
+    "kk-demo-verl09",
+    "kk-demo on verl 0.9.1, with nothing patched: kk-demo verl=0.9.1",
+    number("GRPO_LEARNING_RATE", "the actor's learning rate (6e-4)"),
+    imports=KK_DEMO.imports,
+    material=KK_DEMO.material,
+    verls=("0.9.1",),
+    arms=KK_DEMO.arms,
+    seeds=KK_DEMO.seeds,
+    summary_module=KK_DEMO.summary_module,
+)
 
 EXPERIMENTS = {entry.name: entry for entry in list(globals().values()) if isinstance(entry, Experiment)}
 

@@ -26,7 +26,7 @@ from ...stabilize.ratio_clip import TokenWeigher
 from ...stabilize.stabilizer import Stabilizer
 from ..verl_common.reports import answer
 from ..verl_common.weights import save_event_weights
-from .analysis import ASKED_KEY, analyze
+from .analysis.engine import ASKED_KEY, analyze
 from .loss import weighed, within_stage
 from .step import EngineStep, device_of
 

@@ -2,9 +2,8 @@
 """verl's V1 trainers with the driver's side of GradLoc: policies sent with a batch, events taken out of the metrics."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,14 +25,14 @@ from ...record.state import load_states, save_states
 from ...reweighting import STAGE_MASK_KEY, Lopti, Stage, reweight
 from ...stabilize.memory import build_memory
 from ..verl_common.reports import reports_of
-from .analysis_trainer import build_analysis
+from .analysis.trainer import build_analysis
 from .batch import fetch, put, view_of
 from .config import check_critic, check_features
 from .critic import watch_critic
 from .engine import report_of_actor, report_of_model, watch_actor
 from .touches import check_verl
 
-__all__ = ["TrainerSide", "watch_trainers"]
+__all__ = ["TrainerSide", "Update", "watch_trainers"]
 
 
 class _Role(NamedTuple):
@@ -45,8 +44,16 @@ class _Role(NamedTuple):
     ask: Callable[[Any], Any]
 
 
-_Update = Callable[[dict[str, Any]], Any]
-"""verl's own method, which adds to the metrics that it is given."""
+class Update(NamedTuple):
+    """An update of a model that verl is about to make."""
+
+    trainer: Any
+    batch: Any
+    """verl's ``KVBatchMeta``."""
+    run: Callable[[dict[str, Any]], Any]
+    """verl's own method, which adds to the metrics that it is given."""
+
+
 _ACTOR = _Role("actor_rollout_wg", "actor", watch_actor, report_of_actor)
 _CRITIC = _Role("critic_wg", "train", watch_critic, report_of_model)
 
@@ -138,14 +145,15 @@ class TrainerSide:
         total = before[mask].abs().sum()
         metrics["advantage_reweighting/kept_share"] = float(after[mask].abs().sum() / total) if total > 0 else 1.0
 
-    def update(self, trainer: Any, batch: Any, metrics: dict[str, Any], update: _Update) -> Any:
+    def update(self, update: Update, metrics: dict[str, Any]) -> Any:
         """The actor's update through verl's own method, once or in Lopti's two stages; before it, what is analysed."""
+        batch = update.batch
         if self.analysis is not None:
-            self._watch(trainer, _ACTOR)
-            if self.analysis.run(trainer, batch, metrics):
+            self._watch(update.trainer, _ACTOR)
+            if self.analysis.run(update.trainer, batch, metrics):
                 raise _Ended(metrics)
         if self.lopti is None:
-            return self._update_once(trainer, batch, metrics, update)
+            return self._update_once(update, metrics)
         data = fetch(batch, ["advantages", "old_log_probs", "response_mask"])
         whole, rows = data.to_padded_tensor(), data["response_mask"]
 
@@ -153,7 +161,7 @@ class TrainerSide:
             fields = {"advantages": whole["advantages"] * stage.mask, STAGE_MASK_KEY: stage.mask.float()}
             put(batch, {name: response_to_nested(values, rows) for name, values in fields.items()})
             found: dict[str, Any] = {}
-            self._update_once(trainer, batch, found, update, stage.name, keeps_lr_schedule)
+            self._update_once(update, found, stage.name, keeps_lr_schedule)
             return {name: [value] for name, value in found.items()}
 
         found = self.lopti.update(whole["old_log_probs"], whole["response_mask"], update_stage)
@@ -161,39 +169,32 @@ class TrainerSide:
         metrics.update(reduce_metrics(found))
         return batch
 
-    def update_critic(self, trainer: Any, batch: Any, metrics: dict[str, Any], update: _Update) -> Any:
+    def update_critic(self, update: Update, metrics: dict[str, Any]) -> Any:
         """The critic's update, likewise."""
         if self.critic is None:
-            return update(metrics)
-        return self._watched(self.critic, trainer, _CRITIC, batch, metrics, update)
+            return update.run(metrics)
+        return self._watched(self.critic, _CRITIC, update, metrics)
 
     def _update_once(
-        self,
-        trainer: Any,
-        batch: Any,
-        metrics: dict[str, Any],
-        update: _Update,
-        stage: str = "",
-        keeps_lr_schedule: bool = False,
+        self, update: Update, metrics: dict[str, Any], stage: str = "", keeps_lr_schedule: bool = False
     ) -> Any:
         if self.spikes is None and self.stabilizers is None and self.lopti is None:
-            return update(metrics)
-        ours = self.stabilizers
-        told = {"keeps_lr_schedule": keeps_lr_schedule, "learned": None if ours is None else ours.to_send}
+            return update.run(metrics)
+        learned = None if self.stabilizers is None else self.stabilizers.to_send
+        told = {"keeps_lr_schedule": keeps_lr_schedule, "learned": learned}
         if self.spikes is not None:
-            return self._watched(self.spikes, trainer, _ACTOR, batch, metrics, update, stage, told)
-        policy = self._silent_policy(trainer, batch, stage)
-        self._through(trainer, _ACTOR, batch, metrics, update, replace(policy, **told))
-        return batch
+            return self._watched(self.spikes, _ACTOR, update, metrics, stage, **told)
+        self._through(_ACTOR, update, metrics, replace(self._silent_policy(update, stage), **told))
+        return update.batch
 
-    def _silent_policy(self, trainer: Any, batch: Any, stage: str) -> Policy:
+    def _silent_policy(self, update: Update, stage: str) -> Policy:
         """Of an update in which no spike is looked for."""
         actor = self.config.actor_rollout_ref.actor
         rows = actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-        nothing = (None,) * (max(len(batch.keys) // rows, 1) * actor.ppo_epochs)
+        nothing = (None,) * (max(len(update.batch.keys) // rows, 1) * actor.ppo_epochs)
         self._num_updates += 1
         return Policy(
-            trainer.global_steps,
+            update.trainer.global_steps,
             kind="off",
             num_tokens=(),
             thresholds=nothing,
@@ -205,37 +206,28 @@ class TrainerSide:
         )
 
     def _watched(
-        self,
-        driver: Driver,
-        trainer: Any,
-        role: _Role,
-        batch: Any,
-        metrics: dict[str, Any],
-        update: _Update,
-        stage: str = "",
-        told: Mapping[str, Any] = MappingProxyType({}),
+        self, driver: Driver, role: _Role, update: Update, metrics: dict[str, Any], stage: str = "", **told: Any
     ) -> Any:
         """An update that is looked into, with the events written."""
+        trainer, batch = update.trainer, update.batch
         view = view_of(batch, is_critics=driver.model == "critic")
         dp_size = max(getattr(trainer, role.group)._dispatch_info[role.mesh]) + 1
         policy = driver.before_update(view.tensors["response_mask"], trainer.global_steps, dp_size, stage)
         put(batch, {ROW_KEY: torch.arange(len(batch.keys)).unsqueeze(-1)})
-        reports = self._through(trainer, role, batch, metrics, update, replace(policy, **told))
+        reports = self._through(role, update, metrics, replace(policy, **told))
         found = reduce_metrics(driver.after_update(reports, view))
         self._of_updates.setdefault(driver.model, []).append(found)
         metrics.update(found)
         return batch
 
-    def _through(
-        self, trainer: Any, role: _Role, batch: Any, metrics: dict[str, Any], update: _Update, policy: Policy
-    ) -> list[RankReport]:
+    def _through(self, role: _Role, update: Update, metrics: dict[str, Any], policy: Policy) -> list[RankReport]:
         """An update through verl's own method, with a policy; what all processes have to say of it."""
-        group = self._watch(trainer, role)
-        batch.extra_info[POLICY_KEY] = policy
+        group, told = self._watch(update.trainer, role), update.batch.extra_info
+        told[POLICY_KEY] = policy
         try:
-            update(metrics)
+            update.run(metrics)
         finally:
-            batch.extra_info.pop(POLICY_KEY, None)
+            told.pop(POLICY_KEY, None)
         reports = reports_of(group, role.ask)
         if role is _ACTOR and self.stabilizers is not None:
             self.stabilizers.after_update(reports[0].learned)
@@ -323,11 +315,11 @@ class _Watched:
 
     def _update_critic(self, batch: Any, metrics: dict) -> Any:
         update = super()._update_critic
-        return self.gradloc.update_critic(self, batch, metrics, lambda found: update(batch, found))
+        return self.gradloc.update_critic(Update(self, batch, lambda found: update(batch, found)), metrics)
 
     def _update_actor(self, batch: Any, metrics: dict) -> Any:
         update = super()._update_actor
-        return self.gradloc.update(self, batch, metrics, lambda found: update(batch, found))
+        return self.gradloc.update(Update(self, batch, lambda found: update(batch, found)), metrics)
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)

@@ -53,6 +53,8 @@ BY_RANK = ("actor/", "lopti/")
 class Trainer(harness.Trainer):
     """One rank's worker and trainer, with what the scenarios use."""
 
+    events: list[dict[str, Any]] = []  # of the last step, of each of its updates
+
     @property
     def module(self) -> torch.nn.Module:
         return self.engine.module
@@ -99,7 +101,7 @@ class Trainer(harness.Trainer):
     def update(self, batch: Any) -> dict[str, Any]:
         """One trainer step on the whole batch; returns its metrics and events."""
         batch = self._as_sampled(batch)
-        self.events: list[Any] = []
+        self.events = []
         metrics = super().update(batch)
         metrics["actor/grad_norm"] = self.of_workers["grad_norm"]
         found = {name: value if isinstance(value, list) else [value] for name, value in metrics.items()}
@@ -112,7 +114,7 @@ class Trainer(harness.Trainer):
         """Keeps the events, of each update in a step."""
         answer = super().ask(ask)
         if ask.__name__.startswith("report"):
-            self.events += [asdict(raw.event) for report in self.reports for raw in report.events]
+            self.events = [*self.events, *(asdict(raw.event) for report in self.reports for raw in report.events)]
         return answer
 
     # ---- what the analyses' scenarios ask for
@@ -171,7 +173,7 @@ class Trainer(harness.Trainer):
     @contextlib.contextmanager
     def analysed(self, batch: Any) -> Iterator[tuple[Any, Any]]:
         """The engine as an analysis sees it, and this rank's rows."""
-        from gradloc.adapters.verl09.analysis import AnalysisEngine
+        from gradloc.adapters.verl09.analysis.engine import AnalysisEngine
         from gradloc.adapters.verl09.engine import _clip
         from verl.utils import tensordict_utils as tu
 
@@ -182,7 +184,7 @@ class Trainer(harness.Trainer):
 
     def analyze(self, batch: Any) -> dict[str, Any]:
         """What the worker answers that is asked for an analysis."""
-        from gradloc.adapters.verl09.analysis import ASKED_KEY, Asked, record_of_actor
+        from gradloc.adapters.verl09.analysis.engine import ASKED_KEY, Asked, record_of_actor
         from gradloc.adapters.verl09.engine import watch_actor
         from gradloc.config import GradLocConfig
         from verl.utils import tensordict_utils as tu
@@ -204,7 +206,7 @@ class Trainer(harness.Trainer):
 
     def update_by_hand(self, batch: Any, stage: torch.Tensor, name: str) -> None:
         """One update on these tokens, (R, T), of the batch, whose advantages elsewhere are 0."""
-        from gradloc.adapters.verl09.trainer import TrainerSide
+        from gradloc.adapters.verl09.trainer import TrainerSide, Update
 
         batch.batch["lopti_mask"] = stage
         if self.hook is None:
@@ -213,7 +215,7 @@ class Trainer(harness.Trainer):
             meta = self.store.add(batch)
             of_verl = type(self.trainer).__bases__[-1]._update_actor
             self.hook.lopti = mock.Mock()  # so that the update comes with a policy
-            self.hook._update_once(self.trainer, meta, {}, partial(of_verl, self.trainer, meta), name)
+            self.hook._update_once(Update(self.trainer, meta, partial(of_verl, self.trainer, meta)), {}, name)
 
     def _as_sampled(self, batch: Any) -> Any:
         """With the actor's own log-probs for the old ones where verl 0.7 would take them for these."""
@@ -254,8 +256,9 @@ class Trainer(harness.Trainer):
         from gradloc.stabilize.ratio_clip import TokenWeigher
 
         of_verl = self.worker.actor.loss_fn
-        stabilize = self.settings.stabilize
-        return weighed(of_verl, TokenWeigher(stabilize), dict) if stabilize.weighs_tokens else of_verl
+        if self.hook is None or not self.settings.stabilize.weighs_tokens:
+            return of_verl
+        return weighed(of_verl, TokenWeigher(self.settings.stabilize), dict)
 
     def micro_batches(self, model: torch.nn.Module, batch: Any) -> Iterator[MicroBatch]:
         """The oracle's: verl's ``ppo_loss`` of a plain model's log-probs."""

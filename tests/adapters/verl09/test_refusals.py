@@ -15,6 +15,7 @@ FUSED_BY = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
 LOPTI = "algorithm.lopti.enable=true"
 BUCKETS = "trainer.gradient_analysis_mode=true"
 STABILIZE = f"{ACTOR}.gradloc.stabilize"
+NO_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs=false"
 REFUSED = {
     f"{ACTOR}.strategy=veomni": "strategy must be fsdp or fsdp2 while .* \\(other engines do not have it\\)",
     "trainer.use_v1=false": "trainer.use_v1 must be true",
@@ -31,7 +32,7 @@ REFUSED = {
     f"{BUCKETS} trainer.gradient_analysis_env_groups=4": "env_groups must be null here \\(these trainers roll out no",
     f"{BUCKETS} {ACTOR}.loss_agg_mode=token-sum": "loss_agg_mode must be one of verl's means",
     "trainer.quartile_analysis_mode=true trainer.quartile_analysis_every=0": "quartile_analysis_every must be",
-    f"{STABILIZE}.token_clip.mode=mask": "calculate_log_probs must be true while .*token_clip or seq_clip is on",
+    f"{STABILIZE}.token_clip.mode=mask {NO_LOG_PROBS}": "calculate_log_probs must be true while .*seq_clip is on",
     f"{STABILIZE}.layer_clip.rule=adagc {STABILIZE}.layer_clip.group=kind {ACTOR}.strategy=fsdp": (
         "use_orig_params must be true with strategy=fsdp"
     ),

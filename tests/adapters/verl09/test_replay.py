@@ -70,5 +70,5 @@ def replayed(world, bundle, model, folder):
     """What a replay has measured, and the event itself."""
     argv = [str(bundle), "--model", model, "--json", str(folder / "out.json")]
     done, _ = world.run("tests.adapters.verl09.harness.replay", argv=argv)
-    assert (done["code"], done["err"]) == (0, ""), done["out"]
+    assert done["code"] == 0, done["out"] + done["err"]  # which shows how far transformers has loaded the model
     return json.loads((folder / "out.json").read_text()), json.loads((bundle / "meta.json").read_text())["event"]

@@ -20,15 +20,15 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine import FSDPEngineWithLMHead
 from verl.workers.engine.utils import prepare_micro_batches
 
-from ...analysis.actor import BUCKET_KEY, MicroBatch, Rows, cut_runs
-from ...analysis.measure import measure
-from ...analysis.quartiles.probe import QUARTILE_KEY, SAMPLE_KEY
-from ...core.probe import RngState
-from ...core.ranks import Ranks
-from ..verl_common.losses import aggregation_of, is_of_micro_batch
-from ..verl_common.reports import answer_of
-from .packed import pack, padded, unpack
-from .step import device_of, readout_of
+from ....analysis.actor import BUCKET_KEY, MicroBatch, Rows, cut_runs
+from ....analysis.measure import measure
+from ....analysis.quartiles.probe import QUARTILE_KEY, SAMPLE_KEY
+from ....core.probe import RngState
+from ....core.ranks import Ranks
+from ...verl_common.losses import aggregation_of, is_of_micro_batch
+from ...verl_common.reports import answer_of
+from ..packed import pack, padded, unpack
+from ..step import device_of, readout_of
 
 __all__ = ["ASKED_KEY", "AnalysisEngine", "Asked", "analyze", "record_of_actor"]
 
@@ -45,7 +45,7 @@ class Asked:
     """What the trainer asks every rank for."""
 
     request: dict[str, Any]
-    """See :func:`~...analysis.measure.measure`."""
+    """See :func:`~....analysis.measure.measure`."""
     settings: Any
     """Those that hold."""
 
@@ -53,7 +53,7 @@ class Asked:
 def analyze(
     engine: Any, data: Any, loss_function: Any, clip: Callable[[], torch.Tensor], request: dict[str, Any]
 ) -> dict[str, Any]:
-    """Split the gradient of a batch: see :func:`~...analysis.measure.measure`.
+    """Split the gradient of a batch: see :func:`~....analysis.measure.measure`.
 
     Args:
         engine: verl's ``FSDPEngineWithLMHead``.
@@ -72,7 +72,7 @@ def record_of_actor(worker: Any) -> DataProto:
 
 
 class AnalysisEngine:
-    """The powers that :class:`~...analysis.actor.Actor` names; see there.
+    """The powers that :class:`~....analysis.actor.Actor` names; see there.
 
     Args:
         engine: verl's.

@@ -12,17 +12,17 @@ import numpy as np
 import torch
 import transfer_queue as tq
 
-from ...analysis.analyses import Analyses
-from ...analysis.config import check_separate, read_buckets, read_quartiles
-from ...analysis.reporter import Batch
-from ...rollout_filter.choose import choose
-from ...rollout_filter.config import read_filter
-from ...rollout_filter.groups import groups_of
-from ...rollout_filter.rank import advantage_scale
-from ..verl_common.analyses import FILLER, refuse_pictures, run_of, well
-from ..verl_common.reports import reports_of
-from .analysis import ASKED_KEY, Asked, record_of_actor
-from .batch import fetch, put, view_of
+from ....analysis.analyses import Analyses
+from ....analysis.config import check_separate, read_buckets, read_quartiles
+from ....analysis.reporter import Batch
+from ....rollout_filter.choose import choose
+from ....rollout_filter.config import read_filter
+from ....rollout_filter.groups import groups_of
+from ....rollout_filter.rank import advantage_scale
+from ...verl_common.analyses import FILLER, refuse_pictures, run_of, well
+from ...verl_common.reports import reports_of
+from ..batch import fetch, put, view_of
+from .engine import ASKED_KEY, Asked, record_of_actor
 
 __all__ = ["Analysis", "build_analysis"]
 

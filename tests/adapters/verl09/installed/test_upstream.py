@@ -11,7 +11,7 @@ import pytest
 
 import verl
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "upstream.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "upstream.md"
 MOST_LINES = 60
 
 
