@@ -59,9 +59,10 @@ _ENDINGS = re.compile(
     re.IGNORECASE,
 )
 _SETTINGS = re.compile(
-    r"^events\.jsonl$|config|args|tokenizer|vocab|special_tokens|generation_config|requirements|metadata|index\.json|summary",
-    re.I,
+    r"^events\.jsonl$|^requirements.*\.txt$|(?:config|args|tokenizer|vocab|tokens|metadata|index|summary)[^/]*\.json$"
 )
+"""What lies beside logs and is none."""
+_LOGLIKE = re.compile(r"\.(?:log|out|jsonl|csv|tsv|wandb|swanlab)(?:\.\w+)?$|\.tfevents\.")
 
 
 @dataclass
@@ -168,6 +169,10 @@ def _of_folder(folder: Path) -> tuple[list[tuple[Path, Recording]], list[str]]:
                 found.append((path if path.is_dir() else path.parent, recording))
     with_norms = [entry for entry in found if _norms(entry[1])]
     kept, notes = _distinct(with_norms) if with_norms else (found[:1], [])
+    silent = [name for name in unread if _LOGLIKE.search(name)]
+    if kept and silent:
+        names = ", ".join(silent[:3]) + (", ..." if len(silent) > 3 else "")
+        notes.append(f"{plural(len(silent), 'file')} of the folder hold no metrics that can be read ({names}).")
     if len(entries) > MOST:
         notes.append(f"{folder} holds {len(entries)} files that could be logs; the first {MOST} were looked into.")
     if not kept:
