@@ -15,6 +15,7 @@ from pathlib import Path
 
 from . import __version__
 from .errors import ReportError
+from .guess import Parser, nearby
 
 COMMANDS = {
     "show": "what happened in a run, from its events or from its log alone; the page with -o",
@@ -42,7 +43,7 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """The parser with every subcommand's arguments."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="gradloc-report",
         description="Shows what spiked in a run, which tokens did it, and why.",
         epilog=EPILOG,
@@ -62,32 +63,19 @@ def _module(name: str):
 
 def _meant(arguments: list[str]) -> str | None:
     """A sentence for what looks like a mistyped command or path: there is no file or folder of that name."""
-    if len(arguments) < 2 or arguments[0] != DEFAULT or arguments[1].startswith("-") or Path(arguments[1]).exists():
+    said = arguments[1] if len(arguments) > 1 else "-"
+    if arguments[0] == "watch" or said.startswith("-") or Path(said).exists():  # a run may be about to begin
         return None
-    said, rest = arguments[1], shlex.join(arguments[2:])
-    nothing = f"there is no file or folder {said} and no command of that name:"
-    commands = difflib.get_close_matches(said, COMMANDS, n=1, cutoff=0.7)
-    if commands:
-        return f"{nothing} did you mean `gradloc-report {commands[0]} {rest or 'RUN_DIR'}`?"
-    path = Path(said)
-    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    paths = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.6)
-    if paths:
-        return f"{nothing} did you mean `gradloc-report {path.parent / paths[0]}`?"
-    if len(arguments) > 2 and Path(arguments[2]).exists():
-        return f"{nothing} `gradloc-report {rest}` shows a run; the commands are {', '.join(COMMANDS)}."
-    return None
-
-
-def _no_option(command: str, said: str) -> str:
-    """A sentence for what a command does not take."""
-    made = argparse.ArgumentParser()
-    _module(command).add_arguments(made)
-    options = [option for action in made._actions for option in action.option_strings if option.startswith("--")]
-    close = difflib.get_close_matches(said.partition("=")[0], options, n=1, cutoff=0.6)
-    kind = "option" if said.startswith("-") else "argument"
-    hint = f"did you mean {close[0]}?" if close else f"see `gradloc-report {command} --help`."
-    return f"{command} takes no {kind} {said}: {hint}"
+    rest = shlex.join(arguments[2:])
+    if arguments[0] == DEFAULT:
+        nothing = f"there is no file or folder {said} and no command of that name:"
+        commands = difflib.get_close_matches(said, COMMANDS, n=1, cutoff=0.7)
+        if commands:
+            return f"{nothing} did you mean `gradloc-report {commands[0]} {rest or 'RUN_DIR'}`?"
+        if len(arguments) > 2 and Path(arguments[2]).exists():
+            return f"{nothing} `gradloc-report {rest}` shows a run; the commands are {', '.join(COMMANDS)}."
+    guess = nearby(said)
+    return f"there is no file or folder {said}{guess}" if guess else None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -96,14 +84,11 @@ def main(argv: list[str] | None = None) -> int:
     is_named = arguments and arguments[0] in (*COMMANDS, "-h", "--help", "--version")
     if arguments and not is_named:
         arguments.insert(0, DEFAULT)
-    hint = _meant(arguments)
+    hint = _meant(arguments) if arguments else None
     if hint:
         print(f"gradloc-report: {hint}", file=sys.stderr)
         return 2
-    args, unknown = parser().parse_known_args(arguments)
-    if unknown:
-        print(f"gradloc-report: {_no_option(args.command, unknown[0])}", file=sys.stderr)
-        return 2
+    args = parser().parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a token may be more than the terminal can say
     try:

@@ -33,7 +33,7 @@ def test_one_event_is_told_with_its_verdict(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     assert main([str(folder), "--event", "step000009-epoch0-mini0"]) == 0
     out = capsys.readouterr().out
-    assert "At step 9 the gradient norm was 748" in out
+    assert "One token made the step-9 spike." in out
     assert "\x1b[31m" not in out
 
 

@@ -10,8 +10,8 @@ from rich.text import Text
 from ...record import Event
 from ...words.leader import leader
 from ...words.numbers import bounded, number
-from ...words.verdict import carried
-from ..runs import story
+from ...words.shares import carried
+from ...words.story import headline
 from ..runs.diagnosis import diagnose
 from ..runs.health import RunHealth, judge
 from ..runs.metrics import MAX, MEAN, Metrics
@@ -46,6 +46,7 @@ def view(follower: Follower, width: int) -> Group:
     if run.events:
         parts.append(Text(show_command(str(run.path), run.events[-1].event_id), style="cyan"))
     parts += [Text(one_line(note), style="yellow") for note in run.notes[-3:]]
+    parts.append(Text("q ends.", style="dim"))
     return Group(*parts)
 
 
@@ -55,7 +56,7 @@ def news(run: RunFolder, known: set[str]) -> list[str]:
     for event in run.events:
         if event.event_id not in known:
             known.add(event.event_id)
-            lines.append(f"{story.headline(event)}: {_change(event)}")
+            lines.append(f"{headline(event)}: {_change(event)}")
     return lines
 
 
@@ -125,7 +126,7 @@ def _events(events: list[Event]) -> Table:
         first = leader(event.culprits)
         cells = (
             str(event.step.global_step),
-            story.headline(event),
+            headline(event),
             f'"{one_line(first.text, 20)}"' if first else "none",
             (carried(event, [first]) if first else None) or number(None),
             _change(event),

@@ -13,6 +13,7 @@ from pathlib import Path
 from ...record import Event
 from .. import logs
 from ..errors import ReportError
+from ..guess import meant
 from ..logs import Log, LoggedRun
 from ..logs.formats import missing
 from ..text import plural
@@ -61,7 +62,8 @@ class RunFolder:
                 return event
         names = ", ".join(event.event_id for event in self.events[:5]) or "none"
         more = f" and {len(self.events) - 5} more" if len(self.events) > 5 else ""
-        raise ReportError(f"{self.path} has no event {event_id!r}: there are {names}{more}.")
+        guess = meant(event_id, [event.event_id for event in self.events])
+        raise ReportError(f"{self.path} has no event {event_id!r}{guess or f': there are {names}{more}.'}")
 
 
 def read_run(path: Path, metrics_path: Path | None = None, metric: str | None = None) -> RunFolder:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from gradloc.report import text
+from gradloc.words import text
 from gradloc.words.numbers import bounded, number, percent, with_error
 from tests.report.builder import HOSTILE, VISIBLE
 
@@ -119,8 +119,3 @@ def test_one_line_is_one_line_and_cut_at_the_end_asked_for():
 )
 def test_positions_read_as_a_span(positions, shown):
     assert text.span(positions) == shown
-
-
-def test_the_replay_command_quotes_the_path():
-    assert text.replay_command("/a b/c") == ("python -m verl.gradloc.replay '/a b/c' --model MODEL_PATH")
-    assert text.replay_command(None) is None

@@ -1,12 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A progress bar on one line of stderr; plain lines where stderr is not a terminal."""
+"""What a benchmark's run says of itself: which sources it measured, and how far it has come."""
 
+import hashlib
 import sys
 import time
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+
+
+def digest() -> str:
+    """sha256 over the sources of gradloc's core and search."""
+    found = hashlib.sha256()
+    for room in ("core", "search"):
+        for path in sorted((REPO / "gradloc" / room).glob("*.py")):
+            found.update(path.name.encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()
 
 
 class Progress:
-    """Counts to ``total``."""
+    """A bar on one line of stderr that counts to ``total``; plain lines where stderr is not a terminal."""
 
     def __init__(self, total: int):
         self.total = total

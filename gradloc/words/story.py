@@ -1,28 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An event as a person wants to hear it: what happened, whether it hurt, what to do now.
+"""An event as a person wants to hear it: what happened, which numbers say so, what the optimizer was given.
 
-Nothing here is a guess: what the record, its bundle or the run's metrics do not say is left out.
+Nothing here is a guess: what the record does not say is left out. Pure, standard library only.
 """
 
-import json
 import math
 import re
-import shlex
-import statistics
 from dataclasses import dataclass
-from pathlib import Path
 
-from ...record import Culprit, Event, StepCause
-from ...words.leader import leader
-from ...words.numbers import bounded, number, percent
-from ...words.verdict import carried
-from ..text import one_line, plural, times, visible
-from . import advice
-from .events import bundle_folder
-from .metrics import Metrics
+from ..record import Culprit, Event, StepCause
+from .leader import leader
+from .meanings import meaning_of
+from .numbers import bounded, number, percent
+from .shares import carried, told_share
+from .text import one_line, plural, times, visible
 
-COUNTS = ("No", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten", "Eleven", "Twelve")
-SPANS = {"token": "token", "segment": "span of tokens", "sequence": "response"}
+__all__ = [
+    "ACTIONS",
+    "CERTIFICATES",
+    "ODD",
+    "Story",
+    "beside",
+    "cause_of",
+    "culprits",
+    "figures",
+    "given",
+    "headline",
+    "it",
+    "lede",
+    "odd_number",
+    "tell",
+]
+
+_COUNTS = ("No", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten", "Eleven", "Twelve")
+_SPANS = {"token": "token", "segment": "span of tokens", "sequence": "response"}
 ODD = {
     "token_mismatch": ("ratio_over_typical", "its ratio is "),
     "sequence_mismatch": ("ratio_over_typical", "the ratio is "),
@@ -34,11 +45,23 @@ ODD = {
     "value_outlier": ("error_over_typical", "the value is off by "),
 }
 """The number that makes each cause a cause, and what it is a number of where the cause's title does not say."""
-TRIGGERS = {
+_TRIGGERS = {
     "fixed": "fixed rule",
     "adaptive": "learned from the run",
     "forced": "a rehearsal",
     "non_finite": "a norm that is not finite spikes by itself",
+}
+
+CERTIFICATES = {
+    "explained": "explained: without the culprits the step is healthy",
+    "not_explained": "not explained: without the culprits the step still spikes",
+    "undecided": "undecided",
+}
+ACTIONS = {
+    "observe": "observe: the step was taken unchanged",
+    "mask": "mask: the optimizer took the step without the culprits",
+    "skip": "skip: the optimizer took no step",
+    "abort": "abort: the run was stopped",
 }
 
 
@@ -97,19 +120,14 @@ BESIDE = {
     ),
 }
 """By label."""
-NAMES = 4
+_NAMES = 4
 """Parameters or tensors named on the first screen."""
-BACK, USUAL = 1.5, 3.0
-"""Under so many times the run's own, a norm is back there, and a batch's number is as it was."""
-OF_REWARDS = ("trainer.rollout_data_dir", "algorithm.norm_adv_by_std_in_grpo")
-"""Advice that helps where the advantages are what is scaled."""
-REWARDS = ("critic/score/mean", "critic/rewards/mean")
-LINES = 4
+_USUAL = 3.0
+"""Under so many times the run's own, a batch's number is as it was."""
+_WHOLE = 1.05
+"""Of the gradient, with room for rounding."""
+_LINES = 4
 """Of the text before the culprit, its own line included: a chat's prompt has many short ones."""
-NEAR = 5
-"""Steps before and after the event that are compared."""
-LEAST = 3
-"""Steps that are too few to say what was usual."""
 
 
 @dataclass(frozen=True)
@@ -127,35 +145,31 @@ class Story:
     """Where no token made it: the parameters, or the batch's tensors, that did, and what they are."""
     figures: list[tuple[str, str, str]]
     """Three of value, what it is, and a remark."""
-    consequence: list[str]
-    """What the step did, and how the run went on; sentences."""
-    action: tuple[str, str] | None
-    """What to do, and the config line that does it."""
+    given: list[str]
+    """What the step did; sentences."""
 
 
-def tell(event: Event, clip: float | None, metrics: Metrics) -> Story:
+def tell(event: Event, clip: float | None = None) -> Story:
     """Put an event's story together.
 
     Args:
         event: the event.
-        clip: the norm that gradients were clipped to; None where that is not known.
-        metrics: the run's; may be empty.
+        clip: the norm that gradients were clipped to, where it is known from elsewhere than the event.
     """
     first = leader(event.culprits)
     cause = beside(event)
-    more = len(cause.names) - NAMES if cause else 0
-    names = tuple(one_line(name, 80) for name in cause.names[:NAMES]) if cause else ()
+    more = len(cause.names) - _NAMES if cause else 0
+    names = tuple(one_line(name, 80) for name in cause.names[:_NAMES]) if cause else ()
     return Story(
         headline=headline(event),
-        lede=_lede(event, first),
-        before="\n".join(visible((first and first.text_before) or "")[-200:].split("\n")[-LINES:]),
+        lede=lede(event),
+        before="\n".join(visible((first and first.text_before) or "")[-200:].split("\n")[-_LINES:]),
         token=visible(first.text)[:200] if first else "",
         after=visible((first and first.text_after) or "")[:160],
         named=BESIDE[cause.label].named if cause else "",
         names=(*names, f"and {more} more") if more > 0 else names,
-        figures=_figures(event),
-        consequence=[*_step(event, clip), *_afterwards(event, metrics)],
-        action=_action(event, first),
+        figures=figures(event),
+        given=_step(event, clip),
     )
 
 
@@ -205,14 +219,16 @@ def culprits(event: Event) -> str:
     """``One token``, ``Three responses``, ``14 culprits``."""
     count = len(event.culprits)
     spans = {culprit.span for culprit in event.culprits}
-    noun = SPANS.get(spans.pop(), "culprit") if len(spans) == 1 else "culprit"
+    noun = _SPANS.get(spans.pop(), "culprit") if len(spans) == 1 else "culprit"
     if noun.startswith("span") and count > 1:
         noun = "spans of token"
-    head = COUNTS[count] if count < len(COUNTS) else f"{count:,}"
+    head = _COUNTS[count] if count < len(_COUNTS) else f"{count:,}"
     return f"{head} {plural(count, noun).partition(' ')[2]}"
 
 
-def _lede(event: Event, first: Culprit | None) -> str:
+def lede(event: Event) -> str:
+    """What the culprits carry and why, or what else made the spike; sentences."""
+    first = leader(event.culprits)
     other = beside(event)
     said = _beside(other) if other else ""
     if first is None:
@@ -220,11 +236,17 @@ def _lede(event: Event, first: Culprit | None) -> str:
         return said or stopped
     share = carried(event, event.culprits)
     subject = "It carries" if len(event.culprits) == 1 else "Together they carry"
-    part = f"{subject} {share} of the gradient." if share is not None else ""
+    rest = "" if _is_part(event) else "; the other tokens pull the other way"
+    part = f"{subject} {share} of the gradient{rest}." if share is not None else ""
     odd = odd_number(first)
-    why = f"{advice.of(first.cause.label).title}{f': {ODD[first.cause.label][1]}{odd}' if odd else ''}."
+    why = f"{meaning_of(first.cause.label).title}{f': {ODD[first.cause.label][1]}{odd}' if odd else ''}."
     more = f"At least {event.search.num_more} more are left." if event.search.num_more else ""
     return " ".join(sentence for sentence in (part, why, more, said) if sentence)
+
+
+def _is_part(event: Event) -> bool:
+    """Whether what the culprits carry is no more than the gradient: others may pull the other way."""
+    return math.fsum(told_share(event, culprit) or 0.0 for culprit in event.culprits) < _WHOLE
 
 
 def _beside(cause: StepCause) -> str:
@@ -241,7 +263,7 @@ def _beside(cause: StepCause) -> str:
     advantage = cause.numbers.get("advantage_over_run")
     if cause.label == "batch_scale" and advantage is not None:
         who = (
-            "the loss or the ratios scale it" if advantage < USUAL else "it is the rewards, or how they are normalized"
+            "the loss or the ratios scale it" if advantage < _USUAL else "it is the rewards, or how they are normalized"
         )
         said += f" Its advantages are {number(advantage, 3)} times the run's usual: {who}."
     return said
@@ -253,7 +275,8 @@ def odd_number(culprit: Culprit) -> str:
     return f"{number(value, 3)} times typical" if value is not None and math.isfinite(value) else ""
 
 
-def _figures(event: Event) -> list[tuple[str, str, str]]:
+def figures(event: Event) -> list[tuple[str, str, str]]:
+    """Three of value, what it is, and a remark: the norm, what it would have been, the threshold."""
     found, trigger = event.certificate, event.trigger
     norm = trigger.grad_norm if trigger.grad_norm is not None else found.norm_before
     threshold = trigger.threshold if trigger.threshold is not None else found.threshold
@@ -262,7 +285,7 @@ def _figures(event: Event) -> list[tuple[str, str, str]]:
     return [
         (number(norm, 3), "gradient norm", over),
         _second(event),
-        (number(threshold, 3), "threshold", TRIGGERS.get(trigger.kind, trigger.kind)),
+        (number(threshold, 3), "threshold", _TRIGGERS.get(trigger.kind, trigger.kind)),
     ]
 
 
@@ -278,26 +301,34 @@ def _second(event: Event) -> tuple[str, str, str]:
         return "0", "culprits found", event.search.status.replace("_", " ")
     norm, margin = bounded(found.norm_after, found.error_bound, 3)
     how = f"measured{margin}" if found.error_bound is not None else found.method
-    without = "without the padding" if other and other.label == "non_finite_padding" else _without(event)
+    without = "without the padding" if other and other.label == "non_finite_padding" else f"without {it(event)}"
     return norm, without, how if found.norm_after is not None else "not measured"
 
 
-def _without(event: Event) -> str:
-    return "without it" if len(event.culprits) == 1 else "without them"
+def it(event: Event) -> str:
+    """``it``, ``them``; ``that`` where no token made it."""
+    return "that" if not event.culprits else "it" if len(event.culprits) == 1 else "them"
 
 
 def _step(event: Event, clip: float | None) -> list[str]:
     """What the optimizer did with the step, and what that means for the next ones."""
-    said, other, given = [_given(event, clip)], beside(event), event.consequence
+    said, other, known = [given(event, clip)], beside(event), event.consequence
     if other and other.label == "non_finite_weights":
         said.append("Every further step will be like it until weights that are finite are loaded.")
-    if given and given.last_checkpoint:
-        said.append(f"The newest checkpoint before it: {one_line(given.last_checkpoint, 120, keep='end')}.")
+    if known and known.last_checkpoint:
+        said.append(f"The newest checkpoint before it: {one_line(known.last_checkpoint, 120, keep='end')}.")
     return [sentence for sentence in said if sentence]
 
 
-def _given(event: Event, clip: float | None) -> str:
-    """What the optimizer was given."""
+def given(event: Event, clip: float | None = None) -> str:
+    """What the optimizer was given, in sentences.
+
+    Args:
+        event: the event.
+        clip: the norm that gradients were clipped to, where the event does not say it.
+    """
+    if event.consequence is not None:
+        clip = event.consequence.grad_clip
     norm, after, taken = event.trigger.grad_norm, event.certificate.norm_after, event.action.taken
     if taken == "skip":
         asked = event.action.requested
@@ -308,8 +339,8 @@ def _given(event: Event, clip: float | None) -> str:
     is_known = after is not None and math.isfinite(after)
     if taken == "mask":
         size = f", of norm {bounded(after, event.certificate.error_bound, 3)[0]}" if is_known else ""
-        clipped = f", clipped to {number(clip, 3)}" if is_known and clip and after > clip else ""
-        return f"The optimizer took the step {_without(event)}{size}{clipped}."
+        clipped = f", clipped to {number(clip, 3)}" if after is not None and is_known and clip and after > clip else ""
+        return f"The optimizer took the step without {it(event)}{size}{clipped}."
     if norm is None:
         return ""
     if not math.isfinite(norm):
@@ -318,9 +349,8 @@ def _given(event: Event, clip: float | None) -> str:
         return "The optimizer took the step with the spike in it."
     if norm <= clip:
         return f"The optimizer took the step as it was: its norm is within the clip limit of {number(clip, 3)}."
-    known = event.consequence.culprit_share if event.consequence else None
-    share = carried(event, event.culprits, known) if known is not None else None
-    whose = f"that {SPANS.get(event.culprits[0].span, 'culprit')}'s" if len(event.culprits) == 1 else "theirs"
+    share = carried(event, event.culprits) if _is_part(event) else None
+    whose = f"that {_SPANS.get(event.culprits[0].span, 'culprit')}'s" if len(event.culprits) == 1 else "theirs"
     took = f"{share} of what the optimizer took was {whose}" if share is not None else "the optimizer took it"
     said = f"Clipping to {number(clip, 3)} scaled the whole step to 1/{number(norm / clip, 3)}, and {took}."
     if not is_known or not after or event.certificate.verdict != "explained":
@@ -328,79 +358,3 @@ def _given(event: Event, clip: float | None) -> str:
     healthy = event.consequence.healthy_norm if event.consequence else None
     kept = (after * clip / norm if healthy is None else healthy) / min(clip, after)
     return f"{said} That left the healthy part {percent(kept, 2)} of its usual size."
-
-
-def _afterwards(event: Event, metrics: Metrics) -> list[str]:
-    """Whether the run went on as before, as far as its metrics say."""
-    step = event.step.global_step
-    mean, most = (f"{event.model or 'actor'}/{name}" for name in ("grad_norm", "grad_norm_max"))
-    norm = most if metrics.finite(most) else mean
-    before, after = _around(metrics, norm, step)
-    said = []
-    if after and len(before) >= LEAST:
-        usual = statistics.median(before)
-        times = after[0] / usual if usual else math.inf
-        back = "back at" if times < BACK else f"{number(times, 2)} times" if times < USUAL else "far above"
-        said.append(f"The next step's norm was {number(after[0], 3)}, {back} the usual {number(usual, 3)}.")
-    reward = next((name for name in REWARDS if metrics.finite(name)), "")
-    before, after = _around(metrics, reward, step)
-    if len(before) >= LEAST and len(after) >= LEAST:
-        means = [sum(part) / len(part) for part in (before, after)]
-        said.append(
-            f"Mean reward: {number(means[0], 3)} over the {len(before)} steps before, "
-            f"{number(means[1], 3)} over the {len(after)} after."
-        )
-    return said
-
-
-def _around(metrics: Metrics, name: str, step: int) -> tuple[list[float], list[float]]:
-    """A metric's finite values at the steps just before and just after one."""
-    known = [
-        (s, v) for s, v in zip(metrics.steps, metrics.get(name), strict=True) if v is not None and math.isfinite(v)
-    ]
-    before = [value for at, value in known if step - NEAR <= at < step]
-    after = [value for at, value in known if step < at <= step + NEAR]
-    return before, after
-
-
-def _action(event: Event, first: Culprit | None) -> tuple[str, str] | None:
-    """The first advice for the step's cause that the run does not follow already."""
-    mode, other = f"{event.model or 'action.mode'}={event.action.requested}", beside(event)
-    label = cause_of(event) if not first or (other and other.label == "not_tokens") else first.cause.label
-    checkpoint = event.consequence.last_checkpoint if event.consequence else None
-    if label == "non_finite_weights" and checkpoint:
-        again = f"trainer.resume_mode=resume_path trainer.resume_from_path={shlex.quote(one_line(checkpoint))}"
-        return "Go back to the newest checkpoint before it; where that is not finite either, to an earlier one.", again
-    if not label:
-        return _when_nothing_is_found(event)
-    are_rewards_usual = bool(other) and (other.numbers.get("advantage_over_run") or math.inf) < USUAL
-    for what, line in advice.of(label, event.search.strategy).advice:
-        if not line.endswith(mode) and not (are_rewards_usual and line.startswith(OF_REWARDS)):
-            return what, line
-    return None
-
-
-def _when_nothing_is_found(event: Event) -> tuple[str, str]:
-    """What to ask next, where a search named nothing."""
-    if event.search.status == "budget_exhausted":
-        what, line = advice.more_search(event.search.strategy)
-        return f"{what[:-1]}: it ran out of them.", line
-    if event.rerun is None:
-        return (
-            "Ask whether such a spike comes back: where it does not, it is hardware or a race.",
-            "actor_rollout_ref.actor.gradloc.evidence.rerun=true",
-        )
-    return "Take no such step while its cause is looked for.", "actor_rollout_ref.actor.gradloc.action.mode=skip"
-
-
-def clip_of(root: Path, event: Event) -> float | None:
-    """The norm that gradients were clipped to, as the event says, else its bundle; None where nothing is clipped."""
-    if event.consequence is not None:
-        return event.consequence.grad_clip
-    folder = bundle_folder(root, event)
-    try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8", errors="replace")) if folder else {}
-        clip = float(meta["actor"]["grad_clip"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return clip if 0 < clip < math.inf else None
