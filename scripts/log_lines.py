@@ -194,6 +194,12 @@ def trainers(out: Path) -> None:
     cut = "\n".join(json.dumps({"step": s, "data": v}) for s, v in rows)
     (out / "trainers" / "file-logger-cut.jsonl").write_text(cut[:-20])
     answer("trainers/file-logger-cut.jsonl", "verl's file logger", *EXPLODES, "is cut off and was left out")
+    console = [f"step:{s} - {dashed(v)}\n" for s, v in rows]
+    cells = [
+        {"cell_type": "code", "source": [], "outputs": [{"output_type": "stream", "name": "stdout", "text": console}]}
+    ]
+    (out / "trainers" / "notebook.ipynb").write_text(json.dumps({"cells": cells, "nbformat": 4}, indent=1))
+    answer("trainers/notebook.ipynb", "verl's console log", *EXPLODES)
     documents = {
         "series.json": ({"source": "x", "series": [[s, v[NORM]] for s, v in rows]}, "JSON of a series", EXPLODES[:1]),
         "rows.json": ([{"step": s, **v} for s, v in rows], "JSON", EXPLODES),
@@ -223,6 +229,7 @@ def tables(out: Path) -> None:
     names = list(rows[0][1])
     plain = [[s, *v.values()] for s, v in rows]
     put("plain.csv", ["step", *names], plain, "CSV")
+    put("spaces.txt", ["step", "grad_norm"], [[s, v[NORM]] for s, v in rows], "CSV", EXPLODES[0], comma=" ")
     put("quoted.csv", ["step", *names], plain, "CSV", quoting=csv.QUOTE_ALL)
     put("bom.csv", ["step", *names], plain, "CSV", coding="utf-8-sig")
     put("excel-utf-16.csv", ["step", *names], plain, "CSV", comma="\t", coding="utf-16")

@@ -152,7 +152,7 @@ def trackers(out: Path) -> None:
     os.environ.update(WANDB_DISABLE_GIT="true", WANDB_X_DISABLE_META="true", WANDB_X_DISABLE_MACHINE_INFO="true")
     os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true", WANDB_CONSOLE="off", MLFLOW_ALLOW_FILE_STORE="true")
     folder = out / "trackers"
-    folder.mkdir(parents=True)
+    (folder / "resumed").mkdir(parents=True)
     both = (("bad", "explodes"), ("good", "calm"))
     for name, kind in both:
         run = wandb.init(project="p", name=name, dir=str(folder), config={"lr": 1e-6, "kind": kind})
@@ -160,6 +160,13 @@ def trackers(out: Path) -> None:
             run.log(values, step=step)
         run.finish()
     answer("trackers/wandb", "W&B's local run", *EXPLODES, "No spike in 60 steps")
+    rows = story("resumed")
+    for part in (rows[:52], rows[52:]):  # what verl does that is started again: another local run of the same name
+        run = wandb.init(project="p", name="again", dir=str(folder / "resumed"))
+        for step, values in part:
+            run.log(values, step=step)
+        run.finish()
+    answer("trackers/resumed", "W&B's local run", EXPLODES[0], "12 steps (41-52) were logged twice")
     stores = {"mlruns": folder / "mlruns", "mlruns.db": f"sqlite:///{folder / 'mlruns.db'}"}
     for name, store in stores.items():
         mlflow.set_tracking_uri(str(store))
@@ -170,6 +177,8 @@ def trackers(out: Path) -> None:
                 for step, values in story(kind):
                     mlflow.log_metrics(values, step=step)
         answer(f"trackers/{name}", "MLflow", *EXPLODES, "good: No spike in 60 steps", settings={"data.seed": "1"})
+    bad = next((folder / "mlruns").glob("*/*/tags/mlflow.runName")).parents[1].relative_to(out)
+    answer(str(bad), "MLflow", settings={"data.seed": "1"})
     for name, kind in both:
         swanlab.init(project="p", experiment_name=name, logdir=str(folder / "swanlog"), mode="offline")
         for step, values in story(kind):

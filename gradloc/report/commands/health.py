@@ -174,7 +174,8 @@ def _print(found: RunFolder, health: RunHealth, config: HealthConfig) -> None:
     console.print(Text(one_line(found.name), style="bold"))
     if found.log and not found.events:
         diagnosis = diagnose(found.log.runs[0])
-        if diagnosis.worst:
+        is_told = {"gradient_jump", "non_finite"} & {finding.worst.name for finding in health.findings}
+        if diagnosis.worst and not is_told:  # in the rules' own warm-up
             console.print(Text(one_line(diagnosis.headline), style="bold red"))
         console.print(Text(diagnosis.beside(health)))
     else:

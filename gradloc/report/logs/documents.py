@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One JSON value over a whole file: ``trainer_state.json``, ``series: [[step, norm], ...]``, a list of dicts."""
+"""One JSON value over a whole file: ``trainer_state.json``, a series, a list of dicts, a notebook with its outputs."""
 
 import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from ..runs.metrics import MEAN
+from .lines import read_lines
 from .names import is_norm, number, numbers, step_of
 from .recording import Recording, Row
 from .source import Source
@@ -32,6 +35,8 @@ def read_document(source: Source) -> list[Recording]:
         document = json.loads(source.read().decode(source.coding or "utf-8", errors="replace").lstrip("\ufeff"))
     except (ValueError, RecursionError):
         return []
+    if isinstance(document, dict) and isinstance(document.get("cells"), list):
+        return _notebook(source, document["cells"])
     found = Recording(source.name, "JSON", notes=source.notes)
     if isinstance(document, dict) and isinstance(document.get("series"), list):
         name = str(document.get("metric", ""))
@@ -48,6 +53,18 @@ def read_document(source: Source) -> list[Recording]:
         return _columns(found, document)
     found.rows = _numbered(entries if isinstance(entries, list) else [document], found)
     return [found] if found.rows else []
+
+
+def _notebook(source: Source, cells: list[Any]) -> list[Recording]:
+    """What the cells of a notebook printed, read as a console."""
+    outputs = [
+        out for cell in cells if isinstance(cell, dict) for out in cell.get("outputs") or () if isinstance(out, dict)
+    ]
+    texts = [part for out in outputs for part in (out.get("text") or ())]
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", errors="replace") as console:
+        console.write("".join(map(str, texts)))
+        console.flush()
+        return read_lines(Source(Path(console.name), source.name)) if texts else []
 
 
 def _numbered(entries: list[Any], found: Recording) -> list[Row]:

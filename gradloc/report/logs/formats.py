@@ -55,13 +55,14 @@ _SKIPPED = re.compile(
     r"checkpoints?|events|__pycache__|node_modules|\.git|\.venv|site-packages|global_step_\d+|gradient_analysis"
 )
 _ENDINGS = re.compile(
-    r"\.(?:log|txt|out|err|jsonl?|ndjson|csv|tsv|db|sqlite3?|wandb|swanlab)(?:\.\d+)?(?:\.(?:gz|xz|bz2|zst))?$|\.tfevents\.|^[^.]+$",
+    r"\.(?:log|txt|out|err|jsonl?|ndjson|ipynb|csv|tsv|db|sqlite3?|wandb|swanlab)(?:\.\d+)?(?:\.(?:gz|xz|bz2|zst))?$|\.tfevents\.|^[^.]+$",
     re.IGNORECASE,
 )
 _SETTINGS = re.compile(
-    r"^events\.jsonl$|config|args|tokenizer|vocab|special_tokens|generation_config|requirements|metadata|index\.json|summary",
-    re.I,
+    r"^events\.jsonl$|^requirements.*\.txt$|(?:config|args|tokenizer|vocab|tokens|metadata|index|summary)[^/]*\.json$"
 )
+"""What lies beside logs and is none."""
+_LOGLIKE = re.compile(r"\.(?:log|out|jsonl|csv|tsv|wandb|swanlab)(?:\.\w+)?$|\.tfevents\.")
 
 
 @dataclass
@@ -91,12 +92,20 @@ def read(paths: Sequence[Path], metric: str | None = None) -> Log:
         found, more = _of_folder(path) if path.is_dir() else (_of_file(path), [])
         notes += more
         for where, recording in found:
-            # slurm-41.out and slurm-42.out, or two event files in one folder, can be one run
-            alike = "" if recording.format == "TensorBoard" else re.sub(r"\d+", "", recording.source)
-            chains.setdefault((where, recording.format, recording.run, alike), []).append(recording)
+            chains.setdefault(_chain(where, recording), []).append(recording)
     if not chains:
         raise ReportError(" ".join(notes) or "there is no log to read.")
     return Log(runs_of(chains.values(), metric), notes)
+
+
+def _chain(where: Path, recording: Recording) -> tuple:
+    """What recordings share that can be one run: event files in one folder, slurm-41.out and slurm-42.out, local runs
+    of W&B or SwanLab with one name."""
+    if recording.format == "TensorBoard":
+        return where, recording.format
+    if recording.format.endswith("local run"):
+        return where.parent, recording.format, recording.run
+    return where, recording.format, recording.run, re.sub(r"\d+", "", recording.source)
 
 
 def _of_file(path: Path) -> list[tuple[Path, Recording]]:
@@ -145,7 +154,7 @@ def _of_folder(folder: Path) -> tuple[list[tuple[Path, Recording]], list[str]]:
     """The recordings of a folder; of those that hold the same norms, the one with the most metrics."""
     found: list[tuple[Path, Recording]] = []
     unread: list[str] = []
-    entries = list(_entries(folder, DEPTH))
+    entries = [folder] if is_mlflow_run(folder) else list(_entries(folder, DEPTH))
     for path in entries[:MOST]:
         try:
             recordings = [read_mlflow_run(path)] if path.is_dir() else read_file(path)
@@ -154,11 +163,16 @@ def _of_folder(folder: Path) -> tuple[list[tuple[Path, Recording]], list[str]]:
             continue
         for recording in recordings:
             is_event_file = recording.format == "TensorBoard" and path.parent != folder
-            recording.source = (path.parent if is_event_file else path).relative_to(folder).as_posix()
+            source = (path.parent if is_event_file else path).relative_to(folder).as_posix()
+            recording.source = folder.name if source == "." else source
             if recording.rows:
                 found.append((path if path.is_dir() else path.parent, recording))
     with_norms = [entry for entry in found if _norms(entry[1])]
     kept, notes = _distinct(with_norms) if with_norms else (found[:1], [])
+    silent = [name for name in unread if _LOGLIKE.search(name)]
+    if kept and silent:
+        names = ", ".join(silent[:3]) + (", ..." if len(silent) > 3 else "")
+        notes.append(f"{plural(len(silent), 'file')} of the folder hold no metrics that can be read ({names}).")
     if len(entries) > MOST:
         notes.append(f"{folder} holds {len(entries)} files that could be logs; the first {MOST} were looked into.")
     if not kept:

@@ -8,7 +8,6 @@ most gradient norms found is the log, and the others' rows are told, not dropped
 import ast
 import json
 import re
-import sys
 from collections import defaultdict
 
 from .names import is_norm, number, numbers, step_of
@@ -56,7 +55,7 @@ class Grammar:
     def add(self, process: str, step: int, values: dict[str, float]) -> bool:
         if not values:
             return False
-        self.rows[process].append((step, {sys.intern(name): value for name, value in values.items()}))
+        self.rows[process].append((step, values))
         return True
 
     @property
@@ -197,7 +196,7 @@ class Blocks(Grammar):
         rows = self.rows[process]
         if not rows or rows[-1][0] != step or found[1] in rows[-1][1]:
             rows.append((step, {}))
-        rows[-1][1][sys.intern(found[1])] = float(found[2])
+        rows[-1][1][found[1]] = float(found[2])
         return True
 
 

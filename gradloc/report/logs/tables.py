@@ -23,7 +23,7 @@ def is_table(source: Source) -> bool:
     if source.path.suffix.lower() in (".csv", ".tsv"):
         return not source.is_binary
     head = next(csv.reader(lines[:1], delimiter=between), []) if between else []
-    if len(lines) < 2 or any(name and number(name, between != ",") is not None for name in head):
+    if len(lines) < 2 or any(name and number(name) is not None for name in head):
         return False
     return _step_of(head) is not None or any(map(is_norm, head))
 
@@ -37,8 +37,8 @@ def read_table(source: Source) -> list[Recording]:
     lines = (line for line in source.lines() if line.strip() and not line.startswith("sep="))
     first = next(lines, "").lstrip("\ufeff")
     between = _between([first]) or ","
-    reader = _rows(csv.reader(lines, delimiter=between))
-    head = next(csv.reader([first], delimiter=between), [])
+    reader = _rows(csv.reader(lines, delimiter=between, skipinitialspace=True))
+    head = next(csv.reader([first], delimiter=between, skipinitialspace=True), [])
     columns = [name.strip() for name in head]
     notes: list[str] = []
     at = _step_of(columns)
@@ -51,7 +51,7 @@ def read_table(source: Source) -> list[Recording]:
         times = [name for name in columns if _TIMES.search(name)]
         by = f"by its column {times[0]!r}" if times else "in the order of its rows"
         notes.append(f"{source.name} has no step column: the steps were counted, {by}.")
-    is_comma = between != ","
+    is_comma = between not in ", "
     long = _long(columns)
     if long is not None and at is not None:
         return _read_long(source, reader, at, long, is_comma)
@@ -64,7 +64,10 @@ def _between(lines: list[str]) -> str | None:
         lines = lines[1:]
     counts = {mark: lines[0].count(mark) for mark in ",;\t|"} if lines else {}
     best = max(counts, key=counts.__getitem__, default=",")
-    return best if counts.get(best) else None
+    if counts.get(best):
+        return best
+    words = lines[0].split() if lines else []
+    return " " if len(words) > 1 and _step_of(words) is not None and any(map(is_norm, words)) else None
 
 
 def _rows(reader: Iterator[list[str]]) -> Iterator[list[str]]:

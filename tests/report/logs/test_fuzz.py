@@ -11,6 +11,8 @@ from gradloc.report.cli import main
 LOGS = Path(__file__).resolve().parents[2] / "data" / "logs"
 FILES = sorted(path for path in LOGS.rglob("*") if path.is_file() and path.stat().st_size < 40_000)
 SEEDS, BATCH = 2000, 100
+BATCHES = [pytest.param(at, marks=[pytest.mark.slow] if at else []) for at in range(SEEDS // BATCH)]
+"""The first with every change, the others take minutes."""
 WORDS = (
     b"nan",
     b"inf",
@@ -64,7 +66,7 @@ def mutated(seed: int) -> tuple[str, bytes]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("batch", range(SEEDS // BATCH))
+@pytest.mark.parametrize("batch", BATCHES)
 def test_a_damaged_file_is_answered_or_refused_in_a_sentence(batch, tmp_path, capsys):
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
         name, content = mutated(seed)
