@@ -81,6 +81,8 @@ def _of_critic(settings: Any) -> Any:
     """The actor's settings as they hold for the critic: its own action, and nothing that only a replay uses."""
     return replace(
         settings,
+        enable=True,
+        stabilize=type(settings.stabilize)(),
         action=replace(settings.action, mode=settings.critic),
         evidence=replace(settings.evidence, bundle="off", checkpoint="off"),
     )

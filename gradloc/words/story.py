@@ -336,11 +336,10 @@ def given(event: Event, clip: float | None = None) -> str:
         return f"The optimizer took no step: this mini-batch was skipped.{why}"
     if taken == "abort":
         return "The run was stopped before the step was taken."
-    if after is not None and not math.isfinite(after):
-        after = None
+    is_known = after is not None and math.isfinite(after)
     if taken == "mask":
-        size = f", of norm {bounded(after, event.certificate.error_bound, 3)[0]}" if after is not None else ""
-        clipped = f", clipped to {number(clip, 3)}" if after is not None and clip and after > clip else ""
+        size = f", of norm {bounded(after, event.certificate.error_bound, 3)[0]}" if is_known else ""
+        clipped = f", clipped to {number(clip, 3)}" if after is not None and is_known and clip and after > clip else ""
         return f"The optimizer took the step without {it(event)}{size}{clipped}."
     if norm is None:
         return ""
@@ -354,7 +353,7 @@ def given(event: Event, clip: float | None = None) -> str:
     whose = f"that {_SPANS.get(event.culprits[0].span, 'culprit')}'s" if len(event.culprits) == 1 else "theirs"
     took = f"{share} of what the optimizer took was {whose}" if share is not None else "the optimizer took it"
     said = f"Clipping to {number(clip, 3)} scaled the whole step to 1/{number(norm / clip, 3)}, and {took}."
-    if not after or event.certificate.verdict != "explained":
+    if not is_known or not after or event.certificate.verdict != "explained":
         return said
     healthy = event.consequence.healthy_norm if event.consequence else None
     kept = (after * clip / norm if healthy is None else healthy) / min(clip, after)

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's folder; it need not be there yet")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's folder or log; it need not be there yet")
     parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
     parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="default: %(default)s")
     parser.add_argument("--once", action="store_true", help="print the view once and end")
@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     """Follows the run until Ctrl-C, in a terminal also until q."""
     if not args.interval > 0:
         raise ReportError(f"--interval must be more than 0 seconds, found {args.interval}.")
+    if not 0 <= args.port < 1 << 16:
+        raise ReportError(f"--port must be from 0 to 65535, found {args.port}.")
     follower = Follower(args.run_dir, args.metrics)
     console = Console(highlight=False)
     follower.poll()

@@ -12,10 +12,10 @@ from ...words.leader import leader
 from ...words.numbers import bounded, number
 from ...words.shares import carried
 from ...words.story import headline
+from ..runs.diagnosis import diagnose
 from ..runs.health import RunHealth, judge
 from ..runs.metrics import MAX, MEAN, Metrics
 from ..runs.run import RunFolder
-from ..runs.trigger import NO_EVENT, loudest_sentence
 from ..text import one_line, show_command
 from .follow import Follower
 
@@ -42,13 +42,7 @@ def view(follower: Follower, width: int) -> Group:
     if health:
         parts += _health(health)
     parts.append(Text())
-    loud = loudest_sentence(run.metrics)
-    if run.events:
-        parts.append(_events(run.events))
-    elif loud:
-        parts.append(Text(f"{loud}. {NO_EVENT}", style="bold red"))
-    else:
-        parts.append(Text("No spike so far.", style="green"))
+    parts.append(_events(run.events) if run.events else _without_events(run))
     if run.events:
         parts.append(Text(show_command(str(run.path), run.events[-1].event_id), style="cyan"))
     parts += [Text(one_line(note), style="yellow") for note in run.notes[-3:]]
@@ -116,6 +110,14 @@ def _health(health: RunHealth) -> list[Text]:
         Text.assemble((reason.name.replace("_", " "), STYLES[reason.state]), f": {reason.sentence}")
         for reason in health.verdicts[-1].reasons
     ]
+
+
+def _without_events(run: RunFolder) -> Text:
+    """What the log says where GradLoc wrote nothing: it may have been off."""
+    if not run.log:
+        return Text("No spike so far.", style="green")
+    found = diagnose(run.log.runs[0])
+    return Text(one_line(found.headline), style="bold red" if found.worst else "green")
 
 
 def _events(events: list[Event]) -> Table:

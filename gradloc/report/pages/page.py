@@ -26,10 +26,10 @@ from ...words.story import cause_of
 from ..figures.palette import DARK, LIGHT, variables
 from ..runs import tokens
 from ..runs.comparison import Comparison
+from ..runs.diagnosis import diagnose
 from ..runs.health import judge, ranges
 from ..runs.metrics import MEAN
 from ..runs.run import RunFolder
-from ..runs.trigger import NO_EVENT, loudest_sentence
 from ..text import one_line, plural, show_command, spoken, visible
 from . import analyses, charts
 from .eventview import EventView, culprit_count, full_view, severity
@@ -78,6 +78,9 @@ def render(run: RunFolder, events: list[Event] | None = None, progress: Progress
     in_order = [views[event.event_id] for event in chosen if event.event_id in views]
     packed = {} if is_inline else {name: _packed(view, payload.pop(name)) for name, view in views.items()}
     health = judge(run.metrics)
+    diagnosis = diagnose(run.log.runs[0], near=run.path) if run.log and not chosen else None
+    if diagnosis:
+        run.notes += diagnosis.limits
     chart = charts.run_chart(run, health)
     return fill(
         "report.html",
@@ -89,9 +92,8 @@ def render(run: RunFolder, events: list[Event] | None = None, progress: Progress
         chart=chart,
         facts=facts(run),
         trainer=next((event.run.trainer for event in run.events), None),
-        loud=loudest_sentence(run.metrics),
-        no_event=NO_EVENT,
         health=health,
+        diagnosis=diagnosis,
         analyses=analyses.sections(run.path),
         show=show_command(str(run.path), "ID"),
         payload={
