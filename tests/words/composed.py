@@ -72,10 +72,8 @@ def _build(config, verl: str) -> None:
 
     correction = config.algorithm.rollout_correction
     if verl == "0.9":
-        from gradloc.adapters.verl09.config import refuse_what_is_not_there
         from verl.trainer.ppo import rollout_corr_helper as helper
 
-        refuse_what_is_not_there(config)
         if correction.rollout_rs:
             helper._parse_rollout_rs_thresholds([correction.rollout_rs], correction.rollout_rs_threshold)
         helper._parse_rollout_is_threshold(correction.rollout_is_threshold)
