@@ -4,7 +4,7 @@
 import argparse
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _IS_CLOSE = 0.6
@@ -34,18 +34,23 @@ def nearby(path: str) -> str:
 class Parser(argparse.ArgumentParser):
     """Refuses in one sentence, with a guess."""
 
+    _command: argparse.ArgumentParser | None = None
+
     def error(self, message: str) -> None:
         """Ends the program with exit code 2."""
-        options = [option for parser in self._with_commands() for option in parser._option_string_actions]
         if unknown := re.match(r"unrecognized arguments: (\S+)", message):
-            guess = meant(unknown[1].partition("=")[0], options) if unknown[1].startswith("-") else ""
-            message = f"there is no {'option' if unknown[1].startswith('-') else 'argument'} {unknown[1]}{guess or '.'}"
+            command = self._command or self
+            guess = meant(unknown[1].partition("=")[0], command._option_string_actions) or "."
+            kind, guess = ("option", guess) if unknown[1].startswith("-") else ("argument", ".")
+            message = f"{command.prog.rpartition(' ')[2]} takes no {kind} {unknown[1]}{guess}"
         elif wrong := re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message):
             known = re.findall(r"[\w-]+", wrong[3])
             message = f"{wrong[1]} is one of {', '.join(known)}, found {wrong[2]}{meant(wrong[2], known) or '.'}"
-        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help names them all.\n")
+        self.exit(2, f"{self.prog}: {message}\n")
 
-    def _with_commands(self) -> list[argparse.ArgumentParser]:
-        """Itself and its subcommands' parsers: an unknown option of one is refused by the parser of all."""
-        found = [action.choices.values() for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        return [self, *(parser for parsers in found for parser in parsers)]
+    def parse_args(self, args: Sequence[str]) -> argparse.Namespace:
+        """As argparse; an unknown option of a subcommand is refused by the parser of all, which has to know it."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and args:
+                self._command = action.choices.get(args[0])
+        return super().parse_args(args)

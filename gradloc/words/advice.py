@@ -57,23 +57,20 @@ ACTIONS = {
     "clip_tokens": Action(
         "Bound how far a token may be from the policy that wrote it.",
         f"{_GRADLOC}.stabilize.token_clip.mode=clamp {_LOG_PROBS}",
-        "",
     ),
     "clip_sequences": Action(
         "Bound how far a response may be from the policy that wrote it.",
         f"{_GRADLOC}.stabilize.seq_clip.mode=clamp {_LOG_PROBS}",
-        "",
     ),
     "clip_layers": Action(
         "Clip each layer by its own history: one layer's spike then does not starve the others.",
         f"{_GRADLOC}.stabilize.layer_clip.rule=zscore",
-        "",
     ),
     "reweight": Action(
         "Let a token's advantage count less the less likely the token was (Advantage Reweighting).",
         "algorithm.advantage_reweighting.alpha=0.3",
     ),
-    "lopti": Action("Update unlikely tokens apart from the others (Lopti).", "algorithm.lopti.enable=true", ""),
+    "lopti": Action("Update unlikely tokens apart from the others (Lopti).", "algorithm.lopti.enable=true"),
     # ---- the step and its loss
     "clip": Action("Clip the whole step harder.", f"{_ACTOR}.grad_clip=0.5", f"{_ACTOR}.optim.clip_grad=0.5"),
     "clip_less": Action(
@@ -153,7 +150,7 @@ ACTIONS = {
         "Draw more rollouts per prompt: fewer groups are all right or all wrong.", f"{_ROLLOUT}.n=16"
     ),
     "differing_groups": Action(
-        "Train on the groups that differ only.", f"{_ROLLOUT}.rollout_filter_include_zero=false", ""
+        "Train on the groups that differ only.", f"{_ROLLOUT}.rollout_filter_include_zero=false"
     ),
     "longer": Action("Leave more room for answers.", "data.max_response_length=4096"),
     "shorter_prompts": Action("Drop prompts that leave no room for an answer.", "data.filter_overlong_prompts=true"),

@@ -15,19 +15,19 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["RUN", "--metrcs", "x"], "there is no option --metrcs: did you mean --metrics?"),
-        (["show", "RUN", "--fromat=md"], "there is no option --fromat=md: did you mean --format?"),
-        (["health", "RUN", "--jsno"], "there is no option --jsno: did you mean --json?"),
+        (["RUN", "--metrcs", "x"], "show takes no option --metrcs: did you mean --metrics?"),
+        (["show", "RUN", "--fromat=md"], "show takes no option --fromat=md: did you mean --format?"),
+        (["health", "RUN", "--jsno"], "health takes no option --jsno: did you mean --json?"),
         (["RUN", "--format", "jsn"], "--format is one of md, json, csv, found jsn: did you mean json?"),
-        (["RUN", "--zzz"], "there is no option --zzz."),
+        (["RUN", "--zzz"], "show takes no option --zzz."),
         (
             ["wtach", "x"],
-            "there is no folder wtach and no command of that name: did you mean `gradloc-report watch x`?",
+            "there is no file or folder wtach and no command of that name: did you mean `gradloc-report watch",
         ),
         (["rnu"], "did you mean"),
-        (["health", "PARENT/rnu"], "PARENT/rnu does not exist: did you mean PARENT/run?"),
+        (["health", "PARENT/rnu"], "there is no file or folder PARENT/rnu: did you mean PARENT/run?"),
         (["RUN", "--event", "step00005-epoch0-mini0"], "did you mean step000005-epoch0-mini0?"),
-        (["watch", "RUN", "--serve", "--port", "99999"], "port 99999 cannot be opened (it must be in 0 to 65535)"),
+        (["watch", "RUN", "--serve", "--port", "99999"], "--port must be from 0 to 65535, found 99999."),
     ],
 )
 def test_a_wrong_word_gets_a_guess(folder, monkeypatch, capsys, words, said):

@@ -7,6 +7,7 @@ in an environment with that verl (0.7: with the patch on it) prints what is wron
 """
 
 import functools
+import importlib
 import json
 import re
 import shlex
@@ -33,6 +34,15 @@ GIVEN = {
 """What a run has that is given this advice, where that is not verl's default."""
 MAY_HOLD = ("calculate_log_probs=true",)
 """Overrides that come along with others, and that a later verl has by default."""
+OURS = {
+    "gradloc",
+    "spike_detection",
+    "bisect_budget_steps",
+    "lopti",
+    "advantage_reweighting",
+    "rollout_filter_include_zero",
+}
+"""Parts of the keys that are ours; the others are for verl's own code to read."""
 PARTS = ("actor_rollout_ref.actor", "actor_rollout_ref.rollout")
 
 
@@ -62,10 +72,8 @@ def _build(config, verl: str) -> None:
 
     correction = config.algorithm.rollout_correction
     if verl == "0.9":
-        from gradloc.adapters.verl09.config import refuse_what_is_not_there
         from verl.trainer.ppo import rollout_corr_helper as helper
 
-        refuse_what_is_not_there(config)
         if correction.rollout_rs:
             helper._parse_rollout_rs_thresholds([correction.rollout_rs], correction.rollout_rs_threshold)
         helper._parse_rollout_is_threshold(correction.rollout_is_threshold)
@@ -82,22 +90,21 @@ def _effect(override: str, before, after) -> str:
     is_same = OmegaConf.select(before, key) == OmegaConf.select(after, key)
     if is_same and not override.endswith(MAY_HOLD):
         return f"{override} changes nothing"
-    name = key.rpartition(".")[2]
-    return "" if name in _read() else f"nobody reads {name}"
+    *_, name = names = key.split(".")
+    reader = "gradloc" if OURS & {*names} else "verl"
+    return "" if name in _read(reader) else f"nobody reads {name}"
 
 
 @functools.cache
-def _read() -> set[str]:
-    """Every name that verl's code, or ours, asks a config for; where they are declared does not count."""
-    import gradloc
-    import verl
-
-    found: set[str] = set()
-    for package in (verl, gradloc):
-        root = Path(package.__file__).parent
-        for path in root.rglob("*.py"):
-            if path.parent.name != "config" and not {"megatron", "words", "report"} & {*path.relative_to(root).parts}:
-                found |= set(re.findall(r"""(?:\.|\(["'])([a-z_0-9]+)\b""", path.read_text(encoding="utf-8")))
+def _read(package: str) -> set[str]:
+    """Every name that a package's code asks a config for; where they are declared or told does not count."""
+    root, found = Path(importlib.import_module(package).__file__).parent, set()
+    passed_over = {"config", "megatron", "words", "report", *({"gradloc"} if package == "verl" else ())}
+    for path in root.rglob("*.py"):
+        if not passed_over & {*path.relative_to(root).parts}:
+            found |= set(re.findall(r"""(?:\.|\(["'])([a-z_0-9]+)\b""", path.read_text(encoding="utf-8")))
+    for path in root.rglob("*.yaml"):  # what another key takes its value from
+        found |= set(re.findall(r"\$\{[\w.:]*\b([a-z_0-9]+)[,}]", path.read_text(encoding="utf-8")))
     return found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gradloc.health.advice import ADVICE
-from gradloc.words.advice import ACTIONS, VERLS, actions_of, in_force, lines_of, replay_lines, verl_of
+from gradloc.words.advice import ACTIONS, VERLS, Action, actions_of, in_force, lines_of, replay_lines, verl_of
 from gradloc.words.meanings import MEANINGS
 from gradloc.words.next_step import RULES
 
@@ -38,17 +38,20 @@ def test_every_action_is_given_by_somebody_and_every_one_given_is_there():
 def test_a_run_that_says_its_verl_is_told_that_one_s_line():
     assert lines_of("clip", "verl 0.9.1") == {"": "actor_rollout_ref.actor.optim.clip_grad=0.5"}
     assert lines_of("clip", "verl 0.7.0") == {"": "actor_rollout_ref.actor.grad_clip=0.5"}
-    assert lines_of("lopti", "verl 0.9.1") == {}
-    assert actions_of(["lopti", "one_epoch"], "verl 0.9.1") == actions_of(["one_epoch"])
 
 
 def test_a_record_that_does_not_say_it_is_told_both_where_they_differ():
     assert list(lines_of("clip", None)) == ["verl 0.9", "verl 0.7"]
-    assert list(lines_of("lopti", None)) == ["verl 0.7"]
     assert lines_of("one_epoch", None) == {"": "actor_rollout_ref.actor.ppo_epochs=1"}
     assert [do for do, _ in actions_of(["clip"])] == [
         f"Clip the whole step harder ({verl})." for verl in ("verl 0.9", "verl 0.7")
     ]
+
+
+def test_what_a_verl_has_no_line_for_is_not_told_there(monkeypatch):
+    monkeypatch.setitem(ACTIONS, "old", Action("Do it the old way.", "a=1", ""))
+    assert lines_of("old", "verl 0.9.1") == {} and list(lines_of("old", None)) == ["verl 0.7"]
+    assert actions_of(["old", "one_epoch"], "verl 0.9.1") == actions_of(["one_epoch"])
 
 
 @pytest.mark.parametrize(

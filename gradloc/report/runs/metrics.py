@@ -28,6 +28,11 @@ class Metrics:
         """The values of one metric, one per step; all None when there is no such metric."""
         return self.series.get(name) or [None] * len(self.steps)
 
+    def known(self, name: str) -> list[tuple[int, float]]:
+        """The steps and values at which one metric is finite, in order."""
+        pairs = zip(self.steps, self.get(name), strict=True)
+        return [(step, value) for step, value in pairs if value is not None and math.isfinite(value)]
+
     def finite(self, name: str) -> list[float]:
         """The finite values of one metric, in order."""
         return [v for v in self.get(name) if v is not None and math.isfinite(v)]

@@ -15,7 +15,6 @@ def test_every_line_for_0_9_composes_builds_and_is_read():
     [
         ("actor_rollout_ref.actor.grad_clip=0.5", "nobody reads grad_clip"),
         ("algorithm.rollout_correction.rollout_token_veto_threshold=1e-4", "rollout_token_veto_threshold"),
-        ("actor_rollout_ref.actor.gradloc.stabilize.token_clip.mode=clamp", "left off on verl 0.9"),
         ("actor_rollout_ref.actor.ppo_epochs=1", "changes nothing"),
     ],
 )
