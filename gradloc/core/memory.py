@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .gradients import GradientSpace, local_shard
+from .gradients import GradientSpace, local_shard, unwrapped
 
 __all__ = [
     "Memory",
@@ -113,7 +113,7 @@ def free_bytes(device: torch.device) -> int:
 
 def _memory_of(device: torch.device) -> Memory:
     if device.type == "cpu":
-        import psutil  # comes with accelerate, which verl installs
+        import psutil  # comes with accelerate
 
         return Memory(free=psutil.virtual_memory().available)
     module = torch.get_device_module(device.type)
@@ -151,11 +151,11 @@ def precise_readout(module: torch.nn.Module, compute_dtype: torch.dtype) -> Iter
     change of a log-prob would read as none. Fused kernels, which never show the logits: :func:`precise_fused_readout`.
 
     Args:
-        module: the model, under FSDP1, FSDP2 or plain.
+        module: the model, under FSDP1, FSDP2, DDP or plain.
         compute_dtype: what its forward computes in; float32 changes nothing.
     """
-    unwrapped: Any = getattr(module, "_fsdp_wrapped_module", module)
-    head = None if compute_dtype == torch.float32 else unwrapped.get_output_embeddings() or _value_head(unwrapped)
+    model: Any = unwrapped(module)
+    head = None if compute_dtype == torch.float32 else model.get_output_embeddings() or _value_head(model)
     if not isinstance(head, torch.nn.Linear):  # none, or one that does more than read out
         yield
         return

@@ -46,6 +46,8 @@ class ActorPowers(Protocol):
     """The norm that the gradient in ``.grad`` has been clipped to when a step is looked into; inf: not clipped yet."""
     scales_loss: bool
     """Whether the loss is scaled (fp16), so that a norm may overflow by the scale alone."""
+    takes_what_is_not_finite: bool
+    """Whether the optimizer would be given a gradient that is not finite."""
 
     def clip(self) -> torch.Tensor:
         """Clip the gradient in ``.grad`` as training does; returns its norm before that, a scalar."""
@@ -71,6 +73,8 @@ class SpikeContext:
     action: Action
     clip_limit: float
     """The norm that the actor clips to; inf where it does not clip the whole."""
+    takes_what_is_not_finite: bool
+    """Whether the optimizer would be given a gradient that is not finite."""
     checkpoint: str | None
     """Where the weights were saved."""
     head_square: torch.Tensor
@@ -142,17 +146,19 @@ class Localizer:
         """Note the norms of what ``.grad`` has accumulated so far."""
         self._tracker.after_backward(self._space)
 
-    def before_step(self, grad_norm: torch.Tensor) -> torch.Tensor:
+    def before_step(self, grad_norm: torch.Tensor, policy: StepPolicy | None = None) -> torch.Tensor:
         """Look into the step if it spikes.
 
         Args:
             grad_norm: scalar, before clipping; ``.grad`` holds the gradient, clipped to the actor's ``clip_limit``.
+            policy: of a trainer whose batch is known only now; else the one that the update began with.
 
         Returns:
             The norm of the gradient that the step will take, before clipping: the same unless the action put another
             gradient (or none) into ``.grad``.
         """
         norm = float(grad_norm)
+        self._policy = policy or self._policy
         self._step_seconds = time.perf_counter() - self._began
         self.norms.append(norm)
         self.head_squares.append(self._head_square(self._space) / self._clip_scale(norm) ** 2)
@@ -234,7 +240,7 @@ class Localizer:
         except LostRank:
             logger.critical(
                 "gradloc: this rank cannot go on in step with its peers; it ends now, so that nothing hangs until a "
-                "time-out. Switch spike_detection off to train without gradloc.",
+                "time-out. Switch gradloc off to train without it.",
                 exc_info=True,
             )
             logging.shutdown()
@@ -275,6 +281,7 @@ class Localizer:
             history=self._tracker.history(space, self.ranks),
             action=action,
             clip_limit=limit,
+            takes_what_is_not_finite=self.powers.takes_what_is_not_finite,
             checkpoint=self.powers.save_weights(policy.global_step),
             head_square=self.head_squares[-1],
         )

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
 from ..core.ranks import PeerFailure, Ranks
 from ..record.store import EventStore
 
-__all__ = ["save_event_weights", "save_weights"]
+__all__ = ["events_weights_folder", "save_event_weights", "save_weights"]
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -36,6 +36,18 @@ def save_event_weights(module: torch.nn.Module, settings: Any, global_step: int,
     Returns:
         The folder; None where none are to be saved, or could not be, or ``evidence.max_gb`` is reached.
     """
+    folder = events_weights_folder(settings, global_step, ranks)
+    return folder if folder is not None and save_weights(module, folder, ranks) else None
+
+
+def events_weights_folder(settings: Any, global_step: int, ranks: Ranks) -> str | None:
+    """Where the weights of an event go; None where none are to be saved, or ``evidence.max_gb`` is reached.
+
+    Args:
+        settings: those that hold, see :func:`~..config.resolve`.
+        global_step: the trainer's.
+        ranks: all of them call this together.
+    """
     if settings.evidence.checkpoint != "before_step":
         return None
     root = settings.root
@@ -43,8 +55,7 @@ def save_event_weights(module: torch.nn.Module, settings: Any, global_step: int,
     if ranks.max([size_gb])[0] >= settings.evidence.max_gb:
         logger.warning("gradloc: %s holds gradloc.evidence.max_gb or more, so no weights are saved", root)
         return None
-    folder = os.path.join(root, "weights", f"global_step_{global_step}", "actor")
-    return folder if save_weights(module, folder, ranks) else None
+    return os.path.join(root, "weights", f"global_step_{global_step}", "actor")
 
 
 def save_weights(module: torch.nn.Module, folder: str, ranks: Ranks) -> bool:

@@ -22,6 +22,8 @@ class Run:
 
     project: str | None = None
     experiment: str | None = None
+    trainer: str | None = optional()
+    """``trl``; null for verl."""
 
 
 @dataclass(frozen=True)

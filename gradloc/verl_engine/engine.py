@@ -157,6 +157,8 @@ class EngineWatch:
 
     # ---- the actor's powers: see loop.localizer.ActorPowers
 
+    takes_what_is_not_finite = False
+
     @property
     def clip_limit(self) -> float:
         return self.engine.optimizer_config.clip_grad

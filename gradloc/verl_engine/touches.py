@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything of verl's that is private or may change, in one place, and whether it still is as it was."""
 
-import importlib
-import inspect
 from importlib.metadata import PackageNotFoundError, version
+
+from ..touched import difference
 
 __all__ = ["KNOWN", "check_verl", "differences", "verl_version"]
 
@@ -74,21 +74,7 @@ def differences(who: str) -> list[str]:
     Args:
         who: ``worker``, ``trainer`` or ``replay``.
     """
-    return [found for place, expected in _TOUCHED[who].items() if (found := _difference(place, expected)) is not None]
-
-
-def _difference(place: str, expected: str | None) -> str | None:
-    module, _, path = place.partition(":")
-    try:
-        found = importlib.import_module(module)
-        for name in path.split("."):
-            found = getattr(found, name)
-    except (ImportError, AttributeError):
-        return f"{place} is gone"
-    if expected is None:
-        return None
-    parameters = ", ".join(inspect.signature(inspect.unwrap(found)).parameters)
-    return None if parameters == expected else f"{place} takes ({parameters}), expected ({expected})"
+    return [found for place, expected in _TOUCHED[who].items() if (found := difference(place, expected)) is not None]
 
 
 def check_verl(who: str) -> None:

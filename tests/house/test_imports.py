@@ -10,12 +10,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "gradloc"
-ADAPTERS = ("verl_actor", "verl_engine")
-TRAINERS = ("verl", "ray", "transformers", "tensordict")
+ADAPTERS = ("verl_actor", "verl_engine", "adapters", "trl")
+TRAINERS = ("verl", "ray", "trl", "transformers", "accelerate", "tensordict")
 
 RANKS = {
     "checks": 0,
     "keys": 0,
+    "touched": 0,
     "core": 1,
     "record": 1,
     "search": 2,
@@ -33,6 +34,8 @@ RANKS = {
     "names": 7,
     "verl_actor": 8,
     "verl_engine": 8,
+    "adapters": 8,
+    "trl": 9,
 }
 """A room imports from those of a lower rank, and from these of its own:"""
 NEIGHBOURS = {

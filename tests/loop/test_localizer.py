@@ -34,6 +34,8 @@ class Powers:
 
     clip_limit = 1.0
 
+    takes_what_is_not_finite = False
+
     def __init__(self, model: torch.nn.Module, scales_loss: bool = False):
         self.model, self.scales_loss = model, scales_loss
 

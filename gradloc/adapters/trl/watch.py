@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rides along with a trainer, and all that this adapter has to do with the loop.
+
+With TRL every process is a trainer: the rank's side of a search is on each of them, the driver's side on the first, and
+what the two have to say to each other goes by two small messages an optimizer step.
+"""
+
+import os
+import sys
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ...core.gradients import GradientSpace
+from ...core.ranks import Ranks
+from ...health.config import HealthConfig
+from ...health.monitor import Monitor
+from ...loop.build import build_localizer
+from ...loop.driver import AbortedBySpike, Driver
+from ...loop.metrics import joined
+from ...loop.weights import events_weights_folder
+from ...record import Run
+from ...record.state import load_states, save_states
+from .batch import brief_of, brief_view, rows_of, view_of
+from .step import TrlStep, mask_of
+
+__all__ = ["Watch"]
+
+_HEALTH = {
+    "loss": "actor/pg_loss",
+    "entropy": "actor/entropy",
+    "kl": "actor/kl_loss",
+    "clip_ratio/region_mean": "actor/pg_clipfrac",
+    "reward": "critic/score/mean",
+    "frac_reward_zero_std": "rollout/zero_variance_share",
+    "completions/mean_length": "response_length/mean",
+    "completions/clipped_ratio": "response_length/clip_ratio",
+    "sampling/importance_sampling_ratio/mean": "rollout_corr/rollout_is_mean",
+}
+"""TRL's metrics, and the names by which the rules of health read them."""
+
+
+class Watch:
+    """Looks into the steps of one trainer; also its powers: see :class:`~...loop.localizer.ActorPowers`.
+
+    Args:
+        trainer: TRL's, ready to train.
+        settings: those that hold, of spikes; None: none are looked for.
+        health: of the health monitor, likewise.
+    """
+
+    def __init__(self, trainer: Any, settings: Any, health: HealthConfig | None):
+        self.trainer, self.settings = trainer, settings
+        self.ranks = Ranks(device=trainer.accelerator.device)
+        self.localizer = None if settings is None else build_localizer(settings, self, self.ranks)
+        self.step: TrlStep | None = None
+        self._metrics: list[dict[str, float]] = []
+        self._num_known: dict[str, int] = {}
+        self._loss = 0.0
+        self.driver = self.monitor = None
+        if self.ranks.is_first and settings is not None:
+            self.driver = _driver_of(trainer, settings)
+            print(f"gradloc: on ({settings.action.mode}); events go to {self.driver.store.root}", flush=True)
+        if self.ranks.is_first and health is not None:
+            limit = trainer.args.max_grad_norm
+            self.monitor = Monitor(health, limit or None, compares_rollouts=False)  # TRL tells how many are equal
+
+    # ---- the moments of an optimizer step, in order
+
+    def before_micro_batch(self, model: torch.nn.Module) -> None:
+        """Before generation, forward and backward of the next micro-batch."""
+        if self.step is not None:
+            return
+        self.step = TrlStep(self.trainer, model, self.ranks.size)
+        self._num_known = {name: len(values) for name, values in self.trainer._metrics["train"].items()}
+        self._loss = 0.0
+        if self.localizer is not None:
+            self.localizer.begin_update(None, GradientSpace(model, self.ranks))
+            self.localizer.begin_mini_batch(self.step)
+
+    def after_micro_batch(self, loss: torch.Tensor) -> None:
+        """After its backward."""
+        self._loss += loss.detach()
+        is_reduced = self.ranks.size == 1 or self.trainer.accelerator.sync_gradients
+        if self.localizer is not None and is_reduced:
+            self.localizer.after_backward()
+
+    def before_step(self, norm: Any) -> Any:
+        """After accumulation and clipping, before the optimizer; returns the norm of the gradient that it takes."""
+        taken, metrics = norm, {}
+        try:
+            if self.localizer is not None:
+                taken, metrics = self._look(norm)
+        finally:
+            self.step = None
+        if self.monitor is not None:
+            self._judge(norm, metrics)
+        if metrics:
+            self._metrics.append(metrics)
+        return taken
+
+    def take_metrics(self) -> dict[str, float]:
+        """What is to be logged of the steps since the last time, each joined as its name asks for; first process."""
+        found, self._metrics = self._metrics, []
+        health = {name: value for of_step in found for name, value in of_step.items() if name.startswith("health/")}
+        return {**(joined(found) if found else {}), **health}
+
+    def save(self, folder: str) -> None:
+        """Put what was learned beside a checkpoint."""
+        if save_states(self._stateful, folder) and self.driver is not None:
+            self.driver.last_checkpoint = os.path.abspath(folder)
+
+    def load(self, folder: str) -> None:
+        """Take it back from the checkpoint that the run goes on from."""
+        load_states(self._stateful, folder)
+        if self.driver is not None:
+            self.driver.last_checkpoint = os.path.abspath(folder)
+
+    # ---- inside
+
+    @property
+    def _stateful(self) -> dict[str, Any]:
+        parts = {"spikes": self.driver, "health": self.monitor}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def _look(self, norm: Any) -> tuple[Any, dict[str, float]]:
+        """Ask the driver, look, tell the driver."""
+        step, found, ranks, number = self.step, self.localizer, self.ranks, self.trainer.state.global_step + 1
+        (num_tokens,) = ranks.sum([float(sum(int(mask_of(inputs).sum()) for inputs in step.inputs))])
+        policy = None
+        if self.driver is not None:
+            policy = self.driver.before_update(torch.tensor([[int(num_tokens)]]), number, dp_size=1)
+        before = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
+        taken = found.before_step(before, ranks.sent_by(0, policy))
+        is_written = any(spike.is_written for spike in found.outcomes)
+        report = {"coefficient": found.coefficient, "failures": found.num_failures}
+        report |= {"head": float(found.head_squares[-1]), "rows": rows_of(step) if is_written else brief_of(step)}
+        reports = ranks.gather_first(report)
+        metrics: dict[str, float] = {}
+        try:
+            if self.driver is not None:
+                metrics = self._tell(reports, is_written)
+        finally:
+            found.end_update()
+        if any(spike.taken == "abort" for spike in found.outcomes):
+            raise AbortedBySpike("gradloc stopped the run at a gradient spike: the first process says why.")
+        return norm if taken is before else taken, metrics
+
+    def _tell(self, reports: list[dict[str, Any]], is_written: bool) -> dict[str, float]:
+        found, driver = self.localizer, self.driver
+        rows = [report["rows"] for report in reports]
+        if is_written:
+            driver.teller.trackers = _trackers_of(self.trainer)
+        metrics = driver.after_update(
+            found.norms,
+            found.events,
+            view_of(rows) if is_written else brief_view(rows),
+            found.outcomes,
+            [report["coefficient"] for report in reports],
+            [[report["head"] for report in reports]],
+        )
+        worst = float(max(report["failures"] for report in reports))
+        return {name: float(values[0]) for name, values in metrics.items()} | {"gradloc/failures": worst}
+
+    def _judge(self, norm: Any, metrics: dict[str, float]) -> None:
+        """Judge the step by the rules of health, which know verl's names."""
+        step = {"actor/grad_norm": float(norm), "actor/pg_loss": float(self._loss), **metrics}
+        for theirs, ours in _HEALTH.items():
+            values = self.trainer._metrics["train"].get(theirs, [])[self._num_known.get(theirs, 0) :]
+            if values:
+                step[ours] = sum(values) / len(values)
+        before = set(step)
+        self.monitor.observe(None, step, self.trainer.state.global_step + 1)
+        metrics.update({name: value for name, value in step.items() if name not in before})
+
+    # ---- the actor's powers
+
+    @property
+    def clip_limit(self) -> float:
+        return self.trainer.args.max_grad_norm or float("inf")
+
+    @property
+    def scales_loss(self) -> bool:
+        return self.trainer.accelerator.scaler is not None
+
+    @property
+    def takes_what_is_not_finite(self) -> bool:
+        return not self.scales_loss  # transformers' trainer steps on NaN and infinity; fp16's scaler does not
+
+    def clip(self) -> torch.Tensor:
+        norm = self.trainer.clip_again()
+        return norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
+
+    def save_weights(self, global_step: int) -> str | None:
+        folder = events_weights_folder(self.settings, global_step, self.ranks)
+        return folder if folder is not None and self.trainer.save_whole_model(folder, self.ranks) else None
+
+
+def _driver_of(trainer: Any, settings: Any) -> Driver:
+    args = trainer.args
+    run = Run(os.environ.get("WANDB_PROJECT", "trl"), args.run_name or os.path.basename(args.output_dir), "trl")
+    return Driver(settings, sequences_per_mini_batch=1, tokenizer=trainer._tokenizer, run=run, actor=args.to_dict())
+
+
+def _trackers_of(trainer: Any) -> dict[str, Any]:
+    """The clients that the trainer's callbacks have opened, by the names that the teller knows."""
+    found: dict[str, Any] = {}
+    for callback in trainer.callback_handler.callbacks:
+        name = type(callback).__name__.removesuffix("Callback").lower()
+        if getattr(callback, "tb_writer", None) is not None:
+            found["tensorboard"] = _OfTensorBoard(callback.tb_writer)
+        elif name == "wandb":
+            found[name] = _OfWandb(sys.modules[name])
+        elif name in ("trackio", "swanlab", "mlflow", "clearml"):
+            found[name] = sys.modules[name]
+    return found
+
+
+class _OfTensorBoard:
+    def __init__(self, writer: Any):
+        self.writer = writer
+
+
+class _OfWandb:
+    """wandb, told without a step: TRL logs without one, so that wandb's own runs ahead of the trainer's, and what
+    comes with an earlier step is dropped."""
+
+    def __init__(self, client: Any):
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def log(self, payload: dict[str, Any], step: int) -> None:
+        self._client.log({**payload, "train/global_step": step})

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether something of another package is still as we know it: what an adapter touches, it lists and asks about."""
+
+import importlib
+import inspect
+
+__all__ = ["difference"]
+
+
+def difference(place: str, expected: str | None) -> str | None:
+    """How a thing differs from what is known of it, as a sentence's start; None where it does not.
+
+    Args:
+        place: ``module:name``, the name dotted.
+        expected: a function's parameters, ``self, model``; None: the thing only has to be there.
+    """
+    module, _, path = place.partition(":")
+    try:
+        found = importlib.import_module(module)
+        for name in path.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError):
+        return f"{place} is gone"
+    if expected is None:
+        return None
+    parameters = ", ".join(inspect.signature(inspect.unwrap(found)).parameters)  # type: ignore[arg-type]
+    return None if parameters == expected else f"{place} takes ({parameters}), expected ({expected})"
