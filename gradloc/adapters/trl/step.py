@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step of TRL as a step that can be replayed: every forward and every loss is TRL's own ``_compute_loss``.
+"""One optimizer step of TRL as a step that can be replayed: its forwards and losses are TRL's ``_compute_loss``.
 
 That method asks the trainer for log-probs and entropies by one other method, and there a replay steps in: it lets the
 gradient of chosen tokens through, gives values in their place, or takes them and leaves.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything of TRL's, transformers' and accelerate's that is private or may change, and whether it still is as it was."""
+"""Everything of TRL's and what is under it that is private or may change, and whether it still is as it was."""
 
 from importlib.metadata import version
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's trainers with GradLoc riding along: six of their methods overridden, all by name and all public to subclasses."""
+"""TRL's trainers with GradLoc riding along: methods overridden by name, as any subclass may."""
 
 import os
 from collections.abc import Iterator

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's real trainers on a tiny model that spells, with tokens planted in its advantages; in one process or on ranks."""
+"""TRL's real trainers on a tiny model that spells, with tokens planted in its advantages; on one process or two."""
 
 import hashlib
-import math
-import tempfile
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,7 +56,7 @@ def save_model(folder: str, dtype: torch.dtype = torch.float32, dropout: float =
         attention_dropout=dropout,
     )
     if experts:
-        config = transformers.MixtralConfig(**sizes, num_local_experts=4, output_router_logits=True)
+        config = transformers.MixtralConfig(**sizes, num_local_experts=4)  # TRL adds the routers' loss
         model = transformers.MixtralForCausalLM(config)
     else:
         model = LlamaForCausalLM(LlamaConfig(**sizes))
@@ -76,8 +73,8 @@ def vowels(completions: list[str], **_: Any) -> list[float]:
 class Planted:
     """Spoils one row's advantages at one optimizer step, in one token or in all of its tokens.
 
-    ``plant``: ``factor`` (a number, NaN, or None for none), ``what`` (``token`` or ``sequence``), ``rank``, ``tool``: the
-    completion's positions [first, end) that a tool has written.
+    ``plant``: ``what`` (``token`` or ``sequence``), ``factor`` of the advantages, ``rank``; ``tool``, the completion's
+    positions [first, end) that a tool has written; ``ratio``, per ``token`` or ``sequence``, of an engine's log-probs.
     """
 
     plant: dict[str, Any] = {}
@@ -111,7 +108,13 @@ class Planted:
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         self.present = inputs
-        return super()._compute_loss(model, inputs)
+        if "ratio" not in self.plant:
+            return super()._compute_loss(model, inputs)
+        self.use_vllm = True  # of the loss alone: there is no vLLM here
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self.use_vllm = False
 
 
 class LettingOut(Planted):
@@ -196,8 +199,9 @@ def make(
     AcceleratorState._reset_state(reset_partial_state=True)
     kind = kind_of(name, getattr(trl, base))
     torch.manual_seed(7)
-    made = tempfile.mkdtemp()
-    save_model(made, getattr(torch, dtype), dropout, experts)
+    made = save_model(f"{folder}-model", getattr(torch, dtype), dropout, experts)
+    if dist.is_initialized():
+        dist.barrier()  # transformers writes on the first process alone
     more: dict[str, Any] = {}
     if name == "watched":
         more = {"gradloc": {**TAU, **(gradloc or {})}, "health": health}
@@ -270,7 +274,3 @@ def digest(state: Any) -> str:
     for tensor in _tensors(state):
         hashed.update(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
     return hashed.hexdigest()[:16]
-
-
-NAN = math.nan
-FOLDER = Path
