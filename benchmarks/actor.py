@@ -37,7 +37,7 @@ def prepare(name: str, overrides: list[str], folder: str) -> int:
     """Build the trainer called ``name``, whose updates are timed; returns the weights of this rank."""
     harness.NUM_RESPONSE, harness.VOCABULARY, harness.model_config = RESPONSE, _VOCABULARY, _config
     if is_engine():
-        from tests.verl_engine import harness as engine
+        from tests.adapters.verl09 import harness as engine
 
         engine.save_model(f"{folder}/model")
         dump = [f"actor_rollout_ref.actor.gradloc.dump_dir={folder}"] if overrides else []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GradLoc: which tokens made this gradient spike, why, and what the step would have been without them.
 
-``verl_actor`` is the adapter to verl 0.7, ``verl_engine`` to verl 0.9; every other room knows no trainer.
+``adapters`` holds one for each trainer; every other room knows none.
 """
 
 __version__ = "0.2.0"

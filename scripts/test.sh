@@ -63,11 +63,11 @@ case $tier in
     slow)
         stage "slow tests" && "$python" -m pytest --durations=0 -m "slow and not browser and not verl09" "$@"
         stage "the actor on verl 0.7.1" && GRADLOC_TEST_VERL=0.7.1 "$python" -m pytest --durations=15 \
-            -m "not slow and not browser and not e2e and not verl09" tests/verl_actor tests/stabilize tests/analysis tests/replay "$@"
+            -m "not slow and not browser and not e2e and not verl09" tests/adapters/verl07 tests/stabilize tests/analysis tests/replay "$@"
         ;;
     browser) stage "browser tests" && "$python" -m pytest -m browser "$@" ;;
     verl09) # two ranks as it is; `-m slow` for the rest
-        stage "tests on verl 0.9" && "$python" -m pytest --durations=15 -m "not slow" tests/verl_engine "$@"
+        stage "tests on verl 0.9" && "$python" -m pytest --durations=15 -m "not slow" tests/adapters/verl09 "$@"
         ;;
 esac
 stage "done"

@@ -2,7 +2,7 @@
 """What every room shares: the pinned verl, the same with our patch on it, and the worlds of ranks.
 
 A world is started once for the whole run, whichever folders use it: fifteen processes in all. GRADLOC_TEST_VERL names
-the verl to test on (0.7.1); tests/verl_actor/conftest.py has some tests run on both.
+the verl to test on (0.7.1); tests/adapters/verl07/conftest.py has some tests run on both.
 """
 
 import compileall
@@ -31,7 +31,7 @@ WORLDS = {"worlds", "doomed"}
 IN_PROCESS = {"verl", "reward_score"}
 FIRST = ["trainer", "worlds", "worlds of features", "worlds of other verls"]
 """The longest groups: one process begins with the first and goes on with the third, the other has the second."""
-ACTOR = ("verl_actor", "replay")
+ACTOR = ("adapters", "replay")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     groups = {}
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
-        if item.path.is_relative_to(ROOT / "tests" / "verl_engine"):
+        if item.path.is_relative_to(ROOT / "tests" / "adapters" / "verl09"):
             item.add_marker(pytest.mark.verl09)
             group = "verl09"
         elif item.get_closest_marker("e2e"):

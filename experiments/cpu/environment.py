@@ -111,7 +111,7 @@ def _ensure_packages(environment: Environment, report) -> None:
 def _ensure_gradloc(environment: Environment, report) -> None:
     """Installs this repository so that edits need no new installation; only its declarations are copied."""
     stamp = environment.folder / "gradloc.sha256"
-    declared = [REPO / "pyproject.toml", REPO / "gradloc" / "verl_engine" / "search_path.py"]
+    declared = [REPO / "pyproject.toml", REPO / "gradloc" / "adapters" / "verl09" / "search_path.py"]
     digest = hashlib.sha256(b"".join([str(REPO).encode(), *(path.read_bytes() for path in declared)])).hexdigest()
     if stamp.is_file() and stamp.read_text().strip() == digest:
         return

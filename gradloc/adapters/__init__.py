@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One room for each trainer: how it updates a model, told to the loop in its own words."""
+"""One adapter for each trainer: the only rooms that know one. None imports another, but ``verl_common``."""

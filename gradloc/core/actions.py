@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from .certificate import Certificate
+from ..record import Action, Certificate
 from .selection import Token
 from .trigger import Spike
 
-__all__ = ["ACTIONS", "Action", "ActionLimits", "Outcome", "decide", "decide_without_search"]
+__all__ = ["ACTIONS", "ActionLimits", "Outcome", "decide", "decide_without_search"]
 
 ACTIONS = ("observe", "mask", "skip", "abort")
 
@@ -29,15 +29,6 @@ class ActionLimits(Protocol):
     """Of the mini-batch's tokens, in (0, 1]."""
     max_searches_per_step: int | None
     """Of one update; None for no limit."""
-
-
-@dataclass(frozen=True)
-class Action:
-    """What was asked for, and what is done with the step."""
-
-    requested: str
-    taken: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -106,7 +97,8 @@ def _decide(
         return "skip", f"masking is not possible: {obstacle}"
     if not num_masked:
         return "skip", f"there is no token to mask: {certificate.reason}"
-    if certificate.verdict == "undecided" and certificate.norm_after < (certificate.threshold or 0.0):
+    after = certificate.norm_after
+    if certificate.verdict == "undecided" and after is not None and after < (certificate.threshold or 0.0):
         pass  # the masked step is recomputed, so what was measured is what is taken
     elif certificate.verdict != "explained":
         return "skip", f"masking the culprits would not help: {certificate.reason}"

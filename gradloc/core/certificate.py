@@ -28,11 +28,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ..record import Certificate
 from .gradients import Gradient
 from .probe import Prober
 from .selection import Token
 
-__all__ = ["Certificate", "certify", "is_subtracted", "judge"]
+__all__ = ["certify", "is_subtracted", "judge"]
 
 _DRAWS = 3.0  # the difference of two replays is one draw; another is hardly ever larger than this many times it
 _UNIT = 2.0**-8  # of bfloat16
@@ -40,25 +41,6 @@ _FINE = 2.0**-16  # 256 units of float32; the two backwards of what is subtracte
 _AGAIN = 0.75  # of the culprits, with the opposite sign, the second time: a power of two would be rounded alike
 _CLEAN = 0.1  # of a residual: with more error than this, it is no direction to search along
 _APART = 0.1  # of a gradient without culprits: two passes of it differ by less, or nothing could be trained
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """The norm with and without the culprits, and what that proves."""
-
-    norm_before: float
-    norm_after: float
-    error_bound: float
-    threshold: float | None
-    method: str
-    """``subtract``, ``swap``, ``recompute`` or ``none`` (nothing to leave out)."""
-    verdict: str
-    """``explained``, ``undecided`` or ``not_explained``."""
-    reason: str
-    replay_difference: float | None = None
-    """L2 norm by which two replays differ, of the culprits alone where they are subtracted (their rounding, too), of
-    all of the culprits' micro-batches for a swap, of one without culprits for a recomputation; 0: kernels repeat, None:
-    nothing was replayed twice."""
 
 
 def judge(norm_after: float, error_bound: float, threshold: float | None, was_finite: bool = True) -> tuple[str, str]:

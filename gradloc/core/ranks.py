@@ -57,7 +57,7 @@ class Ranks:
         alone = not dist.is_initialized()
         process = 0 if alone else dist.get_rank(group)
         self.num_processes = 1 if alone else dist.get_world_size(group)
-        self.rank = process // replicas
+        self.process, self.rank = process, process // replicas
         self.size = self.num_processes // replicas
         self.is_first = process == 0
         self._call = 0

@@ -34,8 +34,9 @@ from ..words.leader import leader
 from ..words.numbers import number
 from ..words.verdict import verdict_sentences
 from .batch import BatchView
-from .gather import RawEvent, ratio
+from .gather import ratio
 from .pictures import Album, inputs_of, kept_inputs
+from .wire import RawEvent
 
 __all__ = ["batch_scale", "bundle_tensors", "complete_event", "complete_sequences"]
 

@@ -10,22 +10,23 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from .. import record
+from ..core.gradients import GradientSpace
+from ..core.probe import TrainingStep
+from ..core.ranks import Ranks
 from ..core.selection import Token, mask_without
+from ..core.trigger import Place, Spike
 from ..record import (
     Coefficients,
     Consequence,
     Event,
-    Fingerprint,
     LayerHistory,
     Ratios,
     Sequence,
     Shares,
     Step,
-    StepCause,
     Trigger,
 )
 from ..search.find import Finding
@@ -33,9 +34,9 @@ from ..search.share import ShareMap
 from ..search.task import Culprit, PathEntry
 from .fingerprint import fingerprint
 from .layers import kind_of, layer_of, norms_by
-from .localizer import SpikeContext
+from .wire import RawEntry, RawEvent
 
-__all__ = ["RawEntry", "RawEvent", "ratio", "raw_event"]
+__all__ = ["SpikeContext", "ratio", "raw_event"]
 
 _TERMS = ("policy", "kl", "entropy")
 _LOW = 0.2  # quantile of the entropies
@@ -44,37 +45,28 @@ _MAX_SEQUENCES = 16
 
 
 @dataclass(frozen=True)
-class RawEntry:
-    """One micro-batch of one rank, for the bundle."""
+class SpikeContext:
+    """Everything that is known of one spike when its event is gathered; the same on every rank but for the shards."""
 
-    rank: int
-    micro_batch: int
-    rows: list[int]
-    """Of the batch as it was dispatched."""
-    rng: np.ndarray
-    """uint8: the CPU's random state before the micro-batch's forward."""
-
-
-@dataclass
-class RawEvent:
-    """What the ranks hand to the driver: small, and whole once pickled."""
-
-    event: Event
-    """Without what only the driver knows: name, run, text, stored log-probs, causes."""
-    sequences: list[Sequence]
-    """Numbers of the forward only, over all T response positions."""
-    residual_coefficient_norm: float
-    """Root sum of squares of d loss / d log_prob over all tokens but the culprits."""
-    term_norms: dict[str, float]
-    """The same over all tokens, of each term: ``policy`` (without the KL term), ``kl`` and ``entropy``."""
-    low_entropy: float | None
-    """Entropy that a fifth of the tokens of the culprits' micro-batches are under."""
-    layout: list[RawEntry]
-    temperature: float
-    on_policy: bool
-    fingerprint: Fingerprint
+    place: Place
+    spike: Spike
+    finding: Finding
+    step: TrainingStep
+    space: GradientSpace
+    ranks: Ranks
+    squares: torch.Tensor
+    """The spike's squared norm per parameter, before clipping: float64 (num_params,)."""
+    history: torch.Tensor | None
+    """The same of earlier steps: float64 (steps, num_params); None when it was not tracked."""
+    action: record.Action
+    clip_limit: float
+    """The norm that the actor clips to; inf where it does not clip the whole."""
+    takes_what_is_not_finite: bool
+    """Whether the optimizer would be given a gradient that is not finite."""
     checkpoint: str | None
-    """Folder with the weights before the step, where they were saved."""
+    """Where the weights were saved."""
+    head_square: torch.Tensor
+    """This process' part of the squared gradient norm of the output head, before clipping."""
 
 
 def raw_event(context: SpikeContext, budget: int, keeps_all: bool) -> RawEvent | None:
@@ -105,7 +97,6 @@ def raw_event(context: SpikeContext, budget: int, keeps_all: bool) -> RawEvent |
     head_square = float(context.space.reduce(lambda: context.head_square * context.space.num_replicas))
 
     def build(gathered: list[_Sums]) -> RawEvent:
-        certificate = record.Certificate(**vars(finding.certificate))
         squared = {name: math.fsum(part.term_squares[name] for part in gathered) for name in _TERMS}
         low = sorted(part.low_entropy for part in gathered if part.low_entropy is not None)
         event = Event(
@@ -123,15 +114,15 @@ def raw_event(context: SpikeContext, budget: int, keeps_all: bool) -> RawEvent |
             trigger=Trigger(**vars(spike), history=record.History(**place.history) if place.history else None),
             search=_search_record(finding, budget),
             culprits=culprits,
-            certificate=certificate,
-            action=record.Action(**vars(action)),
+            certificate=finding.certificate,
+            action=action,
             layers=norms_by(layer_of, names, squares),
             kinds=norms_by(kind_of, names, squares),
             layer_history=_layer_history(names, squares, context.history),
             shares=_shares_record(result.shares, [part.shares for part in gathered]),
-            cause=None if result.source is None else StepCause(**vars(result.source)),
-            rerun=None if finding.rerun is None else record.Rerun(**vars(finding.rerun)),
-            consequence=_consequence(action.taken, spike.grad_norm, context, culprits, certificate),
+            cause=result.source,
+            rerun=finding.rerun,
+            consequence=_consequence(action.taken, spike.grad_norm, context, culprits, finding.certificate),
             head_grad_norm=math.sqrt(head_square),
             model="critic" if step.recorded(0).is_value else None,
         )

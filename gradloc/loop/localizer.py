@@ -13,23 +13,26 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..core.actions import Action, ActionLimits, Outcome, decide, decide_without_search
+from ..core.actions import Outcome, decide, decide_without_search
 from ..core.gradients import GradientSpace
 from ..core.memory import choose_way
 from ..core.probe import Prober, RngState, TrainingStep
 from ..core.ranks import LostRank, Ranks
 from ..core.selection import Token
 from ..core.tracker import NormTracker, median_size
-from ..core.trigger import Place, Spike, StepPolicy
-from ..search.find import Finding
+from ..core.trigger import Spike
+from ..record import Action
+from ..search.find import localize
+from .gather import SpikeContext, raw_event
+from .layers import head_square
+from .wire import Policy, RankReport, RawEvent
 
-__all__ = ["ActorPowers", "Localizer", "SpikeContext"]
+__all__ = ["ActorPowers", "Localizer"]
 
 T = TypeVar("T")
 
@@ -56,62 +59,19 @@ class ActorPowers(Protocol):
         """Save the weights that the event happened at; returns the folder, None where none are to be saved."""
 
 
-@dataclass(frozen=True)
-class SpikeContext:
-    """Everything that is known of one spike when its event is gathered; the same on every rank but for the shards."""
-
-    place: Place
-    spike: Spike
-    finding: Finding
-    step: TrainingStep
-    space: GradientSpace
-    ranks: Ranks
-    squares: torch.Tensor
-    """The spike's squared norm per parameter, before clipping: float64 (num_params,)."""
-    history: torch.Tensor | None
-    """The same of earlier steps: float64 (steps, num_params); None when it was not tracked."""
-    action: Action
-    clip_limit: float
-    """The norm that the actor clips to; inf where it does not clip the whole."""
-    takes_what_is_not_finite: bool
-    """Whether the optimizer would be given a gradient that is not finite."""
-    checkpoint: str | None
-    """Where the weights were saved."""
-    head_square: torch.Tensor
-    """This process' part of the squared gradient norm of the output head, before clipping."""
-
-
-Search = Callable[..., Finding]
-"""Finds and certifies culprits, see :func:`~..search.find.localize`."""
-
-
 class Localizer:
     """Watches an actor's updates and looks into the spikes that the driver's policy names.
 
     Args:
         powers: the actor's.
         ranks: the data-parallel ranks.
-        limits: what may be done to a step that spiked.
-        search: finds and certifies culprits.
-        gather: turns what is known into an event; all ranks call it together.
-        head_square: the output head's part of the squared norm of what is in ``.grad``, of this process: a scalar.
-        layer_window: optimizer steps whose norm per parameter is remembered; 0 for none.
+        settings: those that hold, see :func:`~..config.resolve`.
     """
 
-    def __init__(
-        self,
-        powers: ActorPowers,
-        ranks: Ranks,
-        limits: ActionLimits,
-        search: Search,
-        gather: Callable[[SpikeContext], Any],
-        head_square: Callable[[GradientSpace], torch.Tensor],
-        layer_window: int = 0,
-    ):
-        self.powers, self.ranks, self.limits = powers, ranks, limits
-        self._search, self._gather, self._head_square = search, gather, head_square
-        self._tracker = NormTracker(layer_window)
-        self._policy: StepPolicy | None = None
+    def __init__(self, powers: ActorPowers, ranks: Ranks, settings: Any):
+        self.powers, self.ranks, self.settings = powers, ranks, settings
+        self._tracker = NormTracker(settings.search.layer_window)
+        self._policy: Policy | None = None
         self._space: GradientSpace
         self._step: TrainingStep
         self._num_searches = 0
@@ -120,7 +80,7 @@ class Localizer:
         """Of the present update, before clipping: epochs x mini-batches, in order."""
         self.head_squares: list[torch.Tensor] = []
         """Likewise, this process' part of the squared norm of the output head."""
-        self.events: list[Any] = []
+        self.events: list[RawEvent] = []
         """Of the present update; the policy says how many there may be."""
         self.outcomes: list[Outcome] = []
         """All spikes of the present update, also those that no event is written of."""
@@ -130,7 +90,7 @@ class Localizer:
 
     # ---- the moments of an update, in order
 
-    def begin_update(self, policy: StepPolicy | None, space: GradientSpace) -> None:
+    def begin_update(self, policy: Policy | None, space: GradientSpace) -> None:
         """Take the step's policy; None: nothing is looked into."""
         self._policy, self._space = policy, space
         self.norms, self.head_squares, self.events, self.outcomes = [], [], [], []
@@ -146,7 +106,7 @@ class Localizer:
         """Note the norms of what ``.grad`` has accumulated so far."""
         self._tracker.after_backward(self._space)
 
-    def before_step(self, grad_norm: torch.Tensor, policy: StepPolicy | None = None) -> torch.Tensor:
+    def before_step(self, grad_norm: torch.Tensor, policy: Policy | None = None) -> torch.Tensor:
         """Look into the step if it spikes.
 
         Args:
@@ -161,7 +121,7 @@ class Localizer:
         self._policy = policy or self._policy
         self._step_seconds = time.perf_counter() - self._began
         self.norms.append(norm)
-        self.head_squares.append(self._head_square(self._space) / self._clip_scale(norm) ** 2)
+        self.head_squares.append(head_square(self._space) / self._clip_scale(norm) ** 2)
         if self._policy is not None and len(self.norms) == 1:
             step = self._step
             self.coefficient = median_size(step.coefficients(index)[0] for index in range(step.num_micro_batches))
@@ -174,9 +134,25 @@ class Localizer:
         return grad_norm
 
     def end_update(self) -> None:
-        """Let go of the update's parameters; ``norms`` and ``events`` stay until the next."""
+        """Let go of the update's parameters; what there is to report stays until the next."""
         self._tracker.end_update()
         del self._space
+
+    def report(self, learned: Any = None) -> RankReport:
+        """What this process has to say of the last update.
+
+        Args:
+            learned: the stabilizers' state, to be sent along by the first process.
+        """
+        of_first = (tuple(self.outcomes), tuple(self.events), learned) if self.ranks.is_first else ()
+        return RankReport(
+            self.ranks.process,
+            tuple(self.norms),
+            tuple(float(square) for square in self.head_squares),
+            self.coefficient,
+            self.num_failures,
+            *of_first,
+        )
 
     # ---- inside
 
@@ -185,7 +161,7 @@ class Localizer:
         return min(1.0, self.powers.clip_limit / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
     @property
-    def _spiking_policy(self) -> StepPolicy:
+    def _spiking_policy(self) -> Policy:
         assert self._policy is not None, "without a policy nothing is a spike"
         return self._policy
 
@@ -208,7 +184,7 @@ class Localizer:
     def _handle(self, spike: Spike, grad_norm: torch.Tensor) -> torch.Tensor:
         """Act on the spike; look into it where an event may be written of it, or where the action needs to know."""
         is_written = self._num_to_write < self._spiking_policy.max_events
-        action = None if is_written else decide_without_search(self.limits, spike, self._num_searches)
+        action = None if is_written else decide_without_search(self.settings.action, spike, self._num_searches)
         if action is None:
             return self._look_into(spike, grad_norm, is_written)
         taken_norm = None
@@ -264,10 +240,10 @@ class Localizer:
         if increments is not None and len(increments) != step.num_micro_batches:
             increments = None  # the gradient was reduced once, after the last micro-batch
         way["update_seconds"] = self.ranks.max([self._step_seconds])[0]
-        finding = self._search(step, space, self.ranks, spike, clip_scale, increments, policy.typical, **way)
+        finding = localize(step, space, self.ranks, spike, clip_scale, increments, policy.typical, **way)
         overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
         obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else None
-        action = decide(self.limits, spike, finding.certificate, finding.tokens, obstacle)
+        action = decide(self.settings.action, spike, finding.certificate, finding.tokens, obstacle)
         if not is_written:
             return None, action, self._act(action.taken, finding.tokens)
         context = SpikeContext(
@@ -285,16 +261,25 @@ class Localizer:
             checkpoint=self.powers.save_weights(policy.global_step),
             head_square=self.head_squares[-1],
         )
-        event = self._gather(context)
+        keeps_all = self.settings.evidence.bundle == "full"
+        event = raw_event(context, self.settings.budget, keeps_all)
         return event, action, self._act(action.taken, finding.tokens)
 
     def _choose_way(self, space: GradientSpace, step: TrainingStep) -> dict[str, Any]:
-        """What the search is called with, over its configuration, where memory is short on some rank."""
+        """How to search: as configured, and by bisection where memory is short on some rank."""
+        search = self.settings.search
+        configured = {
+            "strategy": search.strategy,
+            "budget": self.settings.budget,
+            "max_culprits": search.max_culprits,
+            "max_steps": search.max_steps,
+            "reruns": self.settings.evidence.rerun,
+        }
         way = self.ranks.agree(lambda: choose_way(space, step.forward_bytes()))
         if self.ranks.all(way == "full"):
-            return {}
+            return configured
         logger.warning("gradloc: memory is short, so this spike is searched by bisection alone")
-        return {"strategy": "bisect"}
+        return configured | {"strategy": "bisect"}
 
     def _act(self, taken: str, culprits: list[Token]) -> torch.Tensor | None:
         """Put into ``.grad`` what the step is to take; returns its norm, None when that is unchanged."""

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each of our metrics is joined where one step of the trainer has several updates: the only place that says it."""
+"""Our metrics of an update, and how each is joined where a step of the trainer has several: said here alone."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 
-__all__ = ["is_ours", "joined", "size"]
+from ..core.actions import Outcome
+from ..core.trigger import spike_kind
+from ..record import Event
+from .wire import Policy, RankReport
 
+__all__ = ["is_ours", "joined", "metrics_of", "size"]
+
+_TAKEN = ("mask", "skip", "abort")
 _ADDED = frozenset("spikes unwritten mask skip abort masked_tokens events culprits explained probes seconds".split())
-_LARGEST = frozenset("head_grad_norm norm_after failures write_failures grad_norm_max".split())
+_LARGEST = frozenset("head_grad_norm norm_after failures write_failures grad_norm_max median_coefficient".split())
 _OF_NEAREST = frozenset("threshold norm_over_threshold clip_scale culprit_share healthy_norm".split())
 """Of the update whose norm came nearest to its threshold, so that they are of one and the same."""
 
@@ -35,6 +42,74 @@ def joined(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
         elif _plain(name) in _OF_NEAREST:
             known[name] = [found[name] for found in nearest_last if name in found][-1]
     return known
+
+
+# Names: mind that verl takes the smallest of what has "min" in its name, and the largest of what has "max".
+
+
+def metrics_of(
+    policy: Policy, reports: Sequence[RankReport], first: RankReport, num_write_failures: int
+) -> dict[str, float]:
+    """Our scalars of one update, under the actor's names; ``grad_norm_max`` is the model's own.
+
+    Args:
+        policy: of the update.
+        reports: one of each process.
+        first: the first process' among them.
+        num_write_failures: of the run.
+    """
+    events = [raw.event for raw in first.events]
+    heads = [math.fsum(of_step) ** 0.5 for of_step in zip(*(report.head_squares for report in reports), strict=True)]
+    return {
+        "grad_norm_max": max(first.norms, key=size),
+        "gradloc/failures": max(report.num_failures for report in reports),
+        "gradloc/write_failures": num_write_failures,
+        "gradloc/median_coefficient": statistics.median(report.coefficient for report in reports),
+        "gradloc/head_grad_norm": max(heads, key=size),
+        **_of_trigger(policy, first.norms),
+        **_of_actions(first.outcomes),
+        **_of_events(events),
+    }
+
+
+def _of_trigger(policy: Policy, norms: Sequence[float]) -> dict[str, float]:
+    """Spikes, and of the optimizer step that came nearest to its threshold: the threshold and the ratio to it."""
+    pairs = [(norm, policy.threshold(number)) for number, norm in enumerate(norms)]
+    judged = [(norm, threshold) for norm, threshold in pairs if threshold]
+    found: dict[str, float] = {}
+    if judged:
+        norm, threshold = max(judged, key=lambda pair: size(pair[0]) / pair[1])
+        found = {"gradloc/threshold": threshold, "gradloc/norm_over_threshold": norm / threshold}
+    return {"gradloc/spikes": sum(spike_kind(*pair, policy.kind) is not None for pair in pairs), **found}
+
+
+def _of_actions(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    counts = {f"gradloc/{taken}": sum(spike.taken == taken for spike in outcomes) for taken in _TAKEN}
+    return {"gradloc/unwritten": sum(not spike.is_written for spike in outcomes), **counts}
+
+
+def _of_events(events: Sequence[Event]) -> dict[str, float]:
+    found: dict[str, float] = {
+        "gradloc/events": len(events),
+        "gradloc/culprits": sum(len(event.culprits) for event in events),
+        "gradloc/explained": sum(event.certificate.verdict == "explained" for event in events),
+        "gradloc/probes": sum(event.search.backwards or 0 for event in events),
+        "gradloc/seconds": sum(event.search.seconds or 0.0 for event in events),
+    }
+    after = [event.certificate.norm_after for event in events if event.certificate.norm_after is not None]
+    if after:
+        found["gradloc/norm_after"] = max(after)
+    steps = [event.consequence for event in events if event.consequence is not None]
+    clipped = [step for step in steps if step.clip_scale is not None]
+    if clipped:
+        hardest = min(clipped, key=lambda step: step.clip_scale or 0.0)
+        for name in ("clip_scale", "culprit_share", "healthy_norm"):
+            value = getattr(hardest, name)
+            found |= {} if value is None else {f"gradloc/{name}": value}
+    masked = [event for event in events if event.action.taken == "mask"]
+    if masked:
+        found["gradloc/masked_tokens"] = sum(len(culprit.positions) for event in masked for culprit in event.culprits)
+    return found
 
 
 def size(value: float) -> float:

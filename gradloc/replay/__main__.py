@@ -47,8 +47,8 @@ __all__ = ["main", "replay"]
 _BUDGET = 128  # probes, where neither the bundle nor the person says
 _MAX_CULPRITS = 8
 _ADAPTERS = {
-    False: ("..verl_actor.rebuild", "verl 0.7.0 or 0.7.1 and the patch on it (gradloc-patch --repo VERL)"),
-    True: ("..verl_engine.rebuild", "verl 0.9 and gradloc installed beside it"),
+    False: ("..adapters.verl07.rebuild", "verl 0.7.0 or 0.7.1 and the patch on it (gradloc-patch --repo VERL)"),
+    True: ("..adapters.verl09.rebuild", "verl 0.9 and gradloc installed beside it"),
 }
 """What rebuilds the trainer's step from a bundle, and where it does; by whether the run was one of verl 0.9."""
 
@@ -149,7 +149,7 @@ def replay(
 
 def _adapter(bundle: Bundle) -> Any:
     """By name: this room knows no adapter, and verl's workers take seconds to import."""
-    of_engine = ".verl_engine." in str(bundle.meta.actor.get("_target_"))
+    of_engine = str(bundle.meta.actor.get("_target_")).startswith("gradloc.")
     module, where = _ADAPTERS[of_engine]
     try:
         return importlib.import_module(module, __package__)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..core.gradients import Gradient
+from ..record import StepCause
 from .bisect import bisect
 from .candidates import (
     MUCH,
@@ -35,7 +36,7 @@ from .candidates import (
 )
 from .share import ShareMap, measure_shares
 from .sketch import sketch
-from .task import Culprit, PathEntry, SearchResult, Source, Task, measured_culprit, verify
+from .task import Culprit, PathEntry, SearchResult, Task, measured_culprit, verify
 from .triage import doubt_backward, nothing_found, split_off
 
 __all__ = ["auto", "share"]
@@ -345,7 +346,7 @@ class _Search:
         self.result.certificate = certificate
         self._note("residual", certificate.verdict, certificate.reason, certificate.norm_after)
         self.result.stop_reason = certificate.reason
-        is_done = certificate.verdict == "explained" or not math.isfinite(certificate.norm_after)
+        is_done = certificate.verdict == "explained" or not math.isfinite(certificate.norm_after or 0.0)
         if self._others is not None and not is_done:
             self.prober.add(self._others, alpha=-1.0)
             is_done = self.prober.space.norm() < task.reference
@@ -401,7 +402,7 @@ class _Search:
         self.result.certificate = nothing_found(self.task, found[0].reason)
         return True
 
-    def _blame(self, source: Source, norm: float) -> None:
+    def _blame(self, source: StepCause, norm: float) -> None:
         self.result.source, self.result.stop_reason = source, source.reason
         self._note("others", "measured", source.reason, norm)
 

@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..core.certificate import Certificate
 from ..core.gradients import GradientSpace
 from ..core.probe import Prober, RngState, TrainingStep
 from ..core.ranks import Ranks
 from ..core.selection import Token
 from ..core.trigger import Spike
+from ..record import Certificate, Rerun
 from .auto import auto, share
 from .bisect import bisect
 from .sketch import sketch
 from .task import Limit, SearchResult, Task
-from .triage import Rerun, rerun, triage
+from .triage import rerun, triage
 from .weights import reshard
 
 __all__ = ["Finding", "STRATEGIES", "localize"]

@@ -2,20 +2,21 @@
 """What every search strategy is given, and what it returns."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from ..core.certificate import Certificate, certify
+from ..core.certificate import certify
 from ..core.gradients import Gradient
 from ..core.probe import Prober
 from ..core.selection import Part, Token
 from ..core.trigger import Spike
+from ..record import Certificate, StepCause
 from .readout import Readout
 from .share import ShareMap
 
-__all__ = ["Culprit", "Limit", "PathEntry", "SearchResult", "Source", "Task", "measured_culprit", "verify"]
+__all__ = ["Culprit", "Limit", "PathEntry", "SearchResult", "Task", "measured_culprit", "verify"]
 
 _MICRO_BATCHES = 16  # the published budget is meant for up to so many
 _LEAST_SECONDS = 2.0  # that an update counts as lasting: on a toy model all is overhead, and nothing stalls
@@ -148,21 +149,6 @@ class Task:
         return found
 
 
-@dataclass(frozen=True)
-class Source:
-    """What makes a spike, or a part of it, that no tokens make; the same on every rank."""
-
-    label: str
-    """One of ``record.CAUSES``."""
-    reason: str
-    """Follows "the search stopped because"."""
-    numbers: Mapping[str, float | None] = field(default_factory=dict)
-    names: tuple[str, ...] = ()
-    """Parameters, most suspect first."""
-    places: tuple[tuple[int | None, int], ...] = ()
-    """(row of the driver's batch, response position)"""
-
-
 @dataclass
 class PathEntry:
     """One stage or probe of a search and what came of it."""
@@ -212,7 +198,7 @@ class SearchResult:
     """Spans beyond that number that are a culprit's worth, at least."""
     more_norm: float | None = None
     """Lower bound on the norm of all of these together; None without any."""
-    source: Source | None = None
+    source: StepCause | None = None
     """Where the spike comes from, when that is not its tokens."""
 
     @property

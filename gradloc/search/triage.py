@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..core.certificate import Certificate, judge
+from ..core.certificate import judge
 from ..core.gradients import Gradient, GradientSpace, named_shards
 from ..core.scale import excess
 from ..core.tracker import median_size
+from ..record import Certificate, Rerun, StepCause
 from .share import ShareMap, measure_shares
-from .task import PathEntry, SearchResult, Source, Task
+from .task import PathEntry, SearchResult, Task
 
 __all__ = [
     "TRANSIENT",
     "Parts",
-    "Rerun",
     "doubt_backward",
     "non_finite_weights",
     "nothing_found",
@@ -40,17 +40,6 @@ _MOST_PLACES = 8
 _TINY = 1e-30
 _NOTABLE_SHARE = 0.05  # of a squared norm
 _ALIKE = 0.1  # of the norm: on a rehearsal, which has no threshold, what counts as the same
-
-
-@dataclass(frozen=True)
-class Rerun:
-    """The spike's micro-batches run again as they were."""
-
-    norm: float
-    difference: float
-    """Norm of the difference of both gradients over the spike's norm; NaN where one is not finite."""
-    is_reproduced: bool
-    """Whether the norm broke its threshold again, or was not finite again."""
 
 
 def rerun(task: Task) -> Rerun:
@@ -78,7 +67,7 @@ def triage(task: Task, typical: Mapping[str, tuple[float, float]], reran: Rerun 
         reran: the spike run again, where that was asked for.
     """
     if reran is not None and not reran.is_reproduced:
-        return _result(task, "transient", Source("transient", TRANSIENT, {"rerun_norm": reran.norm}))
+        return _result(task, "transient", StepCause("transient", TRANSIENT, {"rerun_norm": reran.norm}))
     if not math.isfinite(task.spike.grad_norm):
         return _weights(task) or _padding(task)
     return _scaled(task, typical)
@@ -116,7 +105,9 @@ def _weights(task: Task) -> SearchResult | None:
     if not names:
         return None
     why = f"{len(names)} parameter{'s hold' if len(names) > 1 else ' holds'} weights that are not finite"
-    return _result(task, "weights", Source("non_finite_weights", why, {"parameters": len(names)}, names[:_MOST_NAMES]))
+    return _result(
+        task, "weights", StepCause("non_finite_weights", why, {"parameters": len(names)}, names[:_MOST_NAMES])
+    )
 
 
 def _padding(task: Task) -> SearchResult | None:
@@ -142,7 +133,7 @@ def _padding(task: Task) -> SearchResult | None:
     if not math.isfinite(norm):
         return None
     why = "only positions outside of the response mask have a loss that is not finite"
-    source = Source("non_finite_padding", why, {}, (), tuple(places[:_MOST_PLACES]))
+    source = StepCause("non_finite_padding", why, {}, (), tuple(places[:_MOST_PLACES]))
     bound = prober.space.rounding * step.num_micro_batches**2 * norm
     threshold = task.spike.threshold
     verdict, reason = judge(norm, bound, threshold, was_finite=False)
@@ -163,10 +154,10 @@ def _scaled(task: Task, typical: Mapping[str, tuple[float, float]]) -> SearchRes
     factor = excess(present[len(present) // 2], typical["coefficient"])
     if factor is None or spike.grad_norm / factor > spike.threshold:
         return None
-    numbers = {"coefficient_over_typical": factor}
+    numbers: dict[str, float | None] = {"coefficient_over_typical": factor}
     times = f"{factor:,.{0 if factor >= 100 else 1}f}"
     why = f"the loss weighs the batch's typical token {times} times as much as in the steps before"
-    return _result(task, "scale", Source("batch_scale", why, numbers))
+    return _result(task, "scale", StepCause("batch_scale", why, numbers))
 
 
 def nothing_found(task: Task, reason: str) -> Certificate:
@@ -174,7 +165,7 @@ def nothing_found(task: Task, reason: str) -> Certificate:
     return replace(task.certify([]), reason=reason)
 
 
-def _result(task: Task, phase: str, source: Source) -> SearchResult:
+def _result(task: Task, phase: str, source: StepCause) -> SearchResult:
     path = [PathEntry(phase, "measured", note=source.reason)]
     certificate = nothing_found(task, source.reason)
     return SearchResult(path=path, stop_reason=source.reason, certificate=certificate, source=source)
@@ -188,7 +179,7 @@ class Parts:
     others: Gradient
     tokens_norm: float
     others_norm: float
-    source: Source
+    source: StepCause
 
 
 def split_off(task: Task) -> Parts | None:
@@ -219,11 +210,11 @@ def split_off(task: Task) -> Parts | None:
         f"tokens' part has norm {tokens_norm:.3g} (within {bound:.2g})"
     )
     numbers = {"tokens_norm": tokens_norm, "others_norm": others_norm, "error_bound": bound}
-    source = Source("not_tokens", why, numbers, suspects(squares, of_tokens))
+    source = StepCause("not_tokens", why, numbers, suspects(squares, of_tokens))
     return Parts(space.take(), others, tokens_norm, others_norm, source)
 
 
-def doubt_backward(task: Task, shares: ShareMap) -> tuple[Source, float] | None:
+def doubt_backward(task: Task, shares: ShareMap) -> tuple[StepCause, float] | None:
     """Where the gradient is not what the log-probs' change says: why, and the norm as everything is run again.
 
     It is not the tokens' when it does not come back, or when two step sizes agree about how far it is off: then
@@ -242,7 +233,7 @@ def doubt_backward(task: Task, shares: ShareMap) -> tuple[Source, float] | None:
     prober.add(task.gradient, alpha=-1.0 / task.scale)
     difference = space.norm() / task.spike.grad_norm
     if difference > _REPEATS:
-        return Source("transient", TRANSIENT, {"rerun_norm": norm, "rerun_difference": difference}), norm
+        return StepCause("transient", TRANSIENT, {"rerun_norm": norm, "rerun_difference": difference}), norm
     if not task.can_afford(forwards=2 * len(everything), is_certificate=True):
         return None
     readouts = prober.ranks.agree(lambda: task.readouts([]))
@@ -251,5 +242,5 @@ def doubt_backward(task: Task, shares: ShareMap) -> tuple[Source, float] | None:
     if not (second.closure and 1 / _STABLE < shares.closure / second.closure < _STABLE):
         return None
     why = "the gradient is not the derivative of the tokens' log-probs: something scales it in the backward"
-    numbers = {"closure": shares.closure, "tokens_norm": shares.closure * task.spike.grad_norm}
-    return Source("not_tokens", why, numbers, suspects(space.squares_by_name(task.gradient))), norm
+    numbers: dict[str, float | None] = {"closure": shares.closure, "tokens_norm": shares.closure * task.spike.grad_norm}
+    return StepCause("not_tokens", why, numbers, suspects(space.squares_by_name(task.gradient))), norm

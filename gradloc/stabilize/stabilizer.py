@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ..core.gradients import GradientSpace
-from ..core.ranks import Ranks
 from ..loop.layers import kind_of, layer_of, norms_by
 from ..reweighting import STAGE_NAME_KEY
 from . import STABILIZER_KEY
@@ -134,7 +133,7 @@ class Stabilizer:
         self._note("layer_clip/norm_after", after)
 
     def end_update(self, metrics: dict[str, Any]) -> None:
-        """Add what every rank reports alike, and on the first process the statistics for the next checkpoint."""
+        """Add what every rank reports alike."""
         if self._layer_clip is not None:
             self._metrics["gradloc/layer_clip/nonfinite"] = [self._num_nonfinite]
             self._metrics["gradloc/layer_clip/warmup"] = [float(self._layer_clip.is_warming_up)]
@@ -142,8 +141,10 @@ class Stabilizer:
             self._metrics["gradloc/skip_step/skipped"] = [self._num_skipped]
         metrics.update(self._metrics)
         self._space = self._squares = None
-        if Ranks().is_first:
-            metrics[STABILIZER_KEY] = self._state()
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready content, for the next checkpoint: what was learned, the same on every rank."""
+        return {stage: {name: part.state() for name, part in parts.items()} for stage, parts in self._by_stage.items()}
 
     # ---- inside
 
@@ -166,9 +167,6 @@ class Stabilizer:
                 parts["skip_step"] = SkipStep(settings.skip_step)
             self._by_stage[stage] = parts
         return self._by_stage[stage]
-
-    def _state(self) -> dict[str, Any]:
-        return {stage: {name: part.state() for name, part in parts.items()} for stage, parts in self._by_stage.items()}
 
     def _load_state(self, state: dict[str, Any]) -> None:
         for stage, of_stage in state.items():

@@ -28,7 +28,7 @@ def measure(num_terms: int, num_buckets: int, dump_dir: str) -> dict[str, Any]:
 
     from tests.analysis.scenarios import TERMS, local_rows, with_buckets
     from tests.world.harness import make_batch, make_trainer
-    from verl.gradloc.verl_actor.analysis_actor import analyze
+    from verl.gradloc.adapters.verl07.analysis_actor import analyze
 
     trainer = make_trainer(SIZES + (TERMS if num_terms == 3 else []), dump_dir)
     generator = torch.Generator().manual_seed(0)

@@ -76,10 +76,10 @@ def probe_of(trainer: Any, batch: Any, buckets: list[int]) -> Any:
 
 def run_probe(kind: type, trainer: Any, batch: Any, number: int) -> Any:
     """A finished probe of this rank's rows."""
+    from verl.gradloc.adapters.verl07.analysis_actor import AnalysisActor
     from verl.gradloc.analysis.actor import undisturbed
     from verl.gradloc.core.gradients import GradientSpace
     from verl.gradloc.core.ranks import Ranks
-    from verl.gradloc.verl_actor.analysis_actor import AnalysisActor
 
     actor = AnalysisActor(trainer.actor, temperature=1.0)
     space = GradientSpace(trainer.actor.actor_module)
@@ -124,7 +124,7 @@ def split(overrides: list[str], dump_dir: str, buckets: list[int] = UNEVEN) -> d
 
 def slow_errors(trainer: Any, batch: Any, buckets: list[int], probe: Any) -> list[float]:
     """Each bucket's part against the localizer's probe, which detaches all other rows."""
-    from verl.gradloc.verl_actor.hook import ActorStep
+    from verl.gradloc.adapters.verl07.hook import ActorStep
 
     local = local_rows(with_buckets(batch, buckets))
     size = trainer.actor.config.ppo_micro_batch_size_per_gpu
@@ -183,7 +183,7 @@ def dot_of_unlike_rows(dump_dir: str) -> dict[str, Any]:
 def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str, Any]:
     """Three real updates, with an analysis before each or none."""
     from tests.world.harness import make_trainer
-    from verl.gradloc.verl_actor.analysis_actor import analyze
+    from verl.gradloc.adapters.verl07.analysis_actor import analyze
 
     trainer = make_trainer(TERMS + overrides, dump_dir, dropout=0.1)
     norms, records = [], []
@@ -202,7 +202,7 @@ def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str,
 
 def fail_on_one_rank(dump_dir: str) -> dict[str, Any]:
     """The loss raises on rank 1 during the analysis; both ranks then train on."""
-    from verl.gradloc.verl_actor.analysis_actor import analyze
+    from verl.gradloc.adapters.verl07.analysis_actor import analyze
 
     trainer = make_trainer(TERMS, dump_dir)
     plain = make_trainer(TERMS, dump_dir)
@@ -222,7 +222,7 @@ def _broken(*_):
 
 def leave_as_found(dump_dir: str) -> dict[str, bool]:
     """An actor in the middle of something: gradients, eval mode, an accumulation count."""
-    from verl.gradloc.verl_actor.analysis_actor import analyze
+    from verl.gradloc.adapters.verl07.analysis_actor import analyze
 
     trainer = make_trainer(TERMS, dump_dir)
     actor = trainer.actor

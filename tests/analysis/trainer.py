@@ -28,7 +28,7 @@ class Workers:
 
     def analyze_gradients(self, data: Any) -> Any:
         from verl import DataProto
-        from verl.gradloc.verl_actor.analysis_actor import RECORD_KEY, analyze
+        from verl.gradloc.adapters.verl07.analysis_actor import RECORD_KEY, analyze
 
         self.num_asked += 1
         if self.error is not None:
@@ -60,8 +60,8 @@ class StandIn:
     use_critic = False
 
     def __init__(self, overrides: list[str], dump_dir: str, error: Exception | None = None):
-        from verl.gradloc.verl_actor.analysis_trainer import build_analysis
-        from verl.gradloc.verl_actor.trainer import TrainerHook
+        from verl.gradloc.adapters.verl07.analysis_trainer import build_analysis
+        from verl.gradloc.adapters.verl07.trainer import TrainerHook
 
         made = make_trainer(overrides, dump_dir)
         self.config = made.config
@@ -184,7 +184,7 @@ def filter_rows(rewards: list[float], per_group: int, dump_dir: str, overrides: 
 
 def prepare_separate(dump_dir: str) -> dict[str, Any]:
     """verl's loop on a twin: what the twin sees, and what the trainer looks like afterwards."""
-    from verl.gradloc.verl_actor.analysis_batch import prepare_batch
+    from verl.gradloc.adapters.verl07.analysis_batch import prepare_batch
 
     trainer = StandIn([*ON, "trainer.gradient_analysis_env_groups=4", "trainer.n_gpus_per_node=1"], dump_dir)
     trainer.train_dataset = list(range(100, 200))

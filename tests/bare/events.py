@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 
-from gradloc.core.actions import Action
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import Place, Spike
 from gradloc.loop.batch import BatchView
 from gradloc.loop.complete import complete_event
-from gradloc.loop.gather import raw_event
+from gradloc.loop.gather import SpikeContext, raw_event
 from gradloc.loop.layers import head_square
-from gradloc.loop.localizer import SpikeContext
-from gradloc.record import Event, Run
+from gradloc.record import Action, Event, Run
 from gradloc.search.find import localize
 from tests.bare import BareStep, Batch
 

@@ -15,14 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradloc.config import ActionConfig, EvidenceConfig, GradLocConfig
 from gradloc.core import ranks as core_ranks
 from gradloc.core.gradients import GradientSpace, local_shard
 from gradloc.core.ranks import Ranks
-from gradloc.core.trigger import StepPolicy
-from gradloc.loop.gather import raw_event
-from gradloc.loop.layers import head_square
 from gradloc.loop.localizer import Localizer
-from gradloc.search.find import localize
+from gradloc.loop.wire import Policy
 from tests.bare import BareStep, Batch, build, clip_gradient, random_batch, shard
 
 PLANT = {(3, 2): 1e4, (9, 1): 1e4}
@@ -180,13 +178,6 @@ class _Powers:
         return None
 
 
-class _Limits:
-    max_masked_tokens, max_masked_share, max_searches_per_step = 64, 0.05, None
-
-    def __init__(self, mode: str):
-        self.mode = mode
-
-
 @cache
 def _batch(seed: int) -> Batch:
     return random_batch(build("tiny"), seed=seed)
@@ -208,9 +199,9 @@ def train(
     core_ranks._PATIENCE_S = patience_s
     model = shard(build("tiny"), layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    search, gather = partial(localize, budget=64), partial(raw_event, budget=64, keeps_all=True)
     ranks = FailingRanks()
-    localizer = Localizer(_Powers(model), ranks, _Limits(mode), search, gather, head_square)
+    settings = GradLocConfig(action=ActionConfig(mode), evidence=EvidenceConfig(bundle="full"))
+    localizer = Localizer(_Powers(model), ranks, settings)
     rank = dist.get_rank() if dist.is_initialized() else 0
     num_events = 0
     for seed, plants in enumerate((PLANT, {})):
@@ -220,7 +211,7 @@ def train(
         step.arm(place, number if rank in failing and place != ALLOCATION else -1)
         ranks.arm(number if rank in failing and place == ALLOCATION else -1)
         space.clear()
-        policy = StepPolicy(seed, "fixed", [batch.num_tokens], [20.0], [20.0 * batch.num_tokens**0.5], max_events=1)
+        policy = Policy(seed, "fixed", [batch.num_tokens], [20.0], [20.0 * batch.num_tokens**0.5], max_events=1)
         localizer.begin_update(policy if number else None, space)
         localizer.begin_mini_batch(step)
         step.train(localizer.after_backward)

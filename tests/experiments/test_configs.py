@@ -32,7 +32,7 @@ KNOBS = {
     "GRPO_LEARNING_RATE": "3e-6",
     "RUNAWAY_PENALTY_MULTIPLIER": "0.4",
 }
-# tests/verl_engine composes the others.
+# tests/adapters/verl09 composes the others.
 PATCHED = [name for name in catalog.names() if not catalog.load(name).is_installed]
 KNOBBED = ["demo", "explosion", "buckets-demo"]
 ARMS = [(name, arm) for name, experiment in catalog.EXPERIMENTS.items() for arm in experiment.arms]

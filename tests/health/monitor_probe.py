@@ -13,10 +13,10 @@ import torch
 from omegaconf import OmegaConf
 
 from verl import DataProto
+from verl.gradloc.adapters.verl07.trainer import TrainerHook
 from verl.gradloc.health import HealthConfig
 from verl.gradloc.health.monitor import Monitor, build_monitor
 from verl.gradloc.loop.batch import BatchView
-from verl.gradloc.verl_actor.trainer import TrainerHook
 
 CALM = {"actor/grad_norm": 0.5, "actor/pg_loss": 0.01, "critic/score/mean": 0.4}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("verl_actor", "verl_actor/layouts", "verl_engine")
+ROOMS = ("adapters/verl07", "adapters/verl07/layouts", "adapters/verl09")
 ROWS = [
     line.strip("|").split("|")
     for line in (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8").splitlines()

@@ -10,15 +10,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "gradloc"
-ADAPTERS = ("verl_actor", "verl_engine", "adapters", "trl")
 TRAINERS = ("verl", "ray", "trl", "transformers", "accelerate", "tensordict")
 
 RANKS = {
     "checks": 0,
     "keys": 0,
     "touched": 0,
+    "record": 0,
     "core": 1,
-    "record": 1,
     "search": 2,
     "words": 2,
     "tell": 3,
@@ -32,8 +31,6 @@ RANKS = {
     "stabilize": 5,
     "config": 6,
     "names": 7,
-    "verl_actor": 8,
-    "verl_engine": 8,
     "adapters": 8,
     "trl": 9,
 }
@@ -42,7 +39,6 @@ NEIGHBOURS = {
     "analysis": {"rollout_filter"},  # groups of rollouts
     "health": {"rollout_filter"},  # groups of rollouts
     "report": {"health"},  # judges old runs
-    "verl_engine": {"verl_actor"},  # a replay's model, and how it is dealt out
     "stabilize": {"reweighting"},  # each of Lopti's stages learns by itself
 }
 COMMANDS = {"replay.__main__"}
@@ -81,18 +77,23 @@ def room(name: str) -> str:
     return name.split(".")[0]
 
 
+def adapter(name: str) -> str:
+    """``verl09`` for adapters.verl09.step; "" outside of the adapters."""
+    return (name.split(".") + [""])[1] if room(name) == "adapters" else ""
+
+
 def test_the_walk_sees_every_import_at_any_depth():
     assert ".health.config" in imports("health.judge")
     assert ".rollout_filter.groups" in imports("health.monitor"), "an import inside a function"
     assert ".stabilize.config" in imports("config")
-    assert "verl.model_merger.fsdp_model_merger" in imports("verl_actor.loading")
+    assert "verl.model_merger.fsdp_model_merger" in imports("adapters.verl_common.loading")
 
 
 def test_every_room_has_a_rank():
     assert {room(name) for name in MODULES if name} <= RANKS.keys()
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if room(name) not in ADAPTERS])
+@pytest.mark.parametrize("name", [name for name in MODULES if room(name) != "adapters"])
 def test_no_trainer_is_imported_outside_of_the_adapters(name):
     assert not {found.split(".")[0] for found in imports(name)} & {*TRAINERS}
 
@@ -108,6 +109,13 @@ def test_imports_run_downwards(name):
             continue
         is_neighbour = there in NEIGHBOURS.get(here, ())
         assert RANKS[there] < RANKS[here] or is_neighbour, f"{name} imports {found}"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if adapter(name)])
+def test_an_adapter_knows_no_other_but_what_verls_have_in_common(name):
+    here = adapter(name)
+    there = {adapter(found[1:]) for found in imports(name) if found.startswith(".")} - {"", here}
+    assert there <= ({"verl_common"} if here.startswith("verl") and here != "verl_common" else set())
 
 
 def test_the_features_that_share_have_no_circle():
@@ -142,7 +150,7 @@ assert not absent & {name.split(".")[0] for name in sys.modules}
 @pytest.mark.parametrize("package", ["gradloc", "verl.gradloc"])
 def test_everything_but_the_adapters_imports_where_no_trainer_is_installed(package, tmp_path):
     """As installed, and inside of a package called verl that has nothing else, as the patch carries it."""
-    names = [name for name in MODULES if name and room(name) not in ADAPTERS]
+    names = [name for name in MODULES if name and room(name) != "adapters"]
     absent = TRAINERS
     if package == "verl.gradloc":
         names = [name for name in names if room(name) != "report"]

@@ -7,7 +7,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 SEAMS = ROOT / "verl_overrides" / "v0.7.0" / "verl" / "trainer" / "config"
-CONF = ROOT / "gradloc" / "verl_engine" / "conf"
+CONF = ROOT / "gradloc" / "adapters" / "verl09" / "conf"
 OF_07 = {"filter_loss_scaling"}  # belongs to the rollout filter
 
 
@@ -21,7 +21,7 @@ def added(path: Path) -> str:
 def test_they_have_the_same_names_and_defaults():
     found = yaml.safe_load((CONF / "gradloc_defaults.yaml").read_text(encoding="utf-8"))
     actor = dict(found["actor_rollout_ref"]["actor"])
-    assert actor.pop("_target_") == "gradloc.verl_engine.config.GradLocActorConfig"
+    assert actor.pop("_target_") == "gradloc.adapters.verl09.config.GradLocActorConfig"
     expected = yaml.safe_load(added(SEAMS / "actor" / "actor.yaml.patch"))
     assert actor == {name: value for name, value in expected.items() if name not in OF_07}
     trainer = yaml.safe_load("root:\n" + added(SEAMS / "ppo_trainer.yaml.patch"))["root"]

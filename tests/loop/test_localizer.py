@@ -1,32 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The localizer on a bare model: what it leaves alone, what it takes away, and what it does when something fails."""
 
-from dataclasses import dataclass, replace
-from functools import partial
+import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from gradloc.config import ActionConfig, GradLocConfig, SearchConfig
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
-from gradloc.core.trigger import StepPolicy
-from gradloc.loop.layers import head_square
+from gradloc.loop import localizer as loop_localizer
 from gradloc.loop.localizer import Localizer
-from gradloc.search.find import localize
+from gradloc.loop.wire import Policy
 from tests.bare import BareStep, build, clip_gradient, random_batch, shard
 
 NUM_MICRO_BATCHES = 4
 PLANT = {(3, 2): 1e4}
-
-
-@dataclass
-class Limits:
-    """What ``gradloc.action`` of the config holds."""
-
-    mode: str = "observe"
-    max_masked_tokens: int = 64
-    max_masked_share: float = 0.05
-    max_searches_per_step: int | None = None
 
 
 class Powers:
@@ -46,23 +36,23 @@ class Powers:
         return None
 
 
-def policy(num_tokens: int, threshold: float | None = 20.0, **changes) -> StepPolicy:
+def policy(num_tokens: int, threshold: float | None = 20.0, **changes) -> Policy:
     tau = None if threshold is None else threshold * num_tokens**0.5
-    return StepPolicy(**{"global_step": 7, "kind": "fixed", "num_tokens": [num_tokens], "thresholds": [threshold]}
+    return Policy(**{"global_step": 7, "kind": "fixed", "num_tokens": [num_tokens], "thresholds": [threshold]}
                       | {"tau": [tau], "max_events": 3} | changes)  # fmt: skip
 
 
 class Run:
     """One model, its localizer, and an update of one optimizer step at a time."""
 
-    def __init__(self, mode: str = "observe", gather=lambda looked: looked, scales_loss: bool = False, **limits):
+    def __init__(self, mode: str = "observe", scales_loss: bool = False, **limits):
         self.model = shard(build("tiny"), "plain")
         self.space = GradientSpace(self.model)
         powers = Powers(self.model, scales_loss)
-        search = partial(localize, budget=64)
-        self.localizer = Localizer(powers, Ranks(), Limits(mode, **limits), search, gather, head_square)
+        settings = GradLocConfig(search=SearchConfig(layer_window=0), action=ActionConfig(mode, **limits))
+        self.localizer = Localizer(powers, Ranks(), settings)
 
-    def step(self, plants: dict, the_policy: StepPolicy | None = None, is_watched: bool = True) -> float:
+    def step(self, plants: dict, the_policy: Policy | None = None, is_watched: bool = True) -> float:
         """Train on a planted batch; returns the norm of what the step would take."""
         batch = random_batch(self.model).planted(plants)
         step = BareStep(self.model, batch, NUM_MICRO_BATCHES)
@@ -95,10 +85,11 @@ def test_observing_finds_the_token_and_leaves_gradient_and_random_state_bit_for_
     assert torch.equal(state, torch.get_rng_state())
     assert same(looked.gradient(), plain.gradient())
     (event,) = looked.localizer.events
-    assert event.place.global_step == 7 and event.spike.kind == "fixed" and event.action.taken == "observe"
-    (token,) = event.finding.tokens
-    assert random_batch(looked.model).place(token, 1, NUM_MICRO_BATCHES) == (3, 2)
-    assert float(event.squares.sum().sqrt()) == pytest.approx(norm, rel=1e-5), "before clipping"
+    found = event.event
+    assert found.step.global_step == 7 and found.trigger.kind == "fixed" and found.action.taken == "observe"
+    (culprit,) = found.culprits
+    assert (culprit.row, culprit.positions) == (3, (2,))
+    assert math.hypot(*found.layers.values()) == pytest.approx(norm, rel=1e-5), "before clipping"
 
 
 def test_masking_takes_the_step_that_training_without_the_token_s_gradient_takes():
@@ -128,7 +119,7 @@ def test_more_culprits_than_may_be_masked_skip_the_step():
     run = Run("mask", max_masked_tokens=1)
     run.step({(3, 2): 1e4, (9, 1): 1e4})
     (event,) = run.localizer.events
-    assert event.action.taken == "skip" and "2 tokens would be masked" in event.action.reason
+    assert event.event.action.taken == "skip" and "2 tokens would be masked" in event.event.action.reason
 
 
 def test_without_a_spike_or_a_policy_nothing_is_looked_into_and_a_rehearsal_is():
@@ -141,7 +132,7 @@ def test_without_a_spike_or_a_policy_nothing_is_looked_into_and_a_rehearsal_is()
     batch = random_batch(run.model)
     run.step({}, policy(batch.num_tokens, force=True))
     (event,) = run.localizer.events
-    assert event.spike.kind == "forced" and event.action.taken == "observe"
+    assert event.event.trigger.kind == "forced" and event.event.action.taken == "observe"
 
 
 def train(run: Run, plants: dict, num_epochs: int = 3, is_watched: bool = True, **policy_changes) -> torch.Tensor:
@@ -185,14 +176,14 @@ def test_every_appearance_of_a_culprit_is_masked_however_few_events_may_be_writt
 
 @pytest.mark.parametrize("mode", ["skip", "abort"])
 def test_a_spike_that_no_event_is_written_of_is_not_trained_on_either_and_needs_no_search(mode, monkeypatch):
-    run, searches = Run(mode), 0
+    run, searches, localize = Run(mode), 0, loop_localizer.localize
 
     def search(*args, **way):
         nonlocal searches
         searches += 1
         return localize(*args, **way)
 
-    monkeypatch.setattr(run.localizer, "_search", search)
+    monkeypatch.setattr(loop_localizer, "localize", search)
     train(run, PLANT, max_events=1)
     assert outcomes(run) == [(0, mode, True), (4, mode, False), (8, mode, False)] and searches == 1
 
@@ -207,7 +198,7 @@ def test_observing_looks_no_further_than_events_are_written():
     run, plain = Run(), Run()
     assert torch.equal(train(run, PLANT, max_events=1), train(plain, PLANT, is_watched=False))
     assert [(taken, written) for _, taken, written in outcomes(run)][:2] == [("observe", True), ("observe", False)]
-    assert [event.place.epoch for event in run.localizer.events] == [0]
+    assert [raw.event.step.epoch for raw in run.localizer.events] == [0]
 
 
 def test_a_scaled_loss_that_overflows_is_no_spike_and_a_nan_in_it_is():
@@ -223,15 +214,16 @@ def test_a_scaled_loss_that_overflows_is_no_spike_and_a_nan_in_it_is():
         assert len(run.localizer.events) == num_events
 
 
-def test_a_failure_leaves_the_step_as_it_was_and_after_three_nobody_looks_again(caplog):
+def test_a_failure_leaves_the_step_as_it_was_and_after_three_nobody_looks_again(caplog, monkeypatch):
     calls = 0
 
-    def failing(looked):
+    def failing(*_):
         nonlocal calls
         calls += 1
         raise RuntimeError("made to fail")
 
-    run, plain = Run("mask", gather=failing), Run()
+    monkeypatch.setattr(loop_localizer, "raw_event", failing)
+    run, plain = Run("mask"), Run()
     for number in range(4):
         torch.manual_seed(number)
         norm = run.step(PLANT)
@@ -244,17 +236,16 @@ def test_a_failure_leaves_the_step_as_it_was_and_after_three_nobody_looks_again(
 
 def test_where_memory_is_short_the_spike_is_bisected_and_where_there_is_none_left_alone(monkeypatch):
     from gradloc.core.memory import NotEnoughMemory
-    from gradloc.loop import localizer
 
     run = Run()
-    monkeypatch.setattr(localizer, "choose_way", lambda space, forward_bytes: "bisect")
+    monkeypatch.setattr(loop_localizer, "choose_way", lambda space, forward_bytes: "bisect")
     run.step(PLANT)
-    assert [event.finding.strategy for event in run.localizer.events] == ["bisect"]
+    assert [raw.event.search.strategy for raw in run.localizer.events] == ["bisect"]
 
     def refuse(space, forward_bytes):
         raise NotEnoughMemory("a search needs 2 GiB")
 
-    monkeypatch.setattr(localizer, "choose_way", refuse)
+    monkeypatch.setattr(loop_localizer, "choose_way", refuse)
     plain = Run()
     assert run.step(PLANT) == plain.step(PLANT, is_watched=False)
     assert run.localizer.events == [] and run.localizer.num_failures == 1

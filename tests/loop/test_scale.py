@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from gradloc.core.actions import Action
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import Place, Spike
-from gradloc.loop.gather import raw_event
+from gradloc.loop.gather import SpikeContext, raw_event
 from gradloc.loop.layers import head_square
-from gradloc.loop.localizer import SpikeContext
+from gradloc.record import Action
 from gradloc.search.find import localize
 from tests.bare import BareStep, build, random_batch, shard
 

@@ -14,8 +14,8 @@ from tests.world.harness import make_batch, make_trainer
 
 def keep_weights(strategy: str, folder: str, full_rank: int | None) -> dict[str, Any]:
     """Save the weights, the disk of one rank maybe full; and read them back with verl's own manager."""
+    from verl.gradloc.adapters.verl_common.weights import save_weights
     from verl.gradloc.core.ranks import Ranks
-    from verl.gradloc.loop.weights import save_weights
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
     trainer = make_trainer([f"actor_rollout_ref.actor.strategy={strategy}"], folder)
@@ -53,7 +53,7 @@ def update_without_policy(overrides: list[str], dump_dir: str) -> dict[str, Any]
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("verl.gradloc.verl_actor.hook")
+    logger = logging.getLogger("verl.gradloc.adapters.verl07.hook")
     logger.addHandler(handler)
     try:
         trainer = make_trainer(overrides, dump_dir)

@@ -121,8 +121,8 @@ def actor(config: Any) -> dict[str, Any]:
 
 def settings(config: Any) -> dict[str, Any]:
     """GradLoc's settings, its two names each resolved, as the trainer sees them."""
+    from verl.gradloc.adapters.verl07.refusals import settings_of
     from verl.gradloc.health.monitor import clip_limit
-    from verl.gradloc.verl_actor.refusals import settings_of
 
     found = settings_of(config)
     return {
@@ -137,7 +137,7 @@ def trainer_hook(config: Any) -> None:
     """Build the trainer's hook, for what refuses in there."""
     from types import SimpleNamespace
 
-    from verl.gradloc.verl_actor.trainer import build_trainer_hook
+    from verl.gradloc.adapters.verl07.trainer import build_trainer_hook
 
     build_trainer_hook(SimpleNamespace(config=config, tokenizer=None, train_dataset=[]))
 
@@ -153,7 +153,7 @@ def reweighting(config: Any) -> str:
     """Whether the trainer reweights or splits its update."""
     from types import SimpleNamespace
 
-    from verl.gradloc.verl_actor.trainer import build_trainer_hook
+    from verl.gradloc.adapters.verl07.trainer import build_trainer_hook
 
     hook = build_trainer_hook(SimpleNamespace(config=config, tokenizer=None, train_dataset=[]))
     return "on" if hook.alpha or hook.lopti else "nothing is on"

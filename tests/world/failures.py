@@ -44,7 +44,7 @@ def fail_at_boundaries(first: int, overrides: list[str], dump_dir: str) -> dict[
             out = trainer.update(batch)
         finally:
             Ranks.agree = original
-        failures.append(out["metrics"].get("gradloc/failures", [[0]])[0][0])
+        failures.append(out["metrics"].get("gradloc/failures", [0])[0])
         reached.append(0 < boundary <= uses)
     trainer.update(make_batch(8, seed=2))
     return {"reached": reached, "failures": failures, "weights": trainer.weights_hash()}
@@ -78,13 +78,13 @@ def resume(overrides: list[str], dump_dir: str) -> dict[str, Any]:
         first.update(make_batch(seed=seed))
     first.hook.save(dump_dir)
     second = make_trainer(overrides, dump_dir)
-    before = second.driver.adaptive.threshold(0)
+    before = second.driver.policies.adaptive.threshold(0)
     second.hook.load(dump_dir)
     return {
         "empty": before,
-        "saved": first.driver.adaptive.state(),
-        "loaded": second.driver.adaptive.state(),
-        "thresholds": (first.driver.adaptive.threshold(0), second.driver.adaptive.threshold(0)),
+        "saved": first.driver.policies.adaptive.state(),
+        "loaded": second.driver.policies.adaptive.state(),
+        "thresholds": (first.driver.policies.adaptive.threshold(0), second.driver.policies.adaptive.threshold(0)),
     }
 
 
@@ -107,7 +107,7 @@ def fail_repeatedly(overrides: list[str], dump_dir: str) -> dict[str, Any]:
         for seed in range(5):
             batch = make_batch(seed=seed)
             plant(batch, 6, 2, 1e4)
-            counts.append(trainer.update(batch)["metrics"]["gradloc/failures"][0][0])
+            counts.append(trainer.update(batch)["metrics"]["gradloc/failures"][0])
     finally:
         step.token_mask = original
     return {"failures": counts, "uses": uses}
@@ -124,8 +124,8 @@ def write_into_trouble(kind: str, overrides: list[str], dump_dir: str) -> dict[s
     from pathlib import Path
 
     trainer = make_trainer(overrides, dump_dir)
-    root = trainer.driver.store.root
-    original_append = trainer.driver.store.append
+    root = trainer.driver.writer.store.root
+    original_append = trainer.driver.writer.store.append
     if kind == "file in the way":
         root.parent.mkdir(parents=True, exist_ok=True)
         root.write_text("not a folder")
@@ -141,17 +141,17 @@ def write_into_trouble(kind: str, overrides: list[str], dump_dir: str) -> dict[s
         def full(event):
             raise OSError(28, "No space left on device")
 
-        trainer.driver.store.append = full
+        trainer.driver.writer.store.append = full
     elif kind == "folder vanishes":
         root.mkdir(parents=True)
         shutil.rmtree(root)
-        original = trainer.driver.store.append
+        original = trainer.driver.writer.store.append
 
         def vanish(event):
             shutil.rmtree(Path(root), ignore_errors=True)
             original(event)
 
-        trainer.driver.store.append = vanish
+        trainer.driver.writer.store.append = vanish
     elif kind == "webhook hangs":
         silent = socket.create_server(("127.0.0.1", 0))  # takes the connection and never answers
         os.environ["HOOK"] = f"http://127.0.0.1:{silent.getsockname()[1]}/secret"
@@ -162,7 +162,7 @@ def write_into_trouble(kind: str, overrides: list[str], dump_dir: str) -> dict[s
         with contextlib.redirect_stdout(said):
             out = trainer.update(batch)
     finally:
-        trainer.driver.store.append = original_append
+        trainer.driver.writer.store.append = original_append
     seconds = time.monotonic() - started
     after = trainer.update(make_batch(seed=1))
     return {

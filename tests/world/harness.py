@@ -9,7 +9,7 @@ from verl's own yaml, the batch dealt out to ranks as verl's dispatch does. Runs
 import copy
 import hashlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -42,7 +42,7 @@ def part(name: str) -> Any:
 
 def step_class() -> type:
     """The adapter's step, which the search replays."""
-    return part("verl_engine.step").EngineStep if has_engine() else part("verl_actor.step").ActorStep
+    return part("adapters.verl09.step").EngineStep if has_engine() else part("adapters.verl07.step").ActorStep
 
 
 @dataclass
@@ -88,16 +88,21 @@ class Trainer:
         events: list[Any] = []
 
         def update_actor(batch: Any) -> Any:
-            output = self.update_actor(batch)
-            events.extend(asdict(raw.event) for raw in output.meta_info.get("gradloc_events", []))
-            return output
+            return self.update_actor(batch)
 
         if self.hook is None:
             output = update_actor(batch)
         else:
             self.hook.stamp(batch)
             self.hook.after_advantages(batch, {})
-            self.actor_rollout_wg = SimpleNamespace(update_actor=update_actor)
+            worker = SimpleNamespace(actor=self.actor)
+
+            def ask_all(ask: Callable) -> Any:
+                answer = asked(worker, ask)
+                events.extend(asdict(raw.event) for report in answer.meta_info.values() for raw in report.events)
+                return answer
+
+            self.actor_rollout_wg = SimpleNamespace(update_actor=update_actor, execute_with_func_generator=ask_all)
             output = self.hook.update(self, batch)
         return {"metrics": output.meta_info["metrics"], "events": events}
 
@@ -106,12 +111,10 @@ class Trainer:
         local = batch.chunk(self.dp_size)[dist.get_rank() // self.sp_size]
         with self.without_flash_attention():
             metrics = self.actor.update_policy(local)
-        meta = _pop_events(metrics) if self.hook is not None else {}
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (metrics, meta))
-        merged = {key: [entry[0][key] for entry in everyone] for key in everyone[0][0]}
+        dist.all_gather_object(everyone, metrics)
         output = copy.copy(batch)
-        output.meta_info = {"metrics": merged, **everyone[0][1]}
+        output.meta_info = {"metrics": {key: [of_rank[key] for of_rank in everyone] for key in everyone[0]}}
         return output
 
     @contextmanager
@@ -152,8 +155,13 @@ def hash_weights(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> s
     return digest.hexdigest()
 
 
-def _pop_events(metrics: dict[str, Any]) -> dict[str, Any]:
-    return part("verl_actor.hook").pop_events(metrics)
+def asked(worker: Any, ask: Callable) -> Any:
+    """What verl's worker group answers when a function is run on every worker."""
+    from verl import DataProto
+
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, ask(worker).meta_info)
+    return DataProto(meta_info={key: value for of_rank in everyone for key, value in of_rank.items()})
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
@@ -263,7 +271,7 @@ def make_trainer(
     ``model``: another than the tiny one.
     """
     if has_engine():
-        from tests.verl_engine import as_actor
+        from tests.adapters.verl09 import as_actor
 
         return as_actor.make_trainer(overrides, dump_dir, seed, dropout, model)
     from verl.utils.config import omega_conf_to_dataclass
@@ -290,7 +298,7 @@ def make_trainer(
     if sp_size > 1:
         trainer.sequence_mesh = init_device_mesh("cpu", (trainer.dp_size, sp_size), mesh_dim_names=("dp", "sp"))
     try:
-        from verl.gradloc.verl_actor.trainer import build_trainer_hook
+        from verl.gradloc.adapters.verl07.trainer import build_trainer_hook
     except ImportError:  # unpatched verl, the baseline of the bit-identity tests
         return trainer
     trainer.hook = build_trainer_hook(trainer)

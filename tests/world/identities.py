@@ -124,7 +124,7 @@ def masked_step(overrides: list[str], dump_dir: str, dropout: float, plants: lis
 def _letting_out(plants: list, batch: Any):
     """Make plain training detach the planted tokens in its own forward."""
     if has_engine():
-        from tests.verl_engine import as_actor
+        from tests.adapters.verl09 import as_actor
 
         with as_actor.letting_out(plants, batch):
             yield

@@ -7,6 +7,7 @@ what the two have to say to each other goes by two small messages an optimizer s
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from ...core.gradients import GradientSpace
 from ...core.ranks import Ranks
 from ...health.config import HealthConfig
 from ...health.monitor import Monitor
-from ...loop.build import build_localizer
+from ...loop.batch import BatchView
 from ...loop.driver import AbortedBySpike, Driver
+from ...loop.localizer import Localizer
 from ...loop.metrics import joined
-from ...loop.weights import events_weights_folder
+from ...loop.wire import RankReport
+from ...loop.writer import events_weights_folder
 from ...record import Run
 from ...record.state import load_states, save_states
 from .batch import brief_of, brief_view, rows_of, view_of
@@ -53,7 +56,7 @@ class Watch:
     def __init__(self, trainer: Any, settings: Any, health: HealthConfig | None):
         self.trainer, self.settings = trainer, settings
         self.ranks = Ranks(device=trainer.accelerator.device)
-        self.localizer = None if settings is None else build_localizer(settings, self, self.ranks)
+        self.localizer = None if settings is None else Localizer(self, self.ranks, settings)
         self.step: TrlStep | None = None
         self._metrics: list[dict[str, float]] = []
         self._num_known: dict[str, int] = {}
@@ -61,7 +64,7 @@ class Watch:
         self.driver = self.monitor = None
         if self.ranks.is_first and settings is not None:
             self.driver = _driver_of(trainer, settings)
-            print(f"gradloc: on ({settings.action.mode}); events go to {self.driver.store.root}", flush=True)
+            print(f"gradloc: on ({settings.action.mode}); events go to {settings.root}", flush=True)
         if self.ranks.is_first and health is not None:
             limit = trainer.args.max_grad_norm
             self.monitor = Monitor(health, limit or None, compares_rollouts=False)  # TRL tells how many are equal
@@ -103,19 +106,18 @@ class Watch:
     def take_metrics(self) -> dict[str, float]:
         """What is to be logged of the steps since the last time, each joined as its name asks for; first process."""
         found, self._metrics = self._metrics, []
-        health = {name: value for of_step in found for name, value in of_step.items() if name.startswith("health/")}
-        return {**(joined(found) if found else {}), **health}
+        return joined(found) if found else {}
 
     def save(self, folder: str) -> None:
         """Put what was learned beside a checkpoint."""
         if save_states(self._stateful, folder) and self.driver is not None:
-            self.driver.last_checkpoint = os.path.abspath(folder)
+            self.driver.writer.last_checkpoint = os.path.abspath(folder)
 
     def load(self, folder: str) -> None:
         """Take it back from the checkpoint that the run goes on from."""
         load_states(self._stateful, folder)
         if self.driver is not None:
-            self.driver.last_checkpoint = os.path.abspath(folder)
+            self.driver.writer.last_checkpoint = os.path.abspath(folder)
 
     # ---- inside
 
@@ -130,38 +132,25 @@ class Watch:
         (num_tokens,) = ranks.sum([float(sum(int(mask_of(inputs).sum()) for inputs in step.inputs))])
         policy = None
         if self.driver is not None:
-            policy = self.driver.before_update(torch.tensor([[int(num_tokens)]]), number, dp_size=1)
+            policy = self.driver.before_update([int(num_tokens)], number)
         before = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
         taken = found.before_step(before, ranks.sent_by(0, policy))
+        found.end_update()
         is_written = any(spike.is_written for spike in found.outcomes)
-        report = {"coefficient": found.coefficient, "failures": found.num_failures}
-        report |= {"head": float(found.head_squares[-1]), "rows": rows_of(step) if is_written else brief_of(step)}
-        reports = ranks.gather_first(report)
+        told = ranks.gather_first((found.report(), rows_of(step) if is_written else brief_of(step)))
         metrics: dict[str, float] = {}
-        try:
-            if self.driver is not None:
-                metrics = self._tell(reports, is_written)
-        finally:
-            found.end_update()
+        if told is not None:
+            reports, rows = zip(*told, strict=True)
+            metrics = self._tell(reports, view_of(rows) if is_written else brief_view(rows))
         if any(spike.taken == "abort" for spike in found.outcomes):
             raise AbortedBySpike("gradloc stopped the run at a gradient spike: the first process says why.")
         return norm if taken is before else taken, metrics
 
-    def _tell(self, reports: list[dict[str, Any]], is_written: bool) -> dict[str, float]:
-        found, driver = self.localizer, self.driver
-        rows = [report["rows"] for report in reports]
-        if is_written:
-            driver.teller.trackers = _trackers_of(self.trainer)
-        metrics = driver.after_update(
-            found.norms,
-            found.events,
-            view_of(rows) if is_written else brief_view(rows),
-            found.outcomes,
-            [report["coefficient"] for report in reports],
-            [[report["head"] for report in reports]],
-        )
-        worst = float(max(report["failures"] for report in reports))
-        return {name: float(values[0]) for name, values in metrics.items()} | {"gradloc/failures": worst}
+    def _tell(self, reports: Sequence[RankReport], batch: BatchView) -> dict[str, float]:
+        if reports[0].events:
+            self.driver.teller.trackers = _trackers_of(self.trainer)
+        found = self.driver.after_update(reports, batch)
+        return {name: float(value) for name, (value,) in found.items()}
 
     def _judge(self, norm: Any, metrics: dict[str, float]) -> None:
         """Judge the step by the rules of health, which know verl's names."""
@@ -200,7 +189,7 @@ class Watch:
 def _driver_of(trainer: Any, settings: Any) -> Driver:
     args = trainer.args
     run = Run(os.environ.get("WANDB_PROJECT", "trl"), args.run_name or os.path.basename(args.output_dir), "trl")
-    return Driver(settings, sequences_per_mini_batch=1, tokenizer=trainer._tokenizer, run=run, actor=args.to_dict())
+    return Driver(settings, tokenizer=trainer._tokenizer, run=run, trained=args.to_dict())
 
 
 def _trackers_of(trainer: Any) -> dict[str, Any]:

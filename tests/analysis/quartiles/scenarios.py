@@ -108,7 +108,7 @@ def plain_log_probs(trainer: Any, model: torch.nn.Module, batch: Any, has_graph:
 
 def against_detaching(overrides: list[str], dump_dir: str, kind: str = "quantile") -> dict:
     """Each quartile's part against the localizer's probe, which detaches all other tokens."""
-    from verl.gradloc.verl_actor.step import ActorStep
+    from verl.gradloc.adapters.verl07.step import ActorStep
 
     trainer = make_trainer(TERMS + overrides, dump_dir)
     batch = make_batch()
@@ -205,7 +205,7 @@ def copied_optimizer(model, optimizer):
 
 def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str, Any]:
     """Two real updates, with an analysis before each, trial steps included, or none."""
-    from verl.gradloc.verl_actor.analysis_actor import analyze
+    from verl.gradloc.adapters.verl07.analysis_actor import analyze
 
     trainer = make_trainer([*TERMS, *overrides], dump_dir, dropout=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.actor.actor_optimizer, lambda step: 1 / (1 + step))
@@ -228,7 +228,7 @@ def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str,
 
 def leave_as_found(overrides: list[str], dump_dir: str) -> dict[str, bool]:
     """An actor in the middle of something, before its first step: no optimizer state yet."""
-    from verl.gradloc.verl_actor.analysis_actor import analyze
+    from verl.gradloc.adapters.verl07.analysis_actor import analyze
 
     trainer = make_trainer(overrides, dump_dir)
     actor, batch = trainer.actor, make_batch()
@@ -262,9 +262,9 @@ def options(actor: Any) -> list[dict[str, Any]]:
 
 def fail_during_update(dump_dir: str) -> dict[str, bool]:
     """A trial step ends in an exception on every rank: everything is put back all the same."""
+    from verl.gradloc.adapters.verl07.analysis_actor import AnalysisActor
     from verl.gradloc.analysis.quartiles.trial_step import trial_step
     from verl.gradloc.core.gradients import GradientSpace, local_shard
-    from verl.gradloc.verl_actor.analysis_actor import AnalysisActor
 
     trainer = make_trainer([], dump_dir)
     trainer.update(make_batch(seed=1))
@@ -337,8 +337,8 @@ def with_filling_row(dump_dir: str) -> dict[str, Any]:
 
 def fail_on_one_rank(dump_dir: str) -> dict[str, Any]:
     """Cutting the rows raises on rank 1; both ranks then train on."""
+    from verl.gradloc.adapters.verl07.analysis_actor import analyze
     from verl.gradloc.analysis.rows import RowProbe
-    from verl.gradloc.verl_actor.analysis_actor import analyze
 
     trainer, plain = make_trainer([], dump_dir), make_trainer([], dump_dir)
     data, _, _ = prepared(make_batch())

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from experiments.cpu import critic as on_cpu
-from tests.verl_engine import harness
+from tests.adapters.verl09 import harness
 from verl.workers.utils import losses
 
 __all__ = ["losses", "update"]
@@ -73,7 +73,7 @@ def update(overrides: list[str], folder: str, batch: Any) -> dict[str, Any]:
     made = Trainer(worker, trainer, dp_size=worker.engine.get_data_parallel_size())
     trainer.critic_wg = SimpleNamespace(
         train_mini_batch=made.train_mini_batch,
-        execute_with_func_generator=lambda function: function(worker),
+        execute_with_func_generator=made.ask,
         _dispatch_info={"train": list(range(made.dp_size))},
     )
     metrics = made.update(batch)

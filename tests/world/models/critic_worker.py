@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.world.harness import Decoder, hash_weights, make_config, shard
+from tests.world.harness import Decoder, asked, hash_weights, make_config, shard
 from tests.world.models.critic import make_critic
 from verl.trainer.ppo import core_algos as losses
 
@@ -19,8 +19,8 @@ FSDP = "critic.model.fsdp_config"
 
 def update(overrides: list[str], folder: str, batch: Any) -> dict[str, Any]:
     """One update, with ours on where the overrides say so."""
-    from verl.gradloc.verl_actor.critic.update import WatchedCritic
-    from verl.gradloc.verl_actor.trainer import build_trainer_hook
+    from verl.gradloc.adapters.verl07.critic.update import WatchedCritic
+    from verl.gradloc.adapters.verl07.trainer import build_trainer_hook
 
     paths = [f"{model}.model.path={folder}" for model in ("critic", "actor_rollout_ref")]
     config = make_config([f"{FSDP}.dtype=float32", *paths, *overrides], folder)
@@ -44,7 +44,8 @@ def update(overrides: list[str], folder: str, batch: Any) -> dict[str, Any]:
         output.meta_info = {"metrics": {key: [of_rank[key] for of_rank in everyone] for key in everyone[0]}}
         return output
 
-    group = SimpleNamespace(update_critic=update_critic)
+    worker = SimpleNamespace(critic=critic)
+    group = SimpleNamespace(update_critic=update_critic, execute_with_func_generator=lambda ask: asked(worker, ask))
     trainer = SimpleNamespace(config=config, tokenizer=Decoder(), critic_wg=group, global_steps=1, train_dataset=[0])
     trainer._get_dp_size = lambda group, role: dist.get_world_size()
     hook = build_trainer_hook(trainer)

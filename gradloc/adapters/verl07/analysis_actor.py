@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's actor as the gradient analyses see it, and the analysis that its worker is asked for."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from verl import DataProto
+from verl.utils.seqlen_balancing import prepare_dynamic_batch
+
+from ...analysis.actor import BUCKET_KEY, NUM_BUCKETS_KEY, NUM_SAMPLED_KEY, MicroBatch, Rows, undisturbed
+from ...analysis.buckets.probe import BucketProbe
+from ...analysis.quartiles.probe import QuartileProbe
+from ...core.gradients import GradientSpace
+from ...core.ranks import PeerFailure
+from .hook import ranks_of
+from .step import readout_of
+
+__all__ = ["RECORD_KEY", "AnalysisActor", "analyze"]
+
+logger = logging.getLogger(__file__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+RECORD_KEY = "gradloc_analysis"
+"""Among a worker's metrics: what it found."""
+_INDEX_KEY = "gradloc_analysis_row"
+_BY_SEQUENCE = ("gspo", "sapo", "geo_mean")
+"""Policy losses that verl averages by sequence whatever ``loss_agg_mode`` says."""
+
+
+def analyze(actor: Any, data: DataProto) -> dict[str, Any]:
+    """Split the gradient of a batch; the actor is left as it was, bit for bit.
+
+    Args:
+        actor: verl's ``DataParallelPPOActor``.
+        data: this rank's rows, as many as every other rank has; meta info ``temperature``, and ``NUM_BUCKETS_KEY``
+            to split them by term and bucket or ``NUM_SAMPLED_KEY`` to split them by probability quartile.
+
+    Returns:
+        Plain numbers, see the two probes' ``record``; ``{"error": sentence}`` when a rank failed where all could be
+        told.
+
+    Raises:
+        Exception: whatever a forward or backward raised. Peers wait in its collective, so the run cannot go on.
+    """
+    adapted = AnalysisActor(actor, data.meta_info["temperature"])
+    space = GradientSpace(actor.actor_module)
+    is_by_quartile = NUM_SAMPLED_KEY in data.meta_info
+    probe = (QuartileProbe if is_by_quartile else BucketProbe)(adapted, ranks_of(actor), space)
+    start = time.perf_counter()
+    try:
+        with undisturbed(adapted, space), adapted.whole_batch():
+            probe.measure(dict(data.batch), data.meta_info[NUM_SAMPLED_KEY if is_by_quartile else NUM_BUCKETS_KEY])
+    except PeerFailure as error:
+        logger.exception("gradloc: the gradient analysis failed; training goes on")
+        return {"error": str(error)}
+    except Exception:
+        logger.exception("gradloc: the gradient analysis failed inside the model; other ranks wait for this one")
+        raise
+    return {**probe.record(), "seconds": time.perf_counter() - start}
+
+
+class AnalysisActor:
+    """The powers that :class:`~..analysis.actor.Actor` names; see there.
+
+    Args:
+        actor: verl's ``DataParallelPPOActor``.
+        temperature: of the rollout.
+    """
+
+    def __init__(self, actor: Any, temperature: float):
+        self._actor, self._config, self._temperature = actor, actor.config, temperature
+        self.module, self.optimizer = actor.actor_module, actor.actor_optimizer
+        self.device = ranks_of(actor).device
+        self.grad_clip = actor.config.grad_clip
+        optional = {"entropy": actor.config.entropy_coeff != 0, "kl": bool(actor.config.use_kl_loss)}
+        self.terms = ("task", *(name for name, is_on in optional.items() if is_on))
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0 if self._actor.scaler is None else self._actor.scaler.get_scale()
+
+    @contextmanager
+    def whole_batch(self) -> Iterator[None]:
+        """Context in which verl's loss is not scaled for accumulation."""
+        accumulation = self._actor.__dict__.get("gradient_accumulation")
+        self._actor.gradient_accumulation = 1
+        try:
+            yield
+        finally:
+            del self._actor.gradient_accumulation
+            if accumulation is not None:
+                self._actor.gradient_accumulation = accumulation
+
+    def micro_batches(self, rows: Rows) -> Iterator[MicroBatch]:
+        data = DataProto.from_dict({**rows, _INDEX_KEY: torch.arange(len(rows[BUCKET_KEY]))})
+        mini_batches = data.split(self._config.ppo_mini_batch_size)
+        on_policy = len(mini_batches) == 1 and self._config.ppo_epochs == 1
+        for micro_batch in (part for mini_batch in mini_batches for part in self._cut(mini_batch)):
+            is_real = micro_batch.batch[BUCKET_KEY] >= 0
+            if is_real.any():
+                micro_batch = micro_batch.select_idxs(is_real)
+            inputs = {**micro_batch.to(self.device).batch}
+            index = inputs[_INDEX_KEY].cpu() if is_real.any() else torch.empty(0, dtype=torch.long)
+            yield MicroBatch(inputs, index, on_policy)
+
+    def _cut(self, mini_batch: DataProto) -> list[DataProto]:
+        """Cut as verl's ``update_policy`` does."""
+        if self._config.use_dynamic_bsz:
+            return prepare_dynamic_batch(mini_batch, max_token_len=self._max_tokens)[0]
+        return mini_batch.split(self._config.ppo_micro_batch_size_per_gpu)
+
+    @property
+    def _max_tokens(self) -> int:
+        return self._config.ppo_max_token_len_per_gpu * self._actor.ulysses_sequence_parallel_size
+
+    def runs(self, lengths: torch.Tensor) -> list[list[int]]:
+        if not self._config.use_dynamic_bsz:
+            size = self._config.ppo_micro_batch_size_per_gpu
+            return [list(range(len(lengths)))[start : start + size] for start in range(0, len(lengths), size)]
+        runs: list[list[int]] = []
+        room = 0
+        for row, length in enumerate(lengths.tolist()):
+            if not runs or length > room:
+                runs.append([])
+                room = self._max_tokens
+            runs[-1].append(row)
+            room -= length
+        return runs
+
+    def forward(self, inputs: Rows, with_entropy: bool | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        entropy, log_prob = self._actor._forward_for_loss(inputs, self._temperature, with_entropy)
+        return log_prob, entropy
+
+    def log_prob(self, inputs: Rows) -> torch.Tensor:
+        with torch.no_grad(), readout_of(self._actor):
+            return self.forward(inputs, with_entropy=False)[0]
+
+    def loss_terms(
+        self, inputs: Rows, log_prob: torch.Tensor, entropy: torch.Tensor | None, on_policy: bool
+    ) -> dict[str, torch.Tensor]:
+        scratch, terms = {"actor/pg_loss": 0.0, "actor/kl_loss": 0.0}, {}
+        total = self._actor._micro_batch_loss(inputs, log_prob, entropy, on_policy, scratch, {}, terms)
+        terms["task"] = total - sum(terms.values())
+        scale = self._actor._loss_scale_factor(inputs["response_mask"])
+        return {name: value / scale for name, value in terms.items()}
+
+    def aggregation(self, term: str) -> str:
+        is_by_sequence = term == "task" and self._config.policy_loss.get("loss_mode", "vanilla") in _BY_SEQUENCE
+        return "seq-mean-token-mean" if is_by_sequence else self._config.loss_agg_mode
+
+    def clip(self) -> torch.Tensor:
+        return self._actor._clip_grad_norm()

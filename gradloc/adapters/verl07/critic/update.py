@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's critic with a localizer riding along: its values stand where the actor's log-probs stand."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
+
+from verl.trainer.ppo import core_algos
+from verl.utils.device import get_device_id
+from verl.workers.critic import DataParallelPPOCritic, dp_critic
+
+from ....core.gradients import GradientSpace
+from ....core.memory import precise_readout
+from ....core.probe import Recorded, RngState, let_through, record
+from ....core.ranks import Ranks
+from ....keys import POLICY_KEY, ROW_KEY
+from ....loop.localizer import Localizer
+from ....loop.wire import Policy, RankReport
+
+__all__ = ["WatchedCritic"]
+
+_FSDP2_CLIP = dp_critic.fsdp2_clip_grad_norm_
+
+
+class WatchedCritic(DataParallelPPOCritic):
+    """verl's critic; an update that comes with a policy is watched, any other goes through verl's code alone."""
+
+    _watch: "CriticWatch | None" = None
+
+    def update_critic(self, data: Any) -> dict[str, Any]:
+        if POLICY_KEY not in data.meta_info:
+            return super().update_critic(data)
+        if self._watch is None:
+            self._watch = CriticWatch(self, data.meta_info[POLICY_KEY].settings)
+        select = data.select  # verl takes the keys that it knows
+        data.select = lambda batch_keys, **given: select(batch_keys=[*batch_keys, ROW_KEY], **given)
+        self._watch.begin_update(data.meta_info[POLICY_KEY])
+        try:
+            return super().update_critic(data)
+        finally:
+            self._watch.end_update()
+
+    def report(self) -> RankReport | None:
+        """What this process has to say of the last update; None where none was watched."""
+        return None if self._watch is None else self._watch.localizer.report()
+
+    def _forward_micro_batch(self, micro_batch: dict[str, Any]) -> torch.Tensor:
+        if self._watch is None or not self._watch.is_open:
+            return super()._forward_micro_batch(micro_batch)
+        return self._watch.forward(micro_batch, super()._forward_micro_batch)
+
+    def _optimizer_step(self) -> torch.Tensor:
+        if self._watch is None or not self._watch.is_open:
+            return super()._optimizer_step()
+        with self._watch.around_clip():
+            return super()._optimizer_step()
+
+
+class CriticWatch:
+    """What the critic calls, in the order of the methods; also its powers for the localizer.
+
+    Args:
+        critic: verl's.
+        settings: those that hold.
+    """
+
+    scales_loss = False
+    takes_what_is_not_finite = False
+
+    def __init__(self, critic: DataParallelPPOCritic, settings: Any):
+        self.critic, self.clip_limit = critic, critic.config.grad_clip
+        device = get_device_id() if critic.device_name != "cpu" else "cpu"
+        self.localizer = Localizer(self, Ranks(device=device), settings)
+        self.is_open = False
+        """Whether an update is being watched, and no probe is running."""
+        self._step: CriticStep | None = None
+
+    def begin_update(self, policy: Policy) -> None:
+        found = self.localizer
+        found.begin_update(policy, GradientSpace(self.critic.critic_module, found.ranks))
+        self.is_open = True
+
+    def forward(self, micro_batch: dict[str, Any], forward: Callable) -> torch.Tensor:
+        """verl's forward of the next micro-batch."""
+        if self._step is None:
+            self._step = CriticStep(self.critic, self.localizer.ranks.size)
+            self.localizer.begin_mini_batch(self._step)
+        else:
+            self.localizer.after_backward()  # of the one before
+        return self._step.forward_recorded(micro_batch, forward)
+
+    @contextmanager
+    def around_clip(self) -> Iterator[None]:
+        """While verl clips and steps: look in between, with the norm that verl's own clipping has measured."""
+        self.localizer.after_backward()
+        module = self.critic.critic_module
+        if isinstance(module, FSDP1):
+            module.clip_grad_norm_ = lambda max_norm: self._clip_and_look()
+        dp_critic.fsdp2_clip_grad_norm_ = lambda parameters, max_norm: self._clip_and_look()
+        try:
+            yield
+        finally:
+            dp_critic.fsdp2_clip_grad_norm_ = _FSDP2_CLIP
+            vars(module).pop("clip_grad_norm_", None)
+
+    def _clip_and_look(self) -> torch.Tensor:
+        self.is_open = False
+        try:
+            return self.localizer.before_step(self.clip())
+        finally:
+            self._step, self.is_open = None, True
+
+    def end_update(self) -> None:
+        self._step, self.is_open = None, False
+        self.localizer.end_update()
+
+    # ---- the critic's powers: see loop.localizer.ActorPowers
+
+    def clip(self) -> torch.Tensor:
+        module = self.critic.critic_module
+        if isinstance(module, FSDP1):
+            norm = type(module).clip_grad_norm_(module, self.clip_limit)
+        else:
+            norm = _FSDP2_CLIP(module.parameters(), max_norm=self.clip_limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def save_weights(self, global_step: int) -> None:
+        """Only a replay would use them."""
+
+
+class CriticStep:
+    """One mini-batch of verl's critic, replayable: the :class:`~..core.probe.TrainingStep` of the search."""
+
+    on_policy, temperature, loss_scale = False, 1.0, 1.0
+    compute_dtype = torch.bfloat16  # verl's critic sees to that itself, whatever its weights are kept in
+
+    def __init__(self, critic: DataParallelPPOCritic, dp_size: int):
+        self.critic, self.dp_size = critic, dp_size
+        self.micro_batches: list[dict[str, Any]] = []
+        self._recorded: list[Recorded] = []
+
+    def forward_recorded(self, micro_batch: dict[str, Any], forward: Callable) -> torch.Tensor:
+        """Run and record the training forward; changes nothing."""
+        recorded = Recorded(rng=RngState(torch.device(self.critic.device_name)), is_value=True)
+        self.micro_batches.append(micro_batch)
+        self._recorded.append(recorded)
+        values = forward(micro_batch)
+        record(recorded, values, None)
+        return values
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.micro_batches)
+
+    def recorded(self, micro_batch: int) -> Recorded:
+        return self._recorded[micro_batch]
+
+    def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()  # verl's critic reduces the gradient after every micro-batch
+
+    def rows(self, micro_batch: int) -> list[int]:
+        return self.micro_batches[micro_batch][ROW_KEY].tolist()
+
+    def token_mask(self, micro_batch: int) -> torch.Tensor:
+        return self.micro_batches[micro_batch]["response_mask"].bool()
+
+    def token_weights(self, micro_batch: int) -> torch.Tensor:
+        mask = self.micro_batches[micro_batch]["response_mask"]
+        losses = torch.zeros_like(mask, dtype=torch.float32, requires_grad=True)
+        loss = 0.5 * core_algos.agg_loss(losses, mask, self.critic.config.loss_agg_mode)
+        (weights,) = torch.autograd.grad(loss, losses)
+        return weights.nan_to_num() * self._loss_scale_factor(micro_batch) / self.dp_size
+
+    def forward(self, micro_batch: int) -> tuple[torch.Tensor, None]:
+        with torch.no_grad(), precise_readout(self.critic.critic_module, self.compute_dtype):
+            return self._values(micro_batch), None
+
+    def forward_bytes(self) -> int:
+        return 0
+
+    def entropies(self, micro_batch: int) -> torch.Tensor:
+        raise NotImplementedError("a critic has no entropy")
+
+    def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, None]:
+        found = self._recorded[micro_batch].log_prob_coefficient
+        return torch.zeros_like(self._recorded[micro_batch].log_prob) if found is None else found / self.dp_size, None
+
+    def kl_coefficients(self, micro_batch: int) -> None:
+        """A critic has no KL term."""
+
+    def has_finite_loss(self, micro_batch: int) -> bool:
+        values = self._recorded[micro_batch].log_prob.detach().float().clone().requires_grad_()
+        loss = self._loss(micro_batch, values)
+        (coefficients,) = torch.autograd.grad(loss, values)
+        return math.isfinite(loss) and bool(torch.isfinite(coefficients).all())
+
+    def old_log_prob(self, micro_batch: int) -> torch.Tensor:
+        """The values (B, T) before the update."""
+        return self.micro_batches[micro_batch]["values"]
+
+    def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
+        values = self._values(micro_batch)
+        return self._loss(micro_batch, values if selected is None else let_through(selected, values))
+
+    # ---- inside
+
+    def _values(self, micro_batch: int) -> torch.Tensor:
+        self._recorded[micro_batch].rng.restore()
+        return DataParallelPPOCritic._forward_micro_batch(self.critic, self.micro_batches[micro_batch])
+
+    def _loss(self, micro_batch: int, values: torch.Tensor) -> torch.Tensor:
+        """As verl's update has it."""
+        inputs, config = self.micro_batches[micro_batch], self.critic.config
+        loss, _ = core_algos.compute_value_loss(
+            vpreds=values,
+            values=inputs["values"],
+            returns=inputs["returns"],
+            response_mask=inputs["response_mask"],
+            cliprange_value=config.cliprange_value,
+            loss_agg_mode=config.loss_agg_mode,
+        )
+        return loss * self._loss_scale_factor(micro_batch)
+
+    def _loss_scale_factor(self, micro_batch: int) -> float:
+        if self.critic.config.use_dynamic_bsz:
+            return len(self.micro_batches[micro_batch]["responses"]) / self.critic.config.ppo_mini_batch_size
+        return 1 / self.critic.gradient_accumulation

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bundled event made runnable: verl's real actor around a given model, and the event's step on it.
+
+Every micro-batch keeps the weight it had in the run: the run's accumulation factor, and its number of data-parallel
+ranks instead of this machine's. FSDP averages over the processes there are, and one process without FSDP adds up, so
+the loss is scaled by (processes here) / (ranks of the run), in the one place where verl scales it.
+"""
+
+import contextlib
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from verl import DataProto
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.actor.dp_actor import DataParallelPPOActor
+
+from ...core.gradients import GradientSpace
+from ...keys import ROW_KEY
+from ...replay.bundle import Bundle, Entry
+from ...replay.reading import ReplayError
+from ...stabilize.ratio_clip import TokenWeigher
+from ..verl_common.loading import Replayed, actor_config, deal, has_flash_attention, load, start_processes
+from .step import ActorStep
+
+__all__ = ["ReplayStep", "build_actor", "deal", "start_processes"]
+
+
+class ReplayActor(DataParallelPPOActor):
+    """verl's actor with the run's loss weights, whatever it runs on now."""
+
+    def __init__(self, config: Any, module: torch.nn.Module, dp_size: int):
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints its settings
+            super().__init__(config, module)
+        if not config.use_dynamic_bsz:
+            self.gradient_accumulation = config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu
+        if config.gradloc.stabilize.weighs_tokens:  # the weights are part of the loss, other stabilizers are not
+            self.gradloc.stabilizer = TokenWeigher(config.gradloc.stabilize)
+        self._processes_per_rank = dist.get_world_size() / dp_size
+        self.watch: Callable | None = None
+
+    def _forward_for_loss(self, model_inputs, temperature, calculate_entropy=None):
+        entropy, log_prob = super()._forward_for_loss(model_inputs, temperature, calculate_entropy)
+        if self.watch is not None:
+            self.watch(log_prob, entropy)
+        return entropy, log_prob
+
+    def _loss_scale_factor(self, response_mask):
+        return super()._loss_scale_factor(response_mask) * self._processes_per_rank
+
+
+class ReplayStep(Replayed, ActorStep):
+    """The event's step, as far as the bundle holds it: this process's micro-batches.
+
+    Args:
+        actor: from :func:`build_actor`.
+        bundle: the event.
+        places: this process's micro-batches, from :func:`deal`.
+        tick: called after every forward.
+    """
+
+    def __init__(self, actor: ReplayActor, bundle: Bundle, places: list[Entry | None], tick: Callable[[], Any]):
+        self.places = places
+        self._tick = tick
+        micro_batches = [_micro_batch(bundle, entry or bundle.layout[0]) for entry in places]
+        temperature = bundle.meta.temperature
+        # dp_size is what the gradient is averaged over here; the run's own is in the actor's loss weights
+        super().__init__(actor, micro_batches, temperature, bundle.meta.on_policy, dp_size=dist.get_world_size())
+
+    def train(self, space: GradientSpace) -> None:
+        """The training pass: puts the step's gradient into ``.grad`` and records what it leaves behind."""
+        for index in range(self.num_micro_batches):
+            self.recall(index)
+            self.before_forward(index)
+            self.actor.watch = lambda log_prob, entropy, index=index: self.after_forward(index, log_prob, entropy)
+            try:
+                self.loss(index, None).backward()
+            finally:
+                self.actor.watch = None
+        if self.loss_scale != 1.0:
+            space.scale(1.0 / self.loss_scale)
+
+
+def _micro_batch(bundle: Bundle, entry: Entry) -> DataProto:
+    rows = slice(entry.first_row, entry.end_row)
+    num_rows = bundle.tensors["responses"].shape[0]
+    tensors = {name: value[rows] for name, value in bundle.tensors.items() if not name.startswith("rng.")}
+    beside = {} if bundle.inputs is None else {"multi_modal_inputs": np.array([*bundle.inputs[rows], None])[:-1]}
+    return DataProto.from_dict({**tensors, ROW_KEY: torch.arange(num_rows)[rows]}, non_tensors=beside)
+
+
+def build_actor(bundle: Bundle, model_path: str) -> ReplayActor:
+    """verl's actor around the model at ``model_path``, on this machine's processes.
+
+    Raises:
+        ReplayError: the model cannot be loaded, does not fit the bundle, or would not fit into memory.
+    """
+    config = _actor_config(bundle)
+    if config.gradloc.stabilize.weighs_tokens and "rollout_log_probs" not in bundle.tensors:
+        raise ReplayError("batch.safetensors: rollout_log_probs is missing, by which the run's clips weighed its loss.")
+    dtype = PrecisionType.to_dtype(config.fsdp_config.dtype)
+    module = load(model_path, bundle, dtype).module
+    if config.use_remove_padding or bundle.inputs is not None:
+        from verl.models.transformers.monkey_patch import apply_monkey_patch
+
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does
+            apply_monkey_patch(model=module, use_remove_padding=config.use_remove_padding, ulysses_sp_size=1)
+    return ReplayActor(config, _place(module, config, dtype), bundle.dp_size)
+
+
+def _actor_config(bundle: Bundle) -> Any:
+    given = {key: value for key, value in bundle.meta.actor.items() if key != "gradloc"}
+    of_run = bundle.meta.actor.get("gradloc")
+    if isinstance(of_run, dict) and "stabilize" in of_run:  # of gradloc's own settings, only these are part of the loss
+        given["gradloc"] = {"stabilize": of_run["stabilize"]}
+
+    def adapt(actor: dict[str, Any]) -> None:
+        # as verl's worker normalises them: the config counts prompts over all ranks, the actor sequences of one
+        actor["ppo_mini_batch_size"] = actor["ppo_mini_batch_size"] * actor["rollout_n"] // bundle.dp_size
+        if actor["ppo_micro_batch_size"] is not None:
+            actor["ppo_micro_batch_size_per_gpu"] = actor["ppo_micro_batch_size"] // bundle.dp_size
+        actor.update(
+            strategy="fsdp2",
+            ppo_micro_batch_size=None,
+            use_torch_compile=False,
+            use_fused_kernels=False,
+            use_remove_padding=actor["use_remove_padding"] and has_flash_attention(),
+            ulysses_sequence_parallel_size=1,
+            spike_detection=False,
+        )
+        actor["fsdp_config"].update(ulysses_sequence_parallel_size=1, fsdp_size=-1, offload_policy=False)
+        if not actor["use_dynamic_bsz"] and not actor["ppo_mini_batch_size"] >= actor["ppo_micro_batch_size_per_gpu"]:
+            raise ValueError("ppo_micro_batch_size_per_gpu is larger than a rank's mini-batch")
+
+    return actor_config(given, adapt)
+
+
+def _place(module: torch.nn.Module, config: Any, dtype: torch.dtype) -> torch.nn.Module:
+    """On one process in float32 as it is; else by FSDP2 as in verl's worker, whose mixed precision is part of it."""
+    size = dist.get_world_size()
+    if size == 1 and dtype == torch.float32:
+        return module.to(get_device_id())
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from verl.utils.fsdp_utils import apply_fsdp2
+
+    mesh = init_device_mesh(get_device_name(), (size,), mesh_dim_names=("fsdp",))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    apply_fsdp2(module, {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": True}, config.fsdp_config)
+    return module.to(get_device_id())

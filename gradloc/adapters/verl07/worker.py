@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What verl's FSDP worker calls around the actor's update."""
+
+from typing import Any
+
+from verl import DataProto
+from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
+
+from ...reweighting import KEEPS_LR_SCHEDULE_KEY
+from ..verl_common.reports import answer
+from .analysis_actor import RECORD_KEY, analyze
+
+__all__ = ["analyze_gradients", "keeps_lr_schedule", "report_of_actor", "report_of_critic"]
+
+
+def keeps_lr_schedule(data: DataProto) -> bool:
+    """Whether this update is followed by another one of the same step: Lopti's first stage."""
+    return data.meta_info.get(KEEPS_LR_SCHEDULE_KEY, False)
+
+
+def analyze_gradients(worker: Any, data: DataProto) -> DataProto:
+    """Split the batch's gradient by bucket and loss term, or by probability quartile; the actor stays as it was.
+
+    Args:
+        worker: verl's ``ActorRolloutRefWorker`` with an actor.
+        data: this rank's rows.
+
+    Returns:
+        What this rank found, among the metrics.
+    """
+    if worker._is_offload_param:
+        load_fsdp_model_to_gpu(worker.actor_module_fsdp)
+    with worker.ulysses_sharding_manager:
+        record = analyze(worker.actor, data.to("cpu"))
+    if worker._is_offload_param:
+        offload_fsdp_model_to_cpu(worker.actor_module_fsdp)
+    return DataProto(meta_info={"metrics": {RECORD_KEY: record}})
+
+
+def report_of_actor(worker: Any) -> DataProto:
+    """What verl's ``ActorRolloutRefWorker`` has to say of the last update."""
+    return answer(worker.actor.gradloc.report())
+
+
+def report_of_critic(worker: Any) -> DataProto:
+    """Likewise verl's ``CriticWorker``."""
+    return answer(worker.critic.report())

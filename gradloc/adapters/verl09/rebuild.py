@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bundled event made runnable on verl 0.9: its engine around a given model, without Ray, and the event's step on it.
+
+verl divides a micro-batch's loss by the tokens (or sequences) of the whole mini-batch and multiplies it by the number
+of data-parallel ranks, which FSDP then averages over. The former are the run's, the latter this machine's, and so
+every micro-batch keeps the weight that it had in the run.
+"""
+
+import contextlib
+import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.config import HFModelConfig
+from verl.workers.engine import FSDPEngineWithLMHead
+from verl.workers.utils.losses import ppo_loss
+
+from ...core.gradients import GradientSpace
+from ...keys import ROW_KEY
+from ...replay.bundle import Bundle, Entry
+from ...replay.reading import ReplayError
+from ..verl_common.loading import Replayed, actor_config, deal, load, start_processes
+from .step import EngineStep
+from .touches import check_verl
+
+__all__ = ["ReplayStep", "build_actor", "deal", "start_processes"]
+
+_PER_TOKEN = ("response_mask", "old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights")
+_OURS = ("gradloc", "spike_detection", "grad_norm_threshold", "bisect_budget_steps", "bisect_dump_dir")
+"""Of the actor's config: no part of the loss."""
+
+
+class ReplayEngine(FSDPEngineWithLMHead):
+    """verl's engine around a module that is loaded already; it takes no steps."""
+
+    def __init__(self, config: Any, model_config: HFModelConfig, module: torch.nn.Module):
+        super().__init__(model_config, config.fsdp_config, config.optim, CheckpointConfig())
+        self.config = config
+        self.module = self._build_fsdp_module(module)
+
+    @property
+    def device_name(self) -> str:
+        return get_device_name()
+
+    @property
+    def actor_module(self) -> torch.nn.Module:
+        return self.module
+
+
+class ReplayStep(Replayed, EngineStep):
+    """The event's step, as far as the bundle holds it: this process's micro-batches.
+
+    Args:
+        engine: from :func:`build_actor`.
+        bundle: the event.
+        places: this process's micro-batches, from :func:`deal`.
+        tick: called after every forward.
+    """
+
+    def __init__(self, engine: ReplayEngine, bundle: Bundle, places: list[Entry | None], tick: Callable[[], Any]):
+        super().__init__(engine, partial(ppo_loss, config=engine.config), dp_size=dist.get_world_size())
+        self.places, self._tick = places, tick
+        self._given = [_micro_batch(engine, bundle, entry or bundle.layout[0]) for entry in places]
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.places)
+
+    def train(self, space: GradientSpace) -> None:
+        """The training pass: puts the step's gradient into ``.grad`` and records what it leaves behind."""
+        plain = self.loss_function
+
+        def watched(model_output: dict[str, torch.Tensor], **given: Any) -> Any:
+            self.after_forward(model_output)
+            return plain(model_output=model_output, **given)
+
+        for index in range(self.num_micro_batches):
+            self.recall(index)
+            self.before_forward(self._given[index])
+            self.loss_function = watched
+            try:
+                with self.in_pass(index == len(self.places) - 1):
+                    self.loss(index, None).backward()
+            finally:
+                self.loss_function = plain
+        if self.loss_scale != 1.0:
+            space.scale(1.0 / self.loss_scale)
+
+
+def _micro_batch(engine: ReplayEngine, bundle: Bundle, entry: Entry) -> TensorDict:
+    """One micro-batch as verl's engine gets it: rows without padding, and how the whole mini-batch was."""
+    tensors, config, num_response = bundle.tensors, engine.config, bundle.tensors["responses"].shape[1]
+    rows: dict[str, list[torch.Tensor]] = {}
+    for number in range(entry.first_row, entry.end_row):
+        is_token = tensors["attention_mask"][number].bool()
+        is_answer = is_token[-num_response:]
+        row = {name: tensors[name][number][is_token] for name in ("input_ids", "position_ids")}
+        row |= {name: tensors[name][number][is_answer] for name in _PER_TOKEN if name in tensors}
+        row |= {
+            "prompts": row["input_ids"][: -int(is_answer.sum())],
+            "responses": row["input_ids"][-int(is_answer.sum()) :],
+            "loss_mask": row["response_mask"],
+            ROW_KEY: torch.tensor([number]),
+        }
+        for name, values in row.items():
+            rows.setdefault(name, []).append(values)
+    nested = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
+    data = TensorDict(nested, batch_size=entry.end_row - entry.first_row)
+    tu.assign_non_tensor(
+        data,
+        temperature=bundle.meta.temperature,
+        use_remove_padding=engine.use_remove_padding,
+        use_fused_kernels=False,
+        calculate_entropy=config.calculate_entropy or config.entropy_coeff != 0,
+        dp_size=dist.get_world_size(),
+        batch_num_tokens=bundle.event.trigger.num_tokens or int(tensors["response_mask"].bool().sum()),
+        global_batch_size=config.ppo_mini_batch_size * config.rollout_n,
+    )
+    return data
+
+
+def build_actor(bundle: Bundle, model_path: str) -> ReplayEngine:
+    """verl's engine around the model at ``model_path``, on this machine's processes.
+
+    Raises:
+        ReplayError: the model cannot be loaded, does not fit the bundle, or would not fit into memory; or this verl
+            is not the one that the engine is known of.
+    """
+    try:
+        check_verl("replay")
+    except RuntimeError as error:
+        raise ReplayError(str(error)) from error
+    if bundle.inputs is not None:
+        raise ReplayError("The bundle has inputs beside text, with which an event of verl 0.9 cannot be replayed yet.")
+    config = _actor_config(bundle)
+    loaded = load(model_path, bundle, _compute_dtype(config.fsdp_config))
+    with contextlib.redirect_stdout(io.StringIO()):  # verl prints what it does
+        from verl.models.transformers.monkey_patch import apply_monkey_patch
+
+        apply_monkey_patch(model=loaded.module, use_remove_padding=config.use_remove_padding, ulysses_sp_size=1)
+        model_config = HFModelConfig(
+            path=str(loaded.folder),
+            load_tokenizer=False,
+            use_remove_padding=config.use_remove_padding,
+            enable_gradient_checkpointing=loaded.is_checkpointing,
+            override_config={"attn_implementation": loaded.attention},
+        )
+        return ReplayEngine(config, model_config, loaded.module)
+
+
+def _compute_dtype(fsdp_config: Any) -> torch.dtype:
+    """As verl's engine reads it."""
+    return PrecisionType.to_dtype((fsdp_config.mixed_precision or {}).get("param_dtype", "bf16"))
+
+
+def _actor_config(bundle: Bundle) -> Any:
+    given = {key: value for key, value in bundle.meta.actor.items() if key not in (*_OURS, "profiler", "_target_")}
+
+    def adapt(actor: dict[str, Any]) -> None:
+        del actor["profiler"]
+        actor.update(
+            strategy="fsdp2",
+            ppo_micro_batch_size=None,
+            ppo_micro_batch_size_per_gpu=1,
+            use_torch_compile=False,
+            use_fused_kernels=False,
+            ulysses_sequence_parallel_size=1,
+        )
+        actor["fsdp_config"].update(
+            strategy="fsdp2",
+            fsdp_size=-1,
+            ulysses_sequence_parallel_size=1,
+            offload_policy=False,
+            param_offload=False,
+            optimizer_offload=False,
+            use_torch_compile=False,
+        )
+
+    return actor_config(given, adapt)

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a replay needs of any verl: processes, the event's micro-batches dealt out, and a model from its folder."""
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from torch.distributed.tensor import DTensor
+
+import verl
+from verl.model_merger.base_model_merger import ModelMergerConfig
+from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.device import get_device_name, get_nccl_backend, get_torch_device
+
+from ...core.memory import free_bytes
+from ...replay.bundle import Bundle, Entry
+from ...replay.reading import ReplayError
+
+__all__ = ["Loaded", "Replayed", "actor_config", "deal", "has_flash_attention", "load", "start_processes"]
+
+_NUM_COPIES = 5  # of the model in float32: weights, gradient, the gradient set aside, the weights' copy, a residual
+
+
+def start_processes() -> None:
+    """Join torchrun's process group, or make one of this process alone: verl's actor asks for its rank."""
+    if dist.is_initialized():
+        return
+    device = get_device_name()
+    if device != "cpu":
+        get_torch_device().set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{get_nccl_backend()}"
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def deal(bundle: Bundle, num_processes: int) -> list[list[Entry | None]]:
+    """Which process replays which micro-batches: the run's own layout where it fits, else one after the other.
+
+    Returns:
+        Per process its micro-batches, equally many for all: None fills up, since every process must take part in
+        every forward and backward.
+    """
+    by_rank: list[list[Entry | None]] = [[] for _ in range(num_processes)]
+    entries = sorted(bundle.layout, key=lambda entry: (entry.micro_batch, entry.rank))
+    numbers = [[e.micro_batch for e in entries if e.rank == rank] for rank in range(bundle.dp_size)]
+    keeps_layout = num_processes == bundle.dp_size and all(of_rank == numbers[0] for of_rank in numbers)
+    for number, entry in enumerate(entries):
+        by_rank[entry.rank if keeps_layout else number % num_processes].append(entry)
+    most = max(len(of_process) for of_process in by_rank)
+    return [of_process + [None] * (most - len(of_process)) for of_process in by_rank]
+
+
+class Replayed:
+    """In front of an adapter's step: a replay's process may hold fewer micro-batches than others."""
+
+    places: list[Entry | None]
+    """This process's micro-batches, from :func:`deal`."""
+    _tick: Callable[[], Any]
+    """Called after every forward."""
+
+    def recall(self, micro_batch: int) -> None:
+        """Put back the random state that the micro-batch was trained with; a fixed one where it is not known."""
+        entry = self.places[micro_batch]
+        if entry is None or entry.rng is None:
+            torch.manual_seed(micro_batch)
+        else:
+            torch.set_rng_state(entry.rng)
+
+    def token_mask(self, micro_batch: int) -> torch.Tensor:
+        mask = super().token_mask(micro_batch)
+        return torch.zeros_like(mask) if self.places[micro_batch] is None else mask
+
+    def token_weights(self, micro_batch: int) -> torch.Tensor:
+        return super().token_weights(micro_batch) * self.token_mask(micro_batch)
+
+    def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        found = super().forward(micro_batch)
+        self._tick()
+        return found
+
+    def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
+        if self.places[micro_batch] is None:  # runs the same collectives and adds nothing
+            selected = self.token_mask(micro_batch)
+        loss = super().loss(micro_batch, selected)
+        self._tick()
+        return loss
+
+
+def has_flash_attention() -> bool:
+    from transformers.utils import is_flash_attn_2_available
+
+    return get_device_name() == "cuda" and is_flash_attn_2_available()
+
+
+# ---- the config
+
+
+def actor_config(of_run: dict[str, Any], adapt: Callable[[dict[str, Any]], None]) -> Any:
+    """The run's actor config over this verl's defaults, as verl's dataclass.
+
+    Args:
+        of_run: what of the run's own is part of the loss.
+        adapt: changes the merged config in place to suit this machine, where that leaves the loss alone.
+
+    Raises:
+        ReplayError: it is no config of this verl's actor, or wants something built that verl's own does not.
+    """
+    defaults = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
+    actor = OmegaConf.to_container(OmegaConf.select(defaults, "actor_rollout_ref.actor"), resolve=True)
+    unknown = _targets_in(of_run) - _targets_in(actor)
+    if unknown:  # a config says what is to be built from it; a bundle from elsewhere must not be able to run anything
+        raise ReplayError(
+            f"meta.json: actor names {min(unknown)!r:.80} as a _target_, which verl's own config does not."
+        )
+    try:
+        actor = OmegaConf.to_container(OmegaConf.merge(actor, of_run))
+        adapt(actor)
+        return omega_conf_to_dataclass(OmegaConf.create(actor))
+    except Exception as error:  # hydra, omegaconf and verl's own checks each raise their own kinds
+        why = str(error.__cause__ or error).strip().splitlines()
+        raise ReplayError(
+            f"meta.json: actor is no config of this verl's actor: {why[0] if why else type(error).__name__}."
+        ) from error
+
+
+def _targets_in(value: Any) -> set[str]:
+    """Every ``_target_`` in a config, however deep."""
+    if isinstance(value, list):
+        return set().union(*map(_targets_in, value))
+    if not isinstance(value, dict):
+        return set()
+    own = {str(value["_target_"])} if "_target_" in value else set()
+    return own.union(*map(_targets_in, value.values()))
+
+
+# ---- the model
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The event's model in float32, as verl's actor keeps it, ready to be trained on one step."""
+
+    module: torch.nn.Module
+    folder: Path
+    """Of its config."""
+    attention: str
+    is_checkpointing: bool
+
+
+def load(path: str, bundle: Bundle, dtype: torch.dtype) -> Loaded:
+    """The model at ``path``, which has to fit the bundle and, computing in ``dtype``, this machine's memory.
+
+    Raises:
+        ReplayError: it cannot be loaded, is not the event's, or would not fit.
+    """
+    folder, is_checkpoint = _find_model(Path(path))
+    described = folder / "huggingface" if is_checkpoint else folder
+    outline = _outline_of(described, bundle)
+    is_checkpointing = _check_memory(outline, bundle, dtype)
+    attention = "flash_attention_2" if has_flash_attention() else "sdpa"
+    module = _load_model(folder, is_checkpoint, outline.config, attention)
+    if is_checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    module.train()
+    return Loaded(module, described, attention, is_checkpointing)
+
+
+class _ShardReader(FSDPModelMerger):
+    """verl's merger, but in the precision of the checkpoint: merging to disk rounds the weights to bfloat16."""
+
+    def read(self) -> dict[str, torch.Tensor]:
+        world_size, folder = self._get_world_size(), Path(self.config.local_dir)
+        first = self._load_rank_zero_state_dict(world_size)
+        num_shards, _ = self._calculate_shard_configuration(*self._extract_device_mesh_info(first, world_size))
+        paths = [folder / f"model_world_size_{world_size}_rank_{rank}.pt" for rank in range(1, num_shards)]
+        shards = [first] + [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
+        return {name: self._merge([shard[name] for shard in shards]) for name in first}
+
+    def _load_rank_zero_state_dict(self, world_size: int) -> dict[str, torch.Tensor]:
+        path = Path(self.config.local_dir) / f"model_world_size_{world_size}_rank_0.pt"
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+    def _merge(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        if isinstance(parts[0], DTensor):  # the last mesh dimension is the sharded one
+            return self._merge_by_placement([part._local_tensor for part in parts], parts[0].placements[-1])
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _find_model(path: Path) -> tuple[Path, bool]:
+    """The folder to load from, and whether it is a checkpoint of verl's FSDP workers."""
+    for folder in (path, path / "actor"):
+        if (folder / "fsdp_config.json").is_file() and (folder / "huggingface" / "config.json").is_file():
+            return folder, True
+    if (path / "config.json").is_file():
+        return path, False
+    raise ReplayError(
+        f"{path} is neither a Hugging Face model folder (config.json) nor a checkpoint folder of verl's FSDP workers "
+        "(global_step_N/actor with fsdp_config.json)."
+    )
+
+
+def _outline_of(folder: Path, bundle: Bundle) -> torch.nn.Module:
+    """The model without its weights; refuses one that the bundle's tokens cannot belong to."""
+    from transformers import AutoConfig
+
+    with _explained(f"{folder} does not describe a causal language model"):
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            outline = _class_of(config).from_config(config)
+    size = outline.get_input_embeddings().num_embeddings
+    ids = bundle.tensors["input_ids"]
+    if not 0 <= int(ids.min()) <= int(ids.max()) < size:
+        raise ReplayError(
+            f"The model at {folder} is not the event's: it knows tokens 0 to {size - 1}, and the bundle holds token "
+            f"{int(ids.max()) if ids.max() >= size else int(ids.min())}."
+        )
+    return outline
+
+
+def _class_of(config: Any) -> Any:
+    """The class of transformers that verl's worker would load."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    reads_pictures = type(config) in AutoModelForImageTextToText._model_mapping.keys()
+    return AutoModelForImageTextToText if reads_pictures else AutoModelForCausalLM
+
+
+def _load_model(folder: Path, is_checkpoint: bool, config: Any, attention: str) -> torch.nn.Module:
+    """The model with its weights in float32, as verl's actor keeps them."""
+    kind = _class_of(config)
+    with _explained(f"The model at {folder} cannot be loaded"):
+        if not is_checkpoint:
+            module, info = kind.from_pretrained(
+                folder, local_files_only=True, output_loading_info=True, attn_implementation=attention
+            )
+            module = module.float()
+            missing = set(info["missing_keys"])
+        else:
+            described = str(folder / "huggingface")
+            merger = ModelMergerConfig("merge", "fsdp", local_dir=str(folder), hf_model_config_path=described)
+            module = kind.from_config(config, attn_implementation=attention).float()
+            found = module.load_state_dict(_ShardReader(merger).read(), strict=False)
+            missing = set(found.missing_keys) | set(found.unexpected_keys)
+        missing -= set(getattr(module, "_tied_weights_keys", None) or ())
+        if missing:
+            raise ValueError(f"its config and its weights do not agree on {min(missing)}")
+    return module
+
+
+@contextlib.contextmanager
+def _explained(what: str):
+    try:
+        yield
+    except ReplayError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, AssertionError) as error:
+        why = str(error).strip().splitlines()
+        raise ReplayError(f"{what}: {why[0] if why else type(error).__name__}") from error
+
+
+# ---- memory
+
+
+def _check_memory(outline: torch.nn.Module, bundle: Bundle, dtype: torch.dtype) -> bool:
+    """Refuse, before anything is loaded, what cannot fit; says whether gradient checkpointing is needed to fit.
+
+    A lower bound: five copies of the weights, the logits of the largest micro-batch twice, and what its layers keep
+    for the backward, 34 s b h bytes each in half precision (arXiv 2205.05198, equation 1, attention recomputed).
+    """
+    config = outline.config.get_text_config()
+    rows = max(entry.end_row - entry.first_row for entry in bundle.layout)
+    length = bundle.tensors["input_ids"].shape[1]
+    tokens = rows * length
+    weights = 4 * _NUM_COPIES * sum(param.numel() for param in outline.parameters()) // dist.get_world_size()
+    logits = 2 * tokens * outline.get_input_embeddings().num_embeddings * dtype.itemsize
+    layer = 17 * tokens * config.hidden_size * dtype.itemsize
+    kept = tokens * config.hidden_size * dtype.itemsize  # per layer, with gradient checkpointing
+    num_layers = config.num_hidden_layers
+    free = _free_bytes()
+    if weights + logits + num_layers * layer <= free:
+        return False
+    needed = weights + logits + num_layers * kept + layer
+    if needed > free:
+        raise ReplayError(
+            f"A micro-batch of {rows} x {length} tokens and this model need at least {_size(needed)} per process, and "
+            f"{_size(free)} are free: use more processes (torchrun) or a larger machine."
+        )
+    return True
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _free_bytes() -> int:
+    """What one of this machine's processes may take."""
+    name = get_device_name()
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if name == "cpu" else 1
+    return free_bytes(torch.device(name)) // processes

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels between the trainer and its ranks: one policy down with each update, one report up from each process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..core.actions import Outcome
+from ..core.history import Summary
+from ..core.trigger import Place, Spike, spike_kind
+from ..record import Event, Fingerprint
+from ..record import Sequence as SequenceRecord
+
+__all__ = ["Policy", "RankReport", "RawEntry", "RawEvent"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the driver tells every rank about one update; the ranks need no collective to agree on it."""
+
+    global_step: int
+    kind: str
+    """``fixed`` or ``adaptive``."""
+    num_tokens: Sequence[int]
+    """Response tokens over all ranks, per mini-batch."""
+    thresholds: Sequence[float | None]
+    """On the gradient norm, per optimizer step (epochs x mini-batches); None while the adaptive rule warms up."""
+    tau: Sequence[float | None]
+    """Per-token threshold, per optimizer step; None where there is no threshold."""
+    max_events: int
+    """Spikes of this update that an event may be written of; the action applies to all."""
+    force: bool = False
+    """Localize the first mini-batch even when it does not spike."""
+    history: Sequence[Summary] = ()
+    """What each adaptive threshold was made of, for the record; empty under the fixed rule."""
+    stage: str | None = None
+    """Which of Lopti's two updates of the step this is; None for the only one."""
+    typical: dict[str, tuple[float, float]] | None = None
+    """What is typical of the run's own batches, by name: see ``core.scale.ScaleHistory.typical``."""
+    update: int = 0
+    """The update's number in this run, by which a rank that sees one mini-batch at a time knows a new one."""
+    settings: Any = None
+    """Those that hold, see :func:`~..config.resolve`: for ranks whose own config has none."""
+
+    def threshold(self, number: int) -> float | None:
+        """On the norm of the optimizer step of this number, counted over epochs and mini-batches from 0."""
+        return self.thresholds[number % len(self.thresholds)]
+
+    def place(self, number: int) -> Place:
+        """Where the optimizer step of this number is, counted over epochs and mini-batches from 0."""
+        epoch, mini_batch = divmod(number, len(self.num_tokens))
+        history = self.history[number % len(self.history)] if self.history else None
+        return Place(self.global_step, epoch, mini_batch, len(self.num_tokens), history, self.stage)
+
+    def spike(self, grad_norm: float, number: int) -> Spike | None:
+        """Why the optimizer step of this number is to be looked into, None if it is not.
+
+        Args:
+            grad_norm: before clipping; may be NaN or inf.
+            number: counted over epochs and mini-batches from 0.
+        """
+        threshold, tau = self.threshold(number), self.tau[number % len(self.tau)]
+        num_tokens = self.num_tokens[number % len(self.num_tokens)]
+        kind = spike_kind(grad_norm, threshold, self.kind)
+        if kind is not None:
+            return Spike(kind, grad_norm, threshold, tau, num_tokens)
+        return Spike("forced", grad_norm, None, None, num_tokens) if self.force and number == 0 else None
+
+
+@dataclass(frozen=True)
+class RawEntry:
+    """One micro-batch of one rank, for the bundle."""
+
+    rank: int
+    micro_batch: int
+    rows: list[int]
+    """Of the batch as it was dispatched."""
+    rng: np.ndarray
+    """uint8: the CPU's random state before the micro-batch's forward."""
+
+
+@dataclass(frozen=True)
+class RawEvent:
+    """What the ranks gather of a spike: small, and whole once pickled."""
+
+    event: Event
+    """Without what only the driver knows: name, run, text, stored log-probs, causes."""
+    sequences: list[SequenceRecord]
+    """Numbers of the forward only, over all T response positions."""
+    residual_coefficient_norm: float
+    """Root sum of squares of d loss / d log_prob over all tokens but the culprits."""
+    term_norms: dict[str, float]
+    """The same over all tokens, of each term: ``policy`` (without the KL term), ``kl`` and ``entropy``."""
+    low_entropy: float | None
+    """Entropy that a fifth of the tokens of the culprits' micro-batches are under."""
+    layout: list[RawEntry]
+    temperature: float
+    on_policy: bool
+    fingerprint: Fingerprint
+    checkpoint: str | None
+    """Folder with the weights before the step, where they were saved."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one process has to say of an update, once it is over."""
+
+    process: int
+    """Its number among the trainer's; what only the first knows, the others leave empty."""
+    norms: tuple[float, ...] = ()
+    """Of each optimizer step, before clipping; the same on all. Empty where nothing is looked for."""
+    head_squares: tuple[float, ...] = ()
+    """Of each optimizer step this process' part of the squared gradient norm of the output head."""
+    coefficient: float = 0.0
+    """Median |d loss / d log_prob| of this rank's tokens in the first mini-batch, those without aside."""
+    num_failures: int = 0
+    """Searches that failed so far."""
+    outcomes: tuple[Outcome, ...] = ()
+    """All spikes, also those that no event is written of; from the first process."""
+    events: tuple[RawEvent, ...] = ()
+    """From the first process, where they were gathered."""
+    learned: Any = None
+    """What the stabilizers have learned, for the next checkpoint; from the first process."""

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bfloat16 in verl's actor: everything planted is named and nothing quiet, within four updates' passes."""
+
+import pytest
+
+from tests.adapters.verl07.layouts.plants import KINDS
+
+MICRO_BATCHES, MAX_STEPS = 2, 4
+
+
+def check(world, dump_dir, kind, seed, mode):
+    given = {"kind": kind, "seed": seed, "mode": mode, "dtype": "bfloat16", "dump_dir": dump_dir}
+    found = world.run("tests.adapters.verl07.layouts.plants.search", **given)[0]
+    event = found["event"]
+    search, shares, certificate = event["search"], event["shares"], event["certificate"]
+    cost = search["forwards"] + 2 * search["backwards"]
+    print(f"{kind} {seed} {mode}: {cost} f, closure {shares['closure']:.3f} +- {shares['closure_error']:.3f}")
+    assert found["missed"] == []
+    assert set(found["weak"]) <= set(found["planted"]), "nothing under a tenth of the threshold but of a planted row"
+    assert certificate["verdict"] == "explained"
+    assert cost <= 3 * MICRO_BATCHES * MAX_STEPS
+    assert not shares["is_trusted"] or abs(shares["closure"] - 1) <= max(0.15, 3 * shares["closure_error"])
+    assert event["action"]["taken"] == mode
+
+
+@pytest.mark.parametrize("mode", ["observe", "mask"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_that_is_planted_is_named_and_the_spike_explained(world, dump_dir, kind, mode):
+    check(world, dump_dir, kind, 0, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 20))
+@pytest.mark.parametrize("mode", ["observe", "mask"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_it_is_with_other_seeds(world, dump_dir, kind, mode, seed):
+    check(world, dump_dir, kind, seed, mode)

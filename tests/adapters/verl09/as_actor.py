@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl 0.9's engine under the scenarios of `tests.world`, which were written for verl 0.7's actor.
+
+The same batch, the same model, the same settings; what verl has renamed in between is translated here.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from tests.adapters.verl09 import harness
+from tests.adapters.verl09.harness import ACTOR, MODEL
+from tests.world.harness import NUM_PROMPT, experts_of, of_verl
+from tests.world.oracle import MicroBatch
+
+IS_ON = f"{ACTOR}.spike_detection=true"
+BASE = [  # as the actor's harness has it
+    "+gradloc=on",
+    f"{ACTOR}.gradloc.enable=null",  # spike_detection decides
+    f"{MODEL}.use_remove_padding=false",
+    f"{ACTOR}.use_dynamic_bsz=false",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+]
+RENAMED = {
+    "lora": [f"{MODEL}.lora_rank=4"],
+    f"{ACTOR}.grad_clip=0.5": [f"{ACTOR}.optim.clip_grad=0.5"],
+    **{
+        f"{ACTOR}.fsdp_config.dtype={dtype}": [
+            f"{ACTOR}.fsdp_config.dtype={dtype}",
+            f"{ACTOR}.fsdp_config.mixed_precision={harness.FP32.replace('fp32', short, 1)}",
+        ]
+        for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16"))
+    },
+}
+BY_RANK = ("actor/",)
+"""Metrics that come from verl 0.7's workers, a list for each."""
+
+
+class Trainer(harness.Trainer):
+    """One rank's worker and trainer, with what the scenarios use."""
+
+    @property
+    def module(self) -> torch.nn.Module:
+        return self.engine.module
+
+    @property
+    def scaler(self) -> Any:
+        return self.engine.scaler
+
+    @property
+    def clips_in(self) -> tuple[Any, str]:
+        return self.engine, "optimizer_step"
+
+    @property
+    def hook(self) -> Any:
+        return self.trainer.gradloc
+
+    @property
+    def driver(self) -> Any:
+        return self.hook.spikes
+
+    @property
+    def config(self) -> Any:
+        """The actor's."""
+        return self.trainer.config.actor_rollout_ref.actor
+
+    def update(self, batch: Any) -> dict[str, Any]:
+        """One trainer step on the whole batch; returns its metrics and events."""
+        if self._is_on_policy(batch):
+            batch = self._with_own_old_log_probs(batch)
+        metrics = super().update(batch)
+        metrics["actor/grad_norm"] = self.of_workers["grad_norm"]
+        found = {name: value if isinstance(value, list) else [value] for name, value in metrics.items()}
+        found = {name: [value] if name.startswith(BY_RANK) else value for name, value in found.items()}
+        return {"metrics": found, "events": [asdict(raw.event) for raw in self.raw_events]}
+
+    def _is_on_policy(self, batch: Any) -> bool:
+        """Whether verl 0.7 would take the log-probs of the forward itself for the old ones: ratios are 1."""
+        return len(batch) == self.config.ppo_mini_batch_size and self.config.ppo_epochs == 1
+
+    def _with_own_old_log_probs(self, batch: Any) -> Any:
+        """As verl 0.9's trainer does before every update: the workers compute them."""
+        from verl.utils import tensordict_utils as tu
+        from verl.workers.utils.padding import no_padding_2_padding
+
+        store = harness.Store()
+        meta = store.add(batch)
+        rank = dist.get_rank() * self.dp_size // dist.get_world_size()
+        data = store.get(meta.chunk(self.dp_size)[rank].keys)
+        tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=1.0)
+        local = no_padding_2_padding(self.worker.compute_log_prob(data)["log_probs"], data)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, local)
+        batch = copy.deepcopy(batch)
+        rows = iter(batch.batch["old_log_probs"])
+        for computed in everyone[:: dist.get_world_size() // self.dp_size]:
+            for values in computed:
+                next(rows)[: len(values)] = values
+        return batch
+
+    def micro_batches(self, model: torch.nn.Module, batch: Any) -> Iterator[MicroBatch]:
+        """The oracle's: verl's ``ppo_loss`` of a plain model's log-probs."""
+        from verl.utils import tensordict_utils as tu
+
+        store, size = harness.Store(), self.config.ppo_micro_batch_size_per_gpu
+        parts = [part.keys for part in store.add(batch).chunk(self.dp_size)]
+        parts = [keys[: self.config.ppo_mini_batch_size // self.dp_size] for keys in parts]
+        told = {
+            "dp_size": self.dp_size,
+            "global_batch_size": self.config.ppo_mini_batch_size,
+            "batch_num_tokens": sum(int(store.rows[key]["response_mask"].sum()) for keys in parts for key in keys),
+        }
+        for rank, keys in enumerate(parts):
+            for index, start in enumerate(range(0, len(keys), size)):
+                data = store.get(keys[start : start + size])
+                tu.assign_non_tensor(data, **told)
+                mask = data["response_mask"].to_padded_tensor(0).bool()
+                log_prob, entropy = _plain_forward(model, data, mask.shape[1])
+                if self._is_on_policy(batch):
+                    lengths = data["responses"].offsets().diff().tolist()
+                    old = [row[:length] for row, length in zip(log_prob.detach(), lengths, strict=True)]
+                    data["old_log_probs"] = torch.nested.as_nested_tensor(old, layout=torch.jagged)
+                entropy = entropy if self.config.entropy_coeff else None
+
+                def loss(log_prob: torch.Tensor, entropy: torch.Tensor | None, data: Any = data) -> torch.Tensor:
+                    output = {"log_probs": log_prob, "entropy": entropy}
+                    packed = {name: _packed(value, data) for name, value in output.items() if value is not None}
+                    return self.worker.actor.loss_fn(model_output=packed, data=data)[0]
+
+                yield MicroBatch(rank, index, mask, log_prob, entropy, loss)
+
+
+def _plain_forward(model: torch.nn.Module, data: Any, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies (B, T) of the responses, without anything of verl's but what it made of pictures."""
+    from verl.utils.model import extract_multi_modal_inputs
+
+    ids = data["input_ids"]
+    mask = torch.arange(NUM_PROMPT + width) < ids.offsets().diff()[:, None]
+    padded = torch.zeros(mask.shape, dtype=torch.long).masked_scatter(mask, ids.values())
+    inputs = extract_multi_modal_inputs(data["multi_modal_inputs"])
+    if inputs:  # the picture is one token: all its positions are those of text
+        inputs["position_ids"] = torch.arange(mask.shape[1]).expand(4, *mask.shape)
+    logits = model(input_ids=padded, attention_mask=mask.long(), **inputs).logits[:, NUM_PROMPT - 1 : -1].float()
+    log_probs = logits.log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return log_probs.gather(-1, padded[:, NUM_PROMPT:, None]).squeeze(-1), entropy
+
+
+def _packed(values: torch.Tensor, data: Any) -> torch.Tensor:
+    """Response values (B, T) end to end as verl's model output has them: from a prompt's last position on."""
+    lengths = data["responses"].offsets().diff().tolist()
+    rows = [torch.nn.functional.pad(row[:n], (NUM_PROMPT - 1, 1)) for row, n in zip(values, lengths, strict=True)]
+    return torch.cat(rows)
+
+
+def make_trainer(
+    overrides: list[str], dump_dir: str, seed: int = 0, dropout: float = 0.0, model: torch.nn.Module | None = None
+) -> Trainer:
+    """A worker on this world's ranks and the trainer; verl's own engine where spike_detection is off."""
+    model_dir = f"{dump_dir}-model"
+    model = experts_of(overrides, seed) if model is None else model
+    if not Path(model_dir, "config.json").exists():
+        dist.barrier()  # until every rank has looked
+        harness.save_model(model_dir, model)
+    renamed = [new for override in of_verl(overrides) for new in RENAMED.get(override, [override])]
+    of_run = [f"{ACTOR}.gradloc.dump_dir={dump_dir}", f"+{MODEL}.override_config.attention_dropout={dropout}"]
+    is_on = IS_ON in [override.lower() for override in overrides]
+    return harness.make_trainer(BASE + of_run + renamed, model_dir, seed, stock=not is_on, kind=Trainer)
+
+
+@contextlib.contextmanager
+def letting_out(plants: list[tuple[int, int, float]], batch: Any) -> Iterator[None]:
+    """Make plain training detach the planted tokens in its own forward."""
+    from verl.workers.engine import FSDPEngineWithLMHead
+
+    original = FSDPEngineWithLMHead.forward_step
+    targets = []
+    for row, position, _ in plants:
+        length = NUM_PROMPT + int(batch.batch["response_mask"][row].sum())
+        targets.append((batch.batch["input_ids"][row, :length], NUM_PROMPT + position - 1))
+
+    def forward_step(self: Any, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
+        def of_the_others(model_output: dict[str, torch.Tensor], **given: Any) -> Any:
+            nested = model_output["log_probs"]
+            values = nested.values()
+            kept = torch.ones_like(values, dtype=torch.bool)
+            for ids, place in targets:
+                for row, start in zip(micro_batch["input_ids"].unbind(), nested.offsets()[:-1].tolist(), strict=True):
+                    if torch.equal(row, ids):
+                        kept[start + place] = False
+            only = torch.where(kept, values, values.detach())
+            output = {**model_output, "log_probs": torch.nested.nested_tensor_from_jagged(only, nested.offsets())}
+            return loss_function(model_output=output, **given)
+
+        return original(self, micro_batch, loss_function if forward_only else of_the_others, forward_only)
+
+    with mock.patch.object(FSDPEngineWithLMHead, "forward_step", forward_step):
+        yield

@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl 0.9's own worker and trainer around the tiny model, without Ray; runs inside a rank of :mod:`tests.world`.
+
+Everything on both sides of Ray is the real thing: the config is composed from verl's yaml, the worker is its
+`ActorRolloutRefWorker` with an engine from its registry, and a step is the V1 trainer's `_update_actor`. What stands
+in for Ray is a function call, and for TransferQueue a dictionary. Batches are `tests.world.harness`'s, so that the
+same scenario can be run on this and on verl 0.7's actor.
+"""
+
+import contextlib
+import copy
+import io
+import os
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from tests.world.configs import config_of
+from tests.world.harness import NUM_PROMPT, Decoder, add_adapters, asked, hash_weights, make_batch, make_model
+from tests.world.models.fused import for_one_model
+
+ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
+FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
+ADAPTER = "adapter"
+PER_TOKEN = ("old_log_probs", "advantages", "ref_log_prob", "token_level_scores", "rollout_log_probs")
+PER_TOKEN += ("values", "returns")
+
+
+def save_model(folder: str, model: torch.nn.Module | None = None) -> None:
+    """The tiny model with random weights, the same each time, and an adapter beside it; or another. Rank 0 writes."""
+    if dist.get_rank() == 0 and model is not None:
+        model.save_pretrained(folder)
+    elif dist.get_rank() == 0:
+        make_model().save_pretrained(folder)
+        add_adapters(make_model()).save_pretrained(f"{folder}/{ADAPTER}")
+    dist.barrier()
+
+
+def make_config(overrides: list[str], model_dir: str) -> Any:
+    """verl's ppo_trainer config for the tiny model: FSDP2 in float32, packed, micro-batches by number of tokens."""
+    base = [
+        f"{MODEL}.path={model_dir}",
+        f"{MODEL}.enable_gradient_checkpointing=false",
+        f"+{MODEL}.load_tokenizer=false",
+        f"+{MODEL}.override_config.attn_implementation=sdpa",
+        f"{ACTOR}.strategy=fsdp2",
+        f"{ACTOR}.fsdp_config.dtype=float32",
+        f"+{ACTOR}.fsdp_config.mixed_precision={FP32}",
+        f"{ACTOR}.fsdp_config.use_torch_compile=false",
+        f"{ACTOR}.use_torch_compile=false",
+        f"{ACTOR}.use_dynamic_bsz=true",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=48",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",
+        f"{ACTOR}.ppo_mini_batch_size=16",
+        f"{ACTOR}.optim.lr=1e-3",
+        "actor_rollout_ref.rollout.name=vllm",  # asked for, and not built
+        "actor_rollout_ref.rollout.n=1",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
+        "trainer.device=cpu",
+        "trainer.project_name=tests",
+        "trainer.experiment_name=harness",
+    ]
+    config = config_of(base + overrides)
+    if config.actor_rollout_ref.model.lora_rank:  # a new one's second factor is 0, and so its first has no gradient
+        config.actor_rollout_ref.model.lora_adapter_path = f"{model_dir}/{ADAPTER}"
+    return config
+
+
+def own_folder(config: Any) -> None:
+    """There is one trainer, and here there are two: each writes to its own folder."""
+    if "gradloc" in config.actor_rollout_ref.actor and dist.get_rank() > 0:
+        config.actor_rollout_ref.actor.gradloc.dump_dir += f"-rank{dist.get_rank()}"
+
+
+@dataclass
+class Trainer:
+    """One rank's worker, and the trainer that every rank runs alike."""
+
+    worker: Any
+    trainer: Any
+    store: "Store" = field(default_factory=lambda: Store())
+    dp_size: int = 1
+    of_workers: dict[str, Any] = field(default_factory=dict)  # the last update's metrics, before the trainer's part
+    raw_events: list[Any] = field(default_factory=list)  # of the last update
+
+    @property
+    def engine(self) -> Any:
+        return self.worker.actor.engine
+
+    def weights_hash(self) -> str:
+        """sha256 over this rank's weight shards and optimizer state."""
+        return hash_weights(self.engine.module, self.engine.optimizer)
+
+    def update(self, batch: Any) -> dict[str, Any]:
+        """One step on the whole batch; returns the trainer's metrics.
+
+        Args:
+            batch: as `make_batch` returns it.
+        """
+        self.trainer.global_steps += 1
+        metrics: dict[str, Any] = {}
+        with self.store:
+            self.trainer._update_actor(self.store.add(batch), metrics)
+        return metrics
+
+    def ask(self, ask: Any) -> Any:
+        """What verl's worker group answers when a function is run on every worker."""
+        answer = asked(self.worker, ask)
+        self.raw_events = [raw for report in answer.meta_info.values() for raw in report.events]
+        return answer
+
+    def update_actor(self, meta: Any) -> Any:
+        """What verl's worker group does: deal the rows out, update, return the first rank's metrics."""
+        from verl.utils import tensordict_utils as tu
+
+        rank = dist.get_rank() * self.dp_size // dist.get_world_size()
+        local = meta.chunk(self.dp_size)[rank]
+        data = self.store.get(local.keys, local.partition_id, local.fields)
+        tu.assign_non_tensor(data, **copy.deepcopy(meta.extra_info))
+        output = self.worker.update_actor(data)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, None if output is None else tu.get(output, "metrics"))
+        self.of_workers = dict(everyone[0])
+        return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": everyone[0]})
+
+
+class Store:
+    """In place of TransferQueue, which needs Ray: rows by key, nested when they are read."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, Any]] = {}
+
+    def add(self, batch: Any) -> Any:
+        """Take in a padded batch row by row, as verl's agent loop does; returns its `KVBatchMeta`."""
+        from transfer_queue import KVBatchMeta
+
+        self.rows = {}
+        tags = []
+        for index in range(len(batch)):
+            row = _row(batch, index)
+            self.rows[f"{row['uid']}_{index % 2}_0"] = row
+            lengths = {"prompt_len": len(row["prompts"]), "response_len": len(row["responses"])}
+            tags.append({**lengths, "seq_len": sum(lengths.values()), "status": "success"})
+        return KVBatchMeta(keys=list(self.rows), tags=tags, partition_id="train")
+
+    def get(self, keys: Any, partition_id: Any = None, select_fields: Any = None) -> Any:
+        """What `kv_batch_get` does."""
+        from tensordict import TensorDict
+        from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
+
+        rows = [self.rows[key] for key in keys]
+        pack = AsyncSimpleStorageManager._pack_field_values
+        wanted = [name for name in select_fields or rows[0].keys() if name in rows[0]]
+        return TensorDict({name: pack([row[name] for row in rows]) for name in wanted}, batch_size=len(rows))
+
+    def put(self, keys: Any, partition_id: Any = None, fields: Any = None, tags: Any = None) -> Any:
+        """What `kv_batch_put` does."""
+        from transfer_queue import KVBatchMeta
+
+        for index, key in enumerate(keys):
+            self.rows[key].update({name: values[index] for name, values in fields.items()})
+        return KVBatchMeta(keys=keys, tags=tags or [{}] * len(keys), partition_id=partition_id)
+
+    def __enter__(self) -> "Store":
+        import transfer_queue
+
+        self._patch = mock.patch.multiple(transfer_queue, kv_batch_get=self.get, kv_batch_put=self.put)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+
+
+def _row(batch: Any, index: int) -> dict[str, Any]:
+    tensors = {name: values[index] for name, values in batch.batch.items()}
+    length = int(tensors["attention_mask"].sum()) - NUM_PROMPT
+    ids = tensors["input_ids"][: NUM_PROMPT + length]
+    mask = tensors["response_mask"][:length]
+    return {
+        "prompts": ids[:NUM_PROMPT],
+        "responses": ids[NUM_PROMPT:],
+        "input_ids": ids,
+        "position_ids": torch.arange(len(ids)).expand(*tensors["position_ids"].shape[:-1], len(ids)),
+        "response_mask": mask,
+        "loss_mask": mask,
+        **{name: tensors[name][:length] for name in PER_TOKEN if name in tensors},
+        **{name: values[index] for name, values in batch.non_tensor_batch.items()},
+    }
+
+
+def make_trainer(
+    overrides: list[str], model_dir: str, seed: int = 0, stock: bool = False, kind: type[Trainer] = Trainer
+) -> Trainer:
+    """A worker on this world's ranks, and the trainer that the config names.
+
+    Args:
+        overrides: of verl's config.
+        model_dir: what `save_model` wrote.
+        seed: of the random numbers, from after the model is built.
+        stock: take verl's own engine, whatever else is registered.
+        kind: what to return.
+    """
+    from verl.experimental.separation.engine_workers import DetachActorWorker
+    from verl.trainer.ppo.v1 import get_trainer_cls
+
+    config = make_config(overrides, model_dir)
+    own_folder(config)
+    with mock.patch.dict(os.environ, {"VERL_ENGINE_VENDOR": "none"} if stock else {}):
+        worker = DetachActorWorker(config.actor_rollout_ref, role="actor")  # separate_async's; it adds to verl's own
+        with for_one_model():
+            worker.init_model()
+    if worker.actor.engine.scaler is not None:  # verl's own asks for CUDA and switches itself off without
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        worker.actor.engine.scaler = ShardedGradScaler(device="cpu", init_scale=8.0, growth_interval=400)
+    torch.manual_seed(1000 + seed)
+    trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
+    trainer.global_steps = 0
+    if hasattr(trainer, "gradloc"):
+        trainer.gradloc.begin(tokenizer=Decoder())
+    made = kind(worker, trainer, dp_size=worker.actor.engine.get_data_parallel_size())
+    trainer.actor_rollout_wg = SimpleNamespace(
+        update_actor=made.update_actor,
+        execute_with_func_generator=made.ask,
+        _dispatch_info={"actor": list(range(made.dp_size))},
+    )
+    return made
+
+
+def train(
+    overrides: list[str],
+    model_dir: str,
+    num_steps: int = 2,
+    plants: tuple[tuple[int, int, float], ...] = (),
+    stock: bool = False,
+) -> dict[str, Any]:
+    """Real updates; what they leave behind.
+
+    Args:
+        overrides: of verl's config.
+        model_dir: what `save_model` wrote.
+        num_steps: how many; each on a batch of its own.
+        plants: row, response position and advantage, put into the last step's batch.
+        stock: take verl's own engine.
+    """
+    trainer = make_trainer(overrides, model_dir, stock=stock)
+    steps = []
+    for step in range(1, num_steps + 1):
+        batch = make_batch(seed=step)
+        for row, position, advantage in plants if step == num_steps else ():
+            batch.batch["advantages"][row, position] = advantage
+        steps.append(trainer.update(batch))
+    return {
+        "engine": type(trainer.engine).__name__,
+        "norms": [float(metrics["actor/grad_norm"]) for metrics in steps],
+        "metrics": steps[-1],
+        "weights": trainer.weights_hash(),
+        "rng": torch.get_rng_state().numpy().tobytes(),
+    }
+
+
+CYCLE = [
+    "trainer.v1.trainer_mode=separate_async",
+    "trainer.v1.separate_async.parameter_sync_step=3",
+    "trainer.v1.separate_async.hybrid_rollout.enable_switch=false",
+    "data.train_batch_size=48",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
+]
+
+
+def train_in_a_cycle(
+    overrides: list[str], model_dir: str, plants: tuple[tuple[int, int, float], ...], stock: bool = False
+) -> dict[str, Any]:
+    """One step of the trainer whose step has several updates, with the weights put aside and back between them.
+
+    Args:
+        overrides: of verl's config.
+        model_dir: what `save_model` wrote.
+        plants: row, response position and advantage, put into the batches of the second and third update.
+        stock: take verl's own engine.
+    """
+    from verl.checkpoint_engine import CheckpointEngineRegistry
+
+    class Nowhere:
+        """In place of what sends weights to rollouts on other machines."""
+
+        def __init__(self, **_: Any):
+            pass
+
+    with mock.patch.dict(CheckpointEngineRegistry._registry, nccl=Nowhere):
+        made = make_trainer([*CYCLE, *overrides], model_dir, stock=stock)
+    trainer, worker = made.trainer, made.worker
+    trainer.global_steps = 1
+
+    def step_once(metrics: dict[str, Any], timing: Any, size: int) -> Any:
+        number = trainer.local_trigger_step
+        worker.save_model_to_cpu(number)
+        if number > 0:  # verl then computes old log-probs
+            worker.restore_model_from_cpu(0)
+            worker.restore_model_from_cpu(number)
+        batch = make_batch(seed=(0, 3, 7)[number])  # the ratio of row 5's token 3 is not clipped in the latter two
+        batch.non_tensor_batch["uid"] = batch.non_tensor_batch["uid"] + f"-{number}"
+        for row, position, advantage in plants if number > 0 else ():
+            batch.batch["advantages"][row, position] = advantage
+        return trainer._update_actor(made.store.add(batch), metrics)
+
+    metrics: dict[str, Any] = {}
+    with made.store, mock.patch.object(trainer, "_step_once", step_once), mock.patch.object(trainer, "prepare_step"):
+        trainer.prepare_step.return_value = {}
+        batch = trainer.step(metrics, {})
+    if hasattr(trainer, "gradloc"):
+        trainer.gradloc.after_metrics(batch, metrics, trainer.global_steps)
+    return {"metrics": metrics, "weights": made.weights_hash(), "rng": torch.get_rng_state().numpy().tobytes()}
+
+
+def resume(overrides: list[str], model_dir: str, folder: str) -> dict[str, Any]:
+    """Train, save beside a checkpoint as the trainer does, and take it up in another one."""
+    overrides = [*overrides, f"trainer.default_local_dir={folder}", f"{ACTOR}.gradloc.dump_dir={folder}/events"]
+    first, second = (make_trainer(overrides, model_dir) for _ in range(2))
+    for step in range(1, 7):
+        metrics = first.update(make_batch(seed=step))
+        with first.store:
+            meta = first.store.add(make_batch(seed=step))
+            first.trainer.gradloc.after_metrics(meta, metrics, step)
+    at = os.path.join(folder, "global_step_6")
+    os.makedirs(at, exist_ok=True)
+    dist.barrier()
+    fresh = second.trainer.gradloc.spikes.policies.adaptive.threshold(0)
+    if dist.get_rank() == 0:
+        first.trainer.gradloc.save(at)
+    dist.barrier()
+    second.trainer.gradloc.load(at)
+    return {
+        "fresh": fresh,
+        "saved": first.trainer.gradloc.spikes.policies.adaptive.threshold(0),
+        "loaded": second.trainer.gradloc.spikes.policies.adaptive.threshold(0),
+        "last_checkpoint": second.trainer.gradloc.spikes.writer.last_checkpoint,
+        "health": metrics["health/state"],
+    }
+
+
+def reweighted(overrides: list[str], model_dir: str, alpha: float) -> dict[str, Any]:
+    """Advantages in the store after the trainer's part, against the formula of arXiv 2505.12929."""
+    made = make_trainer([*overrides, f"algorithm.advantage_reweighting.alpha={alpha}"], model_dir)
+    batch, metrics = make_batch(seed=3), {}
+    with made.store:
+        meta = made.store.add(batch)
+        made.trainer.gradloc.after_advantages(meta, metrics)
+        found = made.store.get(meta.keys, select_fields=["advantages"])["advantages"].to_padded_tensor(0)
+    old, before = batch.batch["old_log_probs"], batch.batch["advantages"]
+    expected = (before * (alpha * old.exp() + 1 - alpha) * batch.batch["response_mask"])[:, : found.shape[1]]
+    return {
+        "largest_error": float((found - expected).abs().max()),
+        "kept_share": metrics["advantage_reweighting/kept_share"],
+    }
+
+
+def make_side(overrides: list[str], model_dir: str) -> None:
+    """What the trainer does first."""
+    from gradloc.adapters.verl09.trainer import TrainerSide
+
+    TrainerSide(make_config(overrides, model_dir))
+
+
+def train_without_plug_in(model_dir: str) -> None:
+    """A run whose environment keeps verl from loading it."""
+    import sys
+
+    loaded = {name: module for name, module in sys.modules.items() if name != "gradloc.adapters.verl09.plugin"}
+    with mock.patch.dict(sys.modules, loaded, clear=True):
+        train(["+gradloc=on"], model_dir)
+
+
+def with_a_changed_verl() -> str:
+    """What is said where a method of verl's takes something else."""
+    from verl.workers.engine import FSDPEngineWithLMHead
+
+    def optimizer_step(self, closure):
+        raise AssertionError
+
+    return _said(mock.patch.object(FSDPEngineWithLMHead, "optimizer_step", optimizer_step))
+
+
+def with_verl_08() -> str:
+    """What is said where an older verl is installed."""
+    return _said(mock.patch("gradloc.adapters.verl09.touches.version", lambda name: "0.8.0"))
+
+
+def _said(patch: Any) -> str:
+    from gradloc.adapters.verl09.touches import check_verl
+
+    with patch:
+        try:
+            check_verl("worker")
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"
+
+
+def replay(argv: list[str]) -> dict[str, Any]:
+    """The command, in this process."""
+    from gradloc.replay.__main__ import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(argv)
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What else works on verl 0.7 and works here: docs/compatibility.md has a row for each."""
+
+import pytest
+
+from .test_localization import ACTOR, ON, PLANT, events_in
+
+FSDP = f"{ACTOR}.fsdp_config"
+FP16 = "{param_dtype:fp16,reduce_dtype:fp32,buffer_dtype:fp32}"
+OFFLOAD = [f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"]
+MORE = {
+    "offload": OFFLOAD,
+    "offload, FSDP1": [f"{ACTOR}.strategy=fsdp", *OFFLOAD],
+    "gradient checkpointing": ["actor_rollout_ref.model.enable_gradient_checkpointing=true"],
+    "fp16": [f"{FSDP}.dtype=float16", f"{FSDP}.mixed_precision={FP16}"],
+    "a gradient reduced after every micro-batch": [f"{FSDP}.use_no_sync_for_gradient_accumulation=false"],
+    "whole layers on every rank": [f"{FSDP}.reshard_after_forward=false"],
+    "mean over sequences": [f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
+    "gspo": [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
+    "the trainer that rolls out while it trains": ["trainer.v1.trainer_mode=colocate_async"],
+}
+
+
+@pytest.mark.parametrize("layout", MORE)
+def test_a_planted_token_is_named_and_the_run_stays_what_it_was(train, layout, tmp_path):
+    # gspo weighs a token by its whole sequence: with the plant all of it spikes, and mask is not asked for here
+    stock = train(MORE[layout], stock=True, plants=(PLANT,))
+    watched = train([*ON, *MORE[layout], f"{ACTOR}.gradloc.dump_dir={tmp_path}"], plants=(PLANT,))
+    for one, other in zip(stock, watched, strict=True):
+        assert one["weights"] == other["weights"] and one["rng"] == other["rng"]
+    *_, event = events_in(tmp_path)
+    assert event["certificate"]["verdict"] == "explained"
+    assert [(culprit["row"], 3 in culprit["positions"]) for culprit in event["culprits"]] == [(5, True)]
+
+
+def test_every_update_of_a_step_is_watched_and_counted(engine_world, model_dir, tmp_path):
+    settings = [*ON, f"{ACTOR}.gradloc.dump_dir={tmp_path}", f"{ACTOR}.gradloc.trigger.max_events_per_step=4"]
+    cycle = {"model_dir": str(model_dir), "plants": (PLANT,)}
+    stock = engine_world.run("tests.adapters.verl09.harness.train_in_a_cycle", overrides=[], stock=True, **cycle)
+    watched = engine_world.run("tests.adapters.verl09.harness.train_in_a_cycle", overrides=settings, **cycle)
+    for one, other in zip(stock, watched, strict=True):
+        assert one["weights"] == other["weights"] and one["rng"] == other["rng"]
+    events = events_in(tmp_path)
+    assert [event["step"]["global_step"] for event in events] == [1, 1] and len({e["event_id"] for e in events}) == 2
+    assert {event["certificate"]["verdict"] for event in events} == {"explained"}
+    metrics = watched[0]["metrics"]
+    assert metrics["gradloc/spikes"] == metrics["gradloc/events"] == metrics["gradloc/culprits"] == 2
+    assert metrics["actor/grad_norm_max"] == max(event["trigger"]["grad_norm"] for event in events)
+    assert all(metrics[name] == value for name, value in stock[0]["metrics"].items() if "perf/" not in name)
+
+
+def test_the_adaptive_trigger_learns_from_the_run_and_a_rehearsal_looks_at_a_healthy_step(train, tmp_path):
+    settings = ["+gradloc=on", f"{ACTOR}.gradloc.dump_dir={tmp_path}", f"{ACTOR}.gradloc.trigger.warmup=4"]
+    found, _ = train(settings, num_steps=6, plants=(PLANT,))
+    (event,) = events_in(tmp_path)
+    assert (event["trigger"]["kind"], event["step"]["global_step"]) == ("adaptive", 6)
+    assert found["metrics"]["gradloc/norm_over_threshold"] > 10
+    train([*settings, f"{ACTOR}.gradloc.trigger.force_step=2"], num_steps=2)
+    assert [event["trigger"]["kind"] for event in events_in(tmp_path)] == ["adaptive", "forced"]
+
+
+def test_a_resumed_run_goes_on_with_what_it_had_learned(engine_world, model_dir, tmp_path):
+    found, _ = engine_world.run(
+        "tests.adapters.verl09.harness.resume",
+        overrides=["+gradloc=on", "trainer.health.enable=true", f"{ACTOR}.gradloc.trigger.warmup=4"],
+        model_dir=str(model_dir),
+        folder=str(tmp_path),
+    )
+    assert found["fresh"] is None and found["saved"] == found["loaded"] > 0
+    assert found["last_checkpoint"] == str(tmp_path / "global_step_6")
+    assert found["health"] == 0, "the monitor judged the step healthy"
+
+
+def test_advantages_are_reweighted_where_the_estimator_has_put_them(engine_world, model_dir):
+    found, _ = engine_world.run(
+        "tests.adapters.verl09.harness.reweighted", overrides=["+gradloc=observe"], model_dir=str(model_dir), alpha=0.3
+    )
+    assert found["largest_error"] < 1e-6 and 0 < found["kept_share"] < 1
