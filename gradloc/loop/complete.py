@@ -52,6 +52,7 @@ BUNDLE_KEYS = (
     "rollout_log_probs",
     "rollout_is_weights",
     "lopti_mask",
+    "num_items_in_batch",
 )
 
 _OF_FORWARD = ("log_prob", "entropy", "coefficient", "share", "value")

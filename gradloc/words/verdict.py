@@ -12,7 +12,7 @@ from ..record import Culprit, Event
 from .leader import by_size
 from .numbers import bounded, number, percent, with_error
 
-__all__ = ["carried", "quote", "shares_sentence", "told_share", "verdict_sentences"]
+__all__ = ["carried", "not_finite", "quote", "shares_sentence", "told_share", "verdict_sentences"]
 
 _CAUSES = {
     "token_mismatch": "the policy has moved away from the old one at this token: their ratio is {ratio_over_typical}",
@@ -217,8 +217,12 @@ def _given(event: Event) -> str:
     if taken in ("skip", "abort"):
         return "No step was taken."
     clip, scale = consequence.grad_clip, consequence.clip_scale
+    if taken == "observe" and not math.isfinite(
+        math.nan if event.trigger.grad_norm is None else event.trigger.grad_norm
+    ):
+        return not_finite(event)
     if clip is None or scale is None:
-        return "verl takes no step that is not finite." if clip is not None and taken == "observe" else ""
+        return ""
     clipped = f"clipped to {_number(clip)} (times {_number(scale)})" if scale < 1 else "as it was"
     if taken == "mask":
         return f"The step was taken without {_them(event)}, {clipped}."
@@ -228,6 +232,13 @@ def _given(event: Event) -> str:
     share = carried(event, event.culprits, known) if known is not None else None
     whose = f": {share} of it was {_theirs(event)}{left}" if share is not None else ""
     return f"The optimizer was given the gradient {clipped}{whose}."
+
+
+def not_finite(event: Event) -> str:
+    """What became of a step whose norm is not finite, where nothing was done about it."""
+    if event.consequence is not None and event.consequence.is_taken:
+        return "The optimizer took this step: the weights that it moved are not finite any more."
+    return "The trainer takes no step that is not finite."
 
 
 def _them(event: Event) -> str:

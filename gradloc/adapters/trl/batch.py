@@ -40,6 +40,8 @@ def rows_of(step: TrlStep) -> Rows:
         mask = mask_of(inputs)
         values = {ours: inputs[theirs] for theirs, ours in _NAMES.items() if inputs.get(theirs) is not None}
         values |= {"response_mask": mask, "old_log_probs": step.old_log_prob(index)}
+        if "num_items_in_batch" in inputs:  # tokens of the whole generation, which some losses divide by
+            values["num_items_in_batch"] = inputs["num_items_in_batch"].expand(len(mask))
         if REWARD_KEY in inputs:
             first = torch.zeros_like(mask[:1]).index_fill(1, torch.tensor([0], device=mask.device), 1)
             values["token_level_scores"] = inputs[REWARD_KEY].unsqueeze(1) * first

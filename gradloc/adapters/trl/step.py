@@ -41,6 +41,9 @@ class TrlStep(LossOfGiven):
         dp_size: processes.
     """
 
+    window: int | None = None
+    """Micro-batches of the step, where this process does not have them all: in a replay."""
+
     def __init__(self, trainer: Any, model: torch.nn.Module, dp_size: int):
         self.trainer, self.model, self.dp_size = trainer, model, dp_size
         self.inputs: list[dict[str, Any]] = []
@@ -195,7 +198,7 @@ class TrlStep(LossOfGiven):
         self, micro_batch: int, way: Any, inputs: dict[str, Any] | None = None, changed: dict[str, Any] | None = None
     ) -> torch.Tensor:
         """TRL's loss of a micro-batch as training had it, but for what is changed; it leaves nothing behind."""
-        trainer, window = self.trainer, len(self.inputs)
+        trainer, window = self.trainer, self.window or len(self.inputs)
         states = {**self._before, "_metrics": {"train": defaultdict(list)}}
         states |= {"current_gradient_accumulation_steps": window, **(changed or {})}
         inputs = {**self.inputs[micro_batch], **(inputs or {})}

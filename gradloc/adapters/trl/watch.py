@@ -17,6 +17,7 @@ from ...core.gradients import GradientSpace
 from ...core.ranks import Ranks
 from ...health.config import HealthConfig
 from ...health.monitor import Monitor
+from ...health.names import FROM_TRL
 from ...loop.batch import BatchView
 from ...loop.driver import AbortedBySpike, Driver
 from ...loop.localizer import Localizer
@@ -29,20 +30,6 @@ from .batch import brief_of, brief_view, rows_of, view_of
 from .step import TrlStep, mask_of
 
 __all__ = ["Watch"]
-
-_HEALTH = {
-    "loss": "actor/pg_loss",
-    "entropy": "actor/entropy",
-    "kl": "actor/kl_loss",
-    "clip_ratio/region_mean": "actor/pg_clipfrac",
-    "reward": "critic/score/mean",
-    "frac_reward_zero_std": "rollout/zero_variance_share",
-    "completions/mean_length": "response_length/mean",
-    "completions/clipped_ratio": "response_length/clip_ratio",
-    "sampling/importance_sampling_ratio/mean": "rollout_corr/rollout_is_mean",
-}
-"""TRL's metrics, and the names by which the rules of health read them."""
-
 
 class Watch:
     """Looks into the steps of one trainer; also its powers: see :class:`~...loop.localizer.ActorPowers`.
@@ -154,8 +141,8 @@ class Watch:
 
     def _judge(self, norm: Any, metrics: dict[str, float]) -> None:
         """Judge the step by the rules of health, which know verl's names."""
-        step = {"actor/grad_norm": float(norm), "actor/pg_loss": float(self._loss), **metrics}
-        for theirs, ours in _HEALTH.items():
+        step = {FROM_TRL["grad_norm"]: float(norm), FROM_TRL["loss"]: float(self._loss), **metrics}
+        for theirs, ours in FROM_TRL.items():
             values = self.trainer._metrics["train"].get(theirs, [])[self._num_known.get(theirs, 0) :]
             if values:
                 step[ours] = sum(values) / len(values)

@@ -23,9 +23,10 @@ from verl.workers.actor.dp_actor import DataParallelPPOActor
 from ...core.gradients import GradientSpace
 from ...keys import ROW_KEY
 from ...replay.bundle import Bundle, Entry
+from ...replay.dealt import Replayed, deal
 from ...replay.reading import ReplayError
 from ...stabilize.ratio_clip import TokenWeigher
-from ..verl_common.loading import Replayed, actor_config, deal, has_flash_attention, load, start_processes
+from ..verl_common.loading import actor_config, has_flash_attention, load, start_processes
 from .step import ActorStep
 
 __all__ = ["ReplayStep", "build_actor", "deal", "start_processes"]

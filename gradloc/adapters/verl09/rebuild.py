@@ -27,8 +27,9 @@ from verl.workers.utils.losses import ppo_loss
 from ...core.gradients import GradientSpace
 from ...keys import ROW_KEY
 from ...replay.bundle import Bundle, Entry
+from ...replay.dealt import Replayed, deal
 from ...replay.reading import ReplayError
-from ..verl_common.loading import Replayed, actor_config, deal, load, start_processes
+from ..verl_common.loading import actor_config, load, start_processes
 from .step import EngineStep
 from .touches import check_verl
 

@@ -161,9 +161,13 @@ def _read_metrics(run: RunFolder, files: list[Path], named: Path | None) -> None
         found, notes = metrics_files.read(candidate)
         run.notes += notes
         if found:
-            sources.name_norms(found)
+            sources.name_alike(found)
             run.metrics = found
             return
+    states = [file for file in files if file.name == "trainer_state.json"]  # a Trainer's, in each checkpoint
+    if states:
+        run.metrics, notes = sources.read(max(states, key=lambda file: file.stat().st_mtime))
+        run.notes += notes
 
 
 def _check(run: RunFolder, events_file: Path | None, has_files: bool) -> None:

@@ -11,12 +11,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ...health.names import known_as
 from ..errors import ReportError
 from . import metrics as metrics_files
 from .metrics import MEAN, Metrics, build, numbers
 
-NORMS = ("train/grad_norm", "grad_norm")
-"""What other trainers call verl's actor/grad_norm."""
 FORMATS = (
     "verl's file logger (JSONL) or console log, TensorBoard, a CSV with a step column, trainer_state.json, a Trainer's "
     "printed dicts, or JSON of `series: [[step, norm], ...]`"
@@ -48,15 +47,14 @@ def read(path: Path) -> tuple[Metrics, list[str]]:
         found, notes = _read_text(path), []
     if not found:
         raise ReportError(" ".join([f"{path} has no metrics that can be read: it must be {FORMATS}.", *notes]))
-    name_norms(found)
+    name_alike(found)
     return found, notes
 
 
-def name_norms(metrics: Metrics) -> None:
-    """Let another trainer's norms go by verl's name, too."""
-    other = next((name for name in NORMS if name in metrics.series), None)
-    if other is not None:
-        metrics.series.setdefault(MEAN, metrics.series[other])
+def name_alike(metrics: Metrics) -> None:
+    """Let another trainer's metrics go by verl's names, too."""
+    for name, ours in list(known_as(metrics.series)):
+        metrics.series.setdefault(ours, metrics.series[name])
 
 
 def _read_text(path: Path) -> Metrics:

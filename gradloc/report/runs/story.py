@@ -15,7 +15,7 @@ from pathlib import Path
 from ...record import Culprit, Event, StepCause
 from ...words.leader import leader
 from ...words.numbers import bounded, number, percent
-from ...words.verdict import carried
+from ...words.verdict import carried, not_finite
 from ..text import one_line, plural, times, visible
 from . import advice
 from .events import bundle_folder
@@ -313,7 +313,7 @@ def _given(event: Event, clip: float | None) -> str:
     if norm is None:
         return ""
     if not math.isfinite(norm):
-        return "verl skipped the step, because its norm was not finite."
+        return not_finite(event)
     if clip is None:
         return "The optimizer took the step with the spike in it."
     if norm <= clip:

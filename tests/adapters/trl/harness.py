@@ -232,6 +232,16 @@ def make(
     return trainer
 
 
+def stop_after(steps: int) -> Any:
+    """A run's ``prepare``: its schedule is that of ``max_steps``, and it ends before."""
+
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step >= steps
+
+    return lambda trainer: trainer.add_callback(Stop())
+
+
 def run(name: str, folder: str, **given: Any) -> dict[str, Any]:
     """Train; what that leaves behind."""
     trainer = make(name, folder, **given)
@@ -249,6 +259,7 @@ def run(name: str, folder: str, **given: Any) -> dict[str, Any]:
         "norms": [log["grad_norm"] for log in logs if "grad_norm" in log],
         "logs": logs,
         "where": trainer.where,
+        "largest": [log["actor/grad_norm_max"] for log in logs if "actor/grad_norm_max" in log],
         "step": trainer.state.global_step,
         "is_finite": all(bool(part.isfinite().all()) for part in _tensors(trainer.model.state_dict())),
         "error": error,
