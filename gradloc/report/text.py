@@ -80,11 +80,12 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
-def replay_command(bundle: str | None) -> str | None:
-    """The command that runs the event's localization again on one machine."""
+def replay_command(bundle: str | None, trainer: str | None = None) -> str | None:
+    """The command that runs the event's localization again on one machine; ``trainer`` None for verl."""
     if bundle is None:
         return None
-    return f"python -m verl.gradloc.replay {shlex.quote(bundle)} --model MODEL_PATH"
+    package = "gradloc" if trainer else "verl.gradloc"
+    return f"python -m {package}.replay {shlex.quote(bundle)} --model MODEL_PATH"
 
 
 def show_command(run: str, event_id: str) -> str:

@@ -36,7 +36,7 @@ def settings_of(given: Any, output_dir: str) -> GradLocConfig | None:
         require(given in ACTIONS, "gradloc", f"off, {', '.join(ACTIONS)}, or settings by name", given)
         settings = GradLocConfig(action=ActionConfig(mode=given))
     else:
-        settings = given if isinstance(given, GradLocConfig) else _filled(GradLocConfig, given)
+        settings = given if isinstance(given, GradLocConfig) else _named_ours(_filled, GradLocConfig, given)
     if settings.enable is False:
         return None
     require(settings.critic == "off", "gradloc.critic", "off with TRL, whose trainers have none", settings.critic)
@@ -65,8 +65,8 @@ def health_of(given: Any) -> HealthConfig | None:
     return given if given.enable else None
 
 
-def refuse(trainer: Any) -> None:
-    """Refuse a run that no search could look into.
+def refuse(trainer: Any, settings: GradLocConfig | None) -> None:
+    """Refuse a run that no search could look into, or whose weights could not be kept as asked for.
 
     Raises:
         ValueError: one sentence that names the setting, what was found and what to do.
@@ -85,12 +85,22 @@ def refuse(trainer: Any) -> None:
         (trainer.get_tp_size() == 1, "tensor parallelism", "1 (it was not tried)", trainer.get_tp_size()),
         (config is None or config.dp_replicate_size == 1, "distributed_config.dp_replicate_size",
          "1 (hybrid sharding was not tried)", getattr(config, "dp_replicate_size", 1)),
+        (config is None or settings is None or settings.evidence.checkpoint == "off", "gradloc.evidence.checkpoint",
+         "off where the model is sharded as it is loaded", getattr(settings, "evidence", None) and settings.evidence.checkpoint),
         (not args.torch_compile, "torch_compile", "false (compiled models were not tried)", args.torch_compile),
         (not trainer._is_vlm, "model", "a model of text (pictures were not tried)", "one of pictures and text"),
         (not views, "gradient_as_bucket_view", "false (a probe would overwrite the gradient that is set aside)", views),
     )  # fmt: skip
     for is_met, key, expected, found in needs:
         require(is_met, key, f'{expected} with gradloc; gradloc="off" trains without', found)
+
+
+def _named_ours(make: Any, *given: Any) -> Any:
+    """Settings say their names as verl has them: here a refusal leaves out what only verl has before them."""
+    try:
+        return make(*given)
+    except ValueError as error:
+        raise ValueError(str(error).replace("actor_rollout_ref.actor.", "")) from None
 
 
 def _parsed(given: Any) -> Any:

@@ -27,7 +27,18 @@ from .trainer import GRPOTrainer, RLOOTrainer
 
 __all__ = ["ReplayStep", "build_actor", "deal", "start_processes"]
 
-_OF_RUN = ("gradloc", "health", "report_to", "logging_dir", "beta", "use_vllm", "deepspeed", "fsdp", "fsdp_config")
+_OF_RUN = (
+    "gradloc",
+    "health",
+    "generation_batch_size",
+    "report_to",
+    "logging_dir",
+    "beta",
+    "use_vllm",
+    "deepspeed",
+    "fsdp",
+    "fsdp_config",
+)
 """Of the run's arguments: no part of the loss, or put in afterwards."""
 
 

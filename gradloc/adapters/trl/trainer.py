@@ -44,7 +44,7 @@ class Watched:
         if settings is None and judge is None:
             return
         check_trl()
-        refuse(self)
+        refuse(self, settings)
         self._watch = Watch(self, settings, judge)
 
     # ---- an optimizer step, from its first micro-batch to the optimizer

@@ -31,6 +31,7 @@ from .step import TrlStep, mask_of
 
 __all__ = ["Watch"]
 
+
 class Watch:
     """Looks into the steps of one trainer; also its powers: see :class:`~...loop.localizer.ActorPowers`.
 

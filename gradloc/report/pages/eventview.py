@@ -143,7 +143,7 @@ def plain_view(event: Event, root: Path, metrics: Metrics | None = None) -> Even
         + (", the critic" if event.model == "critic" else ""),
         culprits=written,
         num_hidden_culprits=max(len(shown) - CULPRITS, 0),
-        causes=_causes(written, event.search.strategy),
+        causes=_causes(written, event),
         other=_other(event),
         over_run=_over_run(event),
         again=_again(event),
@@ -151,7 +151,9 @@ def plain_view(event: Event, root: Path, metrics: Metrics | None = None) -> Even
         search_cost=searchpath.cost(event.search),
         certificate=CERTIFICATES.get(event.certificate.verdict, event.certificate.verdict),
         action=ACTIONS.get(event.action.taken, event.action.taken),
-        replay=replay_command(str(folder)) if folder is not None and folder.is_dir() and not event.model else None,
+        replay=replay_command(str(folder), event.run.trainer)
+        if folder is not None and folder.is_dir() and not event.model
+        else None,
         layer_note=_layer_note(event),
         path=path,
         num_hidden_parts=num_hidden,
@@ -303,7 +305,7 @@ def _other(event: Event) -> tuple[advice.Advice, StepCause, list[tuple[str, str]
     if cause is None:
         return None
     known = [(_spoken(name), number(value)) for name, value in cause.numbers.items() if not name.endswith("_over_run")]
-    return advice.of(cause.label, event.search.strategy), cause, known
+    return advice.of(cause.label, event.search.strategy, event.run.trainer), cause, known
 
 
 def _over_run(event: Event) -> str:
@@ -346,12 +348,13 @@ def _spoken(name: str) -> str:
     return name.replace("_over_", " / ").replace("_", " ")
 
 
-def _causes(culprits: list[CulpritView], strategy: str) -> list[tuple[advice.Advice, list[CulpritView]]]:
+def _causes(culprits: list[CulpritView], event: Event) -> list[tuple[advice.Advice, list[CulpritView]]]:
     """Causes in the order of their largest culprit, each with its culprits."""
     groups: dict[str, list[CulpritView]] = {}
     for entry in culprits:
         groups.setdefault(entry.culprit.cause.label, []).append(entry)
-    return [(advice.of(label, strategy), members) for label, members in groups.items()]
+    strategy, trainer = event.search.strategy, event.run.trainer
+    return [(advice.of(label, strategy, trainer), members) for label, members in groups.items()]
 
 
 def culprit_count(event: Event) -> str:

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass, replace
 from importlib import resources
 
+from ...words.settings import setting_of
+
 MORE_STEPS = ["Let the search cost more updates.", "actor_rollout_ref.actor.gradloc.search.max_steps=8"]
 MORE_PROBES = ["Give the search more probes.", "actor_rollout_ref.actor.bisect_budget_steps=512"]
 """What lets a search go on: the published bisection alone counts probes."""
@@ -33,14 +35,15 @@ def more_search(strategy: str) -> list[str]:
     return MORE_PROBES if strategy == "bisect" else MORE_STEPS
 
 
-def of(label: str, strategy: str = "") -> Advice:
+def of(label: str, strategy: str = "", trainer: str | None = None) -> Advice:
     """The advice for a cause; for an unknown label, what is said when nothing stands out.
 
     Args:
         label: the cause's.
         strategy: the search's, which says what limits it.
+        trainer: the run's, in whose settings the advice is said; None for verl.
     """
     found = load().get(label) or load()["unknown"]
-    if MORE_STEPS not in found.advice or more_search(strategy) == MORE_STEPS:
-        return found
-    return replace(found, advice=[more_search(strategy) if pair == MORE_STEPS else pair for pair in found.advice])
+    pairs = [more_search(strategy) if pair == MORE_STEPS else pair for pair in found.advice]
+    said = [[what, setting] for what, line in pairs if (setting := setting_of(trainer, line)) is not None]
+    return found if said == found.advice else replace(found, advice=said)

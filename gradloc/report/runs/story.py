@@ -9,12 +9,14 @@ import math
 import re
 import shlex
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...record import Culprit, Event, StepCause
 from ...words.leader import leader
 from ...words.numbers import bounded, number, percent
+from ...words.settings import setting_of
 from ...words.verdict import carried, not_finite
 from ..text import one_line, plural, times, visible
 from . import advice
@@ -364,20 +366,28 @@ def _around(metrics: Metrics, name: str, step: int) -> tuple[list[float], list[f
 
 
 def _action(event: Event, first: Culprit | None) -> tuple[str, str] | None:
-    """The first advice for the step's cause that the run does not follow already."""
+    """The first advice for the step's cause that the run does not follow already, in its trainer's settings."""
+    for what, line in _advice(event, first):
+        setting = setting_of(event.run.trainer, line)
+        if setting is not None:
+            return what, setting
+    return None
+
+
+def _advice(event: Event, first: Culprit | None) -> Iterator[tuple[str, str]]:
     mode, other = f"{event.model or 'action.mode'}={event.action.requested}", beside(event)
     label = cause_of(event) if not first or (other and other.label == "not_tokens") else first.cause.label
     checkpoint = event.consequence.last_checkpoint if event.consequence else None
     if label == "non_finite_weights" and checkpoint:
         again = f"trainer.resume_mode=resume_path trainer.resume_from_path={shlex.quote(one_line(checkpoint))}"
-        return "Go back to the newest checkpoint before it; where that is not finite either, to an earlier one.", again
+        yield "Go back to the newest checkpoint before it; where that is not finite either, to an earlier one.", again
     if not label:
-        return _when_nothing_is_found(event)
+        yield _when_nothing_is_found(event)
+        return
     are_rewards_usual = bool(other) and (other.numbers.get("advantage_over_run") or math.inf) < USUAL
     for what, line in advice.of(label, event.search.strategy).advice:
         if not line.endswith(mode) and not (are_rewards_usual and line.startswith(OF_REWARDS)):
-            return what, line
-    return None
+            yield what, line
 
 
 def _when_nothing_is_found(event: Event) -> tuple[str, str]:

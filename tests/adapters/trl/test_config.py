@@ -65,10 +65,14 @@ def test_health_is_a_switch_or_settings():
 
 
 def test_yaml_and_the_command_line_reach_it_through_the_config(tmp_path):
-    (tmp_path / "run.yaml").write_text("output_dir: out\ngradloc:\n  action: {mode: mask}\nhealth: true\n")
+    (tmp_path / "run.yaml").write_text(
+        "output_dir: out\nuse_cpu: true\nbf16: false\ngradloc:\n  action: {mode: mask}\nhealth: true\n"
+    )
     (of_yaml,) = trl.TrlParser(GRPOConfig).parse_args_and_config(["--config", str(tmp_path / "run.yaml")])
     assert settings_of(of_yaml.gradloc, "out").action.mode == "mask" and health_of(of_yaml.health).enable
-    (of_line,) = trl.TrlParser(GRPOConfig).parse_args_and_config(["--output_dir", "out", "--gradloc", "skip"])
+    (of_line,) = trl.TrlParser(GRPOConfig).parse_args_and_config(
+        ["--output_dir", "out", "--use_cpu", "--bf16", "False", "--gradloc", "skip"]
+    )
     assert settings_of(of_line.gradloc, "out").action.mode == "skip"
 
 
@@ -77,7 +81,11 @@ def trainer(tmp_path_factory):
     return make("stock", str(tmp_path_factory.mktemp("stock")))
 
 
+KEEPING = settings_of({"evidence": {"checkpoint": "before_step"}}, "out")
 REFUSED = {
+    "gradloc.evidence.checkpoint must be off where the model is sharded as it is loaded": {
+        "model.config.distributed_config": SimpleNamespace(dp_replicate_size=1)
+    },
     "accelerate's distributed type must be one process, DDP or FSDP2": {
         "accelerator.distributed_type": DistributedType.DEEPSPEED
     },
@@ -112,9 +120,9 @@ class Changed:
 
 @pytest.mark.parametrize("said", REFUSED)
 def test_a_run_that_no_search_could_look_into_is_refused(trainer, said):
-    refuse(trainer)
+    refuse(trainer, GradLocConfig())
     with pytest.raises(ValueError) as caught:
-        refuse(Changed(trainer, REFUSED[said]))
+        refuse(Changed(trainer, REFUSED[said]), KEEPING)
     assert str(caught.value).startswith(said) and 'gradloc="off" trains without' in str(caught.value)
 
 

@@ -110,17 +110,9 @@ def test_health_is_judged_at_every_step_by_trls_own_metrics(run, capsys):
     assert all("health/state" in log for log in alone["logs"][:-1]) and "gradloc/spikes" not in alone["logs"][0]
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["one process", "FSDP2"])
-def test_the_weights_before_the_step_can_be_kept(run, two, tmp_path, sharded):
-    given = {"plant": TOKEN, "gradloc": {"evidence": {"checkpoint": "before_step"}}}
-    if sharded:
-        folder = str(tmp_path / "watched")
-        two.run("tests.adapters.trl.harness.run", name="watched", folder=folder, sharded=True, **given)
-    else:
-        run("watched", **given)
-        stopped = run("stock", plant={}, max_steps=4, folder="two", prepare=harness.stop_after(2))
+def test_the_weights_before_the_step_can_be_kept(run, tmp_path):
+    run("watched", plant=TOKEN, gradloc={"evidence": {"checkpoint": "before_step"}})
+    stopped = run("stock", plant={}, max_steps=4, folder="two", prepare=harness.stop_after(2))
     (folder,) = (tmp_path / "watched" / "gradloc" / "weights").glob("global_step_3/actor")
     kept = transformers.AutoModelForCausalLM.from_pretrained(str(folder)).state_dict()
-    assert all(bool(value.isfinite().all()) for value in kept.values())
-    if not sharded:
-        assert harness.digest(kept) == stopped["weights"]
+    assert harness.digest(kept) == stopped["weights"]
