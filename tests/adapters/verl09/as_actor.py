@@ -20,6 +20,14 @@ from tests.adapters.verl09.harness import ACTOR, MODEL
 from tests.world.harness import NUM_PROMPT, experts_of, of_verl
 from tests.world.oracle import MicroBatch
 
+
+def step_class() -> type:
+    """The adapter's step, which the search replays."""
+    from gradloc.adapters.verl09.step import EngineStep
+
+    return EngineStep
+
+
 IS_ON = f"{ACTOR}.spike_detection=true"
 BASE = [  # as the actor's harness has it
     "+gradloc=on",
