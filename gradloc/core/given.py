@@ -48,7 +48,7 @@ class LossOfGiven(Protocol):
         """See :class:`~.probe.TrainingStep`: of the loss with the term less that of the loss without."""
         if not self.has_kl_term():
             return None
-        derivatives = []
+        derivatives: list[torch.Tensor] = []
         for is_without in (False, True):
             log_prob = self.leaf(micro_batch)
             loss = self.loss_of_given(micro_batch, log_prob, is_without)
