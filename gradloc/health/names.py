@@ -21,7 +21,7 @@ _OURS = ("gradloc/", "health/", "actor/")
 
 
 def known_as(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Pairs of a logged name and the one that it goes by here, where that is another; trackers put ``train/`` before."""
+    """Pairs of a logged name and another that it goes by here; trackers have put ``train/`` before."""
     for name in names:
         plain = name.removeprefix("train/")
         ours = plain if plain.startswith(_OURS) else FROM_TRL.get(plain, name)

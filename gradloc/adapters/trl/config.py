@@ -76,6 +76,7 @@ def refuse(trainer: Any, settings: GradLocConfig | None) -> None:
     config = getattr(trainer.model.config, "distributed_config", None)
     views = getattr(accelerator.ddp_handler, "gradient_as_bucket_view", False)
     kind = accelerator.distributed_type.name
+    keeps = "off" if settings is None else settings.evidence.checkpoint
     needs = (
         (kind in _KINDS, "accelerate's distributed type", "one process, DDP or FSDP2 (other engines step by themselves "
          "or keep gradients elsewhere than in .grad)", kind),
@@ -85,8 +86,8 @@ def refuse(trainer: Any, settings: GradLocConfig | None) -> None:
         (trainer.get_tp_size() == 1, "tensor parallelism", "1 (it was not tried)", trainer.get_tp_size()),
         (config is None or config.dp_replicate_size == 1, "distributed_config.dp_replicate_size",
          "1 (hybrid sharding was not tried)", getattr(config, "dp_replicate_size", 1)),
-        (config is None or settings is None or settings.evidence.checkpoint == "off", "gradloc.evidence.checkpoint",
-         "off where the model is sharded as it is loaded", getattr(settings, "evidence", None) and settings.evidence.checkpoint),
+        (config is None or keeps == "off", "gradloc.evidence.checkpoint",
+         "off where the model is sharded as it is loaded", keeps),
         (not args.torch_compile, "torch_compile", "false (compiled models were not tried)", args.torch_compile),
         (not trainer._is_vlm, "model", "a model of text (pictures were not tried)", "one of pictures and text"),
         (not views, "gradient_as_bucket_view", "false (a probe would overwrite the gradient that is set aside)", views),

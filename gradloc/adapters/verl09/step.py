@@ -21,6 +21,7 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
 from verl.workers.engine import FSDPEngineWithLMHead
 
+from ...core.given import LossOfGiven
 from ...core.memory import precise_fused_readout, precise_readout
 from ...core.probe import Recorded, RngState, let_through
 from ...keys import ROW_KEY
@@ -31,7 +32,7 @@ _FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
 """Of verl's model output, and what they are called in a record; values are a critic's."""
 
 
-class EngineStep:
+class EngineStep(LossOfGiven):
     """One mini-batch of verl's FSDP engine, replayable: see :class:`~..core.probe.TrainingStep`.
 
     Args:
@@ -161,21 +162,17 @@ class EngineStep:
         scaler = self.engine.scaler
         return loss if scaler is None else scaler.scale(loss)
 
-    def kl_coefficients(self, micro_batch: int) -> torch.Tensor | None:
-        """d (KL term) / d log_prob (B, T): of the loss with the term less that of the loss without; no forward."""
-        if not self._config.use_kl_loss:
-            return None
-        without = copy.copy(self._config)
-        object.__setattr__(without, "use_kl_loss", False)  # verl freezes its configs
-        both = [self._loss_of_recorded(micro_batch, loss) for loss in (self.loss_function, self._with(without))]
-        derivatives = [torch.autograd.grad(loss, log_prob)[0] for log_prob, loss in both]
-        return derivatives[0] - derivatives[1]
+    def has_kl_term(self) -> bool:
+        return bool(self._config.use_kl_loss)
 
-    def has_finite_loss(self, micro_batch: int) -> bool:
-        """Whether the loss and its derivative by every log-prob are finite before any scaling: no forward."""
-        log_prob, loss = self._loss_of_recorded(micro_batch, self.loss_function)
-        (coefficients,) = torch.autograd.grad(loss, log_prob)
-        return bool(torch.isfinite(loss) and torch.isfinite(coefficients).all())
+    def loss_of_given(self, micro_batch: int, log_prob: torch.Tensor, is_without_kl: bool = False) -> torch.Tensor:
+        data, entropy = self._data(micro_batch), self.recorded(micro_batch).entropy
+        output = {self.output: _pack(log_prob, data)}
+        if entropy is not None:
+            output["entropy"] = _pack(entropy, data)
+        loss_function = self._without_kl() if is_without_kl else self.loss_function
+        loss, _ = loss_function(model_output=output, data=data, dp_group=self.engine.get_data_parallel_group())
+        return loss
 
     def old_log_prob(self, micro_batch: int) -> torch.Tensor:
         """(B, T), as they came with the batch."""
@@ -187,7 +184,9 @@ class EngineStep:
     def _config(self) -> Any:
         return self.loss_function.keywords["config"]
 
-    def _with(self, config: Any) -> Callable:
+    def _without_kl(self) -> Callable:
+        config = copy.copy(self._config)
+        object.__setattr__(config, "use_kl_loss", False)  # verl freezes its configs
         return partial(self.loss_function.func, **{**self.loss_function.keywords, "config": config})
 
     @property
@@ -209,17 +208,6 @@ class EngineStep:
             _, found = FSDPEngineWithLMHead.forward_step(self.engine, data, None, forward_only=True)
         output = found["model_output"]
         return {key: _unpack(output[key].values(), data) for key in _FIELDS if output.get(key) is not None}
-
-    def _loss_of_recorded(self, micro_batch: int, loss_function: Callable) -> tuple[torch.Tensor, torch.Tensor]:
-        """The recorded log-probs (B, T) in float32 as a leaf, and the loss of them."""
-        recorded, data = self.recorded(micro_batch), self._data(micro_batch)
-        log_prob = recorded.log_prob.detach().float().clone().requires_grad_()
-        output = {self.output: _pack(log_prob, data)}
-        if recorded.entropy is not None:
-            output["entropy"] = _pack(recorded.entropy, data)
-        group = self.engine.get_data_parallel_group()
-        loss, _ = loss_function(model_output=output, data=data, dp_group=group)
-        return log_prob, loss
 
 
 def _keep(grads: dict[str, torch.Tensor], key: str, grad: torch.Tensor) -> None:
