@@ -61,12 +61,12 @@ class SpikeContext:
     action: record.Action
     clip_limit: float
     """The norm that the actor clips to; inf where it does not clip the whole."""
-    takes_what_is_not_finite: bool
-    """Whether the optimizer would be given a gradient that is not finite."""
     checkpoint: str | None
     """Where the weights were saved."""
     head_square: torch.Tensor
     """This process' part of the squared gradient norm of the output head, before clipping."""
+    takes_what_is_not_finite: bool = False
+    """Whether the optimizer would be given a gradient that is not finite."""
 
 
 def raw_event(context: SpikeContext, budget: int, keeps_all: bool) -> RawEvent | None:

@@ -66,7 +66,6 @@ def context():
         history=None,
         action=Action("observe", "observe", "asked for"),
         clip_limit=1.0,
-        takes_what_is_not_finite=False,
         checkpoint=None,
         head_square=head_square(space),
     )

@@ -24,8 +24,6 @@ from tests.world.harness import NUM_PROMPT, Decoder, hash_weights, model_of
 from tests.world.oracle import MicroBatch
 
 ACTOR = "actor_rollout_ref.actor."
-BY_RANK = ("actor/", "gradloc/failures")
-"""Metrics that come from verl 0.7's workers, a list for each."""
 LOSSES = {"token-mean": "dapo", "seq-mean-token-sum": "luspo", "seq-mean-token-mean": "grpo"}
 
 
@@ -41,6 +39,10 @@ class Rows:
     batch: dict[str, torch.Tensor]
     non_tensor_batch: dict[str, Any]
     meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        prompts = self.batch["input_ids"][:, :NUM_PROMPT]
+        prompts[1::2] = prompts[::2]  # TRL knows siblings by their prompt
 
     def __len__(self) -> int:
         return len(self.batch["responses"])
@@ -116,7 +118,7 @@ class Trainer:
         metrics = trainer._watch.take_metrics() if hasattr(trainer, "_watch") else {}
         box = [metrics, events]
         dist.broadcast_object_list(box, src=0)
-        found = {name: [[value]] if name.startswith(BY_RANK) else [value] for name, value in box[0].items()}
+        found = {name: [[value]] if name.startswith("actor/") else [value] for name, value in box[0].items()}
         return {"metrics": {**found, "actor/grad_norm": [[float(norm)]]}, "events": box[1]}
 
     def weights_hash(self) -> str:
