@@ -3,7 +3,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ..touched import difference
+from ...touched import difference
 
 __all__ = ["KNOWN", "check_verl", "differences", "verl_version"]
 
