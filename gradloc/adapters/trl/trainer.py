@@ -153,19 +153,19 @@ class RLOOTrainer(Watched, trl.RLOOTrainer):
 
 
 @dataclass
-class GRPOConfig(trl.GRPOConfig):
-    """TRL's, with what a YAML file or a command line is to reach."""
-
+class _Switches:
     gradloc: dict | str | None = field(default="observe", metadata={"help": "off, an action's mode, or settings."})
     health: dict | str | None = field(default=None, metadata={"help": "true, false, or settings."})
 
 
 @dataclass
-class RLOOConfig(trl.RLOOConfig):
-    """TRL's, likewise."""
+class GRPOConfig(_Switches, trl.GRPOConfig):
+    """TRL's, with what a YAML file or a command line is to reach."""
 
-    gradloc: dict | str | None = field(default="observe", metadata={"help": "off, an action's mode, or settings."})
-    health: dict | str | None = field(default=None, metadata={"help": "true, false, or settings."})
+
+@dataclass
+class RLOOConfig(_Switches, trl.RLOOConfig):
+    """TRL's, likewise."""
 
 
 def attach(trainer: Any, gradloc: Any = None, health: Any = None) -> None:

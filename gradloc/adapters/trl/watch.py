@@ -8,6 +8,7 @@ what the two have to say to each other goes by two small messages an optimizer s
 import os
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -186,17 +187,12 @@ def _trackers_of(trainer: Any) -> dict[str, Any]:
     for callback in trainer.callback_handler.callbacks:
         name = type(callback).__name__.removesuffix("Callback").lower()
         if getattr(callback, "tb_writer", None) is not None:
-            found["tensorboard"] = _OfTensorBoard(callback.tb_writer)
+            found["tensorboard"] = SimpleNamespace(writer=callback.tb_writer)
         elif name == "wandb":
             found[name] = _OfWandb(sys.modules[name])
         elif name in ("trackio", "swanlab", "mlflow", "clearml"):
             found[name] = sys.modules[name]
     return found
-
-
-class _OfTensorBoard:
-    def __init__(self, writer: Any):
-        self.writer = writer
 
 
 class _OfWandb:
