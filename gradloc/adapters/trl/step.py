@@ -17,8 +17,7 @@ import torch
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from trl.trainer import utils as trl_utils
 
-from ...core.given import LossOfGiven
-from ...core.probe import Recorded, RngState, let_through, record
+from ...core.probe import LossOfGiven, Recorded, RngState, let_through, record
 
 __all__ = ["Forwarded", "TrlStep", "mask_of"]
 

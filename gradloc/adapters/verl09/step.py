@@ -21,9 +21,8 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
 from verl.workers.engine import FSDPEngineWithLMHead
 
-from ...core.given import LossOfGiven
 from ...core.memory import precise_fused_readout, precise_readout
-from ...core.probe import Recorded, RngState, let_through
+from ...core.probe import LossOfGiven, Recorded, RngState, let_through
 from ...keys import ROW_KEY
 
 __all__ = ["EngineStep"]
