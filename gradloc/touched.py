@@ -3,8 +3,18 @@
 
 import importlib
 import inspect
+from typing import Any
 
-__all__ = ["difference"]
+__all__ = ["difference", "find"]
+
+
+def find(place: str) -> Any:
+    """The thing at ``module:name``, the name dotted."""
+    module, _, path = place.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
 
 
 def difference(place: str, expected: str | None) -> str | None:
@@ -14,14 +24,11 @@ def difference(place: str, expected: str | None) -> str | None:
         place: ``module:name``, the name dotted.
         expected: a function's parameters, ``self, model``; None: the thing only has to be there.
     """
-    module, _, path = place.partition(":")
     try:
-        found = importlib.import_module(module)
-        for name in path.split("."):
-            found = getattr(found, name)
+        found = find(place)
     except (ImportError, AttributeError):
         return f"{place} is gone"
     if expected is None:
         return None
-    parameters = ", ".join(inspect.signature(inspect.unwrap(found)).parameters)  # type: ignore[arg-type]
+    parameters = ", ".join(inspect.signature(inspect.unwrap(found)).parameters)
     return None if parameters == expected else f"{place} takes ({parameters}), expected ({expected})"

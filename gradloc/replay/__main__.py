@@ -149,16 +149,14 @@ def replay(
 def _adapter(bundle: Bundle) -> Any:
     """By name: this room knows no adapter, and verl's workers take seconds to import."""
     of_engine = str(bundle.meta.actor.get("_target_")).startswith("gradloc.")
-    name = bundle.event.run.trainer or ("verl09" if of_engine else "verl07")
+    is_trl = (bundle.event.run.trainer or "").startswith("trl")
+    name = "trl" if is_trl else "verl09" if of_engine else "verl07"
     try:
         return importlib.import_module(f"..adapters.{name}.rebuild", __package__)
     except ImportError as error:
-        where = _ADAPTERS.get(name, "a newer gradloc")
-        run = f" of a run on {_RUNS[name]}" if name in _RUNS else ""
-        raise ReplayError(f"An event{run} is replayed with {where}: there is no {error.name} here.") from error
-
-
-_RUNS = {"verl09": "verl 0.9", "trl": "TRL"}
+        run = {"verl07": "", "verl09": " of a run on verl 0.9", "trl": " of a run on TRL"}[name]
+        said = f"An event{run} is replayed with {_ADAPTERS[name]}: there is no {error.name} here."
+        raise ReplayError(said) from error
 
 
 def _settings(bundle: Bundle, strategy: str | None, budget: int | None) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A setting as a user of the trainer at hand writes it: advice is kept in verl's names, TRL's are said here."""
+"""A setting as a user of TRL writes it: advice is kept in verl's names, and TRL's are said here."""
 
 import json
 
-__all__ = ["setting_of"]
+__all__ = ["is_trl", "trl_settings"]
 
 _ACTOR, _ROLLOUT, _CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 _IN_TRL = {
@@ -33,26 +33,33 @@ _LINES_IN_TRL = {
     f"{_CORRECTION}.rollout_is=token": 'vllm_importance_sampling_mode="token_truncate"',
     "algorithm.norm_adv_by_std_in_grpo=false": 'scale_rewards="none"',
     "trainer.rollout_data_dir=rollouts": "log_completions=True",
+    "trainer.resume_mode=resume_path": "trainer.train(resume_from_checkpoint=True)",
 }
 _GRADLOC = f"{_ACTOR}.gradloc."
-_RESUME = "trainer.resume_mode=resume_path trainer.resume_from_path="
 
 
-def setting_of(trainer: str | None, line: str) -> str | None:
-    """The same setting for the trainer at hand; None where it has nothing like it.
+def is_trl(trainer: str | None) -> bool:
+    """Whether a record's trainer is TRL."""
+    return (trainer or "").startswith("trl")
+
+
+def trl_settings(line: str) -> str | None:
+    """The same settings for TRL; None where it lacks one of them.
 
     Args:
-        trainer: of the run, as its events say; None for verl.
-        line: verl's Hydra override.
+        line: verl's Hydra overrides, with a blank between.
 
-    >>> setting_of("trl", "actor_rollout_ref.actor.grad_clip=0.5")
+    >>> trl_settings("actor_rollout_ref.actor.grad_clip=0.5")
     'max_grad_norm=0.5'
     """
-    if trainer != "trl" or line in _LINES_IN_TRL:
-        return line if trainer != "trl" else _LINES_IN_TRL[line]
-    if line.startswith(_RESUME):
-        return f"trainer.train(resume_from_checkpoint={line.removeprefix(_RESUME)!r})"
-    name, _, value = line.partition("=")
+    said = [_setting(override) for override in line.split()]
+    return None if None in said or not said else ", ".join(map(str, said))
+
+
+def _setting(override: str) -> str | None:
+    if override in _LINES_IN_TRL:
+        return _LINES_IN_TRL[override]
+    name, _, value = override.partition("=")
     if not name.startswith(_GRADLOC):
         return f"{_IN_TRL[name]}={_python(value)}" if name in _IN_TRL else None
     block, _, key = name.removeprefix(_GRADLOC).partition(".")

@@ -103,6 +103,11 @@ class TrlStep(LossOfGiven):
     def on_policy(self) -> bool:
         return not {"old_per_token_logps", "old_logps"} & self.inputs[0].keys()
 
+    @property
+    def reduces_once(self) -> bool:
+        syncs_each = self.trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        return self.dp_size > 1 and not syncs_each
+
     def recorded(self, micro_batch: int) -> Recorded:
         return self._recorded[micro_batch]
 

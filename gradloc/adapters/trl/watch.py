@@ -25,7 +25,7 @@ from ...loop.localizer import Localizer
 from ...loop.metrics import joined
 from ...loop.wire import RankReport
 from ...loop.writer import events_weights_folder
-from ...record import Run
+from ...record.origin import origin
 from ...record.state import load_states, save_states
 from .batch import brief_of, brief_view, rows_of, view_of
 from .step import TrlStep, mask_of
@@ -133,7 +133,8 @@ class Watch:
             metrics = self._tell(reports, view_of(rows) if is_written else brief_view(rows))
         if any(spike.taken == "abort" for spike in found.outcomes):
             raise AbortedBySpike("gradloc stopped the run at a gradient spike: the first process says why.")
-        return norm if taken is before else taken, metrics
+        is_other = any(spike.taken != "observe" for spike in found.outcomes)
+        return taken if is_other else norm, metrics
 
     def _tell(self, reports: Sequence[RankReport], batch: BatchView) -> dict[str, float]:
         if reports[0].events:
@@ -159,6 +160,10 @@ class Watch:
         return self.trainer.args.max_grad_norm or float("inf")
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.trainer.optimizer.optimizer  # in accelerate's
+
+    @property
     def scales_loss(self) -> bool:
         return self.trainer.accelerator.scaler is not None
 
@@ -177,8 +182,10 @@ class Watch:
 
 def _driver_of(trainer: Any, settings: Any) -> Driver:
     args = trainer.args
-    run = Run(os.environ.get("WANDB_PROJECT", "trl"), args.run_name or os.path.basename(args.output_dir), "trl")
-    return Driver(settings, tokenizer=trainer._tokenizer, run=run, trained=args.to_dict())
+    name, of_run = args.run_name or os.path.basename(args.output_dir), args.to_dict()
+    model = getattr(trainer.model.config, "_name_or_path", None)
+    run = origin(os.environ.get("WANDB_PROJECT", "trl"), name, settings=of_run, model=model, trainer="trl")
+    return Driver(settings, tokenizer=trainer._tokenizer, run=run, trained=of_run)
 
 
 def _trackers_of(trainer: Any) -> dict[str, Any]:

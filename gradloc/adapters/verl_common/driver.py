@@ -8,7 +8,7 @@ import torch
 
 from ...loop.driver import Driver
 from ...loop.wire import Policy
-from ...record import Run
+from ...record.origin import origin
 
 __all__ = ["VerlDriver", "build_driver", "tokens_per_mini_batch"]
 
@@ -28,10 +28,16 @@ def build_driver(config: Any, settings: Any, tokenizer: Any, model: str = "actor
     if model == "critic":
         trained, settings = config.critic, _of_critic(settings)
     plain: Any = OmegaConf.to_container(trained, resolve=True)
+    whole: Any = OmegaConf.to_container(config)
     driver = VerlDriver(
         settings,
         tokenizer=tokenizer,
-        run=Run(config.trainer.project_name, config.trainer.experiment_name),
+        run=origin(
+            config.trainer.project_name,
+            config.trainer.experiment_name,
+            settings=whole,
+            model=(config.critic if model == "critic" else config.actor_rollout_ref).model.path,
+        ),
         trained=plain,
         num_epochs=trained.ppo_epochs,
         model=model,
@@ -80,6 +86,8 @@ def _of_critic(settings: Any) -> Any:
     """The actor's settings as they hold for the critic: its own action, and nothing that only a replay uses."""
     return replace(
         settings,
+        enable=True,
+        stabilize=type(settings.stabilize)(),
         action=replace(settings.action, mode=settings.critic),
         evidence=replace(settings.evidence, bundle="off", checkpoint="off"),
     )
