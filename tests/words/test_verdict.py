@@ -49,9 +49,9 @@ def test_a_gradient_that_is_not_finite_reads_so(norm):
 @pytest.mark.parametrize(
     "is_taken, said",
     [
-        (True, "The optimizer took this step: the weights that it moved are not finite any more."),
-        (False, "The trainer takes no step that is not finite."),
-        (None, "The trainer takes no step that is not finite."),
+        (True, "The optimizer took the step: the weights that it moved are not finite any more."),
+        (False, "The trainer skipped the step, because its norm was not finite."),
+        (None, "The trainer skipped the step, because its norm was not finite."),
     ],
 )
 def test_what_became_of_a_step_that_is_not_finite_is_a_fact_of_the_record(is_taken, said):
