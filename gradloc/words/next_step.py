@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..record import Event
-from .advice import ACTIONS, in_force, lines_of
+from .advice import ACTIONS, in_force, is_trl, lines_of
 from .evidence import ODD, Evidence
-from .settings import is_trl
 from .text import one_line
 
 __all__ = ["RULES", "NextStep", "Rule", "next_step"]

@@ -44,6 +44,8 @@ def test_what_a_row_names_is_there(row):
 
 def test_every_cell_of_layouts_and_features_is_tested_refused_or_has_its_reason():
     for name, *cells in (row for row in ROWS if len(row) in (2, 3) and row[0].strip()):
+        if re.match(r"\s*(of )?\d", name):  # a count
+            continue
         for cell in cells:
             is_tested = "test_" in cell or "tests/" in cell
             assert is_tested or "refused" in cell or any(why in cell for why in NOT_TESTED), (name, cell)

@@ -3,8 +3,7 @@
 
 import pytest
 
-from gradloc.words.advice import lines_of, replay_lines
-from gradloc.words.settings import trl_settings
+from gradloc.words.advice import lines_of, replay_lines, trl_settings
 
 ACTOR = "actor_rollout_ref.actor"
 LINES = {
