@@ -49,7 +49,7 @@ def test_skip_takes_no_step_and_the_schedule_goes_on(run):
 def test_abort_stops_the_run_before_the_step_with_the_event_on_disk(run, tmp_path):
     two = run("stock", plant={}, max_steps=4, prepare=stop_after(2))
     aborted = run("watched", plant=TOKEN, gradloc={"action": {"mode": "abort"}})
-    assert aborted["error"].startswith("AbortedBySpike: gradloc stopped the run (gradloc.action.mode=abort). At step 3")
+    assert aborted["error"].startswith("AbortedBySpike: gradloc stopped the run (gradloc.action.mode=abort). One token")
     assert aborted["step"] == 2 and aborted["weights"] == two["weights"]
     (event,) = events_in(tmp_path / "watched")
     assert event["action"]["taken"] == "abort" and event["consequence"]["is_taken"] is False
