@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-.PHONY: demo quick test lint test-slow test-browser test-verl09 check
+.PHONY: demo quick test lint test-slow test-browser test-verl09 test-trl check
 
 demo:          ## a gradient spike in a real verl run on this machine's CPU, traced to its token
 	./run_experiment.sh demo
@@ -21,6 +21,9 @@ test-browser:  ## opens the report in headless Chromium (apt-get install chromiu
 
 test-verl09:   ## what runs on verl 0.9; makes another environment under .gradloc/
 	scripts/test.sh verl09
+
+test-trl:      ## what runs on TRL; makes another environment under .gradloc/
+	scripts/test.sh trl
 
 check:         ## patches/ is what its sources say
 	bash make_patch.sh --check

@@ -22,6 +22,10 @@ verl=VERSION says which verl it runs on, and is no override: the demo on 0.7.0 o
 it and some others on 0.9.1, which is installed with gradloc beside it, and nothing is patched:
   ./run_experiment.sh demo verl=0.9.1
 
+trainer=trl runs the demo on TRL's GRPOTrainer, in an environment of its own; what it takes: seed, steps, gradloc,
+advantage, first_step, last_step, tau:
+  ./run_experiment.sh demo trainer=trl gradloc=mask advantage=nan
+
 an experiment with arms (--list shows them) runs every arm, one after the other, and then compares
 them; a part of it, and overrides for all arms:
   ./run_experiment.sh NAME --arms one,other --seeds 1,2 key=value
@@ -31,6 +35,7 @@ variables:
               (the demo: a patched copy that it makes itself)
   PYTHON      the Python to run with; else python3 (the demo: an environment that it makes itself)
   VERL09_PYTHON   for verl=0.9.1, instead of both: a Python with verl 0.9.1 and gradloc installed
+  TRL_PYTHON  for trainer=trl, likewise: a Python with what requirements/trl.txt names
   RUN_DIR     where results go; else runs/NAME-<time>
 """
 
@@ -70,7 +75,12 @@ def main(argv=None) -> int:
 
 def run(args, environ, cwd: Path) -> int:
     """Prepares one experiment and runs it, or says what it would run."""
-    version = take_version(args.overrides)
+    version = take(args.overrides, "verl")
+    trainer = take(args.overrides, "trainer") or "verl"
+    if trainer == "trl" and args.name == catalog.DEMO.name and version is None:
+        return run_on_trl(args, environ, cwd)
+    if trainer != "verl":
+        raise UsageError(f"trainer={trainer} is for the demo alone, as trainer=trl and without verl=VERSION.")
     experiment = catalog.for_verl(choose(args, environ), version)
     problem = experiment.problem(environ)
     if problem:
@@ -114,6 +124,30 @@ def run(args, environ, cwd: Path) -> int:
             code = run_one(args.overrides, run_dir)
     if code == 0 and experiment.is_planted:
         code = verdict.main([str(run_dir)])
+        draw_report(python, run_dir)
+    say("results", run_dir)
+    return code
+
+
+def run_on_trl(args, environ, cwd: Path) -> int:
+    """The demo on TRL: two processes of torchrun, then the same verdict and page as of the others."""
+    own = environment.TRL
+    python = environ.get(own.variable) or str(own.python)
+    run_dir = results_folder(environ, cwd, "demo-trl")
+    processes = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    line = [python, *processes, "-m", "experiments.trl.demo", *args.overrides]
+    describe(line, run_dir)
+    if args.dry_run:
+        return 0
+    environment.ensure_python(report=progress, environment=own)
+    material = environment.ensure_material(python, catalog.DEMO.material, report=progress)
+    run_dir.mkdir(parents=True)
+    paths = os.pathsep.join(filter(None, [str(target.REPO), environ.get("PYTHONPATH")]))
+    os.environ.update(PYTHONPATH=paths, OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    os.environ.update(GRADLOC_DEMO_MATERIAL=str(material), GRADLOC_RUN_DIR=str(run_dir))
+    code = launch.run(line, run_dir / "console.log", not args.verbose)
+    if (run_dir / "gradloc" / "events.jsonl").is_file():
+        code = code or verdict.main([str(run_dir)])
         draw_report(python, run_dir)
     say("results", run_dir)
     return code
@@ -198,11 +232,11 @@ def choose(args, environ) -> Experiment:
     return published
 
 
-def take_version(overrides: list[str]) -> str | None:
-    """Takes `verl=VERSION`, the last one, out of the overrides; None where there is none."""
-    given = [text for text in overrides if text.startswith("verl=")]
+def take(overrides: list[str], name: str) -> str | None:
+    """Takes `NAME=VALUE`, the last one, out of the overrides; None where there is none."""
+    given = [text for text in overrides if text.startswith(f"{name}=")]
     overrides[:] = [text for text in overrides if text not in given]
-    return given[-1].removeprefix("verl=") if given else None
+    return given[-1].removeprefix(f"{name}=") if given else None
 
 
 def results_folder(environ, cwd: Path, name: str) -> Path:

@@ -8,20 +8,21 @@
 #   scripts/test.sh quick      the tests that need neither verl nor Ray
 #   scripts/test.sh slow       what takes longer than the default may
 #   scripts/test.sh browser    opens the report in headless Chromium
+#   scripts/test.sh trl        the tests on TRL, likewise
 #   scripts/test.sh verl09     the tests on verl 0.9, in an environment of their own; those that take longer: verl09 -m slow
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 tier=default
-case "${1:-}" in lint | quick | slow | browser | verl09) tier=$1; shift ;; esac
+case "${1:-}" in lint | quick | slow | browser | verl09 | trl) tier=$1; shift ;; esac
 
 unset PYTHONDONTWRITEBYTECODE # the tests start some hundred processes
 stage_started=$SECONDS
 stage() { printf '== %s (%d s for the last stage)\n' "$1" $((SECONDS - stage_started)); stage_started=$SECONDS; }
 
-if [[ $tier == verl09 ]]; then
-    environment=VERL09
-    files=(requirements/verl09.txt requirements/test.txt)
+if [[ $tier == verl09 || $tier == trl ]]; then
+    environment=${tier^^}
+    files=("requirements/$tier.txt" requirements/test.txt)
     packages=(-c requirements/test.txt jsonschema pytest)
 else
     environment=DEMO
@@ -66,6 +67,7 @@ case $tier in
             -m "not slow and not browser and not e2e and not verl09" tests/adapters/verl07 tests/stabilize tests/analysis tests/replay "$@"
         ;;
     browser) stage "browser tests" && "$python" -m pytest -m browser "$@" ;;
+    trl) stage "tests on TRL" && "$python" -m pytest --durations=15 -m "not slow" tests/adapters/trl "$@" ;;
     verl09) # two ranks as it is; `-m slow` for the rest
         stage "tests on verl 0.9" && "$python" -m pytest --durations=15 -m "not slow" tests/adapters/verl09 "$@"
         ;;

@@ -12,25 +12,13 @@ sees the same rows in the same order, just before and in the same process, calls
 
 import json
 import math
-import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
+from experiments.plan import FaultPlan, draw
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
-
-
-@dataclass(frozen=True)
-class FaultPlan:
-    """Where the fault goes, before the batch it goes into exists."""
-
-    step: int
-    """The training step, counted from 1 as verl does."""
-    sequence: float
-    """Which sequence, in [0, 1): row floor(sequence * B) of the batch as the estimator sees it."""
-    position: float
-    """Which response token, in [0, 1): token floor(position * L) of that row's L tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +32,6 @@ class Rows:
     """(B, T) token ids."""
     log_probs: torch.Tensor | None = None
     """(B, T) what the rollout gave them; None where it is not known."""
-
-
-def draw(seed: int, first_step: int, last_step: int) -> FaultPlan:
-    """The plan for a seed: the same on every machine; steps are inclusive.
-
-    Raises:
-        ValueError: if the range of steps is empty.
-    """
-    if first_step > last_step:
-        raise ValueError(f"the fault needs a step between {first_step} and {last_step}: none is")
-    # Text, not hash(): the same in every process and every Python.
-    source = random.Random(f"gradloc demo fault {seed}")
-    return FaultPlan(source.randint(first_step, last_step), source.random(), source.random())
 
 
 def locate(plan: FaultPlan, mask: torch.Tensor) -> tuple[int, int]:

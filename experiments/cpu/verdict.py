@@ -123,14 +123,15 @@ def expected(planted: dict, step: dict) -> dict:
     """The planted token as a culprit would name it.
 
     verl gives rank r the r-th equal run of the batch's rows, and cuts that into mini-batches and
-    micro-batches in order; so the row says the rank and the micro-batch.
+    micro-batches in order; so the row says the rank and the micro-batch. TRL names no prompts.
     """
     rows_per_rank = planted["num_rows"] // step["dp_size"]
     rows_per_mini = rows_per_rank // step["num_mini_batches"]
     rows_per_micro = rows_per_mini // step["num_micro_batches"]
     in_mini = planted["row"] % rows_per_rank % rows_per_mini
+    names = {"sequence_id": f"{planted['uid']}:{planted['rollout_index']}"} if "uid" in planted else {}
     return {
-        "sequence_id": f"{planted['uid']}:{planted['rollout_index']}",
+        **names,
         "positions": [planted["position"]],
         "token_ids": [planted["token_id"]],
         "rank": planted["row"] // rows_per_rank * (step["world_size"] // step["dp_size"]),
@@ -160,8 +161,11 @@ def main(argv=None) -> int:
         print(f"verdict: {error}", file=sys.stderr)
         return error.exit_code
     print("\nWhat the demo planted")
+    whose = f"row {planted['row']} of the batch"
+    if "uid" in planted:
+        whose = f"rollout {planted['rollout_index']} of prompt {planted['uid']}"
     print(
-        f"  step {planted['step']}, rollout {planted['rollout_index']} of prompt {planted['uid']}, "
+        f"  step {planted['step']}, {whose}, "
         f"response position {planted['position']}, token id {planted['token_id']} "
         f"(seed {planted['seed']})"
     )

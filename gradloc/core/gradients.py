@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient in ``.grad`` as one vector, whatever shards it over the ranks.
 
-Holds the only code that knows how FSDP1, FSDP2 and an unsharded module lay out gradients. Setting a gradient aside
+Holds the only code that knows how FSDP1, FSDP2, DDP and a plain module lay out gradients. Setting a gradient aside
 and putting it back moves references, never values: it costs no memory traffic and is bit-exact.
 """
 
@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, _runtime_utils
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from .ranks import Ranks
 
-__all__ = ["GradientSpace", "abandon_pass", "named_shards"]
+__all__ = ["GradientSpace", "abandon_pass", "named_shards", "unwrapped"]
 
 
 T = TypeVar("T")
@@ -30,6 +31,13 @@ _ROW = 2**12
 _SAMPLE = 64  # of how many elements one is read for a rough norm,
 _LEAST = 2**13  # but at least so many,
 _ALIKE = 8  # and of how many parameters of one shape
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The model in what torch wraps around it, FSDP1 or DDP; FSDP2 wraps nothing."""
+    if isinstance(module, FSDP1):
+        return module._fsdp_wrapped_module
+    return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,6 +154,8 @@ def abandon_pass(module: torch.nn.Module) -> None:
         _abandon_fsdp1(module)
     elif isinstance(module, FSDPModule):
         _abandon_fsdp2(module)
+    elif isinstance(module, DistributedDataParallel):
+        module.reducer._reset_state()  # which waits for the hooks of a backward that did not come
     for param in module.parameters():
         param.grad = None
 
@@ -210,7 +220,7 @@ class GradientSpace:
     """The trainable parameters of a (sharded) module, seen as one vector space.
 
     Args:
-        module: the actor module as the optimizer sees it: FSDP1, FSDP2 or plain.
+        module: the actor module as the trainer calls it: FSDP1, FSDP2, DDP or plain.
         ranks: all of them hear of it when one fails in its own part of a sum, for instance has no memory for it; None
             where an error may end the run.
 
@@ -220,8 +230,10 @@ class GradientSpace:
 
     def __init__(self, module: torch.nn.Module, ranks: Ranks | None = None):
         self.module = module
+        self.model = module if isinstance(module, FSDP1) else unwrapped(module)
+        """Whose parameters have the model's own names, but for what FSDP1 puts between."""
         self._ranks = ranks
-        named = _trainable(module)
+        named = _trainable(self.model)
         self.names: list[str] = [name for name, _ in named]
         self.params: list[torch.nn.Parameter] = [param for _, param in named]
         self.rounding = max((torch.finfo(param.dtype).eps / 2 for param in self.params), default=0.0)

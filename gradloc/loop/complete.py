@@ -52,6 +52,7 @@ BUNDLE_KEYS = (
     "rollout_log_probs",
     "rollout_is_weights",
     "lopti_mask",
+    "num_items_in_batch",
 )
 
 _OF_FORWARD = ("log_prob", "entropy", "coefficient", "share", "value")
@@ -200,7 +201,8 @@ def _statistics(batch: BatchView, raw: RawEvent) -> BatchStatistics:
     name, values = _signal(batch)
     sizes = values[mask].abs()
     sizes = sizes[torch.isfinite(sizes) & (sizes > 0)]
-    probs = sizes[:0] if batch.is_critics else tensors["old_log_probs"][mask].float().exp()
+    has_old = "old_log_probs" in tensors.keys() and not batch.is_critics
+    probs = tensors["old_log_probs"][mask].float().exp() if has_old else sizes[:0]
     norm_after, coefficient_norm = raw.event.certificate.norm_after, raw.residual_coefficient_norm
     jacobian = None
     if norm_after is not None and math.isfinite(norm_after) and 0 < coefficient_norm < math.inf:

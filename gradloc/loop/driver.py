@@ -9,24 +9,20 @@ training goes on.
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
-
-import torch
 
 from ..core.actions import Outcome
 from ..core.scale import ScaleHistory
 from ..record import Run
-from ..record.origin import origin
 from ..tell.teller import Teller
 from .batch import BatchView
 from .complete import batch_scale
 from .metrics import metrics_of
-from .policy import PolicyMaker, tokens_per_mini_batch
+from .policy import PolicyMaker
 from .wire import Policy, RankReport
 from .writer import EventWriter
 
-__all__ = ["AbortedBySpike", "Driver", "build_driver", "sequence_ids"]
+__all__ = ["AbortedBySpike", "Driver", "sequence_ids"]
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -46,57 +42,15 @@ def sequence_ids(uids: Sequence[str]) -> list[str]:
     return names
 
 
-def build_driver(config: Any, settings: Any, tokenizer: Any, model: str = "actor") -> "Driver":
-    """The driver of a run.
-
-    Args:
-        config: the trainer's whole config, of any verl.
-        settings: those that hold.
-        tokenizer: the actor's.
-        model: whose updates it is about: ``actor`` or ``critic``.
-    """
-    from omegaconf import OmegaConf
-
-    trained, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    if model == "critic":
-        trained, settings = config.critic, _of_critic(settings)
-    plain: Any = OmegaConf.to_container(trained, resolve=True)
-    whole: Any = OmegaConf.to_container(config)
-    return Driver(
-        settings,
-        sequences_per_mini_batch=trained.ppo_mini_batch_size * rollout.n,
-        tokenizer=tokenizer,
-        run=origin(
-            config.trainer.project_name,
-            config.trainer.experiment_name,
-            settings=whole,
-            model=(config.critic if model == "critic" else config.actor_rollout_ref).model.path,
-        ),
-        trained=plain,
-        model=model,
-    )
-
-
-def _of_critic(settings: Any) -> Any:
-    """The actor's settings as they hold for the critic: its own action, and nothing that only a replay uses."""
-    return replace(
-        settings,
-        enable=True,
-        stabilize=type(settings.stabilize)(),
-        action=replace(settings.action, mode=settings.critic),
-        evidence=replace(settings.evidence, bundle="off", checkpoint="off"),
-    )
-
-
 class Driver:
     """Decides when to look, learns from every norm, and has the events written and told.
 
     Args:
         settings: those that hold, see :func:`~..config.resolve`.
-        sequences_per_mini_batch: rollouts, over all ranks.
         tokenizer: decodes culprits; not used with ``evidence.text=off``.
         run: which run this is.
         trained: the trained model's whole config as plain data, for the bundle.
+        num_epochs: how often an update goes over its mini-batches.
         model: ``actor`` or ``critic``.
     """
 
@@ -104,15 +58,16 @@ class Driver:
         self,
         settings: Any,
         *,
-        sequences_per_mini_batch: int,
         tokenizer: Any,
         run: Run,
         trained: dict[str, Any],
+        num_epochs: int = 1,
         model: str = "actor",
     ):
         self.model, self.settings = model, settings
-        self.sequences_per_mini_batch = sequences_per_mini_batch
-        self.num_epochs = trained.get("ppo_epochs", 1)
+        self.num_epochs = num_epochs
+        self.action_key = "gradloc.action.mode"
+        """By which a user of this trainer has chosen the action."""
         self.policies = PolicyMaker(settings)
         self.writer = EventWriter(settings, run, tokenizer, trained, model)
         keeps_text = settings.evidence.text == "on"
@@ -121,16 +76,14 @@ class Driver:
         """What is typical of the run's own batches."""
         self._policy: Policy
 
-    def before_update(self, response_mask: torch.Tensor, global_step: int, dp_size: int, stage: str = "") -> Policy:
+    def before_update(self, num_tokens: Sequence[int], global_step: int, stage: str = "") -> Policy:
         """The policy of the update that comes next.
 
         Args:
-            response_mask: (R, T), in the order in which the rows are dealt out to the ranks.
+            num_tokens: response tokens over all ranks, of each mini-batch.
             global_step: the trainer's.
-            dp_size: data-parallel ranks.
             stage: which of Lopti's two updates this is; "" for the only one.
         """
-        num_tokens = tokens_per_mini_batch(response_mask, dp_size, self.sequences_per_mini_batch)
         typical = self.scale.typical()
         self._policy = self.policies.policy(global_step, num_tokens, self.num_epochs, stage, typical)
         return self._policy
@@ -160,7 +113,7 @@ class Driver:
             self.teller.finish()
             said = [event.verdict for event, why in written if not why]
             raise AbortedBySpike(
-                f"gradloc stopped the run (actor_rollout_ref.actor.gradloc.{self._action_key}=abort). "
+                f"gradloc stopped the run ({self.action_key}=abort). "
                 f"{said[-1] if said else 'No event of it was written.'} "
                 f"The step was not taken; the events are in {self.writer.store.root}."
             )
@@ -185,10 +138,6 @@ class Driver:
         if "/" not in name:
             return f"{self.model}/{name}"
         return name if self.model == "actor" else name.replace("gradloc/", f"gradloc/{self.model}_")
-
-    @property
-    def _action_key(self) -> str:
-        return "action.mode" if self.model == "actor" else self.model
 
     def _tell_unwritten(self, spikes: list[Outcome]) -> None:
         if spikes:

@@ -65,6 +65,8 @@ class SpikeContext:
     """Where the weights were saved."""
     head_square: torch.Tensor
     """This process' part of the squared gradient norm of the output head, before clipping."""
+    takes_what_is_not_finite: bool = False
+    """Whether the optimizer would be given a gradient that is not finite."""
 
 
 def raw_event(context: SpikeContext, budget: int, keeps_all: bool) -> RawEvent | None:
@@ -120,7 +122,7 @@ def raw_event(context: SpikeContext, budget: int, keeps_all: bool) -> RawEvent |
             shares=_shares_record(result.shares, [part.shares for part in gathered]),
             cause=result.source,
             rerun=finding.rerun,
-            consequence=_consequence(action.taken, spike.grad_norm, context.clip_limit, culprits, finding.certificate),
+            consequence=_consequence(action.taken, spike.grad_norm, context, culprits, finding.certificate),
             head_grad_norm=math.sqrt(head_square),
             model="critic" if step.recorded(0).is_value else None,
         )
@@ -317,14 +319,21 @@ class _LocalEvidence:
 
 
 def _consequence(
-    taken: str, norm: float, clip_limit: float, culprits: tuple[record.Culprit, ...], certificate: record.Certificate
+    taken: str,
+    norm: float,
+    context: SpikeContext,
+    culprits: tuple[record.Culprit, ...],
+    certificate: record.Certificate,
 ) -> Consequence:
     """What the optimizer was given: nothing, the spike clipped, or the rest clipped."""
+    clip_limit = context.clip_limit
     limit = clip_limit if math.isfinite(clip_limit) else None
     after = certificate.norm_after
     given = after if taken == "mask" else norm
-    if taken in ("skip", "abort") or given is None or not math.isfinite(given):
-        return Consequence(grad_clip=limit)
+    if taken in ("skip", "abort") or given is None:
+        return Consequence(grad_clip=limit, is_taken=False)
+    if not math.isfinite(given):
+        return Consequence(grad_clip=limit, is_taken=context.takes_what_is_not_finite)
     scale = min(1.0, clip_limit / (given + 1e-6))
     shares = [culprit.share for culprit in culprits]
     known = [share for share in shares if share is not None]
@@ -332,6 +341,7 @@ def _consequence(
     healthy = after * scale if culprits and after is not None and math.isfinite(after) else None
     return Consequence(
         grad_clip=limit,
+        is_taken=True,
         clip_scale=None if limit is None else scale,
         culprit_share=0.0 if taken == "mask" else share,
         healthy_norm=None if limit is None else healthy,

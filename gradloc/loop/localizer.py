@@ -51,6 +51,8 @@ class ActorPowers(Protocol):
     """Whose state may lie in the host's memory while a step is looked into."""
     scales_loss: bool
     """Whether the loss is scaled (fp16), so that a norm may overflow by the scale alone."""
+    takes_what_is_not_finite: bool
+    """Whether the optimizer would be given a gradient that is not finite."""
 
     def clip(self) -> torch.Tensor:
         """Clip the gradient in ``.grad`` as training does; returns its norm before that, a scalar."""
@@ -112,17 +114,19 @@ class Localizer:
         """Note the norms of what ``.grad`` has accumulated so far."""
         self._tracker.after_backward(self._space)
 
-    def before_step(self, grad_norm: torch.Tensor) -> torch.Tensor:
+    def before_step(self, grad_norm: torch.Tensor, policy: Policy | None = None) -> torch.Tensor:
         """Look into the step if it spikes.
 
         Args:
             grad_norm: scalar, before clipping; ``.grad`` holds the gradient, clipped to the actor's ``clip_limit``.
+            policy: of a trainer whose batch is known only now; else the one that the update began with.
 
         Returns:
             The norm of the gradient that the step will take, before clipping: the same unless the action put another
             gradient (or none) into ``.grad``. On the host, so that nobody has to read the device again.
         """
         norm = float(grad_norm)
+        self._policy = policy or self._policy
         self._peak.end(self._space.params[0].device)
         grad_norm = torch.tensor(norm, dtype=grad_norm.dtype)
         self._step_seconds = time.perf_counter() - self._began
@@ -263,7 +267,7 @@ class Localizer:
         except LostRank:
             logger.critical(
                 "gradloc: this rank cannot go on in step with its peers; it ends now, so that nothing hangs until a "
-                "time-out. Switch spike_detection off to train without gradloc.",
+                "time-out. Switch gradloc off to train without it.",
                 exc_info=True,
             )
             logging.shutdown()
@@ -307,6 +311,7 @@ class Localizer:
             clip_limit=limit,
             checkpoint=self.powers.save_weights(policy.global_step),
             head_square=self.head_squares[-1],
+            takes_what_is_not_finite=self.powers.takes_what_is_not_finite,
         )
         keeps_all = self.settings.evidence.bundle == "full"
         event = raw_event(context, self.settings.budget, keeps_all)

@@ -4,13 +4,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from ..core.adaptive import AdaptiveThreshold
 from ..core.trigger import fixed_threshold
 from .wire import Policy
 
-__all__ = ["PolicyMaker", "tokens_per_mini_batch"]
+__all__ = ["PolicyMaker"]
 
 
 class PolicyMaker:
@@ -105,19 +103,3 @@ class PolicyMaker:
         if self.trigger.tau is not None or threshold is None:
             return self.trigger.tau
         return threshold * max(num_tokens, 1) ** 0.5
-
-
-def tokens_per_mini_batch(response_mask: torch.Tensor, dp_size: int, sequences_per_mini_batch: int) -> list[int]:
-    """Response tokens of each mini-batch over all ranks, as verl deals rows out: to ranks in equal runs, each of which
-    is cut into mini-batches in order.
-
-    Args:
-        response_mask: (R, T), in the order in which the rows are dealt out.
-        dp_size: data-parallel ranks.
-        sequences_per_mini_batch: over all ranks.
-    """
-    per_row = response_mask.sum(-1)
-    rows_per_rank = len(per_row) // dp_size
-    rows_each = max(sequences_per_mini_batch // dp_size, 1)
-    by_rank = per_row[: rows_per_rank * dp_size].view(dp_size, rows_per_rank)
-    return [int(chunk.sum()) for chunk in by_rank.split(rows_each, dim=1)]

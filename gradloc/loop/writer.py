@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..core.ranks import Ranks
 from ..record import BundleMeta, Event, Run
 from ..record.origin import now
 from ..record.store import EventStore
@@ -17,7 +18,7 @@ from .complete import bundle_tensors, complete_event, complete_sequences
 from .pictures import Album
 from .wire import RawEvent
 
-__all__ = ["EventWriter"]
+__all__ = ["EventWriter", "events_weights_folder"]
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -108,3 +109,21 @@ class EventWriter:
         event = replace(event, folder=self.store.write_folder(event.event_id, tensors, documents, album.files))
         self.store.append(event)
         return event
+
+
+def events_weights_folder(settings: Any, global_step: int, ranks: Ranks) -> str | None:
+    """Where the weights of an event go; None where none are to be saved, or ``evidence.max_gb`` is reached.
+
+    Args:
+        settings: those that hold, see :func:`~..config.resolve`.
+        global_step: the trainer's.
+        ranks: all of them call this together.
+    """
+    if settings.evidence.checkpoint != "before_step":
+        return None
+    root = settings.root
+    size_gb = ranks.agree(lambda: EventStore(root).size_gb() if ranks.is_first else 0.0)
+    if ranks.max([size_gb])[0] >= settings.evidence.max_gb:
+        logger.warning("gradloc: %s holds gradloc.evidence.max_gb or more, so no weights are saved", root)
+        return None
+    return os.path.join(root, "weights", f"global_step_{global_step}", "actor")

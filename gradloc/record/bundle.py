@@ -92,7 +92,7 @@ class BundleMeta:
     """A replay bundle's meta.json, beside batch.safetensors; what a replay uses is required."""
 
     actor: dict[str, Any]
-    """verl's actor config of the run, resolved."""
+    """The trained model's config of the run, resolved: verl's of the actor, TRL's arguments."""
     temperature: float
     on_policy: bool
     """Whether the loss took the current log-probs for the old ones (verl's shortcut)."""

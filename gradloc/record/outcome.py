@@ -64,6 +64,9 @@ class Consequence:
     """Norm of what is left for all other tokens, after clipping."""
     last_checkpoint: str | None = None
     """The newest checkpoint before this step."""
+    is_taken: bool | None = optional()
+    """Whether the optimizer took a step, finite or not; null in records before this was noted: of verl, which takes
+    none that is not finite."""
 
 
 @dataclass(frozen=True)

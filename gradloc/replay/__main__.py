@@ -45,10 +45,11 @@ from .reading import ReplayError
 __all__ = ["main", "replay"]
 
 _ADAPTERS = {
-    False: ("..adapters.verl07.rebuild", "verl 0.7.0 or 0.7.1 and the patch on it (gradloc-patch --repo VERL)"),
-    True: ("..adapters.verl09.rebuild", "verl 0.9 and gradloc installed beside it"),
+    "verl07": "verl 0.7.0 or 0.7.1 and the patch on it (gradloc-patch --repo VERL)",
+    "verl09": "verl 0.9 and gradloc installed beside it",
+    "trl": "trl and gradloc installed beside it",
 }
-"""What rebuilds the trainer's step from a bundle, and where it does; by whether the run was one of verl 0.9."""
+"""Whose ``rebuild`` makes the trainer's step from a bundle, and where it does."""
 
 
 class _Progress:
@@ -148,12 +149,14 @@ def replay(
 def _adapter(bundle: Bundle) -> Any:
     """By name: this room knows no adapter, and verl's workers take seconds to import."""
     of_engine = str(bundle.meta.actor.get("_target_")).startswith("gradloc.")
-    module, where = _ADAPTERS[of_engine]
+    is_trl = (bundle.event.run.trainer or "").startswith("trl")
+    name = "trl" if is_trl else "verl09" if of_engine else "verl07"
     try:
-        return importlib.import_module(module, __package__)
+        return importlib.import_module(f"..adapters.{name}.rebuild", __package__)
     except ImportError as error:
-        run = " of a run on verl 0.9" if of_engine else ""
-        raise ReplayError(f"An event{run} is replayed with {where}: there is no {error.name} here.") from error
+        run = {"verl07": "", "verl09": " of a run on verl 0.9", "trl": " of a run on TRL"}[name]
+        said = f"An event{run} is replayed with {_ADAPTERS[name]}: there is no {error.name} here."
+        raise ReplayError(said) from error
 
 
 def _settings(bundle: Bundle, strategy: str | None, budget: int | None) -> dict[str, Any]:

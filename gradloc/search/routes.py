@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..core.gradients import unwrapped
 from ..core.probe import Prober
 
 __all__ = ["forward_on_routes", "has_experts", "hold_routes"]
@@ -23,7 +24,7 @@ _TOP_K = (torch.topk, torch.Tensor.topk)
 
 def has_experts(module: torch.nn.Module) -> bool:
     """Whether a model's config (transformers') says that each token goes to some of several experts."""
-    config: Any = getattr(getattr(module, "_fsdp_wrapped_module", module), "config", None)
+    config: Any = getattr(unwrapped(module), "config", None)
     read = getattr(config, "get_text_config", lambda: config)
     return bool(getattr(read(), "num_experts_per_tok", None))
 

@@ -4,13 +4,25 @@
 A test composes every line with that verl's own config, and holds that it changes a setting that verl reads.
 """
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ACTIONS", "VERLS", "Action", "actions_of", "in_force", "lines_of", "replay_lines", "verl_of"]
+__all__ = [
+    "ACTIONS",
+    "VERLS",
+    "Action",
+    "actions_of",
+    "in_force",
+    "is_trl",
+    "lines_of",
+    "replay_lines",
+    "trl_settings",
+    "verl_of",
+]
 
 VERLS = ("0.7", "0.9")
 """The verls that there are lines for."""
@@ -202,11 +214,16 @@ def replay_lines(bundle: str, trainer: str | None) -> dict[str, str]:
         bundle: the event's folder, quoted for a shell.
         trainer: what made the run.
     """
+    if is_trl(trainer):
+        return {"": f"python -m gradloc.replay {bundle} --model MODEL_PATH"}
     module = {"0.7": "verl.gradloc.replay", "0.9": "gradloc.replay"}
     return _by_verl({verl: f"python -m {module[verl]} {bundle} --model MODEL_PATH" for verl in VERLS}, trainer)
 
 
 def _by_verl(lines: Mapping[str, str], trainer: str | None) -> dict[str, str]:
+    if is_trl(trainer):
+        said = trl_settings(lines["0.9"] or lines["0.7"])
+        return {"": said} if said else {}
     verl = verl_of(trainer)
     if verl is not None:
         return {"": lines[verl]} if lines[verl] else {}
@@ -246,3 +263,77 @@ def _holds(override: str, actor: Mapping[str, Any]) -> bool:
         except ValueError:
             return False
     return str(found).lower() == wanted.lower()
+
+
+# ---- TRL's settings
+
+_IN_TRL = {
+    f"{_ACTOR}.clip_ratio_high": "epsilon_high",
+    f"{_ACTOR}.clip_ratio_c": "delta",
+    f"{_ACTOR}.entropy_coeff": "entropy_coef",
+    f"{_ACTOR}.grad_clip": "max_grad_norm",
+    f"{_ACTOR}.kl_loss_coef": "beta",
+    f"{_ACTOR}.optim.lr": "learning_rate",
+    f"{_ACTOR}.optim.lr_warmup_steps": "warmup_steps",
+    f"{_ACTOR}.ppo_epochs": "num_iterations",
+    f"{_ACTOR}.use_torch_compile": "torch_compile",
+    f"{_ROLLOUT}.n": "num_generations",
+    f"{_ROLLOUT}.temperature": "temperature",
+    f"{_ROLLOUT}.top_p": "top_p",
+    f"{_CORRECTION}.rollout_is_threshold": "vllm_importance_sampling_clip_max",
+    "data.max_response_length": "max_completion_length",
+}
+"""Names of the same setting; its values are the same, too."""
+_LINES_IN_TRL = {
+    f"{_ACTOR}.fsdp_config.dtype=float32": "bf16=False",
+    f"{_ACTOR}.fsdp_config.model_dtype=fp32": 'model_init_kwargs={"dtype": "float32"}',
+    f"{_ACTOR}.policy_loss.loss_mode=gspo": 'importance_sampling_level="sequence"',
+    f"{_ACTOR}.spike_detection=true": 'gradloc="observe"',
+    f"{_ACTOR}.use_kl_loss=true": "beta=0.001",
+    f"{_ACTOR}.loss_agg_mode=seq-mean-token-mean": 'loss_type="grpo"',
+    f"{_CORRECTION}.rollout_is=token": 'vllm_importance_sampling_mode="token_truncate"',
+    "algorithm.norm_adv_by_std_in_grpo=false": 'scale_rewards="none"',
+    "trainer.rollout_data_dir=rollouts": "log_completions=True",
+    "trainer.resume_mode=resume_path": "trainer.train(resume_from_checkpoint=True)",
+}
+
+
+def is_trl(trainer: str | None) -> bool:
+    """Whether a record's trainer is TRL."""
+    return (trainer or "").startswith("trl")
+
+
+def trl_settings(line: str) -> str | None:
+    """The same settings for TRL; None where it lacks one of them.
+
+    Args:
+        line: verl's Hydra overrides, with a blank between.
+
+    >>> trl_settings("actor_rollout_ref.actor.grad_clip=0.5")
+    'max_grad_norm=0.5'
+    """
+    said = [_setting(override) for override in line.split()]
+    return None if None in said or not said else ", ".join(map(str, said))
+
+
+def _setting(override: str) -> str | None:
+    if override in _LINES_IN_TRL:
+        return _LINES_IN_TRL[override]
+    name, _, value = override.partition("=")
+    if not name.startswith(f"{_GRADLOC}."):
+        return f"{_IN_TRL[name]}={_python(value)}" if name in _IN_TRL else None
+    block, _, key = name.removeprefix(f"{_GRADLOC}.").partition(".")
+    if (block, key) == ("action", "mode"):
+        return f'gradloc="{value}"'
+    return f'gradloc={{"{block}": {{"{key}": {_python(value)}}}}}' if block in _HAS else None
+
+
+_HAS = ("action", "evidence", "search", "trigger")
+"""Blocks of our own settings that TRL's trainers take; the stabilizers and the critic are verl's."""
+
+
+def _python(value: str) -> str:
+    try:
+        return repr(json.loads(value))
+    except ValueError:
+        return json.dumps(value)

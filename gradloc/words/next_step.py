@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..record import Event
-from .advice import ACTIONS, in_force, lines_of
+from .advice import ACTIONS, in_force, is_trl, lines_of
 from .evidence import ODD, Evidence
 from .text import one_line
 
@@ -321,5 +321,7 @@ def _lines(name: str, found: Evidence) -> dict[str, str]:
     lines = lines_of(name, event.run.trainer)
     if name == "go_back" and checkpoint:
         path = shlex.quote(one_line(checkpoint))
+        if is_trl(event.run.trainer):
+            return {"": f"trainer.train(resume_from_checkpoint={one_line(checkpoint)!r})"}
         return {label: f"{line} trainer.resume_from_path={path}" for label, line in lines.items()}
     return {label: line for label, line in lines.items() if not in_force(line, found.actor)}

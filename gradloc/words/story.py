@@ -344,7 +344,9 @@ def given(event: Event, clip: float | None = None) -> str:
     if norm is None:
         return ""
     if not math.isfinite(norm):
-        return "verl skipped the step, because its norm was not finite."
+        if event.consequence is not None and event.consequence.is_taken:
+            return "The optimizer took the step: the weights that it moved are not finite any more."
+        return "The trainer skipped the step, because its norm was not finite."
     if clip is None:
         return "The optimizer took the step with the spike in it."
     if norm <= clip:

@@ -19,7 +19,7 @@ from ..patch.manifest import Base, Entry, Manifest, recall, render
 from .seams import relocate, seam
 
 PACKAGE = "verl/gradloc/"  # where the patch puts the package
-LEFT_OUT = ("report/", "adapters/verl09/")  # what a patched verl does not need of it
+LEFT_OUT = ("report/", "adapters/verl09/", "adapters/trl/", "trl.py")  # what a patched verl does not need of it
 _VERSION = re.compile(r'^__version__ = "([0-9A-Za-z.+-]{1,40})"$', re.MULTILINE)
 _PREAMBLE = """\
 Description: GradLoc for verl, {version}

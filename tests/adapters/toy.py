@@ -21,13 +21,14 @@ class Watch:
     """The adapter: the actor's powers on the rank's side, and the driver; in one process both are here."""
 
     scales_loss = False
+    takes_what_is_not_finite = True
 
     def __init__(self, trainer: Any, dump_dir: str, mode: str, tau: float):
         self.trainer, self.clip_limit, self.optimizer = trainer, trainer.grad_clip, trainer.optimizer
         settings = GradLocConfig(dump_dir=dump_dir, trigger=TriggerConfig(tau=tau), action=ActionConfig(mode))
         self.localizer = Localizer(self, Ranks(), settings)
         run = Run("tests", "toy")
-        self.driver = Driver(settings, sequences_per_mini_batch=10**9, tokenizer=None, run=run, trained={})
+        self.driver = Driver(settings, tokenizer=None, run=run, trained={})
         self.metrics: dict[str, list[float]] = {}
 
     def clip(self) -> torch.Tensor:
@@ -37,7 +38,7 @@ class Watch:
         """This trainer has no format for them."""
 
     def begin(self, batch: dict[str, torch.Tensor], number: int) -> None:
-        policy = self.driver.before_update(batch["response_mask"], number, dp_size=1)
+        policy = self.driver.before_update([int(batch["response_mask"].sum())], number)
         self.localizer.begin_update(policy, GradientSpace(self.trainer.model))
         self.step = ToyStep(self.trainer, int(batch["response_mask"].sum()))
         self.localizer.begin_mini_batch(self.step)

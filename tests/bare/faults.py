@@ -171,7 +171,7 @@ def _failing_block(model: torch.nn.Module, place: str):
 
 
 class _Powers:
-    clip_limit, scales_loss = 1.0, False
+    clip_limit, scales_loss, takes_what_is_not_finite = 1.0, False, False
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
         self.model, self.optimizer = model, optimizer

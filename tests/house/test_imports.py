@@ -10,11 +10,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "gradloc"
-TRAINERS = ("verl", "ray", "transformers", "tensordict")
+TRAINERS = ("verl", "ray", "trl", "transformers", "accelerate", "tensordict")
 
 RANKS = {
     "checks": 0,
     "keys": 0,
+    "touched": 0,
     "record": 0,
     "core": 1,
     "search": 2,
@@ -31,6 +32,7 @@ RANKS = {
     "config": 6,
     "names": 7,
     "adapters": 8,
+    "trl": 9,
 }
 """A room imports from those of a lower rank, and from these of its own:"""
 NEIGHBOURS = {

@@ -24,6 +24,7 @@ class Powers:
     """A plain module's: clipped to 1."""
 
     clip_limit = 1.0
+    takes_what_is_not_finite = False
 
     def __init__(self, model: torch.nn.Module, scales_loss: bool = False):
         self.model, self.scales_loss = model, scales_loss
@@ -113,6 +114,26 @@ def test_a_step_that_is_not_taken_leaves_no_gradient(mode):
     run = Run(mode)
     assert run.step(PLANT) == 0.0
     assert all(grad is None for grad in run.gradient())
+
+
+@pytest.mark.parametrize("takes", [False, True])
+def test_the_record_says_whether_the_optimizer_took_what_is_not_finite(takes):
+    run = Run()
+    run.localizer.powers.takes_what_is_not_finite = takes
+    run.step({(3, 2): math.nan})
+    (event,) = run.localizer.events
+    assert event.event.consequence.is_taken is takes
+
+
+def test_a_policy_may_come_as_late_as_the_step():
+    run = Run("skip")
+    batch = random_batch(run.model).planted(PLANT)
+    step = BareStep(run.model, batch, NUM_MICRO_BATCHES)
+    run.localizer.begin_update(None, run.space)
+    run.localizer.begin_mini_batch(step)
+    step.train(run.localizer.after_backward)
+    norm = run.localizer.before_step(clip_gradient(run.model, 1.0), policy(batch.num_tokens))
+    assert float(norm) == 0.0 and len(run.localizer.events) == 1 and run.localizer.coefficient > 0
 
 
 def test_more_culprits_than_may_be_masked_skip_the_step():

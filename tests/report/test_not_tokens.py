@@ -28,7 +28,7 @@ SAID = {
         "2 parameters hold weights that are not finite.",
         "<li><code>blocks.1.mlp.up.weight</code></li>",
         "parameters not finite",
-        "verl skipped the step, because its norm was not finite.",
+        "The trainer skipped the step, because its norm was not finite.",
         "Every further step will be like it until weights that are finite are loaded.",
         f"The newest checkpoint before it: {CHECKPOINT}.",
         f'data-copy="trainer.resume_mode=resume_path trainer.resume_from_path=&#39;{CHECKPOINT}&#39;"',

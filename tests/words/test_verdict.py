@@ -46,6 +46,20 @@ def test_a_gradient_that_is_not_finite_reads_so(norm):
     assert "A loss without a finite gradient." in said and "The norm was not finite; 0.77" in said
 
 
+@pytest.mark.parametrize(
+    "is_taken, said",
+    [
+        (True, "The optimizer took the step: the weights that it moved are not finite any more."),
+        (False, "The trainer skipped the step, because its norm was not finite."),
+        (None, "The trainer skipped the step, because its norm was not finite."),
+    ],
+)
+def test_what_became_of_a_step_that_is_not_finite_is_a_fact_of_the_record(is_taken, said):
+    found = make_event(consequence={"grad_clip": 1.0, "is_taken": is_taken})
+    found["trigger"]["grad_norm"] = "NaN"
+    assert said_of(found).endswith(said)
+
+
 def test_a_rehearsal_is_called_one():
     found = make_event()
     found["trigger"]["kind"] = "forced"

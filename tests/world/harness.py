@@ -28,21 +28,29 @@ from tests.world.oracle import actors_micro_batches
 NUM_PROMPT, NUM_RESPONSE, VOCABULARY = 5, 12, 96
 
 
-def has_engine() -> bool:
-    """Whether the ranks have verl 0.9 and its engine; else they have a verl with the actor."""
+def other_trainer() -> Any:
+    """What makes the trainer that these ranks have behave as verl 0.7's actor; None where it is that one."""
+    if find_spec("verl") is None:
+        return importlib.import_module("tests.adapters.trl.as_actor")
     import verl
 
-    return verl.__version__.startswith("0.9.")
+    is_07 = not verl.__version__.startswith("0.9.")
+    return None if is_07 else importlib.import_module("tests.adapters.verl09.as_actor")
+
+
+def has_engine() -> bool:
+    """Whether the ranks have another trainer than verl 0.7's actor."""
+    return other_trainer() is not None
 
 
 def part(name: str) -> Any:
-    """A module of the package under test: ``core.ranks``. It is patched into verl 0.7 and installed beside 0.9."""
+    """A module of the package under test: ``core.ranks``. It is patched into verl 0.7 and installed beside others."""
     return importlib.import_module(f"gradloc.{name}" if has_engine() else f"verl.gradloc.{name}")
 
 
 def step_class() -> type:
     """The adapter's step, which the search replays."""
-    return part("adapters.verl09.step").EngineStep if has_engine() else part("adapters.verl07.step").ActorStep
+    return other_trainer().step_class() if has_engine() else part("adapters.verl07.step").ActorStep
 
 
 @dataclass
@@ -354,9 +362,7 @@ def make_trainer(
     ``model``: another than the tiny one.
     """
     if has_engine():
-        from tests.adapters.verl09 import as_actor
-
-        return as_actor.make_trainer(overrides, dump_dir, seed, dropout, model)
+        return other_trainer().make_trainer(overrides, dump_dir, seed, dropout, model)
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.actor.dp_actor import DataParallelPPOActor
 
@@ -451,8 +457,6 @@ def make_batch(num_rows: int = 16, seed: int = 0, noise: float = 0.3, rollout_no
     """
     import numpy as np
 
-    from verl import DataProto
-
     generator = torch.Generator().manual_seed(seed)
     total = NUM_PROMPT + NUM_RESPONSE
     input_ids = torch.randint(3, VOCABULARY, (num_rows, total), generator=generator)
@@ -480,4 +484,8 @@ def make_batch(num_rows: int = 16, seed: int = 0, noise: float = 0.3, rollout_no
     sources = np.array(["arithmetic"] * num_rows, dtype=object)
     images = np.array([{} for _ in range(num_rows)], dtype=object)  # what verl's agent loop gives text
     others = {"uid": uids, "data_source": sources, "multi_modal_inputs": images}
+    if find_spec("verl") is None:
+        return other_trainer().Rows(tensors, others)
+    from verl import DataProto
+
     return DataProto.from_dict(tensors=tensors, non_tensors=others)

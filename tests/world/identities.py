@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from tests.world import harness
-from tests.world.harness import has_engine, make_batch, make_trainer, part
+from tests.world.harness import has_engine, make_batch, make_trainer, other_trainer, part
 from tests.world.spikes import ON, plant
 
 FORCE = ["actor_rollout_ref.actor.gradloc.trigger.force_step=1"]
@@ -127,9 +127,7 @@ def masked_step(overrides: list[str], dump_dir: str, dropout: float, plants: lis
 def _letting_out(plants: list, batch: Any):
     """Make plain training detach the planted tokens in its own forward."""
     if has_engine():
-        from tests.adapters.verl09 import as_actor
-
-        with as_actor.letting_out(plants, batch):
+        with other_trainer().letting_out(plants, batch):
             yield
         return
     from verl.workers.actor.dp_actor import DataParallelPPOActor

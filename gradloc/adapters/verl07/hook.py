@@ -171,6 +171,8 @@ class _Powers:
         self._hook = hook
         self._actor = hook.actor
 
+    takes_what_is_not_finite = False
+
     @property
     def clip_limit(self) -> float:
         stabilizer = self._hook.stabilizer

@@ -23,11 +23,10 @@ from verl.workers.actor.dp_actor import DataParallelPPOActor
 from ...core.gradients import GradientSpace
 from ...keys import ROW_KEY
 from ...replay.bundle import Bundle, Entry
+from ...replay.dealt import Replayed, deal
 from ...stabilize.ratio_clip import TokenWeigher
 from ..verl_common.loading import (
-    Replayed,
     actor_config,
-    deal,
     has_flash_attention,
     load,
     require_rollout_log_probs,

@@ -18,7 +18,7 @@ from ...config import GradLocConfig, fix_dump_dir
 from ...health.monitor import Monitor, build_monitor
 from ...keys import POLICY_KEY, ROW_KEY, SEQUENCE_KEY
 from ...loop.batch import BatchView
-from ...loop.driver import Driver, build_driver, sequence_ids
+from ...loop.driver import sequence_ids
 from ...names import refuse_unknown_names
 from ...record.state import load_states, save_states
 from ...reweighting import (
@@ -33,6 +33,7 @@ from ...reweighting import (
 from ...stabilize import STABILIZER_KEY
 from ...stabilize.config import StabilizeConfig
 from ...stabilize.memory import StabilizerMemory, build_memory
+from ..verl_common.driver import VerlDriver, build_driver
 from ..verl_common.reports import reports_of
 from .analysis_trainer import Analysis, build_analysis
 from .critic.trainer import CriticSide
@@ -63,7 +64,7 @@ def build_trainer_hook(trainer: Any) -> "TrainerHook":
     )
 
 
-def _driver(config: Any, settings: GradLocConfig, tokenizer: Any) -> Driver | None:
+def _driver(config: Any, settings: GradLocConfig, tokenizer: Any) -> VerlDriver | None:
     fix_dump_dir(config, settings.root)
     if not settings.enable:
         return None
@@ -112,7 +113,7 @@ class TrainerHook:
 
     def __init__(
         self,
-        spikes: Driver | None = None,
+        spikes: VerlDriver | None = None,
         critic: CriticSide | None = None,
         alpha: float = 0.0,
         lopti: Lopti | None = None,
@@ -236,7 +237,7 @@ class TrainerHook:
         if self.spikes is not None:
             dp_size, stage = trainer._get_dp_size(group, "actor"), batch.meta_info.get(STAGE_NAME_KEY, "")
             mask = batch.batch["response_mask"]
-            batch.meta_info[POLICY_KEY] = self.spikes.before_update(mask, trainer.global_steps, dp_size, stage)
+            batch.meta_info[POLICY_KEY] = self.spikes.before_batch(mask, trainer.global_steps, dp_size, stage)
             batch.batch[ROW_KEY] = torch.arange(len(batch))
         if self.stabilizers is not None and self.stabilizers.to_send is not None:
             batch.meta_info[STABILIZER_KEY] = self.stabilizers.to_send

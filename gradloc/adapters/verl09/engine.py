@@ -175,6 +175,8 @@ class EngineWatch:
 
     # ---- the actor's powers: see loop.localizer.ActorPowers
 
+    takes_what_is_not_finite = False
+
     @property
     def clip_limit(self) -> float:
         return math.inf if self._measures_only else self.engine.optimizer_config.clip_grad

@@ -27,14 +27,13 @@ from verl.workers.utils.losses import ppo_loss
 from ...core.gradients import GradientSpace
 from ...keys import ROW_KEY
 from ...replay.bundle import Bundle, Entry
+from ...replay.dealt import Replayed, deal
 from ...replay.reading import ReplayError
 from ...reweighting import STAGE_MASK_KEY
 from ...stabilize.config import SeqClipConfig, StabilizeConfig, TokenClipConfig
 from ...stabilize.ratio_clip import TokenWeigher
 from ..verl_common.loading import (
-    Replayed,
     actor_config,
-    deal,
     load,
     require_rollout_log_probs,
     start_processes,

@@ -3,7 +3,6 @@
 
 import ast
 import hashlib
-import importlib
 import inspect
 import logging
 import os
@@ -11,6 +10,8 @@ import re
 import textwrap
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from ...touched import difference, find
 
 __all__ = ["KNOWN", "changed_bodies", "check_verl", "differences", "digest_of", "verl_version"]
 
@@ -120,7 +121,7 @@ def differences(who: str) -> list[str]:
     Args:
         who: ``worker``, ``trainer`` or ``replay``.
     """
-    return [found for place, expected in _TOUCHED[who].items() if (found := _difference(place, expected)) is not None]
+    return [found for place, expected in _TOUCHED[who].items() if (found := difference(place, expected)) is not None]
 
 
 def changed_bodies() -> list[str]:
@@ -145,28 +146,9 @@ def digest_of(source: str) -> str:
 
 def _digest_at(place: str) -> str:
     try:
-        return digest_of(inspect.getsource(inspect.unwrap(_find(place))))
+        return digest_of(inspect.getsource(inspect.unwrap(find(place))))
     except (ImportError, AttributeError, OSError, TypeError):
         return "gone"
-
-
-def _find(place: str) -> Any:
-    module, _, path = place.partition(":")
-    found: Any = importlib.import_module(module)
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
-
-
-def _difference(place: str, expected: str | None) -> str | None:
-    try:
-        found = _find(place)
-    except (ImportError, AttributeError):
-        return f"{place} is gone"
-    if expected is None:
-        return None
-    parameters = ", ".join(inspect.signature(inspect.unwrap(found)).parameters)
-    return None if parameters == expected else f"{place} takes ({parameters}), expected ({expected})"
 
 
 def check_verl(who: str) -> None:

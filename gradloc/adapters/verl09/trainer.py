@@ -17,13 +17,13 @@ from verl.workers.utils.padding import response_to_nested
 from ...config import fix_dump_dir, settings_in
 from ...health.monitor import Monitor, build_monitor
 from ...keys import POLICY_KEY, ROW_KEY
-from ...loop.driver import Driver, build_driver
 from ...loop.metrics import joined
 from ...loop.wire import Policy, RankReport
 from ...names import refuse_unknown_names
 from ...record.state import load_states, save_states
 from ...reweighting import STAGE_MASK_KEY, Lopti, Stage, reweight
 from ...stabilize.memory import build_memory
+from ..verl_common.driver import VerlDriver, build_driver
 from ..verl_common.reports import reports_of
 from .analysis.trainer import build_analysis
 from .batch import fetch, put, view_of
@@ -83,8 +83,8 @@ class TrainerSide:
         actor = config.actor_rollout_ref.actor
         clip = OmegaConf.select(actor, "optim.clip_grad")
         self.stabilizers = build_memory(self.settings.stabilize, "actor_rollout_ref.actor.optim.clip_grad", clip)
-        self.spikes: Driver | None = None
-        self.critic: Driver | None = None
+        self.spikes: VerlDriver | None = None
+        self.critic: VerlDriver | None = None
         self._watched_groups: set[str] = set()
         self._num_updates = 0
         self._of_updates: dict[str, list[dict[str, float]]] = {}  # the present step's metrics, by model
@@ -103,7 +103,7 @@ class TrainerSide:
         return {name: part for name, part in parts.items() if part is not None}
 
     @property
-    def _drivers(self) -> list[Driver]:
+    def _drivers(self) -> list[VerlDriver]:
         return [driver for driver in (self.spikes, self.critic) if driver is not None]
 
     def begin(self, tokenizer: Any) -> None:
@@ -206,13 +206,13 @@ class TrainerSide:
         )
 
     def _watched(
-        self, driver: Driver, role: _Role, update: Update, metrics: dict[str, Any], stage: str = "", **told: Any
+        self, driver: VerlDriver, role: _Role, update: Update, metrics: dict[str, Any], stage: str = "", **told: Any
     ) -> Any:
         """An update that is looked into, with the events written."""
         trainer, batch = update.trainer, update.batch
         view = view_of(batch, is_critics=driver.model == "critic")
         dp_size = max(getattr(trainer, role.group)._dispatch_info[role.mesh]) + 1
-        policy = driver.before_update(view.tensors["response_mask"], trainer.global_steps, dp_size, stage)
+        policy = driver.before_batch(view.tensors["response_mask"], trainer.global_steps, dp_size, stage)
         put(batch, {ROW_KEY: torch.arange(len(batch.keys)).unsqueeze(-1)})
         reports = self._through(role, update, metrics, replace(policy, **told))
         found = reduce_metrics(driver.after_update(reports, view))

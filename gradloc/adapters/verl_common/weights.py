@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
 
 from ...core.ranks import PeerFailure, Ranks
-from ...record.store import EventStore
+from ...loop.writer import events_weights_folder
 
 __all__ = ["save_event_weights", "save_weights"]
 
@@ -36,15 +36,8 @@ def save_event_weights(module: torch.nn.Module, settings: Any, global_step: int,
     Returns:
         The folder; None where none are to be saved, or could not be, or ``evidence.max_gb`` is reached.
     """
-    if settings.evidence.checkpoint != "before_step":
-        return None
-    root = settings.root
-    size_gb = ranks.agree(lambda: EventStore(root).size_gb() if ranks.is_first else 0.0)
-    if ranks.max([size_gb])[0] >= settings.evidence.max_gb:
-        logger.warning("gradloc: %s holds gradloc.evidence.max_gb or more, so no weights are saved", root)
-        return None
-    folder = os.path.join(root, "weights", f"global_step_{global_step}", "actor")
-    return folder if save_weights(module, folder, ranks) else None
+    folder = events_weights_folder(settings, global_step, ranks)
+    return folder if folder is not None and save_weights(module, folder, ranks) else None
 
 
 def save_weights(module: torch.nn.Module, folder: str, ranks: Ranks) -> bool:

@@ -23,6 +23,14 @@ from tests.adapters.verl09.harness import ACTOR, MODEL
 from tests.world.harness import NUM_PROMPT, experts_of, of_verl
 from tests.world.oracle import MicroBatch
 
+
+def step_class() -> type:
+    """The adapter's step, which the search replays."""
+    from gradloc.adapters.verl09.step import EngineStep
+
+    return EngineStep
+
+
 OURS = ("spike_detection=true", "gradloc", "algorithm.", "analysis", "filter")
 """Of what is asked for; else verl's own trainer is taken."""
 BASE = [  # as the actor's harness has it

@@ -7,7 +7,7 @@ import torch
 
 from ....keys import POLICY_KEY, ROW_KEY
 from ....loop.batch import BatchView
-from ....loop.driver import Driver
+from ...verl_common.driver import VerlDriver
 from ...verl_common.reports import reports_of
 from ..worker import report_of_critic
 
@@ -22,7 +22,7 @@ class CriticSide:
         driver: the critic's.
     """
 
-    def __init__(self, trainer: Any, driver: Driver):
+    def __init__(self, trainer: Any, driver: VerlDriver):
         self._trainer, self.driver = trainer, driver
 
     def begin_fit(self) -> None:
@@ -33,7 +33,7 @@ class CriticSide:
     def _update(self, batch: Any) -> Any:
         trainer, driver = self._trainer, self.driver
         dp_size = trainer._get_dp_size(trainer.critic_wg, "critic")
-        policy = driver.before_update(batch.batch["response_mask"], trainer.global_steps, dp_size)
+        policy = driver.before_batch(batch.batch["response_mask"], trainer.global_steps, dp_size)
         batch.batch[ROW_KEY] = torch.arange(len(batch))
         batch.meta_info[POLICY_KEY] = policy
         try:

@@ -70,6 +70,7 @@ class CriticWatch:
     """
 
     scales_loss = False
+    takes_what_is_not_finite = False
 
     def __init__(self, critic: DataParallelPPOCritic, settings: Any):
         self.critic, self.clip_limit = critic, critic.config.grad_clip

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's GRPOTrainer and RLOOTrainer; what a user imports is :mod:`gradloc.trl`."""

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's trainers with GradLoc riding along: methods overridden by name, as any subclass may."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import trl
+
+from ...core.ranks import PeerFailure, Ranks
+from .batch import REWARD_KEY
+from .config import health_of, refuse, settings_of
+from .touches import check_trl
+from .watch import Watch
+
+__all__ = ["GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer", "attach"]
+
+
+class Watched:
+    """Goes in front of a trainer of TRL's; while ``gradloc`` and ``health`` are off it is TRL's alone.
+
+    Args:
+        gradloc: ``observe``, ``mask``, ``skip``, ``abort`` or ``off``; settings by name; or a GradLocConfig. None: what
+            the config says (``args.gradloc``), else ``observe``.
+        health: whether the health monitor judges each step, or its settings. None: what the config says, else not.
+        others: TRL's.
+    """
+
+    _watch: Watch | None = None
+    _rewards: torch.Tensor | None = None
+
+    def __init__(self, *args: Any, gradloc: Any = None, health: Any = None, **others: Any):
+        super().__init__(*args, **others)
+        self._start(gradloc, health)
+
+    def _start(self, gradloc: Any, health: Any) -> None:
+        args = self.args
+        settings = settings_of(getattr(args, "gradloc", "observe") if gradloc is None else gradloc, args.output_dir)
+        judge = health_of(getattr(args, "health", False) if health is None else health)
+        if settings is None and judge is None:
+            return
+        check_trl()
+        refuse(self, settings)
+        self._watch = Watch(self, settings, judge)
+
+    # ---- an optimizer step, from its first micro-batch to the optimizer
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        if self._watch is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        self._watch.before_micro_batch(model)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._watch.after_micro_batch(loss)
+        return loss
+
+    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        step = self._step_watched
+        if step is None or step.is_asking:
+            return super()._compute_loss(model, inputs)
+        with step.recording(inputs):
+            return super()._compute_loss(model, inputs)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **given: Any) -> Any:
+        call = partial(super()._get_per_token_logps_and_entropies, *args, **given)
+        step = self._step_watched
+        return call() if step is None or not step.is_asking else step.log_probs(call)
+
+    def get_high_entropy_mask(self, *args: Any, **given: Any) -> Any:
+        call = partial(super().get_high_entropy_mask, *args, **given)
+        step = self._step_watched
+        return call() if step is None or not step.is_asking else step.high_entropy_mask(call)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        return norm if self._watch is None else self._watch.before_step(norm)
+
+    @property
+    def _step_watched(self) -> Any:
+        """The step whose spike may be looked into; None between steps, and where none are looked for."""
+        return None if self._watch is None or self._watch.localizer is None else self._watch.step
+
+    # ---- rewards, which the inputs do not hold
+
+    def _calculate_rewards(self, *args: Any, **given: Any) -> torch.Tensor:
+        found = super()._calculate_rewards(*args, **given)
+        if self._watch is not None:
+            self._rewards = (found * self.reward_weights.to(found.device)).nansum(dim=1)
+        return found
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        if self._rewards is not None:
+            first = self.accelerator.process_index * len(inputs)
+            output[REWARD_KEY], self._rewards = self._rewards[first : first + len(inputs)], None
+        return output
+
+    # ---- logs and checkpoints
+
+    def log(self, logs: dict[str, float], *args: Any, **given: Any) -> None:
+        if self._watch is not None and self.model.training:
+            logs.update(self._watch.take_metrics())
+        super().log(logs, *args, **given)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self._watch is not None:
+            folder = f"checkpoint-{self.state.global_step}"
+            self._watch.save(os.path.join(self._get_output_dir(trial=trial), folder))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self._watch is not None and checkpoint is not None:
+            self._watch.load(checkpoint)
+
+    # ---- what a search asks of the trainer beside its loss
+
+    def clip_again(self) -> Any:
+        """Clip what is in ``.grad`` as training does, and return its norm before that; it is not scaled any more."""
+        with _unscaled(self.accelerator):
+            clipped = self._clip_grad_norm(self.model_wrapped) if self.args.max_grad_norm > 0 else None
+            return super()._get_grad_norm(self.model_wrapped, grad_norm=clipped)
+
+    def save_whole_model(self, folder: str, ranks: Ranks) -> bool:
+        """Write the weights as one model's folder, from the first process; returns whether it could."""
+        try:
+            state = ranks.together(partial(self.accelerator.get_state_dict, self.model_wrapped))
+            ranks.agree(partial(self._save, folder, state_dict=state) if ranks.is_first else lambda: None)
+        except PeerFailure:
+            return False
+        return True
+
+
+@contextmanager
+def _unscaled(accelerator: Any) -> Iterator[None]:
+    """accelerate unscales fp16's gradients where it clips, and refuses to do so twice in a step."""
+    accelerator.unscale_gradients = lambda *_: None
+    try:
+        yield
+    finally:
+        del accelerator.unscale_gradients
+
+
+class GRPOTrainer(Watched, trl.GRPOTrainer):
+    """TRL's, see :class:`Watched`."""
+
+
+class RLOOTrainer(Watched, trl.RLOOTrainer):
+    """TRL's, see :class:`Watched`."""
+
+
+@dataclass
+class _Switches:
+    gradloc: dict | str | None = field(default="observe", metadata={"help": "off, an action's mode, or settings."})
+    health: dict | str | None = field(default=None, metadata={"help": "true, false, or settings."})
+
+
+@dataclass
+class GRPOConfig(_Switches, trl.GRPOConfig):
+    """TRL's, with what a YAML file or a command line is to reach."""
+
+
+@dataclass
+class RLOOConfig(_Switches, trl.RLOOConfig):
+    """TRL's, likewise."""
+
+
+def attach(trainer: Any, gradloc: Any = None, health: Any = None) -> None:
+    """The other way to switch it on: on a trainer that is there, of GRPOTrainer, RLOOTrainer or a subclass of these.
+
+    Raises:
+        ValueError: one sentence that says why it cannot look into this run.
+    """
+    if not isinstance(trainer, trl.GRPOTrainer | trl.RLOOTrainer):
+        found = f"{type(trainer).__module__}.{type(trainer).__name__}"
+        raise ValueError(f"gradloc.trl.attach takes a trainer of TRL's GRPO or RLOO, found a {found}.")
+    kind = type(trainer)
+    trainer.__class__ = type(kind.__name__, (Watched, kind), {"__module__": kind.__module__})
+    trainer._start(gradloc, health)

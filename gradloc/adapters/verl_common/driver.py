@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver of a run of verl's: built from verl's config, and told of a batch as verl deals it out."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...loop.driver import Driver
+from ...loop.wire import Policy
+from ...record.origin import origin
+
+__all__ = ["VerlDriver", "build_driver", "tokens_per_mini_batch"]
+
+
+def build_driver(config: Any, settings: Any, tokenizer: Any, model: str = "actor") -> "VerlDriver":
+    """The driver of a run.
+
+    Args:
+        config: the trainer's whole config, of any verl.
+        settings: those that hold.
+        tokenizer: the actor's.
+        model: whose updates it is about: ``actor`` or ``critic``.
+    """
+    from omegaconf import OmegaConf
+
+    trained, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if model == "critic":
+        trained, settings = config.critic, _of_critic(settings)
+    plain: Any = OmegaConf.to_container(trained, resolve=True)
+    whole: Any = OmegaConf.to_container(config)
+    driver = VerlDriver(
+        settings,
+        tokenizer=tokenizer,
+        run=origin(
+            config.trainer.project_name,
+            config.trainer.experiment_name,
+            settings=whole,
+            model=(config.critic if model == "critic" else config.actor_rollout_ref).model.path,
+        ),
+        trained=plain,
+        num_epochs=trained.ppo_epochs,
+        model=model,
+    )
+    driver.sequences_per_mini_batch = trained.ppo_mini_batch_size * rollout.n
+    driver.action_key = f"actor_rollout_ref.actor.gradloc.{'action.mode' if model == 'actor' else model}"
+    return driver
+
+
+class VerlDriver(Driver):
+    """A driver that knows how verl deals rows out."""
+
+    sequences_per_mini_batch: int
+    """Rollouts, over all ranks."""
+
+    def before_batch(self, response_mask: torch.Tensor, global_step: int, dp_size: int, stage: str = "") -> Policy:
+        """The policy of the update that comes next.
+
+        Args:
+            response_mask: (R, T), in the order in which the rows are dealt out to the ranks.
+            global_step: the trainer's.
+            dp_size: data-parallel ranks.
+            stage: which of Lopti's two updates this is; "" for the only one.
+        """
+        num_tokens = tokens_per_mini_batch(response_mask, dp_size, self.sequences_per_mini_batch)
+        return self.before_update(num_tokens, global_step, stage)
+
+
+def tokens_per_mini_batch(response_mask: torch.Tensor, dp_size: int, sequences_per_mini_batch: int) -> list[int]:
+    """Response tokens of each mini-batch over all ranks, as verl deals rows out: to ranks in equal runs, each of which
+    is cut into mini-batches in order.
+
+    Args:
+        response_mask: (R, T), in the order in which the rows are dealt out.
+        dp_size: data-parallel ranks.
+        sequences_per_mini_batch: over all ranks.
+    """
+    per_row = response_mask.sum(-1)
+    rows_per_rank = len(per_row) // dp_size
+    rows_each = max(sequences_per_mini_batch // dp_size, 1)
+    by_rank = per_row[: rows_per_rank * dp_size].view(dp_size, rows_per_rank)
+    return [int(chunk.sum()) for chunk in by_rank.split(rows_each, dim=1)]
+
+
+def _of_critic(settings: Any) -> Any:
+    """The actor's settings as they hold for the critic: its own action, and nothing that only a replay uses."""
+    return replace(
+        settings,
+        enable=True,
+        stabilize=type(settings.stabilize)(),
+        action=replace(settings.action, mode=settings.critic),
+        evidence=replace(settings.evidence, bundle="off", checkpoint="off"),
+    )

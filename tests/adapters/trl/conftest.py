@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL in an environment of its own, `scripts/test.sh trl`; in others nothing here is collected."""
+
+import json
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.world import World
+
+collect_ignore_glob = [] if find_spec("trl") else ["*.py"]
+SAME = ("weights", "optimizer", "scheduler", "rng")
+"""What a run leaves behind that must be the same, bit for bit."""
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[World]:
+    """Two ranks."""
+    with World(2, preloaded=("trl", "gradloc.trl")) as world:
+        yield world
+
+
+@pytest.fixture
+def doomed() -> Iterator[World]:
+    """Two ranks that a test may lose."""
+    with World(2, preloaded=("trl", "gradloc.trl")) as world:
+        yield world
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """``run(name, **given)``: :func:`harness.run` in this process; events are in ``tmp_path / "watched"``."""
+    from tests.adapters.trl import harness
+
+    return lambda name, folder="", **given: harness.run(name, str(tmp_path / (folder or name)), **given)
+
+
+@pytest.fixture
+def run_on_two(two: World, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """The same on two ranks: each rank's answer."""
+    return lambda name, folder="", **given: two.run(
+        "tests.adapters.trl.harness.run", name=name, folder=str(tmp_path / (folder or name)), **given
+    )
+
+
+def events_in(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "gradloc" / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def named_in(events: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
+    """Step, row and position of every token that is named."""
+    tokens = [
+        (event["step"]["global_step"], c["row"], p)
+        for event in events
+        for c in event["culprits"]
+        for p in c["positions"]
+    ]
+    return sorted(tokens)

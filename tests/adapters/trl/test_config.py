@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user may give, by keyword, YAML or command line, and what is refused with a sentence."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import trl
+from accelerate.utils import DistributedType
+
+from gradloc.adapters.trl import touches
+from gradloc.adapters.trl.config import health_of, refuse, settings_of
+from gradloc.trl import GradLocConfig, GRPOConfig, attach
+from tests.adapters.trl.harness import make
+
+
+@pytest.mark.parametrize(
+    "given, mode",
+    [
+        ("observe", "observe"),
+        ("mask", "mask"),
+        ({"action": {"mode": "skip"}}, "skip"),
+        ('{"action": {"mode": "mask"}}', "mask"),
+        (GradLocConfig(), "observe"),
+        ("off", None),
+        (False, None),
+        ({"enable": False}, None),
+    ],
+)
+def test_it_is_given_as_a_mode_as_settings_or_as_json(given, mode):
+    settings = settings_of(given, "out")
+    assert (settings and settings.action.mode) == mode
+    assert settings is None or settings.root.endswith("/out/gradloc")
+
+
+def test_a_folder_of_ones_own_is_kept(tmp_path):
+    assert settings_of({"dump_dir": str(tmp_path)}, "out").root == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ("maks", "gradloc must be off, observe, mask, skip, abort, or settings by name, found 'maks'."),
+        ({"acton": {}}, "gradloc.acton is no setting: did you mean gradloc.action?"),
+        ({"action": {"mode": "maks"}}, "gradloc.action.mode must be one of observe, mask, skip, abort, found 'maks'."),
+        ({"trigger": {"tua": 1}}, "gradloc.trigger.tua is no setting: did you mean gradloc.trigger.tau?"),
+        ({"trigger": 3}, "gradloc must be a mode or settings by name, found 3."),
+        ({"critic": "mask"}, "gradloc.critic must be off with TRL, whose trainers have none, found 'mask'."),
+        (
+            {"stabilize": {"skip_step": {"enable": True}}},
+            "gradloc.stabilize must be left as it is: the stabilizers need",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_the_name_that_a_user_of_trl_gave_it(given, said):
+    with pytest.raises(ValueError) as caught:
+        settings_of(given, "out")
+    assert str(caught.value).startswith(said)
+
+
+def test_health_is_a_switch_or_settings():
+    assert health_of(None) is None and health_of(True).enable and health_of({"warmup": 3}).warmup == 3
+    with pytest.raises(ValueError, match="health must be true, false, or settings by name, found 'yes'"):
+        health_of("yes")
+
+
+def test_yaml_and_the_command_line_reach_it_through_the_config(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "output_dir: out\nuse_cpu: true\nbf16: false\ngradloc:\n  action: {mode: mask}\nhealth: true\n"
+    )
+    (of_yaml,) = trl.TrlParser(GRPOConfig).parse_args_and_config(["--config", str(tmp_path / "run.yaml")])
+    assert settings_of(of_yaml.gradloc, "out").action.mode == "mask" and health_of(of_yaml.health).enable
+    (of_line,) = trl.TrlParser(GRPOConfig).parse_args_and_config(
+        ["--output_dir", "out", "--use_cpu", "--bf16", "False", "--gradloc", "skip"]
+    )
+    assert settings_of(of_line.gradloc, "out").action.mode == "skip"
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    return make("stock", str(tmp_path_factory.mktemp("stock")))
+
+
+KEEPING = settings_of({"evidence": {"checkpoint": "before_step"}}, "out")
+REFUSED = {
+    "gradloc.evidence.checkpoint must be off where the model is sharded as it is loaded": {
+        "model.config.distributed_config": SimpleNamespace(dp_replicate_size=1)
+    },
+    "accelerate's distributed type must be one process, DDP or FSDP2": {
+        "accelerator.distributed_type": DistributedType.DEEPSPEED
+    },
+    "fsdp_version must be 2": {"accelerator.distributed_type": DistributedType.FSDP, "accelerator.is_fsdp2": False},
+    "optim must be an optimizer that steps once, after the backward": {"args.optim": "galore_adamw_layerwise"},
+    "optim must be an optimizer that steps once,": {"args.optim": "adalomo"},
+    "tensor parallelism must be 1": {"get_tp_size": lambda: 2},
+    "distributed_config.dp_replicate_size must be 1": {
+        "model.config.distributed_config": SimpleNamespace(dp_replicate_size=2)
+    },
+    "torch_compile must be false": {"args.torch_compile": True},
+    "model must be a model of text": {"_is_vlm": True},
+    "gradient_as_bucket_view must be false": {"accelerator.ddp_handler": SimpleNamespace(gradient_as_bucket_view=True)},
+}
+
+
+class Changed:
+    """An object of which some attributes are others."""
+
+    def __init__(self, of, changed):
+        self._of, self._changed = of, changed
+
+    def __getattr__(self, name):
+        if name in self._changed:
+            return self._changed[name]
+        deeper = {
+            key.removeprefix(f"{name}."): value for key, value in self._changed.items() if key.startswith(f"{name}.")
+        }
+        found = getattr(self._of, name)
+        return Changed(found, deeper) if deeper else found
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_a_run_that_no_search_could_look_into_is_refused(trainer, said):
+    refuse(trainer, GradLocConfig())
+    with pytest.raises(ValueError) as caught:
+        refuse(Changed(trainer, REFUSED[said]), KEEPING)
+    assert str(caught.value).startswith(said) and 'gradloc="off" trains without' in str(caught.value)
+
+
+def test_attaching_to_something_else_is_refused():
+    with pytest.raises(ValueError, match="takes a trainer of TRL's GRPO or RLOO, found a builtins.int"):
+        attach(3)
+
+
+def test_a_trl_that_has_changed_what_this_hangs_on_is_refused_by_name():
+    touches.check_trl()
+    with mock.patch.object(trl.GRPOTrainer, "_compute_loss", lambda self, batch: None):
+        with pytest.raises(
+            RuntimeError, match=r"trl:GRPOTrainer._compute_loss takes \(self, batch\), expected \(self, model"
+        ):
+            touches.check_trl()
+    with mock.patch.object(touches, "_OTHERS", {"trl.trainer.utils:gone": None}):
+        with pytest.raises(
+            RuntimeError, match="trl.trainer.utils:gone is gone; pip install trl==1.16.0, or train with"
+        ):
+            touches.check_trl()

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks: DDP, and FSDP2 sharded when the model is loaded. What one process does, and failures."""
+
+import pytest
+
+from tests.adapters.trl.conftest import SAME, events_in, named_in
+from tests.world import RankError
+
+PLANT = {"what": "token", "factor": 1e3, "rank": 1}
+LAYOUTS = {
+    "DDP": {},
+    "DDP, two generations a step": {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
+    "DDP, what is taken over all ranks": {
+        "top_entropy_quantile": 0.8,
+        "use_adaptive_entropy": True,
+        "entropy_target": 3.0,
+        "entropy_coef": 0.01,
+        "beta": 0.05,
+    },
+    "DDP, LoRA": {"lora": True},
+    "DDP, bf16 autocast, checkpointing": {"bf16": True, "gradient_checkpointing": True},
+    "FSDP2": {"sharded": True},
+    "FSDP2, bf16 autocast": {"sharded": True, "bf16": True},
+}
+SMALL = {"gradient_accumulation_steps": 2, "max_steps": 4}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_observing_changes_nothing_and_masking_is_training_without_the_token(run_on_two, tmp_path, layout):
+    layout = {"plant": PLANT, **layout}
+    stock, without = run_on_two("stock", **layout), run_on_two("without", **layout)
+    observed = run_on_two("watched", **layout)
+    masked = run_on_two("watched", "masked", gradloc={"action": {"mode": "mask"}}, **layout)
+    for rank in range(2):
+        assert [observed[rank][key] for key in SAME] == [stock[rank][key] for key in SAME], "observe"
+        assert [masked[rank][key] for key in SAME] == [without[rank][key] for key in SAME], "mask"
+    assert masked[0]["weights"] == masked[1]["weights"] != stock[0]["weights"]
+    (event,) = events_in(tmp_path / "watched")
+    assert named_in([event]) == sorted(tuple(place) for of_rank in observed for place in of_rank["where"])
+    assert {culprit["rank"] for culprit in event["culprits"]} == {1}
+    assert event["certificate"]["verdict"] == "explained" and event["step"]["dp_size"] == 2
+
+
+def test_abort_reaches_every_rank(run_on_two, tmp_path):
+    answers = run_on_two("watched", plant=PLANT, gradloc={"action": {"mode": "abort"}})
+    assert [answer["step"] for answer in answers] == [2, 2]
+    assert answers[0]["error"].startswith("AbortedBySpike: gradloc stopped the run (gradloc.action.mode=abort). One")
+    assert answers[1]["error"].startswith("AbortedBySpike: gradloc stopped the run at a gradient spike")
+
+
+@pytest.mark.parametrize("layout", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("who", ["one rank, between collectives", "all ranks, inside a forward", "all, in a loss"])
+def test_a_replay_that_fails_leaves_training_as_it_was(run_on_two, two, tmp_path, layout, who):
+    given = {**SMALL, **LAYOUTS[layout], "plant": PLANT}
+    stock = run_on_two("stock", **given)
+    answers = two.run(
+        "tests.adapters.trl.failures.run_failing", who=who, folder=str(tmp_path / "failing"), timeout_s=60, **given
+    )
+    for rank in range(2):
+        assert [answers[rank][key] for key in SAME] == [stock[rank][key] for key in SAME]
+    assert max(log.get("gradloc/failures", 0) for log in answers[0]["logs"]) == 1
+    assert events_in(tmp_path / "failing") == []
+
+
+def test_a_rank_that_fails_alone_inside_a_forward_ends_instead_of_hanging(doomed, tmp_path):
+    with pytest.raises((RankError, EOFError, ConnectionError)) as caught:
+        doomed.run(
+            "tests.adapters.trl.failures.run_failing",
+            who="one rank, inside a forward",
+            folder=str(tmp_path),
+            plant=PLANT,
+            timeout_s=60,
+            **SMALL,
+        )
+    assert "did not answer" not in str(caught.value)
