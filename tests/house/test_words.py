@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages are short, and so are their sentences: a bound that holds tomorrow's pages, too."""
+
+import re
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MAX_WORDS = 30_000  # of all pages, tables and code included
+MAX_OF_A_SENTENCE, MAX_MEDIAN = 40, 17
+CODE = re.compile(r"^(\s*)```.*?^\1```$|^<!--.*?-->$", re.S | re.M)
+ITEM = re.compile(r"\s*([-*>]|\d+\.)\s+")
+ABBREVIATIONS = re.compile(r"\b(e\.g|i\.e|vs|et al|cf|Fig)\.")
+END = re.compile(r"(?<=[.!?])[*_)\"]*\s+(?=[A-Z0-9`*\[(\"_])")
+
+
+def paragraphs(text: str) -> list[str]:
+    """A page's prose: without code, tables, headings and pictures; each item of a list by itself."""
+    found, current, in_code = [], [], False
+    for line in [*CODE.sub("", text).splitlines(), ""]:
+        in_code = line.startswith("    ") and not current
+        if not line.strip() or in_code or re.match(r"\s*(\||#|!\[|@)", line) or ITEM.match(line):
+            found.append(" ".join(current))
+            current = [ITEM.sub("", line, count=1)] if ITEM.match(line) and not in_code else []
+        else:
+            current.append(line.strip())
+    return [text for text in found if text]
+
+
+def sentences(text: str) -> list[str]:
+    """A page's sentences; a link counts as its text, code between backticks as one word."""
+    found = []
+    for paragraph in paragraphs(text):
+        plain = re.sub(r"!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\([^)]*\)", r"\1", paragraph)
+        plain = ABBREVIATIONS.sub(r"\1", re.sub(r"`[^`]+`", "`code`", plain))
+        found += [sentence for sentence in END.split(plain) if words(sentence)]
+    return found
+
+
+def words(text: str) -> int:
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_sentence_is_long_and_half_of_them_are_short(page):
+    lengths = {sentence: words(sentence) for sentence in sentences(page.read_text(encoding="utf-8"))}
+    assert [sentence for sentence, length in lengths.items() if length > MAX_OF_A_SENTENCE] == []
+    assert not lengths or median(lengths.values()) <= MAX_MEDIAN
+
+
+def test_all_pages_together_can_be_read():
+    counted = {page.name: len(page.read_text(encoding="utf-8").split()) for page in PAGES}
+    assert sum(counted.values()) <= MAX_WORDS, counted
+
+
+def test_what_counts_as_a_sentence():
+    page = """# A heading is none.
+
+One sentence, e.g. this one, that
+goes on. `make test` is code. And [a link](x.md#y) counts as its text!
+
+| a table | is. None. |
+
+    code. is. None.
+
+- An item. And more
+  of it.
+- Another one
+"""
+    assert sentences(page) == [
+        "One sentence, e.g this one, that goes on.",
+        "`code` is code.",
+        "And a link counts as its text!",
+        "An item.",
+        "And more of it.",
+        "Another one",
+    ]
