@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the site needs of the pages, checked without mkdocs: every page has a place, every anchor its heading."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """A forge's anchors of a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    headings = re.findall(r"^#{1,6} (.+)$", text, re.M)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "") for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_anchor_is_a_heading_of_its_page(page):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
+
+
+def test_the_index_has_a_place_for_every_page():
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (.+)$", index, re.M) == ["Tutorial", "How-to", "Reference", "Explanation"]
+    linked = set(re.findall(r"\]\(([\w-]+\.md)[)#]", index))
+    assert linked == {page.name for page in DOCS.glob("*.md")} - {"README.md"}
+
+
+def test_the_site_asks_nothing_of_other_hosts():
+    """What `make docs` then looks for in the pages that it has made."""
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert "strict: true" in settings and "font: false" in settings and "://" not in settings
