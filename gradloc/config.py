@@ -14,7 +14,7 @@ from typing import Any
 
 from .checks import closed, is_int, is_number, require
 from .core.actions import ACTIONS
-from .search.find import STRATEGIES
+from .search.find import BUDGET, MAX_CULPRITS, MAX_STEPS, STRATEGIES
 from .stabilize.config import StabilizeConfig
 from .tell.config import NotifyConfig
 
@@ -39,7 +39,6 @@ PUBLISHED = {
     "bisect_dump_dir": "dump_dir",
 }
 """The published keys, on the actor's own config, and what each is another name of, under ``gradloc``."""
-_BUDGET = 128
 
 
 def _require(ok: bool, key: str, expected: str, found: Any) -> None:
@@ -110,9 +109,9 @@ class SearchConfig:
 
     strategy: str = "auto"
     """``auto``; or one method alone: ``share``, ``sketch``, ``bisect`` (the published binary search)."""
-    max_culprits: int = 8
+    max_culprits: int = MAX_CULPRITS
     """Stop after this many culprits."""
-    max_steps: float = 4.0
+    max_steps: float = MAX_STEPS
     """No search costs more than so many of this run's own updates, in passes and in time; ``bisect`` has ``budget``."""
     layer_window: int = 32
     """Optimizer steps whose norm per layer is remembered, to tell a layer that explodes alone; 0 for none."""
@@ -216,7 +215,7 @@ class GradLocConfig:
     """Look for spikes of the critic's gradient, too, and what to do with them: ``off`` or an ``action.mode``."""
     dump_dir: str = "gradloc_events"
     """The folder for events; made absolute when the run starts."""
-    budget: int = _BUDGET
+    budget: int = BUDGET
     """Largest number of forward/backward probes of the published search, ``search.strategy=bisect``."""
     trigger: TriggerConfig = field(default_factory=TriggerConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
@@ -260,7 +259,7 @@ def resolve(settings: GradLocConfig, actor: Any, default_dump_dir: str | None = 
     given = {name: actor.get(name) for name in PUBLISHED}
     given = {name: value for name, value in given.items() if value is not None}
     ours = {"enable": settings.enable, "trigger.tau": settings.trigger.tau, "budget": settings.budget}
-    defaults = {"enable": None, "trigger.tau": None, "budget": _BUDGET, "dump_dir": default_dump_dir}
+    defaults = {"enable": None, "trigger.tau": None, "budget": BUDGET, "dump_dir": default_dump_dir}
     ours["dump_dir"] = settings.dump_dir if default_dump_dir is not None else None
     for name, value in given.items():
         checks[name](name, value)

@@ -26,7 +26,7 @@ from ..core.probe import Prober
 from ..core.ranks import Ranks
 from ..record import SCHEMA_VERSION, Search
 from ..record.store import plain
-from ..search.find import STRATEGIES, localize
+from ..search.find import BUDGET, MAX_CULPRITS, STRATEGIES, localize
 from ..search.task import Limit, Task
 from ..words.numbers import bounded, number
 from .bundle import Bundle, read_bundle
@@ -44,8 +44,6 @@ from .reading import ReplayError
 
 __all__ = ["main", "replay"]
 
-_BUDGET = 128  # probes, where neither the bundle nor the person says
-_MAX_CULPRITS = 8
 _ADAPTERS = {
     False: ("..adapters.verl07.rebuild", "verl 0.7.0 or 0.7.1 and the patch on it (gradloc-patch --repo VERL)"),
     True: ("..adapters.verl09.rebuild", "verl 0.9 and gradloc installed beside it"),
@@ -166,8 +164,8 @@ def _settings(bundle: Bundle, strategy: str | None, budget: int | None) -> dict[
     if strategy not in STRATEGIES:
         raise ReplayError(f"The strategy {strategy!r} is not known; there are {', '.join(STRATEGIES)}.")
     of_run = (actor.get("gradloc") or {}).get("search") or {}
-    budget = budget or search.budget or actor.get("bisect_budget_steps") or _BUDGET
-    most = of_run.get("max_culprits") or _MAX_CULPRITS
+    budget = budget or search.budget or actor.get("bisect_budget_steps") or BUDGET
+    most = of_run.get("max_culprits") or MAX_CULPRITS
     # nothing waits for a replay, so that it may cost what it takes
     return {"strategy": strategy, "budget": budget, "max_culprits": most, "max_steps": math.inf}
 

@@ -24,9 +24,12 @@ from .task import Limit, SearchResult, Task
 from .triage import rerun, triage
 from .weights import reshard
 
-__all__ = ["Finding", "STRATEGIES", "localize"]
+__all__ = ["BUDGET", "Finding", "MAX_CULPRITS", "MAX_STEPS", "STRATEGIES", "localize"]
 
 STRATEGIES = {"auto": auto, "share": share, "sketch": sketch, "bisect": bisect}
+
+MAX_CULPRITS, MAX_STEPS, BUDGET = 8, 4.0, 128
+"""Where nobody says otherwise: culprits, what a search may cost in updates, probes of the published bisection."""
 
 _UNLIKELY = math.log(0.01)
 _REHEARSAL_SHARE = 0.5  # on a step that does not spike: open parts that carry half of what their weight predicts
@@ -67,10 +70,10 @@ def localize(
     typical: Mapping[str, tuple[float, float]] | None = None,
     *,
     strategy: str = "auto",
-    max_steps: float = 4,
+    max_steps: float = MAX_STEPS,
     update_seconds: float | None = None,
-    budget: int = 128,
-    max_culprits: int = 8,
+    budget: int = BUDGET,
+    max_culprits: int = MAX_CULPRITS,
     reruns: bool = False,
 ) -> Finding:
     """Find and certify the culprits of the gradient that is in ``.grad``.

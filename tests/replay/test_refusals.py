@@ -159,7 +159,7 @@ def test_folders_and_files_that_are_no_bundle(bundle, models, replay, tmp_path):
 
 
 def test_a_batch_larger_than_memory_is_refused_before_and_while_it_runs(bundle, models, replay):
-    before = {"adapters.verl07.loading._free_bytes": {"return_value": 2**19}}
+    before = {"adapters.verl_common.loading._free_bytes": {"return_value": 2**19}}
     sentence = "2 x 17 tokens and this model need at least 0.6 MiB per process, and 0.5 MiB are"
     _is_refused(replay(bundle, models / "model", patches=before), sentence)
     for error in (
@@ -173,7 +173,7 @@ def test_a_batch_larger_than_memory_is_refused_before_and_while_it_runs(bundle, 
 
 
 def test_where_memory_is_short_the_forward_is_recomputed_instead(bundle, models, replay):
-    need = {"adapters.verl07.loading._free_bytes": {"return_value": 630_000}}
+    need = {"adapters.verl_common.loading._free_bytes": {"return_value": 630_000}}
     assert replay(bundle, models / "model", patches=need)["code"] == 0
 
 
