@@ -67,6 +67,13 @@ def test_every_row_of_a_benchmark_s_table_is_the_record_s(title):
     assert shown and [row for row in shown if row not in made] == []
 
 
+def test_how_cost_grew_is_the_record_s():
+    cells = {cell["cell"]["tokens"]: cell for cell in record("sizes")["cells"] if cell["cell"]["sweep"] == "tokens"}
+    few, many = ({name: found["cost_f"] for name, found in cells[n]["strategies"].items()} for n in (128, 16384))
+    said = f"{few['published']} f against {few['auto']} at 128 tokens, "
+    assert f"{said}{many['published']} against {many['auto']} at 16,384" in page("docs/benchmarks.md")
+
+
 def test_the_price_of_a_search_is_the_record_s_on_every_page():
     found = [row for row in record("cost")["rows"] if row["masters"] == "float32"]
     step = 3 * 4  # f of one training step: a forward and a backward of each of four micro-batches
@@ -138,6 +145,11 @@ def test_what_the_trigger_s_page_says_of_series_is_the_record_s():
     false = {entry["name"]: entry["rules"]["gradloc"]["false_flags"]["mean"] / 10 for entry in found["healthy"]}
     assert f"four times as hard**: {false['10 % hard batches x 4']:.0f} false flags in 100 steps" in text
     assert f"{false['80% of steps x 0.01']:.1f} false flags in 100 steps, most of them before" in text
+    healthy = [entry["rules"] for entry in found["healthy"]]
+    kinds = sum(rules["gradloc"]["false_flags"]["median"] == 0 for rules in healthy)
+    assert f"0 in the median of {kinds} of {len(healthy)} kinds of healthy run" in page("docs/benchmarks.md")
+    assert {rules["gradloc"]["missed_x10"]["median"] for rules in healthy} == {0}
+    assert sum(rules["before"]["missed_x10"]["median"] == 100 for rules in healthy) == 7, "`before` all in seven kinds"
     grown = [entry["rules"]["gradloc"] for entry in found["collapses"]]
     assert len(grown) == 12 and {(rule["unseen"]["median"], rule["back"]["median"]) for rule in grown} == {(0, 1)}
 
