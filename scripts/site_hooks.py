@@ -42,15 +42,15 @@ def _origin(place: str) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """The menu: one entry for each heading of the index, each page under the last one that links it."""
-    sections: dict[str, list[str]] = {}
+    """The menu: the headings of the index, each page under the last one that links it, by its name there."""
+    sections: dict[str, dict[str, str]] = {}
     for part in re.split(r"^## ", (ROOT / "docs/README.md").read_text(encoding="utf-8"), flags=re.M)[1:]:
-        pages = [_place(_file("docs/README.md", target)) for _, target, _ in LINK.findall(part)]
-        for earlier in sections.values():
-            earlier[:] = [page for page in earlier if page not in pages]
-        sections[part.splitlines()[0]] = list(dict.fromkeys(pages))
-    config.nav = ["README.md", *({title: pages} for title, pages in sections.items())]
-    config.nav.append({"Change it": ["repo/CONTRIBUTING.md", "repo/examples/README.md"]})
+        named = re.findall(r"\[([^]]+)" + LINK.pattern, part)
+        pages = {_place(_file("docs/README.md", target)): name[0].upper() + name[1:] for name, _, target, _ in named}
+        sections = {title: {p: n for p, n in earlier.items() if p not in pages} for title, earlier in sections.items()}
+        sections[part.splitlines()[0]] = pages
+    menu = [{title: [{name: page} for page, name in pages.items()]} for title, pages in sections.items()]
+    config.nav = ["README.md", *menu, {"Change it": ["repo/CONTRIBUTING.md", "repo/examples/README.md"]}]
     return config
 
 

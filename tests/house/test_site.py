@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.house.test_words import without_code
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
@@ -24,6 +26,16 @@ def test_every_anchor_is_a_heading_of_its_page(page):
     for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_list_is_one_on_a_forge_and_on_the_site(page):
+    """The site wants an empty line before a list, and four spaces where a forge nests by two: no list is nested."""
+    above = ""
+    for line in without_code(page.read_text(encoding="utf-8")).splitlines():
+        item = re.match(r"( *)([-*]|\d+\.) ", line)
+        assert not item or (not item[1] and (not above or re.match(r"  |[-*] |\d+\. ", above))), line
+        above = line.rstrip()
 
 
 def test_the_index_has_a_place_for_every_page():
