@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.digest import REPO
 from benchmarks.localization.tables import holders_of
+from benchmarks.run import REPO
 
 BEFORE = REPO / "benchmarks" / "results" / "battery.json"
 COMMIT = "d11ce98"

@@ -30,8 +30,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.actor import is_engine
-from benchmarks.digest import REPO, digest
-from benchmarks.progress import Progress
+from benchmarks.run import REPO, Progress, digest
 from tests.world import World
 
 SCHEMA_VERSION = 1
@@ -45,8 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write healthy.json and healthy.md."""
     parsed = _parser().parse_args(arguments)
     command = shlex.join(["python", "-m", "benchmarks.healthy", *(arguments or sys.argv[1:])])
-    with tempfile.TemporaryDirectory() as scratch, _worlds(Path(scratch), parsed) as worlds:
-        run = measure(worlds, parsed.pairs, Path(scratch))
+    with tempfile.TemporaryDirectory() as scratch, worlds(Path(scratch), parsed.ranks, parsed.tree) as found:
+        run = measure(found, parsed.pairs, Path(scratch))
     run["command"] = command
     out = Path(parsed.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -58,18 +57,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 @contextmanager
-def _worlds(scratch: Path, parsed: argparse.Namespace) -> Iterator[dict[str, World]]:
-    """The variants, and the processes that run each."""
+def worlds(scratch: Path, size: int, tree: str | None) -> Iterator[dict[str, World]]:
+    """The variants, and the processes that run each.
+
+    Args:
+        scratch: where a patched copy of verl 0.7 goes.
+        size: ranks.
+        tree: a patched checkout in its place.
+    """
     slow: dict[str, Any] = {"timeout_s": 1800}
     if is_engine():
         from experiments.verl09 import ENVIRONMENT
 
         os.environ.update(ENVIRONMENT)
-        with World(parsed.ranks, **slow) as world:
+        with World(size, **slow) as world:
             yield dict.fromkeys(("unpatched", AGAIN, "on"), world)
         return
-    base, patched = trees(scratch, parsed.tree)
-    size = parsed.ranks
+    base, patched = trees(scratch, tree)
     with World(size, path=(str(base),), **slow) as plain, World(size, path=(str(patched),), **slow) as ours:
         yield {"unpatched": plain, AGAIN: plain, "off": ours, "on": ours}
 
@@ -138,8 +142,8 @@ def _groups(worlds: dict[str, World], pairs: int) -> tuple[list[dict[str, dict]]
 
 
 def _counted(world: World, name: str) -> dict[str, int]:
-    found = world.run("benchmarks.actor.update", name=name, seed=500, counts=True)
-    return dict(sorted(found[0]["collectives"].items()))
+    found = world.run("benchmarks.actor.count", name=name, seed=500)
+    return found[0]["collectives"]
 
 
 def _interval(values: list[float]) -> dict[str, float]:

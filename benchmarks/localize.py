@@ -27,11 +27,10 @@ if __package__ in (None, ""):  # run as a file: python benchmarks/localize.py
 
 import torch
 
-from benchmarks.digest import REPO, digest
 from benchmarks.localization.bench import Bench
 from benchmarks.localization.plan import Cell, full, pretrained, quick
 from benchmarks.localization.tables import markdown, plot
-from benchmarks.progress import Progress
+from benchmarks.run import REPO, Progress, digest
 
 SCHEMA_VERSION = 1
 

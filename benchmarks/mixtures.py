@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.digest import digest
-from benchmarks.progress import Progress
+from benchmarks.run import Progress, digest
 from tests.bare.mixtures import problems
 from tests.world import World
 

@@ -22,9 +22,8 @@ if __package__ in (None, ""):
 
 import torch
 
-from benchmarks.digest import REPO
 from benchmarks.localization import pretrained
-from benchmarks.progress import Progress
+from benchmarks.run import REPO, Progress
 from experiments.llm import tasks
 from gradloc.search.candidates import _ELEVATED
 from gradloc.words.causes import _NOTABLE

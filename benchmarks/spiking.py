@@ -32,12 +32,11 @@ if __package__ in (None, ""):
 import torch
 import torch.distributed as dist
 
-from benchmarks.digest import REPO, digest
 from benchmarks.healthy import trees
 from benchmarks.localization import pretrained
 from benchmarks.localization.published import descend
 from benchmarks.localization.scenarios import SCENARIOS, Planted, Planter, count_scenario
-from benchmarks.progress import Progress
+from benchmarks.run import REPO, Progress, digest
 from tests.bare import Batch
 from tests.world import World, harness
 

@@ -15,8 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.digest import digest
-from benchmarks.progress import Progress
+from benchmarks.run import Progress, digest
 from tests.world import World
 
 LAYOUTS = ("fsdp2", "fsdp1")

@@ -200,6 +200,18 @@ QUARTILES_DEMO = DEMO.heir(
     "which tokens' gradients dominate, by probability, with no GPU: GRPO, steps 1, 9 and 17",
 )
 
+BUCKETS_DEMO_VERL09 = DEMO_VERL09.heir(
+    "buckets-demo-verl09",
+    "buckets-demo on verl 0.9.1, with nothing patched: buckets-demo verl=0.9.1",
+    number("GRPO_TEMPERATURE", "the rollouts' temperature (1.2)"),
+    verls=("0.9.1",),
+)
+QUARTILES_DEMO_VERL09 = DEMO_VERL09.heir(
+    "quartiles-demo-verl09",
+    "quartiles-demo on verl 0.9.1, with nothing patched: quartiles-demo verl=0.9.1",
+    verls=("0.9.1",),
+)
+
 TWO_NODES = DEMO.heir(
     "two-nodes",
     "the demo on two Ray nodes with working folders of their own, and resumed: the tokens, and what lies where",
@@ -247,6 +259,12 @@ KK_AR_VERL09 = KK_BASELINE_VERL09.heir(
     "kk-ar on verl 0.9.1, with gradloc installed: kk-ar verl=0.9.1",
     imports=(*KK_BASELINE.imports, "gradloc"),
     verls=("0.9.1",),
+)
+KK_LOPTI_VERL09 = KK_AR_VERL09.heir(
+    "kk-lopti-verl09", "kk-lopti on verl 0.9.1, with gradloc installed: kk-lopti verl=0.9.1", verls=("0.9.1",)
+)
+KK_AR_LOPTI_VERL09 = KK_AR_VERL09.heir(
+    "kk-ar-lopti-verl09", "kk-ar-lopti on verl 0.9.1, with gradloc installed: kk-ar-lopti verl=0.9.1", verls=("0.9.1",)
 )
 KK_DEMO = DEMO.heir(
     "kk-demo",

@@ -15,8 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.digest import REPO, digest
-from benchmarks.progress import Progress
+from benchmarks.run import REPO, Progress, digest
 from benchmarks.trigger import series
 from benchmarks.trigger.rules import RULES
 from benchmarks.trigger.score import score_collapse, score_kind, score_real

@@ -21,6 +21,7 @@ __all__ = [
     "Actor",
     "MicroBatch",
     "Rows",
+    "cut_runs",
     "pick_rows",
     "undisturbed",
 ]
@@ -76,6 +77,9 @@ class Actor(Protocol):
     ) -> dict[str, torch.Tensor]:
         """The terms of training's loss on these values, coefficients included, as if they were the whole batch."""
 
+    def share(self, part: MicroBatch, term: str, num_rows: int) -> float:
+        """A micro-batch's weight in a term of the whole batch, which has this many rows."""
+
     def aggregation(self, term: str) -> str:
         """verl's name of how a term is averaged: ``token-mean``, ``seq-mean-token-mean``, ..."""
 
@@ -86,6 +90,27 @@ class Actor(Protocol):
 def pick_rows(rows: Rows, chosen: list[int], device: torch.device) -> dict[str, torch.Tensor]:
     """Some of the rows, in that order, on the device."""
     return {key: values[chosen].to(device) for key, values in rows.items()}
+
+
+def cut_runs(lengths: torch.Tensor, num_tokens: int | None, num_rows: int) -> list[list[int]]:
+    """Cut rows into runs.
+
+    Args:
+        lengths: int (N,), of the rows.
+        num_tokens: that fit into one run; None: what fits is a number of rows.
+        num_rows: that many.
+    """
+    if num_tokens is None:
+        return [list(range(len(lengths)))[start : start + num_rows] for start in range(0, len(lengths), num_rows)]
+    runs: list[list[int]] = []
+    room = 0
+    for row, length in enumerate(lengths.tolist()):
+        if not runs or length > room:
+            runs.append([])
+            room = num_tokens
+        runs[-1].append(row)
+        room -= length
+    return runs
 
 
 @contextmanager

@@ -55,8 +55,8 @@ def freeze(
 ) -> Frozen:
     """Differentiate the loss by the log-probs and entropies; no model runs and no rank waits for another.
 
-    Every micro-batch counts by its rows, as where the mini-batch is the batch: a last, smaller mini-batch or
-    micro-batch is not scaled as if it were full.
+    Every micro-batch counts as where the mini-batch is the batch: a last, smaller mini-batch or micro-batch is not
+    scaled as if it were full.
 
     Args:
         actor: supplies the loss.
@@ -75,20 +75,20 @@ def freeze(
     for part in forwarded:
         if not len(part.rows):
             continue
-        share = len(part.rows) / num_rows
+        shares = {term: actor.share(part, term, num_rows) for term in terms}
         mask = part.inputs["response_mask"]
         log_prob, entropy = part.log_prob.clone().requires_grad_(), part.entropy
         entropy = None if entropy is None else entropy.clone().requires_grad_()
         by_term = actor.loss_terms(part.inputs, log_prob, entropy, part.on_policy)
         for term in terms:
             (grad,) = torch.autograd.grad(by_term[term], entropy if term == "entropy" else log_prob, retain_graph=True)
-            coefficients[term][part.rows] = (grad * (share * dp_size)).float()
+            coefficients[term][part.rows] = (grad * (shares[term] * dp_size)).float()
         buckets = part.inputs[BUCKET_KEY]
         for bucket in buckets.unique().tolist():
             inside = buckets == bucket
             values = by_term if inside.all() else _losses_of_rows(actor, part, inside)
             for index, term in enumerate(terms):
-                mode = actor.aggregation(term)
+                mode, share = actor.aggregation(term), shares[term]
                 weight = share * float(row_weights(mode, mask)[inside].sum())
                 weights[bucket, index] += weight
                 # this mode divides by a constant, so a sum over fewer rows is the rows' part already
@@ -108,7 +108,7 @@ def row_weights(mode: str, mask: torch.Tensor) -> torch.Tensor:
         float64 (B,) that sums to 1: by tokens for ``token-mean``, else by rows.
     """
     tokens = mask.sum(-1).double()
-    return tokens / tokens.sum() if mode == "token-mean" else torch.full_like(tokens, 1.0 / len(tokens))
+    return tokens / tokens.sum().clamp(min=1) if mode == "token-mean" else torch.full_like(tokens, 1.0 / len(tokens))
 
 
 def _losses_of_rows(actor: Actor, part: Forwarded, inside: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ __all__ = [
     "BucketSettings",
     "QuartileSettings",
     "check_geometry",
+    "check_separate",
     "geometry",
     "read_buckets",
     "read_quartiles",
@@ -152,6 +153,21 @@ def check_geometry(settings: BucketSettings, config: Any, num_prompts: int) -> N
         f"a number that times the group size ({size}) is a multiple of the {ranks} data-parallel ranks",
         groups,
     )
+
+
+def check_separate(settings: BucketSettings, because: str) -> None:
+    """Refuse a separate analysis batch where a trainer cannot have one.
+
+    Args:
+        settings: with the batch's size.
+        because: as it reads in brackets.
+
+    Raises:
+        ValueError: one sentence that names the key.
+    """
+    for name in ("env_groups", "group_size"):
+        value = getattr(settings, name)
+        require(value is None, f"{_TRAINER}.gradient_analysis_{name}", f"null here ({because})", value)
 
 
 def geometry(settings: BucketSettings, config: Any) -> tuple[int, int]:

@@ -19,6 +19,9 @@ A difference of two replays is one draw: kernels that do not repeat may have err
 unit in the last place of bfloat16, the coarsest format that a backward holds its gradients in, of what was replayed is
 added to three times the difference once there is any. Where culprits are subtracted it is added always, in float32
 2^-16 of them: rounding that is coarser shows in the difference.
+
+Training's own sums over ranks may be rounded coarser than that (``reduce_dtype`` of half precision, or FSDP1 that adds
+micro-batches up before it reduces them). What that leaves of a spike is in no replay, so it is part of every bound.
 """
 
 import math
@@ -76,7 +79,7 @@ def is_subtracted(prober: Prober, norm_before: float, threshold: float | None, n
         return True
     unit = _FINE if prober.step.compute_dtype == torch.float32 else _UNIT
     additions = prober.step.num_micro_batches + num_tokens + 4
-    return (8 * unit + additions * prober.space.rounding) * norm_before < threshold / 4
+    return (8 * unit + additions * prober.space.rounding + prober.reduction_error) * norm_before < threshold / 4
 
 
 def certify(
@@ -155,7 +158,7 @@ class _Removal:
         unit = _FINE if prober.step.compute_dtype == torch.float32 else _UNIT
         if not alone:
             prober.compute_only(self.culprits, self.holders)
-            alone = space.take()
+            alone = space.keep()
         norm = space.norm(alone)
         prober.compute_only(self.culprits, self.holders, factor=-_AGAIN)
         space.scale(1.0 / _AGAIN)
@@ -171,7 +174,7 @@ class _Removal:
     def _swap(self) -> _Measured | None:
         prober, space = self.prober, self.prober.space
         prober.compute((index, None) for index in self.holders)
-        with_culprits = space.take()
+        with_culprits = space.keep()
         norm = space.norm(with_culprits)
         prober.compute((index, None) for index in self.holders)
         prober.add(with_culprits, alpha=-1.0)
@@ -186,9 +189,11 @@ class _Removal:
         return self._decided(space.norm(), rounding, noise, difference, "swap")
 
     def _rounding(self, num_additions: int, norm: float) -> float:
-        """Each addition, training's and so many with gradients of this norm, is off by a unit of what it gives."""
-        num_micro_batches = self.prober.step.num_micro_batches
-        return self.prober.space.rounding * ((num_micro_batches + 2) * self.norm_before + num_additions * norm)
+        """Each addition, training's and so many with gradients of this norm, is off by a unit of what it gives, and
+        each reduction over the ranks by its own."""
+        num_micro_batches, reduced = self.prober.step.num_micro_batches, self.prober.reduction_error
+        added = self.prober.space.rounding * ((num_micro_batches + 2) * self.norm_before + num_additions * norm)
+        return added + reduced * (self.norm_before + norm)
 
     def _decided(
         self, norm_after: float, rounding: float, noise: float, difference: float, method: str
@@ -208,16 +213,16 @@ def _recompute(
     space, num_micro_batches = prober.space, prober.step.num_micro_batches
     prober.compute_without(culprits)
     norm_after = space.norm()
-    rounding = num_micro_batches**2 * space.rounding * norm_after
+    rounding = (num_micro_batches**2 * space.rounding + prober.reduction_error) * norm_after
     error_bound = rounding + _APART * norm_after
     is_decided = judge(norm_after, error_bound, threshold, was_finite=False)[0] != "undecided"
     is_open = goes_on and threshold is not None and norm_after >= threshold
     if not math.isfinite(norm_after) or is_decided or is_open or not can_afford(2):
         return norm_after, error_bound, None, "recompute"
-    residual = space.take()
+    residual = space.keep()
     fullest = _fullest(prober, culprits)
     prober.compute_without(culprits, [fullest])
-    first = space.take()
+    first = space.keep()
     prober.compute_without(culprits, [fullest])
     prober.add(first, alpha=-1.0)
     difference = space.norm()

@@ -23,6 +23,8 @@ __all__ = ["GradientSpace", "abandon_pass", "named_shards"]
 T = TypeVar("T")
 Gradient = list[torch.Tensor | None]
 
+PART = 2**23
+"""Elements of a shard that are worked on at a time where what is computed in between takes memory."""
 _PART = 2**20  # elements whose norm is taken at once: 8 MiB in float64, which a CPU's cache holds
 _ROW = 2**12
 _SAMPLE = 64  # of how many elements one is read for a rough norm,
@@ -31,8 +33,28 @@ _ALIKE = 8  # and of how many parameters of one shape
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that lives on this rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """The part of a tensor that lives on this rank, itself: ``to_local`` makes a view of it, which is an operation."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the host's memory, pinned where there is a device to copy from; it may still be on its way."""
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def in_parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The same runs of several tensors of one shape, each of ``PART`` elements at most."""
+    flat = [tensor.view(-1) for tensor in tensors] if all(t.is_contiguous() for t in tensors) else list(tensors)
+    if flat[0].dim() != 1:
+        yield tuple(flat)
+        return
+    yield from zip(*(tensor.split(PART) for tensor in flat), strict=True)
+
+
+def is_slow(device: torch.device) -> bool:
+    """Whether reading all of a gradient takes its time there."""
+    return device.type == "cpu"
 
 
 def named_shards(name: str, param: torch.Tensor, values: torch.Tensor | None = None) -> list[tuple[str, torch.Tensor]]:
@@ -56,26 +78,36 @@ def named_shards(name: str, param: torch.Tensor, values: torch.Tensor | None = N
     return [(unit + of_unit, part) for of_unit, part in zip(param._fqns, parts, strict=True)]  # type: ignore[attr-defined]
 
 
-def squared_norm(shard: torch.Tensor) -> torch.Tensor:
-    """Squared L2 norm in float64, where a squared float32 norm would overflow from 1e19 on.
+def squared_norms(tensors: Sequence[torch.Tensor | None], are_weights: bool = False) -> torch.Tensor:
+    """Squared L2 norm of each: float64 (num_tensors,), 0 where there is none.
 
-    In parts, since torch makes a float64 copy of what it takes the norm of.
+    In float64, where a squared float32 norm would overflow from 1e19 on: on a GPU by a few kernels for all of them.
+
+    Args:
+        tensors: of one device, not None all of them.
+        are_weights: on a CPU, whether each has to be right to the last digit; gradients are off by 1e-7, at half the
+            price.
     """
-    parts = shard.flatten().split(_PART)
-    return sum(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 for part in parts)
+    there = [tensor for tensor in tensors if tensor is not None]
+    if is_slow(there[0].device):
+        found = iter([_squared_norm(tensor, are_weights) for tensor in there])
+    else:
+        found = iter(torch.stack(torch._foreach_norm(there, 2.0, torch.float64)).square_())
+    zero = torch.zeros((), dtype=torch.float64, device=there[0].device)
+    return torch.stack([zero if tensor is None else next(found) for tensor in tensors])
 
 
-def _gradient_square(shard: torch.Tensor) -> torch.Tensor:
-    """The same of a gradient, on a CPU from short float32 rows where their squares neither overflow nor vanish: at half
-    the price, off by 1e-7.
+def _squared_norm(tensor: torch.Tensor, is_weight: bool) -> torch.Tensor:
+    """On a CPU: in parts, since torch makes a float64 copy of what it takes the norm of, or from short float32 rows
+    where their squares neither overflow nor vanish.
     """
-    if shard.device.type == "cpu" and shard.dtype == torch.float32:
-        flat = shard.flatten()
+    flat = tensor.flatten()
+    if flat.dtype == torch.float32 and not is_weight:
         whole = flat.numel() // _ROW * _ROW
         square = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1).double().square().sum()
         if 0 < square < math.inf:
             return square + torch.linalg.vector_norm(flat[whole:], dtype=torch.float64) ** 2
-    return squared_norm(shard)
+    return sum(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 for part in flat.split(_PART))
 
 
 def _slice(shard: torch.Tensor) -> torch.Tensor:
@@ -149,6 +181,19 @@ def _fsdp2_params(units: Iterable[Any]) -> Iterator[Any]:
             yield from [] if group is None else group.fsdp_params
 
 
+def _gradient_dtypes(module: torch.nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """What FSDP adds micro-batches' gradients up in while it does not reduce them, and what it reduces them in."""
+    if isinstance(module, FSDP1):
+        handles = [unit._handle for unit in FSDP1.fsdp_modules(module) if unit._handle is not None]
+        pairs = [(handle._fwd_bwd_param_dtype, handle._reduce_dtype) for handle in handles]
+    else:
+        policies = [unit._get_fsdp_state()._mp_policy for unit in module.modules() if isinstance(unit, FSDPModule)]
+        reduced = [policy.reduce_dtype or policy.param_dtype or torch.float32 for policy in policies]
+        pairs = [(dtype, dtype) for dtype in reduced]  # FSDP2 adds up in what it reduces in
+    coarsest = [max(dtypes, key=lambda dtype: torch.finfo(dtype).eps) for dtypes in zip(*pairs, strict=True)]
+    return (coarsest[0], coarsest[1]) if coarsest else (None, None)
+
+
 def _trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     """Name and parameter as the optimizer has it.
 
@@ -181,6 +226,11 @@ class GradientSpace:
         self.params: list[torch.nn.Parameter] = [param for _, param in named]
         self.rounding = max((torch.finfo(param.dtype).eps / 2 for param in self.params), default=0.0)
         """Relative rounding error of one operation on gradients (2**-24 in float32)."""
+        self.room: Any = None
+        """What makes sure of memory before each pass: a :class:`.memory.Room`, while a search has one."""
+        self.keeps_on_host = False
+        """Whether what is set aside and saved goes to the host's memory."""
+        self._summed_in, self._reduced_in = _gradient_dtypes(module)
         self._groups = _shard_groups(module, self.params)
         num_processes = dist.get_world_size() if dist.is_initialized() else 1
         self.num_replicas: int = num_processes // math.prod(group.size() for group in self._groups)
@@ -188,16 +238,54 @@ class GradientSpace:
         self.shard_index = sum(group.rank() for group in self._groups)
         """Differs between processes that hold different shards, the same for replicas."""
 
+    def reduction_error(self, num_micro_batches: int, reduces_once: bool) -> float:
+        """How far training's own sums over ranks may be off, relative to the gradient: 0 where they are in float32.
+
+        A gradient is rounded once by each rank that adds its own, and, where it is reduced after the last micro-batch
+        alone, by each micro-batch before. These roundings are independent, so their errors add up as a root.
+        """
+        dtypes = {self._reduced_in} | ({self._summed_in} if reduces_once else set())
+        unit = max((torch.finfo(dtype).eps / 2 for dtype in dtypes if dtype is not None), default=0.0)
+        num_processes = dist.get_world_size() if dist.is_initialized() else 1
+        num_roundings = num_processes + (num_micro_batches if reduces_once else 1)
+        return unit * num_roundings**0.5 if unit > torch.finfo(torch.float32).eps else 0.0
+
     def take(self) -> Gradient:
         """Remove the gradient from ``.grad`` and return it."""
         gradient = [param.grad for param in self.params]
         self.clear()
         return gradient
 
+    def keep(self) -> Gradient:
+        """:meth:`take`, into the host's memory where that is to be."""
+        if not self.keeps_on_host:
+            return self.take()
+        kept: Gradient = []
+        for param in self.params:
+            kept.append(None if param.grad is None else host_copy(local_shard(param.grad)))
+            param.grad = None
+        self._wait()
+        return kept
+
     def put(self, gradient: Gradient) -> None:
-        """Make this the content of ``.grad``; the very same tensors, so restoring is bit-exact."""
+        """Make this the content of ``.grad``; the very same tensors, so restoring is bit-exact, or copies of those that
+        are kept on the host."""
         for param, grad in zip(self.params, gradient, strict=True):
+            if grad is not None and (grad.device != param.device or type(grad) is not type(param.data)):
+                grad = self._back(param, grad)
             param.grad = grad
+
+    def _wait(self) -> None:
+        """Until what has been asked of the device is done."""
+        device = self.params[0].device
+        if device.type != "cpu":
+            torch.get_device_module(device.type).current_stream(device).synchronize()
+
+    @torch.no_grad()
+    def _back(self, param: torch.nn.Parameter, kept: torch.Tensor) -> torch.Tensor:
+        grad = torch.zeros_like(param, dtype=kept.dtype)
+        local_shard(grad).copy_(kept)
+        return grad
 
     def clear(self) -> None:
         """Empty ``.grad``."""
@@ -211,61 +299,60 @@ class GradientSpace:
             gradient: a gradient set aside; None for what is in ``.grad``.
 
         Returns:
-            float64 tensor (num_params,), the same on every rank of a shard group; 0 where there is no gradient.
+            float64 tensor (num_params,) on the host, the same on every rank of a shard group; 0 where there is no
+            gradient.
         """
         grads = self.current() if gradient is None else gradient
-
-        def local() -> torch.Tensor:
-            squares = self._zeros()
-            for index, grad in enumerate(grads):
-                if grad is not None:
-                    squares[index] = _gradient_square(local_shard(grad))
-            return squares
-
-        return self.reduce(local)
+        return self.reduce(lambda: self._squared([None if grad is None else local_shard(grad) for grad in grads]))
 
     def squares_by_name(self, gradient: Gradient | None = None) -> dict[str, float]:
         """The same by the model's own names, see :func:`named_shards`."""
         grads = self.current() if gradient is None else gradient
-        names: list[str] = []
-
-        def local() -> torch.Tensor:
-            found = {
-                of: _gradient_square(shard) if grad is not None else self._zeros()[0]
-                for name, param, grad in zip(self.names, self.params, grads, strict=True)
-                for of, shard in named_shards(name, param, grad)
-            }
-            names[:] = found
-            return torch.stack(list(found.values()))
-
-        squares = self.reduce(local).tolist()
-        return dict(zip(names, squares, strict=True))
+        shards = [
+            (of, None if grad is None else shard)
+            for name, param, grad in zip(self.names, self.params, grads, strict=True)
+            for of, shard in named_shards(name, param, grad)
+        ]
+        squares = self.reduce(lambda: self._squared([shard for _, shard in shards])).tolist()
+        return dict(zip([name for name, _ in shards], squares, strict=True))
 
     def norm(self, gradient: Gradient | None = None) -> float:
         """L2 norm over all parameters and shards; NaN or inf when an element is not finite."""
         return sum(self.squares(gradient).tolist()) ** 0.5
 
     def dots(self, left: Gradient, right: Gradient) -> torch.Tensor:
-        """Inner product per parameter over all shards: float64 (num_params,), 0 where either has no gradient."""
+        """Inner product per parameter over all shards: float64 (num_params,) on the host, 0 where either has none."""
+        return self.reduce(lambda: self._dots(left, right))
+
+    def squares_and_dots(self, other: Gradient) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`squares` of what is in ``.grad``, and its :meth:`dots` with another gradient, read together."""
 
         def local() -> torch.Tensor:
-            out = self._zeros()
-            for index, (a, b) in enumerate(zip(left, right, strict=True)):
-                if a is not None and b is not None:
-                    out[index] = torch.dot(local_shard(a).flatten(), local_shard(b).flatten())
-            return out
+            grads = self.current()
+            shards = [None if grad is None else local_shard(grad) for grad in grads]
+            return torch.stack([self._squared(shards), self._dots(grads, other)])
 
-        return self.reduce(local)
+        squares, dots = self.reduce(local)
+        return squares, dots
+
+    def _squared(self, shards: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        zeros = self._zeros(len(shards))
+        return squared_norms(shards).to(zeros.device) if any(shard is not None for shard in shards) else zeros
+
+    def _dots(self, left: Gradient, right: Gradient) -> torch.Tensor:
+        out = self._zeros(len(self.params))
+        for index, (a, b) in enumerate(zip(left, right, strict=True)):
+            if a is not None and b is not None:
+                out[index] = torch.dot(local_shard(a).flatten(), local_shard(b).to(a.device).flatten())
+        return out
 
     def weight_square_and_count(self) -> tuple[float, int]:
         """Squared L2 norm and number of all trainable weights over all shards."""
         shards = [local_shard(param) for param in self.params]
 
         def local() -> torch.Tensor:
-            totals = self._zeros()[:1].repeat(2)
-            totals[0] = sum(squared_norm(shard) for shard in shards)
-            totals[1] = sum(shard.numel() for shard in shards)
-            return totals
+            square = squared_norms(shards, are_weights=True).sum()
+            return torch.stack([square, square.new_tensor(sum(shard.numel() for shard in shards))])
 
         square, count = self.reduce(local).tolist()
         return square, int(count)
@@ -295,8 +382,9 @@ class GradientSpace:
             if other is None:
                 continue
             if param.grad is None:
-                param.grad = torch.zeros_like(other)
-            local_shard(param.grad).add_(local_shard(other), alpha=alpha)
+                param.grad = torch.zeros_like(param, dtype=other.dtype)
+            for grad, part in in_parts(local_shard(param.grad), local_shard(other)):
+                grad.add_(part.to(grad.device, non_blocking=True), alpha=alpha)
 
     @torch.no_grad()
     def local_squares(self, is_rough: bool = False) -> torch.Tensor:
@@ -329,22 +417,22 @@ class GradientSpace:
             chosen += [index for index, _ in kept]
             parts += runs
             factors += [times * shard.numel() / max(run.numel(), 1) for shard, run in zip(shards, runs, strict=True)]
-        squares = self._zeros()
+        squares = self._zeros(len(self.params))
         if parts:
             found = torch.stack(torch._foreach_norm(parts)).square_().double()
             squares[chosen] = found * torch.tensor(factors).to(found)
         return squares
 
-    def _zeros(self) -> torch.Tensor:
-        return torch.zeros(len(self.params), dtype=torch.float64, device=self.params[0].device)
+    def _zeros(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.float64, device=self.params[0].device)
 
     def agree(self, local: Callable[[], T]) -> T:
         """See :meth:`.ranks.Ranks.agree`; without ranks nobody else is told."""
         return local() if self._ranks is None else self._ranks.agree(local)
 
     def reduce(self, local: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Add what every rank computes by itself up over all shards."""
+        """Add what every rank computes by itself up over all shards; on the host, which is the one read of it."""
         values = self.agree(local)
         for group in self._groups:
             dist.all_reduce(values, group=group)
-        return values
+        return values.cpu()

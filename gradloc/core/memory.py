@@ -1,46 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a search fits into memory beside training, asked on all ranks before one begins; and logits in parts.
+"""Whether a search fits into memory beside training, and how room is made for it where it does not.
+
+In this order, each dearer than the one before: everything stays on the device; the optimizer's state lies in the host's
+memory until the search is over; so do the saved weights and the gradients that are set aside; bisection, which moves no
+weights and reads no logits in float32; no search. All ranks go by the one that has least.
 
 What a search holds at its peak, beyond what lies there anyway when a step is looked into (weights, optimizer, the
 gradient that is set aside):
 
 - copies of this rank's shards: a residual to search along or a replayed gradient, what the culprits' own backwards
-  gave, and ``.grad`` while the next is made;
-- what a replayed micro-batch needs, which is what it needed in training: the allocator's peak tells. What the allocator
-  has reserved and not in use is free for that only, not for copies on top;
+  gave, and ``.grad`` while the next is made; in the host's memory all but ``.grad``;
+- what a replayed micro-batch needs, which is what it needed in training: the step's own peak tells;
 - or, in a forward alone, the logits in float32, which hold no activations beside them;
-- scratch of a few float32 tensors as large as the largest shard, while weights are moved.
+- or, while weights are moved, some float32 numbers for each element of a part of a shard.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .gradients import GradientSpace, local_shard
+from .gradients import PART, GradientSpace, host_copy, local_shard
 
-__all__ = [
-    "Memory",
-    "NotEnoughMemory",
-    "choose_way",
-    "free_bytes",
-    "fused_log_probs",
-    "linear_in_parts",
-    "precise_fused_readout",
-    "precise_readout",
-]
+__all__ = ["WAYS", "Memory", "Need", "Room", "StepPeak", "Way", "free_bytes", "idle_bytes"]
 
-_COPIES = {"full": 3, "bisect": 2}
-_SCRATCH_BYTES = 16  # per element of the largest shard: what is drawn, its unit, the move and the moved weight
-_VOCABULARY_PART = 8192  # rows of the head's weight in float32 at a time: 128 MiB of a hidden size of 4,096
-_ROWS_PART = 512  # positions whose logits are held at a time, where a fused kernel never holds them all
+_COPIES = 3
+_SCRATCH_BYTES = 20  # per element of a part, of which 14 to 18 were measured: what is drawn, its unit, the moved weight
 _USABLE = 0.95  # of what is there: blocks do not fit seamlessly
+_BLOCK = 2**30  # bytes that are taken at once to see whether they can be: as large as what a pass takes at once
 
 
-class NotEnoughMemory(RuntimeError):
-    """A search would not fit; carries what it needs and what there is, in bytes."""
+@dataclass(frozen=True)
+class Way:
+    """One way to search."""
+
+    is_full: bool = True
+    """Whether any strategy may be taken; else bisection alone."""
+    moves_optimizer: bool = False
+    """Whether the optimizer's state lies in the host's memory meanwhile."""
+    keeps_on_host: bool = False
+    """Whether saved weights and gradients that are set aside do."""
+
+
+WAYS = (Way(), Way(True, True), Way(True, True, True), Way(False, True, True))
+"""The cheapest first."""
 
 
 @dataclass(frozen=True)
@@ -49,179 +53,199 @@ class Memory:
 
     free: int
     """That no process has taken."""
-    reserved: int = 0
-    """That this process's allocator has taken,"""
+    idle: int = 0
+    """That this process has taken and does not use."""
     allocated: int = 0
-    """of it in use now,"""
-    peak: int = 0
-    """and at most in use so far, in a training micro-batch or elsewhere."""
+    """That it uses."""
 
     @property
     def available(self) -> int:
         """What this process may still allocate."""
-        return self.free + self.reserved - self.allocated
-
-    def needed(self, shard_bytes: int, num_copies: int, largest: int, forward_bytes: int) -> int:
-        """What a search holds at its peak.
-
-        Args:
-            shard_bytes: one copy of this rank's shards.
-            num_copies: how many are held at once.
-            largest: elements of the largest shard.
-            forward_bytes: what a forward alone holds, without a graph.
-        """
-        working = max(self.peak - self.allocated, forward_bytes)
-        return num_copies * shard_bytes + largest * _SCRATCH_BYTES + working
+        return self.free + self.idle
 
 
-def choose_way(space: GradientSpace, forward_bytes: int, memory: Memory | None = None) -> str:
-    """The best way to search that fits on this rank.
+@dataclass(frozen=True)
+class Need:
+    """What a search may need on one rank, in bytes."""
+
+    shards: int
+    """One copy of the rank's shards."""
+    largest: int
+    """Elements of the largest shard."""
+    state: int
+    """The optimizer's state on the device."""
+    micro_batch: int
+    """What a replayed micro-batch takes."""
+    forward: int
+    """What a forward alone takes: its logits."""
+
+    @property
+    def working(self) -> int:
+        """What any pass takes."""
+        return max(self.micro_batch, self.forward)
+
+    def of(self, way: Way) -> int:
+        """What a search holds at its peak that way; what it frees before counts against that."""
+        copies = 1 if way.keeps_on_host else _COPIES
+        scratch = _SCRATCH_BYTES * min(self.largest, PART)
+        working = max(self.working, scratch) if way.is_full else self.micro_batch
+        return copies * self.shards + working - (self.state if way.moves_optimizer else 0)
+
+    def least_way(self, memory: Memory) -> int:
+        """The number of the cheapest of ``WAYS`` that fits; how many there are where none does."""
+        fitting = (number for number, way in enumerate(WAYS) if self.of(way) <= _USABLE * memory.available)
+        return next(fitting, len(WAYS))
+
+    def refusal(self, memory: Memory, where: Any) -> str:
+        """Why there is no search, and what would help, in a sentence."""
+        lacking = self.of(WAYS[-1]) / _USABLE - memory.available
+        return (
+            f"a search needs {max(lacking, 0) / 2**30:.2f} GiB more than the {memory.available / 2**30:.2f} GiB that "
+            f"training leaves on {where}: make micro-batches smaller (one takes {self.working / 2**30:.2f} GiB; "
+            "ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu), or deal the weights out to more devices"
+        )
+
+
+class StepPeak:
+    """What a training micro-batch takes at its peak, beside what lies there when its step is looked into.
+
+    The allocator's peak is of the process' life, in which another pass may have taken more. Where it says nothing of
+    the step, it is reset, once.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        """In bytes; the largest of the steps that told."""
+        self._before = 0
+        self._has_reset = False
+
+    def begin(self, device: torch.device) -> None:
+        """Before a step's first micro-batch."""
+        if not self.size and not self._has_reset:
+            reset_peak(device)
+            self._has_reset = True
+        self._before = peak_of(device)[0]
+
+    def end(self, device: torch.device) -> None:
+        """Behind its last backward."""
+        peak, allocated = peak_of(device)
+        if peak > self._before or not self.size:
+            self.size = max(self.size, peak - allocated)
+
+
+class Room:
+    """Room for one search on this rank's device.
 
     Args:
         space: the trainable parameters.
-        forward_bytes: see :meth:`.probe.TrainingStep.forward_bytes`.
-        memory: what there is; None to ask the device.
-
-    Returns:
-        ``full``, any strategy; or ``bisect``, which moves no weights and searches along no residual.
-
-    Raises:
-        NotEnoughMemory: one sentence with both sizes.
+        optimizer: whose state may be moved; None where nothing is known of it.
+        micro_batch: see :class:`Need`.
+        forward: likewise.
     """
-    device = space.params[0].device
-    memory = memory or _memory_of(device)
-    shards = [local_shard(param) for param in space.params]
-    shard_bytes = sum(shard.numel() * shard.element_size() for shard in shards)
-    largest = max(shard.numel() for shard in shards)
-    needs = {
-        "full": memory.needed(shard_bytes, _COPIES["full"], largest, forward_bytes),
-        "bisect": memory.needed(shard_bytes, _COPIES["bisect"], 0, 0),
-    }
-    for way, needed in needs.items():
-        if needed <= _USABLE * memory.available:
-            return way
-    raise NotEnoughMemory(
-        f"a search needs {needs['bisect'] / 2**30:.2f} GiB beside training on {device}, where "
-        f"{memory.available / 2**30:.2f} GiB are left: make micro-batches smaller, or offload the optimizer"
-    )
+
+    def __init__(self, space: GradientSpace, optimizer: torch.optim.Optimizer | None, micro_batch: int, forward: int):
+        self._space, self.device = space, space.params[0].device
+        self._state = [] if optimizer is None else list(_state_of(optimizer, self.device))
+        shards = [local_shard(param) for param in space.params]
+        self.need = Need(
+            shards=sum(map(_size, shards)),
+            largest=max(shard.numel() for shard in shards),
+            state=sum(map(_size, self._state)),
+            micro_batch=micro_batch,
+            forward=forward,
+        )
+        self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def memory(self) -> Memory:
+        """What there is now."""
+        return memory_of(self.device)
+
+    def make(self, way: Way) -> None:
+        """Move to the host what this way says; what has been moved is taken back by :meth:`close`, also after a
+        failure."""
+        if way.moves_optimizer:
+            for tensor in self._state:
+                self._moved.append((tensor, host_copy(tensor)))
+            if self.device.type != "cpu":  # the copies run beside the host
+                torch.get_device_module(self.device.type).synchronize(self.device)
+            for tensor, _ in self._moved:
+                tensor.untyped_storage().resize_(0)
+        self._space.room, self._space.keeps_on_host = self, way.keeps_on_host
+
+    def make_sure(self) -> None:
+        """Take what the next pass needs and give it back: where a rank lacks it, that is known before any collective
+        of the pass, and what it takes later is there."""
+        missing = sum(_size(local_shard(param)) for param in self._space.params if param.grad is None)
+        sizes = [self.need.forward]
+        left = self.need.working + missing - self.need.forward
+        sizes += [min(_BLOCK, left - first) for first in range(0, left, _BLOCK)]
+        taken = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
+        del taken
+
+    def close(self) -> None:
+        """Take everything back: the very same tensors, bit for bit."""
+        self._space.room, self._space.keeps_on_host = None, False
+        for tensor, copy in self._moved:
+            size = _size(tensor)
+            if tensor.untyped_storage().nbytes() < size:
+                tensor.untyped_storage().resize_(size)
+                tensor.copy_(copy, non_blocking=True)
+        if self._moved and self.device.type != "cpu":
+            torch.get_device_module(self.device.type).synchronize(self.device)
+        self._moved.clear()
 
 
-def free_bytes(device: torch.device) -> int:
-    """What this process may still take on a device, with what the caching allocator holds without using it."""
-    return _memory_of(device).available
-
-
-def _memory_of(device: torch.device) -> Memory:
+def memory_of(device: torch.device) -> Memory:
+    """What there is on a device."""
     if device.type == "cpu":
         import psutil  # comes with accelerate, which verl installs
 
         return Memory(free=psutil.virtual_memory().available)
     module = torch.get_device_module(device.type)
-    counts = module.memory_reserved(), module.memory_allocated(), module.max_memory_allocated()
-    return Memory(module.mem_get_info()[0], *counts)
+    idle = idle_bytes(module.memory_snapshot(), device.index or 0)
+    return Memory(module.mem_get_info(device)[0], idle, module.memory_allocated(device))
 
 
-def linear_in_parts(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``linear`` in float32 with a float32 copy of a part of the weight at a time.
-
-    Args:
-        hidden: (..., H), any precision.
-        weight: (V, H), any precision.
-        bias: (V,) or None.
-
-    Returns:
-        float32 (..., V); no graph.
-    """
-    rows = hidden.reshape(-1, hidden.shape[-1]).float()
-    out = rows.new_empty(len(rows), len(weight))
-    for first in range(0, len(weight), _VOCABULARY_PART):
-        part = slice(first, first + _VOCABULARY_PART)
-        torch.mm(rows, weight[part].float().T, out=out[:, part])
-    if bias is not None:
-        out += bias.float()
-    return out.view(*hidden.shape[:-1], len(weight))
+def peak_of(device: torch.device) -> tuple[int, int]:
+    """What this process has used of a device at most, and uses now; nothing is known of a CPU."""
+    if device.type == "cpu":
+        return 0, 0
+    module = torch.get_device_module(device.type)
+    return module.max_memory_allocated(device), module.memory_allocated(device)
 
 
-@contextmanager
-def precise_readout(module: torch.nn.Module, compute_dtype: torch.dtype) -> Iterator[None]:
-    """Compute the logits, or a critic's values, in float32 from the last hidden state while the model itself computes
-    in half precision.
+def reset_peak(device: torch.device) -> None:
+    """Have the peak begin anew."""
+    if device.type != "cpu":
+        torch.get_device_module(device.type).reset_peak_memory_stats(device)
 
-    verl's log-probs are rounded to the compute dtype where flash attention's cross entropy is absent, so a small
-    change of a log-prob would read as none. Fused kernels, which never show the logits: :func:`precise_fused_readout`.
+
+def idle_bytes(segments: Iterable[Mapping[str, Any]], device: int) -> int:
+    """What an allocator has taken and does not use, of its own pool: others' segments, such as those of a rollout that
+    sleeps, cannot be had.
 
     Args:
-        module: the model, under FSDP1, FSDP2 or plain.
-        compute_dtype: what its forward computes in; float32 changes nothing.
+        segments: of the allocator's snapshot.
+        device: index.
     """
-    unwrapped: Any = getattr(module, "_fsdp_wrapped_module", module)
-    head = None if compute_dtype == torch.float32 else unwrapped.get_output_embeddings() or _value_head(unwrapped)
-    if not isinstance(head, torch.nn.Linear):  # none, or one that does more than read out
-        yield
-        return
-
-    def read_out(hidden: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device_type=hidden.device.type, enabled=False):
-            return linear_in_parts(hidden, head.weight, head.bias)
-
-    own = vars(head).get("forward")
-    vars(head)["forward"] = read_out  # in its place, so that the rounded logits do not lie beside these
-    try:
-        yield
-    finally:
-        vars(head).pop("forward")
-        if own is not None:
-            vars(head)["forward"] = own
+    own = [s for s in segments if s["device"] == device and tuple(s.get("segment_pool_id", (0, 0))) == (0, 0)]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in own)
 
 
-def _value_head(module: Any) -> Any:
-    """Of transformers' token classifiers, which verl takes for critics; None where there is none."""
-    return getattr(module, "score", None)
+def free_bytes(device: torch.device) -> int:
+    """What this process may still take on a device."""
+    return memory_of(device).available
 
 
-def fused_log_probs(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperature: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies in float32, the logits of a few positions at a time.
-
-    Args:
-        hidden: (..., H), any precision.
-        weight: (V, H), any precision.
-        labels: (...) token ids.
-        temperature: divides the logits.
-
-    Returns:
-        float32 (...) both; no graph.
-    """
-    log_probs, entropies = [], []
-    for rows, chosen in zip(
-        hidden.reshape(-1, hidden.shape[-1]).split(_ROWS_PART), labels.reshape(-1, 1).split(_ROWS_PART), strict=True
-    ):
-        logits = (linear_in_parts(rows, weight, None) / temperature).log_softmax(-1)
-        log_probs.append(logits.gather(-1, chosen.long()).squeeze(-1))
-        entropies.append(-(logits.exp() * logits).sum(-1))
-    return torch.cat(log_probs).view(labels.shape), torch.cat(entropies).view(labels.shape)
+def _state_of(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterable[torch.Tensor]:
+    """The tensors of an optimizer's state that lie on a device and have their memory for themselves."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.dim():
+                shard = local_shard(value)
+                if shard.device.type == device.type and shard.untyped_storage().nbytes() == _size(shard):
+                    yield shard
 
 
-@contextmanager
-def precise_fused_readout(kernel: type, compute_dtype: torch.dtype) -> Iterator[None]:
-    """:func:`precise_readout` where a fused kernel takes the head's weight and gives log-probs and entropies.
-
-    Args:
-        kernel: a module's class; ``forward(hidden, weight, labels, temperature)`` as :func:`fused_log_probs`.
-        compute_dtype: what the model computes in; float32 changes nothing.
-    """
-    if compute_dtype == torch.float32:
-        yield
-        return
-
-    def forward(self: Any, hidden_states: Any, vocab_weights: Any, input_ids: Any, temperature: float = 1.0) -> Any:
-        with torch.autocast(device_type=hidden_states.device.type, enabled=False):
-            return fused_log_probs(hidden_states, vocab_weights, input_ids, temperature)
-
-    own = vars(kernel)["forward"]
-    kernel.forward = forward  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        kernel.forward = own  # type: ignore[attr-defined]
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -9,11 +9,12 @@ forward or the loss draws are replayed from the state recorded before the traini
 Shapes: B rows of the micro-batch, T response positions.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -21,7 +22,17 @@ from .gradients import Gradient, GradientSpace, abandon_pass
 from .ranks import LostRank, Ranks
 from .selection import Part, Token, mask_of, mask_without
 
-__all__ = ["Measurement", "Prober", "Recorded", "RngState", "TrainingStep", "let_through", "record"]
+__all__ = [
+    "HostStep",
+    "Measurement",
+    "Prober",
+    "Recorded",
+    "RngState",
+    "TrainingStep",
+    "let_through",
+    "record",
+    "to_host",
+]
 
 T = TypeVar("T")
 
@@ -56,6 +67,8 @@ class Recorded:
     """d loss / d entropy (B, T); None when entropy is not part of the loss."""
     is_value: bool = False
     """Whether it is a critic's: values then stand where log-probs stand, everywhere, and there is no entropy."""
+
+    TENSORS = ("log_prob", "entropy", "log_prob_coefficient", "entropy_coefficient")
 
 
 def record(recorded: Recorded, log_prob: torch.Tensor, entropy: torch.Tensor | None) -> None:
@@ -99,6 +112,8 @@ class TrainingStep(Protocol):
     """What the logits were divided by."""
     on_policy: bool
     """Whether the current log-probs stood in for the old ones."""
+    reduces_once: bool
+    """Whether training reduces the gradient over ranks after the last micro-batch alone."""
 
     def rows(self, micro_batch: int) -> list[int]:
         """Where the micro-batch's rows stand in the driver's batch; empty when the driver did not say."""
@@ -146,6 +161,98 @@ class TrainingStep(Protocol):
         """
 
 
+def to_host(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Copies in the host's memory, by a single read of the device: a copy of each by itself waits for it each time."""
+    found: list[torch.Tensor | None] = [None] * len(tensors)
+    there = {index: tensor.detach().contiguous() for index, tensor in enumerate(tensors) if tensor is not None}
+    for device in {tensor.device for tensor in there.values()}:
+        given = {index: tensor for index, tensor in there.items() if tensor.device == device}
+        order = sorted(given, key=lambda index: -given[index].element_size())  # so that each begins where its type may
+        read = torch.cat([given[index].view(-1).view(torch.uint8) for index in order]).cpu()
+        parts = read.split([given[index].numel() * given[index].element_size() for index in order])
+        for index, part in zip(order, parts, strict=True):
+            found[index] = part.view(given[index].dtype).view(given[index].shape)
+    return found
+
+
+class HostStep:
+    """A step as a search looks at it: everything about single tokens lies in the host's memory, read once.
+
+    Masks, weights, records and coefficients of all micro-batches are read together when one is first asked for; what a
+    forward gives, with the forward. Nothing after that waits for the device. The rest is the step's own.
+
+    Args:
+        step: the trainer's.
+        device: where its model is.
+    """
+
+    def __init__(self, step: TrainingStep, device: torch.device):
+        self._step, self._device = step, device
+        self._held: dict[str, list[Any]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step, name)
+
+    def token_mask(self, micro_batch: int) -> torch.Tensor:
+        return self._of_all("token_mask")[micro_batch]
+
+    def token_weights(self, micro_batch: int) -> torch.Tensor:
+        return self._of_all("token_weights")[micro_batch]
+
+    def old_log_prob(self, micro_batch: int) -> torch.Tensor:
+        return self._of_all("old_log_prob")[micro_batch]
+
+    def kl_coefficients(self, micro_batch: int) -> torch.Tensor | None:
+        return self._of_all("kl_coefficients")[micro_batch]
+
+    def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._of_all("coefficients")[micro_batch]
+
+    def recorded(self, micro_batch: int) -> Recorded:
+        return self._of_all("recorded")[micro_batch]
+
+    def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        log_prob, entropy = to_host(self._step.forward(micro_batch))
+        assert log_prob is not None
+        return log_prob, entropy
+
+    def entropies(self, micro_batch: int) -> torch.Tensor:
+        return to_host([self._step.entropies(micro_batch)])[0]  # type: ignore[return-value]
+
+    def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
+        return self._step.loss(micro_batch, None if selected is None else selected.to(self._device))
+
+    def _of_all(self, name: str) -> list[Any]:
+        if name not in self._held:
+            together = ("token_mask", "token_weights", "coefficients", "recorded")
+            names = together if name in together else (name,)
+            found = {of: [getattr(self._step, of)(i) for i in range(self._step.num_micro_batches)] for of in names}
+            self._held |= _on_host(found)
+        return self._held[name]
+
+
+def _on_host(found: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The same with every tensor on the host: tensors, tuples of them, records."""
+    flat = [tensor for values in found.values() for value in values for tensor in _tensors_of(value)]
+    read = iter(to_host(flat))
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, Recorded):
+            kept = copy.copy(value)
+            for name in Recorded.TENSORS:
+                setattr(kept, name, next(read))
+            return kept
+        return tuple(next(read) for _ in value) if isinstance(value, tuple) else next(read)
+
+    return {name: [copied(value) for value in values] for name, values in found.items()}
+
+
+def _tensors_of(value: Any) -> Sequence[torch.Tensor | None]:
+    if isinstance(value, Recorded):
+        return [getattr(value, name) for name in Recorded.TENSORS]
+    return value if isinstance(value, tuple) else (value,)
+
+
 @dataclass(frozen=True)
 class Measurement:
     """A probe's outcome, the same on every rank."""
@@ -164,7 +271,7 @@ class Prober:
     """
 
     def __init__(self, step: TrainingStep, space: GradientSpace, ranks: Ranks):
-        self.step = step
+        self.step = step if isinstance(step, HostStep) else HostStep(step, space.params[0].device)
         self.space = space
         self.ranks = ranks
         self.num_forwards = 0
@@ -179,9 +286,15 @@ class Prober:
         """What was spent, in forwards of one micro-batch; a backward counts as two."""
         return self.num_forwards + 2 * self.num_backwards
 
+    @property
+    def reduction_error(self) -> float:
+        """See :meth:`.gradients.GradientSpace.reduction_error`."""
+        return self.space.reduction_error(self.step.num_micro_batches, self.step.reduces_once)
+
     def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :meth:`TrainingStep.forward`."""
         self.num_forwards += 1
+        self.ranks.agree(self._make_sure)
         return self._together(lambda: self.step.forward(micro_batch))
 
     def entropies(self, micro_batch: int) -> torch.Tensor:
@@ -190,7 +303,13 @@ class Prober:
         if recorded is not None:
             return recorded
         self.num_forwards += 1
+        self.ranks.agree(self._make_sure)
         return self._together(lambda: self.step.entropies(micro_batch))
+
+    def _make_sure(self) -> None:
+        """See :meth:`.memory.Room.make_sure`."""
+        if self.space.room is not None:
+            self.space.room.make_sure()
 
     def _together(self, joint: Callable[[], T]) -> T:
         """Run a forward or backward; where it fails on any rank, leave the module fit for training on all of them."""
@@ -212,7 +331,12 @@ class Prober:
             selections: pairs of a micro-batch and the tokens of it, bool (B, T); None for all of them.
         """
         self.space.clear()
-        chosen = self.ranks.agree(lambda: list(selections))
+
+        def prepare() -> list[tuple[int, torch.Tensor | None]]:
+            self._make_sure()
+            return list(selections)
+
+        chosen = self.ranks.agree(prepare)
         for number, (micro_batch, selected) in enumerate(chosen, 1):
             self.num_forwards += 1
             self.num_backwards += 1

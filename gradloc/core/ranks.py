@@ -44,9 +44,12 @@ class Ranks:
 
     With sequence parallelism, ``replicas`` consecutive processes hold the same sequences and count as one rank.
 
+    What ranks tell each other are numbers of the host's. They go by the group's backend for the host where it has one,
+    as verl's groups do, so that nothing waits for the device.
+
     Args:
         group: the process group of all trainer processes; None for the default one.
-        device: where the small tensors of the reductions live (the backend decides).
+        device: of the model, whose collectives tell how far a rank has come.
         replicas: processes per data-parallel rank; divides the group's size.
     """
 
@@ -55,6 +58,7 @@ class Ranks:
         self.device = torch.device(device)
         self.replicas = replicas
         alone = not dist.is_initialized()
+        self._is_by_host = alone or distributed_c10d._get_object_coll_device(group) == "cpu"
         process = 0 if alone else dist.get_rank(group)
         self.num_processes = 1 if alone else dist.get_world_size(group)
         self.process, self.rank = process, process // replicas
@@ -63,20 +67,24 @@ class Ranks:
         self._call = 0
         self._start: int | None = None
 
+    def connect(self) -> None:
+        """Join the first collective of this group: a communicator's own memory is taken now, and not at a spike."""
+        self.sum([0.0])
+
     def sum(self, values: list[float]) -> list[float]:
         """Add each value over the ranks in float64; every rank gets the same bits."""
         if self.num_processes == 1:
             return [float(value) for value in values]
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        total = self._sent(values)
         dist.all_reduce(total, group=self.group)
-        return (total / self.replicas).tolist()
+        return [value / self.replicas for value in total.tolist()]
 
     def max(self, values: list[float]) -> list[float]:
         """The largest of each value over the ranks; NaN counts as the largest. The same bits on every rank."""
         if self.num_processes == 1:
             return [float(value) for value in values]
         # gloo and NCCL disagree on NaN, so it travels as infinity does
-        most = torch.tensor(values, dtype=torch.float64, device=self.device).nan_to_num(nan=math.inf, posinf=math.inf)
+        most = self._sent([math.inf if math.isnan(value) else value for value in values])
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
         return most.tolist()
 
@@ -110,6 +118,10 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, src=self._global(rank * self.replicas), group=self.group)
         return box[0]
+
+    def _sent(self, values: list[float]) -> torch.Tensor:
+        sent = torch.tensor(values, dtype=torch.float64)
+        return sent if self._is_by_host else sent.to(self.device)
 
     def _global(self, process: int) -> int:
         return process if self.group is None else dist.get_global_rank(self.group, process)
@@ -194,7 +206,7 @@ class Ranks:
     def _sum_watched(self, has_failed: bool) -> float:
         """How many ranks have failed; one that has not, and waits long, tells those that have where it waits."""
         position = self._position()
-        total = torch.tensor([float(has_failed)], dtype=torch.float64, device=self.device)
+        total = self._sent([float(has_failed)])
         work = dist.all_reduce(total, group=self.group, async_op=True)
         pause, next_look = 0.0001, time.monotonic() + _LOOK_EVERY_S
         while not work.is_completed():

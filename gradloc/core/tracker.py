@@ -5,21 +5,66 @@ Both are local numbers of this rank's shards, so nothing is communicated while n
 taken when somebody asks, on a spike. How the running norm changes tells about how large each micro-batch's own gradient
 is, and so where to look first. The last norms of many steps tell a layer that explodes alone from a spike of the whole
 model.
+
+What that costs is timed by the device's own clock: the host, which runs ahead of it, may wait for a place in its queue.
 """
 
+import logging
+import os
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from .gradients import GradientSpace
+from .gradients import GradientSpace, is_slow
 from .ranks import Ranks
 
 __all__ = ["NormTracker", "median_size"]
 
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
 _MAX_COST = 0.002  # of an update's time: beyond, norms of layers wait, and the running norm switches itself off
 _NUM_TRIALS = 3  # updates to judge that by
+
+
+class _Watch:
+    """Adds up the time that blocks of work take: of the device where it has events, else of the host."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._open: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Time what is in here; waits for nothing."""
+        event = _event_of(device)
+        if event is None:
+            started = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - started
+            return
+        pair = event(enable_timing=True), event(enable_timing=True)
+        pair[0].record()
+        yield
+        pair[1].record()
+        self._open.append(pair)
+
+    @property
+    def seconds(self) -> float:
+        """Of all blocks that the device has come to the end of."""
+        done = [pair for pair in self._open if pair[1].query()]
+        self._open = [pair for pair in self._open if pair not in done]
+        self._seconds += sum(begin.elapsed_time(end) for begin, end in done) / 1e3
+        return self._seconds
+
+
+def _event_of(device: torch.device) -> Any:
+    """The class of a device's events; None where it has none."""
+    return None if device.type == "cpu" else getattr(torch.get_device_module(device.type), "Event", None)
 
 
 class NormTracker:
@@ -35,7 +80,7 @@ class NormTracker:
         """By the number of the step; where it takes its time, each rank leaves out other ones."""
         self._num_steps = 0
         self._running: list[torch.Tensor] = []
-        self._seconds = self._layer_seconds = 0.0
+        self._watch, self._layer_watch = _Watch(), _Watch()
         self._update_started = 0.0
         self._update_seconds = 0.0
         self._num_updates = 0
@@ -47,8 +92,15 @@ class NormTracker:
         """Stop tracking when the running norm costs more than the bound; later updates then pay nothing."""
         self._update_seconds += time.perf_counter() - self._update_started
         self._num_updates += 1
-        if self._num_updates >= _NUM_TRIALS and self._seconds > _MAX_COST * self._update_seconds:
+        cost = self._watch.seconds / self._update_seconds
+        if self.is_on and self._num_updates >= _NUM_TRIALS and cost > _MAX_COST:
             self.is_on = False
+            logger.warning(
+                "gradloc: noting each micro-batch's norm takes %.2f %% of an update, more than %.2f %%, so it stops: a "
+                "search does not know any more where to look first",
+                100 * cost,
+                100 * _MAX_COST,
+            )
 
     def begin_mini_batch(self) -> None:
         self._running = []
@@ -60,9 +112,8 @@ class NormTracker:
         """
         if not self.is_on:
             return
-        started = time.perf_counter()
-        self._running.append(space.local_squares(self._is_rough(space)))
-        self._seconds += time.perf_counter() - started
+        with self._watch.on(space.params[0].device):
+            self._running.append(space.local_squares(self._is_rough(space)))
 
     def after_mini_batch(self, space: GradientSpace, clip_scale: float, loss_scale: float, is_spike: bool) -> None:
         """Remember the per-parameter norms of a step that did not spike; of one in so many, where that takes its time.
@@ -76,20 +127,19 @@ class NormTracker:
         self._num_steps += 1
         if not self.is_on or is_spike or not self._history.maxlen:
             return
-        started = time.perf_counter()
-        if self._running and not self._is_rough(space):  # the last micro-batch's reading is the step's
-            self._history.append((self._num_steps, self._running[-1] / loss_scale**2))
-        elif self.cost(started) <= _MAX_COST:
-            self._history.append((self._num_steps, space.local_squares().div_(clip_scale**2)))
-        self._layer_seconds += time.perf_counter() - started
+        with self._layer_watch.on(space.params[0].device):
+            if self._running and not self._is_rough(space):  # the last micro-batch's reading is the step's
+                self._history.append((self._num_steps, self._running[-1] / loss_scale**2))
+            elif self.cost(time.perf_counter()) <= _MAX_COST:
+                self._history.append((self._num_steps, space.local_squares().div_(clip_scale**2)))
 
     def cost(self, now: float) -> float:
         """The part of all updates' time that tracking has taken, at this reading of the clock."""
-        return (self._seconds + self._layer_seconds) / (self._update_seconds + now - self._update_started)
+        return (self._watch.seconds + self._layer_watch.seconds) / (self._update_seconds + now - self._update_started)
 
     @staticmethod
     def _is_rough(space: GradientSpace) -> bool:
-        return space.params[0].device.type == "cpu"
+        return is_slow(space.params[0].device)
 
     def increments(self, space: GradientSpace, ranks: Ranks, loss_scale: float) -> list[float] | None:
         """About how large each micro-batch's own gradient is, over all ranks; None when some rank did not track.

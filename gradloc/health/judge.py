@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..words.advice import actions_of
 from ..words.numbers import number, percent
 from .advice import ADVICE
 from .config import FALLING, HealthConfig
@@ -33,9 +34,13 @@ class Reason:
     sentence: str
 
     @property
-    def advice(self) -> tuple[tuple[str, str], ...]:
-        """What people do about it: pairs of a sentence and a Hydra override."""
-        return ADVICE[self.name]
+    def advice(self) -> list[tuple[str, str]]:
+        """What people do about it: pairs of a sentence and Hydra overrides, on any verl."""
+        return self.advice_on(None)
+
+    def advice_on(self, trainer: str | None) -> list[tuple[str, str]]:
+        """The same, on what made the run."""
+        return actions_of(ADVICE[self.name], trainer)
 
 
 @dataclass(frozen=True)

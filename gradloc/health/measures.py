@@ -172,9 +172,10 @@ class AgainstWindow(Measure):
         if len(recent) == recent.maxlen:
             before.append(recent[0])
         mean = self._push(value)
-        if mean is None or len(before) < self._warmup or median(before) <= 0:
+        if mean is None or len(before) < self._warmup:
             return None
-        return Reading(mean / median(before), mean, median(before))
+        typical = median(before)
+        return Reading(mean / typical, mean, typical) if typical > 0 else None
 
 
 class Fall(Measure):

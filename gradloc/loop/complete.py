@@ -315,6 +315,7 @@ def _complete_culprit(culprit: Culprit, batch: BatchView, texts: _Texts, statist
         culprit,
         sequence_id=_label(batch, "sequence_id", row),
         data_source=_label(batch, "data_source", row),
+        data_row=_data_row(batch, row),
         reward=float(tensors["token_level_scores"][row].sum()) if "token_level_scores" in tensors.keys() else None,
         advantage=at("advantages"),
         value_target=at("returns") if batch.is_critics else None,
@@ -362,6 +363,14 @@ def _siblings(batch: BatchView, row: int) -> tuple[Sibling, ...] | None:
             )
         )
     return tuple(found)
+
+
+def _data_row(batch: BatchView, row: int) -> int | None:
+    """None where the batch's rows say no index, or all the same: verl writes 0 for none."""
+    known = batch.labels.get("index")
+    if known is None or len({str(index) for index in known}) < 2 or not str(known[row]).isdecimal():
+        return None
+    return int(str(known[row]))
 
 
 def _label(batch: BatchView, key: str, row: int) -> str | None:

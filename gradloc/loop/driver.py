@@ -17,6 +17,7 @@ import torch
 from ..core.actions import Outcome
 from ..core.scale import ScaleHistory
 from ..record import Run
+from ..record.origin import origin
 from ..tell.teller import Teller
 from .batch import BatchView
 from .complete import batch_scale
@@ -60,11 +61,17 @@ def build_driver(config: Any, settings: Any, tokenizer: Any, model: str = "actor
     if model == "critic":
         trained, settings = config.critic, _of_critic(settings)
     plain: Any = OmegaConf.to_container(trained, resolve=True)
+    whole: Any = OmegaConf.to_container(config)
     return Driver(
         settings,
         sequences_per_mini_batch=trained.ppo_mini_batch_size * rollout.n,
         tokenizer=tokenizer,
-        run=Run(config.trainer.project_name, config.trainer.experiment_name),
+        run=origin(
+            config.trainer.project_name,
+            config.trainer.experiment_name,
+            settings=whole,
+            model=(config.critic if model == "critic" else config.actor_rollout_ref).model.path,
+        ),
         trained=plain,
         model=model,
     )
@@ -74,6 +81,8 @@ def _of_critic(settings: Any) -> Any:
     """The actor's settings as they hold for the critic: its own action, and nothing that only a replay uses."""
     return replace(
         settings,
+        enable=True,
+        stabilize=type(settings.stabilize)(),
         action=replace(settings.action, mode=settings.critic),
         evidence=replace(settings.evidence, bundle="off", checkpoint="off"),
     )

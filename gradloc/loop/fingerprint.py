@@ -12,7 +12,7 @@ import re
 
 import torch
 
-from ..core.gradients import GradientSpace, local_shard, squared_norm
+from ..core.gradients import GradientSpace, local_shard, squared_norms
 from ..record import Fingerprint, Weights
 
 __all__ = ["differs", "fingerprint", "is_other_model"]
@@ -33,12 +33,10 @@ def fingerprint(space: GradientSpace) -> Fingerprint:
     shards = [local_shard(param) for param in space.params]
 
     def local() -> torch.Tensor:
-        values = torch.zeros(len(shards), 3, dtype=torch.float64, device=space.params[0].device)
-        for index, shard in enumerate(shards):
-            values[index, 0] = shard.numel()
-            values[index, 1] = shard.sum(dtype=torch.float64)
-            values[index, 2] = squared_norm(shard)
-        return values
+        sums = torch.stack([shard.sum(dtype=torch.float64) for shard in shards])
+        return torch.stack(
+            [sums.new_tensor([shard.numel() for shard in shards]), sums, squared_norms(shards, are_weights=True)], 1
+        )
 
     values = space.reduce(local)
     names = [_WRAPPERS.sub("", name) for name in space.names]

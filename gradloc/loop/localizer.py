@@ -20,8 +20,8 @@ import torch
 
 from ..core.actions import Outcome, decide, decide_without_search
 from ..core.gradients import GradientSpace
-from ..core.memory import choose_way
-from ..core.probe import Prober, RngState, TrainingStep
+from ..core.memory import WAYS, Room, StepPeak
+from ..core.probe import HostStep, Prober, RngState, TrainingStep, to_host
 from ..core.ranks import LostRank, Ranks
 from ..core.selection import Token
 from ..core.tracker import NormTracker, median_size
@@ -47,6 +47,8 @@ class ActorPowers(Protocol):
 
     clip_limit: float
     """The norm that the gradient in ``.grad`` has been clipped to when a step is looked into; inf: not clipped yet."""
+    optimizer: torch.optim.Optimizer
+    """Whose state may lie in the host's memory while a step is looked into."""
     scales_loss: bool
     """Whether the loss is scaled (fp16), so that a norm may overflow by the scale alone."""
 
@@ -64,11 +66,15 @@ class Localizer:
         powers: the actor's.
         ranks: the data-parallel ranks.
         settings: those that hold, see :func:`~..config.resolve`.
+
+    All ranks make theirs together.
     """
 
     def __init__(self, powers: ActorPowers, ranks: Ranks, settings: Any):
         self.powers, self.ranks, self.settings = powers, ranks, settings
+        ranks.connect()
         self._tracker = NormTracker(settings.search.layer_window)
+        self._peak = StepPeak()
         self._policy: Policy | None = None
         self._space: GradientSpace
         self._step: TrainingStep
@@ -82,8 +88,8 @@ class Localizer:
         """Of the present update; the policy says how many there may be."""
         self.outcomes: list[Outcome] = []
         """All spikes of the present update, also those that no event is written of."""
-        self.coefficient = 0.0
-        """Median |d loss / d log_prob| of this rank's tokens in the update's first mini-batch, those without aside."""
+        self._first_step: TrainingStep | None = None
+        self._coefficient = 0.0
         self.num_failures = 0
 
     # ---- the moments of an update, in order
@@ -93,12 +99,14 @@ class Localizer:
         self._policy, self._space = policy, space
         self.norms, self.head_squares, self.events, self.outcomes = [], [], [], []
         self._num_searches = self._num_to_write = 0
+        self._first_step, self._coefficient = None, 0.0
         self._tracker.begin_update()
 
     def begin_mini_batch(self, step: TrainingStep) -> None:
         """Ride along with a step; its micro-batches run next, each forward and backward once."""
         self._step, self._began = step, time.perf_counter()
         self._tracker.begin_mini_batch()
+        self._peak.begin(self._space.params[0].device)
 
     def after_backward(self) -> None:
         """Note the norms of what ``.grad`` has accumulated so far."""
@@ -112,15 +120,16 @@ class Localizer:
 
         Returns:
             The norm of the gradient that the step will take, before clipping: the same unless the action put another
-            gradient (or none) into ``.grad``.
+            gradient (or none) into ``.grad``. On the host, so that nobody has to read the device again.
         """
         norm = float(grad_norm)
+        self._peak.end(self._space.params[0].device)
+        grad_norm = torch.tensor(norm, dtype=grad_norm.dtype)
         self._step_seconds = time.perf_counter() - self._began
         self.norms.append(norm)
         self.head_squares.append(head_square(self._space) / self._clip_scale(norm) ** 2)
         if self._policy is not None and len(self.norms) == 1:
-            step = self._step
-            self.coefficient = median_size(step.coefficients(index)[0] for index in range(step.num_micro_batches))
+            self._first_step = self._step
         spike = self._find_spike(norm)
         if spike is not None:
             grad_norm = self._handle(spike, grad_norm)
@@ -149,6 +158,18 @@ class Localizer:
             self.num_failures,
             *of_first,
         )
+
+    @property
+    def coefficient(self) -> float:
+        """Median |d loss / d log_prob| of this rank's tokens in the update's first mini-batch, those without aside.
+
+        Read when somebody asks, behind the step.
+        """
+        step, self._first_step = self._first_step, None
+        if step is not None:
+            of_device = [step.coefficients(index)[0] for index in range(step.num_micro_batches)]
+            self._coefficient = median_size([values for values in to_host(of_device) if values is not None])
+        return self._coefficient
 
     # ---- inside
 
@@ -192,18 +213,48 @@ class Localizer:
         return grad_norm if taken_norm is None else taken_norm
 
     def _look_into(self, spike: Spike, grad_norm: torch.Tensor, is_written: bool) -> torch.Tensor:
-        """Localize and act; where that fails the step stays as it was."""
+        """Localize and act; where that fails, or does not fit into memory, the step stays as it was."""
         self._num_searches += 1
         self._num_to_write += is_written
-        before = self._space.current()
-        found = self._safely(partial(self._localize_and_act, spike, is_written))
-        if found is None:
-            self._space.put(before)
-            return grad_norm
+        space = self._space
+        before, room = space.current(), Room(space, self.powers.optimizer, self._peak.size, self._step.forward_bytes())
+        try:
+            way = self._safely(partial(self._make_room, room))
+            found = None if way is None else self._safely(partial(self._localize_and_act, spike, is_written, way))
+            if found is None:
+                space.put(before)
+                return grad_norm
+            before.clear()  # what a masked step has left of it, so that the optimizer's state has its place again
+        finally:
+            room.close()
         event, action, taken_norm = found
         self.events += [event] if is_written else []
         self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, action.taken, is_written))
         return grad_norm if taken_norm is None else taken_norm
+
+    def _make_room(self, room: Room) -> dict[str, Any] | None:
+        """What the search is called with; None where no way fits on some rank."""
+        memory = self.ranks.agree(room.memory)
+        mine = room.need.least_way(memory)
+        number, seconds = self.ranks.max([float(mine), self._step_seconds])
+        if number == len(WAYS):
+            why = room.need.refusal(memory, room.device) if mine == number else "memory is short on another rank"
+            logger.error("gradloc: this spike is not looked into: %s", why)
+            return None
+        way = WAYS[int(number)]
+        self.ranks.agree(lambda: room.make(way))
+        if way.moves_optimizer:
+            searched = "as it is set" if way.is_full else "by bisection alone"
+            logger.warning("gradloc: memory is short: optimizer state off the device, searching %s", searched)
+        search, evidence = self.settings.search, self.settings.evidence
+        return {
+            "strategy": search.strategy if way.is_full else "bisect",
+            "budget": self.settings.budget,
+            "max_culprits": search.max_culprits,
+            "max_steps": search.max_steps,
+            "update_seconds": seconds,
+            "reruns": evidence.rerun,
+        }
 
     def _safely(self, joint: Callable[[], T]) -> T | None:
         """What all ranks find out together; None, counted, where it failed in a way that all of them know of."""
@@ -228,14 +279,15 @@ class Localizer:
             )
             return None
 
-    def _localize_and_act(self, spike: Spike, is_written: bool) -> tuple[Any, Action, torch.Tensor | None]:
-        space, step, policy = self._space, self._step, self._spiking_policy
-        way = self._choose_way(space, step)
+    def _localize_and_act(
+        self, spike: Spike, is_written: bool, way: dict[str, Any]
+    ) -> tuple[Any, Action, torch.Tensor | None]:
+        space, policy = self._space, self._spiking_policy
+        step: Any = HostStep(self._step, space.params[0].device)
         limit, clip_scale = self.powers.clip_limit, self._clip_scale(spike.grad_norm)
         increments = self._tracker.increments(space, self.ranks, step.loss_scale)
         if increments is not None and len(increments) != step.num_micro_batches:
             increments = None  # the gradient was reduced once, after the last micro-batch
-        way["update_seconds"] = self.ranks.max([self._step_seconds])[0]
         finding = localize(step, space, self.ranks, spike, clip_scale, increments, policy.typical, **way)
         overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
         obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else None
@@ -259,22 +311,6 @@ class Localizer:
         keeps_all = self.settings.evidence.bundle == "full"
         event = raw_event(context, self.settings.budget, keeps_all)
         return event, action, self._act(action.taken, finding.tokens)
-
-    def _choose_way(self, space: GradientSpace, step: TrainingStep) -> dict[str, Any]:
-        """How to search: as configured, and by bisection where memory is short on some rank."""
-        search = self.settings.search
-        configured = {
-            "strategy": search.strategy,
-            "budget": self.settings.budget,
-            "max_culprits": search.max_culprits,
-            "max_steps": search.max_steps,
-            "reruns": self.settings.evidence.rerun,
-        }
-        way = self.ranks.agree(lambda: choose_way(space, step.forward_bytes()))
-        if self.ranks.all(way == "full"):
-            return configured
-        logger.warning("gradloc: memory is short, so this spike is searched by bisection alone")
-        return configured | {"strategy": "bisect"}
 
     def _act(self, taken: str, culprits: list[Token]) -> torch.Tensor | None:
         """Put into ``.grad`` what the step is to take; returns its norm, None when that is unchanged."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What travels between the trainer and its ranks: one policy down with each update, one report up from each process."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,10 @@ class Policy:
     """The update's number in this run, by which a rank that sees one mini-batch at a time knows a new one."""
     settings: Any = None
     """Those that hold, see :func:`~..config.resolve`: for ranks whose own config has none."""
+    learned: Any = None
+    """What the stabilizers have learned, from a checkpoint; on the first update after a resume."""
+    keeps_lr_schedule: bool = False
+    """Whether another update of the same step follows, which is to have the same learning rate."""
 
     def threshold(self, number: int) -> float | None:
         """On the norm of the optimizer step of this number, counted over epochs and mini-batches from 0."""
@@ -123,3 +127,5 @@ class RankReport:
     """From the first process, where they were gathered."""
     learned: Any = None
     """What the stabilizers have learned, for the next checkpoint; from the first process."""
+    metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """What they did: the numbers of its micro-batches or optimizer steps."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..record import BundleMeta, Event, Run
+from ..record.origin import now
 from ..record.store import EventStore
 from ..tell.background import said_of
 from .batch import BatchView
@@ -69,7 +70,7 @@ class EventWriter:
 
     def _complete(self, raw: RawEvent, batch: BatchView, over_run: dict[str, float]) -> Event:
         step = raw.event.step
-        return complete_event(
+        completed = complete_event(
             raw,
             self.store.new_id(step.global_step, step.epoch, step.mini_batch, self.model),
             self.run,
@@ -79,6 +80,7 @@ class EventWriter:
             over_run,
             self.last_checkpoint,
         )
+        return replace(completed, time=now())
 
     def _keep(self, event: Event, raw: RawEvent, batch: BatchView) -> Event:
         album = Album()

@@ -129,6 +129,8 @@ class Culprit:
     sequence_id: str | None = None
     """<uid>:<rollout index>"""
     data_source: str | None = None
+    data_row: Count | None = optional()
+    """Of the data set, where its rows say their ``index``."""
     reward: float | None = None
     """The sequence's: sum of its token-level scores."""
     token_ids: tuple[int, ...] | None = never_null()

@@ -21,6 +21,8 @@ class Event:
     verdict: str | None = never_null()
     """What happened, in up to three sentences."""
     run: Run = Run()
+    time: Annotated[str, ("format", "date-time")] | None = optional()
+    """When it was completed, UTC."""
     step: Step = Step()
     trigger: Trigger = Trigger()
     search: Search = Search()

@@ -18,10 +18,20 @@ _PATH_VERDICTS = ("under", "split", "spread", "culprit", "unopened", "measured",
 
 @dataclass(frozen=True)
 class Run:
-    """Which run the event belongs to."""
+    """Which run the event belongs to, and what made it."""
 
     project: str | None = None
     experiment: str | None = None
+    trainer: str | None = optional()
+    """Its name and version, such as ``verl 0.9.1``; null in records from before these were kept, as the next ones."""
+    torch: str | None = optional()
+    gradloc: str | None = optional()
+    model: str | None = optional()
+    """What was trained: the path or name that the run was given."""
+    commit: str | None = optional()
+    """Of the code in the folder that the run was started in, ``-dirty`` where it was changed; null outside of git."""
+    config: str | None = optional()
+    """Digest of all of the trainer's settings: two runs have the same one if their settings are the same."""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from . import __version__
 from .errors import ReportError
+from .guess import Parser, nearby
 
 COMMANDS = {
-    "show": "a run's events: in the terminal, as an HTML page, or as Markdown, JSON or CSV",
+    "show": "what happened in a run, from its events or from its log alone; the page with -o",
     "compare": "two runs side by side",
     "watch": "a run that is going on: norm, threshold, health, events as they come; --serve for the page",
     "health": "healthy, warning or danger, step by step, with reasons and what people do",
@@ -28,6 +29,7 @@ COMMANDS = {
 DEFAULT = "show"
 EPILOG = """\
 examples:
+  gradloc-report train.log                        any run's log: what exploded, and what that did
   gradloc-report runs/demo-1                      a summary in the terminal
   gradloc-report runs/demo-1 -o report.html       the whole report, one file
   gradloc-report runs/demo-1 --event ID -o e.html one event with every token
@@ -41,7 +43,7 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """The parser with every subcommand's arguments."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="gradloc-report",
         description="Shows what spiked in a run, which tokens did it, and why.",
         epilog=EPILOG,
@@ -60,17 +62,20 @@ def _module(name: str):
 
 
 def _meant(arguments: list[str]) -> str | None:
-    """A sentence for what looks like a mistyped command: a folder of that name is not there."""
-    if len(arguments) < 2 or arguments[0] != DEFAULT or Path(arguments[1]).exists():
+    """A sentence for what looks like a mistyped command or path: there is no file or folder of that name."""
+    said = arguments[1] if len(arguments) > 1 else "-"
+    if arguments[0] == "watch" or said.startswith("-") or Path(said).exists():  # a run may be about to begin
         return None
-    close = difflib.get_close_matches(arguments[1], COMMANDS, n=1, cutoff=0.7)
-    if not close:
-        return None
-    rest = shlex.join(arguments[2:]) or "RUN_DIR"
-    return (
-        f"there is no folder {arguments[1]} and no command of that name: "
-        f"did you mean `gradloc-report {close[0]} {rest}`?"
-    )
+    rest = shlex.join(arguments[2:])
+    if arguments[0] == DEFAULT:
+        nothing = f"there is no file or folder {said} and no command of that name:"
+        commands = difflib.get_close_matches(said, COMMANDS, n=1, cutoff=0.7)
+        if commands:
+            return f"{nothing} did you mean `gradloc-report {commands[0]} {rest or 'RUN_DIR'}`?"
+        if len(arguments) > 2 and Path(arguments[2]).exists():
+            return f"{nothing} `gradloc-report {rest}` shows a run; the commands are {', '.join(COMMANDS)}."
+    guess = nearby(said)
+    return f"there is no file or folder {said}{guess}" if guess else None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     is_named = arguments and arguments[0] in (*COMMANDS, "-h", "--help", "--version")
     if arguments and not is_named:
         arguments.insert(0, DEFAULT)
-    hint = _meant(arguments)
+    hint = _meant(arguments) if arguments else None
     if hint:
         print(f"gradloc-report: {hint}", file=sys.stderr)
         return 2
@@ -94,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
+    except OSError as error:  # a file that may not be read, or went away
         print(f"gradloc-report: {error.filename or 'a file'}: {error.strerror}.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,90 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens and positions as text that a person can read, and that cannot play tricks on a page.
+"""Text as the report shows it: the functions of ``words.text``, and the command that shows an event."""
 
-Tokens come from a model that may emit anything: control characters, marks that reverse the reading
-order, spaces of no width. Those are shown by name; everything else is shown as it is.
-"""
-
-import math
 import shlex
-import unicodedata
 
-NAMED = {"\n": "↵\n", "\t": "⇥\t", "\r": "␍"}
-JOINERS = "\u200c\u200d"  # part of emoji and of several scripts: named only when they stand alone
+from ..words.text import one_line, plural, span, spoken, times, visible
 
-
-def visible(text: str) -> str:
-    """The text with every character that would not show, or would reorder others, spelled out.
-
-    >>> visible("a\\u202eb")
-    'a⟨U+202E⟩b'
-    """
-    if text.isprintable() and text.isascii():
-        return text
-    is_alone = len(text) == 1
-    return "".join(_visible(char, is_alone) for char in text)
-
-
-def _visible(char: str, is_alone: bool) -> str:
-    if char in NAMED:
-        return NAMED[char]
-    category = unicodedata.category(char)
-    if category == "Cs":  # half of a surrogate pair cannot be written as UTF-8
-        return "\ufffd"
-    if char in JOINERS and not is_alone:
-        return char
-    if category in ("Cc", "Cf", "Zl", "Zp") or char == "\u00a0":
-        return f"⟨U+{ord(char):04X}⟩"
-    return char
-
-
-def one_line(text: str, limit: int = 0, keep: str = "start") -> str:
-    """Visible text on one line, cut to ``limit`` characters (0: not) at its end or its start."""
-    made = visible(text).replace("\n", "").replace("\t", "")
-    if not limit or len(made) <= limit:
-        return made
-    return made[: limit - 1] + "…" if keep == "start" else "…" + made[1 - limit :]
-
-
-def spoken(label: str) -> str:
-    """A name of the record in words.
-
-    >>> spoken("kl_term"), spoken("not_explained")
-    ('KL term', 'not explained')
-    """
-    words = ["KL" if word == "kl" else "IS" if word == "is" else word for word in label.split("_")]
-    return " ".join(words)
-
-
-def times(value: float | None, typical: float | None) -> float | None:
-    """value / typical, or None where that makes no sense."""
-    if value is None or typical is None or not typical or not math.isfinite(value):
-        return None
-    return value / typical
-
-
-def span(positions: list[int]) -> str:
-    """Positions as text: ``9``, ``9 to 14`` when they are one run, else ``9 to 40 (7 of them)``."""
-    if not positions:
-        return "–"
-    first, last = positions[0], positions[-1]
-    if first == last:
-        return str(first)
-    is_run = last - first + 1 == len(positions)
-    return f"{first} to {last}" + ("" if is_run else f" ({len(positions)} of them)")
-
-
-def plural(count: int, noun: str) -> str:
-    """``1 token``, ``2 tokens``, ``1,000 tokens``."""
-    ending = "" if count == 1 else "es" if noun.endswith(("h", "s")) else "s"
-    return f"{count:,} {noun}{ending}"
-
-
-def replay_command(bundle: str | None) -> str | None:
-    """The command that runs the event's localization again on one machine."""
-    if bundle is None:
-        return None
-    return f"python -m verl.gradloc.replay {shlex.quote(bundle)} --model MODEL_PATH"
+__all__ = ["one_line", "plural", "show_command", "span", "spoken", "times", "visible"]
 
 
 def show_command(run: str, event_id: str) -> str:

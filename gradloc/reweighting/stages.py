@@ -29,7 +29,7 @@ STAGE_NAME_KEY = "lopti_stage"
 KEEPS_LR_SCHEDULE_KEY = "keeps_lr_schedule"
 """Meta info: the worker does not advance the learning-rate schedule after this update."""
 
-_ADDITIVE = ("actor/pg_loss", "actor/kl_loss", "actor/entropy")
+_ADDITIVE = ("actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/entropy_loss")
 """Means over all response tokens, of which each stage has its part."""
 
 
@@ -72,22 +72,27 @@ class Lopti:
     def __init__(self, config: LoptiConfig):
         self.config = config
 
-    def update(self, update_actor: Callable[[Any], Any], batch: Any) -> Any:
+    def update(
+        self,
+        old_log_prob: torch.Tensor,
+        response_mask: torch.Tensor,
+        update_stage: Callable[[Stage, bool], dict[str, Any]],
+    ) -> dict[str, Any]:
         """Update the low- and the high-probability tokens one after the other.
 
         A stage without a token on any rank is left out, and said so.
 
         Args:
-            update_actor: one whole update of the actor on a batch; returns verl's DataProto of metrics.
-            batch: verl's DataProto with ``old_log_probs``, ``response_mask`` and ``advantages``, (B, T) each; it comes
-                back as it was.
+            old_log_prob: (B, T), of the policy before the update.
+            response_mask: (B, T), 1 on response tokens.
+            update_stage: one whole update of the actor on a stage's tokens, with every other advantage 0; told whether
+                it leaves the learning-rate schedule where it is. Returns the update's metrics, a list each.
 
         Returns:
-            The last stage's output with the metrics of both: ``lopti/<stage>/*`` apart, and under their own names both
-            together (losses and counts added, other values side by side).
+            The metrics of both: ``lopti/<stage>/*`` apart, and under their own names both together (losses and counts
+            added, other values side by side).
         """
-        advantages = batch.batch["advantages"]
-        stages = split(batch.batch["old_log_probs"], batch.batch["response_mask"], self.config)
+        stages = split(old_log_prob, response_mask, self.config)
         filled = [stage for stage in stages if stage.mask.any()] or stages[-1:]
         if len(filled) < len(stages):
             empty = next(stage.name for stage in stages if stage is not filled[0])
@@ -96,40 +101,25 @@ class Lopti:
                 "algorithm.lopti.eta and quantile",
                 empty,
             )
-        outputs = []
-        try:
-            for index, stage in enumerate(filled):
-                mask = stage.mask.to(advantages.dtype)
-                batch.batch["advantages"] = advantages * mask
-                batch.batch[STAGE_MASK_KEY] = mask
-                batch.meta_info[STAGE_NAME_KEY] = stage.name
-                is_last = index == len(filled) - 1
-                batch.meta_info[KEEPS_LR_SCHEDULE_KEY] = not (is_last or self.config.step_lr_each_stage)
-                outputs.append(update_actor(batch))
-        finally:
-            batch.batch["advantages"] = advantages
-            batch.batch.pop(STAGE_MASK_KEY, None)
-            for key in (STAGE_NAME_KEY, KEEPS_LR_SCHEDULE_KEY):
-                batch.meta_info.pop(key, None)
-        return self._merged(stages, filled, outputs)
+        keeps = [not self.config.step_lr_each_stage] * (len(filled) - 1) + [False]
+        found = [update_stage(stage, keep) for stage, keep in zip(filled, keeps, strict=True)]
+        return self._merged(stages, filled, found)
 
-    def _merged(self, stages: list[Stage], filled: list[Stage], outputs: list[Any]) -> Any:
+    def _merged(self, stages: list[Stage], filled: list[Stage], found: list[dict[str, Any]]) -> dict[str, Any]:
         together: dict[str, Any] = {}
-        for output in outputs:
-            for key, value in output.meta_info["metrics"].items():
+        for metrics in found:
+            for key, value in metrics.items():
                 together[key] = value if key not in together else _join(key, together[key], value)
-        found = [output.meta_info["metrics"] for output in outputs]
         ours = joined([{key: value[0] for key, value in metrics.items() if _is_one(key, value)} for metrics in found])
         together |= {key: [value] for key, value in ours.items()}
         num_tokens = sum(int(stage.mask.sum()) for stage in stages)
         for stage in stages:
             together[f"lopti/{stage.name}/share"] = [int(stage.mask.sum()) / max(num_tokens, 1)]
-        for stage, output in zip(filled, outputs, strict=True):
-            for key, value in output.meta_info["metrics"].items():
+        for stage, metrics in zip(filled, found, strict=True):
+            for key, value in metrics.items():
                 if key.startswith("actor/"):
                     together[f"lopti/{stage.name}/{key.removeprefix('actor/')}"] = value
-        outputs[-1].meta_info["metrics"] = together
-        return outputs[-1]
+        return together
 
 
 def _is_one(key: str, value: Any) -> bool:

@@ -322,7 +322,7 @@ class _Search:
             return
         if self._alone is not None:
             self.prober.add(self._alone)
-        self._alone = self.prober.space.take()
+        self._alone = self.prober.space.keep()
 
     def _verify(self, candidate: Candidate) -> Culprit:
         culprit = verify(self.task, candidate.span, candidate.tokens, self.task.culprit_norm)
@@ -350,13 +350,13 @@ class _Search:
         if self._others is not None and not is_done:
             self.prober.add(self._others, alpha=-1.0)
             is_done = self.prober.space.norm() < task.reference
-        self._direction, self._scale = self.prober.space.take(), 1.0
+        self._direction, self._scale = self.prober.space.keep(), 1.0
         return is_done
 
     def _measure_by_difference(self) -> None:
         """The only culprit's own gradient: what the certificate left in ``.grad`` is the spike without it."""
         space, (culprit,) = self.prober.space, self.result.culprits
-        rest = space.take()
+        rest = space.keep()
         self.prober.add(self.task.gradient, alpha=1.0 / self.task.scale)
         self.prober.add(rest, alpha=-1.0)
         self.result.culprits = [measured_culprit(self.task, culprit.span, culprit.tokens, self.task.culprit_norm)]
@@ -376,7 +376,7 @@ class _Search:
         space.clear()
         self.prober.add(task.gradient, alpha=1.0 / task.scale)
         self.prober.add(self._alone, alpha=-1.0)
-        self._direction, self._scale = space.take(), 1.0
+        self._direction, self._scale = space.keep(), 1.0
         self._note("residual", "measured", "without the culprits' own gradients the norm is over the threshold", norm)
         return True
 

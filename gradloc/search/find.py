@@ -97,6 +97,7 @@ def localize(
     rng = RngState(space.params[0].device)
     saved = space.take()
     prober = Prober(step, space, ranks)
+    step = prober.step
     try:
         tau = spike.tau if spike.tau is not None else _rehearsal_tau(spike, step, ranks)
         limit = Limit(step.num_micro_batches, max_steps, update_seconds, budget if strategy == "bisect" else None)

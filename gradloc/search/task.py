@@ -226,8 +226,8 @@ def verify(task: Task, span: str, tokens: tuple[Token, ...], threshold: float) -
 def measured_culprit(task: Task, span: str, tokens: tuple[Token, ...], threshold: float) -> Culprit:
     """The culprit whose gradient is in ``.grad`` right now."""
     space = task.prober.space
-    squares = space.squares()
+    squares, dots = space.squares_and_dots(task.gradient)
     square = task.spike.grad_norm**2
-    dot = sum(space.dots(space.current(), task.gradient).tolist()) / task.scale
+    dot = sum(dots.tolist()) / task.scale
     share = dot / square if 0 < square < float("inf") else None
     return Culprit(span, tokens, sum(squares.tolist()) ** 0.5, threshold, True, share, squares)

@@ -134,7 +134,7 @@ def _padding(task: Task) -> SearchResult | None:
         return None
     why = "only positions outside of the response mask have a loss that is not finite"
     source = StepCause("non_finite_padding", why, {}, (), tuple(places[:_MOST_PLACES]))
-    bound = prober.space.rounding * step.num_micro_batches**2 * norm
+    bound = (prober.space.rounding * step.num_micro_batches**2 + prober.reduction_error) * norm
     threshold = task.spike.threshold
     verdict, reason = judge(norm, bound, threshold, was_finite=False)
     measured = Certificate(task.spike.grad_norm, norm, bound, threshold, "recompute", verdict, reason)
@@ -196,7 +196,7 @@ def split_off(task: Task) -> Parts | None:
     if num * space.norm() < task.culprit_norm:
         return None
     prober.compute((index, torch.zeros_like(prober.step.token_mask(index))) for index in range(num))
-    squares, others = space.squares_by_name(), space.take()
+    squares, others = space.squares_by_name(), space.keep()
     others_norm = math.fsum(squares.values()) ** 0.5
     if others_norm < task.culprit_norm:
         return None
@@ -211,7 +211,7 @@ def split_off(task: Task) -> Parts | None:
     )
     numbers = {"tokens_norm": tokens_norm, "others_norm": others_norm, "error_bound": bound}
     source = StepCause("not_tokens", why, numbers, suspects(squares, of_tokens))
-    return Parts(space.take(), others, tokens_norm, others_norm, source)
+    return Parts(space.keep(), others, tokens_norm, others_norm, source)
 
 
 def doubt_backward(task: Task, shares: ShareMap) -> tuple[StepCause, float] | None:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
-from ..core.gradients import Gradient, GradientSpace, local_shard
+from ..core.gradients import Gradient, GradientSpace, host_copy, in_parts, local_shard
 
 __all__ = ["MovedWeights", "reshard"]
 
@@ -59,7 +59,8 @@ class MovedWeights:
     def __enter__(self) -> "MovedWeights":
         reshard(self._space.module)
 
-        self._saved = self._space.agree(lambda: [local_shard(param).clone() for param in self._space.params])
+        keep = host_copy if self._space.keeps_on_host else torch.clone
+        self._saved = self._space.agree(lambda: [keep(local_shard(param)) for param in self._space.params])
         return self
 
     @torch.no_grad()
@@ -71,18 +72,24 @@ class MovedWeights:
             in float32, where that is what was asked for.
         """
         reshard(self._space.module)
-        total = torch.zeros((), dtype=torch.float64, device=self._space.params[0].device)
+        device = self._space.params[0].device
+        total = torch.zeros((), dtype=torch.float64, device=device)
         dither = self._generator(self._seed)
         for param, saved, part in zip(self._space.params, self._saved, direction, strict=True):
             if part is None:
-                self._set(param, saved, saved, dither)
+                self._move_none(param, saved, dither)
                 continue
-            along = local_shard(part).float()
-            self._set(param, saved, torch.add(saved.float(), along, alpha=step), dither)
-            if self._bits is not None:
-                seen = local_shard(param).to(self._dtype).float().sub_(saved)
-                total += torch.dot(seen.flatten(), along.flatten())
+            for shard, was, along in in_parts(local_shard(param), saved, local_shard(part)):
+                was, along = was.to(device, non_blocking=True), along.to(device, non_blocking=True).float()
+                self._set(shard, was, torch.add(was.float(), along, alpha=step), dither)
+                if self._bits is not None:
+                    total += torch.dot(shard.to(self._dtype).float().sub_(was).flatten(), along.flatten())
         return None if self._bits is None else total
+
+    def _move_none(self, param: torch.nn.Parameter, saved: torch.Tensor, dither: torch.Generator) -> None:
+        for shard, was in in_parts(local_shard(param), saved):
+            was = was.to(shard.device, non_blocking=True)
+            self._set(shard, was, was, dither)
 
     @torch.no_grad()
     def move_randomly(self, seed: int, step: float) -> None:
@@ -90,8 +97,10 @@ class MovedWeights:
         reshard(self._space.module)
         generator, dither = self._generator(seed), self._generator(self._seed)
         for param, saved in zip(self._space.params, self._saved, strict=True):
-            drawn = torch.randn(saved.shape, generator=generator, device=saved.device)
-            self._set(param, saved, saved + step * drawn, dither)
+            for shard, was in in_parts(local_shard(param), saved):
+                was = was.to(shard.device, non_blocking=True)
+                drawn = torch.randn(was.shape, generator=generator, device=was.device)
+                self._set(shard, was, was + step * drawn, dither)
 
     @torch.no_grad()
     def distance(self) -> float:
@@ -100,20 +109,19 @@ class MovedWeights:
         def local() -> torch.Tensor:
             square = torch.zeros(1, dtype=torch.float64, device=self._space.params[0].device)
             for param, saved in zip(self._space.params, self._saved, strict=True):
-                square += torch.linalg.vector_norm(local_shard(param) - saved, dtype=torch.float64) ** 2
+                shard = local_shard(param)
+                square += torch.linalg.vector_norm(shard - saved.to(shard.device), dtype=torch.float64) ** 2
             return square
 
         return float(self._space.reduce(local).sqrt())
 
-    def _set(
-        self, param: torch.nn.Parameter, saved: torch.Tensor, moved: torch.Tensor, dither: torch.Generator
-    ) -> None:
+    def _set(self, shard: torch.Tensor, saved: torch.Tensor, moved: torch.Tensor, dither: torch.Generator) -> None:
         if self._bits is not None and saved.numel():
             # the unit is the original's, the same for both legs of a difference: the power of two of a float32 is its
             # number with no mantissa. Zero lies on every grid: such a weight (LoRA's second factor at first) has none.
             unit = (saved.float().view(torch.int32) & _EXPONENT).view(torch.float32).mul_(2.0 ** -(self._bits + 16))
             moved = unit.mul_(_sixteen_bits(saved, dither)).add_(moved)
-        local_shard(param).copy_(moved)
+        shard.copy_(moved)
 
     def _generator(self, seed: int) -> torch.Generator:
         generator = torch.Generator(device=self._space.params[0].device)

@@ -3,10 +3,10 @@
 
 ``ratio_clip`` weighs tokens and sequences that drifted from the policy that wrote them, ``layer_clip`` bounds each
 layer's gradient by its own history, ``skip_step`` takes no step that is far off the last ones: plain arithmetic, all
-three. ``stabilizer`` is what verl's actor calls.
+three. ``stabilizer`` is what a trainer's actor calls, ``memory`` the trainer.
 """
 
 __all__ = ["STABILIZER_KEY"]
 
 STABILIZER_KEY = "gradloc_stabilizer"
-"""Under this key the statistics travel: to the actor in meta_info, back among the first rank's metrics."""
+"""Meta info on verl 0.7: what was learned, for the first update after a resume."""

@@ -9,6 +9,7 @@ Shapes: B rows of the micro-batch, T response positions.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class TokenWeigher:
 
     def token_weights(
         self,
-        model_inputs: dict[str, Any],
+        model_inputs: Mapping[str, Any],
         log_prob: torch.Tensor,
         given: torch.Tensor | None,
         metrics: dict[str, Any],
@@ -99,9 +100,17 @@ class TokenWeigher:
 
         Returns:
             ``given`` times the weight of each clip that is on (B, T); ``given`` itself while none is.
+
+        Raises:
+            ValueError: one sentence, where the rollout's log-probs did not come with the batch.
         """
         if not self._clips:
             return given
+        if "rollout_log_probs" not in model_inputs:
+            raise ValueError(
+                "actor_rollout_ref.actor.gradloc.stabilize.token_clip and seq_clip need the rollout's log-probs, found "
+                "none: set actor_rollout_ref.rollout.calculate_log_probs=true, or both modes to off."
+            )
         log_ratio = log_prob.detach().float() - model_inputs["rollout_log_probs"]
         for name, level, clip in self._clips:
             weights, found = ratio_weights(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verl's actor calls: the stabilizers on the real gradient, sharded as it is.
+"""What a trainer's actor calls: the stabilizers on the real gradient, sharded as it is.
 
 Every rank decides alike without asking: the norms come out of one reduction, and the statistics follow from them.
 With ``layer_clip`` that reduction replaces verl's own, nothing is clipped before localization has looked, and what is
@@ -10,14 +10,14 @@ have gradients of different size: each learns from its own.
 import logging
 import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..core.gradients import GradientSpace
 from ..loop.layers import kind_of, layer_of, norms_by
-from ..reweighting import STAGE_NAME_KEY
-from . import STABILIZER_KEY
+from .config import StabilizeConfig
 from .layer_clip import LayerClip
 from .ratio_clip import TokenWeigher
 from .skip_step import SkipStep
@@ -40,18 +40,19 @@ class Stabilizer:
     """The stabilizers of one actor, called at its seams in the order of the methods.
 
     Args:
-        actor: verl's ``DataParallelPPOActor`` with an optimizer.
+        settings: what is on.
+        grad_clip: the trainer's bound on the global norm.
     """
 
-    def __init__(self, actor: Any):
-        self.actor = actor
-        self.settings = settings = actor.config.gradloc.stabilize
-        self._weigher = TokenWeigher(settings)
+    def __init__(self, settings: StabilizeConfig, grad_clip: float):
+        self.settings, self._grad_clip = settings, grad_clip
+        self.weigher = TokenWeigher(settings) if settings.weighs_tokens else None
+        """Weighs the token losses; None where nothing does."""
         self._group = _GROUPS[settings.layer_clip.group]
         self._by_stage: dict[str, dict[str, Any]] = {}
         self._turn_to("")
-        self._space: GradientSpace | None = None
-        self._squares: torch.Tensor | None = None
+        self._space: GradientSpace
+        self._squares: torch.Tensor
         self._metrics: dict[str, list[float]] = {}
         self._num_nonfinite = 0
         self._num_skipped = 0
@@ -61,33 +62,19 @@ class Stabilizer:
         """Whether :meth:`measure` stands in for verl's clipping."""
         return self._layer_clip is not None
 
-    def begin_update(self, data: Any) -> None:
-        """Prepare for an update on verl's DataProto; after a resume its meta_info brings the statistics.
+    def begin_update(self, space: GradientSpace, stage: str, learned: dict[str, Any] | None) -> None:
+        """Prepare for an update.
 
-        Raises:
-            ValueError: one sentence, when a clip needs log-probs of the rollout that the batch lacks.
+        Args:
+            space: the actor's parameters.
+            stage: which of Lopti's two updates this is; "" for the only one.
+            learned: statistics from a checkpoint, on the first update after a resume.
         """
-        if self.settings.weighs_tokens and "rollout_log_probs" not in data.batch.keys():
-            raise ValueError(
-                "actor_rollout_ref.actor.gradloc.stabilize.token_clip and seq_clip need the rollout's log-probs, found "
-                "none: set actor_rollout_ref.rollout.calculate_log_probs=true, or both modes to off."
-            )
-        self._turn_to(data.meta_info.get(STAGE_NAME_KEY, ""))
-        self._space = GradientSpace(self.actor.actor_module)
+        self._turn_to(stage)
+        self._space = space
         self._metrics, self._num_nonfinite, self._num_skipped = {}, 0, 0
-        state = data.meta_info.get(STABILIZER_KEY)
-        if state is not None:
-            self._load_state(state)
-
-    def token_weights(
-        self,
-        model_inputs: dict[str, Any],
-        log_prob: torch.Tensor,
-        given: torch.Tensor | None,
-        metrics: dict[str, Any],
-    ) -> torch.Tensor | None:
-        """The factors on the token losses: :meth:`~.ratio_clip.TokenWeigher.token_weights`."""
-        return self._weigher.token_weights(model_inputs, log_prob, given, metrics)
+        if learned is not None:
+            self._load_state(learned)
 
     def measure(self) -> torch.Tensor:
         """Norm of the gradient in ``.grad``, which stays as it is; one reduction for all layers.
@@ -140,7 +127,13 @@ class Stabilizer:
         if self._skip_step is not None:
             self._metrics["gradloc/skip_step/skipped"] = [self._num_skipped]
         metrics.update(self._metrics)
-        self._space = self._squares = None
+        self.__dict__.pop("_squares", None)
+        del self._space
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Keep a micro-batch's or an optimizer step's numbers, to be added with the update's."""
+        for name, value in metrics.items():
+            self._metrics.setdefault(name, []).append(value)
 
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the next checkpoint: what was learned, the same on every rank."""
@@ -149,7 +142,7 @@ class Stabilizer:
     # ---- inside
 
     def _note(self, name: str, value: float) -> None:
-        self._metrics.setdefault(f"gradloc/{name}", []).append(value)
+        self.note({f"gradloc/{name}": value})
 
     def _turn_to(self, stage: str) -> None:
         """Go on with what was learned from this stage of Lopti's; "" is the only stage of an ordinary update."""
@@ -162,7 +155,7 @@ class Stabilizer:
         if stage not in self._by_stage:
             settings, parts = self.settings, {}
             if settings.layer_clip.rule != "off":
-                parts["layer_clip"] = LayerClip(settings.layer_clip, self.actor.config.grad_clip)
+                parts["layer_clip"] = LayerClip(settings.layer_clip, self._grad_clip)
             if settings.skip_step.enable:
                 parts["skip_step"] = SkipStep(settings.skip_step)
             self._by_stage[stage] = parts

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An event in one line, as a table row, and the command that opens it. Pure, standard library only."""
 
-import math
 import shlex
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,11 @@ from typing import Any
 from ..record import Culprit, Event
 from ..words.leader import by_size
 from ..words.numbers import bounded, number
-from ..words.verdict import carried, quote, told_share
+from ..words.shares import carried, told_share
+from ..words.story import beside, headline, it
+from ..words.verdict import quote
 
-__all__ = ["COLUMNS", "headline", "not_written", "opening_command", "table_rows"]
+__all__ = ["COLUMNS", "announcement", "not_written", "opening_command", "table_rows"]
 
 COLUMNS = (
     *("event", "step", "token", "position", "sequence", "rank", "micro_batch"),
@@ -19,27 +20,20 @@ COLUMNS = (
 )
 
 
-def headline(event: Event) -> str:
-    """``SPIKE step 5: " is" (rank 1) carries 100 %, norm 128 -> 0.897 without it, taken: observe, clipped to
-    0.00781 of it``.
+def announcement(event: Event) -> str:
+    """``One token made the step-5 spike: " is" (rank 1) carries 100%, norm 128 -> 0.897 without it, taken: observe,
+    clipped to 0.00781 of it``: the first sentence of the event's verdict, and the numbers.
 
     Returns:
         One line of printable characters.
     """
-    kind = "REHEARSAL" if event.trigger.kind == "forced" else "SPIKE"
-    kind += " of the critic," if event.model == "critic" else ""
-    norm, culprits = number(event.trigger.grad_norm, 3), event.culprits
-    said = f"{kind} step {event.step.global_step}: "
-    if culprits:
-        after, verdict = event.certificate.norm_after, event.certificate.verdict
-        is_known = after is not None and math.isfinite(after)
-        known = bounded(after, event.certificate.error_bound, 3)[0] if is_known else "unknown"
-        doubt = "" if verdict == "explained" else f" ({verdict.replace('_', ' ')})"
-        said += f"{_who(event)}, norm {norm} -> {known} without {'it' if len(culprits) == 1 else 'them'}{doubt}"
+    said, norm, found, cause = headline(event), number(event.trigger.grad_norm, 3), event.certificate, beside(event)
+    if event.culprits:
+        known = bounded(found.norm_after, found.error_bound, 3)[0]
+        doubt = "" if found.verdict == "explained" else f" ({found.verdict.replace('_', ' ')})"
+        said += f": {_who(event)}, norm {norm} -> {known} without {it(event)}{doubt}"
     else:
-        cause = event.cause
-        why = f"no token: {cause.reason}" if cause is not None and cause.reason else "no token found that carries it"
-        said += f"{why}, norm {norm}"
+        said += f": {cause.reason}, norm {norm}" if cause else f": norm {norm}"
     scale = event.consequence.clip_scale if event.consequence is not None else None
     clipped = f", clipped to {number(scale, 3)} of it" if scale is not None and scale < 1 else ""
     missing = ", no replay bundle" if event.model == "critic" else ""  # a replay rebuilds the actor alone
@@ -71,9 +65,9 @@ def _who(event: Event) -> str:
     culprits, share = event.culprits, carried(event, event.culprits)
     first = by_size(culprits)[0]
     carry = "carries" if len(culprits) == 1 else "carry"
-    did = f"{carry} {share.replace('%', ' %')}" if share is not None else "made it"
+    did = f" {carry} {share}" if share is not None else ""
     more = f" and {len(culprits) - 1} more" if len(culprits) > 1 else ""
-    return f"{quote(first)} (rank {first.rank}){more} {did}"
+    return f"{quote(first)} (rank {first.rank}){more}{did}"
 
 
 def _row(event: Event, culprit: Culprit) -> list[Any]:

@@ -14,7 +14,7 @@ from ..record.store import plain
 from .alerts import Limiter, post, run_command
 from .background import Background, said_of
 from .config import NotifyConfig
-from .lines import headline, not_written, opening_command
+from .lines import announcement, not_written, opening_command
 from .trackers import ALERTS, FORMS, later_of, upload_folder
 
 __all__ = ["Teller"]
@@ -78,7 +78,7 @@ class Teller:
     def _print(self, events: list[Event], whys: list[str]) -> None:
         for event, why in zip(events, whys, strict=True):
             where = not_written(self.root, why) if why else opening_command(event, self.root)
-            print(f"gradloc: {headline(event)}\ngradloc: {where}", flush=True)
+            print(f"gradloc: {announcement(event)}\ngradloc: {where}", flush=True)
 
     def _tell_tracker(self, name: str, client: Any, events: list[Event], whys: list[str], step: int) -> None:
         later = later_of(name)
@@ -100,7 +100,7 @@ class Teller:
         if missed is None:
             return
         more = len(events) - 1 + missed
-        text = headline(first) + (f" (and {more} more since the last alert)" if more else "")
+        text = announcement(first) + (f" (and {more} more since the last alert)" if more else "")
         text += f"; {not_written(self.root, whys[0])}" if whys[0] else ""
         for name in alerting:
             alert = partial(ALERTS[name], self.trackers[name], f"gradloc: {self._run_name(first)}", text)

@@ -23,7 +23,7 @@ class Watch:
     scales_loss = False
 
     def __init__(self, trainer: Any, dump_dir: str, mode: str, tau: float):
-        self.trainer, self.clip_limit = trainer, trainer.grad_clip
+        self.trainer, self.clip_limit, self.optimizer = trainer, trainer.grad_clip, trainer.optimizer
         settings = GradLocConfig(dump_dir=dump_dir, trigger=TriggerConfig(tau=tau), action=ActionConfig(mode))
         self.localizer = Localizer(self, Ranks(), settings)
         run = Run("tests", "toy")
@@ -50,7 +50,7 @@ class Watch:
 class ToyStep:
     """One optimizer step that can be replayed: the :class:`~gradloc.core.probe.TrainingStep` of this trainer."""
 
-    compute_dtype, loss_scale, temperature, on_policy = torch.float32, 1.0, 1.0, False
+    compute_dtype, loss_scale, temperature, on_policy, reduces_once = torch.float32, 1.0, 1.0, False, False
 
     def __init__(self, trainer: Any, num_tokens: int):
         self.trainer, self.num_tokens = trainer, num_tokens

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scenarios that every rank runs together: split a gradient, hold it against training's own."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.world.harness import make_batch, make_trainer
+from tests.world.harness import part as ours
 
 UNEVEN = [0, 2, 1, 2, 2, 1, 2, 2, 1, 2, 2, 2, 1, 2, 2, 1]
 """The bucket of each of 16 rows: sizes 1, 5 and 10, scattered over ranks and micro-batches."""
@@ -19,41 +21,18 @@ TERMS = [
 ]
 
 
-def local_rows(batch: Any) -> Any:
-    """This rank's rows, with the temperature that verl sends along."""
-    batch.meta_info["temperature"] = 1.0
-    local = batch.chunk(dist.get_world_size())[dist.get_rank()]
-    local.batch.lock_()  # as it comes out of Ray
-    return local
-
-
 def training_step(trainer: Any, batch: Any) -> tuple[torch.Tensor, float]:
     """What verl's own update leaves in ``.grad`` (this rank's shard, flat), and the loss."""
-    actor, caught, losses = trainer.actor, [], []
-    loss_of = actor._micro_batch_loss
-
-    def keep_gradient():
-        caught.append([param.grad for param in actor.actor_module.parameters()])
-        return torch.tensor(0.0)
-
-    def keep_loss(*args):
-        losses.append(loss_of(*args))
-        return losses[-1]
-
-    actor._optimizer_step, actor._micro_batch_loss = keep_gradient, keep_loss
     rng = torch.get_rng_state()
-    actor.update_policy(local_rows(batch))
+    gradient, loss = trainer.training_gradient(batch)
     torch.set_rng_state(rng)
-    del actor._optimizer_step, actor._micro_batch_loss
-    total = torch.stack([sum(loss.detach() for loss in losses)])
+    total = torch.tensor([loss])
     dist.all_reduce(total)
-    return flat(caught[0]), float(total) / dist.get_world_size()
+    return flat(gradient), float(total) / dist.get_world_size()
 
 
 def flat(gradient: list[Any]) -> torch.Tensor:
-    from verl.gradloc.core.gradients import local_shard
-
-    return torch.cat([local_shard(grad).flatten().double() for grad in gradient if grad is not None])
+    return torch.cat([_local(grad).flatten().double() for grad in gradient if grad is not None])
 
 
 def norm(shard: torch.Tensor) -> float:
@@ -64,9 +43,8 @@ def norm(shard: torch.Tensor) -> float:
 
 def probe_of(trainer: Any, batch: Any, buckets: list[int]) -> Any:
     """A finished :class:`BucketProbe` that also keeps every bucket's part of every term."""
-    from verl.gradloc.analysis.buckets.probe import BucketProbe
 
-    class Keeping(BucketProbe):
+    class Keeping(ours("analysis.buckets.probe").BucketProbe):
         def _keep(self, parts):
             self.parts = [*getattr(self, "parts", []), parts]
             super()._keep(parts)
@@ -76,16 +54,10 @@ def probe_of(trainer: Any, batch: Any, buckets: list[int]) -> Any:
 
 def run_probe(kind: type, trainer: Any, batch: Any, number: int) -> Any:
     """A finished probe of this rank's rows."""
-    from verl.gradloc.adapters.verl07.analysis_actor import AnalysisActor
-    from verl.gradloc.analysis.actor import undisturbed
-    from verl.gradloc.core.gradients import GradientSpace
-    from verl.gradloc.core.ranks import Ranks
-
-    actor = AnalysisActor(trainer.actor, temperature=1.0)
-    space = GradientSpace(trainer.actor.actor_module)
-    probe = kind(actor, Ranks(), space)
-    with undisturbed(actor, space), actor.whole_batch():
-        probe.measure(dict(local_rows(batch).batch), number)
+    space = ours("core.gradients").GradientSpace(trainer.module)
+    with trainer.analysed(batch) as (actor, rows), ours("analysis.actor").undisturbed(actor, space):
+        probe = kind(actor, ours("core.ranks").Ranks(), space)
+        probe.measure(rows, number)
     return probe
 
 
@@ -124,20 +96,10 @@ def split(overrides: list[str], dump_dir: str, buckets: list[int] = UNEVEN) -> d
 
 def slow_errors(trainer: Any, batch: Any, buckets: list[int], probe: Any) -> list[float]:
     """Each bucket's part against the localizer's probe, which detaches all other rows."""
-    from verl.gradloc.adapters.verl07.hook import ActorStep
-
-    local = local_rows(with_buckets(batch, buckets))
-    size = trainer.actor.config.ppo_micro_batch_size_per_gpu
-    step = ActorStep(trainer.actor, local.split(size), 1.0, True, dist.get_world_size())
-    trainer.actor.gradient_accumulation = step.num_micro_batches
-    errors = []
+    data, errors = with_buckets(batch, buckets), []
     for bucket, parts in enumerate(probe.parts):
-        probe.space.clear()
-        for index in range(step.num_micro_batches):
-            step.before_forward(index)
-            rows = step.micro_batches[index].batch["gradloc_bucket"] == bucket
-            step.loss(index, rows[:, None].expand_as(step.token_mask(index))).backward()
-        slow = flat(probe.space.take())
+        chosen = data.batch["gradloc_bucket"][:, None].expand_as(data.batch["response_mask"]) == bucket
+        slow = flat(trainer.detached_gradient(data, chosen, probe.space))
         errors.append(norm(sum(flat(part) for part in parts.values()) - slow) / norm(slow))
     return errors
 
@@ -182,15 +144,12 @@ def dot_of_unlike_rows(dump_dir: str) -> dict[str, Any]:
 
 def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str, Any]:
     """Three real updates, with an analysis before each or none."""
-    from tests.world.harness import make_trainer
-    from verl.gradloc.adapters.verl07.analysis_actor import analyze
-
     trainer = make_trainer(TERMS + overrides, dump_dir, dropout=0.1)
     norms, records = [], []
     for step in range(1, 4):
         batch = make_batch(seed=step)
         if with_analysis:
-            records.append(analyze(trainer.actor, local_rows(with_buckets(batch, UNEVEN))))
+            records.append(trainer.analyze(with_buckets(batch, UNEVEN)))
         norms.append(trainer.update(batch)["metrics"]["actor/grad_norm"])
     return {
         "weights": trainer.weights_hash(),
@@ -202,42 +161,35 @@ def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str,
 
 def fail_on_one_rank(dump_dir: str) -> dict[str, Any]:
     """The loss raises on rank 1 during the analysis; both ranks then train on."""
-    from verl.gradloc.adapters.verl07.analysis_actor import analyze
-
     trainer = make_trainer(TERMS, dump_dir)
     plain = make_trainer(TERMS, dump_dir)
     batch = make_batch()
-    if dist.get_rank() == 1:
-        trainer.actor._micro_batch_loss = _broken
-    record = analyze(trainer.actor, local_rows(with_buckets(batch, UNEVEN)))
-    trainer.actor.__dict__.pop("_micro_batch_loss", None)
+    with trainer.broken_loss(_broken) if dist.get_rank() == 1 else nullcontext():
+        record = trainer.analyze(with_buckets(batch, UNEVEN))
     trainer.update(make_batch())
     plain.update(make_batch())
     return {"record": record, "is_same": trainer.weights_hash() == plain.weights_hash()}
 
 
-def _broken(*_):
+def _broken(*_, **__):
     raise ZeroDivisionError("no loss today")
 
 
 def leave_as_found(dump_dir: str) -> dict[str, bool]:
     """An actor in the middle of something: gradients, eval mode, an accumulation count."""
-    from verl.gradloc.adapters.verl07.analysis_actor import analyze
-
     trainer = make_trainer(TERMS, dump_dir)
-    actor = trainer.actor
-    for param in actor.actor_module.parameters():
+    for param in trainer.module.parameters():
         param.grad = torch.ones_like(param)
-    before = [param.grad for param in actor.actor_module.parameters()]
-    actor.actor_module.eval()
-    actor.gradient_accumulation = 7
-    analyze(actor, local_rows(with_buckets(make_batch(), UNEVEN)))
-    after = [param.grad for param in actor.actor_module.parameters()]
+    before = [param.grad for param in trainer.module.parameters()]
+    trainer.module.eval()
+    trainer.actor.gradient_accumulation = 7
+    trainer.analyze(with_buckets(make_batch(), UNEVEN))
+    after = [param.grad for param in trainer.module.parameters()]
     return {
         "gradients": all(old is new for old, new in zip(before, after, strict=True)),
         "values": all(bool((local == 1).all()) for local in map(_local, after)),
-        "mode": not actor.actor_module.training,
-        "count": actor.gradient_accumulation == 7,
+        "mode": not trainer.module.training,
+        "count": trainer.actor.gradient_accumulation == 7,
     }
 
 

@@ -6,22 +6,27 @@ between collectives (``ALLOCATION``, see :class:`FailingRanks`).
 """
 
 import hashlib
-from collections.abc import Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradloc.config import ActionConfig, EvidenceConfig, GradLocConfig
+from gradloc.core import memory
 from gradloc.core import ranks as core_ranks
 from gradloc.core.gradients import GradientSpace, local_shard
+from gradloc.core.memory import WAYS
 from gradloc.core.ranks import Ranks
 from gradloc.loop.localizer import Localizer
 from gradloc.loop.wire import Policy
 from tests.bare import BareStep, Batch, build, clip_gradient, random_batch, shard
+from tests.core.card import Card
 
 PLANT = {(3, 2): 1e4, (9, 1): 1e4}
 NUM_MICRO_BATCHES = 2
@@ -168,8 +173,8 @@ def _failing_block(model: torch.nn.Module, place: str):
 class _Powers:
     clip_limit, scales_loss = 1.0, False
 
-    def __init__(self, model: torch.nn.Module):
-        self.model = model
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
+        self.model, self.optimizer = model, optimizer
 
     def clip(self) -> torch.Tensor:
         return clip_gradient(self.model, 1.0)
@@ -190,24 +195,43 @@ def train(
     failing: Sequence[int] = (),
     patience_s: float = 20.0,
     mode: str = "observe",
+    dtype: str = "float32",
+    card: Card | None = None,
+    around_search: Callable[[], None] = lambda: None,
 ) -> dict:
     """Two optimizer steps, the first with a spike; at ``number`` 0 without gradloc, at -1 with nothing that fails.
+
+    ``card``: the simulated device that all of it happens on. ``around_search``: called before a step is looked into and
+    behind that.
 
     Returns:
         ``weights``, a hash of this rank's; ``failures`` and ``events``, how many there were.
     """
     core_ranks._PATIENCE_S = patience_s
-    model = shard(build("tiny"), layout)
+    with ExitStack() as stack:
+        if card is not None:
+            stack.enter_context(_memory_is(card))
+        model, localizer, num_events = _train(layout, place, number, failing, mode, dtype, around_search)
+    digest = hashlib.sha256()
+    for param in model.parameters():
+        digest.update(local_shard(param).detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return {"weights": digest.hexdigest(), "failures": localizer.num_failures, "events": num_events}
+
+
+def _train(layout, place, number, failing, mode, dtype, around_search) -> tuple[torch.nn.Module, Localizer, int]:
+    precision = getattr(torch, dtype)
+    model = shard(build("tiny"), layout, precision)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ranks = FailingRanks()
+    ranks.arm(-1)
     settings = GradLocConfig(action=ActionConfig(mode), evidence=EvidenceConfig(bundle="full"))
-    localizer = Localizer(_Powers(model), ranks, settings)
+    localizer = Localizer(_Powers(model, optimizer), ranks, settings)
     rank = dist.get_rank() if dist.is_initialized() else 0
     num_events = 0
     for seed, plants in enumerate((PLANT, {})):
         batch = _batch(seed).planted(plants)
         space = GradientSpace(model, ranks)
-        step = FailingStep(model, batch, NUM_MICRO_BATCHES)
+        step = FailingStep(model, batch, NUM_MICRO_BATCHES, precision)
         step.arm(place, number if rank in failing and place != ALLOCATION else -1)
         ranks.arm(number if rank in failing and place == ALLOCATION else -1)
         space.clear()
@@ -215,14 +239,87 @@ def train(
         localizer.begin_update(policy if number else None, space)
         localizer.begin_mini_batch(step)
         step.train(localizer.after_backward)
-        localizer.before_step(clip_gradient(model, 1.0))
+        norm = clip_gradient(model, 1.0)
+        if plants:
+            around_search()
+        localizer.before_step(norm)
+        if plants:
+            around_search()
         localizer.end_update()
         num_events += len(localizer.events)
         optimizer.step()
-    digest = hashlib.sha256()
-    for param in model.parameters():
-        digest.update(local_shard(param).detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return {"weights": digest.hexdigest(), "failures": localizer.num_failures, "events": num_events}
+    return model, localizer, num_events
+
+
+@contextmanager
+def _memory_is(card: Card):
+    """What the search asks a device for, this one tells."""
+    card.needs, card.ways = [], []
+    least_way = memory.Need.least_way
+
+    def noted(need: memory.Need, there: memory.Memory) -> int:
+        card.needs.append(need)
+        card.ways.append(least_way(need, there))
+        return card.ways[-1]
+
+    with (
+        mock.patch.object(memory, "memory_of", lambda device: card.memory()),
+        mock.patch.object(memory, "peak_of", lambda device: (card.peak, card.live)),
+        mock.patch.object(memory, "reset_peak", lambda device: setattr(card, "peak", card.live)),
+        mock.patch.object(memory.Need, "least_way", noted),
+        card,
+    ):
+        yield
+
+
+@cache
+def _of_search(layout: str, dtype: str) -> tuple[int, int]:
+    """How many allocations a whole search makes on this rank's simulated device, and what it needs, in bytes."""
+    card, counts = Card(), []
+    train(layout, number=-1, dtype=dtype, card=card, around_search=lambda: counts.append(card.num_allocations))
+    return counts[1] - counts[0], card.needs[0].of(WAYS[0])
+
+
+def train_on_card(
+    layout: str, failing: int, at: float = 1.0, room: float | None = None, dtype: str = "float32", mode: str = "observe"
+) -> dict[str, Any]:
+    """:func:`train` on simulated devices, of which one runs out of memory in the search.
+
+    Args:
+        layout: of the model.
+        failing: that rank.
+        at: behind which of the search's allocations the device gives no more: 0 the first, 1 none.
+        room: what that device has beside what training holds when the search begins, in multiples of what the search
+            needs where everything stays on the device; None: enough.
+        dtype: what the model computes in.
+        mode: the action's.
+
+    Returns:
+        As :func:`train`; ``plain``, the weights without gradloc, ``errors`` of this rank's device, and the ``way`` that
+        it would have searched.
+    """
+    num_allocations, need = _of_search(layout, dtype)
+    plain, card = train(layout, mode=mode, dtype=dtype), Card()
+    began: list[int] = []
+
+    def around_search() -> None:
+        began.append(card.num_allocations)
+        is_over = len(began) % 2 == 0
+        if is_over:
+            card.capacity = math.inf
+        elif is_failing and room is not None:
+            card.capacity = card.reserved + max(room * need - (card.reserved - card.live), 0)
+
+    def on_allocation() -> None:
+        if len(began) % 2 and card.num_allocations - began[-1] > at * num_allocations:
+            card.fill()
+
+    is_failing = dist.get_rank() == failing
+    if is_failing and room is None:
+        card.on_allocation = on_allocation
+    answer = train(layout, number=-1, mode=mode, dtype=dtype, card=card, around_search=around_search)
+    way = card.ways[0]
+    return answer | {"plain": plain["weights"], "errors": card.num_errors, "way": way}
 
 
 def fail_apart(patience_s: float = 1.0) -> str:

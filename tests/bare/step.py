@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from gradloc.core.probe import Recorded, RngState, let_through, record
 from tests.bare.amplifier import edit_of
@@ -28,7 +28,8 @@ from tests.bare.model import Block, Decoder, entropy_of, log_prob_of
 def shard(
     model: Decoder, layout: str = "fsdp2", dtype: torch.dtype = torch.float32, device: torch.device = CPU
 ) -> torch.nn.Module:
-    """The model as verl would hold it: every block a unit, float32 masters, reduction in float32.
+    """The model as verl would hold it: every block a unit, float32 masters, reduction in float32, FSDP2's parameters
+    along their first dimension that the ranks divide.
 
     Args:
         model: changed in place.
@@ -45,9 +46,13 @@ def shard(
         return FSDP1(model, auto_wrap_policy=wrap, mixed_precision=precision, device_id=device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+    def place(param: torch.nn.Parameter) -> Shard:
+        return Shard(next((dim for dim, size in enumerate(param.shape) if size % mesh.size() == 0), 0))
+
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, shard_placement_fn=place)
+    return fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=place)
 
 
 def clip_gradient(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
@@ -115,6 +120,7 @@ class BareStep:
 
     temperature = 1.0
     on_policy = False
+    reduces_once = False
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import torch
 
 from benchmarks import shapes
 from benchmarks.localization.pretrained import Pretrained, continued
-from benchmarks.progress import Progress
+from benchmarks.run import Progress
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import Spike

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """An error inside the search's forwards and backwards: training goes on as if nobody had looked, or ends at once."""
 
+import random
 import time
+from collections import Counter
 
 import pytest
 
+from gradloc.core.memory import WAYS
 from tests.bare.faults import ALLOCATION, PLACES
 from tests.world import RankError, World
 
@@ -93,3 +96,42 @@ def test_so_it_is_on_four_ranks():
 
 def test_ranks_that_failed_at_different_collectives_are_not_taken_to_have_failed_together(bare_world):
     assert bare_world.run("tests.bare.faults.fail_apart") == ["LostRank", "LostRank"]
+
+
+def shortages(size: int, count: int, seed: int) -> list[dict]:
+    """Options of :func:`tests.bare.faults.train_on_card`: any one rank, at any allocation or before the first."""
+    draw, found = random.Random(seed), []
+    for number in range(count):
+        place = {"room": draw.uniform(0.0, 1.1)} if number % 4 == 3 else {"at": draw.random() ** 2}
+        mode = "mask" if number % 5 == 4 else "observe"
+        layout, dtype = draw.choice(["fsdp2", "fsdp1"]), draw.choice(["float32", "bfloat16"])
+        found.append({"failing": draw.randrange(size), "layout": layout, "dtype": dtype, "mode": mode, **place})
+    return found
+
+
+def run_out_of_memory(world: World, size: int, count: int, seed: int) -> None:
+    """None ends the run or hangs; a step whose search did not end well is the one without gradloc, bit for bit."""
+    outcomes: Counter[str] = Counter()
+    for options in shortages(size, count, seed):
+        answers = world.run("tests.bare.faults.train_on_card", timeout_s=300, **options)  # three trainings; none hangs
+        assert len({(answer["failures"], answer["events"]) for answer in answers}) == 1, "all ranks know of it"
+        failures, events = answers[0]["failures"], answers[0]["events"]
+        num_errors = sum(answer["errors"] for answer in answers)
+        is_refused = max(answer["way"] for answer in answers) == len(WAYS)
+        assert (failures, events) == ((1, 0) if num_errors else (0, 0) if is_refused else (0, 1)), options
+        if not events or options["mode"] == "observe":
+            assert all(answer["weights"] == answer["plain"] for answer in answers), options
+        outcomes["error" if num_errors else "refused" if is_refused else "searched in what it had taken"] += 1
+    print(f"{size} ranks, seed {seed}: {dict(outcomes)}")
+    assert outcomes["error"] > count / 8 and outcomes["refused"] > 0
+
+
+def test_a_rank_that_runs_out_of_memory_at_any_allocation_ends_no_run(bare_world):
+    run_out_of_memory(bare_world, 2, 12, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "seed"), [(2, 1), (4, 2)])
+def test_so_it_is_two_hundred_times_on_two_and_on_four_ranks(size, seed):
+    with World(size) as world:
+        run_out_of_memory(world, size, 100, seed)

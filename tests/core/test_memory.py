@@ -1,47 +1,199 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search needs of memory, counted from an allocator's figures; norms and logits without large copies."""
+"""What a search needs of memory: the forecast against torch's own accounting, the ways by what there is, and the room
+that is made; norms without large copies."""
+
+import math
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from gradloc.core.gradients import GradientSpace
-from gradloc.core.memory import Memory, NotEnoughMemory, choose_way, fused_log_probs, linear_in_parts
+from gradloc.core import gradients
+from gradloc.core.gradients import GradientSpace, in_parts
+from gradloc.core.memory import WAYS, Memory, Need, Room, StepPeak, idle_bytes
+from gradloc.core.ranks import Ranks
+from gradloc.core.trigger import Spike
+from gradloc.search.find import localize
+from gradloc.search.weights import MovedWeights
+from tests.bare import BareStep, build, random_batch
 
 GIB = 2**30
+NEED = Need(shards=4 * GIB, largest=2**20, state=8 * GIB, micro_batch=6 * GIB, forward=2 * GIB)
 
 
-@pytest.fixture(scope="module")
-def space():
-    return GradientSpace(torch.nn.Linear(16, 4, bias=False))  # a copy is 256 bytes, the largest shard 64 elements
+def peak_of(work) -> int:
+    """What this process allocates on the CPU at most while it works, in bytes, as torch's profiler sees it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        work()
+    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    total = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        most = max(most, total)
+    return most
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=["on the device", "without the optimizer", "on the host", "bisection"])
+def test_a_search_takes_what_was_forecast_and_no_more(way, dtype):
+    model = build("S")
+    batch = random_batch(model).planted({(3, 5): 1e4})
+    step, space = BareStep(model, batch, 2), GradientSpace(model)
+    step.train()
+    training = peak_of(lambda: (space.clear(), step.train())) - space_bytes(space)  # what a micro-batch takes
+    step.compute_dtype = dtype  # of the search alone: it dithers the weights
+    optimizer = torch.optim.AdamW(model.parameters())
+    for param in model.parameters():
+        optimizer.state[param] = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+    room = Room(space, optimizer, training, step.forward_bytes())
+    norm = space.norm()
+    spike = Spike("fixed", norm, norm / 100, norm, batch.num_tokens)
+
+    def search() -> None:
+        strategy = "auto" if way.is_full else "bisect"
+        found = localize(step, space, Ranks(), spike, 1.0, strategy=strategy, max_steps=20)
+        assert found.result.culprits
+
+    on_host = (room.need.state if way.moves_optimizer else 0) + 3 * room.need.shards * way.keeps_on_host
+    taken = peak_of(lambda: (room.make(way), search(), room.close()))
+    forecast = room.need.of(way) + (room.need.state if way.moves_optimizer else 0)
+    print(f"{taken / 2**20:.1f} MiB with {on_host / 2**20:.1f} on the host, {forecast / 2**20:.1f} were forecast")
+    assert 0.3 * forecast < taken <= forecast + on_host, "a CPU's memory is the host's, too"
+
+
+def space_bytes(space: GradientSpace) -> int:
+    return sum(param.numel() * param.element_size() for param in space.params)
+
+
+def test_moving_weights_takes_so_many_bytes_for_each_element_of_a_part(monkeypatch):
+    from gradloc.core import memory
+
+    for module in (gradients, memory):
+        monkeypatch.setattr(module, "PART", 2**18)
+    model = torch.nn.Linear(2**10, 2**10, bias=False)  # four parts
+    space = GradientSpace(model)
+    direction = [torch.randn_like(param) for param in model.parameters()]
+    with MovedWeights(space, torch.bfloat16) as weights:
+        moves = (lambda: weights.move(direction, 1e-3)), (lambda: weights.move_randomly(1, 1e-3))
+        taken = [peak_of(move) / 2**18 for move in moves]
+    print(f"{taken[0]:.1f} and {taken[1]:.1f} bytes an element")
+    assert memory._SCRATCH_BYTES / 2 < max(taken) <= memory._SCRATCH_BYTES
 
 
 @pytest.mark.parametrize(
-    ("memory", "way"),
+    ("available", "number"),
     [
-        (Memory(free=10_000), "full"),
-        # the allocator holds enough, but a replayed micro-batch needs it again
-        (Memory(free=500, reserved=10_000, allocated=1_000, peak=9_000), "bisect"),
-        (Memory(free=500, reserved=10_000, allocated=1_000, peak=1_000), "full"),
-        (Memory(free=100, reserved=10_000, allocated=1_000, peak=10_000), None),
+        (20 * GIB, 0),  # three copies and a micro-batch
+        (18 * GIB, 1),
+        (11 * GIB, 1),  # less what the optimizer's state gives
+        (9 * GIB, 2),  # one copy, .grad
+        (3 * GIB, 2),
+        (2 * GIB, 3 if NEED.of(WAYS[3]) < 2 * GIB else 4),
     ],
 )
-def test_what_the_allocator_holds_for_training_is_no_room_for_copies(space, memory, way):
-    if way is None:
-        with pytest.raises(NotEnoughMemory, match="make micro-batches smaller"):
-            choose_way(space, 0, memory)
-    else:
-        assert choose_way(space, 0, memory) == way
+def test_the_cheapest_way_that_fits_is_taken(available, number):
+    assert NEED.least_way(Memory(free=available // 2, idle=available - available // 2)) == number
 
 
-def test_logits_larger_than_what_training_needs_leave_bisection(space):
-    memory = Memory(free=10_000)
-    assert choose_way(space, 8_000, memory) == "bisect"
-    assert choose_way(space, 7_000, memory) == "full"
+def test_logits_that_are_larger_than_a_micro_batch_leave_bisection():
+    need = Need(shards=GIB, largest=1, state=0, micro_batch=GIB, forward=8 * GIB)
+    assert need.least_way(Memory(free=9 * GIB)) == 3 and need.least_way(Memory(free=13 * GIB)) == 0
+
+
+def test_a_refusal_names_what_is_lacking_and_its_advice_helps():
+    there = Memory(free=2 * GIB)
+    need = Need(shards=4 * GIB, largest=1, state=2 * GIB, micro_batch=6 * GIB, forward=0)
+    assert need.least_way(there) == len(WAYS)
+    said = need.refusal(there, "cuda:3")
+    assert "6.42 GiB more than the 2.00 GiB" in said and "on cuda:3" in said and "one takes 6.00 GiB" in said
+    smaller = Need(shards=4 * GIB, largest=1, state=2 * GIB, micro_batch=2 * GIB, forward=0)
+    left = Memory(free=there.free + 4 * GIB)  # training's own peak is as much lower
+    assert smaller.least_way(left) < len(WAYS)
+    over_more = Need(shards=2 * GIB, largest=1, state=GIB, micro_batch=6 * GIB, forward=0)
+    left = Memory(free=there.free + 4 * 2 * GIB)  # weights, gradient and the optimizer's two, halved
+    assert over_more.least_way(left) < len(WAYS)
+
+
+def test_what_a_sleeping_rollout_holds_is_not_to_be_had():
+    segments = [
+        {"device": 1, "segment_pool_id": (0, 0), "total_size": 100, "allocated_size": 30},
+        {"device": 1, "segment_pool_id": (0, 7), "total_size": 5000, "allocated_size": 0},
+        {"device": 0, "segment_pool_id": (0, 0), "total_size": 900, "allocated_size": 0},
+        {"device": 1, "total_size": 8, "allocated_size": 8},
+    ]
+    assert idle_bytes(segments, 1) == 70
+
+
+def test_the_peak_of_another_pass_is_not_the_step_s(monkeypatch):
+    from gradloc.core import memory
+
+    there = {"peak": 900, "now": 100}
+    monkeypatch.setattr(memory, "peak_of", lambda device: (there["peak"], there["now"]))
+    monkeypatch.setattr(memory, "reset_peak", lambda device: there.update(peak=there["now"]))
+    peak, device = StepPeak(), torch.device("cpu")
+    peak.begin(device)  # the first time the log-probs' peak is forgotten,
+    there["peak"] = 350
+    peak.end(device)
+    assert peak.size == 250
+    there["peak"] = 900  # and not again
+    peak.begin(device)
+    peak.end(device)
+    assert peak.size == 250 and there["peak"] == 900
+
+
+@pytest.mark.parametrize("way", WAYS[1:], ids=lambda way: "on the host" if way.keeps_on_host else "the optimizer's")
+def test_what_is_moved_to_the_host_comes_back_bit_for_bit_and_so_it_does_after_a_failure(way, monkeypatch):
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    held = [value for state in optimizer.state.values() for value in state.values()]
+    before = [value.clone() for value in held]
+    space = GradientSpace(model)
+    room = Room(space, optimizer, 0, 0)
+    assert room.need.state == 2 * room.need.shards
+    room.make(way)
+    assert sum(value.untyped_storage().nbytes() for value in held if value.dim()) == 0
+    room.close()
+    assert all(torch.equal(value, old) for value, old in zip(held, before, strict=True))
+    from gradloc.core import memory
+
+    copies = iter([memory.host_copy])
+    monkeypatch.setattr(memory, "host_copy", lambda tensor: next(copies)(tensor))  # there is no memory for the second
+    with pytest.raises(StopIteration):
+        room.make(way)
+    room.close()
+    assert all(torch.equal(value, old) for value, old in zip(held, before, strict=True))
+    assert not space.keeps_on_host and space.room is None
+
+
+def test_a_gradient_that_is_kept_on_the_host_adds_up_and_comes_back():
+    model = torch.nn.Linear(8, 4)
+    model(torch.randn(3, 8)).square().sum().backward()
+    space = GradientSpace(model)
+    wanted, norm = [param.grad.clone() for param in model.parameters()], space.norm()
+    space.keeps_on_host = True
+    kept = space.keep()
+    assert all(param.grad is None for param in model.parameters()) and space.norm(kept) == norm
+    space.add(kept, alpha=2.0)
+    assert space.norm() == pytest.approx(2 * norm)
+    assert float(space.dots(space.current(), kept).sum()) == pytest.approx(2 * norm**2)
+    space.put(kept)
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), wanted, strict=True))
+
+
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_parts_are_runs_of_the_same_elements(monkeypatch, is_contiguous):
+    monkeypatch.setattr(gradients, "PART", 10)
+    left = torch.arange(35.0).view(5, 7)
+    left = left if is_contiguous else left.T
+    parts = list(in_parts(left, left + 100))
+    assert all(torch.equal(a + 100, b) for a, b in parts)
+    assert math.fsum(float(a.sum()) for a, _ in parts) == float(left.sum())
+    assert len(parts) == (4 if is_contiguous else 1)
 
 
 def test_norms_in_parts_are_those_of_the_whole(monkeypatch):
-    from gradloc.core import gradients
-
     monkeypatch.setattr(gradients, "_PART", 100)
     monkeypatch.setattr(gradients, "_ROW", 32)  # of 561 weights the last are no whole row
     module = torch.nn.Linear(33, 17)
@@ -51,27 +203,3 @@ def test_norms_in_parts_are_those_of_the_whole(monkeypatch):
     for size in (1e30, 1e-30):  # the square is no float32
         module.weight.grad.fill_(size)
         assert float(GradientSpace(module).squares()[0]) == pytest.approx(33 * 17 * size**2, rel=1e-5, abs=0)
-
-
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_logits_in_parts_of_the_vocabulary_are_those_of_the_whole(monkeypatch, has_bias):
-    from gradloc.core import memory
-
-    monkeypatch.setattr(memory, "_VOCABULARY_PART", 7)
-    hidden = torch.randn(2, 5, 8, dtype=torch.bfloat16)
-    head = torch.nn.Linear(8, 23, bias=has_bias, dtype=torch.bfloat16)
-    with torch.no_grad():
-        found = linear_in_parts(hidden, head.weight, head.bias)
-        bias = head.bias.float() if has_bias else None
-        wanted = torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
-    torch.testing.assert_close(found, wanted)
-
-
-def test_log_probs_and_entropies_without_logits_are_those_of_them():
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(size, 16, generator=generator) for size in (1100, 50))  # more rows than one part
-    labels = torch.randint(50, (11, 100), generator=generator)
-    log_prob, entropy = fused_log_probs(hidden.view(11, 100, 16), weight, labels, temperature=0.7)
-    expected = (hidden @ weight.T / 0.7).log_softmax(-1).view(11, 100, 50)
-    assert torch.allclose(log_prob, expected.gather(-1, labels[..., None]).squeeze(-1), atol=1e-5)
-    assert torch.allclose(entropy, -(expected.exp() * expected).sum(-1), atol=1e-5)

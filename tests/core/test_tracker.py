@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from gradloc.core import tracker as tracker_module
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
 from gradloc.core.tracker import NormTracker
@@ -36,6 +37,50 @@ def test_the_step_s_norms_are_read_a_second_time_only_where_the_running_ones_are
         tracker.after_mini_batch(space, 0.1 / (norm + 1e-6), LOSS_SCALE, is_spike=False)
     assert readings == 2 * (M + is_rough)
     torch.testing.assert_close(tracker.history(space, Ranks()), exact.expand(2, -1), rtol=1e-4, atol=0.0)
+
+
+class Event:
+    """A device's, whose clock goes by what is launched: a millisecond each; the device is done when somebody waits."""
+
+    clock, is_done = 0, True
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        Event.clock += 1
+        self.at = Event.clock
+
+    def query(self):
+        return Event.is_done
+
+    def elapsed_time(self, end):
+        return float(end.at - self.at)
+
+
+@pytest.mark.parametrize("slow_host", [True, False])
+def test_it_stops_for_what_it_costs_the_device_and_says_so(slow_host, monkeypatch, caplog):
+    """A host that waits for a place in the device's queue is no cost of the tracker's."""
+    step = BareStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M)
+    space, tracker = GradientSpace(step.model), NormTracker(0)
+    monkeypatch.setattr(tracker_module, "_event_of", lambda device: Event)
+    monkeypatch.setattr(Event, "is_done", True)
+    now = [0.0]
+    monkeypatch.setattr(tracker_module.time, "perf_counter", lambda: now[0])
+    read = space.local_squares
+
+    def squares(*args):
+        now[0] += 1.0 if slow_host else 0.0
+        return read(*args)
+
+    monkeypatch.setattr(space, "local_squares", squares)
+    for _ in range(3):
+        tracker.begin_update()
+        step.train(lambda: tracker.after_backward(space))
+        now[0] += 10.0 if slow_host else 0.01  # of which four milliseconds are the tracker's
+        tracker.end_update()
+    assert tracker.is_on == slow_host
+    assert ("40.00 % of an update" in caplog.text) != slow_host
 
 
 @pytest.mark.parametrize(("gaps", "kept"), [({}, [1, 2, 3, 4]), ({1: 2}, [1, 3, 4]), ({0: 3, 1: 1}, [0, 2, 4])])

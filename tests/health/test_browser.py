@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from gradloc.report.cli import main
-from tests.report.test_browser import driver, open_page  # noqa: F401
+from tests.report.browser.conftest import driver  # noqa: F401
+from tests.report.browser.driving import open_page
 
 pytestmark = pytest.mark.browser
 RECORDINGS = Path(__file__).parent / "recordings"
@@ -36,7 +37,7 @@ def test_a_part_of_the_strip_says_its_reasons_when_pointed_at_or_tabbed_to(
     from selenium.webdriver.common.keys import Keys
 
     open_page(driver, collapsed_page, width)
-    parts = [p for p in driver.find_elements(By.CSS_SELECTOR, "svg .noted") if p.is_displayed()]
+    parts = [p for p in driver.find_elements(By.CSS_SELECTOR, ".noted") if p.is_displayed()]
     note = driver.find_element(By.ID, "state-note")
     assert note.text.startswith("Above the curve, the run's health")
     assert len(parts) >= 5

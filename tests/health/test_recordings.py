@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gradloc.report.runs.health import LOGGED, STATES, judge
-from gradloc.report.runs.metrics import read_jsonl
+from gradloc.report.runs.run import read_run
 from tests.health.histories import named
 
 RECORDINGS = Path(__file__).parent / "recordings"
@@ -14,14 +14,13 @@ RECORDINGS = Path(__file__).parent / "recordings"
 
 @pytest.fixture(params=["healthy", "spiking", "collapsed"])
 def recording(request):
-    metrics, notes = read_jsonl(RECORDINGS / f"{request.param}.jsonl")
-    assert not notes
-    return metrics
+    run = read_run(RECORDINGS / f"{request.param}.jsonl")
+    assert not run.notes
+    return run.metrics
 
 
 def verdicts_on(name):
-    metrics, _ = read_jsonl(RECORDINGS / f"{name}.jsonl")
-    health = judge(metrics)
+    health = judge(read_run(RECORDINGS / f"{name}.jsonl").metrics)
     return health, {verdict.step: named(verdict) for verdict in health.verdicts}
 
 

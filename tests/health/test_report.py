@@ -11,7 +11,8 @@ import pytest
 
 from gradloc.report.cli import main
 from gradloc.report.runs.health import HealthConfig, judge, ranges
-from gradloc.report.runs.metrics import build, read_jsonl
+from gradloc.report.runs.metrics import build
+from gradloc.report.runs.run import read_run
 from tests.health.histories import healthy
 from tests.report.builder import make_event, write_run
 
@@ -104,14 +105,14 @@ def test_a_run_without_metrics_that_can_be_judged_is_refused_with_a_sentence(run
     assert main(["health", str(run_of([(1, {"val-core/acc": 0.5})]))]) == 2
     assert "has no metrics that can be judged" in capsys.readouterr().err
     assert main(["health", str(tmp_path / "nowhere")]) == 2
-    assert "does not exist: name the folder of a run." in capsys.readouterr().err
+    assert "does not exist: name a run's log, or the folder that holds it." in capsys.readouterr().err
     events = write_run(tmp_path / "events", [make_event()])
     assert main(["health", str(events)]) == 2
     assert "has no metrics that can be judged" in capsys.readouterr().err
 
 
 def test_a_run_of_unpatched_verl_in_a_csv_is_judged(tmp_path, capsys):
-    metrics, _ = read_jsonl(RECORDINGS / "collapsed.jsonl")
+    metrics = read_run(RECORDINGS / "collapsed.jsonl").metrics
     own = ("gradloc/", "health/", "rollout/zero", "actor/grad_norm_max")
     names = [name for name in metrics.series if not name.startswith(own)]
     with (tmp_path / "history.csv").open("w", newline="") as file:
@@ -132,12 +133,17 @@ def test_one_step_and_short_runs_say_that_most_rules_were_silent(run_of, capsys)
     assert "The run has 1 step, and rules about its own history are silent for the first 10" in out
 
 
-def test_a_run_that_was_resumed_is_judged_with_its_later_values(run_of):
+def test_a_run_that_was_resumed_is_judged_with_what_its_later_values_replaced(run_of, capsys):
     rows = [(step, healthy(step)) for step in [*range(1, 21), *range(16, 31)]]
     rows[17][1]["actor/ppo_kl"] = 5.0  # step 18 of the first try, which the second replaced
-    metrics, _ = read_jsonl(run_of(rows) / "metrics.jsonl")
+    folder = run_of(rows)
+    metrics = read_run(folder).metrics
     assert [v.step for v in judge(metrics).verdicts] == list(range(1, 31))
     assert judge(metrics).num_unwell == 0
+    assert main(["health", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [step["step"] for step in found["steps"]] == [*range(1, 21), *range(18, 31)], "what is the same is told once"
+    assert found["worst"] == {"state": "danger", "step": 18}
 
 
 def test_the_runs_own_monitor_may_have_had_other_thresholds(run_of, capsys):

@@ -14,10 +14,10 @@ import pytest
 from benchmarks import cost, healthy, mixtures, shapes, spiking, unrepeatable
 from benchmarks.localization import tables as localization
 from benchmarks.trigger import tables as trigger
-from gradloc.report.runs import story
 from gradloc.report.runs.metrics import MEAN
 from gradloc.report.runs.run import read_run
-from gradloc.tell.lines import headline
+from gradloc.tell.lines import announcement
+from gradloc.words import story
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -160,7 +160,7 @@ def test_what_the_trigger_s_page_says_of_series_is_the_record_s():
 def test_the_console_line_on_the_trackers_page_is_the_demo_s():
     text = (ROOT / "docs/trackers.md").read_text()
     shown = re.findall(r"^    gradloc: (.*)$", text, re.M)
-    assert shown == [headline(EVENT), f"gradloc-report /runs/grpo/gradloc --event {EVENT.event_id}"]
+    assert shown == [announcement(EVENT), f"gradloc-report /runs/grpo/gradloc --event {EVENT.event_id}"]
 
 
 def test_the_number_that_stands_out_on_the_report_s_page_is_the_demo_s():

@@ -37,7 +37,6 @@ NEIGHBOURS = {
     "analysis": {"rollout_filter"},  # groups of rollouts
     "health": {"rollout_filter"},  # groups of rollouts
     "report": {"health"},  # judges old runs
-    "stabilize": {"reweighting"},  # each of Lopti's stages learns by itself
 }
 COMMANDS = {"replay.__main__"}
 """What a person starts stands above the adapters: it chooses one."""

@@ -8,7 +8,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 SEAMS = ROOT / "verl_overrides" / "v0.7.0" / "verl" / "trainer" / "config"
 CONF = ROOT / "gradloc" / "adapters" / "verl09" / "conf"
-OF_07 = {"filter_loss_scaling"}  # belongs to the rollout filter
+ALGORITHM = ("advantage_reweighting", "lopti")
 
 
 def added(path: Path) -> str:
@@ -23,10 +23,13 @@ def test_they_have_the_same_names_and_defaults():
     actor = dict(found["actor_rollout_ref"]["actor"])
     assert actor.pop("_target_") == "gradloc.adapters.verl09.config.GradLocActorConfig"
     expected = yaml.safe_load(added(SEAMS / "actor" / "actor.yaml.patch"))
-    assert actor == {name: value for name, value in expected.items() if name not in OF_07}
+    assert actor == expected
+    rollout = dict(found["actor_rollout_ref"]["rollout"])
+    assert rollout.pop("_target_") == "gradloc.adapters.verl09.config.GradLocRolloutConfig"
+    assert rollout == yaml.safe_load(added(SEAMS / "rollout" / "rollout.yaml.patch"))
     trainer = yaml.safe_load("root:\n" + added(SEAMS / "ppo_trainer.yaml.patch"))["root"]
-    assert found["trainer"] == {"health": trainer["health"]}
-    assert found["algorithm"] == {"advantage_reweighting": trainer["advantage_reweighting"]}
+    assert found["trainer"] == {name: value for name, value in trainer.items() if name not in ALGORITHM}
+    assert found["algorithm"] == {name: trainer[name] for name in ALGORITHM}
 
 
 def test_a_preset_differs_by_what_it_does():
@@ -38,5 +41,5 @@ def test_a_preset_differs_by_what_it_does():
     modes = {name: preset["actor_rollout_ref"]["actor"]["gradloc"] for name, preset in presets.items()}
     assert modes == {
         name: {"enable": True, "action": {"mode": mode}}
-        for name, mode in {"on": "observe", "observe": "observe", "mask": "mask"}.items()
+        for name, mode in {"on": "observe", "observe": "observe", "mask": "mask", "skip": "skip"}.items()
     }

@@ -9,6 +9,7 @@ import torch
 
 from gradloc.config import ActionConfig, GradLocConfig, SearchConfig
 from gradloc.core.gradients import GradientSpace
+from gradloc.core.memory import WAYS, Need
 from gradloc.core.ranks import Ranks
 from gradloc.loop import localizer as loop_localizer
 from gradloc.loop.localizer import Localizer
@@ -26,6 +27,7 @@ class Powers:
 
     def __init__(self, model: torch.nn.Module, scales_loss: bool = False):
         self.model, self.scales_loss = model, scales_loss
+        self.optimizer = torch.optim.AdamW(model.parameters())
 
     def clip(self) -> torch.Tensor:
         return clip_gradient(self.model, 1.0)
@@ -232,19 +234,39 @@ def test_a_failure_leaves_the_step_as_it_was_and_after_three_nobody_looks_again(
     assert "failure 3 of 3" in caplog.text and "made to fail" in caplog.text
 
 
-def test_where_memory_is_short_the_spike_is_bisected_and_where_there_is_none_left_alone(monkeypatch):
-    from gradloc.core.memory import NotEnoughMemory
+@pytest.mark.parametrize("number", range(len(WAYS) + 1))
+@pytest.mark.parametrize("mode", ["observe", "mask"])
+def test_where_memory_is_short_room_is_made_or_the_spike_bisected_or_left_alone(monkeypatch, caplog, mode, number):
+    run, plain = Run(mode), Run(mode)
+    for each in (run, plain):
+        each.step({})
+        each.localizer.powers.optimizer.step()
+    held = run.localizer.powers.optimizer.state
+    state = {id(value): (value, value.clone()) for each in held.values() for value in each.values()}
+    sizes = []
+    monkeypatch.setattr(Need, "least_way", lambda need, memory: number)
+    search = loop_localizer.localize
 
-    run = Run()
-    monkeypatch.setattr(loop_localizer, "choose_way", lambda space, forward_bytes: "bisect")
-    run.step(PLANT)
-    assert [raw.event.search.strategy for raw in run.localizer.events] == ["bisect"]
+    def watched(*given, **named):
+        sizes.append(sum(value.untyped_storage().nbytes() for value, _ in state.values() if value.dim()))
+        return search(*given, **named)
 
-    def refuse(space, forward_bytes):
-        raise NotEnoughMemory("a search needs 2 GiB")
-
-    monkeypatch.setattr(loop_localizer, "choose_way", refuse)
-    plain = Run()
-    assert run.step(PLANT) == plain.step(PLANT, is_watched=False)
-    assert run.localizer.events == [] and run.localizer.num_failures == 1
-    assert same(run.gradient(), plain.gradient())
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_localizer, "localize", watched)
+        norm = run.step(PLANT)
+    for value, before in state.values():
+        assert torch.equal(value, before), "the optimizer's state is back"
+    assert [id(value) for each in held.values() for value in each.values()] == list(state)
+    assert run.space.room is None and not run.space.keeps_on_host and run.localizer.num_failures == 0
+    if number == len(WAYS):
+        assert "make micro-batches smaller" in caplog.text and run.localizer.events == [] and not sizes
+        assert norm == plain.step(PLANT, is_watched=False) and same(run.gradient(), plain.gradient())
+        return
+    assert norm == plain.step(PLANT) and same(run.gradient(), plain.gradient())
+    ((found,), (wanted,)) = ([raw.event for raw in each.localizer.events] for each in (run, plain))
+    assert found.search.strategy == ("auto" if WAYS[number].is_full else "bisect")
+    assert [each.positions for each in found.culprits] == [each.positions for each in wanted.culprits]
+    assert found.action.taken == wanted.action.taken
+    if WAYS[number].is_full:
+        assert found.certificate == wanted.certificate
+    assert (sizes == [0]) == WAYS[number].moves_optimizer, "its memory is free while the search runs"

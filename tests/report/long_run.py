@@ -16,6 +16,16 @@ TEXT = (
     " right . So she sold 80 tickets on Saturday , twice as many as on Friday , and the answer is \\boxed{ 80 } ."
 )
 PROMPT = "Mia sold tickets on three days, 186 in all ... How many did she sell on Saturday?"
+MADE_BY = {
+    "project": "math",
+    "experiment": "made-up run",
+    "trainer": "verl 0.9.1",
+    "torch": "2.9.1",
+    "gradloc": "0.2.0",
+    "model": "Qwen/Qwen3-4B",
+    "commit": "1f0c3a9be812",
+    "config": "8c2d61e0aa47",
+}
 CAUSES = {
     "extreme_advantage": ("advantage_over_typical", 2, 5),
     "token_mismatch": ("ratio_over_typical", 1, 3),
@@ -50,7 +60,10 @@ def _event(source: random.Random, step: int, norm: float, tokens: list[str]) -> 
         factor = 10 ** source.uniform(low, high)
         facts = {
             "extreme_advantage": {"advantage": 0.7 * factor},
-            "token_mismatch": {"ratios": make_culprit()["ratios"] | {"current_over_old": factor}},
+            "token_mismatch": {
+                "ratios": make_culprit()["ratios"] | {"current_over_old": factor},
+                **dict.fromkeys(("old_log_prob_used", "old_log_prob_stored"), -4.6 - math.log(factor)),
+            },
             "low_probability": {"log_prob": -9.2},
         }.get(label, {})
         numbers = {name: factor, "log_prob_gradient_norm": source.uniform(3, 30)}
@@ -63,11 +76,12 @@ def _event(source: random.Random, step: int, norm: float, tokens: list[str]) -> 
                 text_before="".join(tokens[max(position - 14, 0) : position]),
                 text_after="".join(tokens[position + 1 : position + 8]),
                 prompt=PROMPT,
+                data_row=17,
                 cause={"label": label, "numbers": numbers},
                 **({"advantage": 1.1} | facts),
             )
         )
-    event = make_event(step, culprits, run={"project": "math", "experiment": "made-up run"})
+    event = make_event(step, culprits, run=MADE_BY, time=f"2026-08-12T03:{step % 60:02}:07Z")
     event["trigger"].update(grad_norm=norm, kind="adaptive")
     verdict = source.choice(["explained"] * 6 + ["not_explained", "undecided"])
     after = 61.3 if verdict == "not_explained" else source.uniform(0.6, 1.6)

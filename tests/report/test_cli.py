@@ -33,7 +33,7 @@ def test_one_event_is_told_with_its_verdict(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     assert main([str(folder), "--event", "step000009-epoch0-mini0"]) == 0
     out = capsys.readouterr().out
-    assert "At step 9 the gradient norm was 748" in out
+    assert "One token made the step-9 spike." in out
     assert "\x1b[31m" not in out
 
 
@@ -75,7 +75,7 @@ def test_an_unknown_event_is_refused_with_the_names_there_are(folder, capsys):
 
 @pytest.mark.parametrize(
     ("argument", "words"),
-    [("missing", "does not exist"), ("", "is not the folder of a run")],
+    [("missing", "does not exist"), ("", "holds no run's log")],
 )
 def test_what_is_no_run_is_refused_in_one_line(tmp_path, capsys, argument, words):
     (tmp_path / "a.txt").write_text("")
@@ -177,3 +177,28 @@ def test_a_reader_that_has_seen_enough_is_no_error(folder):
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     done = subprocess.run(command, shell=True, env=environment, capture_output=True)
     assert done.stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["runn"], "did you mean `gradloc-report run`?"),
+        (["events", "run"], "`gradloc-report run` shows a run; the commands are show,"),
+        (["https://wandb.ai/a/b/runs/c"], "is an address, and this command reads files"),
+        (["trigger", "run", "--metrics", "x"], "trigger takes no option --metrics: did you mean --metric?"),
+        (["watch", "run", "--serve", "--port", "99999"], "--port must be from 0 to 65535, found 99999."),
+    ],
+)
+def test_what_is_mistyped_is_answered_with_what_was_meant(folder, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(folder.parent)
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_a_log_has_a_page_that_tells_the_explosion_and_what_was_overwritten(tmp_path, capsys):
+    out = tmp_path / "page.html"
+    assert main([str(REPO / "tests/data/logs/console/resumed.log"), "-o", str(out)]) == 0
+    text = out.read_text(encoding="utf-8")
+    assert "Step 47: gradient norm 903, 1,856 times normal" in text and "overwritten, from step 41" in text
+    assert "No spike" not in text

@@ -49,7 +49,7 @@ def test_a_run_that_is_not_there_yet_is_waited_for(tmp_path):
     write_run(tmp_path / "run", metrics=make_metrics(3))
     assert follower.poll()
     assert "step 3" in shown(follower)
-    assert "No spike so far." in shown(follower)
+    assert "No spike in 3 steps" in shown(follower)
 
 
 def test_only_what_changed_is_read_again(folder):
@@ -182,6 +182,44 @@ def test_without_a_terminal_watch_prints_a_line_for_each_event(folder):
         assert process.stdout.readline() == "One token made the step-9 spike: 748 → 0.77\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
+
+
+def test_q_ends_watch_in_a_terminal_and_leaves_it_as_it_was(folder):
+    import os
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    command = [sys.executable, "-m", "gradloc.report", "watch", str(folder), "--interval", "30"]
+    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "env": {**os.environ, "TERM": "xterm"}}
+    with subprocess.Popen(command, cwd=REPO, start_new_session=True, **terminal) as process:
+        shown = b""
+        while b"q ends." not in shown:
+            shown += os.read(ours, 65536)
+        os.write(ours, b"xq")
+        assert process.wait(20) == 0
+    assert termios.tcgetattr(theirs) == before
+    os.close(ours), os.close(theirs)
+
+
+def test_a_spike_in_the_warm_up_is_said_though_there_is_no_event(tmp_path):
+    follower = Follower(write_run(tmp_path, metrics=make_metrics(14, (12,))))
+    follower.poll()
+    out = " ".join(shown(follower).split())
+    assert "Step 12: gradient norm 747, " in out
+    assert "No spike" not in out
+
+
+def test_a_run_that_begins_anew_is_followed_on(folder):
+    follower = Follower(folder)
+    follower.poll()
+    known: set[str] = set()
+    assert len(news(follower.run, known)) == 1
+    write_run(folder, metrics=make_metrics(8, ()))  # restarted from the beginning, into the same file
+    grow(folder, 6)
+    assert follower.poll() and news(follower.run, known) == ["One token made the step-6 spike: 748 → 0.77"]
+    assert "step 8" in shown(follower)
 
 
 def test_a_port_that_is_taken_is_said_in_a_sentence(site, folder, capsys):

@@ -12,7 +12,7 @@ from gradloc.report.pages import page
 from gradloc.report.pages.exports import to_csv
 from gradloc.report.runs.events import convert
 from gradloc.report.runs.run import read_run
-from gradloc.tell.lines import headline as console_line
+from gradloc.tell.lines import announcement
 from tests.report.builder import make_metrics, write_run
 from tests.report.not_tokens import CHECKPOINT, causes
 
@@ -31,7 +31,7 @@ SAID = {
         "verl skipped the step, because its norm was not finite.",
         "Every further step will be like it until weights that are finite are loaded.",
         f"The newest checkpoint before it: {CHECKPOINT}.",
-        f"trainer.resume_mode=resume_path trainer.resume_from_path=&#39;{CHECKPOINT}&#39;",
+        f'data-copy="trainer.resume_mode=resume_path trainer.resume_from_path=&#39;{CHECKPOINT}&#39;"',
     ],
     "padding": [
         "Padding that is not finite broke step 412; no token did",
@@ -44,7 +44,7 @@ SAID = {
         "The whole batch made the step-412 spike: all of it is scaled, no token stands out",
         "times the run&#39;s usual: it is the rewards, or how they are normalized.",
         "the typical token&#39;s weight",
-        "trainer.rollout_data_dir=rollouts",
+        "algorithm.norm_adv_by_std_in_grpo=false",
     ],
     "loss_scale": [
         "Its advantages are 1.1 times the run&#39;s usual: the loss or the ratios scale it.",
@@ -63,7 +63,7 @@ SAID = {
         "passes through no token&#39;s log-prob or entropy; the tokens&#39; part has norm",
         "<li><code>blocks.",
         "the tokens&#39; own part",
-        "Look for what adds to or scales the gradient of the named parameters",
+        "Look for what adds to or scales the gradient of ",
     ],
     "router_and_token": [
         "One token made part of the step-412 spike; the rest did not come from the tokens",
@@ -81,7 +81,7 @@ SAID = {
         "Nothing was found that made the spike at step 412",
         "culprits found",
         "gradloc.evidence.rerun=true",
-        "No culprit was named",
+        "No token was named",
     ],
 }
 
@@ -89,7 +89,7 @@ SAID = {
 @pytest.mark.parametrize("name", SAID)
 def test_the_page_says_what_made_it_and_accuses_no_token(events, tmp_path, name):
     text = page.render(read_run(write_run(tmp_path, [events[name]], metrics=make_metrics(30))))
-    body = text.partition("<main>")[2].partition("</main>")[0]
+    body = text.partition("<main>")[2].partition("</main>")[0].replace("<wbr>", "")
     for words in SAID[name]:
         assert words in body, words
     hero = body.partition('class="hero"')[2].partition("</section>")[0]
@@ -106,5 +106,8 @@ def test_lists_and_lines_name_the_step_s_cause(events, tmp_path):
     text = page.render(run)
     for cause in ("non finite weights", "non finite padding", "batch scale", "transient", "not tokens", "entropy term"):
         assert f'"cause":"{cause}"' in text
-    line = console_line(convert(events["weights"], Event))
-    assert line == "SPIKE step 412: no token: 2 parameters hold weights that are not finite, norm NaN, taken: observe"
+    line = announcement(convert(events["weights"], Event))
+    assert line == (
+        "Weights that are not finite broke step 412; no token did: 2 parameters hold weights that are not finite, "
+        "norm NaN, taken: observe"
+    )

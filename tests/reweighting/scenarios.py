@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.world.harness import log_probs, make_batch, make_trainer
+from tests.world.harness import log_probs, make_batch, make_trainer, part
 from tests.world.spikes import address, plant
 
 ALGORITHM = "algorithm.lopti.enable=true"
@@ -13,15 +13,14 @@ ALGORITHM = "algorithm.lopti.enable=true"
 
 def formulas(log_prob: list, mask: list, advantages: list, calls: list[dict]) -> list[Any]:
     """The pure functions on plain lists, one answer per call."""
-    from verl.gradloc.reweighting import LoptiConfig, reweight, split
-
+    ours = part("reweighting")
     log_prob, mask = torch.tensor(log_prob), torch.tensor(mask)
     answers: list[Any] = []
     for call in calls:
         if "alpha" in call:
-            answers.append(reweight(torch.tensor(advantages), log_prob, call["alpha"]).tolist())
+            answers.append(ours.reweight(torch.tensor(advantages), log_prob, call["alpha"]).tolist())
         else:
-            stages = split(log_prob, mask, LoptiConfig(enable=True, **call))
+            stages = ours.split(log_prob, mask, ours.LoptiConfig(enable=True, **call))
             answers.append([[stage.name, stage.mask.tolist()] for stage in stages])
     return answers
 
@@ -34,14 +33,7 @@ def batch_of(seed: int, trainer: Any = None) -> Any:
         shape = batch.batch["old_log_probs"].shape
         batch.batch["old_log_probs"] = -3 * torch.rand(shape, generator=generator)
         return batch
-    local = batch.select(deepcopy=True)
-    local.meta_info = {
-        "temperature": 1.0,
-        "micro_batch_size": 4,
-        "use_dynamic_bsz": False,
-        "max_token_len": 4096,
-    }
-    batch.batch["old_log_probs"] = log_probs(trainer, local)
+    batch.batch["old_log_probs"] = log_probs(trainer, batch, micro_batch_size=4)
     return batch
 
 
@@ -85,18 +77,18 @@ def stage_gradients(overrides: list[str], dump_dir: str, uses_own_probs: bool = 
 def recorded_steps(trainer: Any) -> list[torch.Tensor]:
     """Will hold the whole gradient of each optimizer step, as one vector of this rank's shards."""
     steps: list[torch.Tensor] = []
-    original = trainer.actor._optimizer_step
+    owner, name = trainer.steps_in
 
     def step() -> Any:
         parts = []
-        for param in trainer.actor.actor_module.parameters():
+        for param in trainer.module.parameters():
             grad = torch.zeros_like(param) if param.grad is None else param.grad
             local = grad.to_local() if hasattr(grad, "to_local") else grad
             parts.append(local.detach().flatten().double().clone())
         steps.append(torch.cat(parts))
-        return original()
+        return getattr(type(owner), name)(owner)  # on verl 0.9 another class with the first update
 
-    trainer.actor._optimizer_step = step
+    setattr(owner, name, step)
     return steps
 
 
@@ -133,12 +125,10 @@ def by_hand(dump_dir: str, eta: float) -> dict[str, Any]:
         for position in range(mask.shape[1]):
             if mask[row, position] == 1 and prob[row, position] < abs(eta):
                 low[row, position] = 1
-    stages = [low, mask - low]
-    batch.meta_info["temperature"] = 1.0
-    for stage in stages if eta > 0 else stages[::-1]:
+    stages = [("low", low), ("high", mask - low)]
+    for name, stage in stages if eta > 0 else stages[::-1]:
         batch.batch["advantages"] = advantages * stage
-        batch.batch["lopti_mask"] = stage
-        plain.update_actor(batch)
+        plain.update_by_hand(batch, stage, name)
     return {"ours": ours.weights_hash(), "by_hand": plain.weights_hash()}
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tests.stabilize import slow
 from tests.world.harness import log_probs, make_batch, make_config, make_trainer
+from tests.world.harness import part as ours
 from tests.world.spikes import plant
 
 STABILIZE = "actor_rollout_ref.actor.gradloc.stabilize"
@@ -25,10 +26,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def gather(actor: Any) -> dict[str, list[float]]:
+def gather(trainer: Any) -> dict[str, list[float]]:
     """The whole gradient in ``.grad`` over all ranks: parameter name -> plain list."""
     gathered = {}
-    for name, param in actor.actor_module.named_parameters():
+    for name, param in trainer.module.named_parameters():
         mine = None if param.grad is None else local(param.grad).detach().flatten().clone()
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, mine)
@@ -57,23 +58,24 @@ def group_of(name: str, group: str) -> str:
 def watch(trainer: Any, group: str, change: Callable | None = None) -> list[dict[str, Any]]:
     """Note the whole gradient before anything is clipped and as the optimizer gets it.
 
-    ``change(step, actor)`` edits ``.grad`` in place first: a planted gradient.
+    ``change(step, trainer)`` edits ``.grad`` in place first: a planted gradient.
     """
     seen: list[dict[str, Any]] = []
-    actor = trainer.actor
-    clip, step = actor.gradloc.clip, actor.actor_optimizer.step
+    owner, name = trainer.steps_in
+    step = trainer.optimizer.step
 
-    def clip_watched():
+    def all_watched():
         if change is not None:
-            change(len(seen), actor)
-        seen.append({"before": gather(actor)})
-        return clip()
+            change(len(seen), trainer)
+        seen.append({"before": gather(trainer)})
+        return getattr(type(owner), name)(owner)  # on verl 0.9 another class with the first update
 
     def step_watched(*args, **kwargs):
-        seen[-1]["after"] = gather(actor)
+        seen[-1]["after"] = gather(trainer)
         return step(*args, **kwargs)
 
-    actor.gradloc.clip, actor.actor_optimizer.step = clip_watched, step_watched
+    setattr(owner, name, all_watched)
+    trainer.optimizer.step = step_watched
     return seen
 
 
@@ -85,11 +87,11 @@ def norms_of(gradient: dict[str, list[float]], group: str) -> dict[str, float]:
     return {key: slow.norm(part) for key, part in values.items()}
 
 
-def equalize(actor: Any, group: str, spiking: str, factor: float) -> None:
+def equalize(trainer: Any, group: str, spiking: str, factor: float) -> None:
     """Give every group's gradient norm 1, and one of them ``factor``."""
-    norms = norms_of(gather(actor), group)
+    norms = norms_of(gather(trainer), group)
     assert spiking in norms, sorted(norms)
-    for name, param in actor.actor_module.named_parameters():
+    for name, param in trainer.module.named_parameters():
         if param.grad is not None:
             key = group_of(name, group)
             local(param.grad).mul_((factor if key == spiking else 1.0) / norms[key])
@@ -100,8 +102,8 @@ def spike_one_layer(
 ) -> dict[str, Any]:
     """All groups at norm 1 but for one, which spikes in the last step; what is left of each."""
 
-    def change(step: int, actor: Any) -> None:
-        equalize(actor, group, spiking, factor if step == num_steps - 1 else 1.0)
+    def change(step: int, trainer: Any) -> None:
+        equalize(trainer, group, spiking, factor if step == num_steps - 1 else 1.0)
 
     trainer = make_trainer(overrides, dump_dir)
     seen = watch(trainer, group, change)
@@ -137,9 +139,8 @@ def clip_as_the_slow_version(
             plant(batch, 6, 2, 300.0)
         metrics = trainer.update(batch)["metrics"]
         reported.append({key: values[0] for key, values in metrics.items()})
-    grad_clip = trainer.actor.config.grad_clip
     norms = [norms_of(step["before"], group) for step in seen]
-    factors = getattr(slow, rule)(norms, grad_clip=grad_clip, **settings)
+    factors = getattr(slow, rule)(norms, grad_clip=trainer.grad_clip, **settings)
     worst = 0.0
     for step, of_step in zip(seen, factors, strict=True):
         for name, part in step["before"].items():
@@ -204,7 +205,7 @@ def overflow_and_recover(overrides: list[str], dump_dir: str) -> list[dict[str, 
     trainer = make_trainer(overrides, dump_dir)
     answers = []
     for seed in range(4):
-        scaler = trainer.actor.scaler
+        scaler = trainer.scaler
         if seed == 1:
             scaler._scale.fill_(2.0**120)
         out = trainer.update(make_batch(seed=seed))
@@ -231,13 +232,12 @@ def resume(overrides: list[str], dump_dir: str, num_steps: int, cut: int) -> dic
     second = make_trainer(overrides, dump_dir)
     with torch.no_grad():
         for new, old in zip(
-            second.actor.actor_module.parameters(),
-            whole.actor.actor_module.parameters(),
+            second.module.parameters(),
+            whole.module.parameters(),
             strict=True,
         ):
             local(new).copy_(local(old))
-    second.actor.actor_optimizer.load_state_dict(copy.deepcopy(whole.actor.actor_optimizer.state_dict()))
-    second.step = cut
+    second.optimizer.load_state_dict(copy.deepcopy(whole.optimizer.state_dict()))
     second.hook.load(str(folder))
     norms = [update(whole, seed) for seed in range(cut, num_steps)]
     again = [update(second, seed) for seed in range(cut, num_steps)]
@@ -255,7 +255,7 @@ def update(trainer: Any, seed: int) -> dict[str, Any]:
         plant(batch, 6, 2, 300.0)
     metrics = trainer.update(batch)["metrics"]
     # NaN is not equal to itself; what is compared here is whether the same was reported
-    return {key: repr(value) for key, value in metrics.items() if "seconds" not in key}
+    return {key: repr(value) for key, value in metrics.items() if "seconds" not in key and "perf/" not in key}
 
 
 # ---- clips on ratios
@@ -263,7 +263,6 @@ def update(trainer: Any, seed: int) -> dict[str, Any]:
 
 def weigh(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """``ratio_weights`` of random log-ratios, and the answers of the slow version and of verl's own function."""
-    from verl.gradloc.stabilize.ratio_clip import ratio_weights
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
 
     generator = torch.Generator().manual_seed(0)
@@ -274,7 +273,7 @@ def weigh(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     log_ratio[4] = float("nan")  # padding may hold anything
     answers = []
     for case in cases:
-        weights, metrics = ratio_weights(log_ratio, mask, **case)
+        weights, metrics = ours("stabilize.ratio_clip").ratio_weights(log_ratio, mask, **case)
         counted = mask.bool()
         bounds = [math.inf if case["upper"] is None else case["upper"], case["lower"] or 0.0]
         kept, of_verl = compute_rollout_rejection_mask(log_ratio, mask, case["level"], *bounds)
@@ -293,7 +292,7 @@ def weigh(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "log_ratio": log_ratio[counted].tolist(),
             }
         )
-    empty, metrics = ratio_weights(log_ratio, torch.zeros_like(mask), **cases[0])
+    empty, metrics = ours("stabilize.ratio_clip").ratio_weights(log_ratio, torch.zeros_like(mask), **cases[0])
     return [*answers, {"empty": empty.tolist(), "metrics": metrics}]
 
 
@@ -304,10 +303,10 @@ def loss_under(overrides: list[str], layout: list[str], dump_dir: str) -> dict[s
     """
     batch = make_batch(rollout_noise=1.0)
     clipped = make_trainer(overrides + layout, dump_dir)
-    stabilize = clipped.actor.config.gradloc.stabilize
+    stabilize = clipped.settings.stabilize
     out = clipped.update(copy.deepcopy(batch))
     plain = make_trainer(layout, dump_dir)
-    log_prob = _log_probs(plain, batch)
+    log_prob = log_probs(plain, batch)
     log_ratio = (log_prob - batch.batch["rollout_log_probs"]).tolist()
     mask = batch.batch["response_mask"].tolist()
     weights = torch.ones_like(log_prob)
@@ -338,12 +337,6 @@ def loss_under(overrides: list[str], layout: list[str], dump_dir: str) -> dict[s
 def _unclipped_norm(*layout: str) -> float:
     """Of the same update without any clip."""
     return make_trainer([*layout], "unused").update(make_batch())["metrics"]["actor/grad_norm"][0][0]
-
-
-def _log_probs(trainer: Any, batch: Any) -> torch.Tensor:
-    data = batch.select(["responses", "input_ids", "attention_mask", "position_ids"], [], [])
-    data.meta_info = {"micro_batch_size": 2, "temperature": 1.0, "use_dynamic_bsz": False}
-    return log_probs(trainer, data)
 
 
 def update_without_rollout_log_probs(overrides: list[str], dump_dir: str) -> str:

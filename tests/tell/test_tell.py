@@ -19,7 +19,7 @@ from gradloc.report.runs.events import convert
 from gradloc.tell.alerts import Limiter
 from gradloc.tell.background import Background
 from gradloc.tell.config import NotifyConfig
-from gradloc.tell.lines import COLUMNS, headline, opening_command, table_rows
+from gradloc.tell.lines import COLUMNS, announcement, opening_command, table_rows
 from gradloc.tell.teller import Teller
 from tests.report.builder import HOSTILE, REPO, UNTRUSTED, make_culprit, make_event
 
@@ -41,35 +41,36 @@ def clipped(scale: float) -> Event:
 # ---- the line and the command
 
 
-def test_the_headline_names_token_rank_share_both_norms_and_the_action():
-    assert headline(event()) == 'SPIKE step 5: " is" (rank 1) carries 75 %, norm 748 -> 0.77 without it, taken: observe'
+def test_the_line_is_the_headline_and_names_token_rank_share_both_norms_and_the_action():
+    said = 'One token made the step-5 spike: " is" (rank 1) carries 75%, norm 748 -> 0.77 without it, taken: observe'
+    assert announcement(event()) == said
 
 
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (event(culprits=[]), "SPIKE step 5: no token found that carries it, norm 748, taken: observe"),
+        (event(culprits=[]), "Nothing was found that made the spike at step 5: norm 748, taken: observe"),
         (
             event(culprits=[make_culprit(share=0.2), make_culprit(7, token=" 7", share=0.79)]),
-            '" 7" (rank 1) and 1 more carry 99 %, norm 748 -> 0.77 without them',
+            'Two tokens made the step-5 spike: " 7" (rank 1) and 1 more carry 99%, norm 748 -> 0.77 without them',
         ),
-        (event(culprits=[make_culprit(share=None)]), '" is" (rank 1) made it, norm 748'),
-        (event(culprits=[make_culprit(share_error=0.004)]), "carries 75 % +- 0.4 %, norm 748"),
-        (event(culprits=[make_culprit(share_error=0.0)]), "carries 75 %, norm 748"),
-        (event(culprits=[make_culprit(is_exact=False)], shares=UNTRUSTED), '" is" (rank 1) made it, norm 748'),
-        (event(culprits=[make_culprit()], shares=UNTRUSTED), "carries 75 %, norm 748"),
+        (event(culprits=[make_culprit(share=None)]), '" is" (rank 1), norm 748'),
+        (event(culprits=[make_culprit(share_error=0.004)]), "carries 75% +- 0.4%, norm 748"),
+        (event(culprits=[make_culprit(share_error=0.0)]), "carries 75%, norm 748"),
+        (event(culprits=[make_culprit(is_exact=False)], shares=UNTRUSTED), '" is" (rank 1), norm 748'),
+        (event(culprits=[make_culprit()], shares=UNTRUSTED), "carries 75%, norm 748"),
         (changed("certificate", {"norm_after": 1.38, "error_bound": 2.562}), "norm 748 -> at most 3.95 without it,"),
-        (changed("trigger", {"kind": "forced"}), "REHEARSAL step 5: "),
+        (changed("trigger", {"kind": "forced"}), "One token made most of step 5's gradient (a rehearsal): "),
         (changed("trigger", {"grad_norm": "NaN"}), "norm NaN -> 0.77"),
-        (changed("certificate", {"norm_after": None, "verdict": "undecided"}), "-> unknown without it (undecided),"),
+        (changed("certificate", {"norm_after": None, "verdict": "undecided"}), "-> – without it (undecided),"),
         (clipped(0.00134), "norm 748 -> 0.77 without it, taken: observe, clipped to 0.00134 of it"),
-        (event(model="critic"), "SPIKE of the critic, step 5: "),
+        (event(model="critic"), "One token made the step-5 spike of the critic: "),
         (event(model="critic"), "taken: observe, no replay bundle"),
         (changed("certificate", {"verdict": "not_explained"}), "without it (not explained), taken"),
     ],
 )
 def test_what_is_not_known_or_not_so_is_said(found, words):
-    assert words in headline(found)
+    assert words in announcement(found)
 
 
 def test_a_row_has_the_share_s_error_and_no_share_that_is_not_trusted():
@@ -84,7 +85,7 @@ def test_a_row_has_the_share_s_error_and_no_share_that_is_not_trusted():
 @pytest.mark.parametrize("token", HOSTILE)
 def test_a_hostile_token_stays_on_the_line_and_in_its_row(token):
     found = event(culprits=[make_culprit(token=token)])
-    assert headline(found).isprintable()
+    assert announcement(found).isprintable()
     assert table_rows([found])[0][2].isprintable()
 
 
@@ -95,7 +96,7 @@ def test_the_command_opens_the_event_as_it_is_printed(tmp_path, capsys):
     store.append(found)
     Teller(NotifyConfig(), root).tell([found], 5)
     first, second = capsys.readouterr().out.splitlines()
-    assert first == f"gradloc: {headline(found)}"
+    assert first == f"gradloc: {announcement(found)}"
     command = second.removeprefix("gradloc: ")
     assert command == opening_command(found, root) and str(root) in shlex.split(command)
     arguments = [sys.executable, "-m", "gradloc.report", *shlex.split(command)[1:]]
@@ -130,7 +131,7 @@ def test_one_tracker_that_raises_is_one_line_and_the_others_are_told(tmp_path, c
     ]
     assert "No space left on device" in lines[1] and not caplog.records[1].exc_info
     ((data, step),) = Kept.told
-    assert step == 6 and "At step 5 the gradient norm was 748" in data
+    assert step == 6 and "One token made the step-5 spike." in data
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
@@ -179,7 +180,7 @@ def test_the_webhook_gets_a_short_message(tmp_path, server, monkeypatch):
     ((path, message),) = server.received
     assert path == "/T0/secret"
     assert message["text"] == message["content"]
-    assert headline(event()) in message["text"] and "(and 1 more since the last alert)" in message["text"]
+    assert announcement(event()) in message["text"] and "(and 1 more since the last alert)" in message["text"]
     assert message["path"].startswith(str(tmp_path)) and message["global_step"] == 5
 
 
@@ -190,9 +191,9 @@ def test_an_event_that_could_not_be_written_is_told_all_the_same_and_why(tmp_pat
     teller.finish()
     first, second = capsys.readouterr().out.splitlines()
     why = f"this event could not be written to {tmp_path}: OSError: [Errno 28] No space left on device"
-    assert (first, second) == (f"gradloc: {headline(event())}", f"gradloc: {why}")
+    assert (first, second) == (f"gradloc: {announcement(event())}", f"gradloc: {why}")
     ((_, message),) = server.received
-    assert message["text"].endswith(f"{headline(event())}; {why}") and message["path"] is None
+    assert message["text"].endswith(f"{announcement(event())}; {why}") and message["path"] is None
 
 
 def test_the_url_may_be_in_a_file(tmp_path, server):
@@ -244,7 +245,7 @@ def test_the_command_reads_the_event_and_sees_no_shell(tmp_path):
     arguments, document, text, folder = json.loads((tmp_path / "told").read_text())
     assert arguments == ["$HOME; true"]
     assert convert(document, Event) == event()
-    assert text == headline(event()) and folder.startswith(str(tmp_path))
+    assert text == announcement(event()) and folder.startswith(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from gradloc.tell.trackers import FORMS
 pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).resolve().parents[2]
-VERDICT = "At step 5 the gradient norm was 748"
+VERDICT = "One token made the step"
 TOKEN = '" is"'
 
 
@@ -84,7 +84,7 @@ def test_wandb(tell_to):
     assert json.loads(table.read_text())["data"][0][2] == TOKEN
     (log,) = here.rglob("*.wandb")
     assert b"gradloc-event" in log.read_bytes() and b"sequences.json" in contents(here)
-    assert b"SPIKE step 5" in log.read_bytes(), "the alert"
+    assert b"One token made the step-5 spike: " in log.read_bytes(), "the alert"
 
 
 def test_mlflow(tell_to):
@@ -105,7 +105,7 @@ def test_trackio(tell_to, tmp_path):
     told = json.loads(logged)
     assert step == 5 and VERDICT in told["gradloc/verdict"]["_value"]
     assert told["gradloc/culprits"]["_type"] == "trackio.table"
-    assert alert.startswith("SPIKE step 5")
+    assert alert.startswith("One token made the step-5 spike: ")
 
 
 def test_swanlab(tell_to):

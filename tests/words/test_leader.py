@@ -4,10 +4,10 @@
 import pytest
 
 from gradloc.record import Event
-from gradloc.report.runs import story
 from gradloc.report.runs.events import convert
-from gradloc.tell.lines import headline
+from gradloc.tell.lines import announcement
 from gradloc.words.leader import by_size, leader
+from gradloc.words.story import cause_of
 from gradloc.words.verdict import verdict_sentences
 from tests.report.builder import make_culprit, make_event
 
@@ -28,9 +28,9 @@ def test_everyone_begins_with_the_same_token(larger, smaller):
     ]
     event = convert(make_event(culprits=culprits), Event)
     assert leader(event.culprits).positions == (7,)
-    assert '" other" (rank 1) and 1 more' in headline(event)
-    assert 'the largest the token " other"' in verdict_sentences(event)
-    assert story.cause_of(event) == "advantage"
+    assert '" other" (rank 1) and 1 more' in announcement(event)
+    assert 'The largest is the token " other"' in verdict_sentences(event)
+    assert cause_of(event) == "advantage"
 
 
 def test_without_any_there_is_none():

@@ -65,6 +65,24 @@ class Trainer:
         return self.actor.scaler
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.actor.actor_optimizer
+
+    @property
+    def grad_clip(self) -> float:
+        return self.actor.config.grad_clip
+
+    @property
+    def settings(self) -> Any:
+        """Those that hold under ``gradloc``."""
+        return self.actor.config.gradloc
+
+    @property
+    def steps_in(self) -> tuple[Any, str]:
+        """Whose method takes the whole gradient, not clipped yet, and its name."""
+        return self.actor, "_optimizer_step"
+
+    @property
     def clips_in(self) -> tuple[Any, str]:
         """Whose method clips the gradient, and its name."""
         return self.actor, "_clip_grad_norm"
@@ -105,6 +123,71 @@ class Trainer:
             self.actor_rollout_wg = SimpleNamespace(update_actor=update_actor, execute_with_func_generator=ask_all)
             output = self.hook.update(self, batch)
         return {"metrics": output.meta_info["metrics"], "events": events}
+
+    def local(self, batch: Any) -> Any:
+        """This rank's rows, with the temperature that verl sends along."""
+        batch.meta_info["temperature"] = 1.0
+        local = batch.chunk(dist.get_world_size())[dist.get_rank()]
+        local.batch.lock_()  # as it comes out of Ray
+        return local
+
+    def training_gradient(self, batch: Any) -> tuple[list[Any], float]:
+        """What verl's own update leaves in ``.grad``, and the loss."""
+        actor, caught, losses = self.actor, [], []
+        loss_of = actor._micro_batch_loss
+
+        def keep_gradient():
+            caught.append([param.grad for param in actor.actor_module.parameters()])
+            return torch.tensor(0.0)
+
+        def keep_loss(*args):
+            losses.append(loss_of(*args))
+            return losses[-1]
+
+        actor._optimizer_step, actor._micro_batch_loss = keep_gradient, keep_loss
+        actor.update_policy(self.local(batch))
+        del actor._optimizer_step, actor._micro_batch_loss
+        return caught[0], float(sum(loss.detach() for loss in losses))
+
+    def detached_gradient(self, batch: Any, chosen: torch.Tensor, space: Any) -> list[Any]:
+        """The same with all but the chosen tokens, bool (R, T), detached."""
+        batch.batch["chosen"] = chosen
+        local = self.local(batch)
+        step = step_class()(
+            self.actor, local.split(self.actor.config.ppo_micro_batch_size_per_gpu), 1.0, True, dist.get_world_size()
+        )
+        self.actor.gradient_accumulation = step.num_micro_batches
+        space.clear()
+        for index in range(step.num_micro_batches):
+            step.before_forward(index)
+            step.loss(index, step.micro_batches[index].batch["chosen"]).backward()
+        return space.take()
+
+    @contextmanager
+    def analysed(self, batch: Any) -> Iterator[tuple[Any, Any]]:
+        """The actor as an analysis sees it, and this rank's rows."""
+        adapted = part("adapters.verl07.analysis_actor").AnalysisActor(self.actor, temperature=1.0)
+        with adapted.whole_batch():
+            yield adapted, dict(self.local(batch).batch)
+
+    def analyze(self, batch: Any) -> dict[str, Any]:
+        """What the worker answers that is asked for an analysis."""
+        return part("adapters.verl07.analysis_actor").analyze(self.actor, self.local(batch))
+
+    @contextmanager
+    def broken_loss(self, broken: Callable) -> Iterator[None]:
+        """While this is the loss."""
+        self.actor._micro_batch_loss = broken
+        try:
+            yield
+        finally:
+            del self.actor._micro_batch_loss
+
+    def update_by_hand(self, batch: Any, stage: torch.Tensor, name: str) -> None:
+        """One update on these tokens, (R, T), of the batch, whose advantages elsewhere are 0."""
+        batch.meta_info["temperature"] = 1.0
+        batch.batch["lopti_mask"] = stage
+        self.update_actor(batch)
 
     def update_actor(self, batch: Any) -> Any:
         """What verl's worker group does: deal the rows out, update, bring the metrics together."""
@@ -305,8 +388,12 @@ def make_trainer(
     return trainer
 
 
-def log_probs(trainer: Trainer, data: Any) -> torch.Tensor:
+def log_probs(trainer: Any, batch: Any, micro_batch_size: int = 2) -> torch.Tensor:
     """What the actor gives each response token, (B, T); verl 0.7.1 returns it by name, beside the entropies."""
+    if has_engine():
+        return trainer.log_probs(batch)
+    data = batch.select(["responses", "input_ids", "attention_mask", "position_ids"], [], [])
+    data.meta_info = {"micro_batch_size": micro_batch_size, "temperature": 1.0, "use_dynamic_bsz": False}
     found = trainer.actor.compute_log_prob(data)
     return found["log_probs"] if isinstance(found, dict) else found[0]
 
@@ -326,12 +413,13 @@ def shard(module: torch.nn.Module, actor_config: Any, model_config: Any) -> torc
         MixedPrecisionPolicy,
     )
 
-    from verl.utils.fsdp_utils import apply_fsdp2, get_fsdp_wrap_policy
+    from verl.utils.fsdp_utils import apply_fsdp2, get_fsdp_wrap_policy, get_shard_placement_fn
     from verl.utils.torch_dtypes import PrecisionType
     from verl.workers.fsdp_workers import create_device_mesh, get_sharding_strategy
 
     fsdp = actor_config.fsdp_config
     dtype = PrecisionType.to_dtype(fsdp.dtype)
+    reduced_in = PrecisionType.to_dtype((fsdp.mixed_precision or {}).get("reduce_dtype", "fp32"))
     if model_config.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     mesh = create_device_mesh(world_size=dist.get_world_size(), fsdp_size=fsdp.fsdp_size)
@@ -341,15 +429,16 @@ def shard(module: torch.nn.Module, actor_config: Any, model_config: Any) -> torc
             auto_wrap_policy=get_fsdp_wrap_policy(module=module, config=None, is_lora=False),
             device_id=torch.device("cpu"),
             sharding_strategy=get_sharding_strategy(mesh, fsdp.reshard_after_forward),
-            mixed_precision=MixedPrecision(dtype, torch.float32, torch.float32),
+            mixed_precision=MixedPrecision(dtype, reduced_in, torch.float32),
             device_mesh=mesh,
             use_orig_params=fsdp.use_orig_params,
         )
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced_in, cast_forward_inputs=True)
     kwargs = {
         "mesh": mesh,
         "mp_policy": policy,
         "reshard_after_forward": fsdp.reshard_after_forward,
+        "shard_placement_fn": get_shard_placement_fn(fsdp_size=mesh.shape[-1]),
     }
     apply_fsdp2(module, kwargs, fsdp)
     return module

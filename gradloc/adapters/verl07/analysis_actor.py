@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's actor as the gradient analyses see it, and the analysis that its worker is asked for."""
 
-import logging
-import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,56 +10,29 @@ import torch
 from verl import DataProto
 from verl.utils.seqlen_balancing import prepare_dynamic_batch
 
-from ...analysis.actor import BUCKET_KEY, NUM_BUCKETS_KEY, NUM_SAMPLED_KEY, MicroBatch, Rows, undisturbed
-from ...analysis.buckets.probe import BucketProbe
-from ...analysis.quartiles.probe import QuartileProbe
-from ...core.gradients import GradientSpace
-from ...core.ranks import PeerFailure
+from ...analysis.actor import BUCKET_KEY, MicroBatch, Rows, cut_runs
+from ...analysis.measure import measure
+from ..verl_common.losses import aggregation_of
 from .hook import ranks_of
 from .step import readout_of
 
 __all__ = ["RECORD_KEY", "AnalysisActor", "analyze"]
 
-logger = logging.getLogger(__file__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
-
 RECORD_KEY = "gradloc_analysis"
 """Among a worker's metrics: what it found."""
 _INDEX_KEY = "gradloc_analysis_row"
-_BY_SEQUENCE = ("gspo", "sapo", "geo_mean")
-"""Policy losses that verl averages by sequence whatever ``loss_agg_mode`` says."""
 
 
 def analyze(actor: Any, data: DataProto) -> dict[str, Any]:
-    """Split the gradient of a batch; the actor is left as it was, bit for bit.
+    """Split the gradient of a batch: :func:`~...analysis.measure.measure`.
 
     Args:
         actor: verl's ``DataParallelPPOActor``.
-        data: this rank's rows, as many as every other rank has; meta info ``temperature``, and ``NUM_BUCKETS_KEY``
-            to split them by term and bucket or ``NUM_SAMPLED_KEY`` to split them by probability quartile.
-
-    Returns:
-        Plain numbers, see the two probes' ``record``; ``{"error": sentence}`` when a rank failed where all could be
-        told.
-
-    Raises:
-        Exception: whatever a forward or backward raised. Peers wait in its collective, so the run cannot go on.
+        data: this rank's rows; meta info ``temperature``, and what is asked for.
     """
     adapted = AnalysisActor(actor, data.meta_info["temperature"])
-    space = GradientSpace(actor.actor_module)
-    is_by_quartile = NUM_SAMPLED_KEY in data.meta_info
-    probe = (QuartileProbe if is_by_quartile else BucketProbe)(adapted, ranks_of(actor), space)
-    start = time.perf_counter()
-    try:
-        with undisturbed(adapted, space), adapted.whole_batch():
-            probe.measure(dict(data.batch), data.meta_info[NUM_SAMPLED_KEY if is_by_quartile else NUM_BUCKETS_KEY])
-    except PeerFailure as error:
-        logger.exception("gradloc: the gradient analysis failed; training goes on")
-        return {"error": str(error)}
-    except Exception:
-        logger.exception("gradloc: the gradient analysis failed inside the model; other ranks wait for this one")
-        raise
-    return {**probe.record(), "seconds": time.perf_counter() - start}
+    with adapted.whole_batch():
+        return measure(adapted, ranks_of(actor), dict(data.batch), data.meta_info)
 
 
 class AnalysisActor:
@@ -120,18 +90,10 @@ class AnalysisActor:
         return self._config.ppo_max_token_len_per_gpu * self._actor.ulysses_sequence_parallel_size
 
     def runs(self, lengths: torch.Tensor) -> list[list[int]]:
-        if not self._config.use_dynamic_bsz:
-            size = self._config.ppo_micro_batch_size_per_gpu
-            return [list(range(len(lengths)))[start : start + size] for start in range(0, len(lengths), size)]
-        runs: list[list[int]] = []
-        room = 0
-        for row, length in enumerate(lengths.tolist()):
-            if not runs or length > room:
-                runs.append([])
-                room = self._max_tokens
-            runs[-1].append(row)
-            room -= length
-        return runs
+        config = self._config
+        return cut_runs(
+            lengths, self._max_tokens if config.use_dynamic_bsz else None, config.ppo_micro_batch_size_per_gpu
+        )
 
     def forward(self, inputs: Rows, with_entropy: bool | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         entropy, log_prob = self._actor._forward_for_loss(inputs, self._temperature, with_entropy)
@@ -150,9 +112,11 @@ class AnalysisActor:
         scale = self._actor._loss_scale_factor(inputs["response_mask"])
         return {name: value / scale for name, value in terms.items()}
 
+    def share(self, part: MicroBatch, term: str, num_rows: int) -> float:
+        return len(part.rows) / num_rows  # verl averages over a micro-batch, and then over these
+
     def aggregation(self, term: str) -> str:
-        is_by_sequence = term == "task" and self._config.policy_loss.get("loss_mode", "vanilla") in _BY_SEQUENCE
-        return "seq-mean-token-mean" if is_by_sequence else self._config.loss_agg_mode
+        return aggregation_of(self._config) if term == "task" else self._config.loss_agg_mode
 
     def clip(self) -> torch.Tensor:
         return self._actor._clip_grad_norm()

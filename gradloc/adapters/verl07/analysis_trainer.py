@@ -8,20 +8,18 @@ import torch
 from verl import DataProto
 from verl.protocol import pad_dataproto_to_divisor
 
-from ...analysis.buckets.reporter import BucketAnalysis
+from ...analysis.analyses import Analyses
 from ...analysis.config import BucketSettings, QuartileSettings, check_geometry, geometry, read_buckets, read_quartiles
-from ...analysis.quartiles.reporter import QuartileAnalysis
-from ...analysis.reporter import Batch, Run
+from ...analysis.reporter import Batch
 from ...rollout_filter.config import FilterSettings, read_filter
+from ..verl_common.analyses import FILLER, refuse_pictures, run_of, well
 from .analysis_actor import RECORD_KEY
 from .analysis_batch import prepare_batch
-from .refusals import check_batch, check_run, settings_of
+from .refusals import check_run, settings_of
 from .rollout_filter import FILTER_KEY, RolloutFilter
 
-__all__ = ["FILLER", "Analysis", "build_analysis"]
+__all__ = ["Analysis", "build_analysis"]
 
-FILLER = -1
-"""What a tensor of ours holds in rows that only fill up the ranks."""
 _ACTOR_KEYS = (
     "responses",
     "response_mask",
@@ -58,7 +56,7 @@ def build_analysis(trainer: Any) -> Optional["Analysis"]:
     return Analysis(trainer, buckets, quartiles, chosen)
 
 
-class Analysis:
+class Analysis(Analyses):
     """Filters the rollouts and, at the steps that are due, splits the gradient that they are about to cause.
 
     Args:
@@ -75,14 +73,9 @@ class Analysis:
         quartiles: QuartileSettings | None,
         chosen: FilterSettings,
     ):
-        run = _run(trainer.config)
-        self.trackers = run.trackers
+        config = trainer.config
+        super().__init__(run_of(config, settings_of(config).root), buckets, quartiles, self._separate)
         self.filter = RolloutFilter(chosen)
-        self.quartiles = None if quartiles is None else QuartileAnalysis(quartiles, run)
-        self.buckets = None
-        if buckets is not None:
-            num_groups, group_size = geometry(buckets, trainer.config)
-            self.buckets = BucketAnalysis(buckets, run, lambda seed: self._separate(num_groups, group_size, seed))
         self._trainer = trainer
 
     def run(self, trainer: Any, batch: DataProto, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
@@ -92,26 +85,17 @@ class Analysis:
             trainer: verl's trainer, just before the actor's update.
             batch: the training batch, with advantages; not changed by the analyses.
             metrics: of the step; added to.
-            timing_raw: of the step; ``gradient_analysis`` and ``quartile_analysis`` are added, in seconds.
+            timing_raw: of the step; added to.
 
         Returns:
             Whether the run is to end here.
         """
-        self._trainer, step = trainer, trainer.global_steps
+        self._trainer = trainer
         self.filter.scale_advantages(batch)
-        if self.quartiles is not None:
-            self.quartiles.run(self._seen(batch, "trainer.quartile_analysis_mode"), step, metrics, timing_raw)
-        if self.buckets is None:
-            return False
-        was_due = self.buckets.run(self._seen(batch, "trainer.gradient_analysis_mode"), step, metrics, timing_raw)
-        if not was_due or not self.buckets.settings.exit_after:
-            return False
-        metrics["training/global_step"] = step
-        metrics["trainer/exited_after_gradient_analysis"] = 1.0
-        metrics["timing_s/gradient_analysis"] = timing_raw["gradient_analysis"]
-        return True
+        return self.analyse(lambda feature: self._seen(batch, feature), trainer.global_steps, metrics, timing_raw)
 
-    def _separate(self, num_groups: int, group_size: int, seed: int) -> Batch:
+    def _separate(self, seed: int) -> Batch:
+        num_groups, group_size = geometry(self.buckets.settings, self._trainer.config)
         batch = prepare_batch(self._trainer, num_groups, group_size, seed)
         self.filter.scale_advantages(batch)
         return self._seen(batch, "trainer.gradient_analysis_mode")
@@ -120,28 +104,10 @@ class Analysis:
         """verl's batch as an analysis sees it."""
 
         def ask(tensors: dict[str, torch.Tensor], meta_info: dict[str, Any]) -> list[dict[str, Any]]:
-            check_batch(feature, batch)
+            refuse_pictures(feature, batch.non_tensor_batch.get("multi_modal_inputs", ()))
             return _ask_workers(self._trainer, batch, tensors, meta_info)
 
         return Batch(batch.batch, batch.non_tensor_batch["uid"], batch.meta_info.get(FILTER_KEY), ask)
-
-
-def _run(config: Any) -> Run:
-    from ray.exceptions import RayError
-
-    actor = config.actor_rollout_ref.actor
-    return Run(
-        root=settings_of(config).root,
-        seed=config.data.get("seed") or 0,
-        trackers={},
-        names={"project": config.trainer.project_name, "experiment": config.trainer.experiment_name},
-        loss={
-            "loss_mode": actor.policy_loss.get("loss_mode", "vanilla"),
-            "loss_agg_mode": actor.loss_agg_mode,
-            "adv_estimator": str(config.algorithm.adv_estimator),
-        },
-        vital=(RayError,),
-    )
 
 
 def _ask_workers(
@@ -156,8 +122,4 @@ def _ask_workers(
         for key in tensors:
             data.batch[key][-num_filling:] = FILLER
     data.meta_info = {"temperature": trainer.config.actor_rollout_ref.rollout.temperature, **meta_info}
-    records = trainer.actor_rollout_wg.analyze_gradients(data).meta_info["metrics"][RECORD_KEY]
-    for record in records:
-        if "error" in record:
-            raise RuntimeError(record["error"])
-    return records
+    return well(trainer.actor_rollout_wg.analyze_gradients(data).meta_info["metrics"][RECORD_KEY])

@@ -19,7 +19,9 @@ from ...core.ranks import Ranks
 from ...keys import POLICY_KEY, ROW_KEY
 from ...loop.localizer import Localizer
 from ...loop.wire import RankReport
-from ...reweighting import STAGE_MASK_KEY
+from ...reweighting import STAGE_MASK_KEY, STAGE_NAME_KEY
+from ...stabilize import STABILIZER_KEY
+from ...stabilize.ratio_clip import TokenWeigher
 from ...stabilize.stabilizer import Stabilizer
 from ..verl_common.weights import save_event_weights
 from .step import ActorStep
@@ -37,7 +39,8 @@ def build_hook(actor: Any) -> "ActorHook":
         return hook
     config = actor.config
     if config.gradloc.stabilize.is_on:
-        hook.stabilizer = Stabilizer(actor)
+        hook.stabilizer = Stabilizer(config.gradloc.stabilize, config.grad_clip)
+        hook.weigher = hook.stabilizer.weigher
     if config.gradloc.enable:
         hook.localizer = Localizer(_Powers(hook), ranks_of(actor), config.gradloc)
     return hook
@@ -60,6 +63,7 @@ class ActorHook:
         self.actor = actor
         self.localizer: Localizer | None = None
         self.stabilizer: Stabilizer | None = None
+        self.weigher: TokenWeigher | None = None
         self.is_stage = False
         """Whether this update is one of Lopti's two stages."""
         self._step: ActorStep | None = None
@@ -70,7 +74,8 @@ class ActorHook:
         """Take what the driver sent with verl's DataProto; returns the batch keys that the actor must carry along."""
         self.is_stage = STAGE_MASK_KEY in data.batch.keys()
         if self.stabilizer is not None:
-            self.stabilizer.begin_update(data)
+            stage, learned = data.meta_info.get(STAGE_NAME_KEY, ""), data.meta_info.get(STABILIZER_KEY)
+            self.stabilizer.begin_update(GradientSpace(self.actor.actor_module), stage, learned)
         if self.localizer is not None:
             policy = data.meta_info.get(POLICY_KEY)
             if policy is None:
@@ -110,9 +115,9 @@ class ActorHook:
 
     def token_weights(self, model_inputs, log_prob, given, metrics) -> torch.Tensor | None:
         """The factors on the token losses: :meth:`~..stabilize.ratio_clip.TokenWeigher.token_weights`."""
-        if self.stabilizer is None:
+        if self.weigher is None:
             return given
-        return self.stabilizer.token_weights(model_inputs, log_prob, given, metrics)
+        return self.weigher.token_weights(model_inputs, log_prob, given, metrics)
 
     def in_stage(self, values: torch.Tensor, model_inputs: dict[str, Any]) -> torch.Tensor:
         """Values (B, T), zero outside of Lopti's stage: no part in a term of the loss; denominators stay."""
@@ -171,6 +176,10 @@ class _Powers:
         stabilizer = self._hook.stabilizer
         measures_only = stabilizer is not None and stabilizer.clips_layers
         return math.inf if measures_only else self._actor.config.grad_clip
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._actor.actor_optimizer
 
     @property
     def scales_loss(self) -> bool:

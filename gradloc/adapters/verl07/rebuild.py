@@ -23,9 +23,16 @@ from verl.workers.actor.dp_actor import DataParallelPPOActor
 from ...core.gradients import GradientSpace
 from ...keys import ROW_KEY
 from ...replay.bundle import Bundle, Entry
-from ...replay.reading import ReplayError
 from ...stabilize.ratio_clip import TokenWeigher
-from ..verl_common.loading import Replayed, actor_config, deal, has_flash_attention, load, start_processes
+from ..verl_common.loading import (
+    Replayed,
+    actor_config,
+    deal,
+    has_flash_attention,
+    load,
+    require_rollout_log_probs,
+    start_processes,
+)
 from .step import ActorStep
 
 __all__ = ["ReplayStep", "build_actor", "deal", "start_processes"]
@@ -40,7 +47,7 @@ class ReplayActor(DataParallelPPOActor):
         if not config.use_dynamic_bsz:
             self.gradient_accumulation = config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu
         if config.gradloc.stabilize.weighs_tokens:  # the weights are part of the loss, other stabilizers are not
-            self.gradloc.stabilizer = TokenWeigher(config.gradloc.stabilize)
+            self.gradloc.weigher = TokenWeigher(config.gradloc.stabilize)
         self._processes_per_rank = dist.get_world_size() / dp_size
         self.watch: Callable | None = None
 
@@ -101,8 +108,8 @@ def build_actor(bundle: Bundle, model_path: str) -> ReplayActor:
         ReplayError: the model cannot be loaded, does not fit the bundle, or would not fit into memory.
     """
     config = _actor_config(bundle)
-    if config.gradloc.stabilize.weighs_tokens and "rollout_log_probs" not in bundle.tensors:
-        raise ReplayError("batch.safetensors: rollout_log_probs is missing, by which the run's clips weighed its loss.")
+    if config.gradloc.stabilize.weighs_tokens:
+        require_rollout_log_probs(bundle)
     dtype = PrecisionType.to_dtype(config.fsdp_config.dtype)
     module = load(model_path, bundle, dtype).module
     if config.use_remove_padding or bundle.inputs is not None:

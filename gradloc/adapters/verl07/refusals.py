@@ -5,8 +5,9 @@ from typing import Any
 
 from ...checks import SEARCHABLE, WEIGHTS_ON_DEVICE, Requirement, check_requirements, require
 from ...config import GradLocConfig, settings_in, settle
+from ..verl_common.needs import ROLLOUT_LOG_PROBS, SEPARATE_PARAMETERS, WHOLE_SEQUENCES
 
-__all__ = ["check_batch", "check_critic", "check_run", "settings_of", "settle_actor_config"]
+__all__ = ["check_critic", "check_run", "settings_of", "settle_actor_config"]
 
 _ACTOR = "actor_rollout_ref.actor"
 
@@ -15,24 +16,6 @@ _LEGACY = Requirement(
     "trainer.use_legacy_worker_impl", ("auto", "enable"), "auto", "auto or enable", "the engine workers do not have it"
 )
 _FSDP = Requirement(f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other workers do not have it")
-_WHOLE_SEQUENCES = Requirement(
-    f"{_ACTOR}.ulysses_sequence_parallel_size", (1,), 1, "1", "sequence parallelism is not supported yet"
-)
-_SEPARATE_PARAMETERS = Requirement(
-    f"{_ACTOR}.fsdp_config.use_orig_params",
-    (True,),
-    False,
-    "true with strategy=fsdp",
-    "FSDP1 merges a layer's parameters into one without it",
-)
-_ROLLOUT_LOG_PROBS = Requirement(
-    "actor_rollout_ref.rollout.calculate_log_probs",
-    (True,),
-    False,
-    "true",
-    "its weights come from the rollout's log-probs",
-)
-
 _CRITIC = (
     Requirement("critic.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other workers do not have it"),
     Requirement("critic.ulysses_sequence_parallel_size", (1,), 1, "1", "sequence parallelism was not tried there"),
@@ -43,12 +26,12 @@ _CRITIC = (
 _NEEDS = {
     f"{_ACTOR}.spike_detection": (_LEGACY, _FSDP, *SEARCHABLE),
     f"{_ACTOR}.gradloc.critic": (_LEGACY, *_CRITIC),
-    f"{_ACTOR}.gradloc.stabilize": (_LEGACY, _FSDP, _WHOLE_SEQUENCES, WEIGHTS_ON_DEVICE),
-    f"{_ACTOR}.gradloc.stabilize.layer_clip.group finer than layer": (_SEPARATE_PARAMETERS,),
-    f"{_ACTOR}.gradloc.stabilize.token_clip or seq_clip": (_ROLLOUT_LOG_PROBS,),
+    f"{_ACTOR}.gradloc.stabilize": (_LEGACY, _FSDP, WHOLE_SEQUENCES, WEIGHTS_ON_DEVICE),
+    f"{_ACTOR}.gradloc.stabilize.layer_clip.group finer than layer": (SEPARATE_PARAMETERS,),
+    f"{_ACTOR}.gradloc.stabilize.token_clip or seq_clip": (ROLLOUT_LOG_PROBS,),
     "algorithm.lopti.enable": (_LEGACY, _FSDP),
-    "trainer.gradient_analysis_mode": (_LEGACY, _FSDP, _WHOLE_SEQUENCES),
-    "trainer.quartile_analysis_mode": (_LEGACY, _FSDP, _WHOLE_SEQUENCES, WEIGHTS_ON_DEVICE),
+    "trainer.gradient_analysis_mode": (_LEGACY, _FSDP, WHOLE_SEQUENCES),
+    "trainer.quartile_analysis_mode": (_LEGACY, _FSDP, WHOLE_SEQUENCES, WEIGHTS_ON_DEVICE),
 }
 
 
@@ -99,21 +82,6 @@ def settle_actor_config(actor: Any) -> None:
         _check("gradloc.stabilize", actor, f"{_ACTOR}.")
     if actor.strategy == "fsdp" and stabilize.layer_clip.rule != "off" and stabilize.layer_clip.group != "layer":
         _check("gradloc.stabilize.layer_clip.group finer than layer", actor, f"{_ACTOR}.")
-
-
-def check_batch(feature: str, batch: Any) -> None:
-    """Refuse inputs that a feature does not know.
-
-    Args:
-        feature: as for :func:`check_run`.
-        batch: verl's DataProto.
-
-    Raises:
-        ValueError: one sentence.
-    """
-    # verl's agent loop gives each row of a text-only run an empty dict.
-    if any(batch.non_tensor_batch.get("multi_modal_inputs", ())):
-        raise ValueError(f"{_full(feature)} does not take batches with multi_modal_inputs yet: switch it off.")
 
 
 def _full(feature: str) -> str:

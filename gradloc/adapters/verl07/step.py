@@ -9,15 +9,17 @@ import torch
 from verl.utils.device import get_device_id
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
-from ...core.memory import precise_fused_readout, precise_readout
 from ...core.probe import Recorded, RngState, let_through, record
 from ...keys import ROW_KEY
+from ...search.precise import logit_bytes, precise_fused_readout, precise_readout
 
 __all__ = ["ActorStep", "readout_of"]
 
 
 class ActorStep:
     """One mini-batch of verl's actor, replayable: the :class:`~.probe.TrainingStep` of the search."""
+
+    reduces_once = False
 
     def __init__(self, actor: Any, micro_batches: list, temperature: float, on_policy: bool, dp_size: int):
         self.actor = actor
@@ -76,7 +78,11 @@ class ActorStep:
         masks = [micro_batch.batch["attention_mask"] for micro_batch in self.micro_batches]
         num_positions = max(int(mask.sum()) if actor.use_remove_padding else mask.numel() for mask in masks)
         vocabulary = getattr(actor.actor_module.config.get_text_config(), "vocab_size", 0)
-        return 4 * num_positions * vocabulary // actor.ulysses_sequence_parallel_size
+        config = actor.config
+        is_chunked = config.entropy_from_logits_with_chunking and actor.use_remove_padding
+        is_whole = (config.calculate_entropy or config.entropy_coeff != 0) and not is_chunked
+        each = logit_bytes(has_entropy=is_whole)
+        return int(num_positions * vocabulary * each) // actor.ulysses_sequence_parallel_size
 
     def entropies(self, micro_batch: int) -> torch.Tensor:
         self._recorded[micro_batch].rng.restore()

@@ -21,16 +21,25 @@ from ...loop.batch import BatchView
 from ...loop.driver import Driver, build_driver, sequence_ids
 from ...names import refuse_unknown_names
 from ...record.state import load_states, save_states
-from ...reweighting import ADVANTAGES_BEFORE_KEY, STAGE_NAME_KEY, Lopti, reweight
+from ...reweighting import (
+    ADVANTAGES_BEFORE_KEY,
+    KEEPS_LR_SCHEDULE_KEY,
+    STAGE_MASK_KEY,
+    STAGE_NAME_KEY,
+    Lopti,
+    Stage,
+    reweight,
+)
 from ...stabilize import STABILIZER_KEY
 from ...stabilize.config import StabilizeConfig
+from ...stabilize.memory import StabilizerMemory, build_memory
 from ..verl_common.reports import reports_of
 from .analysis_trainer import Analysis, build_analysis
 from .critic.trainer import CriticSide
 from .refusals import check_critic, check_run, settings_of
 from .worker import report_of_actor
 
-__all__ = ["StabilizerMemory", "TrainerHook", "build_trainer_hook"]
+__all__ = ["TrainerHook", "build_trainer_hook"]
 
 
 def build_trainer_hook(trainer: Any) -> "TrainerHook":
@@ -80,49 +89,12 @@ def _reweighting(config: Any) -> tuple[float, Lopti | None]:
     return omega_conf_to_dataclass(algorithm.advantage_reweighting).alpha, Lopti(lopti) if lopti.enable else None
 
 
-def _stabilizers(config: Any, settings: StabilizeConfig) -> "StabilizerMemory | None":
-    """The memory of the actor's stabilizers, None while all are off or in another trainer's config."""
-    if not settings.is_on:
-        return None
-    check_run("gradloc.stabilize", config)
+def _stabilizers(config: Any, settings: StabilizeConfig) -> StabilizerMemory | None:
+    if settings.is_on:
+        check_run("gradloc.stabilize", config)
     if settings.weighs_tokens:
         check_run("gradloc.stabilize.token_clip or seq_clip", config)
-    clip = settings.layer_clip
-    if clip.rule != "off":  # also where a preset has chosen it: the user's own clip is not what bounds the step
-        print(
-            f"gradloc: gradloc.stabilize.layer_clip.rule={clip.rule} takes the place of the clip at "
-            f"actor_rollout_ref.actor.grad_clip={config.actor_rollout_ref.actor.get('grad_clip')} after {clip.warmup} "
-            f"optimizer steps: each {clip.group} is clipped by its own history; rule=off keeps yours.",
-            flush=True,
-        )
-    return StabilizerMemory()
-
-
-class StabilizerMemory:
-    """Keeps what the actor's stabilizers have learned, for checkpoints: the workers have no file of their own."""
-
-    def __init__(self):
-        self._latest: dict[str, Any] | None = None
-        self._to_send: dict[str, Any] | None = None
-
-    def before_update(self, batch: Any) -> None:
-        """On the first update after a resume, send the state along."""
-        if self._to_send is not None:
-            batch.meta_info[STABILIZER_KEY] = self._to_send
-
-    def after_update(self, batch: Any, learned: dict[str, Any] | None) -> None:
-        """Take the state that the first process gave back; all have the same."""
-        batch.meta_info.pop(STABILIZER_KEY, None)
-        self._to_send = None
-        self._latest = learned
-
-    def state(self) -> dict[str, Any] | None:
-        """JSON-ready content, for the checkpoint; None before the first update."""
-        return self._latest
-
-    def load_state(self, state: dict[str, Any] | None) -> None:
-        """Take over what :meth:`state` gave."""
-        self._latest = self._to_send = state
+    return build_memory(settings, "actor_rollout_ref.actor.grad_clip", config.actor_rollout_ref.actor.get("grad_clip"))
 
 
 class TrainerHook:
@@ -208,11 +180,27 @@ class TrainerHook:
         Returns:
             The update's output, verl's DataProto with ``metrics``.
         """
-
-        def update_once(batch: Any) -> Any:
+        if self.lopti is None:
             return self._update_once(trainer, batch)
+        advantages, outputs = batch.batch["advantages"], []
 
-        return update_once(batch) if self.lopti is None else self.lopti.update(update_once, batch)
+        def update_stage(stage: Stage, keeps_lr_schedule: bool) -> dict[str, Any]:
+            mask = stage.mask.to(advantages.dtype)
+            batch.batch["advantages"] = advantages * mask
+            batch.batch[STAGE_MASK_KEY] = mask
+            batch.meta_info |= {STAGE_NAME_KEY: stage.name, KEEPS_LR_SCHEDULE_KEY: keeps_lr_schedule}
+            outputs.append(self._update_once(trainer, batch))
+            return outputs[-1].meta_info["metrics"]
+
+        try:
+            metrics = self.lopti.update(batch.batch["old_log_probs"], batch.batch["response_mask"], update_stage)
+        finally:
+            batch.batch["advantages"] = advantages
+            batch.batch.pop(STAGE_MASK_KEY, None)
+            for key in (STAGE_NAME_KEY, KEEPS_LR_SCHEDULE_KEY):
+                batch.meta_info.pop(key, None)
+        outputs[-1].meta_info["metrics"] = metrics
+        return outputs[-1]
 
     def after_step(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         """Just before the step's metrics are logged."""
@@ -250,12 +238,13 @@ class TrainerHook:
             mask = batch.batch["response_mask"]
             batch.meta_info[POLICY_KEY] = self.spikes.before_update(mask, trainer.global_steps, dp_size, stage)
             batch.batch[ROW_KEY] = torch.arange(len(batch))
-        if self.stabilizers is not None:
-            self.stabilizers.before_update(batch)
+        if self.stabilizers is not None and self.stabilizers.to_send is not None:
+            batch.meta_info[STABILIZER_KEY] = self.stabilizers.to_send
         output = group.update_actor(batch)
         reports = reports_of(group, report_of_actor)
         if self.stabilizers is not None:
-            self.stabilizers.after_update(batch, reports[0].learned)
+            batch.meta_info.pop(STABILIZER_KEY, None)
+            self.stabilizers.after_update(reports[0].learned)
         if self.spikes is not None:
             del batch.meta_info[POLICY_KEY]
             batch.batch.pop(ROW_KEY)

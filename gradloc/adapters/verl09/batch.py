@@ -6,23 +6,33 @@ from typing import Any
 
 import torch
 import transfer_queue as tq
+from tensordict import TensorDict
 
 from verl.utils import tensordict_utils as tu
 
 from ...keys import SEQUENCE_KEY
 from ...loop.batch import BatchView
+from ...reweighting import STAGE_MASK_KEY
 
-__all__ = ["fetch", "view_of"]
+__all__ = ["fetch", "put", "view_of"]
 
 _OF_RESPONSE = ("response_mask", "advantages", "old_log_probs")
-_OPTIONAL = ("ref_log_prob", "rollout_log_probs", "rollout_is_weights", "rm_scores")
+_OPTIONAL = ("ref_log_prob", "rollout_log_probs", "rollout_is_weights", "rm_scores", STAGE_MASK_KEY)
 _OF_CRITIC = ("values", "returns")
-_LABELS = ("uid", "data_source")
+_LABELS = ("uid", "data_source", "index")
 
 
 def fetch(batch: Any, fields: list[str]) -> Any:
     """These fields of a batch, verl's TensorDict, in the order of its rows; a field that nobody put is left out."""
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+
+
+def put(batch: Any, fields: dict[str, torch.Tensor]) -> None:
+    """Write fields of a batch, of its rows in their order."""
+    rows = TensorDict(fields, batch_size=len(batch.keys))
+    tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=rows)
+    if batch.fields is not None:
+        batch.fields = [*dict.fromkeys([*batch.fields, *fields])]
 
 
 def view_of(batch: Any, is_critics: bool = False) -> BatchView:

@@ -1,43 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
 """The actor's config with GradLoc's settings: what ``+gradloc=on`` puts into ``actor_rollout_ref.actor._target_``.
 
-verl builds it in each worker before the engine. So this is where the engine is registered, and where a run in which
-a feature could not work is refused.
+verl builds it in each worker before the engine: so this is where a plug-in that was not loaded is missed.
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from verl.trainer.ppo.utils import need_critic
-from verl.workers.config import FSDPActorConfig
+from verl.workers.config import FSDPActorConfig, RolloutConfig
 
-from ...checks import SEARCHABLE, Requirement, check_requirements, require
+from ...checks import SEARCHABLE, WEIGHTS_ON_DEVICE, Requirement, check_requirements, require
 from ...config import GradLocConfig, settle
+from ..verl_common.needs import ROLLOUT_LOG_PROBS, SEPARATE_PARAMETERS, WHOLE_SEQUENCES
 from .touches import check_verl
 
-__all__ = ["GradLocActorConfig", "check_critic", "check_run", "refuse_what_is_not_there"]
+__all__ = ["GradLocActorConfig", "GradLocRolloutConfig", "check_critic", "check_features"]
 
 _ACTOR = "actor_rollout_ref.actor"
-_FSDP = Requirement(f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other engines do not have it")
-_NEEDS = (
-    _FSDP,
-    Requirement("trainer.use_v1", (True,), True, "true", "it hangs on the V1 trainers"),
-    Requirement(f"{_ACTOR}.shuffle", (False,), False, "false", "the trainer must know which mini-batch a row is in"),
+_V1 = Requirement("trainer.use_v1", (True,), True, "true", "it hangs on the V1 trainers")
+_ENGINE = (
+    Requirement(f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other engines do not have it"),
+    _V1,
     Requirement(f"{_ACTOR}.use_prefix_grouper", (False,), False, "false", "its forward is another one"),
-    *SEARCHABLE,
+    *(
+        Requirement(f"{_ACTOR}.{key}", (False,), False, "false", "its gradient is not the derivative of its forward")
+        for key in ("qat.enable", "fsdp_config.qat.enable")
+    ),
     Requirement("distillation.enabled", (False,), False, "false", "its loss is another one"),
 )
-
-
-_STABILIZE = f"{_ACTOR}.gradloc.stabilize"
-_OF_SAFE = "+gradloc=mask trainer.health.enable=true"
+_WHOLE_SEQUENCES = (
+    WHOLE_SEQUENCES,
+    replace(WHOLE_SEQUENCES, key=f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size"),
+)
+_MEAN = Requirement(
+    f"{_ACTOR}.loss_agg_mode",
+    ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    "token-mean",
+    "one of verl's means",
+    "its parts are parts of a mean",
+)
+_IN_ORDER = Requirement(
+    f"{_ACTOR}.shuffle", (False,), False, "false", "the trainer must know which mini-batch a row is in"
+)
+_NEEDS = {
+    f"{_ACTOR}.gradloc.enable": (
+        *_ENGINE,
+        _IN_ORDER,
+        *SEARCHABLE,
+    ),
+    f"{_ACTOR}.gradloc.stabilize": (*_ENGINE, *_WHOLE_SEQUENCES, WEIGHTS_ON_DEVICE),
+    f"{_ACTOR}.gradloc.stabilize.token_clip or seq_clip": (ROLLOUT_LOG_PROBS,),
+    f"{_ACTOR}.gradloc.stabilize.layer_clip.group finer than layer": (SEPARATE_PARAMETERS,),
+    "algorithm.lopti.enable": _ENGINE,
+    "trainer.gradient_analysis_mode": (*_ENGINE, *_WHOLE_SEQUENCES, _MEAN),
+    "trainer.quartile_analysis_mode": (*_ENGINE, *_WHOLE_SEQUENCES, _MEAN, WEIGHTS_ON_DEVICE),
+    "actor_rollout_ref.rollout.rollout_filter_value": (_V1,),
+}
 _CRITIC_NEEDS = (
     Requirement("critic.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other engines do not have it"),
-    Requirement("trainer.use_v1", (True,), True, "true", "it hangs on the V1 trainers"),
-    Requirement("critic.shuffle", (False,), False, "false", "the trainer must know which mini-batch a row is in"),
+    _V1,
+    replace(_IN_ORDER, key="critic.shuffle"),
     Requirement("critic.fsdp.ulysses_sequence_parallel_size", (1,), 1, "1", "sequence parallelism was not tried there"),
     Requirement(
         "critic.fsdp.offload_policy", (False, None), False, "false", "use param_offload and optimizer_offload instead"
@@ -45,47 +69,38 @@ _CRITIC_NEEDS = (
     Requirement("critic.model.enable_activation_offload", (False,), False, "false", "a search runs forwards alone"),
 )
 
-_NOT_YET = {
-    "algorithm.lopti.enable": (None, False),
-    "trainer.gradient_analysis_mode": (None, False),
-    "trainer.quartile_analysis_mode": (None, False),
-    "actor_rollout_ref.rollout.rollout_filter_strategy": (None,),
-    f"{_STABILIZE}.token_clip.mode": (None, False, "off"),
-    f"{_STABILIZE}.seq_clip.mode": (None, False, "off"),
-    f"{_STABILIZE}.layer_clip.rule": (None, False, "off"),
-    f"{_STABILIZE}.skip_step.enable": (None, False),
-}
-"""What is there on verl 0.7 only, and the values with which it is off."""
 
-
-def refuse_what_is_not_there(config: Any) -> None:
-    """Refuse a run that asks for a feature that this adapter does not have.
+def check_features(config: Any, settings: GradLocConfig, lopti: Any, analysis: Any) -> bool:
+    """Refuse a run in which a feature of the actor's update that is on could not work.
 
     Args:
         config: the trainer's whole config.
+        settings: those that hold.
+        lopti: None while it is off.
+        analysis: likewise, the analyses and the rollout filter.
 
-    Raises:
-        ValueError: one sentence that names the setting.
-    """
-    for key, off in _NOT_YET.items():
-        found = OmegaConf.select(config, key, default=None)
-        instead = f"; +gradloc=safe has it: take {_OF_SAFE} in its place" if key.startswith(_STABILIZE) else ""
-        expected = f"left off on verl 0.9 (it needs verl 0.7.0 or 0.7.1 and the patch{instead})"
-        require(found in off, key, expected, found)
-
-
-def check_run(feature: str, config: Any, prefix: str = "") -> None:
-    """Refuse a run in which spikes could not be localized.
-
-    Args:
-        feature: the setting that switches it on.
-        config: what stands at ``prefix``; by default the trainer's whole config.
-        prefix: ends with a dot.
+    Returns:
+        Whether any of them is on.
 
     Raises:
         ValueError: one sentence.
     """
-    check_requirements(feature, _NEEDS, config, prefix)
+    stabilize = settings.stabilize
+    is_fine = stabilize.layer_clip.rule != "off" and stabilize.layer_clip.group != "layer"
+    is_on = (
+        settings.enable,
+        stabilize.is_on,
+        stabilize.weighs_tokens,
+        is_fine and config.actor_rollout_ref.actor.strategy == "fsdp",
+        lopti is not None,
+        analysis is not None and analysis.buckets is not None,
+        analysis is not None and analysis.quartiles is not None,
+        analysis is not None,
+    )
+    for (feature, needs), on in zip(_NEEDS.items(), is_on, strict=True):
+        if on:
+            check_requirements(feature, needs, config)
+    return any(is_on)
 
 
 def check_critic(config: Any) -> None:
@@ -104,6 +119,20 @@ def check_critic(config: Any) -> None:
 
 
 @dataclass
+class GradLocRolloutConfig(RolloutConfig):
+    """verl's config of the rollout with the filter's settings and the bucket analysis'; the trainer reads them."""
+
+    gradient_analysis_num_buckets: int = 6
+    gradient_analysis_bucket_mode: str = "quantile"
+    rollout_filter_strategy: str = "top_p"
+    rollout_filter_value: float = 1.0
+    rollout_filter_metric: str = "reward_variance"
+    rollout_filter_type: str = "largest"
+    rollout_filter_include_zero: bool = True
+    rollout_filter_top_p_prob_mode: str = "linear"
+
+
+@dataclass
 class GradLocActorConfig(FSDPActorConfig):
     """verl's config of the FSDP actor, the four published keys (None: not given) and ``gradloc``."""
 
@@ -112,18 +141,16 @@ class GradLocActorConfig(FSDPActorConfig):
     bisect_budget_steps: int | None = None
     bisect_dump_dir: str | None = None
     gradloc: GradLocConfig = field(default_factory=GradLocConfig)
+    filter_loss_scaling: str = "none"
 
     def __post_init__(self):
         super().__post_init__()
-        if not settle(self).enable:
+        settings = settle(self)
+        if not settings.enable and not settings.stabilize.is_on:
             return
         check_verl("worker")
-        check_run(f"{_ACTOR}.gradloc.enable", self, f"{_ACTOR}.")
         if f"{__package__}.plugin" not in sys.modules:
             raise RuntimeError(
                 "gradloc is switched on, and its plug-in was not loaded: leave VERL_USE_EXTERNAL_PLUGINS at auto or "
                 "name gradloc in it, and install gradloc in the environment of every node (pip install gradloc-verl)."
             )
-        from .engine import register_engine
-
-        register_engine()

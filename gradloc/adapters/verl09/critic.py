@@ -21,7 +21,7 @@ class CriticStep(EngineStep):
     output, old = "values", "values"
 
     def token_weights(self, micro_batch: int) -> torch.Tensor:
-        mask, data = self.token_mask(micro_batch), self._data(micro_batch)
+        mask, data = self.token_mask(micro_batch), self.micro_batches[micro_batch]
         told = {name: data[name] for name in ("dp_size", "batch_num_tokens", "global_batch_size")}
         config = self._config
         token_losses = torch.zeros_like(mask, dtype=torch.float32, requires_grad=True)

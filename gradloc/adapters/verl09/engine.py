@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's FSDP engine with a localizer riding along; registered by :mod:`.config`, only in a run that asks for it."""
+"""verl's FSDP engine with what is on riding along; the trainer puts it into its workers where a run asks for it."""
 
-import os
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,22 +14,23 @@ from torch.distributed.tensor import DTensor
 
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id, get_device_name, get_vendor
-from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
+from verl.workers.engine import FSDPEngineWithLMHead
 from verl.workers.engine.fsdp import transformer_impl
 
 from ...core.gradients import GradientSpace
 from ...core.ranks import Ranks
 from ...keys import POLICY_KEY
 from ...loop.localizer import Localizer
-from ...loop.wire import Policy
+from ...loop.wire import Policy, RankReport
+from ...stabilize.ratio_clip import TokenWeigher
+from ...stabilize.stabilizer import Stabilizer
 from ..verl_common.reports import answer
 from ..verl_common.weights import save_event_weights
-from .step import EngineStep
+from .analysis import ASKED_KEY, analyze
+from .loss import weighed, within_stage
+from .step import EngineStep, device_of
 
-__all__ = ["GradLocEngine", "Watched", "register_engine", "report_of_actor", "report_of_model"]
-
-_STRATEGIES = ("fsdp", "fsdp2")
+__all__ = ["GradLocEngine", "Watched", "report_of_actor", "report_of_model", "watch_actor"]
 
 
 class Watched:
@@ -44,11 +46,11 @@ class Watched:
             return super().train_batch(data, loss_function)
         if self._watch is None:
             self._watch = EngineWatch(self, policy.settings)
-        with self._watch.mini_batch(policy, loss_function):
-            return super().train_batch(data, loss_function)
+        with self._watch.mini_batch(policy, loss_function) as loss_with_parts:
+            return super().train_batch(data, loss_with_parts)
 
     def forward_step(self, micro_batch: Any, loss_function: Callable, forward_only: bool) -> Any:
-        if self._watch is None or not self._watch.is_open or forward_only:
+        if self._watch is None or not self._watch.looks or forward_only:
             return super().forward_step(micro_batch, loss_function, forward_only)
         return super().forward_step(micro_batch, self._watch.before_forward(micro_batch, loss_function), forward_only)
 
@@ -58,9 +60,28 @@ class Watched:
         with self._watch.around_clip():
             return super().optimizer_step()
 
+    def lr_scheduler_step(self) -> float:
+        if self._watch is not None and self._watch.keeps_lr_schedule:
+            return self.lr_scheduler.get_last_lr()[0]
+        return super().lr_scheduler_step()
+
 
 class GradLocEngine(Watched, FSDPEngineWithLMHead):
-    """verl's engine of the actor."""
+    """verl's engine of the actor; asked for an analysis of a batch, it does that in place of verl's forward."""
+
+    analysis_record: Any = None
+    """What the last analysis found on this rank."""
+
+    def infer_batch(self, data: Any, loss_function: Callable | None = None) -> Any:
+        asked = tu.get_non_tensor_data(data=data, key=ASKED_KEY, default=None)
+        if asked is None:
+            return super().infer_batch(data, loss_function)
+        assert loss_function is not None, "an analysis is of training's loss"
+        stabilize = asked.settings.stabilize
+        if stabilize.weighs_tokens:
+            loss_function = weighed(loss_function, TokenWeigher(stabilize), _forget)
+        self.analysis_record = analyze(self, data, loss_function, partial(_clip, self), asked.request)
+        return {"model_output": {}, "loss": [], "metrics": {}}
 
 
 class EngineWatch:
@@ -73,40 +94,52 @@ class EngineWatch:
 
     def __init__(self, engine: Any, settings: Any):
         self.engine, self.settings = engine, settings
-        ranks = Ranks(device=_device(), replicas=engine.ulysses_sequence_parallel_size)
-        self.localizer = Localizer(self, ranks, settings)
+        self.ranks = Ranks(device=device_of(), replicas=engine.ulysses_sequence_parallel_size)
+        self.localizer = Localizer(self, self.ranks, settings) if settings.enable else None
+        self.stabilizer = (
+            Stabilizer(settings.stabilize, engine.optimizer_config.clip_grad) if settings.stabilize.is_on else None
+        )
+        self.is_open = self.keeps_lr_schedule = False
+        """Whether a mini-batch is being watched; whether the update is followed by another of the same step."""
+        self._found: dict[str, Any] = {}
         self._step: EngineStep | None = None
         self._update = -1
         self._num_left = 0
         self._clip = partial(_clip, engine)
 
     @property
-    def is_open(self) -> bool:
-        """Whether a mini-batch is being watched."""
+    def looks(self) -> bool:
+        """Whether the mini-batch's forwards are recorded, for a search."""
         return self._step is not None
 
     @contextmanager
-    def mini_batch(self, policy: Policy, loss_function: Any) -> Iterator[None]:
-        """Around a mini-batch; each comes with its update's policy."""
-        found = self.localizer
+    def mini_batch(self, policy: Policy, loss_function: Any) -> Iterator[Callable]:
+        """Around a mini-batch, which comes with its update's policy; gives the loss function to train with."""
         if policy.update != self._update:
-            self._update, self._num_left = policy.update, len(policy.thresholds)
-            found.begin_update(policy, GradientSpace(self.engine.module, found.ranks))
-        self._step = self.engine.step_class(self.engine, loss_function, found.ranks.size)
-        found.begin_mini_batch(self._step)
+            self._begin_update(policy)
+        weigher = None if self.stabilizer is None else self.stabilizer.weigher
+        of_training = of_search = loss_function
+        if weigher is not None:
+            of_training, of_search = (weighed(loss_function, weigher, to) for to in (self.stabilizer.note, _forget))
+        if policy.stage is not None:
+            of_training, of_search = within_stage(of_training), within_stage(of_search)
+        if self.localizer is not None:
+            self._step = self.engine.step_class(self.engine, of_search, self.ranks.size)
+            self.localizer.begin_mini_batch(self._step)
+        self.is_open = True
         try:
-            yield
+            yield of_training
         finally:
-            self._step = None
+            self._step, self.is_open = None, False
         self._num_left -= 1
         if self._num_left == 0:
-            found.end_update()
+            self._end_update()
 
     def before_forward(self, micro_batch: Any, loss_function: Callable) -> Callable:
         """Before a micro-batch's forward; returns the loss function to call after it."""
         step = self._step
-        assert step is not None
-        if step.num_micro_batches and not _reduces_once(self.engine):
+        assert step is not None and self.localizer is not None
+        if step.num_micro_batches and not step.reduces_once:
             self.localizer.after_backward()  # of the one before
         step.before_forward(micro_batch)
 
@@ -119,39 +152,71 @@ class EngineWatch:
     @contextmanager
     def around_clip(self) -> Iterator[None]:
         """While verl clips and steps: look in between, with the norm that verl's own clipping has measured."""
-        self.localizer.after_backward()
-        with _clipping_replaced(self.engine, self._clip_and_look):
+        if self.localizer is not None:
+            self.localizer.after_backward()
+        with _clipping_replaced(self.engine, self._before_step):
             yield
 
-    def _clip_and_look(self) -> torch.Tensor:
-        norm = self.localizer.before_step(self.clip())
-        self._step = None
-        return norm
+    def _before_step(self) -> torch.Tensor:
+        norm = self.clip()
+        if self.localizer is not None:
+            norm = self.localizer.before_step(norm)
+            self._step = None
+        return norm if self.stabilizer is None else self.stabilizer.before_step(norm)
+
+    def report(self) -> RankReport:
+        """What this process has to say of the last update."""
+        learned = None if self.stabilizer is None else self.stabilizer.state()
+        if self.localizer is None:
+            report = RankReport(self.ranks.process, learned=learned)
+        else:
+            report = self.localizer.report(learned)
+        return replace(report, metrics=self._found)
 
     # ---- the actor's powers: see loop.localizer.ActorPowers
 
     @property
     def clip_limit(self) -> float:
-        return self.engine.optimizer_config.clip_grad
+        return math.inf if self._measures_only else self.engine.optimizer_config.clip_grad
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.engine.optimizer
 
     @property
     def scales_loss(self) -> bool:
         return self.engine.scaler is not None
 
     def clip(self) -> torch.Tensor:
-        return self._clip()
+        return self.stabilizer.measure() if self._measures_only else self._clip()
 
     def save_weights(self, global_step: int) -> str | None:
-        return save_event_weights(self.engine.module, self.settings, global_step, self.localizer.ranks)
+        return save_event_weights(self.engine.module, self.settings, global_step, self.ranks)
+
+    # ---- inside
+
+    @property
+    def _measures_only(self) -> bool:
+        return self.stabilizer is not None and self.stabilizer.clips_layers
+
+    def _begin_update(self, policy: Policy) -> None:
+        self._update, self._num_left = policy.update, len(policy.thresholds)
+        self.keeps_lr_schedule, self._found = policy.keeps_lr_schedule, {}
+        space = GradientSpace(self.engine.module, self.ranks)
+        if self.localizer is not None:
+            self.localizer.begin_update(policy, space)
+        if self.stabilizer is not None:
+            self.stabilizer.begin_update(space, policy.stage or "", policy.learned)
+
+    def _end_update(self) -> None:
+        if self.localizer is not None:
+            self.localizer.end_update()
+        if self.stabilizer is not None:
+            self.stabilizer.end_update(self._found)
 
 
-def _device() -> Any:
-    return "cpu" if get_device_name() == "cpu" else get_device_id()
-
-
-def _reduces_once(engine: Any) -> bool:
-    """Whether gradients are reduced over ranks after the last micro-batch only."""
-    return getattr(engine.engine_config, "use_no_sync_for_gradient_accumulation", True)
+def _forget(metrics: Any) -> None:
+    """What a probe's clips did is what the training pass' have done."""
 
 
 def _clip(engine: Any) -> torch.Tensor:
@@ -184,21 +249,21 @@ def _clipping_replaced(engine: Any, clip: Callable[[], torch.Tensor]) -> Iterato
         transformer_impl.fsdp2_clip_grad_norm_ = _FSDP2_CLIP
 
 
+def watch_actor(worker: Any) -> DataProto:
+    """Runs in each of the actor's workers, once it is built: its engine is ours from here on.
+
+    Args:
+        worker: verl's ``ActorRolloutRefWorker``.
+    """
+    worker.actor.engine.__class__ = GradLocEngine
+    return DataProto()
+
+
 def report_of_actor(worker: Any) -> DataProto:
     """What verl's ``ActorRolloutRefWorker`` has to say of the last update."""
     return report_of_model(worker.actor)
 
 
 def report_of_model(worker: Any) -> DataProto:
-    """What verl's ``TrainingWorker`` has to say; nothing where its engine is not ours."""
-    watch = getattr(worker.engine, "_watch", None)
-    return answer(None if watch is None else watch.localizer.report())
-
-
-def register_engine() -> None:
-    """Put our engine in the place of verl's here: (device, vendor) is looked up before the device alone."""
-    device = os.getenv("VERL_ENGINE_DEVICE") or get_device_name()
-    vendor = os.getenv("VERL_ENGINE_VENDOR") or get_vendor()
-    for strategy in _STRATEGIES:
-        if EngineRegistry.get_engine_cls("language_model", strategy) is not GradLocEngine:
-            EngineRegistry.register("language_model", strategy, device=device, vendor=vendor)(GradLocEngine)
+    """What verl's ``TrainingWorker`` has to say."""
+    return answer(worker.engine._watch.report())

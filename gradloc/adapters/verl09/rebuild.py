@@ -28,14 +28,27 @@ from ...core.gradients import GradientSpace
 from ...keys import ROW_KEY
 from ...replay.bundle import Bundle, Entry
 from ...replay.reading import ReplayError
-from ..verl_common.loading import Replayed, actor_config, deal, load, start_processes
+from ...reweighting import STAGE_MASK_KEY
+from ...stabilize.config import SeqClipConfig, StabilizeConfig, TokenClipConfig
+from ...stabilize.ratio_clip import TokenWeigher
+from ..verl_common.loading import (
+    Replayed,
+    actor_config,
+    deal,
+    load,
+    require_rollout_log_probs,
+    start_processes,
+)
+from .loss import weighed, within_stage
 from .step import EngineStep
 from .touches import check_verl
 
 __all__ = ["ReplayStep", "build_actor", "deal", "start_processes"]
 
 _PER_TOKEN = ("response_mask", "old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights")
+_PER_TOKEN += ("rollout_log_probs", STAGE_MASK_KEY)
 _OURS = ("gradloc", "spike_detection", "grad_norm_threshold", "bisect_budget_steps", "bisect_dump_dir")
+_OURS += ("filter_loss_scaling",)
 """Of the actor's config: no part of the loss."""
 
 
@@ -67,7 +80,7 @@ class ReplayStep(Replayed, EngineStep):
     """
 
     def __init__(self, engine: ReplayEngine, bundle: Bundle, places: list[Entry | None], tick: Callable[[], Any]):
-        super().__init__(engine, partial(ppo_loss, config=engine.config), dp_size=dist.get_world_size())
+        super().__init__(engine, _loss_of(bundle, engine.config), dp_size=dist.get_world_size())
         self.places, self._tick = places, tick
         self._given = [_micro_batch(engine, bundle, entry or bundle.layout[0]) for entry in places]
 
@@ -96,6 +109,30 @@ class ReplayStep(Replayed, EngineStep):
             space.scale(1.0 / self.loss_scale)
 
 
+def _loss_of(bundle: Bundle, config: Any) -> partial:
+    """The run's loss: with the weights of its clips, and of its stage."""
+    loss, stabilize = partial(ppo_loss, config=config), _clips_of(bundle)
+    if stabilize.weighs_tokens:
+        loss = weighed(loss, TokenWeigher(stabilize), dict)
+    return within_stage(loss) if STAGE_MASK_KEY in bundle.tensors else loss
+
+
+def _clips_of(bundle: Bundle) -> StabilizeConfig:
+    """Of the run's stabilizers those that are part of its loss.
+
+    Raises:
+        ReplayError: their settings are none.
+    """
+    block = (bundle.meta.actor.get("gradloc") or {}).get("stabilize") or {}
+    given = {name: dict(block.get(name) or {}) for name in ("token_clip", "seq_clip")}
+    for settings in given.values():
+        settings.pop("_target_", None)
+    try:
+        return StabilizeConfig(TokenClipConfig(**given["token_clip"]), SeqClipConfig(**given["seq_clip"]))
+    except (TypeError, ValueError) as error:
+        raise ReplayError(f"meta.json: actor.gradloc.stabilize: {error}") from error
+
+
 def _micro_batch(engine: ReplayEngine, bundle: Bundle, entry: Entry) -> TensorDict:
     """One micro-batch as verl's engine gets it: rows without padding, and how the whole mini-batch was."""
     tensors, config, num_response = bundle.tensors, engine.config, bundle.tensors["responses"].shape[1]
@@ -103,7 +140,7 @@ def _micro_batch(engine: ReplayEngine, bundle: Bundle, entry: Entry) -> TensorDi
     for number in range(entry.first_row, entry.end_row):
         is_token = tensors["attention_mask"][number].bool()
         is_answer = is_token[-num_response:]
-        row = {name: tensors[name][number][is_token] for name in ("input_ids", "position_ids")}
+        row = {name: tensors[name][number][..., is_token] for name in ("input_ids", "position_ids")}
         row |= {name: tensors[name][number][is_answer] for name in _PER_TOKEN if name in tensors}
         row |= {
             "prompts": row["input_ids"][: -int(is_answer.sum())],
@@ -115,6 +152,8 @@ def _micro_batch(engine: ReplayEngine, bundle: Bundle, entry: Entry) -> TensorDi
             rows.setdefault(name, []).append(values)
     nested = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
     data = TensorDict(nested, batch_size=entry.end_row - entry.first_row)
+    if bundle.inputs is not None:
+        tu.assign_non_tensor_stack(data, "multi_modal_inputs", bundle.inputs[entry.first_row : entry.end_row])
     tu.assign_non_tensor(
         data,
         temperature=bundle.meta.temperature,
@@ -139,8 +178,8 @@ def build_actor(bundle: Bundle, model_path: str) -> ReplayEngine:
         check_verl("replay")
     except RuntimeError as error:
         raise ReplayError(str(error)) from error
-    if bundle.inputs is not None:
-        raise ReplayError("The bundle has inputs beside text, with which an event of verl 0.9 cannot be replayed yet.")
+    if _clips_of(bundle).weighs_tokens:
+        require_rollout_log_probs(bundle)
     config = _actor_config(bundle)
     loaded = load(model_path, bundle, _compute_dtype(config.fsdp_config))
     with contextlib.redirect_stdout(io.StringIO()):  # verl prints what it does

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One mini-batch of verl's engine as a step that can be replayed: all forwards and backwards are verl's own.
 
-The engine keeps sequences end to end (``N`` positions of prompts and responses in one micro-batch). A position's
-log-prob is that of the token after it, so a response's first log-prob stands at its prompt's last position.
-
-Shapes: B rows of the micro-batch, T response positions, N positions.
+Shapes: B rows of the micro-batch, T response positions, N positions: see :mod:`.packed`.
 """
 
 import copy
@@ -21,11 +18,12 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
 from verl.workers.engine import FSDPEngineWithLMHead
 
-from ...core.memory import precise_fused_readout, precise_readout
-from ...core.probe import Recorded, RngState, let_through
+from ...core.probe import Recorded, RngState
 from ...keys import ROW_KEY
+from ...search.precise import logit_bytes, precise_fused_readout, precise_readout
+from .packed import Layout, only, padded
 
-__all__ = ["EngineStep"]
+__all__ = ["EngineStep", "device_of", "readout_of"]
 
 _FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
 """Of verl's model output, and what they are called in a record; values are a critic's."""
@@ -52,6 +50,7 @@ class EngineStep:
         """Of each micro-batch, by the names of verl's model output: (N,), detached."""
         self._grads: list[dict[str, torch.Tensor]] = []
         """d loss / d value, as the backward delivered it: (N,)."""
+        self._layouts: dict[int, Layout] = {}
 
     # ---- recording, while verl trains
 
@@ -91,11 +90,15 @@ class EngineStep:
     def temperature(self) -> float:
         return float(self.micro_batches[0]["temperature"])
 
+    @property
+    def reduces_once(self) -> bool:
+        return getattr(self.engine.engine_config, "use_no_sync_for_gradient_accumulation", True)
+
     def recorded(self, micro_batch: int) -> Recorded:
         recorded, values = self._recorded[micro_batch], self._values[micro_batch]
         if values:  # padded when somebody asks, not while nothing spikes
             for key, value in values.items():
-                setattr(recorded, _FIELDS[key], _unpack(value, self.micro_batches[micro_batch]))
+                setattr(recorded, _FIELDS[key], self._layout(micro_batch).unpack(value))
             self._values[micro_batch] = {}
         return recorded
 
@@ -106,7 +109,7 @@ class EngineStep:
         return (rows.values() if rows.is_nested else rows).flatten().tolist()
 
     def token_mask(self, micro_batch: int) -> torch.Tensor:
-        return _padded(self._data(micro_batch)["response_mask"]).bool()
+        return padded(self.micro_batches[micro_batch]["response_mask"]).bool().to(get_device_id())
 
     def token_weights(self, micro_batch: int) -> torch.Tensor:
         config, mask = self._config, self.token_mask(micro_batch)
@@ -136,13 +139,15 @@ class EngineStep:
         lengths = [nested.offsets().diff() for nested in ids]
         sizes = [int(each.sum() if is_packed else each.max() * len(each)) for each in lengths]
         vocabulary = getattr(module.config.get_text_config(), "vocab_size", 0)
-        return 4 * max(sizes) * vocabulary // self.engine.ulysses_sequence_parallel_size
+        has_entropy = tu.get_non_tensor_data(data=self.micro_batches[0], key="calculate_entropy", default=False)
+        is_whole = has_entropy and not self.engine.engine_config.entropy_from_logits_with_chunking
+        each = logit_bytes(self.temperature != 1, is_whole)
+        return int(max(sizes) * vocabulary * each) // self.engine.ulysses_sequence_parallel_size
 
     def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         # a coefficient is of this rank's own (scaled) loss; the step's gradient is the mean over the ranks
-        factor = 1.0 / (self.dp_size * self.loss_scale)
-        data = self.micro_batches[micro_batch]  # for its lengths, at every update: nothing of it is moved
-        found = {key: _unpack(grad, data) * factor for key, grad in self._grads[micro_batch].items()}
+        factor, layout = 1.0 / (self.dp_size * self.loss_scale), self._layout(micro_batch)
+        found = {key: layout.unpack(grad) * factor for key, grad in self._grads[micro_batch].items()}
         if self.output not in found:  # the loss does not depend on them
             found[self.output] = torch.zeros_like(self.recorded(micro_batch).log_prob)
         return found[self.output], found.get("entropy")
@@ -150,11 +155,11 @@ class EngineStep:
     def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
         self._recorded[micro_batch].rng.restore()
         data = self._data(micro_batch)
-        packed = None if selected is None else _pack(selected, data)
+        packed = None if selected is None else self._layout(micro_batch).pack(selected)
 
         def loss_of_selected(model_output: dict[str, torch.Tensor], **given: Any) -> tuple[torch.Tensor, dict]:
             if packed is not None:
-                model_output = {key: _only(packed, value) for key, value in model_output.items()}
+                model_output = {key: only(packed, value) for key, value in model_output.items()}
             return self.loss_function(model_output=model_output, **given)
 
         loss, _ = FSDPEngineWithLMHead.forward_step(self.engine, data, loss_of_selected, forward_only=False)
@@ -179,7 +184,7 @@ class EngineStep:
 
     def old_log_prob(self, micro_batch: int) -> torch.Tensor:
         """(B, T), as they came with the batch."""
-        return _padded(self._data(micro_batch)[self.old])
+        return padded(self.micro_batches[micro_batch][self.old]).to(get_device_id())
 
     # ---- inside
 
@@ -188,71 +193,58 @@ class EngineStep:
         return self.loss_function.keywords["config"]
 
     def _with(self, config: Any) -> Callable:
-        return partial(self.loss_function.func, **{**self.loss_function.keywords, "config": config})
+        of_verl = self.loss_function
+        return partial(of_verl.func, *of_verl.args, **{**of_verl.keywords, "config": config})
 
     @property
     def _is_fused(self) -> bool:
-        return tu.get_non_tensor_data(data=self.micro_batches[0], key="use_fused_kernels", default=False)
+        return _is_fused(self.micro_batches[0])
+
+    def _layout(self, micro_batch: int) -> Layout:
+        if micro_batch not in self._layouts:
+            self._layouts[micro_batch] = Layout(self.micro_batches[micro_batch], torch.device(get_device_name()))
+        return self._layouts[micro_batch]
 
     def _data(self, micro_batch: int) -> Any:
         return self.micro_batches[micro_batch].to(get_device_id())
 
-    def _precise_readout(self) -> AbstractContextManager[None]:
-        if self._is_fused:
-            return precise_fused_readout(FusedLinearForPPO, self.compute_dtype)
-        return precise_readout(self.engine.module, self.compute_dtype)
-
     @torch.no_grad()
     def _forward(self, micro_batch: int, data: Any) -> dict[str, torch.Tensor]:
         self._recorded[micro_batch].rng.restore()
-        with self._precise_readout():
+        with readout_of(self.engine, data):
             _, found = FSDPEngineWithLMHead.forward_step(self.engine, data, None, forward_only=True)
         output = found["model_output"]
-        return {key: _unpack(output[key].values(), data) for key in _FIELDS if output.get(key) is not None}
+        unpack = self._layout(micro_batch).unpack
+        return {key: unpack(output[key].values()) for key in _FIELDS if output.get(key) is not None}
 
     def _loss_of_recorded(self, micro_batch: int, loss_function: Callable) -> tuple[torch.Tensor, torch.Tensor]:
         """The recorded log-probs (B, T) in float32 as a leaf, and the loss of them."""
         recorded, data = self.recorded(micro_batch), self._data(micro_batch)
         log_prob = recorded.log_prob.detach().float().clone().requires_grad_()
-        output = {self.output: _pack(log_prob, data)}
+        pack = self._layout(micro_batch).pack
+        output = {self.output: pack(log_prob)}
         if recorded.entropy is not None:
-            output["entropy"] = _pack(recorded.entropy, data)
+            output["entropy"] = pack(recorded.entropy)
         group = self.engine.get_data_parallel_group()
         loss, _ = loss_function(model_output=output, data=data, dp_group=group)
         return log_prob, loss
 
 
+def device_of() -> Any:
+    """This process' device, as collectives take it."""
+    return "cpu" if get_device_name() == "cpu" else get_device_id()
+
+
+def readout_of(engine: Any, data: Any) -> AbstractContextManager[None]:
+    """Log-probs of verl's engine as precisely as can be; ``data`` is a micro-batch of its."""
+    if _is_fused(data):
+        return precise_fused_readout(FusedLinearForPPO, engine._autocast_dtype)
+    return precise_readout(engine.module, engine._autocast_dtype)
+
+
+def _is_fused(data: Any) -> bool:
+    return tu.get_non_tensor_data(data=data, key="use_fused_kernels", default=False)
+
+
 def _keep(grads: dict[str, torch.Tensor], key: str, grad: torch.Tensor) -> None:
     grads[key] = grad.detach().values()
-
-
-def _padded(values: torch.Tensor) -> torch.Tensor:
-    return values.to_padded_tensor(0) if values.is_nested else values
-
-
-def _places(data: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the log-prob of each response token stands among N positions, and which are tokens: int and bool (B, T)."""
-    ends = data["input_ids"].offsets()[1:].to(device)
-    lengths = data["responses"].offsets().diff().to(device)
-    steps = torch.arange(int(lengths.max()), device=device)
-    return (ends - lengths - 1).unsqueeze(1) + steps, steps < lengths.unsqueeze(1)
-
-
-def _pack(values: torch.Tensor, data: Any) -> torch.Tensor:
-    """From response tokens (B, T) to the positions that have their log-probs, (N,); 0 and False elsewhere."""
-    places, is_token = _places(data, values.device)
-    num_positions = int(data["input_ids"].offsets()[-1])
-    return values.new_zeros(num_positions).index_put((places[is_token],), values[is_token])
-
-
-def _unpack(values: torch.Tensor, data: Any) -> torch.Tensor:
-    """The other way, (N,) to (B, T): 0 where there is no token."""
-    places, is_token = _places(data, values.device)
-    return torch.where(is_token, values[places.clamp(max=len(values) - 1)], 0)
-
-
-def _only(packed: torch.Tensor, nested: torch.Tensor) -> torch.Tensor:
-    """Let gradient through at these positions only; the values stay the same, bit for bit."""
-    if nested is None or not nested.requires_grad:
-        return nested
-    return torch.nested.nested_tensor_from_jagged(let_through(packed, nested.values()), nested.offsets())

@@ -1,18 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything of verl's that is private or may change, in one place, and whether it still is as it was."""
 
+import ast
+import hashlib
 import importlib
 import inspect
+import logging
+import os
+import re
+import textwrap
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-__all__ = ["KNOWN", "check_verl", "differences", "verl_version"]
+__all__ = ["KNOWN", "changed_bodies", "check_verl", "differences", "digest_of", "verl_version"]
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 KNOWN = ("0.9.0", "0.9.1")
-"""The releases that were tested."""
+"""The releases that are known: the latter was tested, the former read."""
 
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
 _TRAINER = "verl.trainer.ppo.v1.trainer_base:PPOTrainer"
 _MERGER = "verl.model_merger.fsdp_model_merger:FSDPModelMerger"
+_WORKER = "verl.workers.engine_workers:TrainingWorker"
 _BY_WORKER = {
     f"{_ENGINE}.train_batch": "self, data, loss_function",
     f"{_ENGINE}.forward_step": "self, micro_batch, loss_function, forward_only",
@@ -24,9 +35,15 @@ _BY_WORKER = {
     "verl.workers.engine.fsdp.transformer_impl:fsdp2_clip_grad_norm_": (
         "parameters, max_norm, norm_type, error_if_nonfinite, foreach"
     ),
-    "verl.workers.engine:EngineRegistry.register": "model_type, backend, device, vendor",
-    "verl.workers.engine:EngineRegistry.get_engine_cls": "model_type, backend",
     "verl.workers.utils.losses:ppo_loss": "config, model_output, data, dp_group",
+    "verl.workers.utils.losses:kl_penalty": "logprob, ref_logprob, kl_penalty",
+    "verl.workers.utils.padding:no_padding_2_padding": "tensor, data",
+    f"{_ENGINE}.infer_batch": "self, data, loss_function",
+    "verl.workers.engine.utils:prepare_micro_batches": (
+        "data, dp_group, num_batches_divided_by, same_micro_num_in_dp, min_num_micro_batch, use_dynamic_bsz_balance"
+    ),
+    "verl.utils.tensordict_utils:index_select_tensor_dict": "batch, indices",
+    "verl.workers.utils.padding:response_to_nested": "tensor, response_mask",
     "verl.trainer.ppo.core_algos:agg_loss": None,
     "verl.utils.experimental.torch_functional:FusedLinearForPPO.forward": (
         "self, hidden_states, vocab_weights, input_ids, temperature"
@@ -43,6 +60,9 @@ _BY_TRAINER = {
     f"{_TRAINER}._save_checkpoint": "self",
     f"{_TRAINER}._load_checkpoint": "self",
     f"{_TRAINER}._init_tokenizer": "self",
+    f"{_TRAINER}.fit": "self, agent_loop_manager",
+    f"{_TRAINER}._balance_batch": "self, batch, metrics, logging_prefix, keep_minibatch",
+    f"{_TRAINER}._shutdown_dump_executor": "self",
     "verl.trainer.ppo.v1.trainer_base:TRAINER_REGISTRY": None,
     "verl.workers.utils.padding:response_to_nested": "tensor, response_mask",
 }
@@ -56,6 +76,32 @@ _BY_REPLAY = {
 }
 _TOUCHED = {"worker": _BY_WORKER, "trainer": _BY_TRAINER, "replay": _BY_WORKER | _BY_REPLAY}
 """By who touches it: ``module:name`` and its parameters; None: it only has to be there."""
+
+
+_BODIES: dict[str, str] = {
+    f"{_ENGINE}.forward_backward_batch": "29e272a8addc 4383a855ffa8",
+    f"{_ENGINE}.optimizer_step": "99b05fb600cc",
+    f"{_ENGINE}._gradient_sync_context": "394cb7e95d73 29b62ff7f663",
+    f"{_ENGINE}.forward_step": "2dce6a1ef8de 8d04e7523abb",
+    f"{_ENGINE}.train_batch": "e804d8f783c4",
+    f"{_ENGINE}.infer_batch": "af2d273a45f5",
+    f"{_WORKER}.train_mini_batch": "7f35c73bad8e c374c95a8ec7",
+    f"{_WORKER}.train_batch": "ffc25d928610",
+    f"{_WORKER}.infer_batch": "43719554fb77",
+    "verl.workers.utils.losses:ppo_loss": "1a94e2c7e97e",
+    "verl.workers.utils.padding:no_padding_2_padding": "b725f2da8016",
+    f"{_TRAINER}.fit": "f4870a65e903",
+    f"{_TRAINER}._step_once": "4483283df529",
+    f"{_TRAINER}._balance_batch": "0fd40c29f3b2",
+    f"{_TRAINER}._compute_advantage": "4367e544c970",
+    f"{_TRAINER}._update_actor": "826592c43362",
+    f"{_TRAINER}._update_critic": "73213ded2224",
+    f"{_TRAINER}._compute_metrics": "af0e5c606d05 e8663b5bcc53",
+    f"{_TRAINER}._save_checkpoint": "adb4522e6051 4b8100b3ef0b",
+    f"{_TRAINER}._load_checkpoint": "edd043623c6c 0e6e63f5c579",
+}
+"""What we rely on without calling it, or replace in part: the digests of the code that is known, of 0.9.0, 0.9.1 and
+0.10's development (1dda039b, August 2026). Another one is a warning."""
 
 
 def verl_version() -> str:
@@ -77,12 +123,44 @@ def differences(who: str) -> list[str]:
     return [found for place, expected in _TOUCHED[who].items() if (found := _difference(place, expected)) is not None]
 
 
-def _difference(place: str, expected: str | None) -> str | None:
-    module, _, path = place.partition(":")
+def changed_bodies() -> list[str]:
+    """What the installed verl does in another way than any that is known."""
+    return [place for place, known in _BODIES.items() if _digest_at(place) not in known.split()]
+
+
+def digest_of(source: str) -> str:
+    """Of a function's code: comments, docstring, decorators, signature and blank lines aside.
+
+    Args:
+        source: as it stands in a file, indented or not.
+    """
+    source = textwrap.dedent(source)
+    statements: list[Any] = ast.parse(source).body[0].body
+    has_docstring = isinstance(statements[0], ast.Expr) and isinstance(statements[0].value, ast.Constant)
+    first = statements[1 if has_docstring and len(statements) > 1 else 0]
+    lines = [line.rstrip() for line in source.splitlines()[first.lineno - 1 :]]
+    code = "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
+    return hashlib.sha256(code.encode()).hexdigest()[:12]
+
+
+def _digest_at(place: str) -> str:
     try:
-        found = importlib.import_module(module)
-        for name in path.split("."):
-            found = getattr(found, name)
+        return digest_of(inspect.getsource(inspect.unwrap(_find(place))))
+    except (ImportError, AttributeError, OSError, TypeError):
+        return "gone"
+
+
+def _find(place: str) -> Any:
+    module, _, path = place.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _difference(place: str, expected: str | None) -> str | None:
+    try:
+        found = _find(place)
     except (ImportError, AttributeError):
         return f"{place} is gone"
     if expected is None:
@@ -92,7 +170,9 @@ def _difference(place: str, expected: str | None) -> str | None:
 
 
 def check_verl(who: str) -> None:
-    """Refuse a verl that this adapter does not fit.
+    """Refuse a verl that this adapter does not fit: what decides is what it touches, not how the release is called.
+
+    To the trainer, changes that may be harmless are a warning.
 
     Args:
         who: touches it: ``worker``, ``trainer`` or ``replay``.
@@ -101,7 +181,7 @@ def check_verl(who: str) -> None:
         RuntimeError: one sentence that names the version, what changed, and what to do.
     """
     found = verl_version()
-    if not found.startswith("0.9."):
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < (0, 9):
         raise RuntimeError(
             f"gradloc's plug-in is for verl 0.9, found verl {found}: on 0.7.0 and 0.7.1 apply the patch "
             "(gradloc-patch --repo VERL), from 0.8 move on to 0.9, and leave +gradloc out until then."
@@ -111,4 +191,13 @@ def check_verl(who: str) -> None:
         raise RuntimeError(
             f"verl {found} changed what gradloc hangs on (it knows {', '.join(KNOWN)}): {changed[0]}; "
             "install one of these, or leave +gradloc out."
+        )
+    changed = changed_bodies() if who == "trainer" else []
+    if changed:
+        logger.warning(
+            "gradloc: verl %s changed the code of %s, which gradloc knows of %s: it goes on; a rehearsal "
+            "(actor_rollout_ref.actor.gradloc.trigger.force_step=1) shows whether it still measures what it should",
+            found,
+            ", ".join(place.partition(":")[2] for place in changed),
+            ", ".join(KNOWN),
         )

@@ -2,12 +2,13 @@
 """verl's V1 trainers with the driver's side of GradLoc: policies sent with a batch, events taken out of the metrics."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-import transfer_queue as tq
-from tensordict import TensorDict
+from omegaconf import OmegaConf
 
 from verl.trainer.ppo.v1 import trainer_base
 from verl.utils.config import omega_conf_to_dataclass
@@ -19,28 +20,35 @@ from ...health.monitor import Monitor, build_monitor
 from ...keys import POLICY_KEY, ROW_KEY
 from ...loop.driver import Driver, build_driver
 from ...loop.metrics import joined
+from ...loop.wire import Policy, RankReport
 from ...names import refuse_unknown_names
 from ...record.state import load_states, save_states
-from ...reweighting import reweight
+from ...reweighting import STAGE_MASK_KEY, Lopti, Stage, reweight
+from ...stabilize.memory import build_memory
 from ..verl_common.reports import reports_of
-from .batch import fetch, view_of
-from .config import check_critic, check_run, refuse_what_is_not_there
-from .engine import report_of_actor, report_of_model
+from .analysis_trainer import build_analysis
+from .batch import fetch, put, view_of
+from .config import check_critic, check_features
+from .critic import watch_critic
+from .engine import report_of_actor, report_of_model, watch_actor
 from .touches import check_verl
 
 __all__ = ["TrainerSide", "watch_trainers"]
 
 
 class _Role(NamedTuple):
-    """Of a model: where verl keeps its workers, their mesh, and how they are asked for a report."""
+    """Of a model: where verl keeps its workers, their mesh, and what is run in each: first of all, and for a report."""
 
     group: str
     mesh: str
+    watch: Callable[[Any], Any]
     ask: Callable[[Any], Any]
 
 
-_ACTOR = _Role("actor_rollout_wg", "actor", report_of_actor)
-_CRITIC = _Role("critic_wg", "train", report_of_model)
+_Update = Callable[[dict[str, Any]], Any]
+"""verl's own method, which adds to the metrics that it is given."""
+_ACTOR = _Role("actor_rollout_wg", "actor", watch_actor, report_of_actor)
+_CRITIC = _Role("critic_wg", "train", watch_critic, report_of_model)
 
 
 class TrainerSide:
@@ -55,27 +63,36 @@ class TrainerSide:
 
     def __init__(self, config: Any):
         refuse_unknown_names(config)
-        refuse_what_is_not_there(config)
         self.config = config
         self.settings = settings_in(config, omega_conf_to_dataclass)
-        if self.settings.enable:
+        self.alpha, self.lopti = self._reweighting()
+        self.analysis = build_analysis(config, self.settings)
+        if check_features(config, self.settings, self.lopti, self.analysis):
             check_verl("trainer")
-            check_run("actor_rollout_ref.actor.gradloc.enable", config)
         fix_dump_dir(config, self.settings.root)
         self.monitor: Monitor | None = build_monitor(config)
-        block = config.algorithm.get("advantage_reweighting")
-        self.alpha = 0.0 if block is None else omega_conf_to_dataclass(block).alpha
         if self.settings.critic != "off":
             check_critic(config)
+        actor = config.actor_rollout_ref.actor
+        clip = OmegaConf.select(actor, "optim.clip_grad")
+        self.stabilizers = build_memory(self.settings.stabilize, "actor_rollout_ref.actor.optim.clip_grad", clip)
         self.spikes: Driver | None = None
         self.critic: Driver | None = None
-        self._watches_critic = False
+        self._watched_groups: set[str] = set()
+        self._num_updates = 0
         self._of_updates: dict[str, list[dict[str, float]]] = {}  # the present step's metrics, by model
         self._checkpoint: str | None = None
 
+    def _reweighting(self) -> tuple[float, Lopti | None]:
+        """Advantage Reweighting's alpha, and Lopti; a config without the blocks has them off."""
+        blocks = [self.config.algorithm.get(name) for name in ("advantage_reweighting", "lopti")]
+        alpha, lopti = (None if block is None else omega_conf_to_dataclass(block) for block in blocks)
+        is_on = lopti is not None and lopti.enable
+        return (0.0 if alpha is None else alpha.alpha), (Lopti(lopti) if is_on else None)
+
     @property
     def _stateful(self) -> dict[str, Any]:
-        parts = {"spikes": self.spikes, "critic": self.critic, "health": self.monitor}
+        parts = {"spikes": self.spikes, "critic": self.critic, "stabilizers": self.stabilizers, "health": self.monitor}
         return {name: part for name, part in parts.items() if part is not None}
 
     @property
@@ -96,11 +113,17 @@ class TrainerSide:
         """Once verl's ``Tracking`` is open: whom to tell events."""
         for driver in self._drivers:
             driver.teller.trackers = tracking.logger
+        if self.analysis is not None:
+            self.analysis.trackers.update(tracking.logger)
 
     def load(self, folder: str) -> None:
         """Take the states back from the checkpoint that the trainer has resumed from."""
         self._remember(folder)
         load_states(self._stateful, folder)
+
+    def filter(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Once rewards are known, before verl deals the rows out: those to train on."""
+        return batch if self.analysis is None else self.analysis.filter(batch, metrics)
 
     def after_advantages(self, batch: Any, metrics: dict[str, Any]) -> None:
         """Right after the estimator: reweight the advantages."""
@@ -111,51 +134,123 @@ class TrainerSide:
         before, mask = padded["advantages"], padded["response_mask"].bool()
         after = reweight(before, padded["old_log_probs"], self.alpha)
         fields = {"advantages": response_to_nested(after, found["response_mask"])}
-        _put(batch, fields)
+        put(batch, fields)
         total = before[mask].abs().sum()
         metrics["advantage_reweighting/kept_share"] = float(after[mask].abs().sum() / total) if total > 0 else 1.0
 
-    def update(self, trainer: Any, batch: Any, metrics: dict[str, Any], update: Callable[[], Any]) -> Any:
-        """The actor's update, through verl's own method, with the policy sent and the events written."""
-        if self.spikes is None:
-            return update()
-        return self._watched(self.spikes, trainer, _ACTOR, batch, metrics, update)
+    def update(self, trainer: Any, batch: Any, metrics: dict[str, Any], update: _Update) -> Any:
+        """The actor's update through verl's own method, once or in Lopti's two stages; before it, what is analysed."""
+        if self.analysis is not None:
+            self._watch(trainer, _ACTOR)
+            if self.analysis.run(trainer, batch, metrics):
+                raise _Ended(metrics)
+        if self.lopti is None:
+            return self._update_once(trainer, batch, metrics, update)
+        data = fetch(batch, ["advantages", "old_log_probs", "response_mask"])
+        whole, rows = data.to_padded_tensor(), data["response_mask"]
 
-    def update_critic(self, trainer: Any, batch: Any, metrics: dict[str, Any], update: Callable[[], Any]) -> Any:
+        def update_stage(stage: Stage, keeps_lr_schedule: bool) -> dict[str, Any]:
+            fields = {"advantages": whole["advantages"] * stage.mask, STAGE_MASK_KEY: stage.mask.float()}
+            put(batch, {name: response_to_nested(values, rows) for name, values in fields.items()})
+            found: dict[str, Any] = {}
+            self._update_once(trainer, batch, found, update, stage.name, keeps_lr_schedule)
+            return {name: [value] for name, value in found.items()}
+
+        found = self.lopti.update(whole["old_log_probs"], whole["response_mask"], update_stage)
+        put(batch, {"advantages": data["advantages"]})
+        metrics.update(reduce_metrics(found))
+        return batch
+
+    def update_critic(self, trainer: Any, batch: Any, metrics: dict[str, Any], update: _Update) -> Any:
         """The critic's update, likewise."""
         if self.critic is None:
-            return update()
-        if not self._watches_critic:
-            from .critic import watch_critic
-
-            trainer.critic_wg.execute_with_func_generator(watch_critic)
-            self._watches_critic = True
+            return update(metrics)
         return self._watched(self.critic, trainer, _CRITIC, batch, metrics, update)
 
-    def _watched(
-        self, driver: Driver, trainer: Any, role: _Role, batch: Any, metrics: dict[str, Any], update: Callable[[], Any]
+    def _update_once(
+        self,
+        trainer: Any,
+        batch: Any,
+        metrics: dict[str, Any],
+        update: _Update,
+        stage: str = "",
+        keeps_lr_schedule: bool = False,
     ) -> Any:
-        """An update through verl's own method."""
+        if self.spikes is None and self.stabilizers is None and self.lopti is None:
+            return update(metrics)
+        ours = self.stabilizers
+        told = {"keeps_lr_schedule": keeps_lr_schedule, "learned": None if ours is None else ours.to_send}
+        if self.spikes is not None:
+            return self._watched(self.spikes, trainer, _ACTOR, batch, metrics, update, stage, told)
+        policy = self._silent_policy(trainer, batch, stage)
+        self._through(trainer, _ACTOR, batch, metrics, update, replace(policy, **told))
+        return batch
+
+    def _silent_policy(self, trainer: Any, batch: Any, stage: str) -> Policy:
+        """Of an update in which no spike is looked for."""
+        actor = self.config.actor_rollout_ref.actor
+        rows = actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        nothing = (None,) * (max(len(batch.keys) // rows, 1) * actor.ppo_epochs)
+        self._num_updates += 1
+        return Policy(
+            trainer.global_steps,
+            kind="off",
+            num_tokens=(),
+            thresholds=nothing,
+            tau=nothing,
+            max_events=0,
+            stage=stage or None,
+            update=self._num_updates,
+            settings=self.settings,
+        )
+
+    def _watched(
+        self,
+        driver: Driver,
+        trainer: Any,
+        role: _Role,
+        batch: Any,
+        metrics: dict[str, Any],
+        update: _Update,
+        stage: str = "",
+        told: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Any:
+        """An update that is looked into, with the events written."""
         view = view_of(batch, is_critics=driver.model == "critic")
-        group = getattr(trainer, role.group)
-        dp_size = max(group._dispatch_info[role.mesh]) + 1
-        policy = driver.before_update(view.tensors["response_mask"], trainer.global_steps, dp_size)
-        _put(batch, {ROW_KEY: torch.arange(len(batch.keys)).unsqueeze(-1)})
-        batch.extra_info[POLICY_KEY] = policy
-        try:
-            batch = update()
-        finally:
-            batch.extra_info.pop(POLICY_KEY, None)
-        reports = reports_of(group, role.ask)
-        if not reports:
-            raise RuntimeError(
-                "gradloc is switched on, and the workers' engine is not its own: install gradloc in the environment "
-                "of every node, or leave +gradloc out."
-            )
+        dp_size = max(getattr(trainer, role.group)._dispatch_info[role.mesh]) + 1
+        policy = driver.before_update(view.tensors["response_mask"], trainer.global_steps, dp_size, stage)
+        put(batch, {ROW_KEY: torch.arange(len(batch.keys)).unsqueeze(-1)})
+        reports = self._through(trainer, role, batch, metrics, update, replace(policy, **told))
         found = reduce_metrics(driver.after_update(reports, view))
         self._of_updates.setdefault(driver.model, []).append(found)
         metrics.update(found)
         return batch
+
+    def _through(
+        self, trainer: Any, role: _Role, batch: Any, metrics: dict[str, Any], update: _Update, policy: Policy
+    ) -> list[RankReport]:
+        """An update through verl's own method, with a policy; what all processes have to say of it."""
+        group = self._watch(trainer, role)
+        batch.extra_info[POLICY_KEY] = policy
+        try:
+            update(metrics)
+        finally:
+            batch.extra_info.pop(POLICY_KEY, None)
+        reports = reports_of(group, role.ask)
+        if role is _ACTOR and self.stabilizers is not None:
+            self.stabilizers.after_update(reports[0].learned)
+            names = reports[0].metrics
+            found = {name: [value for report in reports for value in report.metrics[name]] for name in names}
+            metrics.update(reduce_metrics(found))
+        return reports
+
+    def _watch(self, trainer: Any, role: _Role) -> Any:
+        """A model's workers, whose engines are ours from the first time on."""
+        group = getattr(trainer, role.group)
+        if role.group not in self._watched_groups:
+            group.execute_with_func_generator(role.watch)
+            self._watched_groups.add(role.group)
+        return group
 
     def after_metrics(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         """Once verl has computed the step's metrics, before they are logged."""
@@ -180,11 +275,12 @@ class TrainerSide:
             driver.writer.last_checkpoint = os.path.abspath(folder)
 
 
-def _put(batch: Any, fields: dict[str, torch.Tensor]) -> None:
-    rows = TensorDict(fields, batch_size=len(batch.keys))
-    tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=rows)
-    if batch.fields is not None:
-        batch.fields = [*dict.fromkeys([*batch.fields, *fields])]
+class _Ended(Exception):
+    """The run is to end here, with these metrics of the step."""
+
+    def __init__(self, metrics: dict[str, Any]):
+        super().__init__("exit_after_gradient_analysis")
+        self.metrics = metrics
 
 
 class _Watched:
@@ -210,6 +306,16 @@ class _Watched:
         super().on_train_begin()
         self.gradloc.begin_fit(self.logger)
 
+    def fit(self, agent_loop_manager: Any) -> None:
+        try:
+            super().fit(agent_loop_manager)
+        except _Ended as ended:
+            self.logger.log(data=ended.metrics, step=self.global_steps)
+            self._shutdown_dump_executor()
+
+    def _balance_batch(self, batch: Any, metrics: dict, *args: Any, **given: Any) -> Any:
+        return super()._balance_batch(self.gradloc.filter(batch, metrics), metrics, *args, **given)
+
     def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
         batch = super()._compute_advantage(batch, metrics)
         self.gradloc.after_advantages(batch, metrics)
@@ -217,10 +323,11 @@ class _Watched:
 
     def _update_critic(self, batch: Any, metrics: dict) -> Any:
         update = super()._update_critic
-        return self.gradloc.update_critic(self, batch, metrics, lambda: update(batch, metrics))
+        return self.gradloc.update_critic(self, batch, metrics, lambda found: update(batch, found))
 
     def _update_actor(self, batch: Any, metrics: dict) -> Any:
-        return self.gradloc.update(self, batch, metrics, lambda: super(_Watched, self)._update_actor(batch, metrics))
+        update = super()._update_actor
+        return self.gradloc.update(self, batch, metrics, lambda found: update(batch, found))
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)

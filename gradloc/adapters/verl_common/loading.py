@@ -23,7 +23,16 @@ from ...core.memory import free_bytes
 from ...replay.bundle import Bundle, Entry
 from ...replay.reading import ReplayError
 
-__all__ = ["Loaded", "Replayed", "actor_config", "deal", "has_flash_attention", "load", "start_processes"]
+__all__ = [
+    "Loaded",
+    "Replayed",
+    "actor_config",
+    "deal",
+    "has_flash_attention",
+    "load",
+    "require_rollout_log_probs",
+    "start_processes",
+]
 
 _NUM_COPIES = 5  # of the model in float32: weights, gradient, the gradient set aside, the weights' copy, a residual
 
@@ -40,6 +49,16 @@ def start_processes() -> None:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def require_rollout_log_probs(bundle: Bundle) -> None:
+    """Refuse a bundle whose run had clips on ratios, and which does not hold what they weighed by.
+
+    Raises:
+        ReplayError: one sentence.
+    """
+    if "rollout_log_probs" not in bundle.tensors:
+        raise ReplayError("batch.safetensors: rollout_log_probs is missing, by which the run's clips weighed its loss.")
 
 
 def deal(bundle: Bundle, num_processes: int) -> list[list[Entry | None]]:

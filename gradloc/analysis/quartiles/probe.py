@@ -126,11 +126,11 @@ class QuartileProbe(RowProbe):
             weights.entropy = torch.zeros(shape, device=device)
         self.space.clear()
         for part in self.actor.micro_batches(rows):
-            self._train_on(part, len(part.rows) / num_rows * self.ranks.size, weights)
+            self._train_on(part, num_rows, weights)
         self.whole = self._take()
         return weights
 
-    def _train_on(self, part: MicroBatch, share: float, weights: Weights) -> None:
+    def _train_on(self, part: MicroBatch, num_rows: int, weights: Weights) -> None:
         self.num_forwards += 1
         self.num_backwards += 1
         kept = Recorded(RngState(self.actor.device))
@@ -138,7 +138,8 @@ class QuartileProbe(RowProbe):
         record(kept, log_prob, entropy)
         if len(part.rows):
             terms = self.actor.loss_terms(part.inputs, log_prob, entropy, part.on_policy)
-            loss = sum(terms.values()) * share
+            loss = sum(value * self.actor.share(part, term, num_rows) for term, value in terms.items())
+            loss = loss * self.ranks.size
         else:
             loss = (log_prob * 0).sum()  # peers' collectives wait for this backward
         scale = self.actor.loss_scale

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import ReportError
-from ..runs import metrics as metrics_files
+from ..logs import read_file
 
 TERMS = ("task", "entropy", "kl")
 LOSSES = ("policy", "entropy", "kl", "total")
@@ -126,11 +126,17 @@ def _from_logs(path: Path) -> tuple[dict[int, Analysis], list[str]]:
     found: dict[int, Analysis] = {}
     notes: list[str] = []
     for file in _log_files(path):
-        metrics, more = metrics_files.read(file)
-        notes += more
-        for index, step in enumerate(metrics.steps):
-            row = {name: values[index] for name, values in metrics.series.items()}
-            analysis = from_metrics(step, row)
+        try:
+            recordings = read_file(file)
+        except ReportError:  # a table without steps, a list of something else
+            continue
+        rows: dict[int, dict[str, float]] = {}
+        for recording in recordings:
+            notes += recording.notes
+            for step, values in recording.rows:  # trackers with a row for each metric
+                rows.setdefault(step, {}).update(values)
+        for step, values in rows.items():
+            analysis = from_metrics(step, values)
             if analysis is not None:
                 found.setdefault(step, analysis)
     for file in files(path, FOLDER, "group_rv_table_step_*.csv"):
@@ -146,11 +152,8 @@ def _log_files(path: Path) -> list[Path]:
         for file in sorted(path.rglob("*"))
         if file.is_file()
         and len(file.relative_to(path).parts) <= _DEPTH
-        and (
-            (file.suffix == ".jsonl" and metrics_files.is_metrics_jsonl(file))
-            or (file.suffix.lower() == ".csv" and metrics_files.is_metrics_csv(file))
-            or ".tfevents." in file.name
-        )
+        and (file.suffix.lower() in (".jsonl", ".csv") or ".tfevents." in file.name)
+        and file.name != "events.jsonl"
     ]
 
 

@@ -1,5 +1,5 @@
 // The page's script, in parts that are put together in this order: base, chart, tokens, events, keys.
-// No libraries, no requests; text enters the page through textContent or from the page's own escaped HTML.
+// No requests, and uPlot (MIT) is the one library; text enters the page through textContent or from the page's own escaped HTML.
 const data = JSON.parse(document.getElementById("payload").textContent);
 const all = (root, query) => Array.from(root.querySelectorAll(query));
 const make = (name, properties, ...children) => {
@@ -11,7 +11,10 @@ const plain = (value) => (typeof value === "number" ? value.toLocaleString("en",
 const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 
 async function copy(button) {
-  const text = button.dataset.copy;
+  const issue = data.events[button.dataset.issue]?.issue;
+  const withText = issue && button.closest(".report").querySelector(".with-text").checked;
+  const text = issue ? issue[0] + (withText ? issue[1] : "") : button.dataset.copy;
+  const label = (button.dataset.label ??= button.textContent);
   let isDone = true;
   try {
     await navigator.clipboard.writeText(text);
@@ -25,5 +28,5 @@ async function copy(button) {
     button.focus();
   }
   button.textContent = isDone ? "Copied" : "Select it";
-  setTimeout(() => { button.textContent = "Copy"; }, 1600);
+  setTimeout(() => { button.textContent = label; }, 1600);
 }

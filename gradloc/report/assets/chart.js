@@ -1,183 +1,104 @@
-// ---- the curve: panels over one axis of steps; drag to zoom, point or arrow keys to read values
+// ---- the curve: uPlot draws a plot per panel over one axis of steps. Here: what is on them, the keys, two fingers.
 
-const SVG = "http://www.w3.org/2000/svg";
-const draw = (name, attributes = {}, ...children) => {
-  const element = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  element.append(...children);
-  return element;
-};
-const GAP = 24; // between two panels, with the name of the lower one in it
 const STATES = { healthy: 0.2, warning: 0.6, danger: 1 }; // height of the strip: no meaning rests on colour alone
-
-function short(value) {
+const INK = { calm: "calm", spike: "spike", limit: "muted" };
+const FONT = "11px system-ui, sans-serif";
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const short = (value) => {
   const size = Math.abs(value);
-  if (value === 0) return "0";
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(0).replace("e+", "e");
+  if (size >= 1e6 || (size && size < 1e-3)) return value.toExponential(0).replace("e+", "e");
   return value.toLocaleString("en", { maximumSignificantDigits: 3 });
-}
+};
 
-function ticksOf(low, high, isLog, most) {
-  if (isLog) {
-    const decades = [];
-    for (let at = Math.ceil(Math.log10(low) - 1e-9); at <= Math.log10(high) + 1e-9; at += 1) decades.push(10 ** at);
-    if (decades.length >= 2) return decades.filter((_, index) => index % Math.ceil(decades.length / most) === 0);
-    const finer = [0.1, 1, 10].flatMap((by) => [1, 2, 5].map((part) => by * part * 10 ** Math.floor(Math.log10(low))));
-    if (high > 5 * low) return finer.filter((tick) => tick >= low && tick <= high);
-  }
-  const rough = (high - low) / most || 1;
-  const unit = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((factor) => factor * unit).find((size) => size >= rough * 0.999);
-  const found = [];
-  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at += 1) found.push(Number((at * step).toPrecision(12)));
-  return found;
-}
+const isRound = (value) => [1, 2, 5].includes(Number((value / 10 ** Math.floor(Math.log10(value) + 1e-9)).toPrecision(3)));
 
 class Chart {
   constructor(figure, chart) {
-    Object.assign(this, { figure, chart, plot: figure.querySelector(".plot"), at: null });
-    const known = new Set(chart.marks.map((mark) => mark[0]));
-    for (const panel of chart.panels) for (const line of panel.lines) if (line.kind !== "limit") line.x.forEach((x) => known.add(x));
-    this.steps = [...known].sort((a, b) => a - b);
-    this.range = this.everything = [this.steps[0], this.steps[this.steps.length - 1]];
-    if (this.range[0] === this.range[1]) this.range = this.everything = [this.range[0] - 1, this.range[1] + 1];
+    Object.assign(this, { figure, chart, place: figure.querySelector(".plot"), at: null });
+    for (const panel of chart.panels) for (const line of panel.lines) line.at = new Map(line.x.map((step, index) => [step, line.y[index]]));
+    const lines = chart.panels.flatMap((panel) => panel.lines);
+    const sorted = (values) => [...new Set(values)].sort((a, b) => a - b);
+    this.steps = sorted([...lines.filter((line) => line.kind !== "limit").flatMap((line) => line.x), ...chart.marks.map(([step]) => step)]);
+    this.x = sorted([...this.steps, ...lines.flatMap((line) => line.x)]);
+    this.whole = [this.x[0], this.x.at(-1)].map((step, index, [first, last]) => (first === last ? step + 2 * index - 1 : step));
+    this.marks = chart.marks.map(([step, norm, id]) => ({ step, norm, link: make("a", { href: `#event-${id}`, tabIndex: -1, className: norm > 0 ? "mark" : "mark lost", ariaLabel: `event at step ${step}`, title: `step ${step}: ${norm === null ? "not finite" : short(norm)}, select to open` }) }));
+    this.strips = chart.bands.map(([first, last, state, note]) => ({ first, last, part: this.strip(state, note) }));
+    this.plots = chart.panels.map((panel, index) => this.plot(panel, index));
+    this.main = this.plots[0];
+    this.main.over.append(...this.marks.map(({ link }) => link));
     this.listen();
-    new ResizeObserver(() => this.render()).observe(this.plot);
+    this.tell(null);
+    new ResizeObserver(() => this.resize(this.place.clientWidth)).observe(this.place);
   }
 
-  x(step) {
-    const [low, high] = this.range;
-    return this.left + 8 + ((step - low) / (high - low)) * (this.width - this.left - 20);
+  size(width, index) {
+    const isLast = index === this.chart.panels.length - 1;
+    return { width: Math.max(width, 160), height: (index ? 66 : Math.max(200, Math.min(width * 0.24, 270))) + (isLast ? 42 : 0) };
   }
 
-  stepAt(pixel) {
-    const [low, high] = this.range;
-    return low + ((pixel - this.left - 8) / (this.width - this.left - 20)) * (high - low);
+  plot(panel, index) {
+    const isLast = index === this.chart.panels.length - 1;
+    const axis = { stroke: () => colour("muted"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, font: FONT };
+    const rows = index || !this.marks.length ? panel.lines : [...panel.lines, { kind: "mark", label: "event", at: new Map(this.marks.map(({ step, norm }) => [step, norm])), x: [] }];
+    const made = new uPlot({
+      ...this.size(this.place.clientWidth, index),
+      legend: { show: false },
+      scales: { x: { time: false, range: (plot, low, high) => (low < high ? [low, high] : this.whole) }, y: panel.is_log ? { distr: 3, range: (plot, low, high) => (low ? [low / 1.6, high * 1.6] : [1, 10]) } : {} },
+      series: [{}, ...rows.map(({ kind, label, x }) => ({
+        label, spanGaps: true, stroke: () => colour(INK[kind] ?? "spike"), width: kind === "calm" ? 1.7 : 1.2, dash: kind === "limit" ? [5, 4] : [],
+        points: { show: x.length === 1, size: 5 }, ...(kind === "mark" ? { paths: () => null } : {}),
+      }))],
+      axes: [
+        { ...axis, show: isLast, size: 28, incrs: [1, 2, 5].flatMap((part) => [1, 10, 100, 1e3, 1e4, 1e5, 1e6].map((by) => part * by)).sort((a, b) => a - b), label: "training step", labelSize: 14, labelFont: FONT, values: (plot, steps) => steps.map((step) => (Number.isInteger(step) ? step.toLocaleString("en") : "")) },
+        { ...axis, grid: { ...axis.grid, filter: (plot, values) => values.map((value) => (!panel.is_log || isRound(value) ? value : null)) }, size: 58, space: index ? 22 : 34, values: (plot, values) => values.map((value) => (value === null || (panel.is_log && !isRound(value)) ? "" : short(value))) },
+      ],
+      cursor: { y: false, sync: { key: "steps" }, drag: { x: true, y: false, dist: 8 }, points: { size: 7, show: (plot, row) => rows[row - 1].kind !== "mark" && undefined } },
+      padding: [index ? 16 : 10, 12, isLast ? 4 : 7, 0],
+      hooks: {
+        setScale: [(plot, key) => key === "x" && this.plots && this.zoom(plot.scales.x.min, plot.scales.x.max)],
+        setCursor: [(plot) => plot === this.main && this.tell(plot.cursor.left >= 0 ? this.nearest(plot.posToVal(plot.cursor.left, "x")) : null)],
+        draw: [() => this.lay()],
+      },
+    }, [this.x, ...rows.map((line) => this.x.map((step) => { const y = line.at.get(step) ?? null; return panel.is_log && y <= 0 ? null : y; }))], this.place);
+    made.over.append(make("span", { className: "name", textContent: panel.title }));
+    return made;
   }
 
-  nearest(pixel) {
-    const goal = this.stepAt(pixel);
-    return this.steps.reduce((best, step) => (Math.abs(step - goal) < Math.abs(best - goal) ? step : best));
+  // Events and the strip of states lie over the plot as elements, so that they can be pointed at, selected and read out.
+  strip(state, note) {
+    const part = make("i", { className: `state ${state}${note ? " noted" : ""}`, title: note });
+    part.style.height = `${12 * STATES[state]}px`;
+    if (note) Object.assign(part, { tabIndex: 0, role: "img", ariaLabel: note });
+    this.figure.querySelector(".states").append(part);
+    return part;
   }
 
-  visible(line) {
-    const [low, high] = this.range;
-    const inside = line.x.map((x, i) => [x, line.y[i], i]).filter(([x]) => x >= low && x <= high);
-    if (!inside.length) return [];
-    const [first, last] = [inside[0][2], inside[inside.length - 1][2]];
-    const from = Math.max(first - 1, 0); // one neighbour on either side, so that lines leave the panel
-    return line.x.slice(from, last + 2).map((x, i) => [x, line.y[from + i]]);
-  }
-
-  render() {
-    const width = Math.round(this.plot.clientWidth);
-    if (width < 120) return;
-    Object.assign(this, { width, left: width > 500 ? 64 : 46 });
-    const isMany = this.chart.panels.length > 1;
-    const top = this.chart.bands.length ? 24 : 10;
-    let y = top;
-    this.panels = this.chart.panels.map((panel, index) => {
-      const height = index ? 54 : Math.max(190, Math.min(width * 0.22, 250));
-      const made = { ...panel, top: y, height };
-      y += height + (isMany ? GAP : 0);
-      return made;
-    });
-    this.bottom = y - (isMany ? GAP : 0);
-    const svg = draw("svg", { viewBox: `0 0 ${width} ${this.bottom + 40}`, width, height: this.bottom + 40 });
-    for (const step of ticksOf(...this.range, false, width > 500 ? 9 : 4).filter(Number.isInteger)) {
-      svg.append(draw("line", { class: "grid", x1: this.x(step), x2: this.x(step), y1: top, y2: this.bottom }));
-      svg.append(this.text(this.x(step), this.bottom + 17, step.toLocaleString("en"), "middle"));
+  lay() {
+    if (!this.main) return;
+    const { left, width } = { left: this.main.over.offsetLeft, width: this.main.over.clientWidth };
+    const across = (step) => Math.min(Math.max(this.main.valToPos(step, "x"), 0), width);
+    for (const { step, norm, link } of this.marks) {
+      link.hidden = step < this.main.scales.x.min || step > this.main.scales.x.max;
+      Object.assign(link.style, { left: `${across(step)}px`, top: `${norm > 0 ? this.main.valToPos(norm, "y") : 4}px` });
     }
-    svg.append(this.text((this.left + width) / 2, this.bottom + 34, "training step", "middle"));
-    this.bands(svg, top);
-    this.panels.forEach((panel, index) => this.panel(svg, panel, index));
-    this.marks(svg, this.panels[0]);
-    this.cursor = draw("g", { class: "cursor" });
-    this.frame = draw("rect", { class: "selection", y: top, height: this.bottom - top, visibility: "hidden" });
-    svg.append(this.frame, this.cursor);
-    this.plot.replaceChildren(svg);
-    this.svg = svg;
-    this.figure.querySelector(".whole").hidden = this.range === this.everything;
-    this.point(this.at);
+    for (const { first, last, part } of this.strips) Object.assign(part.style, { left: `${left + across(first - 0.5)}px`, width: `${across(last + 0.5) - across(first - 0.5)}px` });
   }
 
-  text(x, y, words, anchor = "start", kind = "axis") {
-    return draw("text", { class: kind, x: x.toFixed(1), y: y.toFixed(1), "text-anchor": anchor }, words);
+  inside() {
+    return this.steps.filter((step) => step >= this.main.scales.x.min && step <= this.main.scales.x.max);
   }
 
-  bands(svg, top) {
-    const [low, high] = this.range;
-    for (const [first, last, state, note] of this.chart.bands) {
-      const [left, right] = [Math.max(first - 0.5, low), Math.min(last + 0.5, high)].map((step) => this.x(step));
-      if (right <= left) continue;
-      const height = 12 * STATES[state];
-      const part = draw("rect", { class: `state ${state}`, x: left.toFixed(1), width: (right - left).toFixed(1), y: top - 6 - height, height });
-      if (note) {
-        part.classList.add("noted");
-        for (const [key, value] of Object.entries({ tabindex: 0, role: "img", "aria-label": note })) part.setAttribute(key, value);
-        part.append(draw("title", {}, note));
-      }
-      svg.append(part);
-    }
-  }
-
-  panel(svg, panel, index) {
-    const shown = panel.lines.map((line) => this.visible(line).filter(([, y]) => !panel.is_log || y > 0));
-    const values = shown.flat().map(([, y]) => y);
-    if (!index) for (const [step, norm] of this.chart.marks) if (norm > 0 && step >= this.range[0] && step <= this.range[1]) values.push(norm);
-    let low = values.reduce((a, b) => Math.min(a, b), Infinity);
-    let high = values.reduce((a, b) => Math.max(a, b), -Infinity);
-    if (!values.length) [low, high] = [1, 10];
-    const scale = panel.is_log ? Math.log10 : (value) => value;
-    const room = (scale(high) - scale(low)) * 0.1 || (panel.is_log ? 0.3 : Math.abs(high) * 0.1 || 1);
-    const [bottom, top] = [scale(low) - room, scale(high) + room];
-    panel.y = (value) => panel.top + panel.height - ((scale(value) - bottom) / (top - bottom)) * panel.height;
-    const back = panel.is_log ? (value) => 10 ** value : scale;
-    for (const tick of ticksOf(back(bottom), back(top), panel.is_log, index ? 2 : 5)) {
-      const y = panel.y(tick);
-      svg.append(draw("line", { class: "grid", x1: this.left, x2: this.width, y1: y, y2: y }));
-      svg.append(this.text(this.left - 6, y + 4, short(tick), "end"));
-    }
-    const clip = `clip-${index}`;
-    svg.append(draw("clipPath", { id: clip }, draw("rect", { x: this.left, y: panel.top - 4, width: this.width - this.left, height: panel.height + 8 })));
-    shown.forEach((points, at) => {
-      if (!points.length) return;
-      const path = points.map(([x, y], i) => `${i ? "L" : "M"}${this.x(x).toFixed(1)} ${panel.y(y).toFixed(1)}`).join("");
-      svg.append(draw("path", { class: `line ${panel.lines[at].kind}`, d: path, "clip-path": `url(#${clip})` }));
-      if (points.length === 1) svg.append(draw("circle", { class: `dot ${panel.lines[at].kind}`, cx: this.x(points[0][0]), cy: panel.y(points[0][1]), r: 2.5 }));
-    });
-    svg.append(this.text(this.left + 4, panel.top + (index ? -6 : 13), panel.title, "start", "axis name"));
-  }
-
-  marks(svg, panel) {
-    for (const [step, norm, id] of this.chart.marks) {
-      if (step < this.range[0] || step > this.range[1]) continue;
-      const [x, y] = [this.x(step), norm > 0 ? panel.y(norm) : panel.top + 2];
-      const shape = norm > 0 ? `M${x} ${y - 6}l6 6l-6 6l-6 -6z` : `M${x - 6} ${y - 5}h12l-6 10z`;
-      const link = draw("a", { href: `#event-${id}`, tabindex: -1, "aria-label": `event at step ${step}` });
-      link.append(draw("path", { class: "mark", d: shape }), draw("title", {}, `step ${step}: ${norm === null ? "not finite" : short(norm)}, select to open`));
-      svg.append(link);
-    }
+  nearest(goal) {
+    return this.inside().reduce((best, step) => (best === null || Math.abs(step - goal) < Math.abs(best - goal) ? step : best), null);
   }
 
   // The keys above the curve say what each line is, and its value at the step that is pointed at.
-  point(step) {
+  tell(step) {
     this.at = step;
-    this.cursor.replaceChildren();
-    const entries = [];
-    for (const [index, panel] of this.panels.entries()) {
-      for (const line of panel.lines) {
-        let value = null;
-        if (step !== null) {
-          const at = line.kind === "limit" ? line.x.filter((x) => x <= step).length - 1 : line.x.indexOf(step);
-          value = at >= 0 ? line.y[at] : null;
-          if (value !== null && (!panel.is_log || value > 0)) this.cursor.append(draw("circle", { class: `dot ${line.kind}`, cx: this.x(step), cy: panel.y(value), r: 3.5 }));
-        }
-        if (!index || step !== null) entries.push([line.label, value, line.kind]);
-      }
-    }
-    if (step !== null) this.cursor.prepend(draw("line", { x1: this.x(step), x2: this.x(step), y1: this.panels[0].top, y2: this.bottom }));
-    if (step === null && this.chart.marks.length) entries.push(["event", null, "mark"]);
+    const shown = step === null ? this.chart.panels[0].lines : this.chart.panels.flatMap((panel) => panel.lines);
+    const valueOf = (line) => line.at.get(line.kind === "limit" ? line.x.filter((x) => x <= step).at(-1) : step) ?? null;
+    const entries = shown.map((line) => [line.label, step === null ? null : valueOf(line), line.kind]);
+    if (step === null && this.marks.length) entries.push(["event", null, "mark"]);
     const keys = entries.map(([label, value, kind]) => make("span", { className: `key ${kind}` }, label, ...(value === null ? [] : [make("b", { textContent: ` ${plain(value)}` })])));
     if (step !== null) keys.unshift(make("b", { className: "step", textContent: `step ${step.toLocaleString("en")}` }));
     this.figure.querySelector(".keys").replaceChildren(...keys);
@@ -185,59 +106,58 @@ class Chart {
     this.figure.querySelector(".readout").textContent = step === null ? "" : `step ${step}: ${said.join(", ")}`;
   }
 
+  go(step) {
+    for (const plot of this.plots) plot.setCursor(step === null ? { left: -10, top: -10 } : { left: plot.valToPos(step, "x"), top: plot.over.clientHeight / 2 });
+    this.tell(step);
+  }
+
   zoom(low, high) {
-    const [first, last] = this.everything;
-    const wide = Math.max(high - low, 2);
-    const middle = (low + high) / 2;
-    const range = [Math.max(middle - wide / 2, first), Math.min(middle + wide / 2, last)];
-    this.range = range[0] <= first && range[1] >= last ? this.everything : range;
-    this.render();
+    const [first, last] = this.whole;
+    const wide = Math.min(Math.max(high - low, 2), last - first);
+    const min = Math.min(Math.max((low + high - wide) / 2, first), last - wide);
+    const moved = this.plots.filter(({ scales: { x } }) => x.min !== min || x.max !== min + wide);
+    for (const plot of moved) plot.setScale("x", { min, max: min + wide });
+    this.figure.querySelector(".whole").hidden = wide >= last - first;
+    if (moved.length) this.go(null); // a cursor from before would stand at another step
+  }
+
+  resize(place) {
+    const width = this.paper ?? place;
+    if (width < 120 || width === this.main.width) return;
+    this.plots.forEach((plot, index) => plot.setSize(this.size(width, index)));
   }
 
   listen() {
-    const { plot } = this;
-    let start = null;
-    const place = (event) => event.clientX - plot.getBoundingClientRect().left;
-    plot.addEventListener("pointerdown", (event) => {
-      if (event.button || event.target.closest("a")) return;
-      start = place(event);
-      plot.setPointerCapture(event.pointerId);
-    });
-    plot.addEventListener("pointermove", (event) => {
-      const at = place(event);
-      this.point(this.nearest(at));
-      if (start === null) return;
-      this.frame.setAttribute("x", Math.min(start, at));
-      this.frame.setAttribute("width", Math.abs(at - start));
-      this.frame.setAttribute("visibility", "visible");
-    });
-    plot.addEventListener("pointerup", (event) => {
-      const [from, to] = [start, place(event)];
-      start = null;
-      this.frame.setAttribute("visibility", "hidden");
-      if (from !== null && Math.abs(to - from) > 8) this.zoom(...[this.stepAt(from), this.stepAt(to)].sort((a, b) => a - b));
-    });
-    plot.addEventListener("pointercancel", () => { start = null; this.frame.setAttribute("visibility", "hidden"); });
-    plot.addEventListener("pointerleave", () => start === null && this.point(null));
-    plot.addEventListener("dblclick", () => this.zoom(...this.everything));
-    this.figure.querySelector(".whole").addEventListener("click", () => this.zoom(...this.everything));
-    plot.addEventListener("keydown", (event) => this.key(event));
+    this.figure.querySelector(".whole").addEventListener("click", () => this.zoom(...this.whole));
+    this.place.addEventListener("keydown", (event) => this.key(event));
+    let held = null; // two fingers zoom, one moves the part that is shown
+    const spots = (event) => [...event.touches].map((touch) => this.main.posToVal(touch.clientX - this.main.over.getBoundingClientRect().left, "x"));
+    this.place.addEventListener("touchstart", (event) => { held = spots(event); }, { passive: true });
+    this.place.addEventListener("touchmove", (event) => {
+      const { min, max } = this.main.scales.x;
+      const now = spots(event);
+      if (now.length !== held?.length || (now.length === 1 && max - min >= this.whole[1] - this.whole[0])) return;
+      event.preventDefault();
+      const by = now.length === 2 ? Math.abs(held[0] - held[1]) / Math.max(Math.abs(now[0] - now[1]), 1e-9) : 1;
+      const low = held[0] - (now[0] - min) * by;
+      this.zoom(low, low + (max - min) * by);
+      held = spots(event);
+    }, { passive: false });
   }
 
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const { steps } = this;
-    const [low, high] = this.range;
-    const inside = steps.filter((step) => step >= low && step <= high);
-    const at = this.at === null ? -1 : inside.indexOf(this.at);
-    const middle = this.at ?? (low + high) / 2;
+    const { min, max } = this.main.scales.x;
+    const inside = this.inside();
+    const at = inside.indexOf(this.at);
+    const middle = this.at ?? (min + max) / 2;
     const mark = this.chart.marks.find(([step]) => step === this.at);
     const act = {
-      ArrowRight: () => this.point(inside[Math.min(at + 1, inside.length - 1)] ?? null),
-      ArrowLeft: () => this.point(inside[Math.max(at - 1, 0)] ?? null),
-      "+": () => this.zoom(middle - (high - low) / 4, middle + (high - low) / 4),
-      "-": () => this.zoom(middle - (high - low), middle + (high - low)),
-      0: () => this.zoom(...this.everything),
+      ArrowRight: () => this.go(inside[Math.min(at + 1, inside.length - 1)] ?? null),
+      ArrowLeft: () => this.go(inside[Math.max(at - 1, 0)] ?? null),
+      "+": () => this.zoom(middle - (max - min) / 4, middle + (max - min) / 4),
+      "-": () => this.zoom(middle - (max - min), middle + (max - min)),
+      0: () => this.zoom(...this.whole),
       Enter: mark && (() => { location.hash = `#event-${mark[2]}`; }),
     }[event.key === "=" ? "+" : event.key];
     if (!act) return;
@@ -246,7 +166,7 @@ class Chart {
   }
 }
 
-for (const figure of all(document, "figure.chart")) {
-  const chart = data.charts[figure.dataset.chart];
-  if (chart) new Chart(figure, chart);
-}
+const charts = all(document, "figure.chart").filter((figure) => data.charts[figure.dataset.chart]).map((figure) => new Chart(figure, data.charts[figure.dataset.chart]));
+const redraw = () => charts.forEach((chart) => chart.plots.forEach((plot) => plot.redraw(false, true)));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+new MutationObserver(redraw).observe(document.documentElement, { attributeFilter: ["data-theme"] });

@@ -12,12 +12,12 @@ const size = (value) => (value === "Infinity" ? Infinity : value);
 
 function list() {
   if (!table) return;
-  const cell = (text, name = "") => make("td", { textContent: text, className: name });
+  const cell = (text, name) => make("td", { textContent: text, className: name });
   const lines = found.slice(0, numShown).map((row) => {
     const link = make("a", { href: `#event-${row.id}`, textContent: row.step });
     const token = make("td", { className: "token" }, make("code", { textContent: row.token || "none", dir: "ltr" }));
-    const line = make("tr", { className: row.id === current ? "current" : "" }, make("td", {}, link), token);
-    line.append(cell(row.norm), cell(row.excess), cell(row.count), cell(row.cause), cell(row.verdict), cell(row.action));
+    const line = make("tr", { className: row.id === current ? "current" : "" }, make("td", { className: "step" }, link), token);
+    for (const name of ["norm", "excess", "count", "cause", "verdict", "action"]) line.append(cell(row[name], name));
     return line;
   });
   table.tBodies[0].replaceChildren(...lines);
@@ -94,7 +94,7 @@ async function show(id) {
   if (packed) {
     const event = await unpack(packed.textContent);
     if (current !== id) return; // another one was asked for in the meantime
-    data.events[id] = { s: event.s };
+    data.events[id] = { s: event.s, issue: event.issue };
     const template = make("template", { innerHTML: event.html });
     stage.replaceChildren(template.content);
   } else stage.replaceChildren(outline(row));

@@ -20,7 +20,7 @@ document.addEventListener("click", (event) => {
 for (const kind of ["mouseover", "focusin"]) {
   document.addEventListener(kind, (event) => {
     if (event.target.matches(".tok[data-p]")) describe(event.target);
-    const part = event.target.closest("svg .noted");
+    const part = event.target.closest(".noted");
     if (part) document.getElementById("state-note").textContent = part.getAttribute("aria-label");
   });
 }
@@ -53,7 +53,25 @@ document.addEventListener("keydown", (event) => {
 });
 
 addEventListener("hashchange", follow);
-addEventListener("beforeprint", () => all(document, "details.part-of-event").forEach((item) => { item.open = true; }));
+
+// On paper everything is open, the colours are those of the day, and the curve is as wide as the page.
+const PAPER = 680;
+let before = null; // what was closed, and the theme
+addEventListener("beforeprint", () => {
+  const closed = all(document, "details:not([open])");
+  before ??= { closed, theme: document.documentElement.dataset.theme ?? "" };
+  closed.forEach((item) => { item.open = true; });
+  document.documentElement.dataset.theme = "light";
+  charts.forEach((chart) => { chart.paper = PAPER; chart.resize(); });
+  redraw();
+});
+addEventListener("afterprint", () => {
+  before.closed.forEach((item) => { item.open = false; });
+  if (before.theme) document.documentElement.dataset.theme = before.theme;
+  else delete document.documentElement.dataset.theme;
+  charts.forEach((chart) => { delete chart.paper; chart.resize(chart.place.clientWidth); });
+  before = null;
+});
 if (table) { fillFilters(); list(); }
 follow();
 if (stage && !stage.children.length) {

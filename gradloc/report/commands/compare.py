@@ -16,11 +16,14 @@ from ..runs.comparison import Comparison, compare
 from ..runs.run import read_run
 from ..text import one_line
 
+SETTINGS = 30
+"""Settings that the terminal lists."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder")
-    parser.add_argument("run_b", type=Path, metavar="RUN_B", help="another run's folder")
+    parser.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder or log")
+    parser.add_argument("run_b", type=Path, metavar="RUN_B", help="another's")
     parser.add_argument(
         "-o",
         "--output",
@@ -38,12 +41,18 @@ def run(args: argparse.Namespace) -> int:
     runs = [read_run(args.run_a), read_run(args.run_b)]
     found = compare(*runs)
     notes = [f"{one_line(str(r.path))}: {note}" for r in runs for note in r.notes]
+    notes += [
+        f"{one_line(str(r.path))} holds {len(r.log.runs)} runs: compared is the one with the worst norm, "
+        f"{r.log.runs[0].name}."
+        for r in runs
+        if len(r.log.runs) > 1
+    ]
     if args.format is None and args.output is None:
         _print(found)
         terminal.warn(notes)
         return 0
     if args.format == "json":
-        text = json.dumps({"runs": found.names, "rows": found.rows, "steps": found.steps}, indent=2) + "\n"
+        text = json.dumps(vars(found), indent=2) + "\n"
     elif args.format == "md":
         text = _markdown(found)
     else:
@@ -59,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(found: Comparison) -> None:
     console = Console(highlight=False)
+    console.print(Text(found.parted))
     table = Table("", *map(one_line, found.names), box=None, padding=(0, 3, 0, 0))
     for row in found.rows:
         table.add_row(*map(Text, row))
@@ -69,6 +79,14 @@ def _print(found: Comparison) -> None:
     if found.steps:
         console.print()
         console.print(steps)
+    settings = Table("setting", *map(one_line, found.names), box=None, padding=(0, 3, 0, 0))
+    for row in found.settings[:SETTINGS]:
+        settings.add_row(*(Text(one_line(cell, 60)) for cell in row))
+    if found.settings:
+        console.print()
+        console.print(settings)
+    if len(found.settings) > SETTINGS:
+        console.print(Text(f"And {len(found.settings) - SETTINGS} more settings; --format json has all.", style="dim"))
     if len(found.steps) > 30:
         console.print(Text(f"And {len(found.steps) - 30} more steps.", style="dim"))
 
@@ -79,4 +97,5 @@ def _markdown(found: Comparison) -> str:
         body = ["| " + " | ".join(escape(cell) for cell in row) + " |" for row in rows]
         return [f"| {head} | {names} |", "| --- | --- | --- |", *body, ""]
 
-    return "\n".join([*table("", found.rows), *table("spike at step", found.steps)])
+    tables = [*table("", found.rows), *table("spike at step", found.steps), *table("setting", found.settings)]
+    return "\n".join([found.parted, "", *tables])

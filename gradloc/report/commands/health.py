@@ -7,14 +7,18 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from ...record.store import plain
+from ...words.numbers import percent
+from ..analyses.lead import HORIZON, RuleLead, lead
 from ..errors import ReportError
 from ..pages import terminal
+from ..runs.diagnosis import diagnose
 from ..runs.health import CLIP, STATES, HealthConfig, RunHealth, judge, ranges
-from ..runs.run import RunFolder, read_any
-from ..text import one_line
+from ..runs.run import RunFolder, read_logs, read_run
+from ..text import one_line, plural
 
 MARKS = {"healthy": ("·", "green"), "warning": ("!", "yellow"), "danger": ("X", "bold red")}
 STRIP = 60
@@ -22,10 +26,12 @@ STRIP = 60
 LINES = 5
 """Lines of the strip; a longer run has several steps to a mark."""
 PREFIX = "trainer.health."
+HEADS = ("rule", "warned of", "steps ahead", "by luck", "false alarms", "verdict")
 EPILOG = """\
 examples:
   gradloc-report health runs/demo-1
   gradloc-report health runs/demo-1 --json
+  gradloc-report health logs/*.log --lead
   gradloc-report health runs/demo-1 --grad-clip 0.5 --set zero_variance=[0.9,null]
 """
 
@@ -34,8 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the subcommand takes."""
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's folder, or a file of its metrics")
+    parser.add_argument(
+        "paths", type=Path, nargs="+", metavar="RUN", help="a run's folder or log; - for standard input"
+    )
+    parser.add_argument("--lead", action="store_true", help="how many steps before an explosion each rule warned")
     parser.add_argument("--json", action="store_true", help="every step's state, as JSON")
+    parser.add_argument("--metric", metavar="NAME", help="the metric that holds the gradient norms")
     parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
     parser.add_argument(
         "--grad-clip",
@@ -58,8 +68,13 @@ def run(args: argparse.Namespace) -> int:
     config = _config(args.set)
     if not args.grad_clip >= 0:
         raise ReportError(f"--grad-clip must be a norm or 0 for none, found {args.grad_clip}.")
-    found = read_any(args.run_dir, args.metrics)
-    health = judge(found.metrics, config, args.grad_clip or None)
+    if args.lead:
+        return _lead(args)
+    if len(args.paths) > 1:
+        raise ReportError(f"health is of one run, found {len(args.paths)}: name one, or ask --lead of all.")
+    found = read_run(args.paths[0], args.metrics, args.metric)
+    parts = [segment.metrics for run in found.log.runs[:1] for segment in run.segments]
+    health = judge(parts, config, args.grad_clip or None)
     if not health:
         raise ReportError(
             f"{found.path} has no metrics that can be judged: add `file` to trainer.logger, or "
@@ -69,8 +84,35 @@ def run(args: argparse.Namespace) -> int:
         print(_json(found, health))
     else:
         _print(found, health, config)
+        _print_others(found, config, args.grad_clip or None)
     terminal.warn(found.notes)
     return 0
+
+
+def _lead(args: argparse.Namespace) -> int:
+    found = lead(read_logs(args.paths, args.metric).log.runs)
+    rows = [[rule.name, *_cells(rule), rule.said] for rule in found.rules if rule.num_steps]
+    if args.json:
+        print(json.dumps(plain({"runs": found.num_runs, "explosions": found.onsets, "rules": rows}), indent=2))
+        return 0
+    console = Console(highlight=False)
+    console.print(
+        Text(
+            f"{plural(found.num_runs, 'run')}, {plural(found.num_steps, 'step')}, "
+            f"{plural(len(found.onsets), 'explosion')}; a rule warned of one when it found fault in the "
+            f"{HORIZON} steps before it."
+        )
+    )
+    table = Table(*HEADS, box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
+    return 0
+
+
+def _cells(rule: RuleLead) -> list[str]:
+    warned = f"{len(rule.ahead)} of {rule.num_seen}"
+    return [warned, rule.steps_ahead, percent(rule.luck, 2), f"{rule.num_false} in {rule.num_steps:,} steps"]
 
 
 def _config(given: list[str]) -> HealthConfig:
@@ -121,6 +163,7 @@ def _json(found: RunFolder, health: RunHealth) -> str:
             for finding in health.findings
         },
         "not_judged": list(health.silent),
+        "other_runs": [run.name for run in found.log.runs[1:]],
         "notes": health.notes + found.notes,
     }
     return json.dumps(plain(document), indent=2, allow_nan=False)
@@ -129,7 +172,13 @@ def _json(found: RunFolder, health: RunHealth) -> str:
 def _print(found: RunFolder, health: RunHealth, config: HealthConfig) -> None:
     console = Console(highlight=False)
     console.print(Text(one_line(found.name), style="bold"))
-    console.print(Text(health.headline))
+    if found.log and not found.events:
+        diagnosis = diagnose(found.log.runs[0])
+        if diagnosis.worst:
+            console.print(Text(one_line(diagnosis.headline), style="bold red"))
+        console.print(Text(diagnosis.beside(health)))
+    else:
+        console.print(Text(health.headline))
     console.print(_strip(health))
     told: set[str] = set()
     for finding in health.findings:
@@ -155,6 +204,16 @@ def _print(found: RunFolder, health: RunHealth, config: HealthConfig) -> None:
     for note in health.notes:
         console.print(Text(note, style="yellow"))
     console.print(Text("docs/health.md explains every rule and its source.", style="dim"))
+
+
+def _print_others(found: RunFolder, config: HealthConfig, grad_clip: float | None) -> None:
+    """A line for each other run of the same logs."""
+    for run in found.log.runs[1:]:
+        health = judge([segment.metrics for segment in run.segments], config, grad_clip)
+        diagnosis = diagnose(run)
+        said = diagnosis.beside(health) if health else "No metrics that can be judged."
+        spike = f"{diagnosis.headline} " if diagnosis.worst else ""
+        print(one_line(f"{run.name}: {spike}{said}"))
 
 
 def _strip(health: RunHealth) -> Text:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc-report RUN_DIR``: the terminal's summary, the page, or an export."""
+"""``gradloc-report ANYTHING``: what happened, in the terminal, as the page, or as an export."""
 
 import argparse
 import sys
@@ -8,27 +8,38 @@ from pathlib import Path
 
 from ...record import Event
 from .. import output
-from ..pages import exports, page, terminal
-from ..runs.run import RunFolder, read_run
+from ..pages import exports, logview, page, terminal
+from ..runs.run import RunFolder, read_logs, read_run
 
 FORMATS = ("md", "json", "csv")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's folder, or its events.jsonl")
+    parser.add_argument(
+        "paths",
+        type=Path,
+        nargs="+",
+        metavar="ANYTHING",
+        help="a run's folder or events.jsonl, or logs of runs without gradloc: files, folders, - for standard input",
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write to this file; HTML by default")
     parser.add_argument("--format", choices=FORMATS, help="write this instead of HTML; without -o, print it")
     parser.add_argument("--event", action="append", metavar="ID", help="only this event; may be given again")
     parser.add_argument("--list", action="store_true", help="the events' names and nothing else")
     parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
+    parser.add_argument("--metric", metavar="NAME", help="the metric that holds the gradient norms")
 
 
 def run(args: argparse.Namespace) -> int:
     """Reads the run and shows it as asked."""
     if args.output is not None:
         output.check(args.output)
-    found = read_run(args.run_dir, args.metrics)
+    found = (
+        read_run(args.paths[0], args.metrics, args.metric)
+        if len(args.paths) == 1
+        else read_logs(args.paths, args.metric)
+    )
     events = [found.find(name) for name in args.event] if args.event else found.events
     if args.list:
         for event in events:
@@ -37,7 +48,10 @@ def run(args: argparse.Namespace) -> int:
     if args.format:
         return _export(args, found, events)
     if args.output is None:
-        terminal.summary(found, events)
+        if found.events_root is None:
+            logview.show(found)
+        else:
+            terminal.summary(found, events)
         return 0
     return _page(args, found, events)
 

@@ -3,7 +3,6 @@
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,16 +15,14 @@ from ...words.numbers import number, percent
 from .. import output
 from ..errors import ReportError
 from ..pages import terminal
-from ..runs import sources
-from ..runs.metrics import Metrics
-from ..runs.run import read_any
-from ..runs.trigger import Judged, judge, norm_of, settings_of
+from ..pages.curve import curve
+from ..runs.diagnosis import Diagnosis, diagnose
+from ..runs.run import RunFolder, read_run
+from ..runs.trigger import require_norm, settings_of
 from ..text import one_line, plural
 
 SHOWN = 30
 """Flagged steps listed."""
-HEIGHT = 12
-"""Lines of the terminal's curve."""
 EPILOG = """\
 examples:
   gradloc-report trigger runs/demo-1
@@ -40,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "metrics", type=Path, nargs="+", metavar="METRICS", help=f"a run's folder, or its metrics: {sources.FORMATS}"
+        "metrics", type=Path, nargs="+", metavar="METRICS", help="a run's folder, or its log; - for standard input"
     )
     parser.add_argument(
         "--set",
@@ -63,25 +60,30 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None and len(args.metrics) > 1:
         raise ReportError(f"--json is of one run, found {len(args.metrics)}: name one.")
     settings = settings_of(_pairs(args.set))
-    runs: dict[str, list[Judged]] = {}
+    runs: dict[str, Diagnosis] = {}
     notes: list[str] = []
     for path in args.metrics:
-        metrics, more = _read(path)
-        notes += more
-        runs[one_line(str(path)) if path.stem in runs else one_line(path.stem)] = judge(
-            metrics, norm_of(metrics, args.metric), settings
-        )
+        found = _read(path, args.metric)
+        notes += found.notes
+        for run in found.log.runs:
+            name = path.stem if len(found.log.runs) == 1 else run.name
+            name = one_line(str(path) if name in runs and len(found.log.runs) == 1 else name)
+            runs[name] = diagnose(run, settings)
+            notes += runs[name].limits
     if args.json is not None:
+        if len(runs) > 1:
+            raise ReportError(f"--json is of one run, found {len(runs)}: name a log of one.")
         _write_json(args.json, next(iter(runs.values())))
     if args.output is not None:
         from ..pages import trigger as page  # matplotlib takes a second to import
 
-        output.write(args.output, page.svg(runs) if args.output.suffix == ".svg" else page.html(runs))
+        drawn = {name: sorted(sum(found.judged, []), key=lambda j: j.step) for name, found in runs.items()}
+        output.write(args.output, page.svg(drawn) if args.output.suffix == ".svg" else page.html(drawn))
         print(args.output)
     if args.json is None and args.output is None:
         console = Console(highlight=False)
-        for name, judged in runs.items():
-            _print(console, name, judged)
+        for name, found in runs.items():
+            _print(console, name, found)
     terminal.warn(notes)
     return 0
 
@@ -94,15 +96,28 @@ def _pairs(given: Sequence[str]) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def _read(path: Path) -> tuple[Metrics, list[str]]:
-    found = read_any(path)
+def _read(path: Path, metric: str | None) -> RunFolder:
+    found = read_run(path, metric=metric)
     if not found.metrics:
         raise ReportError(f"{path} holds no metrics: add `file` to trainer.logger, or name the run's log.")
-    return found.metrics, [] if path.is_dir() else found.notes
+    for run in found.log.runs:
+        require_norm(run.metrics, run.name)
+    return found
 
 
-def _write_json(path: Path, judged: Sequence[Judged]) -> None:
-    steps = [{"step": j.step, "norm": j.norm, "threshold": j.threshold, "spike": j.spike} for j in judged]
+def _write_json(path: Path, found: Diagnosis) -> None:
+    several = len(found.judged) > 1
+    steps = [
+        {
+            "step": j.step,
+            "norm": j.norm,
+            "threshold": j.threshold,
+            "spike": j.spike,
+            **({"segment": at} if several else {}),
+        }
+        for at, judged in enumerate(found.judged)
+        for j in judged
+    ]
     text = json.dumps(plain({"steps": steps}), indent=1, allow_nan=False) + "\n"
     if str(path) == "-":
         print(text, end="")
@@ -111,14 +126,24 @@ def _write_json(path: Path, judged: Sequence[Judged]) -> None:
         print(path)
 
 
-def _print(console: Console, name: str, judged: Sequence[Judged]) -> None:
+def _print(console: Console, name: str, found: Diagnosis) -> None:
+    judged = [j for steps in found.judged for j in steps]
     spikes = [j for j in judged if j.spike]
+    early = [j for j in judged if j.is_early]
     console.print(Text(name, style="bold"))
-    for line in _curve(judged, max(console.width - 12, 20)):
+    for line in curve(found.judged, max(console.width - 12, 20)):
         console.print(line)
     console.print(
         Text(f"{plural(len(spikes), 'step')} of {len(judged)} flagged ({percent(len(spikes) / len(judged))}).")
     )
+    for j in early:
+        console.print(
+            Text(
+                f"Step {j.step}: {number(j.norm, 3)} is {number(j.times, 3)} times the median of the steps around it, "
+                "in the warm-up, in which the rule flags only what is not finite.",
+                style="red",
+            )
+        )
     others = sorted((j for j in judged if not j.spike and j.ratio is not None), key=lambda j: j.ratio)
     if others:
         nearest, middle = others[-1], others[len(others) // 2]
@@ -136,38 +161,3 @@ def _print(console: Console, name: str, judged: Sequence[Judged]) -> None:
     if len(spikes) > SHOWN:
         console.print(Text(f"And {len(spikes) - SHOWN} more; --json writes them all.", style="dim"))
     console.print()
-
-
-def _curve(judged: Sequence[Judged], width: int) -> list[Text]:
-    """The largest norm of each column's steps on a log scale, and the lowest threshold over it."""
-    size = -(-len(judged) // width)
-    columns = [judged[at : at + size] for at in range(0, len(judged), size)]
-    norms = [max((math.log(j.norm) for j in column if 0 < j.norm < math.inf), default=None) for column in columns]
-    limits = [min((math.log(j.threshold) for j in column if j.threshold), default=None) for column in columns]
-    known = [value for value in [*norms, *limits] if value is not None and math.isfinite(value)]
-    if not known:
-        return []
-    low, high = min(known), max(known)
-    lines = [Text() for _ in range(HEIGHT)]
-    for column, norm, limit in zip(columns, norms, limits, strict=True):
-        is_spike = any(j.spike for j in column)
-        at, over = _level(norm, low, high), _level(limit, low, high)
-        if norm is None and is_spike:
-            at = HEIGHT - 1  # not finite
-        for level, line in enumerate(reversed(lines)):
-            if level == at:
-                line.append("◆" if is_spike else "•", style="bold red" if is_spike else "blue")
-            else:
-                line.append("-" if level == over else " ", style="dim")
-    for level, line in enumerate(reversed(lines)):
-        if level in (0, HEIGHT // 2, HEIGHT - 1):
-            line.append(f" {number(math.exp(low + (high - low) * level / (HEIGHT - 1)), 3)}", style="dim")
-    first, last = judged[0].step, judged[-1].step
-    legend = f"steps {first:,} to {last:,}: • norm, ◆ flagged, - threshold" + (f"; {size} steps a column" * (size > 1))
-    return [*lines, Text(legend, style="dim")]
-
-
-def _level(value: float | None, low: float, high: float) -> int | None:
-    if value is None or not math.isfinite(value):
-        return None
-    return round((HEIGHT - 1) * (value - low) / (high - low)) if high > low else 0

@@ -2,8 +2,13 @@
 """``gradloc-report watch RUN_DIR``: follows a run in the terminal, or serves its page on this machine."""
 
 import argparse
+import contextlib
+import os
+import select
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -27,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's folder; it need not be there yet")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's folder or log; it need not be there yet")
     parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
     parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="default: %(default)s")
     parser.add_argument("--once", action="store_true", help="print the view once and end")
@@ -36,9 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Follows the run until Ctrl-C."""
+    """Follows the run until Ctrl-C, in a terminal also until q."""
     if not args.interval > 0:
         raise ReportError(f"--interval must be more than 0 seconds, found {args.interval}.")
+    if not 0 <= args.port < 1 << 16:
+        raise ReportError(f"--port must be from 0 to 65535, found {args.port}.")
     follower = Follower(args.run_dir, args.metrics)
     console = Console(highlight=False)
     follower.poll()
@@ -47,22 +54,47 @@ def run(args: argparse.Namespace) -> int:
             raise ReportError(follower.waiting)
         console.print(view(follower, console.width))
         return 0
-    try:
+    with contextlib.suppress(KeyboardInterrupt), _single_keys():
         if args.serve:
             _serve(follower, args, console)
         elif console.is_terminal:
             _screen(follower, args.interval, console)
         else:
             _lines(follower, args.interval, console)
-    except KeyboardInterrupt:
-        pass
     return 0
+
+
+@contextlib.contextmanager
+def _single_keys() -> Iterator[None]:
+    """Has the terminal hand over each key as it is pressed."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _is_over(seconds: float) -> bool:
+    """Wait so long; whether q was pressed meanwhile."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if not sys.stdin.isatty():
+            time.sleep(left)
+        elif select.select([sys.stdin], [], [], left)[0] and b"q" in os.read(sys.stdin.fileno(), 64).lower():
+            return True
+    return False
 
 
 def _screen(follower: Follower, interval: float, console: Console) -> None:
     with Live(view(follower, console.width), console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            time.sleep(interval)
+        while not _is_over(interval):
             follower.poll()
             live.update(view(follower, console.width), refresh=True)
 
@@ -73,7 +105,8 @@ def _lines(follower: Follower, interval: float, console: Console) -> None:
     while True:
         for line in news(follower.run, known) if follower.run else ():
             console.print(Text(line), soft_wrap=True)
-        time.sleep(interval)
+        if _is_over(interval):
+            return
         follower.poll()
 
 
@@ -82,15 +115,15 @@ def _serve(follower: Follower, args: argparse.Namespace, console: Console) -> No
 
     try:
         site = Site(follower, args.port)
-    except OSError as error:
-        raise ReportError(f"port {args.port} cannot be opened ({error.strerror}): --port names another.") from None
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or "it must be in 0 to 65535"
+        raise ReportError(f"port {args.port} cannot be opened ({why}): --port names another.") from None
     with site:
         threading.Thread(target=site.serve_forever, daemon=True).start()
-        console.print(Text(f"{site.url}  shows {args.run_dir} as it grows; Ctrl-C ends."), soft_wrap=True)
+        console.print(Text(f"{site.url}  shows {args.run_dir} as it grows; q or Ctrl-C ends."), soft_wrap=True)
         known = {event.event_id for event in follower.run.events} if follower.run else set()
         try:
-            while True:
-                time.sleep(args.interval)
+            while not _is_over(args.interval):
                 if follower.poll():
                     for line in news(follower.run, known):
                         console.print(Text(line), soft_wrap=True)

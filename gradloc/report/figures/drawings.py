@@ -9,8 +9,9 @@ import re
 from xml.sax.saxutils import escape, quoteattr
 
 from ...record import Event
+from ...words.hurt import Part
 from ...words.numbers import number, percent
-from ...words.verdict import told_share
+from ...words.shares import told_share
 
 CELLS_NAMED = 96
 """Up to so many cells have their number written in them."""
@@ -108,6 +109,30 @@ def layer_bars(event: Event) -> str | None:
         marks.append(f'<path class="diamond" d="M{left + 127} 4l5 5l-5 5l-5 -5z"/>')
         marks.append(_axis(left + 138, 13, "the largest culprit"))
     return _svg(width, 28 + high * len(layers), "Gradient norm by layer, the whole step and the largest culprit", marks)
+
+
+def spark(part: Part, step: int) -> str:
+    """A metric around an event: its values as a line, the event's step as a bar, and a dot for its own value."""
+    wide, high, room = 130.0, 32.0, 4.0
+    steps, values = zip(*part.points, strict=True)
+    is_log = part.title == "norm" and min(values) > 0
+    heights = [math.log(value) if is_log else value for value in values]
+    low, size = min(heights), (max(heights) - min(heights)) or 1.0
+    first, length = steps[0], (steps[-1] - steps[0]) or 1
+
+    def x(at: int) -> float:
+        return room + (at - first) / length * (wide - 2 * room)
+
+    places = [(x(at), high - room - (y - low) / size * (high - 2 * room)) for at, y in zip(steps, heights, strict=True)]
+    line = " ".join(f"{across:.1f},{down:.1f}" for across, down in places)
+    marks = [f'<path class="at" d="M{x(step):.1f} 0V{high:g}"/><polyline class="line" points="{line}"/>']
+    marks += [
+        f'<circle class="spike" cx="{across:.1f}" cy="{down:.1f}" r="2.6"/>'
+        for at, (across, down) in zip(steps, places, strict=True)
+        if at == step
+    ]
+    after = "" if part.after is None else f", {number(part.after, 3)} after"
+    return _svg(wide, high, f"{part.title}: {number(part.before, 3)} before{after}", marks)
 
 
 def natural(layer: str) -> tuple:

@@ -38,7 +38,8 @@ class Follower:
     def _stamps(self) -> list[tuple[str, int, int]]:
         """Name, size and time of every file that could hold events or metrics."""
         stamps = []
-        for file in [*files_of(self.path), *([self._metrics_path] if self._metrics_path else [])]:
+        named = [path for path in (self.path, self._metrics_path) if path is not None and path.is_file()]
+        for file in [*files_of(self.path), *named]:
             try:
                 status = file.stat()
             except OSError:

@@ -10,8 +10,9 @@ from rich.text import Text
 from ...record import Event
 from ...words.leader import leader
 from ...words.numbers import bounded, number
-from ...words.verdict import carried
-from ..runs import story
+from ...words.shares import carried
+from ...words.story import headline
+from ..runs.diagnosis import diagnose
 from ..runs.health import RunHealth, judge
 from ..runs.metrics import MAX, MEAN, Metrics
 from ..runs.run import RunFolder
@@ -41,10 +42,11 @@ def view(follower: Follower, width: int) -> Group:
     if health:
         parts += _health(health)
     parts.append(Text())
-    parts.append(_events(run.events) if run.events else Text("No spike so far.", style="green"))
+    parts.append(_events(run.events) if run.events else _without_events(run))
     if run.events:
         parts.append(Text(show_command(str(run.path), run.events[-1].event_id), style="cyan"))
     parts += [Text(one_line(note), style="yellow") for note in run.notes[-3:]]
+    parts.append(Text("q ends.", style="dim"))
     return Group(*parts)
 
 
@@ -54,7 +56,7 @@ def news(run: RunFolder, known: set[str]) -> list[str]:
     for event in run.events:
         if event.event_id not in known:
             known.add(event.event_id)
-            lines.append(f"{story.headline(event)}: {_change(event)}")
+            lines.append(f"{headline(event)}: {_change(event)}")
     return lines
 
 
@@ -110,13 +112,21 @@ def _health(health: RunHealth) -> list[Text]:
     ]
 
 
+def _without_events(run: RunFolder) -> Text:
+    """What the log says where GradLoc wrote nothing: it may have been off."""
+    if not run.log:
+        return Text("No spike so far.", style="green")
+    found = diagnose(run.log.runs[0])
+    return Text(one_line(found.headline), style="bold red" if found.worst else "green")
+
+
 def _events(events: list[Event]) -> Table:
     table = Table("step", "what", "token", "share", "norm", "action", box=None, padding=(0, 2, 0, 0))
     for event in events[-EVENTS:]:
         first = leader(event.culprits)
         cells = (
             str(event.step.global_step),
-            story.headline(event),
+            headline(event),
             f'"{one_line(first.text, 20)}"' if first else "none",
             (carried(event, [first]) if first else None) or number(None),
             _change(event),

@@ -76,7 +76,7 @@ class Site(ThreadingHTTPServer):
                 return _waiting(self.follower.waiting)
             if self._made[0] != version:
                 # rendering adds notes: the next reader's run must not have them
-                fresh = RunFolder(run.path, run.events_root, run.events, run.metrics, list(run.notes))
+                fresh = RunFolder(run.path, run.events_root, run.events, run.log, list(run.notes))
                 self._made = (version, page.render(fresh).encode("utf-8"))
             return self._made[1]
 

@@ -16,6 +16,8 @@ POINTS = 4000
 """Points per curve; of more, the lowest and highest of each bin are kept, so that no spike is lost."""
 LINKED = 300
 """Events that the curve marks; the largest ones."""
+OTHERS = 6
+"""Other runs of the same log that are drawn."""
 SPANS = 120
 """Parts that the strip of states has at most; each that is not healthy can be tabbed to."""
 THRESHOLD = "gradloc/threshold"
@@ -39,6 +41,7 @@ def run_chart(run: RunFolder, health: RunHealth) -> Chart | None:
         lines.append(_line(metrics, MAX, "largest of the step", "spike"))
     lines.append(_line(metrics, MEAN, "mean of the step", "calm"))
     lines.append(_threshold(metrics, events))
+    lines += _others(run)
     panels = [{"title": "gradient norm", "is_log": True, "lines": [line for line in lines if line]}]
     for title, names in BELOW.items():
         name = next((name for name in names if any(metrics.finite(name))), None)
@@ -50,6 +53,21 @@ def run_chart(run: RunFolder, health: RunHealth) -> Chart | None:
         "marks": _marks(events),
         "bands": [[s.first, s.last, s.state, s.note if s.reasons else ""] for s in spans],
     }
+
+
+def _others(run: RunFolder) -> list[Chart | None]:
+    """The norms that the run's own hide: what a resume overwrote, and other runs of the same log."""
+    if not run.log or run.events:
+        return []
+    first, *others = run.log.runs
+    lines = []
+    for segment, lost in first.overwritten:
+        at = segment.metrics.steps.index(lost[0])
+        part = Metrics(steps=lost, series={MEAN: segment.metrics.get(segment.metrics.norm or MEAN)[at:]})
+        lines.append(_line(part, MEAN, f"overwritten, from step {lost[0]}", "spike"))
+    for other in others[:OTHERS]:
+        lines.append(_line(other.metrics, other.metrics.norm or MEAN, one_line(other.name, 40), "calm"))
+    return lines
 
 
 def comparison_chart(runs: Sequence[RunFolder], found: Comparison) -> Chart | None:

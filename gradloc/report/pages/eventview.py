@@ -2,21 +2,29 @@
 """One event as the page's template wants it, with everything worked out beforehand."""
 
 import base64
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ...record import Culprit, Event, Sequence, StepCause
+from ...words.advice import replay_lines
+from ...words.hurt import Hurt, Part, did_it_hurt
 from ...words.leader import by_size
+from ...words.meanings import Meaning, meaning_of
+from ...words.next_step import NextStep, next_step
 from ...words.numbers import number, percent
-from ...words.verdict import carried, shares_sentence
+from ...words.shares import carried, shares_sentence
+from ...words.story import ACTIONS, CERTIFICATES, ODD, Story, beside, odd_number, tell
+from ...words.verdict import verdict_sentences
 from ..figures import drawings
-from ..runs import advice, searchpath, tokens
-from ..runs.events import bundle_folder, read_pictures, read_sequences
-from ..runs.metrics import Metrics
+from ..runs import searchpath, tokens
+from ..runs.events import bundle_folder, read_actor, read_pictures, read_sequences
+from ..runs.run import RunFolder
 from ..runs.shading import Shades, shade
-from ..runs.story import ODD, Story, beside, clip_of, odd_number, tell
-from ..text import one_line, plural, replay_command, span, visible
+from ..text import one_line, plural, span, visible
+from .context import context
 
 CULPRITS = 40
 """Culprits written out per event; the rest are counted."""
@@ -24,17 +32,6 @@ CULPRITS = 40
 PICTURE_BYTES = 3_000_000
 """Of the pictures of one event in a page."""
 
-CERTIFICATES = {
-    "explained": "explained: without the culprits the step is healthy",
-    "not_explained": "not explained: without the culprits the step still spikes",
-    "undecided": "undecided",
-}
-ACTIONS = {
-    "observe": "observe: the step was taken unchanged",
-    "mask": "mask: the optimizer took the step without the culprits",
-    "skip": "skip: the optimizer took no step",
-    "abort": "abort: the run was stopped",
-}
 ODD_FACTS = {
     "token_mismatch": "ratio new / old",
     "sequence_mismatch": "ratio of the sequence",
@@ -84,13 +81,18 @@ class EventView:
 
     event: Event
     story: Story
+    clip: float | None
+    """The norm that gradients were clipped to, where it is known."""
+    next: NextStep | None
+    hurt: Hurt
+    context: list[tuple[str, str]]
     verdict: str
     title: str
     culprits: list[CulpritView]
     num_hidden_culprits: int
-    causes: list[tuple[advice.Advice, list[CulpritView]]]
-    other: tuple[advice.Advice, StepCause, list[tuple[str, str]]] | None
-    """What made it, or a part of it, that is no token's: its advice, the record, its numbers as text."""
+    causes: list[tuple[Meaning, list[CulpritView]]]
+    other: tuple[Meaning, StepCause, list[tuple[str, str]]] | None
+    """What made it, or a part of it, that is no token's: what it means, the record, its numbers as text."""
     over_run: str
     """The batch beside the run's earlier ones; a sentence, or nothing."""
     again: list[str]
@@ -100,7 +102,8 @@ class EventView:
     search_cost: str
     certificate: str
     action: str
-    replay: str | None
+    replay: dict[str, str]
+    """The command that replays it, by the verl that it is for; empty where there is no bundle."""
     layer_note: str | None
     path: list[searchpath.Node]
     num_hidden_parts: int
@@ -115,6 +118,8 @@ class EventView:
     heat: str | None = None
     is_heat_whole: bool = True
     layers: str | None = None
+    sparks: list[tuple[Part, str]] = field(default_factory=list)
+    """What the metrics did around the event, and drawings of it."""
 
     @property
     def default(self) -> str:
@@ -122,28 +127,34 @@ class EventView:
         return self.shades[0].measure.name if self.shades else ""
 
 
-def plain_view(event: Event, root: Path, metrics: Metrics | None = None) -> EventView:
+def plain_view(event: Event, run: RunFolder) -> EventView:
     """The event without drawings and token arrays.
 
     Args:
         event: the event.
-        root: folder of events.jsonl, as the user named it; the replay command is relative to it.
-        metrics: the run's, for what came after the event.
+        run: its run, as the user named it: the replay command is relative to that.
     """
+    root = run.events_root or run.path
+    actor = read_actor(root, event)
+    clip = clip_of(event, actor)
     shown = by_size(event.culprits)
     written = [describe(event, culprit) for culprit in shown[:CULPRITS]]
     path, num_hidden = searchpath.tree(event.search)
     folder = bundle_folder(root, event)
     return EventView(
         event=event,
-        story=tell(event, clip_of(root, event), metrics or Metrics()),
-        verdict=visible(event.verdict) if event.verdict else "",
+        story=tell(event, clip),
+        clip=clip,
+        next=next_step(event, actor),
+        hurt=did_it_hurt(event, run.metrics.known),
+        context=context(event, run.events),
+        verdict=verdict_sentences(event),
         title=f"Step {event.step.global_step}, mini-batch {event.step.mini_batch}"
         + (f", Lopti's {event.step.stage} stage" if event.step.stage else "")
         + (", the critic" if event.model == "critic" else ""),
         culprits=written,
         num_hidden_culprits=max(len(shown) - CULPRITS, 0),
-        causes=_causes(written, event.search.strategy),
+        causes=_causes(written),
         other=_other(event),
         over_run=_over_run(event),
         again=_again(event),
@@ -151,31 +162,29 @@ def plain_view(event: Event, root: Path, metrics: Metrics | None = None) -> Even
         search_cost=searchpath.cost(event.search),
         certificate=CERTIFICATES.get(event.certificate.verdict, event.certificate.verdict),
         action=ACTIONS.get(event.action.taken, event.action.taken),
-        replay=replay_command(str(folder)) if folder is not None and folder.is_dir() and not event.model else None,
+        replay=_replay(event, folder),
         layer_note=_layer_note(event),
         path=path,
         num_hidden_parts=num_hidden,
     )
 
 
-def full_view(event: Event, root: Path, metrics: Metrics, budget: int, shown: int) -> tuple[EventView, str | None]:
+def full_view(event: Event, run: RunFolder, budget: int, shown: int) -> tuple[EventView, str | None]:
     """The event with drawings and its sequences token by token.
 
     Args:
         event: the event.
-        root: folder of events.jsonl.
-        metrics: the run's.
+        run: its run.
         budget: tokens that the page can carry of this event.
         shown: tokens that it can show at first.
 
     Returns:
         The view, and a sentence when the sequences could not be read.
     """
-    made = plain_view(event, root, metrics)
+    made, root = plain_view(event, run), run.events_root or run.path
     sequences, note = read_sequences(root, event)
     made.token_note = note
-    if event.shares is not None and not event.shares.is_trusted:
-        sequences = [replace(sequence, share=None, share_error=None) for sequence in sequences]
+    sequences = [_told(event, sequence) for sequence in sequences]
     made.shades = shade(sequences)
     count = max(len(sequences), 1)
     made.sequences = [
@@ -190,7 +199,39 @@ def full_view(event: Event, root: Path, metrics: Metrics, budget: int, shown: in
     if heat is not None:
         made.heat, made.is_heat_whole = heat
     made.layers = drawings.layer_bars(event)
+    made.sparks = [(part, drawings.spark(part, event.step.global_step)) for part in made.hurt.parts]
     return made, note
+
+
+def clip_of(event: Event, actor: Mapping[str, Any]) -> float | None:
+    """The norm that gradients were clipped to, as the event says, else its bundle; None where it is not known."""
+    if event.consequence is not None:
+        return event.consequence.grad_clip
+    try:
+        clip = float(actor["grad_clip"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return clip if 0 < clip < float("inf") else None
+
+
+def _replay(event: Event, folder: Path | None) -> dict[str, str]:
+    if folder is None or not folder.is_dir() or event.model:  # a replay rebuilds the actor alone
+        return {}
+    return replay_lines(shlex.quote(one_line(str(folder))), event.run.trainer)
+
+
+def _told(event: Event, sequence: Sequence) -> Sequence:
+    """The sequence with the shares as they are told elsewhere: none that is not trusted, a culprit's as measured."""
+    if sequence.share is None:
+        return sequence
+    if event.shares is not None and not event.shares.is_trusted:
+        return replace(sequence, share=None, share_error=None)
+    share, error = list(sequence.share), list(sequence.share_error or [0.0] * len(sequence.share))
+    for culprit in event.culprits:
+        [*rest] = culprit.positions
+        if tokens.is_same(culprit, sequence) and len(rest) == 1 and rest[0] < len(share) and culprit.share is not None:
+            share[rest[0]], error[rest[0]] = culprit.share, culprit.share_error or 0.0
+    return replace(sequence, share=tuple(share), share_error=tuple(error) if sequence.share_error else None)
 
 
 def severity(event: Event) -> float:
@@ -298,17 +339,17 @@ def _index(name: str | None) -> str:
     return (name or "").rpartition(":")[2] or "–"
 
 
-def _other(event: Event) -> tuple[advice.Advice, StepCause, list[tuple[str, str]]] | None:
+def _other(event: Event) -> tuple[Meaning, StepCause, list[tuple[str, str]]] | None:
     cause = beside(event)
     if cause is None:
         return None
     known = [(_spoken(name), number(value)) for name, value in cause.numbers.items() if not name.endswith("_over_run")]
-    return advice.of(cause.label, event.search.strategy), cause, known
+    return meaning_of(cause.label), cause, known
 
 
 def _over_run(event: Event) -> str:
-    known = [f"{name} {number(value, 3)}" for name, value in (event.batch.over_run or {}).items()]
-    return f"This batch beside the run's usual, in times: {', '.join(known)}." if known else ""
+    known = [f"{name} {number(value, 3)}×" for name, value in (event.batch.over_run or {}).items()]
+    return f"Against the run's usual: {', '.join(known)}." if known else ""
 
 
 def _again(event: Event) -> list[str]:
@@ -337,8 +378,8 @@ def _layer_note(event: Event) -> str | None:
     if not known:
         return None
     highest = sorted(known, key=known.__getitem__, reverse=True)[:3]
-    listed = ", ".join(f"{layer} {number(known[layer], 3)}" for layer in highest)
-    return f"Times its own median over {number(history.num_steps)} steps: {listed}."
+    listed = ", ".join(f"{layer} {number(known[layer], 3)}×" for layer in highest)
+    return f"Against its own median over {number(history.num_steps)} steps: {listed}."
 
 
 def _spoken(name: str) -> str:
@@ -346,12 +387,12 @@ def _spoken(name: str) -> str:
     return name.replace("_over_", " / ").replace("_", " ")
 
 
-def _causes(culprits: list[CulpritView], strategy: str) -> list[tuple[advice.Advice, list[CulpritView]]]:
+def _causes(culprits: list[CulpritView]) -> list[tuple[Meaning, list[CulpritView]]]:
     """Causes in the order of their largest culprit, each with its culprits."""
     groups: dict[str, list[CulpritView]] = {}
     for entry in culprits:
         groups.setdefault(entry.culprit.cause.label, []).append(entry)
-    return [(advice.of(label, strategy), members) for label, members in groups.items()]
+    return [(meaning_of(label), members) for label, members in groups.items()]
 
 
 def culprit_count(event: Event) -> str:

@@ -8,12 +8,11 @@ from typing import Any
 
 from ...record import Culprit, Event
 from ...record.store import plain
-from ...words.numbers import bounded, number
-from ...words.verdict import told_share
+from ...words.shares import told_share
+from ...words.story import cause_of
 from ..runs.run import RunFolder
-from ..runs.story import cause_of
-from ..text import one_line, spoken
-from .eventview import ACTIONS, CERTIFICATES, describe, plain_view
+from .eventview import plain_view
+from .issue import escape, issue
 
 EVENT_COLUMNS = (
     "event_id",
@@ -116,59 +115,9 @@ def to_markdown(run: RunFolder, events: list[Event]) -> str:
     if not events:
         lines += [] if run.metrics.verdicts else ["No spike was localized in this run."]
     for event in events:
-        lines += _event_lines(run, event)
+        made, text = issue(plain_view(event, run), run)
+        lines += ["", made + text]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _event_lines(run: RunFolder, event: Event) -> list[str]:
-    view = plain_view(event, run.events_root or run.path)
-    lines = ["", f"## {escape(view.title)} ({escape(event.event_id)})", ""]
-    if view.verdict:
-        lines += [escape(view.verdict), ""]
-    lines += [
-        "| token | where | share | norm | advantage | ratio | cause |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for culprit in event.culprits:
-        entry = describe(event, culprit)
-        cells = (
-            code(entry.token),
-            entry.place,
-            entry.share,
-            entry.norm,
-            number(culprit.advantage),
-            number(culprit.ratios.current_over_old),
-            escape(spoken(culprit.cause.label)),
-        )
-        lines.append("| " + " | ".join(cells) + " |")
-    certificate = event.certificate
-    after = "".join(bounded(certificate.norm_after, certificate.error_bound))
-    lines += [
-        "",
-        f"- Norm {number(certificate.norm_before)} with the culprits, "
-        f"{after} without, threshold {number(certificate.threshold)}: "
-        f"{escape(CERTIFICATES.get(certificate.verdict, certificate.verdict))}.",
-        *([f"- {escape(view.shares)}"] if view.shares else []),
-        f"- Action: {escape(ACTIONS.get(event.action.taken, event.action.taken))}.",
-        f"- Search: {escape(event.search.strategy)}; {view.search_cost}.",
-    ]
-    lines += [f"- {advice.title}: {what} `{line}`" for advice, _ in view.causes for what, line in advice.advice]
-    if view.replay:
-        lines += ["", "```sh", view.replay.replace("```", ""), "```"]
-    return lines
-
-
-def escape(text: str) -> str:
-    """Text that Markdown, and the HTML inside it, takes literally."""
-    return "".join(f"\\{c}" if c in "\\`*_{}[]()#+!|<>~$&@" else c for c in one_line(text))
-
-
-def code(text: str) -> str:
-    """A code span that holds any text: fenced by more backticks than stand inside."""
-    shown = one_line(text).replace("|", "\\|")
-    longest = max((len(run) for run in "".join(c if c == "`" else " " for c in shown).split()), default=0)
-    fence = "`" * (longest + 1)
-    return f"{fence} {shown} {fence}"
 
 
 FORMATS = {"md": to_markdown, "json": to_json, "csv": to_csv}

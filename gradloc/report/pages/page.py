@@ -18,20 +18,22 @@ from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from ...record import Event
 from ...words.numbers import bounded, number, percent
+from ...words.story import cause_of
 from ..figures.palette import DARK, LIGHT, variables
 from ..runs import tokens
 from ..runs.comparison import Comparison
+from ..runs.diagnosis import diagnose
 from ..runs.health import judge, ranges
 from ..runs.metrics import MEAN
 from ..runs.run import RunFolder
-from ..runs.story import cause_of
 from ..text import one_line, plural, show_command, spoken, visible
 from . import analyses, charts
 from .eventview import EventView, culprit_count, full_view, severity
+from .issue import issue
 from .rows import rows
 
 INLINE = 10
@@ -64,16 +66,21 @@ def render(run: RunFolder, events: list[Event] | None = None, progress: Progress
     shown = SHOWN_TOKENS // max(len(chosen), 1) if is_inline else SHOWN_TOKENS // 4
     views: dict[str, EventView] = {}
     payload: dict[str, Any] = {}
-    root = run.events_root or run.path
     for event in progress(worst, len(worst)) if progress else worst:
-        view, note = full_view(event, root, run.metrics, budget, shown)
+        view, note = full_view(event, run, budget, shown)
         if note:
             run.notes.append(note)
         views[event.event_id] = view
-        payload[event.event_id] = {"s": [tokens.payload(s, i, view.shades) for i, s in enumerate(view.sequences)]}
+        payload[event.event_id] = {
+            "issue": issue(view, run),
+            "s": [tokens.payload(s, i, view.shades) for i, s in enumerate(view.sequences)],
+        }
     in_order = [views[event.event_id] for event in chosen if event.event_id in views]
     packed = {} if is_inline else {name: _packed(view, payload.pop(name)) for name, view in views.items()}
     health = judge(run.metrics)
+    diagnosis = diagnose(run.log.runs[0], near=run.path) if run.log and not chosen else None
+    if diagnosis:
+        run.notes += diagnosis.limits
     chart = charts.run_chart(run, health)
     return fill(
         "report.html",
@@ -84,7 +91,9 @@ def render(run: RunFolder, events: list[Event] | None = None, progress: Progress
         num_events=len(chosen),
         chart=chart,
         facts=facts(run),
+        trainer=next((event.run.trainer for event in run.events), None),
         health=health,
+        diagnosis=diagnosis,
         analyses=analyses.sections(run.path),
         show=show_command(str(run.path), "ID"),
         payload={
@@ -140,7 +149,15 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    made.filters.update(number=number, percent=percent, visible=visible, one_line=one_line, svg=Markup, plural=plural)
+    made.filters.update(
+        number=number,
+        percent=percent,
+        visible=visible,
+        one_line=one_line,
+        svg=Markup,
+        plural=plural,
+        breakable=breakable,
+    )
     made.globals.update(bounded=bounded, culprit_count=culprit_count, level=_level, ranges=ranges)
     return made
 
@@ -155,7 +172,8 @@ def fill(template: str, payload: dict[str, Any], **context: Any) -> str:
     """
     style = _style()
     parts = "".join(_asset(f"{name}.js") for name in SCRIPTS)
-    script = f'"use strict";\n{{\n{parts}}}\n'  # the block keeps its names from the window's
+    library = f"/*\n{_asset('uPlot.LICENSE')}*/\n{_asset('uPlot.iife.min.js')}" if payload["charts"].get("run") else ""
+    script = f'"use strict";\n{library}{{\n{parts}}}\n'  # the block keeps its names from the window's
     policy = (
         "default-src 'none'; "
         f"style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
@@ -181,9 +199,14 @@ def _level(view: EventView, sequence: int, position: int) -> str:
     return view.shades[0].levels[sequence][position] if view.shades else "-"
 
 
+def breakable(line: str) -> Markup:
+    """A config line that may break after each name."""
+    return escape(line).replace(".", Markup(".<wbr>"))
+
+
 def _style() -> str:
     """The style sheet, with the palette's two themes put in."""
-    sheet = _asset("report.css")
+    sheet = _asset("uPlot.min.css") + "\n" + _asset("report.css")
     for name, palette in (("LIGHT", LIGHT), ("DARK", DARK)):
         sheet = sheet.replace(f"/* {name} */", variables(palette))
     return sheet

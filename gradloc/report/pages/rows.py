@@ -12,7 +12,7 @@ from typing import Any
 from ...record import Event
 from ...words.leader import leader
 from ...words.numbers import bounded, number
-from ..runs import story
+from ...words.story import cause_of, headline
 from ..text import one_line, show_command, spoken, times, visible
 
 WORDS = 400
@@ -44,7 +44,7 @@ def _row(event: Event, run: Path, is_carried: bool) -> dict[str, Any]:
         "times": _sortable(norm if excess is None else excess),
         "count": len(event.culprits),
         "token": one_line(first.text, 24) if first else "",
-        "cause": spoken(story.cause_of(event)) or "–",
+        "cause": spoken(cause_of(event)) or "–",
         "verdict": spoken(event.certificate.verdict),
         "action": event.action.taken,
         "words": tokens[:WORDS],
@@ -52,7 +52,7 @@ def _row(event: Event, run: Path, is_carried: bool) -> dict[str, Any]:
     if is_carried:
         return made
     return made | {
-        "headline": story.headline(event),
+        "headline": headline(event),
         "before": visible((first and first.text_before) or "")[-100:],
         "marked": visible(first.text)[:60] if first else "",
         "after": visible((first and first.text_after) or "")[:60],

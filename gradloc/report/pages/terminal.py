@@ -15,9 +15,10 @@ from rich.text import Text
 
 from ...record import Event
 from ...words.numbers import number
-from ...words.verdict import carried, shares_sentence
+from ...words.shares import carried, shares_sentence
+from ...words.story import cause_of
+from ...words.verdict import verdict_sentences
 from ..runs.run import RunFolder
-from ..runs.story import cause_of
 from ..text import one_line, show_command, span, spoken, times, visible
 from .eventview import plain_view, severity
 
@@ -57,12 +58,14 @@ def _next(console: Console, run: RunFolder, events: list[Event]) -> None:
     if not events:
         steps = [("was the run well?", f"gradloc-report health {where}")] if run.metrics else []
     elif len(events) == 1:
-        found = plain_view(events[0], run.events_root or run.path, run.metrics)
-        steps = [found.story.action] if found.story.action else []
+        found = plain_view(events[0], run)
+        steps = [
+            (_labelled(found.next.do, label), line) for label, line in (found.next.lines if found.next else {}).items()
+        ]
         steps.append(
             ("the page of it, with every token", f"{show_command(str(run.path), events[0].event_id)} -o event.html")
         )
-        steps += [("the event again, on one machine", found.replay)] if found.replay else []
+        steps += [(_labelled("the event again, on one machine", label), line) for label, line in found.replay.items()]
     else:
         worst = max(events, key=severity)
         steps = [
@@ -74,6 +77,10 @@ def _next(console: Console, run: RunFolder, events: list[Event]) -> None:
     for what, command in steps:
         console.print(Text(f"  {what}", style="dim"))
         console.print(Text(f"    {one_line(command)}", style="cyan"), soft_wrap=True)
+
+
+def _labelled(what: str, label: str) -> str:
+    return f"{what} ({label})" if label else what
 
 
 def warn(notes: list[str]) -> None:
@@ -91,8 +98,7 @@ def track(events: Iterable[Event], total: int) -> Iterable[Event]:
 
 
 def _one(console: Console, event: Event) -> None:
-    if event.verdict:
-        console.print(Text(visible(event.verdict)))
+    console.print(Text(verdict_sentences(event)))
     console.print(_table([event]))
     table = Table(
         "token",

@@ -195,6 +195,16 @@ def read_pictures(
     return found, None
 
 
+def read_actor(root: Path, event: Event) -> dict[str, Any]:
+    """The run's ``actor_rollout_ref.actor``, as the event's bundle has it; empty where it is not there."""
+    folder = bundle_folder(root, event)
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8", errors="replace")) if folder else {}
+        return dict(meta["actor"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
 def bundle_folder(root: Path, event: Event) -> Path | None:
     """The event's bundle folder, or None when it names none, or one outside the run's folder."""
     if not event.folder:

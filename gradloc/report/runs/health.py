@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's health from its metrics, judged by the very rules that the trainer's monitor asks."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from ...health import STATES, HealthConfig, Judge, Reason, Verdict
 from ..text import plural
 from .metrics import Metrics
 
 LOGGED = "health/state"
+_UNREAD = ("perf/", "timing", "val-", "global_seqlen/", "prompt_length/", "critic/advantages/", "critic/returns/")
+"""What no rule reads: half of what verl logs."""
 CLIP = 1.0
 """verl's own clip limit: what is assumed where none is named."""
 
@@ -108,11 +111,14 @@ class RunHealth:
         return made
 
 
-def judge(metrics: Metrics, config: HealthConfig | None = None, grad_clip: float | None = CLIP) -> RunHealth:
-    """Judge a run's steps in order.
+def judge(
+    metrics: Metrics | Sequence[Metrics], config: HealthConfig | None = None, grad_clip: float | None = CLIP
+) -> RunHealth:
+    """Judge a run's steps in the order in which they were logged.
 
     Args:
-        metrics: of a patched or an unpatched verl.
+        metrics: of a patched or an unpatched verl; of a run that was resumed, each part's, and a step that was logged
+            twice is judged twice.
         config: thresholds; the trainer's defaults when None.
         grad_clip: the norm that the run's gradients were clipped to; None: to nothing.
 
@@ -121,12 +127,17 @@ def judge(metrics: Metrics, config: HealthConfig | None = None, grad_clip: float
     """
     config = config or HealthConfig()
     asked = Judge(config, grad_clip)
-    verdicts = []
-    for index, step in enumerate(metrics.steps):
-        row = {name: values[index] for name, values in metrics.series.items()}
-        verdict = asked.observe(step, row)
-        if verdict is not None:
-            verdicts.append(verdict)
+    parts = [metrics] if isinstance(metrics, Metrics) else metrics
+    verdicts, differences = [], []
+    for part in parts:
+        judged = []
+        read = {name: values for name, values in part.series.items() if not name.startswith(_UNREAD)}
+        for index, step in enumerate(part.steps):
+            verdict = asked.observe(step, {name: values[index] for name, values in read.items()})
+            if verdict is not None:
+                judged.append(_in_own_words(verdict, part))
+        verdicts += judged
+        differences += _differences(part, judged)
     known = [name for name in config.rule_names() if getattr(config, name) is not None]
     made = RunHealth(verdicts, tuple(name for name in known if name not in asked.heard))
     if verdicts and len(verdicts) <= config.warmup:
@@ -135,8 +146,19 @@ def judge(metrics: Metrics, config: HealthConfig | None = None, grad_clip: float
             f"silent for the first {config.warmup}: `gradloc-report health RUN_DIR --set warmup=3` "
             "lets them speak sooner."
         )
-    made.notes += _differences(metrics, verdicts)
+    made.notes += differences
     return made
+
+
+def _in_own_words(verdict: Verdict, metrics: Metrics) -> Verdict:
+    """A verdict whose reasons name the metrics as the log does."""
+    if not verdict.reasons or not metrics.called:
+        return verdict
+    reasons = []
+    for reason in verdict.reasons:
+        own = metrics.called.get(reason.metric, reason.metric)
+        reasons.append(replace(reason, metric=own, sentence=reason.sentence.replace(reason.metric, own)))
+    return replace(verdict, reasons=tuple(reasons))
 
 
 def _differences(metrics: Metrics, verdicts: list[Verdict]) -> list[str]:

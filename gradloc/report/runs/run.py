@@ -5,19 +5,23 @@ A user may name the run's folder, the folder of the events inside it (``bisect_d
 events.jsonl itself.
 """
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...record import Event
+from .. import logs
 from ..errors import ReportError
+from ..guess import meant
+from ..logs import Log, LoggedRun
+from ..logs.formats import missing
 from ..text import plural
-from . import metrics as metrics_files
-from . import sources
 from .events import read_events, recover
 from .metrics import Metrics
 
 DEPTH = 4
-"""How many folders down events and metrics are looked for."""
+"""How many folders down events are looked for."""
 SKIPPED = {"checkpoints", "events", "__pycache__", "wandb", "node_modules", ".git"}
 
 
@@ -29,8 +33,14 @@ class RunFolder:
     events_root: Path | None = None
     """The folder of events.jsonl."""
     events: list[Event] = field(default_factory=list)
-    metrics: Metrics = field(default_factory=Metrics)
+    log: Log = field(default_factory=Log)
+    """The runs that the logs here tell of: one, where there are events."""
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def metrics(self) -> Metrics:
+        """Of the run that the page is about: every step as it was logged last."""
+        return self.log.runs[0].metrics if self.log else Metrics()
 
     @property
     def name(self) -> str:
@@ -39,7 +49,7 @@ class RunFolder:
             parts = [part for part in (event.run.project, event.run.experiment) if part]
             if parts:
                 return " / ".join(parts)
-        return self.path.resolve().name
+        return "standard input" if str(self.path) == "-" else self.path.resolve().name
 
     def find(self, event_id: str) -> Event:
         """The event of that name.
@@ -52,49 +62,72 @@ class RunFolder:
                 return event
         names = ", ".join(event.event_id for event in self.events[:5]) or "none"
         more = f" and {len(self.events) - 5} more" if len(self.events) > 5 else ""
-        raise ReportError(f"{self.path} has no event {event_id!r}: there are {names}{more}.")
+        guess = meant(event_id, [event.event_id for event in self.events])
+        raise ReportError(f"{self.path} has no event {event_id!r}{guess or f': there are {names}{more}.'}")
 
 
-def read_run(path: Path, metrics_path: Path | None = None) -> RunFolder:
+def read_run(path: Path, metrics_path: Path | None = None, metric: str | None = None) -> RunFolder:
     """Read a run.
 
     Args:
-        path: the run's folder, the folder of its events, its events.jsonl, or the folder of one event.
+        path: the run's folder, the folder of its events, its events.jsonl, or the folder of one event; or, of a run
+            without events, its log.
         metrics_path: where the metrics are, when not in the run's folder.
+        metric: the one that holds the gradient norms, where its name does not say so.
 
     Raises:
         ReportError: when there is neither an event nor a metric to show.
     """
-    if not path.exists():
-        raise ReportError(f"{path} does not exist: name the folder of a run.")
-    if path.is_file():
-        if path.suffix != ".jsonl":
-            raise ReportError(f"{path} is a file: name the folder of a run, or its events.jsonl.")
+    if str(path) != "-" and not path.exists():
+        raise ReportError(missing(path))
+    if path.is_file() and path.name == "events.jsonl":
         path = path.parent
+    if not path.is_dir():
+        return read_logs([path], metric)
     if path.parent.name == "events" and (path / "meta.json").is_file():
         return _one_event(path, metrics_path)
     run = RunFolder(path)
     files = files_of(path)
     found = _nearest([file for file in files if file.name == "events.jsonl"]) or _unlisted(path)
-    if found is not None:
-        run.events_root = found.parent
-        if found.is_file():
-            run.events, run.notes = read_events(found)
-        recovered, notes = recover(found.parent, run.events)
-        run.notes += notes
-        if recovered:
-            run.events = sorted([*run.events, *recovered], key=_when)
-    _read_metrics(run, files, metrics_path)
-    _check(run, found, has_files=bool(files))
+    if found is None and not any(path.iterdir()):
+        raise ReportError(f"{path} is empty: name the folder of a run, or its log.")
+    if found is None:
+        return read_logs([metrics_path or path], metric, path)
+    run.events_root = found.parent
+    if found.is_file():
+        run.events, run.notes = read_events(found)
+    recovered, notes = recover(found.parent, run.events)
+    run.notes += notes
+    if recovered:
+        run.events = sorted([*run.events, *recovered], key=_when)
+    _read_metrics(run, metrics_path, metric)
+    _check(run, found)
     return run
 
 
-def read_any(path: Path, metrics_path: Path | None = None) -> RunFolder:
-    """A run's folder as :func:`read_run` reads it, or a file of its metrics alone as :mod:`.sources` does."""
-    if not path.is_file() or path.name == "events.jsonl":
-        return read_run(path, metrics_path)
-    metrics, notes = sources.read(path)
-    return RunFolder(path, metrics=metrics, notes=notes)
+def read_logs(paths: Sequence[Path], metric: str | None = None, path: Path | None = None) -> RunFolder:
+    """Runs of which there are logs alone; the one with the worst gradient norm first.
+
+    Args:
+        paths: files, folders, or ``-`` for standard input.
+        metric: as :func:`read_run` takes it.
+        path: what was named, where the logs lie elsewhere.
+    """
+    log = logs.read(paths, metric)
+    log.runs.sort(key=_peak, reverse=True)
+    run = RunFolder(path or paths[0], log=log, notes=_notes(log))
+    _check(run, None)
+    return run
+
+
+def _peak(run: LoggedRun) -> float:
+    """A run's largest norm over its median, overwritten ones as well."""
+    norms = [value for part in run.segments if part.metrics.norm for value in part.metrics.finite(part.metrics.norm)]
+    return max(norms) / (sorted(norms)[len(norms) // 2] or 1.0) if norms else 0.0
+
+
+def _notes(log: Log) -> list[str]:
+    return [*log.notes, *(note for run in log.runs for note in run.notes)]
 
 
 def _when(event: Event) -> tuple[int, int, int]:
@@ -144,29 +177,24 @@ def _nearest(found: list[Path]) -> Path | None:
     return found[0]
 
 
-def _read_metrics(run: RunFolder, files: list[Path], named: Path | None) -> None:
-    if named is not None:
-        if not named.exists():
-            raise ReportError(f"{named} does not exist: --metrics names a file or folder with the run's metrics.")
-        run.metrics, notes = sources.read(named)
-        run.notes += notes
-        return
-    if run.events_root == run.path:
-        # The events' folder was named: the metrics usually lie one folder up, beside it.
-        files = files + [entry for entry in sorted(run.path.resolve().parent.iterdir()) if entry.is_file()]
-    candidates = [f for f in files if f.suffix == ".jsonl" and metrics_files.is_metrics_jsonl(f)]
-    candidates += [f for f in files if f.suffix.lower() == ".csv" and metrics_files.is_metrics_csv(f)]
-    candidates += [f for f in files if ".tfevents." in f.name]
-    for candidate in candidates:
-        found, notes = metrics_files.read(candidate)
-        run.notes += notes
-        if found:
-            sources.name_norms(found)
-            run.metrics = found
-            return
+def _read_metrics(run: RunFolder, named: Path | None, metric: str | None) -> None:
+    if named is not None and not named.exists():
+        raise ReportError(f"{named} does not exist: --metrics names a file or folder with the run's metrics.")
+    try:
+        run.log = logs.read([named or run.path], metric)
+    except ReportError:
+        if named is not None:
+            raise
+    if not run.log and run.events_root == run.path:
+        # the events' folder was named: the metrics usually lie one folder up, beside it
+        beside = [entry for entry in sorted(run.path.resolve().parent.iterdir()) if entry.is_file()]
+        with suppress(ReportError):
+            run.log = logs.read([entry for entry in beside if entry.suffix in (".jsonl", ".csv", ".log")], metric)
+    run.log.runs.sort(key=lambda found: len(found.metrics.steps), reverse=True)
+    run.notes += _notes(run.log)
 
 
-def _check(run: RunFolder, events_file: Path | None, has_files: bool) -> None:
+def _check(run: RunFolder, events_file: Path | None) -> None:
     if run.events:
         if not run.metrics:
             run.notes.append(
@@ -182,19 +210,10 @@ def _check(run: RunFolder, events_file: Path | None, has_files: bool) -> None:
         ]
         return
     if run.metrics:
-        run.notes.append(
-            "events.jsonl is empty: no spike was localized."
-            if events_file is not None
-            else "No events.jsonl was found: no spike was localized, or spike_detection was off."
-        )
+        if events_file is not None:
+            run.notes.append("events.jsonl is empty: no spike was localized.")
         return
     if events_file is not None and run.notes:
         raise ReportError(f"{events_file} holds no event that can be read. {run.notes[0]}")
     if events_file is not None:
         raise ReportError(f"{events_file} is empty and there are no metrics: there is nothing to show yet.")
-    if not has_files:
-        raise ReportError(f"{run.path} is empty: name the folder of a run.")
-    raise ReportError(
-        f"{run.path} is not the folder of a run: it holds neither events.jsonl nor metrics "
-        "(JSONL of verl's file logger, CSV, TensorBoard)."
-    )

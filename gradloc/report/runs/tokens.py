@@ -111,7 +111,7 @@ def view(sequence: Sequence, culprits: Iterable[Culprit], limit: int, shown: int
         shown: how many it can show at first.
     """
     num = len(sequence)
-    mine = sorted({p for c in culprits if _is_same(c, sequence) for p in c.positions if p < num})
+    mine = sorted({p for c in culprits if is_same(c, sequence) for p in c.positions if p < num})
     turns = turns_in(sequence.response_mask or ())
     made = TokenView(sequence, mine)
     if len(turns) > 1:
@@ -124,7 +124,9 @@ def view(sequence: Sequence, culprits: Iterable[Culprit], limit: int, shown: int
     return made
 
 
-def _is_same(culprit: Culprit, sequence: Sequence) -> bool:
+def is_same(culprit: Culprit, sequence: Sequence) -> bool:
+    """Whether the culprit is in that sequence."""
+
     def address(item) -> tuple:
         return (item.rank, item.micro_batch, item.micro_batch_row)
 

@@ -10,6 +10,7 @@ import pytest
 from tests.world.events import read_events
 from tests.world.models.critic import PLACE as CRITICS_PLACE
 from tests.world.models.vision import PLACE
+from tests.world.spikes import address
 
 ACTOR = "actor_rollout_ref.actor"
 ON = [f"{ACTOR}.spike_detection=True"]
@@ -68,6 +69,33 @@ def test_the_planted_culprits_are_found_and_nothing_else(world, dump_dir, name, 
         assert event["shares"]["is_trusted"]
         if not half:
             assert 0.95 <= event["shares"]["closure"] <= 1.05
+
+
+REDUCED = ["+" + ACTOR + ".fsdp_config.mixed_precision={param_dtype:fp32,reduce_dtype:bf16,buffer_dtype:fp32}"]
+TIMES = {100: 1.3e3, 1_000: 1.3e4, 10_000: 1.3e5}
+"""Times the healthy norm, and the advantage that makes a spike of it."""
+
+
+SUMS = {"FSDP2, reduced in bf16": REDUCED, "FSDP1, reduced in bf16": FSDP1 + REDUCED, "FSDP1, bf16": FSDP1 + BF16}
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("sums", SUMS)
+def test_what_half_precision_sums_over_ranks_leave_of_a_spike_is_within_the_bound(world, dump_dir, sums, times):
+    check_bound(world, dump_dir, SUMS[sums], times)
+
+
+def check_bound(world, dump_dir, settings, times):
+    """A spike of so many times the healthy norm, whose certificate the oracle confirms."""
+    overrides = [f"{ACTOR}.grad_norm_threshold=40", *SMALL, *settings]
+    plants = [(5, 3, TIMES[times])]
+    found, _ = world.run("spikes.localize_planted", plants=plants, overrides=overrides, dump_dir=dump_dir)
+    certificate, truth = found["event"]["certificate"], found["oracle_norm_without"]
+    assert found["oracle_norm"] / truth == pytest.approx(times, rel=0.5)
+    assert address(found["event"]) == {(5, 3)} and certificate["verdict"] == "explained"
+    print(f"{certificate['method']}: {certificate['norm_after']} +- {certificate['error_bound']}, {truth}")
+    computed = 0.02 * truth if BF16[0] in settings else 0.0  # the oracle computes in float32
+    assert abs(certificate["norm_after"] - truth) <= certificate["error_bound"] + computed
 
 
 def check_consequence(event, found, tolerance):

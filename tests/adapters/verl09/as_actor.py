@@ -6,9 +6,12 @@ The same batch, the same model, the same settings; what verl has renamed in betw
 
 import contextlib
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +23,8 @@ from tests.adapters.verl09.harness import ACTOR, MODEL
 from tests.world.harness import NUM_PROMPT, experts_of, of_verl
 from tests.world.oracle import MicroBatch
 
-IS_ON = f"{ACTOR}.spike_detection=true"
+OURS = ("spike_detection=true", "gradloc", "algorithm.", "analysis", "filter")
+"""Of what is asked for; else verl's own trainer is taken."""
 BASE = [  # as the actor's harness has it
     "+gradloc=on",
     f"{ACTOR}.gradloc.enable=null",  # spike_detection decides
@@ -30,7 +34,10 @@ BASE = [  # as the actor's harness has it
 ]
 RENAMED = {
     "lora": [f"{MODEL}.lora_rank=4"],
-    f"{ACTOR}.grad_clip=0.5": [f"{ACTOR}.optim.clip_grad=0.5"],
+    **{
+        f"+{ACTOR}.fsdp_config.mixed_precision={dtypes}": [f"{ACTOR}.fsdp_config.mixed_precision={dtypes}"]
+        for dtypes in (harness.FP32.replace("reduce_dtype:fp32", "reduce_dtype:bf16"),)
+    },
     **{
         f"{ACTOR}.fsdp_config.dtype={dtype}": [
             f"{ACTOR}.fsdp_config.dtype={dtype}",
@@ -39,7 +46,7 @@ RENAMED = {
         for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16"))
     },
 }
-BY_RANK = ("actor/",)
+BY_RANK = ("actor/", "lopti/")
 """Metrics that come from verl 0.7's workers, a list for each."""
 
 
@@ -55,12 +62,17 @@ class Trainer(harness.Trainer):
         return self.engine.scaler
 
     @property
+    def steps_in(self) -> tuple[Any, str]:
+        """Whose method takes the whole gradient, not clipped yet, and its name."""
+        return self.engine, "optimizer_step"
+
+    @property
     def clips_in(self) -> tuple[Any, str]:
         return self.engine, "optimizer_step"
 
     @property
     def hook(self) -> Any:
-        return self.trainer.gradloc
+        return getattr(self.trainer, "gradloc", None)
 
     @property
     def driver(self) -> Any:
@@ -71,22 +83,152 @@ class Trainer(harness.Trainer):
         """The actor's."""
         return self.trainer.config.actor_rollout_ref.actor
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.engine.optimizer
+
+    @property
+    def grad_clip(self) -> float:
+        return self.engine.optimizer_config.clip_grad
+
+    @property
+    def settings(self) -> Any:
+        """Those that hold under ``gradloc``."""
+        return self.hook.settings
+
     def update(self, batch: Any) -> dict[str, Any]:
         """One trainer step on the whole batch; returns its metrics and events."""
-        if self._is_on_policy(batch):
-            batch = self._with_own_old_log_probs(batch)
+        batch = self._as_sampled(batch)
+        self.events: list[Any] = []
         metrics = super().update(batch)
         metrics["actor/grad_norm"] = self.of_workers["grad_norm"]
         found = {name: value if isinstance(value, list) else [value] for name, value in metrics.items()}
         found = {name: [value] if name.startswith(BY_RANK) else value for name, value in found.items()}
-        return {"metrics": found, "events": [asdict(raw.event) for raw in self.raw_events]}
+        for name in self.reports[0].metrics if self.reports else ():
+            found[name] = [list(report.metrics[name]) for report in self.reports]
+        return {"metrics": found, "events": self.events}
+
+    def ask(self, ask: Any) -> Any:
+        """Keeps the events, of each update in a step."""
+        answer = super().ask(ask)
+        if ask.__name__.startswith("report"):
+            self.events += [asdict(raw.event) for report in self.reports for raw in report.events]
+        return answer
+
+    # ---- what the analyses' scenarios ask for
+
+    @functools.cached_property
+    def actor(self) -> Any:
+        """Of verl 0.7's actor what a scenario changes; verl 0.9's engine has nothing of it."""
+        return SimpleNamespace()
+
+    def training_gradient(self, batch: Any) -> tuple[list[Any], float]:
+        """What verl's own update leaves in ``.grad``, and the loss."""
+        return self._gradient_of(batch, lambda model_output, data: model_output)
+
+    def detached_gradient(self, batch: Any, chosen: torch.Tensor, space: Any) -> list[Any]:
+        """The same with all but the chosen tokens, bool (R, T), detached."""
+        from gradloc.adapters.verl09.packed import only, pack, padded
+
+        def detach(model_output: dict[str, torch.Tensor], data: Any) -> dict[str, torch.Tensor]:
+            packed = pack(padded(data["chosen"]).bool(), data)
+            return {name: only(packed, values) for name, values in model_output.items()}
+
+        batch.batch["chosen"] = chosen
+        return self._gradient_of(batch, detach)[0]
+
+    def _gradient_of(self, batch: Any, change: Callable) -> tuple[list[Any], float]:
+        from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+        of_verl, caught, losses, sampled = self.worker.actor.loss_fn, [], [], self._as_sampled(batch)
+
+        def loss_function(model_output: Any, data: Any, **given: Any) -> Any:
+            loss, metrics = of_verl(model_output=change(model_output, data), data=data, **given)
+            losses.append(float(loss.detach()))
+            return loss, metrics
+
+        def keep_gradient() -> float:
+            caught.append([param.grad for param in self.module.parameters()])
+            return 0.0
+
+        with (
+            self.store,
+            mock.patch.object(self.worker.actor, "loss_fn", loss_function),
+            mock.patch.object(self.engine, "optimizer_step", keep_gradient),
+        ):
+            PPOTrainer._update_actor(self.trainer, self.store.add(sampled), {})
+        return caught[0], sum(losses)
+
+    def _rows(self, batch: Any) -> Any:
+        """This rank's, as verl's worker gets them."""
+        from verl.utils import tensordict_utils as tu
+
+        store = harness.Store()
+        data = store.get(store.add(self._as_sampled(batch)).chunk(self.dp_size)[dist.get_rank()].keys)
+        tu.assign_non_tensor(data, temperature=1.0, compute_loss=True, calculate_entropy=False)
+        return data
+
+    @contextlib.contextmanager
+    def analysed(self, batch: Any) -> Iterator[tuple[Any, Any]]:
+        """The engine as an analysis sees it, and this rank's rows."""
+        from gradloc.adapters.verl09.analysis import AnalysisEngine
+        from gradloc.adapters.verl09.engine import _clip
+        from verl.utils import tensordict_utils as tu
+
+        data = self._rows(batch)
+        tu.assign_non_tensor(data, use_remove_padding=self.worker.actor.model_config.use_remove_padding)
+        adapted = AnalysisEngine(self.engine, data, self.worker.actor.loss_fn, partial(_clip, self.engine))
+        yield adapted, adapted.rows
+
+    def analyze(self, batch: Any) -> dict[str, Any]:
+        """What the worker answers that is asked for an analysis."""
+        from gradloc.adapters.verl09.analysis import ASKED_KEY, Asked, record_of_actor
+        from gradloc.adapters.verl09.engine import watch_actor
+        from gradloc.config import GradLocConfig
+        from verl.utils import tensordict_utils as tu
+
+        watch_actor(self.worker)
+        data = self._rows(batch)
+        request = {name: value for name, value in batch.meta_info.items() if name.startswith("gradloc_num")}
+        tu.assign_non_tensor(data, **{ASKED_KEY: Asked(request, GradLocConfig())})
+        self.worker.compute_log_prob(data)
+        (record,) = record_of_actor(self.worker).meta_info.values()
+        return record
+
+    @contextlib.contextmanager
+    def broken_loss(self, broken: Callable) -> Iterator[None]:
+        """While this is the loss."""
+        loss = partial(broken, **self.worker.actor.loss_fn.keywords)
+        with mock.patch.object(self.worker.actor, "loss_fn", loss):
+            yield
+
+    def update_by_hand(self, batch: Any, stage: torch.Tensor, name: str) -> None:
+        """One update on these tokens, (R, T), of the batch, whose advantages elsewhere are 0."""
+        from gradloc.adapters.verl09.trainer import TrainerSide
+
+        batch.batch["lopti_mask"] = stage
+        if self.hook is None:
+            self.trainer.gradloc = TrainerSide(self.trainer.config)
+        with self.store:
+            meta = self.store.add(batch)
+            of_verl = type(self.trainer).__bases__[-1]._update_actor
+            self.hook.lopti = mock.Mock()  # so that the update comes with a policy
+            self.hook._update_once(self.trainer, meta, {}, partial(of_verl, self.trainer, meta), name)
+
+    def _as_sampled(self, batch: Any) -> Any:
+        """With the actor's own log-probs for the old ones where verl 0.7 would take them for these."""
+        if self._is_on_policy(batch):
+            batch = copy.deepcopy(batch)
+            batch.batch["old_log_probs"] = self.log_probs(batch)
+        return batch
 
     def _is_on_policy(self, batch: Any) -> bool:
         """Whether verl 0.7 would take the log-probs of the forward itself for the old ones: ratios are 1."""
-        return len(batch) == self.config.ppo_mini_batch_size and self.config.ppo_epochs == 1
+        is_whole = len(batch) == self.config.ppo_mini_batch_size and self.config.ppo_epochs == 1
+        return is_whole and getattr(getattr(self.trainer, "gradloc", None), "lopti", None) is None
 
-    def _with_own_old_log_probs(self, batch: Any) -> Any:
-        """As verl 0.9's trainer does before every update: the workers compute them."""
+    def log_probs(self, batch: Any) -> torch.Tensor:
+        """The actor's (R, T), as verl 0.9's trainer has the workers compute them before every update."""
         from verl.utils import tensordict_utils as tu
         from verl.workers.utils.padding import no_padding_2_padding
 
@@ -98,12 +240,22 @@ class Trainer(harness.Trainer):
         local = no_padding_2_padding(self.worker.compute_log_prob(data)["log_probs"], data)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, local)
-        batch = copy.deepcopy(batch)
-        rows = iter(batch.batch["old_log_probs"])
+        found = batch.batch["old_log_probs"].clone()
+        rows = iter(found)
         for computed in everyone[:: dist.get_world_size() // self.dp_size]:
             for values in computed:
                 next(rows)[: len(values)] = values
-        return batch
+        return found
+
+    @property
+    def _loss_function(self) -> Any:
+        """Training's: with the clips' weights."""
+        from gradloc.adapters.verl09.loss import weighed
+        from gradloc.stabilize.ratio_clip import TokenWeigher
+
+        of_verl = self.worker.actor.loss_fn
+        stabilize = self.settings.stabilize
+        return weighed(of_verl, TokenWeigher(stabilize), dict) if stabilize.weighs_tokens else of_verl
 
     def micro_batches(self, model: torch.nn.Module, batch: Any) -> Iterator[MicroBatch]:
         """The oracle's: verl's ``ppo_loss`` of a plain model's log-probs."""
@@ -132,7 +284,7 @@ class Trainer(harness.Trainer):
                 def loss(log_prob: torch.Tensor, entropy: torch.Tensor | None, data: Any = data) -> torch.Tensor:
                     output = {"log_probs": log_prob, "entropy": entropy}
                     packed = {name: _packed(value, data) for name, value in output.items() if value is not None}
-                    return self.worker.actor.loss_fn(model_output=packed, data=data)[0]
+                    return self._loss_function(model_output=packed, data=data)[0]
 
                 yield MicroBatch(rank, index, mask, log_prob, entropy, loss)
 
@@ -163,16 +315,17 @@ def _packed(values: torch.Tensor, data: Any) -> torch.Tensor:
 def make_trainer(
     overrides: list[str], dump_dir: str, seed: int = 0, dropout: float = 0.0, model: torch.nn.Module | None = None
 ) -> Trainer:
-    """A worker on this world's ranks and the trainer; verl's own engine where spike_detection is off."""
+    """A worker on this world's ranks and the trainer; verl's own where nothing of ours is on."""
     model_dir = f"{dump_dir}-model"
     model = experts_of(overrides, seed) if model is None else model
     if not Path(model_dir, "config.json").exists():
         dist.barrier()  # until every rank has looked
         harness.save_model(model_dir, model)
     renamed = [new for override in of_verl(overrides) for new in RENAMED.get(override, [override])]
+    renamed = [override.replace(f"{ACTOR}.grad_clip=", f"{ACTOR}.optim.clip_grad=") for override in renamed]
     of_run = [f"{ACTOR}.gradloc.dump_dir={dump_dir}", f"+{MODEL}.override_config.attention_dropout={dropout}"]
-    is_on = IS_ON in [override.lower() for override in overrides]
-    return harness.make_trainer(BASE + of_run + renamed, model_dir, seed, stock=not is_on, kind=Trainer)
+    is_ours = any(name in override.lower() for override in overrides for name in OURS)
+    return harness.make_trainer(BASE + of_run + renamed, model_dir, seed, stock=not is_ours, kind=Trainer)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ MODEL = "actor_rollout_ref.model"
 FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 ADAPTER = "adapter"
 PER_TOKEN = ("old_log_probs", "advantages", "ref_log_prob", "token_level_scores", "rollout_log_probs")
-PER_TOKEN += ("values", "returns")
+PER_TOKEN += ("rm_scores", "values", "returns", "rollout_is_weights", "lopti_mask", "chosen")
 
 
 def save_model(folder: str, model: torch.nn.Module | None = None) -> None:
@@ -86,7 +86,7 @@ class Trainer:
     store: "Store" = field(default_factory=lambda: Store())
     dp_size: int = 1
     of_workers: dict[str, Any] = field(default_factory=dict)  # the last update's metrics, before the trainer's part
-    raw_events: list[Any] = field(default_factory=list)  # of the last update
+    reports: list[Any] = field(default_factory=list)  # of the last update, from each process
 
     @property
     def engine(self) -> Any:
@@ -111,7 +111,7 @@ class Trainer:
     def ask(self, ask: Any) -> Any:
         """What verl's worker group answers when a function is run on every worker."""
         answer = asked(self.worker, ask)
-        self.raw_events = [raw for report in answer.meta_info.values() for raw in report.events]
+        self.reports = sorted(answer.meta_info.values(), key=lambda report: report.process) or self.reports
         return answer
 
     def update_actor(self, meta: Any) -> Any:
@@ -166,10 +166,16 @@ class Store:
             self.rows[key].update({name: values[index] for name, values in fields.items()})
         return KVBatchMeta(keys=keys, tags=tags or [{}] * len(keys), partition_id=partition_id)
 
+    def clear(self, keys: Any, partition_id: Any = None) -> None:
+        """What `kv_clear` does."""
+        for key in keys:
+            del self.rows[key]
+
     def __enter__(self) -> "Store":
         import transfer_queue
 
-        self._patch = mock.patch.multiple(transfer_queue, kv_batch_get=self.get, kv_batch_put=self.put)
+        ours = {"kv_batch_get": self.get, "kv_batch_put": self.put, "kv_clear": self.clear}
+        self._patch = mock.patch.multiple(transfer_queue, **ours)
         self._patch.start()
         return self
 
@@ -190,6 +196,7 @@ def _row(batch: Any, index: int) -> dict[str, Any]:
         "response_mask": mask,
         "loss_mask": mask,
         **{name: tensors[name][:length] for name in PER_TOKEN if name in tensors},
+        **{name: values.reshape(-1) for name, values in tensors.items() if name.startswith("gradloc_")},
         **{name: values[index] for name, values in batch.non_tensor_batch.items()},
     }
 
@@ -203,7 +210,7 @@ def make_trainer(
         overrides: of verl's config.
         model_dir: what `save_model` wrote.
         seed: of the random numbers, from after the model is built.
-        stock: take verl's own engine, whatever else is registered.
+        stock: take verl's own trainer, which knows nothing of ours.
         kind: what to return.
     """
     from verl.experimental.separation.engine_workers import DetachActorWorker
@@ -211,16 +218,16 @@ def make_trainer(
 
     config = make_config(overrides, model_dir)
     own_folder(config)
-    with mock.patch.dict(os.environ, {"VERL_ENGINE_VENDOR": "none"} if stock else {}):
-        worker = DetachActorWorker(config.actor_rollout_ref, role="actor")  # separate_async's; it adds to verl's own
-        with for_one_model():
-            worker.init_model()
+    worker = DetachActorWorker(config.actor_rollout_ref, role="actor")  # separate_async's; it adds to verl's own
+    with for_one_model():
+        worker.init_model()
     if worker.actor.engine.scaler is not None:  # verl's own asks for CUDA and switches itself off without
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
         worker.actor.engine.scaler = ShardedGradScaler(device="cpu", init_scale=8.0, growth_interval=400)
     torch.manual_seed(1000 + seed)
-    trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
+    trainer_class = get_trainer_cls(config.trainer.v1.trainer_mode)
+    trainer = (trainer_class.__bases__[-1] if stock else trainer_class)(config)
     trainer.global_steps = 0
     if hasattr(trainer, "gradloc"):
         trainer.gradloc.begin(tokenizer=Decoder())
@@ -247,7 +254,7 @@ def train(
         model_dir: what `save_model` wrote.
         num_steps: how many; each on a batch of its own.
         plants: row, response position and advantage, put into the last step's batch.
-        stock: take verl's own engine.
+        stock: take verl's own trainer.
     """
     trainer = make_trainer(overrides, model_dir, stock=stock)
     steps = []
@@ -285,7 +292,7 @@ def train_in_a_cycle(
         overrides: of verl's config.
         model_dir: what `save_model` wrote.
         plants: row, response position and advantage, put into the batches of the second and third update.
-        stock: take verl's own engine.
+        stock: take verl's own trainer.
     """
     from verl.checkpoint_engine import CheckpointEngineRegistry
 
@@ -363,6 +370,45 @@ def reweighted(overrides: list[str], model_dir: str, alpha: float) -> dict[str, 
     }
 
 
+def filtered(overrides: list[str], model_dir: str) -> dict[str, Any]:
+    """A batch of 8 groups whose rewards differ the more the later the group, as verl gets it to deal out."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    made = make_trainer(overrides, model_dir)
+    batch, metrics = make_batch(), {}
+    batch.batch["rm_scores"] = torch.zeros_like(batch.batch["advantages"])
+    batch.batch["rm_scores"][::2, 0] = torch.arange(8.0)
+    dealt_out: list[Any] = []
+    before = batch.batch["advantages"].sum(-1)
+    with (
+        made.store,
+        mock.patch.object(PPOTrainer, "_balance_batch", lambda self, batch, *_, **__: dealt_out.append(batch)),
+    ):
+        meta = made.store.add(batch)
+        places = {key: index for index, key in enumerate(meta.keys)}
+        made.trainer._balance_batch(meta, metrics)
+        made.trainer.gradloc.analysis._scale_advantages(dealt_out[0])
+        after = [made.store.rows[key]["advantages"].sum() for key in dealt_out[0].keys]
+    return {
+        "rows": [places[key] for key in dealt_out[0].keys],
+        "in_queue": [places[key] for key in made.store.rows],
+        "scales": [float(new / before[places[key]]) for new, key in zip(after, dealt_out[0].keys, strict=True)],
+        "metrics": metrics,
+    }
+
+
+def rates(overrides: list[str], model_dir: str) -> list[float]:
+    """The learning rate after each of two steps, under a schedule that divides by the number of its steps."""
+    made = make_trainer(["algorithm.lopti.enable=true", "algorithm.lopti.quantile=0.5", *overrides], model_dir)
+    engine = made.engine
+    engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1 / (1 + step))
+    found = []
+    for step in range(2):
+        made.update(make_batch(seed=step))
+        found.append(engine.lr_scheduler.get_last_lr()[0] / engine.lr_scheduler.base_lrs[0])
+    return found
+
+
 def make_side(overrides: list[str], model_dir: str) -> None:
     """What the trainer does first."""
     from gradloc.adapters.verl09.trainer import TrainerSide
@@ -389,9 +435,26 @@ def with_a_changed_verl() -> str:
     return _said(mock.patch.object(FSDPEngineWithLMHead, "optimizer_step", optimizer_step))
 
 
-def with_verl_08() -> str:
-    """What is said where an older verl is installed."""
-    return _said(mock.patch("gradloc.adapters.verl09.touches.version", lambda name: "0.8.0"))
+def with_verl(release: str) -> str:
+    """What is said where the same code is installed under another release's name."""
+    return _said(mock.patch("gradloc.adapters.verl09.touches.version", lambda name: release))
+
+
+def warned_of_a_changed_body() -> str:
+    """What the trainer's check warns of where a method does something else and takes the same."""
+    from gradloc.adapters.verl09 import touches
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    def _update_actor(self, batch, metrics):
+        return batch
+
+    with (
+        mock.patch.object(PPOTrainer, "_update_actor", _update_actor),
+        mock.patch.object(touches.logger, "warning") as warning,
+    ):
+        touches.check_verl("trainer")
+    said, *values = warning.call_args.args
+    return said % tuple(values)
 
 
 def _said(patch: Any) -> str:

@@ -76,3 +76,22 @@ def test_advantages_are_reweighted_where_the_estimator_has_put_them(engine_world
         "tests.adapters.verl09.harness.reweighted", overrides=["+gradloc=observe"], model_dir=str(model_dir), alpha=0.3
     )
     assert found["largest_error"] < 1e-6 and 0 < found["kept_share"] < 1
+
+
+def test_the_rollout_filter_drops_groups_before_verl_fills_up_mini_batches(engine_world, model_dir):
+    keys = ("strategy=top_k", "value=0.5")
+    settings = [f"actor_rollout_ref.rollout.rollout_filter_{key}" for key in keys]
+    overrides = ["+gradloc=observe", *settings, f"{ACTOR}.filter_loss_scaling=linear"]
+    found, _ = engine_world.run("tests.adapters.verl09.harness.filtered", overrides=overrides, model_dir=str(model_dir))
+    assert sorted(found["rows"]) == found["in_queue"] == list(range(8, 16)), (
+        "the rows of the four groups that differ most"
+    )
+    assert found["scales"] == pytest.approx([0.5] * 8)
+    assert found["metrics"]["rollout/filter_kept_count"] == 4 and found["metrics"]["rollout/filter_kept_ratio"] == 0.5
+
+
+@pytest.mark.parametrize("each, expected", [("false", [1 / 2, 1 / 3]), ("true", [1 / 3, 1 / 5])])
+def test_the_learning_rate_advances_once_a_step_or_with_each_of_loptis_stages(engine_world, model_dir, each, expected):
+    overrides = ["+gradloc=on", f"{ACTOR}.gradloc.enable=null", f"algorithm.lopti.step_lr_each_stage={each}"]
+    found, _ = engine_world.run("tests.adapters.verl09.harness.rates", overrides=overrides, model_dir=str(model_dir))
+    assert found == pytest.approx(expected)

@@ -12,6 +12,9 @@ ACTOR = "actor_rollout_ref.actor"
 ON = "+gradloc=on"
 FUSED = "actor_rollout_ref.model.use_fused_kernels=true"
 FUSED_BY = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
+LOPTI = "algorithm.lopti.enable=true"
+BUCKETS = "trainer.gradient_analysis_mode=true"
+STABILIZE = f"{ACTOR}.gradloc.stabilize"
 REFUSED = {
     f"{ACTOR}.strategy=veomni": "strategy must be fsdp or fsdp2 while .* \\(other engines do not have it\\)",
     "trainer.use_v1=false": "trainer.use_v1 must be true",
@@ -20,13 +23,19 @@ REFUSED = {
     "actor_rollout_ref.model.enable_activation_offload=true": "enable_activation_offload must be false",
     f"{FUSED} {FUSED_BY}=triton": "impl_backend must be torch while .* \\(no search was tested with the others",
     f"{FUSED} {FUSED_BY}=liger": "impl_backend must be torch while .* found 'liger'",
+    f"{ACTOR}.qat.enable=true": "actor.qat.enable must be false while .* \\(its gradient is not the derivative",
+    f"{ACTOR}.fsdp_config.qat.enable=true": "fsdp_config.qat.enable must be false",
     "distillation.enabled=true": "distillation.enabled must be false",
-    "+algorithm.lopti.enable=true": "algorithm.lopti.enable must be left off on verl 0.9",
-    "+trainer.gradient_analysis_mode=true": "gradient_analysis_mode must be left off on verl 0.9",
-    "+trainer.quartile_analysis_mode=true": "quartile_analysis_mode must be left off on verl 0.9",
-    "+actor_rollout_ref.rollout.rollout_filter_strategy=top_p": "rollout_filter_strategy must be left off on verl 0.9",
-    f"{ACTOR}.gradloc.stabilize.token_clip.mode=mask": "token_clip.mode must be left off on verl 0.9",
-    f"{ACTOR}.gradloc.stabilize.skip_step.enable=true": "skip_step.enable must be left off on verl 0.9",
+    f"{LOPTI} {ACTOR}.use_prefix_grouper=true": "use_prefix_grouper must be false while",
+    f"{BUCKETS} {ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2": "ulysses_sequence_parallel_size must be 1 while",
+    f"{BUCKETS} trainer.gradient_analysis_env_groups=4": "env_groups must be null here \\(these trainers roll out no",
+    f"{BUCKETS} {ACTOR}.loss_agg_mode=token-sum": "loss_agg_mode must be one of verl's means",
+    "trainer.quartile_analysis_mode=true trainer.quartile_analysis_every=0": "quartile_analysis_every must be",
+    f"{STABILIZE}.token_clip.mode=mask": "calculate_log_probs must be true while .*token_clip or seq_clip is on",
+    f"{STABILIZE}.layer_clip.rule=adagc {STABILIZE}.layer_clip.group=kind {ACTOR}.strategy=fsdp": (
+        "use_orig_params must be true with strategy=fsdp"
+    ),
+    f"{STABILIZE}.skip_step.enable=true {ACTOR}.ulysses_sequence_parallel_size=2": "must be 1 while .*stabilize is on",
     f"+{ACTOR}.gradloc.triger.tau=1": "did you mean actor_rollout_ref.actor.gradloc.trigger",
     "+trainer.heath.enable=true": "did you mean trainer.health",
 }
@@ -40,22 +49,15 @@ def test_it_is_refused_before_any_worker_starts(engine_world, model_dir, overrid
         )
 
 
-def test_the_safe_preset_is_refused_with_what_there_is_in_its_place(engine_world, model_dir):
-    with pytest.raises(
-        RankError, match="token_clip.mode must be left off .* take .gradloc=mask trainer.health.enable="
-    ):
-        overrides = ["+gradloc=safe"]
-        engine_world.run("tests.adapters.verl09.harness.make_side", overrides=overrides, model_dir=str(model_dir))
-
-
 def test_the_installed_verl_is_as_this_adapter_knows_it():
     done = subprocess.run(
         [
             sys.executable,
             "-c",
-            "from gradloc.adapters.verl09.touches import KNOWN, differences, verl_version\n"
+            "from gradloc.adapters.verl09.touches import KNOWN, changed_bodies, differences, verl_version\n"
             "assert verl_version() in KNOWN, verl_version()\n"
-            "assert [differences(who) for who in ('worker', 'trainer', 'replay')] == [[], [], []]",
+            "assert [differences(who) for who in ('worker', 'trainer', 'replay')] == [[], [], []]\n"
+            "assert changed_bodies() == []",
         ],
         capture_output=True,
         text=True,
@@ -74,8 +76,19 @@ def test_a_change_in_verl_is_named(engine_world):
 
 
 def test_another_verl_is_refused_with_what_fits_it(engine_world):
-    said = engine_world.run("tests.adapters.verl09.harness.with_verl_08")[0]
+    said = engine_world.run("tests.adapters.verl09.harness.with_verl", release="0.8.0")[0]
     assert said.startswith("gradloc's plug-in is for verl 0.9, found verl 0.8.0: on 0.7.0 and 0.7.1 apply the patch")
+
+
+@pytest.mark.parametrize("release", ["0.9.0", "0.9.7", "0.10.0.dev0", "1.0.0"])
+def test_what_decides_is_what_is_touched_and_not_the_releases_name(engine_world, release):
+    assert engine_world.run("tests.adapters.verl09.harness.with_verl", release=release)[0] == "nothing"
+
+
+def test_code_that_does_something_else_is_a_warning_that_names_it(engine_world):
+    said = engine_world.run("tests.adapters.verl09.harness.warned_of_a_changed_body")[0]
+    assert said.startswith("gradloc: verl 0.9.1 changed the code of PPOTrainer._update_actor, which gradloc knows of")
+    assert said.count("PPOTrainer.") == 1
 
 
 def test_a_plug_in_that_was_not_loaded_is_missed(engine_world, model_dir):

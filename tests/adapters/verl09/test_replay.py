@@ -34,13 +34,41 @@ def test_the_same_event_at_its_weights_gives_the_same_culprits_and_the_same_norm
     assert culprit["replay"]["share"] == pytest.approx(culprit["event"]["share"], abs=max(slack, 1e-4))
 
 
+CLIPS = [
+    "actor_rollout_ref.rollout.calculate_log_probs=true",
+    *(f"{ACTOR}.gradloc.stabilize.token_clip.{key}" for key in ("mode=clamp", "upper=1.0", "lower=1.0")),
+]
+LOPTI = ["algorithm.lopti.enable=true", f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1"]
+
+
+@pytest.mark.parametrize("of_loss", [CLIPS, LOPTI], ids=["clips on ratios", "a stage of Lopti's"])
+def test_a_replay_has_the_loss_that_the_run_had(engine_world, of_loss, tmp_path):
+    events, full = str(tmp_path / "events"), [f"{ACTOR}.spike_detection=True", f"{ACTOR}.gradloc.evidence.bundle=full"]
+    given = [*full, f"{ACTOR}.grad_norm_threshold=640", *of_loss]
+    engine_world.run(
+        "tests.replay.scenarios.make_event", plants=[(5, 3, -1e5)], overrides=given, dump_dir=events, rollout_noise=1.0
+    )
+    (bundle,) = (tmp_path / "events" / "events").iterdir()
+    record, event = replayed(engine_world, bundle, f"{events}-model", tmp_path)
+    assert record["verdict"] == "same"
+    assert record["norm"]["replay"] == pytest.approx(event["trigger"]["grad_norm"], rel=1e-5)
+
+
 @pytest.mark.slow
-def test_a_bundle_with_pictures_is_refused_in_one_sentence(engine_world, tmp_path):
+def test_an_event_with_pictures_is_replayed_with_them(engine_world, tmp_path):
     events = str(tmp_path / "events")
     settings = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=640"]
+    settings.append(f"{ACTOR}.gradloc.evidence.bundle=full")
     engine_world.run("tests.world.models.vision.train", overrides=settings, dump_dir=events, advantage=1e4)
     (bundle,) = (tmp_path / "events" / "events").iterdir()
-    argv = [str(bundle), "--model", f"{events}-model"]
-    done, _ = engine_world.run("tests.adapters.verl09.harness.replay", argv=argv)
-    (sentence,) = done["err"].strip().splitlines()
-    assert done["code"] == 2 and sentence.endswith("with which an event of verl 0.9 cannot be replayed yet.")
+    record, event = replayed(engine_world, bundle, f"{events}-model", tmp_path)
+    assert record["verdict"] == "same" and record["weights"]["verdict"] == "same"
+    assert record["norm"]["replay"] == pytest.approx(event["trigger"]["grad_norm"], rel=1e-5)
+
+
+def replayed(world, bundle, model, folder):
+    """What a replay has measured, and the event itself."""
+    argv = [str(bundle), "--model", model, "--json", str(folder / "out.json")]
+    done, _ = world.run("tests.adapters.verl09.harness.replay", argv=argv)
+    assert (done["code"], done["err"]) == (0, ""), done["out"]
+    return json.loads((folder / "out.json").read_text()), json.loads((bundle / "meta.json").read_text())["event"]

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.analysis.scenarios import TERMS, flat, local_rows, norm, run_probe
+from tests.analysis.scenarios import TERMS, flat, norm, run_probe
 from tests.world.harness import make_batch, make_model, make_trainer
+from tests.world.harness import part as ours
 from tests.world.oracle import token_gradients
 
 MICRO = 2
@@ -22,8 +23,7 @@ EIGHT_ROWS = [
 
 def prepared(batch: Any, split: str = "quantile", num_tokens: int = 0) -> tuple[Any, Any, Any]:
     """The batch as the trainer sends it, its quartiles (16, T), and the sampled tokens (S, 2)."""
-    from verl.gradloc.analysis.quartiles.split import assign, sample_tokens
-
+    assign, sample_tokens = ours("analysis.quartiles.split").assign, ours("analysis.quartiles.split").sample_tokens
     batch = batch.select(deepcopy=True)
     mask = batch.batch["response_mask"].bool().numpy()
     quartiles = assign(batch.batch["old_log_probs"].numpy(), mask, split)
@@ -40,9 +40,9 @@ def prepared(batch: Any, split: str = "quantile", num_tokens: int = 0) -> tuple[
 
 def probe_of(trainer: Any, data: Any) -> Any:
     """A finished probe of the prepared batch."""
-    from verl.gradloc.analysis.quartiles.probe import QuartileProbe
-
-    return run_probe(QuartileProbe, trainer, data, data.meta_info["gradloc_num_sampled"])
+    return run_probe(
+        ours("analysis.quartiles.probe").QuartileProbe, trainer, data, data.meta_info["gradloc_num_sampled"]
+    )
 
 
 def all_rows(found: np.ndarray) -> np.ndarray:
@@ -108,26 +108,16 @@ def plain_log_probs(trainer: Any, model: torch.nn.Module, batch: Any, has_graph:
 
 def against_detaching(overrides: list[str], dump_dir: str, kind: str = "quantile") -> dict:
     """Each quartile's part against the localizer's probe, which detaches all other tokens."""
-    from verl.gradloc.adapters.verl07.step import ActorStep
-
     trainer = make_trainer(TERMS + overrides, dump_dir)
     batch = make_batch()
     spread = torch.rand(batch.batch["old_log_probs"].shape, generator=torch.manual_seed(0))
     batch.batch["old_log_probs"] = spread.log()  # on-policy: only the split reads it
     data, quartiles, _ = prepared(batch, split=kind)
     probe = probe_of(trainer, data)
-    local = local_rows(data)
-    actor = trainer.actor
-    step = ActorStep(actor, local.split(actor.config.ppo_micro_batch_size_per_gpu), 1.0, True, dist.get_world_size())
-    actor.gradient_accumulation = step.num_micro_batches
     errors = []
     for quartile, part in enumerate(probe.parts):
-        probe.space.clear()
-        for index in range(step.num_micro_batches):
-            step.before_forward(index)
-            inside = step.micro_batches[index].batch["gradloc_quartile"] == quartile
-            step.loss(index, inside).backward()
-        slow = flat(probe.space.take())
+        chosen = data.batch["gradloc_quartile"] == quartile
+        slow = flat(trainer.detached_gradient(data, chosen, probe.space))
         errors.append(norm(flat(part) - slow) / norm(slow))
     return {"errors": errors, "closure": probe.record()["closure"]}
 
@@ -150,11 +140,11 @@ def updates(overrides: list[str], dump_dir: str, num_before: int) -> dict[str, A
     """Probability changes, and the same from a literal copy of model and optimizer."""
     trainer = make_trainer([*EIGHT_ROWS, *overrides], dump_dir)
     model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=trainer.actor.config.optim.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=trainer.optimizer.param_groups[0]["lr"])
     for seed in range(1, num_before + 1):  # so that the optimizer has a past
         earlier = make_batch(8, seed=seed)
         gradients = token_gradients(trainer, model, earlier)
-        take_step(model, optimizer, sum(gradients.values()), trainer.actor.config.grad_clip)
+        take_step(model, optimizer, sum(gradients.values()), trainer.grad_clip)
         trainer.update(earlier)
     batch = make_batch(8)
     data, quartiles, _ = prepared(batch)
@@ -169,7 +159,7 @@ def updates(overrides: list[str], dump_dir: str, num_before: int) -> dict[str, A
         steps = copied_optimizer(twin, optimizer)
         inside = [gradients[place] for place in gradients if quartiles[place] in chosen]
         part = sum(inside, torch.zeros_like(next(iter(gradients.values()))))
-        clipped = take_step(twin, steps, part, trainer.actor.config.grad_clip)
+        clipped = take_step(twin, steps, part, trainer.grad_clip)
         change = plain_log_probs(trainer, twin, batch).exp() - before.exp()
         found = np.exp(fast[name]) - np.exp(fast["before"])
         size = float(change[mask].abs().max())
@@ -205,15 +195,13 @@ def copied_optimizer(model, optimizer):
 
 def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str, Any]:
     """Two real updates, with an analysis before each, trial steps included, or none."""
-    from verl.gradloc.adapters.verl07.analysis_actor import analyze
-
     trainer = make_trainer([*TERMS, *overrides], dump_dir, dropout=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.actor.actor_optimizer, lambda step: 1 / (1 + step))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 1 / (1 + step))
     norms, taken = [], []
     for step in (1, 2):
         batch = make_batch(seed=step)
         if with_analysis:
-            record = analyze(trainer.actor, local_rows(prepared(batch, num_tokens=1)[0]))
+            record = trainer.analyze(prepared(batch, num_tokens=1)[0])
             taken.append([found["is_taken"] for found in record["steps"].values()])
         norms.append(trainer.update(batch)["metrics"]["actor/grad_norm"])
         scheduler.step()
@@ -228,52 +216,47 @@ def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str,
 
 def leave_as_found(overrides: list[str], dump_dir: str) -> dict[str, bool]:
     """An actor in the middle of something, before its first step: no optimizer state yet."""
-    from verl.gradloc.adapters.verl07.analysis_actor import analyze
-
-    trainer = make_trainer(overrides, dump_dir)
-    actor, batch = trainer.actor, make_batch()
-    for param in actor.actor_module.parameters():
+    trainer, batch = make_trainer(overrides, dump_dir), make_batch()
+    for param in trainer.module.parameters():
         param.grad = torch.ones_like(param)
-    before = [param.grad for param in actor.actor_module.parameters()]
+    before = [param.grad for param in trainer.module.parameters()]
     weights = trainer.weights_hash()
-    groups = copy.deepcopy(options(actor))
-    actor.actor_module.eval()
-    actor.gradient_accumulation = 7
+    groups = copy.deepcopy(options(trainer))
+    trainer.module.eval()
+    trainer.actor.gradient_accumulation = 7
     rng = torch.get_rng_state()
-    record = analyze(actor, local_rows(prepared(batch, num_tokens=2)[0]))
-    after = [param.grad for param in actor.actor_module.parameters()]
+    record = trainer.analyze(prepared(batch, num_tokens=2)[0])
+    after = [param.grad for param in trainer.module.parameters()]
     return {
         "was_moved": all(step["update_norm"] > 0 for step in record["steps"].values()),
         "gradients": all(old is new for old, new in zip(before, after, strict=True)),
         "weights": trainer.weights_hash() == weights,
-        "optimizer": not actor.actor_optimizer.state,
-        "groups": options(actor) == groups,
+        "optimizer": not trainer.optimizer.state,
+        "groups": options(trainer) == groups,
         "rng": torch.equal(rng, torch.get_rng_state()),
-        "mode": not actor.actor_module.training,
-        "count": actor.gradient_accumulation == 7,
+        "mode": not trainer.module.training,
+        "count": trainer.actor.gradient_accumulation == 7,
     }
 
 
-def options(actor: Any) -> list[dict[str, Any]]:
+def options(trainer: Any) -> list[dict[str, Any]]:
     """Everything in the optimizer's groups but the parameters."""
-    groups = actor.actor_optimizer.param_groups
+    groups = trainer.optimizer.param_groups
     return [{key: group[key] for key in group if key != "params"} for group in groups]
 
 
 def fail_during_update(dump_dir: str) -> dict[str, bool]:
     """A trial step ends in an exception on every rank: everything is put back all the same."""
-    from verl.gradloc.adapters.verl07.analysis_actor import AnalysisActor
-    from verl.gradloc.analysis.quartiles.trial_step import trial_step
-    from verl.gradloc.core.gradients import GradientSpace, local_shard
-
     trainer = make_trainer([], dump_dir)
     trainer.update(make_batch(seed=1))
-    weights, state = trainer.weights_hash(), len(trainer.actor.actor_optimizer.state)
-    space = GradientSpace(trainer.actor.actor_module)
-    gradient = [torch.ones_like(local_shard(param)) for param in space.params]
+    weights, state = trainer.weights_hash(), len(trainer.optimizer.state)
+    gradients = ours("core.gradients")
+    space = gradients.GradientSpace(trainer.module)
+    gradient = [torch.ones_like(gradients.local_shard(param)) for param in space.params]
+    trial_step, data = ours("analysis.quartiles.trial_step").trial_step, prepared(make_batch())[0]
     moved = None
     try:
-        with trial_step(AnalysisActor(trainer.actor, 1.0), space, gradient) as step:
+        with trainer.analysed(data) as (actor, _), trial_step(actor, space, gradient) as step:
             moved = step.update_norm
             raise ZeroDivisionError("not today")
     except ZeroDivisionError:
@@ -281,7 +264,7 @@ def fail_during_update(dump_dir: str) -> dict[str, bool]:
     return {
         "moved": moved > 0,
         "weights": trainer.weights_hash() == weights,
-        "state": len(trainer.actor.actor_optimizer.state) == state,
+        "state": len(trainer.optimizer.state) == state,
     }
 
 
@@ -337,16 +320,14 @@ def with_filling_row(dump_dir: str) -> dict[str, Any]:
 
 def fail_on_one_rank(dump_dir: str) -> dict[str, Any]:
     """Cutting the rows raises on rank 1; both ranks then train on."""
-    from verl.gradloc.adapters.verl07.analysis_actor import analyze
-    from verl.gradloc.analysis.rows import RowProbe
-
+    RowProbe = ours("analysis.rows").RowProbe
     trainer, plain = make_trainer([], dump_dir), make_trainer([], dump_dir)
     data, _, _ = prepared(make_batch())
     whole = RowProbe._chunks
     if dist.get_rank() == 1:
         RowProbe._chunks = _broken
     try:
-        record = analyze(trainer.actor, local_rows(data))
+        record = trainer.analyze(data)
     finally:
         RowProbe._chunks = whole
     trainer.update(make_batch())

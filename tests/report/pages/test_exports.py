@@ -23,7 +23,7 @@ def test_json_is_json_and_round_trips(run):
     document = json.loads(exports.to_json(run, run.events))
     assert document["run"] == "tests / report"
     assert document["events"][0]["culprits"][1]["share"] == "NaN"
-    assert document["events"][0]["verdict"].startswith("At step 1 the gradient norm was 748")
+    assert document["events"][0]["verdict"].startswith("Two tokens made the step-1 spike.")
 
 
 def test_csv_has_a_line_per_culprit_and_one_for_an_event_without(run):
@@ -42,20 +42,22 @@ def test_no_csv_cell_starts_a_formula(run):
 
 def test_markdown_shows_the_verdict_the_culprits_and_the_command(run):
     text = exports.to_markdown(run, run.events)
-    assert "At step 1 the gradient norm was 748" in text
-    assert "`=1+1`" in text or "` =1+1 `" in text
-    assert "python -m verl.gradloc.replay" in text
+    assert "### Two tokens made the step-1 spike" in text and "Norm 748 (14.3 times the threshold)" in text
+    assert "| id 1005 | rank 1, micro-batch 2, position 5 |" in text
+    assert "python -m gradloc.replay" in text and "python -m verl.gradloc.replay" in text
+    assert "```text\nthe answer⟦" in text
 
 
 @pytest.mark.parametrize("token", [*HOSTILE, "`", "``` x", "a|b"])
-def test_a_hostile_token_stays_in_its_markdown_cell(tmp_path, token):
-    event = make_event(culprits=[make_culprit(token=token)])
+def test_a_hostile_token_stays_in_its_block(tmp_path, token):
+    event = make_event(culprits=[make_culprit(token=token, text_after="\nafter")])
     found = read_run(write_run(tmp_path, [event]))
-    row = next(line for line in exports.to_markdown(found, found.events).splitlines() if "rank 1" in line)
+    lines = exports.to_markdown(found, found.events).splitlines()
+    row = next(line for line in lines if "rank 1" in line)
     assert row.count("|") - row.count("\\|") == 8
-    fence = row[2:].split(" ")[0]
-    assert set(fence) == {"`"}
-    assert f"{fence} |" in row
+    start = next(at for at, line in enumerate(lines) if line.endswith("text") and set(line[:-4]) == {"`"})
+    fence = lines[start][:-4]
+    assert lines.index(fence, start + 1) == len(lines) - 1, "nothing in the text ends the block"
 
 
 def test_markdown_text_is_literal():
@@ -80,9 +82,9 @@ def test_markdown_and_csv_have_the_share_s_error_and_no_share_that_is_not_truste
 
 def test_markdown_tells_the_norm_as_well_as_it_is_known(tmp_path):
     run = one(tmp_path, "near")
-    assert "0.77 (within 0.0007) without, threshold" in exports.to_markdown(run, run.events)
+    assert "0.77 (within 0.0007) without the culprits" in exports.to_markdown(run, run.events)
     run = one(tmp_path, "far", certificate=make_event()["certificate"] | {"norm_after": 1.38, "error_bound": 2.562})
-    assert "with the culprits, at most 3.942 without, threshold" in exports.to_markdown(run, run.events)
+    assert "at most 3.95 without the culprits" in exports.to_markdown(run, run.events)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +95,8 @@ def test_markdown_tells_the_norm_as_well_as_it_is_known(tmp_path):
     ],
 )
 def test_advice_is_of_the_search_that_was_made(tmp_path, strategy, line, other):
-    culprits = [make_culprit(cause={"label": "unknown", "numbers": {}})]
-    event = make_event(culprits=culprits, search=make_event()["search"] | {"strategy": strategy})
+    certificate = make_event()["certificate"] | {"verdict": "undecided"}
+    event = make_event(certificate=certificate, search=make_event()["search"] | {"strategy": strategy})
     run = read_run(write_run(tmp_path, [event]))
     text = exports.to_markdown(run, run.events)
     assert line in text and other not in text

@@ -137,10 +137,9 @@ def test_two_events_of_one_name_stay_apart(tmp_path):
     assert len({event.event_id for event in run.events}) == 2
 
 
-def test_metrics_without_events_are_shown_with_a_sentence(tmp_path):
+def test_metrics_without_events_are_a_log_to_be_diagnosed(tmp_path):
     run = read_run(write_run(tmp_path, metrics=make_metrics()))
-    assert run.metrics
-    assert run.notes == ["No events.jsonl was found: no spike was localized, or spike_detection was off."]
+    assert run.metrics and run.events_root is None and run.notes == []
 
 
 def test_an_empty_events_file_beside_metrics_says_that_nothing_spiked(tmp_path):
@@ -168,8 +167,8 @@ def test_refusals_are_one_sentence_each(tmp_path):
     for folder, words in [
         (tmp_path / "missing", "does not exist"),
         (empty, "is empty"),
-        (other, "is not the folder of a run"),
-        (other / "notes.txt", "is a file"),
+        (other, "holds no run's log (notes.txt cannot be read as logs): name a folder or file with one"),
+        (other / "notes.txt", "has no metrics that can be read: name a log of training steps"),
         (several, "several runs lie under this folder"),
         (broken, "holds no event that can be read"),
     ]:

@@ -10,7 +10,6 @@ import pytest
 
 from gradloc.core.adaptive import AdaptiveThreshold
 from gradloc.report.cli import main
-from gradloc.report.runs import sources
 
 SERIES = Path(__file__).resolve().parents[3] / "docs" / "series"
 RNG = random.Random(3)
@@ -32,7 +31,7 @@ def write_console(path):
 
 
 def write_wandb_csv(path):
-    rows = [f'"{i + 1}","{"NaN" if math.isnan(norm) else norm}","0","9"' for i, norm in enumerate(NORMS)]
+    rows = [f'"{i + 1}"' + 3 * f',"{norm}"' for i, norm in enumerate(NORMS)]
     name = "run-7 - actor/grad_norm"
     path.write_text("\n".join([f'"Step","{name}","{name}__MIN","{name}__MAX"', *rows]))
 
@@ -112,7 +111,7 @@ def test_settings_change_what_is_flagged_and_wrong_ones_are_refused(tmp_path, ca
         assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["", "no numbers here\n", '{"a": 1}', "step,loss\n"])
+@pytest.mark.parametrize("content", ["no numbers here\n", '{"a": 1}', "step,loss\n"])
 def test_a_file_without_metrics_is_refused_in_one_sentence_that_names_what_can_be_read(tmp_path, capsys, content):
     (tmp_path / "notes.txt").write_text(content)
     assert main(["trigger", str(tmp_path / "notes.txt")]) == 2
@@ -134,10 +133,11 @@ def test_the_largest_norm_of_the_step_is_judged_where_it_was_logged(tmp_path):
     assert {step["norm"] for step in trigger(tmp_path / "m.jsonl")} == {3.0}
 
 
-def test_a_log_that_was_printed_step_by_step_keeps_the_later_of_a_step_logged_twice(tmp_path):
+def test_the_parts_of_a_run_that_was_resumed_are_told_apart(tmp_path):
     lines = [f"step:{step} - actor/grad_norm:{norm}\n" for step, norm in ((1, 1.0), (2, 5), (2, 7))]
     (tmp_path / "l.log").write_text("".join(lines))
-    assert sources.read(tmp_path / "l.log")[0].series["actor/grad_norm"] == [1.0, 7.0]
+    steps = trigger(tmp_path / "l.log")
+    assert [(step["step"], step["norm"], step["segment"]) for step in steps] == [(1, 1.0, 0), (2, 5.0, 0), (2, 7.0, 1)]
 
 
 def test_the_terminal_shows_the_curve_the_flagged_steps_and_how_far_the_others_stayed_away(capsys):

@@ -15,12 +15,12 @@ from verl.utils.device import get_device_id
 from verl.workers.critic import DataParallelPPOCritic, dp_critic
 
 from ....core.gradients import GradientSpace
-from ....core.memory import precise_readout
 from ....core.probe import Recorded, RngState, let_through, record
 from ....core.ranks import Ranks
 from ....keys import POLICY_KEY, ROW_KEY
 from ....loop.localizer import Localizer
 from ....loop.wire import Policy, RankReport
+from ....search.precise import precise_readout
 
 __all__ = ["WatchedCritic"]
 
@@ -120,6 +120,10 @@ class CriticWatch:
 
     # ---- the critic's powers: see loop.localizer.ActorPowers
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.critic.critic_optimizer
+
     def clip(self) -> torch.Tensor:
         module = self.critic.critic_module
         if isinstance(module, FSDP1):
@@ -135,7 +139,7 @@ class CriticWatch:
 class CriticStep:
     """One mini-batch of verl's critic, replayable: the :class:`~..core.probe.TrainingStep` of the search."""
 
-    on_policy, temperature, loss_scale = False, 1.0, 1.0
+    on_policy, reduces_once, temperature, loss_scale = False, False, 1.0, 1.0
     compute_dtype = torch.bfloat16  # verl's critic sees to that itself, whatever its weights are kept in
 
     def __init__(self, critic: DataParallelPPOCritic, dp_size: int):

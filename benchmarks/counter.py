@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts what a block of code asks of a device, on any machine: operations, reads by the host, collectives, bytes.
+
+On a CPU every tensor lies in the host's memory. Here all of them count as the device's, but for those that would be the
+host's on a GPU, too: made without a device, copied by ``.cpu()``, or computed from such. What a batch holds counts as
+the device's, though a trainer moves some of it only later; that is alike with and without gradloc.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["DeviceCounter"]
+
+_LIBRARIES = ("c10d", "_c10d_functional", "c10d_functional")
+_OTHERS = ("wait_tensor", "_wrap_tensor_autograd")  # in the same libraries, but no communication
+_READING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
+_INDEXING = ("index", "index_put", "index_put_")
+_COPIES = (torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist)
+_ALIAS = "alias"
+_FACTORIES = (torch.tensor, torch.as_tensor)
+_MOVES = (torch.Tensor.to, torch.Tensor.new_tensor)
+
+
+class DeviceCounter(TorchDispatchMode):
+    """Context that counts.
+
+    ``ops``, ``reads`` and ``bytes`` are by phase, see :meth:`within`; ``collectives`` by their operator's name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+        self.reads: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self.collectives: Counter[str] = Counter()
+        self.places: Counter[str] = Counter()
+        """Reads by the line of gradloc's that they come from."""
+        self.phase = ""
+        self._functions = _Functions(self)
+
+    def __enter__(self) -> "DeviceCounter":
+        super().__enter__()
+        self._functions.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._functions.__exit__(*error)
+        super().__exit__(*error)
+
+    @contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """What is counted in here is of this phase; the outermost one holds."""
+        before, self.phase = self.phase, phase if phase == _ALIAS else self.phase or phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def read(self) -> None:
+        """Note that the host waits for a number of the device's."""
+        self.reads[self.phase] += 1
+        frame = sys._getframe()
+        while frame is not None and "/gradloc/" not in frame.f_code.co_filename:
+            frame = frame.f_back
+        if frame is not None:
+            name = frame.f_code.co_filename.split("/gradloc/")[-1]
+            self.places[f"{self.phase} {name}:{frame.f_lineno}"] += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let DTensor break it down: what it does comes back here
+        given = kwargs or {}
+        library, _, name = func.name().partition("::")
+        if library in _LIBRARIES:
+            if not name.startswith(_OTHERS):
+                self.collectives[name] += 1
+            return func(*args, **given)
+        operands = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, torch.Tensor)]
+        # a number that an operation takes is made where its operands are
+        is_host = all(map(_is_host, operands)) if operands else given.get("device") is None or name == "scalar_tensor"
+        made = func(*args, **given)
+        if is_host or self.phase == _ALIAS or name == "lift_fresh":  # a number of the program's
+            for leaf in tree_leaves(made):
+                _mark(leaf, True)
+            return made
+        self.ops[self.phase] += 1
+        if not func.is_view:
+            self.bytes[self.phase] += sum(x.numel() * x.element_size() for x in operands if not _is_host(x))
+        if name.partition(".")[0] in _READING or (name.partition(".")[0] in _INDEXING and _has_mask(args)):
+            self.read()
+        return made
+
+
+class _Functions(TorchFunctionMode):
+    """Sees what makes no operation on a CPU: ``.cpu()``, ``.tolist()``, and where a tensor is said to be."""
+
+    def __init__(self, counter: DeviceCounter):
+        super().__init__()
+        self._counter = counter
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func in _COPIES:
+            if not _is_host(args[0]):
+                self._counter.read()
+            found = func(*args, **given)
+            return self._alias(found, True) if isinstance(found, torch.Tensor) else found
+        found = func(*args, **given)
+        if func in _FACTORIES:
+            _mark(found, given.get("device") is None)
+        elif func in _MOVES and _is_host(found) and _names_device(args[1:], given):
+            return self._alias(found, False)
+        return found
+
+    def _alias(self, tensor: torch.Tensor, is_host: bool) -> torch.Tensor:
+        """The same memory as another tensor, which lies elsewhere."""
+        with self._counter.within(_ALIAS):
+            other = tensor.detach()
+        other.requires_grad_(tensor.requires_grad)
+        _mark(other, is_host)
+        return other
+
+
+def _is_host(tensor: Any) -> bool:
+    return getattr(tensor, "_is_hosts", False)
+
+
+def _mark(tensor: Any, is_host: bool) -> None:
+    if isinstance(tensor, torch.Tensor):
+        tensor._is_hosts = is_host  # type: ignore[attr-defined]
+
+
+def _names_device(args: tuple, given: dict[str, Any]) -> bool:
+    return "device" in given or any(isinstance(arg, str | int | torch.device | torch.Tensor) for arg in args)
+
+
+def _has_mask(args: tuple) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.dtype == torch.bool and not _is_host(x) for x in args[1] or ())

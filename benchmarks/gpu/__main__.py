@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds on a GPU: repeatability, closure, certificate, recall, cost, memory, waits, on models of random weights.
+
+    python -m benchmarks.gpu                              # one GPU: 0.5B, bf16, 4k to 32k tokens, every attention
+    python -m benchmarks.gpu --parts first                # three minutes: whether anything is wrong at all
+    python -m benchmarks.gpu --size 1.5B --tokens 32768
+    torchrun --nproc-per-node 8 -m benchmarks.gpu         # the same step dealt out to eight
+    python -m benchmarks.gpu --device cpu --size tiny --tokens 128
+
+Needs torch and this repository; flash-attn and transformers where they are installed. Every cell is written to gpu.json
+and gpu.md as soon as it is measured; one that fails is written, too, and the others go on. The exit code is 1 where a
+cell failed or says NO.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS has no deterministic kernels
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu import cells, parts
+from benchmarks.gpu.cells import MODELS, PLANTS, Bench, attended, attentions
+from benchmarks.run import REPO, digest
+from gradloc.core.memory import WAYS
+
+PARTS = ("first", "room", "mask", "syncs", "head", "two", "cells")
+"""In this order; the first ends in three minutes on a GPU."""
+
+
+def cells_of(part: str, parsed: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """A part's cells, each by its name and what measures it."""
+    least = min(parsed.tokens)
+
+    def on(attention: str, tokens: int) -> Callable[..., Callable[[], dict[str, Any]]]:
+        made: list[Bench] = []
+
+        def measured(measure: Callable[..., dict[str, Any]], *given: Any) -> Callable[[], dict[str, Any]]:
+            def run() -> dict[str, Any]:
+                if not made:
+                    made.append(Bench(parsed.size, attention, tokens, parsed.dtype, device))
+                with attended(attention, is_deterministic=False):
+                    return made[0].told() | measure(made[0], *given)
+
+            return run
+
+        return measured
+
+    if part == "head":
+        yield "head", lambda: parts.head_cell(parsed.size, device)
+    elif part == "two" and "RANK" not in os.environ:
+        yield "two", lambda: parts.two_cell(device, parsed.size, least, Path(parsed.out))
+    elif part == "cells":
+        for attention in parsed.attention or attentions(device):
+            for tokens in parsed.tokens:
+                measured = on(attention, tokens)
+                yield f"{attention} {tokens} repeats", measured(cells.repeat_cell)
+                for plant in PLANTS:
+                    yield f"{attention} {tokens} {plant}", measured(cells.spike_cell, plant)
+    else:
+        measured = on("sdpa", least)
+        if part == "first":
+            yield "tracker", measured(cells.tracker_cell)
+            yield "repeats", measured(cells.repeat_cell)
+            for plant in ("single_10", "three"):
+                yield plant, measured(cells.spike_cell, plant)
+        elif part == "room":
+            for number in range(1, len(WAYS)):
+                yield f"way {number}", measured(cells.room_cell, number)
+        elif part == "mask":
+            yield "mask", measured(cells.mask_cell)
+        elif part == "syncs":
+            yield "syncs", measured(parts.syncs_cell)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure all parts; write each cell as it comes."""
+    parsed = _parser().parse_args(arguments)
+    device = _join(parsed.device)
+    command = shlex.join(["python", "-m", "benchmarks.gpu", *(sys.argv[1:] if arguments is None else arguments)])
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu ({platform.machine()})"
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    run: dict[str, Any] = {"command": command, "core_sha256": digest(), "device": name, "versions": versions}
+    run["cells"] = []
+    for part in parsed.parts:
+        for name, measure in cells_of(part, parsed, device):
+            cell = {"part": part, "cell": name, **_measured(measure)}
+            run["cells"].append(cell)
+            if _is_first():
+                _save(run, Path(parsed.out))
+                print(row_of(cell), flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return int(any(cell["is_ok"] is False for cell in run["cells"]))
+
+
+def _measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    started = time.perf_counter()
+    try:
+        found = measure()
+    except Exception as error:  # the next cell may do
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {error}", "is_ok": False}
+    return found | {"took_seconds": time.perf_counter() - started}
+
+
+def _save(run: dict[str, Any], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "gpu.json").write_text(json.dumps(run, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    (out / "gpu.md").write_text(markdown(run) + "\n", encoding="utf-8")
+
+
+HEAD = ("part", "cell", "model", "tokens", "holds", "took (s)", "what was measured")
+_SAID_ELSEWHERE = {"part", "cell", "model", "tokens", "is_ok", "took_seconds", "attention", "healthy_norm", "plant"}
+
+
+def markdown(run: dict[str, Any]) -> str:
+    """The whole run as a table, with where it comes from."""
+    lines = [
+        f"{run['device']}, torch {run['versions']['torch']}, core `{run['core_sha256'][:8]}`: `{run['command']}`",
+        "",
+        f"| {' | '.join(HEAD)} |",
+        "|" + " --- |" * len(HEAD),
+    ]
+    return "\n".join(lines + [row_of(cell) for cell in run["cells"]])
+
+
+def row_of(cell: dict[str, Any]) -> str:
+    """A cell's row of the table."""
+    told = [f"{name} {_number(value)}" for name, value in cell.items() if name not in _SAID_ELSEWHERE]
+    holds = {True: "yes", False: "NO", None: "-"}[cell["is_ok"]]
+    values = [cell["part"], cell["cell"], cell.get("model", ""), cell.get("tokens", ""), holds]
+    return "| " + " | ".join(map(str, [*values, f"{cell['took_seconds']:.1f}", ", ".join(told)])) + " |"
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, dict):
+        return "; ".join(f"{name} x{count}" for name, count in value.items()) or "nowhere"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _join(kind: str) -> torch.device:
+    """The device of this process, in a group of one or torchrun's; more processes than devices share them by gloo."""
+    rank, size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    is_shared = kind == "cpu" or size > torch.cuda.device_count()
+    device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", rank % torch.cuda.device_count())
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    backend = "gloo" if is_shared else "cpu:gloo,cuda:nccl"  # as verl's groups have it
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--size", choices=MODELS, default="0.5B")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
+    parser.add_argument("--attention", nargs="+", choices=("sdpa", "sdpa_flash", "flash_attn", "varlen"))
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--out", default=str(REPO / "runs" / "benchmarks" / "gpu"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

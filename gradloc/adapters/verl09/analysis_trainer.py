@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient analyses and the rollout filter in verl's V1 trainers.
+
+A batch is filled up with padding rows to whole mini-batches, by verl itself. An analysis does not see them; they go
+last to the workers, which run them for the sake of their peers and count them for nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import transfer_queue as tq
+
+from ...analysis.analyses import Analyses
+from ...analysis.config import check_separate, read_buckets, read_quartiles
+from ...analysis.reporter import Batch
+from ...rollout_filter.choose import choose
+from ...rollout_filter.config import read_filter
+from ...rollout_filter.groups import groups_of
+from ...rollout_filter.rank import advantage_scale
+from ..verl_common.analyses import FILLER, refuse_pictures, run_of, well
+from ..verl_common.reports import reports_of
+from .analysis import ASKED_KEY, Asked, record_of_actor
+from .batch import fetch, put, view_of
+
+__all__ = ["Analysis", "build_analysis"]
+
+
+def build_analysis(config: Any, settings: Any) -> "Analysis | None":
+    """The trainer's analyses and rollout filter, or None while all are off.
+
+    Args:
+        config: the trainer's whole config.
+        settings: those that hold.
+
+    Raises:
+        ValueError: one sentence that names a key with a bad value, also while the features are off.
+    """
+    buckets, quartiles, chosen = read_buckets(config), read_quartiles(config), read_filter(config)
+    if buckets is None and quartiles is None and chosen.keeps_all:
+        return None
+    if buckets is not None:
+        check_separate(buckets, "these trainers roll out no batch beside the training batch")
+    return Analysis(config, settings, buckets, quartiles, chosen)
+
+
+class Analysis(Analyses):
+    """Filters the rollouts and, at the steps that are due, splits the gradient that they are about to cause.
+
+    Args:
+        config: the trainer's whole config.
+        settings: those that hold.
+        buckets: None: no analysis by bucket.
+        quartiles: None: no analysis by quartile.
+        chosen: the filter's settings.
+    """
+
+    def __init__(self, config: Any, settings: Any, buckets: Any, quartiles: Any, chosen: Any):
+        def prepare(seed: int) -> Batch:
+            raise AssertionError("refused at start")
+
+        super().__init__(run_of(config, settings.root), buckets, quartiles, prepare)
+        self.settings, self.chosen = settings, chosen
+        self._temperature = config.actor_rollout_ref.rollout.temperature
+        self._counts: dict[str, float] | None = None
+        self._last_step = 0
+
+    def filter(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Once rewards are known: the rows to train on; the others are dropped from the queue.
+
+        Args:
+            batch: verl's ``KVBatchMeta``.
+            metrics: of the step; ``rollout/*`` is added.
+        """
+        found = fetch(batch, ["rm_scores", "response_mask", "uid"])
+        padded = {name: found[name].to_padded_tensor(0) for name in ("rm_scores", "response_mask")}
+        groups = groups_of(list(found["uid"]), padded["rm_scores"], padded["response_mask"])
+        metrics["rollout/zero_variance_share"] = groups.zero_variance_share
+        if self.chosen.keeps_all:
+            return batch
+        kept, self._counts = choose(groups, self.chosen, num_ranks=1)  # verl fills up to whole mini-batches
+        metrics.update({f"rollout/filter_{name}": value for name, value in self._counts.items()})
+        is_kept = np.isin(groups.of_row, kept)
+        dropped = [key for key, stays in zip(batch.keys, is_kept, strict=True) if not stays]
+        if dropped:
+            tq.kv_clear(keys=dropped, partition_id=batch.partition_id)
+            batch = batch.select_keys([key for key, stays in zip(batch.keys, is_kept, strict=True) if stays])
+        return batch
+
+    def run(self, trainer: Any, batch: Any, metrics: dict[str, Any]) -> bool:
+        """Scale the filtered batch's advantages, and analyse where the step is due: once, of several updates.
+
+        Args:
+            trainer: verl's, just before the actor's update.
+            batch: the training batch, with advantages; not changed by the analyses.
+            metrics: of the step; added to.
+
+        Returns:
+            Whether the run is to end here.
+        """
+        self._scale_advantages(batch)
+        step, is_first = trainer.global_steps, trainer.global_steps != self._last_step
+        self._last_step = step
+        timing = getattr(trainer, "timing_raw", {})
+        return is_first and self.analyse(lambda feature: self._seen(trainer, batch, feature), step, metrics, timing)
+
+    def _scale_advantages(self, batch: Any) -> None:
+        kept_ratio = 1.0 if self._counts is None else self._counts["kept_ratio"]
+        scale = advantage_scale(self.chosen.loss_scaling, kept_ratio)
+        if scale != 1.0:
+            put(batch, {"advantages": fetch(batch, ["advantages"])["advantages"] * scale})
+
+    def _seen(self, trainer: Any, batch: Any, feature: str) -> Batch:
+        """verl's batch as an analysis sees it."""
+        fills_up = [tag.get("is_padding", False) for tag in batch.tags]
+        real = [key for key, is_filler in zip(batch.keys, fills_up, strict=True) if not is_filler]
+        fillers = [key for key, is_filler in zip(batch.keys, fills_up, strict=True) if is_filler]
+        view, whole = view_of(batch.select_keys(real)), batch.select_keys([*real, *fillers])
+
+        def ask(tensors: Mapping[str, torch.Tensor], request: Mapping[str, Any]) -> list[dict[str, Any]]:
+            refuse_pictures(feature, view.labels["multi_modal_inputs"])
+            put(whole, {key: _filled_up(values, len(fillers)) for key, values in tensors.items()})
+            told = {"compute_loss": True, "calculate_entropy": False, "temperature": self._temperature}
+            whole.extra_info |= {**told, ASKED_KEY: Asked(dict(request), self.settings)}
+            trainer.actor_rollout_wg.compute_log_prob(whole)
+            return well(reports_of(trainer.actor_rollout_wg, record_of_actor))
+
+        return Batch(view.tensors, view.labels["uid"], self._counts, ask)
+
+
+def _filled_up(values: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """With further rows of fillers; a queue wants two dimensions."""
+    values = values.view(len(values), -1)
+    return torch.cat([values, values.new_full((num_rows, values.shape[1]), FILLER)])

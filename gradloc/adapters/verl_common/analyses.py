@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run that is analysed, from verl's config, and whom a failed analysis may not outlive."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ray.exceptions import RayError
+
+from ...analysis.reporter import Run
+
+__all__ = ["FILLER", "refuse_pictures", "run_of", "well"]
+
+FILLER = -1
+"""What a tensor of ours holds in rows that only fill up the ranks."""
+
+
+def run_of(config: Any, root: str) -> Run:
+    """The run.
+
+    Args:
+        config: the trainer's whole config.
+        root: where to write, absolute.
+    """
+    actor = config.actor_rollout_ref.actor
+    return Run(
+        root=root,
+        seed=config.data.get("seed") or 0,
+        trackers={},
+        names={"project": config.trainer.project_name, "experiment": config.trainer.experiment_name},
+        loss={
+            "loss_mode": actor.policy_loss.get("loss_mode", "vanilla"),
+            "loss_agg_mode": actor.loss_agg_mode,
+            "adv_estimator": str(config.algorithm.adv_estimator),
+        },
+        vital=(RayError,),
+    )
+
+
+def refuse_pictures(feature: str, inputs: Iterable[Any]) -> None:
+    """Refuse inputs that an analysis does not know.
+
+    Args:
+        feature: the setting that switches it on.
+        inputs: of each row, what there is beside text; of a text-only run verl's agent loop gives an empty dict.
+
+    Raises:
+        ValueError: one sentence.
+    """
+    if any(inputs):
+        raise ValueError(f"{feature} does not take batches with multi_modal_inputs yet: switch it off.")
+
+
+def well(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the ranks found.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    for record in records:
+        if "error" in record:
+            raise RuntimeError(record["error"])
+    return records

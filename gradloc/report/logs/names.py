@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers as logs spell them, and what trainers call the metrics that the rules know by verl's names."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..errors import ReportError
+from ..runs.metrics import MAX, MEAN
+
+STEPS = (
+    "step",
+    "global_step",
+    "global_steps",
+    "training/global_step",
+    "train/global_step",
+    "trainer/global_step",
+    "train/step",
+    "current_steps",
+    "global_step/max_steps",
+    "iteration",
+    "iter",
+    "_step",
+)
+"""What a step is called, the surest first: W&B's ``_step`` counts calls of its own."""
+
+ALIASES = {
+    "critic/score/mean": "reward reward_mean mean_reward avg_reward rewards_mean raw_reward score score_mean "
+    "scores avg_total_reward",
+    "actor/entropy": "entropy entropy_loss entropy_mean mean_entropy policy_entropy approx_entropy",
+    "actor/kl_loss": "kl kl_loss kl_mean kl_div mean_kl reference_kl",
+    "actor/ppo_kl": "ppo_kl approx_kl approxkl_avg policy_approxkl_avg",
+    "actor/pg_loss": "pg_loss policy_loss act_loss loss_policy_avg actor_loss",
+    "actor/pg_clipfrac": "pg_clipfrac clip_ratio clip_ratio_region_mean clipfrac_avg policy_clipfrac_avg",
+    "response_length/mean": "response_length response_len_mean response_length_mean completion_length "
+    "completions_mean_length mean_generation_length mean_gen_tokens_per_sample",
+    "response_length/clip_ratio": "completions_clipped_ratio truncated_ratio truncated_rate response_clip_ratio",
+    "rollout/zero_variance_share": "frac_reward_zero_std",
+    "rollout_corr/kl": "gen_kl_error generation_kl_error mismatch_kl mismatch_kl_mean",
+}
+"""verl's names, and what other trainers call the same, as :func:`_plain` spells it."""
+_KNOWN = {alias: name for name, aliases in ALIASES.items() for alias in aliases.split()}
+_PARTS = re.compile(r"^(?:train|training|rollout|actor|policy|objective)_")
+_WRAPPED = re.compile(
+    r"\s*(?:[A-Za-z_][\w.]*\()?\[?\s*"  # tensor( np.float64( [
+    r"([-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?))"
+    r"\s*\]?(?:[,/][^()]*)?\)?\s*(?:%|m?s|it/s|tokens/s|GiB|GB|x)?\s*",
+    re.IGNORECASE,
+)
+_NORM = re.compile(r"grad(?:ient)?s?(?:l2|total|global)?norm|gnorm|norm(?:of)?grad")
+_SETTING = re.compile(r"max_?grad_?norm|clip_?grad_?norm|threshold|norm_?clip$", re.IGNORECASE)
+
+
+def number(text: Any, is_decimal_comma: bool = False) -> float | None:
+    """A number as a log spells it; None where it is none.
+
+    >>> number("tensor(0.25, device='cuda:0')"), number("np.float64(1e-06)"), number("24.44s"), number(True)
+    (0.25, 1e-06, 24.44, None)
+    >>> number("1.234,5", is_decimal_comma=True), number("1,234.5"), number("5/100"), number("info")
+    (1234.5, 1234.5, 5.0, None)
+    """
+    if text is None or isinstance(text, bool):
+        return None
+    if not isinstance(text, str):
+        try:
+            return float(text)
+        except (TypeError, ValueError, OverflowError):
+            return None
+    if is_decimal_comma and "," in text:
+        text = text.replace(".", "").replace(",", ".")
+    try:
+        return float(text)
+    except ValueError:
+        found = _WRAPPED.fullmatch(text)
+        return float(found[1].replace(",", "")) if found else None
+
+
+def numbers(data: Mapping[Any, Any]) -> dict[str, float]:
+    """The entries that are numbers, or spell one; of nested ones, those inside."""
+    made = {}
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            made.update({f"{name}/{inner}": found for inner, found in numbers(value).items()})
+        elif (found := number(value)) is not None:
+            made[str(name)] = found
+    return made
+
+
+def step_of(values: Mapping[str, float]) -> int | None:
+    """The step that a row says it is of."""
+    found = next((values[name] for name in STEPS if name in values), None)
+    return int(found) if found is not None and abs(found) < 2**53 else None
+
+
+def is_norm(name: str) -> bool:
+    """Whether a metric's name looks like a gradient norm, and not like a limit of one.
+
+    >>> is_norm("Grad. Norm"), is_norm("train/global_gradient_norm"), is_norm("max_grad_norm"), is_norm("loss")
+    (True, True, False, False)
+    """
+    return _NORM.search(re.sub(r"[^a-z0-9]", "", name.lower())) is not None and not _SETTING.search(name)
+
+
+def norm_of(series: Mapping[str, Any], name: str | None = None, source: str = "the log") -> str | None:
+    """The metric that holds the gradient norms: the one named, else the actor's, else the one that looks like it.
+
+    Returns:
+        None when no name looks like a gradient norm.
+
+    Raises:
+        ReportError: when the one named is not there, or several fit; names what there is.
+    """
+    if name is not None:
+        if name in series:
+            return name
+        raise ReportError(f"{source} has no metric {name}: name one with --metric; there is {listed(series)}.")
+    found = [metric for metric in series if is_norm(metric)]
+    for known in (MAX, MEAN):
+        if known in found:
+            return known
+    of_policy = [metric for metric in found if not re.search(r"critic|value|ref|disc|layer|\d", metric.lower())]
+    of_policy = of_policy or found
+    shortest = [metric for metric in of_policy if _plain(metric) == "grad_norm"] or of_policy
+    if len(shortest) > 1:
+        raise ReportError(f"{source} has several gradient norms: name one with --metric; there is {listed(shortest)}.")
+    return shortest[0] if shortest else None
+
+
+def listed(names: Iterable[str], most: int = 12) -> str:
+    """Names in one line, the first ones."""
+    names = [name for name in names if not name.startswith("_")]
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest if names else "none"
+
+
+def canonical(names: Iterable[str]) -> dict[str, str]:
+    """verl's name -> the name in the log, for the metrics that another trainer calls otherwise."""
+    names = list(names)
+    found: dict[str, str] = {}
+    for name in sorted(names, key=len):
+        known = _KNOWN.get(_plain(name))
+        if known is not None and known not in names and not name.startswith(("eval", "val", "test")):
+            found.setdefault(known, name)
+    return found
+
+
+def _plain(name: str) -> str:
+    """A metric's name in small letters, without what says that it is of training.
+
+    >>> _plain("train/Grad. Norm"), _plain("rollout/raw_reward")
+    ('grad_norm', 'raw_reward')
+    """
+    return _PARTS.sub("", re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_"))

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file as bytes or lines, whatever it was packed with and whatever its letters are coded in."""
+
+import bz2
+import gzip
+import importlib
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from rich.console import Console
+from rich.progress import wrap_file
+
+from ..errors import ReportError
+
+HEAD = 1 << 16
+"""Bytes that say what a file is."""
+LONGEST = 1 << 22
+"""Characters of a line that are read as one; a longer line is no log's."""
+PROGRESS_FROM = 50_000_000
+"""A progress bar is worth it from so many bytes on."""
+_PACKED = {b"\x1f\x8b": "gz", b"\xfd7zXZ\x00": "xz", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zst"}
+_ARCHIVES = {b"PK\x03\x04": "unzip", b"ustar": "tar xf", b"7z\xbc\xaf": "7z x"}
+_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
+_CUT = (EOFError, zlib.error, lzma.LZMAError, OSError, RuntimeError, ValueError)
+
+
+class Source:
+    """One file.
+
+    Args:
+        path: an existing file.
+        name: what it is called in sentences, where that is not the file's name.
+
+    Raises:
+        ReportError: when it cannot be opened, is an archive of several files, or needs a package that is not there.
+    """
+
+    def __init__(self, path: Path, name: str | None = None):
+        self.path = path
+        self.name = name or path.name
+        self.notes: list[str] = []
+        self._stream = self._opened()
+        self.head = self._stream.peek(HEAD)[:HEAD]
+        for magic, command in _ARCHIVES.items():
+            if self.head.startswith(magic) or self.head[257:262] == magic:
+                raise ReportError(f"{self.name} is an archive of several files: unpack it first: {command} {path}")
+        self.coding = _coding(self.head)
+
+    def _opened(self) -> io.BufferedReader:
+        outer = io.BufferedReader(self._with_progress(), HEAD)
+        packed = next((kind for magic, kind in _PACKED.items() if outer.peek(6).startswith(magic)), None)
+        self._is_packed = packed is not None
+        if packed is None:
+            return outer
+        inner = {"gz": gzip.open, "xz": lzma.open, "bz2": bz2.open}.get(packed, _zst)(outer)
+        return io.BufferedReader(_Unpacked(inner, self._note_cut), HEAD)
+
+    def _with_progress(self) -> BinaryIO:
+        raw, size, console = self.path.open("rb", buffering=0), self.path.stat().st_size, Console(stderr=True)
+        if size < PROGRESS_FROM or not console.is_terminal:
+            return raw
+        bar = wrap_file(raw, size, description=f"Reading {self.name}", console=console, transient=True)
+        return _Tracked(bar.__enter__(), bar)
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether these bytes are no text."""
+        return self.coding is None
+
+    @property
+    def text_head(self) -> str:
+        """The first characters."""
+        return "" if self.coding is None else self.head.decode(self.coding, errors="replace").lstrip("\ufeff")
+
+    def read(self) -> bytes:
+        """All bytes that can be had."""
+        return self._stream.read()
+
+    def lines(self) -> Iterator[str]:
+        """Its lines without their ends, which may be \\n, \\r\\n or \\r: a progress bar's end in \\r alone."""
+        reader = io.TextIOWrapper(self._stream, self.coding or "utf-8", errors="replace")
+        try:
+            while line := reader.readline(LONGEST):
+                yield line.rstrip("\n")
+        except UnicodeError as error:  # UTF-16 that is none after all
+            self._note_cut(error)
+        reader.detach()
+
+    @property
+    def ends_whole(self) -> bool:
+        """Whether the last line has its end, as far as the file itself says."""
+        if self._is_packed:
+            return not self.notes
+        with self.path.open("rb") as file:
+            file.seek(max(file.seek(0, io.SEEK_END) - 2, 0))
+            end = file.read()
+        return b"\n" in end or b"\r" in end
+
+    def _note_cut(self, error: Exception) -> None:
+        self.notes.append(f"{self.name} is cut off or damaged ({error}): what comes after that was not read.")
+
+
+class _Tracked(io.RawIOBase):
+    """A file whose progress bar ends where it does."""
+
+    def __init__(self, file: BinaryIO, bar):
+        self._file, self._bar = file, bar
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        read = self._file.readinto(buffer)
+        if not read and self._bar is not None:
+            self._bar.__exit__(None, None, None)
+            self._bar = None
+        return read
+
+
+class _Unpacked(io.RawIOBase):
+    """What can be unpacked of a file; where it is cut off or damaged it ends."""
+
+    def __init__(self, file: BinaryIO, note: Callable[[Exception], None]):
+        self._file, self._note = file, note
+        self._take = getattr(file, "read1", file.read)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        try:
+            part = self._take(len(buffer))
+        except _CUT as error:
+            self._note(error)
+            part = b""
+        buffer[: len(part)] = part
+        return len(part)
+
+
+def _coding(head: bytes) -> str | None:
+    """How the letters are coded; None for bytes that are no text."""
+    for mark, coding in _MARKS.items():
+        if head.startswith(mark):
+            return coding
+    zeros = (head[:2000:2].count(0), head[1:2000:2].count(0))
+    if sum(zeros) > len(head[:2000]) // 4:
+        if min(zeros) * 8 < max(zeros):  # every other byte
+            return "utf-16-be" if zeros[0] > zeros[1] else "utf-16-le"
+        return None
+    if b"\x00" in head[:4096]:
+        return None
+    try:
+        head.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if error.start < len(head) - 4:  # else the head ends within a letter
+            return "latin-1" if sum(byte < 9 for byte in head) * 100 <= len(head) else None
+    return "utf-8"
+
+
+def _zst(stream: BinaryIO) -> BinaryIO:
+    for name, make in (
+        ("compression.zstd", lambda module: module.open(stream)),
+        ("zstandard", lambda module: module.ZstdDecompressor().stream_reader(stream)),
+        ("pyarrow", lambda module: module.CompressedInputStream(stream, "zstd")),
+    ):
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        return make(module)
+    raise ReportError("a .zst file needs a package to be read: pip install zstandard, or unpack it first: zstd -d FILE")

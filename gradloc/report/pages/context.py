@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where an event stands: when and by what it was made, how often its like came in the run, which data it is about."""
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from ...record import Event
+from ...words.leader import leader
+from ...words.story import cause_of
+from ...words.text import one_line, plural, spoken
+
+
+def context(event: Event, events: Sequence[Event]) -> list[tuple[str, str]]:
+    """Pairs of a name and what is known; what the record does not say is left out.
+
+    Args:
+        event: the event.
+        events: all of its run, in order.
+    """
+    run, first = event.run, leader(event.culprits)
+    made = [run.trainer, run.torch and f"torch {run.torch}", run.gradloc and f"gradloc {run.gradloc}"]
+    row = None
+    if first is not None:
+        number = "" if first.data_row is None else f"row {first.data_row}"
+        row = ", ".join(part for part in (first.data_source, number) if part)
+    known = [
+        ("when", _when(event.time)),
+        ("made by", ", ".join(filter(None, made))),
+        ("model", run.model),
+        ("commit", run.commit),
+        ("config", run.config),
+        ("data", row),
+        ("seen", _seen(event, events)),
+    ]
+    return [(name, one_line(value, 90, keep="end")) for name, value in known if value]
+
+
+def _when(time: str | None) -> str | None:
+    try:
+        at = datetime.fromisoformat((time or "").replace("Z", "+00:00"))
+        return f"{at.day} {at:%b %Y, %H:%M} UTC"
+    except ValueError:
+        return time
+
+
+def _kind(event: Event) -> tuple[str, str]:
+    """Events of one kind have the same cause, and the same text of the largest culprit."""
+    first = leader(event.culprits)
+    return cause_of(event), first.text if first else ""
+
+
+def _seen(event: Event, events: Sequence[Event]) -> str:
+    """How often this token with this cause, and how often this cause."""
+    kind = _kind(event)
+    alike = [other.step.global_step for other in events if _kind(other) == kind]
+    same = sum(cause_of(other) == kind[0] for other in events)
+    what = spoken(kind[0]) if kind[0] else "no cause"
+    of = f"{what}: {same} of {plural(len(events), 'event')}"
+    if len(alike) < 2:
+        return f"once, at step {event.step.global_step}" + (f"; {of}" if len(events) > 1 else "")
+    again = "this token" if event.culprits else "the same"
+    return f"{again} {len(alike)} times, first at step {min(alike)}, last at step {max(alike)}; {of}"

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to do now, decided from an event's evidence: the first rule of a table that holds. The docs print the table.
+
+A rule says why it follows and what would show that it was right. Pure, standard library only.
+"""
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..record import Event
+from .advice import ACTIONS, in_force, lines_of
+from .evidence import ODD, Evidence
+from .text import one_line
+
+__all__ = ["RULES", "NextStep", "Rule", "next_step"]
+
+_COV = ("clip_cov", "kl_cov", "geo_mean")
+"""verl's policy losses whose gradient is NaN where a log-ratio outside of the mask overflows."""
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """One thing to do."""
+
+    do: str
+    lines: dict[str, str]
+    """The config line, under the name of the verl that it is for where that matters."""
+    why: str
+    check: str
+    """What would show that it was right."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What to do where something is seen."""
+
+    seen: str
+    """What, as the docs say it."""
+    holds: Callable[[Evidence], bool]
+    actions: tuple[str, ...]
+    """By name; the first that the run's verl has a line for and that is not in force."""
+    why: str
+    """With the names of :meth:`Evidence.said`."""
+    check: str
+    do: str = ""
+    """In place of the first action's own sentence."""
+
+
+def _is(*labels: str) -> Callable[[Evidence], bool]:
+    return lambda found: found.label in labels
+
+
+RULES = (
+    Rule(
+        "A rehearsal: the step was asked for",
+        lambda found: found.event.trigger.kind == "forced",
+        ("no_rehearsal",),
+        "Nothing spiked: trigger.force_step asked for this step.",
+        "The next event is a spike of the run's own.",
+    ),
+    Rule(
+        "Weights that are not finite",
+        _is("non_finite_weights"),
+        ("go_back", "fp32"),
+        "The weights were not finite before any forward, so no token of this step can be at fault.",
+        "The first step after resuming has a finite norm.",
+        "Go back to the newest checkpoint before it; where that is not finite either, to an earlier one.",
+    ),
+    Rule(
+        "NaN on padding, under a loss that gives NaN there",
+        lambda found: found.label == "non_finite_padding" and found.loss_mode in _COV,
+        ("plain_loss",),
+        "Only positions outside of the response mask are not finite; {loss} gives NaN there if a log-ratio overflows.",
+        "No further step has a norm that is not finite.",
+    ),
+    Rule(
+        "NaN on padding",
+        _is("non_finite_padding"),
+        ("keep_rollouts",),
+        "Only positions outside of the response mask are not finite, in {names}: zero times NaN is NaN.",
+        "With zeros there, the replayed norm is {after}.",
+        "Write zeros outside of the response mask, where your code fills {names}. Meanwhile keep the rollouts.",
+    ),
+    Rule(
+        "It did not come back when run again (hardware)",
+        _is("transient"),
+        ("skip",),
+        "The same micro-batches gave a healthy gradient when they were run again: the data did not do it.",
+        "It comes again on the same machine, and not on others.",
+        "Note on which machine it was, and test that. Take no such step meanwhile.",
+    ),
+    Rule(
+        "A gradient that is not the tokens'",
+        _is("not_tokens"),
+        ("skip", "not_compiled"),
+        "The tokens' own part is healthy; the rest sits in {names}.",
+        "Without what you find there, the tokens' norm is the step's.",
+        "Look for what adds to or scales the gradient of {names}: a router's loss, a hook. Take no such step yet.",
+    ),
+    Rule(
+        "The whole batch is scaled, and its advantages are",
+        lambda found: found.label == "batch_scale" and (found.numbers("advantage_over_run") or 0.0) >= ODD,
+        ("mean_only", "keep_rollouts", "skip"),
+        "No token stands out: the advantages are {over_run} times the run's usual.",
+        "The advantages are back at their usual size.",
+    ),
+    Rule(
+        "The whole batch is scaled, and its advantages are not",
+        _is("batch_scale"),
+        ("skip", "clip"),
+        "No token stands out: the typical token weighs {scale} times as much as usual, and not by its advantage.",
+        "The weight of the typical token is back; the loss's aggregation and scale are what you set.",
+        "Look at what scales the loss: loss_agg_mode, the ratios. Take no such step meanwhile.",
+    ),
+    Rule(
+        "The entropy term",
+        _is("entropy_term"),
+        ("no_entropy",),
+        "The entropy bonus pulls {entropy} times as hard as the policy term.",
+        "No further spike has this cause; entropy stays where it was.",
+    ),
+    Rule(
+        "The KL term",
+        _is("kl_term"),
+        ("kl_mse", "less_kl"),
+        "The KL penalty makes most of the gradient; its estimator grows with the exponential of the log-ratio.",
+        "No further spike has this cause, and the KL stays where it was.",
+    ),
+    Rule(
+        "The forward is not finite, though the weights are",
+        _is("non_finite_forward"),
+        ("fp32_forward", "padded"),
+        "The log-prob itself is not finite, before any loss: an activation overflowed, or attention saw no key.",
+        "The same step, replayed in fp32, is finite.",
+    ),
+    Rule(
+        "The critic's value is far from the return",
+        _is("value_outlier"),
+        ("bound_value", "mask_critic", "clip_critic"),
+        "The critic said {value}, the return is {target}.",
+        "The value loss falls again, and no further spike of the critic comes.",
+    ),
+    Rule(
+        "The search ended undecided",
+        lambda found: found.has("undecided"),
+        ("more_steps",),
+        "What is left without {it} is not known well enough to accuse {it}: {reason}.",
+        "The next event is explained. This one alone needs nothing.",
+    ),
+    Rule(
+        "More culprits than may be named",
+        lambda found: found.has("not_explained") and bool(found.event.search.num_more),
+        ("more_culprits",),
+        "At least {more} more are left beyond those that search.max_culprits allows.",
+        "The next event is explained.",
+    ),
+    Rule(
+        "The rest spikes, too",
+        lambda found: found.has("not_explained"),
+        ("more_steps", "rerun", "skip"),
+        "Without {it} the norm is {after}, still over the threshold of {threshold}: something else is at work.",
+        "The next event is explained, or names what else.",
+    ),
+    Rule(
+        "The policy never sampled the token",
+        lambda found: found.is_never_sampled,
+        ("mask",),
+        "The engine says log-prob {written}, the trainer {old}: a template or tool appended it, or it was retokenized.",
+        "Such tokens have 0 in response_mask, and no further event names one.",
+        "Leave out of response_mask what the model did not sample. Until then, take such a step without its culprits.",
+    ),
+    Rule(
+        "The reward is odd against its siblings'",
+        lambda found: found.label in ("extreme_advantage", "non_finite") and found.is_reward_odd,
+        ("keep_rollouts",),
+        "Its reward is {reward}; the other rollouts of the prompt have {rewards}.",
+        "With the reward function mended, this response's reward is like its siblings'.",
+        "Mend the reward function for such a response. Keep the rollouts, to find others.",
+    ),
+    Rule(
+        "The advantage is odd though the reward is not (the estimator)",
+        lambda found: found.is_advantage_odd and bool(found.rewards),
+        ("mean_only", "mask", "keep_rollouts"),
+        "Its reward of {reward} is like its siblings' ({rewards}), its advantage is {advantage}; std-normalized GRPO "
+        "gives at most {bound} with {n} rollouts. What computes the advantage is at fault, not the reward.",
+        "Advantages stay within a few times the rewards' differences.",
+        "Look at what computes the advantage: its normalization, or code of your own. Rule the division out first.",
+    ),
+    Rule(
+        "The advantage is odd, and nothing is known of its siblings",
+        lambda found: found.is_advantage_odd,
+        ("keep_rollouts", "mask"),
+        "The advantage is {advantage}, {odd}; no other rollout of the prompt is recorded.",
+        "The kept rollout shows whether its reward is as large.",
+    ),
+    Rule(
+        "A loss without a finite gradient, from a finite advantage",
+        _is("non_finite"),
+        ("kl_mse", "dual_clip", "fp32"),
+        "Advantage ({advantage}) and log-prob ({now}) are finite, the gradient is not: an exponential overflows.",
+        "No further step has a norm that is not finite.",
+    ),
+    Rule(
+        "The weight of the rollout correction",
+        _is("is_weight"),
+        ("truncate", "veto"),
+        "The correction multiplies this token by {weight}.",
+        "No token's weight is above the truncation.",
+    ),
+    Rule(
+        "The ratio: trainer and rollout engine disagree",
+        lambda found: found.is_ratio and found.do_engines_differ,
+        ("weigh_tokens", "veto", "eager"),
+        "The engine that wrote it says log-prob {written}, the trainer said {old} before the update: the two "
+        "disagree, the policy did not move.",
+        "rollout_corr/kl falls, and the ratios with it.",
+    ),
+    Rule(
+        "The ratio, at the step's first update",
+        lambda found: found.is_ratio and found.is_first_update and found.has_moved,
+        ("log_probs", "weigh_tokens", "mask"),
+        "Nothing was updated yet in this step, so now ({now}) and old ({old}) should agree: the old one is off.",
+        "The ratio at the first mini-batch of each step is 1.",
+        "Find where the old log-probs come from: another precision, an older policy. Record the engine's beside them.",
+    ),
+    Rule(
+        "The ratio: the policy has moved (staleness)",
+        lambda found: found.is_ratio,
+        ("one_epoch", "clip_tokens", "dual_clip", "mask"),
+        "The log-prob went from {old} to {now} within the step: ratio {ratio}.",
+        "actor/ppo_kl falls, and no further event has this cause.",
+    ),
+    Rule(
+        "Low probability and a negative advantage",
+        lambda found: found.label == "low_probability" and (found.first.advantage or 0.0) < 0,
+        ("reweight", "lopti", "less_tail"),
+        "Its probability is {probability}, its advantage {advantage}: pushing an unlikely token down moves the most.",
+        "Events with a low probability become rare; the entropy stays.",
+    ),
+    Rule(
+        "Low probability, rewarded",
+        _is("low_probability", "spurious_token"),
+        ("reweight", "less_tail", "mask"),
+        "Its probability is {probability}, and the reward of the whole response pushes it up (advantage {advantage}).",
+        "Events with a low probability become rare; the reward goes on rising.",
+    ),
+    Rule(
+        "Some layers explode while others stay calm",
+        _is("layer_heterogeneity"),
+        ("clip_layers", "smaller_steps", "clip"),
+        "A few layers carry the norm, and clipping the whole starves the others.",
+        "The layers' norms are within a few times their own medians.",
+    ),
+    Rule(
+        "The model is extremely sensitive there",
+        _is("large_jacobian"),
+        ("mask", "smaller_steps", "clip"),
+        "Neither advantage nor ratio is odd: the gradient of the log-prob alone is {odd}.",
+        "No further event has this cause.",
+    ),
+    Rule(
+        "No single factor stands out",
+        lambda found: bool(found.event.culprits),
+        ("mask", "smaller_steps", "clip"),
+        "Every factor is within three times what is typical; only together they are large.",
+        "The steps without them go on as before.",
+    ),
+    Rule(
+        "Nothing found: the search ran out",
+        lambda found: found.event.search.status == "budget_exhausted",
+        ("more_steps",),
+        "The search ended at its limit before it had looked everywhere.",
+        "The next event has culprits.",
+    ),
+    Rule(
+        "Nothing found, and not run again",
+        lambda found: found.event.rerun is None,
+        ("rerun", "skip"),
+        "A spike that no token made and that does not come back is hardware or a race.",
+        "The next event says whether it came back.",
+    ),
+    Rule(
+        "Nothing found, and it came back",
+        lambda found: True,
+        ("skip", "smaller_steps"),
+        "The spike is in the data or the weights, and no few tokens carry it.",
+        "The run goes on without these steps.",
+    ),
+)
+"""In the order in which they are asked."""
+
+
+def next_step(event: Event, actor: Mapping[str, Any] | None = None) -> NextStep | None:
+    """The one thing to do; None where the run does all that there is already.
+
+    Args:
+        event: the event.
+        actor: the run's ``actor_rollout_ref.actor``, so that nothing is advised that is in force.
+    """
+    found = Evidence(event, actor or {})
+    rule = next(rule for rule in RULES if rule.holds(found))
+    said = found.said()
+    for index, name in enumerate(rule.actions):
+        name = "more_probes" if name == "more_steps" and event.search.strategy == "bisect" else name
+        lines = _lines(name, found)
+        if lines:
+            do = rule.do if rule.do and not index else ACTIONS[name].do
+            return NextStep(do.format_map(said), lines, rule.why.format_map(said), rule.check.format_map(said))
+    return None
+
+
+def _lines(name: str, found: Evidence) -> dict[str, str]:
+    event = found.event
+    checkpoint = event.consequence.last_checkpoint if event.consequence else None
+    if name == event.action.requested or name == f"{event.action.requested}_critic":
+        return {}
+    if name == "kl_mse" and found.actor.get("use_kl_loss") is False:
+        return {}
+    lines = lines_of(name, event.run.trainer)
+    if name == "go_back" and checkpoint:
+        path = shlex.quote(one_line(checkpoint))
+        return {label: f"{line} trainer.resume_from_path={path}" for label, line in lines.items()}
+    return {label: line for label, line in lines.items() if not in_force(line, found.actor)}

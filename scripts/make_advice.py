@@ -1,0 +1,95 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Make docs/advice.md, and docs/health.md's table of advice, from ``gradloc.words``: ``make_advice.py [--check]``."""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from gradloc.health.advice import ADVICE  # noqa: E402
+from gradloc.words.advice import ACTIONS, VERLS  # noqa: E402
+from gradloc.words.meanings import MEANINGS  # noqa: E402
+from gradloc.words.next_step import RULES  # noqa: E402
+
+PAGE = """\
+# What to do now
+
+The page, the terminal and `--format md` give one thing to do: the first row of this table that an event's evidence
+fits. What is in force already, and what the run's verl does not have, is passed over for the row's next action. Words
+in *italics* stand for the event's own. `python scripts/make_advice.py` makes this page from `gradloc/words`.
+
+| what is seen | do | why | right if |
+| --- | --- | --- | --- |
+{rules}
+
+"Did it hurt?" compares medians of up to 20 steps before with up to 10 after: norm, reward, entropy, KL. One that is off
+by three times its own spread and by a size that matters (norm or KL three times, entropy twice or half, reward a tenth
+down) is a yes. Fewer than three steps
+after it are not yet an answer.
+
+## Config lines
+
+Each is composed with that verl's own config, built, and held to be read by its code: `tests/words/test_advice.py` on
+0.7, `tests/adapters/verl09/same/test_advice.py` on 0.9. A dash: that verl has none.
+
+| do | verl 0.7 | verl 0.9 |
+| --- | --- | --- |
+{actions}
+
+## By cause
+
+| cause | what it means | what people do |
+| --- | --- | --- |
+{causes}
+"""
+HEALTH = re.compile(r"(\| reason \| what people do \|\n\| --- \| --- \|\n)(?:\|.*\n)+")
+
+
+def _italic(text: str) -> str:
+    return re.sub(r"\{(\w+)\}", r"*\1*", text)
+
+
+def _all(names: tuple[str, ...]) -> str:
+    return " ".join(ACTIONS[name].do for name in names)
+
+
+def pages() -> dict[Path, str]:
+    """The pages as they are to be."""
+    rules = []
+    for rule in RULES:
+        first = _italic(rule.do) or ACTIONS[rule.actions[0]].do
+        then = f" Else: {_all(rule.actions[1:])}" if len(rule.actions) > 1 else ""
+        line = f"`{ACTIONS[rule.actions[0]].line('0.9') or ACTIONS[rule.actions[0]].line('0.7')}`"
+        rules.append(f"| {rule.seen} | {first} {line}{then} | {_italic(rule.why)} | {rule.check} |")
+    actions = []
+    for action in ACTIONS.values():
+        lines = [f"`{action.line(verl)}`" if action.line(verl) else "–" for verl in VERLS]
+        actions.append(f"| {action.do} | {' | '.join(lines if lines[0] != lines[1] else [lines[0], 'the same'])} |")
+    causes = [
+        f"| `{label}` | {found.title}. {found.means} | {_all(found.actions)} |" for label, found in MEANINGS.items()
+    ]
+    reasons = "".join(f"| `{name}` | {_all(names)} |\n" for name, names in ADVICE.items())
+    health = ROOT / "docs" / "health.md"
+    return {
+        ROOT / "docs" / "advice.md": PAGE.format(
+            rules=_italic("\n".join(rules)), actions="\n".join(actions), causes="\n".join(causes)
+        ),
+        health: HEALTH.sub(lambda found: found[1] + reasons, health.read_text(encoding="utf-8")),
+    }
+
+
+def main() -> int:
+    """Write the pages, or with ``--check`` say which of them are not what would be written."""
+    stale = [path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        if "--check" not in sys.argv:
+            path.write_text(pages()[path], encoding="utf-8")
+    print(", ".join(path.name for path in stale) or "nothing", "to write" if "--check" in sys.argv else "written")
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts verl's own example scripts that can switch GradLoc on, and why the others cannot.
+
+    git clone https://github.com/verl-project/verl && git -C verl checkout COMMIT
+    python scripts/verl_examples.py verl
+
+Reads every PPO script under `examples/`: what it sets, not what it says in comments. Standard library only.
+"""
+
+import argparse
+import re
+from collections import defaultdict
+from pathlib import Path
+
+SUFFIXES = {".sh", ".slurm"}
+_SETS = r"(?:model_engine|strategy|config-name|CONFIG_NAME)[= ]['\"]?\S*"
+REASONS = {
+    "Megatron's engine": rf"{_SETS}megatron",
+    "VeOmni's engine": rf"{_SETS}veomni",
+    "automodel's engine": rf"{_SETS}automodel",
+    "an engine that verl itself does not bring (`fsdp_turbo`, `mlite`)": rf"{_SETS}fsdp_turbo|actor=mlite_actor",
+    "distillation's loss (`distillation.enabled`)": r"distillation\.enabled=true",
+    "FSDP2's `offload_policy`": r"actor\.fsdp_config\.offload_policy=true",
+    "the prefix grouper's forward (`use_prefix_grouper`)": r"use_prefix_grouper=true",
+    "activation offload (`enable_activation_offload`)": r"enable_activation_offload=true",
+}
+"""What keeps a run from switching it on, and how a script asks for it; the first that fits counts."""
+
+
+def reason(text: str) -> str | None:
+    """Why this script's run would be refused; None where it would not."""
+    set_here = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    return next((name for name, asks in REASONS.items() if re.search(asks, set_here, re.IGNORECASE)), None)
+
+
+def count(checkout: Path) -> dict[str | None, list[str]]:
+    """The PPO scripts under a checkout's `examples/`, by their reason; under None those that can."""
+    found = defaultdict(list)
+    for path in sorted((checkout / "examples").rglob("*")):
+        if path.suffix in SUFFIXES and "main_ppo" in (text := path.read_text(encoding="utf-8")):
+            found[reason(text)].append(path.relative_to(checkout).as_posix())
+    return dict(found)
+
+
+def table(found: dict[str | None, list[str]]) -> str:
+    """As docs/compatibility.md has it."""
+    total, can = sum(map(len, found.values())), len(found.get(None, []))
+    refused = sorted(((len(scripts), name) for name, scripts in found.items() if name), reverse=True)
+    lines = [f"| of {total} scripts | |", "| ---: | --- |", f"| {can} | can switch it on |"]
+    return "\n".join([*lines, *(f"| {number} | refused: {name} |" for number, name in refused)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Count verl's example scripts that can switch GradLoc on.")
+    parser.add_argument("checkout", type=Path, help="a checkout of verl")
+    parser.add_argument("--list", action="store_true", help="name each script, too")
+    given = parser.parse_args()
+    if not (given.checkout / "examples").is_dir():
+        parser.error(f"{given.checkout} has no examples folder: name a checkout of verl")
+    found = count(given.checkout)
+    print(table(found))
+    for name, scripts in found.items() if given.list else ():
+        print(f"\n{name or 'can'}:", *scripts, sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an update of verl 0.9's engine asks of the device, within the limits that hold for verl 0.7's actor."""
+
+from tests.benchmarks.test_counts import check
+
+
+def test_an_update_stays_within_the_limits(engine_world, tmp_path):
+    check({"unpatched": engine_world, "on": engine_world}, tmp_path)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+from tests.analysis.quartiles.test_actor import *  # noqa: F403

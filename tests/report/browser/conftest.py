@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The browser, and pages for it; Chromium is installed from the distribution's packages where that can be done."""
+
+import random
+import time
+
+import pytest
+
+from gradloc.report import output
+from gradloc.report.pages import page
+from gradloc.report.runs.run import read_run
+from tests.report.browser.driving import shots, written
+from tests.report.builder import HOSTILE, REPO, make_culprit, make_event, make_metrics, make_sequence, write_run
+
+
+@pytest.fixture(scope="session")
+def driver():
+    if shots.missing():
+        shots.install()
+    problem = shots.missing()
+    if problem:
+        pytest.skip(f"no browser session: {problem}")
+    with shots.browser() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def hostile_page(tmp_path_factory):
+    """Two events: hostile tokens, and a long sequence with a far culprit."""
+    root = tmp_path_factory.mktemp("hostile")
+    tokens = [*HOSTILE, *(f" w{i}" for i in range(3000))]
+    events = [
+        make_event(5, [make_culprit(3, token=HOSTILE[3])]),
+        make_event(9, [make_culprit(1500)]),
+    ]
+    sequences = {
+        events[0]["event_id"]: [make_sequence(tokens=HOSTILE)],
+        events[1]["event_id"]: [make_sequence(tokens=tokens)],
+    }
+    return written(write_run(root, events, sequences, make_metrics(20, (5, 9))))
+
+
+@pytest.fixture(scope="session")
+def long_run_page(tmp_path_factory):
+    root = tmp_path_factory.mktemp("long")
+    events = [make_event(step) for step in range(1, 201)]
+    for event in events:
+        event["trigger"]["grad_norm"] = 60.0 + (event["step"]["global_step"] * 37) % 101
+    return written(write_run(root, events, metrics=make_metrics(200, tuple(range(1, 201)))))
+
+
+@pytest.fixture(scope="session")
+def largest_page(tmp_path_factory):
+    """2,000 events of 8 culprits, the worst with a sequence of 32k tokens; and the CPU seconds of its page."""
+    root = tmp_path_factory.mktemp("largest")
+    source = random.Random(0)
+    tokens = [source.choice([" the", " so", "\n", " x", " ="]) for _ in range(32768)]
+    tokens[20000:23000] = ["!"] * 3000
+    events = []
+    for step in range(1, 2001):
+        culprits = [make_culprit(3 + 5 * index, token=f" t{step}x{index}") for index in range(8)]
+        events.append(make_event(step, culprits))
+        events[-1]["trigger"]["grad_norm"] = 100.0 + (step * 37) % 1013
+    events[500]["trigger"]["grad_norm"] = 1e6
+    sequences = {events[500]["event_id"]: [make_sequence(tokens=tokens)]}
+    folder = write_run(root, events, sequences, make_metrics(2000, tuple(range(1, 2001))))
+    start = time.process_time()  # whatever else the machine does
+    path = written(folder)
+    return path, time.process_time() - start
+
+
+@pytest.fixture(scope="session")
+def demo_page(tmp_path_factory):
+    """What the demo left behind, kept in examples/."""
+    out = tmp_path_factory.mktemp("demo") / "report.html"
+    output.write(out, page.render(read_run(REPO / "examples" / "demo")))
+    return out

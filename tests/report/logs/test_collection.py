@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kind of log in tests/data/logs is answered by what was planted in it (`scripts/make_logs.py`)."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradloc.report.cli import main
+from gradloc.report.runs.diagnosis import diagnose
+from gradloc.report.runs.run import read_run
+
+LOGS = Path(__file__).resolve().parents[2] / "data" / "logs"
+ANSWERS = json.loads((LOGS / "answers.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_log_is_answered_with_what_was_planted_in_it(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    answer = ANSWERS[name]
+    code = main([str(LOGS / name)])
+    said = capsys.readouterr()
+    if answer.get("refused"):
+        assert code == 2 and said.out == "" and said.err.count("\n") == 1 and answer["says"][0] in said.err
+        return
+    assert code == 0 and said.err == ""
+    assert f"({answer['format']})" in said.out.splitlines()[0]
+    for sentence in answer["says"]:
+        assert sentence in said.out
+    if "settings" in answer:
+        settings = read_run(LOGS / name).log.runs[0].config
+        assert {key: settings.get(key) for key in answer["settings"]} == answer["settings"]
+
+
+@pytest.mark.parametrize("name", [name for name in ANSWERS if "Step 47: gradient norm 903," in ANSWERS[name]["says"]])
+def test_nothing_but_the_planted_spike_is_told(name):
+    found = diagnose(read_run(LOGS / name).log.runs[0])
+    assert [explosion.first for explosion in found.explosions] == [47]
+    assert 1700 < found.worst.times < 2000
+
+
+def test_the_collection_is_large_enough_to_mean_something():
+    assert len(ANSWERS) >= 80

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files as lines: packed, coded, cut, large; and what is read of ten thousand steps in how much time and memory."""
+
+import gzip
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from gradloc.report.cli import main
+from gradloc.report.logs.source import PROGRESS_FROM, Source
+from tests.report.builder import REPO
+
+
+@pytest.mark.parametrize("coding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "latin-1"])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_lines_are_lines_in_any_coding(tmp_path, coding, end):
+    (tmp_path / "a.log").write_bytes(end.join(["step \u00e9", "two", "three 3", ""]).encode(coding))
+    assert [line.lstrip("\ufeff") for line in Source(tmp_path / "a.log").lines()] == ["step \u00e9", "two", "three 3"]
+
+
+def test_what_can_be_unpacked_of_a_torn_file_is_read_and_the_rest_is_a_note(tmp_path):
+    content = b"".join(b"line %d\n" % at for at in range(5000))
+    (tmp_path / "a.gz").write_bytes(gzip.compress(content)[:-2000])
+    source = Source(tmp_path / "a.gz")
+    lines = list(source.lines())
+    assert lines[0] == "line 0" and 100 < len(lines) < 5000
+    assert "is cut off or damaged" in source.notes[0]
+
+
+def test_standard_input_is_read(tmp_path, capsys, monkeypatch):
+    log = tmp_path / "a.log"
+    log.write_text("".join(f"step:{step} - actor/grad_norm:{900.0 if step == 20 else 1.0}\n" for step in range(1, 31)))
+    with log.open() as stream:
+        monkeypatch.setattr("gradloc.report.logs.formats.stdin", stream)
+        assert main(["-"]) == 0
+    assert "Step 20: gradient norm 900, 900 times normal (1)." in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_ten_thousand_steps_of_fifty_metrics_take_three_seconds_and_300_mb(tmp_path):
+    names = ["actor/grad_norm", "critic/score/mean", "actor/entropy", *(f"perf/m{at}" for at in range(47))]
+    row = " - ".join(f"{name}:{0.5 + at / 997}" for at, name in enumerate(names))
+    (tmp_path / "a.log").write_text("".join(f"(T pid=1) step:{step} - {row}{step % 10}\n" for step in range(10_000)))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "gradloc.report", str(tmp_path / "a.log")]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "steps 0 to 9,999, 50 metrics" in done.stdout
+    assert after.ru_utime - before.ru_utime < 3.0
+    assert after.ru_maxrss < 300_000
+
+
+def test_a_large_file_has_a_progress_bar_on_a_terminal(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("gradloc.report.logs.source.PROGRESS_FROM", 10)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the stream for a terminal
+    (tmp_path / "a.log").write_text("step:1 - actor/grad_norm:1.0\n" * 3)
+    assert len(list(Source(tmp_path / "a.log").lines())) == 3
+    assert "Reading a.log" in capsys.readouterr().err
+    assert PROGRESS_FROM >= 10_000_000

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lead time: a rule that warns before every explosion leads; one that always complains, or only after, does not."""
+
+import json
+from pathlib import Path
+
+from gradloc.report.analyses.lead import HORIZON, lead
+from gradloc.report.cli import main
+from gradloc.report.logs.recording import Recording
+from gradloc.report.logs.segments import runs_of
+from gradloc.report.runs.metrics import MEAN
+
+SERIES = Path(__file__).resolve().parents[2] / "docs" / "series"
+
+
+def runs(kl, count=6, length=120):
+    """Runs with an explosion at step 80 and a KL that is a function of the step."""
+    made = []
+    for at in range(count):
+        rows = [(s, {MEAN: 300.0 if s == 80 else 1.0 + s % 3 / 10, "actor/ppo_kl": kl(s)}) for s in range(1, length)]
+        made += runs_of([[Recording(f"{at}.log", rows=rows)]])
+    return made
+
+
+def policy_kl(kl):
+    return next(rule for rule in lead(runs(kl)).rules if rule.name == "policy_kl")
+
+
+def test_a_rule_that_warns_before_each_explosion_leads():
+    rule = policy_kl(lambda step: 0.5 if step in (70, 71) else 0.0)
+    assert rule.ahead == [10] * 6 and rule.leads and rule.num_false == 0
+    assert rule.steps_ahead == "10 (10 to 10)"
+
+
+def test_one_that_always_complains_is_right_by_luck():
+    rule = policy_kl(lambda step: 0.5)
+    assert rule.ahead == [HORIZON] * 6 and not rule.leads and rule.said == "no better than luck"
+
+
+def test_one_that_speaks_at_the_explosion_or_long_before_does_not_warn_of_it():
+    assert policy_kl(lambda step: 0.5 if step >= 80 else 0.0).said == "never warned before one"
+    early = policy_kl(lambda step: 0.5 if step == 30 else 0.0)
+    assert not early.ahead and early.num_false == 6
+
+
+def test_the_command_tells_all_rules_that_any_log_feeds(capsys):
+    assert main(["health", *map(str, sorted(SERIES.glob("*.json"))), "--lead", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"] == 3 and [step for _, step, _ in found["explosions"]] == [50, 54, 58, 70, 16, 23, 25]
+    assert {row[0] for row in found["rules"]} == {"gradient_jump", "clip_share", "non_finite", "no_gradient"}
+    assert main(["health", str(SERIES / "verl-maze-actor.json"), str(SERIES / "verl-maze-actor.json")]) == 2
+    assert "health is of one run, found 2" in capsys.readouterr().err

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The advice's config lines in verl's own config: composed, built as verl builds it, and read by verl's code.
+
+    python -m tests.words.composed 0.7
+
+in an environment with that verl (0.7: with the patch on it) prints what is wrong with each line as JSON.
+"""
+
+import functools
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+from gradloc.words.advice import ACTIONS
+from tests.world.configs import config_of
+
+NEEDED = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.rollout.name=vllm"]
+BASE = {"0.7": [*NEEDED, "actor_rollout_ref.actor.spike_detection=true"], "0.9": [*NEEDED, "+gradloc=on"]}
+GIVEN = {
+    "localize": {"0.7": ["actor_rollout_ref.actor.spike_detection=false"]},
+    "no_rehearsal": ["actor_rollout_ref.actor.gradloc.trigger.force_step=3"],
+    "one_epoch": ["actor_rollout_ref.actor.ppo_epochs=4"],
+    "clip_high": ["actor_rollout_ref.actor.clip_ratio_high=0.28"],
+    "plain_loss": ["actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"],
+    "no_entropy": ["actor_rollout_ref.actor.entropy_coeff=0.01"],
+    "fp32": ["actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"],
+    "warmer": ["actor_rollout_ref.rollout.temperature=0.6"],
+    "padded": ["actor_rollout_ref.model.use_remove_padding=true"],
+    "log_probs": ["actor_rollout_ref.rollout.calculate_log_probs=false"],
+}
+"""What a run has that is given this advice, where that is not verl's default."""
+MAY_HOLD = ("calculate_log_probs=true",)
+"""Overrides that come along with others, and that a later verl has by default."""
+PARTS = ("actor_rollout_ref.actor", "actor_rollout_ref.rollout")
+
+
+def problems(line: str, verl: str, given: list[str] = ()) -> list[str]:
+    """What is wrong with a config line: it does not compose, does not build, changes nothing, or nobody reads it.
+
+    Args:
+        line: overrides.
+        verl: of ``advice.VERLS``; the one that is installed.
+        given: what the run has already.
+    """
+    base, overrides = [*BASE[verl], *given], shlex.split(line)
+    if any(override.startswith("+gradloc=") for override in overrides):
+        base = [override for override in base if not override.startswith("+gradloc=")]
+    try:
+        before, after = config_of(base), config_of([*base, *overrides])
+        _build(after, verl)
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
+    return [wrong for override in overrides if (wrong := _effect(override, before, after))]
+
+
+def _build(config, verl: str) -> None:
+    from omegaconf import OmegaConf
+
+    from verl.utils.config import omega_conf_to_dataclass
+
+    correction = config.algorithm.rollout_correction
+    if verl == "0.9":
+        from gradloc.adapters.verl09.config import refuse_what_is_not_there
+        from verl.trainer.ppo import rollout_corr_helper as helper
+
+        refuse_what_is_not_there(config)
+        if correction.rollout_rs:
+            helper._parse_rollout_rs_thresholds([correction.rollout_rs], correction.rollout_rs_threshold)
+        helper._parse_rollout_is_threshold(correction.rollout_is_threshold)
+    for part in PARTS:
+        omega_conf_to_dataclass(OmegaConf.select(config, part))
+
+
+def _effect(override: str, before, after) -> str:
+    from omegaconf import OmegaConf
+
+    key = override.partition("=")[0]
+    if key.startswith("+"):
+        return "" if before != after else f"{override} changes nothing"
+    is_same = OmegaConf.select(before, key) == OmegaConf.select(after, key)
+    if is_same and not override.endswith(MAY_HOLD):
+        return f"{override} changes nothing"
+    name = key.rpartition(".")[2]
+    return "" if name in _read() else f"nobody reads {name}"
+
+
+@functools.cache
+def _read() -> set[str]:
+    """Every name that verl's code, or ours, asks a config for; where they are declared does not count."""
+    import gradloc
+    import verl
+
+    found: set[str] = set()
+    for package in (verl, gradloc):
+        root = Path(package.__file__).parent
+        for path in root.rglob("*.py"):
+            if path.parent.name != "config" and not {"megatron", "words", "report"} & {*path.relative_to(root).parts}:
+                found |= set(re.findall(r"""(?:\.|\(["'])([a-z_0-9]+)\b""", path.read_text(encoding="utf-8")))
+    return found
+
+
+def main(verl: str) -> dict[str, list[str]]:
+    """What is wrong with each action's line."""
+    found = {}
+    for name, action in ACTIONS.items():
+        given = GIVEN.get(name, [])
+        line = action.line(verl)
+        wrong = problems(line, verl, given.get(verl, []) if isinstance(given, dict) else given) if line else []
+        found |= {name: wrong} if wrong else {}
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1])))

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every config line is one that its verl takes, builds and reads; a reader is told those of the verl that ran."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradloc.health.advice import ADVICE
+from gradloc.words.advice import ACTIONS, VERLS, actions_of, in_force, lines_of, replay_lines, verl_of
+from gradloc.words.meanings import MEANINGS
+from gradloc.words.next_step import RULES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.full
+def test_every_line_for_0_7_composes_builds_and_is_read(patched_tree):
+    """For 0.9: tests/adapters/verl09/same/test_advice.py."""
+    path = os.pathsep.join([str(patched_tree), str(ROOT)])
+    command = [sys.executable, "-m", "tests.words.composed", "0.7"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == {}, done.stderr
+
+
+def test_every_action_is_given_by_somebody_and_every_one_given_is_there():
+    given = {name for names in ADVICE.values() for name in names}
+    given |= {name for meaning in MEANINGS.values() for name in meaning.actions}
+    given |= {name for rule in RULES for name in rule.actions}
+    assert given | {"more_probes"} == set(ACTIONS)
+    for action in ACTIONS.values():
+        assert action.do.endswith(".") and any(action.line(verl) for verl in VERLS)
+
+
+def test_a_run_that_says_its_verl_is_told_that_one_s_line():
+    assert lines_of("clip", "verl 0.9.1") == {"": "actor_rollout_ref.actor.optim.clip_grad=0.5"}
+    assert lines_of("clip", "verl 0.7.0") == {"": "actor_rollout_ref.actor.grad_clip=0.5"}
+    assert lines_of("lopti", "verl 0.9.1") == {}
+    assert actions_of(["lopti", "one_epoch"], "verl 0.9.1") == actions_of(["one_epoch"])
+
+
+def test_a_record_that_does_not_say_it_is_told_both_where_they_differ():
+    assert list(lines_of("clip", None)) == ["verl 0.9", "verl 0.7"]
+    assert list(lines_of("lopti", None)) == ["verl 0.7"]
+    assert lines_of("one_epoch", None) == {"": "actor_rollout_ref.actor.ppo_epochs=1"}
+    assert [do for do, _ in actions_of(["clip"])] == [
+        f"Clip the whole step harder ({verl})." for verl in ("verl 0.9", "verl 0.7")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "verl"),
+    [("verl 0.9.1", "0.9"), ("verl 0.10.0.dev0", "0.9"), ("verl 0.7.1", "0.7"), ("trl 1.16.0", None), (None, None)],
+)
+def test_a_trainer_is_of_the_verl_that_its_lines_are_for(trainer, verl):
+    assert verl_of(trainer) == verl
+
+
+def test_the_replay_is_the_command_of_the_verl_that_ran():
+    assert replay_lines("run/e", "verl 0.9.1") == {"": "python -m gradloc.replay run/e --model MODEL_PATH"}
+    assert replay_lines("run/e", "verl 0.7.0") == {"": "python -m verl.gradloc.replay run/e --model MODEL_PATH"}
+    assert list(replay_lines("run/e", None)) == ["verl 0.9", "verl 0.7"]
+
+
+def test_what_a_run_has_already_is_known_where_its_config_is():
+    actor = {"ppo_epochs": 1, "policy_loss": {"loss_mode": "gspo"}, "use_kl_loss": True, "optim": None}
+    for name, holds in {
+        "one_epoch": True,
+        "gspo": True,
+        "use_kl": True,
+        "plain_loss": False,
+        "smaller_steps": False,
+    }.items():
+        (line,) = lines_of(name, "verl 0.7.0").values()
+        assert in_force(line, actor) == holds, name
+    assert not in_force("trainer.resume_mode=resume_path", actor), "of the actor alone"

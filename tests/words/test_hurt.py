@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a spike hurt is read off what came after it, and not said before that is there."""
+
+import math
+
+import pytest
+
+from gradloc.record import Event
+from gradloc.report.runs.events import convert
+from gradloc.words.hurt import did_it_hurt
+from tests.report.builder import make_event
+
+STEP = 40
+
+
+def event(**changes) -> Event:
+    return convert(make_event(STEP, **changes), Event)
+
+
+def series(last: int = 60, **after: float):
+    """Metrics that wobble around their level, and are multiplied by ``after`` from the step on."""
+    levels = {"actor/grad_norm_max": 1.0, "critic/score/mean": 0.6, "actor/entropy": 0.8, "actor/kl_loss": 0.01}
+    names = {
+        "norm": "actor/grad_norm_max",
+        "reward": "critic/score/mean",
+        "entropy": "actor/entropy",
+        "kl": "actor/kl_loss",
+    }
+    factors = {names[name]: factor for name, factor in after.items()}
+
+    def known(name: str) -> list[tuple[int, float]]:
+        if name not in levels:
+            return []
+        values = [(step, levels[name] * (1 + 0.03 * math.sin(1.7 * step))) for step in range(1, last + 1)]
+        return [
+            (
+                step,
+                900.0
+                if name.endswith("max") and step == STEP
+                else value * (factors.get(name, 1.0) if step > STEP else 1.0),
+            )
+            for step, value in values
+        ]
+
+    return known
+
+
+def test_what_went_on_as_before_did_not_hurt():
+    found = did_it_hurt(event(), series())
+    assert (found.answer, found.why) == ("no", "Norm, reward, entropy and KL went on as before.")
+    assert [part.title for part in found.parts] == ["norm", "reward", "entropy", "KL"]
+    assert dict(found.parts[0].points)[STEP] == 900.0
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ({"reward": 0.03}, "The reward fell from 0.6"),
+        ({"norm": 40.0}, "The norm rose from 1"),
+        ({"entropy": 0.2}, "The entropy fell from 0.8"),
+        ({"kl": 9.0}, "The KL rose from 0.01"),
+    ],
+)
+def test_a_metric_that_is_off_afterwards_is_named_with_its_numbers(after, said):
+    found = did_it_hurt(event(), series(**after))
+    assert found.answer == "yes" and found.why.startswith(said)
+
+
+@pytest.mark.parametrize("after", [{"reward": 1.5}, {"reward": 0.95}, {"norm": 2.0}, {"entropy": 0.7}])
+def test_what_rose_as_it_should_or_moved_a_little_is_no_harm(after):
+    assert did_it_hurt(event(), series(**after)).answer == "no"
+
+
+def test_another_spike_nearby_does_not_decide():
+    plain = series()
+    spiky = lambda name: [(s, v * (800 if s in (42, 45) and name.endswith("max") else 1)) for s, v in plain(name)]  # noqa: E731
+    assert did_it_hurt(event(), spiky).answer == "no"
+
+
+def test_too_few_steps_are_not_judged():
+    found = did_it_hurt(event(), series(last=STEP + 2))
+    assert (found.answer, found.why) == ("not yet known", "2 steps since; it takes 3.")
+    assert did_it_hurt(event(), lambda name: []).answer == "not yet known"
+
+
+def test_a_step_that_was_not_taken_did_not_hurt():
+    skipped = event(action={"requested": "skip", "taken": "skip", "reason": ""})
+    assert did_it_hurt(skipped, series(last=STEP)).answer == "no"
+    nan = event(trigger=make_event()["trigger"] | {"grad_norm": "NaN"})
+    assert did_it_hurt(nan, series(last=STEP)).why == "The step was not taken."
+
+
+def test_weights_that_are_not_finite_hurt_whatever_else_is_known():
+    cause = {"label": "non_finite_weights", "reason": "2 parameters", "numbers": {}, "names": [], "places": []}
+    found = did_it_hurt(event(culprits=[], cause=cause), series(last=STEP))
+    assert found.answer == "yes" and "no later step" in found.why

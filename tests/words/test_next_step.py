@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to do now follows from the evidence, rule by rule."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from gradloc.record import Event
+from gradloc.report.runs.events import convert
+from gradloc.words.evidence import Evidence
+from gradloc.words.next_step import RULES, next_step
+from tests.report.builder import make_culprit, make_event
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "advice.md"
+MADE_BY = {"project": "a", "experiment": "b", "trainer": "verl 0.7.0"}
+
+
+def sibling(reward: float, advantage: float = 0.8) -> dict:
+    return {"row": 1, "sequence_id": "u:2", "reward": reward, "advantage": advantage, "num_tokens": 9}
+
+
+def event(culprit: dict | None = None, label: str = "", run: dict = MADE_BY, **changes) -> Event:
+    culprits = [make_culprit(**(culprit or {}))]
+    if label:
+        culprits[0]["cause"] = {"label": label, "numbers": {"advantage_over_typical": 9.0}}
+    return convert({**make_event(), "culprits": culprits, "run": run, **changes}, Event)
+
+
+def beside(label: str, culprits: list[dict] = (), **numbers: float) -> Event:
+    cause = {"label": label, "reason": "so it is", "numbers": numbers, "names": ["a.weight"], "places": []}
+    return event(culprits=list(culprits), cause=cause)
+
+
+def certified(verdict: str, **search) -> Event:
+    made = make_event()
+    return event(
+        certificate=made["certificate"] | {"verdict": verdict, "reason": "of the bound"}, search=made["search"] | search
+    )
+
+
+def missed(**search) -> Event:
+    return event(culprits=[], search=make_event()["search"] | {"status": "not_found"} | search)
+
+
+MOVED = {"log_prob": -1.0, "old_log_prob_used": -6.0, "old_log_prob_stored": -6.0, "rollout_log_prob": -6.0}
+LATER = make_event()["step"] | {"mini_batch": 1}
+SEEN = {
+    "A rehearsal: the step was asked for": event(trigger=make_event()["trigger"] | {"kind": "forced"}),
+    "Weights that are not finite": beside("non_finite_weights", parameters=2),
+    "NaN on padding": beside("non_finite_padding"),
+    "It did not come back when run again (hardware)": beside("transient"),
+    "A gradient that is not the tokens'": beside("not_tokens"),
+    "The whole batch is scaled, and its advantages are": beside("batch_scale", advantage_over_run=1e4),
+    "The whole batch is scaled, and its advantages are not": beside("batch_scale", advantage_over_run=1.1),
+    "The entropy term": beside("entropy_term", entropy_term_over_policy=61.3),
+    "The KL term": event(label="kl_term"),
+    "The forward is not finite, though the weights are": event(label="non_finite_forward"),
+    "The critic's value is far from the return": event(label="value_outlier", model="critic"),
+    "The search ended undecided": certified("undecided"),
+    "More culprits than may be named": certified("not_explained", num_more=3),
+    "The rest spikes, too": certified("not_explained"),
+    "The policy never sampled the token": event({"rollout_log_prob": 0.0, "log_prob": -12.0}, "token_mismatch"),
+    "The reward is odd against its siblings'": event({"reward": 90.0, "siblings": [sibling(1.0), sibling(0.0)]}),
+    "The advantage is odd though the reward is not (the estimator)": event({"siblings": [sibling(1.0), sibling(0.0)]}),
+    "The advantage is odd, and nothing is known of its siblings": event(),
+    "A loss without a finite gradient, from a finite advantage": event(label="non_finite"),
+    "The weight of the rollout correction": event({"is_weight": 40.0}, "is_weight"),
+    "The ratio: trainer and rollout engine disagree": event(
+        {"log_prob": -6.1, "old_log_prob_used": -1.0, "old_log_prob_stored": -6.0, "rollout_log_prob": -1.5},
+        "token_mismatch",
+    ),
+    "The ratio, at the step's first update": event(MOVED, "token_mismatch"),
+    "The ratio: the policy has moved (staleness)": event(MOVED, "token_mismatch", step=LATER),
+    "Low probability and a negative advantage": event({"advantage": -1.0, "log_prob": -9.0}, "low_probability"),
+    "Low probability, rewarded": event({"log_prob": -9.0}, "spurious_token"),
+    "Some layers explode while others stay calm": event(label="layer_heterogeneity"),
+    "The model is extremely sensitive there": event(label="large_jacobian"),
+    "No single factor stands out": event(label="unknown"),
+    "Nothing found: the search ran out": missed(status="budget_exhausted"),
+    "Nothing found, and not run again": missed(),
+    "Nothing found, and it came back": event(
+        culprits=[], rerun={"norm": 1.0, "difference": 0.0, "is_reproduced": True}
+    ),
+}
+
+
+@pytest.mark.parametrize("seen", SEEN)
+def test_each_evidence_has_its_step_with_why_and_what_would_show_it(seen):
+    found = SEEN[seen]
+    rule = next(rule for rule in RULES if rule.holds(Evidence(found)))
+    assert rule.seen == seen
+    step = next_step(found)
+    assert step.lines and step.do.endswith((".", ":")) and step.why.endswith(".") and step.check.endswith(".")
+    assert not re.search(r"[{}]|\bNone\b|\bnan\b", f"{step.do} {step.why} {step.check}")
+
+
+def test_every_rule_is_seen_here_or_needs_the_run_s_config():
+    assert [rule.seen for rule in RULES if rule.seen not in SEEN] == [
+        "NaN on padding, under a loss that gives NaN there"
+    ]
+    step = next_step(SEEN["NaN on padding"], {"policy_loss": {"loss_mode": "clip_cov"}})
+    assert (
+        step.lines == {"": "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"} and "clip_cov gives NaN" in step.why
+    )
+
+
+def test_the_reward_is_accused_only_where_it_is_odd():
+    odd, plain = (
+        SEEN[seen] for seen in SEEN if "reward is" in seen and "siblings" in seen or "(the estimator)" in seen
+    )
+    assert "Its reward is 90; the other rollouts of the prompt have 1 and 0." == next_step(odd).why
+    why = next_step(plain).why
+    assert "Its reward of 1 is like its siblings' (1 and 0), its advantage is 10,000" in why
+    assert "gives at most 1.15 with 3 rollouts" in why and "not the reward" in why
+
+
+def test_the_step_is_the_first_that_is_not_in_force_and_that_the_verl_has():
+    moved = SEEN["The ratio: the policy has moved (staleness)"]
+    assert next_step(moved).lines == {"": "actor_rollout_ref.actor.ppo_epochs=1"}
+    assert "token_clip.mode=clamp" in next_step(moved, {"ppo_epochs": 1}).lines[""]
+    on_09 = event(MOVED, "token_mismatch", run=MADE_BY | {"trainer": "verl 0.9.1"}, step=LATER)
+    assert next_step(on_09, {"ppo_epochs": 1}).lines == {"": "actor_rollout_ref.actor.clip_ratio_c=2.0"}
+
+
+@pytest.mark.parametrize("seen", SEEN)
+def test_a_run_that_masks_already_is_not_told_to(seen):
+    document = SEEN[seen]
+    masked = convert({**_plain(document), "action": {"requested": "mask", "taken": "mask", "reason": ""}}, Event)
+    step = next_step(masked)
+    assert step is None or not any(line.endswith(("action.mode=mask", "critic=mask")) for line in step.lines.values())
+
+
+def _plain(event: Event) -> dict:
+    from gradloc.record.store import plain
+
+    return plain(event)
+
+
+def test_a_checkpoint_that_is_known_is_named():
+    found = convert(
+        {**_plain(SEEN["Weights that are not finite"]), "consequence": {"last_checkpoint": "a b/step_4"}}, Event
+    )
+    assert next_step(found).lines == {"": "trainer.resume_mode=resume_path trainer.resume_from_path='a b/step_4'"}
+
+
+def test_the_docs_print_the_table():
+    text = DOCS.read_text(encoding="utf-8")
+    assert [rule.seen for rule in RULES] == re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \| [^|]+ \|$", text, re.M)[2:]

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first screen's words: what, why, did it hurt, what now; and nothing that nobody measured."""
+
+import pytest
+
+from gradloc.record import Event
+from gradloc.report.runs.events import convert
+from gradloc.words import story
+from tests.report.builder import UNTRUSTED, make_culprit, make_event
+
+
+def event(**changes) -> Event:
+    return convert(make_event(**changes), Event)
+
+
+def certified(verdict: str) -> Event:
+    return event(certificate=make_event()["certificate"] | {"verdict": verdict})
+
+
+def triggered(**changes) -> Event:
+    return event(trigger=make_event()["trigger"] | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "One token made the step-5 spike"),
+        ({"culprits": [make_culprit(at) for at in (1, 2)]}, "Two tokens made the step-5 spike"),
+        ({"culprits": [make_culprit(at) for at in range(14)]}, "14 tokens made the step-5 spike"),
+        ({"culprits": [make_culprit(span="sequence")] * 3}, "Three responses made the step-5 spike"),
+        ({"culprits": [make_culprit(span="segment")]}, "One span of tokens made the step-5 spike"),
+        ({"culprits": [make_culprit(span="segment")] * 2}, "Two spans of tokens made the step-5 spike"),
+        ({"culprits": [make_culprit(), make_culprit(span="sequence")]}, "Two culprits made the step-5 spike"),
+        ({"culprits": []}, "Nothing was found that made the spike at step 5"),
+    ],
+    ids=["one", "two", "many", "responses", "span", "spans", "mixed", "none"],
+)
+def test_the_headline_names_who_in_one_sentence(changes, said):
+    assert story.headline(event(**changes)) == said
+
+
+def test_the_headline_claims_no_more_than_the_certificate():
+    partly = "One token made part of the step-5 spike; something else spikes, too"
+    assert story.headline(certified("not_explained")) == partly
+    assert story.headline(certified("undecided")) == "One token may have made the step-5 spike"
+    assert story.headline(triggered(grad_norm="NaN")) == "One token made the gradient of step 5 not finite"
+    assert "a rehearsal" in story.headline(triggered(kind="forced"))
+
+
+def test_clipping_is_told_with_what_it_left_of_the_healthy_part():
+    # 747.66 clipped to 1; the rest, of norm 0.77, would have passed unclipped
+    assert story.given(event(), 1.0) == (
+        "Clipping to 1 scaled the whole step to 1/748, and 75% of what the optimizer took was that token's. "
+        "That left the healthy part 0.13% of its usual size."
+    )
+    assert "0.1% of its usual size" in story.given(event(), 0.5)  # (0.5 / 747.66) / (0.5 / 0.77)
+    assert "healthy" not in story.given(certified("not_explained"), 1.0)
+
+
+def test_an_unknown_clip_limit_is_not_made_up():
+    assert story.given(event()) == "The optimizer took the step with the spike in it."
+
+
+@pytest.mark.parametrize(
+    ("taken", "said"),
+    [
+        ("mask", "The optimizer took the step without it, of norm 0.77."),
+        ("skip", "The optimizer took no step: this mini-batch was skipped."),
+        ("abort", "The run was stopped before the step was taken."),
+    ],
+)
+def test_an_action_is_told_as_what_the_step_became(taken, said):
+    found = event(action={"requested": taken, "taken": taken, "reason": ""})
+    assert story.given(found, 1.0) == said
+
+
+def test_the_lede_has_the_number_that_makes_the_cause_one():
+    said = story.lede(event())
+    assert said == "It carries 75% of the gradient. The advantage is extreme: 14,578 times typical."
+    moved = make_culprit(cause={"label": "token_mismatch", "numbers": {"ratio_over_typical": 62.6}})
+    told = story.lede(event(culprits=[moved]))
+    assert told.endswith("The policy moved away from the old one at a token: its ratio is 62.6 times typical.")
+    bare = event(culprits=[make_culprit(share=None, cause={"label": "brand_new", "numbers": {}})])
+    assert story.lede(bare) == "No single factor stands out."
+
+
+def test_the_lede_has_the_share_s_error_and_no_share_that_is_not_trusted():
+    culprit = make_culprit(is_exact=False, share_error=0.004)
+    said = story.lede(event(culprits=[culprit]))
+    assert said.startswith("It carries 75% +- 0.4% of the gradient. ")
+    said = story.lede(event(culprits=[culprit], shares=UNTRUSTED))
+    assert said.startswith("The advantage is extreme")
+
+
+def test_the_optimizer_s_part_is_told_with_its_error_and_only_where_it_is_trusted():
+    culprit = make_culprit(is_exact=False, share_error=0.004)
+    given = {"grad_clip": 1.0, "clip_scale": 0.00134, "culprit_share": 0.75, "healthy_norm": 0.001}
+    said = story.given(event(culprits=[culprit], consequence=given))
+    assert "75% +- 0.4% of what the optimizer took was that token's" in said
+    said = story.given(event(culprits=[culprit], consequence=given, shares=UNTRUSTED))
+    assert "and the optimizer took it." in said
+
+
+@pytest.mark.parametrize(
+    ("bound", "figure"),
+    [
+        (0.0007, ("0.77", "without it", "measured (within 0.0007)")),
+        (0.385, ("0.77", "without it", "measured (within 0.39)")),
+        (0.5, ("at most 1.27", "without it", "measured")),
+        (None, ("0.77", "without it", "swap")),
+    ],
+)
+def test_the_norm_without_it_is_told_as_well_as_it_is_known(bound, figure):
+    found = event(certificate=make_event()["certificate"] | {"error_bound": bound})
+    assert story.figures(found)[1] == figure
+
+
+def test_the_norm_of_a_masked_step_is_told_as_well_as_it_is_known():
+    action = {"requested": "mask", "taken": "mask", "reason": ""}
+    found = event(action=action, certificate=make_event()["certificate"] | {"error_bound": 0.5})
+    assert story.given(found) == "The optimizer took the step without it, of norm at most 1.27."
+
+
+def test_culprits_that_carry_more_than_the_gradient_are_told_with_what_pulls_the_other_way():
+    found = event(culprits=[make_culprit(share=1.2)])
+    assert story.lede(found).startswith("It carries 120% of the gradient; the other tokens pull the other way. ")
+    assert "%" not in story.given(found, 1.0).partition(" That left")[0]
