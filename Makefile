@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-.PHONY: demo quick test lint test-slow test-browser test-verl09 test-trl check
+.PHONY: demo quick test lint docs test-slow test-browser test-verl09 test-trl check
 
 demo:          ## a gradient spike in a real verl run on this machine's CPU, traced to its token
 	./run_experiment.sh demo
@@ -12,6 +12,9 @@ test:          ## lint and all default tests; makes its own environment under .g
 
 lint:          ## ruff, format, shellcheck, types, and that patches/ is what its sources say
 	scripts/test.sh lint
+
+docs:          ## the site of docs/, strictly; makes an environment of its own under .gradloc/
+	scripts/docs.sh
 
 test-slow:     ## what takes longer than the default suite may
 	scripts/test.sh slow

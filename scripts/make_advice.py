@@ -27,7 +27,8 @@ in *italics* stand for the event's own. `python scripts/make_advice.py` makes th
 
 "Did it hurt?" compares medians of up to 20 steps before with up to 10 after: norm, reward, entropy, KL. One that is off
 by three times its own spread and by a size that matters (norm or KL three times, entropy twice or half, reward a tenth
-down) is a yes; fewer than three steps after it are not yet an answer.
+down) is a yes. Fewer than three steps
+after it are not yet an answer.
 
 ## Config lines
 

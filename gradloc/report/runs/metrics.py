@@ -37,11 +37,6 @@ class Metrics:
         """The finite values of one metric, in order."""
         return [v for v in self.get(name) if v is not None and math.isfinite(v)]
 
-    def known(self, name: str) -> list[tuple[int, float]]:
-        """The steps and values at which one metric is finite, in order."""
-        pairs = zip(self.steps, self.get(name), strict=True)
-        return [(step, value) for step, value in pairs if value is not None and math.isfinite(value)]
-
     @property
     def norm(self) -> str | None:
         """The metric that holds the gradient norms: the step's largest where that was logged; None without norms."""

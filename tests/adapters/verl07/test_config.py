@@ -10,7 +10,7 @@ import pytest
 from gradloc.config import PUBLISHED
 from gradloc.names import AMONG_VERLS, refuse_unknown_overrides
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ACTOR = "actor_rollout_ref.actor"
 
 
