@@ -92,18 +92,19 @@ def update(dtype: str, batch: Batch, way: str, is_alone: bool = False) -> dict[s
     scale = copy.deepcopy(spikes.scale)
     if is_alone:
         spikes.scale = type(scale)()
-    search = None if localizer is None else localizer._search
+    of_loop = sys.modules[type(localizer).__module__]
+    search = of_loop.localize
     told: dict[str, Any] = {}
     if way == "without":
         trainer.actor.gradloc.localizer = trainer.hook = None
     if way == "published":
-        localizer._search = lambda *arguments, **_: _published(told, *arguments)
+        of_loop.localize = lambda *arguments, **_: _published(told, *arguments)
         localizer.num_failures = 0
     dist.barrier()
     started, cpu_started = time.perf_counter(), time.process_time()
     out = trainer.update(data)
     told |= {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu_started}
-    trainer.actor.gradloc.localizer, trainer.hook, localizer._search = localizer, driver, search
+    trainer.actor.gradloc.localizer, trainer.hook, of_loop.localize = localizer, driver, search
     if math.isfinite(spikes.tau):  # only the healthy updates teach it what is usual
         spikes.scale = scale
     told["norm"] = float(out["metrics"]["actor/grad_norm"][0][0])

@@ -35,7 +35,7 @@ KNOBS = {
 # tests/adapters/verl09 composes the others.
 PATCHED = [name for name in catalog.names() if not catalog.load(name).is_installed]
 KNOBBED = ["demo", "explosion", "buckets-demo"]
-ARMS = [(name, arm) for name, experiment in catalog.EXPERIMENTS.items() for arm in experiment.arms]
+ARMS = [(name, arm) for name in PATCHED for arm in catalog.load(name).arms]
 CASES = [
     *((name, [], {}) for name in PATCHED),
     *((name, [*arm.overrides], {}) for name, arm in ARMS if arm.overrides),

@@ -27,10 +27,7 @@ def test_what_belongs_together_is_of_the_update_nearest_its_threshold(order):
 
 def test_the_stages_of_lopti_are_joined_so_too():
     def output(**metrics):
-        class Output:
-            meta_info = {"metrics": {name.replace("__", "/"): value for name, value in metrics.items()}}
-
-        return Output()
+        return {name.replace("__", "/"): value for name, value in metrics.items()}
 
     import torch
 
@@ -43,7 +40,7 @@ def test_the_stages_of_lopti_are_joined_so_too():
             gradloc__unwritten=[3], gradloc__threshold=[9.0], gradloc__norm_over_threshold=[2.0], actor__pg_loss=[0.5]
         ),
     ]
-    merged = Lopti._merged(None, stages, stages, outputs).meta_info["metrics"]
+    merged = Lopti._merged(None, stages, stages, outputs)
     assert (merged["gradloc/unwritten"], merged["gradloc/threshold"]) == ([5], [9.0])
     assert merged["gradloc/norm_over_threshold"] == [2.0] and merged["actor/pg_loss"] == [1.5]
     assert not is_ours("actor/pg_loss")

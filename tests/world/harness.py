@@ -425,7 +425,7 @@ def shard(module: torch.nn.Module, actor_config: Any, model_config: Any) -> torc
 
     fsdp = actor_config.fsdp_config
     dtype = PrecisionType.to_dtype(fsdp.dtype)
-    reduced_in = PrecisionType.to_dtype((fsdp.mixed_precision or {}).get("reduce_dtype", "fp32"))
+    reduced_in = PrecisionType.to_dtype((fsdp.get("mixed_precision") or {}).get("reduce_dtype", "fp32"))
     if model_config.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     mesh = create_device_mesh(world_size=dist.get_world_size(), fsdp_size=fsdp.fsdp_size)

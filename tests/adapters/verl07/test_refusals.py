@@ -3,10 +3,10 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from gradloc.adapters.verl07.refusals import check_batch, check_run
+from gradloc.adapters.verl07.refusals import check_run
+from gradloc.adapters.verl_common.analyses import refuse_pictures
 
 ACTOR = "actor_rollout_ref.actor"
 KERNELS = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
@@ -67,8 +67,7 @@ def test_a_config_that_lacks_the_keys_has_their_defaults(feature):
 def test_the_analyses_refuse_images_by_their_own_name():
     """verl's agent loop names the key in text-only runs too, with an empty dict for each row."""
     feature = "trainer.gradient_analysis_mode"
-    for rows in ({"uid": []}, {"multi_modal_inputs": np.array([{}, {}], dtype=object)}):
-        check_batch(feature, SimpleNamespace(non_tensor_batch=rows))
-    images = np.array([{}, {"pixel_values": [1.0]}], dtype=object)
+    for rows in ((), ({}, {})):
+        refuse_pictures(feature, rows)
     with pytest.raises(ValueError, match=f"{feature} does not take batches with multi_modal_inputs"):
-        check_batch(feature, SimpleNamespace(non_tensor_batch={"multi_modal_inputs": images}))
+        refuse_pictures(feature, ({}, {"pixel_values": [1.0]}))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kind of spike in verl's actor gets its own cause, and none of its neighbours'."""
 
+import re
+
 import pytest
 
 from tests.world.events import read_events
@@ -41,7 +43,7 @@ def check(world, dump_dir, kind, *settings):
     print(f"{kind}: {cause['label']}, {event['search']['status']}, {sorted(named)}\n  {event['verdict']}")
     assert cause["label"] == CAUSES[kind]
     if kind in ("weight", "padding", "scale", "experts", "transient"):
-        assert named == set() and "no token made it" in event["verdict"]
+        assert named == set() and re.search("no token|not (the|a) token|did not come back", event["verdict"])
     if kind == "weight":
         assert cause["names"] == ["model.layers.1.mlp.up_proj.weight"]
         assert event["search"]["forwards"] == event["search"]["backwards"] == 0
@@ -60,7 +62,7 @@ def check(world, dump_dir, kind, *settings):
         assert named == {(5, 3)} and len(culprits[0]["siblings"]) == 1
         consequence = event["consequence"]
         assert consequence["clip_scale"] < 0.1 and consequence["culprit_share"] == pytest.approx(1, abs=0.01)
-        assert "The optimizer was given the gradient clipped to 1" in event["verdict"]
+        assert "Clipping to 1 scaled the whole step to" in event["verdict"]
     if kind == "opposite":
         assert named == {(row, position) for row, position, _ in OPPOSITE}
     if kind == "sequence":

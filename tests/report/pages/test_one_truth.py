@@ -15,7 +15,7 @@ from gradloc.report.pages import exports, page, terminal
 from gradloc.report.runs.events import convert
 from gradloc.report.runs.run import read_run
 from gradloc.tell.lines import COLUMNS, announcement, table_rows
-from gradloc.words.advice import ACTIONS, VERLS, verl_of
+from gradloc.words.advice import ACTIONS, VERLS, is_trl, trl_settings, verl_of
 from gradloc.words.verdict import verdict_sentences
 from tests.report.builder import make_metrics, make_sequence, write_run
 from tests.report.kinds import kinds
@@ -180,6 +180,8 @@ def test_the_cause_is_one(told):
 def test_every_line_to_copy_is_one_of_the_verl_that_ran(told):
     verl = verl_of(told.event.run.trainer)
     known = LINES[verl] if verl else LINES["0.7"] | LINES["0.9"]
+    if is_trl(told.event.run.trainer):
+        known = {trl_settings(line) for line in known}
     for line in told.copied:
         if line.startswith("python -m"):
             assert verl is None or line.startswith(
