@@ -22,6 +22,7 @@ import shlex
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -70,7 +71,8 @@ def prepare(model: str, folder: str, dtype: str) -> None:
 
 def watch(dtype: str, threshold: float, num_tokens: int) -> None:
     """From now on a norm over this is a spike, of a step of so many tokens."""
-    _trainers[dtype].driver.tau = threshold * num_tokens**0.5
+    policies = _trainers[dtype].driver.policies
+    policies.trigger = replace(policies.trigger, tau=threshold * num_tokens**0.5)
 
 
 def update(dtype: str, batch: Batch, way: str, is_alone: bool = False) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def update(dtype: str, batch: Batch, way: str, is_alone: bool = False) -> dict[s
     out = trainer.update(data)
     told |= {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu_started}
     trainer.actor.gradloc.localizer, trainer.hook, of_loop.localize = localizer, driver, search
-    if math.isfinite(spikes.tau):  # only the healthy updates teach it what is usual
+    if math.isfinite(spikes.policies.trigger.tau):  # only the healthy updates teach it what is usual
         spikes.scale = scale
     told["norm"] = float(out["metrics"]["actor/grad_norm"][0][0])
     for event in out["events"]:
@@ -115,7 +117,7 @@ def update(dtype: str, batch: Batch, way: str, is_alone: bool = False) -> dict[s
         shares = event["shares"] or {}
         told |= {key: shares[key] for key in ("closure", "closure_error") if key in shares}
     tracker = localizer._tracker
-    told["tracks"] = tracker._seconds / max(tracker._update_seconds, 1e-9) if tracker.is_on else None
+    told["tracks"] = tracker._watch.seconds / max(tracker._update_seconds, 1e-9) if tracker.is_on else None
     return told
 
 
