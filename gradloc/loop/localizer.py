@@ -4,7 +4,7 @@
 The localizer rides along in every update: it keeps each micro-batch's log-probs and the coefficients that the backward
 puts on them, notes the random state and local norms, all without communication. When a norm breaks the policy that the
 driver sent, it searches for the tokens, decides what to do, gathers the event, and puts into ``.grad`` what the step is
-to take. What it needs of the trainer are two protocols: a step that can be replayed (:class:`~.probe.TrainingStep`)
+to take. What it needs of the trainer are two protocols: a step that can be replayed (``core.probe.TrainingStep``)
 and the actor's few powers. A failure in here is logged, counted and steps aside, on all ranks together.
 """
 
