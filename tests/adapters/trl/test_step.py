@@ -70,6 +70,7 @@ def stepped(folder, **given):
 
     trainer = make("watched", folder, max_steps=1, prepare=prepare, **given)
     trainer.train()
+    trainer._watch.step = kept[0]
     return trainer, kept[0]
 
 
