@@ -104,7 +104,7 @@ def train(overrides: list[str], dump_dir: str, num_steps: int = 3) -> dict[str, 
         "weights": trainer.weights_hash(),
         "norms": norms,
         "rng": state.numpy().tobytes(),
-        "metrics": out["metrics"],
+        "metrics": {name: value for name, value in out["metrics"].items() if "perf/" not in name},
     }
 
 

@@ -34,7 +34,6 @@ def step_class() -> type:
 OURS = ("spike_detection=true", "gradloc", "algorithm.", "analysis", "filter")
 """Of what is asked for; else verl's own trainer is taken."""
 BASE = [  # as the actor's harness has it
-    "+gradloc=on",
     f"{ACTOR}.gradloc.enable=null",  # spike_detection decides
     f"{MODEL}.use_remove_padding=false",
     f"{ACTOR}.use_dynamic_bsz=false",
@@ -336,6 +335,8 @@ def make_trainer(
     renamed = [override.replace(f"{ACTOR}.grad_clip=", f"{ACTOR}.optim.clip_grad=") for override in renamed]
     of_run = [f"{ACTOR}.gradloc.dump_dir={dump_dir}", f"+{MODEL}.override_config.attention_dropout={dropout}"]
     is_ours = any(name in override.lower() for override in overrides for name in OURS)
+    if not any(override.startswith("+gradloc=") for override in overrides):
+        renamed.insert(0, "+gradloc=on")
     return harness.make_trainer(BASE + of_run + renamed, model_dir, seed, stock=not is_ours, kind=Trainer)
 
 

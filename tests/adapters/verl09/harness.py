@@ -105,7 +105,10 @@ class Trainer:
         self.trainer.global_steps += 1
         metrics: dict[str, Any] = {}
         with self.store:
-            self.trainer._update_actor(self.store.add(batch), metrics)
+            meta = self.store.add(batch)
+            if hasattr(self.trainer, "gradloc"):
+                self.trainer.gradloc.after_advantages(meta, {})
+            self.trainer._update_actor(meta, metrics)
         return metrics
 
     def ask(self, ask: Any) -> Any:
