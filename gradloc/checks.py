@@ -3,22 +3,11 @@
 
 import difflib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
-from functools import wraps
+from dataclasses import dataclass, field, fields
+from functools import reduce, wraps
 from typing import Any, TypeVar
 
-__all__ = [
-    "SEARCHABLE",
-    "WEIGHTS_ON_DEVICE",
-    "Requirement",
-    "check_requirements",
-    "closed",
-    "is_int",
-    "is_number",
-    "refuse_unknown",
-    "require",
-]
-
+S = TypeVar("S")
 T = TypeVar("T", bound=type)
 
 
@@ -48,6 +37,99 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
+@dataclass(frozen=True)
+class Allowed:
+    """What the value of a setting may be."""
+
+    expected: str
+    """As it reads after ``must be``."""
+    holds: Callable[[Any], bool]
+    words: tuple[str, ...] = ()
+    """Where it is one of these."""
+
+    def check(self, key: str, value: Any) -> None:
+        """Refuse any other value, see :func:`require`."""
+        require(self.holds(value), key, self.expected, value)
+
+
+SWITCH = Allowed("true or false", lambda value: isinstance(value, bool))
+POSITIVE = Allowed("a positive number", lambda value: is_number(value) and value > 0)
+
+
+def integer(least: int) -> Allowed:
+    """An integer from ``least`` on."""
+    return Allowed(f"an integer of at least {least}", lambda value: is_int(value, least))
+
+
+def number(expected: str, holds: Callable[[float], bool]) -> Allowed:
+    """A number that is as ``expected`` says."""
+    return Allowed(expected, lambda value: is_number(value) and holds(value))
+
+
+def one_of(*words: str) -> Allowed:
+    """One of these words; YAML reads a bare ``on`` or ``off`` as a boolean, which is taken for the word."""
+    return Allowed(f"one of {', '.join(words)}", lambda value: value in words, words)
+
+
+def or_null(allowed: Allowed, expected: str = "") -> Allowed:
+    """Null, or what else is allowed; in words of its own where these are given."""
+    return Allowed(expected or f"null or {allowed.expected}", lambda value: value is None or allowed.holds(value))
+
+
+def setting(default: Any, allowed: Allowed, key: str = "") -> Any:
+    """A field of a dataclass of settings, which :func:`check_fields` holds to what is allowed.
+
+    Args:
+        default: the one place of it.
+        allowed: see above.
+        key: its full name, where it stands among the trainer's own settings.
+    """
+    return field(default=default, metadata={"allowed": allowed, "key": key})
+
+
+def check_fields(settings: Any, prefix: str = "") -> None:
+    """Hold each :func:`setting` of a dataclass to what is allowed.
+
+    Args:
+        settings: frozen or not.
+        prefix: with a field's name behind it, the full name of a setting that has no key of its own.
+
+    Raises:
+        ValueError: one sentence.
+    """
+    for each in fields(settings):
+        allowed, value = each.metadata.get("allowed"), getattr(settings, each.name)
+        if allowed is None:
+            continue
+        word = {True: "on", False: "off"}[value] if isinstance(value, bool) else ""
+        if word in allowed.words:
+            object.__setattr__(settings, each.name, word)
+        else:
+            allowed.check(each.metadata["key"] or f"{prefix}{each.name}", value)
+
+
+def keys_in(settings: Any) -> dict[str, str]:
+    """The fields of a dataclass of settings that stand among the trainer's own, and their keys."""
+    return {each.name: each.metadata["key"] for each in fields(settings) if each.metadata.get("key")}
+
+
+def read_among(settings: type[S], config: Any) -> S:
+    """Read and check settings that stand among the trainer's own.
+
+    Args:
+        settings: a dataclass, see :func:`keys_in`.
+        config: the trainer's whole config; a key that an older one lacks takes its default.
+
+    Raises:
+        ValueError: one sentence that names the key, what it must be and what was found.
+    """
+    given = {}
+    for name, key in keys_in(settings).items():
+        *blocks, last = key.split(".")
+        given[name] = reduce(getattr, blocks, config).get(last, getattr(settings, name))
+    return settings(**given)
+
+
 def refuse_unknown(key: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Refuse a name that a block of settings does not have.
 
@@ -68,11 +150,8 @@ def refuse_unknown(key: str, given: Iterable[str], known: Iterable[str]) -> None
 
 
 def closed(key: str) -> Callable[[T], T]:
-    """Decorate a dataclass of settings: a name that it does not have is refused by :func:`refuse_unknown`.
-
-    Args:
-        key: the block's full name.
-    """
+    """Decorate a dataclass of settings, the block of this full name: a name that it does not have is refused by
+    :func:`refuse_unknown`, a wrong value by :func:`check_fields`; then its own ``check`` is asked, where it has one."""
 
     def decorate(cls: T) -> T:
         init, known = cls.__init__, [field.name for field in fields(cls)]
@@ -81,6 +160,9 @@ def closed(key: str) -> Callable[[T], T]:
         def checked(self, *args: Any, **given: Any) -> None:
             refuse_unknown(key, given, known)
             init(self, *args, **given)
+            check_fields(self, f"{key}.")
+            if hasattr(self, "check"):
+                self.check()
 
         cls.__init__ = checked
         return cls

@@ -12,24 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .checks import closed, is_int, is_number, require
+from .checks import POSITIVE, SWITCH, Allowed, closed, integer, number, one_of, or_null, require, setting
 from .core.actions import ACTIONS
 from .search.find import BUDGET, MAX_CULPRITS, MAX_STEPS, STRATEGIES
 from .stabilize.config import StabilizeConfig
 from .tell.config import NotifyConfig
-
-__all__ = [
-    "ActionConfig",
-    "EvidenceConfig",
-    "GradLocConfig",
-    "PUBLISHED",
-    "SearchConfig",
-    "TriggerConfig",
-    "fix_dump_dir",
-    "resolve",
-    "settings_in",
-    "settle",
-]
 
 _KEY = "actor_rollout_ref.actor"
 PUBLISHED = {
@@ -41,8 +28,8 @@ PUBLISHED = {
 """The published keys, on the actor's own config, and what each is another name of, under ``gradloc``."""
 
 
-def _require(ok: bool, key: str, expected: str, found: Any) -> None:
-    require(ok, f"{_KEY}.{key}", expected, found)
+_TAU = or_null(POSITIVE, "null (adaptive) or a positive number (the published per-token threshold)")
+_FOLDER = Allowed("the path of a folder", lambda value: isinstance(value, str) and value.strip() != "")
 
 
 @closed(f"{_KEY}.gradloc.trigger")
@@ -54,52 +41,32 @@ class TriggerConfig:
     non-finite norm is always a spike.
     """
 
-    tau: float | None = None
+    tau: float | None = setting(None, _TAU)
     """Per-token threshold; a mini-batch's own is tau / sqrt(tokens). None: the adaptive rule."""
-    window: int = 64
+    window: int = setting(64, integer(8))
     """Trainer steps whose norms the adaptive rule learns from, for each mini-batch position apart."""
-    warmup: int = 16
+    warmup: int = setting(16, integer(2))
     """Trainer steps before the adaptive rule may fire."""
-    floor: float = 4.0
+    floor: float = setting(4.0, number("a number greater than 1", lambda value: value > 1))
     """No norm below this many times the recent level is a spike."""
     cap: float = 10.0
     """Every norm above this many times the recent level is a spike."""
-    cooldown_steps: int = 0
+    cooldown_steps: int = setting(0, integer(0))
     """Trainer steps after an event in which none is written; the action still applies."""
-    max_events_per_step: int = 1
+    max_events_per_step: int = setting(1, integer(1))
     """Events written of one trainer step; the action applies to every spike, written or not."""
-    max_events: int = 100
+    max_events: int = setting(100, integer(0))
     """Events written in one run; the action still applies to later spikes."""
-    force_step: int | None = None
+    force_step: int | None = setting(None, or_null(integer(1), "null or a global step of at least 1"))
     """Rehearsal: localize at this global step even though nothing spikes there."""
 
-    def __post_init__(self):
-        _require_tau("gradloc.trigger.tau", self.tau)
-        for name, least in (("window", 8), ("warmup", 2), ("cooldown_steps", 0), ("max_events_per_step", 1)):
-            value = getattr(self, name)
-            _require(is_int(value, least), f"gradloc.trigger.{name}", f"an integer of at least {least}", value)
-        _require(is_int(self.max_events, 0), "gradloc.trigger.max_events", "an integer of at least 0", self.max_events)
-        _require(
-            self.warmup <= self.window,
-            "gradloc.trigger.warmup",
-            f"at most gradloc.trigger.window ({self.window})",
-            self.warmup,
-        )
-        _require(
-            is_number(self.floor) and self.floor > 1, "gradloc.trigger.floor", "a number greater than 1", self.floor
-        )
-        _require(
-            is_number(self.cap) and self.cap >= self.floor,
-            "gradloc.trigger.cap",
-            f"a number of at least gradloc.trigger.floor ({self.floor})",
-            self.cap,
-        )
-        _require(
-            self.force_step is None or is_int(self.force_step, 1),
-            "gradloc.trigger.force_step",
-            "null or a global step of at least 1",
-            self.force_step,
-        )
+    def check(self) -> None:
+        """What a setting may be beside another one."""
+        key = f"{_KEY}.gradloc.trigger"
+        at_most = f"at most gradloc.trigger.window ({self.window})"
+        require(self.warmup <= self.window, f"{key}.warmup", at_most, self.warmup)
+        least = number(f"a number of at least gradloc.trigger.floor ({self.floor})", lambda cap: cap >= self.floor)
+        least.check(f"{key}.cap", self.cap)
 
 
 @closed(f"{_KEY}.gradloc.search")
@@ -107,26 +74,14 @@ class TriggerConfig:
 class SearchConfig:
     """How the culprits are looked for."""
 
-    strategy: str = "auto"
+    strategy: str = setting("auto", one_of(*STRATEGIES))
     """``auto``; or one method alone: ``share``, ``sketch``, ``bisect`` (the published binary search)."""
-    max_culprits: int = MAX_CULPRITS
+    max_culprits: int = setting(MAX_CULPRITS, integer(1))
     """Stop after this many culprits."""
-    max_steps: float = MAX_STEPS
+    max_steps: float = setting(MAX_STEPS, number("a number of at least 1", lambda value: value >= 1))
     """No search costs more than so many of this run's own updates, in passes and in time; ``bisect`` has ``budget``."""
-    layer_window: int = 32
+    layer_window: int = setting(32, integer(0))
     """Optimizer steps whose norm per layer is remembered, to tell a layer that explodes alone; 0 for none."""
-
-    def __post_init__(self):
-        _require(
-            is_int(self.layer_window, 0), "gradloc.search.layer_window", "an integer of at least 0", self.layer_window
-        )
-        is_limit = is_number(self.max_steps) and self.max_steps >= 1
-        _require(is_limit, "gradloc.search.max_steps", "a number of at least 1", self.max_steps)
-        names = ", ".join(STRATEGIES)
-        _require(self.strategy in STRATEGIES, "gradloc.search.strategy", f"one of {names}", self.strategy)
-        _require(
-            is_int(self.max_culprits, 1), "gradloc.search.max_culprits", "an integer of at least 1", self.max_culprits
-        )
 
 
 @closed(f"{_KEY}.gradloc.action")
@@ -134,29 +89,15 @@ class SearchConfig:
 class ActionConfig:
     """What happens to the optimizer step that spiked, to each one that does."""
 
-    mode: str = "observe"
+    mode: str = setting("observe", one_of(*ACTIONS))
     """``observe``: the step is unchanged. ``mask``: take the step without the culprits. ``skip``:
     take no step. ``abort``: take no step, write the event, stop the run."""
-    max_masked_tokens: int = 64
+    max_masked_tokens: int = setting(64, integer(1))
     """Skip the step instead of masking more tokens than this."""
-    max_masked_share: float = 0.05
+    max_masked_share: float = setting(0.05, number("in (0, 1]", lambda value: 0 < value <= 1))
     """Skip the step instead of masking more than this share of the mini-batch's tokens."""
-    max_searches_per_step: int | None = None
+    max_searches_per_step: int | None = setting(None, or_null(integer(1)))
     """Masking needs a search for every spike: skip the step instead of searching more often in one update."""
-
-    def __post_init__(self):
-        _require(self.mode in ACTIONS, "gradloc.action.mode", f"one of {', '.join(ACTIONS)}", self.mode)
-        most = self.max_masked_tokens
-        _require(is_int(most, 1), "gradloc.action.max_masked_tokens", "an integer of at least 1", most)
-        share = self.max_masked_share
-        _require(is_number(share) and 0 < share <= 1, "gradloc.action.max_masked_share", "in (0, 1]", share)
-        most = self.max_searches_per_step
-        _require(
-            most is None or is_int(most, 1),
-            "gradloc.action.max_searches_per_step",
-            "null or an integer of at least 1",
-            most,
-        )
 
 
 @closed(f"{_KEY}.gradloc.evidence")
@@ -164,44 +105,19 @@ class ActionConfig:
 class EvidenceConfig:
     """What an event keeps on disk."""
 
-    context_tokens: int = 32
+    context_tokens: int = setting(32, integer(0))
     """Tokens of text kept before and after each culprit."""
-    text: str = "on"
+    text: str = setting("on", one_of("on", "off"))
     """``off`` keeps prompts and text out of events; a bundle still holds token ids, so see ``bundle``, too."""
-    bundle: str = "culprits"
+    bundle: str = setting("culprits", one_of("culprits", "full", "off"))
     """What the replay bundle holds: ``culprits`` (their micro-batches), ``full`` (the mini-batch) or ``off``."""
-    checkpoint: str = "off"
+    checkpoint: str = setting("off", one_of("off", "before_step"))
     """``before_step`` saves the weights that the event happened at, in verl's own checkpoint format."""
-    max_gb: float = 20.0
+    max_gb: float = setting(20.0, number("a number from 0 on", lambda value: value >= 0))
     """No bundle or checkpoint is written once the dump folder holds this many gigabytes."""
-    rerun: bool = False
+    rerun: bool = setting(False, SWITCH)
     """Run the spike's micro-batches again as they were, and record whether the norm came back; where it did not, the
     hardware or a race made the spike, and no token is looked for."""
-
-    def __post_init__(self):
-        if isinstance(self.text, bool):  # YAML reads a bare on/off as a boolean
-            object.__setattr__(self, "text", "on" if self.text else "off")
-        if self.bundle is False:
-            object.__setattr__(self, "bundle", "off")
-        if self.checkpoint is False:
-            object.__setattr__(self, "checkpoint", "off")
-        for name, allowed in (
-            ("text", ("on", "off")),
-            ("bundle", ("culprits", "full", "off")),
-            ("checkpoint", ("off", "before_step")),
-        ):
-            value = getattr(self, name)
-            _require(value in allowed, f"gradloc.evidence.{name}", f"one of {', '.join(allowed)}", value)
-        _require(isinstance(self.rerun, bool), "gradloc.evidence.rerun", "true or false", self.rerun)
-        _require(
-            is_number(self.max_gb) and self.max_gb >= 0, "gradloc.evidence.max_gb", "a number from 0 on", self.max_gb
-        )
-        _require(
-            is_int(self.context_tokens, 0),
-            "gradloc.evidence.context_tokens",
-            "an integer of at least 0",
-            self.context_tokens,
-        )
 
 
 @closed(f"{_KEY}.gradloc")
@@ -209,13 +125,13 @@ class EvidenceConfig:
 class GradLocConfig:
     """Everything under ``actor.gradloc``."""
 
-    enable: bool | None = None
+    enable: bool | None = setting(None, or_null(SWITCH, "null, true or false"))
     """True: look for spikes. False: everything under ``gradloc`` is off. None: only what is switched on by itself."""
-    critic: str = "off"
+    critic: str = setting("off", one_of("off", *ACTIONS))
     """Look for spikes of the critic's gradient, too, and what to do with them: ``off`` or an ``action.mode``."""
-    dump_dir: str = "gradloc_events"
+    dump_dir: str = setting("gradloc_events", _FOLDER)
     """The folder for events; made absolute when the run starts."""
-    budget: int = BUDGET
+    budget: int = setting(BUDGET, integer(1))
     """Largest number of forward/backward probes of the published search, ``search.strategy=bisect``."""
     trigger: TriggerConfig = field(default_factory=TriggerConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
@@ -223,15 +139,6 @@ class GradLocConfig:
     evidence: EvidenceConfig = field(default_factory=EvidenceConfig)
     notify: NotifyConfig = field(default_factory=NotifyConfig)
     stabilize: StabilizeConfig = field(default_factory=StabilizeConfig)
-
-    def __post_init__(self):
-        is_switch = self.enable is None or isinstance(self.enable, bool)
-        _require(is_switch, "gradloc.enable", "null, true or false", self.enable)
-        if self.critic is False:  # YAML reads a bare off as a boolean
-            object.__setattr__(self, "critic", "off")
-        _require(self.critic in ("off", *ACTIONS), "gradloc.critic", f"one of off, {', '.join(ACTIONS)}", self.critic)
-        _require_budget("gradloc.budget", self.budget)
-        _require_folder("gradloc.dump_dir", self.dump_dir)
 
     @property
     def root(self) -> str:
@@ -255,14 +162,14 @@ def resolve(settings: GradLocConfig, actor: Any, default_dump_dir: str | None = 
     Raises:
         ValueError: one sentence: a published key has a wrong value, or both names are given and differ.
     """
-    checks = dict(zip(PUBLISHED, (_require_switch, _require_tau, _require_budget, _require_folder), strict=True))
+    allowed = dict(zip(PUBLISHED, (SWITCH, _TAU, integer(1), _FOLDER), strict=True))
     given = {name: actor.get(name) for name in PUBLISHED}
     given = {name: value for name, value in given.items() if value is not None}
     ours = {"enable": settings.enable, "trigger.tau": settings.trigger.tau, "budget": settings.budget}
     defaults = {"enable": None, "trigger.tau": None, "budget": BUDGET, "dump_dir": default_dump_dir}
     ours["dump_dir"] = settings.dump_dir if default_dump_dir is not None else None
     for name, value in given.items():
-        checks[name](name, value)
+        allowed[name].check(f"{_KEY}.{name}", value)
         same = PUBLISHED[name]
         require(
             ours[same] in (defaults[same], value),
@@ -332,20 +239,3 @@ def fix_dump_dir(config: Any, root: str) -> None:
         actor.gradloc.dump_dir = root
         if actor.get("bisect_dump_dir") is not None:
             actor.bisect_dump_dir = root
-
-
-def _require_switch(key: str, value: Any) -> None:
-    _require(isinstance(value, bool), key, "true or false", value)
-
-
-def _require_tau(key: str, value: Any) -> None:
-    expected = "null (adaptive) or a positive number (the published per-token threshold)"
-    _require(value is None or (is_number(value) and value > 0), key, expected, value)
-
-
-def _require_budget(key: str, value: Any) -> None:
-    _require(is_int(value, 1), key, "an integer of at least 1", value)
-
-
-def _require_folder(key: str, value: Any) -> None:
-    _require(isinstance(value, str) and value.strip() != "", key, "the path of a folder", value)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Under which names things travel from the trainer to the actor beside verl's own."""
 
-__all__ = ["POLICY_KEY", "ROW_KEY", "SEQUENCE_KEY"]
-
 POLICY_KEY = "gradloc"
 """Meta info of a batch: the update's :class:`~.loop.wire.Policy`."""
 ROW_KEY = "gradloc_row"

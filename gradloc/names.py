@@ -11,41 +11,18 @@ from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from .checks import refuse_unknown
+from .analysis.config import BucketSettings, QuartileSettings
+from .checks import keys_in, refuse_unknown
 from .config import PUBLISHED, GradLocConfig
 from .health.config import HealthConfig
+from .rollout_filter.config import FilterSettings
 from .tell.config import WEBHOOK_IS_NO_URL
 
-__all__ = ["AMONG_VERLS", "refuse_unknown_names", "refuse_unknown_overrides"]
-
 _ACTOR = "actor_rollout_ref.actor"
-AMONG_VERLS = {
-    "trainer": (
-        "health",
-        "gradient_analysis_mode",
-        "gradient_analysis_every",
-        "gradient_analysis_env_groups",
-        "gradient_analysis_group_size",
-        "exit_after_gradient_analysis",
-        "quartile_analysis_mode",
-        "quartile_analysis_every",
-        "quartile_analysis_split",
-        "quartile_analysis_num_tokens",
-    ),
-    _ACTOR: (*PUBLISHED, "gradloc", "filter_loss_scaling"),
-    "actor_rollout_ref.rollout": (
-        "gradient_analysis_num_buckets",
-        "gradient_analysis_bucket_mode",
-        "rollout_filter_strategy",
-        "rollout_filter_value",
-        "rollout_filter_metric",
-        "rollout_filter_type",
-        "rollout_filter_include_zero",
-        "rollout_filter_top_p_prob_mode",
-    ),
-}
-"""Our names, by the block of verl's in which they stand."""
 _BLOCKS = {f"{_ACTOR}.gradloc": GradLocConfig, "trainer.health": HealthConfig}
+_SINGLE = [key for settings in (BucketSettings, QuartileSettings, FilterSettings) for key in keys_in(settings).values()]
+OURS = (*_BLOCKS, *_SINGLE, *(f"{_ACTOR}.{name}" for name in PUBLISHED))
+"""Our names that stand among verl's."""
 _IS_CLOSE = 0.8
 
 
@@ -80,7 +57,7 @@ def refuse_unknown_names(config: Any) -> None:
     Raises:
         ValueError: one sentence.
     """
-    for parent in AMONG_VERLS:
+    for parent in {key.rpartition(".")[0] for key in OURS}:
         block = config
         for name in parent.split("."):
             block = block.get(name) or {}
@@ -92,12 +69,11 @@ def _check(key: str) -> None:
     for block, settings in _BLOCKS.items():
         if key.startswith(f"{block}."):
             _check_in(block, settings, key.removeprefix(f"{block}.").split("."))
-    for parent, ours in AMONG_VERLS.items():
+    for parent in {ours.rpartition(".")[0] for ours in OURS}:
         name = key.removeprefix(f"{parent}.").split(".")[0] if key.startswith(f"{parent}.") else ""
-        if not name or name in ours:
-            continue
+        ours = [known.removeprefix(f"{parent}.") for known in OURS if known.startswith(f"{parent}.")]
         close = difflib.get_close_matches(name, ours, n=1, cutoff=_IS_CLOSE)
-        if close:
+        if close and name not in ours:
             raise ValueError(f"{parent}.{name} is no setting: did you mean {parent}.{close[0]}?")
 
 

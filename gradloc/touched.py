@@ -5,8 +5,6 @@ import importlib
 import inspect
 from typing import Any
 
-__all__ = ["difference", "find"]
-
 
 def find(place: str) -> Any:
     """The thing at ``module:name``, the name dotted."""

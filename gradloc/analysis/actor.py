@@ -14,18 +14,6 @@ import torch
 from ..core.gradients import GradientSpace
 from ..core.probe import RngState
 
-__all__ = [
-    "BUCKET_KEY",
-    "NUM_BUCKETS_KEY",
-    "NUM_SAMPLED_KEY",
-    "Actor",
-    "MicroBatch",
-    "Rows",
-    "cut_runs",
-    "pick_rows",
-    "undisturbed",
-]
-
 Rows = Mapping[str, torch.Tensor]
 """This rank's part of the batch, every tensor with R rows, in host memory: what the model and the loss read."""
 

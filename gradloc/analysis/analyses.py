@@ -9,8 +9,6 @@ from .config import BucketSettings, QuartileSettings
 from .quartiles.reporter import QuartileAnalysis
 from .reporter import Batch, Run
 
-__all__ = ["Analyses"]
-
 
 class Analyses:
     """Split the gradient that a batch is about to cause.

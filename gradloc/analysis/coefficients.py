@@ -16,8 +16,6 @@ import torch
 
 from .actor import BUCKET_KEY, Actor, MicroBatch, Rows
 
-__all__ = ["Forwarded", "Frozen", "forward", "freeze", "row_weights"]
-
 
 @dataclass
 class Forwarded(MicroBatch):

@@ -11,8 +11,6 @@ from pathlib import Path
 from ..record.analysis import GradientAnalysis, Group, QuartileAnalysis
 from ..record.store import plain
 
-__all__ = ["FOLDER", "QUARTILES_FOLDER", "TABLE_COLUMNS", "write_analysis", "write_record"]
-
 FOLDER, QUARTILES_FOLDER = "gradient_analysis", "quartile_analysis"
 """Inside ``bisect_dump_dir``."""
 TABLE_COLUMNS = tuple(field.name for field in fields(Group))

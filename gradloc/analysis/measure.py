@@ -2,7 +2,6 @@
 """One analysis on one rank, as a trainer's worker is asked for it."""
 
 import logging
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +12,7 @@ from .actor import NUM_BUCKETS_KEY, NUM_SAMPLED_KEY, Actor, Rows, undisturbed
 from .buckets.probe import BucketProbe
 from .quartiles.probe import QuartileProbe
 
-__all__ = ["measure"]
-
-logger = logging.getLogger(__file__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+logger = logging.getLogger(__name__)
 
 
 def measure(actor: Actor, ranks: Ranks, rows: Rows, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ A failure is logged and counted, and training goes on; after three of them the a
 """
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,7 @@ import torch
 
 from ..record.analysis import Cost, Loss, TrainingRun
 
-__all__ = ["Batch", "Reporter", "Run"]
-
-logger = logging.getLogger(__file__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 3
 
@@ -56,9 +52,8 @@ class Batch:
 
 
 class _Settings(Protocol):
+    every: int
     exit_after: bool
-
-    def is_due(self, global_step: int) -> bool: ...
 
 
 class Reporter:
@@ -97,7 +92,8 @@ class Reporter:
         Raises:
             Exception: a vital one, or any while ``exit_after`` leaves no training to protect.
         """
-        if not self.settings.is_due(global_step) or self.num_failures >= _MAX_FAILURES:
+        is_due = (global_step - 1) % self.settings.every == 0
+        if not is_due or self.num_failures >= _MAX_FAILURES:
             return False
         start = time.perf_counter()
         try:

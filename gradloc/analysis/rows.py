@@ -16,8 +16,6 @@ from ..core.gradients import Gradient, GradientSpace, local_shard
 from ..core.ranks import Ranks
 from .actor import Actor, Rows, pick_rows
 
-__all__ = ["RowProbe", "Weights", "add_up"]
-
 
 @dataclass
 class Weights:

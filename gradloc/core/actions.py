@@ -14,8 +14,6 @@ from ..record import Action, Certificate
 from .selection import Token
 from .trigger import Spike
 
-__all__ = ["ACTIONS", "ActionLimits", "Outcome", "decide", "decide_without_search"]
-
 ACTIONS = ("observe", "mask", "skip", "abort")
 
 

@@ -18,8 +18,6 @@ from typing import Any
 
 from .history import Summary
 
-__all__ = ["AdaptiveThreshold"]
-
 _DECILE = 0.9  # a quantile that up to a tenth of the norms, spikes or hard batches, cannot move far
 _DECILE_OF_NORMAL = 1.2816  # that quantile of a standard normal distribution
 _REACH = math.log(2.0)  # how far over that quantile a norm is no spike yet

@@ -36,8 +36,6 @@ from .gradients import Gradient
 from .probe import Prober
 from .selection import Token
 
-__all__ = ["certify", "is_subtracted", "judge"]
-
 _DRAWS = 3.0  # the difference of two replays is one draw; another is hardly ever larger than this many times it
 _UNIT = 2.0**-8  # of bfloat16
 _FINE = 2.0**-16  # 256 units of float32; the two backwards of what is subtracted differ by some 5

@@ -18,9 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .ranks import Ranks
 
-__all__ = ["GradientSpace", "abandon_pass", "named_shards", "unwrapped"]
-
-
 T = TypeVar("T")
 Gradient = list[torch.Tensor | None]
 

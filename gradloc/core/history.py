@@ -6,8 +6,6 @@ from collections import deque
 from statistics import median
 from typing import Any, TypedDict
 
-__all__ = ["History", "Summary"]
-
 _MAD_TO_SIGMA = 1.4826  # MAD of a normal distribution is sigma / 1.4826
 _SIGMA_FLOOR = 0.05  # log units: a run of nearly equal norms must not make a 1% wobble a spike
 _LARGEST_EXPONENT = 709.0  # of a float; norms that scatter this far have no threshold

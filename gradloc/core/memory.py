@@ -23,8 +23,6 @@ import torch
 
 from .gradients import PART, GradientSpace, host_copy, local_shard
 
-__all__ = ["WAYS", "Memory", "Need", "Room", "StepPeak", "Way", "free_bytes", "idle_bytes"]
-
 _COPIES = 3
 _SCRATCH_BYTES = 20  # per element of a part, of which 14 to 18 were measured: what is drawn, its unit, the moved weight
 _USABLE = 0.95  # of what is there: blocks do not fit seamlessly

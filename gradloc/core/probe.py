@@ -22,19 +22,6 @@ from .gradients import Gradient, GradientSpace, abandon_pass
 from .ranks import LostRank, Ranks
 from .selection import Part, Token, mask_of, mask_without
 
-__all__ = [
-    "LossOfGiven",
-    "HostStep",
-    "Measurement",
-    "Prober",
-    "Recorded",
-    "RngState",
-    "TrainingStep",
-    "let_through",
-    "record",
-    "to_host",
-]
-
 T = TypeVar("T")
 
 

@@ -9,7 +9,6 @@ What holds collectives of its own, a forward or a backward, runs through :meth:`
 import itertools
 import logging
 import math
-import os
 import time
 import traceback
 from collections.abc import Callable
@@ -19,10 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["LostRank", "PeerFailure", "Ranks"]
-
 logger = logging.getLogger(__name__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 T = TypeVar("T")
 

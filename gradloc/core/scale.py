@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["ScaleHistory", "excess"]
-
 _LEAST = 4  # steps, before anything is called typical
 _NOTABLE = 3.0
 _DEVIATIONS = 4.0

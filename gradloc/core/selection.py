@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Part", "Token", "mask_of", "mask_without"]
-
 
 @dataclass(frozen=True, order=True)
 class Token:

@@ -10,7 +10,6 @@ What that costs is timed by the device's own clock: the host, which runs ahead o
 """
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -22,10 +21,7 @@ import torch
 from .gradients import GradientSpace, is_slow
 from .ranks import Ranks
 
-__all__ = ["NormTracker", "median_size"]
-
 logger = logging.getLogger(__name__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 _MAX_COST = 0.002  # of an update's time: beyond, norms of layers wait, and the running norm switches itself off
 _NUM_TRIALS = 3  # updates to judge that by

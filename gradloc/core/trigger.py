@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from .history import Summary
 
-__all__ = ["Place", "Spike", "fixed_threshold", "spike_kind"]
-
 
 def fixed_threshold(tau: float, num_tokens: int) -> float:
     """The published threshold on the mini-batch's gradient norm; inf for a mini-batch without response tokens."""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What people do about each reason: names of actions, whose sentences and config lines ``words.advice`` has."""
 
-__all__ = ["ADVICE"]
-
 _MISMATCH = ("weigh_tokens", "eager")
 _DRIFT = ("one_epoch", "clip_tokens", "smaller_steps")  # within the step, which the same metrics hold
 

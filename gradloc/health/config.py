@@ -6,46 +6,42 @@ of one of them leaves that state out, a null in place of the pair switches the r
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..checks import is_int, is_number, refuse_unknown, require
-
-__all__ = ["FALLING", "Limits", "HealthConfig"]
+from ..checks import SWITCH, Allowed, closed, integer, is_number, require, setting
 
 Limits = tuple[float | None, float | None] | None
 """Warning and danger."""
 
 FALLING = frozenset({"entropy_fall", "length_fall", "mismatch_sample_size"})
 """Rules in which small numbers are bad: danger lies below warning."""
-_GENERAL = {"enable": bool, "warmup": 2, "window": 8, "recent": 1, "clip_window": 1, "deviations": float}
 _KEY = "trainer.health"
-
-
-def _require(ok: bool, key: str, expected: str, found: Any) -> None:
-    require(ok, f"{_KEY}.{key}", expected, found)
 
 
 def _is_finite(value: Any) -> bool:
     return is_number(value) and math.isfinite(value)
 
 
+_POSITIVE = Allowed("a positive number", lambda value: _is_finite(value) and value > 0)
+
+
+@closed(_KEY)
 @dataclass(frozen=True)
 class HealthConfig:
     """When the health monitor says ``warning`` and ``danger``."""
 
-    enable: bool = False
+    enable: bool = setting(False, SWITCH)
     """Whether the trainer judges every step."""
-    warmup: int = 10
+    warmup: int = setting(10, integer(2))
     """Values of a metric that a rule about the run's own history needs before it gives a verdict."""
-    window: int = 100
+    window: int = setting(100, integer(8))
     """Values of a metric that such a rule remembers."""
-    recent: int = 5
+    recent: int = setting(5, integer(1))
     """Steps that rules about what lasts take the mean over."""
-    clip_window: int = 20
+    clip_window: int = setting(20, integer(1))
     """Steps over which the share at the clip limit is counted."""
-    deviations: float = 5.0
+    deviations: float = setting(5.0, _POSITIVE)
     """Robust standard deviations that a jump must have besides its size."""
     gradient_jump: Limits = (10.0, 100.0)
     """Gradient norm, as a multiple of its own median."""
@@ -98,33 +94,17 @@ class HealthConfig:
     aborted: Limits = (0.05, None)
     """Share of the responses that are empty."""
 
-    def __post_init__(self):
-        _require(isinstance(self.enable, bool), "enable", "true or false", self.enable)
-        for name in ("warmup", "window", "recent", "clip_window"):
-            value, least = getattr(self, name), _GENERAL[name]
-            _require(is_int(value, least), name, f"an integer of at least {least}", value)
+    def check(self) -> None:
+        """What a setting may be beside another one; the rules' limits become pairs of numbers."""
         at_most = f"at most {_KEY}.window={self.window}, which is all that is remembered"
-        _require(self.warmup <= self.window, "warmup", at_most, self.warmup)
-        _require(
-            _is_finite(self.deviations) and self.deviations > 0, "deviations", "a positive number", self.deviations
-        )
+        require(self.warmup <= self.window, f"{_KEY}.warmup", at_most, self.warmup)
         for name in self.rule_names():
             object.__setattr__(self, name, _limits(name, getattr(self, name)))
 
     @classmethod
     def rule_names(cls) -> tuple[str, ...]:
         """The settings that are rules, in order."""
-        return tuple(field.name for field in fields(cls) if field.name not in _GENERAL)
-
-    @classmethod
-    def from_mapping(cls, given: Mapping[str, Any]) -> "HealthConfig":
-        """The settings from plain containers, such as yaml makes them.
-
-        Raises:
-            ValueError: one sentence that names the key, also for a key that there is not.
-        """
-        refuse_unknown(_KEY, given, (field.name for field in fields(cls)))
-        return cls(**given)
+        return tuple(each.name for each in fields(cls) if "allowed" not in each.metadata)
 
 
 def _limits(name: str, value: Any) -> Limits:
@@ -132,10 +112,11 @@ def _limits(name: str, value: Any) -> Limits:
         return None
     is_pair = isinstance(value, list | tuple) and len(value) == 2
     expected = "null (off) or [warning, danger], each null or a number from 0 on"
-    _require(is_pair and all(v is None or (_is_finite(v) and v >= 0) for v in value), name, expected, value)
+    are_limits = is_pair and all(v is None or (_is_finite(v) and v >= 0) for v in value)
+    require(are_limits, f"{_KEY}.{name}", expected, value)
     warning, danger = (None if limit is None else float(limit) for limit in value)
     if warning is not None and danger is not None:
         is_ordered = danger <= warning if name in FALLING else warning <= danger
         order = "[warning, danger] with danger not above warning" if name in FALLING else "[warning, danger] in order"
-        _require(is_ordered, name, order, value)
+        require(is_ordered, f"{_KEY}.{name}", order, value)
     return None if warning is danger is None else (warning, danger)

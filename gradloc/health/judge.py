@@ -13,8 +13,6 @@ from .config import FALLING, HealthConfig
 from .measures import Measure, Reading
 from .rules import RULES, Rule
 
-__all__ = ["STATES", "Judge", "Reason", "Verdict"]
-
 STATES = ("healthy", "warning", "danger")
 """From best to worst; the trackers get the index."""
 

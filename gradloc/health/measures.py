@@ -13,8 +13,6 @@ from typing import Any
 
 from ..core.history import History
 
-__all__ = ["AgainstStart", "AgainstWindow", "Fall", "Jump", "Mean", "Measure", "Reading", "Share", "Streak", "Value"]
-
 _NOISE_FLOOR = 0.02  # of the level: a reward that was constant has no noise, and a wobble is no collapse
 
 

@@ -2,17 +2,13 @@
 """The health monitor in the trainer: judges each step's metrics just before they are logged, and never stops a run."""
 
 import logging
-import os
 from typing import Any, Optional
 
 from .config import HealthConfig
 from .judge import STATES, Judge, Verdict
 from .rules import ZERO_VARIANCE
 
-__all__ = ["Monitor", "build_monitor"]
-
-logger = logging.getLogger(__file__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+logger = logging.getLogger(__name__)
 
 _WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")
 """verl's advantage estimators that do not compare a prompt's rollouts: equal rewards still teach them something."""
@@ -32,7 +28,7 @@ def build_monitor(config: Any) -> Optional["Monitor"]:
         return None
     from omegaconf import OmegaConf
 
-    settings = HealthConfig.from_mapping(OmegaConf.to_container(block, resolve=True))
+    settings = HealthConfig(**OmegaConf.to_container(block, resolve=True))
     if not settings.enable:
         return None
     estimator = str(getattr(config.algorithm.adv_estimator, "value", config.algorithm.adv_estimator))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """TRL's metrics, and the names by which the rules of health read them. Standard library only."""
 
-__all__ = ["FROM_TRL"]
-
 FROM_TRL = {
     "grad_norm": "actor/grad_norm",
     "loss": "actor/pg_loss",

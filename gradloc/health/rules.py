@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from .config import HealthConfig
 from .measures import AgainstStart, AgainstWindow, Fall, Jump, Mean, Measure, Share, Streak, Value
 
-__all__ = ["GRAD_NORM", "RULES", "ZERO_VARIANCE", "Rule"]
-
 GRAD_NORM = "actor/grad_norm"
 GRAD_NORMS = ("actor/grad_norm_max", GRAD_NORM)
 PG_LOSS = "actor/pg_loss"

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["BatchView"]
-
 
 @dataclass(frozen=True)
 class BatchView:

@@ -38,8 +38,6 @@ from .gather import ratio
 from .pictures import Album, inputs_of, kept_inputs
 from .wire import RawEvent
 
-__all__ = ["batch_scale", "bundle_tensors", "complete_event", "complete_sequences"]
-
 BUNDLE_KEYS = (
     "input_ids",
     "attention_mask",

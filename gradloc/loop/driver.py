@@ -7,7 +7,6 @@ training goes on.
 """
 
 import logging
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,10 +21,7 @@ from .policy import PolicyMaker
 from .wire import Policy, RankReport
 from .writer import EventWriter
 
-__all__ = ["AbortedBySpike", "Driver", "sequence_ids"]
-
 logger = logging.getLogger(__name__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 
 class AbortedBySpike(RuntimeError):

@@ -15,8 +15,6 @@ import torch
 from ..core.gradients import GradientSpace, local_shard, squared_norms
 from ..record import Fingerprint, Weights
 
-__all__ = ["differs", "fingerprint", "is_other_model"]
-
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 _ROUNDING = 1e-11  # of float64 sums, relative to the largest they could be; 1e-15 was measured between shardings
 _HALF_ULP = 2.0**-9  # of bfloat16, relative: what saving in half precision does to a weight at most

@@ -36,8 +36,6 @@ from .fingerprint import fingerprint
 from .layers import kind_of, layer_of, norms_by
 from .wire import RawEntry, RawEvent
 
-__all__ = ["SpikeContext", "ratio", "raw_event"]
-
 _TERMS = ("policy", "kl", "entropy")
 _LOW = 0.2  # quantile of the entropies
 _NOTABLE_SHARE = 0.05  # of the spike: sequences from here on are kept token by token

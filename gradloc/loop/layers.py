@@ -13,8 +13,6 @@ import torch
 
 from ..core.gradients import GradientSpace, named_shards
 
-__all__ = ["head_square", "kind_of", "layer_of", "norms_by"]
-
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(?:_\w+\.)*(\d+)(?:\.|$)")
 _VISION = re.compile(r"(?:^|\.)(?:visual|vision_\w+)\.")
 _KINDS = (

@@ -32,12 +32,9 @@ from .gather import SpikeContext, raw_event
 from .layers import head_square
 from .wire import Policy, RankReport, RawEvent
 
-__all__ = ["ActorPowers", "Localizer"]
-
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 _MAX_FAILURES = 3
 

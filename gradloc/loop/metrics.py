@@ -10,8 +10,6 @@ from ..core.trigger import spike_kind
 from ..record import Event
 from .wire import Policy, RankReport
 
-__all__ = ["is_ours", "joined", "metrics_of", "size"]
-
 _TAKEN = ("mask", "skip", "abort")
 _ADDED = frozenset("spikes unwritten mask skip abort masked_tokens events culprits explained probes seconds".split())
 _LARGEST = frozenset("head_grad_norm norm_after failures write_failures grad_norm_max median_coefficient".split())

@@ -18,8 +18,6 @@ import torch
 
 from .batch import BatchView
 
-__all__ = ["Album", "inputs_of", "kept_inputs"]
-
 _MAX_KEPT = 512 * 2**20
 _MAX_DRAWN = 32 * 2**20
 _SIDE = 768

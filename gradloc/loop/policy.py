@@ -8,8 +8,6 @@ from ..core.adaptive import AdaptiveThreshold
 from ..core.trigger import fixed_threshold
 from .wire import Policy
 
-__all__ = ["PolicyMaker"]
-
 
 class PolicyMaker:
     """Learns from every norm what a spike is, and keeps count of the events that may still be written.

@@ -13,8 +13,6 @@ from ..core.trigger import Place, Spike, spike_kind
 from ..record import Event, Fingerprint
 from ..record import Sequence as SequenceRecord
 
-__all__ = ["Policy", "RankReport", "RawEntry", "RawEvent"]
-
 
 @dataclass(frozen=True)
 class Policy:

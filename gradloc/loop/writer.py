@@ -18,10 +18,7 @@ from .complete import bundle_tensors, complete_event, complete_sequences
 from .pictures import Album
 from .wire import RawEvent
 
-__all__ = ["EventWriter", "events_weights_folder"]
-
 logger = logging.getLogger(__name__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 
 class EventWriter:

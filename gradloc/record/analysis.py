@@ -13,31 +13,6 @@ from typing import Annotated
 
 from . import SCHEMA_VERSION, Count, Version, never_null
 
-__all__ = [
-    "QUARTILES",
-    "UPDATES",
-    "Agreement",
-    "Batch",
-    "Bucket",
-    "Change",
-    "Correlations",
-    "Cost",
-    "Filter",
-    "GradientAnalysis",
-    "Group",
-    "Loss",
-    "Moved",
-    "Norms",
-    "Optimizer",
-    "Quartile",
-    "QuartileAnalysis",
-    "Range",
-    "SampledToken",
-    "TrainingRun",
-    "Update",
-    "Whole",
-]
-
 QUARTILES = ("q1", "q2", "q3", "q4")
 UPDATES = ("all", "lowest", "highest", "none")
 

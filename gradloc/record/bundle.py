@@ -7,8 +7,6 @@ from typing import Annotated, Any
 from .event import Event
 from .fields import SCHEMA_VERSION, Count, Interval, Version, Weights, never_null, optional
 
-__all__ = ["BundleEntry", "BundleMeta", "Fingerprint", "Sequence", "SequenceFile"]
-
 
 @dataclass(frozen=True)
 class Sequence:

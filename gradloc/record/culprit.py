@@ -7,8 +7,6 @@ from typing import Annotated
 
 from .fields import Count, never_null, optional
 
-__all__ = ["CAUSES", "Cause", "Coefficients", "Culprit", "Ratios", "Sibling", "Turn", "turns_in"]
-
 CAUSES = (
     "token_mismatch",
     "sequence_mismatch",

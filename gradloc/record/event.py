@@ -9,8 +9,6 @@ from .fields import SCHEMA_VERSION, Version, never_null, optional
 from .outcome import Action, BatchStatistics, Certificate, Consequence, LayerHistory, Rerun, Shares, StepCause
 from .spike import Run, Search, Step, Trigger
 
-__all__ = ["Event"]
-
 
 @dataclass(frozen=True)
 class Event:

@@ -4,8 +4,6 @@
 from dataclasses import field
 from typing import Annotated, Any
 
-__all__ = ["SCHEMA_VERSION", "Count", "Interval", "Version", "Weights", "never_null", "optional"]
-
 SCHEMA_VERSION = 1
 
 Version = Annotated[int, ("const", SCHEMA_VERSION)]

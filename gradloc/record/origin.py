@@ -14,8 +14,6 @@ from typing import Any
 from .. import __version__
 from .spike import Run
 
-__all__ = ["now", "origin"]
-
 _DIGITS = 12
 _GIT_S = 5.0
 

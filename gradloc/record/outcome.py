@@ -7,18 +7,6 @@ from typing import Annotated
 from .culprit import CAUSES
 from .fields import Count, never_null, optional
 
-__all__ = [
-    "JUDGED",
-    "Action",
-    "BatchStatistics",
-    "Certificate",
-    "Consequence",
-    "LayerHistory",
-    "Rerun",
-    "Shares",
-    "StepCause",
-]
-
 JUDGED = ("explained", "undecided", "not_explained")
 _MODES = ("observe", "mask", "skip", "abort")
 

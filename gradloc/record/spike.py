@@ -7,8 +7,6 @@ from typing import Annotated
 from .fields import Count, Interval, never_null, optional
 from .outcome import JUDGED
 
-__all__ = ["History", "PathEntry", "Run", "Search", "Step", "Trigger"]
-
 _PHASES = (
     *("micro_batch", "rank", "token", "share", "verify", "residual", "sketch", "coefficients", "bisect"),
     *("transient", "weights", "scale", "others"),

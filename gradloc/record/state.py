@@ -9,10 +9,7 @@ from typing import Any, Protocol
 
 from . import SCHEMA_VERSION
 
-__all__ = ["Stateful", "load_states", "save_states"]
-
 logger = logging.getLogger(__name__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 _FILE = "gradloc.json"
 

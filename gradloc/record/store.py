@@ -18,8 +18,6 @@ from . import Event
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["EventStore", "plain"]
-
 
 def plain(value: Any) -> Any:
     """Make a value JSON-ready: NaN and infinities become the strings ``"NaN"``, ``"Infinity"``, ``"-Infinity"``."""

@@ -40,9 +40,8 @@ from .comparison import (
     weights_difference,
     weights_record,
 )
+from .dealt import deal
 from .reading import ReplayError
-
-__all__ = ["main", "replay"]
 
 _ADAPTERS = {
     "verl07": "verl 0.7.0 or 0.7.1 and the patch on it (gradloc-patch --repo VERL)",
@@ -100,7 +99,7 @@ def replay(
     actor = adapter.build_actor(bundle, model_path)
     ranks = Ranks(device=torch.device(actor.device_name))
     progress = _Progress(ranks.is_first)
-    places = adapter.deal(bundle, ranks.size)
+    places = deal(bundle, ranks.size)
     step = adapter.ReplayStep(actor, bundle, places[ranks.rank], progress.tick)
     space = GradientSpace(actor.actor_module)
     difference = weights_difference(bundle, space, model_path)

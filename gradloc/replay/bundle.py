@@ -17,8 +17,6 @@ from ..core.trigger import Spike, spike_kind
 from ..record import SCHEMA_VERSION, BundleMeta, Event, Trigger
 from .reading import ReplayError, read
 
-__all__ = ["Bundle", "Entry", "ReplayError", "read_bundle"]
-
 _LONG = ("input_ids", "attention_mask", "position_ids")  # (R, P + T)
 _SHORT = ("responses", "response_mask", "old_log_probs", "advantages")  # (R, T)
 _OPTIONAL = ("ref_log_prob", "rollout_log_probs", "rollout_is_weights")  # (R, T)

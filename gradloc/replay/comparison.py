@@ -20,17 +20,6 @@ from ..search.task import Task
 from .bundle import Bundle, Entry
 from .reading import ReplayError
 
-__all__ = [
-    "ask_oracle",
-    "largest_log_prob_change",
-    "named_by_event",
-    "named_by_replay",
-    "side_by_side",
-    "verdict",
-    "weights_difference",
-    "weights_record",
-]
-
 _LOG_PROB_SLACK = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # between machines and kernels
 _NUM_TOP = 10  # tokens in the oracle's table
 

@@ -8,8 +8,6 @@ import torch
 
 from .bundle import Bundle, Entry
 
-__all__ = ["Replayed", "deal"]
-
 
 def deal(bundle: Bundle, num_processes: int) -> list[list[Entry | None]]:
     """Which process replays which micro-batches: the run's own layout where it fits, else one after the other.

@@ -6,8 +6,6 @@ import typing
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
-__all__ = ["ReplayError", "read"]
-
 T = TypeVar("T")
 _SPELLED = ("NaN", "Infinity", "-Infinity")
 _SIMPLE = {int: "an integer", bool: "true or false", str: "text"}

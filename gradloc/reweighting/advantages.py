@@ -3,8 +3,6 @@
 
 import torch
 
-__all__ = ["ADVANTAGES_BEFORE_KEY", "reweight"]
-
 ADVANTAGES_BEFORE_KEY = "advantages_before_reweighting"
 """The batch keeps the advantages as the estimator gave them under this name."""
 

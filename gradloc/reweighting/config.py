@@ -3,61 +3,36 @@
 
 from dataclasses import dataclass
 
-from ..checks import is_number, require
+from ..checks import SWITCH, closed, number, or_null, require, setting
 
-__all__ = ["AdvantageReweightingConfig", "LoptiConfig"]
+_QUANTILE = or_null(number("a number between 0 and 1, exclusive", lambda value: 0 < value < 1))
 
 
+@closed("algorithm.advantage_reweighting")
 @dataclass(frozen=True)
 class AdvantageReweightingConfig:
     """Advantage Reweighting (arXiv 2505.12929): ``A * (alpha * pi_old + 1 - alpha)``."""
 
-    alpha: float = 0.0
+    alpha: float = setting(0.0, number("a number from 0 (off) to 1", lambda value: 0 <= value <= 1))
     """How much of a token's advantage is scaled by its probability under the old policy; 0 is off, 1 is all of it."""
 
-    def __post_init__(self):
-        require(
-            is_number(self.alpha) and 0 <= self.alpha <= 1,
-            "algorithm.advantage_reweighting.alpha",
-            "a number from 0 (off) to 1",
-            self.alpha,
-        )
 
-
+@closed("algorithm.lopti")
 @dataclass(frozen=True)
 class LoptiConfig:
     """Low-Probability Token Isolation (arXiv 2505.12929): two updates on one rollout, split by probability."""
 
-    enable: bool = False
+    enable: bool = setting(False, SWITCH)
     """Whether to update in two stages."""
-    eta: float = 0.5
+    eta: float = setting(0.5, number("a number between -1 and 1, exclusive", lambda value: -1 < value < 1))
     """Tokens with a probability under ``|eta|`` are the low-probability ones. Positive: they are updated first, as
     published; negative: last. 0 leaves the split to ``quantile``, low-probability tokens first."""
-    quantile: float | None = None
+    quantile: float | None = setting(None, _QUANTILE)
     """Split at this quantile of the batch's probabilities instead of at ``|eta|``."""
-    step_lr_each_stage: bool = False
+    step_lr_each_stage: bool = setting(False, SWITCH)
     """Whether the learning-rate schedule advances with each stage (as in the original code) or once per step."""
 
-    def __post_init__(self):
-        for name in ("enable", "step_lr_each_stage"):
-            require(
-                isinstance(getattr(self, name), bool), f"algorithm.lopti.{name}", "true or false", getattr(self, name)
-            )
-        require(
-            is_number(self.eta) and -1 < self.eta < 1,
-            "algorithm.lopti.eta",
-            "a number between -1 and 1, exclusive",
-            self.eta,
-        )
-        require(
-            self.quantile is None or (is_number(self.quantile) and 0 < self.quantile < 1),
-            "algorithm.lopti.quantile",
-            "null or a number between 0 and 1, exclusive",
-            self.quantile,
-        )
-        require(
-            self.eta != 0 or self.quantile is not None,
-            "algorithm.lopti.quantile",
-            "set while algorithm.lopti.eta is 0 (nothing else says where to split)",
-            self.quantile,
-        )
+    def check(self) -> None:
+        """Something says where to split."""
+        expected = "set while algorithm.lopti.eta is 0 (nothing else says where to split)"
+        require(self.eta != 0 or self.quantile is not None, "algorithm.lopti.quantile", expected, self.quantile)

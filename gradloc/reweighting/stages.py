@@ -7,7 +7,6 @@ frozen weights the two stages' gradients add up to the ordinary one. The old log
 """
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,7 @@ import torch
 from ..loop.metrics import is_ours, joined
 from .config import LoptiConfig
 
-__all__ = ["KEEPS_LR_SCHEDULE_KEY", "STAGE_MASK_KEY", "STAGE_NAME_KEY", "Lopti", "Stage", "split"]
-
-logger = logging.getLogger(__file__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+logger = logging.getLogger(__name__)
 
 STAGE_MASK_KEY = "lopti_mask"
 """Batch tensor (B, T), 1 on the stage's tokens; the actor reads it."""

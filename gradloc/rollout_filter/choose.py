@@ -2,7 +2,6 @@
 """Which of a batch's groups are trained on, and what the filter did in numbers."""
 
 import logging
-import os
 
 import numpy as np
 
@@ -10,10 +9,7 @@ from .config import FilterSettings
 from .groups import Groups
 from .rank import fill_up, rank, select
 
-__all__ = ["choose"]
-
-logger = logging.getLogger(__file__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+logger = logging.getLogger(__name__)
 
 
 def choose(groups: Groups, settings: FilterSettings, num_ranks: int) -> tuple[np.ndarray, dict[str, float]]:

@@ -4,41 +4,29 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..checks import is_number, require
+from ..checks import SWITCH, check_fields, number, one_of, read_among, require, setting
 from . import rank
 
-__all__ = ["FilterSettings", "read_filter"]
-
-_ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+_FILTER, _ACTOR = "actor_rollout_ref.rollout.rollout_filter", "actor_rollout_ref.actor"
+_SHARE = number("a number above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 @dataclass(frozen=True)
 class FilterSettings:
     """Which groups are trained on."""
 
-    strategy: str = "top_p"
-    value: float = 1.0
-    metric: str = "reward_variance"
-    type: str = "largest"
-    include_zero: bool = True
-    top_p_prob_mode: str = "linear"
-    loss_scaling: str = "none"
+    strategy: str = setting("top_p", one_of(*rank.STRATEGIES), f"{_FILTER}_strategy")
+    value: float = setting(
+        1.0, number("a number above 0 and at most 1", lambda value: 0 < value <= 1), f"{_FILTER}_value"
+    )
+    metric: str = setting("reward_variance", one_of(*rank.METRICS), f"{_FILTER}_metric")
+    type: str = setting("largest", one_of(*rank.TYPES), f"{_FILTER}_type")
+    include_zero: bool = setting(True, SWITCH, f"{_FILTER}_include_zero")
+    top_p_prob_mode: str = setting("linear", one_of(*rank.PROB_MODES), f"{_FILTER}_top_p_prob_mode")
+    loss_scaling: str = setting("none", one_of(*rank.SCALINGS), f"{_ACTOR}.filter_loss_scaling")
 
     def __post_init__(self):
-        for name, choices in (
-            ("strategy", rank.STRATEGIES),
-            ("metric", rank.METRICS),
-            ("type", rank.TYPES),
-            ("top_p_prob_mode", rank.PROB_MODES),
-        ):
-            value = getattr(self, name)
-            require(value in choices, f"{_ROLLOUT}.rollout_filter_{name}", f"one of {choices}", value)
-        value, key = self.value, f"{_ROLLOUT}.rollout_filter_value"
-        require(is_number(value) and 0 < value <= 1, key, "a number above 0 and at most 1", value)
-        key = f"{_ROLLOUT}.rollout_filter_include_zero"
-        require(isinstance(self.include_zero, bool), key, "true or false", self.include_zero)
-        key = f"{_ACTOR}.filter_loss_scaling"
-        require(self.loss_scaling in rank.SCALINGS, key, f"one of {rank.SCALINGS}", self.loss_scaling)
+        check_fields(self)
 
     @property
     def keeps_all(self) -> bool:
@@ -55,15 +43,12 @@ def read_filter(config: Any) -> FilterSettings:
     Raises:
         ValueError: one sentence that names the key, what it must be and what was found.
     """
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    names = ("strategy", "value", "metric", "type", "include_zero", "top_p_prob_mode")
-    given = {name: rollout.get(f"rollout_filter_{name}", getattr(FilterSettings, name)) for name in names}
-    settings = FilterSettings(loss_scaling=actor.get("filter_loss_scaling", "none"), **given)
+    settings = read_among(FilterSettings, config)
     is_async = (config.get("reward_model") or {}).get("launch_reward_fn_async", False)  # verl 0.7.1 has neither
     require(
         settings.keeps_all or not is_async,
         "reward_model.launch_reward_fn_async",
-        f"false while {_ROLLOUT}.rollout_filter_* drops groups, since the filter needs the rewards at once",
+        f"false while {_FILTER}_* drops groups, since the filter needs the rewards at once",
         is_async,
     )
     return settings

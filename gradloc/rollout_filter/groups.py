@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Groups", "group_rows", "groups_of"]
-
 
 @dataclass(frozen=True)
 class Groups:

@@ -9,8 +9,6 @@ import numpy as np
 
 from .groups import Groups
 
-__all__ = ["METRICS", "PROB_MODES", "SCALINGS", "STRATEGIES", "TYPES", "advantage_scale", "fill_up", "rank", "select"]
-
 STRATEGIES = ("top_p", "top_k")
 METRICS = ("reward_variance", "reward", "length")
 TYPES = ("largest", "smallest")

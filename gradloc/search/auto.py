@@ -39,8 +39,6 @@ from .sketch import sketch
 from .task import Culprit, PathEntry, SearchResult, Task, measured_culprit, verify
 from .triage import doubt_backward, nothing_found, split_off
 
-__all__ = ["auto", "share"]
-
 _MAX_ROUNDS = 4
 _MAX_HINTS = 2
 _MANY = 64  # tokens that may be singled out by their coefficients

@@ -22,8 +22,6 @@ import math
 from ..core.selection import Part, Token
 from .task import PathEntry, SearchResult, Task, measured_culprit
 
-__all__ = ["bisect"]
-
 
 class _Search:
     """The state of one bisection: a heap of parts that are over their threshold, worst first."""

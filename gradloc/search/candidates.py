@@ -18,24 +18,6 @@ from ..core.selection import Token, mask_without
 from .share import ShareMap, shrunk
 from .task import Task
 
-__all__ = [
-    "MUCH",
-    "Candidate",
-    "are_few",
-    "beside_louder",
-    "by_coefficient",
-    "by_share",
-    "by_value",
-    "carried",
-    "carried_by",
-    "least_bound",
-    "masks_of",
-    "most_verified",
-    "non_finite",
-    "weighed",
-    "why_spread",
-]
-
 _WINDOW_SHARE = 0.9  # of a sequence's product, that a segment must carry to be named instead of the sequence
 _LOUD_SHARE = 0.5  # of a row's product, that its loud tokens must carry to be named one by one
 _FEW = 3  # this many may always be

@@ -24,8 +24,6 @@ from .task import Limit, SearchResult, Task
 from .triage import rerun, triage
 from .weights import reshard
 
-__all__ = ["BUDGET", "Finding", "MAX_CULPRITS", "MAX_STEPS", "STRATEGIES", "localize"]
-
 STRATEGIES = {"auto": auto, "share": share, "sketch": sketch, "bisect": bisect}
 
 MAX_CULPRITS, MAX_STEPS, BUDGET = 8, 4.0, 128

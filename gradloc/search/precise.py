@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["fused_log_probs", "logit_bytes", "precise_fused_readout", "precise_linear", "precise_readout"]
-
 _VOCABULARY_PART = 8192  # rows of the head's weight in float32 at a time: 128 MiB of a hidden size of 4,096
 _ROWS_PART = 512  # positions whose logits are held at a time, where a fused kernel never holds them all
 

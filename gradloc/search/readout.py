@@ -21,8 +21,6 @@ import torch
 
 from ..core.probe import Recorded
 
-__all__ = ["Outputs", "Readout", "log_odds"]
-
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 """log_prob and entropy (B, T) of one forward."""
 

@@ -16,8 +16,6 @@ from torch.overrides import TorchFunctionMode
 from ..core.gradients import unwrapped
 from ..core.probe import Prober
 
-__all__ = ["forward_on_routes", "has_experts", "hold_routes"]
-
 _TOP_K = (torch.topk, torch.Tensor.topk)
 """What the routers of transformers' models choose with."""
 

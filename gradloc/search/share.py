@@ -34,8 +34,6 @@ from .readout import Outputs, Readout
 from .routes import forward_on_routes, hold_routes
 from .weights import MovedWeights
 
-__all__ = ["ShareMap", "measure_shares"]
-
 _TARGET = {torch.float32: 0.05, torch.bfloat16: 0.8, torch.float16: 0.8}
 _CURVATURE = 0.2  # times the response squared: how far closure may be off (0.01 on 135M weights, 1 on 60k)
 _RESPONSES = (0.05, 2.0)  # between these the step is chosen

@@ -26,8 +26,6 @@ from .routes import forward_on_routes, hold_routes
 from .task import PathEntry, SearchResult, Task, verify
 from .weights import MovedWeights
 
-__all__ = ["NUM_DIRECTIONS", "NormSketch", "measure_norms", "sketch"]
-
 NUM_DIRECTIONS = 16
 _LEAST_DIRECTIONS = 4
 _DELTA = 0.05

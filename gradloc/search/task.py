@@ -16,8 +16,6 @@ from ..record import Certificate, StepCause
 from .readout import Readout
 from .share import ShareMap
 
-__all__ = ["Culprit", "Limit", "PathEntry", "SearchResult", "Task", "measured_culprit", "verify"]
-
 _MICRO_BATCHES = 16  # the published budget is meant for up to so many
 _LEAST_SECONDS = 2.0  # that an update counts as lasting: on a toy model all is overhead, and nothing stalls
 _SHARE_OF_THRESHOLD = 0.25

@@ -19,18 +19,6 @@ from ..record import Certificate, Rerun, StepCause
 from .share import ShareMap, measure_shares
 from .task import PathEntry, SearchResult, Task
 
-__all__ = [
-    "TRANSIENT",
-    "Parts",
-    "doubt_backward",
-    "non_finite_weights",
-    "nothing_found",
-    "rerun",
-    "split_off",
-    "suspects",
-    "triage",
-]
-
 TRANSIENT = "the spike did not come back when its micro-batches were run again as they were"
 
 _STABLE = 1.5  # two step sizes give closure alike: within this factor

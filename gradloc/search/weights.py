@@ -12,8 +12,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 from ..core.gradients import Gradient, GradientSpace, host_copy, in_parts, local_shard
 
-__all__ = ["MovedWeights", "reshard"]
-
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
 _EXPONENT = 0x7F800000  # its bits in a float32
 

@@ -16,8 +16,6 @@ from typing import Any, Protocol
 from ..core.history import History
 from .config import LayerClipConfig
 
-__all__ = ["LayerClip"]
-
 _CLIP_EPS = 1e-6  # as in torch's clip_grad_norm_
 
 

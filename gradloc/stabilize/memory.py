@@ -5,8 +5,6 @@ from typing import Any
 
 from .config import StabilizeConfig
 
-__all__ = ["StabilizerMemory", "build_memory"]
-
 
 def build_memory(settings: StabilizeConfig, clip_key: str, grad_clip: Any) -> "StabilizerMemory | None":
     """The memory of the actor's stabilizers, None while all are off; says which clip layer_clip stands in for.

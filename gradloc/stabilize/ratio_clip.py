@@ -16,8 +16,6 @@ import torch
 
 from .config import StabilizeConfig
 
-__all__ = ["TokenWeigher", "ratio_weights"]
-
 _MAX_LOG_RATIO = 20.0
 
 

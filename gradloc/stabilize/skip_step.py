@@ -15,8 +15,6 @@ from typing import Any
 
 from .config import SkipStepConfig
 
-__all__ = ["SkipStep"]
-
 
 class SkipStep:
     """Decides step after step.

@@ -9,7 +9,6 @@ have gradients of different size: each learns from its own.
 
 import logging
 import math
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,10 +21,7 @@ from .layer_clip import LayerClip
 from .ratio_clip import TokenWeigher
 from .skip_step import SkipStep
 
-__all__ = ["Stabilizer"]
-
-logger = logging.getLogger(__file__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+logger = logging.getLogger(__name__)
 
 
 def _tensor_of(name: str) -> str:

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["AlertFailed", "Limiter", "post", "run_command"]
-
 _HTTP_LOGGER = "urllib3.connectionpool"
 
 

@@ -3,16 +3,12 @@
 
 import atexit
 import logging
-import os
 import queue
 import threading
 from collections.abc import Callable
 from contextvars import copy_context
 
-__all__ = ["Background", "said_of"]
-
 logger = logging.getLogger(__name__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 
 def said_of(error: BaseException) -> str:

@@ -12,8 +12,6 @@ from ..words.shares import carried, told_share
 from ..words.story import beside, headline, it
 from ..words.verdict import quote
 
-__all__ = ["COLUMNS", "announcement", "not_written", "opening_command", "table_rows"]
-
 COLUMNS = (
     *("event", "step", "token", "position", "sequence", "rank", "micro_batch"),
     *("share", "share_error", "grad_norm", "advantage"),

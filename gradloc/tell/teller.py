@@ -3,7 +3,6 @@
 
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,13 +16,10 @@ from .config import NotifyConfig
 from .lines import announcement, not_written, opening_command
 from .trackers import ALERTS, FORMS, later_of, upload_folder
 
-__all__ = ["Teller"]
-
 _GRACE_S = 2.0
 """So that what was given up after ``notify.timeout_s`` still gets its line in the log."""
 
 logger = logging.getLogger(__name__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 
 class Teller:

@@ -13,8 +13,6 @@ from ..record import Event
 from ..record.store import plain
 from .lines import COLUMNS, table_rows
 
-__all__ = ["ALERTS", "FORMS", "later_of", "upload_folder"]
-
 _VERDICT, _CULPRITS = "gradloc/verdict", "gradloc/culprits"
 
 

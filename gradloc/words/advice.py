@@ -11,19 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "ACTIONS",
-    "VERLS",
-    "Action",
-    "actions_of",
-    "in_force",
-    "is_trl",
-    "lines_of",
-    "replay_lines",
-    "trl_settings",
-    "verl_of",
-]
-
 VERLS = ("0.7", "0.9")
 """The verls that there are lines for."""
 

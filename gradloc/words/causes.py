@@ -13,8 +13,6 @@ import math
 
 from ..record import BatchStatistics, Cause, Culprit
 
-__all__ = ["classify"]
-
 _NOTABLE = 3.0  # a factor under three times its typical value explains nothing
 _SPREAD = 10.0  # a layer ten times further above its history than the median layer explodes alone
 _LEADS = 3.0  # the entropy term carries what has this many times the log-prob's coefficient

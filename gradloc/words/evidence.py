@@ -13,8 +13,6 @@ from .numbers import bounded, number
 from .story import beside, cause_of, it, odd_number
 from .text import one_line, spoken
 
-__all__ = ["ODD", "Evidence"]
-
 ODD = 3.0
 """Times what is typical, or what its siblings differ by: from there on a number is odd."""
 APART = math.log(3.0)

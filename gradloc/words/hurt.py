@@ -15,8 +15,6 @@ from .numbers import number
 from .story import beside
 from .text import plural
 
-__all__ = ["Hurt", "Part", "did_it_hurt"]
-
 BEFORE, AFTER = 20, 10
 """Steps around the event that are compared."""
 _LEAST = 3

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from ..record import Culprit
 
-__all__ = ["by_size", "leader"]
-
 
 def by_size(culprits: Sequence[Culprit]) -> list[Culprit]:
     """Largest first: by share where each has one, else by norm. What is not finite, or not known, comes first."""

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from .advice import actions_of
 
-__all__ = ["MEANINGS", "Meaning", "meaning_of"]
-
 
 @dataclass(frozen=True)
 class Meaning:

@@ -14,8 +14,6 @@ from .advice import ACTIONS, in_force, is_trl, lines_of
 from .evidence import ODD, Evidence
 from .text import one_line
 
-__all__ = ["RULES", "NextStep", "Rule", "next_step"]
-
 _COV = ("clip_cov", "kl_cov", "geo_mean")
 """verl's policy losses whose gradient is NaN where a log-ratio outside of the mask overflows."""
 

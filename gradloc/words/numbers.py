@@ -5,8 +5,6 @@ import math
 from collections.abc import Callable
 from decimal import ROUND_CEILING, Context
 
-__all__ = ["bounded", "number", "percent", "with_error"]
-
 
 def number(value: float | int | None, digits: int = 4, unknown: str = "–") -> str:
     """A number as a person reads it: so many significant digits, but never a rounded whole part.

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from ..record import Culprit, Event
 from .numbers import percent, with_error
 
-__all__ = ["carried", "shares_sentence", "told_share"]
-
 
 def told_share(event: Event, culprit: Culprit) -> float | None:
     """The culprit's share; None where it is no backward's own, but of tokens' shares that do not add up."""

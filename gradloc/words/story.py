@@ -15,23 +15,6 @@ from .numbers import bounded, number, percent
 from .shares import carried, told_share
 from .text import one_line, plural, times, visible
 
-__all__ = [
-    "ACTIONS",
-    "CERTIFICATES",
-    "ODD",
-    "Story",
-    "beside",
-    "cause_of",
-    "culprits",
-    "figures",
-    "given",
-    "headline",
-    "it",
-    "lede",
-    "odd_number",
-    "tell",
-]
-
 _COUNTS = ("No", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten", "Eleven", "Twelve")
 _SPANS = {"token": "token", "segment": "span of tokens", "sequence": "response"}
 ODD = {

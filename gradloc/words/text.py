@@ -9,8 +9,6 @@ import math
 import unicodedata
 from collections.abc import Sequence
 
-__all__ = ["one_line", "plural", "span", "spoken", "times", "visible"]
-
 _NAMED = {"\n": "↵\n", "\t": "⇥\t", "\r": "␍"}
 _JOINERS = "\u200c\u200d"  # part of emoji and of several scripts: named only when they stand alone
 

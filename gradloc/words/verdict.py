@@ -13,8 +13,6 @@ from .numbers import bounded, number
 from .story import beside, given, headline, it, lede
 from .text import times
 
-__all__ = ["quote", "verdict_sentences"]
-
 
 def verdict_sentences(event: Event) -> str:
     """What happened, in sentences of printable characters; what a token holds beyond those is escaped."""

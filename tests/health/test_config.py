@@ -84,13 +84,13 @@ WRONG = [
 @pytest.mark.parametrize(("given", "sentence"), WRONG, ids=lambda value: str(value)[:40])
 def test_a_wrong_value_is_refused_in_one_sentence(given, sentence):
     with pytest.raises(ValueError) as caught:
-        HealthConfig.from_mapping(given)
+        HealthConfig(**given)
     assert str(caught.value) == sentence
 
 
 def test_a_setting_that_is_none_is_refused_with_what_was_meant():
     with pytest.raises(ValueError, match=r"trainer.health.entropy is no setting: did you mean trainer.health.entropy_"):
-        HealthConfig.from_mapping({"entropy": 1})
+        HealthConfig(**{"entropy": 1})
 
 
 def test_a_wrong_value_is_refused_also_while_the_monitor_is_off(composed):

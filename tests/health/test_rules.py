@@ -47,7 +47,7 @@ def test_a_reason_carries_its_numbers_a_sentence_and_advice(trouble):
 
 @pytest.mark.parametrize("trouble", TROUBLES, ids=lambda t: f"{t.rule}-{t.state}")
 def test_a_rule_that_is_off_is_silent(trouble):
-    config = HealthConfig.from_mapping({trouble.rule: None})
+    config = HealthConfig(**{trouble.rule: None})
     assert not run(with_trouble(trouble), config)[-1].reasons
 
 

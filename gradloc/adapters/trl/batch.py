@@ -14,8 +14,6 @@ from ...loop.batch import BatchView
 from ...loop.driver import sequence_ids
 from .step import TrlStep, mask_of
 
-__all__ = ["REWARD_KEY", "brief_of", "brief_view", "rows_of", "view_of"]
-
 REWARD_KEY = "gradloc_reward"
 """(B,) among TRL's inputs, which travel with it: each row's reward."""
 _NAMES = {

@@ -13,8 +13,6 @@ from ...core.actions import ACTIONS
 from ...health.config import HealthConfig
 from ...stabilize.config import StabilizeConfig
 
-__all__ = ["refuse", "settings_of", "health_of"]
-
 _KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP")
 """accelerate's names of what was tried."""
 
@@ -58,7 +56,7 @@ def health_of(given: Any) -> HealthConfig | None:
     """
     given = _parsed(given)
     if isinstance(given, Mapping):
-        given = HealthConfig.from_mapping({"enable": True, **given})
+        given = HealthConfig(**{"enable": True, **given})
     elif not isinstance(given, HealthConfig):
         require(given in (True, False, None), "health", "true, false, or settings by name", given)
         given = HealthConfig(enable=bool(given))

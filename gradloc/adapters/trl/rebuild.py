@@ -19,13 +19,11 @@ from datasets import Dataset
 
 from ...core.gradients import GradientSpace
 from ...replay.bundle import Bundle, Entry
-from ...replay.dealt import Replayed, deal
+from ...replay.dealt import Replayed
 from ...replay.reading import ReplayError
 from .step import TrlStep
 from .touches import check_trl
 from .trainer import GRPOTrainer, RLOOTrainer
-
-__all__ = ["ReplayStep", "build_actor", "deal", "start_processes"]
 
 _OF_RUN = (
     "gradloc",

@@ -19,8 +19,6 @@ from trl.trainer import utils as trl_utils
 
 from ...core.probe import LossOfGiven, Recorded, RngState, let_through, record
 
-__all__ = ["Forwarded", "TrlStep", "mask_of"]
-
 Forwarded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """What TRL's method returns: log-probs (B, T), entropies (B, T), and a mixture of experts' balancing loss."""
 

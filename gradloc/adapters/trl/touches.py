@@ -5,8 +5,6 @@ from importlib.metadata import version
 
 from ...touched import difference
 
-__all__ = ["KNOWN", "check_trl"]
-
 KNOWN = ("1.16.0",)
 """The releases that were tested."""
 

@@ -17,8 +17,6 @@ from .config import health_of, refuse, settings_of
 from .touches import check_trl
 from .watch import Watch
 
-__all__ = ["GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer", "attach"]
-
 
 class Watched:
     """Goes in front of a trainer of TRL's; while ``gradloc`` and ``health`` are off it is TRL's alone.

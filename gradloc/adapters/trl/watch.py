@@ -30,8 +30,6 @@ from ...record.state import load_states, save_states
 from .batch import brief_of, brief_view, rows_of, view_of
 from .step import TrlStep, mask_of
 
-__all__ = ["Watch"]
-
 
 class Watch:
     """Looks into the steps of one trainer; also its powers: see :class:`~...loop.localizer.ActorPowers`.

@@ -16,8 +16,6 @@ from ..verl_common.losses import aggregation_of
 from .hook import ranks_of
 from .step import readout_of
 
-__all__ = ["RECORD_KEY", "AnalysisActor", "analyze"]
-
 RECORD_KEY = "gradloc_analysis"
 """Among a worker's metrics: what it found."""
 _INDEX_KEY = "gradloc_analysis_row"

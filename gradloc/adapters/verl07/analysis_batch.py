@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf, open_dict
 
-__all__ = ["prepare_batch"]
-
 
 class _Prepared(Exception):
     """Carries the batch out of the loop."""

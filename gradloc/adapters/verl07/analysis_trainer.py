@@ -18,8 +18,6 @@ from .analysis_batch import prepare_batch
 from .refusals import check_run, settings_of
 from .rollout_filter import FILTER_KEY, RolloutFilter
 
-__all__ = ["Analysis", "build_analysis"]
-
 _ACTOR_KEYS = (
     "responses",
     "response_mask",

@@ -7,7 +7,6 @@ hook does nothing and changes nothing. A stage of Lopti's, which the trainer dec
 
 import logging
 import math
-import os
 from typing import Any
 
 import torch
@@ -26,10 +25,7 @@ from ...stabilize.stabilizer import Stabilizer
 from ..verl_common.weights import save_event_weights
 from .step import ActorStep
 
-__all__ = ["ActorHook", "build_hook"]
-
 logger = logging.getLogger(__name__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 
 def build_hook(actor: Any) -> "ActorHook":

@@ -23,18 +23,16 @@ from verl.workers.actor.dp_actor import DataParallelPPOActor
 from ...core.gradients import GradientSpace
 from ...keys import ROW_KEY
 from ...replay.bundle import Bundle, Entry
-from ...replay.dealt import Replayed, deal
+from ...replay.dealt import Replayed
 from ...stabilize.ratio_clip import TokenWeigher
 from ..verl_common.loading import (
     actor_config,
     has_flash_attention,
     load,
     require_rollout_log_probs,
-    start_processes,
 )
+from ..verl_common.loading import start_processes as start_processes
 from .step import ActorStep
-
-__all__ = ["ReplayStep", "build_actor", "deal", "start_processes"]
 
 
 class ReplayActor(DataParallelPPOActor):

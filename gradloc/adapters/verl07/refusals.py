@@ -7,8 +7,6 @@ from ...checks import SEARCHABLE, WEIGHTS_ON_DEVICE, Requirement, check_requirem
 from ...config import GradLocConfig, settings_in, settle
 from ..verl_common.needs import ROLLOUT_LOG_PROBS, SEPARATE_PARAMETERS, WHOLE_SEQUENCES
 
-__all__ = ["check_critic", "check_run", "settings_of", "settle_actor_config"]
-
 _ACTOR = "actor_rollout_ref.actor"
 
 

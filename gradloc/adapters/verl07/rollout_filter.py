@@ -12,8 +12,6 @@ from ...rollout_filter.config import FilterSettings
 from ...rollout_filter.groups import groups_of
 from ...rollout_filter.rank import advantage_scale
 
-__all__ = ["FILTER_KEY", "RolloutFilter"]
-
 FILTER_KEY = "gradloc_filter"
 """In a filtered batch's meta info: what the filter did, in numbers."""
 

@@ -13,8 +13,6 @@ from ...core.probe import Recorded, RngState, let_through, record
 from ...keys import ROW_KEY
 from ...search.precise import logit_bytes, precise_fused_readout, precise_readout
 
-__all__ = ["ActorStep", "readout_of"]
-
 
 class ActorStep:
     """One mini-batch of verl's actor, replayable: the :class:`~.probe.TrainingStep` of the search."""

@@ -40,8 +40,6 @@ from .critic.trainer import CriticSide
 from .refusals import check_critic, check_run, settings_of
 from .worker import report_of_actor
 
-__all__ = ["TrainerHook", "build_trainer_hook"]
-
 
 def build_trainer_hook(trainer: Any) -> "TrainerHook":
     """The hook of verl's ``RayPPOTrainer``, its data loaded; it does nothing while all is off.

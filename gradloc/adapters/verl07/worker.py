@@ -10,8 +10,6 @@ from ...reweighting import KEEPS_LR_SCHEDULE_KEY
 from ..verl_common.reports import answer
 from .analysis_actor import RECORD_KEY, analyze
 
-__all__ = ["analyze_gradients", "keeps_lr_schedule", "report_of_actor", "report_of_critic"]
-
 
 def keeps_lr_schedule(data: DataProto) -> bool:
     """Whether this update is followed by another one of the same step: Lopti's first stage."""

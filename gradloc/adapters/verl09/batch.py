@@ -14,8 +14,6 @@ from ...keys import SEQUENCE_KEY
 from ...loop.batch import BatchView
 from ...reweighting import STAGE_MASK_KEY
 
-__all__ = ["fetch", "put", "view_of"]
-
 _OF_RESPONSE = ("response_mask", "advantages", "old_log_probs")
 _OPTIONAL = ("ref_log_prob", "rollout_log_probs", "rollout_is_weights", "rm_scores", STAGE_MASK_KEY)
 _OF_CRITIC = ("values", "returns")

@@ -5,18 +5,18 @@ verl builds it in each worker before the engine: so this is where a plug-in that
 """
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from typing import Any
 
 from verl.trainer.ppo.utils import need_critic
 from verl.workers.config import FSDPActorConfig, RolloutConfig
 
-from ...checks import SEARCHABLE, WEIGHTS_ON_DEVICE, Requirement, check_requirements, require
+from ...analysis.config import BucketSettings
+from ...checks import SEARCHABLE, WEIGHTS_ON_DEVICE, Requirement, check_requirements, keys_in, require
 from ...config import GradLocConfig, settle
+from ...rollout_filter.config import FilterSettings
 from ..verl_common.needs import ROLLOUT_LOG_PROBS, SEPARATE_PARAMETERS, WHOLE_SEQUENCES
 from .touches import check_verl
-
-__all__ = ["GradLocActorConfig", "GradLocRolloutConfig", "check_critic", "check_features"]
 
 _ACTOR = "actor_rollout_ref.actor"
 _V1 = Requirement("trainer.use_v1", (True,), True, "true", "it hangs on the V1 trainers")
@@ -118,18 +118,16 @@ def check_critic(config: Any) -> None:
     check_requirements(feature, _CRITIC_NEEDS, config)
 
 
-@dataclass
-class GradLocRolloutConfig(RolloutConfig):
-    """verl's config of the rollout with the filter's settings and the bucket analysis'; the trainer reads them."""
-
-    gradient_analysis_num_buckets: int = 6
-    gradient_analysis_bucket_mode: str = "quantile"
-    rollout_filter_strategy: str = "top_p"
-    rollout_filter_value: float = 1.0
-    rollout_filter_metric: str = "reward_variance"
-    rollout_filter_type: str = "largest"
-    rollout_filter_include_zero: bool = True
-    rollout_filter_top_p_prob_mode: str = "linear"
+_OF_ROLLOUT = [
+    (key.rpartition(".")[2], Any, getattr(settings, name))
+    for settings in (BucketSettings, FilterSettings)
+    for name, key in keys_in(settings).items()
+    if key.startswith("actor_rollout_ref.rollout.")
+]
+GradLocRolloutConfig = make_dataclass(
+    "GradLocRolloutConfig", _OF_ROLLOUT, bases=(RolloutConfig,), namespace={"__module__": __name__}
+)
+"""verl's config of the rollout with the filter's settings and the bucket analysis'; the trainer reads them."""
 
 
 @dataclass
@@ -141,7 +139,7 @@ class GradLocActorConfig(FSDPActorConfig):
     bisect_budget_steps: int | None = None
     bisect_dump_dir: str | None = None
     gradloc: GradLocConfig = field(default_factory=GradLocConfig)
-    filter_loss_scaling: str = "none"
+    filter_loss_scaling: str = FilterSettings.loss_scaling
 
     def __post_init__(self):
         super().__post_init__()

@@ -12,8 +12,6 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 from .engine import Watched
 from .step import EngineStep
 
-__all__ = ["watch_critic"]
-
 
 class CriticStep(EngineStep):
     """One mini-batch of verl's critic, replayable: see :class:`~..core.probe.TrainingStep`."""

@@ -30,8 +30,6 @@ from .analysis.engine import ASKED_KEY, analyze
 from .loss import weighed, within_stage
 from .step import EngineStep, device_of
 
-__all__ = ["GradLocEngine", "Watched", "report_of_actor", "report_of_model", "watch_actor"]
-
 
 class Watched:
     """Goes in front of verl's engine; a mini-batch that comes with a policy is watched, any other goes through verl's

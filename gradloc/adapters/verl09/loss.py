@@ -18,8 +18,6 @@ from ...reweighting import STAGE_MASK_KEY
 from ...stabilize.ratio_clip import TokenWeigher
 from .packed import pack, padded, scaled
 
-__all__ = ["weighed", "within_stage"]
-
 _RATIO_FIELDS = ("rollout_log_probs", "response_mask")
 _WEIGHTS = "rollout_is_weights"
 """What verl multiplies the token losses with."""

@@ -13,8 +13,6 @@ import torch
 
 from ...core.probe import let_through
 
-__all__ = ["Layout", "only", "pack", "padded", "scaled", "unpack"]
-
 
 def padded(values: torch.Tensor) -> torch.Tensor:
     """(B, T), 0 where there is no token."""

@@ -13,8 +13,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-__all__: list[str] = []
-
 _TRAINERS = "verl.trainer.ppo.v1"
 
 

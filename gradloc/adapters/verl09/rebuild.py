@@ -27,7 +27,7 @@ from verl.workers.utils.losses import ppo_loss
 from ...core.gradients import GradientSpace
 from ...keys import ROW_KEY
 from ...replay.bundle import Bundle, Entry
-from ...replay.dealt import Replayed, deal
+from ...replay.dealt import Replayed
 from ...replay.reading import ReplayError
 from ...reweighting import STAGE_MASK_KEY
 from ...stabilize.config import SeqClipConfig, StabilizeConfig, TokenClipConfig
@@ -36,13 +36,11 @@ from ..verl_common.loading import (
     actor_config,
     load,
     require_rollout_log_probs,
-    start_processes,
 )
+from ..verl_common.loading import start_processes as start_processes
 from .loss import weighed, within_stage
 from .step import EngineStep
 from .touches import check_verl
-
-__all__ = ["ReplayStep", "build_actor", "deal", "start_processes"]
 
 _PER_TOKEN = ("response_mask", "old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights")
 _PER_TOKEN += ("rollout_log_probs", STAGE_MASK_KEY)

@@ -4,8 +4,6 @@
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-__all__ = ["GradLocSearchPath"]
-
 
 class GradLocSearchPath(SearchPathPlugin):
     """Behind verl's own folders, so that a config of the user's own goes first."""

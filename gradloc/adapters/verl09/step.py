@@ -23,8 +23,6 @@ from ...keys import ROW_KEY
 from ...search.precise import logit_bytes, precise_fused_readout, precise_readout
 from .packed import Layout, only, padded
 
-__all__ = ["EngineStep", "device_of", "readout_of"]
-
 _FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
 """Of verl's model output, and what they are called in a record; values are a critic's."""
 

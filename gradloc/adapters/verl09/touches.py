@@ -5,7 +5,6 @@ import ast
 import hashlib
 import inspect
 import logging
-import os
 import re
 import textwrap
 from importlib.metadata import PackageNotFoundError, version
@@ -13,10 +12,7 @@ from typing import Any
 
 from ...touched import difference, find
 
-__all__ = ["KNOWN", "changed_bodies", "check_verl", "differences", "digest_of", "verl_version"]
-
 logger = logging.getLogger(__name__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 KNOWN = ("0.9.0", "0.9.1")
 """The releases that are known: the latter was tested, the former read."""

@@ -32,8 +32,6 @@ from .critic import watch_critic
 from .engine import report_of_actor, report_of_model, watch_actor
 from .touches import check_verl
 
-__all__ = ["TrainerSide", "Update", "watch_trainers"]
-
 
 class _Role(NamedTuple):
     """Of a model: where verl keeps its workers, their mesh, and what is run in each: first of all, and for a report."""

@@ -8,8 +8,6 @@ from ray.exceptions import RayError
 
 from ...analysis.reporter import Run
 
-__all__ = ["FILLER", "refuse_pictures", "run_of", "well"]
-
 FILLER = -1
 """What a tensor of ours holds in rows that only fill up the ranks."""
 

@@ -10,8 +10,6 @@ from ...loop.driver import Driver
 from ...loop.wire import Policy
 from ...record.origin import origin
 
-__all__ = ["VerlDriver", "build_driver", "tokens_per_mini_batch"]
-
 
 def build_driver(config: Any, settings: Any, tokenizer: Any, model: str = "actor") -> "VerlDriver":
     """The driver of a run.

@@ -23,15 +23,6 @@ from ...core.memory import free_bytes
 from ...replay.bundle import Bundle
 from ...replay.reading import ReplayError
 
-__all__ = [
-    "Loaded",
-    "actor_config",
-    "has_flash_attention",
-    "load",
-    "require_rollout_log_probs",
-    "start_processes",
-]
-
 _NUM_COPIES = 5  # of the model in float32: weights, gradient, the gradient set aside, the weights' copy, a residual
 
 

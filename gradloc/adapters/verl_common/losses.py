@@ -8,8 +8,6 @@ import torch
 
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
-__all__ = ["aggregation_of", "is_of_micro_batch"]
-
 _BY_SEQUENCE = "seq-mean-token-mean"
 
 

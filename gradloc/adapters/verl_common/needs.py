@@ -3,8 +3,6 @@
 
 from ...checks import Requirement
 
-__all__ = ["ROLLOUT_LOG_PROBS", "SEPARATE_PARAMETERS", "WHOLE_SEQUENCES"]
-
 _ACTOR = "actor_rollout_ref.actor"
 
 WHOLE_SEQUENCES = Requirement(

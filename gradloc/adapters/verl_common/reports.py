@@ -8,8 +8,6 @@ from verl import DataProto
 
 from ...loop.wire import RankReport
 
-__all__ = ["answer", "answer_of", "reports_of"]
-
 _KEY = "gradloc_report_"
 
 

@@ -18,10 +18,7 @@ from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
 from ...core.ranks import PeerFailure, Ranks
 from ...loop.writer import events_weights_folder
 
-__all__ = ["save_event_weights", "save_weights"]
-
 logger = logging.getLogger(__name__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 
 def save_event_weights(module: torch.nn.Module, settings: Any, global_step: int, ranks: Ranks) -> str | None:

@@ -14,8 +14,6 @@ from ...record.analysis import Bucket, GradientAnalysis, Group, Norms, Range
 from ...rollout_filter.groups import Groups
 from .probe import BucketNumbers
 
-__all__ = ["ALL", "analysis_metrics", "bucket_cosines", "bucket_records", "group_table"]
-
 ALL = "all"
 
 

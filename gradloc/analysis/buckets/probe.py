@@ -16,8 +16,6 @@ from ..actor import BUCKET_KEY, Actor, Rows
 from ..coefficients import Frozen, forward, freeze
 from ..rows import RowProbe, Weights, add_up
 
-__all__ = ["BucketProbe"]
-
 
 class BucketNumbers(TypedDict):
     """What the ranks found, of the additive parts; per bucket means one entry each and a last one for the batch."""

@@ -2,7 +2,6 @@
 """The analysis by bucket on the trainer's side: deal the groups out, ask the workers, write what they found."""
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,10 +20,7 @@ from .metrics import analysis_metrics, bucket_cosines, bucket_records, group_tab
 from .split import split_groups
 from .table import log_group_table
 
-__all__ = ["BucketAnalysis"]
-
-logger = logging.getLogger(__file__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+logger = logging.getLogger(__name__)
 
 _SEEDS_APART = 1_000_003
 """Between the draws of two steps: a prime above any seed that people type."""

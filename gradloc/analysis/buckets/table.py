@@ -6,8 +6,6 @@ from typing import Any
 
 from ...record.analysis import GradientAnalysis
 
-__all__ = ["log_group_table"]
-
 _COLUMNS = ["bucket", "group_id", "reward_std"]
 
 

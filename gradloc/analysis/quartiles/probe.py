@@ -22,8 +22,6 @@ from ..rows import RowProbe, Weights, add_up
 from .split import NUM_QUARTILES, UPDATES
 from .trial_step import trial_step
 
-__all__ = ["QUARTILE_KEY", "SAMPLE_KEY", "QuartileProbe"]
-
 QUARTILE_KEY = "gradloc_quartile"
 """int (R, T): each token's quartile; -1 for what is no response token and for rows that only fill up the ranks."""
 SAMPLE_KEY = "gradloc_sample"

@@ -30,8 +30,6 @@ from ...record.analysis import (
 from .probe import QuartileNumbers
 from .split import EMPTY, NUM_QUARTILES, UPDATES, agreement, change_edges, distribution, rank_correlation
 
-__all__ = ["measured", "quartile_metrics"]
-
 
 @dataclass(frozen=True)
 class _Tokens:

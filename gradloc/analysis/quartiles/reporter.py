@@ -15,8 +15,6 @@ from .probe import QUARTILE_KEY, SAMPLE_KEY
 from .record import measured, quartile_metrics
 from .split import assign, sample_tokens
 
-__all__ = ["QuartileAnalysis"]
-
 
 class QuartileAnalysis(Reporter):
     """Splits the gradient that the batch is about to cause by the tokens' probability."""

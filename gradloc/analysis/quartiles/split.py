@@ -14,19 +14,6 @@ import numpy as np
 
 from ...record.analysis import Agreement, Change
 
-__all__ = [
-    "EMPTY",
-    "NUM_QUARTILES",
-    "SPLITS",
-    "UPDATES",
-    "agreement",
-    "assign",
-    "change_edges",
-    "distribution",
-    "rank_correlation",
-    "sample_tokens",
-]
-
 SPLITS = ("quantile", "range")
 NUM_QUARTILES = 4
 EMPTY = -1

@@ -18,8 +18,6 @@ from ...core.gradients import Gradient, GradientSpace, local_shard
 from ...search.weights import MovedWeights, reshard
 from ..actor import Actor
 
-__all__ = ["StepTaken", "kept_optimizer", "trial_step"]
-
 
 @dataclass(frozen=True)
 class StepTaken:

@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...words.text import one_line
 from .. import output
 from ..pages import page, terminal
 from ..pages.exports import escape
 from ..runs.comparison import Comparison, compare
 from ..runs.run import read_run
-from ..text import one_line
 
 SETTINGS = 30
 """Settings that the terminal lists."""

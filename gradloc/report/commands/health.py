@@ -12,13 +12,13 @@ from rich.text import Text
 
 from ...record.store import plain
 from ...words.numbers import percent
+from ...words.text import one_line, plural
 from ..analyses.lead import HORIZON, RuleLead, lead
 from ..errors import ReportError
 from ..pages import terminal
 from ..runs.diagnosis import diagnose
 from ..runs.health import CLIP, STATES, HealthConfig, RunHealth, judge, ranges
 from ..runs.run import RunFolder, read_logs, read_run
-from ..text import one_line, plural
 
 MARKS = {"healthy": ("·", "green"), "warning": ("!", "yellow"), "danger": ("X", "bold red")}
 STRIP = 60
@@ -129,7 +129,7 @@ def _config(given: list[str]) -> HealthConfig:
                 "[warning,danger], such as --set policy_kl=[0.2,null]."
             )
     try:
-        return HealthConfig.from_mapping(settings)
+        return HealthConfig(**settings)
     except ValueError as error:
         raise ReportError(f"--set: {error}") from None
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ...record.store import plain
 from ...words.numbers import number, percent
+from ...words.text import one_line, plural
 from .. import output
 from ..errors import ReportError
 from ..pages import terminal
@@ -19,7 +20,6 @@ from ..pages.curve import curve
 from ..runs.diagnosis import Diagnosis, diagnose
 from ..runs.run import RunFolder, read_run
 from ..runs.trigger import require_norm, settings_of
-from ..text import one_line, plural
 
 SHOWN = 30
 """Flagged steps listed."""

@@ -12,11 +12,11 @@ from ...words.leader import leader
 from ...words.numbers import bounded, number
 from ...words.shares import carried
 from ...words.story import headline
+from ...words.text import one_line
 from ..runs.diagnosis import diagnose
 from ..runs.health import RunHealth, judge
 from ..runs.metrics import MAX, MEAN, Metrics
 from ..runs.run import RunFolder
-from ..text import one_line, show_command
 from .follow import Follower
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -44,7 +44,7 @@ def view(follower: Follower, width: int) -> Group:
     parts.append(Text())
     parts.append(_events(run.events) if run.events else _without_events(run))
     if run.events:
-        parts.append(Text(show_command(str(run.path), run.events[-1].event_id), style="cyan"))
+        parts.append(Text(run.show_command(run.events[-1].event_id), style="cyan"))
     parts += [Text(one_line(note), style="yellow") for note in run.notes[-3:]]
     parts.append(Text("q ends.", style="dim"))
     return Group(*parts)

@@ -10,8 +10,8 @@ from pathlib import Path
 from shutil import copyfileobj
 from sys import stdin
 
+from ...words.text import plural
 from ..errors import ReportError
-from ..text import plural
 from .databases import is_database, is_mlflow_run, read_database, read_mlflow_run
 from .documents import is_document, read_document
 from .lines import read_lines

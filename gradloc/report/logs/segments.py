@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...words.text import plural
 from ..errors import ReportError
 from ..runs.metrics import MAX, MEAN, Metrics, build
-from ..text import plural
 from .names import canonical, is_norm, listed, norm_of
 from .recording import Recording, Row
 

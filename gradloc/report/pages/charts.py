@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...record import Event
+from ...words.text import one_line
 from ..runs.comparison import Comparison
 from ..runs.health import RunHealth
 from ..runs.metrics import MAX, MEAN, Metrics
 from ..runs.run import RunFolder
-from ..text import one_line
 
 POINTS = 4000
 """Points per curve; of more, the lowest and highest of each bin are kept, so that no spike is lost."""

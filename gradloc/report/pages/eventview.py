@@ -17,13 +17,13 @@ from ...words.next_step import NextStep, next_step
 from ...words.numbers import number, percent
 from ...words.shares import carried, shares_sentence
 from ...words.story import ACTIONS, CERTIFICATES, ODD, Story, beside, odd_number, tell
+from ...words.text import one_line, plural, span, visible
 from ...words.verdict import verdict_sentences
 from ..figures import drawings
 from ..runs import searchpath, tokens
 from ..runs.events import bundle_folder, read_actor, read_pictures, read_sequences
 from ..runs.run import RunFolder
 from ..runs.shading import Shades, shade
-from ..text import one_line, plural, span, visible
 from .context import context
 
 CULPRITS = 40

@@ -6,10 +6,10 @@ import shlex
 from rich.console import Console
 from rich.text import Text
 
+from ...words.text import one_line, plural, visible
 from ..runs.diagnosis import Diagnosis, diagnose
 from ..runs.health import judge
 from ..runs.run import RunFolder
-from ..text import one_line, plural, visible
 from .curve import curve
 
 RUNS = 20

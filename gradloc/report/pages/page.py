@@ -23,6 +23,7 @@ from markupsafe import Markup, escape
 from ...record import Event
 from ...words.numbers import bounded, number, percent
 from ...words.story import cause_of
+from ...words.text import one_line, plural, spoken, visible
 from ..figures.palette import DARK, LIGHT, variables
 from ..runs import tokens
 from ..runs.comparison import Comparison
@@ -30,7 +31,6 @@ from ..runs.diagnosis import diagnose
 from ..runs.health import judge, ranges
 from ..runs.metrics import MEAN
 from ..runs.run import RunFolder
-from ..text import one_line, plural, show_command, spoken, visible
 from . import analyses, charts
 from .eventview import EventView, culprit_count, full_view, severity
 from .issue import issue
@@ -95,11 +95,11 @@ def render(run: RunFolder, events: list[Event] | None = None, progress: Progress
         health=health,
         diagnosis=diagnosis,
         analyses=analyses.sections(run.path),
-        show=show_command(str(run.path), "ID"),
+        show=run.show_command("ID"),
         payload={
             "labels": tokens.LABELS,
             "events": payload,
-            "rows": rows(chosen, run.path, set(views)) if len(chosen) > 1 else [],
+            "rows": rows(chosen, run, set(views)) if len(chosen) > 1 else [],
             "charts": {"run": chart},
         },
     )

@@ -6,31 +6,31 @@ carried whole, all that the page has.
 """
 
 import math
-from pathlib import Path
 from typing import Any
 
 from ...record import Event
 from ...words.leader import leader
 from ...words.numbers import bounded, number
 from ...words.story import cause_of, headline
-from ..text import one_line, show_command, spoken, times, visible
+from ...words.text import one_line, spoken, times, visible
+from ..runs.run import RunFolder
 
 WORDS = 400
 """Characters of a culprit list that can be searched."""
 
 
-def rows(events: list[Event], run: Path, carried: set[str]) -> list[dict[str, Any]]:
+def rows(events: list[Event], run: RunFolder, carried: set[str]) -> list[dict[str, Any]]:
     """One record per event, in the order given.
 
     Args:
-        events: of a run.
-        run: the run's folder, as the user named it.
+        events: those to list.
+        run: theirs.
         carried: the names of the events that the page holds whole.
     """
     return [_row(event, run, event.event_id in carried) for event in events]
 
 
-def _row(event: Event, run: Path, is_carried: bool) -> dict[str, Any]:
+def _row(event: Event, run: RunFolder, is_carried: bool) -> dict[str, Any]:
     norm, excess = event.trigger.grad_norm, times(event.trigger.grad_norm, event.trigger.threshold)
     first = leader(event.culprits)
     tokens = " ".join(dict.fromkeys(one_line(c.text, 24) for c in event.culprits))
@@ -58,7 +58,7 @@ def _row(event: Event, run: Path, is_carried: bool) -> dict[str, Any]:
         "after": visible((first and first.text_after) or "")[:60],
         "without": bounded(event.certificate.norm_after, event.certificate.error_bound, 3)[0],
         "threshold": number(event.trigger.threshold, 3),
-        "command": show_command(str(run), event.event_id),
+        "command": run.show_command(event.event_id),
     }
 
 

@@ -17,9 +17,9 @@ from ...record import Event
 from ...words.numbers import number
 from ...words.shares import carried, shares_sentence
 from ...words.story import cause_of
+from ...words.text import one_line, span, spoken, times, visible
 from ...words.verdict import verdict_sentences
 from ..runs.run import RunFolder
-from ..text import one_line, show_command, span, spoken, times, visible
 from .eventview import plain_view, severity
 
 EVENTS = 30
@@ -62,15 +62,13 @@ def _next(console: Console, run: RunFolder, events: list[Event]) -> None:
         steps = [
             (_labelled(found.next.do, label), line) for label, line in (found.next.lines if found.next else {}).items()
         ]
-        steps.append(
-            ("the page of it, with every token", f"{show_command(str(run.path), events[0].event_id)} -o event.html")
-        )
+        steps.append(("the page of it, with every token", f"{run.show_command(events[0].event_id)} -o event.html"))
         steps += [(_labelled("the event again, on one machine", label), line) for label, line in found.replay.items()]
     else:
         worst = max(events, key=severity)
         steps = [
             ("the whole report", f"gradloc-report {where} -o report.html"),
-            ("the worst event", show_command(str(run.path), worst.event_id)),
+            ("the worst event", run.show_command(worst.event_id)),
         ]
     if steps:
         console.print(Text("Next:", style="bold"))

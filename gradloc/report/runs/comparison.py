@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...record import Event
 from ...words.numbers import number
-from ..text import one_line, plural, spoken
+from ...words.text import one_line, plural, spoken
 from .metrics import MAX, MEAN, Metrics
 from .run import RunFolder
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import median
 
 from ...words.numbers import number
+from ...words.text import plural
 from ..logs.names import listed
 from ..logs.segments import LoggedRun, Segment, surviving
-from ..text import plural
 from .health import RunHealth, ranges
 from .metrics import Metrics
 from .trigger import EARLY, Judged, judge_run

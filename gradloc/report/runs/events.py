@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ...record import SCHEMA_VERSION, Event, Sequence, SequenceFile
-from ..text import plural
+from ...words.text import plural
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ...health import STATES, HealthConfig, Judge, Reason, Verdict
-from ..text import plural
+from ...words.text import plural
 from .metrics import Metrics
 
 LOGGED = "health/state"

@@ -5,18 +5,19 @@ A user may name the run's folder, the folder of the events inside it (``bisect_d
 events.jsonl itself.
 """
 
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...record import Event
+from ...words.text import plural
 from .. import logs
 from ..errors import ReportError
 from ..guess import meant
 from ..logs import Log, LoggedRun
 from ..logs.formats import missing
-from ..text import plural
 from .events import read_events, recover
 from .metrics import Metrics
 
@@ -50,6 +51,10 @@ class RunFolder:
             if parts:
                 return " / ".join(parts)
         return "standard input" if str(self.path) == "-" else self.path.resolve().name
+
+    def show_command(self, event_id: str) -> str:
+        """The command that shows one event with every token."""
+        return f"gradloc-report show {shlex.quote(str(self.path))} --event {shlex.quote(event_id)}"
 
     def find(self, event_id: str) -> Event:
         """The event of that name.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from ...record import PathEntry, Search
 from ...words.numbers import number
-from ..text import plural
+from ...words.text import plural
 
 LIMIT = 160
 """Parts drawn per event; a search with a larger budget says how many are left out."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...record import Culprit, Sequence, turns_in
 from ...words.numbers import percent, with_error
-from ..text import visible
+from ...words.text import visible
 from .shading import Shades, values
 
 CONTEXT = 60

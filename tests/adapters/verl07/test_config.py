@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradloc.config import PUBLISHED
-from gradloc.names import AMONG_VERLS, refuse_unknown_overrides
+from gradloc.names import OURS, refuse_unknown_overrides
 
 ROOT = Path(__file__).resolve().parents[3]
 ACTOR = "actor_rollout_ref.actor"
@@ -206,10 +206,8 @@ def test_every_name_of_verls_and_ours_passes(single):
     (answers,) = single.run("configs.read_all", cases=[[]], read="tests.world.configs.every_name")
     theirs = list(flatten(answers[0]))
     refuse_unknown_overrides([f"{name}={value}" for name, value in theirs])
-    names = {name.rpartition(".")[::2] for name, _ in theirs}
-    for parent, ours in AMONG_VERLS.items():
-        for name in ours:
-            assert (parent, name) in names or any(block.startswith(f"{parent}.{name}") for block, _ in names), name
+    names = [name for name, _ in theirs]
+    assert [ours for ours in OURS if not any(f"{name}.".startswith(f"{ours}.") for name in names)] == []
 
 
 def test_what_is_not_supported_is_refused_while_detection_is_on(compose):

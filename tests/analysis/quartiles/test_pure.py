@@ -117,7 +117,6 @@ def test_the_analysis_is_off_by_default_and_in_a_config_without_its_keys():
     assert config.read_quartiles(make()) is None
     settings = config.read_quartiles(make(trainer=ON))
     assert (settings.every, settings.split, settings.num_tokens) == (50, "quantile", 64)
-    assert [step for step in range(1, 120) if settings.is_due(step)] == [1, 51, 101]
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -126,9 +125,9 @@ def test_the_analysis_is_off_by_default_and_in_a_config_without_its_keys():
     [
         ("mode", "yes", "true or false"),
         ("every", 0, "an integer of at least 1"),
-        ("split", "median", "one of ('quantile', 'range')"),
-        ("num_tokens", -1, "an integer from 0 on"),
-        ("num_tokens", True, "an integer from 0 on"),
+        ("split", "median", "one of quantile, range"),
+        ("num_tokens", -1, "an integer of at least 0"),
+        ("num_tokens", True, "an integer of at least 0"),
     ],
 )
 def test_a_wrong_value_is_refused_by_its_key(key, value, expected, is_on):

@@ -11,8 +11,6 @@ from ...verl_common.driver import VerlDriver
 from ...verl_common.reports import reports_of
 from ..worker import report_of_critic
 
-__all__ = ["CriticSide"]
-
 
 class CriticSide:
     """Stands between verl's trainer and the critic's workers.

@@ -22,8 +22,6 @@ from ....loop.localizer import Localizer
 from ....loop.wire import Policy, RankReport
 from ....search.precise import precise_readout
 
-__all__ = ["WatchedCritic"]
-
 _FSDP2_CLIP = dp_critic.fsdp2_clip_grad_norm_
 
 

@@ -30,8 +30,6 @@ from ...verl_common.reports import answer_of
 from ..packed import pack, padded, unpack
 from ..step import device_of, readout_of
 
-__all__ = ["ASKED_KEY", "AnalysisEngine", "Asked", "analyze", "record_of_actor"]
-
 ASKED_KEY = "gradloc_analysis"
 """Meta info of a batch: what is :class:`Asked`."""
 _INDEX_KEY = "gradloc_analysis_row"

@@ -24,8 +24,6 @@ from ...verl_common.reports import reports_of
 from ..batch import fetch, put, view_of
 from .engine import ASKED_KEY, Asked, record_of_actor
 
-__all__ = ["Analysis", "build_analysis"]
-
 
 def build_analysis(config: Any, settings: Any) -> "Analysis | None":
     """The trainer's analyses and rollout filter, or None while all are off.
