@@ -2,58 +2,13 @@
 """The health monitor in the trainer: judges each step's metrics just before they are logged, and never stops a run."""
 
 import logging
-from typing import Any, Optional
+from typing import Any
 
 from .config import HealthConfig
 from .judge import STATES, Judge, Verdict
 from .rules import ZERO_VARIANCE
 
 logger = logging.getLogger(__name__)
-
-_WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")
-"""verl's advantage estimators that do not compare a prompt's rollouts: equal rewards still teach them something."""
-
-
-def build_monitor(config: Any) -> Optional["Monitor"]:
-    """The trainer's health monitor, or None while ``trainer.health.enable`` is off.
-
-    Args:
-        config: the trainer's whole config; one without the block, of another trainer, has it off.
-
-    Raises:
-        ValueError: one sentence for a setting that is wrong, also while it is off.
-    """
-    block = config.trainer.get("health")
-    if block is None:
-        return None
-    from omegaconf import OmegaConf
-
-    settings = HealthConfig(**OmegaConf.to_container(block, resolve=True))
-    if not settings.enable:
-        return None
-    estimator = str(getattr(config.algorithm.adv_estimator, "value", config.algorithm.adv_estimator))
-    return Monitor(settings, clip_limit(config), estimator not in _WITHOUT_GROUPS)
-
-
-def clip_limit(config: Any) -> float | None:
-    """The norm that the actor's gradient is clipped to; None where each layer has a limit of its own.
-
-    Args:
-        config: the trainer's whole config. verl's FSDP workers clip to ``actor.grad_clip``, its Megatron and engine
-            workers to ``actor.optim.clip_grad``.
-    """
-    actor = config.actor_rollout_ref.actor
-    gradloc = actor.get("gradloc") or {}
-    stabilize = {} if gradloc.get("enable") is False else gradloc.get("stabilize") or {}
-    if (stabilize.get("layer_clip") or {}).get("rule") not in (None, False, "off"):
-        return None
-    trainer = config.trainer  # verl 0.9 has engine workers only, and is told by its V1 trainers
-    is_engine = trainer.get("use_legacy_worker_impl", "auto") == "disable" or "use_v1" in trainer
-    if actor.get("strategy") in ("fsdp", "fsdp2") and not is_engine:
-        limit = actor.get("grad_clip")
-    else:
-        limit = (actor.get("optim") or {}).get("clip_grad")
-    return float(limit) if limit else None
 
 
 class Monitor:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantage Reweighting and Lopti (arXiv 2505.12929): keep low-probability tokens from dominating an update."""
 
-from .advantages import ADVANTAGES_BEFORE_KEY, reweight
+from .advantages import ADVANTAGES_BEFORE_KEY, kept_share, reweight
 from .config import AdvantageReweightingConfig, LoptiConfig
 from .stages import KEEPS_LR_SCHEDULE_KEY, STAGE_MASK_KEY, STAGE_NAME_KEY, Lopti, Stage, split
 
@@ -14,6 +14,7 @@ __all__ = [
     "Lopti",
     "LoptiConfig",
     "Stage",
+    "kept_share",
     "reweight",
     "split",
 ]

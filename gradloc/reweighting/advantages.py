@@ -20,3 +20,9 @@ def reweight(advantages: torch.Tensor, old_log_prob: torch.Tensor, alpha: float)
         the share ``1 - alpha`` of it.
     """
     return advantages * (alpha * old_log_prob.exp() + (1 - alpha)).to(advantages.dtype)
+
+
+def kept_share(before: torch.Tensor, after: torch.Tensor, mask: torch.Tensor) -> float:
+    """What is left of all tokens' absolute advantages (B, T)."""
+    total = before[mask].abs().sum()
+    return float(after[mask].abs().sum() / total) if total > 0 else 1.0

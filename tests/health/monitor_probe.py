@@ -13,9 +13,10 @@ import torch
 from omegaconf import OmegaConf
 
 from verl import DataProto
-from verl.gradloc.adapters.verl07.trainer import TrainerHook
+from verl.gradloc.adapters.verl07.trainer import TrainerHook, clip_limit
+from verl.gradloc.adapters.verl_common.trainer import build_monitor
 from verl.gradloc.health import HealthConfig
-from verl.gradloc.health.monitor import Monitor, build_monitor
+from verl.gradloc.health.monitor import Monitor
 from verl.gradloc.loop.batch import BatchView
 
 CALM = {"actor/grad_norm": 0.5, "actor/pg_loss": 0.01, "critic/score/mean": 0.4}
@@ -65,7 +66,8 @@ def config_of(**changes):
 
 def clip_and_comparing(**changes):
     """What the monitor takes from a config."""
-    monitor = build_monitor(config_of(**changes))
+    config = config_of(**changes)
+    monitor = build_monitor(config, clip_limit(config))
     clips = [m._limit for rule, m in monitor._judge._asked if rule.name == "clip_share"]
     return [clips[0] if clips else None, monitor._compares_rollouts]
 
@@ -140,12 +142,11 @@ def answers():
         "fsdp": clip_and_comparing(),
         "megatron": clip_and_comparing(**{"actor_rollout_ref.actor.strategy": "megatron"}),
         "engine": clip_and_comparing(**{"trainer.use_legacy_worker_impl": "disable"}),
-        "verl 0.9": clip_and_comparing(**{"trainer.use_v1": True}),
         "layers": clip_and_comparing(**{"actor_rollout_ref.actor.gradloc.stabilize.layer_clip.rule": "adagc"}),
         "unclipped": clip_and_comparing(**{"actor_rollout_ref.actor.grad_clip": None}),
         "gae": clip_and_comparing(**{"algorithm.adv_estimator": "gae"}),
         "off": [
-            build_monitor(config_of(**{"trainer.health.enable": False})) is None,
-            build_monitor(config_of(**{"trainer.health": None})) is None,
+            build_monitor(config_of(**{"trainer.health.enable": False}), 1.0) is None,
+            build_monitor(config_of(**{"trainer.health": None}), 1.0) is None,
         ],
     }

@@ -122,14 +122,15 @@ def actor(config: Any) -> dict[str, Any]:
 def settings(config: Any) -> dict[str, Any]:
     """GradLoc's settings, its two names each resolved, as the trainer sees them."""
     from verl.gradloc.adapters.verl07.refusals import settings_of
-    from verl.gradloc.health.monitor import clip_limit
+    from verl.gradloc.adapters.verl07.trainer import clip_limit
+    from verl.gradloc.adapters.verl_common.trainer import limit_of_all
 
     found = settings_of(config)
     return {
         "enable": found.enable,
         "mode": found.action.mode,
         "stabilizes": found.stabilize.is_on,
-        "clip_limit": clip_limit(config),
+        "clip_limit": limit_of_all(config, clip_limit(config)),
     }
 
 
@@ -163,7 +164,7 @@ def health(config: Any) -> dict[str, Any]:
     """Whether there is a monitor, and its settings."""
     from omegaconf import OmegaConf
 
-    from verl.gradloc.health.monitor import build_monitor
+    from verl.gradloc.adapters.verl_common.trainer import build_monitor
 
-    is_on = build_monitor(config) is not None
+    is_on = build_monitor(config, 1.0) is not None
     return {"on": is_on, "yaml": OmegaConf.to_container(config.trainer.health, resolve=True)}

@@ -6,23 +6,18 @@ hook does nothing and changes nothing. A stage of Lopti's, which the trainer dec
 """
 
 import logging
-import math
 from typing import Any
 
 import torch
 
 from verl.utils.device import get_device_id
 
-from ...core.gradients import GradientSpace
+from ...config import GradLocConfig
 from ...core.ranks import Ranks
 from ...keys import POLICY_KEY, ROW_KEY
-from ...loop.localizer import Localizer
-from ...loop.wire import RankReport
 from ...reweighting import STAGE_MASK_KEY, STAGE_NAME_KEY
 from ...stabilize import STABILIZER_KEY
-from ...stabilize.ratio_clip import TokenWeigher
-from ...stabilize.stabilizer import Stabilizer
-from ..verl_common.weights import save_event_weights
+from ..verl_common.watch import Watch
 from .step import ActorStep
 
 logger = logging.getLogger(__name__)
@@ -30,16 +25,7 @@ logger = logging.getLogger(__name__)
 
 def build_hook(actor: Any) -> "ActorHook":
     """The hook of verl's ``DataParallelPPOActor``; it does nothing for a reference policy and while all is off."""
-    hook = ActorHook(actor)
-    if actor.actor_optimizer is None:
-        return hook
-    config = actor.config
-    if config.gradloc.stabilize.is_on:
-        hook.stabilizer = Stabilizer(config.gradloc.stabilize, config.grad_clip)
-        hook.weigher = hook.stabilizer.weigher
-    if config.gradloc.enable:
-        hook.localizer = Localizer(_Powers(hook), ranks_of(actor), config.gradloc)
-    return hook
+    return ActorHook(actor, GradLocConfig() if actor.actor_optimizer is None else actor.config.gradloc)
 
 
 def ranks_of(actor: Any) -> Ranks:
@@ -48,18 +34,22 @@ def ranks_of(actor: Any) -> Ranks:
     return Ranks(device=device, replicas=actor.ulysses_sequence_parallel_size)
 
 
-class ActorHook:
+class ActorHook(Watch):
     """What verl's actor calls, in the order of the methods.
 
     Args:
         actor: verl's ``DataParallelPPOActor``.
+        settings: those that hold.
     """
 
-    def __init__(self, actor: Any):
+    module = property(lambda self: self.actor.actor_module)
+    optimizer = property(lambda self: self.actor.actor_optimizer)
+    scaler = property(lambda self: self.actor.scaler)
+    grad_clip = property(lambda self: self.actor.config.grad_clip)
+
+    def __init__(self, actor: Any, settings: GradLocConfig):
         self.actor = actor
-        self.localizer: Localizer | None = None
-        self.stabilizer: Stabilizer | None = None
-        self.weigher: TokenWeigher | None = None
+        super().__init__(settings, ranks_of(actor))
         self.is_stage = False
         """Whether this update is one of Lopti's two stages."""
         self._step: ActorStep | None = None
@@ -68,21 +58,16 @@ class ActorHook:
 
     def begin_update(self, data: Any) -> list[str]:
         """Take what the driver sent with verl's DataProto; returns the batch keys that the actor must carry along."""
-        self.is_stage = STAGE_MASK_KEY in data.batch.keys()
-        if self.stabilizer is not None:
-            stage, learned = data.meta_info.get(STAGE_NAME_KEY, ""), data.meta_info.get(STABILIZER_KEY)
-            self.stabilizer.begin_update(GradientSpace(self.actor.actor_module), stage, learned)
-        if self.localizer is not None:
-            policy = data.meta_info.get(POLICY_KEY)
-            if policy is None:
-                self._note_missing_policy()
-            self.localizer.begin_update(policy, GradientSpace(self.actor.actor_module, self.localizer.ranks))
+        self.is_stage, told = STAGE_MASK_KEY in data.batch.keys(), data.meta_info
+        if self.localizer is not None and told.get(POLICY_KEY) is None:
+            self._note_missing_policy()
+        self.begin(told.get(POLICY_KEY), told.get(STAGE_NAME_KEY, ""), told.get(STABILIZER_KEY))
         return [key for key in (STAGE_MASK_KEY, ROW_KEY) if key in data.batch.keys()]
 
     def _note_missing_policy(self) -> None:
         """Say once that nothing is looked into, and count: a trainer with its own ``fit`` may not call our hook."""
         self._num_without_policy += 1
-        if self._num_without_policy == 1 and self.localizer.ranks.is_first:
+        if self._num_without_policy == 1 and self.ranks.is_first:
             logger.error(
                 "gradloc: spike_detection is on, but this trainer updates the actor without sending a policy, so no "
                 "spike will be looked into. Where its fit() calls actor_rollout_wg.update_actor(batch), call "
@@ -94,8 +79,7 @@ class ActorHook:
         """Before the first micro-batch of an optimizer step."""
         self._micro_batch = -1
         if self.localizer is not None:
-            dp_size = self.localizer.ranks.size
-            self._step = ActorStep(self.actor, micro_batches, temperature, on_policy, dp_size)
+            self._step = ActorStep(self.actor, micro_batches, temperature, on_policy, self.ranks.size)
             self.localizer.begin_mini_batch(self._step)
 
     def before_forward(self) -> None:
@@ -119,73 +103,16 @@ class ActorHook:
         """Values (B, T), zero outside of Lopti's stage: no part in a term of the loss; denominators stay."""
         return values * model_inputs[STAGE_MASK_KEY] if STAGE_MASK_KEY in model_inputs else values
 
-    def after_backward(self) -> None:
-        """After a micro-batch's backward."""
-        if self.localizer is not None:
-            self.localizer.after_backward()
-
-    def clip(self) -> torch.Tensor:
-        """Clip the gradient in ``.grad``; returns its norm before, a scalar.
-
-        With ``layer_clip`` nothing is clipped before localization has looked, and the norm is measured here instead.
-        """
-        if self.stabilizer is not None and self.stabilizer.clips_layers:
-            return self.stabilizer.measure()
+    def clip_by_verl(self) -> torch.Tensor:
         return self.actor._clip_grad_norm()
 
     def before_step(self) -> torch.Tensor:
-        """Clip, look, and settle what the step takes; returns the norm before clipping, a scalar."""
-        grad_norm = self.clip()
-        if self.localizer is not None:
-            grad_norm = self.localizer.before_step(grad_norm)
-            self._step = None
-        if self.stabilizer is not None:
-            grad_norm = self.stabilizer.before_step(grad_norm)
-        return grad_norm
+        norm = super().before_step()
+        self._step = None
+        return norm
 
     def end_update(self, metrics: dict[str, Any]) -> None:
         """Add the metrics that every rank has alike."""
-        if self.localizer is not None:
-            self.localizer.end_update()
-            if self._num_without_policy:
-                metrics["gradloc/updates_without_policy"] = [self._num_without_policy]
-        if self.stabilizer is not None:
-            self.stabilizer.end_update(metrics)
-
-    def report(self) -> RankReport:
-        """What this process has to say of the last update."""
-        learned = None if self.stabilizer is None else self.stabilizer.state()
-        if self.localizer is None:
-            return RankReport(Ranks().process, learned=learned)
-        return self.localizer.report(learned)
-
-
-class _Powers:
-    """The actor's powers: see :class:`~..loop.localizer.ActorPowers`."""
-
-    def __init__(self, hook: ActorHook):
-        self._hook = hook
-        self._actor = hook.actor
-
-    takes_what_is_not_finite = False
-
-    @property
-    def clip_limit(self) -> float:
-        stabilizer = self._hook.stabilizer
-        measures_only = stabilizer is not None and stabilizer.clips_layers
-        return math.inf if measures_only else self._actor.config.grad_clip
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._actor.actor_optimizer
-
-    @property
-    def scales_loss(self) -> bool:
-        return self._actor.scaler is not None
-
-    def clip(self) -> torch.Tensor:
-        return self._hook.clip()
-
-    def save_weights(self, global_step: int) -> str | None:
-        ranks = self._hook.localizer.ranks
-        return save_event_weights(self._actor.actor_module, self._actor.config.gradloc, global_step, ranks)
+        self.end(metrics)
+        if self._num_without_policy:
+            metrics["gradloc/updates_without_policy"] = [self._num_without_policy]

@@ -9,12 +9,13 @@ import torch
 from verl.utils.device import get_device_id
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
-from ...core.probe import Recorded, RngState, let_through, record
+from ...core.probe import LossOfGiven, Recorded, RngState, let_through, record
 from ...keys import ROW_KEY
 from ...search.precise import logit_bytes, precise_fused_readout, precise_readout
+from ..verl_common.losses import weights_of
 
 
-class ActorStep:
+class ActorStep(LossOfGiven):
     """One mini-batch of verl's actor, replayable: the :class:`~.probe.TrainingStep` of the search."""
 
     reduces_once = False
@@ -49,15 +50,13 @@ class ActorStep:
         return self.micro_batches[micro_batch].batch["response_mask"].bool().to(get_device_id())
 
     def token_weights(self, micro_batch: int) -> torch.Tensor:
-        """Read off verl's own aggregation, which is linear in the token losses: its derivative by each of them."""
         from verl.trainer.ppo.core_algos import agg_loss
 
         config = self.actor.config
         mask = self.micro_batches[micro_batch].batch["response_mask"].to(get_device_id())
-        token_losses = torch.zeros_like(mask, dtype=torch.float32, requires_grad=True)
-        loss = agg_loss(token_losses, mask, config.loss_agg_mode, **config.global_batch_info)
-        (weights,) = torch.autograd.grad(loss, token_losses)
-        return weights.nan_to_num() * self.actor._loss_scale_factor(mask) / self.dp_size
+        mode, told = config.loss_agg_mode, config.global_batch_info
+        weights = weights_of(mask, lambda token_losses: agg_loss(token_losses, mask, mode, **told))
+        return weights * self.actor._loss_scale_factor(mask) / self.dp_size
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -89,15 +88,6 @@ class ActorStep:
             entropy, _ = self.actor._forward_for_loss(inputs, self.temperature, calculate_entropy=True)
         return entropy
 
-    def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        recorded = self._recorded[micro_batch]
-        # a coefficient is of this rank's own (scaled) loss; the step's gradient is the mean over the ranks
-        factor = 1.0 / (self.dp_size * self.loss_scale)
-        found = recorded.log_prob_coefficient
-        log_prob = torch.zeros_like(recorded.log_prob) if found is None else found * factor
-        entropy = recorded.entropy_coefficient
-        return log_prob, None if entropy is None else entropy * factor
-
     def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
         self._recorded[micro_batch].rng.restore()
         inputs = self._inputs(micro_batch)
@@ -117,22 +107,12 @@ class ActorStep:
         """d (KL term) / d log_prob (B, T) from the recorded log-probs: no forward. None without a KL loss."""
         if not self.actor.config.use_kl_loss:
             return None
-        terms: dict[str, torch.Tensor] = {}
-        log_prob, _ = self._loss_of_recorded(micro_batch, terms)
-        (coefficients,) = torch.autograd.grad(terms["kl"], log_prob)
-        return coefficients
+        log_prob, terms = self.leaf(micro_batch), {}
+        self._loss(self._inputs(micro_batch), log_prob, self._recorded[micro_batch].entropy, terms)
+        return torch.autograd.grad(terms["kl"], log_prob)[0]
 
-    def has_finite_loss(self, micro_batch: int) -> bool:
-        """Whether the loss and its derivative by every log-prob are finite before any scaling: no forward."""
-        log_prob, loss = self._loss_of_recorded(micro_batch, {})
-        (coefficients,) = torch.autograd.grad(loss, log_prob)
-        return bool(torch.isfinite(loss) and torch.isfinite(coefficients).all())
-
-    def _loss_of_recorded(self, micro_batch: int, terms: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        """The recorded log-probs in float32 as a leaf, and the loss of them; ``terms`` receives its terms."""
-        recorded = self._recorded[micro_batch]
-        log_prob = recorded.log_prob.detach().float().clone().requires_grad_()
-        return log_prob, self._loss(self._inputs(micro_batch), log_prob, recorded.entropy, terms)
+    def loss_of_given(self, micro_batch: int, log_prob: torch.Tensor, is_without_kl: bool = False) -> torch.Tensor:
+        return self._loss(self._inputs(micro_batch), log_prob, self._recorded[micro_batch].entropy, {})
 
     def old_log_prob(self, micro_batch: int) -> torch.Tensor:
         """The old log-probs (B, T) that the loss used: the current ones under verl's on-policy shortcut."""

@@ -6,39 +6,47 @@ stabilizers' memory (:mod:`~..stabilize`, which works in the actor), the health 
 analyses and the rollout filter. Their states lie in one file beside each checkpoint.
 """
 
-import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from verl.utils.config import omega_conf_to_dataclass
-
-from ...config import GradLocConfig, fix_dump_dir
-from ...health.monitor import Monitor, build_monitor
+from ...config import fix_dump_dir
 from ...keys import POLICY_KEY, ROW_KEY, SEQUENCE_KEY
 from ...loop.batch import BatchView
 from ...loop.driver import sequence_ids
+from ...loop.wire import RankReport
 from ...names import refuse_unknown_names
-from ...record.state import load_states, save_states
 from ...reweighting import (
     ADVANTAGES_BEFORE_KEY,
     KEEPS_LR_SCHEDULE_KEY,
     STAGE_MASK_KEY,
     STAGE_NAME_KEY,
-    Lopti,
     Stage,
+    kept_share,
     reweight,
 )
 from ...stabilize import STABILIZER_KEY
-from ...stabilize.config import StabilizeConfig
-from ...stabilize.memory import StabilizerMemory, build_memory
-from ..verl_common.driver import VerlDriver, build_driver
+from ...stabilize.memory import build_memory
+from ..verl_common.driver import build_driver
 from ..verl_common.reports import reports_of
-from .analysis_trainer import Analysis, build_analysis
-from .critic.trainer import CriticSide
+from ..verl_common.trainer import TrainerParts, build_monitor, reweighting_of
+from .analysis_trainer import build_analysis
 from .refusals import check_critic, check_run, settings_of
-from .worker import report_of_actor
+from .worker import report_of_actor, report_of_critic
+
+
+class _Role(NamedTuple):
+    """Of a model: where verl keeps its workers, their mesh, and what each is asked for a report."""
+
+    group: str
+    mesh: str
+    ask: Callable[[Any], Any]
+
+
+_ACTOR = _Role("actor_rollout_wg", "actor", report_of_actor)
+_CRITIC = _Role("critic_wg", "critic", report_of_critic)
 
 
 def build_trainer_hook(trainer: Any) -> "TrainerHook":
@@ -47,98 +55,61 @@ def build_trainer_hook(trainer: Any) -> "TrainerHook":
     Raises:
         ValueError: one sentence, for a setting that is wrong or that these workers do not have.
     """
-    config = trainer.config
+    config, tokenizer = trainer.config, trainer.tokenizer
     refuse_unknown_names(config)
     settings = settings_of(config)
-    alpha, lopti = _reweighting(config)
+    alpha, lopti = reweighting_of(config)
+    is_on = {
+        "spike_detection": settings.enable,
+        "algorithm.lopti.enable": lopti is not None,
+        "gradloc.stabilize": settings.stabilize.is_on,
+        "gradloc.stabilize.token_clip or seq_clip": settings.stabilize.weighs_tokens,
+    }
+    for feature in (name for name, on in is_on.items() if on):
+        check_run(feature, config)
+    if settings.critic != "off":
+        check_critic(config)
+    fix_dump_dir(config, settings.root)
+    clip_key = "actor_rollout_ref.actor.grad_clip"
     return TrainerHook(
-        spikes=_driver(config, settings, trainer.tokenizer),
-        critic=_critic(trainer, settings),
+        spikes=build_driver(config, settings, tokenizer) if settings.enable else None,
+        critic=None if settings.critic == "off" else build_driver(config, settings, tokenizer, "critic"),
         alpha=alpha,
         lopti=lopti,
-        stabilizers=_stabilizers(config, settings.stabilize),
-        monitor=build_monitor(config),
+        stabilizers=build_memory(settings.stabilize, clip_key, config.actor_rollout_ref.actor.get("grad_clip")),
+        monitor=build_monitor(config, clip_limit(config)),
         analysis=build_analysis(trainer),
+        trainer=trainer,
     )
 
 
-def _driver(config: Any, settings: GradLocConfig, tokenizer: Any) -> VerlDriver | None:
-    fix_dump_dir(config, settings.root)
-    if not settings.enable:
-        return None
-    check_run("spike_detection", config)
-    return build_driver(config, settings, tokenizer)
+def clip_limit(config: Any) -> Any:
+    """verl's bound on the norm of the actor's gradient: its FSDP workers', or its Megatron and engine workers'."""
+    actor = config.actor_rollout_ref.actor
+    is_engine = config.trainer.get("use_legacy_worker_impl", "auto") == "disable"
+    if actor.get("strategy") in ("fsdp", "fsdp2") and not is_engine:
+        return actor.get("grad_clip")
+    return (actor.get("optim") or {}).get("clip_grad")
 
 
-def _critic(trainer: Any, settings: GradLocConfig) -> "CriticSide | None":
-    if settings.critic == "off":
-        return None
-    check_critic(trainer.config)
-    return CriticSide(trainer, build_driver(trainer.config, settings, trainer.tokenizer, "critic"))
-
-
-def _reweighting(config: Any) -> tuple[float, Lopti | None]:
-    """Advantage Reweighting's alpha and Lopti; a config without the blocks, of another trainer, has them off."""
-    algorithm = config.algorithm
-    if algorithm.get("lopti") is None or algorithm.get("advantage_reweighting") is None:
-        return 0.0, None
-    lopti = omega_conf_to_dataclass(algorithm.lopti)
-    if lopti.enable:
-        check_run("algorithm.lopti.enable", config)
-    return omega_conf_to_dataclass(algorithm.advantage_reweighting).alpha, Lopti(lopti) if lopti.enable else None
-
-
-def _stabilizers(config: Any, settings: StabilizeConfig) -> StabilizerMemory | None:
-    if settings.is_on:
-        check_run("gradloc.stabilize", config)
-    if settings.weighs_tokens:
-        check_run("gradloc.stabilize.token_clip or seq_clip", config)
-    return build_memory(settings, "actor_rollout_ref.actor.grad_clip", config.actor_rollout_ref.actor.get("grad_clip"))
-
-
-class TrainerHook:
+class TrainerHook(TrainerParts):
     """The parts that are on, behind the calls that verl's trainer makes.
 
     Args:
-        spikes: localization.
-        critic: the critic's.
-        alpha: of Advantage Reweighting; 0 is off.
-        lopti: the update in two stages.
-        stabilizers: memory of the actor's stabilizers.
-        monitor: the health monitor.
-        analysis: the gradient analyses and the rollout filter.
+        trainer: verl's, where the critic's updates are looked into.
+        parts: see :class:`~..verl_common.trainer.TrainerParts`.
     """
 
-    def __init__(
-        self,
-        spikes: VerlDriver | None = None,
-        critic: CriticSide | None = None,
-        alpha: float = 0.0,
-        lopti: Lopti | None = None,
-        stabilizers: StabilizerMemory | None = None,
-        monitor: Monitor | None = None,
-        analysis: Analysis | None = None,
-    ):
-        self.spikes, self.critic, self.alpha, self.lopti = spikes, critic, alpha, lopti
-        self.stabilizers, self.monitor, self.analysis = stabilizers, monitor, analysis
-        self._checkpoint: str | None = None
-
-    @property
-    def _stateful(self) -> dict[str, Any]:
-        """The parts that remember something, by their name in the state file."""
-        critic = None if self.critic is None else self.critic.driver
-        parts = {"spikes": self.spikes, "critic": critic, "stabilizers": self.stabilizers, "health": self.monitor}
-        return {name: part for name, part in parts.items() if part is not None}
+    def __init__(self, trainer: Any = None, **parts: Any):
+        super().__init__(**parts)
+        self._trainer = trainer
 
     def begin_fit(self, tracking: Any) -> None:
-        """Once verl's ``Tracking`` is open, before the first step: whom to tell events, and to show tables."""
-        if self.spikes is not None:
-            self.spikes.teller.trackers = tracking.logger
+        super().begin_fit(tracking)
         if self.critic is not None:
-            self.critic.driver.teller.trackers = tracking.logger
-            self.critic.begin_fit()
-        if self.analysis is not None:
-            self.analysis.trackers.update(tracking.logger)
+            group = self._trainer.critic_wg
+            of_verl = group.update_critic
+            group.update_critic = lambda batch: self._watched(self._trainer, _CRITIC, of_verl, batch)[0]
 
     # ---- the moments of a step, in order
 
@@ -162,8 +133,7 @@ class TrainerHook:
         after = reweight(before, batch.batch["old_log_probs"], self.alpha)
         batch.batch[ADVANTAGES_BEFORE_KEY] = before
         batch.batch["advantages"] = after
-        total = before[mask].abs().sum()
-        metrics["advantage_reweighting/kept_share"] = float(after[mask].abs().sum() / total) if total > 0 else 1.0
+        metrics["advantage_reweighting/kept_share"] = kept_share(before, after, mask)
 
     def analyze(self, trainer: Any, batch: Any, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
         """Just before the actor's update: the gradient analyses; returns whether the run is to end here."""
@@ -203,50 +173,40 @@ class TrainerHook:
 
     def after_step(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         """Just before the step's metrics are logged."""
-        if self.monitor is not None:
-            self.monitor.observe(BatchView(batch.batch, batch.non_tensor_batch), metrics, global_step)
-            if self._checkpoint is not None:  # written before the step had its metrics
-                self.save(self._checkpoint)
-        self._checkpoint = None
-
-    def save(self, global_step_folder: str) -> None:
-        """Put the parts' states beside a checkpoint."""
-        if save_states(self._stateful, global_step_folder):
-            self._checkpoint = global_step_folder
-            self._remember_checkpoint(global_step_folder)
-
-    def load(self, global_step_folder: str) -> None:
-        """Take the states back from a checkpoint; a part that it does not hold, or not as ours, starts anew."""
-        self._remember_checkpoint(global_step_folder)
-        load_states(self._stateful, global_step_folder)
+        self.judge(BatchView(batch.batch, batch.non_tensor_batch), metrics, global_step)
 
     # ---- inside
 
-    def _remember_checkpoint(self, folder: str) -> None:
-        if self.spikes is not None:
-            self.spikes.writer.last_checkpoint = os.path.abspath(folder)
-        if self.critic is not None:
-            self.critic.driver.writer.last_checkpoint = os.path.abspath(folder)
-
     def _update_once(self, trainer: Any, batch: Any) -> Any:
-        group = trainer.actor_rollout_wg
-        if self.spikes is None and self.stabilizers is None:
+        group, memory = trainer.actor_rollout_wg, self.stabilizers
+        if self.spikes is None and memory is None:
             return group.update_actor(batch)
+        if memory is not None and memory.to_send is not None:
+            batch.meta_info[STABILIZER_KEY] = memory.to_send
         if self.spikes is not None:
-            dp_size, stage = trainer._get_dp_size(group, "actor"), batch.meta_info.get(STAGE_NAME_KEY, "")
-            mask = batch.batch["response_mask"]
-            batch.meta_info[POLICY_KEY] = self.spikes.before_batch(mask, trainer.global_steps, dp_size, stage)
-            batch.batch[ROW_KEY] = torch.arange(len(batch))
-        if self.stabilizers is not None and self.stabilizers.to_send is not None:
-            batch.meta_info[STABILIZER_KEY] = self.stabilizers.to_send
-        output = group.update_actor(batch)
-        reports = reports_of(group, report_of_actor)
-        if self.stabilizers is not None:
+            output, reports = self._watched(trainer, _ACTOR, group.update_actor, batch)
+        else:
+            output, reports = group.update_actor(batch), reports_of(group, report_of_actor)
+        if memory is not None:
             batch.meta_info.pop(STABILIZER_KEY, None)
-            self.stabilizers.after_update(reports[0].learned)
-        if self.spikes is not None:
-            del batch.meta_info[POLICY_KEY]
-            batch.batch.pop(ROW_KEY)
-            view = BatchView(batch.batch, batch.non_tensor_batch)
-            output.meta_info["metrics"].update(self.spikes.after_update(reports, view))
+            memory.after_update(reports[0].learned)
         return output
+
+    def _watched(
+        self, trainer: Any, role: _Role, update: Callable[[Any], Any], batch: Any
+    ) -> tuple[Any, list[RankReport]]:
+        """An update of a model that is looked into, with the events written; its output, and the ranks' reports."""
+        driver: Any = self.critic if role is _CRITIC else self.spikes
+        group, stage = getattr(trainer, role.group), batch.meta_info.get(STAGE_NAME_KEY, "")
+        dp_size, mask = trainer._get_dp_size(group, role.mesh), batch.batch["response_mask"]
+        batch.meta_info[POLICY_KEY] = driver.before_batch(mask, trainer.global_steps, dp_size, stage)
+        batch.batch[ROW_KEY] = torch.arange(len(batch))
+        try:
+            output = update(batch)
+        finally:
+            batch.meta_info.pop(POLICY_KEY)
+            batch.batch.pop(ROW_KEY)
+        reports = reports_of(group, role.ask)
+        view = BatchView(batch.batch, batch.non_tensor_batch, is_critics=role is _CRITIC)
+        output.meta_info["metrics"].update(driver.after_update(reports, view))
+        return output, reports

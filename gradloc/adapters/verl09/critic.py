@@ -9,6 +9,7 @@ from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
+from ..verl_common.losses import weights_of
 from .engine import Watched
 from .step import EngineStep
 
@@ -19,20 +20,17 @@ class CriticStep(EngineStep):
     output, old = "values", "values"
 
     def token_weights(self, micro_batch: int) -> torch.Tensor:
-        mask, data = self.token_mask(micro_batch), self.micro_batches[micro_batch]
+        mask, data, config = self.token_mask(micro_batch), self.micro_batches[micro_batch], self._config
         told = {name: data[name] for name in ("dp_size", "batch_num_tokens", "global_batch_size")}
-        config = self._config
-        token_losses = torch.zeros_like(mask, dtype=torch.float32, requires_grad=True)
-        factor = config.loss_scale_factor
-        loss = 0.5 * agg_loss(token_losses, mask, config.loss_agg_mode, **told, loss_scale_factor=factor)
-        (weights,) = torch.autograd.grad(loss, token_losses)
-        return weights.nan_to_num() / self.dp_size
+        told["loss_scale_factor"] = config.loss_scale_factor
+        weights = weights_of(mask, lambda losses: 0.5 * agg_loss(losses, mask, config.loss_agg_mode, **told))
+        return weights / self.dp_size
 
     def forward_bytes(self) -> int:
         return 0
 
-    def kl_coefficients(self, micro_batch: int) -> None:
-        """A critic has no KL term."""
+    def has_kl_term(self) -> bool:
+        return False
 
 
 class GradLocValueEngine(Watched, FSDPEngineWithValueHead):

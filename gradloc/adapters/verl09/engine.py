@@ -1,34 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's FSDP engine with what is on riding along; the trainer puts it into its workers where a run asks for it."""
 
-import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.tensor import DTensor
 
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine import FSDPEngineWithLMHead
 from verl.workers.engine.fsdp import transformer_impl
 
-from ...core.gradients import GradientSpace
 from ...core.ranks import Ranks
 from ...keys import POLICY_KEY
-from ...loop.localizer import Localizer
 from ...loop.wire import Policy, RankReport
 from ...stabilize.ratio_clip import TokenWeigher
-from ...stabilize.stabilizer import Stabilizer
 from ..verl_common.reports import answer
-from ..verl_common.weights import save_event_weights
+from ..verl_common.watch import Clipping, Watch
 from .analysis.engine import ASKED_KEY, analyze
 from .loss import weighed, within_stage
 from .step import EngineStep, device_of
+
+CLIPPING = Clipping(transformer_impl)
 
 
 class Watched:
@@ -78,32 +74,33 @@ class GradLocEngine(Watched, FSDPEngineWithLMHead):
         stabilize = asked.settings.stabilize
         if stabilize.weighs_tokens:
             loss_function = weighed(loss_function, TokenWeigher(stabilize), _forget)
-        self.analysis_record = analyze(self, data, loss_function, partial(_clip, self), asked.request)
+        clip = partial(CLIPPING.clip, self.module, self.optimizer_config.clip_grad)
+        self.analysis_record = analyze(self, data, loss_function, clip, asked.request)
         return {"model_output": {}, "loss": [], "metrics": {}}
 
 
-class EngineWatch:
-    """What the engine calls, in the order of the methods; also the actor's powers for the localizer.
+class EngineWatch(Watch):
+    """What the engine calls, in the order of the methods.
 
     Args:
         engine: verl's.
         settings: those that hold.
     """
 
+    module = property(lambda self: self.engine.module)
+    optimizer = property(lambda self: self.engine.optimizer)
+    scaler = property(lambda self: self.engine.scaler)
+    grad_clip = property(lambda self: self.engine.optimizer_config.clip_grad)
+
     def __init__(self, engine: Any, settings: Any):
-        self.engine, self.settings = engine, settings
-        self.ranks = Ranks(device=device_of(), replicas=engine.ulysses_sequence_parallel_size)
-        self.localizer = Localizer(self, self.ranks, settings) if settings.enable else None
-        self.stabilizer = (
-            Stabilizer(settings.stabilize, engine.optimizer_config.clip_grad) if settings.stabilize.is_on else None
-        )
+        self.engine = engine
+        super().__init__(settings, Ranks(device=device_of(), replicas=engine.ulysses_sequence_parallel_size))
         self.is_open = self.keeps_lr_schedule = False
         """Whether a mini-batch is being watched; whether the update is followed by another of the same step."""
         self._found: dict[str, Any] = {}
         self._step: EngineStep | None = None
         self._update = -1
         self._num_left = 0
-        self._clip = partial(_clip, engine)
 
     @property
     def looks(self) -> bool:
@@ -114,11 +111,14 @@ class EngineWatch:
     def mini_batch(self, policy: Policy, loss_function: Any) -> Iterator[Callable]:
         """Around a mini-batch, which comes with its update's policy; gives the loss function to train with."""
         if policy.update != self._update:
-            self._begin_update(policy)
-        weigher = None if self.stabilizer is None else self.stabilizer.weigher
+            self._update, self._num_left = policy.update, len(policy.thresholds)
+            self.keeps_lr_schedule, self._found = policy.keeps_lr_schedule, {}
+            self.begin(policy, policy.stage or "", policy.learned)
         of_training = of_search = loss_function
-        if weigher is not None:
-            of_training, of_search = (weighed(loss_function, weigher, to) for to in (self.stabilizer.note, _forget))
+        if self.weigher is not None:
+            of_training, of_search = (
+                weighed(loss_function, self.weigher, to) for to in (self.stabilizer.note, _forget)
+            )
         if policy.stage is not None:
             of_training, of_search = within_stage(of_training), within_stage(of_search)
         if self.localizer is not None:
@@ -131,7 +131,7 @@ class EngineWatch:
             self._step, self.is_open = None, False
         self._num_left -= 1
         if self._num_left == 0:
-            self._end_update()
+            self.end(self._found)
 
     def before_forward(self, micro_batch: Any, loss_function: Callable) -> Callable:
         """Before a micro-batch's forward; returns the loss function to call after it."""
@@ -147,106 +147,25 @@ class EngineWatch:
 
         return watched
 
-    @contextmanager
-    def around_clip(self) -> Iterator[None]:
+    def around_clip(self) -> AbstractContextManager[None]:
         """While verl clips and steps: look in between, with the norm that verl's own clipping has measured."""
-        if self.localizer is not None:
-            self.localizer.after_backward()
-        with _clipping_replaced(self.engine, self._before_step):
-            yield
+        self.after_backward()
+        return CLIPPING.replaced(self.module, self.before_step)
 
-    def _before_step(self) -> torch.Tensor:
-        norm = self.clip()
-        if self.localizer is not None:
-            norm = self.localizer.before_step(norm)
-            self._step = None
-        return norm if self.stabilizer is None else self.stabilizer.before_step(norm)
+    def before_step(self) -> torch.Tensor:
+        norm = super().before_step()
+        self._step = None
+        return norm
+
+    def clip_by_verl(self) -> torch.Tensor:
+        return CLIPPING.clip(self.module, self.grad_clip)
 
     def report(self) -> RankReport:
-        """What this process has to say of the last update."""
-        learned = None if self.stabilizer is None else self.stabilizer.state()
-        if self.localizer is None:
-            report = RankReport(self.ranks.process, learned=learned)
-        else:
-            report = self.localizer.report(learned)
-        return replace(report, metrics=self._found)
-
-    # ---- the actor's powers: see loop.localizer.ActorPowers
-
-    takes_what_is_not_finite = False
-
-    @property
-    def clip_limit(self) -> float:
-        return math.inf if self._measures_only else self.engine.optimizer_config.clip_grad
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.engine.optimizer
-
-    @property
-    def scales_loss(self) -> bool:
-        return self.engine.scaler is not None
-
-    def clip(self) -> torch.Tensor:
-        return self.stabilizer.measure() if self._measures_only else self._clip()
-
-    def save_weights(self, global_step: int) -> str | None:
-        return save_event_weights(self.engine.module, self.settings, global_step, self.ranks)
-
-    # ---- inside
-
-    @property
-    def _measures_only(self) -> bool:
-        return self.stabilizer is not None and self.stabilizer.clips_layers
-
-    def _begin_update(self, policy: Policy) -> None:
-        self._update, self._num_left = policy.update, len(policy.thresholds)
-        self.keeps_lr_schedule, self._found = policy.keeps_lr_schedule, {}
-        space = GradientSpace(self.engine.module, self.ranks)
-        if self.localizer is not None:
-            self.localizer.begin_update(policy, space)
-        if self.stabilizer is not None:
-            self.stabilizer.begin_update(space, policy.stage or "", policy.learned)
-
-    def _end_update(self) -> None:
-        if self.localizer is not None:
-            self.localizer.end_update()
-        if self.stabilizer is not None:
-            self.stabilizer.end_update(self._found)
+        return replace(super().report(), metrics=self._found)
 
 
 def _forget(metrics: Any) -> None:
     """What a probe's clips did is what the training pass' have done."""
-
-
-def _clip(engine: Any) -> torch.Tensor:
-    """verl's own clipping; the norm before it, a scalar."""
-    limit = engine.optimizer_config.clip_grad
-    if isinstance(engine.module, FSDP1):
-        norm = type(engine.module).clip_grad_norm_(engine.module, limit)
-    else:
-        norm = _FSDP2_CLIP(engine.module.parameters(), max_norm=limit)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-_FSDP2_CLIP = transformer_impl.fsdp2_clip_grad_norm_
-
-
-@contextmanager
-def _clipping_replaced(engine: Any, clip: Callable[[], torch.Tensor]) -> Iterator[None]:
-    """verl's ``optimizer_step`` clips by one of these two names, and then steps."""
-    if isinstance(engine.module, FSDP1):
-        engine.module.clip_grad_norm_ = lambda max_norm: clip()
-        try:
-            yield
-        finally:
-            del engine.module.clip_grad_norm_
-        return
-    transformer_impl.fsdp2_clip_grad_norm_ = lambda parameters, max_norm: clip()
-    try:
-        yield
-    finally:
-        transformer_impl.fsdp2_clip_grad_norm_ = _FSDP2_CLIP
 
 
 def watch_actor(worker: Any) -> DataProto:

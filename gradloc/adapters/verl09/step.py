@@ -18,16 +18,17 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
 from verl.workers.engine import FSDPEngineWithLMHead
 
-from ...core.probe import Recorded, RngState
+from ...core.probe import LossOfGiven, Recorded, RngState
 from ...keys import ROW_KEY
 from ...search.precise import logit_bytes, precise_fused_readout, precise_readout
+from ..verl_common.losses import weights_of
 from .packed import Layout, only, padded
 
 _FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
 """Of verl's model output, and what they are called in a record; values are a critic's."""
 
 
-class EngineStep:
+class EngineStep(LossOfGiven):
     """One mini-batch of verl's FSDP engine, replayable: see :class:`~..core.probe.TrainingStep`.
 
     Args:
@@ -44,10 +45,8 @@ class EngineStep:
         self.engine, self.loss_function, self.dp_size = engine, loss_function, dp_size
         self.micro_batches: list[Any] = []
         self._recorded: list[Recorded] = []
-        self._values: list[dict[str, torch.Tensor]] = []
-        """Of each micro-batch, by the names of verl's model output: (N,), detached."""
-        self._grads: list[dict[str, torch.Tensor]] = []
-        """d loss / d value, as the backward delivered it: (N,)."""
+        self._packed: list[dict[str, torch.Tensor]] = []
+        """Of each micro-batch, by a record's names, what verl's model gave and the backward delivered: (N,)."""
         self._layouts: dict[int, Layout] = {}
 
     # ---- recording, while verl trains
@@ -57,17 +56,17 @@ class EngineStep:
         self.micro_batches.append(micro_batch)
         rng = RngState(torch.device(get_device_name()))
         self._recorded.append(Recorded(rng=rng, is_value=self.output == "values"))
-        self._values.append({})
-        self._grads.append({})
+        self._packed.append({})
 
     def after_forward(self, model_output: dict[str, torch.Tensor]) -> None:
         """Keep the last micro-batch's values and hook their coefficients; changes nothing and computes nothing."""
-        for key in _FIELDS:
+        packed = self._packed[-1]
+        for key, name in _FIELDS.items():
             value = model_output.get(key)
             if value is not None:
-                self._values[-1][key] = value.detach().values()
+                packed[name] = value.detach().values()
                 if value.requires_grad:
-                    value.register_hook(partial(_keep, self._grads[-1], key))
+                    value.register_hook(partial(_keep, packed, f"{name}_coefficient"))
 
     # ---- what the search may ask
 
@@ -93,11 +92,10 @@ class EngineStep:
         return getattr(self.engine.engine_config, "use_no_sync_for_gradient_accumulation", True)
 
     def recorded(self, micro_batch: int) -> Recorded:
-        recorded, values = self._recorded[micro_batch], self._values[micro_batch]
-        if values:  # padded when somebody asks, not while nothing spikes
-            for key, value in values.items():
-                setattr(recorded, _FIELDS[key], self._layout(micro_batch).unpack(value))
-            self._values[micro_batch] = {}
+        recorded, packed = self._recorded[micro_batch], self._packed[micro_batch]
+        while packed:  # padded when somebody asks, not while nothing spikes
+            name, values = packed.popitem()
+            setattr(recorded, name, self._layout(micro_batch).unpack(values))
         return recorded
 
     def rows(self, micro_batch: int) -> list[int]:
@@ -111,10 +109,8 @@ class EngineStep:
 
     def token_weights(self, micro_batch: int) -> torch.Tensor:
         config, mask = self._config, self.token_mask(micro_batch)
-        token_losses = torch.zeros_like(mask, dtype=torch.float32, requires_grad=True)
-        loss = agg_loss(token_losses, mask, config.loss_agg_mode, **config.global_batch_info)
-        (weights,) = torch.autograd.grad(loss, token_losses)
-        return weights.nan_to_num() / self.dp_size
+        mode, told = config.loss_agg_mode, config.global_batch_info
+        return weights_of(mask, lambda token_losses: agg_loss(token_losses, mask, mode, **told)) / self.dp_size
 
     def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
         return self.engine._gradient_sync_context(is_last_micro_batch=is_last)
@@ -142,14 +138,6 @@ class EngineStep:
         each = logit_bytes(self.temperature != 1, is_whole)
         return int(max(sizes) * vocabulary * each) // self.engine.ulysses_sequence_parallel_size
 
-    def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # a coefficient is of this rank's own (scaled) loss; the step's gradient is the mean over the ranks
-        factor, layout = 1.0 / (self.dp_size * self.loss_scale), self._layout(micro_batch)
-        found = {key: layout.unpack(grad) * factor for key, grad in self._grads[micro_batch].items()}
-        if self.output not in found:  # the loss does not depend on them
-            found[self.output] = torch.zeros_like(self.recorded(micro_batch).log_prob)
-        return found[self.output], found.get("entropy")
-
     def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
         self._recorded[micro_batch].rng.restore()
         data = self._data(micro_batch)
@@ -164,21 +152,18 @@ class EngineStep:
         scaler = self.engine.scaler
         return loss if scaler is None else scaler.scale(loss)
 
-    def kl_coefficients(self, micro_batch: int) -> torch.Tensor | None:
-        """d (KL term) / d log_prob (B, T): of the loss with the term less that of the loss without; no forward."""
-        if not self._config.use_kl_loss:
-            return None
-        without = copy.copy(self._config)
-        object.__setattr__(without, "use_kl_loss", False)  # verl freezes its configs
-        both = [self._loss_of_recorded(micro_batch, loss) for loss in (self.loss_function, self._with(without))]
-        derivatives = [torch.autograd.grad(loss, log_prob)[0] for log_prob, loss in both]
-        return derivatives[0] - derivatives[1]
+    def has_kl_term(self) -> bool:
+        return bool(self._config.use_kl_loss)
 
-    def has_finite_loss(self, micro_batch: int) -> bool:
-        """Whether the loss and its derivative by every log-prob are finite before any scaling: no forward."""
-        log_prob, loss = self._loss_of_recorded(micro_batch, self.loss_function)
-        (coefficients,) = torch.autograd.grad(loss, log_prob)
-        return bool(torch.isfinite(loss) and torch.isfinite(coefficients).all())
+    def loss_of_given(self, micro_batch: int, log_prob: torch.Tensor, is_without_kl: bool = False) -> torch.Tensor:
+        pack, entropy, of_verl = self._layout(micro_batch).pack, self.recorded(micro_batch).entropy, self.loss_function
+        if is_without_kl:
+            without = copy.copy(self._config)
+            object.__setattr__(without, "use_kl_loss", False)  # verl freezes its configs
+            of_verl = partial(of_verl.func, *of_verl.args, **{**of_verl.keywords, "config": without})
+        output = {self.output: pack(log_prob)} | ({} if entropy is None else {"entropy": pack(entropy)})
+        group = self.engine.get_data_parallel_group()
+        return of_verl(model_output=output, data=self._data(micro_batch), dp_group=group)[0]
 
     def old_log_prob(self, micro_batch: int) -> torch.Tensor:
         """(B, T), as they came with the batch."""
@@ -189,10 +174,6 @@ class EngineStep:
     @property
     def _config(self) -> Any:
         return self.loss_function.keywords["config"]
-
-    def _with(self, config: Any) -> Callable:
-        of_verl = self.loss_function
-        return partial(of_verl.func, *of_verl.args, **{**of_verl.keywords, "config": config})
 
     @property
     def _is_fused(self) -> bool:
@@ -215,18 +196,6 @@ class EngineStep:
         unpack = self._layout(micro_batch).unpack
         return {key: unpack(output[key].values()) for key in _FIELDS if output.get(key) is not None}
 
-    def _loss_of_recorded(self, micro_batch: int, loss_function: Callable) -> tuple[torch.Tensor, torch.Tensor]:
-        """The recorded log-probs (B, T) in float32 as a leaf, and the loss of them."""
-        recorded, data = self.recorded(micro_batch), self._data(micro_batch)
-        log_prob = recorded.log_prob.detach().float().clone().requires_grad_()
-        pack = self._layout(micro_batch).pack
-        output = {self.output: pack(log_prob)}
-        if recorded.entropy is not None:
-            output["entropy"] = pack(recorded.entropy)
-        group = self.engine.get_data_parallel_group()
-        loss, _ = loss_function(model_output=output, data=data, dp_group=group)
-        return log_prob, loss
-
 
 def device_of() -> Any:
     """This process' device, as collectives take it."""
@@ -244,5 +213,5 @@ def _is_fused(data: Any) -> bool:
     return tu.get_non_tensor_data(data=data, key="use_fused_kernels", default=False)
 
 
-def _keep(grads: dict[str, torch.Tensor], key: str, grad: torch.Tensor) -> None:
-    grads[key] = grad.detach().values()
+def _keep(packed: dict[str, torch.Tensor], name: str, grad: torch.Tensor) -> None:
+    packed[name] = grad.detach().values()

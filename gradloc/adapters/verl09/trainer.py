@@ -15,16 +15,15 @@ from verl.utils.metric import reduce_metrics
 from verl.workers.utils.padding import response_to_nested
 
 from ...config import fix_dump_dir, settings_in
-from ...health.monitor import Monitor, build_monitor
 from ...keys import POLICY_KEY, ROW_KEY
 from ...loop.metrics import joined
 from ...loop.wire import Policy, RankReport
 from ...names import refuse_unknown_names
-from ...record.state import load_states, save_states
-from ...reweighting import STAGE_MASK_KEY, Lopti, Stage, reweight
+from ...reweighting import STAGE_MASK_KEY, Stage, kept_share, reweight
 from ...stabilize.memory import build_memory
 from ..verl_common.driver import VerlDriver, build_driver
 from ..verl_common.reports import reports_of
+from ..verl_common.trainer import TrainerParts, build_monitor, reweighting_of
 from .analysis.trainer import build_analysis
 from .batch import fetch, put, view_of
 from .config import check_critic, check_features
@@ -56,7 +55,7 @@ _ACTOR = _Role("actor_rollout_wg", "actor", watch_actor, report_of_actor)
 _CRITIC = _Role("critic_wg", "train", watch_critic, report_of_model)
 
 
-class TrainerSide:
+class TrainerSide(TrainerParts):
     """What a V1 trainer calls, in the order of the methods; each part does nothing while it is off.
 
     Args:
@@ -70,39 +69,20 @@ class TrainerSide:
         refuse_unknown_names(config)
         self.config = config
         self.settings = settings_in(config, omega_conf_to_dataclass)
-        self.alpha, self.lopti = self._reweighting()
-        self.analysis = build_analysis(config, self.settings)
-        if check_features(config, self.settings, self.lopti, self.analysis):
+        alpha, lopti = reweighting_of(config)
+        analysis = build_analysis(config, self.settings)
+        if check_features(config, self.settings, lopti, analysis):
             check_verl("trainer")
         fix_dump_dir(config, self.settings.root)
-        self.monitor: Monitor | None = build_monitor(config)
         if self.settings.critic != "off":
             check_critic(config)
-        actor = config.actor_rollout_ref.actor
-        clip = OmegaConf.select(actor, "optim.clip_grad")
-        self.stabilizers = build_memory(self.settings.stabilize, "actor_rollout_ref.actor.optim.clip_grad", clip)
-        self.spikes: VerlDriver | None = None
-        self.critic: VerlDriver | None = None
+        clip = OmegaConf.select(config.actor_rollout_ref.actor, "optim.clip_grad")
+        memory = build_memory(self.settings.stabilize, "actor_rollout_ref.actor.optim.clip_grad", clip)
+        monitor = build_monitor(config, clip)
+        super().__init__(alpha=alpha, lopti=lopti, stabilizers=memory, monitor=monitor, analysis=analysis)
         self._watched_groups: set[str] = set()
         self._num_updates = 0
         self._of_updates: dict[str, list[dict[str, float]]] = {}  # the present step's metrics, by model
-        self._checkpoint: str | None = None
-
-    def _reweighting(self) -> tuple[float, Lopti | None]:
-        """Advantage Reweighting's alpha, and Lopti; a config without the blocks has them off."""
-        blocks = [self.config.algorithm.get(name) for name in ("advantage_reweighting", "lopti")]
-        alpha, lopti = (None if block is None else omega_conf_to_dataclass(block) for block in blocks)
-        is_on = lopti is not None and lopti.enable
-        return (0.0 if alpha is None else alpha.alpha), (Lopti(lopti) if is_on else None)
-
-    @property
-    def _stateful(self) -> dict[str, Any]:
-        parts = {"spikes": self.spikes, "critic": self.critic, "stabilizers": self.stabilizers, "health": self.monitor}
-        return {name: part for name, part in parts.items() if part is not None}
-
-    @property
-    def _drivers(self) -> list[VerlDriver]:
-        return [driver for driver in (self.spikes, self.critic) if driver is not None]
 
     def begin(self, tokenizer: Any) -> None:
         """Once the tokenizer is there, before the workers are."""
@@ -113,18 +93,6 @@ class TrainerSide:
         if self.settings.critic != "off":
             self.critic = build_driver(self.config, self.settings, tokenizer, "critic")
             print(f"gradloc: on for the critic ({self.settings.critic}): {self.critic.writer.store.root}", flush=True)
-
-    def begin_fit(self, tracking: Any) -> None:
-        """Once verl's ``Tracking`` is open: whom to tell events."""
-        for driver in self._drivers:
-            driver.teller.trackers = tracking.logger
-        if self.analysis is not None:
-            self.analysis.trackers.update(tracking.logger)
-
-    def load(self, folder: str) -> None:
-        """Take the states back from the checkpoint that the trainer has resumed from."""
-        self._remember(folder)
-        load_states(self._stateful, folder)
 
     def filter(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Once rewards are known, before verl deals the rows out: those to train on."""
@@ -140,8 +108,7 @@ class TrainerSide:
         after = reweight(before, padded["old_log_probs"], self.alpha)
         fields = {"advantages": response_to_nested(after, found["response_mask"])}
         put(batch, fields)
-        total = before[mask].abs().sum()
-        metrics["advantage_reweighting/kept_share"] = float(after[mask].abs().sum() / total) if total > 0 else 1.0
+        metrics["advantage_reweighting/kept_share"] = kept_share(before, after, mask)
 
     def update(self, update: Update, metrics: dict[str, Any]) -> Any:
         """The actor's update through verl's own method, once or in Lopti's two stages; before it, what is analysed."""
@@ -248,21 +215,7 @@ class TrainerSide:
             if len(found) > 1:  # of which verl has taken means
                 metrics.update(joined(found))
         self._of_updates = {}
-        if self.monitor is not None:
-            self.monitor.observe(view_of(batch), metrics, global_step)
-            if self._checkpoint is not None:  # written before the step had its metrics
-                self.save(self._checkpoint)
-        self._checkpoint = None
-
-    def save(self, folder: str) -> None:
-        """Put the parts' states beside a checkpoint."""
-        if save_states(self._stateful, folder):
-            self._checkpoint = folder
-            self._remember(folder)
-
-    def _remember(self, folder: str) -> None:
-        for driver in self._drivers:
-            driver.writer.last_checkpoint = os.path.abspath(folder)
+        self.judge(view_of(batch), metrics, global_step)
 
 
 class _Ended(Exception):

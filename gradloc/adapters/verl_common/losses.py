@@ -2,6 +2,7 @@
 """What the installed verl's losses do, asked of themselves."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,3 +43,15 @@ def _policy_loss(config: Any, mode: str, **of_mini_batch: int) -> float:
     policy_loss = get_policy_loss_fn(config.policy_loss.get("loss_mode", "vanilla"))
     given = {"advantages": advantages, "response_mask": mask, "loss_agg_mode": mode, "config": config}
     return float(policy_loss(old_log_prob=log_prob, log_prob=log_prob, **given)[0])
+
+
+def weights_of(mask: torch.Tensor, aggregate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Each token's weight in a loss, read off verl's own aggregation, which is linear in the token losses.
+
+    Args:
+        mask: (B, T), 1 on response tokens.
+        aggregate: token losses (B, T) -> the loss.
+    """
+    token_losses = torch.zeros_like(mask, dtype=torch.float32, requires_grad=True)
+    (weights,) = torch.autograd.grad(aggregate(token_losses), token_losses)
+    return weights.nan_to_num()

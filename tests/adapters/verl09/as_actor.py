@@ -181,12 +181,13 @@ class Trainer(harness.Trainer):
     def analysed(self, batch: Any) -> Iterator[tuple[Any, Any]]:
         """The engine as an analysis sees it, and this rank's rows."""
         from gradloc.adapters.verl09.analysis.engine import AnalysisEngine
-        from gradloc.adapters.verl09.engine import _clip
+        from gradloc.adapters.verl09.engine import CLIPPING
         from verl.utils import tensordict_utils as tu
 
         data = self._rows(batch)
         tu.assign_non_tensor(data, use_remove_padding=self.worker.actor.model_config.use_remove_padding)
-        adapted = AnalysisEngine(self.engine, data, self.worker.actor.loss_fn, partial(_clip, self.engine))
+        clip = partial(CLIPPING.clip, self.engine.module, self.engine.optimizer_config.clip_grad)
+        adapted = AnalysisEngine(self.engine, data, self.worker.actor.loss_fn, clip)
         yield adapted, adapted.rows
 
     def analyze(self, batch: Any) -> dict[str, Any]:

@@ -1,28 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's critic with a localizer riding along: its values stand where the actor's log-probs stand."""
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.tensor import DTensor
 
 from verl.trainer.ppo import core_algos
 from verl.utils.device import get_device_id
 from verl.workers.critic import DataParallelPPOCritic, dp_critic
 
-from ....core.gradients import GradientSpace
-from ....core.probe import Recorded, RngState, let_through, record
+from ....core.probe import LossOfGiven, Recorded, RngState, let_through, record
 from ....core.ranks import Ranks
 from ....keys import POLICY_KEY, ROW_KEY
-from ....loop.localizer import Localizer
 from ....loop.wire import Policy, RankReport
 from ....search.precise import precise_readout
+from ...verl_common.losses import weights_of
+from ...verl_common.watch import Clipping, Watch
 
-_FSDP2_CLIP = dp_critic.fsdp2_clip_grad_norm_
+_CLIPPING = Clipping(dp_critic)
 
 
 class WatchedCritic(DataParallelPPOCritic):
@@ -37,15 +34,12 @@ class WatchedCritic(DataParallelPPOCritic):
             self._watch = CriticWatch(self, data.meta_info[POLICY_KEY].settings)
         select = data.select  # verl takes the keys that it knows
         data.select = lambda batch_keys, **given: select(batch_keys=[*batch_keys, ROW_KEY], **given)
-        self._watch.begin_update(data.meta_info[POLICY_KEY])
-        try:
+        with self._watch.update(data.meta_info[POLICY_KEY]):
             return super().update_critic(data)
-        finally:
-            self._watch.end_update()
 
     def report(self) -> RankReport | None:
         """What this process has to say of the last update; None where none was watched."""
-        return None if self._watch is None else self._watch.localizer.report()
+        return None if self._watch is None else self._watch.report()
 
     def _forward_micro_batch(self, micro_batch: dict[str, Any]) -> torch.Tensor:
         if self._watch is None or not self._watch.is_open:
@@ -59,83 +53,64 @@ class WatchedCritic(DataParallelPPOCritic):
             return super()._optimizer_step()
 
 
-class CriticWatch:
-    """What the critic calls, in the order of the methods; also its powers for the localizer.
+class CriticWatch(Watch):
+    """What the critic calls, in the order of the methods.
 
     Args:
         critic: verl's.
-        settings: those that hold.
+        settings: those that hold for it.
     """
 
-    scales_loss = False
-    takes_what_is_not_finite = False
+    scaler = None
+    module = property(lambda self: self.critic.critic_module)
+    optimizer = property(lambda self: self.critic.critic_optimizer)
+    grad_clip = property(lambda self: self.critic.config.grad_clip)
 
     def __init__(self, critic: DataParallelPPOCritic, settings: Any):
-        self.critic, self.clip_limit = critic, critic.config.grad_clip
+        self.critic = critic
         device = get_device_id() if critic.device_name != "cpu" else "cpu"
-        self.localizer = Localizer(self, Ranks(device=device), settings)
+        super().__init__(settings, Ranks(device=device))
         self.is_open = False
         """Whether an update is being watched, and no probe is running."""
         self._step: CriticStep | None = None
 
-    def begin_update(self, policy: Policy) -> None:
-        found = self.localizer
-        found.begin_update(policy, GradientSpace(self.critic.critic_module, found.ranks))
+    @contextmanager
+    def update(self, policy: Policy) -> Iterator[None]:
+        """Around an update that comes with a policy."""
+        self.begin(policy)
         self.is_open = True
+        try:
+            yield
+        finally:
+            self._step, self.is_open = None, False
+            self.end({})
 
     def forward(self, micro_batch: dict[str, Any], forward: Callable) -> torch.Tensor:
         """verl's forward of the next micro-batch."""
         if self._step is None:
-            self._step = CriticStep(self.critic, self.localizer.ranks.size)
+            self._step = CriticStep(self.critic, self.ranks.size)
             self.localizer.begin_mini_batch(self._step)
         else:
-            self.localizer.after_backward()  # of the one before
+            self.after_backward()  # of the one before
         return self._step.forward_recorded(micro_batch, forward)
 
-    @contextmanager
-    def around_clip(self) -> Iterator[None]:
+    def around_clip(self) -> AbstractContextManager[None]:
         """While verl clips and steps: look in between, with the norm that verl's own clipping has measured."""
-        self.localizer.after_backward()
-        module = self.critic.critic_module
-        if isinstance(module, FSDP1):
-            module.clip_grad_norm_ = lambda max_norm: self._clip_and_look()
-        dp_critic.fsdp2_clip_grad_norm_ = lambda parameters, max_norm: self._clip_and_look()
-        try:
-            yield
-        finally:
-            dp_critic.fsdp2_clip_grad_norm_ = _FSDP2_CLIP
-            vars(module).pop("clip_grad_norm_", None)
+        self.after_backward()
+        return _CLIPPING.replaced(self.module, self.before_step)
 
-    def _clip_and_look(self) -> torch.Tensor:
+    def before_step(self) -> torch.Tensor:
         self.is_open = False
         try:
-            return self.localizer.before_step(self.clip())
+            return super().before_step()
         finally:
             self._step, self.is_open = None, True
 
-    def end_update(self) -> None:
-        self._step, self.is_open = None, False
-        self.localizer.end_update()
-
-    # ---- the critic's powers: see loop.localizer.ActorPowers
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.critic.critic_optimizer
-
-    def clip(self) -> torch.Tensor:
-        module = self.critic.critic_module
-        if isinstance(module, FSDP1):
-            norm = type(module).clip_grad_norm_(module, self.clip_limit)
-        else:
-            norm = _FSDP2_CLIP(module.parameters(), max_norm=self.clip_limit)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def save_weights(self, global_step: int) -> None:
-        """Only a replay would use them."""
+    def clip_by_verl(self) -> torch.Tensor:
+        return _CLIPPING.clip(self.module, self.grad_clip)
 
 
-class CriticStep:
+class CriticStep(LossOfGiven):
     """One mini-batch of verl's critic, replayable: the :class:`~..core.probe.TrainingStep` of the search."""
 
     on_policy, reduces_once, temperature, loss_scale = False, False, 1.0, 1.0
@@ -172,11 +147,9 @@ class CriticStep:
         return self.micro_batches[micro_batch]["response_mask"].bool()
 
     def token_weights(self, micro_batch: int) -> torch.Tensor:
-        mask = self.micro_batches[micro_batch]["response_mask"]
-        losses = torch.zeros_like(mask, dtype=torch.float32, requires_grad=True)
-        loss = 0.5 * core_algos.agg_loss(losses, mask, self.critic.config.loss_agg_mode)
-        (weights,) = torch.autograd.grad(loss, losses)
-        return weights.nan_to_num() * self._loss_scale_factor(micro_batch) / self.dp_size
+        mask, mode = self.micro_batches[micro_batch]["response_mask"], self.critic.config.loss_agg_mode
+        weights = weights_of(mask, lambda losses: 0.5 * core_algos.agg_loss(losses, mask, mode))
+        return weights * self._loss_scale_factor(micro_batch) / self.dp_size
 
     def forward(self, micro_batch: int) -> tuple[torch.Tensor, None]:
         with torch.no_grad(), precise_readout(self.critic.critic_module, self.compute_dtype):
@@ -188,18 +161,8 @@ class CriticStep:
     def entropies(self, micro_batch: int) -> torch.Tensor:
         raise NotImplementedError("a critic has no entropy")
 
-    def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, None]:
-        found = self._recorded[micro_batch].log_prob_coefficient
-        return torch.zeros_like(self._recorded[micro_batch].log_prob) if found is None else found / self.dp_size, None
-
-    def kl_coefficients(self, micro_batch: int) -> None:
-        """A critic has no KL term."""
-
-    def has_finite_loss(self, micro_batch: int) -> bool:
-        values = self._recorded[micro_batch].log_prob.detach().float().clone().requires_grad_()
-        loss = self._loss(micro_batch, values)
-        (coefficients,) = torch.autograd.grad(loss, values)
-        return math.isfinite(loss) and bool(torch.isfinite(coefficients).all())
+    def has_kl_term(self) -> bool:
+        return False
 
     def old_log_prob(self, micro_batch: int) -> torch.Tensor:
         """The values (B, T) before the update."""
@@ -207,19 +170,13 @@ class CriticStep:
 
     def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
         values = self._values(micro_batch)
-        return self._loss(micro_batch, values if selected is None else let_through(selected, values))
+        return self.loss_of_given(micro_batch, values if selected is None else let_through(selected, values))
 
-    # ---- inside
-
-    def _values(self, micro_batch: int) -> torch.Tensor:
-        self._recorded[micro_batch].rng.restore()
-        return DataParallelPPOCritic._forward_micro_batch(self.critic, self.micro_batches[micro_batch])
-
-    def _loss(self, micro_batch: int, values: torch.Tensor) -> torch.Tensor:
-        """As verl's update has it."""
+    def loss_of_given(self, micro_batch: int, log_prob: torch.Tensor, is_without_kl: bool = False) -> torch.Tensor:
+        """As verl's update has it, of these values."""
         inputs, config = self.micro_batches[micro_batch], self.critic.config
         loss, _ = core_algos.compute_value_loss(
-            vpreds=values,
+            vpreds=log_prob,
             values=inputs["values"],
             returns=inputs["returns"],
             response_mask=inputs["response_mask"],
@@ -227,6 +184,12 @@ class CriticStep:
             loss_agg_mode=config.loss_agg_mode,
         )
         return loss * self._loss_scale_factor(micro_batch)
+
+    # ---- inside
+
+    def _values(self, micro_batch: int) -> torch.Tensor:
+        self._recorded[micro_batch].rng.restore()
+        return DataParallelPPOCritic._forward_micro_batch(self.critic, self.micro_batches[micro_batch])
 
     def _loss_scale_factor(self, micro_batch: int) -> float:
         if self.critic.config.use_dynamic_bsz:

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rides along with a model's updates on a rank: the localizer and the stabilizers, and what they ask of verl."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
+
+from ...core.gradients import GradientSpace
+from ...core.ranks import Ranks
+from ...loop.localizer import Localizer
+from ...loop.wire import Policy, RankReport
+from ...stabilize.stabilizer import Stabilizer
+from .weights import save_event_weights
+
+
+class Watch:
+    """The parts that are on, called in the order of the methods; also the model's powers: see
+    :class:`~...loop.localizer.ActorPowers`. An adapter says what verl calls the model's own parts.
+
+    Args:
+        settings: those that hold.
+        ranks: the data-parallel ranks.
+    """
+
+    takes_what_is_not_finite = False
+    module: Any
+    optimizer: Any
+    scaler: Any
+    grad_clip: Any
+    """verl's bound on the global norm."""
+
+    def __init__(self, settings: Any, ranks: Ranks):
+        self.settings, self.ranks = settings, ranks
+        self.localizer = Localizer(self, ranks, settings) if settings.enable else None
+        self.stabilizer = Stabilizer(settings.stabilize, self.grad_clip) if settings.stabilize.is_on else None
+        self.weigher = None if self.stabilizer is None else self.stabilizer.weigher
+
+    def clip_by_verl(self) -> torch.Tensor:
+        """verl's own clipping of what is in ``.grad``; the norm before it, a scalar."""
+        raise NotImplementedError
+
+    def begin(self, policy: Policy | None, stage: str = "", learned: Any = None) -> None:
+        """Before the first micro-batch of an update; see :meth:`~...stabilize.stabilizer.Stabilizer.begin_update`."""
+        if self.localizer is not None:
+            self.localizer.begin_update(policy, GradientSpace(self.module, self.ranks))
+        if self.stabilizer is not None:
+            self.stabilizer.begin_update(GradientSpace(self.module), stage, learned)
+
+    def after_backward(self) -> None:
+        """After a micro-batch's backward."""
+        if self.localizer is not None:
+            self.localizer.after_backward()
+
+    def before_step(self) -> torch.Tensor:
+        """Clip, look, and settle what the step takes; returns the norm before clipping, a scalar."""
+        norm = self.clip()
+        if self.localizer is not None:
+            norm = self.localizer.before_step(norm)
+        return norm if self.stabilizer is None else self.stabilizer.before_step(norm)
+
+    def end(self, metrics: dict[str, Any]) -> None:
+        """After the update: add the metrics that every rank has alike."""
+        if self.localizer is not None:
+            self.localizer.end_update()
+        if self.stabilizer is not None:
+            self.stabilizer.end_update(metrics)
+
+    def report(self) -> RankReport:
+        """What this process has to say of the last update."""
+        learned = None if self.stabilizer is None else self.stabilizer.state()
+        if self.localizer is None:
+            return RankReport(self.ranks.process, learned=learned)
+        return self.localizer.report(learned)
+
+    # ---- the model's powers
+
+    @property
+    def clip_limit(self) -> float:
+        return math.inf if self._measures_only else self.grad_clip
+
+    @property
+    def scales_loss(self) -> bool:
+        return self.scaler is not None
+
+    def clip(self) -> torch.Tensor:
+        """With ``layer_clip`` nothing is clipped before localization has looked, and the norm is measured instead."""
+        return self.stabilizer.measure() if self._measures_only else self.clip_by_verl()
+
+    def save_weights(self, global_step: int) -> str | None:
+        return save_event_weights(self.module, self.settings, global_step, self.ranks)
+
+    @property
+    def _measures_only(self) -> bool:
+        return self.stabilizer is not None and self.stabilizer.clips_layers
+
+
+class Clipping:
+    """verl's clipping by a name that one of its modules has imported, and something else in its place for a while.
+
+    Args:
+        holder: the module of verl's that clips: of FSDP1 by the model's own method, of FSDP2 by this function.
+    """
+
+    def __init__(self, holder: ModuleType):
+        self._holder, self._of_fsdp2 = holder, holder.fsdp2_clip_grad_norm_
+
+    def clip(self, module: torch.nn.Module, limit: float) -> torch.Tensor:
+        """As verl does; the norm before, a scalar."""
+        if isinstance(module, FSDP1):
+            norm = type(module).clip_grad_norm_(module, limit)
+        else:
+            norm = self._of_fsdp2(module.parameters(), max_norm=limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    @contextmanager
+    def replaced(self, module: torch.nn.Module, instead: Callable[[], torch.Tensor]) -> Iterator[None]:
+        """While verl clips and then steps: look in between."""
+        if isinstance(module, FSDP1):
+            module.clip_grad_norm_ = lambda max_norm: instead()
+        self._holder.fsdp2_clip_grad_norm_ = lambda parameters, max_norm: instead()
+        try:
+            yield
+        finally:
+            self._holder.fsdp2_clip_grad_norm_ = self._of_fsdp2
+            vars(module).pop("clip_grad_norm_", None)
