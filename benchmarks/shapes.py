@@ -25,7 +25,7 @@ import torch
 from benchmarks.localization import pretrained
 from benchmarks.run import REPO, Progress
 from experiments.llm import tasks
-from gradloc.search.candidates import _ELEVATED
+from gradloc.search.rows import ELEVATED
 from gradloc.words.causes import _NOTABLE
 from tests.bare import log_prob_of
 
@@ -190,7 +190,7 @@ def summary(step: dict[str, Any]) -> Summary:
         jacobian_over=_part(over >= _NOTABLE),
         beyond_probability=_part((over >= _NOTABLE) & (over > _NOTABLE * predicted)),
         advantage_over=_part(coefficient.abs() >= _NOTABLE * coefficient.abs().median()),
-        rows_elevated=_part(per_row >= _ELEVATED * per_row.median()),
+        rows_elevated=_part(per_row >= ELEVATED * per_row.median()),
         largest_norm=float(norm.max()) / step["step_norm"],
         largest_share=float(share.abs().max()),
         top_shares=tops,

@@ -17,7 +17,7 @@ import torch
 from benchmarks.counter import DeviceCounter
 from benchmarks.gpu.cells import MODELS, Bench
 from benchmarks.run import REPO
-from gradloc.search.precise import _has_wide_product, precise_readout
+from gradloc.adapters.verl_common.precise import _has_wide_product, precise_readout
 
 _POSITIONS = 512
 

@@ -12,18 +12,21 @@ from typing import NamedTuple
 
 import torch
 
-from .. import record
 from ..core.gradients import GradientSpace
 from ..core.probe import TrainingStep
 from ..core.ranks import Ranks
 from ..core.selection import Token, mask_without
 from ..core.trigger import Place, Spike
 from ..record import (
+    Action,
+    Certificate,
     Coefficients,
     Consequence,
+    Culprit,
     Event,
-    LayerHistory,
+    History,
     Ratios,
+    Search,
     Sequence,
     Shares,
     Step,
@@ -31,9 +34,9 @@ from ..record import (
 )
 from ..search.find import Finding
 from ..search.share import ShareMap
-from ..search.task import Culprit, PathEntry
+from ..search.task import CulpritSpan
 from .fingerprint import fingerprint
-from .layers import kind_of, layer_of, norms_by
+from .layers import kind_of, layer_history, layer_of, norms_by
 from .wire import RawEntry, RawEvent
 
 _TERMS = ("policy", "kl", "entropy")
@@ -56,7 +59,7 @@ class SpikeContext:
     """The spike's squared norm per parameter, before clipping: float64 (num_params,)."""
     history: torch.Tensor | None
     """The same of earlier steps: float64 (steps, num_params); None when it was not tracked."""
-    action: record.Action
+    action: Action
     clip_limit: float
     """The norm that the actor clips to; inf where it does not clip the whole."""
     checkpoint: str | None
@@ -109,14 +112,14 @@ def raw_event(context: SpikeContext, budget: int, keeps_all: bool) -> RawEvent |
                 sp_size=ranks.replicas,
                 stage=place.stage,
             ),
-            trigger=Trigger(**vars(spike), history=record.History(**place.history) if place.history else None),
+            trigger=Trigger(**vars(spike), history=History(**place.history) if place.history else None),
             search=_search_record(finding, budget),
             culprits=culprits,
             certificate=finding.certificate,
             action=action,
             layers=norms_by(layer_of, names, squares),
             kinds=norms_by(kind_of, names, squares),
-            layer_history=_layer_history(names, squares, context.history),
+            layer_history=layer_history(names, squares, context.history),
             shares=_shares_record(result.shares, [part.shares for part in gathered]),
             cause=result.source,
             rerun=finding.rerun,
@@ -171,7 +174,7 @@ class _OfRank:
     """One rank's part of the event."""
 
     sums: _Sums
-    culprits: dict[int, record.Culprit]
+    culprits: dict[int, Culprit]
     """Its own, by number."""
     sequences: dict[_Row, Sequence]
     """Its own of those to keep."""
@@ -260,7 +263,7 @@ class _LocalEvidence:
         mask = self.step.token_mask(token.micro_batch)
         return int(mask.flatten().nonzero()[token.index]) // mask.shape[1]
 
-    def _culprit_record(self, culprit: Culprit, kl: dict[int, torch.Tensor | None]) -> record.Culprit:
+    def _culprit_record(self, culprit: CulpritSpan, kl: dict[int, torch.Tensor | None]) -> Culprit:
         step, index, shares = self.step, culprit.tokens[0].micro_batch, self.result.shares
         mask = step.token_mask(index)
         flat = mask.flatten().nonzero().squeeze(-1)[[token.index for token in culprit.tokens]].tolist()
@@ -282,7 +285,7 @@ class _LocalEvidence:
             mean_log_ratio = float((recorded.log_prob - old)[row][mask[row]].mean())
             ratios = Ratios(sequence_geometric_mean=ratio(mean_log_ratio, 0.0))
             outputs = {"log_prob": at(recorded.log_prob), "old_log_prob_used": at(old), "ratios": ratios}
-        return record.Culprit(
+        return Culprit(
             **outputs,
             span=culprit.span,
             rank=culprit.tokens[0].rank,
@@ -305,7 +308,7 @@ class _LocalEvidence:
             token_norms=self._token_norms(culprit, row, positions),
         )
 
-    def _token_norms(self, culprit: Culprit, row: int, positions: list[int]) -> tuple[float, ...] | None:
+    def _token_norms(self, culprit: CulpritSpan, row: int, positions: list[int]) -> tuple[float, ...] | None:
         """By Cauchy-Schwarz at least |<g, G>| / ||G|| each; exact for a token with a backward of its own."""
         shares = self.result.shares
         if len(positions) == 1:
@@ -320,8 +323,8 @@ def _consequence(
     taken: str,
     norm: float,
     context: SpikeContext,
-    culprits: tuple[record.Culprit, ...],
-    certificate: record.Certificate,
+    culprits: tuple[Culprit, ...],
+    certificate: Certificate,
 ) -> Consequence:
     """What the optimizer was given: nothing, the spike clipped, or the rest clipped."""
     clip_limit = context.clip_limit
@@ -354,30 +357,6 @@ def ratio(log_new: float | None, log_old: float | None) -> float | None:
     return math.exp(difference) if difference < 700 else math.inf
 
 
-def _layer_history(names: list[str], squares: torch.Tensor, history: torch.Tensor | None) -> LayerHistory | None:
-    """How far each layer's norm is above its own median, and how the layers moved together before.
-
-    Layerwise heterogeneity (GradLoc, intro figure): layers whose norms no longer go together. Here: ``spread``, the
-    largest layer's excess over the median layer's, and the mean correlation over time of the layers' log-norms.
-    """
-    if history is None:
-        return None
-    per_step = [list(norms_by(layer_of, names, row).values()) for row in history]
-    norms = torch.tensor(per_step, dtype=torch.float64)  # (steps, layers)
-    now = torch.tensor(list(norms_by(layer_of, names, squares).values()), dtype=torch.float64)
-    medians = norms.median(0).values
-    excess = torch.where(medians > 0, now / medians, torch.ones_like(now))
-    correlation = torch.corrcoef(norms.clamp(min=1e-30).log().T).nan_to_num(nan=1.0)
-    num = len(now)
-    others = (correlation.sum() - num) / (num * (num - 1)) if num > 1 else torch.tensor(1.0)
-    return LayerHistory(
-        num_steps=len(per_step),
-        excess=dict(zip(norms_by(layer_of, names, squares), excess.tolist(), strict=True)),
-        spread=float(excess.max() / excess.median().clamp(min=1e-30)),
-        mean_correlation=float(others),
-    )
-
-
 def _shares_record(shares: ShareMap | None, by_rank: list[list[float]]) -> Shares | None:
     """The share of every micro-batch of every rank; None when they were not measured."""
     if shares is None:
@@ -385,9 +364,9 @@ def _shares_record(shares: ShareMap | None, by_rank: list[list[float]]) -> Share
     return Shares(shares.closure, shares.closure_error, shares.is_trusted, tuple(zip(*by_rank, strict=True)))
 
 
-def _search_record(finding: Finding, budget: int) -> record.Search:
+def _search_record(finding: Finding, budget: int) -> Search:
     result = finding.result
-    return record.Search(
+    return Search(
         strategy=finding.strategy,
         status=finding.status,
         stop_reason=result.stop_reason,
@@ -398,21 +377,5 @@ def _search_record(finding: Finding, budget: int) -> record.Search:
         seconds=finding.seconds,
         num_more=result.num_more if result.is_cut else None,
         more_norm=result.more_norm,
-        path=tuple(_path_record(entry) for entry in result.path),
-    )
-
-
-def _path_record(entry: PathEntry) -> record.PathEntry:
-    part = entry.part
-    tokens = None if part is None or part.end_token is None else (part.first_token, part.end_token)
-    return record.PathEntry(
-        phase=entry.phase,
-        micro_batch=None if part is None else part.micro_batch,
-        ranks=None if part is None else (part.first_rank, part.end_rank),
-        tokens=tokens,
-        num_tokens=entry.num_tokens,
-        norm=entry.norm,
-        threshold=entry.threshold,
-        verdict=entry.verdict,
-        note=entry.note,
+        path=tuple(result.path),
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from ..core.gradients import GradientSpace, named_shards
+from ..record import LayerHistory
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(?:_\w+\.)*(\d+)(?:\.|$)")
 _VISION = re.compile(r"(?:^|\.)(?:visual|vision_\w+)\.")
@@ -93,3 +94,27 @@ def norms_by(group: Callable[[str], str], names: list[str], squares: torch.Tenso
     for name, square in zip(names, squares.tolist(), strict=True):
         sums[group(name)] = sums.get(group(name), 0.0) + square
     return {key: value**0.5 for key, value in sums.items()}
+
+
+def layer_history(names: list[str], squares: torch.Tensor, history: torch.Tensor | None) -> LayerHistory | None:
+    """How far each layer's norm is above its own median, and how the layers moved together before.
+
+    Layerwise heterogeneity (GradLoc, intro figure): layers whose norms no longer go together. Here: ``spread``, the
+    largest layer's excess over the median layer's, and the mean correlation over time of the layers' log-norms.
+    """
+    if history is None:
+        return None
+    per_step = [list(norms_by(layer_of, names, row).values()) for row in history]
+    norms = torch.tensor(per_step, dtype=torch.float64)  # (steps, layers)
+    now = torch.tensor(list(norms_by(layer_of, names, squares).values()), dtype=torch.float64)
+    medians = norms.median(0).values
+    excess = torch.where(medians > 0, now / medians, torch.ones_like(now))
+    correlation = torch.corrcoef(norms.clamp(min=1e-30).log().T).nan_to_num(nan=1.0)
+    num = len(now)
+    others = (correlation.sum() - num) / (num * (num - 1)) if num > 1 else torch.tensor(1.0)
+    return LayerHistory(
+        num_steps=len(per_step),
+        excess=dict(zip(norms_by(layer_of, names, squares), excess.tolist(), strict=True)),
+        spread=float(excess.max() / excess.median().clamp(min=1e-30)),
+        mean_correlation=float(others),
+    )

@@ -10,7 +10,6 @@ cancels; where shares cannot be trusted, the published bisection.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -27,16 +26,15 @@ from .candidates import (
     by_value,
     carried,
     carried_by,
-    least_bound,
     masks_of,
-    most_verified,
     non_finite,
     weighed,
     why_spread,
 )
+from .named import Named
 from .share import ShareMap, measure_shares
 from .sketch import sketch
-from .task import Culprit, PathEntry, SearchResult, Task, measured_culprit, verify
+from .task import CulpritSpan, SearchResult, Task
 from .triage import doubt_backward, nothing_found, split_off
 
 _MAX_ROUNDS = 4
@@ -47,38 +45,25 @@ _LIKELY = 2.0  # standard errors: what is more than these may be a culprit; its 
 _ANY = 1e-9  # of them
 _MAX_REFINEMENTS = 2  # of shares that do not add up
 _MOSTLY_SEEN = 0.25  # of a gradient, by norms: with less than that left unread, a part's shares are known to be off
-_BY_FAR = 1.5  # times the threshold, and
-_COARSE = 0.1  # of the spike or the culprits: a smaller rest is known too roughly from half-precision backwards
 
 
-class _Search:
-    """The state of one search: what is named so far, and the gradient that is left."""
+class _Search(Named):
+    """The stages of one search, in their order."""
 
     def __init__(self, task: Task):
-        self.task = task
-        self.prober = task.prober
-        self.result = SearchResult()
-        self._direction: Gradient = task.gradient
-        self._scale = task.scale
-        self._others: Gradient | None = None
-        """What of the gradient is not the tokens', where that is a culprit's worth."""
-        self._alone: Gradient | None = None
-        """The culprits' own gradient, where each of them was measured by itself since the last certificate."""
+        super().__init__(task)
         self._measured_along: Gradient | None = None
-        self._norm = math.nan  # of the direction that shares were last measured along
-        self._is_going_on = False
-        """Whether there is another round."""
 
     def run(self, max_rounds: int, is_last_resort_allowed: bool) -> SearchResult:
         if not math.isfinite(self.task.spike.grad_norm):
             return self._trace_non_finite()
         for number in range(max_rounds):
-            self._is_going_on = number + 1 < max_rounds
+            self.is_going_on = number + 1 < max_rounds
             shares = self._measure(number)
             if shares is None:
                 return self._stop_exhausted()
-            if number == 0 and shares.is_noisy and self._name(self._noisy_hints(shares)):
-                if self._certify():
+            if number == 0 and shares.is_noisy and self.name(self._noisy_hints(shares)):
+                if self.certify():
                     return self.result
                 continue
             if not shares.is_trusted:
@@ -95,12 +80,12 @@ class _Search:
             if self._is_spread(shares, likely, candidates):
                 return self.result
             candidates += self._uncertain(shares, candidates, likely)
-            if not self._name(candidates):
+            if not self.name(candidates):
                 if not likely:
                     self._stop_spread("no span of tokens carries a culprit's part of it")
                     return self.result
                 break
-            if self._certify():
+            if self.certify():
                 return self.result
             if len(self.result.culprits) >= self.task.max_culprits:
                 return self._count_more()
@@ -116,7 +101,7 @@ class _Search:
         if shares.is_noisy:
             if self._is_explained_by(self._few_loud_tokens(shares)):
                 return self.result
-            if self._measured_along is self._direction:
+            if self._measured_along is self.direction:
                 shares = self._refined(shares)
                 self.result.shares = shares if number == 0 else self.result.shares
         if shares.is_trusted:
@@ -132,7 +117,7 @@ class _Search:
             return self.result
         if self._is_explained_by(self._few_loud_tokens(shares)):
             return self.result
-        if self._measured_along is not self._direction:
+        if self._measured_along is not self.direction:
             again = self._measure(number + 1)
             if again is None or again.is_trusted:
                 return again or self._stop_exhausted()
@@ -198,16 +183,14 @@ class _Search:
         if not task.can_afford(forwards=2 * len(micro_batches)):
             return None
         readouts = self.prober.ranks.agree(lambda: task.readouts(self.result.tokens))
-        sizes = task.increments if self._direction is task.gradient else None
-        shares = measure_shares(
-            self.prober, readouts, self._direction, self._scale, micro_batches, known, refined, sizes
-        )
-        self._measured_along, self._norm = self._direction, shares.square**0.5
+        sizes = task.increments if self.direction is task.gradient else None
+        shares = measure_shares(self.prober, readouts, self.direction, self.scale, micro_batches, known, refined, sizes)
+        self._measured_along, self.norm = self.direction, shares.square**0.5
         verdict, seen = "measured" if shares.is_trusted else "untrusted", sorted(shares.seen)
         is_whole = len(seen) == self.prober.step.num_micro_batches
         of = "all micro-batches" if is_whole else f"micro-batches {seen} alone"
         note = f"the shares of {of} add up to {shares.closure:.4f} (+- {shares.closure_error:.2g})"
-        self._note("share", verdict, note, shares.square**0.5)
+        self.note("share", verdict, note, shares.square**0.5)
         return shares
 
     def _candidates(self, shares: ShareMap, with_hints: bool) -> list[Candidate]:
@@ -267,7 +250,7 @@ class _Search:
 
     def _stop_spread(self, why: str) -> bool:
         self.result.stop_reason = f"the spike is spread: {why}"
-        self._note("share", "measured", self.result.stop_reason)
+        self.note("share", "measured", self.result.stop_reason)
         return True
 
     def _few_loud_tokens(self, shares: ShareMap) -> list[Candidate]:
@@ -283,108 +266,15 @@ class _Search:
 
     def _is_explained_by(self, candidates: list[Candidate]) -> bool:
         """Name these where a backward of each by itself says so, since their bounds are not to be trusted; certify."""
-        return self._name([replace(candidate, bound=0.0) for candidate in candidates]) and self._certify()
-
-    def _name(self, candidates: list[Candidate]) -> bool:
-        """Verify the top few and all hints, take the others at their bound; returns whether anything was named."""
-        num_verified, has_named, most = 0, False, most_verified(self.task, self._norm, candidates)
-        num_hints = sum(candidate.bound < least_bound(self.task, self._norm, candidate) for candidate in candidates)
-        for candidate in candidates:
-            # a sequence takes in what was named of it before
-            within = [c for c in self.result.culprits if set(c.tokens) < set(candidate.tokens)]
-            if len(self.result.culprits) - len(within) >= self.task.max_culprits:
-                break
-            taken = {token for culprit in self.result.culprits if culprit not in within for token in culprit.tokens}
-            if not taken.isdisjoint(candidate.tokens):
-                continue
-            least = least_bound(self.task, self._norm, candidate)
-            is_hint = candidate.bound < least
-            num_hints -= is_hint
-            if (is_hint or num_verified < most) and self.task.can_afford(backwards=1 + (0 if is_hint else num_hints)):
-                num_verified += not is_hint
-                culprit = self._verify(candidate)
-            elif is_hint:
-                continue
-            else:
-                culprit = Culprit(candidate.span, candidate.tokens, candidate.bound, least, is_exact=False)
-            if not culprit.norm < culprit.threshold:
-                self._add_up(culprit, is_alone=not within)
-                self.result.culprits = [c for c in self.result.culprits if c not in within] + [culprit]
-                has_named = True
-        return has_named
-
-    def _add_up(self, culprit: Culprit, is_alone: bool) -> None:
-        """Keep the sum of what the culprits' own backwards gave, as long as each had one: it is in ``.grad``."""
-        if not (culprit.is_exact and is_alone) or (self.result.culprits and self._alone is None):
-            self._alone = None
-            return
-        if self._alone is not None:
-            self.prober.add(self._alone)
-        self._alone = self.prober.space.keep()
-
-    def _verify(self, candidate: Candidate) -> Culprit:
-        culprit = verify(self.task, candidate.span, candidate.tokens, self.task.culprit_norm)
-        first = candidate.tokens[0]
-        where = f"{candidate.span} of rank {first.rank}, micro-batch {first.micro_batch}, from its token {first.index}"
-        note = where if candidate.bound else f"{where}; proposed by its coefficient"
-        verdict, size = "under" if culprit.norm < culprit.threshold else "culprit", len(candidate.tokens)
-        self._note("verify", verdict, note, culprit.norm, num_tokens=size, threshold=culprit.threshold)
-        return culprit
-
-    def _certify(self) -> bool:
-        """Certify what is named so far; the rest's gradient becomes the next direction. Returns whether it explains."""
-        if self._spikes_without():
-            return False
-        task = self.task
-        alone, self._alone = self._alone if self._others is None else None, None
-        self._direction = task.gradient  # a residual of before need not be held any longer
-        certificate = task.certify(self.result.tokens, alone, self._is_going_on)
-        if len(self.result.culprits) == 1 and not self.result.culprits[0].is_exact:
-            self._measure_by_difference()
-        self.result.certificate = certificate
-        self._note("residual", certificate.verdict, certificate.reason, certificate.norm_after)
-        self.result.stop_reason = certificate.reason
-        is_done = certificate.verdict == "explained" or not math.isfinite(certificate.norm_after or 0.0)
-        if self._others is not None and not is_done:
-            self.prober.add(self._others, alpha=-1.0)
-            is_done = self.prober.space.norm() < task.reference
-        self._direction, self._scale = self.prober.space.keep(), 1.0
-        return is_done
-
-    def _measure_by_difference(self) -> None:
-        """The only culprit's own gradient: what the certificate left in ``.grad`` is the spike without it."""
-        space, (culprit,) = self.prober.space, self.result.culprits
-        rest = space.keep()
-        self.prober.add(self.task.gradient, alpha=1.0 / self.task.scale)
-        self.prober.add(rest, alpha=-1.0)
-        self.result.culprits = [measured_culprit(self.task, culprit.span, culprit.tokens, self.task.culprit_norm)]
-        space.put(rest)
-
-    def _spikes_without(self) -> bool:
-        """Whether the culprits' own backwards tell that the rest spikes by far; it is then the next direction."""
-        task, space, threshold = self.task, self.prober.space, self.task.spike.threshold
-        has_room = self._is_going_on and len(self.result.culprits) < task.max_culprits
-        if self._alone is None or self._others is not None or threshold is None or not has_room:
-            return False
-        named, square = self.result.culprits, task.spike.grad_norm**2
-        alone = named[0].norm if len(named) == 1 else space.norm(self._alone)
-        norm = max(square * (1 - 2 * math.fsum(culprit.share or 0.0 for culprit in named)) + alone**2, 0.0) ** 0.5
-        if norm < max(_BY_FAR * threshold, _COARSE * task.spike.grad_norm, _COARSE * alone):
-            return False
-        space.clear()
-        self.prober.add(task.gradient, alpha=1.0 / task.scale)
-        self.prober.add(self._alone, alpha=-1.0)
-        self._direction, self._scale = space.keep(), 1.0
-        self._note("residual", "measured", "without the culprits' own gradients the norm is over the threshold", norm)
-        return True
+        return self.name([replace(candidate, bound=0.0) for candidate in candidates]) and self.certify()
 
     def _is_in_parts(self) -> bool:
         """Whether a part of the gradient is not the tokens'; their own part is the direction from here on."""
         parts = split_off(self.task)
         if parts is None:
             return False
-        self._direction, self._scale, self._others = parts.tokens, 1.0, parts.others
-        self.result.culprits, self.result.certificate, self._alone = [], None, None
+        self.direction, self.scale, self.others = parts.tokens, 1.0, parts.others
+        self.result.culprits, self.result.certificate, self.alone = [], None, None
         self._blame(parts.source, parts.others_norm)
         if parts.tokens_norm < self.task.reference:
             self.result.certificate = nothing_found(self.task, parts.source.reason)
@@ -402,7 +292,7 @@ class _Search:
 
     def _blame(self, source: StepCause, norm: float) -> None:
         self.result.source, self.result.stop_reason = source, source.reason
-        self._note("others", "measured", source.reason, norm)
+        self.note("others", "measured", source.reason, norm)
 
     def _trace_non_finite(self) -> SearchResult:
         """A coefficient that is not a finite number names its token with no forward at all."""
@@ -410,33 +300,23 @@ class _Search:
         if not candidates:
             why = "all coefficients are finite, so it was the backward that made the gradient non-finite"
             return self._fall_back(why, is_allowed=True)
-        self._note("coefficients", "culprit", f"{len(candidates)} spans have a coefficient that is not finite")
+        self.note("coefficients", "culprit", f"{len(candidates)} spans have a coefficient that is not finite")
         for candidate in candidates[:most]:
-            culprit = Culprit(candidate.span, candidate.tokens, math.nan, self.task.culprit_norm, is_exact=True)
+            culprit = CulpritSpan(candidate.span, candidate.tokens, math.nan, self.task.culprit_norm, is_exact=True)
             self.result.culprits.append(culprit)
-        self._certify()
-        self._cut(len(candidates) - most)
+        self.certify()
+        self.cut(len(candidates) - most)
         return self.result
 
     def _count_more(self) -> SearchResult:
         """As many culprits are named as may be, and the rest still spikes: what else there is, by its shares."""
         shares = self._measure(number=1)
         if shares is None or not shares.is_trusted:
-            self._cut(0)
+            self.cut(0)
             return self.result
         more = self._spans(shares)
-        self._cut(len(more), math.hypot(*(candidate.bound for candidate in more)))
+        self.cut(len(more), math.hypot(*(candidate.bound for candidate in more)))
         return self.result
-
-    def _cut(self, num_more: int, norm: float | None = None) -> None:
-        """Say that there are culprits beyond the largest number, where there are."""
-        result, most = self.result, self.task.max_culprits
-        is_explained = result.certificate is not None and result.certificate.verdict == "explained"
-        if num_more < 0 or (num_more == 0 and is_explained):
-            return
-        result.is_cut, result.num_more, result.more_norm = True, num_more, norm if num_more else None
-        more = f", and at least {num_more} more are left" if num_more else ""
-        result.stop_reason = f"search.max_culprits={most} are named{more}"
 
     def _look_for_hidden(self) -> SearchResult:
         """What shares cannot see: tokens that cancel each other, or hide from the gradient's direction."""
@@ -446,9 +326,9 @@ class _Search:
             return self._stop_exhausted()
         room = self.task.max_culprits - len(self.result.culprits)
         self.result.culprits += found.culprits[:room]
-        self._alone = None
+        self.alone = None
         if found.culprits:
-            self._certify()
+            self.certify()
         else:
             self.result.stop_reason = "no token, segment or sequence (else) stands out: the spike is spread"
         return self.result
@@ -456,7 +336,7 @@ class _Search:
     def _fall_back(self, why: str, is_allowed: bool) -> SearchResult:
         self.result.stop_reason = why
         if is_allowed:
-            self._note("bisect", "measured", why)
+            self.note("bisect", "measured", why)
             found = bisect(self.task)
             named = set(self.result.tokens)
             self.result.path += found.path
@@ -466,7 +346,7 @@ class _Search:
                 for culprit in found.culprits
                 if named.isdisjoint(culprit.tokens) and not culprit.norm < self.task.culprit_norm
             ]
-            self.result.exhausted, self.result.certificate, self._alone = found.exhausted, None, None
+            self.result.exhausted, self.result.certificate, self.alone = found.exhausted, None, None
             self.result.stop_reason = f"{why}; bisection: {found.stop_reason}"
         return self.result
 
@@ -474,9 +354,6 @@ class _Search:
         self.result.exhausted = True
         self.result.stop_reason = self.task.limit.words
         return self.result
-
-    def _note(self, phase: str, verdict: str, note: str, norm: float | None = None, **more: Any) -> None:
-        self.result.path.append(PathEntry(phase, verdict, norm=norm, note=note, **more))
 
 
 def auto(task: Task) -> SearchResult:

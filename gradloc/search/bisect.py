@@ -18,9 +18,11 @@ probes are exact parts of the gradient; NaN and inf count as over; nothing found
 
 import heapq
 import math
+from dataclasses import replace
 
 from ..core.selection import Part, Token
-from .task import PathEntry, SearchResult, Task, measured_culprit
+from ..record import PathEntry
+from .task import SearchResult, Task, measured_culprit
 
 
 class _Search:
@@ -30,7 +32,8 @@ class _Search:
         self.task = task
         self.prober = task.prober
         self.result = SearchResult()
-        self._open: list[tuple[float, int, PathEntry]] = []
+        self._open: list[tuple[float, int, Part, int]] = []
+        """How far over its threshold, its place in the path, and its tokens."""
 
     def run(self) -> SearchResult:
         size = self.prober.ranks.size
@@ -43,8 +46,7 @@ class _Search:
         while self._open and len(self.result.culprits) < self.task.max_culprits:
             if not self._has_budget(num_probes=2):
                 return self._stop()
-            _, _, entry = heapq.heappop(self._open)
-            self._split(entry)
+            self._split(*heapq.heappop(self._open)[1:])
         return self._stop()
 
     def _has_budget(self, num_probes: int = 1) -> bool:
@@ -56,24 +58,31 @@ class _Search:
         found = self.prober.measure(part)
         threshold = self.task.tau * found.weight_norm
         is_over = not math.isfinite(found.norm) or found.norm > threshold
-        verdict = "unopened" if is_over else "under"
-        entry = PathEntry(phase, verdict, part, found.num_tokens, found.norm, threshold)
+        is_token = is_over and part.num_ranks == 1 and found.num_tokens == 1
+        entry = PathEntry(
+            phase,
+            micro_batch=part.micro_batch,
+            ranks=(part.first_rank, part.end_rank),
+            tokens=None if part.end_token is None else (part.first_token, part.end_token),
+            num_tokens=found.num_tokens,
+            norm=found.norm,
+            threshold=threshold,
+            verdict="culprit" if is_token else "unopened" if is_over else "under",
+        )
         self.result.path.append(entry)
-        if is_over and part.num_ranks == 1 and found.num_tokens == 1:
-            entry.verdict = "culprit"
+        if is_token:
             token = Token(part.micro_batch, part.first_rank, part.first_token)
             self.result.culprits.append(measured_culprit(self.task, "token", (token,), threshold))
         elif is_over:
             ratio = found.norm / threshold if math.isfinite(found.norm) and threshold > 0 else math.inf
-            heapq.heappush(self._open, (-ratio, len(self.result.path), entry))
+            heapq.heappush(self._open, (-ratio, len(self.result.path) - 1, part, found.num_tokens))
         return is_over
 
-    def _split(self, entry: PathEntry) -> None:
-        assert entry.part is not None and entry.num_tokens is not None, "only measured parts are filed"
-        halves = entry.part.halves(entry.num_tokens)
-        phase = "rank" if entry.part.num_ranks > 1 else "token"
-        over = [self._probe(phase, half) for half in halves]
-        entry.verdict = "split" if any(over) else "spread"
+    def _split(self, place: int, part: Part, num_tokens: int) -> None:
+        phase = "rank" if part.num_ranks > 1 else "token"
+        over = [self._probe(phase, half) for half in part.halves(num_tokens)]
+        path = self.result.path
+        path[place] = replace(path[place], verdict="split" if any(over) else "spread")
 
     def _stop(self) -> SearchResult:
         result = self.result

@@ -15,16 +15,10 @@ import torch
 
 from ..core.certificate import is_subtracted
 from ..core.selection import Token, mask_without
-from .share import ShareMap, shrunk
+from .rows import ELEVATED, Row, median, widened
+from .share import ShareMap
 from .task import Task
 
-_WINDOW_SHARE = 0.9  # of a sequence's product, that a segment must carry to be named instead of the sequence
-_LOUD_SHARE = 0.5  # of a row's product, that its loud tokens must carry to be named one by one
-_FEW = 3  # this many may always be
-_ELEVATED = 3.0  # times the typical coefficient: the loss weighs such a token more than others
-_ALIKE = 10.0  # a token whose coefficient is more times its row's is no part of what the row has in common
-_MOST = 0.8  # of a row's tokens, that must be elevated for the row to be the culprit
-_HOT = 0.4  # of a culprit's norm: a tenth of the threshold, under which no token of a segment is
 MUCH = 0.5  # of a spike, that few spans carry together where they are worth naming though more than may be named,
 _MOSTLY = 0.75  # that culprits carry beside a healthy rest,
 _ABOVE = 10.0  # times their part of the batch's tokens: in a batch that is scaled as a whole spans carry less;
@@ -81,9 +75,9 @@ def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Candidate]
         parts = shares.products.__getitem__, shares.doubt, weights.__getitem__, singled_out.__getitem__
         rows = zip(*(_rows(task, values) for values in parts), strict=True)
         for (index, first, products), (_, _, doubt), (_, _, weight), (_, _, pointed) in rows:
-            row = _Row(products / norm, doubt / norm, weight, typical_weight, task.culprit_norm)
-            for span_of_row in row.spans(stands_out=row.total >= _ELEVATED * typical_total / norm):
-                start, end = _widened(*span_of_row, pointed.tolist())
+            row = Row(products / norm, doubt / norm, weight, typical_weight, task.culprit_norm)
+            for span_of_row in row.spans(stands_out=row.total >= ELEVATED * typical_total / norm):
+                start, end = widened(*span_of_row, pointed.tolist())
                 span = "token" if end - start == 1 else "sequence" if end - start == len(products) else "segment"
                 bound = row.bound(start, end)
                 found.append((bound, _span(task, index, first + start, first + end, span, bound)))
@@ -211,7 +205,7 @@ def _typical(task: Task, shares: ShareMap, named: set[Token]) -> tuple[float, fl
     def local() -> list[tuple[float, float]]:
         weights = [readout.weight for readout in task.readouts(sorted(named))]
         rows = zip(_rows(task, lambda i: shares.products[i]), _rows(task, lambda i: weights[i]), strict=True)
-        return [(_median(weight), float(products.sum().abs())) for (_, _, products), (_, _, weight) in rows]
+        return [(median(weight), float(products.sum().abs())) for (_, _, products), (_, _, weight) in rows]
 
     ranks = task.prober.ranks
     pairs = [pair for part in ranks.gather(ranks.agree(local)) for pair in part]
@@ -225,97 +219,6 @@ def masks_of(task: Task, candidates: Sequence[Candidate]) -> list[torch.Tensor]:
     tokens = [token for candidate in candidates for token in candidate.tokens]
     masks = [step.token_mask(index) for index in range(step.num_micro_batches)]
     return [mask & ~mask_without(tokens, index, rank, mask) for index, mask in enumerate(masks)]
-
-
-def _widened(start: int, end: int, hinted: list[bool]) -> tuple[int, int]:
-    """A run with the hints right before and after it."""
-    if end - start > 1:
-        while start > 0 and hinted[start - 1]:
-            start -= 1
-        while end < len(hinted) and hinted[end]:
-            end += 1
-    return start, end
-
-
-def _median(values: torch.Tensor) -> float:
-    """Of what is not zero; 0 where all is."""
-    kept = values[values != 0]
-    return float(kept.median()) if len(kept) else 0.0
-
-
-class _Row:
-    """One row's tokens: how much each carries, and how much the loss weighs it.
-
-    Args:
-        values: signed lower bounds on the norm of each token's gradient, (n,).
-        errors: how far each may be off by chance, (n,).
-        weights: |d loss / d log_prob| + |d loss / d entropy|, (n,).
-        typical: a typical token's weight in the batch.
-        least: what a culprit has at least.
-    """
-
-    def __init__(self, values: torch.Tensor, errors: torch.Tensor, weights: torch.Tensor, typical: float, least: float):
-        self.values, self.errors, self.weights, self.typical, self.least = values, errors, weights, typical, least
-        self.sizes = shrunk(values, errors).abs()
-        self.loud = (self.sizes >= least).nonzero().squeeze(-1).tolist()
-        self.total = self.bound(0, len(values))
-
-    def bound(self, start: int, end: int) -> float:
-        """Lower bound on the norm of a run of tokens; errors are independent."""
-        return self._bound(self.values[start:end], self.errors[start:end])
-
-    def _bound(self, values: torch.Tensor, errors: torch.Tensor) -> float:
-        return float(shrunk(values.sum(), torch.linalg.vector_norm(errors)).abs())
-
-    def spans(self, stands_out: bool) -> list[tuple[int, int]]:
-        """Intervals [start, end) that are worth naming.
-
-        Args:
-            stands_out: whether the row as a whole carries far more than a typical one.
-        """
-        if self._is_sequence():
-            return [(0, len(self.values))]
-        tokens = [(number, number + 1) for number in self.loud]
-        carried, whole = (float(values.sum().abs()) for values in (self.values[self.loud], self.values))
-        if len(self.loud) <= _FEW and (self.total < self.least or carried >= _LOUD_SHARE * whole):
-            return tokens
-        runs = [(start, end) for start, end in self._runs() if self.bound(start, end) >= self.least or end - start == 1]
-        covered = {number for start, end in runs for number in range(start, end)}
-        found = sorted(runs + [token for token in tokens if token[0] not in covered])
-        found = [(start, end) for start, end in found if end - start > 1 or start in self.loud]
-        if not found and stands_out and self.total >= self.least:
-            return [_window(self.values)]
-        return found
-
-    def _is_sequence(self) -> bool:
-        """Whether it is the row that is off: nearly all its tokens weigh more than typical, and about alike."""
-        matters = self.weights > 0
-        elevated = self.weights >= _ELEVATED * self.typical
-        if not self.typical or len(self.values) <= _FEW or elevated.sum() < _MOST * matters.sum():
-            return False
-        if self.loud and float(self.weights[self.loud].max()) > _ALIKE * _median(self.weights):
-            return False
-        quiet = torch.ones_like(matters)
-        quiet[self.values.abs().topk(_FEW).indices] = False
-        return self._bound(self.values[quiet], self.errors[quiet]) >= self.least
-
-    def _runs(self) -> Iterator[tuple[int, int]]:
-        """Longest runs of tokens none of which is small; those at their ends by more than chance.
-
-        One that may be small for all that is known, between two that are not, is part of the run.
-        """
-        least, sizes = _HOT * self.least, self.values.abs()
-        certain, hot = (self.sizes >= least).tolist(), sizes >= least
-        hot[1:-1] |= (sizes + self.errors >= least)[1:-1] & hot[:-2] & hot[2:]
-        run: list[int] = []
-        for number, is_hot in enumerate([*hot.tolist(), False]):
-            if is_hot:
-                run.append(number)
-                continue
-            kept = [at for at in run if certain[at]]
-            if kept:
-                yield kept[0], kept[-1] + 1
-            run = []
 
 
 def by_value(
@@ -426,19 +329,6 @@ def _token(task: Task, index: int, number: int, bound: float) -> Candidate:
 
 def _span(task: Task, index: int, start: int, end: int, span: str, bound: float) -> Candidate:
     return Candidate(bound, span, index, task.prober.ranks.rank, start, end)
-
-
-def _window(values: torch.Tensor) -> tuple[int, int]:
-    """The shortest run that carries most of the sum, where that is at most half of the sequence; else all of it."""
-    target = _WINDOW_SHARE * float(values.sum().abs())
-    sums = torch.cat([values.new_zeros(1), values.cumsum(0)])
-    sums = sums if sums[-1] >= 0 else -sums
-    for length in range(1, len(values) // 2 + 1):
-        carried = sums[length:] - sums[:-length]
-        if float(carried.max()) >= target:
-            start = int(carried.argmax())
-            return start, start + length
-    return 0, len(values)
 
 
 def _merge(task: Task, local: Callable[[], list[tuple[float, Candidate]]], named: set[Token]) -> list[Candidate]:

@@ -31,8 +31,7 @@ import torch
 from ..core.gradients import Gradient
 from ..core.probe import Prober
 from .readout import Outputs, Readout
-from .routes import forward_on_routes, hold_routes
-from .weights import MovedWeights
+from .weights import MovedWeights, forward_on_routes, hold_routes
 
 _TARGET = {torch.float32: 0.05, torch.bfloat16: 0.8, torch.float16: 0.8}
 _CURVATURE = 0.2  # times the response squared: how far closure may be off (0.01 on 135M weights, 1 on 60k)

@@ -20,11 +20,11 @@ from functools import partial
 import torch
 
 from ..core.selection import Token
+from ..record import PathEntry
 from .candidates import by_value
 from .readout import Outputs, Readout
-from .routes import forward_on_routes, hold_routes
-from .task import PathEntry, SearchResult, Task, verify
-from .weights import MovedWeights
+from .task import SearchResult, Task, verify
+from .weights import MovedWeights, forward_on_routes, hold_routes
 
 NUM_DIRECTIONS = 16
 _LEAST_DIRECTIONS = 4
@@ -114,7 +114,7 @@ def sketch(task: Task, named: Sequence[Token] = ()) -> SearchResult:
     result.path.append(
         PathEntry(
             "sketch",
-            "measured",
+            verdict="measured",
             norm=bound,
             threshold=least,
             note=f"every token not verified has a gradient norm of at most {bound:.4g}, with {found.confidence:.0%} "

@@ -10,9 +10,9 @@ import torch
 from ..core.certificate import certify
 from ..core.gradients import Gradient
 from ..core.probe import Prober
-from ..core.selection import Part, Token
+from ..core.selection import Token
 from ..core.trigger import Spike
-from ..record import Certificate, StepCause
+from ..record import Certificate, PathEntry, StepCause
 from .readout import Readout
 from .share import ShareMap
 
@@ -148,20 +148,7 @@ class Task:
 
 
 @dataclass
-class PathEntry:
-    """One stage or probe of a search and what came of it."""
-
-    phase: str
-    verdict: str
-    part: Part | None = None
-    num_tokens: int | None = None
-    norm: float | None = None
-    threshold: float | None = None
-    note: str | None = None
-
-
-@dataclass
-class Culprit:
+class CulpritSpan:
     """A span of tokens of one rank's micro-batch whose gradient is large."""
 
     span: str
@@ -181,7 +168,7 @@ class Culprit:
 class SearchResult:
     """What a strategy found, and the way it went. The same on every rank but for ``shares``."""
 
-    culprits: list[Culprit] = field(default_factory=list)
+    culprits: list[CulpritSpan] = field(default_factory=list)
     path: list[PathEntry] = field(default_factory=list)
     stop_reason: str = ""
     exhausted: bool = False
@@ -204,7 +191,7 @@ class SearchResult:
         return [token for culprit in self.culprits for token in culprit.tokens]
 
 
-def verify(task: Task, span: str, tokens: tuple[Token, ...], threshold: float) -> Culprit:
+def verify(task: Task, span: str, tokens: tuple[Token, ...], threshold: float) -> CulpritSpan:
     """Measure a span's gradient by a backward of its own: one probe."""
     prober = task.prober
     micro_batch, rank = tokens[0].micro_batch, tokens[0].rank
@@ -221,11 +208,11 @@ def verify(task: Task, span: str, tokens: tuple[Token, ...], threshold: float) -
     return measured_culprit(task, span, tokens, threshold)
 
 
-def measured_culprit(task: Task, span: str, tokens: tuple[Token, ...], threshold: float) -> Culprit:
+def measured_culprit(task: Task, span: str, tokens: tuple[Token, ...], threshold: float) -> CulpritSpan:
     """The culprit whose gradient is in ``.grad`` right now."""
     space = task.prober.space
     squares, dots = space.squares_and_dots(task.gradient)
     square = task.spike.grad_norm**2
     dot = sum(dots.tolist()) / task.scale
     share = dot / square if 0 < square < float("inf") else None
-    return Culprit(span, tokens, sum(squares.tolist()) ** 0.5, threshold, True, share, squares)
+    return CulpritSpan(span, tokens, sum(squares.tolist()) ** 0.5, threshold, True, share, squares)

@@ -15,9 +15,9 @@ from ..core.certificate import judge
 from ..core.gradients import Gradient, GradientSpace, named_shards
 from ..core.scale import excess
 from ..core.tracker import median_size
-from ..record import Certificate, Rerun, StepCause
+from ..record import Certificate, PathEntry, Rerun, StepCause
 from .share import ShareMap, measure_shares
-from .task import PathEntry, SearchResult, Task
+from .task import SearchResult, Task
 
 TRANSIENT = "the spike did not come back when its micro-batches were run again as they were"
 
@@ -154,7 +154,7 @@ def nothing_found(task: Task, reason: str) -> Certificate:
 
 
 def _result(task: Task, phase: str, source: StepCause) -> SearchResult:
-    path = [PathEntry(phase, "measured", note=source.reason)]
+    path = [PathEntry(phase, verdict="measured", note=source.reason)]
     certificate = nothing_found(task, source.reason)
     return SearchResult(path=path, stop_reason=source.reason, certificate=certificate, source=source)
 

@@ -276,7 +276,7 @@ class _Float32Head:
 
 @contextmanager
 def _float32_head(compute_dtype: torch.dtype) -> Iterator[None]:
-    """What :func:`~...core.memory.precise_readout` is for other models: TRL projects in the compute dtype."""
+    """Log-probs as precisely as can be: TRL projects in the compute dtype."""
     if compute_dtype != torch.float32:
         trl_utils._ChunkedLogProbFunction = _Float32Head
     try:

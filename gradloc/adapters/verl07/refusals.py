@@ -3,33 +3,26 @@
 
 from typing import Any
 
-from ...checks import SEARCHABLE, WEIGHTS_ON_DEVICE, Requirement, check_requirements, require
+from ...checks import SEARCHABLE, WEIGHTS_ON_DEVICE, Requirement, check_requirements
 from ...config import GradLocConfig, settings_in, settle
-from ..verl_common.needs import ROLLOUT_LOG_PROBS, SEPARATE_PARAMETERS, WHOLE_SEQUENCES
+from ..verl_common import needs
+from ..verl_common.needs import FSDP, ROLLOUT_LOG_PROBS, SEPARATE_PARAMETERS, WHOLE_SEQUENCES, of_critics_fsdp
 
 _ACTOR = "actor_rollout_ref.actor"
-
 
 _LEGACY = Requirement(
     "trainer.use_legacy_worker_impl", ("auto", "enable"), "auto", "auto or enable", "the engine workers do not have it"
 )
-_FSDP = Requirement(f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other workers do not have it")
-_CRITIC = (
-    Requirement("critic.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other workers do not have it"),
-    Requirement("critic.ulysses_sequence_parallel_size", (1,), 1, "1", "sequence parallelism was not tried there"),
-    Requirement("critic.model.fsdp_config.offload_policy", (False, None), False, "false", "use param_offload instead"),
-    Requirement("critic.model.enable_activation_offload", (False,), False, "false", "a search runs forwards alone"),
-)
+_CRITIC = of_critics_fsdp("critic.ulysses_sequence_parallel_size", "critic.model.fsdp_config.offload_policy")
 
 _NEEDS = {
-    f"{_ACTOR}.spike_detection": (_LEGACY, _FSDP, *SEARCHABLE),
-    f"{_ACTOR}.gradloc.critic": (_LEGACY, *_CRITIC),
-    f"{_ACTOR}.gradloc.stabilize": (_LEGACY, _FSDP, WHOLE_SEQUENCES, WEIGHTS_ON_DEVICE),
+    f"{_ACTOR}.spike_detection": (_LEGACY, FSDP, *SEARCHABLE),
+    f"{_ACTOR}.gradloc.stabilize": (_LEGACY, FSDP, WHOLE_SEQUENCES, WEIGHTS_ON_DEVICE),
     f"{_ACTOR}.gradloc.stabilize.layer_clip.group finer than layer": (SEPARATE_PARAMETERS,),
     f"{_ACTOR}.gradloc.stabilize.token_clip or seq_clip": (ROLLOUT_LOG_PROBS,),
-    "algorithm.lopti.enable": (_LEGACY, _FSDP),
-    "trainer.gradient_analysis_mode": (_LEGACY, _FSDP, WHOLE_SEQUENCES),
-    "trainer.quartile_analysis_mode": (_LEGACY, _FSDP, WHOLE_SEQUENCES, WEIGHTS_ON_DEVICE),
+    "algorithm.lopti.enable": (_LEGACY, FSDP),
+    "trainer.gradient_analysis_mode": (_LEGACY, FSDP, WHOLE_SEQUENCES),
+    "trainer.quartile_analysis_mode": (_LEGACY, FSDP, WHOLE_SEQUENCES, WEIGHTS_ON_DEVICE),
 }
 
 
@@ -48,11 +41,7 @@ def check_run(feature: str, config: Any) -> None:
 
 def check_critic(config: Any) -> None:
     """Refuse a run in which spikes of the critic could not be localized: as :func:`check_run`."""
-    from verl.trainer.ppo.utils import need_critic
-
-    feature = f"{_ACTOR}.gradloc.critic"
-    require(need_critic(config), "critic.enable", f"true while {feature} is not off", config.critic.enable)
-    check_run(feature, config)
+    needs.check_critic(config, _LEGACY, *_CRITIC)
 
 
 def settings_of(config: Any) -> GradLocConfig:

@@ -11,8 +11,8 @@ from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
 from ...core.probe import LossOfGiven, Recorded, RngState, let_through, record
 from ...keys import ROW_KEY
-from ...search.precise import logit_bytes, precise_fused_readout, precise_readout
 from ..verl_common.losses import weights_of
+from ..verl_common.precise import logit_bytes, precise_fused_readout, precise_readout
 
 
 class ActorStep(LossOfGiven):
@@ -103,9 +103,12 @@ class ActorStep(LossOfGiven):
         """What the fp16 scaler multiplies the loss, and so every probe's gradient, with."""
         return 1.0 if self.actor.scaler is None else self.actor.scaler.get_scale()
 
+    def has_kl_term(self) -> bool:
+        return self.actor.config.use_kl_loss
+
     def kl_coefficients(self, micro_batch: int) -> torch.Tensor | None:
         """d (KL term) / d log_prob (B, T) from the recorded log-probs: no forward. None without a KL loss."""
-        if not self.actor.config.use_kl_loss:
+        if not self.has_kl_term():
             return None
         log_prob, terms = self.leaf(micro_batch), {}
         self._loss(self._inputs(micro_batch), log_prob, self._recorded[micro_batch].entropy, terms)

@@ -8,20 +8,20 @@ import sys
 from dataclasses import dataclass, field, make_dataclass, replace
 from typing import Any
 
-from verl.trainer.ppo.utils import need_critic
 from verl.workers.config import FSDPActorConfig, RolloutConfig
 
 from ...analysis.config import BucketSettings
-from ...checks import SEARCHABLE, WEIGHTS_ON_DEVICE, Requirement, check_requirements, keys_in, require
+from ...checks import SEARCHABLE, WEIGHTS_ON_DEVICE, Requirement, check_requirements, keys_in
 from ...config import GradLocConfig, settle
 from ...rollout_filter.config import FilterSettings
-from ..verl_common.needs import ROLLOUT_LOG_PROBS, SEPARATE_PARAMETERS, WHOLE_SEQUENCES
+from ..verl_common import needs
+from ..verl_common.needs import FSDP, ROLLOUT_LOG_PROBS, SEPARATE_PARAMETERS, WHOLE_SEQUENCES, of_critics_fsdp
 from .touches import check_verl
 
 _ACTOR = "actor_rollout_ref.actor"
 _V1 = Requirement("trainer.use_v1", (True,), True, "true", "it hangs on the V1 trainers")
 _ENGINE = (
-    Requirement(f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other engines do not have it"),
+    FSDP,
     _V1,
     Requirement(f"{_ACTOR}.use_prefix_grouper", (False,), False, "false", "its forward is another one"),
     *(
@@ -45,11 +45,7 @@ _IN_ORDER = Requirement(
     f"{_ACTOR}.shuffle", (False,), False, "false", "the trainer must know which mini-batch a row is in"
 )
 _NEEDS = {
-    f"{_ACTOR}.gradloc.enable": (
-        *_ENGINE,
-        _IN_ORDER,
-        *SEARCHABLE,
-    ),
+    f"{_ACTOR}.gradloc.enable": (*_ENGINE, _IN_ORDER, *SEARCHABLE),
     f"{_ACTOR}.gradloc.stabilize": (*_ENGINE, *_WHOLE_SEQUENCES, WEIGHTS_ON_DEVICE),
     f"{_ACTOR}.gradloc.stabilize.token_clip or seq_clip": (ROLLOUT_LOG_PROBS,),
     f"{_ACTOR}.gradloc.stabilize.layer_clip.group finer than layer": (SEPARATE_PARAMETERS,),
@@ -58,16 +54,7 @@ _NEEDS = {
     "trainer.quartile_analysis_mode": (*_ENGINE, *_WHOLE_SEQUENCES, _MEAN, WEIGHTS_ON_DEVICE),
     "actor_rollout_ref.rollout.rollout_filter_value": (_V1,),
 }
-_CRITIC_NEEDS = (
-    Requirement("critic.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other engines do not have it"),
-    _V1,
-    replace(_IN_ORDER, key="critic.shuffle"),
-    Requirement("critic.fsdp.ulysses_sequence_parallel_size", (1,), 1, "1", "sequence parallelism was not tried there"),
-    Requirement(
-        "critic.fsdp.offload_policy", (False, None), False, "false", "use param_offload and optimizer_offload instead"
-    ),
-    Requirement("critic.model.enable_activation_offload", (False,), False, "false", "a search runs forwards alone"),
-)
+_CRITIC = of_critics_fsdp("critic.fsdp.ulysses_sequence_parallel_size", "critic.fsdp.offload_policy")
 
 
 def check_features(config: Any, settings: GradLocConfig, lopti: Any, analysis: Any) -> bool:
@@ -97,25 +84,16 @@ def check_features(config: Any, settings: GradLocConfig, lopti: Any, analysis: A
         analysis is not None and analysis.quartiles is not None,
         analysis is not None,
     )
-    for (feature, needs), on in zip(_NEEDS.items(), is_on, strict=True):
+    for (feature, needed), on in zip(_NEEDS.items(), is_on, strict=True):
         if on:
-            check_requirements(feature, needs, config)
+            check_requirements(feature, needed, config)
     return any(is_on)
 
 
 def check_critic(config: Any) -> None:
-    """Refuse a run in which spikes of the critic could not be localized.
-
-    Args:
-        config: the trainer's whole config.
-
-    Raises:
-        ValueError: one sentence.
-    """
-    feature = f"{_ACTOR}.gradloc.critic"
-    require(need_critic(config), "critic.enable", f"true while {feature} is not off", config.critic.enable)
+    """Refuse a run in which spikes of the critic could not be localized: one sentence, a ValueError."""
     check_verl("trainer")
-    check_requirements(feature, _CRITIC_NEEDS, config)
+    needs.check_critic(config, _V1, replace(_IN_ORDER, key="critic.shuffle"), *_CRITIC)
 
 
 _OF_ROLLOUT = [

@@ -20,8 +20,8 @@ from verl.workers.engine import FSDPEngineWithLMHead
 
 from ...core.probe import LossOfGiven, Recorded, RngState
 from ...keys import ROW_KEY
-from ...search.precise import logit_bytes, precise_fused_readout, precise_readout
 from ..verl_common.losses import weights_of
+from ..verl_common.precise import logit_bytes, precise_fused_readout, precise_readout
 from .packed import Layout, only, padded
 
 _FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}

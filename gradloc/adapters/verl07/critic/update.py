@@ -15,8 +15,8 @@ from ....core.probe import LossOfGiven, Recorded, RngState, let_through, record
 from ....core.ranks import Ranks
 from ....keys import POLICY_KEY, ROW_KEY
 from ....loop.wire import Policy, RankReport
-from ....search.precise import precise_readout
 from ...verl_common.losses import weights_of
+from ...verl_common.precise import precise_readout
 from ...verl_common.watch import Clipping, Watch
 
 _CLIPPING = Clipping(dp_critic)

@@ -143,8 +143,8 @@ def precise_fused_readout(kernel: type, compute_dtype: torch.dtype) -> Iterator[
             return fused_log_probs(hidden_states, vocab_weights, input_ids, temperature)
 
     own = vars(kernel)["forward"]
-    kernel.forward = forward  # type: ignore[attr-defined]
+    kernel.forward = forward
     try:
         yield
     finally:
-        kernel.forward = own  # type: ignore[attr-defined]
+        kernel.forward = own

@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from gradloc.search import precise
-from gradloc.search.precise import fused_log_probs, precise_linear
+from gradloc.adapters.verl_common import precise
+from gradloc.adapters.verl_common.precise import fused_log_probs, precise_linear
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
