@@ -33,12 +33,16 @@ class Rule:
     name: str
     reads: Read
     """Metrics of a step -> (the metric's name, its value), None where the step does not have it."""
-    measure: Callable[[HealthConfig, float | None], Measure | None]
-    """(settings, clip limit) -> the measure; None where the rule has nothing to hold on to."""
+    measured: str
+    """How: one of the measures below."""
     sentence: str
     """With ``{metric}``, ``{found}`` and ``{limit}`` (or both in percent), ``{value}``, ``{typical}``, ``{recent}``."""
     is_strict: bool = False
     """Whether a number at the limit is still within it, as in verl's alert rules."""
+
+    def measure(self, config: HealthConfig, clip: float | None) -> Measure | None:
+        """What remembers the run for this rule."""
+        return _MEASURES[self.measured](config, clip)
 
 
 def _first(*names: str) -> Read:
@@ -80,45 +84,20 @@ def _zero_variance(metrics: Mapping[str, float]) -> tuple[str, float] | None:
     return "critic/score/{max,min}", float(ends[0] == ends[1])
 
 
-def _value(config: HealthConfig, clip: float | None) -> Measure:
-    return Value()
-
-
-def _size(config: HealthConfig, clip: float | None) -> Measure:
-    return Value(abs)
-
-
-def _from_one(config: HealthConfig, clip: float | None) -> Measure:
-    return Value(lambda weight: max(weight, 1 / weight) if weight > 0 else math.inf)
-
-
-def _mean(config: HealthConfig, clip: float | None) -> Measure:
-    return Mean(config.recent)
-
-
-def _streak(config: HealthConfig, clip: float | None) -> Measure:
-    return Streak()
-
-
-def _jump(config: HealthConfig, clip: float | None) -> Measure:
-    return Jump(config.warmup, config.window, config.deviations)
-
-
-def _over_clip(config: HealthConfig, clip: float | None) -> Measure | None:
-    return None if clip is None else Share(clip, config.clip_window)
-
-
-def _fall(config: HealthConfig, clip: float | None) -> Measure:
-    return Fall(config.warmup, config.recent, config.window)
-
-
-def _start(floor: float = 0.0):
-    return lambda config, clip: AgainstStart(config.warmup, config.recent, floor)
-
-
-def _window(config: HealthConfig, clip: float | None) -> Measure:
-    return AgainstWindow(config.warmup, config.recent, config.window)
-
+_MEASURES: dict[str, Callable[[HealthConfig, float | None], Measure | None]] = {
+    "value": lambda config, clip: Value(),
+    "size": lambda config, clip: Value(abs),
+    "times away from 1": lambda config, clip: Value(lambda weight: max(weight, 1 / weight) if weight > 0 else math.inf),
+    "mean": lambda config, clip: Mean(config.recent),
+    "streak": lambda config, clip: Streak(),
+    "jump": lambda config, clip: Jump(config.warmup, config.window, config.deviations),
+    "share over the clip": lambda config, clip: None if clip is None else Share(clip, config.clip_window),
+    "fall": lambda config, clip: Fall(config.warmup, config.recent, config.window),
+    "against the start": lambda config, clip: AgainstStart(config.warmup, config.recent),
+    "against the start, if notable": lambda config, clip: AgainstStart(config.warmup, config.recent, _MISMATCH_FLOOR),
+    "against the window": lambda config, clip: AgainstWindow(config.warmup, config.recent, config.window),
+}
+"""Of the settings and the clip limit; None where a rule has nothing to hold on to."""
 
 _TIMES_START = (
     "{metric} is {value} over the last {recent} steps, {found} times the {typical} of the start (limit {limit})."
@@ -132,88 +111,88 @@ RULES = (
     Rule(
         "gradient_jump",
         _first(*GRAD_NORMS),
-        _jump,
+        "jump",
         "{metric} is {value} before clipping, {found} times its own median of {typical} (limit {limit} times).",
     ),
     Rule(
         "spikes",
         _first("gradloc/spikes"),
-        _value,
+        "value",
         "GradLoc's trigger saw {found} spike(s) in this step; an event names tokens and cause (limit {limit}).",
     ),
     Rule(
         "head_norm",
         _first("gradloc/head_grad_norm"),
-        _jump,
+        "jump",
         "The output head's gradient norm is {value}, {found} times its own median of {typical} (limit {limit} times): "
         "the policy moves at least that far.",
     ),
     Rule(
         "clip_share",
         _first(GRAD_NORM),
-        _over_clip,
+        "share over the clip",
         "{percent} of the last {clip_window} steps were over the clip limit of {typical} (limit {percent_limit}).",
     ),
-    Rule("non_finite", _non_finite, _streak, "{metric} is not finite, {found} step(s) in a row (limit {limit})."),
+    Rule("non_finite", _non_finite, "streak", "{metric} is not finite, {found} step(s) in a row (limit {limit})."),
     Rule(
         "no_gradient",
         _no_gradient,
-        _streak,
+        "streak",
         "Gradient and policy loss are zero, {found} step(s) in a row (limit {limit}): nothing is learned.",
     ),
     Rule(
         "reward_fall",
         _first(*SCORES),
-        _fall,
+        "fall",
         "{metric} fell by {percent} (limit {percent_limit}), from {typical} to {value} (means of {recent} steps).",
     ),
-    Rule("entropy_fall", _first(*ENTROPY), _start(), _TIMES_START),
-    Rule("entropy_rise", _first(*ENTROPY), _start(), _TIMES_START),
+    Rule("entropy_fall", _first(*ENTROPY), "against the start", _TIMES_START),
+    Rule("entropy_rise", _first(*ENTROPY), "against the start", _TIMES_START),
     Rule(
         "zero_variance",
         _zero_variance,
-        _mean,
+        "mean",
         "{percent} of the prompts had one reward for all their rollouts, over {recent} steps (limit {percent_limit}).",
     ),
-    Rule("policy_kl", _first("actor/ppo_kl"), _size, _AT_STEP),
+    Rule("policy_kl", _first("actor/ppo_kl"), "size", _AT_STEP),
     Rule(
         "reference_kl_jump",
         _first(*REFERENCE_KL),
-        _jump,
+        "jump",
         "{metric} is {value}, {found} times its own median of {typical} (limit {limit} times).",
     ),
     Rule(
         "clip_fraction",
         _first("actor/pg_clipfrac"),
-        _mean,
+        "mean",
         "PPO's clip cut {percent} of the tokens off, over {recent} steps (limit {percent_limit}).",
     ),
-    Rule("mismatch_kl", _first("rollout_corr/kl"), _size, _IN_UPDATE, is_strict=True),
-    Rule("mismatch_rise", _first("rollout_corr/k3_kl"), _start(_MISMATCH_FLOOR), _TIMES_START),
-    Rule("mismatch_chi2", _first("rollout_corr/chi2_token"), _value, _IN_UPDATE, is_strict=True),
+    Rule("mismatch_kl", _first("rollout_corr/kl"), "size", _IN_UPDATE, is_strict=True),
+    Rule("mismatch_rise", _first("rollout_corr/k3_kl"), "against the start, if notable", _TIMES_START),
+    Rule("mismatch_chi2", _first("rollout_corr/chi2_token"), "value", _IN_UPDATE, is_strict=True),
     Rule(
         "mismatch_weight",
         _first("rollout_corr/rollout_is_mean"),
-        _from_one,
+        "times away from 1",
         "{metric} is {value}, {found} times away from 1 (limit {limit} times).",
         is_strict=True,
     ),
-    Rule("mismatch_spread", _first("rollout_corr/rollout_is_std"), _value, _AT_STEP, is_strict=True),
-    Rule("mismatch_sample_size", _first("rollout_corr/rollout_is_eff_sample_size"), _value, _AT_STEP, is_strict=True),
-    Rule("mismatch_veto", _first("rollout_corr/rollout_is_veto_fraction"), _value, _AT_STEP, is_strict=True),
-    Rule("mismatch_probs", _first("training/rollout_probs_diff_mean"), _value, _AT_STEP, is_strict=True),
+    Rule("mismatch_spread", _first("rollout_corr/rollout_is_std"), "value", _AT_STEP, is_strict=True),
+    Rule("mismatch_sample_size", _first("rollout_corr/rollout_is_eff_sample_size"), "value", _AT_STEP, is_strict=True),
+    Rule("mismatch_veto", _first("rollout_corr/rollout_is_veto_fraction"), "value", _AT_STEP, is_strict=True),
+    Rule("mismatch_probs", _first("training/rollout_probs_diff_mean"), "value", _AT_STEP, is_strict=True),
     Rule(
         "truncation",
         _first("response_length/clip_ratio"),
-        _mean,
+        "mean",
         "{percent} of the responses ended at the length limit, over {recent} steps (limit {percent_limit}).",
     ),
-    Rule("length_rise", _first(LENGTH), _window, _TIMES_WINDOW),
-    Rule("length_fall", _first(LENGTH), _window, _TIMES_WINDOW),
+    Rule("length_rise", _first(LENGTH), "against the window", _TIMES_WINDOW),
+    Rule("length_fall", _first(LENGTH), "against the window", _TIMES_WINDOW),
     Rule(
         "aborted",
         _first("response/aborted_ratio"),
-        _value,
+        "value",
         "{percent} of the responses are empty (limit {percent_limit}).",
         is_strict=True,
     ),

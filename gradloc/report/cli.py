@@ -52,8 +52,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--version", action="version", version=__version__)
     commands = made.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
-        sub = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-        _module(name).add_arguments(sub)
+        module, said = _module(name), f"{summary[0].upper()}{summary[1:]}."
+        sub = commands.add_parser(name, help=summary, description=said, epilog=getattr(module, "EPILOG", None))
+        sub.formatter_class = argparse.RawDescriptionHelpFormatter
+        module.add_arguments(sub)
     return made
 
 

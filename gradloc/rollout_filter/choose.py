@@ -2,6 +2,7 @@
 """Which of a batch's groups are trained on, and what the filter did in numbers."""
 
 import logging
+from typing import Any
 
 import numpy as np
 
@@ -42,3 +43,22 @@ def choose(groups: Groups, settings: FilterSettings, num_ranks: int) -> tuple[np
         "zero_count": int((groups.reward_std == 0.0).sum()),
         "empty": float(is_empty),
     }
+
+
+def kept_groups(
+    groups: Groups, settings: FilterSettings, num_ranks: int, metrics: dict[str, Any]
+) -> tuple[np.ndarray, dict[str, float]] | None:
+    """:func:`choose` as a trainer's step asks for it; None while the filter is off.
+
+    Args:
+        groups: of the whole batch.
+        settings: see above.
+        num_ranks: likewise.
+        metrics: of the step; ``rollout/*`` is added.
+    """
+    metrics["rollout/zero_variance_share"] = groups.zero_variance_share
+    if settings.keeps_all:
+        return None
+    kept, counts = choose(groups, settings, num_ranks)
+    metrics.update({f"rollout/filter_{name}": value for name, value in counts.items()})
+    return kept, counts

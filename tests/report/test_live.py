@@ -184,25 +184,6 @@ def test_without_a_terminal_watch_prints_a_line_for_each_event(folder):
         assert process.wait(20) == 0
 
 
-def test_q_ends_watch_in_a_terminal_and_leaves_it_as_it_was(folder):
-    import os
-    import pty
-    import termios
-
-    ours, theirs = pty.openpty()
-    before = termios.tcgetattr(theirs)
-    command = [sys.executable, "-m", "gradloc.report", "watch", str(folder), "--interval", "30"]
-    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "env": {**os.environ, "TERM": "xterm"}}
-    with subprocess.Popen(command, cwd=REPO, start_new_session=True, **terminal) as process:
-        shown = b""
-        while b"q ends." not in shown:
-            shown += os.read(ours, 65536)
-        os.write(ours, b"xq")
-        assert process.wait(20) == 0
-    assert termios.tcgetattr(theirs) == before
-    os.close(ours), os.close(theirs)
-
-
 def test_a_spike_in_the_warm_up_is_said_though_there_is_no_event(tmp_path):
     follower = Follower(write_run(tmp_path, metrics=make_metrics(14, (12,))))
     follower.poll()

@@ -9,10 +9,10 @@ from verl import DataProto
 from verl.protocol import pad_dataproto_to_divisor
 
 from ...analysis.analyses import Analyses
-from ...analysis.config import BucketSettings, QuartileSettings, check_geometry, geometry, read_buckets, read_quartiles
+from ...analysis.config import BucketSettings, QuartileSettings, check_geometry, geometry
 from ...analysis.reporter import Batch
-from ...rollout_filter.config import FilterSettings, read_filter
-from ..verl_common.analyses import FILLER, refuse_pictures, run_of, well
+from ...rollout_filter.config import FilterSettings
+from ..verl_common.analyses import FILLER, analyses_in, refuse_pictures, run_of, well
 from .analysis_actor import RECORD_KEY
 from .analysis_batch import prepare_batch
 from .refusals import check_run, settings_of
@@ -43,9 +43,10 @@ def build_analysis(trainer: Any) -> Optional["Analysis"]:
         ValueError: one sentence that names a key with a bad value, also while the features are off.
     """
     config = trainer.config
-    buckets, quartiles, chosen = read_buckets(config), read_quartiles(config), read_filter(config)
-    if buckets is None and quartiles is None and chosen.keeps_all:
+    found = analyses_in(config)
+    if found is None:
         return None
+    buckets, quartiles, chosen = found
     if buckets is not None:
         check_run("trainer.gradient_analysis_mode", config)
         check_geometry(buckets, config, len(trainer.train_dataset))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...rollout_filter.choose import choose
+from ...rollout_filter.choose import kept_groups
 from ...rollout_filter.config import FilterSettings
 from ...rollout_filter.groups import groups_of
 from ...rollout_filter.rank import advantage_scale
@@ -40,12 +40,10 @@ class RolloutFilter:
             batch, rewards and extras of the rows kept.
         """
         groups = groups_of(batch.non_tensor_batch["uid"], rewards, batch.batch["response_mask"])
-        metrics["rollout/zero_variance_share"] = groups.zero_variance_share
-        if self.settings.keeps_all:
+        found = kept_groups(groups, self.settings, _num_ranks(trainer), metrics)
+        if found is None:
             return batch, rewards, extras
-        kept, counts = choose(groups, self.settings, _num_ranks(trainer))
-        batch.meta_info[FILTER_KEY] = counts
-        metrics.update({f"rollout/filter_{name}": value for name, value in counts.items()})
+        kept, batch.meta_info[FILTER_KEY] = found
         if len(kept) == len(groups):
             return batch, rewards, extras
         rows = np.flatnonzero(np.isin(groups.of_row, kept))

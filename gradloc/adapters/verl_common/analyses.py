@@ -6,10 +6,22 @@ from typing import Any
 
 from ray.exceptions import RayError
 
+from ...analysis.config import BucketSettings, QuartileSettings, read_buckets, read_quartiles
 from ...analysis.reporter import Run
+from ...rollout_filter.config import FilterSettings, read_filter
 
 FILLER = -1
 """What a tensor of ours holds in rows that only fill up the ranks."""
+
+
+def analyses_in(config: Any) -> tuple[BucketSettings | None, QuartileSettings | None, FilterSettings] | None:
+    """The settings of both analyses, None for one that is off, and of the rollout filter; None while all are off.
+
+    Raises:
+        ValueError: one sentence that names a key with a bad value, also while the features are off.
+    """
+    buckets, quartiles, chosen = read_buckets(config), read_quartiles(config), read_filter(config)
+    return None if buckets is None and quartiles is None and chosen.keeps_all else (buckets, quartiles, chosen)
 
 
 def run_of(config: Any, root: str) -> Run:

@@ -23,8 +23,6 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the subcommand takes."""
-    parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="the run's folder")
     parser.add_argument("--wandb-path", metavar="ENTITY/PROJECT/RUN_ID", help="read the run from Weights & Biases")
     parser.add_argument("--list-steps", action="store_true", help="print the analysed steps")

@@ -16,8 +16,8 @@ from ..pages.exports import escape
 from ..runs.comparison import Comparison, compare
 from ..runs.run import read_run
 
-SETTINGS = 30
-"""Settings that the terminal lists."""
+LISTED = 30
+"""Steps and settings that the terminal lists."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,26 +69,18 @@ def run(args: argparse.Namespace) -> int:
 def _print(found: Comparison) -> None:
     console = Console(highlight=False)
     console.print(Text(found.parted))
-    table = Table("", *map(one_line, found.names), box=None, padding=(0, 3, 0, 0))
-    for row in found.rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
-    steps = Table("spike at step", *map(one_line, found.names), box=None, padding=(0, 3, 0, 0))
-    for row in found.steps[:30]:
-        steps.add_row(*map(Text, row))
-    if found.steps:
-        console.print()
-        console.print(steps)
-    settings = Table("setting", *map(one_line, found.names), box=None, padding=(0, 3, 0, 0))
-    for row in found.settings[:SETTINGS]:
-        settings.add_row(*(Text(one_line(cell, 60)) for cell in row))
-    if found.settings:
-        console.print()
-        console.print(settings)
-    if len(found.settings) > SETTINGS:
-        console.print(Text(f"And {len(found.settings) - SETTINGS} more settings; --format json has all.", style="dim"))
-    if len(found.steps) > 30:
-        console.print(Text(f"And {len(found.steps) - 30} more steps.", style="dim"))
+    for head, rows, more in (
+        ("", found.rows, ""),
+        ("spike at step", found.steps, "more steps."),
+        ("setting", found.settings, "more settings; --format json has all."),
+    ):
+        table = Table(head, *map(one_line, found.names), box=None, padding=(0, 3, 0, 0))
+        for row in rows[:LISTED]:
+            table.add_row(*(Text(one_line(cell, 90)) for cell in row))
+        if rows:
+            console.print(table, "")
+        if len(rows) > LISTED:
+            console.print(Text(f"And {len(rows) - LISTED} {more}", style="dim"))
 
 
 def _markdown(found: Comparison) -> str:

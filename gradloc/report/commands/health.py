@@ -38,8 +38,6 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the subcommand takes."""
-    parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "paths", type=Path, nargs="+", metavar="RUN", help="a run's folder or log; - for standard input"
     )
@@ -140,24 +138,7 @@ def _json(found: RunFolder, health: RunHealth) -> str:
         "metrics": found.metrics.source,
         "state": health.state,
         "worst": {"state": health.worst.state, "step": health.worst.step},
-        "steps": [
-            {
-                "step": verdict.step,
-                "state": verdict.state,
-                "reasons": [
-                    {
-                        "name": reason.name,
-                        "state": reason.state,
-                        "metric": reason.metric,
-                        "found": reason.found,
-                        "limit": reason.limit,
-                        "sentence": reason.sentence,
-                    }
-                    for reason in verdict.reasons
-                ],
-            }
-            for verdict in health.verdicts
-        ],
+        "steps": [{"step": v.step, "state": v.state, "reasons": v.reasons} for v in health.verdicts],
         "advice": {
             finding.worst.name: [{"do": do, "line": line} for do, line in finding.worst.advice]
             for finding in health.findings

@@ -26,8 +26,6 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the subcommand takes."""
-    parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
     parser.add_argument("--step", "--steps", nargs="+", type=int, metavar="N", help="these only")
     parser.add_argument("--json", action="store_true", help="print the numbers, draw nothing")

@@ -3,7 +3,6 @@
 
 import argparse
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from ...record import Event
@@ -69,10 +68,7 @@ def _export(args: argparse.Namespace, found: RunFolder, events: list[Event]) -> 
 
 
 def _page(args: argparse.Namespace, found: RunFolder, events: list[Event]) -> int:
-    def progress(items: Iterable[Event], total: int) -> Iterable[Event]:
-        return terminal.track(items, total)
-
-    output.write(args.output, page.render(found, events, progress))
+    output.write(args.output, page.render(found, events))
     terminal.warn(found.notes)
     print(args.output)
     print(f"Open it in a browser: {args.output.resolve().as_uri()}", file=sys.stderr)

@@ -34,8 +34,6 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the subcommand takes."""
-    parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "metrics", type=Path, nargs="+", metavar="METRICS", help="a run's folder, or its log; - for standard input"
     )

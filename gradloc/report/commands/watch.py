@@ -3,12 +3,8 @@
 
 import argparse
 import contextlib
-import os
-import select
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -30,8 +26,6 @@ PORT = 8321
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's folder or log; it need not be there yet")
     parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
     parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="default: %(default)s")
@@ -41,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Follows the run until Ctrl-C, in a terminal also until q."""
+    """Follows the run until Ctrl-C."""
     if not args.interval > 0:
         raise ReportError(f"--interval must be more than 0 seconds, found {args.interval}.")
     if not 0 <= args.port < 1 << 16:
@@ -54,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             raise ReportError(follower.waiting)
         console.print(view(follower, console.width))
         return 0
-    with contextlib.suppress(KeyboardInterrupt), _single_keys():
+    with contextlib.suppress(KeyboardInterrupt):
         if args.serve:
             _serve(follower, args, console)
         elif console.is_terminal:
@@ -64,37 +58,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _single_keys() -> Iterator[None]:
-    """Has the terminal hand over each key as it is pressed."""
-    if not sys.stdin.isatty():
-        yield
-        return
-    import termios
-    import tty
-
-    before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-def _is_over(seconds: float) -> bool:
-    """Wait so long; whether q was pressed meanwhile."""
-    end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        if not sys.stdin.isatty():
-            time.sleep(left)
-        elif select.select([sys.stdin], [], [], left)[0] and b"q" in os.read(sys.stdin.fileno(), 64).lower():
-            return True
-    return False
-
-
 def _screen(follower: Follower, interval: float, console: Console) -> None:
     with Live(view(follower, console.width), console=console, screen=True, auto_refresh=False) as live:
-        while not _is_over(interval):
+        while True:
+            time.sleep(interval)
             follower.poll()
             live.update(view(follower, console.width), refresh=True)
 
@@ -105,8 +72,7 @@ def _lines(follower: Follower, interval: float, console: Console) -> None:
     while True:
         for line in news(follower.run, known) if follower.run else ():
             console.print(Text(line), soft_wrap=True)
-        if _is_over(interval):
-            return
+        time.sleep(interval)
         follower.poll()
 
 
@@ -120,10 +86,11 @@ def _serve(follower: Follower, args: argparse.Namespace, console: Console) -> No
         raise ReportError(f"port {args.port} cannot be opened ({why}): --port names another.") from None
     with site:
         threading.Thread(target=site.serve_forever, daemon=True).start()
-        console.print(Text(f"{site.url}  shows {args.run_dir} as it grows; q or Ctrl-C ends."), soft_wrap=True)
+        console.print(Text(f"{site.url}  shows {args.run_dir} as it grows; Ctrl-C ends."), soft_wrap=True)
         known = {event.event_id for event in follower.run.events} if follower.run else set()
         try:
-            while not _is_over(args.interval):
+            while True:
+                time.sleep(args.interval)
                 if follower.poll():
                     for line in news(follower.run, known):
                         console.print(Text(line), soft_wrap=True)

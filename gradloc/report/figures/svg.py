@@ -6,7 +6,6 @@ with nobody's, and it needs no inline style, which the page's security policy fo
 import io
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 
@@ -19,14 +18,13 @@ ET.register_namespace("", SVG)
 ET.register_namespace("xlink", XLINK)
 
 
-def to_svg(figure: Figure, name: str, title: str, notes: Mapping[str, str] | None = None) -> str:
+def to_svg(figure: Figure, name: str, title: str) -> str:
     """The figure as an ``<svg>`` element.
 
     Args:
         figure: drawn with the palette THEME.
         name: prefix of every id inside, unique on the page.
         title: what the picture shows, for those who do not see it.
-        notes: what an artist's ``gid`` stands for; it is said where one points at it or tabs to it.
 
     Returns:
         The same bytes for the same figure: no date, no random ids.
@@ -39,10 +37,7 @@ def to_svg(figure: Figure, name: str, title: str, notes: Mapping[str, str] | Non
     root = ET.fromstring(sink.getvalue())
     _strip(root)
     for element in list(root.iter()):
-        note = (notes or {}).get(element.get("id", ""))
         _plain(element, name)
-        if note is not None:
-            _annotate(element, note)
     root.set("role", "img")
     root.set("aria-label", title)
     for key in ("height", "version"):
@@ -58,17 +53,6 @@ def _strip(root: ET.Element) -> None:
             is_empty = child.tag == f"{{{SVG}}}g" and not len(child)
             if is_empty or child.tag in (f"{{{SVG}}}metadata", f"{{{SVG}}}style"):
                 parent.remove(child)
-
-
-def _annotate(element: ET.Element, note: str) -> None:
-    """Let pointer, keyboard and screen reader find what a part of the picture means."""
-    element.set("class", "noted")
-    element.set("tabindex", "0")
-    element.set("role", "img")
-    element.set("aria-label", note)
-    title = ET.Element(f"{{{SVG}}}title")
-    title.text = note
-    element.insert(0, title)
 
 
 def _plain(element: ET.Element, name: str) -> None:

@@ -46,7 +46,7 @@ def view(follower: Follower, width: int) -> Group:
     if run.events:
         parts.append(Text(run.show_command(run.events[-1].event_id), style="cyan"))
     parts += [Text(one_line(note), style="yellow") for note in run.notes[-3:]]
-    parts.append(Text("q ends.", style="dim"))
+    parts.append(Text("Ctrl-C ends.", style="dim"))
     return Group(*parts)
 
 

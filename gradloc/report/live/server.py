@@ -5,8 +5,6 @@ The report itself stays what it is, a file that can reach nothing. It is shown i
 asks this server every other second whether the run has changed, and loads the report anew where the reader was.
 """
 
-import base64
-import hashlib
 import json
 import threading
 from http import HTTPStatus
@@ -39,12 +37,8 @@ setInterval(look, 2000);
 """
 
 
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
 POLICY = (
-    f"default-src 'none'; style-src {_hash(STYLE)}; script-src {_hash(SCRIPT)}; connect-src 'self'; "
+    f"default-src 'none'; style-src '{page.hash_of(STYLE)}'; script-src '{page.hash_of(SCRIPT)}'; connect-src 'self'; "
     "frame-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
 

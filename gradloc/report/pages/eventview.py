@@ -301,7 +301,7 @@ def _essential(culprit: Culprit, known: dict[str, str]) -> list[tuple[str, str, 
 
 
 def _siblings(culprits: Iterable[Culprit], sequences: list[Sequence]) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """The rollouts of each culprit's prompt, its own first: of the record, else those that the event holds."""
+    """The rollouts of each culprit's prompt, its own first."""
     made = []
     for culprit in {culprit.sequence_id: culprit for culprit in culprits if culprit.siblings}.values():
         own = next((s for s in sequences if s.sequence_id == culprit.sequence_id), None)
@@ -310,28 +310,7 @@ def _siblings(culprits: Iterable[Culprit], sequences: list[Sequence]) -> list[tu
         written = [(_index(name), number(reward), number(odd), number(size)) for name, reward, odd, size in lines]
         # A chat's question is at its end.
         made.append((one_line(culprit.prompt or "a prompt", 80, keep="end"), written))
-    return made or _siblings_held(culprits, sequences)
-
-
-def _siblings_held(culprits: Iterable[Culprit], sequences: list[Sequence]) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """The same of a record of version 0.1, which does not name them: the prompts that it holds more than one of."""
-    groups: dict[str, list[Sequence]] = {}
-    for sequence in sequences:
-        prompt = (sequence.sequence_id or "").rpartition(":")[0]
-        if prompt:
-            groups.setdefault(prompt, []).append(sequence)
-    rewards = {culprit.sequence_id: culprit.reward for culprit in culprits}
-    return [
-        (
-            one_line(members[0].prompt or "a prompt", 80, keep="end"),
-            [
-                (_index(s.sequence_id), number(rewards.get(s.sequence_id)), _largest(s.advantage), number(len(s)))
-                for s in members
-            ],
-        )
-        for members in groups.values()
-        if len(members) > 1
-    ]
+    return made
 
 
 def _index(name: str | None) -> str:
@@ -364,11 +343,6 @@ def _again(event: Event) -> list[str]:
     if event.head_grad_norm is not None:
         said.append(f"The output head's part of the gradient has norm {number(event.head_grad_norm)}.")
     return said
-
-
-def _largest(values: list[float | None] | None) -> str:
-    """The value that is furthest from 0, as text."""
-    return number(max((v for v in values or () if v is not None), key=abs, default=None))
 
 
 def _layer_note(event: Event) -> str | None:

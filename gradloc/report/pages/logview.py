@@ -11,6 +11,7 @@ from ..runs.diagnosis import Diagnosis, diagnose
 from ..runs.health import judge
 from ..runs.run import RunFolder
 from .curve import curve
+from .terminal import next_steps
 
 RUNS = 20
 """Runs that are told in a line each, after the worst one."""
@@ -65,7 +66,4 @@ def _next(console: Console, found: RunFolder) -> None:
         ("other settings of the trigger", f"gradloc-report trigger {where} --set cap=6"),
         ("the page", f"gradloc-report {where} -o page.html"),
     ]
-    console.print(Text("Next:", style="bold"))
-    for what, command in steps:
-        console.print(Text(f"  {what}", style="dim"))
-        console.print(Text(f"    {one_line(command)}", style="cyan"), soft_wrap=True)
+    next_steps(console, steps)

@@ -12,7 +12,6 @@ import base64
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -47,16 +46,13 @@ BUDGET = {"one": 6_000_000, "many": 1_100_000}
 SCRIPTS = ("base", "chart", "tokens", "events", "keys")
 """Parts of the one script, in order."""
 
-Progress = Callable[[Iterable[Event], int], Iterable[Event]]
 
-
-def render(run: RunFolder, events: list[Event] | None = None, progress: Progress | None = None) -> str:
+def render(run: RunFolder, events: list[Event] | None = None) -> str:
     """The whole report of a run.
 
     Args:
         run: what was read; sentences about what could not be read are added to its notes.
         events: the events to show in detail; all of them when None.
-        progress: wraps the loop over the events.
     """
     chosen = run.events if events is None else events
     is_inline = len(chosen) <= INLINE
@@ -66,7 +62,7 @@ def render(run: RunFolder, events: list[Event] | None = None, progress: Progress
     shown = SHOWN_TOKENS // max(len(chosen), 1) if is_inline else SHOWN_TOKENS // 4
     views: dict[str, EventView] = {}
     payload: dict[str, Any] = {}
-    for event in progress(worst, len(worst)) if progress else worst:
+    for event in worst:
         view, note = full_view(event, run, budget, shown)
         if note:
             run.notes.append(note)
@@ -176,7 +172,7 @@ def fill(template: str, payload: dict[str, Any], **context: Any) -> str:
     script = f'"use strict";\n{library}{{\n{parts}}}\n'  # the block keeps its names from the window's
     policy = (
         "default-src 'none'; "
-        f"style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
+        f"style-src '{hash_of(style)}'; script-src '{hash_of(script)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
     made = (
@@ -216,7 +212,8 @@ def _asset(name: str) -> str:
     return resources.files("gradloc.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
+def hash_of(text: str) -> str:
+    """As a security policy names what it allows."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
 
 

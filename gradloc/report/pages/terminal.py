@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the terminal shows: a summary in tables, notes, a progress bar.
+"""What the terminal shows: a summary in tables, and notes.
 
 Tokens are hostile here, too: text is made visible first, and never read as rich's markup.
 """
 
 import shlex
 import sys
-from collections.abc import Iterable
 
 from rich.console import Console
-from rich.progress import track as rich_track
 from rich.table import Table
 from rich.text import Text
 
@@ -26,8 +24,6 @@ EVENTS = 30
 """Events listed in the summary: the last ones."""
 CULPRITS = 8
 """Culprits listed per event."""
-PROGRESS_FROM = 5
-"""A progress bar is worth it from so many events on."""
 
 
 def summary(run: RunFolder, events: list[Event]) -> None:
@@ -70,6 +66,11 @@ def _next(console: Console, run: RunFolder, events: list[Event]) -> None:
             ("the whole report", f"gradloc-report {where} -o report.html"),
             ("the worst event", run.show_command(worst.event_id)),
         ]
+    next_steps(console, steps)
+
+
+def next_steps(console: Console, steps: list[tuple[str, str]]) -> None:
+    """What one does next: pairs of what, and the command."""
     if steps:
         console.print(Text("Next:", style="bold"))
     for what, command in steps:
@@ -85,14 +86,6 @@ def warn(notes: list[str]) -> None:
     """Print what could not be read to standard error."""
     for note in notes:
         print(visible(note), file=sys.stderr)
-
-
-def track(events: Iterable[Event], total: int) -> Iterable[Event]:
-    """The events, with a progress bar on standard error where there is a terminal."""
-    console = Console(stderr=True)
-    if total < PROGRESS_FROM or not console.is_terminal:
-        return events
-    return rich_track(events, description="Events", total=total, console=console, transient=True)
 
 
 def _one(console: Console, event: Event) -> None:

@@ -13,13 +13,12 @@ import torch
 import transfer_queue as tq
 
 from ....analysis.analyses import Analyses
-from ....analysis.config import check_separate, read_buckets, read_quartiles
+from ....analysis.config import check_separate
 from ....analysis.reporter import Batch
-from ....rollout_filter.choose import choose
-from ....rollout_filter.config import read_filter
+from ....rollout_filter.choose import kept_groups
 from ....rollout_filter.groups import groups_of
 from ....rollout_filter.rank import advantage_scale
-from ...verl_common.analyses import FILLER, refuse_pictures, run_of, well
+from ...verl_common.analyses import FILLER, analyses_in, refuse_pictures, run_of, well
 from ...verl_common.reports import reports_of
 from ..batch import fetch, put, view_of
 from .engine import ASKED_KEY, Asked, record_of_actor
@@ -35,12 +34,10 @@ def build_analysis(config: Any, settings: Any) -> "Analysis | None":
     Raises:
         ValueError: one sentence that names a key with a bad value, also while the features are off.
     """
-    buckets, quartiles, chosen = read_buckets(config), read_quartiles(config), read_filter(config)
-    if buckets is None and quartiles is None and chosen.keeps_all:
-        return None
-    if buckets is not None:
-        check_separate(buckets, "these trainers roll out no batch beside the training batch")
-    return Analysis(config, settings, buckets, quartiles, chosen)
+    found = analyses_in(config)
+    if found is not None and found[0] is not None:
+        check_separate(found[0], "these trainers roll out no batch beside the training batch")
+    return None if found is None else Analysis(config, settings, *found)
 
 
 class Analysis(Analyses):
@@ -74,11 +71,10 @@ class Analysis(Analyses):
         found = fetch(batch, ["rm_scores", "response_mask", "uid"])
         padded = {name: found[name].to_padded_tensor(0) for name in ("rm_scores", "response_mask")}
         groups = groups_of(list(found["uid"]), padded["rm_scores"], padded["response_mask"])
-        metrics["rollout/zero_variance_share"] = groups.zero_variance_share
-        if self.chosen.keeps_all:
+        chosen = kept_groups(groups, self.chosen, num_ranks=1, metrics=metrics)  # verl fills up to whole mini-batches
+        if chosen is None:
             return batch
-        kept, self._counts = choose(groups, self.chosen, num_ranks=1)  # verl fills up to whole mini-batches
-        metrics.update({f"rollout/filter_{name}": value for name, value in self._counts.items()})
+        kept, self._counts = chosen
         is_kept = np.isin(groups.of_row, kept)
         dropped = [key for key, stays in zip(batch.keys, is_kept, strict=True) if not stays]
         if dropped:

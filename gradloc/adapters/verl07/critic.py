@@ -11,13 +11,13 @@ from verl.trainer.ppo import core_algos
 from verl.utils.device import get_device_id
 from verl.workers.critic import DataParallelPPOCritic, dp_critic
 
-from ....core.probe import LossOfGiven, Recorded, RngState, let_through, record
-from ....core.ranks import Ranks
-from ....keys import POLICY_KEY, ROW_KEY
-from ....loop.wire import Policy, RankReport
-from ...verl_common.losses import weights_of
-from ...verl_common.precise import precise_readout
-from ...verl_common.watch import Clipping, Watch
+from ...core.probe import LossOfGiven, Recorded, RngState, let_through, record
+from ...core.ranks import Ranks
+from ...keys import POLICY_KEY, ROW_KEY
+from ...loop.wire import Policy, RankReport
+from ..verl_common.losses import weights_of
+from ..verl_common.precise import precise_readout
+from ..verl_common.watch import Clipping, Watch
 
 _CLIPPING = Clipping(dp_critic)
 
