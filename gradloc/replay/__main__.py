@@ -29,7 +29,7 @@ from ..record.store import plain
 from ..search.find import BUDGET, MAX_CULPRITS, STRATEGIES, localize
 from ..search.task import Limit, Task
 from ..words.numbers import bounded, number
-from .bundle import Bundle, read_bundle
+from .bundle import Bundle, ReplayError, read_bundle
 from .comparison import (
     ask_oracle,
     largest_log_prob_change,
@@ -41,7 +41,6 @@ from .comparison import (
     weights_record,
 )
 from .dealt import deal
-from .reading import ReplayError
 
 _ADAPTERS = {
     "verl07": "verl 0.7.0 or 0.7.1 and the patch on it (gradloc-patch --repo VERL)",

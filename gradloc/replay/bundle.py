@@ -15,13 +15,17 @@ import torch
 
 from ..core.trigger import Spike, spike_kind
 from ..record import SCHEMA_VERSION, BundleMeta, Event, Trigger
-from .reading import ReplayError, read
+from ..record.reading import read
 
 _LONG = ("input_ids", "attention_mask", "position_ids")  # (R, P + T)
 _SHORT = ("responses", "response_mask", "old_log_probs", "advantages")  # (R, T)
 _OPTIONAL = ("ref_log_prob", "rollout_log_probs", "rollout_is_weights")  # (R, T)
 _INTEGERS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
 _LOG_PROBS = ("old_log_probs", "ref_log_prob", "rollout_log_probs")
+
+
+class ReplayError(Exception):
+    """The event cannot be replayed from what was given; the message is one sentence for whoever gave it."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,10 @@ def _read_meta(path: Path) -> tuple[BundleMeta, bool]:
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if version != SCHEMA_VERSION:
         raise ReplayError(f"{path} has schema_version {version!r}; this version of gradloc reads {SCHEMA_VERSION}.")
-    meta = read(BundleMeta, raw)
+    try:
+        meta = read(BundleMeta, raw)
+    except ValueError as error:
+        raise ReplayError(f"meta.json: {error}; docs/bundle.md says what a bundle holds.") from error
     if not meta.temperature > 0:
         raise ReplayError(f"meta.json: temperature must be a positive number, found {meta.temperature}.")
     return meta, "culprits" in raw["event"]

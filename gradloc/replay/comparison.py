@@ -17,8 +17,7 @@ from ..loop.fingerprint import differs, fingerprint, is_other_model
 from ..loop.layers import layer_of
 from ..search.find import Finding
 from ..search.task import Task
-from .bundle import Bundle, Entry
-from .reading import ReplayError
+from .bundle import Bundle, Entry, ReplayError
 
 _LOG_PROB_SLACK = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # between machines and kernels
 _NUM_TOP = 10  # tokens in the oracle's table

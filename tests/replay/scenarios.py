@@ -115,7 +115,7 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> Any:
     """What ``differs`` says."""
     from verl.gradloc.loop.fingerprint import differs
     from verl.gradloc.record import Fingerprint
-    from verl.gradloc.replay.reading import read
+    from verl.gradloc.record.reading import read
 
     return differs(read(Fingerprint, a), read(Fingerprint, b))
 

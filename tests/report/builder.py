@@ -26,8 +26,8 @@ from gradloc.record import (
     Step,
     Trigger,
 )
+from gradloc.record.reading import read
 from gradloc.record.store import plain
-from gradloc.report.runs.events import convert
 from gradloc.words.verdict import verdict_sentences
 
 REPO = Path(__file__).resolve().parents[2]
@@ -148,7 +148,7 @@ def make_event(step: int = 5, culprits: list[dict] | None = None, **changes: Any
     )
     event = plain(made) | {"culprits": [make_culprit()] if culprits is None else culprits} | changes
     if "verdict" not in changes:
-        event["verdict"] = verdict_sentences(convert(event, Event))
+        event["verdict"] = verdict_sentences(read(Event, event))
     return event
 
 

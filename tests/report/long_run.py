@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from gradloc.record import Event
-from gradloc.report.runs.events import convert
+from gradloc.record.reading import read
 from gradloc.words.verdict import verdict_sentences
 from tests.report.builder import make_culprit, make_event, make_metrics, make_sequence, write_run
 
@@ -89,7 +89,7 @@ def _event(source: random.Random, step: int, norm: float, tokens: list[str]) -> 
     scale = min(1.0, 1.0 / norm)
     given = {"grad_clip": 1.0, "clip_scale": scale, "culprit_share": 0.98, "healthy_norm": after * scale}
     event["consequence"] = given | {"last_checkpoint": f"checkpoints/math/global_step_{step // 50 * 50}"}
-    event["verdict"] = verdict_sentences(convert(event, Event))
+    event["verdict"] = verdict_sentences(read(Event, event))
     return event
 
 

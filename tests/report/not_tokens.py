@@ -6,8 +6,8 @@ import math
 import torch
 
 from gradloc.record import Certificate, Event, Rerun, StepCause
+from gradloc.record.reading import read
 from gradloc.record.store import plain
-from gradloc.report.runs.events import convert
 from gradloc.words.verdict import verdict_sentences
 from tests.bare import build, random_batch
 from tests.bare.routers import add_router_loss
@@ -31,7 +31,7 @@ def causes() -> dict[str, dict]:
         "nothing": _nothing(),
     }
     for event in found.values():
-        event["verdict"] = verdict_sentences(convert(event, Event))
+        event["verdict"] = verdict_sentences(read(Event, event))
     return found
 
 

@@ -8,9 +8,9 @@ import re
 import pytest
 
 from gradloc.record import Event
+from gradloc.record.reading import read
 from gradloc.report.pages import page
 from gradloc.report.pages.exports import to_csv
-from gradloc.report.runs.events import convert
 from gradloc.report.runs.run import read_run
 from gradloc.tell.lines import announcement
 from tests.report.builder import make_metrics, write_run
@@ -106,7 +106,7 @@ def test_lists_and_lines_name_the_step_s_cause(events, tmp_path):
     text = page.render(run)
     for cause in ("non finite weights", "non finite padding", "batch scale", "transient", "not tokens", "entropy term"):
         assert f'"cause":"{cause}"' in text
-    line = announcement(convert(events["weights"], Event))
+    line = announcement(read(Event, events["weights"]))
     assert line == (
         "Weights that are not finite broke step 412; no token did: 2 parameters hold weights that are not finite, "
         "norm NaN, taken: observe"

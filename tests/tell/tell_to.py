@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from gradloc.record import Event
-from gradloc.report.runs.events import convert
+from gradloc.record.reading import read
 from gradloc.tell.config import NotifyConfig
 from gradloc.tell.teller import Teller
 from tests.report.builder import make_event
@@ -27,7 +27,7 @@ def open_tracking(name: str, tracking_py: str):
 
 
 def main(name: str, tracking_py: str, root: str) -> None:
-    event = convert(make_event(), Event)
+    event = read(Event, make_event())
     folder = Path(root) / event.folder
     folder.mkdir(parents=True)
     (folder / "sequences.json").write_text("{}")

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from gradloc.record import Event
+from gradloc.record.reading import read
 from gradloc.record.store import EventStore
-from gradloc.report.runs.events import convert
 from gradloc.tell.alerts import Limiter
 from gradloc.tell.background import Background
 from gradloc.tell.config import NotifyConfig
@@ -25,17 +25,17 @@ from tests.report.builder import HOSTILE, REPO, UNTRUSTED, make_culprit, make_ev
 
 
 def event(**changes) -> Event:
-    return convert(make_event(**changes), Event)
+    return read(Event, make_event(**changes))
 
 
 def changed(part: str, changes: dict) -> Event:
     document = make_event()
     document[part].update(changes)
-    return convert(document, Event)
+    return read(Event, document)
 
 
 def clipped(scale: float) -> Event:
-    return convert({**make_event(), "consequence": {"grad_clip": 1.0, "clip_scale": scale}}, Event)
+    return read(Event, {**make_event(), "consequence": {"grad_clip": 1.0, "clip_scale": scale}})
 
 
 # ---- the line and the command
@@ -244,7 +244,7 @@ def test_the_command_reads_the_event_and_sees_no_shell(tmp_path):
     tell(tmp_path, command=shlex.join([sys.executable, str(script), "$HOME; true"]))
     arguments, document, text, folder = json.loads((tmp_path / "told").read_text())
     assert arguments == ["$HOME; true"]
-    assert convert(document, Event) == event()
+    assert read(Event, document) == event()
     assert text == announcement(event()) and folder.startswith(str(tmp_path))
 
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from gradloc.record import Event
-from gradloc.report.runs.events import convert
+from gradloc.record.reading import read
 from gradloc.words.hurt import did_it_hurt
 from tests.report.builder import make_event
 
@@ -14,7 +14,7 @@ STEP = 40
 
 
 def event(**changes) -> Event:
-    return convert(make_event(STEP, **changes), Event)
+    return read(Event, make_event(STEP, **changes))
 
 
 def series(last: int = 60, **after: float):

@@ -4,7 +4,7 @@
 import pytest
 
 from gradloc.record import Event
-from gradloc.report.runs.events import convert
+from gradloc.record.reading import read
 from gradloc.tell.lines import announcement
 from gradloc.words.leader import by_size, leader
 from gradloc.words.story import cause_of
@@ -26,7 +26,7 @@ def test_everyone_begins_with_the_same_token(larger, smaller):
         make_culprit(3, token=" one", **smaller, cause={"label": "ratio", "numbers": {}}),
         make_culprit(7, token=" other", **larger, cause={"label": "advantage", "numbers": {}}),
     ]
-    event = convert(make_event(culprits=culprits), Event)
+    event = read(Event, make_event(culprits=culprits))
     assert leader(event.culprits).positions == (7,)
     assert '" other" (rank 1) and 1 more' in announcement(event)
     assert 'The largest is the token " other"' in verdict_sentences(event)

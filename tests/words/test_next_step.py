@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gradloc.record import Event
-from gradloc.report.runs.events import convert
+from gradloc.record.reading import read
 from gradloc.words.evidence import Evidence
 from gradloc.words.next_step import RULES, next_step
 from tests.report.builder import make_culprit, make_event
@@ -24,7 +24,7 @@ def event(culprit: dict | None = None, label: str = "", run: dict = MADE_BY, **c
     culprits = [make_culprit(**(culprit or {}))]
     if label:
         culprits[0]["cause"] = {"label": label, "numbers": {"advantage_over_typical": 9.0}}
-    return convert({**make_event(), "culprits": culprits, "run": run, **changes}, Event)
+    return read(Event, {**make_event(), "culprits": culprits, "run": run, **changes})
 
 
 def beside(label: str, culprits: list[dict] = (), **numbers: float) -> Event:
@@ -126,7 +126,7 @@ def test_the_step_is_the_first_that_is_not_in_force_and_that_the_verl_has():
 @pytest.mark.parametrize("seen", SEEN)
 def test_a_run_that_masks_already_is_not_told_to(seen):
     document = SEEN[seen]
-    masked = convert({**_plain(document), "action": {"requested": "mask", "taken": "mask", "reason": ""}}, Event)
+    masked = read(Event, {**_plain(document), "action": {"requested": "mask", "taken": "mask", "reason": ""}})
     step = next_step(masked)
     assert step is None or not any(line.endswith(("action.mode=mask", "critic=mask")) for line in step.lines.values())
 
@@ -138,8 +138,8 @@ def _plain(event: Event) -> dict:
 
 
 def test_a_checkpoint_that_is_known_is_named():
-    found = convert(
-        {**_plain(SEEN["Weights that are not finite"]), "consequence": {"last_checkpoint": "a b/step_4"}}, Event
+    found = read(
+        Event, {**_plain(SEEN["Weights that are not finite"]), "consequence": {"last_checkpoint": "a b/step_4"}}
     )
     assert next_step(found).lines == {"": "trainer.resume_mode=resume_path trainer.resume_from_path='a b/step_4'"}
 

@@ -4,13 +4,13 @@
 import pytest
 
 from gradloc.record import Event
-from gradloc.report.runs.events import convert
+from gradloc.record.reading import read
 from gradloc.words import story
 from tests.report.builder import UNTRUSTED, make_culprit, make_event
 
 
 def event(**changes) -> Event:
-    return convert(make_event(**changes), Event)
+    return read(Event, make_event(**changes))
 
 
 def certified(verdict: str) -> Event:

@@ -4,14 +4,14 @@
 import pytest
 
 from gradloc.record import CAUSES, Event
-from gradloc.report.runs.events import convert
+from gradloc.record.reading import read
 from gradloc.words.shares import shares_sentence
 from gradloc.words.verdict import verdict_sentences
 from tests.report.builder import HOSTILE, UNTRUSTED, UNTRUSTED_SAID, make_culprit, make_event
 
 
 def said_of(document: dict) -> str:
-    return verdict_sentences(convert(document, Event))
+    return verdict_sentences(read(Event, document))
 
 
 def test_one_token_is_named_with_its_share_its_cause_and_the_norm_without_it():
@@ -145,7 +145,7 @@ def test_a_share_that_is_not_trusted_is_told_only_where_a_backward_of_its_own_me
     ids=["trusted", "old", "untrusted", "not measured"],
 )
 def test_what_the_shares_add_up_to_is_a_sentence(shares, said):
-    assert shares_sentence(convert(make_event(shares=shares), Event)) == said
+    assert shares_sentence(read(Event, make_event(shares=shares))) == said
 
 
 def test_a_bound_of_more_than_half_the_norm_is_not_told_as_an_error_of_it():

@@ -18,9 +18,8 @@ import trl
 from datasets import Dataset
 
 from ...core.gradients import GradientSpace
-from ...replay.bundle import Bundle, Entry
+from ...replay.bundle import Bundle, Entry, ReplayError
 from ...replay.dealt import Replayed
-from ...replay.reading import ReplayError
 from .step import TrlStep
 from .touches import check_trl
 from .trainer import GRPOTrainer, RLOOTrainer

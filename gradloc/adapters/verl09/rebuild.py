@@ -26,9 +26,8 @@ from verl.workers.utils.losses import ppo_loss
 
 from ...core.gradients import GradientSpace
 from ...keys import ROW_KEY
-from ...replay.bundle import Bundle, Entry
+from ...replay.bundle import Bundle, Entry, ReplayError
 from ...replay.dealt import Replayed
-from ...replay.reading import ReplayError
 from ...reweighting import STAGE_MASK_KEY
 from ...stabilize.config import SeqClipConfig, StabilizeConfig, TokenClipConfig
 from ...stabilize.ratio_clip import TokenWeigher

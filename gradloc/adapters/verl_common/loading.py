@@ -20,8 +20,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_device_name, get_nccl_backend, get_torch_device
 
 from ...core.memory import free_bytes
-from ...replay.bundle import Bundle
-from ...replay.reading import ReplayError
+from ...replay.bundle import Bundle, ReplayError
 
 _NUM_COPIES = 5  # of the model in float32: weights, gradient, the gradient set aside, the weights' copy, a residual
 

@@ -4,11 +4,9 @@
 import json
 from pathlib import Path
 
-import msgspec
-
 from ...record.analysis import QUARTILES, QuartileAnalysis, Update
+from ...record.reading import read
 from ..errors import ReportError
-from ..runs.events import convert
 from .buckets import files
 
 FOLDER = "quartile_analysis"
@@ -53,10 +51,10 @@ def read_quartiles(path: Path) -> tuple[dict[int, Analysis], list[str]]:
     notes: list[str] = []
     for file in files(path, FOLDER, "step_*.json"):
         try:
-            analysis = convert(json.loads(file.read_text(encoding="utf-8")), Analysis)
+            analysis = read(Analysis, json.loads(file.read_text(encoding="utf-8")))
             if len(analysis.quartiles) != len(QUARTILES):
                 raise ValueError(f"{len(analysis.quartiles)} quartiles")
-        except (ValueError, msgspec.ValidationError) as error:
+        except ValueError as error:
             notes.append(f"{file.name} cannot be read ({error}) and was left out.")
             continue
         found[analysis.global_step] = analysis

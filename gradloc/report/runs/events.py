@@ -10,30 +10,14 @@ import re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any
 
 from ...record import SCHEMA_VERSION, Event, Sequence, SequenceFile
+from ...record.reading import read
 from ...words.text import plural
-
-T = TypeVar("T")
 
 _IS_PICTURE = re.compile(r"picture-[0-9a-f]{12}\.png")
 _PNG = b"\x89PNG\r\n"
-
-
-def convert(raw: Any, kind: type[T]) -> T:
-    """Turn parsed JSON into a record; numbers that JSON cannot spell become floats.
-
-    Args:
-        raw: what ``json.loads`` returned.
-        kind: one of the dataclasses of ``record``.
-
-    Raises:
-        msgspec.ValidationError: names the field that has the wrong type.
-    """
-    return msgspec.convert(raw, kind, strict=False)
 
 
 def read_events(path: Path) -> tuple[list[Event], list[str]]:
@@ -85,8 +69,8 @@ def _read_line(line: bytes, number: int, is_last: bool) -> tuple[Event | None, s
     version = raw.get("schema_version")
     is_known = version == SCHEMA_VERSION
     try:
-        event = convert(raw, Event)
-    except msgspec.ValidationError as error:
+        event = read(Event, raw)
+    except ValueError as error:
         of = "" if is_known else f" is of schema version {version!r} (known: {SCHEMA_VERSION}) and"
         return None, f"{where[0].upper()}{where[1:]}{of} cannot be read ({error}); it was left out."
     if not is_known:
@@ -116,8 +100,8 @@ def recover(root: Path, listed: list[Event]) -> tuple[list[Event], list[str]]:
             continue
         try:
             meta = json.loads((folder / "meta.json").read_text(encoding="utf-8", errors="replace"))
-            event = convert(meta["event"], Event)
-        except (OSError, ValueError, KeyError, TypeError, msgspec.ValidationError):
+            event = read(Event, meta["event"])
+        except (OSError, ValueError, KeyError, TypeError):
             lost.append(folder.name)
             continue
         found.append(replace(event, event_id=event.event_id or folder.name, folder=place))
@@ -159,8 +143,8 @@ def read_sequences(root: Path, event: Event) -> tuple[list[Sequence], str | None
         )
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
-        found = convert(json.loads(text), SequenceFile)
-    except (OSError, ValueError, msgspec.ValidationError):
+        found = read(SequenceFile, json.loads(text))
+    except (OSError, ValueError):
         return (
             [],
             f"sequences.json of event {event.event_id} cannot be read: its token view is missing.",

@@ -2,10 +2,10 @@
 """An event says when and by what it was made, and how often its like came; an issue of it holds no text by itself."""
 
 from gradloc.record import Event
+from gradloc.record.reading import read
 from gradloc.report.pages.context import context
 from gradloc.report.pages.eventview import plain_view
 from gradloc.report.pages.issue import issue
-from gradloc.report.runs.events import convert
 from gradloc.report.runs.run import read_run
 from tests.report.builder import make_culprit, make_event, make_metrics, write_run
 
@@ -31,7 +31,7 @@ def event(step: int, token: str = " is", **changes) -> dict:
 
 
 def known(document: dict, *others: dict) -> dict[str, str]:
-    events = [convert(each, Event) for each in (document, *others)]
+    events = [read(Event, each) for each in (document, *others)]
     return dict(context(events[0], events))
 
 

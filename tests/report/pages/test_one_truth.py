@@ -10,9 +10,9 @@ import re
 import pytest
 
 from gradloc.record import Event
+from gradloc.record.reading import read
 from gradloc.report.live.screen import news
 from gradloc.report.pages import exports, page, terminal
-from gradloc.report.runs.events import convert
 from gradloc.report.runs.run import read_run
 from gradloc.tell.lines import COLUMNS, announcement, table_rows
 from gradloc.words.advice import ACTIONS, VERLS, is_trl, trl_settings, verl_of
@@ -203,4 +203,4 @@ def test_evidence_is_the_record_s_and_nothing_is_empty(told):
 
 def test_a_stored_verdict_in_older_words_is_not_shown():
     document = KINDS["clipped"] | {"verdict": "At step 40 an older version said otherwise."}
-    assert "otherwise" not in verdict_sentences(convert(document, Event))
+    assert "otherwise" not in verdict_sentences(read(Event, document))

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from gradloc.record import Culprit, Sequence
+from gradloc.record.reading import read
 from gradloc.report.runs import tokens
-from gradloc.report.runs.events import convert
 from gradloc.report.runs.shading import shade
 from tests.report.builder import make_culprit, make_sequence
 
@@ -15,11 +15,11 @@ from tests.report.builder import make_culprit, make_sequence
 def sequence(num: int = 8, **changes) -> Sequence:
     made = make_sequence(num)
     made.update(changes)
-    return convert(made, Sequence)
+    return read(Sequence, made)
 
 
 def culprit(position: int) -> Culprit:
-    return convert(make_culprit(position), Culprit)
+    return read(Culprit, make_culprit(position))
 
 
 def test_a_short_sequence_is_shown_whole():
@@ -89,7 +89,7 @@ def test_a_run_that_kept_no_text_shows_positions_with_their_numbers():
 
 
 def test_culprits_belong_to_their_own_sequence_only():
-    other = convert(make_culprit(3, rank=0), Culprit)
+    other = read(Culprit, make_culprit(3, rank=0))
     assert tokens.view(sequence(8), [other], 100, 100).culprits == []
 
 

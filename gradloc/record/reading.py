@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsed JSON as the dataclasses of :mod:`..record`, with the standard library alone."""
+"""Parsed JSON as the dataclasses of this room: the one reader of the report and of a replay."""
 
+import functools
 import types
 import typing
 from dataclasses import MISSING, fields, is_dataclass
@@ -9,10 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 _SPELLED = ("NaN", "Infinity", "-Infinity")
 _SIMPLE = {int: "an integer", bool: "true or false", str: "text"}
-
-
-class ReplayError(Exception):
-    """The event cannot be replayed from what was given; the message is one sentence for whoever gave it."""
+_hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
 
 
 def read(kind: type[T], raw: Any, where: str = "") -> T:
@@ -23,20 +21,20 @@ def read(kind: type[T], raw: Any, where: str = "") -> T:
     Args:
         kind: a dataclass.
         raw: what ``json.loads`` returned.
-        where: dotted path of ``raw`` in ``meta.json``.
+        where: dotted path of ``raw`` in its file.
 
     Raises:
-        ReplayError: names the field that is missing or of the wrong type.
+        ValueError: names the field that is missing or of the wrong type.
     """
     if not isinstance(raw, dict):
         raise _wrong(where, "an object", raw)
-    hints, found = typing.get_type_hints(kind, include_extras=True), {}
-    for field in fields(kind):
+    found = {}
+    for field in fields(kind):  # type: ignore[arg-type]
         path = f"{where}.{field.name}".lstrip(".")
         if field.name in raw:
-            found[field.name] = _value(hints[field.name], raw[field.name], path)
+            found[field.name] = _value(_hints(kind)[field.name], raw[field.name], path)
         elif field.default is MISSING and field.default_factory is MISSING:
-            raise ReplayError(f"meta.json: {path} is missing; docs/bundle.md says what a bundle holds.")
+            raise ValueError(f"{path} is missing")
     return kind(**found)
 
 
@@ -47,14 +45,9 @@ def _value(hint: Any, raw: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         return None if raw is None else _value(args[0], raw, where)
     if is_dataclass(hint):
-        return read(hint, raw, where)
+        return read(hint, raw, where)  # type: ignore[arg-type]
     if origin is tuple:
-        kinds = args[:1] * len(raw) if args[-1] is ... and isinstance(raw, list) else args
-        if not isinstance(raw, list) or len(raw) != len(kinds):
-            raise _wrong(where, "a list" if args[-1] is ... else f"a list of {len(args)}", raw)
-        return tuple(
-            _value(kind, item, f"{where}[{number}]") for number, (kind, item) in enumerate(zip(kinds, raw, strict=True))
-        )
+        return _tuple(args, raw, where)
     if origin is dict:
         if not isinstance(raw, dict):
             raise _wrong(where, "an object", raw)
@@ -68,5 +61,15 @@ def _value(hint: Any, raw: Any, where: str) -> Any:
     return raw
 
 
-def _wrong(where: str, expected: str, raw: Any) -> ReplayError:
-    return ReplayError(f"meta.json: {where or 'the file'} must be {expected}, found {raw!r:.80}.")
+def _tuple(args: tuple[Any, ...], raw: Any, where: str) -> tuple[Any, ...]:
+    kinds = args[:1] * len(raw) if args[-1] is ... and isinstance(raw, list | tuple) else args
+    if not isinstance(raw, list | tuple) or len(raw) != len(kinds):
+        raise _wrong(where, "a list" if args[-1] is ... else f"a list of {len(args)}", raw)
+    if args[-1] is ... and set(map(type, raw)) <= {args[0]}:  # of a response's tokens there are many
+        return tuple(raw)
+    pairs = enumerate(zip(kinds, raw, strict=True))
+    return tuple(_value(kind, item, f"{where}[{number}]") for number, (kind, item) in pairs)
+
+
+def _wrong(where: str, expected: str, raw: Any) -> ValueError:
+    return ValueError(f"{where or 'the file'} must be {expected}, found {raw!r:.80}")
