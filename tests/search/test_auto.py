@@ -85,10 +85,11 @@ def check_useless(found):
 
 def test_a_token_that_the_shares_have_weighed_is_no_hint_as_well(monkeypatch):
     model = shard(build("tiny"), "plain")
-    step, space = BareStep(model, random_batch(model).planted({(3, 2): 1e4, (9, 1): 1e4}), M), GradientSpace(model)
+    batch = random_batch(model).planted({(3, 2): 1e4, (9, 1): 1e4})
+    step, space = BareStep(model, batch, M), GradientSpace(model)
     step.train()
-    norm, tau = space.norm(), 20.0 * step.batch.num_tokens**0.5
-    spike = Spike("fixed", norm, 20.0, tau, step.batch.num_tokens)
+    norm, tau = space.norm(), 20.0 * batch.num_tokens**0.5
+    spike = Spike("fixed", norm, 20.0, tau, batch.num_tokens)
     found = Task(Prober(step, space, Ranks()), space.take(), 1.0, spike, tau, 8, Limit(M, math.inf))
     search = auto._Search(found)
     shares = search._measure_of(range(M))
