@@ -11,9 +11,7 @@ import contextlib
 import copy
 import io
 import os
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,7 +19,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import gradloc
 from tests.world.configs import config_of
 from tests.world.harness import NUM_PROMPT, Decoder, add_adapters, asked, hash_weights, make_batch, make_model
 from tests.world.models.fused import for_one_model
@@ -482,40 +479,3 @@ def replay(argv: list[str]) -> dict[str, Any]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(argv)
     return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
-
-
-HANDOVERS = ("before_step", "localize", "certify", "raw_event", "report", "complete_event", "append")
-"""Functions of ours by which a spike is handed on, from the norm to the written event."""
-LIBRARIES = ("core/", "words/")
-"""Rooms that only compute."""
-
-
-def way_of_a_spike(overrides: list[str], model_dir: str, plant: tuple[int, int, float]) -> list[str]:
-    """The files of ours that a spike passes through: those on the stack where it is handed on, libraries aside.
-
-    Args:
-        overrides: of verl's config.
-        model_dir: what `save_model` wrote.
-        plant: as `train` takes them.
-    """
-    trainer = make_trainer(overrides, model_dir)
-    trainer.update(make_batch(seed=1))
-    batch = make_batch(seed=2)
-    batch.batch["advantages"][plant[0], plant[1]] = plant[2]
-    root, seen = f"{Path(gradloc.__file__).parent}/", {}
-
-    def note(frame: Any, event: str, _: Any) -> None:
-        if event != "call" or frame.f_code.co_name not in HANDOVERS or not frame.f_code.co_filename.startswith(root):
-            return
-        stack = []
-        while frame is not None:
-            stack.append(frame.f_code.co_filename)
-            frame = frame.f_back
-        seen.update(dict.fromkeys(file.removeprefix(root) for file in reversed(stack) if file.startswith(root)))
-
-    sys.setprofile(note)
-    try:
-        trainer.update(batch)
-    finally:
-        sys.setprofile(None)
-    return [file for file in seen if not file.startswith(LIBRARIES)]

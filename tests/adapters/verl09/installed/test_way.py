@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many files of ours somebody has to read who follows a spike on verl 0.9, counted by a trace."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import gradloc
+from tests.adapters.verl09 import harness
+from tests.adapters.verl09.test_localization import ACTOR, ON, PLANT
+
+CONTRIBUTING = Path(__file__).resolve().parents[4] / "CONTRIBUTING.md"
+HANDOVERS = ("before_step", "localize", "certify", "raw_event", "report", "complete_event", "append")
+"""Functions of ours by which a spike is handed on, from the norm to the written event."""
+LIBRARIES = ("core/", "words/")
+"""Rooms that only compute."""
+
+
+def way_of_a_spike(overrides: list[str], model_dir: str, plant: tuple[int, int, float]) -> list[str]:
+    """The files of ours that a spike passes through: those on the stack where it is handed on, libraries aside.
+
+    Args:
+        overrides: of verl's config.
+        model_dir: what `harness.save_model` wrote.
+        plant: as `harness.train` takes them.
+    """
+    trainer = harness.make_trainer(overrides, model_dir)
+    trainer.update(harness.make_batch(seed=1))
+    batch = harness.make_batch(seed=2)
+    batch.batch["advantages"][plant[0], plant[1]] = plant[2]
+    root, seen = f"{Path(gradloc.__file__).parent}/", {}
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event != "call" or frame.f_code.co_name not in HANDOVERS or not frame.f_code.co_filename.startswith(root):
+            return
+        stack = []
+        while frame is not None:
+            stack.append(frame.f_code.co_filename)
+            frame = frame.f_back
+        seen.update(dict.fromkeys(file.removeprefix(root) for file in reversed(stack) if file.startswith(root)))
+
+    sys.setprofile(note)
+    try:
+        trainer.update(batch)
+    finally:
+        sys.setprofile(None)
+    return [file for file in seen if not file.startswith(LIBRARIES)]
+
+
+def test_a_spike_passes_through_fifteen_files_of_ours_at_most_which_are_listed(engine_world, model_dir, tmp_path):
+    overrides = [*ON, f"{ACTOR}.gradloc.dump_dir={tmp_path}"]
+    way = f"{__name__}.{way_of_a_spike.__name__}"
+    found, *_ = engine_world.run(way, overrides=overrides, model_dir=str(model_dir), plant=PLANT)
+    told = CONTRIBUTING.read_text().partition("## The way of a spike")[2].partition("A setting's way")[0]
+    assert re.findall(r"^(\S+\.py) ", told, flags=re.M) == found
+    assert len(found) <= 15
