@@ -28,11 +28,11 @@ def read(kind: type[T], raw: Any, where: str = "") -> T:
     """
     if not isinstance(raw, dict):
         raise _wrong(where, "an object", raw)
-    found = {}
+    found, hints = {}, _hints(kind)  # type: ignore[arg-type]
     for field in fields(kind):  # type: ignore[arg-type]
         path = f"{where}.{field.name}".lstrip(".")
         if field.name in raw:
-            found[field.name] = _value(_hints(kind)[field.name], raw[field.name], path)
+            found[field.name] = _value(hints[field.name], raw[field.name], path)
         elif field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"{path} is missing")
     return kind(**found)
