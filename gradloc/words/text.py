@@ -78,3 +78,12 @@ def plural(count: int, noun: str) -> str:
     """``1 token``, ``2 tokens``, ``1,000 tokens``."""
     ending = "" if count == 1 else "es" if noun.endswith(("h", "s")) else "s"
     return f"{count:,} {noun}{ending}"
+
+
+def first_of(names: Sequence[str], most: int = 3) -> str:
+    """The first few names in one line.
+
+    >>> first_of(["a", "b"]), first_of("abcd")
+    ('a, b', 'a, b, c, ...')
+    """
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")

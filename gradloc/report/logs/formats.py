@@ -10,7 +10,7 @@ from pathlib import Path
 from shutil import copyfileobj
 from sys import stdin
 
-from ...words.text import plural
+from ...words.text import first_of, plural
 from ..errors import ReportError
 from .databases import is_database, is_mlflow_run, read_database, read_mlflow_run
 from .documents import is_document, read_document
@@ -171,14 +171,12 @@ def _of_folder(folder: Path) -> tuple[list[tuple[Path, Recording]], list[str]]:
     kept, notes = _distinct(with_norms) if with_norms else (found[:1], [])
     silent = [name for name in unread if _LOGLIKE.search(name)]
     if kept and silent:
-        names = ", ".join(silent[:3]) + (", ..." if len(silent) > 3 else "")
-        notes.append(f"{plural(len(silent), 'file')} of the folder hold no metrics that can be read ({names}).")
+        files = plural(len(silent), "file")
+        notes.append(f"{files} of the folder hold no metrics that can be read ({first_of(silent)}).")
     if len(entries) > MOST:
         notes.append(f"{folder} holds {len(entries)} files that could be logs; the first {MOST} were looked into.")
     if not kept:
-        here = (
-            f" ({', '.join(unread[:3])}{', ...' if len(unread) > 3 else ''} cannot be read as logs)" if unread else ""
-        )
+        here = f" ({first_of(unread)} cannot be read as logs)" if unread else ""
         notes.append(f"{folder} holds no run's log{here}: name a folder or file with one: {KNOWN}.")
     return kept, notes
 
@@ -222,7 +220,7 @@ def _distinct(found: list[tuple[Path, Recording]]) -> tuple[list[tuple[Path, Rec
         else:
             kept.append(entry)
     kept.sort(key=lambda entry: found.index(entry))
-    names = ", ".join(dict.fromkeys(same[:3])) + (", ..." if len(same) > 3 else "")
+    names = first_of(list(dict.fromkeys(same)))
     notes = [f"{plural(len(same), 'other file')} of the folder hold the same steps ({names})."] if same else []
     return kept, notes
 

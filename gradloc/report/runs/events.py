@@ -14,7 +14,7 @@ from typing import Any
 
 from ...record import SCHEMA_VERSION, Event, Sequence, SequenceFile
 from ...record.reading import read
-from ...words.text import plural
+from ...words.text import first_of, plural
 
 _IS_PICTURE = re.compile(r"picture-[0-9a-f]{12}\.png")
 _PNG = b"\x89PNG\r\n"
@@ -54,31 +54,24 @@ def _unique(name: str, seen: set[str]) -> str:
 
 
 def _read_line(line: bytes, number: int, is_last: bool) -> tuple[Event | None, str | None]:
-    where = f"line {number} of events.jsonl"
+    where = f"Line {number} of events.jsonl"
     try:
         raw = json.loads(line.decode("utf-8", errors="replace"))
     except ValueError:
         if is_last:
-            return (
-                None,
-                f"The last line of events.jsonl (line {number}) is cut off and was left out.",
-            )
-        return None, f"{where[0].upper()}{where[1:]} is not JSON and was left out."
+            return None, f"The last line of events.jsonl (line {number}) is cut off and was left out."
+        return None, f"{where} is not JSON and was left out."
     if not isinstance(raw, dict) or not raw.keys() & {"event_id", "step", "culprits"}:
-        return None, f"{where[0].upper()}{where[1:]} is no event record and was left out."
+        return None, f"{where} is no event record and was left out."
     version = raw.get("schema_version")
     is_known = version == SCHEMA_VERSION
     try:
         event = read(Event, raw)
     except ValueError as error:
         of = "" if is_known else f" is of schema version {version!r} (known: {SCHEMA_VERSION}) and"
-        return None, f"{where[0].upper()}{where[1:]}{of} cannot be read ({error}); it was left out."
-    if not is_known:
-        return event, (
-            f"{where[0].upper()}{where[1:]} is of schema version {version!r}, and this reader "
-            f"knows version {SCHEMA_VERSION}: it is shown as far as it could be read."
-        )
-    return event, None
+        return None, f"{where}{of} cannot be read ({error}); it was left out."
+    reads = f"is of schema version {version!r}, and this reader knows version {SCHEMA_VERSION}"
+    return event, None if is_known else f"{where} {reads}: it is shown as far as it could be read."
 
 
 def recover(root: Path, listed: list[Event]) -> tuple[list[Event], list[str]]:
@@ -107,18 +100,12 @@ def recover(root: Path, listed: list[Event]) -> tuple[list[Event], list[str]]:
         found.append(replace(event, event_id=event.event_id or folder.name, folder=place))
     notes = []
     if found:
-        names = ", ".join(event.event_id for event in found[:3]) + (", ..." if len(found) > 3 else "")
-        them = (
-            "that events.jsonl does not list: read from its folder"
-            if len(found) == 1
-            else ("that events.jsonl does not list: read from their folders")
-        )
-        notes.append(f"{plural(len(found), 'event')} {them} ({names}).")
+        read_from = "its folder" if len(found) == 1 else "their folders"
+        names = first_of([event.event_id for event in found])
+        notes.append(f"{plural(len(found), 'event')} that events.jsonl does not list: read from {read_from} ({names}).")
     if lost:
-        names = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
-        notes.append(
-            f"{plural(len(lost), 'event folder')} without a whole meta.json, and not in events.jsonl: {names}."
-        )
+        folders = plural(len(lost), "event folder")
+        notes.append(f"{folders} without a whole meta.json, and not in events.jsonl: {first_of(lost)}.")
     return found, notes
 
 
@@ -129,27 +116,18 @@ def read_sequences(root: Path, event: Event) -> tuple[list[Sequence], str | None
         root: the folder of events.jsonl; an event's ``folder`` is relative to it.
         event: the event; its ``folder`` may be null.
     """
+    missing = "its token view is missing."
     folder = bundle_folder(root, event)
     if folder is None:
-        return (
-            [],
-            f"Event {event.event_id} was written without a bundle: its token view is missing.",
-        )
+        return [], f"Event {event.event_id} was written without a bundle: {missing}"
     path = folder / "sequences.json"
     if not path.is_file():
-        return [], (
-            f"The bundle of event {event.event_id} has no sequences.json under {event.folder}: "
-            "its token view is missing."
-        )
+        return [], f"The bundle of event {event.event_id} has no sequences.json under {event.folder}: {missing}"
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
-        found = read(SequenceFile, json.loads(text))
+        return list(read(SequenceFile, json.loads(text)).sequences), None
     except (OSError, ValueError):
-        return (
-            [],
-            f"sequences.json of event {event.event_id} cannot be read: its token view is missing.",
-        )
-    return list(found.sequences), None
+        return [], f"sequences.json of event {event.event_id} cannot be read: {missing}"
 
 
 def read_pictures(
