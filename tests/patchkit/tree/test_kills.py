@@ -131,9 +131,8 @@ def test_twelve_launchers_that_wait_all_end_well_and_one_of_them_writes(patches,
     runs = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) for _ in range(12)]
     said = [json.loads(one.communicate()[0]) for one in runs]
     assert [one.returncode for one in runs] == [0] * 12
-    assert sorted(one["did"].split(":")[0] for one in said) == ["already applied, nothing to do"] * 39 + [
-        "applied 0.1.0"
-    ]
+    did = [one["did"].split(":")[0] for one in said]
+    assert sorted(did) == ["already applied, nothing to do"] * 11 + ["applied 0.1.0"]
     assert world.files_of(tree) == RESULT and no_traces(tree)
 
 
