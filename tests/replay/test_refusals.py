@@ -85,7 +85,7 @@ META = {
     ),
     "a temperature in words": (
         lambda m: m.update(temperature="hot"),
-        "temperature must be a number, found 'hot'.",
+        "temperature must be a number, found 'hot'; docs/bundle.md says",
     ),
     "a setting that verl does not know": (
         lambda m: m["actor"].update(ppo_micro_batch=2),
