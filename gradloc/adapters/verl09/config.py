@@ -9,19 +9,28 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.trainer.ppo.utils import need_critic
-from verl.workers.config import FSDPActorConfig, RolloutConfig
+from verl.workers.config import FSDPActorConfig, McoreActorConfig, RolloutConfig
 
 from ...checks import SEARCHABLE, WEIGHTS_ON_DEVICE, Requirement, check_requirements, require
 from ...config import GradLocConfig, settle
 from ..verl_common.needs import ROLLOUT_LOG_PROBS, SEPARATE_PARAMETERS, WHOLE_SEQUENCES
 from .touches import check_verl
 
-__all__ = ["GradLocActorConfig", "GradLocRolloutConfig", "check_critic", "check_features"]
+__all__ = [
+    "GradLocActorConfig",
+    "GradLocMegatronActorConfig",
+    "GradLocRolloutConfig",
+    "actor_config",
+    "check_critic",
+    "check_features",
+]
 
 _ACTOR = "actor_rollout_ref.actor"
 _V1 = Requirement("trainer.use_v1", (True,), True, "true", "it hangs on the V1 trainers")
 _ENGINE = (
-    Requirement(f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other engines do not have it"),
+    Requirement(
+        f"{_ACTOR}.strategy", ("fsdp", "fsdp2", "megatron"), None, "fsdp or fsdp2", "other engines do not have it"
+    ),
     _V1,
     Requirement(f"{_ACTOR}.use_prefix_grouper", (False,), False, "false", "its forward is another one"),
     *(
@@ -133,8 +142,8 @@ class GradLocRolloutConfig(RolloutConfig):
 
 
 @dataclass
-class GradLocActorConfig(FSDPActorConfig):
-    """verl's config of the FSDP actor, the four published keys (None: not given) and ``gradloc``."""
+class _WithSettings:
+    """The four published keys (None: not given) and ``gradloc``, in front of verl's config of an actor."""
 
     spike_detection: bool | None = None
     grad_norm_threshold: float | None = None
@@ -144,7 +153,7 @@ class GradLocActorConfig(FSDPActorConfig):
     filter_loss_scaling: str = "none"
 
     def __post_init__(self):
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[misc]
         settings = settle(self)
         if not settings.enable and not settings.stabilize.is_on:
             return
@@ -154,3 +163,18 @@ class GradLocActorConfig(FSDPActorConfig):
                 "gradloc is switched on, and its plug-in was not loaded: leave VERL_USE_EXTERNAL_PLUGINS at auto or "
                 "name gradloc in it, and install gradloc in the environment of every node (pip install gradloc-verl)."
             )
+
+
+@dataclass
+class GradLocActorConfig(_WithSettings, FSDPActorConfig):
+    """Of the FSDP actor."""
+
+
+@dataclass
+class GradLocMegatronActorConfig(_WithSettings, McoreActorConfig):
+    """Of the Megatron actor."""
+
+
+def actor_config(**given: Any) -> _WithSettings:
+    """The config of the engine that the run has."""
+    return (GradLocMegatronActorConfig if given.get("strategy") == "megatron" else GradLocActorConfig)(**given)

@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,18 +39,19 @@ class Watched:
 
     _watch: "EngineWatch | None" = None
     step_class: type[EngineStep] = EngineStep
+    watch_class: "type[EngineWatch]"
 
     def train_batch(self, data: Any, loss_function: Callable) -> Any:
         policy = tu.get_non_tensor_data(data=data, key=POLICY_KEY, default=None)
         if policy is None:
             return super().train_batch(data, loss_function)
         if self._watch is None:
-            self._watch = EngineWatch(self, policy.settings)
+            self._watch = self.watch_class(self, policy.settings)
         with self._watch.mini_batch(policy, loss_function) as loss_with_parts:
             return super().train_batch(data, loss_with_parts)
 
     def forward_step(self, micro_batch: Any, loss_function: Callable, forward_only: bool) -> Any:
-        if self._watch is None or not self._watch.looks or forward_only:
+        if self._watch is None or self._watch.step is None or forward_only:
             return super().forward_step(micro_batch, loss_function, forward_only)
         return super().forward_step(micro_batch, self._watch.before_forward(micro_batch, loss_function), forward_only)
 
@@ -94,7 +95,7 @@ class EngineWatch:
 
     def __init__(self, engine: Any, settings: Any):
         self.engine, self.settings = engine, settings
-        self.ranks = Ranks(device=device_of(), replicas=engine.ulysses_sequence_parallel_size)
+        self.ranks = self._make_ranks()
         self.localizer = Localizer(self, self.ranks, settings) if settings.enable else None
         self.stabilizer = (
             Stabilizer(settings.stabilize, engine.optimizer_config.clip_grad) if settings.stabilize.is_on else None
@@ -102,15 +103,10 @@ class EngineWatch:
         self.is_open = self.keeps_lr_schedule = False
         """Whether a mini-batch is being watched; whether the update is followed by another of the same step."""
         self._found: dict[str, Any] = {}
-        self._step: EngineStep | None = None
+        self.step: EngineStep | None = None
+        """The mini-batch whose forwards are recorded, for a search."""
         self._update = -1
         self._num_left = 0
-        self._clip = partial(_clip, engine)
-
-    @property
-    def looks(self) -> bool:
-        """Whether the mini-batch's forwards are recorded, for a search."""
-        return self._step is not None
 
     @contextmanager
     def mini_batch(self, policy: Policy, loss_function: Any) -> Iterator[Callable]:
@@ -124,20 +120,20 @@ class EngineWatch:
         if policy.stage is not None:
             of_training, of_search = within_stage(of_training), within_stage(of_search)
         if self.localizer is not None:
-            self._step = self.engine.step_class(self.engine, of_search, self.ranks.size)
-            self.localizer.begin_mini_batch(self._step)
+            self.step = self.engine.step_class(self.engine, of_search, self.ranks.size)
+            self.localizer.begin_mini_batch(self.step)
         self.is_open = True
         try:
             yield of_training
         finally:
-            self._step, self.is_open = None, False
+            self.step, self.is_open = None, False
         self._num_left -= 1
         if self._num_left == 0:
             self._end_update()
 
     def before_forward(self, micro_batch: Any, loss_function: Callable) -> Callable:
         """Before a micro-batch's forward; returns the loss function to call after it."""
-        step = self._step
+        step = self.step
         assert step is not None and self.localizer is not None
         if step.num_micro_batches and not step.reduces_once:
             self.localizer.after_backward()  # of the one before
@@ -152,16 +148,16 @@ class EngineWatch:
     @contextmanager
     def around_clip(self) -> Iterator[None]:
         """While verl clips and steps: look in between, with the norm that verl's own clipping has measured."""
-        if self.localizer is not None:
+        if self.localizer is not None and self.notes_running_norms:
             self.localizer.after_backward()
-        with _clipping_replaced(self.engine, self._before_step):
+        with self._clipping_replaced():
             yield
 
     def _before_step(self) -> torch.Tensor:
         norm = self.clip()
         if self.localizer is not None:
             norm = self.localizer.before_step(norm)
-            self._step = None
+            self.step = None
         return norm if self.stabilizer is None else self.stabilizer.before_step(norm)
 
     def report(self) -> RankReport:
@@ -176,6 +172,8 @@ class EngineWatch:
     # ---- the actor's powers: see loop.localizer.ActorPowers
 
     takes_what_is_not_finite = False
+    notes_running_norms = True
+    """Whether ``.grad`` is added to by each micro-batch's backward."""
 
     @property
     def clip_limit(self) -> float:
@@ -204,17 +202,34 @@ class EngineWatch:
     def _begin_update(self, policy: Policy) -> None:
         self._update, self._num_left = policy.update, len(policy.thresholds)
         self.keeps_lr_schedule, self._found = policy.keeps_lr_schedule, {}
-        space = GradientSpace(self.engine.module, self.ranks)
+        space = self._make_space()
         if self.localizer is not None:
             self.localizer.begin_update(policy, space)
         if self.stabilizer is not None:
             self.stabilizer.begin_update(space, policy.stage or "", policy.learned)
+
+    # ---- what differs by engine
+
+    def _make_ranks(self) -> Ranks:
+        return Ranks(device=device_of(), replicas=self.engine.ulysses_sequence_parallel_size)
+
+    def _make_space(self) -> GradientSpace:
+        return GradientSpace(self.engine.module, self.ranks)
+
+    def _clip(self) -> torch.Tensor:
+        return _clip(self.engine)
+
+    def _clipping_replaced(self) -> AbstractContextManager[None]:
+        return _clipping_replaced(self.engine, self._before_step)
 
     def _end_update(self) -> None:
         if self.localizer is not None:
             self.localizer.end_update()
         if self.stabilizer is not None:
             self.stabilizer.end_update(self._found)
+
+
+Watched.watch_class = EngineWatch
 
 
 def _forget(metrics: Any) -> None:
@@ -257,7 +272,13 @@ def watch_actor(worker: Any) -> DataProto:
     Args:
         worker: verl's ``ActorRolloutRefWorker``.
     """
-    worker.actor.engine.__class__ = GradLocEngine
+    engine = worker.actor.engine
+    if engine.engine_config.strategy == "megatron":
+        from .megatron.engine import GradLocMegatronEngine  # Megatron is there with that engine alone
+
+        engine.__class__ = GradLocMegatronEngine
+    else:
+        engine.__class__ = GradLocEngine
     return DataProto()
 
 

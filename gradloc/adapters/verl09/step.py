@@ -23,9 +23,9 @@ from ...keys import ROW_KEY
 from ...search.precise import logit_bytes, precise_fused_readout, precise_readout
 from .packed import Layout, only, padded
 
-__all__ = ["EngineStep", "device_of", "readout_of"]
+__all__ = ["FIELDS", "EngineStep", "device_of", "readout_of"]
 
-_FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
+FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
 """Of verl's model output, and what they are called in a record; values are a critic's."""
 
 
@@ -62,14 +62,14 @@ class EngineStep:
         self._values.append({})
         self._grads.append({})
 
-    def after_forward(self, model_output: dict[str, torch.Tensor]) -> None:
+    def after_forward(self, model_output: dict[str, torch.Tensor], number: int = -1) -> None:
         """Keep the last micro-batch's values and hook their coefficients; changes nothing and computes nothing."""
-        for key in _FIELDS:
+        for key in FIELDS:
             value = model_output.get(key)
             if value is not None:
-                self._values[-1][key] = value.detach().values()
+                self._values[number][key] = value.detach().values()
                 if value.requires_grad:
-                    value.register_hook(partial(_keep, self._grads[-1], key))
+                    value.register_hook(partial(_keep, self._grads[number], key))
 
     # ---- what the search may ask
 
@@ -98,7 +98,7 @@ class EngineStep:
         recorded, values = self._recorded[micro_batch], self._values[micro_batch]
         if values:  # padded when somebody asks, not while nothing spikes
             for key, value in values.items():
-                setattr(recorded, _FIELDS[key], self._layout(micro_batch).unpack(value))
+                setattr(recorded, FIELDS[key], self._layout(micro_batch).unpack(value))
             self._values[micro_batch] = {}
         return recorded
 
@@ -215,7 +215,7 @@ class EngineStep:
             _, found = FSDPEngineWithLMHead.forward_step(self.engine, data, None, forward_only=True)
         output = found["model_output"]
         unpack = self._layout(micro_batch).unpack
-        return {key: unpack(output[key].values()) for key in _FIELDS if output.get(key) is not None}
+        return {key: unpack(output[key].values()) for key in FIELDS if output.get(key) is not None}
 
     def _loss_of_recorded(self, micro_batch: int, loss_function: Callable) -> tuple[torch.Tensor, torch.Tensor]:
         """The recorded log-probs (B, T) in float32 as a leaf, and the loss of them."""
