@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-
 _GROUP = "model_engine="
 """Of the defaults: by it Hydra chooses files."""
 

@@ -6,7 +6,7 @@ verl builds it in each worker before the engine: so this is where a plug-in that
 
 import sys
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.trainer.ppo.utils import need_critic
 from verl.workers.config import FSDPActorConfig, McoreActorConfig, RolloutConfig
@@ -27,10 +27,9 @@ __all__ = [
 
 _ACTOR = "actor_rollout_ref.actor"
 _V1 = Requirement("trainer.use_v1", (True,), True, "true", "it hangs on the V1 trainers")
+_FSDP = Requirement(f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other engines do not have it")
+_FSDP_OR_MEGATRON = replace(_FSDP, allowed=(*_FSDP.allowed, "megatron"), expected="fsdp, fsdp2 or megatron")
 _ENGINE = (
-    Requirement(
-        f"{_ACTOR}.strategy", ("fsdp", "fsdp2", "megatron"), None, "fsdp or fsdp2", "other engines do not have it"
-    ),
     _V1,
     Requirement(f"{_ACTOR}.use_prefix_grouper", (False,), False, "false", "its forward is another one"),
     *(
@@ -55,18 +54,46 @@ _IN_ORDER = Requirement(
 )
 _NEEDS = {
     f"{_ACTOR}.gradloc.enable": (
+        _FSDP_OR_MEGATRON,
         *_ENGINE,
         _IN_ORDER,
         *SEARCHABLE,
     ),
-    f"{_ACTOR}.gradloc.stabilize": (*_ENGINE, *_WHOLE_SEQUENCES, WEIGHTS_ON_DEVICE),
+    f"{_ACTOR}.gradloc.stabilize": (_FSDP_OR_MEGATRON, *_ENGINE, *_WHOLE_SEQUENCES, WEIGHTS_ON_DEVICE),
     f"{_ACTOR}.gradloc.stabilize.token_clip or seq_clip": (ROLLOUT_LOG_PROBS,),
     f"{_ACTOR}.gradloc.stabilize.layer_clip.group finer than layer": (SEPARATE_PARAMETERS,),
-    "algorithm.lopti.enable": _ENGINE,
-    "trainer.gradient_analysis_mode": (*_ENGINE, *_WHOLE_SEQUENCES, _MEAN),
-    "trainer.quartile_analysis_mode": (*_ENGINE, *_WHOLE_SEQUENCES, _MEAN, WEIGHTS_ON_DEVICE),
+    "algorithm.lopti.enable": (_FSDP, *_ENGINE),
+    "trainer.gradient_analysis_mode": (_FSDP, *_ENGINE, *_WHOLE_SEQUENCES, _MEAN),
+    "trainer.quartile_analysis_mode": (_FSDP, *_ENGINE, *_WHOLE_SEQUENCES, _MEAN, WEIGHTS_ON_DEVICE),
     "actor_rollout_ref.rollout.rollout_filter_value": (_V1,),
 }
+_NOT_RUN = "no search was run with it on Megatron"
+_MEGATRON = f"{_ACTOR}.megatron"
+_MEGATRON_NEEDS = (
+    *(
+        Requirement(key, (allowed,), allowed, str(allowed).lower(), _NOT_RUN)
+        for key, allowed in {
+            f"{_MEGATRON}.context_parallel_size": 1,
+            f"{_MEGATRON}.dynamic_context_parallel": False,
+            f"{_MEGATRON}.expert_model_parallel_size": 1,
+            f"{_MEGATRON}.use_megatron_fsdp": False,
+            f"{_MEGATRON}.router_replay.mode": "disabled",
+            f"{_MEGATRON}.dtype": "bfloat16",
+            f"{_ACTOR}.optim.optimizer": "adam",
+            f"{_ACTOR}.optim.use_precision_aware_optimizer": False,
+            "actor_rollout_ref.model.lora.rank": 0,
+            "actor_rollout_ref.model.lora_rank": 0,
+            "actor_rollout_ref.model.use_fused_kernels": False,
+            "actor_rollout_ref.model.mtp.enable": False,
+        }.items()
+    ),
+    Requirement(
+        f"{_MEGATRON}.qat.enable", (False,), False, "false", "its gradient is not the derivative of its forward"
+    ),
+    Requirement(
+        f"{_ACTOR}.gradloc.evidence.checkpoint", ("off",), "off", "off", "weights are saved in FSDP's format alone"
+    ),
+)
 _CRITIC_NEEDS = (
     Requirement("critic.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "other engines do not have it"),
     _V1,
@@ -109,6 +136,8 @@ def check_features(config: Any, settings: GradLocConfig, lopti: Any, analysis: A
     for (feature, needs), on in zip(_NEEDS.items(), is_on, strict=True):
         if on:
             check_requirements(feature, needs, config)
+    if any(is_on) and config.actor_rollout_ref.actor.strategy == "megatron":
+        check_requirements("gradloc", _MEGATRON_NEEDS, config)
     return any(is_on)
 
 
@@ -151,13 +180,14 @@ class _WithSettings:
     bisect_dump_dir: str | None = None
     gradloc: GradLocConfig = field(default_factory=GradLocConfig)
     filter_loss_scaling: str = "none"
+    touched_by: ClassVar[str] = "worker"
 
     def __post_init__(self):
         super().__post_init__()  # type: ignore[misc]
         settings = settle(self)
         if not settings.enable and not settings.stabilize.is_on:
             return
-        check_verl("worker")
+        check_verl(self.touched_by)
         if f"{__package__}.plugin" not in sys.modules:
             raise RuntimeError(
                 "gradloc is switched on, and its plug-in was not loaded: leave VERL_USE_EXTERNAL_PLUGINS at auto or "
@@ -173,6 +203,8 @@ class GradLocActorConfig(_WithSettings, FSDPActorConfig):
 @dataclass
 class GradLocMegatronActorConfig(_WithSettings, McoreActorConfig):
     """Of the Megatron actor."""
+
+    touched_by: ClassVar[str] = "megatron"
 
 
 def actor_config(**given: Any) -> _WithSettings:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from experiments.verl09 import megatron
 from tests.adapters.verl09 import harness
 from tests.adapters.verl09.harness import ACTOR, MODEL
-from tests.world.harness import model_config
+from tests.world.harness import NUM_PROMPT, make_batch, model_config
 
 MEGATRON = f"{ACTOR}.megatron"
 
@@ -115,3 +115,20 @@ def train(overrides: list[str], model_dir: str, dtype: str = "float32", **settin
     """See :func:`harness.train`."""
     with parallel(dtype):
         return harness.train(overrides, model_dir, kind=Trainer, **settings)
+
+
+def norm_of_transformers(model_dir: str, dtype: str = "float32") -> float:
+    """The gradient norm of the first batch's PPO loss on transformers' model, rounded as Megatron's."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+    model = model.to(getattr(torch, dtype)).float()
+    batch = make_batch(seed=1).batch
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, NUM_PROMPT - 1 : -1]
+    log_prob = logits.log_softmax(-1).gather(-1, batch["responses"][..., None]).squeeze(-1)
+    ratio, advantage = (log_prob - batch["old_log_probs"]).exp(), batch["advantages"]
+    loss = torch.maximum(-ratio * advantage, -ratio.clamp(0.8, 1.2) * advantage)
+    loss = torch.where(advantage < 0, torch.minimum(loss, -3.0 * advantage), loss)
+    mask = batch["response_mask"].bool()
+    (loss[mask].sum() / mask.sum()).backward()
+    return float(torch.stack([param.grad.double().norm() for param in model.parameters()]).norm())
