@@ -9,11 +9,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from tests.adapters.verl09 import as_actor
 from tests.adapters.verl09.megatron import harness
 from tests.world import harness as of_world
 from tests.world.harness import NUM_PROMPT
+from tests.world.spikes import plant
 
 _layout: dict[str, Any] = {}
 """Of the scenario that runs: ``overrides`` and ``dtype``."""
@@ -33,15 +35,41 @@ class Trainer(harness.Trainer, as_actor.Trainer):
 
 def run(scenario: str, layout: dict[str, Any], **given: Any) -> Any:
     """A scenario of `tests.world`: ``spikes.train``, in a layout (``overrides``, ``dtype``)."""
-    module, name = scenario.rsplit(".", 1)
-    function = getattr(importlib.import_module(f"tests.world.{module}"), name)
+    room, name = scenario.rsplit(".", 1)
+    here = sys.modules[__name__]
+    module = here if room == "as_actor" else importlib.import_module(f"tests.world.{room}")
     _layout.clear()
     _layout.update(layout)
-    with mock.patch.object(of_world, "other_trainer", lambda: sys.modules[__name__]):
-        with mock.patch.object(
-            importlib.import_module(f"tests.world.{module}"), "other_trainer", of_world.other_trainer, create=True
-        ):
-            return function(**given)
+    with (
+        mock.patch.object(of_world, "other_trainer", lambda: here),
+        mock.patch.object(module, "other_trainer", lambda: here, create=True),
+    ):
+        return getattr(module, name)(**given)
+
+
+def fail_in_the_loss(overrides: list[str], dump_dir: str) -> dict[str, Any]:
+    """A spike that is only looked into, and the same with a loss that fails on one process in the third of a pass."""
+    from gradloc.adapters.verl09.megatron.step import MegatronStep
+
+    original, found = MegatronStep.after_output, {}
+    for kind in ("looks", "fails"):
+        calls = 0
+
+        def after_output(self: Any, *args: Any) -> Any:
+            nonlocal calls
+            calls += self.is_replaying
+            if calls == 3 and dist.get_rank() == dist.get_world_size() - 1:
+                raise RuntimeError("made to fail in the loss")
+            return original(self, *args)
+
+        trainer = make_trainer(overrides, f"{dump_dir}-{kind}")
+        batch = of_world.make_batch(seed=1)
+        plant(batch, 6, 2, 1e4)
+        with mock.patch.object(MegatronStep, "after_output", after_output if kind == "fails" else original):
+            out = trainer.update(batch)
+        trainer.update(of_world.make_batch(seed=2))
+        found[kind] = {"weights": trainer.weights_hash(), "rng": torch.get_rng_state().numpy().tobytes()}
+    return {**found, "failures": out["metrics"]["gradloc/failures"]}
 
 
 def step_class() -> type:
