@@ -133,3 +133,17 @@ def norm_of_transformers(model_dir: str, dtype: str = "float32") -> float:
     mask = batch["response_mask"].bool()
     (loss[mask].sum() / mask.sum()).backward()
     return float(torch.stack([param.grad.double().norm() for param in model.parameters()]).norm())
+
+
+def make_side(overrides: list[str]) -> None:
+    """What the trainer does first."""
+    from gradloc.adapters.verl09.trainer import TrainerSide
+
+    TrainerSide(make_config(overrides, "model"))
+
+
+def differences() -> list[str]:
+    """What of the installed verl and Megatron is not as the adapter knows it."""
+    from gradloc.adapters.verl09.touches import differences
+
+    return differences("megatron")
