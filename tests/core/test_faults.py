@@ -68,9 +68,9 @@ def test_four_ranks_recover_together_and_end_together():
 
 @pytest.mark.parametrize("failing, mode", [([1], "observe"), ([0, 1], "mask")], ids=["one rank", "all ranks"])
 def test_no_memory_on_a_rank_between_passes_is_counted_and_training_goes_on(bare_world, failing, mode):
-    options = {"layout": "fsdp2", "place": ALLOCATION, "failing": failing, "mode": mode, "stride": 73}
+    options = {"layout": "fsdp2", "place": ALLOCATION, "failing": failing, "mode": mode, "stride": 211}
     for plain, *failed, last in bare_world.run("tests.bare.faults.train_past_every_pass", **options):
-        assert len(failed) > 5
+        assert len(failed) > 2
         assert all((answer["failures"], answer["events"]) == (1, 0) for answer in failed)
         assert all(answer["weights"] == plain["weights"] for answer in failed)
         assert (last["failures"], last["events"]) == (0, 1)
@@ -127,7 +127,7 @@ def run_out_of_memory(world: World, size: int, count: int, seed: int) -> None:
 
 
 def test_a_rank_that_runs_out_of_memory_at_any_allocation_ends_no_run(bare_world):
-    run_out_of_memory(bare_world, 2, 12, seed=0)
+    run_out_of_memory(bare_world, 2, 6, seed=0)
 
 
 @pytest.mark.slow

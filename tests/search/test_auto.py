@@ -1,40 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the default search verifies: each token once, whatever pointed at it."""
+"""The default search: no token is verified twice, no more than `max_steps` updates are spent, and all ranks agree."""
 
 import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import Spike
-from gradloc.search import auto
+from gradloc.search import auto, task
 from gradloc.search.candidates import by_coefficient
+from gradloc.search.find import localize
 from gradloc.search.task import Limit, Task
 from tests.bare import BareStep, build, random_batch, shard
+from tests.bare.scenarios import useless_shares
 
-NUM_MICRO_BATCHES = 4
+M, THRESHOLD = 4, 4.0
+PLANTS = {(row, 1 + row % 2): 1e3 for row in range(8)}
 
 
-@pytest.fixture
-def search():
+def searched(plants=PLANTS, **limits):
+    batch = random_batch(build("tiny")).planted(plants)
+    step = BareStep(shard(build("tiny"), "plain"), batch, M)
+    space = GradientSpace(step.model)
+    step.train()
+    spike = Spike("fixed", space.norm(), THRESHOLD, THRESHOLD * batch.num_tokens**0.5, batch.num_tokens)
+    found = localize(step, space, Ranks(), spike, 1.0, **limits)
+    return found, found.num_forwards + 2 * found.num_backwards
+
+
+@pytest.mark.parametrize("max_steps", [1.5, 2, 4])
+def test_what_it_costs_stays_within_so_many_updates(max_steps):
+    found, cost = searched(max_steps=max_steps)
+    assert cost <= 3 * M * max_steps
+    if found.status == "budget_exhausted":
+        assert found.result.stop_reason.endswith(f"what search.max_steps={max_steps:g} allows is spent")
+    assert (max_steps == 1.5) == (found.certificate.verdict != "explained")
+
+
+def test_time_counts_as_passes_do(monkeypatch):
+    monkeypatch.setattr(task, "_LEAST_SECONDS", 0.0)
+    found, cost = searched(update_seconds=1e-6)
+    assert found.status == "budget_exhausted" and found.result.culprits == [] and cost == 0
+    assert searched(update_seconds=60.0)[0].status == "found"
+
+
+def test_on_a_toy_model_nothing_stalls_and_no_time_is_counted():
+    assert searched(update_seconds=1e-6)[0].status == "found"
+
+
+def test_the_published_search_alone_has_the_published_budget():
+    found, _ = searched(strategy="bisect", budget=7)
+    assert found.result.stop_reason == "the budget of 7 probes was used up"
+    assert searched(strategy="auto", budget=1)[0].status == "found"
+
+
+def test_a_masked_norm_is_certified_though_the_limit_is_spent():
+    found, _ = searched({(3, 2): 1e4}, max_steps=1)
+    assert found.certificate.verdict in ("explained", "not_explained")
+
+
+@pytest.mark.parametrize("strategy", ["auto", "share", "sketch"])
+def test_shares_that_are_all_noise_stall_nothing(strategy):
+    check_useless(useless_shares("plain", strategy, "float32"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_so_it_is_on_two_ranks_and_they_agree(bare_world, dtype):
+    found, other = bare_world.run("tests.bare.scenarios.useless_shares", layout="fsdp2", strategy="auto", dtype=dtype)
+    check_useless(found)
+    assert found == other
+
+
+def check_useless(found):
+    assert found["cost"] <= 3 * M * 4, "max_steps' default"
+    assert found["restored"] and found["verdict"] in ("not_explained", "undecided", "explained")
+    assert set(found["places"]) <= set(found["planted"]), "what is named was measured by a backward of its own"
+    assert torch.tensor(found["norm_after"]).isfinite()
+
+
+def test_a_token_that_the_shares_have_weighed_is_no_hint_as_well(monkeypatch):
     model = shard(build("tiny"), "plain")
     batch = random_batch(model).planted({(3, 2): 1e4, (9, 1): 1e4})
-    step, space = BareStep(model, batch, NUM_MICRO_BATCHES), GradientSpace(model)
+    step, space = BareStep(model, batch, M), GradientSpace(model)
     step.train()
     norm, tau = space.norm(), 20.0 * batch.num_tokens**0.5
     spike = Spike("fixed", norm, 20.0, tau, batch.num_tokens)
-    limit = Limit(NUM_MICRO_BATCHES, math.inf)
-    return auto._Search(Task(Prober(step, space, Ranks()), space.take(), 1.0, spike, tau, 8, limit))
-
-
-def test_a_token_that_the_shares_have_weighed_is_no_hint_as_well(search, monkeypatch):
-    shares = search._measure_of(range(NUM_MICRO_BATCHES))
-    loudest, second = by_coefficient(search.task, 2, set())
+    found = Task(Prober(step, space, Ranks()), space.take(), 1.0, spike, tau, 8, Limit(M, math.inf))
+    search = auto._Search(found)
+    shares = search._measure_of(range(M))
+    loudest, second = by_coefficient(found, 2, set())
     weighed = replace(loudest, is_weighed=True)
     monkeypatch.setattr(search, "_spans", lambda shares: [weighed])
-    found = search._candidates(shares, with_hints=True)
-    assert [candidate.tokens for candidate in found] == [loudest.tokens, second.tokens]
+    with_hints = search._candidates(shares, with_hints=True)
+    assert [candidate.tokens for candidate in with_hints] == [loudest.tokens, second.tokens]
     assert search._candidates(shares, with_hints=False) == [weighed]

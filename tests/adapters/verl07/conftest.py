@@ -24,13 +24,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On a verl beyond the first, only the plain layouts, two ranks and two culprits are part of the default tests."""
+    """On a verl beyond the first, the default tests see that it trains as unpatched and that two culprits are named."""
     for item in items:
         given = getattr(item, "callspec", None) and item.callspec.params or {}
-        is_plain = given.get("strategy", "auto") == "auto" and given.get("name", "FSDP1") in ("FSDP1", "FSDP2")
-        is_plain = is_plain and ("plants" not in given or len(given["plants"]) > 1)
-        is_plain = is_plain and not {"four_ranks", "single"} & set(item.fixturenames) and "layouts/" not in item.nodeid
-        if given.get("verl_version", VERL) != VERL and not is_plain:
+        is_default = item.module.__name__.endswith("test_harmless") and given.get("strategy", "auto") == "auto"
+        is_default = is_default or len(given.get("plants", ())) > 1
+        is_default = is_default and not {"four_ranks", "single"} & set(item.fixturenames)
+        if given.get("verl_version", VERL) != VERL and not is_default:
             item.add_marker(pytest.mark.slow)
 
 

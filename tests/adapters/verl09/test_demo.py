@@ -74,10 +74,9 @@ def test_knights_and_knaves_has_its_reward_and_looks_for_no_spikes(composed, nam
     assert kk_reward.score("kk_logic3", "nothing", {"solution_text_format": "(1) Zoey is a knight"})["score"] == -3.0
 
 
-@pytest.mark.parametrize("name", ["kk-lopti", "kk-ar-lopti", "kk-demo"])
-def test_what_needs_the_patch_is_refused_on_this_verl(name):
-    with pytest.raises(UsageError, match=f"{name} runs on verl 0.7.0, not on 0.9.1"):
-        catalog.for_verl(catalog.load(name), "0.9.1")
+def test_what_needs_the_patch_is_refused_on_this_verl():
+    with pytest.raises(UsageError, match="explosion runs on verl 0.7.0, not on 0.9.1"):
+        catalog.for_verl(catalog.load("explosion"), "0.9.1")
 
 
 @pytest.mark.e2e
