@@ -183,7 +183,7 @@ class _WithSettings:
     touched_by: ClassVar[str] = "worker"
 
     def __post_init__(self):
-        super().__post_init__()  # type: ignore[misc]
+        super().__post_init__()
         settings = settle(self)
         if not settings.enable and not settings.stabilize.is_on:
             return

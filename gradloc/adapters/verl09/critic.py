@@ -9,7 +9,7 @@ from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
-from .engine import Watched
+from .engine import WatchedFSDP
 from .step import EngineStep
 
 __all__ = ["watch_critic"]
@@ -37,7 +37,7 @@ class CriticStep(EngineStep):
         """A critic has no KL term."""
 
 
-class GradLocValueEngine(Watched, FSDPEngineWithValueHead):
+class GradLocValueEngine(WatchedFSDP, FSDPEngineWithValueHead):
     """verl's engine of the critic."""
 
     step_class = CriticStep

@@ -30,59 +30,7 @@ from .analysis.engine import ASKED_KEY, analyze
 from .loss import weighed, within_stage
 from .step import EngineStep, device_of
 
-__all__ = ["GradLocEngine", "Watched", "report_of_actor", "report_of_model", "watch_actor"]
-
-
-class Watched:
-    """Goes in front of verl's engine; a mini-batch that comes with a policy is watched, any other goes through verl's
-    code alone."""
-
-    _watch: "EngineWatch | None" = None
-    step_class: type[EngineStep] = EngineStep
-    watch_class: "type[EngineWatch]"
-
-    def train_batch(self, data: Any, loss_function: Callable) -> Any:
-        policy = tu.get_non_tensor_data(data=data, key=POLICY_KEY, default=None)
-        if policy is None:
-            return super().train_batch(data, loss_function)
-        if self._watch is None:
-            self._watch = self.watch_class(self, policy.settings)
-        with self._watch.mini_batch(policy, loss_function) as loss_with_parts:
-            return super().train_batch(data, loss_with_parts)
-
-    def forward_step(self, micro_batch: Any, loss_function: Callable, forward_only: bool) -> Any:
-        if self._watch is None or self._watch.step is None or forward_only:
-            return super().forward_step(micro_batch, loss_function, forward_only)
-        return super().forward_step(micro_batch, self._watch.before_forward(micro_batch, loss_function), forward_only)
-
-    def optimizer_step(self) -> float:
-        if self._watch is None or not self._watch.is_open:
-            return super().optimizer_step()
-        with self._watch.around_clip():
-            return super().optimizer_step()
-
-    def lr_scheduler_step(self) -> float:
-        if self._watch is not None and self._watch.keeps_lr_schedule:
-            return self.lr_scheduler.get_last_lr()[0]
-        return super().lr_scheduler_step()
-
-
-class GradLocEngine(Watched, FSDPEngineWithLMHead):
-    """verl's engine of the actor; asked for an analysis of a batch, it does that in place of verl's forward."""
-
-    analysis_record: Any = None
-    """What the last analysis found on this rank."""
-
-    def infer_batch(self, data: Any, loss_function: Callable | None = None) -> Any:
-        asked = tu.get_non_tensor_data(data=data, key=ASKED_KEY, default=None)
-        if asked is None:
-            return super().infer_batch(data, loss_function)
-        assert loss_function is not None, "an analysis is of training's loss"
-        stabilize = asked.settings.stabilize
-        if stabilize.weighs_tokens:
-            loss_function = weighed(loss_function, TokenWeigher(stabilize), _forget)
-        self.analysis_record = analyze(self, data, loss_function, partial(_clip, self), asked.request)
-        return {"model_output": {}, "loss": [], "metrics": {}}
+__all__ = ["GradLocEngine", "Watched", "WatchedFSDP", "report_of_actor", "report_of_model", "watch_actor"]
 
 
 class EngineWatch:
@@ -229,7 +177,60 @@ class EngineWatch:
             self.stabilizer.end_update(self._found)
 
 
-Watched.watch_class = EngineWatch
+class Watched:
+    """Goes in front of verl's engine; a mini-batch that comes with a policy is watched, any other goes through verl's
+    code alone."""
+
+    _watch: EngineWatch | None = None
+    step_class: type[EngineStep] = EngineStep
+    watch_class: type[EngineWatch] = EngineWatch
+
+    def train_batch(self, data: Any, loss_function: Callable) -> Any:
+        policy = tu.get_non_tensor_data(data=data, key=POLICY_KEY, default=None)
+        if policy is None:
+            return super().train_batch(data, loss_function)
+        if self._watch is None:
+            self._watch = self.watch_class(self, policy.settings)
+        with self._watch.mini_batch(policy, loss_function) as loss_with_parts:
+            return super().train_batch(data, loss_with_parts)
+
+    def optimizer_step(self) -> float:
+        if self._watch is None or not self._watch.is_open:
+            return super().optimizer_step()
+        with self._watch.around_clip():
+            return super().optimizer_step()
+
+    def lr_scheduler_step(self) -> float:
+        if self._watch is not None and self._watch.keeps_lr_schedule:
+            return self.lr_scheduler.get_last_lr()[0]
+        return super().lr_scheduler_step()
+
+
+class WatchedFSDP(Watched):
+    """Of FSDP, which runs a forward and the loss of one micro-batch in one method."""
+
+    def forward_step(self, micro_batch: Any, loss_function: Callable, forward_only: bool) -> Any:
+        if self._watch is None or self._watch.step is None or forward_only:
+            return super().forward_step(micro_batch, loss_function, forward_only)
+        return super().forward_step(micro_batch, self._watch.before_forward(micro_batch, loss_function), forward_only)
+
+
+class GradLocEngine(WatchedFSDP, FSDPEngineWithLMHead):
+    """verl's engine of the actor; asked for an analysis of a batch, it does that in place of verl's forward."""
+
+    analysis_record: Any = None
+    """What the last analysis found on this rank."""
+
+    def infer_batch(self, data: Any, loss_function: Callable | None = None) -> Any:
+        asked = tu.get_non_tensor_data(data=data, key=ASKED_KEY, default=None)
+        if asked is None:
+            return super().infer_batch(data, loss_function)
+        assert loss_function is not None, "an analysis is of training's loss"
+        stabilize = asked.settings.stabilize
+        if stabilize.weighs_tokens:
+            loss_function = weighed(loss_function, TokenWeigher(stabilize), _forget)
+        self.analysis_record = analyze(self, data, loss_function, partial(_clip, self), asked.request)
+        return {"model_output": {}, "loss": [], "metrics": {}}
 
 
 def _forget(metrics: Any) -> None:
