@@ -33,13 +33,13 @@ class Trainer(harness.Trainer, as_actor.Trainer):
         return self.engine.optimizer.chained_optimizers[0].optimizer
 
 
-def run(scenario: str, layout: dict[str, Any], **given: Any) -> Any:
+def run(scenario: str, dealt_out: dict[str, Any], **given: Any) -> Any:
     """A scenario of `tests.world`: ``spikes.train``, in a layout (``overrides``, ``dtype``)."""
     room, name = scenario.rsplit(".", 1)
     here = sys.modules[__name__]
     module = here if room == "as_actor" else importlib.import_module(f"tests.world.{room}")
     _layout.clear()
-    _layout.update(layout)
+    _layout.update(dealt_out)
     with (
         mock.patch.object(of_world, "other_trainer", lambda: here),
         mock.patch.object(module, "other_trainer", lambda: here, create=True),

@@ -25,7 +25,7 @@ class InLayout:
         if scenario.startswith("tests."):
             return self.world.run(scenario, **given)
         layout = LAYOUTS[self.layout]
-        return self.world.run(f"{HERE}.as_actor.run", scenario=scenario, layout=layout.settings, **given)
+        return self.world.run(f"{HERE}.as_actor.run", scenario=scenario, dealt_out=layout.settings, **given)
 
 
 def _world(size: int) -> Iterator[World]:
