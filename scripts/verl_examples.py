@@ -14,8 +14,12 @@ from pathlib import Path
 
 SUFFIXES = {".sh", ".slurm"}
 _SETS = r"(?:model_engine|strategy|config-name|CONFIG_NAME)[= ]['\"]?\S*"
+_MEGATRON = rf"(?s)(?=.*{_SETS}megatron).*"
 REASONS = {
-    "Megatron's engine": rf"{_SETS}megatron",
+    "a mixture of experts on Megatron": rf"{_MEGATRON}expert_model_parallel_size=",
+    "fused kernels on Megatron (`use_fused_kernels`)": rf"{_MEGATRON}use_fused_kernels=true",
+    "multi-token prediction on Megatron (`mtp.enable`)": rf"{_MEGATRON}mtp\.enable=true",
+    "Megatron-FSDP (`use_megatron_fsdp`)": rf"{_MEGATRON}use_megatron_fsdp=true",
     "VeOmni's engine": rf"{_SETS}veomni",
     "automodel's engine": rf"{_SETS}automodel",
     "an engine that verl itself does not bring (`fsdp_turbo`, `mlite`)": rf"{_SETS}fsdp_turbo|actor=mlite_actor",

@@ -62,7 +62,12 @@ def _requirements(*names: str) -> tuple[Path, ...]:
 
 DEMO = Environment("venv", _requirements("demo.txt", "report.txt"), "about a minute, 2 GB")
 VERL09 = Environment(
-    "venv-verl09", _requirements("verl09.txt"), "about a minute, 2 GB", has_gradloc=True, variable="VERL09_PYTHON"
+    "venv-verl09",
+    _requirements("verl09.txt"),
+    "about a minute, 2 GB",
+    has_gradloc=True,
+    beside=_requirements("megatron.txt"),
+    variable="VERL09_PYTHON",
 )
 TRL = Environment("venv-trl", _requirements("trl.txt"), "about a minute, 2 GB", variable="TRL_PYTHON")
 VLLM = replace(VERL09, name="venv-vllm", size="some minutes, 4 GB", beside=_requirements("vllm.txt"))

@@ -5,6 +5,7 @@ Holds the only code that knows how FSDP1, FSDP2, DDP and a plain module lay out 
 and putting it back moves references, never values: it costs no memory traffic and is bit-exact.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -188,6 +189,18 @@ def _fsdp2_params(units: Iterable[Any]) -> Iterator[Any]:
             yield from [] if group is None else group.fsdp_params
 
 
+def _reshard(module: torch.nn.Module) -> None:
+    if isinstance(module, FSDP1):
+        for wrapped in FSDP1.fsdp_modules(module):
+            handle = wrapped._handle
+            if handle is not None and handle.uses_sharded_strategy:
+                handle.reshard(True)
+        return
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
 def _gradient_dtypes(module: torch.nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
     """What FSDP adds micro-batches' gradients up in while it does not reduce them, and what it reduces them in."""
     if isinstance(module, FSDP1):
@@ -221,6 +234,8 @@ class GradientSpace:
         ranks: all of them hear of it when one fails in its own part of a sum, for instance has no memory for it; None
             where an error may end the run.
 
+    Another engine's is a subclass: it calls :meth:`_hold` and replaces what :meth:`take` to :meth:`generators` do.
+
     Raises:
         ValueError: when parameters are sharded in different ways.
     """
@@ -229,18 +244,27 @@ class GradientSpace:
         self.module = module
         self.model = module if isinstance(module, FSDP1) else unwrapped(module)
         """Whose parameters have the model's own names, but for what FSDP1 puts between."""
-        self._ranks = ranks
         named = _trainable(self.model)
+        groups = _shard_groups(module, [param for _, param in named])
+        self._hold(named, groups, _gradient_dtypes(module), ranks)
+
+    def _hold(
+        self, named: list[tuple[str, Any]], groups: list[Any], dtypes: Sequence[Any], ranks: Ranks | None
+    ) -> None:
+        """Take parameters by the names that every process has: an empty one where another process has all of it."""
+        self._ranks = ranks
         self.names: list[str] = [name for name, _ in named]
+        self.has_names = not any(name.endswith("_flat_param") for name in self.names)  # of the model without sharding
         self.params: list[torch.nn.Parameter] = [param for _, param in named]
+        self.counts = [True] * len(named)
+        """Whether what this process has of each is added up: False where it is a copy of another's."""
         self.rounding = max((torch.finfo(param.dtype).eps / 2 for param in self.params), default=0.0)
         """Relative rounding error of one operation on gradients (2**-24 in float32)."""
         self.room: Any = None
         """What makes sure of memory before each pass: a :class:`.memory.Room`, while a search has one."""
-        self.keeps_on_host = False
-        """Whether what is set aside and saved goes to the host's memory."""
-        self._summed_in, self._reduced_in = _gradient_dtypes(module)
-        self._groups = _shard_groups(module, self.params)
+        self.keeps_on_host = False  # whether what is set aside and saved goes to the host's memory
+        self._summed_in, self._reduced_in = dtypes
+        self._groups = groups
         num_processes = dist.get_world_size() if dist.is_initialized() else 1
         self.num_replicas: int = num_processes // math.prod(group.size() for group in self._groups)
         """How many processes hold each shard."""
@@ -258,6 +282,31 @@ class GradientSpace:
         num_processes = dist.get_world_size() if dist.is_initialized() else 1
         num_roundings = num_processes + (num_micro_batches if reduces_once else 1)
         return unit * num_roundings**0.5 if unit > torch.finfo(torch.float32).eps else 0.0
+
+    def reshard(self) -> None:
+        """Have the next forward gather the shards' weights anew: before they move, and once they are back."""
+        _reshard(self.module)
+
+    def publish(self) -> None:
+        """Once weights were moved: have the model take them, where its own are others than the optimizer's."""
+
+    def abandon_pass(self) -> None:
+        """See :func:`abandon_pass`."""
+        abandon_pass(self.module)
+
+    def named_weights(self) -> list[tuple[str, torch.Tensor]]:
+        """This process' part of every parameter, trained or frozen, see :func:`named_shards`."""
+        return [part for name, param in self.model.named_parameters() for part in named_shards(name, param)]
+
+    def generators(self, seed: int) -> Iterator[torch.Generator]:
+        """What to draw from for each parameter: the same numbers for copies of a shard, others for other shards."""
+        generator = torch.Generator(device=self.params[0].device)
+        return itertools.repeat(generator.manual_seed(1_000_003 * (seed + 1) + self.shard_index), len(self.params))
+
+    def counted(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """One for each parameter, empty where it does not count here."""
+        counted = zip(tensors, self.counts, strict=True)
+        return [part if is_own or part is None else part.detach().flatten()[:0] for part, is_own in counted]
 
     def take(self) -> Gradient:
         """Remove the gradient from ``.grad`` and return it."""
@@ -311,12 +360,12 @@ class GradientSpace:
             float64 tensor (num_params,) on the host, the same on every rank of a shard group; 0 where there is no
             gradient.
         """
-        grads = self.current() if gradient is None else gradient
+        grads = self.counted(self.current() if gradient is None else gradient)
         return self.reduce(lambda: self._squared([None if grad is None else local_shard(grad) for grad in grads]))
 
     def squares_by_name(self, gradient: Gradient | None = None) -> dict[str, float]:
         """The same by the model's own names, see :func:`named_shards`."""
-        grads = self.current() if gradient is None else gradient
+        grads = self.counted(self.current() if gradient is None else gradient)
         shards = [
             (of, None if grad is None else shard)
             for name, param, grad in zip(self.names, self.params, grads, strict=True)
@@ -338,7 +387,7 @@ class GradientSpace:
 
         def local() -> torch.Tensor:
             grads = self.current()
-            shards = [None if grad is None else local_shard(grad) for grad in grads]
+            shards = [None if grad is None else local_shard(grad) for grad in self.counted(grads)]
             return torch.stack([self._squared(shards), self._dots(grads, other)])
 
         squares, dots = self.reduce(local)
@@ -350,14 +399,14 @@ class GradientSpace:
 
     def _dots(self, left: Gradient, right: Gradient) -> torch.Tensor:
         out = self._zeros(len(self.params))
-        for index, (a, b) in enumerate(zip(left, right, strict=True)):
+        for index, (a, b) in enumerate(zip(self.counted(left), self.counted(right), strict=True)):
             if a is not None and b is not None:
                 out[index] = torch.dot(local_shard(a).flatten(), local_shard(b).to(a.device).flatten())
         return out
 
     def weight_square_and_count(self) -> tuple[float, int]:
         """Squared L2 norm and number of all trainable weights over all shards."""
-        shards = [local_shard(param) for param in self.params]
+        shards = [local_shard(param) for param in self.counted(self.params) if param is not None]
 
         def local() -> torch.Tensor:
             square = squared_norms(shards, are_weights=True).sum()
@@ -406,6 +455,7 @@ class GradientSpace:
         if is_rough:
             return self._rough_squares()
         shards = [local_shard(param) if param.grad is None else local_shard(param.grad) for param in self.params]
+        shards = [shard for shard in self.counted(shards) if shard is not None]
         squares = torch.stack(torch._foreach_norm(shards)).square_()
         missing = [index for index, param in enumerate(self.params) if param.grad is None]
         if missing:

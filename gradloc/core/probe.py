@@ -10,6 +10,7 @@ Shapes: B rows of the micro-batch, T response positions.
 """
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from .gradients import Gradient, GradientSpace, abandon_pass
+from .gradients import Gradient, GradientSpace
 from .ranks import LostRank, Ranks
 from .selection import Part, Token, mask_of, mask_without
 
@@ -149,6 +150,19 @@ class TrainingStep(Protocol):
         """
 
 
+class Scheduled(ABC):
+    """A part of :class:`TrainingStep` where the engine runs a pass over micro-batches by a schedule of its own, such as
+    a pipeline's, in place of ``loss`` and ``in_pass``."""
+
+    @abstractmethod
+    def share(self) -> None:
+        """Before anything is asked: have what was recorded on all of a rank's processes. May communicate."""
+
+    @abstractmethod
+    def run_pass(self, selections: Sequence[tuple[int, torch.Tensor | None]]) -> None:
+        """Fill ``.grad`` with the sum of these selections' gradients, see :meth:`Prober.compute`."""
+
+
 class LossOfGiven(Protocol):
     """A part of :class:`TrainingStep` for any trainer whose loss can be computed of given log-probs, without a forward.
 
@@ -230,6 +244,9 @@ class HostStep:
     def __init__(self, step: TrainingStep, device: torch.device):
         self._step, self._device = step, device
         self._held: dict[str, list[Any]] = {}
+        self.is_scheduled = isinstance(step, Scheduled)
+        if isinstance(step, Scheduled):
+            step.share()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._step, name)
@@ -261,7 +278,14 @@ class HostStep:
         return to_host([self._step.entropies(micro_batch)])[0]  # type: ignore[return-value]
 
     def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
-        return self._step.loss(micro_batch, None if selected is None else selected.to(self._device))
+        return self._step.loss(micro_batch, self._there(selected))
+
+    def run_pass(self, selections: Sequence[tuple[int, torch.Tensor | None]]) -> None:
+        step: Any = self._step
+        step.run_pass([(micro_batch, self._there(selected)) for micro_batch, selected in selections])
+
+    def _there(self, selected: torch.Tensor | None) -> torch.Tensor | None:
+        return None if selected is None else selected.to(self._device)
 
     def _of_all(self, name: str) -> list[Any]:
         if name not in self._held:
@@ -360,9 +384,10 @@ class Prober:
             raise
         except Exception:
             try:
-                abandon_pass(self.space.module)
+                self.space.abandon_pass()
             except Exception as error:
-                raise LostRank("a failed forward or backward of the search left FSDP in a state of its own") from error
+                why = "a failed forward or backward of the search left the engine in a state of its own"
+                raise LostRank(why) from error
             raise
 
     def compute(self, selections: Iterable[tuple[int, torch.Tensor | None]]) -> None:
@@ -378,6 +403,11 @@ class Prober:
             return list(selections)
 
         chosen = self.ranks.agree(prepare)
+        if self.step.is_scheduled:
+            self.num_forwards += len(chosen)
+            self.num_backwards += len(chosen)
+            self._together(partial(self.step.run_pass, chosen))
+            return
         for number, (micro_batch, selected) in enumerate(chosen, 1):
             self.num_forwards += 1
             self.num_backwards += 1

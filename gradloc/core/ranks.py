@@ -11,7 +11,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -38,7 +38,7 @@ class LostRank(RuntimeError):
 class Ranks:
     """The data-parallel ranks of a process group, or a single process when torch.distributed is not initialised.
 
-    With sequence parallelism, ``replicas`` consecutive processes hold the same sequences and count as one rank.
+    With sequence or model parallelism, ``replicas`` processes hold the same sequences and count as one rank.
 
     What ranks tell each other are numbers of the host's. They go by the group's backend for the host where it has one,
     as verl's groups do, so that nothing waits for the device.
@@ -47,9 +47,19 @@ class Ranks:
         group: the process group of all trainer processes; None for the default one.
         device: of the model, whose collectives tell how far a rank has come.
         replicas: processes per data-parallel rank; divides the group's size.
+        rank_of: the data-parallel rank of each process, where those of one are not consecutive.
+        is_in_step: whether all processes issue the same collectives in a forward or backward; stages of a pipeline do
+            not, and then those of the group alone tell how far a process has come between two passes.
     """
 
-    def __init__(self, group: Any | None = None, device: str | torch.device = "cpu", replicas: int = 1):
+    def __init__(
+        self,
+        group: Any | None = None,
+        device: str | torch.device = "cpu",
+        replicas: int = 1,
+        rank_of: Sequence[int] | None = None,
+        is_in_step: bool = True,
+    ):
         self.group = group
         self.device = torch.device(device)
         self.replicas = replicas
@@ -57,8 +67,11 @@ class Ranks:
         self._is_by_host = alone or distributed_c10d._get_object_coll_device(group) == "cpu"
         process = 0 if alone else dist.get_rank(group)
         self.num_processes = 1 if alone else dist.get_world_size(group)
-        self.process, self.rank = process, process // replicas
+        ranks = [number // replicas for number in range(self.num_processes)] if rank_of is None else list(rank_of)
+        self.process, self.rank = process, ranks[process]
         self.size = self.num_processes // replicas
+        self._firsts = [ranks.index(rank) for rank in range(self.size)]
+        self._counted = None if is_in_step else group or dist.group.WORLD
         self.is_first = process == 0
         self._call = 0
         self._start: int | None = None
@@ -94,7 +107,7 @@ class Ranks:
             return [value]
         values: list[Any] = [None] * self.num_processes
         dist.all_gather_object(values, value, group=self.group)
-        return values[:: self.replicas]
+        return [values[first] for first in self._firsts]
 
     def gather_first(self, value: Any) -> list[Any] | None:
         """Every rank's value, in rank order, on the first process alone; None on the others.
@@ -105,14 +118,14 @@ class Ranks:
             return [value]
         values: list[Any] | None = [None] * self.num_processes if self.is_first else None
         dist.gather_object(value, values, dst=self._global(0), group=self.group)
-        return None if values is None else values[:: self.replicas]
+        return None if values is None else [values[first] for first in self._firsts]
 
     def sent_by(self, rank: int, value: Any) -> Any:
         """One rank's value, on every rank; what the others give is not looked at."""
         if self.num_processes == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=self._global(rank * self.replicas), group=self.group)
+        dist.broadcast_object_list(box, src=self._global(self._firsts[rank]), group=self.group)
         return box[0]
 
     def _sent(self, values: list[float]) -> torch.Tensor:
@@ -158,7 +171,7 @@ class Ranks:
         if self.num_processes == 1:
             return joint()
         outer = self._call, self._start
-        present = self._call, self._start = next(_calls), _num_collectives(self.device)
+        present = self._call, self._start = next(_calls), _num_collectives(self.device, self._counted)
         try:
             result, error = _attempt(joint)
             self._call, self._start = present
@@ -224,7 +237,7 @@ class Ranks:
 
     def _position(self) -> int | None:
         """How many collectives this rank has issued since the call began; None: nobody counts them."""
-        now = _num_collectives(self.device)
+        now = _num_collectives(self.device, self._counted)
         return None if now is None or self._start is None else now - self._start
 
     def _key(self, what: Any) -> str:
@@ -239,16 +252,16 @@ def _attempt(computation: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _num_collectives(device: torch.device) -> int | None:
-    """How many collectives this process has issued on a kind of device, over all of its groups; None: not counted."""
-    total = 0
-    for group in distributed_c10d._world.pg_map:
+def _num_collectives(device: torch.device, only: Any | None) -> int | None:
+    """How many collectives this process has issued on a kind of device, over one group or all; None: not counted."""
+    total, groups = 0, list(distributed_c10d._world.pg_map) if only is None else [only]
+    for group in groups:
         try:
-            backend = group._get_backend(device)
+            backend: Any = group._get_backend(device)
         except RuntimeError:  # a group of another kind of device
             continue
         try:
-            total += backend._get_sequence_number_for_group()  # type: ignore[attr-defined]
+            total += backend._get_sequence_number_for_group()
         except RuntimeError:
             return None
     return total

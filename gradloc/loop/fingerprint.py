@@ -28,7 +28,7 @@ def fingerprint(space: GradientSpace) -> Fingerprint:
 
     With FSDP1's flat parameters the number of weights includes its padding.
     """
-    shards = [local_shard(param) for param in space.params]
+    shards = [local_shard(param) for param in space.counted(space.params) if param is not None]
 
     def local() -> torch.Tensor:
         sums = torch.stack([shard.sum(dtype=torch.float64) for shard in shards])
@@ -38,11 +38,10 @@ def fingerprint(space: GradientSpace) -> Fingerprint:
 
     values = space.reduce(local)
     names = [_WRAPPERS.sub("", name) for name in space.names]
-    has_names = not any(name.endswith("_flat_param") for name in names)
     rows = values.tolist()
     by_name = {name: _entry(row) for name, row in zip(names, rows, strict=True)}
     total = _entry([sum(column) for column in zip(*rows, strict=True)])
-    return Fingerprint(total=total, parameters=by_name if has_names else None)
+    return Fingerprint(total=total, parameters=by_name if space.has_names else None)
 
 
 def is_other_model(expected: Fingerprint, found: Fingerprint) -> str | None:

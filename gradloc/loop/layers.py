@@ -70,11 +70,12 @@ def head_square(space: GradientSpace) -> torch.Tensor:
     zero = torch.zeros((), dtype=torch.float64, device=space.params[0].device)
     squares = {"embedding": zero, "head": zero.clone()}
     kinds = set()
-    for name, param in zip(space.names, space.params, strict=True):
-        for of, shard in named_shards(name, param, param.grad):
+    grads = space.counted(space.current())
+    for name, param, grad in zip(space.names, space.params, grads, strict=True):
+        for of, shard in named_shards(name, param, grad):
             kind = _kind_of(of)
             kinds.add(kind)
-            if kind in squares and param.grad is not None:
+            if kind in squares and grad is not None:
                 squares[kind] += torch.linalg.vector_norm(shard).double().square()
     return squares["head" if "head" in kinds else "embedding"] / space.num_replicas
 

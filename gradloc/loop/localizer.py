@@ -218,7 +218,9 @@ class Localizer:
         self._num_searches += 1
         self._num_to_write += is_written
         space = self._space
-        before, room = space.current(), Room(space, self.powers.optimizer, self._peak.size, self._step.forward_bytes())
+        before = space.take()
+        space.put(before)
+        room = Room(space, self.powers.optimizer, self._peak.size, self._step.forward_bytes())
         try:
             way = self._safely(partial(self._make_room, room))
             found = None if way is None else self._safely(partial(self._localize_and_act, spike, is_written, way))

@@ -22,7 +22,6 @@ from .bisect import bisect
 from .sketch import sketch
 from .task import Limit, SearchResult, Task
 from .triage import rerun, triage
-from .weights import reshard
 
 STRATEGIES = {"auto": auto, "share": share, "sketch": sketch, "bisect": bisect}
 
@@ -109,7 +108,7 @@ def localize(
         holders = _with_unlikely(result, step, ranks) if strategy != "bisect" else []
         holders = holders if task.can_afford(forwards=len(holders), is_certificate=True) else []
         entropies = {index: prober.entropies(index) for index in holders}
-        reshard(space.module)  # a forward without a backward leaves weights gathered that the next step would not see
+        space.reshard()  # a forward without a backward leaves weights gathered that the next step would not see
     finally:
         space.put(saved)
         rng.restore()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..core.certificate import judge
-from ..core.gradients import Gradient, GradientSpace, named_shards
+from ..core.gradients import Gradient, GradientSpace
 from ..core.scale import excess
 from ..core.tracker import median_size
 from ..record import Certificate, PathEntry, Rerun, StepCause
@@ -63,7 +63,7 @@ def triage(task: Task, typical: Mapping[str, tuple[float, float]], reran: Rerun 
 
 def non_finite_weights(space: GradientSpace) -> tuple[str, ...]:
     """Names of the parameters, trained or frozen, that hold a NaN or an infinity on any rank: one reduction."""
-    named = [part for name, param in space.model.named_parameters() for part in named_shards(name, param)]
+    named = space.named_weights()
 
     def local() -> torch.Tensor:
         # the sum of absolute values is finite where all are: one pass, nothing the size of a parameter is allocated

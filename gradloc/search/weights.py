@@ -4,6 +4,7 @@
 A forward of FSDP uses gathered copies of the weights. Unless every unit drops its copy first, a forward after a move
 still sees the old weights, and, worse, one after the restore may see the moved ones. So all units are resharded
 before every forward and after the last (measured on FSDP1 and FSDP2, with both settings of reshard_after_forward).
+Where the model's weights are others than the optimizer's, it is the optimizer's that move, and the model takes them.
 
 The routers of a mixture of experts send every token where they sent it in training. A router's choice jumps where two
 experts are as good: a log-prob jumps with it, and a difference of two log-probs over a small step is then no
@@ -15,8 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.overrides import TorchFunctionMode
 
 from ..core.gradients import Gradient, GradientSpace, host_copy, in_parts, local_shard, unwrapped
@@ -24,19 +23,6 @@ from ..core.probe import Prober
 
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
 _EXPONENT = 0x7F800000  # its bits in a float32
-
-
-def reshard(module: torch.nn.Module) -> None:
-    """Make every FSDP unit drop its gathered weights, so that the next forward gathers the shards anew."""
-    if isinstance(module, FSDP1):
-        for wrapped in FSDP1.fsdp_modules(module):
-            handle = wrapped._handle
-            if handle is not None and handle.uses_sharded_strategy:
-                handle.reshard(True)
-        return
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
 
 
 def _sixteen_bits(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -65,8 +51,7 @@ class MovedWeights:
 
     @torch.no_grad()
     def __enter__(self) -> "MovedWeights":
-        reshard(self._space.module)
-
+        self._space.reshard()
         keep = host_copy if self._space.keeps_on_host else torch.clone
         self._saved = self._space.agree(lambda: [keep(local_shard(param)) for param in self._space.params])
         return self
@@ -79,19 +64,21 @@ class MovedWeights:
             This rank's part of <direction, how far the weights moved as a forward sees them>, float64, a scalar; None
             in float32, where that is what was asked for.
         """
-        reshard(self._space.module)
-        device = self._space.params[0].device
+        space = self._space
+        space.reshard()
+        device = space.params[0].device
         total = torch.zeros((), dtype=torch.float64, device=device)
-        dither = self._generator(self._seed)
-        for param, saved, part in zip(self._space.params, self._saved, direction, strict=True):
+        parts = zip(space.params, self._saved, direction, space.generators(self._seed), space.counts, strict=True)
+        for param, saved, part, dither, counts in parts:
             if part is None:
                 self._move_none(param, saved, dither)
                 continue
             for shard, was, along in in_parts(local_shard(param), saved, local_shard(part)):
                 was, along = was.to(device, non_blocking=True), along.to(device, non_blocking=True).float()
                 self._set(shard, was, torch.add(was.float(), along, alpha=step), dither)
-                if self._bits is not None:
+                if self._bits is not None and counts:
                     total += torch.dot(shard.to(self._dtype).float().sub_(was).flatten(), along.flatten())
+        space.publish()
         return None if self._bits is None else total
 
     def _move_none(self, param: torch.nn.Parameter, saved: torch.Tensor, dither: torch.Generator) -> None:
@@ -102,13 +89,15 @@ class MovedWeights:
     @torch.no_grad()
     def move_randomly(self, seed: int, step: float) -> None:
         """Set the weights to (original + dither + step * v), v standard normal and different on every shard."""
-        reshard(self._space.module)
-        generator, dither = self._generator(seed), self._generator(self._seed)
-        for param, saved in zip(self._space.params, self._saved, strict=True):
+        space = self._space
+        space.reshard()
+        drawn_by = zip(space.generators(seed), space.generators(self._seed), strict=True)
+        for param, saved, (generator, dither) in zip(space.params, self._saved, drawn_by, strict=True):
             for shard, was in in_parts(local_shard(param), saved):
                 was = was.to(shard.device, non_blocking=True)
                 drawn = torch.randn(was.shape, generator=generator, device=was.device)
                 self._set(shard, was, was + step * drawn, dither)
+        space.publish()
 
     @torch.no_grad()
     def distance(self) -> float:
@@ -116,8 +105,8 @@ class MovedWeights:
 
         def local() -> torch.Tensor:
             square = torch.zeros(1, dtype=torch.float64, device=self._space.params[0].device)
-            for param, saved in zip(self._space.params, self._saved, strict=True):
-                shard = local_shard(param)
+            parts = zip(self._space.params, self._saved, self._space.counts, strict=True)
+            for shard, saved in ((local_shard(param), saved) for param, saved, counts in parts if counts):
                 square += torch.linalg.vector_norm(shard - saved.to(shard.device), dtype=torch.float64) ** 2
             return square
 
@@ -131,15 +120,12 @@ class MovedWeights:
             moved = unit.mul_(_sixteen_bits(saved, dither)).add_(moved)
         shard.copy_(moved)
 
-    def _generator(self, seed: int) -> torch.Generator:
-        generator = torch.Generator(device=self._space.params[0].device)
-        return generator.manual_seed(1_000_003 * (seed + 1) + self._space.shard_index)
-
     @torch.no_grad()
     def __exit__(self, *_: object) -> None:
         for param, saved in zip(self._space.params, self._saved, strict=True):
             local_shard(param).copy_(saved)
-        reshard(self._space.module)
+        self._space.publish()
+        self._space.reshard()
         self._saved = []
 
 

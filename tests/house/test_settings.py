@@ -21,7 +21,7 @@ def added(path: Path) -> str:
 def test_they_have_the_same_names_and_defaults():
     found = yaml.safe_load((CONF / "gradloc_defaults.yaml").read_text(encoding="utf-8"))
     actor = dict(found["actor_rollout_ref"]["actor"])
-    assert actor.pop("_target_") == "gradloc.adapters.verl09.config.GradLocActorConfig"
+    assert actor.pop("_target_") == "gradloc.adapters.verl09.config.actor_config"
     expected = yaml.safe_load(added(SEAMS / "actor" / "actor.yaml.patch"))
     assert actor == expected
     rollout = dict(found["actor_rollout_ref"]["rollout"])

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+_GROUP = "model_engine="
+"""Of the defaults: by it Hydra chooses files."""
+
 
 def config_of(overrides: list[str], name: str = "ppo_trainer", folder: str | None = None) -> Any:
     """verl's config of that name with these overrides; with ``folder``, the one there that builds on verl's.
@@ -21,8 +24,8 @@ def config_of(overrides: list[str], name: str = "ppo_trainer", folder: str | Non
     """
     from omegaconf import OmegaConf
 
-    values = [override for override in overrides if override[0].isalpha()]
-    others = tuple(override for override in overrides if not override[0].isalpha())
+    values = [override for override in overrides if override[0].isalpha() and not override.startswith(_GROUP)]
+    others = tuple(override for override in overrides if override not in values)
     config = pickle.loads(_composed(name, others, folder))
     for override in map(_parsed, values):
         OmegaConf.update(config, override.key_or_group, override.value(), merge=True)

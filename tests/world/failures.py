@@ -30,7 +30,7 @@ def fail_at_boundaries(first: int, overrides: list[str], dump_dir: str) -> dict[
         def agree(self, local, boundary=boundary):
             nonlocal uses
             uses += 1
-            is_due = uses == boundary and self.rank == boundary % 2
+            is_due = uses == boundary and self.process == boundary % 2
 
             def failing():
                 raise RuntimeError(f"made to fail at boundary {boundary}")

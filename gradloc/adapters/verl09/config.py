@@ -6,9 +6,9 @@ verl builds it in each worker before the engine: so this is where a plug-in that
 
 import sys
 from dataclasses import dataclass, field, make_dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
-from verl.workers.config import FSDPActorConfig, RolloutConfig
+from verl.workers.config import FSDPActorConfig, McoreActorConfig, RolloutConfig
 
 from ...analysis.config import BucketSettings
 from ...checks import SEARCHABLE, WEIGHTS_ON_DEVICE, Requirement, check_requirements, keys_in
@@ -20,8 +20,8 @@ from .touches import check_verl
 
 _ACTOR = "actor_rollout_ref.actor"
 _V1 = Requirement("trainer.use_v1", (True,), True, "true", "it hangs on the V1 trainers")
+_FSDP_OR_MEGATRON = replace(FSDP, allowed=(*FSDP.allowed, "megatron"), expected="fsdp, fsdp2 or megatron")
 _ENGINE = (
-    FSDP,
     _V1,
     Requirement(f"{_ACTOR}.use_prefix_grouper", (False,), False, "false", "its forward is another one"),
     *(
@@ -45,15 +45,42 @@ _IN_ORDER = Requirement(
     f"{_ACTOR}.shuffle", (False,), False, "false", "the trainer must know which mini-batch a row is in"
 )
 _NEEDS = {
-    f"{_ACTOR}.gradloc.enable": (*_ENGINE, _IN_ORDER, *SEARCHABLE),
-    f"{_ACTOR}.gradloc.stabilize": (*_ENGINE, *_WHOLE_SEQUENCES, WEIGHTS_ON_DEVICE),
+    f"{_ACTOR}.gradloc.enable": (_FSDP_OR_MEGATRON, *_ENGINE, _IN_ORDER, *SEARCHABLE),
+    f"{_ACTOR}.gradloc.stabilize": (_FSDP_OR_MEGATRON, *_ENGINE, *_WHOLE_SEQUENCES, WEIGHTS_ON_DEVICE),
     f"{_ACTOR}.gradloc.stabilize.token_clip or seq_clip": (ROLLOUT_LOG_PROBS,),
     f"{_ACTOR}.gradloc.stabilize.layer_clip.group finer than layer": (SEPARATE_PARAMETERS,),
-    "algorithm.lopti.enable": _ENGINE,
-    "trainer.gradient_analysis_mode": (*_ENGINE, *_WHOLE_SEQUENCES, _MEAN),
-    "trainer.quartile_analysis_mode": (*_ENGINE, *_WHOLE_SEQUENCES, _MEAN, WEIGHTS_ON_DEVICE),
+    "algorithm.lopti.enable": (FSDP, *_ENGINE),
+    "trainer.gradient_analysis_mode": (FSDP, *_ENGINE, *_WHOLE_SEQUENCES, _MEAN),
+    "trainer.quartile_analysis_mode": (FSDP, *_ENGINE, *_WHOLE_SEQUENCES, _MEAN, WEIGHTS_ON_DEVICE),
     "actor_rollout_ref.rollout.rollout_filter_value": (_V1,),
 }
+_NOT_RUN = "no search was run with it on Megatron"
+_MEGATRON = f"{_ACTOR}.megatron"
+_MEGATRON_NEEDS = (
+    *(
+        Requirement(key, (allowed,), allowed, str(allowed).lower(), _NOT_RUN)
+        for key, allowed in {
+            f"{_MEGATRON}.context_parallel_size": 1,
+            f"{_MEGATRON}.dynamic_context_parallel": False,
+            f"{_MEGATRON}.expert_model_parallel_size": 1,
+            f"{_MEGATRON}.use_megatron_fsdp": False,
+            f"{_MEGATRON}.router_replay.mode": "disabled",
+            f"{_MEGATRON}.dtype": "bfloat16",
+            f"{_ACTOR}.optim.optimizer": "adam",
+            f"{_ACTOR}.optim.use_precision_aware_optimizer": False,
+            "actor_rollout_ref.model.lora.rank": 0,
+            "actor_rollout_ref.model.lora_rank": 0,
+            "actor_rollout_ref.model.use_fused_kernels": False,
+            "actor_rollout_ref.model.mtp.enable": False,
+        }.items()
+    ),
+    Requirement(
+        f"{_MEGATRON}.qat.enable", (False,), False, "false", "its gradient is not the derivative of its forward"
+    ),
+    Requirement(
+        f"{_ACTOR}.gradloc.evidence.checkpoint", ("off",), "off", "off", "weights are saved in FSDP's format alone"
+    ),
+)
 _CRITIC = of_critics_fsdp("critic.fsdp.ulysses_sequence_parallel_size", "critic.fsdp.offload_policy")
 
 
@@ -87,6 +114,8 @@ def check_features(config: Any, settings: GradLocConfig, lopti: Any, analysis: A
     for (feature, needed), on in zip(_NEEDS.items(), is_on, strict=True):
         if on:
             check_requirements(feature, needed, config)
+    if any(is_on) and config.actor_rollout_ref.actor.strategy == "megatron":
+        check_requirements("gradloc", _MEGATRON_NEEDS, config)
     return any(is_on)
 
 
@@ -109,8 +138,8 @@ GradLocRolloutConfig = make_dataclass(
 
 
 @dataclass
-class GradLocActorConfig(FSDPActorConfig):
-    """verl's config of the FSDP actor, the four published keys (None: not given) and ``gradloc``."""
+class _WithSettings:
+    """The four published keys (None: not given) and ``gradloc``, in front of verl's config of an actor."""
 
     spike_detection: bool | None = None
     grad_norm_threshold: float | None = None
@@ -118,15 +147,33 @@ class GradLocActorConfig(FSDPActorConfig):
     bisect_dump_dir: str | None = None
     gradloc: GradLocConfig = field(default_factory=GradLocConfig)
     filter_loss_scaling: str = FilterSettings.loss_scaling
+    touched_by: ClassVar[str] = "worker"
 
     def __post_init__(self):
         super().__post_init__()
         settings = settle(self)
         if not settings.enable and not settings.stabilize.is_on:
             return
-        check_verl("worker")
+        check_verl(self.touched_by)
         if f"{__package__}.plugin" not in sys.modules:
             raise RuntimeError(
                 "gradloc is switched on, and its plug-in was not loaded: leave VERL_USE_EXTERNAL_PLUGINS at auto or "
                 "name gradloc in it, and install gradloc in the environment of every node (pip install gradloc-verl)."
             )
+
+
+@dataclass
+class GradLocActorConfig(_WithSettings, FSDPActorConfig):
+    """Of the FSDP actor."""
+
+
+@dataclass
+class GradLocMegatronActorConfig(_WithSettings, McoreActorConfig):
+    """Of the Megatron actor."""
+
+    touched_by: ClassVar[str] = "megatron"
+
+
+def actor_config(**given: Any) -> _WithSettings:
+    """The config of the engine that the run has."""
+    return (GradLocMegatronActorConfig if given.get("strategy") == "megatron" else GradLocActorConfig)(**given)

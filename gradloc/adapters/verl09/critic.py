@@ -10,7 +10,7 @@ from verl.trainer.ppo.core_algos import agg_loss
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
 from ..verl_common.losses import weights_of
-from .engine import Watched
+from .engine import WatchedFSDP
 from .step import EngineStep
 
 
@@ -33,7 +33,7 @@ class CriticStep(EngineStep):
         return False
 
 
-class GradLocValueEngine(Watched, FSDPEngineWithValueHead):
+class GradLocValueEngine(WatchedFSDP, FSDPEngineWithValueHead):
     """verl's engine of the critic."""
 
     step_class = CriticStep

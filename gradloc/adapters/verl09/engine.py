@@ -27,58 +27,6 @@ from .step import EngineStep, device_of
 CLIPPING = Clipping(transformer_impl)
 
 
-class Watched:
-    """Goes in front of verl's engine; a mini-batch that comes with a policy is watched, any other goes through verl's
-    code alone."""
-
-    _watch: "EngineWatch | None" = None
-    step_class: type[EngineStep] = EngineStep
-
-    def train_batch(self, data: Any, loss_function: Callable) -> Any:
-        policy = tu.get_non_tensor_data(data=data, key=POLICY_KEY, default=None)
-        if policy is None:
-            return super().train_batch(data, loss_function)
-        if self._watch is None:
-            self._watch = EngineWatch(self, policy.settings)
-        with self._watch.mini_batch(policy, loss_function) as loss_with_parts:
-            return super().train_batch(data, loss_with_parts)
-
-    def forward_step(self, micro_batch: Any, loss_function: Callable, forward_only: bool) -> Any:
-        if self._watch is None or not self._watch.looks or forward_only:
-            return super().forward_step(micro_batch, loss_function, forward_only)
-        return super().forward_step(micro_batch, self._watch.before_forward(micro_batch, loss_function), forward_only)
-
-    def optimizer_step(self) -> float:
-        if self._watch is None or not self._watch.is_open:
-            return super().optimizer_step()
-        with self._watch.around_clip():
-            return super().optimizer_step()
-
-    def lr_scheduler_step(self) -> float:
-        if self._watch is not None and self._watch.keeps_lr_schedule:
-            return self.lr_scheduler.get_last_lr()[0]
-        return super().lr_scheduler_step()
-
-
-class GradLocEngine(Watched, FSDPEngineWithLMHead):
-    """verl's engine of the actor; asked for an analysis of a batch, it does that in place of verl's forward."""
-
-    analysis_record: Any = None
-    """What the last analysis found on this rank."""
-
-    def infer_batch(self, data: Any, loss_function: Callable | None = None) -> Any:
-        asked = tu.get_non_tensor_data(data=data, key=ASKED_KEY, default=None)
-        if asked is None:
-            return super().infer_batch(data, loss_function)
-        assert loss_function is not None, "an analysis is of training's loss"
-        stabilize = asked.settings.stabilize
-        if stabilize.weighs_tokens:
-            loss_function = weighed(loss_function, TokenWeigher(stabilize), _forget)
-        clip = partial(CLIPPING.clip, self.module, self.optimizer_config.clip_grad)
-        self.analysis_record = analyze(self, data, loss_function, clip, asked.request)
-        return {"model_output": {}, "loss": [], "metrics": {}}
-
-
 class EngineWatch(Watch):
     """What the engine calls, in the order of the methods.
 
@@ -94,18 +42,14 @@ class EngineWatch(Watch):
 
     def __init__(self, engine: Any, settings: Any):
         self.engine = engine
-        super().__init__(settings, Ranks(device=device_of(), replicas=engine.ulysses_sequence_parallel_size))
+        super().__init__(settings, self._make_ranks())
         self.is_open = self.keeps_lr_schedule = False
         """Whether a mini-batch is being watched; whether the update is followed by another of the same step."""
         self._found: dict[str, Any] = {}
-        self._step: EngineStep | None = None
+        self.step: EngineStep | None = None
+        """The mini-batch whose forwards are recorded, for a search."""
         self._update = -1
         self._num_left = 0
-
-    @property
-    def looks(self) -> bool:
-        """Whether the mini-batch's forwards are recorded, for a search."""
-        return self._step is not None
 
     @contextmanager
     def mini_batch(self, policy: Policy, loss_function: Any) -> Iterator[Callable]:
@@ -122,20 +66,20 @@ class EngineWatch(Watch):
         if policy.stage is not None:
             of_training, of_search = within_stage(of_training), within_stage(of_search)
         if self.localizer is not None:
-            self._step = self.engine.step_class(self.engine, of_search, self.ranks.size)
-            self.localizer.begin_mini_batch(self._step)
+            self.step = self.engine.step_class(self.engine, of_search, self.ranks.size)
+            self.localizer.begin_mini_batch(self.step)
         self.is_open = True
         try:
             yield of_training
         finally:
-            self._step, self.is_open = None, False
+            self.step, self.is_open = None, False
         self._num_left -= 1
         if self._num_left == 0:
             self.end(self._found)
 
     def before_forward(self, micro_batch: Any, loss_function: Callable) -> Callable:
         """Before a micro-batch's forward; returns the loss function to call after it."""
-        step = self._step
+        step = self.step
         assert step is not None and self.localizer is not None
         if step.num_micro_batches and not step.reduces_once:
             self.localizer.after_backward()  # of the one before
@@ -149,12 +93,13 @@ class EngineWatch(Watch):
 
     def around_clip(self) -> AbstractContextManager[None]:
         """While verl clips and steps: look in between, with the norm that verl's own clipping has measured."""
-        self.after_backward()
-        return CLIPPING.replaced(self.module, self.before_step)
+        if self.notes_running_norms:
+            self.after_backward()
+        return self._clipping_replaced()
 
     def before_step(self) -> torch.Tensor:
         norm = super().before_step()
-        self._step = None
+        self.step = None
         return norm
 
     def clip_by_verl(self) -> torch.Tensor:
@@ -162,6 +107,74 @@ class EngineWatch(Watch):
 
     def report(self) -> RankReport:
         return replace(super().report(), metrics=self._found)
+
+    # ---- what differs by engine, beside the powers
+
+    notes_running_norms = True
+    """Whether ``.grad`` is added to by each micro-batch's backward."""
+
+    def _make_ranks(self) -> Ranks:
+        return Ranks(device=device_of(), replicas=self.engine.ulysses_sequence_parallel_size)
+
+    def _clipping_replaced(self) -> AbstractContextManager[None]:
+        return CLIPPING.replaced(self.module, self.before_step)
+
+
+class Watched:
+    """Goes in front of verl's engine; a mini-batch that comes with a policy is watched, any other goes through verl's
+    code alone."""
+
+    _watch: EngineWatch | None = None
+    step_class: type[EngineStep] = EngineStep
+    watch_class: type[EngineWatch] = EngineWatch
+
+    def train_batch(self, data: Any, loss_function: Callable) -> Any:
+        policy = tu.get_non_tensor_data(data=data, key=POLICY_KEY, default=None)
+        if policy is None:
+            return super().train_batch(data, loss_function)
+        if self._watch is None:
+            self._watch = self.watch_class(self, policy.settings)
+        with self._watch.mini_batch(policy, loss_function) as loss_with_parts:
+            return super().train_batch(data, loss_with_parts)
+
+    def optimizer_step(self) -> float:
+        if self._watch is None or not self._watch.is_open:
+            return super().optimizer_step()
+        with self._watch.around_clip():
+            return super().optimizer_step()
+
+    def lr_scheduler_step(self) -> float:
+        if self._watch is not None and self._watch.keeps_lr_schedule:
+            return self.lr_scheduler.get_last_lr()[0]
+        return super().lr_scheduler_step()
+
+
+class WatchedFSDP(Watched):
+    """Of FSDP, which runs a forward and the loss of one micro-batch in one method."""
+
+    def forward_step(self, micro_batch: Any, loss_function: Callable, forward_only: bool) -> Any:
+        if self._watch is None or self._watch.step is None or forward_only:
+            return super().forward_step(micro_batch, loss_function, forward_only)
+        return super().forward_step(micro_batch, self._watch.before_forward(micro_batch, loss_function), forward_only)
+
+
+class GradLocEngine(WatchedFSDP, FSDPEngineWithLMHead):
+    """verl's engine of the actor; asked for an analysis of a batch, it does that in place of verl's forward."""
+
+    analysis_record: Any = None
+    """What the last analysis found on this rank."""
+
+    def infer_batch(self, data: Any, loss_function: Callable | None = None) -> Any:
+        asked = tu.get_non_tensor_data(data=data, key=ASKED_KEY, default=None)
+        if asked is None:
+            return super().infer_batch(data, loss_function)
+        assert loss_function is not None, "an analysis is of training's loss"
+        stabilize = asked.settings.stabilize
+        if stabilize.weighs_tokens:
+            loss_function = weighed(loss_function, TokenWeigher(stabilize), _forget)
+        clip = partial(CLIPPING.clip, self.module, self.optimizer_config.clip_grad)
+        self.analysis_record = analyze(self, data, loss_function, clip, asked.request)
+        return {"model_output": {}, "loss": [], "metrics": {}}
 
 
 def _forget(metrics: Any) -> None:

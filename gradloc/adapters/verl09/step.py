@@ -24,7 +24,7 @@ from ..verl_common.losses import weights_of
 from ..verl_common.precise import logit_bytes, precise_fused_readout, precise_readout
 from .packed import Layout, only, padded
 
-_FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
+FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
 """Of verl's model output, and what they are called in a record; values are a critic's."""
 
 
@@ -58,10 +58,10 @@ class EngineStep(LossOfGiven):
         self._recorded.append(Recorded(rng=rng, is_value=self.output == "values"))
         self._packed.append({})
 
-    def after_forward(self, model_output: dict[str, torch.Tensor]) -> None:
-        """Keep the last micro-batch's values and hook their coefficients; changes nothing and computes nothing."""
-        packed = self._packed[-1]
-        for key, name in _FIELDS.items():
+    def after_forward(self, model_output: dict[str, torch.Tensor], number: int = -1) -> None:
+        """Keep the values of a micro-batch, else the last, and hook their coefficients; changes and computes nothing."""
+        packed = self._packed[number]
+        for key, name in FIELDS.items():
             value = model_output.get(key)
             if value is not None:
                 packed[name] = value.detach().values()
@@ -194,7 +194,7 @@ class EngineStep(LossOfGiven):
             _, found = FSDPEngineWithLMHead.forward_step(self.engine, data, None, forward_only=True)
         output = found["model_output"]
         unpack = self._layout(micro_batch).unpack
-        return {key: unpack(output[key].values()) for key in _FIELDS if output.get(key) is not None}
+        return {key: unpack(output[key].values()) for key in FIELDS if output.get(key) is not None}
 
 
 def device_of() -> Any:

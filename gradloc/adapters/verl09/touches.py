@@ -71,7 +71,33 @@ _BY_REPLAY = {
     f"{_MERGER}._calculate_shard_configuration": "self, mesh, mesh_dim_names",
     f"{_MERGER}._merge_by_placement": "self, tensors, placement",
 }
-_TOUCHED = {"worker": _BY_WORKER, "trainer": _BY_TRAINER, "replay": _BY_WORKER | _BY_REPLAY}
+_BY_MEGATRON = {
+    **{
+        f"verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead.{name}": takes
+        for name, takes in {
+            "train_batch": "self, data, loss_function",
+            "forward_step": "self, batch_iter, model, logits_processor_func, postprocess_micro_batch_func",
+            "postprocess_micro_batch_func": "self, output, data, forward_only, loss_function, local_cp_size",
+            "optimizer_zero_grad": "self",
+            "optimizer_step": "self",
+            "lr_scheduler_step": "self",
+            "get_data_parallel_rank": "self",
+            "get_data_parallel_size": "self",
+            "get_data_parallel_group": "self",
+        }.items()
+    },
+    "verl.utils.megatron.pipeline_parallel:make_batch_generator": "batches, vpp_size",
+    "verl.utils.megatron.optimizer:get_megatron_last_lr": "optimizer",
+    "megatron.core.optimizer:ChainedOptimizer.get_grad_norm": "self",
+    "megatron.core.optimizer:ChainedOptimizer.prepare_grads": "self",
+    "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32": (
+        "parameters, max_norm, total_norm, use_decoupled_grad"
+    ),
+    "megatron.core.transformer.module:param_is_not_shared": "param",
+    "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate": "param, tp_group",
+    **{place: takes for place, takes in _BY_WORKER.items() if "engine" not in place},
+}
+_TOUCHED = {"megatron": _BY_MEGATRON, "worker": _BY_WORKER, "trainer": _BY_TRAINER, "replay": _BY_WORKER | _BY_REPLAY}
 """By who touches it: ``module:name`` and its parameters; None: it only has to be there."""
 
 

@@ -45,12 +45,16 @@ class Watch:
         """verl's own clipping of what is in ``.grad``; the norm before it, a scalar."""
         raise NotImplementedError
 
+    def make_space(self, ranks: Ranks | None) -> GradientSpace:
+        """The gradient; ``ranks`` hear of it when one fails in its own part of a sum."""
+        return GradientSpace(self.module, ranks)
+
     def begin(self, policy: Policy | None, stage: str = "", learned: Any = None) -> None:
         """Before the first micro-batch of an update; see :meth:`~...stabilize.stabilizer.Stabilizer.begin_update`."""
         if self.localizer is not None:
-            self.localizer.begin_update(policy, GradientSpace(self.module, self.ranks))
+            self.localizer.begin_update(policy, self.make_space(self.ranks))
         if self.stabilizer is not None:
-            self.stabilizer.begin_update(GradientSpace(self.module), stage, learned)
+            self.stabilizer.begin_update(self.make_space(None), stage, learned)
 
     def after_backward(self) -> None:
         """After a micro-batch's backward."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...core.gradients import Gradient, GradientSpace, local_shard
-from ...search.weights import MovedWeights, reshard
+from ...search.weights import MovedWeights
 from ..actor import Actor
 
 
@@ -48,7 +48,7 @@ def trial_step(actor: Actor, space: GradientSpace, gradient: Gradient) -> Iterat
         if math.isfinite(norm):
             actor.optimizer.step()
         space.clear()
-        reshard(space.module)
+        space.reshard()
         clip_factor = min(1.0, actor.grad_clip / (norm + 1e-6)) if math.isfinite(norm) else 1.0
         yield StepTaken(math.isfinite(norm), norm, clip_factor, weights.distance())
 
@@ -107,7 +107,7 @@ def _put_back(state: dict[str, Any], key: str, saved: Any) -> None:
 @torch.no_grad()
 def _fill(space: GradientSpace, gradient: Gradient) -> None:
     """Make a copy of a gradient in host memory the content of ``.grad``."""
-    reshard(space.module)
+    space.reshard()
     for param, grad in zip(space.params, gradient, strict=True):
         param.grad = None
         if grad is not None:

@@ -244,15 +244,17 @@ class Trainer(harness.Trainer):
 
         store = harness.Store()
         meta = store.add(batch)
-        rank = dist.get_rank() * self.dp_size // dist.get_world_size()
+        rank = self.engine.get_data_parallel_rank()
         data = store.get(meta.chunk(self.dp_size)[rank].keys)
         tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=1.0)
-        local = no_padding_2_padding(self.worker.compute_log_prob(data)["log_probs"], data)
+        output = self.worker.compute_log_prob(data)  # a pipeline's last stage has it
+        local = None if output is None else no_padding_2_padding(output["log_probs"], data)
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, local)
+        dist.all_gather_object(everyone, (rank, local))
+        by_rank = {of: computed for of, computed in everyone if computed is not None}
         found = batch.batch["old_log_probs"].clone()
         rows = iter(found)
-        for computed in everyone[:: dist.get_world_size() // self.dp_size]:
+        for _, computed in sorted(by_rank.items(), key=lambda pair: pair[0]):
             for values in computed:
                 next(rows)[: len(values)] = values
         return found
@@ -324,7 +326,12 @@ def _packed(values: torch.Tensor, data: Any) -> torch.Tensor:
 
 
 def make_trainer(
-    overrides: list[str], dump_dir: str, seed: int = 0, dropout: float = 0.0, model: torch.nn.Module | None = None
+    overrides: list[str],
+    dump_dir: str,
+    seed: int = 0,
+    dropout: float = 0.0,
+    model: torch.nn.Module | None = None,
+    kind: type[Trainer] = Trainer,
 ) -> Trainer:
     """A worker on this world's ranks and the trainer; verl's own where nothing of ours is on."""
     model_dir = f"{dump_dir}-model"
@@ -338,7 +345,20 @@ def make_trainer(
     is_ours = any(name in override.lower() for override in overrides for name in OURS)
     if not any(override.startswith("+gradloc=") for override in overrides):
         renamed.insert(0, "+gradloc=on")
-    return harness.make_trainer(BASE + of_run + renamed, model_dir, seed, stock=not is_ours, kind=Trainer)
+    return harness.make_trainer(BASE + of_run + renamed, model_dir, seed, stock=not is_ours, kind=kind)
+
+
+def without(targets: list[tuple[torch.Tensor, int]], micro_batch: Any, model_output: dict[str, Any]) -> dict[str, Any]:
+    """verl's model output with the log-probs at these places of these sequences detached."""
+    nested = model_output["log_probs"]
+    values = nested.values()
+    kept = torch.ones_like(values, dtype=torch.bool)
+    for ids, place in targets:
+        for row, start in zip(micro_batch["input_ids"].unbind(), nested.offsets()[:-1].tolist(), strict=True):
+            if torch.equal(row, ids):
+                kept[start + place] = False
+    only = torch.where(kept, values, values.detach())
+    return {**model_output, "log_probs": torch.nested.nested_tensor_from_jagged(only, nested.offsets())}
 
 
 @contextlib.contextmanager
@@ -354,16 +374,7 @@ def letting_out(plants: list[tuple[int, int, float]], batch: Any) -> Iterator[No
 
     def forward_step(self: Any, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         def of_the_others(model_output: dict[str, torch.Tensor], **given: Any) -> Any:
-            nested = model_output["log_probs"]
-            values = nested.values()
-            kept = torch.ones_like(values, dtype=torch.bool)
-            for ids, place in targets:
-                for row, start in zip(micro_batch["input_ids"].unbind(), nested.offsets()[:-1].tolist(), strict=True):
-                    if torch.equal(row, ids):
-                        kept[start + place] = False
-            only = torch.where(kept, values, values.detach())
-            output = {**model_output, "log_probs": torch.nested.nested_tensor_from_jagged(only, nested.offsets())}
-            return loss_function(model_output=output, **given)
+            return loss_function(model_output=without(targets, micro_batch, model_output), **given)
 
         return original(self, micro_batch, loss_function if forward_only else of_the_others, forward_only)
 

@@ -88,6 +88,8 @@ class Trainer:
     of_workers: dict[str, Any] = field(default_factory=dict)  # the last update's metrics, before the trainer's part
     reports: list[Any] = field(default_factory=list)  # of the last update, from each process
 
+    make_config = staticmethod(make_config)
+
     @property
     def engine(self) -> Any:
         return self.worker.actor.engine
@@ -121,15 +123,15 @@ class Trainer:
         """What verl's worker group does: deal the rows out, update, return the first rank's metrics."""
         from verl.utils import tensordict_utils as tu
 
-        rank = dist.get_rank() * self.dp_size // dist.get_world_size()
-        local = meta.chunk(self.dp_size)[rank]
+        local = meta.chunk(self.dp_size)[self.engine.get_data_parallel_rank()]
         data = self.store.get(local.keys, local.partition_id, local.fields)
         tu.assign_non_tensor(data, **copy.deepcopy(meta.extra_info))
         output = self.worker.update_actor(data)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, None if output is None else tu.get(output, "metrics"))
-        self.of_workers = dict(everyone[0])
-        return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": everyone[0]})
+        (first, *_) = [metrics for metrics in everyone if metrics is not None]  # a pipeline's last stage has them
+        self.of_workers = dict(first)
+        return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": first})
 
 
 class Store:
@@ -219,12 +221,14 @@ def make_trainer(
     from verl.experimental.separation.engine_workers import DetachActorWorker
     from verl.trainer.ppo.v1 import get_trainer_cls
 
-    config = make_config(overrides, model_dir)
+    config = kind.make_config(overrides, model_dir)
     own_folder(config)
     worker = DetachActorWorker(config.actor_rollout_ref, role="actor")  # separate_async's; it adds to verl's own
     with for_one_model():
         worker.init_model()
-    if worker.actor.engine.scaler is not None:  # verl's own asks for CUDA and switches itself off without
+    if (
+        getattr(worker.actor.engine, "scaler", None) is not None
+    ):  # verl's own asks for CUDA and switches itself off without
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
         worker.actor.engine.scaler = ShardedGradScaler(device="cpu", init_scale=8.0, growth_interval=400)
@@ -249,6 +253,7 @@ def train(
     num_steps: int = 2,
     plants: tuple[tuple[int, int, float], ...] = (),
     stock: bool = False,
+    kind: type[Trainer] = Trainer,
 ) -> dict[str, Any]:
     """Real updates; what they leave behind.
 
@@ -258,8 +263,9 @@ def train(
         num_steps: how many; each on a batch of its own.
         plants: row, response position and advantage, put into the last step's batch.
         stock: take verl's own trainer.
+        kind: see :func:`make_trainer`.
     """
-    trainer = make_trainer(overrides, model_dir, stock=stock)
+    trainer = make_trainer(overrides, model_dir, stock=stock, kind=kind)
     steps = []
     for step in range(1, num_steps + 1):
         batch = make_batch(seed=step)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets verl's Megatron engine train on a machine with no GPU: what Megatron-Core and mbridge ask of CUDA alone.
+
+Megatron's own local layers stand in for TransformerEngine's. Nothing of verl's is changed. Made for megatron-core
+0.16.1 and mbridge 0.15.1, whose private names it knows; `install()` comes before the engine is built.
+"""
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+CONFIG = {
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "persist_layer_norm": False,
+    "attention_backend": "unfused",
+}
+"""Of `megatron.override_transformer_config`: no kernel that is for GPUs."""
+
+
+class _OnCPU(TorchFunctionMode):
+    """Turns every `device="cuda"` of a call into the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if str(given.get("device", "")).startswith("cuda"):
+            given["device"] = CPU
+        return func(*args, **given)
+
+
+def install() -> None:
+    """Applies every shim once. Calling it again changes nothing."""
+    if getattr(torch.cpu, "_gradloc_megatron", False):
+        return
+    torch.cpu._gradloc_megatron = True  # type: ignore[attr-defined]
+    torch._dynamo.config.disable = True  # compiling takes longer than a tiny model trains
+    _take_the_cpu_for_the_gpu()
+    _share_the_random_state()
+    _take_local_layers()
+    _attend_without_kernels()
+    _allow_norms_with_sequence_parallelism()
+
+
+def seed() -> None:
+    """What verl's `set_random_seed` leaves out on a CPU; once the parallel groups are there."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(1)
+
+
+def _take_the_cpu_for_the_gpu() -> None:
+    torch.cuda.current_device = lambda: CPU
+    _OnCPU().__enter__()
+    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    of_torch = torch.Tensor.type
+
+    def type_of(self: torch.Tensor, *args: Any, **given: Any) -> Any:
+        found = of_torch(self, *args, **given)  # Megatron's optimizers sort parameters by its name
+        is_plain = isinstance(found, str) and "cuda" not in found  # torch asks this function itself, too
+        return found.replace("torch.", "torch.cuda.") if is_plain else found
+
+    torch.Tensor.type = type_of
+
+
+def _share_the_random_state() -> None:
+    from megatron.core.tensor_parallel import random
+
+    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    torch.cuda.synchronize = lambda *_, **__: None
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _take_local_layers() -> None:
+    """mbridge asks for TransformerEngine's, which have a norm in the layer behind it, and so other names."""
+    from mbridge.core import llm_bridge
+
+    spec, names = llm_bridge.get_gpt_decoder_block_spec, llm_bridge.LLMBridge._weight_name_mapping_mcore_to_hf
+    norms = {".input_layernorm.": "input_layernorm", ".pre_mlp_layernorm.": "post_attention_layernorm"}
+
+    def local(config: Any, use_transformer_engine: bool = True, **given: Any) -> Any:
+        return spec(config, use_transformer_engine=False, **given)
+
+    def of_hf(self: Any, name: str) -> list[str]:
+        for of_megatron, found in norms.items():
+            if of_megatron in name:
+                return [f"model.layers.{name.split('.')[2]}.{found}.weight"]
+        return names(self, name)
+
+    local.__signature__ = inspect.signature(spec)  # type: ignore[attr-defined]
+    llm_bridge.get_gpt_decoder_block_spec = local
+    llm_bridge.LLMBridge._weight_name_mapping_mcore_to_hf = of_hf
+
+
+def _attend_without_kernels() -> None:
+    """Local attention refuses packed sequences, and makes a mask that is not needed: padding comes last."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    def attend(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Of (positions, rows, heads, size) each; as many values of all heads."""
+        parts = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        found = F.scaled_dot_product_attention(*parts, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
+        return found.permute(2, 0, 1, 3).flatten(2)
+
+    def forward(
+        self: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any,
+        *_: Any,
+        packed_seq_params: Any = None,
+        **__: Any,
+    ) -> torch.Tensor:
+        if packed_seq_params is None:
+            return attend(self, query, key, value)
+        ends = packed_seq_params.cu_seqlens_q_padded
+        ends = (packed_seq_params.cu_seqlens_q if ends is None else ends).tolist()
+        found = []
+        for start, end in zip(ends, ends[1:], strict=False):
+            found.append(attend(self, *(part[start:end].unsqueeze(1) for part in (query, key, value))).squeeze(1))
+        return torch.cat(found)
+
+    DotProductAttention.forward = forward
+
+
+def _allow_norms_with_sequence_parallelism() -> None:
+    """Megatron refuses torch's norm there, since it does not say that its weight's gradient is a part."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    of_megatron = WrappedTorchNorm.__new__
+
+    def new(cls: Any, config: Any, *args: Any, **given: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = of_megatron(cls, plain, *args, **given)
+        for param in norm.parameters():
+            param.sequence_parallel = config.sequence_parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = staticmethod(new)

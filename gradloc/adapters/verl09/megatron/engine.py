@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's Megatron engine with what is on riding along; the trainer puts it into its workers where a run asks for it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from verl.utils.megatron.optimizer import get_megatron_last_lr
+from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+from ....core.ranks import Ranks
+from ..engine import EngineWatch, Watched
+from ..step import device_of
+from .space import MegatronSpace, leaves_of
+from .step import MegatronStep
+
+
+class MegatronWatch(EngineWatch):
+    """What the engine calls, and the actor's powers: see :class:`~..engine.EngineWatch`.
+
+    Raises:
+        RuntimeError: one sentence, for what the run's config alone does not tell.
+    """
+
+    takes_what_is_not_finite = True
+    notes_running_norms = False  # gradients are ready once, for the step
+
+    def __init__(self, engine: Any, settings: Any):
+        _check(engine)
+        self._space: MegatronSpace | None = None
+        super().__init__(engine, settings)
+
+    @property
+    def clip_limit(self) -> float:
+        return super().clip_limit or float("inf")  # 0: Megatron clips nothing
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return leaves_of(self.engine.optimizer)[0].optimizer
+
+    @property
+    def scales_loss(self) -> bool:
+        return False
+
+    def save_weights(self, global_step: int) -> None:
+        """Refused at start: there is no writer of them for Megatron's layout."""
+
+    def _make_ranks(self) -> Ranks:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, self.engine.get_data_parallel_rank())
+        replicas = len(everyone) // self.engine.get_data_parallel_size()
+        is_in_step = parallel_state.get_pipeline_model_parallel_world_size() == 1
+        return Ranks(device=device_of(), replicas=replicas, rank_of=everyone, is_in_step=is_in_step)
+
+    def make_space(self, ranks: Ranks | None) -> MegatronSpace:
+        if self._space is None:
+            self._space = MegatronSpace(self.engine, self.ranks)
+        return self._space
+
+    def clip_by_verl(self) -> torch.Tensor:
+        """Megatron's own clipping; the norm before it, a scalar."""
+        optimizer, limit = self.engine.optimizer, self.engine.optimizer_config.clip_grad
+        norm = type(optimizer).get_grad_norm(optimizer)
+        if limit > 0:
+            for leaf in leaves_of(optimizer):
+                clip_grad_by_total_norm_fp32(leaf.get_parameters(), max_norm=limit, total_norm=norm)
+        return torch.tensor(norm, dtype=torch.float64)
+
+    @contextmanager
+    def _clipping_replaced(self) -> Iterator[None]:
+        """Megatron's step asks for the norm of the gradient that is ready, clips by it, and then steps."""
+        optimizer = self.engine.optimizer
+        configs = {id(leaf.config): leaf.config for leaf in leaves_of(optimizer)}.values()
+        limits = [config.clip_grad for config in configs]
+
+        def get_grad_norm() -> float:
+            with torch.enable_grad():  # which a step is without, and a search has backwards
+                norm = float(self.before_step())
+            for config in configs:
+                config.clip_grad = 0.0
+            return norm
+
+        optimizer.get_grad_norm = get_grad_norm
+        try:
+            yield
+        finally:
+            del optimizer.get_grad_norm
+            for config, limit in zip(configs, limits, strict=True):
+                config.clip_grad = limit
+
+
+class GradLocMegatronEngine(Watched, MegatronEngineWithLMHead):
+    """verl's engine of the actor."""
+
+    step_class, watch_class = MegatronStep, MegatronWatch
+
+    @property
+    def _step(self) -> MegatronStep | None:
+        return None if self._watch is None else self._watch.step
+
+    def forward_step(self, batch_iter: Iterator[Any], *args: Any, **given: Any) -> Any:
+        if self._step is not None:
+            batch = next(batch_iter)
+            self._step.before_forward(batch)
+            batch_iter = iter([batch])
+        return MegatronEngineWithLMHead.forward_step(self, batch_iter, *args, **given)
+
+    def postprocess_micro_batch_func(
+        self, output: Any, data: Any, forward_only: bool, loss_function: Callable | None, local_cp_size: Any = None
+    ) -> Any:
+        of_verl, step = super().postprocess_micro_batch_func, self._step
+        if step is None:
+            return of_verl(output, data, forward_only, loss_function, local_cp_size)
+        if not step.is_replaying or forward_only:
+            return of_verl(step.after_output(output, data), data, forward_only, loss_function, local_cp_size)
+        try:
+            return of_verl(step.after_output(output, data), data, forward_only, loss_function, local_cp_size)
+        except Exception as error:
+            step.failed(error)
+            return 0.0 * output[step.output].values().sum(), {}
+
+    def lr_scheduler_step(self) -> Any:
+        if self._watch is not None and self._watch.keeps_lr_schedule:
+            return get_megatron_last_lr(self.optimizer)
+        return MegatronEngineWithLMHead.lr_scheduler_step(self)
+
+
+def _check(engine: Any) -> None:
+    """Refuse what was not run, and only the engine tells."""
+    config, ddp = engine.tf_config, engine.module[0].ddp_config
+    of_optimizer = leaves_of(engine.optimizer)[0].config
+    refused = {
+        "a mixture of experts": bool(config.num_moe_experts),
+        "dropout": config.hidden_dropout > 0 or config.attention_dropout > 0,
+        "overlap_grad_reduce": ddp.overlap_grad_reduce,
+        "overlap_param_gather": ddp.overlap_param_gather,
+        "optimizer_cpu_offload": of_optimizer.optimizer_cpu_offload,
+        "a precision-aware optimizer": of_optimizer.use_precision_aware_optimizer,
+        "calculate_per_token_loss": config.calculate_per_token_loss,
+        "an optimizer that is not Megatron's ChainedOptimizer": not isinstance(engine.optimizer, ChainedOptimizer),
+    }
+    for what, is_there in refused.items():
+        if is_there:
+            raise RuntimeError(
+                f"gradloc was not run with {what} on Megatron, and this run has that: leave +gradloc out, or train "
+                "with strategy=fsdp2 (docs/megatron.md)."
+            )

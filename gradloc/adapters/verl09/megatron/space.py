@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of Megatron's optimizer as one vector: over tensor and pipeline parallel ranks and its own shards.
+
+Megatron accumulates gradients in one float32 buffer of each model chunk. ``prepare_grads`` shows the optimizer's own
+parameters views of it: this process' slices with the distributed optimizer, else whole parameters. So a gradient is set
+aside by copy, and what is put back is what the optimizer's step then takes. Weights are moved on the optimizer's
+parameters, from where the model takes them.
+"""
+
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+from ....core.gradients import Gradient, GradientSpace
+from ....core.ranks import Ranks
+
+_KEPT = (
+    ("float16_groups", "fp32_from_float16_groups"),
+    ("fp32_from_fp32_groups", "fp32_from_fp32_groups"),
+    ("model_float16_groups", "shard_fp32_from_float16_groups"),
+    ("model_fp32_groups", "shard_fp32_groups"),
+)
+"""Where Megatron's optimizers keep the model's parameters, and their own for them; the first two are not sharded."""
+_LAYER = re.compile(r"(.*\blayers\.)\d+$")
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+class _Part(NamedTuple):
+    """What this process has of a parameter."""
+
+    param: torch.nn.Parameter
+    counts: bool
+    """Whether no other process has the same."""
+    place: str
+    """The same for copies, another one for other parts: what its random numbers are drawn by."""
+
+
+def leaves_of(optimizer: Any) -> list[Any]:
+    """The optimizers that Megatron has chained, or the only one."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def chunks_of(module: Any) -> list[Any]:
+    """Each model chunk without what wraps it."""
+    found = []
+    for chunk in module:
+        while hasattr(chunk, "module"):
+            chunk = chunk.module
+        found.append(chunk)
+    return found
+
+
+class MegatronSpace(GradientSpace):
+    """The parameters of verl's Megatron engine; all processes make theirs together.
+
+    Args:
+        engine: verl's ``MegatronEngine``, initialized.
+        ranks: all of them hear of it when one fails in its own part of a sum.
+
+    Raises:
+        RuntimeError: the optimizer holds parameters in a way that is not known.
+    """
+
+    def __init__(self, engine: Any, ranks: Ranks | None = None):
+        self.engine = engine
+        self.module = engine.module[0]
+        self._leaves = leaves_of(engine.optimizer)
+        parts = dict(_parts(engine.module, self._leaves))
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, list(parts))
+        device = next(engine.module[0].parameters()).device
+        elsewhere = _Part(torch.nn.Parameter(torch.empty(0, device=device)), True, "")
+        named = [
+            (name, parts.get(name, elsewhere)) for name in dict.fromkeys(name for names in everyone for name in names)
+        ]
+        group = self._leaves[0].get_grad_stats_parallel_group()
+        dtype = next(engine.module[0].parameters()).main_grad.dtype
+        of_params = [(name, part.param) for name, part in named]
+        self._hold(of_params, [] if group.size() == 1 else [group], (dtype, dtype), ranks)
+        self.has_names = False  # Megatron's are others than transformers'
+        self.counts = [part.counts for _, part in named]
+        self._places = [part.place for _, part in named]
+
+    def reshard(self) -> None:
+        """Nothing is gathered but by :meth:`publish`."""
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        for leaf in self._leaves:
+            if hasattr(leaf, "_copy_main_params_to_model_params"):
+                leaf._copy_main_params_to_model_params()
+        for chunk in self.engine.module:
+            if chunk.ddp_config.use_distributed_optimizer:
+                chunk.start_param_sync(force_sync=True)
+
+    def abandon_pass(self) -> None:
+        self.engine.optimizer_zero_grad()
+        self.clear()
+
+    def named_weights(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, param.detach()) for name, param in zip(self.names, self.params, strict=True)]
+
+    def generators(self, seed: int) -> Iterator[torch.Generator]:
+        generator = torch.Generator(device=self.params[0].device)
+        for place in self._places:
+            yield generator.manual_seed(1_000_003 * (seed + 1) + zlib.crc32(place.encode()))
+
+    def take(self) -> Gradient:
+        buffers = {
+            buffer.grad_data.untyped_storage().data_ptr() for chunk in self.engine.module for buffer in chunk.buffers
+        }
+
+        def own(grad: torch.Tensor | None) -> torch.Tensor | None:
+            is_view = grad is not None and grad.untyped_storage().data_ptr() in buffers
+            return grad.clone() if grad is not None and is_view else grad
+
+        gradient = self.agree(lambda: [own(param.grad) for param in self.params])
+        self.clear()
+        return gradient
+
+
+def _parts(module: Any, leaves: list[Any]) -> Iterator[tuple[str, _Part]]:
+    """By name, what the optimizer has of this process' parameters."""
+    names = {id(param): name for name, param in _named(module)}
+    kept = {id(param): (leaf, param, main) for leaf in leaves for param, main in _kept_by(leaf)}
+    held = {id(param) for leaf in leaves for param in leaf.get_parameters()}
+    if {id(main) for _, _, main in kept.values()} != held:
+        raise RuntimeError("Megatron's optimizer holds parameters that gradloc does not find in the model")
+    for model_id, name in names.items():
+        if model_id in kept:
+            leaf, param, main = kept[model_id]
+            is_own = param_is_not_tensor_parallel_duplicate(main, getattr(leaf, "tp_group", None))
+            is_split = getattr(param, "tensor_model_parallel", False)
+            split = parallel_state.get_tensor_model_parallel_rank() if is_split else None
+            start = leaf._get_model_param_range_map(param)["param"].start if main.shape != param.shape else 0
+            yield name, _Part(main, param_is_not_shared(main) and is_own, f"{name} {split} {start}")
+
+
+def _named(module: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Of all chunks; layers by their number in the whole model, and an embedding's copy as what it is a copy of."""
+    for chunk in chunks_of(module):
+        layers = {
+            f"{name}.": f"{found.group(1)}{layer.layer_number - 1}."
+            for name, layer in chunk.named_modules()
+            if hasattr(layer, "layer_number") and (found := _LAYER.match(name))
+        }
+        for name, param in chunk.named_parameters():
+            before = next((prefix for prefix in layers if name.startswith(prefix)), "")
+            whole = layers.get(before, "") + name.removeprefix(before)
+            yield whole if param_is_not_shared(param) else _EMBEDDING, param
+
+
+def _kept_by(leaf: Any) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    """The model's parameters and the optimizer's for them."""
+    kinds = [(getattr(leaf, models), getattr(leaf, mains)) for models, mains in _KEPT if hasattr(leaf, models)]
+    if not kinds:
+        yield from ((param, param) for param in leaf.get_parameters())
+    for models, mains in kinds:
+        for of_model, of_optimizer in zip(models, mains, strict=True):
+            yield from zip(of_model, of_optimizer, strict=True)

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One mini-batch of verl's Megatron engine as a step that can be replayed: every pass is Megatron's own schedule.
+
+Only a pipeline's last stage has log-probs: there they are recorded and detached. A search begins by telling the other
+stages what was recorded, so that every process of a data-parallel rank asks and answers alike.
+
+Shapes: B rows of the micro-batch, T response positions, N positions.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+from verl.trainer.ppo.core_algos import agg_loss
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+from verl.utils.megatron.pipeline_parallel import make_batch_generator
+
+from ....core.probe import RngState, Scheduled
+from ....core.ranks import LostRank
+from ...verl_common.losses import weights_of
+from ...verl_common.precise import logit_bytes, precise_linear
+from ..packed import only
+from ..step import FIELDS, EngineStep
+from .space import chunks_of
+
+_NUMBER = "gradloc_micro_batch"
+_PLACE = "gradloc_place"
+"""A micro-batch's number in the step, and its place in a pass."""
+
+_Selections = Sequence[tuple[int, torch.Tensor | None]]
+
+
+class MegatronStep(EngineStep, Scheduled):
+    """One mini-batch of verl's Megatron engine: see :class:`~..core.probe.TrainingStep`.
+
+    Args:
+        engine: verl's ``MegatronEngineWithLMHead``.
+        loss_function: verl's ``ppo_loss`` with the actor's config bound to it.
+        dp_size: data-parallel ranks.
+    """
+
+    loss_scale = 1.0
+    reduces_once = True
+
+    def __init__(self, engine: Any, loss_function: Callable, dp_size: int):
+        super().__init__(engine, loss_function, dp_size)
+        self.num_stages = parallel_state.get_pipeline_model_parallel_world_size()
+        self._is_shared = self.num_stages == 1
+        self._pass: _Selections | None = None
+        self._outputs: dict[int, dict[str, torch.Tensor]] = {}
+        self._failure: Exception | None = None
+
+    # ---- while Megatron runs a schedule, training's or that of a pass
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the schedule that runs is a pass' of the search."""
+        return self._pass is not None
+
+    def before_forward(self, micro_batch: Any) -> None:
+        """Before each forward of a model chunk: note the random state, or go back to it."""
+        number = tu.get_non_tensor_data(micro_batch, key=_NUMBER, default=None)
+        if self.is_replaying:
+            self._recorded[number].rng.restore()
+        elif number is None:
+            tu.assign_non_tensor(micro_batch, **{_NUMBER: self.num_micro_batches})
+            super().before_forward(micro_batch)
+        else:  # another chunk's
+            self._recorded[number].rng = RngState(torch.device(get_device_name()))
+
+    def after_output(self, output: dict[str, torch.Tensor], data: Any) -> dict[str, torch.Tensor]:
+        """On the last stage: record training's values, or let a pass through its own tokens alone."""
+        if self._pass is None:
+            self.after_forward(output, tu.get_non_tensor_data(data, key=_NUMBER, default=-1))
+            return output
+        place = tu.get_non_tensor_data(data, key=_PLACE, default=-1)
+        number, selected = self._pass[place]
+        if not torch.is_grad_enabled():
+            self._outputs[place] = {key: output[key].values() for key in FIELDS if output.get(key) is not None}
+        if selected is None:
+            return output
+        packed = self._layout(number).pack(selected)
+        return {key: only(packed, value) for key, value in output.items()}
+
+    def failed(self, error: Exception) -> None:
+        """In the loss of a pass: it runs on, so that no stage waits for another, and is then given up by all."""
+        self._failure = self._failure or error
+
+    # ---- what the search may ask
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.engine.param_dtype
+
+    def share(self) -> None:
+        if self._is_shared:
+            return
+        box = [{name: value.cpu() for name, value in packed.items()} for packed in self._packed]
+        source, group = parallel_state.get_pipeline_model_parallel_last_rank(), _stages()
+        dist.broadcast_object_list(box, src=source, group=group)
+        if dist.get_rank() != source:
+            device = torch.device(get_device_name())
+            self._packed = [{name: value.to(device) for name, value in packed.items()} for packed in box]
+        self._is_shared = True
+
+    def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not self._is_shared and not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return torch.zeros(self.token_mask(micro_batch).shape), None  # the last stage tells
+        return super().coefficients(micro_batch)
+
+    def token_weights(self, micro_batch: int) -> torch.Tensor:
+        mask, data, config = self.token_mask(micro_batch), self.micro_batches[micro_batch], self._config
+        told = {name: data[name] for name in ("dp_size", "batch_num_tokens", "global_batch_size")}
+        told["loss_scale_factor"] = config.loss_scale_factor
+        weights = weights_of(mask, lambda losses: agg_loss(losses, mask, config.loss_agg_mode, **told))
+        return weights / self.dp_size
+
+    def forward_bytes(self) -> int:
+        ids = [micro_batch["input_ids"] for micro_batch in self.micro_batches]
+        vocabulary = self.engine.model_config.hf_config.get_text_config().vocab_size
+        each = logit_bytes(True, True)
+        size = max(int(nested.offsets()[-1]) for nested in ids)
+        return int(size * vocabulary * each) // parallel_state.get_tensor_model_parallel_world_size()
+
+    def run_pass(self, selections: _Selections) -> None:
+        self.engine.optimizer_zero_grad()
+        self._run(selections, forward_only=False)
+        self.engine.optimizer.prepare_grads()
+
+    # ---- inside
+
+    @torch.no_grad()
+    def _forward(self, micro_batch: int, data: Any) -> dict[str, torch.Tensor]:
+        with _precise_readout(self.engine):
+            self._run([(micro_batch, None)], forward_only=True, data=data)
+        found, unpack = self._outputs.pop(0, {}), self._layout(micro_batch).unpack
+        self._outputs.clear()
+        has_entropy = tu.get_non_tensor_data(data, key="calculate_entropy", default=False)
+        keys = [self.output, *(["entropy"] if has_entropy else [])]
+        shape = self.token_mask(micro_batch).shape
+        device = torch.device(get_device_name())
+        read = [unpack(found[key]).float() if found else torch.zeros(shape, device=device) for key in keys]
+        values = torch.stack(read)
+        if self.num_stages > 1:
+            with self._in_stages():
+                source = parallel_state.get_pipeline_model_parallel_last_rank()
+                dist.broadcast(values, src=source, group=_stages())
+        return dict(zip(keys, values.unbind(), strict=True))
+
+    def _run(self, selections: _Selections, forward_only: bool, data: Any = None) -> None:
+        """Megatron's schedule over these micro-batches.
+
+        The interleaved one takes so many at a time: what is missing is run with nothing let through.
+        """
+        engine, chosen = self.engine, list(selections)
+        at_once = engine.tf_config.microbatch_group_size_per_vp_stage if len(engine.module) > 1 else 1
+        nothing = torch.zeros_like(self.token_mask(chosen[0][0]))
+        chosen += [(chosen[0][0], nothing)] * (-len(chosen) % at_once)
+        batches = []
+        for place, (number, _) in enumerate(chosen):
+            batch = (self.micro_batches[number] if data is None else data).copy()
+            tu.assign_non_tensor(batch, num_micro_batch=len(chosen), **{_NUMBER: number, _PLACE: place})
+            batches.append(batch)
+        loss_function = None if forward_only else self.loss_function
+        postprocess = partial(
+            engine.postprocess_micro_batch_func, forward_only=forward_only, loss_function=loss_function
+        )
+        self._pass, self._failure = chosen, None
+        try:
+            with self._in_stages():
+                get_forward_backward_func()(
+                    forward_step_func=partial(
+                        engine.forward_step,
+                        logits_processor_func=loss_function,
+                        postprocess_micro_batch_func=postprocess,
+                    ),
+                    data_iterator=make_batch_generator(batches, vpp_size=len(engine.module)),
+                    model=engine.module,
+                    num_microbatches=len(batches),
+                    seq_length=1,  # the shapes come with what is sent
+                    micro_batch_size=1,
+                    forward_only=forward_only,
+                )
+        finally:
+            self._pass = None
+        if self._failure is not None:
+            raise self._failure
+
+    @contextmanager
+    def _in_stages(self) -> Iterator[None]:
+        """Where stages send each other what they wait for: one that fails cannot be recovered."""
+        try:
+            yield
+        except Exception as error:
+            if self.num_stages == 1:
+                raise
+            raise LostRank("a stage of the pipeline failed in a forward or backward of the search") from error
+
+
+def _stages() -> Any:
+    return parallel_state.get_pipeline_model_parallel_group()
+
+
+@contextmanager
+def _precise_readout(engine: Any) -> Iterator[None]:
+    """The logits in float32 from the last hidden state, see :func:`~...verl_common.precise.precise_readout`."""
+    head = getattr(chunks_of(engine.module)[-1], "output_layer", None)
+    if head is None or engine.param_dtype == torch.float32:
+        yield
+        return
+
+    def read_out(hidden: torch.Tensor, weight: torch.Tensor | None = None, **_: Any) -> tuple[torch.Tensor, None]:
+        if head.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        return precise_linear(hidden, head.weight if weight is None else weight, head.bias), None
+
+    vars(head)["forward"] = read_out
+    try:
+        yield
+    finally:
+        vars(head).pop("forward")

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worlds of processes that hold verl's Megatron engine in some layout."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.adapters.verl09.conftest import PRELOADED
+from tests.world import World
+
+from .layouts import LAYOUTS
+
+HERE = "tests.adapters.verl09.megatron"
+
+
+class InLayout:
+    """A world in which the scenarios of `tests.world` are run with Megatron in one layout."""
+
+    def __init__(self, world: World, layout: str):
+        self.world, self.layout = world, layout
+
+    def run(self, scenario: str, **given: Any) -> list[Any]:
+        """See :meth:`World.run`; a name with a module in front of it is called as it is."""
+        if scenario.startswith("tests."):
+            return self.world.run(scenario, **given)
+        layout = LAYOUTS[self.layout]
+        return self.world.run(f"{HERE}.as_actor.run", scenario=scenario, dealt_out=layout.settings, **given)
+
+
+def _world(size: int) -> Iterator[World]:
+    with World(size, preloaded=PRELOADED, timeout_s=300) as world:
+        yield world
+
+
+@pytest.fixture(scope="session")
+def one(verl09: None) -> Iterator[World]:
+    yield from _world(1)
+
+
+@pytest.fixture(scope="session")
+def two(verl09: None) -> Iterator[World]:
+    yield from _world(2)
+
+
+@pytest.fixture(scope="session")
+def four(verl09: None) -> Iterator[World]:
+    yield from _world(4)
+
+
+@pytest.fixture
+def layout(request: pytest.FixtureRequest) -> str:
+    """The name of one of ``LAYOUTS``."""
+    return request.param
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest, layout: str) -> InLayout:
+    """As many processes as the layout has."""
+    return InLayout(request.getfixturevalue({1: "one", 2: "two", 4: "four"}[LAYOUTS[layout].size]), layout)
+
+
+@pytest.fixture
+def unpatched_world(world: InLayout) -> InLayout:
+    """The same: without spike_detection they take verl's own engine."""
+    return world

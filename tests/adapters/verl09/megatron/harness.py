@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl 0.9's own Megatron engine around a tiny model, without a GPU; runs inside a rank of :mod:`tests.world`.
+
+As in :mod:`tests.adapters.verl09.harness`, all but Ray and TransferQueue is the real thing: Megatron-Core, its
+optimizers and schedules, mbridge, verl's engine, worker and trainer.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from experiments.verl09 import megatron
+from tests.adapters.verl09 import harness
+from tests.adapters.verl09.harness import ACTOR, MODEL
+from tests.world.harness import NUM_PROMPT, make_batch, model_config
+
+MEGATRON = f"{ACTOR}.megatron"
+
+
+def make_config(overrides: list[str], model_dir: str) -> Any:
+    """verl's config of a Megatron actor: packed, four rows to a micro-batch."""
+    base = [
+        "model_engine=megatron",
+        f"{MODEL}.path={model_dir}",
+        f"+{MODEL}.load_tokenizer=false",
+        f"+{MODEL}.override_config.attn_implementation=eager",
+        f"{MEGATRON}.vanilla_mbridge=true",
+        f"{MEGATRON}.use_distributed_optimizer=false",
+        *(f"++{MEGATRON}.override_transformer_config.{name}={value}" for name, value in megatron.CONFIG.items()),
+        f"{ACTOR}.use_torch_compile=false",
+        f"{ACTOR}.use_dynamic_bsz=false",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+        f"{ACTOR}.ppo_mini_batch_size=16",
+        f"{ACTOR}.optim.lr=1e-3",
+        f"{ACTOR}.optim.total_training_steps=10",
+        "actor_rollout_ref.rollout.name=vllm",  # asked for, and not built
+        "actor_rollout_ref.rollout.n=1",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
+        "trainer.device=cpu",
+        "trainer.project_name=tests",
+        "trainer.experiment_name=harness",
+    ]
+    return harness.config_of([*base, *overrides])
+
+
+def save_model(folder: str, tied: bool = False) -> None:
+    """A random Qwen3 of four layers; rank 0 writes."""
+    if dist.get_rank() == 0:
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        config = model_config()
+        config.num_hidden_layers, config.tie_word_embeddings = 4, tied
+        config.layer_types = config.layer_types * 2
+        config.initializer_range = 0.1
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    dist.barrier()
+
+
+class Trainer(harness.Trainer):
+    """One process' worker, and the trainer that every process runs alike."""
+
+    make_config = staticmethod(make_config)
+
+    def weights_hash(self) -> str:
+        """sha256 over this process' weights and optimizer state."""
+        digest = hashlib.sha256()
+        tensors = [param for chunk in self.engine.module for param in chunk.parameters()]
+        for leaf in self.engine.optimizer.chained_optimizers:
+            tensors += leaf.get_parameters()
+            for param in leaf.get_parameters():
+                state = leaf.optimizer.state.get(param, {})
+                tensors += [value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
+        for tensor in tensors:
+            digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _any_dtype(dtype: str) -> Iterator[None]:
+    """verl's config takes the 16-bit ones alone; its engine takes any."""
+    from verl.workers.config import McoreEngineConfig
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngine
+
+    of_verl = MegatronEngine.__init__
+
+    def init(self: Any, model_config: Any, engine_config: McoreEngineConfig, *args: Any, **given: Any) -> None:
+        object.__setattr__(engine_config, "dtype", dtype)
+        object.__setattr__(model_config, "tokenizer", SimpleNamespace(pad_token_id=0))
+        of_verl(self, model_config, engine_config, *args, **given)
+        megatron.seed()
+
+    with mock.patch.object(MegatronEngine, "__init__", init):
+        yield
+
+
+@contextlib.contextmanager
+def parallel(dtype: str = "float32") -> Iterator[None]:
+    """What a trainer is made in: groups of an earlier one are taken down."""
+    from mbridge.models.qwen2 import Qwen2Bridge
+    from megatron.core import parallel_state
+
+    megatron.install()
+    parallel_state.destroy_model_parallel()
+    with _any_dtype(dtype), mock.patch.dict(Qwen2Bridge._DIRECT_MAPPING):  # which a tied model writes to
+        yield
+
+
+def train(overrides: list[str], model_dir: str, dtype: str = "float32", **settings: Any) -> dict[str, Any]:
+    """See :func:`harness.train`."""
+    with parallel(dtype):
+        return harness.train(overrides, model_dir, kind=Trainer, **settings)
+
+
+def norm_of_transformers(model_dir: str, dtype: str = "float32") -> float:
+    """The gradient norm of the first batch's PPO loss on transformers' model, rounded as Megatron's."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+    model = model.to(getattr(torch, dtype)).float()
+    batch = make_batch(seed=1).batch
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, NUM_PROMPT - 1 : -1]
+    log_prob = logits.log_softmax(-1).gather(-1, batch["responses"][..., None]).squeeze(-1)
+    ratio, advantage = (log_prob - batch["old_log_probs"]).exp(), batch["advantages"]
+    loss = torch.maximum(-ratio * advantage, -ratio.clamp(0.8, 1.2) * advantage)
+    loss = torch.where(advantage < 0, torch.minimum(loss, -3.0 * advantage), loss)
+    mask = batch["response_mask"].bool()
+    (loss[mask].sum() / mask.sum()).backward()
+    return float(torch.stack([param.grad.double().norm() for param in model.parameters()]).norm())
+
+
+def make_side(overrides: list[str]) -> None:
+    """What the trainer does first."""
+    from gradloc.adapters.verl09.trainer import TrainerSide
+
+    TrainerSide(make_config(overrides, "model"))
+
+
+def differences() -> list[str]:
+    """What of the installed verl and Megatron is not as the adapter knows it."""
+    from gradloc.adapters.verl09.touches import differences
+
+    return differences("megatron")

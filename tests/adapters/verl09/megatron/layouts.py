@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a model is dealt out over processes."""
+
+from typing import Any, NamedTuple
+
+import pytest
+
+MEGATRON = "actor_rollout_ref.actor.megatron"
+PACKED = "actor_rollout_ref.model.use_remove_padding=true"
+TP, PP = f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.pipeline_model_parallel_size=2"
+INTERLEAVED = f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"
+SHARDED = f"{MEGATRON}.use_distributed_optimizer=true"
+
+
+class Layout(NamedTuple):
+    """Of a run."""
+
+    size: int
+    overrides: list[str]
+    dtype: str = "float32"
+    is_tied: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"overrides": self.overrides, "dtype": self.dtype}
+
+
+DEFAULT = ("TP 2", "PP 2", "DP 2, sharded optimizer")
+LAYOUTS = {
+    "TP 2": Layout(2, [TP, PACKED]),
+    "PP 2": Layout(2, [PP, PACKED]),
+    "DP 2, sharded optimizer": Layout(2, [SHARDED, PACKED]),
+    "one process": Layout(1, [PACKED]),
+    "TP 2 without sequence parallelism": Layout(2, [TP, f"{MEGATRON}.sequence_parallel=false", PACKED]),
+    "TP 2, padded": Layout(2, [TP, f"{MEGATRON}.use_remove_padding=false"]),
+    "PP 2, interleaved": Layout(2, [PP, INTERLEAVED, PACKED]),
+    "PP 2, tied embeddings": Layout(2, [PP, PACKED], is_tied=True),
+    "DP 2": Layout(2, [PACKED]),
+    "TP 2, sharded optimizer, bfloat16": Layout(2, [TP, SHARDED, PACKED], "bfloat16"),
+    "PP 2, bfloat16": Layout(2, [PP, PACKED], "bfloat16"),
+    "TP 2 x PP 2": Layout(4, [TP, PP, PACKED]),
+    "TP 2 x DP 2, sharded optimizer": Layout(4, [TP, SHARDED, PACKED]),
+    "PP 2 x DP 2, sharded optimizer, tied": Layout(4, [PP, SHARDED, PACKED], is_tied=True),
+}
+"""The first are part of the default tests; sequence parallelism goes with TP unless it says otherwise."""
+
+
+def in_layouts(*names: str) -> Any:
+    """Repeat a test for these layouts; those of ``DEFAULT`` and no others by default."""
+    marks = {name: () if name in DEFAULT else (pytest.mark.slow,) for name in names}
+    return pytest.mark.parametrize("layout", [pytest.param(name, marks=marks[name]) for name in names], indirect=True)

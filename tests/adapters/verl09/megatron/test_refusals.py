@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was not run on Megatron is refused at start, in one sentence."""
+
+import pytest
+
+from tests.world import RankError
+
+from .conftest import HERE
+from .layouts import MEGATRON
+
+ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
+REFUSED = {
+    f"{MEGATRON}.context_parallel_size=2": "context_parallel_size must be 1 while gradloc is on \\(no search was run",
+    f"{MEGATRON}.expert_model_parallel_size=2": "expert_model_parallel_size must be 1",
+    f"{MEGATRON}.use_megatron_fsdp=true": "use_megatron_fsdp must be false",
+    f"{MEGATRON}.dtype=float16": "dtype must be bfloat16 .* found 'float16'",
+    f"{MEGATRON}.router_replay.mode=R3": "router_replay.mode must be disabled",
+    f"{ACTOR}.optim.use_precision_aware_optimizer=true": "use_precision_aware_optimizer must be false",
+    f"{ACTOR}.optim.optimizer=muon": "optim.optimizer must be adam",
+    f"{MODEL}.lora.rank=8": "lora.rank must be 0",
+    f"{MODEL}.use_fused_kernels=true": "use_fused_kernels must be false",
+    f"{MODEL}.mtp.enable=true": "mtp.enable must be false",
+    f"{ACTOR}.gradloc.evidence.checkpoint=before_step": "evidence.checkpoint must be off .* FSDP's format alone",
+    f"{ACTOR}.gradloc.critic=observe algorithm.adv_estimator=gae": "critic.strategy must be fsdp or fsdp2",
+    "algorithm.lopti.enable=true": "strategy must be fsdp or fsdp2 while algorithm.lopti.enable is on",
+    "trainer.gradient_analysis_mode=true": "strategy must be fsdp or fsdp2 while trainer.gradient_analysis_mode is on",
+}
+IN_THE_ENGINE = {
+    f"+{MEGATRON}.override_ddp_config.overlap_grad_reduce=true": "with overlap_grad_reduce on Megatron",
+    f"++{MEGATRON}.override_transformer_config.hidden_dropout=0.1": "with dropout on Megatron",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_it_is_refused_before_any_worker_starts(one, override):
+    with pytest.raises(RankError, match=REFUSED[override]):
+        one.run(f"{HERE}.harness.make_side", overrides=["+gradloc=on", *override.split()])
+
+
+@pytest.mark.parametrize("override", IN_THE_ENGINE)
+def test_what_only_the_engine_knows_is_refused_in_its_first_update(one, override, tmp_path):
+    folder = str(tmp_path / "model")
+    one.run(f"{HERE}.harness.save_model", folder=folder)
+    with pytest.raises(RankError, match=IN_THE_ENGINE[override]):
+        one.run(f"{HERE}.harness.train", overrides=["+gradloc=on", override], model_dir=folder)
+
+
+def test_the_installed_megatron_is_as_this_adapter_knows_it(one):
+    assert one.run(f"{HERE}.harness.differences") == [[]]

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl 0.7's actor's own tests on verl 0.9's Megatron engine, by the same code: probes, shares, actions, failures."""
+
+import pytest
+
+from tests.adapters.verl07 import test_actions, test_failures, test_identities, test_localization, test_trigger
+from tests.world import RankError
+
+from .layouts import DEFAULT, in_layouts
+
+ACTOR = "actor_rollout_ref.actor"
+ON = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=640"]
+TWO = test_localization.PLACES["two culprits on two ranks, two micro-batches"]
+PAIRS = ("PP 2, interleaved", "TP 2 without sequence parallelism", "TP 2, padded")
+TERMS = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.entropy_coeff=0.05"]
+
+
+@in_layouts(*DEFAULT, *PAIRS)
+def test_planted_culprits_and_nothing_else_are_named(world, dump_dir):
+    test_localization.test_planted_culprits_and_nothing_else_are_named(world, dump_dir, TWO)
+
+
+@in_layouts("PP 2", "TP 2")
+def test_a_spike_of_the_kl_term_is_found_and_its_term_named(world, dump_dir):
+    test_localization.test_a_spike_that_nobody_edited_into_the_advantages_is_found_and_its_term_named(world, dump_dir)
+
+
+@in_layouts("PP 2")
+def test_a_gradient_that_is_not_finite_is_traced_and_masked(world, dump_dir):
+    test_trigger.test_a_norm_that_is_not_finite_in_the_warm_up_is_looked_into_certified_and_masked(
+        world, dump_dir, "nan"
+    )
+
+
+@in_layouts(*DEFAULT, *PAIRS)
+def test_the_probes_of_a_random_cover_add_up_to_the_gradient(world, dump_dir):
+    answers = world.run("identities.cover_error", overrides=TERMS, dump_dir=dump_dir)
+    for answer in answers:
+        assert answer["error"] < 2e-6 and min(answer["parts"]) > 0
+
+
+@in_layouts(*DEFAULT, *PAIRS)
+def test_the_shares_of_all_tokens_add_up_however_they_are_grouped(world, dump_dir):
+    test_identities.test_the_shares_of_all_tokens_add_up_however_they_are_grouped(world, dump_dir, TERMS)
+
+
+@in_layouts(*DEFAULT, *PAIRS)
+def test_a_masked_step_is_training_without_the_culprits_bit_for_bit(world, dump_dir):
+    test_identities.test_a_masked_step_is_training_without_the_culprits_bit_for_bit(world, dump_dir, [], 0.0)
+
+
+@in_layouts(*DEFAULT)
+def test_every_appearance_of_a_culprit_is_masked_over_mini_batches_and_epochs(world, dump_dir):
+    test_actions.test_every_appearance_of_a_culprit_is_masked_and_the_weights_are_those_without_it(world, dump_dir, [])
+
+
+@in_layouts("PP 2", "DP 2, sharded optimizer")
+def test_skip_takes_no_step_at_all(world, dump_dir):
+    test_failures.test_skip_takes_no_step_at_all(world, dump_dir)
+
+
+@in_layouts("TP 2")
+def test_abort_stops_the_run_with_the_event_on_disk(world, dump_dir):
+    test_failures.test_abort_stops_the_run_with_the_event_on_disk(world, dump_dir)
+
+
+@in_layouts("PP 2", "TP 2")
+def test_nothing_is_communicated_while_nothing_spikes(world, unpatched_world, dump_dir):
+    test_identities.test_nothing_is_communicated_while_nothing_spikes(world, unpatched_world, dump_dir)
+
+
+@in_layouts("PP 2", "TP 2")
+@pytest.mark.slow
+def test_a_process_that_fails_at_any_collective_boundary_is_heard_by_all_and_recovered(world, dump_dir):
+    test_failures.test_a_rank_that_fails_at_any_collective_boundary_is_heard_by_all_and_recovered(
+        world, dump_dir, "auto", 12
+    )
+
+
+@in_layouts("PP 2", "TP 2", "PP 2, interleaved")
+def test_a_loss_that_fails_on_one_process_leaves_training_as_it_was(world, dump_dir):
+    for answer in world.run("as_actor.fail_in_the_loss", overrides=ON, dump_dir=dump_dir):
+        assert answer["failures"] == [1] and answer["fails"]["weights"] == answer["looks"]["weights"]
+        assert answer["fails"]["rng"] == answer["looks"]["rng"]
+
+
+@pytest.mark.parametrize("method", ["run_pass", "forward"])
+@in_layouts("PP 2", "TP 2")
+def test_a_process_that_fails_inside_a_pass_ends_instead_of_hanging(world, dump_dir, method):
+    with pytest.raises((RankError, EOFError, ConnectionError)) as caught:
+        world.run("failures.fail_inside", timeout_s=240, method=method, overrides=ON, dump_dir=dump_dir)
+    assert "did not answer" not in str(caught.value)
