@@ -18,7 +18,7 @@ def gradloc():
         "words": ["causes"],
         "loop": ["layers"],
         "record": ["store"],
-        "search": ["candidates"],
+        "search": ["rows"],
     }
     return SimpleNamespace(
         record=importlib.import_module("gradloc.record"),
@@ -195,7 +195,7 @@ def spans(gradloc, values, weights=None, stands_out=True):
 
     weights = torch.ones(len(values)) if weights is None else torch.tensor(weights)
     values = torch.tensor(values)
-    return gradloc.candidates._Row(values, torch.zeros_like(values), weights, 1.0, 1.0).spans(stands_out)
+    return gradloc.rows.Row(values, torch.zeros_like(values), weights, 1.0, 1.0).spans(stands_out)
 
 
 def test_a_row_is_named_by_its_few_tokens_its_segment_or_as_a_sequence(gradloc):

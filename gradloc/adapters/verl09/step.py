@@ -59,7 +59,7 @@ class EngineStep(LossOfGiven):
         self._packed.append({})
 
     def after_forward(self, model_output: dict[str, torch.Tensor], number: int = -1) -> None:
-        """Keep the values of a micro-batch, else the last, and hook their coefficients; changes and computes nothing."""
+        """Keep a micro-batch's values, else the last's, and hook their coefficients; computes nothing."""
         packed = self._packed[number]
         for key, name in FIELDS.items():
             value = model_output.get(key)
