@@ -117,7 +117,7 @@ class GradLocMegatronEngine(Watched, MegatronEngineWithLMHead):
         of_verl, step = super().postprocess_micro_batch_func, self._step
         if step is None:
             return of_verl(output, data, forward_only, loss_function, local_cp_size)
-        if not step.is_replaying or forward_only:
+        if not step.is_replaying:
             return of_verl(step.after_output(output, data), data, forward_only, loss_function, local_cp_size)
         try:
             return of_verl(step.after_output(output, data), data, forward_only, loss_function, local_cp_size)

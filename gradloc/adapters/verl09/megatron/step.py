@@ -133,6 +133,7 @@ class MegatronStep(EngineStep, Scheduled):
     def run_pass(self, selections: _Selections) -> None:
         self.engine.optimizer_zero_grad()
         self._run(selections, forward_only=False)
+        self._end()
         self.engine.optimizer.prepare_grads()
 
     # ---- inside
@@ -153,6 +154,7 @@ class MegatronStep(EngineStep, Scheduled):
             with self._in_stages():
                 source = parallel_state.get_pipeline_model_parallel_last_rank()
                 dist.broadcast(values, src=source, group=_stages())
+        self._end()
         return dict(zip(keys, values.unbind(), strict=True))
 
     def _run(self, selections: _Selections, forward_only: bool, data: Any = None) -> None:
@@ -191,6 +193,9 @@ class MegatronStep(EngineStep, Scheduled):
                 )
         finally:
             self._pass = None
+
+    def _end(self) -> None:
+        """Once no stage waits for another any more."""
         if self._failure is not None:
             raise self._failure
 
