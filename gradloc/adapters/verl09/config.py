@@ -81,6 +81,9 @@ _MEGATRON_NEEDS = (
         f"{_ACTOR}.gradloc.evidence.checkpoint", ("off",), "off", "off", "weights are saved in FSDP's format alone"
     ),
 )
+_ONE_STAGE = Requirement(
+    f"{_MEGATRON}.pipeline_model_parallel_size", (1,), 1, "1", "the first stage has no log-probs to tell the clips of"
+)
 _CRITIC = of_critics_fsdp("critic.fsdp.ulysses_sequence_parallel_size", "critic.fsdp.offload_policy")
 
 
@@ -116,6 +119,8 @@ def check_features(config: Any, settings: GradLocConfig, lopti: Any, analysis: A
             check_requirements(feature, needed, config)
     if any(is_on) and config.actor_rollout_ref.actor.strategy == "megatron":
         check_requirements("gradloc", _MEGATRON_NEEDS, config)
+        if stabilize.weighs_tokens:
+            check_requirements(f"{_ACTOR}.gradloc.stabilize.token_clip or seq_clip", (_ONE_STAGE,), config)
     return any(is_on)
 
 

@@ -187,7 +187,13 @@ def watch_actor(worker: Any) -> DataProto:
     Args:
         worker: verl's ``ActorRolloutRefWorker``.
     """
-    worker.actor.engine.__class__ = GradLocEngine
+    engine = worker.actor.engine
+    if engine.engine_config.strategy == "megatron":
+        from .megatron.engine import GradLocMegatronEngine  # Megatron is there with that engine alone
+
+        engine.__class__ = GradLocMegatronEngine
+    else:
+        engine.__class__ = GradLocEngine
     return DataProto()
 
 

@@ -23,6 +23,8 @@ REFUSED = {
     f"{MODEL}.mtp.enable=true": "mtp.enable must be false",
     f"{ACTOR}.gradloc.evidence.checkpoint=before_step": "evidence.checkpoint must be off .* FSDP's format alone",
     f"{ACTOR}.gradloc.critic=observe algorithm.adv_estimator=gae": "critic.strategy must be fsdp or fsdp2",
+    f"{MEGATRON}.pipeline_model_parallel_size=2 {ACTOR}.gradloc.stabilize.seq_clip.mode=mask "
+    "actor_rollout_ref.rollout.calculate_log_probs=true": "pipeline_model_parallel_size must be 1 while .*seq_clip",
     "algorithm.lopti.enable=true": "strategy must be fsdp or fsdp2 while algorithm.lopti.enable is on",
     "trainer.gradient_analysis_mode=true": "strategy must be fsdp or fsdp2 while trainer.gradient_analysis_mode is on",
 }

@@ -4,6 +4,7 @@
 import pytest
 
 from tests.adapters.verl07 import test_actions, test_failures, test_identities, test_localization, test_trigger
+from tests.stabilize import test_settings
 from tests.world import RankError
 
 from .layouts import DEFAULT, in_layouts
@@ -60,11 +61,18 @@ def test_skip_takes_no_step_at_all(world, dump_dir):
 
 
 @in_layouts("TP 2")
+def test_a_run_under_safe_trains(world, dump_dir):
+    test_settings.test_a_run_under_safe_trains(world, dump_dir)
+
+
+@in_layouts("TP 2")
+@pytest.mark.slow
 def test_abort_stops_the_run_with_the_event_on_disk(world, dump_dir):
     test_failures.test_abort_stops_the_run_with_the_event_on_disk(world, dump_dir)
 
 
 @in_layouts("PP 2", "TP 2")
+@pytest.mark.slow
 def test_nothing_is_communicated_while_nothing_spikes(world, unpatched_world, dump_dir):
     test_identities.test_nothing_is_communicated_while_nothing_spikes(world, unpatched_world, dump_dir)
 
