@@ -92,6 +92,7 @@ def _effect(override: str, before, after) -> str:
         return f"{override} changes nothing"
     *_, name = names = key.split(".")
     reader = "gradloc" if OURS & {*names} else "verl"
+    name = name.removeprefix("rollout_filter_")  # our settings have the key without it
     return "" if name in _read(reader) else f"nobody reads {name}"
 
 
