@@ -136,7 +136,6 @@ def _check(engine: Any) -> None:
     config, ddp = engine.tf_config, engine.module[0].ddp_config
     of_optimizer = leaves_of(engine.optimizer)[0].config
     refused = {
-        "a mixture of experts": bool(config.num_moe_experts),
         "dropout": config.hidden_dropout > 0 or config.attention_dropout > 0,
         "overlap_grad_reduce": ddp.overlap_grad_reduce,
         "overlap_param_gather": ddp.overlap_param_gather,

@@ -19,6 +19,7 @@ from experiments.verl09 import megatron
 from tests.adapters.verl09 import harness
 from tests.adapters.verl09.harness import ACTOR, MODEL
 from tests.world.harness import NUM_PROMPT, make_batch, model_config
+from tests.world.models.experts import make_experts
 
 MEGATRON = f"{ACTOR}.megatron"
 
@@ -49,16 +50,17 @@ def make_config(overrides: list[str], model_dir: str) -> Any:
     return harness.config_of([*base, *overrides])
 
 
-def save_model(folder: str, tied: bool = False) -> None:
-    """A random Qwen3 of four layers; rank 0 writes."""
+def save_model(folder: str, tied: bool = False, kind: str | None = None) -> None:
+    """A random Qwen3 of four layers, or experts of a kind; rank 0 writes."""
     if dist.get_rank() == 0:
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(0)
-        config = model_config()
+        config = model_config() if kind is None else make_experts(kind).config
         config.num_hidden_layers, config.tie_word_embeddings = 4, tied
-        config.layer_types = config.layer_types * 2
+        config.layer_types = ["full_attention"] * 4
         config.initializer_range = 0.1
+        config.norm_topk_prob = True  # as Qwen3's published ones have it; mbridge takes no other
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     dist.barrier()
 
