@@ -50,6 +50,7 @@ def install() -> None:
     _share_the_random_state()
     _take_local_layers()
     _take_local_experts()
+    _gather_uneven_parts()
     _attend_without_kernels()
     _allow_norms_with_sequence_parallelism()
 
@@ -106,6 +107,29 @@ def _take_local_layers() -> None:
     local.__signature__ = inspect.signature(spec)  # type: ignore[attr-defined]
     llm_bridge.get_gpt_decoder_block_spec = local
     llm_bridge.LLMBridge._weight_name_mapping_mcore_to_hf = of_hf
+
+
+def _gather_uneven_parts() -> None:
+    """Of gloo's collectives over a list of tensors: NCCL's take some that differ in length, as those of experts do."""
+    import torch.distributed as dist
+
+    of_gloo = dist.all_gather
+
+    def all_gather(found: list[torch.Tensor], own: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        sizes = [len(part) for part in found]
+        if len(set(sizes)) == 1:
+            return of_gloo(found, own, group, async_op)
+        padded = [part.new_zeros(max(sizes), *part.shape[1:]) for part in found]
+        of_gloo(padded, torch.cat([own, own.new_zeros(max(sizes) - len(own), *own.shape[1:])]), group)
+        for part, wide in zip(found, padded, strict=True):
+            part.copy_(wide[: len(part)])
+
+    def reduce_scatter(found: torch.Tensor, parts: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None):
+        total = torch.cat(parts)
+        dist.all_reduce(total, op, group)
+        found.copy_(total.split([len(part) for part in parts])[dist.get_rank(group)])
+
+    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
 
 
 def _take_local_experts() -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
@@ -177,7 +178,7 @@ class MegatronStep(EngineStep, Scheduled):
         )
         self._pass, self._failure = chosen, None
         try:
-            with self._in_stages():
+            with self._in_stages(), _losses_of_routers(len(batches) / self.num_micro_batches):
                 get_forward_backward_func()(
                     forward_step_func=partial(
                         engine.forward_step,
@@ -212,6 +213,17 @@ class MegatronStep(EngineStep, Scheduled):
 
 def _stages() -> Any:
     return parallel_state.get_pipeline_model_parallel_group()
+
+
+@contextmanager
+def _losses_of_routers(factor: float) -> Iterator[None]:
+    """Megatron adds them by itself in the backward, over the micro-batches of a pass: here over those of the step."""
+    of_megatron = MoEAuxLossAutoScaler.set_loss_scale
+    MoEAuxLossAutoScaler.set_loss_scale = staticmethod(lambda scale: of_megatron(scale * factor))
+    try:
+        yield
+    finally:
+        MoEAuxLossAutoScaler.set_loss_scale = staticmethod(of_megatron)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from tests.world.harness import NUM_PROMPT
 from tests.world.spikes import plant
 
 _layout: dict[str, Any] = {}
-"""Of the scenario that runs: ``overrides`` and ``dtype``."""
+"""Of the scenario that runs: ``overrides``, ``model`` and ``dtype``."""
 
 
 class Trainer(harness.Trainer, as_actor.Trainer):
@@ -34,7 +34,7 @@ class Trainer(harness.Trainer, as_actor.Trainer):
 
 
 def run(scenario: str, dealt_out: dict[str, Any], **given: Any) -> Any:
-    """A scenario of `tests.world`: ``spikes.train``, in a layout (``overrides``, ``dtype``)."""
+    """A scenario of `tests.world`: ``spikes.train``, in a layout (``overrides``, ``model``, ``dtype``)."""
     room, name = scenario.rsplit(".", 1)
     here = sys.modules[__name__]
     module = here if room == "as_actor" else importlib.import_module(f"tests.world.{room}")
@@ -82,7 +82,8 @@ def step_class() -> type:
 def make_trainer(overrides: list[str], dump_dir: str, *args: Any, **given: Any) -> Any:
     """See :func:`as_actor.make_trainer`."""
     with harness.parallel(_layout.get("dtype", "float32")):
-        return as_actor.make_trainer([*overrides, *_layout["overrides"]], dump_dir, *args, kind=Trainer, **given)
+        asked = [*overrides, *_layout["overrides"], *_layout["model"]]
+        return as_actor.make_trainer(asked, dump_dir, *args, kind=Trainer, **given)
 
 
 @contextlib.contextmanager

@@ -60,7 +60,6 @@ def save_model(folder: str, tied: bool = False, kind: str | None = None) -> None
         config.num_hidden_layers, config.tie_word_embeddings = 4, tied
         config.layer_types = ["full_attention"] * 4
         config.initializer_range = 0.1
-        config.norm_topk_prob = True  # as Qwen3's published ones have it; mbridge takes no other
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     dist.barrier()
 

@@ -25,14 +25,16 @@ class Layout(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"overrides": self.overrides, "dtype": self.dtype}
+        model = [] if self.experts is None else [f"experts={self.experts}"]
+        return {"overrides": self.overrides, "model": model, "dtype": self.dtype}
 
 
-DEFAULT = ("TP 2", "PP 2", "DP 2, sharded optimizer")
+DEFAULT = ("TP 2", "PP 2", "DP 2, sharded optimizer", "experts, EP 2")
 LAYOUTS = {
     "TP 2": Layout(2, [TP, PACKED]),
     "PP 2": Layout(2, [PP, PACKED]),
     "DP 2, sharded optimizer": Layout(2, [SHARDED, PACKED]),
+    "experts, EP 2": Layout(2, [EP, PACKED], experts="qwen3_moe"),
     "one process": Layout(1, [PACKED]),
     "TP 2 without sequence parallelism": Layout(2, [TP, f"{MEGATRON}.sequence_parallel=false", PACKED]),
     "TP 2, padded": Layout(2, [TP, f"{MEGATRON}.use_remove_padding=false"]),
@@ -44,16 +46,13 @@ LAYOUTS = {
     "TP 2 x PP 2": Layout(4, [TP, PP, PACKED]),
     "TP 2 x DP 2, sharded optimizer": Layout(4, [TP, SHARDED, PACKED]),
     "PP 2 x DP 2, sharded optimizer, tied": Layout(4, [PP, SHARDED, PACKED], is_tied=True),
-    "experts, EP 2": Layout(2, [EP, PACKED], experts="qwen3_moe"),
     "experts, one process": Layout(1, [PACKED], experts="qwen3_moe"),
     "experts, TP 2": Layout(2, [TP, PACKED], experts="qwen3_moe"),
     "experts, PP 2": Layout(2, [PP, PACKED], experts="qwen3_moe"),
     "experts, DP 2, sharded optimizer": Layout(2, [SHARDED, PACKED], experts="qwen3_moe"),
     "experts, TP 2 x EP 2": Layout(2, [TP, EP, ETP_1, PACKED], experts="qwen3_moe"),
     "experts, EP 2, sharded optimizer, bfloat16": Layout(2, [EP, SHARDED, PACKED], "bfloat16", experts="qwen3_moe"),
-    "experts, TP 2 x EP 2 x DP 2, sharded optimizer": Layout(
-        4, [TP, EP, ETP_1, SHARDED, PACKED], experts="qwen3_moe"
-    ),
+    "experts, TP 2 x EP 2 x DP 2, sharded optimizer": Layout(4, [TP, EP, ETP_1, SHARDED, PACKED], experts="qwen3_moe"),
     "experts, TP 2 within, EP 2": Layout(4, [TP, EP, PACKED], experts="qwen3_moe"),
     "experts, PP 2 x EP 2": Layout(4, [PP, EP, PACKED], experts="qwen3_moe"),
     "Mixtral, EP 2": Layout(2, [EP, NORMALIZED, PACKED], experts="mixtral"),

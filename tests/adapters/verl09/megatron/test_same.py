@@ -6,13 +6,14 @@ import pytest
 from tests.adapters.verl07 import test_actions, test_failures, test_identities, test_localization, test_trigger
 from tests.stabilize import test_settings
 from tests.world import RankError
+from tests.world.events import read_events
 
-from .layouts import DEFAULT, in_layouts
+from .layouts import DEFAULT, MEGATRON, in_layouts
 
 ACTOR = "actor_rollout_ref.actor"
 ON = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=640"]
 TWO = test_localization.PLACES["two culprits on two ranks, two micro-batches"]
-PAIRS = ("PP 2, interleaved", "TP 2 without sequence parallelism", "TP 2, padded")
+PAIRS = ("PP 2, interleaved", "TP 2 without sequence parallelism", "TP 2, padded", "experts, TP 2 x EP 2")
 TERMS = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.entropy_coeff=0.05"]
 
 
@@ -50,6 +51,29 @@ def test_a_masked_step_is_training_without_the_culprits_bit_for_bit(world, dump_
     test_identities.test_a_masked_step_is_training_without_the_culprits_bit_for_bit(world, dump_dir, [], 0.0)
 
 
+LOSSES = [
+    f"++{MEGATRON}.override_transformer_config.{name}"
+    for name in ("moe_z_loss_coeff={0}", "moe_router_load_balancing_type=aux_loss", "moe_aux_loss_coeff={0}")
+]
+
+
+@in_layouts("experts, EP 2", "experts, PP 2 x EP 2")
+def test_a_step_with_routers_losses_is_masked_bit_for_bit_too(world, dump_dir):
+    losses = [setting.format(0.01) for setting in LOSSES]
+    test_identities.test_a_masked_step_is_training_without_the_culprits_bit_for_bit(world, dump_dir, losses, 0.0)
+
+
+@in_layouts("experts, EP 2", "experts, PP 2 x EP 2")
+def test_a_spike_of_routers_losses_is_no_tokens(world, dump_dir):
+    losses = [setting.format(3e4) for setting in LOSSES]
+    world.run("spikes.update_batch", kind="healthy", overrides=ON + losses, dump_dir=dump_dir)
+    event, _ = read_events(dump_dir)
+    assert event["cause"]["label"] == "not_tokens" and not event["culprits"]
+    assert sum(".mlp.router.weight" in name for name in event["cause"]["names"]) >= 2
+    assert event["cause"]["numbers"]["others_norm"] == pytest.approx(event["trigger"]["grad_norm"], rel=1e-3)
+    assert event["cause"]["numbers"]["tokens_norm"] < 1.5
+
+
 @in_layouts(*DEFAULT)
 def test_every_appearance_of_a_culprit_is_masked_over_mini_batches_and_epochs(world, dump_dir):
     test_actions.test_every_appearance_of_a_culprit_is_masked_and_the_weights_are_those_without_it(world, dump_dir, [])
@@ -71,13 +95,13 @@ def test_abort_stops_the_run_with_the_event_on_disk(world, dump_dir):
     test_failures.test_abort_stops_the_run_with_the_event_on_disk(world, dump_dir)
 
 
-@in_layouts("PP 2", "TP 2")
+@in_layouts("PP 2", "TP 2", "experts, EP 2")
 @pytest.mark.slow
 def test_nothing_is_communicated_while_nothing_spikes(world, unpatched_world, dump_dir):
     test_identities.test_nothing_is_communicated_while_nothing_spikes(world, unpatched_world, dump_dir)
 
 
-@in_layouts("PP 2", "TP 2")
+@in_layouts("PP 2", "TP 2", "experts, EP 2")
 @pytest.mark.slow
 def test_a_process_that_fails_at_any_collective_boundary_is_heard_by_all_and_recovered(world, dump_dir):
     test_failures.test_a_rank_that_fails_at_any_collective_boundary_is_heard_by_all_and_recovered(
@@ -93,7 +117,7 @@ def test_a_loss_that_fails_on_one_process_leaves_training_as_it_was(world, dump_
 
 
 @pytest.mark.parametrize("method", ["run_pass", "forward"])
-@in_layouts("PP 2", "TP 2")
+@in_layouts("PP 2", "TP 2", "experts, EP 2")
 def test_a_process_that_fails_inside_a_pass_ends_instead_of_hanging(world, dump_dir, method):
     with pytest.raises((RankError, EOFError, ConnectionError)) as caught:
         world.run("failures.fail_inside", timeout_s=240, method=method, overrides=ON, dump_dir=dump_dir)
