@@ -140,7 +140,6 @@ def _check(engine: Any) -> None:
     has_router_loss = bool(config.num_moe_experts and (config.moe_z_loss_coeff or balancing != {"none"}))
     refused = {
         "moe_router_fusion": config.moe_router_fusion,
-        "moe_router_enable_expert_bias": config.moe_router_enable_expert_bias,
         "moe_expert_capacity_factor": config.moe_expert_capacity_factor is not None,
         "moe_input_jitter_eps": config.moe_input_jitter_eps is not None,
         "moe_token_dispatcher_type=flex": config.moe_token_dispatcher_type == "flex",

@@ -58,6 +58,10 @@ class MegatronStep(EngineStep, Scheduled):
         self._pass: _Selections | None = None
         self._outputs: dict[int, dict[str, torch.Tensor]] = {}
         self._failure: Exception | None = None
+        chunks = chunks_of(engine.module)
+        self._routers = [value for chunk in chunks for name, value in chunk.named_buffers() if ".router." in name]
+        """Biases that balance the load, and what they are made of: each schedule updates them at its end."""
+        self._routers_before: list[torch.Tensor] = []
 
     # ---- while Megatron runs a schedule, training's or that of a pass
 
@@ -72,6 +76,8 @@ class MegatronStep(EngineStep, Scheduled):
         if self.is_replaying:
             self._recorded[number].rng.restore()
         elif number is None:
+            if not self.num_micro_batches:
+                self._routers_before = [value.clone() for value in self._routers]
             tu.assign_non_tensor(micro_batch, **{_NUMBER: self.num_micro_batches})
             super().before_forward(micro_batch)
         else:  # another chunk's
@@ -178,7 +184,7 @@ class MegatronStep(EngineStep, Scheduled):
         )
         self._pass, self._failure = chosen, None
         try:
-            with self._in_stages(), _losses_of_routers(len(batches) / self.num_micro_batches):
+            with self._in_stages(), self._routers_as_in_step(len(batches)):
                 get_forward_backward_func()(
                     forward_step_func=partial(
                         engine.forward_step,
@@ -194,6 +200,20 @@ class MegatronStep(EngineStep, Scheduled):
                 )
         finally:
             self._pass = None
+
+    @contextmanager
+    def _routers_as_in_step(self, num_micro_batches: int) -> Iterator[None]:
+        """Their losses, which Megatron adds by itself in the backward, count over the step's micro-batches and not over
+        a pass'; their biases are those of training's forwards."""
+        of_megatron, factor = MoEAuxLossAutoScaler.set_loss_scale, num_micro_batches / self.num_micro_batches
+        present = [value.clone() for value in self._routers]
+        _copy(self._routers_before, self._routers)
+        MoEAuxLossAutoScaler.set_loss_scale = staticmethod(lambda scale: of_megatron(scale * factor))
+        try:
+            yield
+        finally:
+            MoEAuxLossAutoScaler.set_loss_scale = staticmethod(of_megatron)
+            _copy(present, self._routers)
 
     def _end(self) -> None:
         """Once no stage waits for another any more."""
@@ -215,15 +235,9 @@ def _stages() -> Any:
     return parallel_state.get_pipeline_model_parallel_group()
 
 
-@contextmanager
-def _losses_of_routers(factor: float) -> Iterator[None]:
-    """Megatron adds them by itself in the backward, over the micro-batches of a pass: here over those of the step."""
-    of_megatron = MoEAuxLossAutoScaler.set_loss_scale
-    MoEAuxLossAutoScaler.set_loss_scale = staticmethod(lambda scale: of_megatron(scale * factor))
-    try:
-        yield
-    finally:
-        MoEAuxLossAutoScaler.set_loss_scale = staticmethod(of_megatron)
+def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
+    for of, to in zip(source, target, strict=True):
+        to.copy_(of)
 
 
 @contextmanager

@@ -72,7 +72,8 @@ class Trainer(harness.Trainer):
     def weights_hash(self) -> str:
         """sha256 over this process' weights and optimizer state."""
         digest = hashlib.sha256()
-        tensors = [param for chunk in self.engine.module for param in chunk.parameters()]
+        tensors = [part for chunk in self.engine.module for part in chunk.parameters()]
+        tensors += [part for chunk in self.engine.module for part in chunk.module.buffers()]
         for leaf in self.engine.optimizer.chained_optimizers:
             tensors += leaf.get_parameters()
             for param in leaf.get_parameters():
