@@ -94,7 +94,8 @@ def test_no_file_names_a_path_of_one_machine():
 
 
 def test_the_seams_and_modules_stay_small():
-    """No module of ours over 500 lines: a reader should know the room."""
+    """A reader should know the room."""
     for path in tracked():
         if path.suffix == ".py" and path.is_file():
-            assert len(path.read_text().splitlines()) <= 500, path.relative_to(ROOT)
+            most = 500 if (ROOT / "tests") in path.parents else 400
+            assert len(path.read_text().splitlines()) <= most, path.relative_to(ROOT)
