@@ -143,7 +143,8 @@ def _take_local_experts() -> None:
 
     def load_weights(self: Any, models: list[Any], *args: Any, **given: Any) -> None:
         def renamed(model: Any) -> Any:
-            weights = {local.sub(r"experts.\2.weight\1", name): value for name, value in model.state_dict().items()}
+            kept = {name: value for name, value in model.state_dict().items() if not name.endswith("expert_bias")}
+            weights = {local.sub(r"experts.\2.weight\1", name): value for name, value in kept.items()}
             return SimpleNamespace(decoder=model.decoder, state_dict=lambda: weights)
 
         load(self, [renamed(unwrap_model(model)) for model in models], *args, **given)

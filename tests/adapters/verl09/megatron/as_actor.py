@@ -18,7 +18,7 @@ from tests.world.harness import NUM_PROMPT
 from tests.world.spikes import plant
 
 _layout: dict[str, Any] = {}
-"""Of the scenario that runs: ``overrides``, ``model`` and ``dtype``."""
+"""Of the scenario that runs: ``overrides`` and ``dtype``; ``model`` is what the scenario is told of it."""
 
 
 class Trainer(harness.Trainer, as_actor.Trainer):
@@ -40,6 +40,7 @@ def run(scenario: str, dealt_out: dict[str, Any], **given: Any) -> Any:
     module = here if room == "as_actor" else importlib.import_module(f"tests.world.{room}")
     _layout.clear()
     _layout.update(dealt_out)
+    given["overrides"] = [*given["overrides"], *dealt_out["model"]]  # the oracle's, too
     with (
         mock.patch.object(of_world, "other_trainer", lambda: here),
         mock.patch.object(module, "other_trainer", lambda: here, create=True),
@@ -112,8 +113,7 @@ def step_class() -> type:
 def make_trainer(overrides: list[str], dump_dir: str, *args: Any, **given: Any) -> Any:
     """See :func:`as_actor.make_trainer`."""
     with harness.parallel(_layout.get("dtype", "float32")):
-        asked = [*overrides, *_layout["overrides"], *_layout["model"]]
-        return as_actor.make_trainer(asked, dump_dir, *args, kind=Trainer, **given)
+        return as_actor.make_trainer([*overrides, *_layout["overrides"]], dump_dir, *args, kind=Trainer, **given)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ optimizers and schedules, mbridge, verl's engine, worker and trainer.
 
 import contextlib
 import hashlib
+import io
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +25,9 @@ from tests.world.models.experts import make_experts
 MEGATRON = f"{ACTOR}.megatron"
 
 
-def make_config(overrides: list[str], model_dir: str) -> Any:
-    """verl's config of a Megatron actor: packed, four rows to a micro-batch."""
-    base = [
+def settings_of(model_dir: str) -> list[str]:
+    """Of a Megatron actor: packed, four rows to a micro-batch."""
+    return [
         "model_engine=megatron",
         f"{MODEL}.path={model_dir}",
         f"+{MODEL}.load_tokenizer=false",
@@ -47,7 +48,11 @@ def make_config(overrides: list[str], model_dir: str) -> Any:
         "trainer.project_name=tests",
         "trainer.experiment_name=harness",
     ]
-    return harness.config_of([*base, *overrides])
+
+
+def make_config(overrides: list[str], model_dir: str) -> Any:
+    """verl's config with these settings and others."""
+    return harness.config_of([*settings_of(model_dir), *overrides])
 
 
 def save_model(folder: str, tied: bool = False, kind: str | None = None) -> None:
@@ -118,6 +123,15 @@ def train(overrides: list[str], model_dir: str, dtype: str = "float32", **settin
     """See :func:`harness.train`."""
     with parallel(dtype):
         return harness.train(overrides, model_dir, kind=Trainer, **settings)
+
+
+def check(overrides: list[str], model_dir: str) -> str:
+    """What the command for a cluster prints on this process, which torchrun would have started."""
+    from gradloc.adapters.verl09.megatron.check import main
+
+    with parallel(), contextlib.redirect_stdout(io.StringIO()) as said:
+        main([*settings_of(model_dir)[1:], *overrides])
+    return said.getvalue()
 
 
 def norm_of_transformers(model_dir: str, dtype: str = "float32") -> float:
