@@ -7,7 +7,8 @@ Shapes: R rows of the batch, P prompt positions, T response positions.
 """
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -22,13 +23,13 @@ from ..record import (
     Event,
     Ratios,
     Run,
-    Sequence,
     SequenceFile,
     Sibling,
     StepCause,
     Turn,
     turns_in,
 )
+from ..record import Sequence as SequenceRecord
 from ..words.causes import classify
 from ..words.leader import leader
 from ..words.numbers import number
@@ -85,6 +86,7 @@ def complete_event(
     context: int,
     over_run: dict[str, float] | None = None,
     last_checkpoint: str | None = None,
+    endings: Counter[int] | None = None,
 ) -> Event:
     """Turn what the ranks sent into the record that goes to disk.
 
@@ -97,10 +99,15 @@ def complete_event(
         context: tokens of text to keep on either side of a culprit.
         over_run: how many times what is typical of the run the batch's robust numbers are.
         last_checkpoint: the newest before this step.
+        endings: of each token that was never sampled, in how many events it ended a turn; this one is added.
     """
     statistics = replace(_statistics(batch, raw), over_run=over_run or None)
     texts = _Texts(tokenizer, batch, context)
-    culprits = tuple(_complete_culprit(culprit, batch, texts, statistics) for culprit in raw.event.culprits)
+    now = {sequence.row: sequence.log_prob or () for sequence in raw.sequences}
+    culprits = tuple(
+        _complete_culprit(culprit, batch, texts, statistics, now.get(culprit.row, ())) for culprit in raw.event.culprits
+    )
+    culprits = _counted_endings(culprits, batch, Counter() if endings is None else endings)
     event = replace(raw.event, event_id=event_id, run=run, culprits=culprits, batch=statistics)
     if event.consequence is not None:
         event = replace(event, consequence=replace(event.consequence, last_checkpoint=last_checkpoint))
@@ -275,7 +282,7 @@ class _Texts:
         }
 
 
-def _complete_sequence(sequence: Sequence, batch: BatchView, texts: _Texts, album: Album) -> Sequence:
+def _complete_sequence(sequence: SequenceRecord, batch: BatchView, texts: _Texts, album: Album) -> SequenceRecord:
     tensors, row = batch.tensors, sequence.row
     assert row is not None  # the driver numbers the rows
     num_tokens = int(tensors["attention_mask"][row][-tensors["responses"].shape[1] :].sum())
@@ -301,7 +308,35 @@ def _complete_sequence(sequence: Sequence, batch: BatchView, texts: _Texts, albu
     )
 
 
-def _complete_culprit(culprit: Culprit, batch: BatchView, texts: _Texts, statistics: BatchStatistics) -> Culprit:
+def _counted_endings(culprits: tuple[Culprit, ...], batch: BatchView, endings: Counter[int]) -> tuple[Culprit, ...]:
+    """Those that were never sampled and end a turn say in how many events the same token did."""
+
+    def ending(culprit: Culprit) -> int | None:
+        if culprit.cause.label != "not_sampled":
+            return None
+        mask = batch.tensors["response_mask"][culprit.row]
+        is_last = any(turn.stop - 1 == culprit.peak for turn in turns_in(mask.tolist()))
+        return int(batch.tensors["responses"][culprit.row, culprit.peak]) if is_last else None
+
+    tokens = [ending(culprit) for culprit in culprits]
+    endings.update({token for token in tokens if token is not None})
+    counts = [{} if token is None else {"events_ended": float(endings[token])} for token in tokens]
+    return tuple(
+        replace(culprit, cause=replace(culprit.cause, numbers={**culprit.cause.numbers, **count}))
+        for culprit, count in zip(culprits, counts, strict=True)
+    )
+
+
+def _by_engine(batch: BatchView, row: int, now: Sequence[float]) -> list[tuple[float, float]]:
+    """What trainer and rollout engine say of each token of a row in the loss; empty where the latter is not known."""
+    written = batch.tensors["rollout_log_probs"][row].tolist() if "rollout_log_probs" in batch.tensors.keys() else []
+    places = batch.tensors["response_mask"][row].nonzero().flatten().tolist() if now and written else []
+    return [(now[place], written[place]) for place in places]
+
+
+def _complete_culprit(
+    culprit: Culprit, batch: BatchView, texts: _Texts, statistics: BatchStatistics, now: Sequence[float]
+) -> Culprit:
     tensors, row, positions = batch.tensors, culprit.row, culprit.positions
     assert row is not None  # the driver numbers the rows
 
@@ -332,7 +367,8 @@ def _complete_culprit(culprit: Culprit, batch: BatchView, texts: _Texts, statist
         **texts.around(row, positions[0], positions[-1]),
     )
     turn = _turn(tensors["response_mask"][row].tolist(), positions[0])
-    return replace(completed, cause=classify(completed, statistics), siblings=_siblings(batch, row), turn=turn)
+    cause = classify(completed, statistics, _by_engine(batch, row, now))
+    return replace(completed, cause=cause, siblings=_siblings(batch, row), turn=turn)
 
 
 def _turn(mask: list[float], position: int) -> Turn | None:

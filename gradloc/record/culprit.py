@@ -20,6 +20,8 @@ CAUSES = (
     "value_outlier",
     "non_finite",
     "spurious_token",
+    "not_sampled",
+    "shifted_log_probs",
     "non_finite_forward",
     "non_finite_padding",
     "non_finite_weights",

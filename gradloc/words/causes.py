@@ -7,9 +7,14 @@ coefficients. An entropy term with a far larger coefficient is the cause by itse
 what is typical in the batch, and the one that is furthest above, in orders of magnitude, is named as the cause,
 together with all the numbers. A critic's gradient is the product of two: how far the value is from the return, and the
 value's own gradient.
+
+Where the log-prob that the rollout brought is none that sampling this token gives, every factor that rests on a
+log-prob is an effect: the token was inserted or retokenized, or the row's log-probs are shifted.
 """
 
 import math
+import statistics
+from collections.abc import Sequence
 
 from ..record import BatchStatistics, Cause, Culprit
 
@@ -18,6 +23,18 @@ _SPREAD = 10.0  # a layer ten times further above its history than the median la
 _LEADS = 3.0  # the entropy term carries what has this many times the log-prob's coefficient
 _UNLIKELY = 0.01  # STAPO's bound on the probability
 _TINY = 1e-30
+APART = math.log(3.0)
+"""Two log-probs of one token that differ by more disagree."""
+_FAR = 5.0  # nats between trainer and engine that a sampled token does not have,
+_MANY = 20.0  # nor one of an engine that is usually a twentieth as far off
+_EXCLUDED = -20.0  # no sampling draws a token of 2e-9
+_SHIFTED = 5.0  # times closer to the neighbours' log-probs than to a row's own
+_LEAST_PAIRS = 5
+_OF_LOG_PROBS = (
+    *("token_mismatch", "sequence_mismatch", "is_weight", "low_probability", "spurious_token", "large_jacobian"),
+    *("non_finite", "unknown"),
+)
+"""What a wrong log-prob of the rollout looks like; beside an extreme advantage it is no cause."""
 
 
 def _clamped_ratio(log_new: float | None, log_old: float | None) -> float | None:
@@ -33,17 +50,64 @@ def _over(value: float | None, typical: float | None) -> float:
     return abs(value) / typical
 
 
-def classify(culprit: Culprit, batch: BatchStatistics) -> Cause:
+def classify(culprit: Culprit, batch: BatchStatistics, row: Sequence[tuple[float, float]] = ()) -> Cause:
     """Name the cause of one culprit.
 
     Args:
         culprit: with log-probs, ratios, advantage, coefficients and gradient norm.
         batch: typical values.
+        row: of each token of its response what the trainer gives it now, and what the rollout's engine wrote; empty
+            where there are none of the engine's.
 
     Returns:
         The label (one of ``record.CAUSES``) and the numbers: how many times typical each factor is, and what the
         decision rests on. ``unknown`` when no factor is over three times its typical value.
     """
+    found = _by_factors(culprit, batch)
+    label, numbers = _by_engine(culprit, row)
+    is_advantage_finite = culprit.advantage is None or math.isfinite(culprit.advantage)
+    is_effect = found.label in _OF_LOG_PROBS and is_advantage_finite
+    return Cause(label if label and is_effect else found.label, {**found.numbers, **numbers})
+
+
+def _by_engine(culprit: Culprit, row: Sequence[tuple[float, float]]) -> tuple[str, dict[str, float | None]]:
+    """What the engine's log-prob says, beside the trainer's before the update and now; "" where it may be sampled."""
+    written, now, old = culprit.rollout_log_prob, culprit.log_prob, culprit.old_log_prob_stored
+    if written is None or now is None or not math.isfinite(now):
+        return "", {}
+    is_old_known = old is not None and old != written  # bypass keeps the engine's as the old one
+    before = old if old is not None and is_old_known else now
+    gap, drift = written - before, now - before
+    of_response = _distances(row, 0)
+    usual = statistics.median(of_response) if of_response else None
+    numbers: dict[str, float | None] = {"engine_gap": gap, "engine_gap_of_response": usual, "drift": drift}
+    shift = _shift(row)
+    if shift and abs(gap) > APART:
+        return "shifted_log_probs", {**numbers, "shift": shift}
+    is_filled_in = written == 0.0
+    least = APART if is_filled_in and is_old_known else _FAR
+    is_unlike = is_filled_in or (abs(drift) <= APART and (written < _EXCLUDED or (gap > 0 and is_old_known)))
+    return ("not_sampled" if is_unlike and abs(gap) > max(least, _MANY * (usual or 0.0)) else ""), numbers
+
+
+def _shift(row: Sequence[tuple[float, float]]) -> int:
+    """By how many positions the trainer's log-probs are the engine's: 1 where those are the next token's; else 0."""
+    for shift, engines in ((1, row[:-1]), (-1, row[1:])):  # an end that the shift leaves out may be what is odd
+        own, shifted = _distances(engines, 0), _distances(row, shift)
+        if len(shifted) >= _LEAST_PAIRS and _SHIFTED * statistics.fmean(shifted) < statistics.fmean(own):
+            return shift
+    return 0
+
+
+def _distances(row: Sequence[tuple[float, float]], shift: int) -> list[float]:
+    """|trainer's - engine's| log-prob, the trainer's from so many positions further on; those that are finite."""
+    ours = [now for now, _ in row][max(shift, 0) :]
+    engines = [written for _, written in row][max(-shift, 0) :]
+    found = (abs(a - b) for a, b in zip(ours, engines, strict=False))
+    return [distance for distance in found if math.isfinite(distance)]
+
+
+def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
     coefficient = culprit.coefficients.log_prob
     kl = culprit.coefficients.kl or 0.0
     norm = culprit.grad_norm

@@ -88,6 +88,17 @@ MEANINGS = {
         "the whole response now pushes this one up (STAPO, arXiv 2602.15620).",
         ("mask", "reweight", "less_tail", "keep_rollouts"),
     ),
+    "not_sampled": Meaning(
+        "The policy never sampled a token",
+        "The log-prob that came with it is none that sampling gives: exactly 0, or far from the trainer's, which has "
+        "not moved. A template or a tool loop appended the token, or the text was tokenized again.",
+        ("mask", "veto", "keep_rollouts"),
+    ),
+    "shifted_log_probs": Meaning(
+        "The rollout's log-probs are shifted by one",
+        "Over the whole response, what the engine says of a token is what the trainer says of its neighbour.",
+        ("mask", "veto", "keep_rollouts"),
+    ),
     "non_finite_forward": Meaning(
         "A forward that is not finite, with finite weights",
         "The log-probs themselves are NaN or infinite from a token on, though every weight is finite: an activation "

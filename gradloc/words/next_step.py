@@ -163,11 +163,20 @@ RULES = (
     ),
     Rule(
         "The policy never sampled the token",
-        lambda found: found.is_never_sampled,
-        ("mask",),
-        "The engine says log-prob {written}, the trainer {old}: a template or tool appended it, or it was retokenized.",
+        _is("not_sampled"),
+        ("mask", "keep_rollouts"),
+        "The engine says log-prob {written}, the trainer {now} now: a template or tool appended it, or it was "
+        "retokenized.{again}",
         "Such tokens have 0 in response_mask, and no further event names one.",
         "Leave out of response_mask what the model did not sample. Until then, take such a step without its culprits.",
+    ),
+    Rule(
+        "The rollout's log-probs are shifted by one",
+        _is("shifted_log_probs"),
+        ("mask", "keep_rollouts"),
+        "Over the response, the engine's log-prob of a token is the trainer's of the {neighbour} one.",
+        "The engine's log-probs agree with the trainer's, and no further event has this cause.",
+        "Move them by one where rollout_log_probs is filled. Until then, take such a step without its culprits.",
     ),
     Rule(
         "The reward is odd against its siblings'",

@@ -222,9 +222,25 @@ def lede(event: Event) -> str:
     rest = "" if _is_part(event) else "; the other tokens pull the other way"
     part = f"{subject} {share} of the gradient{rest}." if share is not None else ""
     odd = odd_number(first)
-    why = f"{meaning_of(first.cause.label).title}{f': {ODD[first.cause.label][1]}{odd}' if odd else ''}."
+    why = f"{meaning_of(first.cause.label).title}{f': {ODD[first.cause.label][1]}{odd}' if odd else _said_of(first)}."
     more = f"At least {event.search.num_more} more are left." if event.search.num_more else ""
-    return " ".join(sentence for sentence in (part, why, more, said) if sentence)
+    return " ".join(sentence for sentence in (part, why + again(first), more, said) if sentence)
+
+
+def _said_of(culprit: Culprit) -> str:
+    """What engine and trainer say of a token whose log-prob of the rollout is not its own."""
+    if culprit.cause.label not in ("not_sampled", "shifted_log_probs"):
+        return ""
+    old = culprit.old_log_prob_stored
+    before = "" if old in (None, culprit.rollout_log_prob) else f" {number(old, 3)} before the update and"
+    said = f"the engine says log-prob {number(culprit.rollout_log_prob, 3)}"
+    return f": {said}, the trainer{before} {number(culprit.log_prob, 3)} now"
+
+
+def again(culprit: Culprit) -> str:
+    """Whether the same token, never sampled, ended turns in other events, too; with a blank before it."""
+    num_events = culprit.cause.numbers.get("events_ended") or 0
+    return f" In {num_events:.0f} events by now, the same token ends a turn unsampled." if num_events > 1 else ""
 
 
 def _is_part(event: Event) -> bool:

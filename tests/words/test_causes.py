@@ -2,6 +2,7 @@
 """A matrix of spikes against causes: each kind of spike gets its own cause, its near neighbours theirs."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -80,8 +81,34 @@ def weighted(weight: float, advantage: float) -> Case:
     weights = torch.ones_like(case.batch.advantages)
     weights[PLACE] = weight
     case.seen_by_loss = case.batch.edited(advantages=case.batch.advantages * weights)
-    case.extra["is_weights"] = weights
+    case.extra["of_rollout"] = {"rollout_is_weights": weights}
     return case
+
+
+def written(case: Case, log_prob: float | None = None, shift: int = 0, place: tuple[int, int] = PLACE) -> Case:
+    """The rollout's log-probs: the old ones with 2 % of noise; one token's replaced, or all rows' shifted."""
+    old = case.batch.old_log_probs
+    found = (old * (1 + 0.02 * torch.randn(old.shape, generator=torch.Generator().manual_seed(0)))).roll(shift, 1)
+    if log_prob is not None:
+        found[place] = log_prob
+    case.extra["of_rollout"] = {**case.extra.get("of_rollout", {}), "rollout_log_probs": found}
+    return case
+
+
+def appended(case: Case, log_prob: float | None = None) -> Case:
+    """The batch's unlikeliest token has another log-prob of the rollout; None: 2 above the trainer's."""
+    old = case.batch.old_log_probs.masked_fill(~case.batch.mask, 0.0)
+    place = divmod(int(old.argmin()), old.shape[1])
+    return written(case, float(old[place]) + 2 if log_prob is None else log_prob, place=place)
+
+
+def bypassed(log_prob: float, position: int = 2) -> Case:
+    """One token's log-prob of the rollout, which the loss takes for the old policy's."""
+    case = drifted(slice(ROW, ROW + 1), slice(position, position + 1))
+    old = case.batch.old_log_probs.clone()
+    old[ROW, position] = log_prob
+    case.batch = case.batch.edited(old_log_probs=old)
+    return written(case, log_prob, place=(ROW, position))
 
 
 def pulled(distance: float, advantage: float | None = None) -> Case:
@@ -220,6 +247,17 @@ CASES: dict[str, tuple[Callable[[], Case], str]] = {
     "an unlikely token, punished": (lambda: unlikely(is_rewarded=False, is_sure=True), "low_probability"),
     "an unlikely token, the model unsure": (lambda: unlikely(is_rewarded=True, is_sure=False), "low_probability"),
     "an unlikely token, rewarded": (lambda: unlikely(is_rewarded=True, is_sure=True), "spurious_token"),
+    "such a token, its log-prob shifted": (lambda: written(unlikely(True, True), shift=1), "shifted_log_probs"),
+    "the same the other way": (lambda: written(unlikely(True, True), shift=-1), "shifted_log_probs"),
+    "such a token with a log-prob of the rollout": (lambda: written(unlikely(False, True)), "low_probability"),
+    "such a token that was appended": (lambda: appended(unlikely(False, True), 0.0), "not_sampled"),
+    "such a token, retokenized": (lambda: appended(unlikely(False, True), -0.1), "not_sampled"),
+    "such a token, the engine 2 off": (lambda: appended(unlikely(False, True)), "low_probability"),
+    "an appended token with an advantage of 1e4": (lambda: written(planted(), 0.0), "extreme_advantage"),
+    "a weight of 1e4 where the rollout says -25": (lambda: written(weighted(1e4, 1.0), -25.0), "not_sampled"),
+    "a weight of 1e4 where it says -8": (lambda: written(weighted(1e4, 1.0), -8.0), "is_weight"),
+    "a rollout's -25 as the old log-prob": (lambda: bypassed(-25.0), "not_sampled"),
+    "a rollout's -13 as the old log-prob": (lambda: bypassed(-13.0), "token_mismatch"),
     "a NaN advantage": (lambda: planted(math.nan), "non_finite"),
     "a NaN advantage and one beside the mask": (lambda: with_padding(planted(math.nan)), "non_finite"),
     "a NaN beside the mask": (lambda: with_padding(plain()), "non_finite_padding"),
@@ -277,6 +315,61 @@ def test_a_spurious_token_is_unlikely_where_the_model_was_sure_and_rewarded(chan
     batch = BatchStatistics(advantage=1.0, one_minus_prob=0.5, jacobian=1.0, low_entropy=0.3)
     assert classify(replace(SPURIOUS, **change), batch).label == label
     assert classify(replace(SPURIOUS, **change), replace(batch, low_entropy=None)).label != "spurious_token"
+
+
+WRITTEN = Culprit(
+    log_prob=-12.0, old_log_prob_stored=-12.1, rollout_log_prob=-0.2, coefficients=Coefficients(log_prob=-0.01)
+)
+NEAR = [(-0.5 * place, -0.5 * place - 0.01) for place in range(9)]
+FAR_OFF = [(now, written - 0.7) for now, written in NEAR]
+
+
+@pytest.mark.parametrize(
+    ("change", "row", "label"),
+    [
+        ({}, NEAR, "not_sampled"),
+        ({}, [], "not_sampled"),
+        ({}, FAR_OFF, "unknown"),  # an engine that is off everywhere
+        ({"rollout_log_prob": -7.2}, NEAR, "unknown"),  # nor what engines differ by at one token
+        ({"log_prob": -5.0}, NEAR, "unknown"),  # the policy has moved
+        ({"log_prob": -1.0, "rollout_log_prob": 0.0}, NEAR, "not_sampled"),  # but none writes exactly 0
+        ({"old_log_prob_stored": -0.01, "rollout_log_prob": 0.0}, NEAR, "unknown"),  # where the token was not certain
+        ({"rollout_log_prob": -19.0}, NEAR, "unknown"),  # unlikely, and sampled
+        ({"rollout_log_prob": -math.inf}, NEAR, "not_sampled"),
+        ({"old_log_prob_stored": -0.2}, NEAR, "unknown"),  # bypass: drift or gap, nobody knows
+        ({"old_log_prob_stored": 0.0, "rollout_log_prob": 0.0}, NEAR, "not_sampled"),
+        ({"old_log_prob_stored": None}, NEAR, "unknown"),
+        ({"rollout_log_prob": None}, [], "unknown"),
+        ({"advantage": math.nan}, NEAR, "non_finite"),
+        ({"advantage": 9.0}, NEAR, "extreme_advantage"),
+    ],
+)
+def test_a_token_was_never_sampled_where_its_log_prob_is_none_that_sampling_gives(change, row, label):
+    found = classify(replace(WRITTEN, **change), BatchStatistics(advantage=1.0), row)
+    assert found.label == label
+    if label == "not_sampled":
+        assert abs(found.numbers["engine_gap"]) > 5
+
+
+@pytest.mark.parametrize("shift", [1, 0, -1])
+def test_a_row_is_shifted_where_the_neighbours_log_probs_are_by_far_nearer(shift):
+    now = [math.log(0.1 + 0.8 * (place % 3 == 0)) for place in range(12)]
+    row = list(zip(now, now[shift:] + now[:shift], strict=True))
+    found = classify(replace(WRITTEN, old_log_prob_stored=-12.0, log_prob=-12.0), BatchStatistics(), row)
+    assert (found.label, found.numbers.get("shift", 0)) == ("shifted_log_probs" if shift else "not_sampled", shift)
+
+
+def test_the_same_token_that_ends_turns_unsampled_is_counted_over_events():
+    last = int(plain().batch.mask[ROW].sum()) - 1
+    endings, counted, said = Counter(), [], []
+    for position in (last, 2, last):
+        case = bypassed(-25.0, position)
+        event = event_of(case.step(), case.batch, case.threshold, endings=endings, **case.extra)
+        (culprit,) = event.culprits
+        assert (culprit.peak, culprit.cause.label) == (position, "not_sampled")
+        counted.append(culprit.cause.numbers.get("events_ended"))
+        said.append("the same token ends a turn unsampled" in event.verdict)
+    assert counted == [1, None, 2] and said == [False, False, True]
 
 
 @pytest.mark.parametrize("is_rewarded", [True, False])

@@ -17,6 +17,8 @@ TWELVE = [(row, 1 + row % 3, 1e4 if row % 2 else -8e3) for row in range(12)]
 OPPOSITE = [(4, 0, 1e4), (4, 4, -1e4)]
 BROKEN_ROW, BROKEN_FROM = 6, 4
 PLANTS = {"token": [(5, 3, 1e4)], "opposite": OPPOSITE, "twelve": TWELVE, "experts and a token": [(5, 3, 1e4)]}
+BYPASSED = {"not sampled": (-21.0, -1e-3), "stale": (-13.5, -1.0)}
+"""What the rollout says of token (5, 3), which the loss takes for its old log-prob, and its advantage."""
 
 
 def spike(kind: str, overrides: list[str], dump_dir: str) -> None:
@@ -28,7 +30,12 @@ def spike(kind: str, overrides: list[str], dump_dir: str) -> None:
     batch = make_batch()
     for row, position, advantage in PLANTS.get(kind, []):
         plant(batch, row, position, advantage)
-    if kind == "weight":
+    if kind in BYPASSED:
+        old, advantage = BYPASSED[kind]
+        plant(batch, 5, 3, advantage)
+        batch.batch["old_log_probs"][5, 3] = old
+        batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"].clone()
+    elif kind == "weight":
         spoil_weight(trainer.module)
     elif kind == "padding":
         batch.batch["advantages"][(batch.batch["response_mask"] == 0).nonzero(as_tuple=True)] = math.nan
