@@ -104,8 +104,10 @@ def complete_event(
     statistics = replace(_statistics(batch, raw), over_run=over_run or None)
     texts = _Texts(tokenizer, batch, context)
     now = {sequence.row: sequence.log_prob or () for sequence in raw.sequences}
+    made_by = run if raw.event.step.stage is None else None  # a stage of Lopti's has some of the advantages
     culprits = tuple(
-        _complete_culprit(culprit, batch, texts, statistics, now.get(culprit.row, ())) for culprit in raw.event.culprits
+        _complete_culprit(culprit, batch, texts, statistics, now.get(culprit.row, ()), made_by)
+        for culprit in raw.event.culprits
     )
     culprits = _counted_endings(culprits, batch, Counter() if endings is None else endings)
     event = replace(raw.event, event_id=event_id, run=run, culprits=culprits, batch=statistics)
@@ -335,7 +337,12 @@ def _by_engine(batch: BatchView, row: int, now: Sequence[float]) -> list[tuple[f
 
 
 def _complete_culprit(
-    culprit: Culprit, batch: BatchView, texts: _Texts, statistics: BatchStatistics, now: Sequence[float]
+    culprit: Culprit,
+    batch: BatchView,
+    texts: _Texts,
+    statistics: BatchStatistics,
+    now: Sequence[float],
+    run: Run | None,
 ) -> Culprit:
     tensors, row, positions = batch.tensors, culprit.row, culprit.positions
     assert row is not None  # the driver numbers the rows
@@ -364,11 +371,11 @@ def _complete_culprit(
             old_over_rollout=ratio(stored, rollout),
             sequence_geometric_mean=culprit.ratios.sequence_geometric_mean,
         ),
+        siblings=_siblings(batch, row),
+        turn=_turn(tensors["response_mask"][row].tolist(), positions[0]),
         **texts.around(row, positions[0], positions[-1]),
     )
-    turn = _turn(tensors["response_mask"][row].tolist(), positions[0])
-    cause = classify(completed, statistics, _by_engine(batch, row, now))
-    return replace(completed, cause=cause, siblings=_siblings(batch, row), turn=turn)
+    return replace(completed, cause=classify(completed, statistics, _by_engine(batch, row, now), run))
 
 
 def _turn(mask: list[float], position: int) -> Turn | None:

@@ -16,7 +16,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from ..record import BatchStatistics, Cause, Culprit
+from ..record import BatchStatistics, Cause, Culprit, Run
+from .advice import is_trl
 
 _NOTABLE = 3.0  # a factor under three times its typical value explains nothing
 _SPREAD = 10.0  # a layer ten times further above its history than the median layer explodes alone
@@ -37,6 +38,10 @@ _OF_LOG_PROBS = (
 """What a wrong log-prob of the rollout looks like; beside an extreme advantage it is no cause."""
 
 
+GROUPED = {"grpo": "GRPO", "grpo_mean": "GRPO without the division", "rloo": "RLOO"}
+"""Estimators of an advantage from a group's rewards, and what they are called."""
+
+
 def _clamped_ratio(log_new: float | None, log_old: float | None) -> float | None:
     if log_new is None or log_old is None:
         return None
@@ -50,14 +55,17 @@ def _over(value: float | None, typical: float | None) -> float:
     return abs(value) / typical
 
 
-def classify(culprit: Culprit, batch: BatchStatistics, row: Sequence[tuple[float, float]] = ()) -> Cause:
+def classify(
+    culprit: Culprit, batch: BatchStatistics, row: Sequence[tuple[float, float]] = (), run: Run | None = None
+) -> Cause:
     """Name the cause of one culprit.
 
     Args:
-        culprit: with log-probs, ratios, advantage, coefficients and gradient norm.
+        culprit: with log-probs, ratios, advantage, siblings, coefficients and gradient norm.
         batch: typical values.
         row: of each token of its response what the trainer gives it now, and what the rollout's engine wrote; empty
             where there are none of the engine's.
+        run: says how advantages are made; None where they are more than that.
 
     Returns:
         The label (one of ``record.CAUSES``) and the numbers: how many times typical each factor is, and what the
@@ -67,7 +75,41 @@ def classify(culprit: Culprit, batch: BatchStatistics, row: Sequence[tuple[float
     label, numbers = _by_engine(culprit, row)
     is_advantage_finite = culprit.advantage is None or math.isfinite(culprit.advantage)
     is_effect = found.label in _OF_LOG_PROBS and is_advantage_finite
+    if run is not None and (found.label == "extreme_advantage" or not is_advantage_finite):
+        numbers |= _of_group(culprit, run)
     return Cause(label if label and is_effect else found.label, {**found.numbers, **numbers})
+
+
+def _of_group(culprit: Culprit, run: Run) -> dict[str, float | None]:
+    """What the estimator can give for the culprit's group, and what the group is like; empty where it has none."""
+    siblings = culprit.siblings
+    if run.estimator not in GROUPED or siblings is None or culprit.advantage is None:
+        return {}
+    size = len(siblings) + 1
+    rollouts = max(size, run.rollouts or 1)
+    if size < rollouts and is_trl(run.trainer):  # whose steps may take a part of a group each
+        return {"rollouts": rollouts, "advantage_bound": _bound(run.estimator, rollouts, None)}
+    rewards = [culprit.reward, *(sibling.reward for sibling in siblings)]
+    known = [reward for reward in rewards if reward is not None and math.isfinite(reward)]
+    spread = max(known) - min(known) if len(known) == size else None
+    advantages = [culprit.advantage, *(sibling.advantage or 0.0 for sibling in siblings)]
+    return {
+        "rollouts": rollouts,
+        "group_size": size,
+        "group_spread": spread,
+        "group_mean": math.fsum(advantages) / size if all(map(math.isfinite, advantages)) else None,
+        "advantage_bound": _bound(run.estimator, rollouts, spread),
+    }
+
+
+def _bound(estimator: str | None, num: int, spread: float | None) -> float | None:
+    """The largest |advantage| among so many responses whose rewards differ by up to ``spread``.
+
+    It belongs to a reward unlike all others, which are equal. The standard deviation is a sample's, over num - 1.
+    """
+    if estimator == "grpo":
+        return (num - 1) / math.sqrt(num)
+    return None if spread is None else spread * (num - 1) / num if estimator == "grpo_mean" else spread
 
 
 def _by_engine(culprit: Culprit, row: Sequence[tuple[float, float]]) -> tuple[str, dict[str, float | None]]:

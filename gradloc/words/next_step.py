@@ -12,6 +12,7 @@ from typing import Any
 from ..record import Event
 from .advice import ACTIONS, in_force, is_trl, lines_of
 from .evidence import ODD, Evidence
+from .story import group
 from .text import one_line
 
 _COV = ("clip_cov", "kl_cov", "geo_mean")
@@ -179,6 +180,14 @@ RULES = (
         "Move them by one where rollout_log_probs is filled. Until then, take such a step without its culprits.",
     ),
     Rule(
+        "The advantage is more than its estimator gives, or its group is odd",
+        lambda found: found.is_advantage_odd and bool(group(found.event)),
+        ("mean_only", "mask", "keep_rollouts"),
+        "Its advantage is {advantage}. {group} What computes the advantage or its groups is at fault, not the token.",
+        "No advantage is above what the estimator gives, and no further event has this cause.",
+        "Look at what computes the advantage, and at the uids that make its groups. Rule the division out first.",
+    ),
+    Rule(
         "The reward is odd against its siblings'",
         lambda found: found.label in ("extreme_advantage", "non_finite") and found.is_reward_odd,
         ("keep_rollouts",),
@@ -322,6 +331,8 @@ def _lines(name: str, found: Evidence) -> dict[str, str]:
     event = found.event
     checkpoint = event.consequence.last_checkpoint if event.consequence else None
     if name == event.action.requested or name == f"{event.action.requested}_critic":
+        return {}
+    if name == "mean_only" and event.run.estimator not in (None, "grpo"):
         return {}
     if name == "kl_mse" and found.actor.get("use_kl_loss") is False:
         return {}

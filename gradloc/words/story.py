@@ -6,9 +6,11 @@ Nothing here is a guess: what the record does not say is left out. Pure, standar
 
 import math
 import re
+import statistics
 from dataclasses import dataclass
 
 from ..record import Culprit, Event, StepCause
+from .causes import GROUPED
 from .leader import leader
 from .meanings import meaning_of
 from .numbers import bounded, number, percent
@@ -103,6 +105,12 @@ BESIDE = {
     ),
 }
 """By label."""
+_SLACK = 1.01
+"""On what an estimator gives at most, for what it adds to the standard deviation and for rounding."""
+_FROM_ZERO = 0.5
+"""Of the mean size in a group: from there on a mean is not 0. Weights on unlikely tokens move it by less."""
+_ROUNDING = 1e-6
+"""Of a reward: rewards that differ by less are equal."""
 _NAMES = 4
 """Parameters or tensors named on the first screen."""
 _USUAL = 3.0
@@ -224,7 +232,7 @@ def lede(event: Event) -> str:
     odd = odd_number(first)
     why = f"{meaning_of(first.cause.label).title}{f': {ODD[first.cause.label][1]}{odd}' if odd else _said_of(first)}."
     more = f"At least {event.search.num_more} more are left." if event.search.num_more else ""
-    return " ".join(sentence for sentence in (part, why + again(first), more, said) if sentence)
+    return " ".join(sentence for sentence in (part, why + again(first), group(event), more, said) if sentence)
 
 
 def _said_of(culprit: Culprit) -> str:
@@ -235,6 +243,27 @@ def _said_of(culprit: Culprit) -> str:
     before = "" if old in (None, culprit.rollout_log_prob) else f" {number(old, 3)} before the update and"
     said = f"the engine says log-prob {number(culprit.rollout_log_prob, 3)}"
     return f": {said}, the trainer{before} {number(culprit.log_prob, 3)} now"
+
+
+def group(event: Event) -> str:
+    """Why the largest culprit's advantage is none that the estimator gives for its group; empty where it may be."""
+    culprit = leader(event.culprits) or Culprit()
+    known = {name: value for name, value in culprit.cause.numbers.items() if value is not None}
+    if "rollouts" not in known:
+        return ""
+    rollouts, advantage = int(known["rollouts"]), culprit.advantage or 0.0
+    if known.get("group_size") == 1:
+        drawn = f", though {rollouts} are drawn" if rollouts > 1 else ""
+        return f"Its prompt has no other response in the batch{drawn}: nothing is subtracted from its reward."
+    if known.get("group_spread", math.inf) <= _ROUNDING * abs(culprit.reward or 0.0):
+        return f"All rewards of its group are {number(culprit.reward, 3)}, and then its advantage is 0."
+    if "advantage_bound" in known and abs(advantage) > _SLACK * known["advantage_bound"]:
+        most, name = number(known["advantage_bound"], 3), GROUPED.get(event.run.estimator or "", "its estimator")
+        return f"{name} gives at most {most} with {rollouts} responses."
+    mean, of_siblings = known.get("group_mean", 0.0), (sibling.advantage or 0.0 for sibling in culprit.siblings or ())
+    if abs(mean) > _FROM_ZERO * statistics.fmean(map(abs, (advantage, *of_siblings))):
+        return f"The advantages of its group have a mean of {number(mean, 3)}, not 0."
+    return ""
 
 
 def again(culprit: Culprit) -> str:

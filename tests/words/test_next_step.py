@@ -2,6 +2,7 @@
 """What to do now follows from the evidence, rule by rule."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,13 @@ SEEN = {
     "The rest spikes, too": certified("not_explained"),
     "The policy never sampled the token": event({"rollout_log_prob": 0.0, "log_prob": -12.0}, "not_sampled"),
     "The rollout's log-probs are shifted by one": event(label="shifted_log_probs"),
+    "The advantage is more than its estimator gives, or its group is odd": event(
+        {
+            "siblings": [sibling(1.0), sibling(0.0)],
+            "cause": {"label": "extreme_advantage", "numbers": {"rollouts": 3, "advantage_bound": 1.155}},
+        },
+        run=MADE_BY | {"estimator": "grpo", "rollouts": 3},
+    ),
     "The reward is odd against its siblings'": event({"reward": 90.0, "siblings": [sibling(1.0), sibling(0.0)]}),
     "The advantage is odd though the reward is not (the estimator)": event({"siblings": [sibling(1.0), sibling(0.0)]}),
     "The advantage is odd, and nothing is known of its siblings": event(),
@@ -114,6 +122,16 @@ def test_the_reward_is_accused_only_where_it_is_odd():
     why = next_step(plain).why
     assert "Its reward of 1 is like its siblings' (1 and 0), its advantage is 10,000" in why
     assert "gives at most 1.15 with 3 rollouts" in why and "not the reward" in why
+
+
+def test_an_estimator_is_accused_with_its_bound_and_not_told_to_drop_a_division_that_it_lacks():
+    found = SEEN["The advantage is more than its estimator gives, or its group is odd"]
+    step = next_step(found)
+    assert "Its advantage is 10,000. GRPO gives at most 1.16 with 3 responses." in step.why
+    assert step.lines == {"": "algorithm.norm_adv_by_std_in_grpo=false"}
+    without = next_step(replace(found, run=replace(found.run, estimator="grpo_mean")))
+    assert "GRPO without the division gives at most" in without.why
+    assert without.lines == {"": "actor_rollout_ref.actor.gradloc.action.mode=mask"}
 
 
 def test_the_step_is_the_first_that_is_not_in_force_and_that_the_verl_has():

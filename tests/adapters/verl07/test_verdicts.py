@@ -35,7 +35,12 @@ LAYOUTS = {
 
 def check(world, dump_dir, kind, *settings):
     """Spike so, and hold the event against what it must say; returns it."""
-    tau = [f"{ACTOR}.grad_norm_threshold=640", *(ENTROPY if kind == "entropy" else []), *settings]
+    tau = [
+        f"{ACTOR}.grad_norm_threshold=640",
+        "algorithm.adv_estimator=grpo",
+        *(ENTROPY if kind == "entropy" else []),
+        *settings,
+    ]
     if kind in BYPASSED:  # one epoch of one mini-batch has no old log-probs, and the dual clip would bound the ratio
         tau += [f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.clip_ratio_c=1e9"]
     if kind.startswith("experts"):  # the routers' loss is a micro-batch's
@@ -64,6 +69,7 @@ def check(world, dump_dir, kind, *settings):
         assert numbers["others_norm"] > 1000 and abs(numbers["tokens_norm"] - 0.77) < numbers["error_bound"] + 0.02
     if kind in ("token", "experts and a token"):
         assert named == {(5, 3)} and len(culprits[0]["siblings"]) == 1
+        assert event["run"]["estimator"] == "grpo" and "GRPO gives at most 0.707 with 2 responses." in event["verdict"]
         consequence = event["consequence"]
         assert consequence["clip_scale"] < 0.1 and consequence["culprit_share"] == pytest.approx(1, abs=0.01)
         assert "Clipping to 1 scaled the whole step to" in event["verdict"]
