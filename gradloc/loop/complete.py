@@ -185,6 +185,9 @@ def _step_cause(event: Event, tensors: Any) -> StepCause:
     first = leader(event.culprits)
     if first is not None:
         return StepCause(first.cause.label, numbers=first.cause.numbers)
+    if event.first_not_finite is not None and event.first_not_finite.way == "backward":
+        why = "log-probs, advantages and the loss's own derivative are finite, the backward through the model is not"
+        return StepCause("non_finite_backward", why)
     terms = {"entropy_term": batch.entropy_over_policy or 0.0, "kl_term": batch.kl_over_policy or 0.0}
     label = max(terms, key=lambda name: terms[name])
     if terms[label] >= _LEADS:

@@ -157,9 +157,10 @@ def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
         return _classify_value(culprit, culprit.value, batch)
     if culprit.log_prob is not None and not math.isfinite(culprit.log_prob):
         return Cause("non_finite_forward", {"coefficient": coefficient, "log_prob": culprit.log_prob})
-    finite = [value for value in (coefficient, norm, culprit.advantage) if value is not None]
-    if any(not math.isfinite(value) for value in finite):
+    if any(not math.isfinite(value) for value in (coefficient, culprit.advantage) if value is not None):
         return Cause("non_finite", {"coefficient": coefficient, "advantage": culprit.advantage})
+    if norm is not None and not math.isfinite(norm):
+        return Cause("non_finite_backward", {"coefficient": coefficient, "log_prob": culprit.log_prob})
 
     weight = abs(culprit.loss_weight) if culprit.loss_weight else None
     jacobian = norm / abs(coefficient) if culprit.span == "token" and norm is not None and coefficient else None

@@ -11,7 +11,7 @@ from ..record import Culprit, Event
 from .causes import APART
 from .leader import leader
 from .numbers import bounded, number
-from .story import again, beside, cause_of, group, it, odd_number
+from .story import again, beside, cause_of, first_place, group, it, odd_number
 from .text import one_line, spoken
 
 ODD = 3.0
@@ -122,6 +122,7 @@ class Evidence:
             "written": number(first.rollout_log_prob, 3),
             "again": again(first),
             "group": group(event),
+            "first": first_place(event),
             "neighbour": "next" if (self.numbers("shift") or 0.0) > 0 else "previous",
             "weight": number(first.is_weight, 3),
             "probability": number(probability, 2),

@@ -105,6 +105,12 @@ MEANINGS = {
         "overflowed, or attention saw no key.",
         ("fp32_forward", "padded", "not_compiled", "keep_weights"),
     ),
+    "non_finite_backward": Meaning(
+        "A backward that is not finite, of a loss that is",
+        "Log-probs, advantage and the loss's own derivative are finite; NaN or infinity comes up on the way back "
+        "through the model: a gradient overflowed, or a kernel is wrong.",
+        ("fp32_forward", "padded", "not_compiled", "keep_weights"),
+    ),
     "non_finite_padding": Meaning(
         "Only padding is not finite",
         "A NaN or an infinity stands at positions outside of the response mask. The loss leaves them out of its sum, "
@@ -116,6 +122,12 @@ MEANINGS = {
         "The named parameters hold NaN or infinity, so every forward does. No token of this step did it: an earlier "
         "step, a checkpoint or the optimizer's state did.",
         ("go_back", "fp32", "smaller_steps"),
+    ),
+    "replicas_differ": Meaning(
+        "Replicas whose weights have parted",
+        "Ranks that are to hold the same weights hold others: one skipped a step or loaded something else, or their "
+        "gradients are not summed. Each then trains a model of its own, and the norm is of none of them.",
+        ("go_back", "shard_all"),
     ),
     "batch_scale": Meaning(
         "The whole batch is scaled",

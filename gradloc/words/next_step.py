@@ -68,6 +68,14 @@ RULES = (
         "Go back to the newest checkpoint before it; where that is not finite either, to an earlier one.",
     ),
     Rule(
+        "Replicas whose weights have parted",
+        _is("replicas_differ"),
+        ("go_back", "shard_all"),
+        "The weights of {names} are not the same on all replicas, so no token of this step can be at fault.",
+        "After resuming, the second step says nothing of replicas.",
+        "Load one checkpoint on all ranks, and look for the rank that skipped a step.",
+    ),
+    Rule(
         "NaN on padding, under a loss that gives NaN there",
         lambda found: found.label == "non_finite_padding" and found.loss_mode in _COV,
         ("plain_loss",),
@@ -131,7 +139,14 @@ RULES = (
         "The forward is not finite, though the weights are",
         _is("non_finite_forward"),
         ("fp32_forward", "padded"),
-        "The log-prob itself is not finite, before any loss: an activation overflowed, or attention saw no key.",
+        "The log-prob itself is not finite, before any loss: an activation overflowed, or attention saw no key.{first}",
+        "The same step, replayed in fp32, is finite.",
+    ),
+    Rule(
+        "The backward is not finite, though the loss's derivative is",
+        _is("non_finite_backward"),
+        ("fp32_forward", "padded"),
+        "Log-probs and advantages are finite, and so is what the loss gives back to the model.{first}",
         "The same step, replayed in fp32, is finite.",
     ),
     Rule(

@@ -74,6 +74,16 @@ BESIDE = {
         remark="read before any forward",
         named="Not finite:",
     ),
+    "replicas_differ": Beside(
+        "{Spike} came on replicas that have parted; no token did it",
+        number="parameters",
+        what="parameters differ",
+        remark="between replicas of the weights",
+        named="Not the same on all replicas:",
+    ),
+    "non_finite_backward": Beside(
+        "The backward through the model made the gradient of step {step} not finite; no single token does"
+    ),
     "non_finite_padding": Beside("Padding that is not finite broke step {step}; no token did", named="Not finite in:"),
     "batch_scale": Beside(
         "The whole batch made {spike}: all of it is scaled, no token stands out",
@@ -224,7 +234,7 @@ def lede(event: Event) -> str:
     said = _beside(other) if other else ""
     if first is None:
         stopped = f"The search stopped because {event.search.stop_reason}." if event.search.stop_reason else ""
-        return said or stopped
+        return (said or stopped) + first_place(event)
     share = carried(event, event.culprits)
     subject = "It carries" if len(event.culprits) == 1 else "Together they carry"
     rest = "" if _is_part(event) else "; the other tokens pull the other way"
@@ -232,7 +242,9 @@ def lede(event: Event) -> str:
     odd = odd_number(first)
     why = f"{meaning_of(first.cause.label).title}{f': {ODD[first.cause.label][1]}{odd}' if odd else _said_of(first)}."
     more = f"At least {event.search.num_more} more are left." if event.search.num_more else ""
-    return " ".join(sentence for sentence in (part, why + again(first), group(event), more, said) if sentence)
+    return " ".join(
+        sentence for sentence in (part, why + again(first) + first_place(event), group(event), more, said) if sentence
+    )
 
 
 def _said_of(culprit: Culprit) -> str:
@@ -264,6 +276,17 @@ def group(event: Event) -> str:
     if abs(mean) > _FROM_ZERO * statistics.fmean(map(abs, (advantage, *of_siblings))):
         return f"The advantages of its group have a mean of {number(mean, 3)}, not 0."
     return ""
+
+
+def first_place(event: Event) -> str:
+    """In which module NaN or infinity first appears; with a blank before it."""
+    first = event.first_not_finite
+    if first is None:
+        return ""
+    what = "the output" if first.way == "forward" else "the gradient of the output"
+    before = [f"{one_line(name, 60)} {number(size, 3)}" for name, size in reversed(first.before.items())]
+    largest = f"; the largest values right before it: {', '.join(before)}" if before else ""
+    return f" It first appears in {what} of {one_line(first.module, 60)}{largest}."
 
 
 def again(culprit: Culprit) -> str:

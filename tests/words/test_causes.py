@@ -184,6 +184,32 @@ def broken_forward(also_weight: bool = False) -> Case:
     return spoiled(case) if also_weight else case
 
 
+class Overflow(torch.autograd.Function):
+    """Nothing forward; backward a gradient beyond what float32 holds."""
+
+    @staticmethod
+    def forward(ctx, values):
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 1e30 * 1e30
+
+
+def broken_backward() -> Case:
+    """The first block's gradient overflows in one row."""
+    case, seen = plain(), []
+    wanted = case.batch.tokens[ROW]
+
+    def spoil(block, inputs, output):
+        is_row = (seen[-1] == wanted).all(-1)[:, None, None]
+        return torch.where(is_row, Overflow.apply(output), output)
+
+    case.model.register_forward_pre_hook(lambda model, inputs: seen.append(inputs[0]))
+    case.model.blocks[0].register_forward_hook(spoil)
+    return case
+
+
 def spoiled(case: Case) -> Case:
     with torch.no_grad():
         case.model.blocks[1].mlp.up.weight[5, 7] = math.nan
@@ -263,6 +289,7 @@ CASES: dict[str, tuple[Callable[[], Case], str]] = {
     "a NaN advantage and one beside the mask": (lambda: with_padding(planted(math.nan)), "non_finite"),
     "a NaN beside the mask": (lambda: with_padding(plain()), "non_finite_padding"),
     "a forward that breaks": (broken_forward, "non_finite_forward"),
+    "a backward that breaks": (broken_backward, "non_finite_backward"),
     "a NaN weight": (lambda: spoiled(plain()), "non_finite_weights"),
     "a NaN weight and a NaN advantage": (lambda: spoiled(planted(math.nan)), "non_finite_weights"),
     "a NaN weight and a forward that breaks": (lambda: broken_forward(also_weight=True), "non_finite_weights"),
@@ -290,9 +317,29 @@ def test_a_spike_has_the_cause_of_its_kind_and_no_other(name):
         assert {culprit.cause.label for culprit in event.culprits} == {cause}
 
 
+@pytest.mark.parametrize(
+    ("make", "module", "way"),
+    [
+        (broken_forward, "blocks.1", "forward"),
+        (broken_backward, "blocks.0.mlp.down", "backward"),
+        (lambda: planted(math.nan), None, None),
+        (lambda: spoiled(plain()), None, None),
+        (lambda: with_padding(plain()), None, None),
+        (planted, None, None),
+    ],
+)
+def test_the_first_module_that_is_not_finite_is_named_where_it_is_the_model_s(make, module, way):
+    case = make()
+    first = event_of(case.step(), case.batch, case.threshold, **case.extra).first_not_finite
+    assert (first and (first.module, first.way)) == (module and (module, way))
+    if first:
+        assert len(first.before) == 3 and all(0 < size < 1e3 for size in first.before.values())
+    assert not any(block._forward_hooks for block in case.model.blocks[1:] if module != "blocks.1")
+
+
 def test_every_cause_is_in_the_matrix():
-    # The critic's has a test of its own, below.
-    assert {cause for _, cause in CASES.values()} | {"value_outlier"} == set(CAUSES)
+    # The critic's has a test of its own, below; replicas take several ranks, see tests/adapters.
+    assert {cause for _, cause in CASES.values()} | {"value_outlier", "replicas_differ"} == set(CAUSES)
 
 
 SPURIOUS = Culprit(log_prob=math.log(0.001), entropy=0.2, advantage=1.0, coefficients=Coefficients(log_prob=-0.01))

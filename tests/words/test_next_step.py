@@ -11,6 +11,7 @@ from gradloc.record import Event
 from gradloc.record.reading import read
 from gradloc.words.evidence import Evidence
 from gradloc.words.next_step import RULES, next_step
+from gradloc.words.story import lede
 from tests.report.builder import make_culprit, make_event
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "advice.md"
@@ -49,6 +50,7 @@ LATER = make_event()["step"] | {"mini_batch": 1}
 SEEN = {
     "A rehearsal: the step was asked for": event(trigger=make_event()["trigger"] | {"kind": "forced"}),
     "Weights that are not finite": beside("non_finite_weights", parameters=2),
+    "Replicas whose weights have parted": beside("replicas_differ", parameters=2),
     "NaN on padding": beside("non_finite_padding"),
     "It did not come back when run again (hardware)": beside("transient"),
     "A gradient that is not the tokens'": beside("not_tokens"),
@@ -57,6 +59,10 @@ SEEN = {
     "The entropy term": beside("entropy_term", entropy_term_over_policy=61.3),
     "The KL term": event(label="kl_term"),
     "The forward is not finite, though the weights are": event(label="non_finite_forward"),
+    "The backward is not finite, though the loss's derivative is": event(
+        label="non_finite_backward",
+        first_not_finite={"module": "model.norm", "way": "backward", "before": {"lm_head": 3e38}},
+    ),
     "The critic's value is far from the return": event(label="value_outlier", model="critic"),
     "The search ended undecided": certified("undecided"),
     "More culprits than may be named": certified("not_explained", num_more=3),
@@ -122,6 +128,16 @@ def test_the_reward_is_accused_only_where_it_is_odd():
     why = next_step(plain).why
     assert "Its reward of 1 is like its siblings' (1 and 0), its advantage is 10,000" in why
     assert "gives at most 1.15 with 3 rollouts" in why and "not the reward" in why
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_where_it_first_is_not_finite_is_said_with_what_was_there_before(way):
+    first = {"module": "model.norm", "way": way, "before": {"a.up": 61.0, "a.down": 3e38}}
+    found = event(label=f"non_finite_{way}", first_not_finite=first)
+    what = {"forward": "the output", "backward": "the gradient of the output"}[way]
+    said = f"It first appears in {what} of model.norm; the largest values right before it: a.down 3e38, a.up 61."
+    assert said in next_step(found).why and said in lede(found)
+    assert "first appears" not in lede(event(label=f"non_finite_{way}"))
 
 
 def test_an_estimator_is_accused_with_its_bound_and_not_told_to_drop_a_division_that_it_lacks():
