@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(markdown(rows))
     if parsed.out:
         parsed.out.mkdir(parents=True, exist_ok=True)
-        (parsed.out / "mixtures.json").write_text(json.dumps({"digest": digest(), "rows": rows}, indent=1) + "\n")
+        (parsed.out / "mixtures.json").write_text(json.dumps({"core_sha256": digest(), "rows": rows}, indent=1) + "\n")
     wrong = [(row, problems(row)) for row in rows if problems(row)]
     for row, found in wrong:
         print(f"{row}: {'; '.join(found)}", file=sys.stderr)

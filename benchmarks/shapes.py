@@ -23,7 +23,7 @@ if __package__ in (None, ""):
 import torch
 
 from benchmarks.localization import pretrained
-from benchmarks.run import REPO, Progress
+from benchmarks.run import REPO, Progress, digest
 from experiments.llm import tasks
 from gradloc.search.rows import ELEVATED
 from gradloc.words.causes import _NOTABLE
@@ -54,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     progress = Progress(sum(len(row.response) for rows in steps for row in rows))
     run = {
         "command": shlex.join(["python", "-m", "benchmarks.shapes", *(arguments or sys.argv[1:])]),
+        "core_sha256": digest(),
         "steps": [],
     }
     out = Path(parsed.out)

@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(markdown(rows))
     if parsed.out:
         parsed.out.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"digest": digest(), "rows": rows}, indent=1)
+        text = json.dumps({"core_sha256": digest(), "rows": rows}, indent=1)
         (parsed.out / "unrepeatable.json").write_text(text + "\n")
     wrong = [(row, problems(row)) for row in rows if problems(row)]
     for row, found in wrong:

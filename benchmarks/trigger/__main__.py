@@ -55,7 +55,7 @@ def measure(num_seeds: int, files: list[Path], command: str) -> dict[str, Any]:
     progress = Progress(len(series.HEALTHY) + len(collapses))
     run: dict[str, Any] = {
         "command": command,
-        "core": digest(),
+        "core_sha256": digest(),
         "seeds": list(seeds),
         "rules": list(RULES),
         "real": [_real(path) for path in files],

@@ -6,8 +6,8 @@ import math
 from collections import deque
 from typing import Protocol
 
-from gradloc.core.adaptive import AdaptiveThreshold
 from gradloc.core.history import History
+from gradloc.core.trigger import AdaptiveThreshold
 
 
 class Rule(Protocol):

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from ..core.gradients import GradientSpace
-from ..core.probe import RngState
+from ..core.step import RngState
 
 Rows = Mapping[str, torch.Tensor]
 """This rank's part of the batch, every tensor with R rows, in host memory: what the model and the loss read."""

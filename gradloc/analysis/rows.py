@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.gradients import Gradient, GradientSpace, local_shard
+from ..core.gradients import Gradient, GradientSpace
 from ..core.ranks import Ranks
+from ..core.sharding import local_shard
 from .actor import Actor, Rows, pick_rows
 
 

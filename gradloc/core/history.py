@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Robust statistics of a positive quantity: the median and the median absolute deviation (MAD) of its logarithm."""
+"""What a run's own past says is usual: the median and the median absolute deviation (MAD) of logarithms.
+
+:class:`History` is of one quantity, such as a norm. :class:`ScaleHistory` is of several numbers of each batch: what is
+typical within a batch cannot tell that the batch itself is off.
+"""
 
 import math
 from collections import deque
-from statistics import median
+from collections.abc import Mapping
+from statistics import median, median_low
 from typing import Any, TypedDict
 
 _MAD_TO_SIGMA = 1.4826  # MAD of a normal distribution is sigma / 1.4826
 _SIGMA_FLOOR = 0.05  # log units: a run of nearly equal norms must not make a 1% wobble a spike
 _LARGEST_EXPONENT = 709.0  # of a float; norms that scatter this far have no threshold
+_LEAST_STEPS = 4  # before a batch's number has anything typical
+_NOTABLE = 3.0
+_DEVIATIONS = 4.0
 _RELEARN_AFTER = 8  # flagged steps in a row: the level has moved, this is no spike any more
 
 
@@ -80,3 +88,50 @@ class History:
         self._log_norms.clear()
         self._log_norms.extend(float(value) for value in state["log_norms"])
         self._flagged = [float(value) for value in state["flagged"]]
+
+
+class ScaleHistory:
+    """Robust numbers of the last steps: each the median over a batch.
+
+    Args:
+        window: steps remembered.
+    """
+
+    def __init__(self, window: int = 64):
+        self._values: dict[str, deque[float]] = {}
+        self._window = window
+
+    def observe(self, values: Mapping[str, float]) -> None:
+        """Remember a step's; what is not a positive number is passed over."""
+        for name, value in values.items():
+            if math.isfinite(value) and value > 0:
+                self._values.setdefault(name, deque(maxlen=self._window)).append(float(value))
+
+    def typical(self) -> dict[str, tuple[float, float]]:
+        """By name: the median, and the factor from which a value is above all that is usual, at least 3.
+
+        The factor is four robust standard deviations (1.4826 median absolute deviations) of the logarithm.
+        """
+        found = {}
+        for name, values in self._values.items():
+            if len(values) >= _LEAST_STEPS:
+                logs = [math.log(value) for value in values]
+                center = median_low(logs)
+                spread = _MAD_TO_SIGMA * median_low(abs(log - center) for log in logs)
+                found[name] = math.exp(center), max(_NOTABLE, math.exp(min(_DEVIATIONS * spread, _LARGEST_EXPONENT)))
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready content."""
+        return {name: list(values) for name, values in self._values.items()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state` gave."""
+        for name, values in state.items():
+            self._values[name] = deque((float(value) for value in values), maxlen=self._window)
+
+
+def excess(value: float, typical: tuple[float, float]) -> float | None:
+    """How many times typical a value is; None where that is within what is usual."""
+    center, usual = typical
+    return value / center if center > 0 and value / center >= usual else None

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from .gradients import PART, GradientSpace, host_copy, local_shard
+from .gradients import PART, GradientSpace, host_copy
+from .sharding import local_shard
 
 _COPIES = 3
 _SCRATCH_BYTES = 20  # per element of a part, of which 14 to 18 were measured: what is drawn, its unit, the moved weight

@@ -2,13 +2,36 @@
 """Is this norm a spike? Pure rules over numbers; nothing here measures.
 
 Fixed rule (GradLoc): tau / sqrt(N), with tau a per-token threshold and N the response tokens of the mini-batch over
-all ranks. The adaptive rule is in :mod:`.adaptive`.
+all ranks.
+
+Adaptive rule, with one history for each mini-batch position within a trainer step:
+
+1. The *level* of a position is the median of its norms over the last 64 trainer steps; where they fall into two groups
+   (steps with and without advantages), it is the median of the upper group.
+2. A norm is a spike when it is more than twice the ninth decile of these norms; this threshold is never below 4 nor
+   above 10 times the level.
+3. Of spikes in a row only the first enters the history; after 64 in a row that no longer grow, or 16 norms in a row
+   below the median, the history starts again from these.
+
+Why each statistic, and what it was measured on: docs/trigger.md. All arithmetic is on logarithms of norms.
 """
 
 import math
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .history import Summary
+
+_DECILE = 0.9  # a quantile that up to a tenth of the norms, spikes or hard batches, cannot move far
+_DECILE_OF_NORMAL = 1.2816  # that quantile of a standard normal distribution
+_REACH = math.log(2.0)  # how far over that quantile a norm is no spike yet
+_GAP = math.log(2.0)  # two groups are at least this far apart; within one heavy tail no two neighbours are
+_GROUP = 8  # the upper group is at least this part of all norms, and 3; fewer are spikes
+_FALL = 16  # norms in a row below the median: by chance once in 65,536 steps
+_SETTLED = math.log(2.0)  # spikes in a row whose later half is higher than the earlier by more than this still grow
+_LARGEST = 709.0  # the largest exponent of a float
 
 
 def fixed_threshold(tau: float, num_tokens: int) -> float:
@@ -56,3 +79,174 @@ def spike_kind(grad_norm: float, threshold: float | None, kind: str) -> str | No
     if not math.isfinite(grad_norm):
         return "non_finite"
     return kind if threshold is not None and grad_norm > threshold else None
+
+
+class AdaptiveThreshold:
+    """The threshold of each mini-batch position, learned from the norms of trainer steps.
+
+    Args:
+        window: trainer steps that a position remembers, at least 8.
+        warmup: norms that a position needs before it has a threshold.
+        floor: the threshold is at least this many times the level.
+        cap: the threshold is at most this many times the level.
+
+    Raises:
+        ValueError: one sentence, where two of them contradict each other.
+    """
+
+    def __init__(self, window: int = 64, warmup: int = 16, floor: float = 4.0, cap: float = 10.0):
+        if warmup > window:
+            raise ValueError(f"warmup must be at most window ({window}), found {warmup}.")
+        if floor > cap:
+            raise ValueError(f"floor must be at most cap ({cap:g}), found {floor:g}.")
+        self._settings = (window, warmup, math.log(floor), math.log(cap))
+        self._positions: list[_Position] = []
+        self._seed: list[float] = []  # of a checkpoint whose history pooled the positions
+
+    def threshold(self, position: int) -> float | None:
+        """The norm above which this position spikes in the next step; None until ``warmup`` norms are known."""
+        return self._at(position).threshold()
+
+    def observe(self, step_norms: Sequence[float]) -> list[bool]:
+        """Learn from one trainer step.
+
+        Args:
+            step_norms: the norms before clipping and before any action, of all epochs x mini-batches in order. NaN and
+                inf are spikes; 0, a step without a gradient, is none; neither says anything about the level.
+
+        Returns:
+            Which of them were spikes, by the thresholds that stood before this step.
+        """
+        spikes = [self._at(position).observe(norm) for position, norm in enumerate(step_norms)]
+        self._seed = []
+        return spikes
+
+    def summary(self, position: int = 0) -> Summary:
+        """What a position's threshold is made of; ``log_sigma`` by the norms' ninth decile."""
+        return self._at(position).summary()
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready content, for the checkpoint: at most twice ``window`` numbers for each position."""
+        return {"positions": [position.state() for position in self._positions], "seed": self._seed}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state` gave; or a ``History.state()``, from before positions were told apart."""
+        self._positions = []
+        if "positions" not in state:  # pooled: every position starts from all of them, and parts from it as it learns
+            self._seed = [float(value) for value in state["log_norms"]]
+            return
+        self._seed = [float(value) for value in state["seed"]]
+        for number, saved in enumerate(state["positions"]):
+            self._at(number).load_state(saved)
+
+    def _at(self, position: int) -> "_Position":
+        while len(self._positions) <= position:
+            self._positions.append(_Position(*self._settings, self._seed))
+        return self._positions[position]
+
+
+class _Position:
+    """One mini-batch position: its recent log-norms, and the spikes in a row that it is in."""
+
+    def __init__(self, window: int, warmup: int, floor: float, cap: float, seed: Sequence[float]):
+        self._warmup, self._floor, self._cap = warmup, floor, cap
+        self._norms: deque[float] = deque(seed, maxlen=window)
+        self._run: deque[float] = deque(maxlen=window)
+        self._fitted: tuple[float, float, float, float] | None = None
+
+    def threshold(self) -> float | None:
+        if len(self._norms) < self._warmup:
+            return None
+        exponent = self._fit()[0]
+        return math.exp(exponent) if exponent < _LARGEST else math.inf
+
+    def observe(self, norm: float) -> bool:
+        if not math.isfinite(norm):
+            return True
+        if norm <= 0:
+            return False
+        threshold = self.threshold()
+        value = math.log(norm)
+        if threshold is None or norm <= threshold:
+            self._run.clear()
+            self._append(value)
+            self._start_again_if_fallen()
+            return False
+        self._run.append(value)
+        if len(self._run) == 1:
+            self._append(value)
+        elif len(self._run) == self._run.maxlen and self._is_settled():
+            self._start_again(self._run)
+        return True
+
+    def summary(self) -> Summary:
+        if not self._norms:
+            return {"num_norms": 0, "median_norm": None, "log_sigma": None}
+        _, _, level, decile = self._fit()
+        log_sigma = max(decile - level, 0.0) / _DECILE_OF_NORMAL
+        return {"num_norms": len(self._norms), "median_norm": math.exp(level), "log_sigma": log_sigma}
+
+    def state(self) -> dict[str, Any]:
+        return {"log_norms": list(self._norms), "run": list(self._run)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._start_again(state["log_norms"])
+        self._run.extend(float(value) for value in state["run"])
+
+    def _fit(self) -> tuple[float, float, float, float]:
+        """Threshold, median, level and ninth decile, as logarithms."""
+        if self._fitted is None:
+            norms, count = sorted(self._norms), len(self._norms)
+            middle = _median(norms)
+            level = _median(_upper_group(norms, middle + self._cap) or norms)
+            decile = norms[min(int(_DECILE * count), count - 1)]
+            # a decile of few norms is uncertain: its error falls with the root of their number
+            reach = _REACH + 0.5 * math.log((self._norms.maxlen or count) / count)
+            threshold = min(max(decile + reach, level + self._floor), level + self._cap)
+            self._fitted = threshold, middle, level, decile
+        return self._fitted
+
+    def _append(self, value: float) -> None:
+        self._norms.append(value)
+        self._fitted = None
+
+    def _start_again(self, values: Sequence[float]) -> None:
+        values = [float(value) for value in values]
+        self._norms.clear()
+        self._norms.extend(values)
+        self._run.clear()
+        self._fitted = None
+
+    def _start_again_if_fallen(self) -> None:
+        length = max(_FALL, self._warmup)
+        if len(self._norms) <= length:
+            return
+        last = list(self._norms)[-length:]
+        if max(last) < self._fit()[1]:
+            self._start_again(last)
+
+    def _is_settled(self) -> bool:
+        values = list(self._run)
+        half = len(values) // 2
+        return _median(sorted(values[half:])) - _median(sorted(values[:half])) < _SETTLED
+
+
+def _median(ordered: Sequence[float]) -> float:
+    count = len(ordered)
+    return 0.5 * (ordered[(count - 1) // 2] + ordered[count // 2])
+
+
+def _upper_group(ordered: Sequence[float], cap: float) -> Sequence[float]:
+    """The norms above the highest gap over the median with enough above it; empty where there is one group.
+
+    Two groups matter, and are looked for, only where a threshold at ``cap`` would cut off the upper one: where the
+    second largest norm is beyond it.
+    """
+    count = len(ordered)
+    if count < 2 or ordered[-2] <= cap:
+        return []
+    least = max(-(-count // _GROUP), 3)
+    for start in range(count - least, count // 2 - 1, -1):
+        if start > 0 and ordered[start] - ordered[start - 1] > _GAP:
+            return ordered[start:]
+    return []

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core.actions import Outcome
-from ..core.scale import ScaleHistory
+from ..core.history import ScaleHistory
 from ..record import Run
 from ..tell.teller import Teller
 from .batch import BatchView

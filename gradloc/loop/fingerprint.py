@@ -12,7 +12,8 @@ import re
 
 import torch
 
-from ..core.gradients import GradientSpace, local_shard, squared_norms
+from ..core.gradients import GradientSpace, squared_norms
+from ..core.sharding import local_shard
 from ..record import Fingerprint, Weights
 
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")

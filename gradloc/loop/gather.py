@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 
 from ..core.gradients import GradientSpace
-from ..core.probe import TrainingStep
 from ..core.ranks import Ranks
 from ..core.selection import Token, mask_without
+from ..core.step import TrainingStep
 from ..core.trigger import Place, Spike
 from ..record import (
     Action,

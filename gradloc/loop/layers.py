@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..core.gradients import GradientSpace, named_shards
+from ..core.gradients import GradientSpace
+from ..core.sharding import named_shards
 from ..record import LayerHistory
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(?:_\w+\.)*(\d+)(?:\.|$)")

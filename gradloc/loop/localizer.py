@@ -4,7 +4,7 @@
 The localizer rides along in every update: it keeps each micro-batch's log-probs and the coefficients that the backward
 puts on them, notes the random state and local norms, all without communication. When a norm breaks the policy that the
 driver sent, it searches for the tokens, decides what to do, gathers the event, and puts into ``.grad`` what the step is
-to take. What it needs of the trainer are two protocols: a step that can be replayed (``core.probe.TrainingStep``)
+to take. What it needs of the trainer are two protocols: a step that can be replayed (``core.step.TrainingStep``)
 and the actor's few powers. A failure in here is logged, counted and steps aside, on all ranks together.
 """
 
@@ -21,9 +21,10 @@ import torch
 from ..core.actions import Outcome, decide, decide_without_search
 from ..core.gradients import GradientSpace
 from ..core.memory import WAYS, Room, StepPeak
-from ..core.probe import HostStep, Prober, RngState, TrainingStep, to_host
+from ..core.probe import Prober
 from ..core.ranks import LostRank, Ranks
 from ..core.selection import Token
+from ..core.step import HostStep, RngState, TrainingStep, to_host
 from ..core.tracker import NormTracker, median_size
 from ..core.trigger import Spike
 from ..record import Action

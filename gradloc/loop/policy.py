@@ -4,8 +4,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..core.adaptive import AdaptiveThreshold
-from ..core.trigger import fixed_threshold
+from ..core.trigger import AdaptiveThreshold, fixed_threshold
 from .wire import Policy
 
 

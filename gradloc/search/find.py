@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..core.gradients import GradientSpace
-from ..core.probe import Prober, RngState, TrainingStep
+from ..core.probe import Prober
 from ..core.ranks import Ranks
 from ..core.selection import Token
+from ..core.step import RngState, TrainingStep
 from ..core.trigger import Spike
 from ..record import Certificate, FirstNotFinite, Rerun
 from .auto import auto, share

@@ -19,7 +19,7 @@ import math
 
 import torch
 
-from ..core.probe import Recorded
+from ..core.step import Recorded
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 """log_prob and entropy (B, T) of one forward."""

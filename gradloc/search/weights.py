@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..core.gradients import Gradient, GradientSpace, host_copy, in_parts, local_shard, unwrapped
+from ..core.gradients import Gradient, GradientSpace, host_copy, in_parts
 from ..core.probe import Prober
+from ..core.sharding import local_shard, unwrapped
 
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
 _EXPONENT = 0x7F800000  # its bits in a float32

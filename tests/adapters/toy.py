@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from gradloc.config import ActionConfig, GradLocConfig, TriggerConfig
 from gradloc.core.gradients import GradientSpace
-from gradloc.core.probe import Recorded, RngState, let_through, record
 from gradloc.core.ranks import Ranks
+from gradloc.core.step import Recorded, RngState, let_through, record
 from gradloc.loop.batch import BatchView
 from gradloc.loop.driver import Driver
 from gradloc.loop.localizer import Localizer
@@ -49,7 +49,7 @@ class Watch:
 
 
 class ToyStep:
-    """One optimizer step that can be replayed: the :class:`~gradloc.core.probe.TrainingStep` of this trainer."""
+    """One optimizer step that can be replayed: the :class:`~gradloc.core.step.TrainingStep` of this trainer."""
 
     compute_dtype, loss_scale, temperature, on_policy, reduces_once = torch.float32, 1.0, 1.0, False, False
 

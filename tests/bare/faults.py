@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradloc.config import ActionConfig, EvidenceConfig, GradLocConfig
 from gradloc.core import memory
 from gradloc.core import ranks as core_ranks
-from gradloc.core.gradients import GradientSpace, local_shard
+from gradloc.core.gradients import GradientSpace
 from gradloc.core.memory import WAYS
 from gradloc.core.ranks import Ranks
+from gradloc.core.sharding import local_shard
 from gradloc.loop.localizer import Localizer
 from gradloc.loop.wire import Policy
 from tests.bare import BareStep, Batch, build, clip_gradient, random_batch, shard

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from gradloc.core.gradients import GradientSpace, local_shard
+from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
+from gradloc.core.sharding import local_shard
 from gradloc.core.tracker import NormTracker
 from gradloc.core.trigger import Spike
 from gradloc.search.find import localize

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_s
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from gradloc.core.probe import Recorded, RngState, let_through, record
+from gradloc.core.step import Recorded, RngState, let_through, record
 from tests.bare.amplifier import edit_of
 from tests.bare.batch import CPU, Batch
 from tests.bare.model import Block, Decoder, entropy_of, log_prob_of

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradloc.core.gradients import GradientSpace, abandon_pass, unwrapped
+from gradloc.core.gradients import GradientSpace
+from gradloc.core.sharding import abandon_pass, unwrapped
 
 
 @pytest.fixture

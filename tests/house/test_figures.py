@@ -56,7 +56,7 @@ RECORDED = {
     "## The price of a search": ("spiking", spiking.markdown),
     "## The trigger's rule": ("trigger", trigger.markdown),
     "## Kernels that do not repeat": ("unrepeatable", lambda found: unrepeatable.markdown(found["rows"])),
-    "## Cost against 0.1.0": ("cost", cost.markdown),
+    "## A search in passes": ("cost", cost.markdown),
 }
 
 
@@ -67,19 +67,12 @@ def test_every_row_of_a_benchmark_s_table_is_the_record_s(title):
     assert shown and [row for row in shown if row not in made] == []
 
 
-def test_how_cost_grew_is_the_record_s():
-    cells = {cell["cell"]["tokens"]: cell for cell in record("sizes")["cells"] if cell["cell"]["sweep"] == "tokens"}
-    few, many = ({name: found["cost_f"] for name, found in cells[n]["strategies"].items()} for n in (128, 16384))
-    said = f"{few['published']} f against {few['auto']} at 128 tokens, "
-    assert f"{said}{many['published']} against {many['auto']} at 16,384" in page("docs/benchmarks.md")
-
-
 def test_the_price_of_a_search_is_the_record_s_on_every_page():
     found = [row for row in record("cost")["rows"] if row["masters"] == "float32"]
     step = 3 * 4  # f of one training step: a forward and a backward of each of four micro-batches
 
     def steps(scenario: str, dtype: str) -> str:
-        costs = [row["now_f"] for row in found if (row["scenario"], row["dtype"]) == (scenario, dtype)]
+        costs = [row["cost_f"] for row in found if (row["scenario"], row["dtype"]) == (scenario, dtype)]
         return f"{median(costs) / step:.1f}"
 
     one, eight = ([steps(name, dtype) for dtype in ("float32", "bfloat16")] for name in ("single_10", "eight"))
@@ -105,9 +98,9 @@ def test_the_noise_s_figures_are_the_record_s():
     assert not [row for row in found if unrepeatable.problems(row)]
 
 
-def test_no_cell_costs_more_than_it_may_and_all_are_right():
+def test_all_cells_are_right_and_together_cost_what_they_may():
     found = record("cost")["rows"]
-    assert [row for row in found if cost.is_over(row)] == []
+    assert len(found) == 78 and sum(row["cost_f"] for row in found) <= 1200
     assert {(row["recall"], row["false_positives"], row["verdict"]) for row in found} == {(1.0, 0, "explained")}
     assert f"all planted ones in {len(found)} of {len(found)} searches" in page("docs/benchmarks.md")
 

@@ -19,11 +19,10 @@ def tracked():
     return [ROOT / name for name in done.stdout.decode().split("\0") if name]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_to_a_file_leads_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), target
+def test_every_link_to_a_file_leads_somewhere():
+    for page in PAGES:
+        targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
+        assert [to for to in targets if "://" not in to and not (page.parent / to).exists()] == [], page.name
 
 
 def help_of(*command):
@@ -95,7 +94,8 @@ def test_no_file_names_a_path_of_one_machine():
 
 
 def test_the_seams_and_modules_stay_small():
-    """No module of ours over 500 lines: a reader should know the room."""
+    """A reader should know the room."""
     for path in tracked():
         if path.suffix == ".py" and path.is_file():
-            assert len(path.read_text().splitlines()) <= 500, path.relative_to(ROOT)
+            most = 500 if (ROOT / "tests") in path.parents else 400
+            assert len(path.read_text().splitlines()) <= most, path.relative_to(ROOT)

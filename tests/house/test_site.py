@@ -4,8 +4,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.house.test_words import without_code
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,21 +19,23 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_anchor_is_a_heading_of_its_page(page):
-    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
-        if "://" not in target:
-            assert anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
+def test_every_anchor_is_a_heading_of_its_page():
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                found = anchors(page.parent / target if target else page)
+                assert anchor in found, f"{page.name}: {target}#{anchor}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_list_is_one_on_a_forge_and_on_the_site(page):
+def test_a_list_is_one_on_a_forge_and_on_the_site():
     """The site wants an empty line before a list, and four spaces where a forge nests by two: no list is nested."""
-    above = ""
-    for line in without_code(page.read_text(encoding="utf-8")).splitlines():
-        item = re.match(r"( *)([-*]|\d+\.) ", line)
-        assert not item or (not item[1] and (not above or re.match(r"  |[-*] |\d+\. ", above))), line
-        above = line.rstrip()
+    for page in PAGES:
+        above = ""
+        for line in without_code(page.read_text(encoding="utf-8")).splitlines():
+            item = re.match(r"( *)([-*]|\d+\.) ", line)
+            is_one = not item or (not item[1] and (not above or re.match(r"  |[-*] |\d+\. ", above)))
+            assert is_one, f"{page.name}: {line}"
+            above = line.rstrip()
 
 
 def test_the_index_has_a_place_for_every_page():

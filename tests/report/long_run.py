@@ -5,6 +5,7 @@ import math
 import random
 from pathlib import Path
 
+from gradloc import __version__
 from gradloc.record import Event
 from gradloc.record.reading import read
 from gradloc.words.verdict import verdict_sentences
@@ -21,7 +22,7 @@ MADE_BY = {
     "experiment": "made-up run",
     "trainer": "verl 0.9.1",
     "torch": "2.9.1",
-    "gradloc": "0.2.0",
+    "gradloc": __version__,
     "model": "Qwen/Qwen3-4B",
     "commit": "1f0c3a9be812",
     "config": "8c2d61e0aa47",

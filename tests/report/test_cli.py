@@ -29,6 +29,17 @@ def test_a_run_alone_prints_a_summary(folder, capsys, monkeypatch):
     assert "\x1b[31m" not in out
 
 
+def test_a_run_of_0_2_0_opens(tmp_path, capsys, monkeypatch):
+    """Its demo's shares add up to 1.855, which is said; the page has the token."""
+    monkeypatch.setenv("COLUMNS", "300")
+    run, page = REPO / "tests/data/run-0.2.0", tmp_path / "report.html"
+    assert main([str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "One token made the step-5 spike." in out and "their sum is 1.855" in out
+    assert main([str(run), "-o", str(page)]) == 0
+    assert "aef9727d" in page.read_text(encoding="utf-8")
+
+
 def test_one_event_is_told_with_its_verdict(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     assert main([str(folder), "--event", "step000009-epoch0-mini0"]) == 0

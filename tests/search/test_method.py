@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradloc.core.probe import Recorded
+from gradloc.core.step import Recorded
 from gradloc.search.readout import Readout
 from gradloc.search.sketch import _chi2_quantile
 from tests.bare import Loss, Oracle, build, random_batch

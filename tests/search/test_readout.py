@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from gradloc.core.probe import Recorded
+from gradloc.core.step import Recorded
 from gradloc.search.readout import Readout, log_odds
 
 MANY = 400

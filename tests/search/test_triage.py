@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from gradloc.core.gradients import GradientSpace
+from gradloc.core.history import ScaleHistory
 from gradloc.core.ranks import Ranks
-from gradloc.core.scale import ScaleHistory
 from gradloc.core.selection import mask_without
 from gradloc.core.trigger import Spike
 from gradloc.search.find import Finding, localize

@@ -65,7 +65,7 @@ def spike(kind: str, overrides: list[str], dump_dir: str) -> None:
 
 def spoil_weight(module: torch.nn.Module, value: float = math.nan) -> None:
     """One weight of the second layer's ``up_proj``, a NaN by default, on every rank that holds a part of it."""
-    named_shards = part("core.gradients").named_shards
+    named_shards = part("core.sharding").named_shards
     with torch.no_grad():
         for name, param in module.named_parameters():
             for of, shard in named_shards(name, param):

@@ -17,7 +17,7 @@ import torch
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from trl.trainer import utils as trl_utils
 
-from ...core.probe import LossOfGiven, Recorded, RngState, let_through, record
+from ...core.step import LossOfGiven, Recorded, RngState, let_through, record
 
 Forwarded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """What TRL's method returns: log-probs (B, T), entropies (B, T), and a mixture of experts' balancing loss."""
@@ -30,7 +30,7 @@ _PLAIN = {"beta": 0.0, "top_entropy_quantile": 1.0, "off_policy_mask_threshold":
 
 
 class TrlStep(LossOfGiven):
-    """All micro-batches of one optimizer step: see :class:`~...core.probe.TrainingStep`.
+    """All micro-batches of one optimizer step: see :class:`~...core.step.TrainingStep`.
 
     Args:
         trainer: TRL's.

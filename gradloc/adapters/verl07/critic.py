@@ -11,8 +11,8 @@ from verl.trainer.ppo import core_algos
 from verl.utils.device import get_device_id
 from verl.workers.critic import DataParallelPPOCritic, dp_critic
 
-from ...core.probe import LossOfGiven, Recorded, RngState, let_through, record
 from ...core.ranks import Ranks
+from ...core.step import LossOfGiven, Recorded, RngState, let_through, record
 from ...keys import POLICY_KEY, ROW_KEY
 from ...loop.wire import Policy, RankReport
 from ..verl_common.losses import weights_of
@@ -111,7 +111,7 @@ class CriticWatch(Watch):
 
 
 class CriticStep(LossOfGiven):
-    """One mini-batch of verl's critic, replayable: the :class:`~..core.probe.TrainingStep` of the search."""
+    """One mini-batch of verl's critic, replayable: the :class:`~..core.step.TrainingStep` of the search."""
 
     on_policy, reduces_once, temperature, loss_scale = False, False, 1.0, 1.0
     compute_dtype = torch.bfloat16  # verl's critic sees to that itself, whatever its weights are kept in

@@ -9,14 +9,14 @@ import torch
 from verl.utils.device import get_device_id
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
-from ...core.probe import LossOfGiven, Recorded, RngState, let_through, record
+from ...core.step import LossOfGiven, Recorded, RngState, let_through, record
 from ...keys import ROW_KEY
 from ..verl_common.losses import weights_of
 from ..verl_common.precise import logit_bytes, precise_fused_readout, precise_readout
 
 
 class ActorStep(LossOfGiven):
-    """One mini-batch of verl's actor, replayable: the :class:`~.probe.TrainingStep` of the search."""
+    """One mini-batch of verl's actor, replayable: the :class:`~...core.step.TrainingStep` of the search."""
 
     reduces_once = False
 

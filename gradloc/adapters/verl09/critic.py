@@ -15,7 +15,7 @@ from .step import EngineStep
 
 
 class CriticStep(EngineStep):
-    """One mini-batch of verl's critic, replayable: see :class:`~..core.probe.TrainingStep`."""
+    """One mini-batch of verl's critic, replayable: see :class:`~..core.step.TrainingStep`."""
 
     output, old = "values", "values"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...core.probe import let_through
+from ...core.step import let_through
 
 
 def padded(values: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
 from verl.workers.engine import FSDPEngineWithLMHead
 
-from ...core.probe import LossOfGiven, Recorded, RngState
+from ...core.step import LossOfGiven, Recorded, RngState
 from ...keys import ROW_KEY
 from ..verl_common.losses import weights_of
 from ..verl_common.precise import logit_bytes, precise_fused_readout, precise_readout
@@ -29,7 +29,7 @@ FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
 
 
 class EngineStep(LossOfGiven):
-    """One mini-batch of verl's FSDP engine, replayable: see :class:`~..core.probe.TrainingStep`.
+    """One mini-batch of verl's FSDP engine, replayable: see :class:`~..core.step.TrainingStep`.
 
     Args:
         engine: verl's ``FSDPEngineWithLMHead``.

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ...core.gradients import Gradient, GradientSpace
-from ...core.probe import Recorded, RngState, record
 from ...core.ranks import Ranks
+from ...core.step import Recorded, RngState, record
 from ..actor import BUCKET_KEY, Actor, MicroBatch, Rows
 from ..rows import RowProbe, Weights, add_up
 from .split import NUM_QUARTILES, UPDATES

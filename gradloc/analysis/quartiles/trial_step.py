@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ...core.gradients import Gradient, GradientSpace, local_shard
+from ...core.gradients import Gradient, GradientSpace
+from ...core.sharding import local_shard
 from ...search.weights import MovedWeights
 from ..actor import Actor
 

@@ -14,6 +14,7 @@ import json
 import zlib
 from functools import cache
 from importlib import resources
+from statistics import median
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -28,7 +29,6 @@ from ..runs import tokens
 from ..runs.comparison import Comparison
 from ..runs.diagnosis import diagnose
 from ..runs.health import judge, ranges
-from ..runs.metrics import MEAN
 from ..runs.run import RunFolder
 from . import analyses, charts
 from .eventview import EventView, culprit_count, full_view, severity
@@ -130,9 +130,8 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
         made.append(("spent searching", f"{number(sum(spent), 3)} s"))
     if run.metrics:
         made.append(("steps", number(len(run.metrics.steps))))
-        norms = sorted(run.metrics.finite(MEAN))
-        if norms:
-            made.append(("median norm", number(norms[len(norms) // 2], 3)))
+        if norms := run.metrics.norms:
+            made.append(("median norm", number(median(norms), 3)))
     return made
 
 

@@ -6,6 +6,7 @@ Tokens are hostile here, too: text is made visible first, and never read as rich
 
 import shlex
 import sys
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
@@ -36,12 +37,10 @@ def summary(run: RunFolder, events: list[Event]) -> None:
         console.print(_table(events[-EVENTS:]))
         if len(events) > EVENTS:
             console.print(Text(f"The last {EVENTS} of {len(events)} events; --list names all.", style="dim"))
-    norms = run.metrics.finite("actor/grad_norm")
-    if norms:
-        middle = sorted(norms)[len(norms) // 2]
+    if norms := run.metrics.norms:
         console.print(
             f"{len(run.metrics.steps)} steps in {run.metrics.source}: "
-            f"median gradient norm {number(middle)}, largest {number(max(norms))}."
+            f"median gradient norm {number(median(norms))}, largest {number(max(norms))}."
         )
     for note in run.notes:
         console.print(Text(visible(note), style="yellow"))

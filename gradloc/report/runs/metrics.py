@@ -43,6 +43,11 @@ class Metrics:
         return next((name for name in (MAX, MEAN) if any(v is not None for v in self.series.get(name, ()))), None)
 
     @property
+    def norms(self) -> list[float]:
+        """The finite gradient norms, in order."""
+        return [] if self.norm is None else self.finite(self.norm)
+
+    @property
     def own_names(self) -> list[str]:
         """The metrics as the log itself calls them."""
         return [name for name in self.series if name not in self.called]

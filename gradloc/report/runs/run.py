@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...record import Event
+from ...words.advice import is_trl
 from ...words.text import plural
 from .. import logs
 from ..errors import ReportError
@@ -202,9 +203,11 @@ def _read_metrics(run: RunFolder, named: Path | None, metric: str | None) -> Non
 def _check(run: RunFolder, events_file: Path | None) -> None:
     if run.events:
         if not run.metrics:
+            has_trl = is_trl(run.events[0].run.trainer)
+            way = "save a checkpoint, whose trainer_state.json has them" if has_trl else "add `file` to trainer.logger"
             run.notes.append(
-                "No metrics were found beside the events, so the curve shows the events alone: add "
-                "`file` to trainer.logger, or name them with --metrics."
+                "No metrics were found beside the events, so the curve shows the events alone: "
+                f"{way}, or name them with --metrics."
             )
         return
     if told := run.metrics.verdicts:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from ...core.adaptive import AdaptiveThreshold
+from ...core.trigger import AdaptiveThreshold
 from ..errors import ReportError
 from ..logs.names import is_norm, listed
 from ..logs.segments import LoggedRun, surviving

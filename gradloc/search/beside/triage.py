@@ -13,8 +13,8 @@ import torch
 
 from ...core.certificate import judge
 from ...core.gradients import Gradient, GradientSpace
+from ...core.history import excess
 from ...core.ranks import Ranks
-from ...core.scale import excess
 from ...core.tracker import median_size
 from ...record import Certificate, PathEntry, Rerun, StepCause
 from ..share import ShareMap, measure_shares

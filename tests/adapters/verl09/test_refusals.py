@@ -17,7 +17,7 @@ BUCKETS = "trainer.gradient_analysis_mode=true"
 STABILIZE = f"{ACTOR}.gradloc.stabilize"
 NO_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs=false"
 REFUSED = {
-    f"{ACTOR}.strategy=veomni": "strategy must be fsdp, fsdp2 or megatron while .* \\(other engines do not have it\\)",
+    f"{ACTOR}.strategy=veomni": "strategy must be fsdp, fsdp2 or megatron while .* \\(others do not have it\\)",
     "trainer.use_v1=false": "trainer.use_v1 must be true",
     f"{ACTOR}.shuffle=true": "shuffle must be false",
     f"{ACTOR}.fsdp_config.offload_policy=true": "use param_offload and optimizer_offload instead",

@@ -250,9 +250,8 @@ def fail_during_update(dump_dir: str) -> dict[str, bool]:
     trainer = make_trainer([], dump_dir)
     trainer.update(make_batch(seed=1))
     weights, state = trainer.weights_hash(), len(trainer.optimizer.state)
-    gradients = ours("core.gradients")
-    space = gradients.GradientSpace(trainer.module)
-    gradient = [torch.ones_like(gradients.local_shard(param)) for param in space.params]
+    space, local_shard = ours("core.gradients").GradientSpace(trainer.module), ours("core.sharding").local_shard
+    gradient = [torch.ones_like(local_shard(param)) for param in space.params]
     trial_step, data = ours("analysis.quartiles.trial_step").trial_step, prepared(make_batch())[0]
     moved = None
     try:

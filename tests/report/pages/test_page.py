@@ -27,6 +27,7 @@ from tests.report.builder import (
     make_sequence,
     write_run,
 )
+from tests.report.long_run import write_long_run
 
 ALLOWED = set(
     "article p span b code details summary h2 h3 h4 small div dl dt dd mark section button fieldset legend label "
@@ -350,6 +351,12 @@ def test_metrics_alone_have_a_page_that_says_no_spike_only_where_there_is_none(t
     text = render(write_run(tmp_path / "loud", metrics=make_metrics()))
     assert "Step 5: gradient norm" in text and "times normal" in text
     assert "No spike" not in text and "which tokens" in text.lower()
+
+
+def test_a_page_of_norms_and_their_maxima_knows_one_median(tmp_path):
+    run = read_run(write_long_run(tmp_path / "healthy", num_events=0))
+    said = re.search(r"the run's median of ([\d.]+)\.", html.unescape(page.render(run)))
+    assert ("median norm", said[1]) in page.facts(run)
 
 
 def test_what_could_not_be_read_is_said_on_the_page(tmp_path):

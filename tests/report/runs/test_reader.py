@@ -147,10 +147,13 @@ def test_an_empty_events_file_beside_metrics_says_that_nothing_spiked(tmp_path):
     assert run.notes == ["events.jsonl is empty: no spike was localized."]
 
 
-def test_events_without_metrics_are_shown_with_a_sentence(tmp_path):
-    run = read_run(write_run(tmp_path, [make_event()]))
+@pytest.mark.parametrize(("trainer", "way"), [("verl 0.9.1", "trainer.logger"), ("trl 1.16.0", "trainer_state.json")])
+def test_events_without_metrics_are_shown_with_a_sentence(tmp_path, trainer, way):
+    event = make_event()
+    event["run"]["trainer"] = trainer
+    run = read_run(write_run(tmp_path, [event]))
     assert len(run.events) == 1
-    assert run.notes[0].startswith("No metrics were found beside the events")
+    assert run.notes[0].startswith("No metrics were found beside the events") and way in run.notes[0]
 
 
 def test_refusals_are_one_sentence_each(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradloc.core.adaptive import AdaptiveThreshold
+from gradloc.core.trigger import AdaptiveThreshold
 from gradloc.report.cli import main
 
 SERIES = Path(__file__).resolve().parents[3] / "docs" / "series"

@@ -23,8 +23,8 @@ from verl.workers.engine.utils import prepare_micro_batches
 from ....analysis.actor import BUCKET_KEY, MicroBatch, Rows, cut_runs
 from ....analysis.measure import measure
 from ....analysis.quartiles.probe import QUARTILE_KEY, SAMPLE_KEY
-from ....core.probe import RngState
 from ....core.ranks import Ranks
+from ....core.step import RngState
 from ...verl_common.losses import aggregation_of, is_of_micro_batch
 from ...verl_common.reports import answer_of
 from ..packed import pack, padded, unpack

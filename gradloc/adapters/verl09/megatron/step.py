@@ -23,8 +23,8 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.megatron.pipeline_parallel import make_batch_generator
 
-from ....core.probe import RngState, Scheduled
 from ....core.ranks import LostRank
+from ....core.step import RngState, Scheduled
 from ...verl_common.losses import weights_of
 from ...verl_common.precise import logit_bytes, precise_linear
 from ..packed import only
@@ -39,7 +39,7 @@ _Selections = Sequence[tuple[int, torch.Tensor | None]]
 
 
 class MegatronStep(EngineStep, Scheduled):
-    """One mini-batch of verl's Megatron engine: see :class:`~..core.probe.TrainingStep`.
+    """One mini-batch of verl's Megatron engine: see :class:`~..core.step.TrainingStep`.
 
     Args:
         engine: verl's ``MegatronEngineWithLMHead``.

@@ -9,8 +9,8 @@ from statistics import median
 
 import pytest
 
-from gradloc.core.adaptive import AdaptiveThreshold
 from gradloc.core.history import History
+from gradloc.core.trigger import AdaptiveThreshold
 
 SERIES = sorted((Path(__file__).resolve().parents[2] / "docs" / "series").glob("*.json"))
 
