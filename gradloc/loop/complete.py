@@ -8,14 +8,13 @@ Shapes: R rows of the batch, P prompt positions, T response positions.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import torch
 
-from ..core.tracker import median_size
 from ..record import (
     BatchStatistics,
     BundleEntry,
@@ -145,36 +144,6 @@ def bundle_tensors(
     return {**tensors, **inputs}, tuple(layout), note
 
 
-def batch_scale(batch: BatchView, coefficients: Iterable[float]) -> dict[str, float]:
-    """A few robust numbers of a batch, for :class:`~..core.scale.ScaleHistory`.
-
-    Args:
-        batch: the whole.
-        coefficients: median |d loss / d log_prob| of each rank.
-
-    Returns:
-        The median |advantage| and coefficient of tokens whose is not zero, the median number of response tokens of a
-        row, and that of all rows together. Of a critic, |return - value| in the advantage's place.
-    """
-    mask = batch.tensors["response_mask"].bool()
-    known = sorted(value for value in coefficients if value > 0)
-    name, values = _signal(batch)
-    return {
-        name: median_size([values[mask].float()]),
-        "coefficient": known[len(known) // 2] if known else 0.0,
-        "length": float(mask.sum(-1).median()),
-        "tokens": float(mask.sum()),
-    }
-
-
-def _signal(batch: BatchView) -> tuple[str, torch.Tensor]:
-    """What the loss pulls a token with: its name, and (R, T)."""
-    tensors = batch.tensors
-    if batch.is_critics:
-        return "value_error", tensors["returns"] - tensors["values"]
-    return "advantage", tensors["advantages"]
-
-
 def _step_cause(event: Event, tensors: Any) -> StepCause:
     """What the ranks found beside tokens, else the largest culprit's cause, else the loss term that carries it."""
     found, batch = event.cause, event.batch
@@ -208,7 +177,7 @@ def _not_finite_at(tensors: Any, places: tuple[tuple[int | None, int], ...]) -> 
 def _statistics(batch: BatchView, raw: RawEvent) -> BatchStatistics:
     tensors = batch.tensors
     mask = tensors["response_mask"].bool()
-    name, values = _signal(batch)
+    name, values = batch.signal()
     sizes = values[mask].abs()
     sizes = sizes[torch.isfinite(sizes) & (sizes > 0)]
     has_old = "old_log_probs" in tensors.keys() and not batch.is_critics

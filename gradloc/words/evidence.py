@@ -10,8 +10,9 @@ from typing import Any
 from ..record import Culprit, Event
 from .causes import APART
 from .leader import leader
+from .meanings import again, group
 from .numbers import bounded, number
-from .story import again, beside, cause_of, first_place, group, it, odd_number
+from .story import beside, cause_of, first_place, it, odd_number
 from .text import one_line, spoken
 
 ODD = 3.0

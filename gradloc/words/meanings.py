@@ -1,9 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each cause means, and what people do about it. Pure, standard library only."""
+"""What each cause means, what its numbers say, and what people do about it. Pure, standard library only."""
 
+import math
+import statistics
 from dataclasses import dataclass
 
+from ..record import Culprit, Event
 from .advice import actions_of
+from .causes import GROUPED
+from .leader import leader
+from .numbers import number
+
+_SLACK = 1.01
+"""On what an estimator gives at most, for what it adds to the standard deviation and for rounding."""
+_FROM_ZERO = 0.5
+"""Of the mean size in a group: from there on a mean is not 0. Weights on unlikely tokens move it by less."""
+_ROUNDING = 1e-6
+"""Of a reward: rewards that differ by less are equal."""
 
 
 @dataclass(frozen=True)
@@ -160,3 +173,40 @@ MEANINGS = {
 def meaning_of(label: str) -> Meaning:
     """What a cause means; of an unknown label, what is said when nothing stands out."""
     return MEANINGS.get(label, MEANINGS["unknown"])
+
+
+def of_engine(culprit: Culprit) -> str:
+    """What engine and trainer say of a token whose log-prob of the rollout is not its own."""
+    if culprit.cause.label not in ("not_sampled", "shifted_log_probs"):
+        return ""
+    old = culprit.old_log_prob_stored
+    before = "" if old in (None, culprit.rollout_log_prob) else f" {number(old, 3)} before the update and"
+    said = f"the engine says log-prob {number(culprit.rollout_log_prob, 3)}"
+    return f": {said}, the trainer{before} {number(culprit.log_prob, 3)} now"
+
+
+def group(event: Event) -> str:
+    """Why the largest culprit's advantage is none that the estimator gives for its group; empty where it may be."""
+    culprit = leader(event.culprits) or Culprit()
+    known = {name: value for name, value in culprit.cause.numbers.items() if value is not None}
+    if "rollouts" not in known:
+        return ""
+    rollouts, advantage = int(known["rollouts"]), culprit.advantage or 0.0
+    if known.get("group_size") == 1:
+        drawn = f", though {rollouts} are drawn" if rollouts > 1 else ""
+        return f"Its prompt has no other response in the batch{drawn}: nothing is subtracted from its reward."
+    if known.get("group_spread", math.inf) <= _ROUNDING * abs(culprit.reward or 0.0):
+        return f"All rewards of its group are {number(culprit.reward, 3)}, and then its advantage is 0."
+    if "advantage_bound" in known and abs(advantage) > _SLACK * known["advantage_bound"]:
+        most, name = number(known["advantage_bound"], 3), GROUPED.get(event.run.estimator or "", "its estimator")
+        return f"{name} gives at most {most} with {rollouts} responses."
+    mean, of_siblings = known.get("group_mean", 0.0), (sibling.advantage or 0.0 for sibling in culprit.siblings or ())
+    if abs(mean) > _FROM_ZERO * statistics.fmean(map(abs, (advantage, *of_siblings))):
+        return f"The advantages of its group have a mean of {number(mean, 3)}, not 0."
+    return ""
+
+
+def again(culprit: Culprit) -> str:
+    """Whether the same token, never sampled, ended turns in other events, too; with a blank before it."""
+    num_events = culprit.cause.numbers.get("events_ended") or 0
+    return f" In {num_events:.0f} events by now, the same token ends a turn unsampled." if num_events > 1 else ""

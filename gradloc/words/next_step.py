@@ -12,7 +12,7 @@ from typing import Any
 from ..record import Event
 from .advice import ACTIONS, in_force, is_trl, lines_of
 from .evidence import ODD, Evidence
-from .story import group
+from .meanings import group
 from .text import one_line
 
 _COV = ("clip_cov", "kl_cov", "geo_mean")

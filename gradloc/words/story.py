@@ -6,13 +6,11 @@ Nothing here is a guess: what the record does not say is left out. Pure, standar
 
 import math
 import re
-import statistics
 from dataclasses import dataclass
 
 from ..record import Culprit, Event, StepCause
-from .causes import GROUPED
 from .leader import leader
-from .meanings import meaning_of
+from .meanings import again, group, meaning_of, of_engine
 from .numbers import bounded, number, percent
 from .shares import carried, told_share
 from .text import one_line, plural, times, visible
@@ -115,12 +113,6 @@ BESIDE = {
     ),
 }
 """By label."""
-_SLACK = 1.01
-"""On what an estimator gives at most, for what it adds to the standard deviation and for rounding."""
-_FROM_ZERO = 0.5
-"""Of the mean size in a group: from there on a mean is not 0. Weights on unlikely tokens move it by less."""
-_ROUNDING = 1e-6
-"""Of a reward: rewards that differ by less are equal."""
 _NAMES = 4
 """Parameters or tensors named on the first screen."""
 _USUAL = 3.0
@@ -240,42 +232,11 @@ def lede(event: Event) -> str:
     rest = "" if _is_part(event) else "; the other tokens pull the other way"
     part = f"{subject} {share} of the gradient{rest}." if share is not None else ""
     odd = odd_number(first)
-    why = f"{meaning_of(first.cause.label).title}{f': {ODD[first.cause.label][1]}{odd}' if odd else _said_of(first)}."
+    why = f"{meaning_of(first.cause.label).title}{f': {ODD[first.cause.label][1]}{odd}' if odd else of_engine(first)}."
     more = f"At least {event.search.num_more} more are left." if event.search.num_more else ""
     return " ".join(
         sentence for sentence in (part, why + again(first) + first_place(event), group(event), more, said) if sentence
     )
-
-
-def _said_of(culprit: Culprit) -> str:
-    """What engine and trainer say of a token whose log-prob of the rollout is not its own."""
-    if culprit.cause.label not in ("not_sampled", "shifted_log_probs"):
-        return ""
-    old = culprit.old_log_prob_stored
-    before = "" if old in (None, culprit.rollout_log_prob) else f" {number(old, 3)} before the update and"
-    said = f"the engine says log-prob {number(culprit.rollout_log_prob, 3)}"
-    return f": {said}, the trainer{before} {number(culprit.log_prob, 3)} now"
-
-
-def group(event: Event) -> str:
-    """Why the largest culprit's advantage is none that the estimator gives for its group; empty where it may be."""
-    culprit = leader(event.culprits) or Culprit()
-    known = {name: value for name, value in culprit.cause.numbers.items() if value is not None}
-    if "rollouts" not in known:
-        return ""
-    rollouts, advantage = int(known["rollouts"]), culprit.advantage or 0.0
-    if known.get("group_size") == 1:
-        drawn = f", though {rollouts} are drawn" if rollouts > 1 else ""
-        return f"Its prompt has no other response in the batch{drawn}: nothing is subtracted from its reward."
-    if known.get("group_spread", math.inf) <= _ROUNDING * abs(culprit.reward or 0.0):
-        return f"All rewards of its group are {number(culprit.reward, 3)}, and then its advantage is 0."
-    if "advantage_bound" in known and abs(advantage) > _SLACK * known["advantage_bound"]:
-        most, name = number(known["advantage_bound"], 3), GROUPED.get(event.run.estimator or "", "its estimator")
-        return f"{name} gives at most {most} with {rollouts} responses."
-    mean, of_siblings = known.get("group_mean", 0.0), (sibling.advantage or 0.0 for sibling in culprit.siblings or ())
-    if abs(mean) > _FROM_ZERO * statistics.fmean(map(abs, (advantage, *of_siblings))):
-        return f"The advantages of its group have a mean of {number(mean, 3)}, not 0."
-    return ""
 
 
 def first_place(event: Event) -> str:
@@ -287,12 +248,6 @@ def first_place(event: Event) -> str:
     before = [f"{one_line(name, 60)} {number(size, 3)}" for name, size in reversed(first.before.items())]
     largest = f"; the largest values right before it: {', '.join(before)}" if before else ""
     return f" It first appears in {what} of {one_line(first.module, 60)}{largest}."
-
-
-def again(culprit: Culprit) -> str:
-    """Whether the same token, never sampled, ended turns in other events, too; with a blank before it."""
-    num_events = culprit.cause.numbers.get("events_ended") or 0
-    return f" In {num_events:.0f} events by now, the same token ends a turn unsampled." if num_events > 1 else ""
 
 
 def _is_part(event: Event) -> bool:

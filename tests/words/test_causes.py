@@ -12,7 +12,7 @@ import torch
 
 from gradloc.record import CAUSES, BatchStatistics, Coefficients, Culprit, Event, Run, Sibling
 from gradloc.words.causes import classify
-from gradloc.words.story import group
+from gradloc.words.meanings import group
 from tests.bare import Amplified, BareStep, Batch, Decoder, Loss, Oracle, build, random_batch
 from tests.bare.events import event_of
 from tests.bare.noise import unrepeatable
