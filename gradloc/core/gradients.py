@@ -117,6 +117,7 @@ class GradientSpace:
         named = trainable(self.model)
         groups = shard_groups(module, [param for _, param in named])
         self._hold(named, groups, gradient_dtypes(module), ranks)
+        self.are_summed = not (isinstance(module, FSDP1) and groups and groups[0].size() == 1 < self.num_replicas)
 
     def _hold(
         self, named: list[tuple[str, Any]], groups: list[Any], dtypes: Sequence[Any], ranks: Ranks | None
@@ -138,6 +139,8 @@ class GradientSpace:
         num_processes = dist.get_world_size() if dist.is_initialized() else 1
         self.num_replicas: int = num_processes // math.prod(group.size() for group in self._groups)
         """How many processes hold each shard."""
+        self.are_summed = True
+        """Whether the gradients of these are: FSDP1 does not where each process holds all of the model."""
         self.shard_index = sum(group.rank() for group in self._groups)
         """Differs between processes that hold different shards, the same for replicas."""
 

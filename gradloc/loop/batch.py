@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's batch as the loop sees it, whatever the trainer keeps it in."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from ..core.tracker import median_size
 
 
 @dataclass(frozen=True)
@@ -24,3 +26,31 @@ class BatchView:
     row. A sequence may fetch a row when it is first asked for."""
     is_critics: bool = False
     """Whether the critic is updated: ``values`` (before the update) and ``returns`` (R, T) are there, too."""
+
+    def signal(self) -> tuple[str, torch.Tensor]:
+        """What the loss pulls a token with: its name, and (R, T)."""
+        if self.is_critics:
+            return "value_error", self.tensors["returns"] - self.tensors["values"]
+        return "advantage", self.tensors["advantages"]
+
+
+def batch_scale(batch: BatchView, coefficients: Iterable[float]) -> dict[str, float]:
+    """A few robust numbers of a batch, for :class:`~..core.history.ScaleHistory`.
+
+    Args:
+        batch: the whole.
+        coefficients: median |d loss / d log_prob| of each rank.
+
+    Returns:
+        The median |advantage| and coefficient of tokens whose is not zero, the median number of response tokens of a
+        row, and that of all rows together. Of a critic, |return - value| in the advantage's place.
+    """
+    mask = batch.tensors["response_mask"].bool()
+    known = sorted(value for value in coefficients if value > 0)
+    name, values = batch.signal()
+    return {
+        name: median_size([values[mask].float()]),
+        "coefficient": known[len(known) // 2] if known else 0.0,
+        "length": float(mask.sum(-1).median()),
+        "tokens": float(mask.sum()),
+    }

@@ -7,14 +7,14 @@ Shapes: R rows of the batch, P prompt positions, T response positions.
 """
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import torch
 
-from ..core.tracker import median_size
 from ..record import (
     BatchStatistics,
     BundleEntry,
@@ -22,13 +22,13 @@ from ..record import (
     Event,
     Ratios,
     Run,
-    Sequence,
     SequenceFile,
     Sibling,
     StepCause,
     Turn,
     turns_in,
 )
+from ..record import Sequence as SequenceRecord
 from ..words.causes import classify
 from ..words.leader import leader
 from ..words.numbers import number
@@ -85,6 +85,7 @@ def complete_event(
     context: int,
     over_run: dict[str, float] | None = None,
     last_checkpoint: str | None = None,
+    endings: Counter[int] | None = None,
 ) -> Event:
     """Turn what the ranks sent into the record that goes to disk.
 
@@ -97,10 +98,17 @@ def complete_event(
         context: tokens of text to keep on either side of a culprit.
         over_run: how many times what is typical of the run the batch's robust numbers are.
         last_checkpoint: the newest before this step.
+        endings: of each token that was never sampled, in how many events it ended a turn; this one is added.
     """
     statistics = replace(_statistics(batch, raw), over_run=over_run or None)
     texts = _Texts(tokenizer, batch, context)
-    culprits = tuple(_complete_culprit(culprit, batch, texts, statistics) for culprit in raw.event.culprits)
+    now = {sequence.row: sequence.log_prob or () for sequence in raw.sequences}
+    made_by = run if raw.event.step.stage is None else None  # a stage of Lopti's has some of the advantages
+    culprits = tuple(
+        _complete_culprit(culprit, batch, texts, statistics, now.get(culprit.row, ()), made_by)
+        for culprit in raw.event.culprits
+    )
+    culprits = _counted_endings(culprits, batch, Counter() if endings is None else endings)
     event = replace(raw.event, event_id=event_id, run=run, culprits=culprits, batch=statistics)
     if event.consequence is not None:
         event = replace(event, consequence=replace(event.consequence, last_checkpoint=last_checkpoint))
@@ -136,36 +144,6 @@ def bundle_tensors(
     return {**tensors, **inputs}, tuple(layout), note
 
 
-def batch_scale(batch: BatchView, coefficients: Iterable[float]) -> dict[str, float]:
-    """A few robust numbers of a batch, for :class:`~..core.scale.ScaleHistory`.
-
-    Args:
-        batch: the whole.
-        coefficients: median |d loss / d log_prob| of each rank.
-
-    Returns:
-        The median |advantage| and coefficient of tokens whose is not zero, the median number of response tokens of a
-        row, and that of all rows together. Of a critic, |return - value| in the advantage's place.
-    """
-    mask = batch.tensors["response_mask"].bool()
-    known = sorted(value for value in coefficients if value > 0)
-    name, values = _signal(batch)
-    return {
-        name: median_size([values[mask].float()]),
-        "coefficient": known[len(known) // 2] if known else 0.0,
-        "length": float(mask.sum(-1).median()),
-        "tokens": float(mask.sum()),
-    }
-
-
-def _signal(batch: BatchView) -> tuple[str, torch.Tensor]:
-    """What the loss pulls a token with: its name, and (R, T)."""
-    tensors = batch.tensors
-    if batch.is_critics:
-        return "value_error", tensors["returns"] - tensors["values"]
-    return "advantage", tensors["advantages"]
-
-
 def _step_cause(event: Event, tensors: Any) -> StepCause:
     """What the ranks found beside tokens, else the largest culprit's cause, else the loss term that carries it."""
     found, batch = event.cause, event.batch
@@ -176,6 +154,9 @@ def _step_cause(event: Event, tensors: Any) -> StepCause:
     first = leader(event.culprits)
     if first is not None:
         return StepCause(first.cause.label, numbers=first.cause.numbers)
+    if event.first_not_finite is not None and event.first_not_finite.way == "backward":
+        why = "log-probs, advantages and the loss's own derivative are finite, the backward through the model is not"
+        return StepCause("non_finite_backward", why)
     terms = {"entropy_term": batch.entropy_over_policy or 0.0, "kl_term": batch.kl_over_policy or 0.0}
     label = max(terms, key=lambda name: terms[name])
     if terms[label] >= _LEADS:
@@ -196,7 +177,7 @@ def _not_finite_at(tensors: Any, places: tuple[tuple[int | None, int], ...]) -> 
 def _statistics(batch: BatchView, raw: RawEvent) -> BatchStatistics:
     tensors = batch.tensors
     mask = tensors["response_mask"].bool()
-    name, values = _signal(batch)
+    name, values = batch.signal()
     sizes = values[mask].abs()
     sizes = sizes[torch.isfinite(sizes) & (sizes > 0)]
     has_old = "old_log_probs" in tensors.keys() and not batch.is_critics
@@ -275,7 +256,7 @@ class _Texts:
         }
 
 
-def _complete_sequence(sequence: Sequence, batch: BatchView, texts: _Texts, album: Album) -> Sequence:
+def _complete_sequence(sequence: SequenceRecord, batch: BatchView, texts: _Texts, album: Album) -> SequenceRecord:
     tensors, row = batch.tensors, sequence.row
     assert row is not None  # the driver numbers the rows
     num_tokens = int(tensors["attention_mask"][row][-tensors["responses"].shape[1] :].sum())
@@ -301,7 +282,40 @@ def _complete_sequence(sequence: Sequence, batch: BatchView, texts: _Texts, albu
     )
 
 
-def _complete_culprit(culprit: Culprit, batch: BatchView, texts: _Texts, statistics: BatchStatistics) -> Culprit:
+def _counted_endings(culprits: tuple[Culprit, ...], batch: BatchView, endings: Counter[int]) -> tuple[Culprit, ...]:
+    """Those that were never sampled and end a turn say in how many events the same token did."""
+
+    def ending(culprit: Culprit) -> int | None:
+        if culprit.cause.label != "not_sampled":
+            return None
+        mask = batch.tensors["response_mask"][culprit.row]
+        is_last = any(turn.stop - 1 == culprit.peak for turn in turns_in(mask.tolist()))
+        return int(batch.tensors["responses"][culprit.row, culprit.peak]) if is_last else None
+
+    tokens = [ending(culprit) for culprit in culprits]
+    endings.update({token for token in tokens if token is not None})
+    counts = [{} if token is None else {"events_ended": float(endings[token])} for token in tokens]
+    return tuple(
+        replace(culprit, cause=replace(culprit.cause, numbers={**culprit.cause.numbers, **count}))
+        for culprit, count in zip(culprits, counts, strict=True)
+    )
+
+
+def _by_engine(batch: BatchView, row: int, now: Sequence[float]) -> list[tuple[float, float]]:
+    """What trainer and rollout engine say of each token of a row in the loss; empty where the latter is not known."""
+    written = batch.tensors["rollout_log_probs"][row].tolist() if "rollout_log_probs" in batch.tensors.keys() else []
+    places = batch.tensors["response_mask"][row].nonzero().flatten().tolist() if now and written else []
+    return [(now[place], written[place]) for place in places]
+
+
+def _complete_culprit(
+    culprit: Culprit,
+    batch: BatchView,
+    texts: _Texts,
+    statistics: BatchStatistics,
+    now: Sequence[float],
+    run: Run | None,
+) -> Culprit:
     tensors, row, positions = batch.tensors, culprit.row, culprit.positions
     assert row is not None  # the driver numbers the rows
 
@@ -329,10 +343,11 @@ def _complete_culprit(culprit: Culprit, batch: BatchView, texts: _Texts, statist
             old_over_rollout=ratio(stored, rollout),
             sequence_geometric_mean=culprit.ratios.sequence_geometric_mean,
         ),
+        siblings=_siblings(batch, row),
+        turn=_turn(tensors["response_mask"][row].tolist(), positions[0]),
         **texts.around(row, positions[0], positions[-1]),
     )
-    turn = _turn(tensors["response_mask"][row].tolist(), positions[0])
-    return replace(completed, cause=classify(completed, statistics), siblings=_siblings(batch, row), turn=turn)
+    return replace(completed, cause=classify(completed, statistics, _by_engine(batch, row, now), run))
 
 
 def _turn(mask: list[float], position: int) -> Turn | None:

@@ -14,8 +14,7 @@ from ..core.actions import Outcome
 from ..core.history import ScaleHistory
 from ..record import Run
 from ..tell.teller import Teller
-from .batch import BatchView
-from .complete import batch_scale
+from .batch import BatchView, batch_scale
 from .metrics import metrics_of
 from .policy import PolicyMaker
 from .wire import Policy, RankReport

@@ -123,6 +123,7 @@ def raw_event(context: SpikeContext, budget: int, keeps_all: bool) -> RawEvent |
             shares=_shares_record(result.shares, [part.shares for part in gathered]),
             cause=result.source,
             rerun=finding.rerun,
+            first_not_finite=finding.first_not_finite,
             consequence=_consequence(action.taken, spike.grad_norm, context, culprits, finding.certificate),
             head_grad_norm=math.sqrt(head_square),
             model="critic" if step.recorded(0).is_value else None,

@@ -28,7 +28,9 @@ from ..core.step import HostStep, RngState, TrainingStep, to_host
 from ..core.tracker import NormTracker, median_size
 from ..core.trigger import Spike
 from ..record import Action
+from ..search.beside.triage import parted_replicas
 from ..search.find import localize
+from ..words.text import plural
 from .gather import SpikeContext, raw_event
 from .layers import head_square
 from .wire import Policy, RankReport, RawEvent
@@ -79,7 +81,7 @@ class Localizer:
         self._space: GradientSpace
         self._step: TrainingStep
         self._num_searches = 0
-        self._num_to_write = 0
+        self._num_to_write = self._num_updates = 0
         self.norms: list[float] = []
         """Of the present update, before clipping: epochs x mini-batches, in order."""
         self.head_squares: list[torch.Tensor] = []
@@ -101,6 +103,22 @@ class Localizer:
         self._num_searches = self._num_to_write = 0
         self._first_step, self._coefficient = None, 0.0
         self._tracker.begin_update()
+        self._num_updates += 1
+        if self._num_updates == 1 and not space.are_summed:
+            self.num_failures = _MAX_FAILURES  # norms differ by rank: one would search, and wait for the others
+            self._tell(
+                "FSDP1 with fsdp_size=1 sums no gradients over ranks: each trains a model of its own. gradloc is "
+                "off; set actor.fsdp_config.fsdp_size=-1"
+            )
+        elif (
+            self._num_updates == 2 and self.num_failures < _MAX_FAILURES
+        ):  # a step has been taken: replicas that are not kept alike have parted
+            parted = self._safely(lambda: parted_replicas(space, self.ranks))
+            if parted:
+                self._tell(
+                    f"replicas hold other weights in {plural(len(parted), 'parameter')}, {parted[0]} first: a rank "
+                    "loaded others, skipped a step, or its gradients are not summed"
+                )
 
     def begin_mini_batch(self, step: TrainingStep) -> None:
         """Ride along with a step; its micro-batches run next, each forward and backward once."""
@@ -174,6 +192,10 @@ class Localizer:
         return self._coefficient
 
     # ---- inside
+
+    def _tell(self, what: str) -> None:
+        if self.ranks.is_first:
+            logger.error("gradloc: %s", what)
 
     def _clip_scale(self, norm: float) -> float:
         """How torch and FSDP clip: the gradient in ``.grad`` is this times the true one."""
@@ -275,9 +297,9 @@ class Localizer:
         except Exception:
             self.num_failures += 1
             logger.exception(
-                "gradloc: looking into the spike at step %s failed (failure %d of %d before it switches itself off); "
-                "training goes on with the gradient it had",
-                self._spiking_policy.global_step,
+                "gradloc: looking into step %s failed (failure %d of %d before it switches itself off); training goes "
+                "on with the gradient it had",
+                self._policy.global_step if self._policy else "?",
                 self.num_failures,
                 _MAX_FAILURES,
             )

@@ -3,6 +3,7 @@
 
 import logging
 import os
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +40,7 @@ class EventWriter:
         self.num_failures = 0
         self.last_checkpoint: str | None = None
         """The newest that the trainer has written or resumed from."""
+        self._endings: Counter[int] = Counter()
 
     def write(self, raw: RawEvent, batch: BatchView, over_run: dict[str, float]) -> tuple[Event, str]:
         """Write one event.
@@ -77,6 +79,7 @@ class EventWriter:
             self.evidence.context_tokens,
             over_run,
             self.last_checkpoint,
+            self._endings,
         )
         return replace(completed, time=now())
 

@@ -16,7 +16,17 @@ from .bundle import BundleEntry, BundleMeta, Fingerprint, Sequence, SequenceFile
 from .culprit import CAUSES, Cause, Coefficients, Culprit, Ratios, Sibling, Turn, turns_in
 from .event import Event
 from .fields import SCHEMA_VERSION, Count, Interval, Version, Weights, never_null, optional
-from .outcome import Action, BatchStatistics, Certificate, Consequence, LayerHistory, Rerun, Shares, StepCause
+from .outcome import (
+    Action,
+    BatchStatistics,
+    Certificate,
+    Consequence,
+    FirstNotFinite,
+    LayerHistory,
+    Rerun,
+    Shares,
+    StepCause,
+)
 from .spike import History, PathEntry, Run, Search, Step, Trigger
 
 __all__ = [
@@ -34,6 +44,7 @@ __all__ = [
     "Culprit",
     "Event",
     "Fingerprint",
+    "FirstNotFinite",
     "History",
     "Interval",
     "LayerHistory",

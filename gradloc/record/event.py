@@ -6,7 +6,17 @@ from typing import Annotated
 
 from .culprit import Culprit
 from .fields import SCHEMA_VERSION, Version, never_null, optional
-from .outcome import Action, BatchStatistics, Certificate, Consequence, LayerHistory, Rerun, Shares, StepCause
+from .outcome import (
+    Action,
+    BatchStatistics,
+    Certificate,
+    Consequence,
+    FirstNotFinite,
+    LayerHistory,
+    Rerun,
+    Shares,
+    StepCause,
+)
 from .spike import Run, Search, Step, Trigger
 
 
@@ -39,6 +49,8 @@ class Event:
     cause: StepCause | None = optional()
     rerun: Rerun | None = optional()
     """Null where it was not asked for."""
+    first_not_finite: FirstNotFinite | None = optional()
+    """Null where the gradient is finite, or where it was not looked for or found."""
     consequence: Consequence | None = optional()
     model: Annotated[str, ("enum", ("actor", "critic"))] | None = optional()
     """Whose gradient it is; null for the actor's."""

@@ -25,6 +25,8 @@ def origin(
     settings: Mapping[str, Any],
     model: str | None,
     trainer: str = "verl",
+    estimator: str | None = None,
+    rollouts: int | None = None,
 ) -> Run:
     """Which run this is, as its events say it.
 
@@ -34,6 +36,7 @@ def origin(
         settings: all of the trainer's; only their digest is kept.
         model: path or name of what is trained.
         trainer: the trainer's package.
+        estimator: see :class:`~.spike.Run`, as ``rollouts``.
     """
     version = _version(trainer)
     text = json.dumps(settings, sort_keys=True, default=str)
@@ -46,6 +49,8 @@ def origin(
         model=model,
         commit=_commit(Path.cwd()),
         config=hashlib.sha256(text.encode()).hexdigest()[:_DIGITS],
+        estimator=estimator,
+        rollouts=rollouts,
     )
 
 

@@ -84,6 +84,17 @@ class Rerun:
 
 
 @dataclass(frozen=True)
+class FirstNotFinite:
+    """Where in the model NaN or infinity first appears, when a micro-batch is run again."""
+
+    module: str = ""
+    way: Annotated[str, ("enum", ("forward", "backward"))] = "forward"
+    """Whether in its output, or in the gradient that comes back to its output."""
+    before: dict[str, float] = field(default_factory=dict)
+    """Largest |value| of the last outputs, or gradients of outputs, that are finite, by module; the last one last."""
+
+
+@dataclass(frozen=True)
 class LayerHistory:
     """Each layer's norm beside its own earlier ones, and how the layers moved together before."""
 

@@ -30,6 +30,11 @@ class Run:
     """Of the code in the folder that the run was started in, ``-dirty`` where it was changed; null outside of git."""
     config: str | None = optional()
     """Digest of all of the trainer's settings: two runs have the same one if their settings are the same."""
+    estimator: str | None = optional()
+    """How advantages are made of a group's rewards: ``grpo`` divides by their standard deviation, ``grpo_mean`` does
+    not, ``rloo`` subtracts the others' mean; other names are the trainer's. Null where it is not known."""
+    rollouts: Count | None = optional()
+    """Responses to each prompt."""
 
 
 @dataclass(frozen=True)

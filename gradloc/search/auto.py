@@ -15,6 +15,7 @@ import torch
 
 from ..core.gradients import Gradient
 from ..record import StepCause
+from .beside.triage import doubt_backward, nothing_found, split_off
 from .bisect import bisect
 from .candidates import (
     MUCH,
@@ -35,7 +36,6 @@ from .named import Named
 from .share import ShareMap, measure_shares
 from .sketch import sketch
 from .task import CulpritSpan, SearchResult, Task
-from .triage import doubt_backward, nothing_found, split_off
 
 _MAX_ROUNDS = 4
 _MAX_HINTS = 2

@@ -37,7 +37,8 @@ class _Search:
 
     def run(self) -> SearchResult:
         size = self.prober.ranks.size
-        for micro_batch in range(self.prober.step.num_micro_batches):
+        known = self.task.broken
+        for micro_batch in range(self.prober.step.num_micro_batches) if known is None else [known]:
             if not self._has_budget():
                 return self._stop()
             self._probe("micro_batch", Part(micro_batch, 0, size))

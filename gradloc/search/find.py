@@ -7,7 +7,7 @@ Whatever happens in here, the training gradient and the random state are put bac
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -17,12 +17,13 @@ from ..core.ranks import Ranks
 from ..core.selection import Token
 from ..core.step import RngState, TrainingStep
 from ..core.trigger import Spike
-from ..record import Certificate, Rerun
+from ..record import Certificate, FirstNotFinite, Rerun
 from .auto import auto, share
+from .beside.first import first_not_finite
+from .beside.triage import rerun, triage
 from .bisect import bisect
 from .sketch import sketch
 from .task import Limit, SearchResult, Task
-from .triage import rerun, triage
 
 STRATEGIES = {"auto": auto, "share": share, "sketch": sketch, "bisect": bisect}
 
@@ -49,6 +50,8 @@ class Finding:
     seconds: float
     rerun: Rerun | None = None
     """The spike run again; None where that was not asked for."""
+    first_not_finite: FirstNotFinite | None = None
+    """Where in the model the gradient stops being finite; None where it is, or where the loss makes it so."""
     entropies: dict[int, torch.Tensor] = field(default_factory=dict)
     """Of this rank's micro-batches that have the number of one with an unlikely culprit: (B, T), in nats."""
 
@@ -101,7 +104,11 @@ def localize(
         limit = Limit(step.num_micro_batches, max_steps, update_seconds, budget if strategy == "bisect" else None)
         task = Task(prober, saved, clip_scale, spike, tau, max_culprits, limit, increments)
         reran = rerun(task) if reruns else None
-        result = triage(task, typical or {}, reran) or STRATEGIES[strategy](task)
+        beside, first = triage(task, typical or {}, reran), None
+        if beside is None and not math.isfinite(spike.grad_norm):
+            first, broken = first_not_finite(task)
+            task = replace(task, broken=broken)
+        result = beside or STRATEGIES[strategy](task)
         certificate = result.certificate
         if certificate is None:
             certificate = task.certify(result.tokens)
@@ -123,6 +130,7 @@ def localize(
         num_backwards=prober.num_backwards,
         seconds=time.perf_counter() - started,
         rerun=reran,
+        first_not_finite=first,
         entropies=entropies,
     )
 

@@ -76,6 +76,8 @@ class Task:
     limit: Limit
     increments: list[float] | None = None
     """Estimate of each micro-batch's own gradient norm over all ranks; None when it was not tracked."""
+    broken: int | None = None
+    """A micro-batch whose gradient is known not to be finite; None where nobody knows of one."""
 
     @property
     def reference(self) -> float:

@@ -159,6 +159,7 @@ ACTIONS = {
     ),
     "fp32": Action("Rule out precision: keep the trained weights in fp32.", f"{_ACTOR}.fsdp_config.model_dtype=fp32"),
     "fp32_forward": Action("Look for an overflow: run the forward in fp32.", f"{_ACTOR}.fsdp_config.dtype=float32"),
+    "shard_all": Action("Shard over all ranks: then there are no replicas.", f"{_ACTOR}.fsdp_config.fsdp_size=-1"),
     "padded": Action(
         "Rule out the packing of sequences and its attention kernel.",
         "actor_rollout_ref.model.use_remove_padding=false",

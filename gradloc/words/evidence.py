@@ -8,17 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..record import Culprit, Event
+from .causes import APART
 from .leader import leader
+from .meanings import again, group
 from .numbers import bounded, number
-from .story import beside, cause_of, it, odd_number
+from .story import beside, cause_of, first_place, it, odd_number
 from .text import one_line, spoken
 
 ODD = 3.0
 """Times what is typical, or what its siblings differ by: from there on a number is odd."""
-APART = math.log(3.0)
-"""Two log-probs of one token that differ by more disagree."""
-_IMPOSSIBLE = 5.0
-"""Nats by which the engine that wrote a token finds it likelier than the trainer does, where it was never sampled."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +93,6 @@ class Evidence:
         return gap > APART and gap >= abs(self.drift or 0.0)
 
     @property
-    def is_never_sampled(self) -> bool:
-        """Whether the engine's log-prob is none that sampling gives, beside the trainer's: exactly 0, or far above."""
-        written, ours = self.first.rollout_log_prob, self.first.log_prob
-        if written is None or ours is None or not math.isfinite(ours):
-            return False
-        stood_still = self.drift is not None and not self.has_moved
-        return (written == 0.0 and ours < -APART) or (stood_still and (self.engine_gap or 0.0) > _IMPOSSIBLE)
-
-    @property
     def is_ratio(self) -> bool:
         """Whether the ratio to the old policy is what makes it large."""
         return self.label in ("token_mismatch", "sequence_mismatch")
@@ -132,6 +121,10 @@ class Evidence:
             "now": number(first.log_prob, 3),
             "old": number(first.old_log_prob_stored, 3),
             "written": number(first.rollout_log_prob, 3),
+            "again": again(first),
+            "group": group(event),
+            "first": first_place(event),
+            "neighbour": "next" if (self.numbers("shift") or 0.0) > 0 else "previous",
             "weight": number(first.is_weight, 3),
             "probability": number(probability, 2),
             "kl": number(first.coefficients.kl, 3),

@@ -1,9 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each cause means, and what people do about it. Pure, standard library only."""
+"""What each cause means, what its numbers say, and what people do about it. Pure, standard library only."""
 
+import math
+import statistics
 from dataclasses import dataclass
 
+from ..record import Culprit, Event
 from .advice import actions_of
+from .causes import GROUPED
+from .leader import leader
+from .numbers import number
+
+_SLACK = 1.01
+"""On what an estimator gives at most, for what it adds to the standard deviation and for rounding."""
+_FROM_ZERO = 0.5
+"""Of the mean size in a group: from there on a mean is not 0. Weights on unlikely tokens move it by less."""
+_ROUNDING = 1e-6
+"""Of a reward: rewards that differ by less are equal."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +101,27 @@ MEANINGS = {
         "the whole response now pushes this one up (STAPO, arXiv 2602.15620).",
         ("mask", "reweight", "less_tail", "keep_rollouts"),
     ),
+    "not_sampled": Meaning(
+        "The policy never sampled a token",
+        "The log-prob that came with it is none that sampling gives: exactly 0, or far from the trainer's, which has "
+        "not moved. A template or a tool loop appended the token, or the text was tokenized again.",
+        ("mask", "veto", "keep_rollouts"),
+    ),
+    "shifted_log_probs": Meaning(
+        "The rollout's log-probs are shifted by one",
+        "Over the whole response, what the engine says of a token is what the trainer says of its neighbour.",
+        ("mask", "veto", "keep_rollouts"),
+    ),
     "non_finite_forward": Meaning(
         "A forward that is not finite, with finite weights",
         "The log-probs themselves are NaN or infinite from a token on, though every weight is finite: an activation "
         "overflowed, or attention saw no key.",
+        ("fp32_forward", "padded", "not_compiled", "keep_weights"),
+    ),
+    "non_finite_backward": Meaning(
+        "A backward that is not finite, of a loss that is",
+        "Log-probs, advantage and the loss's own derivative are finite; NaN or infinity comes up on the way back "
+        "through the model: a gradient overflowed, or a kernel is wrong.",
         ("fp32_forward", "padded", "not_compiled", "keep_weights"),
     ),
     "non_finite_padding": Meaning(
@@ -105,6 +135,12 @@ MEANINGS = {
         "The named parameters hold NaN or infinity, so every forward does. No token of this step did it: an earlier "
         "step, a checkpoint or the optimizer's state did.",
         ("go_back", "fp32", "smaller_steps"),
+    ),
+    "replicas_differ": Meaning(
+        "Replicas whose weights have parted",
+        "Ranks that are to hold the same weights hold others: one skipped a step or loaded something else, or their "
+        "gradients are not summed. Each then trains a model of its own, and the norm is of none of them.",
+        ("go_back", "shard_all"),
     ),
     "batch_scale": Meaning(
         "The whole batch is scaled",
@@ -137,3 +173,40 @@ MEANINGS = {
 def meaning_of(label: str) -> Meaning:
     """What a cause means; of an unknown label, what is said when nothing stands out."""
     return MEANINGS.get(label, MEANINGS["unknown"])
+
+
+def of_engine(culprit: Culprit) -> str:
+    """What engine and trainer say of a token whose log-prob of the rollout is not its own."""
+    if culprit.cause.label not in ("not_sampled", "shifted_log_probs"):
+        return ""
+    old = culprit.old_log_prob_stored
+    before = "" if old in (None, culprit.rollout_log_prob) else f" {number(old, 3)} before the update and"
+    said = f"the engine says log-prob {number(culprit.rollout_log_prob, 3)}"
+    return f": {said}, the trainer{before} {number(culprit.log_prob, 3)} now"
+
+
+def group(event: Event) -> str:
+    """Why the largest culprit's advantage is none that the estimator gives for its group; empty where it may be."""
+    culprit = leader(event.culprits) or Culprit()
+    known = {name: value for name, value in culprit.cause.numbers.items() if value is not None}
+    if "rollouts" not in known:
+        return ""
+    rollouts, advantage = int(known["rollouts"]), culprit.advantage or 0.0
+    if known.get("group_size") == 1:
+        drawn = f", though {rollouts} are drawn" if rollouts > 1 else ""
+        return f"Its prompt has no other response in the batch{drawn}: nothing is subtracted from its reward."
+    if known.get("group_spread", math.inf) <= _ROUNDING * abs(culprit.reward or 0.0):
+        return f"All rewards of its group are {number(culprit.reward, 3)}, and then its advantage is 0."
+    if "advantage_bound" in known and abs(advantage) > _SLACK * known["advantage_bound"]:
+        most, name = number(known["advantage_bound"], 3), GROUPED.get(event.run.estimator or "", "its estimator")
+        return f"{name} gives at most {most} with {rollouts} responses."
+    mean, of_siblings = known.get("group_mean", 0.0), (sibling.advantage or 0.0 for sibling in culprit.siblings or ())
+    if abs(mean) > _FROM_ZERO * statistics.fmean(map(abs, (advantage, *of_siblings))):
+        return f"The advantages of its group have a mean of {number(mean, 3)}, not 0."
+    return ""
+
+
+def again(culprit: Culprit) -> str:
+    """Whether the same token, never sampled, ended turns in other events, too; with a blank before it."""
+    num_events = culprit.cause.numbers.get("events_ended") or 0
+    return f" In {num_events:.0f} events by now, the same token ends a turn unsampled." if num_events > 1 else ""

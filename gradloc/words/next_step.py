@@ -12,6 +12,7 @@ from typing import Any
 from ..record import Event
 from .advice import ACTIONS, in_force, is_trl, lines_of
 from .evidence import ODD, Evidence
+from .meanings import group
 from .text import one_line
 
 _COV = ("clip_cov", "kl_cov", "geo_mean")
@@ -65,6 +66,14 @@ RULES = (
         "The weights were not finite before any forward, so no token of this step can be at fault.",
         "The first step after resuming has a finite norm.",
         "Go back to the newest checkpoint before it; where that is not finite either, to an earlier one.",
+    ),
+    Rule(
+        "Replicas whose weights have parted",
+        _is("replicas_differ"),
+        ("go_back", "shard_all"),
+        "The weights of {names} are not the same on all replicas, so no token of this step can be at fault.",
+        "After resuming, the second step says nothing of replicas.",
+        "Load one checkpoint on all ranks, and look for the rank that skipped a step.",
     ),
     Rule(
         "NaN on padding, under a loss that gives NaN there",
@@ -130,7 +139,14 @@ RULES = (
         "The forward is not finite, though the weights are",
         _is("non_finite_forward"),
         ("fp32_forward", "padded"),
-        "The log-prob itself is not finite, before any loss: an activation overflowed, or attention saw no key.",
+        "The log-prob itself is not finite, before any loss: an activation overflowed, or attention saw no key.{first}",
+        "The same step, replayed in fp32, is finite.",
+    ),
+    Rule(
+        "The backward is not finite, though the loss's derivative is",
+        _is("non_finite_backward"),
+        ("fp32_forward", "padded"),
+        "Log-probs and advantages are finite, and so is what the loss gives back to the model.{first}",
         "The same step, replayed in fp32, is finite.",
     ),
     Rule(
@@ -163,11 +179,28 @@ RULES = (
     ),
     Rule(
         "The policy never sampled the token",
-        lambda found: found.is_never_sampled,
-        ("mask",),
-        "The engine says log-prob {written}, the trainer {old}: a template or tool appended it, or it was retokenized.",
+        _is("not_sampled"),
+        ("mask", "keep_rollouts"),
+        "The engine says log-prob {written}, the trainer {now} now: a template or tool appended it, or it was "
+        "retokenized.{again}",
         "Such tokens have 0 in response_mask, and no further event names one.",
         "Leave out of response_mask what the model did not sample. Until then, take such a step without its culprits.",
+    ),
+    Rule(
+        "The rollout's log-probs are shifted by one",
+        _is("shifted_log_probs"),
+        ("mask", "keep_rollouts"),
+        "Over the response, the engine's log-prob of a token is the trainer's of the {neighbour} one.",
+        "The engine's log-probs agree with the trainer's, and no further event has this cause.",
+        "Move them by one where rollout_log_probs is filled. Until then, take such a step without its culprits.",
+    ),
+    Rule(
+        "The advantage is more than its estimator gives, or its group is odd",
+        lambda found: found.is_advantage_odd and bool(group(found.event)),
+        ("mean_only", "mask", "keep_rollouts"),
+        "Its advantage is {advantage}. {group} What computes the advantage or its groups is at fault, not the token.",
+        "No advantage is above what the estimator gives, and no further event has this cause.",
+        "Look at what computes the advantage, and at the uids that make its groups. Rule the division out first.",
     ),
     Rule(
         "The reward is odd against its siblings'",
@@ -313,6 +346,8 @@ def _lines(name: str, found: Evidence) -> dict[str, str]:
     event = found.event
     checkpoint = event.consequence.last_checkpoint if event.consequence else None
     if name == event.action.requested or name == f"{event.action.requested}_critic":
+        return {}
+    if name == "mean_only" and event.run.estimator not in (None, "grpo"):
         return {}
     if name == "kl_mse" and found.actor.get("use_kl_loss") is False:
         return {}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..record import Culprit, Event, StepCause
 from .leader import leader
-from .meanings import meaning_of
+from .meanings import again, group, meaning_of, of_engine
 from .numbers import bounded, number, percent
 from .shares import carried, told_share
 from .text import one_line, plural, times, visible
@@ -71,6 +71,16 @@ BESIDE = {
         what="parameters not finite",
         remark="read before any forward",
         named="Not finite:",
+    ),
+    "replicas_differ": Beside(
+        "{Spike} came on replicas that have parted; no token did it",
+        number="parameters",
+        what="parameters differ",
+        remark="between replicas of the weights",
+        named="Not the same on all replicas:",
+    ),
+    "non_finite_backward": Beside(
+        "The backward through the model made the gradient of step {step} not finite; no single token does"
     ),
     "non_finite_padding": Beside("Padding that is not finite broke step {step}; no token did", named="Not finite in:"),
     "batch_scale": Beside(
@@ -216,15 +226,28 @@ def lede(event: Event) -> str:
     said = _beside(other) if other else ""
     if first is None:
         stopped = f"The search stopped because {event.search.stop_reason}." if event.search.stop_reason else ""
-        return said or stopped
+        return (said or stopped) + first_place(event)
     share = carried(event, event.culprits)
     subject = "It carries" if len(event.culprits) == 1 else "Together they carry"
     rest = "" if _is_part(event) else "; the other tokens pull the other way"
     part = f"{subject} {share} of the gradient{rest}." if share is not None else ""
     odd = odd_number(first)
-    why = f"{meaning_of(first.cause.label).title}{f': {ODD[first.cause.label][1]}{odd}' if odd else ''}."
+    why = f"{meaning_of(first.cause.label).title}{f': {ODD[first.cause.label][1]}{odd}' if odd else of_engine(first)}."
     more = f"At least {event.search.num_more} more are left." if event.search.num_more else ""
-    return " ".join(sentence for sentence in (part, why, more, said) if sentence)
+    return " ".join(
+        sentence for sentence in (part, why + again(first) + first_place(event), group(event), more, said) if sentence
+    )
+
+
+def first_place(event: Event) -> str:
+    """In which module NaN or infinity first appears; with a blank before it."""
+    first = event.first_not_finite
+    if first is None:
+        return ""
+    what = "the output" if first.way == "forward" else "the gradient of the output"
+    before = [f"{one_line(name, 60)} {number(size, 3)}" for name, size in reversed(first.before.items())]
+    largest = f"; the largest values right before it: {', '.join(before)}" if before else ""
+    return f" It first appears in {what} of {one_line(first.module, 60)}{largest}."
 
 
 def _is_part(event: Event) -> bool:

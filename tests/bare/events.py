@@ -2,6 +2,7 @@
 """From a bare step to the event on disk: train, search, gather and complete, as actor and driver do it together."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,8 @@ def event_of(
     typical: dict[str, tuple[float, float]] | None = None,
     history: list[BareStep] = (),
     corrupt: Callable[[GradientSpace], None] = lambda space: None,
-    is_weights: torch.Tensor | None = None,
+    of_rollout: dict[str, torch.Tensor] | None = None,
+    endings: Counter[int] | None = None,
     **settings: Any,
 ) -> Event:
     """Train the step, search its spike, and complete the record.
@@ -38,7 +40,8 @@ def event_of(
         typical: of the run.
         history: healthy steps on the same model, for the norms per layer.
         corrupt: done to the gradient after the backward.
-        is_weights: (R, T) of the rollout correction, as the driver has them.
+        of_rollout: the driver's (R, T) of the rollout: ``rollout_is_weights``, ``rollout_log_probs``.
+        endings: see :func:`~gradloc.loop.complete.complete_event`.
         settings: of the search.
     """
     space, ranks = GradientSpace(step.model), Ranks()
@@ -70,10 +73,10 @@ def event_of(
     )
     raw = raw_event(context, budget=128, keeps_all=False)
     assert raw is not None
-    return complete_event(raw, "event", Run(), _view(batch, is_weights), None, 8)
+    return complete_event(raw, "event", Run(), _view(batch, of_rollout or {}), None, 8, endings=endings)
 
 
-def _view(batch: Batch, is_weights: torch.Tensor | None) -> BatchView:
+def _view(batch: Batch, of_rollout: dict[str, torch.Tensor]) -> BatchView:
     """The batch under verl's names."""
     num_prompt = batch.tokens.shape[1] + 1 - batch.labels.shape[1]
     prompt = batch.tokens[:, :num_prompt]
@@ -86,5 +89,4 @@ def _view(batch: Batch, is_weights: torch.Tensor | None) -> BatchView:
         "ref_log_prob": batch.reference_log_probs,
         "advantages": batch.advantages,
     }
-    tensors |= {} if is_weights is None else {"rollout_is_weights": is_weights}
-    return BatchView(tensors, {})
+    return BatchView(tensors | of_rollout, {})

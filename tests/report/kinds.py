@@ -92,7 +92,7 @@ def kinds() -> dict[str, dict]:
     )
     found["odd reward"] = _event(culprits=[make_culprit(reward=90.0, siblings=[_sibling(1.0), _sibling(0.0)])])
     found["odd advantage"] = _event(culprits=[make_culprit(siblings=[_sibling(1.0), _sibling(0.0)])])
-    found["never sampled"] = _event(culprits=[_caused("token_mismatch", rollout_log_prob=0.0, log_prob=-12.0)])
+    found["never sampled"] = _event(culprits=[_caused("not_sampled", rollout_log_prob=0.0, log_prob=-12.0)])
     found["no text"] = _event(culprits=[make_culprit(tokens=None, text_before=None, text_after=None, prompt=None)])
     found["nothing, out of budget"] = _event(culprits=[], search={"status": "budget_exhausted"})
     for index, event in enumerate(found.values()):

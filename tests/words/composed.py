@@ -29,6 +29,7 @@ GIVEN = {
     "fp32": ["actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"],
     "warmer": ["actor_rollout_ref.rollout.temperature=0.6"],
     "padded": ["actor_rollout_ref.model.use_remove_padding=true"],
+    "shard_all": ["actor_rollout_ref.actor.fsdp_config.fsdp_size=8"],
     "log_probs": ["actor_rollout_ref.rollout.calculate_log_probs=false"],
 }
 """What a run has that is given this advice, where that is not verl's default."""

@@ -2,6 +2,7 @@
 """A matrix of spikes against causes: each kind of spike gets its own cause, its near neighbours theirs."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from gradloc.record import CAUSES, BatchStatistics, Coefficients, Culprit
+from gradloc.record import CAUSES, BatchStatistics, Coefficients, Culprit, Event, Run, Sibling
 from gradloc.words.causes import classify
+from gradloc.words.meanings import group
 from tests.bare import Amplified, BareStep, Batch, Decoder, Loss, Oracle, build, random_batch
 from tests.bare.events import event_of
 from tests.bare.noise import unrepeatable
@@ -80,8 +82,34 @@ def weighted(weight: float, advantage: float) -> Case:
     weights = torch.ones_like(case.batch.advantages)
     weights[PLACE] = weight
     case.seen_by_loss = case.batch.edited(advantages=case.batch.advantages * weights)
-    case.extra["is_weights"] = weights
+    case.extra["of_rollout"] = {"rollout_is_weights": weights}
     return case
+
+
+def written(case: Case, log_prob: float | None = None, shift: int = 0, place: tuple[int, int] = PLACE) -> Case:
+    """The rollout's log-probs: the old ones with 2 % of noise; one token's replaced, or all rows' shifted."""
+    old = case.batch.old_log_probs
+    found = (old * (1 + 0.02 * torch.randn(old.shape, generator=torch.Generator().manual_seed(0)))).roll(shift, 1)
+    if log_prob is not None:
+        found[place] = log_prob
+    case.extra["of_rollout"] = {**case.extra.get("of_rollout", {}), "rollout_log_probs": found}
+    return case
+
+
+def appended(case: Case, log_prob: float | None = None) -> Case:
+    """The batch's unlikeliest token has another log-prob of the rollout; None: 2 above the trainer's."""
+    old = case.batch.old_log_probs.masked_fill(~case.batch.mask, 0.0)
+    place = divmod(int(old.argmin()), old.shape[1])
+    return written(case, float(old[place]) + 2 if log_prob is None else log_prob, place=place)
+
+
+def bypassed(log_prob: float, position: int = 2) -> Case:
+    """One token's log-prob of the rollout, which the loss takes for the old policy's."""
+    case = drifted(slice(ROW, ROW + 1), slice(position, position + 1))
+    old = case.batch.old_log_probs.clone()
+    old[ROW, position] = log_prob
+    case.batch = case.batch.edited(old_log_probs=old)
+    return written(case, log_prob, place=(ROW, position))
 
 
 def pulled(distance: float, advantage: float | None = None) -> Case:
@@ -156,6 +184,32 @@ def broken_forward(also_weight: bool = False) -> Case:
     return spoiled(case) if also_weight else case
 
 
+class Overflow(torch.autograd.Function):
+    """Nothing forward; backward a gradient beyond what float32 holds."""
+
+    @staticmethod
+    def forward(ctx, values):
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 1e30 * 1e30
+
+
+def broken_backward() -> Case:
+    """The first block's gradient overflows in one row."""
+    case, seen = plain(), []
+    wanted = case.batch.tokens[ROW]
+
+    def spoil(block, inputs, output):
+        is_row = (seen[-1] == wanted).all(-1)[:, None, None]
+        return torch.where(is_row, Overflow.apply(output), output)
+
+    case.model.register_forward_pre_hook(lambda model, inputs: seen.append(inputs[0]))
+    case.model.blocks[0].register_forward_hook(spoil)
+    return case
+
+
 def spoiled(case: Case) -> Case:
     with torch.no_grad():
         case.model.blocks[1].mlp.up.weight[5, 7] = math.nan
@@ -220,10 +274,22 @@ CASES: dict[str, tuple[Callable[[], Case], str]] = {
     "an unlikely token, punished": (lambda: unlikely(is_rewarded=False, is_sure=True), "low_probability"),
     "an unlikely token, the model unsure": (lambda: unlikely(is_rewarded=True, is_sure=False), "low_probability"),
     "an unlikely token, rewarded": (lambda: unlikely(is_rewarded=True, is_sure=True), "spurious_token"),
+    "such a token, its log-prob shifted": (lambda: written(unlikely(True, True), shift=1), "shifted_log_probs"),
+    "the same the other way": (lambda: written(unlikely(True, True), shift=-1), "shifted_log_probs"),
+    "such a token with a log-prob of the rollout": (lambda: written(unlikely(False, True)), "low_probability"),
+    "such a token that was appended": (lambda: appended(unlikely(False, True), 0.0), "not_sampled"),
+    "such a token, retokenized": (lambda: appended(unlikely(False, True), -0.1), "not_sampled"),
+    "such a token, the engine 2 off": (lambda: appended(unlikely(False, True)), "low_probability"),
+    "an appended token with an advantage of 1e4": (lambda: written(planted(), 0.0), "extreme_advantage"),
+    "a weight of 1e4 where the rollout says -25": (lambda: written(weighted(1e4, 1.0), -25.0), "not_sampled"),
+    "a weight of 1e4 where it says -8": (lambda: written(weighted(1e4, 1.0), -8.0), "is_weight"),
+    "a rollout's -25 as the old log-prob": (lambda: bypassed(-25.0), "not_sampled"),
+    "a rollout's -13 as the old log-prob": (lambda: bypassed(-13.0), "token_mismatch"),
     "a NaN advantage": (lambda: planted(math.nan), "non_finite"),
     "a NaN advantage and one beside the mask": (lambda: with_padding(planted(math.nan)), "non_finite"),
     "a NaN beside the mask": (lambda: with_padding(plain()), "non_finite_padding"),
     "a forward that breaks": (broken_forward, "non_finite_forward"),
+    "a backward that breaks": (broken_backward, "non_finite_backward"),
     "a NaN weight": (lambda: spoiled(plain()), "non_finite_weights"),
     "a NaN weight and a NaN advantage": (lambda: spoiled(planted(math.nan)), "non_finite_weights"),
     "a NaN weight and a forward that breaks": (lambda: broken_forward(also_weight=True), "non_finite_weights"),
@@ -251,9 +317,29 @@ def test_a_spike_has_the_cause_of_its_kind_and_no_other(name):
         assert {culprit.cause.label for culprit in event.culprits} == {cause}
 
 
+@pytest.mark.parametrize(
+    ("make", "module", "way"),
+    [
+        (broken_forward, "blocks.1", "forward"),
+        (broken_backward, "blocks.0.mlp.down", "backward"),
+        (lambda: planted(math.nan), None, None),
+        (lambda: spoiled(plain()), None, None),
+        (lambda: with_padding(plain()), None, None),
+        (planted, None, None),
+    ],
+)
+def test_the_first_module_that_is_not_finite_is_named_where_it_is_the_model_s(make, module, way):
+    case = make()
+    first = event_of(case.step(), case.batch, case.threshold, **case.extra).first_not_finite
+    assert (first and (first.module, first.way)) == (module and (module, way))
+    if first:
+        assert len(first.before) == 3 and all(0 < size < 1e3 for size in first.before.values())
+    assert not any(block._forward_hooks for block in case.model.blocks[1:] if module != "blocks.1")
+
+
 def test_every_cause_is_in_the_matrix():
-    # The critic's has a test of its own, below.
-    assert {cause for _, cause in CASES.values()} | {"value_outlier"} == set(CAUSES)
+    # The critic's has a test of its own, below; replicas take several ranks, see tests/adapters.
+    assert {cause for _, cause in CASES.values()} | {"value_outlier", "replicas_differ"} == set(CAUSES)
 
 
 SPURIOUS = Culprit(log_prob=math.log(0.001), entropy=0.2, advantage=1.0, coefficients=Coefficients(log_prob=-0.01))
@@ -277,6 +363,132 @@ def test_a_spurious_token_is_unlikely_where_the_model_was_sure_and_rewarded(chan
     batch = BatchStatistics(advantage=1.0, one_minus_prob=0.5, jacobian=1.0, low_entropy=0.3)
     assert classify(replace(SPURIOUS, **change), batch).label == label
     assert classify(replace(SPURIOUS, **change), replace(batch, low_entropy=None)).label != "spurious_token"
+
+
+WRITTEN = Culprit(
+    log_prob=-12.0, old_log_prob_stored=-12.1, rollout_log_prob=-0.2, coefficients=Coefficients(log_prob=-0.01)
+)
+NEAR = [(-0.5 * place, -0.5 * place - 0.01) for place in range(9)]
+FAR_OFF = [(now, written - 0.7) for now, written in NEAR]
+
+
+@pytest.mark.parametrize(
+    ("change", "row", "label"),
+    [
+        ({}, NEAR, "not_sampled"),
+        ({}, [], "not_sampled"),
+        ({}, FAR_OFF, "unknown"),  # an engine that is off everywhere
+        ({"rollout_log_prob": -7.2}, NEAR, "unknown"),  # nor what engines differ by at one token
+        ({"log_prob": -5.0}, NEAR, "unknown"),  # the policy has moved
+        ({"log_prob": -1.0, "rollout_log_prob": 0.0}, NEAR, "not_sampled"),  # but none writes exactly 0
+        ({"old_log_prob_stored": -0.01, "rollout_log_prob": 0.0}, NEAR, "unknown"),  # where the token was not certain
+        ({"rollout_log_prob": -19.0}, NEAR, "unknown"),  # unlikely, and sampled
+        ({"rollout_log_prob": -math.inf}, NEAR, "not_sampled"),
+        ({"old_log_prob_stored": -0.2}, NEAR, "unknown"),  # bypass: drift or gap, nobody knows
+        ({"old_log_prob_stored": 0.0, "rollout_log_prob": 0.0}, NEAR, "not_sampled"),
+        ({"old_log_prob_stored": None}, NEAR, "unknown"),
+        ({"rollout_log_prob": None}, [], "unknown"),
+        ({"advantage": math.nan}, NEAR, "non_finite"),
+        ({"advantage": 9.0}, NEAR, "extreme_advantage"),
+    ],
+)
+def test_a_token_was_never_sampled_where_its_log_prob_is_none_that_sampling_gives(change, row, label):
+    found = classify(replace(WRITTEN, **change), BatchStatistics(advantage=1.0), row)
+    assert found.label == label
+    if label == "not_sampled":
+        assert abs(found.numbers["engine_gap"]) > 5
+
+
+@pytest.mark.parametrize("shift", [1, 0, -1])
+def test_a_row_is_shifted_where_the_neighbours_log_probs_are_by_far_nearer(shift):
+    now = [math.log(0.1 + 0.8 * (place % 3 == 0)) for place in range(12)]
+    row = list(zip(now, now[shift:] + now[:shift], strict=True))
+    found = classify(replace(WRITTEN, old_log_prob_stored=-12.0, log_prob=-12.0), BatchStatistics(), row)
+    assert (found.label, found.numbers.get("shift", 0)) == ("shifted_log_probs" if shift else "not_sampled", shift)
+
+
+def in_group(advantage: float, others: tuple[float, ...], rewards: tuple[float, ...] | None = None, **run: Any) -> str:
+    """What is said of a culprit with this advantage, among siblings with these, by 4 responses of GRPO."""
+    made_by = Run(**{"trainer": "verl 0.9.1", "estimator": "grpo", "rollouts": 4, **run})
+    own, *theirs = rewards or (1.0, *(0.25 * number for number, _ in enumerate(others)))
+    siblings = tuple(Sibling(reward=reward, advantage=a) for reward, a in zip(theirs, others, strict=True))
+    culprit = Culprit(advantage=advantage, reward=own, siblings=siblings, coefficients=Coefficients(log_prob=-0.01))
+    cause = classify(culprit, BatchStatistics(advantage=0.1), (), made_by)
+    return group(Event(run=made_by, culprits=(replace(culprit, cause=cause),)))
+
+
+HALF = (-0.5, -0.5, -0.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((1.5, HALF), ""),
+        ((1.52, HALF), "GRPO gives at most 1.5 with 4 responses."),
+        ((-9.0, HALF), "GRPO gives at most 1.5 with 4 responses."),
+        ((math.nan, HALF), ""),
+        ((1.4, (0.4, 0.9, 0.1)), "The advantages of its group have a mean of 0.7, not 0."),
+        ((1.4, (-0.6, -0.4, -0.1)), ""),  # as weights on unlikely tokens leave it
+        ((0.9, HALF, (0.3, 0.3, 0.3, 0.3)), "All rewards of its group are 0.3, and then its advantage is 0."),
+        ((0.9, (-0.3, -0.3, -0.3), (0.3, 0.3, 0.3, 0.300001)), ""),
+        ((1.0, ()), "Its prompt has no other response in the batch, though 4 are drawn"),
+        ((9.0, HALF, (9.0, 1.0, 0.0, 0.0)), "GRPO gives at most 1.5 with 4 responses."),
+    ],
+)
+def test_an_advantage_is_held_against_what_its_estimator_gives_for_its_group(given, said):
+    found = in_group(*given)
+    assert found.startswith(said) and bool(found) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("run", "advantage", "said"),
+    [
+        ({"estimator": "grpo_mean"}, 6.0, ""),
+        ({"estimator": "grpo_mean"}, 6.1, "GRPO without the division gives at most 6 with 4 responses."),
+        ({"estimator": "rloo"}, 8.0, ""),
+        ({"estimator": "rloo"}, 8.1, "RLOO gives at most 8 with 4 responses."),
+        ({"estimator": "gae"}, 1e4, ""),
+        ({"estimator": None}, 1e4, ""),
+        ({"rollouts": 8}, 2.4, ""),
+        ({"rollouts": 8}, 2.6, "GRPO gives at most 2.47 with 8 responses."),
+        ({"rollouts": 8, "trainer": "trl 1.16.0"}, 2.4, ""),
+        ({"rollouts": 8, "trainer": "trl 1.16.0"}, 2.6, "GRPO gives at most 2.47 with 8 responses."),
+    ],
+)
+def test_each_estimator_has_its_own_bound(run, advantage, said):
+    others = (-advantage / 3,) * 3
+    assert in_group(advantage, others, (8.0, 0.0, 0.0, 0.0), **run) == said
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_the_bounds_are_reached_by_the_reward_that_is_unlike_all_others(size):
+    rewards = torch.zeros(size, dtype=torch.float64)
+    rewards[0] = 8.0
+    centred = rewards - rewards.mean()
+    reached = {"grpo": centred / rewards.std(), "grpo_mean": centred, "rloo": centred * size / (size - 1)}
+    for estimator, advantages in reached.items():
+        for factor, is_said in ((1.0, False), (1.02, True)):
+            first, *others = (factor * advantages).tolist()
+            given = {"estimator": estimator, "rollouts": size}
+            assert ("gives at most" in in_group(first, tuple(others), tuple(rewards.tolist()), **given)) == is_said
+
+
+def test_a_group_of_which_a_step_has_a_part_is_not_judged():
+    run = {"trainer": "trl 1.16.0", "rollouts": 8}
+    assert in_group(1.4, (), (0.3,), **run) == in_group(1.4, (0.4, 0.9, 0.1), **run) == ""
+
+
+def test_the_same_token_that_ends_turns_unsampled_is_counted_over_events():
+    last = int(plain().batch.mask[ROW].sum()) - 1
+    endings, counted, said = Counter(), [], []
+    for position in (last, 2, last):
+        case = bypassed(-25.0, position)
+        event = event_of(case.step(), case.batch, case.threshold, endings=endings, **case.extra)
+        (culprit,) = event.culprits
+        assert (culprit.peak, culprit.cause.label) == (position, "not_sampled")
+        counted.append(culprit.cause.numbers.get("events_ended"))
+        said.append("the same token ends a turn unsampled" in event.verdict)
+    assert counted == [1, None, 2] and said == [False, False, True]
 
 
 @pytest.mark.parametrize("is_rewarded", [True, False])

@@ -2,6 +2,7 @@
 """What to do now follows from the evidence, rule by rule."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from gradloc.record import Event
 from gradloc.record.reading import read
 from gradloc.words.evidence import Evidence
 from gradloc.words.next_step import RULES, next_step
+from gradloc.words.story import lede
 from tests.report.builder import make_culprit, make_event
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "advice.md"
@@ -48,6 +50,7 @@ LATER = make_event()["step"] | {"mini_batch": 1}
 SEEN = {
     "A rehearsal: the step was asked for": event(trigger=make_event()["trigger"] | {"kind": "forced"}),
     "Weights that are not finite": beside("non_finite_weights", parameters=2),
+    "Replicas whose weights have parted": beside("replicas_differ", parameters=2),
     "NaN on padding": beside("non_finite_padding"),
     "It did not come back when run again (hardware)": beside("transient"),
     "A gradient that is not the tokens'": beside("not_tokens"),
@@ -56,11 +59,23 @@ SEEN = {
     "The entropy term": beside("entropy_term", entropy_term_over_policy=61.3),
     "The KL term": event(label="kl_term"),
     "The forward is not finite, though the weights are": event(label="non_finite_forward"),
+    "The backward is not finite, though the loss's derivative is": event(
+        label="non_finite_backward",
+        first_not_finite={"module": "model.norm", "way": "backward", "before": {"lm_head": 3e38}},
+    ),
     "The critic's value is far from the return": event(label="value_outlier", model="critic"),
     "The search ended undecided": certified("undecided"),
     "More culprits than may be named": certified("not_explained", num_more=3),
     "The rest spikes, too": certified("not_explained"),
-    "The policy never sampled the token": event({"rollout_log_prob": 0.0, "log_prob": -12.0}, "token_mismatch"),
+    "The policy never sampled the token": event({"rollout_log_prob": 0.0, "log_prob": -12.0}, "not_sampled"),
+    "The rollout's log-probs are shifted by one": event(label="shifted_log_probs"),
+    "The advantage is more than its estimator gives, or its group is odd": event(
+        {
+            "siblings": [sibling(1.0), sibling(0.0)],
+            "cause": {"label": "extreme_advantage", "numbers": {"rollouts": 3, "advantage_bound": 1.155}},
+        },
+        run=MADE_BY | {"estimator": "grpo", "rollouts": 3},
+    ),
     "The reward is odd against its siblings'": event({"reward": 90.0, "siblings": [sibling(1.0), sibling(0.0)]}),
     "The advantage is odd though the reward is not (the estimator)": event({"siblings": [sibling(1.0), sibling(0.0)]}),
     "The advantage is odd, and nothing is known of its siblings": event(),
@@ -113,6 +128,26 @@ def test_the_reward_is_accused_only_where_it_is_odd():
     why = next_step(plain).why
     assert "Its reward of 1 is like its siblings' (1 and 0), its advantage is 10,000" in why
     assert "gives at most 1.15 with 3 rollouts" in why and "not the reward" in why
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_where_it_first_is_not_finite_is_said_with_what_was_there_before(way):
+    first = {"module": "model.norm", "way": way, "before": {"a.up": 61.0, "a.down": 3e38}}
+    found = event(label=f"non_finite_{way}", first_not_finite=first)
+    what = {"forward": "the output", "backward": "the gradient of the output"}[way]
+    said = f"It first appears in {what} of model.norm; the largest values right before it: a.down 3e38, a.up 61."
+    assert said in next_step(found).why and said in lede(found)
+    assert "first appears" not in lede(event(label=f"non_finite_{way}"))
+
+
+def test_an_estimator_is_accused_with_its_bound_and_not_told_to_drop_a_division_that_it_lacks():
+    found = SEEN["The advantage is more than its estimator gives, or its group is odd"]
+    step = next_step(found)
+    assert "Its advantage is 10,000. GRPO gives at most 1.16 with 3 responses." in step.why
+    assert step.lines == {"": "algorithm.norm_adv_by_std_in_grpo=false"}
+    without = next_step(replace(found, run=replace(found.run, estimator="grpo_mean")))
+    assert "GRPO without the division gives at most" in without.why
+    assert without.lines == {"": "actor_rollout_ref.actor.gradloc.action.mode=mask"}
 
 
 def test_the_step_is_the_first_that_is_not_in_force_and_that_the_verl_has():

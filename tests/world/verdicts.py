@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spikes of every kind in verl's actor: what each event must say is in tests/adapters/verl07/test_verdicts.py."""
 
+import logging
 import math
 import pickle
 import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.bare.routers import AddLoss
 from tests.world.harness import NUM_PROMPT, NUM_RESPONSE, make_batch, make_trainer, part
@@ -17,6 +19,11 @@ TWELVE = [(row, 1 + row % 3, 1e4 if row % 2 else -8e3) for row in range(12)]
 OPPOSITE = [(4, 0, 1e4), (4, 4, -1e4)]
 BROKEN_ROW, BROKEN_FROM = 6, 4
 PLANTS = {"token": [(5, 3, 1e4)], "opposite": OPPOSITE, "twelve": TWELVE, "experts and a token": [(5, 3, 1e4)]}
+BYPASSED = {"not sampled": (-21.0, -1e-3), "stale": (-13.5, -1.0)}
+"""What the rollout says of token (5, 3), which the loss takes for its old log-prob, and its advantage."""
+REPLICAS = ("replicas", "replicas alike")
+"""Kinds with a token planted: the weights have parted, or not."""
+SPOILED = "model.layers.1.mlp.up_proj.weight"
 
 
 def spike(kind: str, overrides: list[str], dump_dir: str) -> None:
@@ -28,7 +35,16 @@ def spike(kind: str, overrides: list[str], dump_dir: str) -> None:
     batch = make_batch()
     for row, position, advantage in PLANTS.get(kind, []):
         plant(batch, row, position, advantage)
-    if kind == "weight":
+    if kind in REPLICAS:
+        plant(batch, 5, 3, 1e4)
+    if kind == "replicas":
+        part_replicas(trainer.module)
+    if kind in BYPASSED:
+        old, advantage = BYPASSED[kind]
+        plant(batch, 5, 3, advantage)
+        batch.batch["old_log_probs"][5, 3] = old
+        batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"].clone()
+    elif kind == "weight":
         spoil_weight(trainer.module)
     elif kind == "padding":
         batch.batch["advantages"][(batch.batch["response_mask"] == 0).nonzero(as_tuple=True)] = math.nan
@@ -40,19 +56,45 @@ def spike(kind: str, overrides: list[str], dump_dir: str) -> None:
         batch.batch["advantages"][3] *= 1e4
     elif kind == "forward":
         break_forward(trainer.module, batch.batch["input_ids"][BROKEN_ROW])
+    elif kind == "backward":
+        break_backward(trainer.module, batch.batch["input_ids"][BROKEN_ROW])
     elif kind == "transient":
         corrupt_once(trainer)
     trainer.update(batch)
 
 
-def spoil_weight(module: torch.nn.Module) -> None:
-    """A NaN in one weight of the second layer's ``up_proj``, on every rank that holds a part of it."""
+def spoil_weight(module: torch.nn.Module, value: float = math.nan) -> None:
+    """One weight of the second layer's ``up_proj``, a NaN by default, on every rank that holds a part of it."""
     named_shards = part("core.sharding").named_shards
     with torch.no_grad():
         for name, param in module.named_parameters():
             for of, shard in named_shards(name, param):
-                if of == "model.layers.1.mlp.up_proj.weight" and shard.numel():
-                    shard.view(-1)[0] = math.nan
+                if of == SPOILED and shard.numel():
+                    shard.view(-1)[0] = value
+
+
+def part_replicas(module: torch.nn.Module) -> None:
+    """The last rank has another weight, as after a step of 1e-3 that the others did not take."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        spoil_weight(module, 1e-3)
+
+
+def trains_on_parted_replicas(overrides: list[str], dump_dir: str, is_parted: bool = True) -> dict[str, Any]:
+    """Three updates, of which the last has a spike in one rank's rows alone: what was told, and how many events."""
+    trainer, told = make_trainer(ON + overrides, dump_dir), []
+    if is_parted:
+        part_replicas(trainer.module)
+    logger = logging.getLogger(part("loop.localizer").__name__)
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        batches = [make_batch(seed=seed) for seed in range(3)]
+        plant(batches[-1], 5, 3, 1e4)
+        events = [len(trainer.update(batch)["events"]) for batch in batches]
+    finally:
+        logger.removeHandler(handler)
+    return {"told": told, "events": events}
 
 
 def add_router_loss(model: torch.nn.Module, factor: float) -> None:
@@ -81,6 +123,37 @@ def break_forward(module: torch.nn.Module, row: torch.Tensor) -> None:
 
     module.get_input_embeddings().register_forward_pre_hook(note)
     module.model.norm.register_forward_hook(spoil)
+
+
+class Overflow(torch.autograd.Function):
+    """Nothing forward; backward the gradients of some rows beyond what float32 holds."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, is_row: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(is_row)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (is_row,) = ctx.saved_tensors
+        return torch.where(is_row[:, None, None], grad * 1e30 * 1e30, grad), None
+
+
+def break_backward(module: torch.nn.Module, row: torch.Tensor) -> None:
+    """What comes back to the first layer's ``mlp`` overflows for one row of the batch."""
+    module = getattr(module, "_fsdp_wrapped_module", module)
+    seen: list[torch.Tensor] = []
+
+    def note(embedding: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        seen[:] = inputs
+
+    def spoil(mlp: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        shortest = NUM_PROMPT + NUM_RESPONSE // 2
+        return Overflow.apply(output, (seen[0][:, :shortest] == row[:shortest]).all(-1))
+
+    module.get_input_embeddings().register_forward_pre_hook(note)
+    mlp = next(of for name, of in module.named_modules() if name.endswith(".mlp"))
+    mlp.register_forward_hook(spoil)
 
 
 def corrupt_once(trainer: Any) -> None:

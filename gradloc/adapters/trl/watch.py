@@ -182,8 +182,25 @@ def _driver_of(trainer: Any, settings: Any) -> Driver:
     args = trainer.args
     name, of_run = args.run_name or os.path.basename(args.output_dir), args.to_dict()
     model = getattr(trainer.model.config, "_name_or_path", None)
-    run = origin(os.environ.get("WANDB_PROJECT", "trl"), name, settings=of_run, model=model, trainer="trl")
+    run = origin(
+        os.environ.get("WANDB_PROJECT", "trl"),
+        name,
+        settings=of_run,
+        model=model,
+        trainer="trl",
+        **_group(trainer.args),
+    )
     return Driver(settings, tokenizer=trainer._tokenizer, run=run, trained=of_run)
+
+
+def _group(args: Any) -> dict[str, Any]:
+    """How advantages are made, and of how many responses, as :class:`~...record.Run` says it."""
+    name = {"group": "grpo", "none": "grpo_mean"}.get(getattr(args, "scale_rewards", ""))
+    if getattr(args, "multi_objective_aggregation", None) == "normalize_then_sum":
+        name = None
+    if hasattr(args, "normalize_advantages"):
+        name = None if args.normalize_advantages or args.beta else "rloo"  # its KL is in the reward
+    return {"estimator": name, "rollouts": args.num_generations}
 
 
 def _trackers_of(trainer: Any) -> dict[str, Any]:

@@ -35,6 +35,8 @@ def build_driver(config: Any, settings: Any, tokenizer: Any, model: str = "actor
             config.trainer.experiment_name,
             settings=whole,
             model=(config.critic if model == "critic" else config.actor_rollout_ref).model.path,
+            estimator=_estimator(config.algorithm),
+            rollouts=rollout.n,
         ),
         trained=plain,
         num_epochs=trained.ppo_epochs,
@@ -78,6 +80,14 @@ def tokens_per_mini_batch(response_mask: torch.Tensor, dp_size: int, sequences_p
     rows_each = max(sequences_per_mini_batch // dp_size, 1)
     by_rank = per_row[: rows_per_rank * dp_size].view(dp_size, rows_per_rank)
     return [int(chunk.sum()) for chunk in by_rank.split(rows_each, dim=1)]
+
+
+def _estimator(algorithm: Any) -> str | None:
+    """By the record's names; None where the rewards are not the scores, since they hold a KL penalty."""
+    name = str(getattr(algorithm.adv_estimator, "value", algorithm.adv_estimator)).removesuffix("_vectorized")
+    if algorithm.use_kl_in_reward:
+        return None
+    return "grpo_mean" if name == "grpo" and not algorithm.norm_adv_by_std_in_grpo else name
 
 
 def _of_critic(settings: Any) -> Any:

@@ -131,6 +131,8 @@ class Trainer:
         for rank in range(self.dp_size):
             for index, first in enumerate(range(rank * each, (rank + 1) * each, self.rows)):
                 rows = {name: value[first : first + self.rows] for name, value in tensors.items()}
+                of_engine = {"old_per_token_logps": "old_log_probs", "sampling_per_token_logps": "rollout_log_probs"}
+                has_them = "rollout_log_probs" in rows
                 yield (
                     rank,
                     index,
@@ -142,6 +144,7 @@ class Trainer:
                         "tool_mask": rows["response_mask"],
                         "advantages": rows["advantages"],
                         "num_items_in_batch": num_items,
+                        **({theirs: rows[ours] for theirs, ours in of_engine.items()} if has_them else {}),
                     },
                 )
 

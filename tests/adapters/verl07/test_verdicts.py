@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.world.events import read_events
-from tests.world.verdicts import BROKEN_FROM, BROKEN_ROW, OPPOSITE
+from tests.world.verdicts import BROKEN_FROM, BROKEN_ROW, BYPASSED, OPPOSITE, REPLICAS, SPOILED
 
 ACTOR = "actor_rollout_ref.actor"
 ENTROPY = [f"{ACTOR}.entropy_coeff=3000"]
@@ -18,12 +18,19 @@ CAUSES = {
     "weight": "non_finite_weights",
     "padding": "non_finite_padding",
     "forward": "non_finite_forward",
+    "backward": "non_finite_backward",
     "scale": "batch_scale",
     "entropy": "entropy_term",
     "experts": "not_tokens",
     "experts and a token": "extreme_advantage",
     "transient": "transient",
+    "not sampled": "not_sampled",
+    "stale": "token_mismatch",
+    "replicas": "replicas_differ",
+    "replicas alike": "extreme_advantage",
 }
+FIRST = {"forward": "model.norm", "backward": "model.layers.0.mlp.down_proj"}
+"""Where in the model these first are not finite."""
 LAYOUTS = {
     "fsdp1": ["strategy=fsdp"],
     "bf16": ["fsdp_config.dtype=bfloat16"],
@@ -33,7 +40,16 @@ LAYOUTS = {
 
 def check(world, dump_dir, kind, *settings):
     """Spike so, and hold the event against what it must say; returns it."""
-    tau = [f"{ACTOR}.grad_norm_threshold=640", *(ENTROPY if kind == "entropy" else []), *settings]
+    tau = [
+        f"{ACTOR}.grad_norm_threshold=640",
+        "algorithm.adv_estimator=grpo",
+        *(ENTROPY if kind == "entropy" else []),
+        *settings,
+    ]
+    if kind in BYPASSED:  # one epoch of one mini-batch has no old log-probs, and the dual clip would bound the ratio
+        tau += [f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.clip_ratio_c=1e9"]
+    if kind in REPLICAS:
+        tau.append(f"{ACTOR}.fsdp_config.fsdp_size={world.size // 2}")
     if kind.startswith("experts"):  # the routers' loss is a micro-batch's
         tau.append(f"{ACTOR}.ppo_micro_batch_size_per_gpu=2")
     world.run("verdicts.spike", kind=kind, overrides=tau, dump_dir=dump_dir)
@@ -42,27 +58,39 @@ def check(world, dump_dir, kind, *settings):
     named = {(culprit["row"], position) for culprit in culprits for position in culprit["positions"]}
     print(f"{kind}: {cause['label']}, {event['search']['status']}, {sorted(named)}\n  {event['verdict']}")
     assert cause["label"] == CAUSES[kind]
-    if kind in ("weight", "padding", "scale", "experts", "transient"):
+    if kind in ("weight", "padding", "scale", "experts", "transient", "replicas"):
         assert named == set() and re.search("no token|not (the|a) token|did not come back", event["verdict"])
     if kind == "weight":
-        assert cause["names"] == ["model.layers.1.mlp.up_proj.weight"]
         assert event["search"]["forwards"] == event["search"]["backwards"] == 0
         assert len(str(event)) < 8000, "a few kilobytes"
+    if kind in ("weight", "replicas"):
+        assert cause["names"] == [SPOILED]
     if kind == "padding":
         assert cause["names"] == ["advantages"]
     if kind == "forward":
         assert {row for row, _ in named} == {BROKEN_ROW} and min(position for _, position in named) == BROKEN_FROM
+    if kind in FIRST:
+        first = event["first_not_finite"]
+        assert (first["module"], first["way"]) == (FIRST[kind], kind) and {row for row, _ in named} <= {BROKEN_ROW}
+        assert len(first["before"]) == 3 and f"output of {FIRST[kind]}; the largest values" in event["verdict"]
+    else:
+        assert event["first_not_finite"] is None
     if kind == "scale":
         assert cause["numbers"]["advantage_over_run"] > 1e3
     if kind == "experts":
         assert {f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 1)} == set(cause["names"][:2]), "the routers"
         numbers = cause["numbers"]
         assert numbers["others_norm"] > 1000 and abs(numbers["tokens_norm"] - 0.77) < numbers["error_bound"] + 0.02
-    if kind in ("token", "experts and a token"):
+    if kind in ("token", "experts and a token", "replicas alike"):
         assert named == {(5, 3)} and len(culprits[0]["siblings"]) == 1
+        assert event["run"]["estimator"] == "grpo" and "GRPO gives at most 0.707 with 2 responses." in event["verdict"]
         consequence = event["consequence"]
         assert consequence["clip_scale"] < 0.1 and consequence["culprit_share"] == pytest.approx(1, abs=0.01)
         assert "Clipping to 1 scaled the whole step to" in event["verdict"]
+    if kind in BYPASSED:
+        assert named == {(5, 3)} and event["certificate"]["verdict"] == "explained"
+    if kind == "not sampled":
+        assert "The policy never sampled a token: the engine says log-prob -21, the trainer -4." in event["verdict"]
     if kind == "opposite":
         assert named == {(row, position) for row, position, _ in OPPOSITE}
     if kind == "sequence":
@@ -84,7 +112,34 @@ def test_a_spike_has_the_cause_of_its_kind(world, dump_dir, kind):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", CAUSES)
 def test_so_it_has_under_fsdp1_and_in_half_precision(world, dump_dir, kind, layout):
+    if kind in REPLICAS and "strategy=fsdp" in LAYOUTS[layout]:
+        pytest.skip("FSDP1's replicas take four ranks, see below")
     check(world, dump_dir, kind, *(f"{ACTOR}.{setting}" for setting in LAYOUTS[layout]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", REPLICAS)
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_so_it_has_on_two_replicas_of_two_shards(four_ranks, dump_dir, kind, strategy):
+    check(four_ranks, dump_dir, kind, f"{ACTOR}.strategy={strategy}", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2")
+
+
+@pytest.mark.parametrize("is_parted", [True, False])
+def test_replicas_that_have_parted_are_told_once_before_any_spike(world, dump_dir, is_parted):
+    settings = [f"{ACTOR}.grad_norm_threshold=640", f"{ACTOR}.fsdp_config.fsdp_size=1"]
+    function = "verdicts.trains_on_parted_replicas"
+    found = world.run(function, overrides=settings, dump_dir=dump_dir, is_parted=is_parted)
+    said = [f"gradloc: replicas hold other weights in 1 parameter, {SPOILED} first: a rank loaded others"]
+    assert [told.partition(", skipped")[0] for told in found[0]["told"]] == (said if is_parted else [])
+    assert found[1]["told"] == [] and found[0]["events"] == [0, 0, 1]
+
+
+def test_fsdp1_that_sums_no_gradients_is_told_and_left_alone(world, dump_dir):
+    """Only one rank's norm is over the threshold: a search would wait for the other for ever."""
+    settings = [f"{ACTOR}.grad_norm_threshold=640", f"{ACTOR}.fsdp_config.fsdp_size=1", f"{ACTOR}.strategy=fsdp"]
+    first, second = world.run("verdicts.trains_on_parted_replicas", overrides=settings, dump_dir=dump_dir)
+    assert first["told"] and "sums no gradients over ranks" in first["told"][0] and len(first["told"]) == 1
+    assert second["told"] == [] and first["events"] == second["events"] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("kind", "came_back"), [("token", True), ("transient", False)])

@@ -20,6 +20,7 @@ NOT_HERE = {
     "weights kept": "a setting of FSDP's",
     "entropy and KL": "KL is verl's k2",
     "fsdp": "a strategy of verl's",
+    "two_replicas_of_two_shards": "under DDP every process is a replica",
     "[padding]": "TRL gives padding no log-prob, and nothing flows back through it",
     "instead_of_hanging[loss]": "DDP's forward has no collective: peers hear of it and go on, see test_ranks.py",
     "[experts": "these add to logits, which TRL never has: routers are in test_step.py",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Before any search: is there something to look for among the tokens? Each check costs far less than a search.
 
-In this order: does the spike come back at all (on request); are the weights finite; is it a padded position that is
-not; is the whole batch scaled against the run's own history.
+In this order: are the weights of replicas the same; does the spike come back at all (on request); are the weights
+finite; is it a padded position that is not; is the whole batch scaled against the run's own history.
 """
 
 import math
@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..core.certificate import judge
-from ..core.gradients import Gradient, GradientSpace
-from ..core.history import excess
-from ..core.tracker import median_size
-from ..record import Certificate, PathEntry, Rerun, StepCause
-from .share import ShareMap, measure_shares
-from .task import SearchResult, Task
+from ...core.certificate import judge
+from ...core.gradients import Gradient, GradientSpace
+from ...core.history import excess
+from ...core.ranks import Ranks
+from ...core.tracker import median_size
+from ...record import Certificate, PathEntry, Rerun, StepCause
+from ..share import ShareMap, measure_shares
+from ..task import SearchResult, Task
 
 TRANSIENT = "the spike did not come back when its micro-batches were run again as they were"
 
@@ -26,6 +27,7 @@ _REPEATS = 0.1  # of the norm: kernels that are not bit-reproducible differ by l
 _MOST_NAMES = 8
 _MOST_PLACES = 8
 _TINY = 1e-30
+_SAME = 1e-10  # of the sum of absolute values: what float64 sums of equal weights differ by on two kinds of machine
 _NOTABLE_SHARE = 0.05  # of a squared norm
 _ALIKE = 0.1  # of the norm: on a rehearsal, which has no threshold, what counts as the same
 
@@ -54,6 +56,12 @@ def triage(task: Task, typical: Mapping[str, tuple[float, float]], reran: Rerun 
         typical: of the run, see :meth:`~.scale.ScaleHistory.typical`.
         reran: the spike run again, where that was asked for.
     """
+    parted = parted_replicas(task.prober.space, task.prober.ranks)
+    if parted:
+        why = f"{len(parted)} parameter{'s have' if len(parted) > 1 else ' has'} other weights on some replicas"
+        return _result(
+            task, "weights", StepCause("replicas_differ", why, {"parameters": len(parted)}, parted[:_MOST_NAMES])
+        )
     if reran is not None and not reran.is_reproduced:
         return _result(task, "transient", StepCause("transient", TRANSIENT, {"rerun_norm": reran.norm}))
     if not math.isfinite(task.spike.grad_norm):
@@ -72,6 +80,31 @@ def non_finite_weights(space: GradientSpace) -> tuple[str, ...]:
 
     bad = space.reduce(local)
     return tuple(name for (name, _), count in zip(named, bad.tolist(), strict=True) if count)
+
+
+def parted_replicas(space: GradientSpace, ranks: Ranks) -> tuple[str, ...]:
+    """Names of the parameters, trained or frozen, whose weights are not the same on all processes that hold a shard.
+
+    All ranks call this together: one pass over the weights and one reduction, or nothing where there are no replicas.
+    Two float64 sums per parameter tell: one step of an optimizer that another process did not take moves them by far
+    more than their rounding.
+    """
+    if space.num_replicas == 1 or type(space) is not GradientSpace:  # another engine lays its copies out by itself
+        return ()
+    named = space.named_weights()
+    shape = (2, ranks.num_processes // space.num_replicas, len(named), 2)
+
+    def local() -> list[float]:
+        sums = [shard.sum(dtype=torch.float64) for _, shard in named]
+        sizes = [torch.linalg.vector_norm(shard, ord=1, dtype=torch.float64) for _, shard in named]
+        mine = torch.stack([torch.stack(sums), torch.stack(sizes)], 1).nan_to_num(nan=0.0).cpu()
+        both = torch.full(shape, -math.inf, dtype=torch.float64)
+        both[:, space.shard_index] = torch.stack([mine, -mine])
+        return both.flatten().tolist()
+
+    most, negated = torch.tensor(ranks.max(ranks.agree(local)), dtype=torch.float64).view(shape)
+    is_parted = (most + negated > _SAME * most[..., 1:]).any(-1).any(0)
+    return tuple(name for (name, _), flag in zip(named, is_parted.tolist(), strict=True) if flag)
 
 
 def suspects(squares: Mapping[str, float], usual: Mapping[str, float] | None = None) -> tuple[str, ...]:

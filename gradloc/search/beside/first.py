@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In which module a NaN or an infinity first appears, forward or backward: hooks during one replay of a micro-batch.
+
+The output of every module, and the gradient that comes back to it, is measured by its largest size: a number on the
+device each, read once. The last ones before the first that is not finite tell an overflow that grew from one that did
+not.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ...core.ranks import PeerFailure
+from ...record import FirstNotFinite
+from ..task import Task
+
+_NUM_BEFORE = 3
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+_WAYS = ("forward", "backward")
+
+
+def first_not_finite(task: Task) -> tuple[FirstNotFinite | None, int | None]:
+    """Run micro-batches again, one probe each, until one of them shows it; all ranks call this together.
+
+    Returns:
+        Where, and in which micro-batch. None where none does, where the loss's own derivative is not finite, and where
+        that costs more than the search may.
+    """
+    prober, ranks = task.prober, task.prober.ranks
+    if prober.step.is_scheduled:  # no process of a pipeline sees all modules
+        return None, None
+    for index in _suspects(task):
+        if not task.can_afford(backwards=1, is_certificate=True):
+            break
+        sizes = _Sizes()
+        try:
+            with sizes.of(prober.space.model):
+                prober.compute([(index, None)])
+            found = [first for first in ranks.gather(ranks.agree(sizes.first)) if first is not None]
+        except PeerFailure:  # all ranks heard of it, and go on without
+            break
+        if found:
+            return min(found, key=lambda first: _WAYS.index(first.way)), index
+    return None, None
+
+
+def _suspects(task: Task) -> list[int]:
+    """The micro-batch whose forward is not finite; none where the loss alone is not; else all."""
+    step, ranks = task.prober.step, task.prober.ranks
+    num = step.num_micro_batches
+
+    def local() -> list[float]:
+        masks = [step.token_mask(index) for index in range(num)]
+        forwards = [step.recorded(index).log_prob[mask] for index, mask in enumerate(masks)]
+        losses = [step.coefficients(index)[0][mask] for index, mask in enumerate(masks)]
+        return [float(not values.isfinite().all()) for values in forwards + losses]
+
+    flags = ranks.max(ranks.agree(local))
+    broken = [index for index in range(num) if flags[index]]
+    return broken[:1] if broken else [] if any(flags) else list(range(num))
+
+
+class _Sizes:
+    """The largest |value| of every module's output and of its gradient, in the order in which they were computed."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[tuple[str, torch.Tensor]]] = {way: [] for way in _WAYS}
+
+    @contextmanager
+    def of(self, model: torch.nn.Module) -> Iterator[None]:
+        """While this model is run."""
+        named = {_plain(name): module for name, module in model.named_modules()}  # of a wrapper what is in it
+        hooks = [module.register_forward_hook(partial(self._note, name)) for name, module in named.items() if name]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def first(self) -> FirstNotFinite | None:
+        """The first that is not finite on this rank, with the last that are."""
+        for way, found in self._found.items():
+            values = torch.stack([size.float() for _, size in found]).tolist() if found else []
+            at = next((at for at, value in enumerate(values) if not math.isfinite(value)), None)
+            if at is not None:
+                before = {name: values[number] for number, (name, _) in enumerate(found[:at])}
+                return FirstNotFinite(found[at][0], way, dict(list(before.items())[-_NUM_BEFORE:]))
+        return None
+
+    def _note(self, name: str, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        is_recomputed = torch._C._current_graph_task_id() != -1  # by checkpointing, within the backward
+        for tensor in tree_leaves(output):
+            if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or not tensor.numel():
+                continue
+            if not is_recomputed:
+                self._add("forward", name, tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._add, "backward", name))
+
+    def _add(self, way: str, name: str, tensor: torch.Tensor) -> None:
+        self._found[way].append((name, torch.linalg.vector_norm(tensor.detach(), math.inf)))
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
