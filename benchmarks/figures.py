@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "trigger": (("trigger",),),
     "mixtures": (("mixtures",),),
     "unrepeatable": (("unrepeatable", "--seeds", "2"),),
-    "cost": (_LOCALIZE, ("cost", "{out}/localize.json")),
+    "cost": (_LOCALIZE, ("localization.cost", "{out}/localize.json")),
     "smollm2": (("localize", "--model", "smollm2", "--tokens", "128", "--ranks", "1"),),
     "shapes": (("shapes", "--steps", "1", "--groups", "2"),),
     "healthy": (("healthy", "--pairs", "600"),),

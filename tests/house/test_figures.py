@@ -11,7 +11,8 @@ from statistics import median
 
 import pytest
 
-from benchmarks import cost, healthy, mixtures, shapes, spiking, unrepeatable
+from benchmarks import healthy, mixtures, shapes, spiking, unrepeatable
+from benchmarks.localization import cost
 from benchmarks.localization import tables as localization
 from benchmarks.trigger import tables as trigger
 from gradloc.report.runs.metrics import MEAN

@@ -2,7 +2,7 @@
 """What `auto` costs, cell by cell, from a record of the battery.
 
     python -m benchmarks.localize --full --sweep battery --sweep masters --strategy auto
-    python -m benchmarks.cost runs/benchmarks/localize/localize.json
+    python -m benchmarks.localization.cost runs/benchmarks/localize/localize.json
 
 Prints a table, and writes cost.json where --out says.
 """
@@ -55,7 +55,7 @@ def _list(values: Any) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cost", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.localization.cost", description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, help="localize.json")
     parser.add_argument("--out", type=Path, help="a folder for cost.json")
     parsed = parser.parse_args(arguments)
