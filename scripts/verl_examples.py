@@ -14,12 +14,18 @@ from pathlib import Path
 
 SUFFIXES = {".sh", ".slurm"}
 _SETS = r"(?:model_engine|strategy|config-name|CONFIG_NAME)[= ]['\"]?\S*"
-_MEGATRON = rf"(?s)(?=.*{_SETS}megatron).*"
+_MEGATRON = rf"(?s)\A(?=.*{_SETS}megatron).*"
 REASONS = {
-    "a mixture of experts on Megatron": rf"{_MEGATRON}expert_model_parallel_size=",
     "fused kernels on Megatron (`use_fused_kernels`)": rf"{_MEGATRON}use_fused_kernels=true",
     "multi-token prediction on Megatron (`mtp.enable`)": rf"{_MEGATRON}mtp\.enable=true",
     "Megatron-FSDP (`use_megatron_fsdp`)": rf"{_MEGATRON}use_megatron_fsdp=true",
+    "context parallelism on Megatron": rf"{_MEGATRON}actor\.megatron\.context_parallel_size=[^01]",
+    "a precision-aware optimizer on Megatron, or one on the CPU": (
+        rf"{_MEGATRON}(?:use_precision_aware_optimizer|optimizer_cpu_offload)=true"
+    ),
+    "the rollout's routes on Megatron (`router_replay`)": rf"{_MEGATRON}router_replay\.mode=r",
+    "DeepEP's dispatcher on Megatron (`moe_token_dispatcher_type=flex`)": rf"{_MEGATRON}dispatcher_type=flex",
+    "LoRA on Megatron": rf"{_MEGATRON}lora\.rank=[^0]",
     "VeOmni's engine": rf"{_SETS}veomni",
     "automodel's engine": rf"{_SETS}automodel",
     "an engine that verl itself does not bring (`fsdp_turbo`, `mlite`)": rf"{_SETS}fsdp_turbo|actor=mlite_actor",
@@ -31,9 +37,16 @@ REASONS = {
 """What keeps a run from switching it on, and how a script asks for it; the first that fits counts."""
 
 
+def expanded(text: str) -> str:
+    """The same with the script's own variables at their defaults: the last one given."""
+    given = re.findall(r"^\s*(?:export )?(\w+)=['\"]?(?:\$\{\w+:-)?([\w.-]+)", text, re.MULTILINE)
+    defaults = dict(given)
+    return re.sub(r"\$\{?(\w+)\}?", lambda name: defaults.get(name[1], name[0]), text)
+
+
 def reason(text: str) -> str | None:
     """Why this script's run would be refused; None where it would not."""
-    set_here = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    set_here = expanded("\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#")))
     return next((name for name, asks in REASONS.items() if re.search(asks, set_here, re.IGNORECASE)), None)
 
 

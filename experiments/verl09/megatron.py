@@ -7,6 +7,8 @@ Megatron's own local layers stand in for TransformerEngine's. Nothing of verl's 
 
 import copy
 import inspect
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ CONFIG = {
     "bias_activation_fusion": False,
     "bias_dropout_fusion": False,
     "persist_layer_norm": False,
+    "moe_grouped_gemm": False,
     "attention_backend": "unfused",
 }
 """Of `megatron.override_transformer_config`: no kernel that is for GPUs."""
@@ -46,6 +49,8 @@ def install() -> None:
     _take_the_cpu_for_the_gpu()
     _share_the_random_state()
     _take_local_layers()
+    _take_local_experts()
+    _gather_uneven_parts()
     _attend_without_kernels()
     _allow_norms_with_sequence_parallelism()
 
@@ -102,6 +107,59 @@ def _take_local_layers() -> None:
     local.__signature__ = inspect.signature(spec)  # type: ignore[attr-defined]
     llm_bridge.get_gpt_decoder_block_spec = local
     llm_bridge.LLMBridge._weight_name_mapping_mcore_to_hf = of_hf
+
+
+def _gather_uneven_parts() -> None:
+    """Of gloo's collectives over a list of tensors: NCCL's take some that differ in length, as those of experts do."""
+    import torch.distributed as dist
+
+    of_gloo = dist.all_gather
+
+    def all_gather(found: list[torch.Tensor], own: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        sizes = [len(part) for part in found]
+        if len(set(sizes)) == 1:
+            return of_gloo(found, own, group, async_op)
+        padded = [part.new_zeros(max(sizes), *part.shape[1:]) for part in found]
+        of_gloo(padded, torch.cat([own, own.new_zeros(max(sizes) - len(own), *own.shape[1:])]), group)
+        for part, wide in zip(found, padded, strict=True):
+            part.copy_(wide[: len(part)])
+
+    def reduce_scatter(found: torch.Tensor, parts: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None):
+        total = torch.cat(parts)
+        dist.all_reduce(total, op, group)
+        found.copy_(total.split([len(part) for part in parts])[dist.get_rank(group)])
+
+    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
+
+
+def _take_local_experts() -> None:
+    """Named as mbridge asks for TransformerEngine's, while it loads weights; sent to other processes from the CPU."""
+    from mbridge.core import llm_bridge
+    from mbridge.core.util import unwrap_model
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
+
+    load, local = llm_bridge.LLMBridge.load_weights, re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight")
+
+    def load_weights(self: Any, models: list[Any], *args: Any, **given: Any) -> None:
+        def renamed(model: Any) -> Any:
+            kept = {name: value for name, value in model.state_dict().items() if not name.endswith("expert_bias")}
+            weights = {local.sub(r"experts.\2.weight\1", name): value for name, value in kept.items()}
+            return SimpleNamespace(decoder=model.decoder, state_dict=lambda: weights)
+
+        load(self, [renamed(unwrap_model(model)) for model in models], *args, **given)
+
+    def sizes_on_host(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        if point == self.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                if isinstance(sizes := getattr(self, name), torch.Tensor):
+                    setattr(self, name, sizes.numpy())
+        return tokens_per_expert
+
+    llm_bridge.LLMBridge.load_weights = load_weights
+    moe_utils.te_general_gemm = None  # which it asks for without having it
+    Dispatcher.cuda_dtoh_stream = SimpleNamespace()
+    Dispatcher._maybe_dtoh_and_synchronize = sizes_on_host
 
 
 def _attend_without_kernels() -> None:

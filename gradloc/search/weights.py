@@ -133,14 +133,14 @@ class MovedWeights:
 # ---- routes
 
 _TOP_K = (torch.topk, torch.Tensor.topk)
-"""What the routers of transformers' models choose with."""
+"""What routers choose with, transformers' and Megatron's."""
 
 
 def has_experts(module: torch.nn.Module) -> bool:
-    """Whether a model's config (transformers') says that each token goes to some of several experts."""
+    """Whether a model's config (transformers' or Megatron's) says that each token goes to some of several experts."""
     config: Any = getattr(unwrapped(module), "config", None)
     read = getattr(config, "get_text_config", lambda: config)
-    return bool(getattr(read(), "num_experts_per_tok", None))
+    return any(getattr(read(), name, None) for name in ("num_experts_per_tok", "num_moe_experts"))
 
 
 def hold_routes(prober: Prober, micro_batches: Iterable[int]) -> None:

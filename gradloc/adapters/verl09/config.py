@@ -62,7 +62,6 @@ _MEGATRON_NEEDS = (
         for key, allowed in {
             f"{_MEGATRON}.context_parallel_size": 1,
             f"{_MEGATRON}.dynamic_context_parallel": False,
-            f"{_MEGATRON}.expert_model_parallel_size": 1,
             f"{_MEGATRON}.use_megatron_fsdp": False,
             f"{_MEGATRON}.router_replay.mode": "disabled",
             f"{_MEGATRON}.dtype": "bfloat16",

@@ -94,7 +94,7 @@ _BY_MEGATRON = {
         "parameters, max_norm, total_norm, use_decoupled_grad"
     ),
     "megatron.core.transformer.module:param_is_not_shared": "param",
-    "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate": "param, tp_group",
+    "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale": "scale",
     **{place: takes for place, takes in _BY_WORKER.items() if "engine" not in place},
 }
 _TOUCHED = {"megatron": _BY_MEGATRON, "worker": _BY_WORKER, "trainer": _BY_TRAINER, "replay": _BY_WORKER | _BY_REPLAY}

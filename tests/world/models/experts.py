@@ -16,6 +16,7 @@ def make_experts(kind: str = "qwen3_moe", seed: int = 0) -> torch.nn.Module:
 
     torch.manual_seed(seed)
     names: dict[str, Any] = {"qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32}, "mixtral": {}}
+    names["qwen3_moe"]["norm_topk_prob"] = True  # as in the published ones
     if kind == "mixtral":
         names[kind] = {"num_local_experts": 4, "intermediate_size": 32}
     plain = {

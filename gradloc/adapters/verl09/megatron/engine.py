@@ -135,8 +135,16 @@ def _check(engine: Any) -> None:
     """Refuse what was not run, and only the engine tells."""
     config, ddp = engine.tf_config, engine.module[0].ddp_config
     of_optimizer = leaves_of(engine.optimizer)[0].config
+    balancing = config.moe_router_load_balancing_type
+    balancing = {balancing} if isinstance(balancing, str) else set(balancing)
+    has_router_loss = bool(config.num_moe_experts and (config.moe_z_loss_coeff or balancing != {"none"}))
     refused = {
-        "a mixture of experts": bool(config.num_moe_experts),
+        "moe_router_fusion": config.moe_router_fusion,
+        "moe_expert_capacity_factor": config.moe_expert_capacity_factor is not None,
+        "moe_input_jitter_eps": config.moe_input_jitter_eps is not None,
+        "moe_token_dispatcher_type=flex": config.moe_token_dispatcher_type == "flex",
+        "this moe_router_load_balancing_type": bool(balancing & {"sinkhorn", "global_aux_loss"}),
+        "a router's loss in an interleaved pipeline": has_router_loss and len(engine.module) > 1,
         "dropout": config.hidden_dropout > 0 or config.attention_dropout > 0,
         "overlap_grad_reduce": ddp.overlap_grad_reduce,
         "overlap_param_gather": ddp.overlap_param_gather,

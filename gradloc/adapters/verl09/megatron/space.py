@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of Megatron's optimizer as one vector: over tensor and pipeline parallel ranks and its own shards.
+"""The gradient of Megatron's optimizer as one vector: over all its parallel ranks and its own shards.
 
 Megatron accumulates gradients in one float32 buffer of each model chunk. ``prepare_grads`` shows the optimizer's own
 parameters views of it: this process' slices with the distributed optimizer, else whole parameters. So a gradient is set
 aside by copy, and what is put back is what the optimizer's step then takes. Weights are moved on the optimizer's
-parameters, from where the model takes them.
+parameters, from where the model takes them. Experts have a buffer, an optimizer and parallel ranks of their own; so
+what counts is settled by names, over all processes.
 """
 
 import re
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from ....core.gradients import Gradient, GradientSpace
@@ -29,6 +29,7 @@ _KEPT = (
 )
 """Where Megatron's optimizers keep the model's parameters, and their own for them; the first two are not sharded."""
 _LAYER = re.compile(r"(.*\blayers\.)\d+$")
+_EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -36,8 +37,8 @@ class _Part(NamedTuple):
     """What this process has of a parameter."""
 
     param: torch.nn.Parameter
-    counts: bool
-    """Whether no other process has the same."""
+    is_original: bool
+    """Whether it is not an embedding's copy on the last stage, which the optimizer may have cut elsewhere."""
     place: str
     """The same for copies, another one for other parts: what its random numbers are drawn by."""
 
@@ -74,18 +75,17 @@ class MegatronSpace(GradientSpace):
         self._leaves = leaves_of(engine.optimizer)
         parts = dict(_parts(engine.module, self._leaves))
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, list(parts))
+        dist.all_gather_object(everyone, [(name, part.place, part.is_original) for name, part in parts.items()])
+        held = {place for told in everyone[: dist.get_rank()] for _, place, is_original in told if is_original}
         device = next(engine.module[0].parameters()).device
         elsewhere = _Part(torch.nn.Parameter(torch.empty(0, device=device)), True, "")
-        named = [
-            (name, parts.get(name, elsewhere)) for name in dict.fromkeys(name for names in everyone for name in names)
-        ]
-        group = self._leaves[0].get_grad_stats_parallel_group()
+        names = dict.fromkeys(name for told in everyone for name, _, _ in told)
+        named = [(name, parts.get(name, elsewhere)) for name in names]
         dtype = next(engine.module[0].parameters()).main_grad.dtype
         of_params = [(name, part.param) for name, part in named]
-        self._hold(of_params, [] if group.size() == 1 else [group], (dtype, dtype), ranks)
+        self._hold(of_params, [] if len(everyone) == 1 else [dist.group.WORLD], (dtype, dtype), ranks)
         self.has_names = False  # Megatron's are others than transformers'
-        self.counts = [part.counts for _, part in named]
+        self.counts = [part.is_original and part.place not in held for _, part in named]
         self._places = [part.place for _, part in named]
 
     def reshard(self) -> None:
@@ -114,7 +114,9 @@ class MegatronSpace(GradientSpace):
 
     def take(self) -> Gradient:
         buffers = {
-            buffer.grad_data.untyped_storage().data_ptr() for chunk in self.engine.module for buffer in chunk.buffers
+            buffer.grad_data.untyped_storage().data_ptr()
+            for chunk in self.engine.module
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         }
 
         def own(grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -136,16 +138,23 @@ def _parts(module: Any, leaves: list[Any]) -> Iterator[tuple[str, _Part]]:
     for model_id, name in names.items():
         if model_id in kept:
             leaf, param, main = kept[model_id]
-            is_own = param_is_not_tensor_parallel_duplicate(main, getattr(leaf, "tp_group", None))
-            is_split = getattr(param, "tensor_model_parallel", False)
-            split = parallel_state.get_tensor_model_parallel_rank() if is_split else None
+            is_expert = not getattr(param, "allreduce", True)
+            expert = parallel_state.get_expert_model_parallel_rank() if is_expert else None
+            split = None
+            if getattr(param, "tensor_model_parallel", False):
+                split = parallel_state.get_tensor_model_parallel_rank()
+                if is_expert:
+                    split = parallel_state.get_expert_tensor_parallel_rank()
             start = leaf._get_model_param_range_map(param)["param"].start if main.shape != param.shape else 0
-            yield name, _Part(main, param_is_not_shared(main) and is_own, f"{name} {split} {start}")
+            yield name, _Part(main, param_is_not_shared(main), f"{name} {expert} {split} {start}")
 
 
 def _named(module: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Of all chunks; layers by their number in the whole model, and an embedding's copy as what it is a copy of."""
+    """Of all chunks; layers and experts by their number in the whole model, and an embedding's copy as what it is a
+    copy of."""
+    ranks = parallel_state.get_expert_model_parallel_world_size()
     for chunk in chunks_of(module):
+        first = parallel_state.get_expert_model_parallel_rank() * (chunk.config.num_moe_experts or 0) // ranks
         layers = {
             f"{name}.": f"{found.group(1)}{layer.layer_number - 1}."
             for name, layer in chunk.named_modules()
@@ -154,6 +163,7 @@ def _named(module: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for name, param in chunk.named_parameters():
             before = next((prefix for prefix in layers if name.startswith(prefix)), "")
             whole = layers.get(before, "") + name.removeprefix(before)
+            whole = _EXPERT.sub(lambda number: str(int(number.group()) + first), whole)  # noqa: B023
             yield whole if param_is_not_shared(param) else _EMBEDDING, param
 
 

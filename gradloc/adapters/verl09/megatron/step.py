@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
@@ -57,6 +58,10 @@ class MegatronStep(EngineStep, Scheduled):
         self._pass: _Selections | None = None
         self._outputs: dict[int, dict[str, torch.Tensor]] = {}
         self._failure: Exception | None = None
+        chunks = chunks_of(engine.module)
+        self._routers = [value for chunk in chunks for name, value in chunk.named_buffers() if ".router." in name]
+        """Biases that balance the load, and what they are made of: each schedule updates them at its end."""
+        self._routers_before: list[torch.Tensor] = []
 
     # ---- while Megatron runs a schedule, training's or that of a pass
 
@@ -71,6 +76,8 @@ class MegatronStep(EngineStep, Scheduled):
         if self.is_replaying:
             self._recorded[number].rng.restore()
         elif number is None:
+            if not self.num_micro_batches:
+                self._routers_before = [value.clone() for value in self._routers]
             tu.assign_non_tensor(micro_batch, **{_NUMBER: self.num_micro_batches})
             super().before_forward(micro_batch)
         else:  # another chunk's
@@ -177,7 +184,7 @@ class MegatronStep(EngineStep, Scheduled):
         )
         self._pass, self._failure = chosen, None
         try:
-            with self._in_stages():
+            with self._in_stages(), self._routers_as_in_step(len(batches)):
                 get_forward_backward_func()(
                     forward_step_func=partial(
                         engine.forward_step,
@@ -193,6 +200,20 @@ class MegatronStep(EngineStep, Scheduled):
                 )
         finally:
             self._pass = None
+
+    @contextmanager
+    def _routers_as_in_step(self, num_micro_batches: int) -> Iterator[None]:
+        """Their losses, which Megatron adds by itself in the backward, count over the step's micro-batches and not over
+        a pass'; their biases are those of training's forwards."""
+        of_megatron, factor = MoEAuxLossAutoScaler.set_loss_scale, num_micro_batches / self.num_micro_batches
+        present = [value.clone() for value in self._routers]
+        _copy(self._routers_before, self._routers)
+        MoEAuxLossAutoScaler.set_loss_scale = staticmethod(lambda scale: of_megatron(scale * factor))
+        try:
+            yield
+        finally:
+            MoEAuxLossAutoScaler.set_loss_scale = staticmethod(of_megatron)
+            _copy(present, self._routers)
 
     def _end(self) -> None:
         """Once no stage waits for another any more."""
@@ -212,6 +233,11 @@ class MegatronStep(EngineStep, Scheduled):
 
 def _stages() -> Any:
     return parallel_state.get_pipeline_model_parallel_group()
+
+
+def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
+    for of, to in zip(source, target, strict=True):
+        to.copy_(of)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ optimizers and schedules, mbridge, verl's engine, worker and trainer.
 
 import contextlib
 import hashlib
+import io
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +20,14 @@ from experiments.verl09 import megatron
 from tests.adapters.verl09 import harness
 from tests.adapters.verl09.harness import ACTOR, MODEL
 from tests.world.harness import NUM_PROMPT, make_batch, model_config
+from tests.world.models.experts import make_experts
 
 MEGATRON = f"{ACTOR}.megatron"
 
 
-def make_config(overrides: list[str], model_dir: str) -> Any:
-    """verl's config of a Megatron actor: packed, four rows to a micro-batch."""
-    base = [
+def settings_of(model_dir: str) -> list[str]:
+    """Of a Megatron actor: packed, four rows to a micro-batch."""
+    return [
         "model_engine=megatron",
         f"{MODEL}.path={model_dir}",
         f"+{MODEL}.load_tokenizer=false",
@@ -46,18 +48,22 @@ def make_config(overrides: list[str], model_dir: str) -> Any:
         "trainer.project_name=tests",
         "trainer.experiment_name=harness",
     ]
-    return harness.config_of([*base, *overrides])
 
 
-def save_model(folder: str, tied: bool = False) -> None:
-    """A random Qwen3 of four layers; rank 0 writes."""
+def make_config(overrides: list[str], model_dir: str) -> Any:
+    """verl's config with these settings and others."""
+    return harness.config_of([*settings_of(model_dir), *overrides])
+
+
+def save_model(folder: str, tied: bool = False, kind: str | None = None) -> None:
+    """A random Qwen3 of four layers, or experts of a kind; rank 0 writes."""
     if dist.get_rank() == 0:
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(0)
-        config = model_config()
+        config = model_config() if kind is None else make_experts(kind).config
         config.num_hidden_layers, config.tie_word_embeddings = 4, tied
-        config.layer_types = config.layer_types * 2
+        config.layer_types = ["full_attention"] * 4
         config.initializer_range = 0.1
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     dist.barrier()
@@ -71,7 +77,8 @@ class Trainer(harness.Trainer):
     def weights_hash(self) -> str:
         """sha256 over this process' weights and optimizer state."""
         digest = hashlib.sha256()
-        tensors = [param for chunk in self.engine.module for param in chunk.parameters()]
+        tensors = [part for chunk in self.engine.module for part in chunk.parameters()]
+        tensors += [part for chunk in self.engine.module for part in chunk.module.buffers()]
         for leaf in self.engine.optimizer.chained_optimizers:
             tensors += leaf.get_parameters()
             for param in leaf.get_parameters():
@@ -116,6 +123,15 @@ def train(overrides: list[str], model_dir: str, dtype: str = "float32", **settin
     """See :func:`harness.train`."""
     with parallel(dtype):
         return harness.train(overrides, model_dir, kind=Trainer, **settings)
+
+
+def check(overrides: list[str], model_dir: str) -> str:
+    """What the command for a cluster prints on this process, which torchrun would have started."""
+    from gradloc.adapters.verl09.megatron.check import main
+
+    with parallel(), contextlib.redirect_stdout(io.StringIO()) as said:
+        main([*settings_of(model_dir)[1:], *overrides])
+    return said.getvalue()
 
 
 def norm_of_transformers(model_dir: str, dtype: str = "float32") -> float:

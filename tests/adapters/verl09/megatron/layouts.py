@@ -9,6 +9,8 @@ MEGATRON = "actor_rollout_ref.actor.megatron"
 PACKED = "actor_rollout_ref.model.use_remove_padding=true"
 TP, PP = f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.pipeline_model_parallel_size=2"
 INTERLEAVED = f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"
+EP, ETP_1 = f"{MEGATRON}.expert_model_parallel_size=2", f"{MEGATRON}.expert_tensor_parallel_size=1"
+NORMALIZED = f"++{MEGATRON}.override_transformer_config.moe_router_pre_softmax=false"  # as transformers' Mixtral
 SHARDED = f"{MEGATRON}.use_distributed_optimizer=true"
 
 
@@ -19,17 +21,20 @@ class Layout(NamedTuple):
     overrides: list[str]
     dtype: str = "float32"
     is_tied: bool = False
+    experts: str | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"overrides": self.overrides, "dtype": self.dtype}
+        model = [] if self.experts is None else [f"experts={self.experts}"]
+        return {"overrides": self.overrides, "model": model, "dtype": self.dtype}
 
 
-DEFAULT = ("TP 2", "PP 2", "DP 2, sharded optimizer")
+DEFAULT = ("TP 2", "PP 2", "DP 2, sharded optimizer", "experts, EP 2")
 LAYOUTS = {
     "TP 2": Layout(2, [TP, PACKED]),
     "PP 2": Layout(2, [PP, PACKED]),
     "DP 2, sharded optimizer": Layout(2, [SHARDED, PACKED]),
+    "experts, EP 2": Layout(2, [EP, PACKED], experts="qwen3_moe"),
     "one process": Layout(1, [PACKED]),
     "TP 2 without sequence parallelism": Layout(2, [TP, f"{MEGATRON}.sequence_parallel=false", PACKED]),
     "TP 2, padded": Layout(2, [TP, f"{MEGATRON}.use_remove_padding=false"]),
@@ -41,6 +46,16 @@ LAYOUTS = {
     "TP 2 x PP 2": Layout(4, [TP, PP, PACKED]),
     "TP 2 x DP 2, sharded optimizer": Layout(4, [TP, SHARDED, PACKED]),
     "PP 2 x DP 2, sharded optimizer, tied": Layout(4, [PP, SHARDED, PACKED], is_tied=True),
+    "experts, one process": Layout(1, [PACKED], experts="qwen3_moe"),
+    "experts, TP 2": Layout(2, [TP, PACKED], experts="qwen3_moe"),
+    "experts, PP 2": Layout(2, [PP, PACKED], experts="qwen3_moe"),
+    "experts, DP 2, sharded optimizer": Layout(2, [SHARDED, PACKED], experts="qwen3_moe"),
+    "experts, TP 2 x EP 2": Layout(2, [TP, EP, ETP_1, PACKED], experts="qwen3_moe"),
+    "experts, EP 2, sharded optimizer, bfloat16": Layout(2, [EP, SHARDED, PACKED], "bfloat16", experts="qwen3_moe"),
+    "experts, TP 2 x EP 2 x DP 2, sharded optimizer": Layout(4, [TP, EP, ETP_1, SHARDED, PACKED], experts="qwen3_moe"),
+    "experts, TP 2 within, EP 2": Layout(4, [TP, EP, PACKED], experts="qwen3_moe"),
+    "experts, PP 2 x EP 2": Layout(4, [PP, EP, PACKED], experts="qwen3_moe"),
+    "Mixtral, EP 2": Layout(2, [EP, NORMALIZED, PACKED], experts="mixtral"),
 }
 """The first are part of the default tests; sequence parallelism goes with TP unless it says otherwise."""
 

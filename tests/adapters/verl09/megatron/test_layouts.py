@@ -19,7 +19,7 @@ BANDS = {"float32": 0.03, "bfloat16": 0.15}
 @in_layouts(*LAYOUTS)
 def test_a_planted_token_is_named_and_the_run_stays_what_it_was(world, layout, tmp_path):
     of, folder = LAYOUTS[layout], str(tmp_path / "model")
-    world.run(f"{HERE}.harness.save_model", folder=folder, tied=of.is_tied)
+    world.run(f"{HERE}.harness.save_model", folder=folder, tied=of.is_tied, kind=of.experts)
     given = {"model_dir": folder, "plants": (OF_TIED if of.is_tied else PLANT,), "dtype": of.dtype}
     stock = world.run(f"{HERE}.harness.train", overrides=of.overrides, stock=True, **given)
     settings = [*ON, *of.overrides, f"{ACTOR}.gradloc.dump_dir={tmp_path}"]

@@ -12,7 +12,6 @@ ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
 REFUSED = {
     f"{MEGATRON}.context_parallel_size=2": "context_parallel_size must be 1 while gradloc is on \\(no search was run",
-    f"{MEGATRON}.expert_model_parallel_size=2": "expert_model_parallel_size must be 1",
     f"{MEGATRON}.use_megatron_fsdp=true": "use_megatron_fsdp must be false",
     f"{MEGATRON}.dtype=float16": "dtype must be bfloat16 .* found 'float16'",
     f"{MEGATRON}.router_replay.mode=R3": "router_replay.mode must be disabled",
@@ -31,6 +30,10 @@ REFUSED = {
 IN_THE_ENGINE = {
     f"+{MEGATRON}.override_ddp_config.overlap_grad_reduce=true": "with overlap_grad_reduce on Megatron",
     f"++{MEGATRON}.override_transformer_config.hidden_dropout=0.1": "with dropout on Megatron",
+    **{
+        f"++{MEGATRON}.override_transformer_config.{setting}": f"with .*{setting.partition('=')[0]}.* on Megatron"
+        for setting in ("moe_router_load_balancing_type=sinkhorn", "moe_expert_capacity_factor=1.0")
+    },
 }
 
 

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl 0.7's actor's own tests on verl 0.9's Megatron engine, by the same code: probes, shares, actions, failures."""
 
+import random
+
 import pytest
 
 from tests.adapters.verl07 import test_actions, test_failures, test_identities, test_localization, test_trigger
 from tests.stabilize import test_settings
 from tests.world import RankError
+from tests.world.events import read_events
 
-from .layouts import DEFAULT, in_layouts
+from .layouts import DEFAULT, MEGATRON, in_layouts
 
 ACTOR = "actor_rollout_ref.actor"
 ON = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=640"]
 TWO = test_localization.PLACES["two culprits on two ranks, two micro-batches"]
-PAIRS = ("PP 2, interleaved", "TP 2 without sequence parallelism", "TP 2, padded")
+PAIRS = ("PP 2, interleaved", "TP 2 without sequence parallelism", "TP 2, padded", "experts, TP 2 x EP 2")
 TERMS = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.entropy_coeff=0.05"]
 
 
@@ -50,6 +53,44 @@ def test_a_masked_step_is_training_without_the_culprits_bit_for_bit(world, dump_
     test_identities.test_a_masked_step_is_training_without_the_culprits_bit_for_bit(world, dump_dir, [], 0.0)
 
 
+LOSSES = [
+    f"++{MEGATRON}.override_transformer_config.{name}"
+    for name in ("moe_z_loss_coeff={0}", "moe_router_load_balancing_type=aux_loss", "moe_aux_loss_coeff={0}")
+]
+
+
+BIAS = [
+    f"++{MEGATRON}.override_transformer_config.{setting}"
+    for setting in (
+        "moe_router_enable_expert_bias=true",
+        "moe_router_score_function=sigmoid",
+        "moe_router_bias_update_rate=0.1",
+    )
+]
+
+
+@pytest.mark.parametrize("settings", [[setting.format(0.01) for setting in LOSSES], BIAS], ids=["losses", "biases"])
+@in_layouts("experts, EP 2", "experts, PP 2 x EP 2")
+def test_a_step_with_routers_losses_or_biases_is_masked_bit_for_bit_too(world, dump_dir, settings):
+    test_identities.test_a_masked_step_is_training_without_the_culprits_bit_for_bit(world, dump_dir, settings, 0.0)
+
+
+@in_layouts("experts, EP 2")
+def test_the_shares_add_up_where_routers_have_biases(world, dump_dir):
+    test_identities.test_the_shares_of_all_tokens_add_up_however_they_are_grouped(world, dump_dir, BIAS)
+
+
+@in_layouts("experts, EP 2", "experts, PP 2 x EP 2")
+def test_a_spike_of_routers_losses_is_no_tokens(world, dump_dir):
+    losses = [setting.format(3e4) for setting in LOSSES]
+    world.run("spikes.update_batch", kind="healthy", overrides=ON + losses, dump_dir=dump_dir)
+    event, _ = read_events(dump_dir)
+    assert event["cause"]["label"] == "not_tokens" and not event["culprits"]
+    assert sum(".mlp.router.weight" in name for name in event["cause"]["names"]) >= 2
+    assert event["cause"]["numbers"]["others_norm"] == pytest.approx(event["trigger"]["grad_norm"], rel=1e-3)
+    assert event["cause"]["numbers"]["tokens_norm"] < 1.5
+
+
 @in_layouts(*DEFAULT)
 def test_every_appearance_of_a_culprit_is_masked_over_mini_batches_and_epochs(world, dump_dir):
     test_actions.test_every_appearance_of_a_culprit_is_masked_and_the_weights_are_those_without_it(world, dump_dir, [])
@@ -71,13 +112,13 @@ def test_abort_stops_the_run_with_the_event_on_disk(world, dump_dir):
     test_failures.test_abort_stops_the_run_with_the_event_on_disk(world, dump_dir)
 
 
-@in_layouts("PP 2", "TP 2")
+@in_layouts("PP 2", "TP 2", "experts, EP 2")
 @pytest.mark.slow
 def test_nothing_is_communicated_while_nothing_spikes(world, unpatched_world, dump_dir):
     test_identities.test_nothing_is_communicated_while_nothing_spikes(world, unpatched_world, dump_dir)
 
 
-@in_layouts("PP 2", "TP 2")
+@in_layouts("PP 2", "TP 2", "experts, EP 2")
 @pytest.mark.slow
 def test_a_process_that_fails_at_any_collective_boundary_is_heard_by_all_and_recovered(world, dump_dir):
     test_failures.test_a_rank_that_fails_at_any_collective_boundary_is_heard_by_all_and_recovered(
@@ -85,15 +126,43 @@ def test_a_process_that_fails_at_any_collective_boundary_is_heard_by_all_and_rec
     )
 
 
+FAILING = ("between", "loss", "forward", "backward", "between", "loss", "forward", "between", "loss", "between")
+
+
+def fail_at(world, dump_dir, place, process, number):
+    given = {"place": place, "process": process, "number": number, "dump_dir": f"{dump_dir}-{place}{number}"}
+    return world.run("as_actor.fail_at", timeout_s=240, overrides=ON, **given)
+
+
 @in_layouts("PP 2", "TP 2", "PP 2, interleaved")
 def test_a_loss_that_fails_on_one_process_leaves_training_as_it_was(world, dump_dir):
-    for answer in world.run("as_actor.fail_in_the_loss", overrides=ON, dump_dir=dump_dir):
-        assert answer["failures"] == [1] and answer["fails"]["weights"] == answer["looks"]["weights"]
-        assert answer["fails"]["rng"] == answer["looks"]["rng"]
+    looks, fails = (fail_at(world, dump_dir, "loss", 1, number) for number in (0, 3))
+    for one, other in zip(looks, fails, strict=True):
+        assert other["failures"] == [1] and one["left"] == other["left"]
+
+
+@in_layouts("PP 2", "TP 2", "experts, EP 2", "TP 2 x PP 2")
+@pytest.mark.slow
+def test_none_of_ten_failures_anywhere_hangs_or_changes_weights(world, dump_dir):
+    looks = fail_at(world, dump_dir, "loss", 0, 0)
+    draw, ended = random.Random(39), 0
+    for place in FAILING:
+        process, number = draw.randrange(len(looks)), draw.randrange(1, 12)
+        try:
+            fails = fail_at(world, dump_dir, place, process, number)
+        except (RankError, EOFError, ConnectionError) as error:
+            assert "did not answer" not in str(error) and place in ("forward", "backward"), error
+            world.world.close()
+            ended += 1
+            continue
+        has_failed = fails[process]["uses"] >= number
+        for one, other in zip(looks, fails, strict=True):
+            assert one["left"] == other["left"] and other["failures"] == [int(has_failed)], (place, process, number)
+    assert ended, "a pass that fails on one process ends the run"
 
 
 @pytest.mark.parametrize("method", ["run_pass", "forward"])
-@in_layouts("PP 2", "TP 2")
+@in_layouts("PP 2", "TP 2", "experts, EP 2")
 def test_a_process_that_fails_inside_a_pass_ends_instead_of_hanging(world, dump_dir, method):
     with pytest.raises((RankError, EOFError, ConnectionError)) as caught:
         world.run("failures.fail_inside", timeout_s=240, method=method, overrides=ON, dump_dir=dump_dir)
