@@ -104,21 +104,7 @@ class Localizer:
         self._first_step, self._coefficient = None, 0.0
         self._tracker.begin_update()
         self._num_updates += 1
-        if self._num_updates == 1 and not space.are_summed:
-            self.num_failures = _MAX_FAILURES  # norms differ by rank: one would search, and wait for the others
-            self._tell(
-                "FSDP1 with fsdp_size=1 sums no gradients over ranks: each trains a model of its own. gradloc is "
-                "off; set actor.fsdp_config.fsdp_size=-1"
-            )
-        elif (
-            self._num_updates == 2 and self.num_failures < _MAX_FAILURES
-        ):  # a step has been taken: replicas that are not kept alike have parted
-            parted = self._safely(lambda: parted_replicas(space, self.ranks))
-            if parted:
-                self._tell(
-                    f"replicas hold other weights in {plural(len(parted), 'parameter')}, {parted[0]} first: a rank "
-                    "loaded others, skipped a step, or its gradients are not summed"
-                )
+        self._ask_replicas()
 
     def begin_mini_batch(self, step: TrainingStep) -> None:
         """Ride along with a step; its micro-batches run next, each forward and backward once."""
@@ -193,9 +179,24 @@ class Localizer:
 
     # ---- inside
 
-    def _tell(self, what: str) -> None:
-        if self.ranks.is_first:
-            logger.error("gradloc: %s", what)
+    def _ask_replicas(self) -> None:
+        """Whether replicas are kept alike: how they are laid out, and, once a step was taken, whether they are."""
+        told = ""
+        if self._num_updates == 1 and not self._space.are_summed:
+            self.num_failures = _MAX_FAILURES  # norms differ by rank: one would search, and wait for the others
+            told = (
+                "FSDP1 with fsdp_size=1 sums no gradients over ranks: each trains a model of its own. gradloc is off; "
+                "set actor.fsdp_config.fsdp_size=-1"
+            )
+        elif self._num_updates == 2 and self.num_failures < _MAX_FAILURES:
+            parted = self._safely(lambda: parted_replicas(self._space, self.ranks))
+            if parted:
+                told = (
+                    f"replicas hold other weights in {plural(len(parted), 'parameter')}, {parted[0]} first: a rank "
+                    "loaded others, skipped a step, or its gradients are not summed"
+                )
+        if told and self.ranks.is_first:
+            logger.error("gradloc: %s", told)
 
     def _clip_scale(self, norm: float) -> float:
         """How torch and FSDP clip: the gradient in ``.grad`` is this times the true one."""

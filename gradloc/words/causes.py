@@ -36,8 +36,6 @@ _OF_LOG_PROBS = (
     *("non_finite", "unknown"),
 )
 """What a wrong log-prob of the rollout looks like; beside an extreme advantage it is no cause."""
-
-
 GROUPED = {"grpo": "GRPO", "grpo_mean": "GRPO without the division", "rloo": "RLOO"}
 """Estimators of an advantage from a group's rewards, and what they are called."""
 

@@ -73,7 +73,7 @@ BESIDE = {
         named="Not finite:",
     ),
     "replicas_differ": Beside(
-        "{Spike} came on replicas that have parted; no token did it",
+        "Replicas have parted; no token made {spike}",
         number="parameters",
         what="parameters differ",
         remark="between replicas of the weights",

@@ -34,14 +34,16 @@ def first_not_finite(task: Task) -> tuple[FirstNotFinite | None, int | None]:
     prober, ranks = task.prober, task.prober.ranks
     if prober.step.is_scheduled:  # no process of a pipeline sees all modules
         return None, None
-    for index in _suspects(task):
+    broken, suspects = _suspects(task)
+    for index in suspects:
         if not task.can_afford(backwards=1, is_certificate=True):
             break
         sizes = _Sizes()
         try:
             with sizes.of(prober.space.model):
                 prober.compute([(index, None)])
-            found = [first for first in ranks.gather(ranks.agree(sizes.first)) if first is not None]
+            mine = ranks.agree(partial(sizes.first, _WAYS if broken else _WAYS[1:]))
+            found = [first for first in ranks.gather(mine) if first is not None]
         except PeerFailure:  # all ranks heard of it, and go on without
             break
         if found:
@@ -49,8 +51,8 @@ def first_not_finite(task: Task) -> tuple[FirstNotFinite | None, int | None]:
     return None, None
 
 
-def _suspects(task: Task) -> list[int]:
-    """The micro-batch whose forward is not finite; none where the loss alone is not; else all."""
+def _suspects(task: Task) -> tuple[bool, list[int]]:
+    """Whether a forward is not finite, and in which micro-batch; none where the loss alone is not; else all."""
     step, ranks = task.prober.step, task.prober.ranks
     num = step.num_micro_batches
 
@@ -62,7 +64,7 @@ def _suspects(task: Task) -> list[int]:
 
     flags = ranks.max(ranks.agree(local))
     broken = [index for index in range(num) if flags[index]]
-    return broken[:1] if broken else [] if any(flags) else list(range(num))
+    return bool(broken), broken[:1] if broken else [] if any(flags) else list(range(num))
 
 
 class _Sizes:
@@ -82,9 +84,10 @@ class _Sizes:
             for hook in hooks:
                 hook.remove()
 
-    def first(self) -> FirstNotFinite | None:
-        """The first that is not finite on this rank, with the last that are."""
-        for way, found in self._found.items():
+    def first(self, ways: tuple[str, ...]) -> FirstNotFinite | None:
+        """The first on these ways that is not finite on this rank, with the last that are."""
+        for way in ways:
+            found = self._found[way]
             values = torch.stack([size.float() for _, size in found]).tolist() if found else []
             at = next((at for at, value in enumerate(values) if not math.isfinite(value)), None)
             if at is not None:
