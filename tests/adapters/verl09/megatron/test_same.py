@@ -75,6 +75,12 @@ def test_a_step_with_routers_losses_or_biases_is_masked_bit_for_bit_too(world, d
     test_identities.test_a_masked_step_is_training_without_the_culprits_bit_for_bit(world, dump_dir, settings, 0.0)
 
 
+@in_layouts("experts, EP 2", "experts, TP 2")
+def test_moving_the_weights_does_not_send_a_token_to_other_experts(world, dump_dir):
+    found, *_ = world.run("models.experts.closures", overrides=ON, dump_dir=dump_dir, seeds=[2, 4, 6])
+    assert all(0.98 < closure < 1.02 for closure in found), found
+
+
 @in_layouts("experts, EP 2")
 def test_the_shares_add_up_where_routers_have_biases(world, dump_dir):
     test_identities.test_the_shares_of_all_tokens_add_up_however_they_are_grouped(world, dump_dir, BIAS)
