@@ -4,13 +4,14 @@
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 
-from gradloc.record import CAUSES
+from gradloc.record import CAUSES, BatchStatistics, Coefficients, Culprit
+from gradloc.words.causes import classify
 from tests.bare import Amplified, BareStep, Batch, Decoder, Loss, Oracle, build, random_batch
 from tests.bare.events import event_of
 from tests.bare.noise import unrepeatable
@@ -340,6 +341,71 @@ def test_every_cause_is_in_the_matrix():
     assert {cause for _, cause in CASES.values()} | {"value_outlier", "replicas_differ"} == set(CAUSES)
 
 
+SPURIOUS = Culprit(log_prob=math.log(0.001), entropy=0.2, advantage=1.0, coefficients=Coefficients(log_prob=-0.01))
+
+
+@pytest.mark.parametrize(
+    ("change", "label"),
+    [
+        ({}, "spurious_token"),
+        ({"log_prob": math.log(0.011)}, "unknown"),
+        ({"entropy": 0.31}, "unknown"),
+        ({"entropy": None}, "unknown"),
+        ({"advantage": -1.0}, "unknown"),
+        ({"advantage": 4.0}, "extreme_advantage"),
+        ({"is_weight": 4.0}, "is_weight"),
+        ({"old_log_prob_used": math.log(0.0001)}, "token_mismatch"),
+    ],
+)
+def test_a_spurious_token_is_unlikely_where_the_model_was_sure_and_rewarded(change, label):
+    """STAPO's bounds (arXiv 2602.15620): a probability under 0.01, an entropy among the lowest fifth."""
+    batch = BatchStatistics(advantage=1.0, one_minus_prob=0.5, jacobian=1.0, low_entropy=0.3)
+    assert classify(replace(SPURIOUS, **change), batch).label == label
+    assert classify(replace(SPURIOUS, **change), replace(batch, low_entropy=None)).label != "spurious_token"
+
+
+WRITTEN = Culprit(
+    log_prob=-12.0, old_log_prob_stored=-12.1, rollout_log_prob=-0.2, coefficients=Coefficients(log_prob=-0.01)
+)
+NEAR = [(-0.5 * place, -0.5 * place - 0.01) for place in range(9)]
+FAR_OFF = [(now, written - 0.7) for now, written in NEAR]
+
+
+@pytest.mark.parametrize(
+    ("change", "row", "label"),
+    [
+        ({}, NEAR, "not_sampled"),
+        ({}, [], "not_sampled"),
+        ({}, FAR_OFF, "unknown"),  # an engine that is off everywhere
+        ({"rollout_log_prob": -7.2}, NEAR, "unknown"),  # nor what engines differ by at one token
+        ({"log_prob": -5.0}, NEAR, "unknown"),  # the policy has moved
+        ({"log_prob": -1.0, "rollout_log_prob": 0.0}, NEAR, "not_sampled"),  # but none writes exactly 0
+        ({"old_log_prob_stored": -0.01, "rollout_log_prob": 0.0}, NEAR, "unknown"),  # where the token was not certain
+        ({"rollout_log_prob": -19.0}, NEAR, "unknown"),  # unlikely, and sampled
+        ({"rollout_log_prob": -math.inf}, NEAR, "not_sampled"),
+        ({"old_log_prob_stored": -0.2}, NEAR, "unknown"),  # bypass: drift or gap, nobody knows
+        ({"old_log_prob_stored": 0.0, "rollout_log_prob": 0.0}, NEAR, "not_sampled"),
+        ({"old_log_prob_stored": None}, NEAR, "unknown"),
+        ({"rollout_log_prob": None}, [], "unknown"),
+        ({"advantage": math.nan}, NEAR, "non_finite"),
+        ({"advantage": 9.0}, NEAR, "extreme_advantage"),
+    ],
+)
+def test_a_token_was_never_sampled_where_its_log_prob_is_none_that_sampling_gives(change, row, label):
+    found = classify(replace(WRITTEN, **change), BatchStatistics(advantage=1.0), row)
+    assert found.label == label
+    if label == "not_sampled":
+        assert abs(found.numbers["engine_gap"]) > 5
+
+
+@pytest.mark.parametrize("shift", [1, 0, -1])
+def test_a_row_is_shifted_where_the_neighbours_log_probs_are_by_far_nearer(shift):
+    now = [math.log(0.1 + 0.8 * (place % 3 == 0)) for place in range(12)]
+    row = list(zip(now, now[shift:] + now[:shift], strict=True))
+    found = classify(replace(WRITTEN, old_log_prob_stored=-12.0, log_prob=-12.0), BatchStatistics(), row)
+    assert (found.label, found.numbers.get("shift", 0)) == ("shifted_log_probs" if shift else "not_sampled", shift)
+
+
 def test_the_same_token_that_ends_turns_unsampled_is_counted_over_events():
     last = int(plain().batch.mask[ROW].sum()) - 1
     endings, counted, said = Counter(), [], []
@@ -358,3 +424,18 @@ def test_entropies_are_looked_up_where_they_may_name_a_cause(is_rewarded):
     case = unlikely(is_rewarded=is_rewarded, is_sure=True)
     (culprit,) = event_of(case.step(), case.batch, case.threshold, **case.extra).culprits
     assert culprit.log_prob < math.log(0.01) and (culprit.entropy is not None) == is_rewarded
+
+
+def test_a_critics_culprit_is_explained_by_its_error_or_by_the_values_own_gradient():
+    typical = BatchStatistics(value_error=0.5, jacobian=1.0)
+
+    def cause(**changed):
+        given = dict(value=0.1, value_target=0.4, grad_norm=1.0, coefficients=Coefficients(log_prob=1.0))
+        return classify(Culprit(**{**given, **changed}), typical)
+
+    assert cause().label == "unknown"
+    far = cause(value_target=100.1)
+    assert far.label == "value_outlier" and far.numbers["error_over_typical"] == pytest.approx(200)
+    assert cause(grad_norm=50.0).label == "large_jacobian"
+    assert cause(value=float("nan")).label == "non_finite_forward"
+    assert cause(value_target=float("inf")).label == "non_finite"
