@@ -188,7 +188,7 @@ class Localizer:
                 "FSDP1 with fsdp_size=1 sums no gradients over ranks: each trains a model of its own. gradloc is off; "
                 "set actor.fsdp_config.fsdp_size=-1"
             )
-        elif self._num_updates == 2 and self.num_failures < _MAX_FAILURES:
+        elif self._num_updates == 2 and self._space.num_replicas > 1 and self.num_failures < _MAX_FAILURES:
             parted = self._safely(lambda: parted_replicas(self._space, self.ranks))
             if parted:
                 told = (
