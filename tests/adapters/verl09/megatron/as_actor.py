@@ -48,59 +48,29 @@ def run(scenario: str, dealt_out: dict[str, Any], **given: Any) -> Any:
         return getattr(module, name)(**given)
 
 
-def fail_at(place: str, process: int, number: int, overrides: list[str], dump_dir: str) -> dict[str, Any]:
-    """A spike that is only looked into, while one process fails somewhere; then a healthy step.
-
-    Args:
-        place: ``between`` passes, or in a pass' ``loss``, or in a layer's ``forward`` or ``backward`` in a pass.
-        process: of the world.
-        number: which time that it comes there, from 1; 0 never fails.
-        overrides: of verl's config.
-        dump_dir: for events.
-    """
+def fail_in_the_loss(overrides: list[str], dump_dir: str) -> dict[str, Any]:
+    """A spike that is only looked into, and the same with a loss that fails on one process in the third of a pass."""
     from gradloc.adapters.verl09.megatron.step import MegatronStep
 
-    ranks, uses = of_world.part("core.ranks"), 0
-    of_loss, of_ranks = MegatronStep.after_output, ranks.Ranks.agree
+    original, found = MegatronStep.after_output, {}
+    for kind in ("looks", "fails"):
+        calls = 0
 
-    def come(to: str) -> None:
-        nonlocal uses
-        uses += to == place
-        if to == place and uses == number and dist.get_rank() == process:
-            raise RuntimeError(f"made to fail: {place}")
+        def after_output(self: Any, *args: Any) -> Any:
+            nonlocal calls
+            calls += self.is_replaying
+            if calls == 3 and dist.get_rank() == dist.get_world_size() - 1:
+                raise RuntimeError("made to fail in the loss")
+            return original(self, *args)
 
-    def agree(self: Any, local: Any) -> Any:
-        def coming() -> Any:
-            come("between")
-            return local()
-
-        return of_ranks(self, coming)
-
-    def after_output(self: Any, *args: Any) -> Any:
-        if self.is_replaying:
-            come("loss")
-        return of_loss(self, *args)
-
-    def in_layer(module: torch.nn.Module, args: Any, output: Any) -> None:
-        if trainer.engine._step is not None and trainer.engine._step.is_replaying:
-            come("forward")
-            if output[0].requires_grad:
-                output[0].register_hook(lambda grad: come("backward"))
-
-    trainer = make_trainer(overrides, dump_dir)
-    layers = [layer for layer in trainer.module.modules() if type(layer).__name__ == "TransformerLayer"]
-    layers[0].register_forward_hook(in_layer)
-    batch = of_world.make_batch(seed=1)
-    plant(batch, 6, 2, 1e4)
-    with (
-        mock.patch.object(ranks, "_PATIENCE_S", 2.0),
-        mock.patch.object(ranks.Ranks, "agree", agree),
-        mock.patch.object(MegatronStep, "after_output", after_output),
-    ):
-        out = trainer.update(batch)
-    trainer.update(of_world.make_batch(seed=2))
-    rng = torch.get_rng_state().numpy().tobytes()
-    return {"left": (trainer.weights_hash(), rng), "failures": out["metrics"]["gradloc/failures"], "uses": uses}
+        trainer = make_trainer(overrides, f"{dump_dir}-{kind}")
+        batch = of_world.make_batch(seed=1)
+        plant(batch, 6, 2, 1e4)
+        with mock.patch.object(MegatronStep, "after_output", after_output if kind == "fails" else original):
+            out = trainer.update(batch)
+        trainer.update(of_world.make_batch(seed=2))
+        found[kind] = {"weights": trainer.weights_hash(), "rng": torch.get_rng_state().numpy().tobytes()}
+    return {**found, "failures": out["metrics"]["gradloc/failures"]}
 
 
 def step_class() -> type:
