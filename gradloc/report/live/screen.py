@@ -26,12 +26,7 @@ STYLES = {"healthy": "green", "warning": "yellow", "danger": "bold red"}
 
 
 def view(follower: Follower, width: int) -> Group:
-    """The whole view.
-
-    Args:
-        follower: what was read last.
-        width: columns of the terminal.
-    """
+    """The whole view of what was read last, in so many columns."""
     run = follower.run
     if run is None:
         return Group(Text(f"Waiting: {one_line(follower.waiting)}", style="dim"))
