@@ -74,12 +74,7 @@ class Hurt:
 
 
 def did_it_hurt(event: Event, series: Series) -> Hurt:
-    """Answer for one event.
-
-    Args:
-        event: the event.
-        series: the run's metrics.
-    """
+    """Answer for one event from its run's metrics."""
     step = event.step.global_step
     parts = [part for watched in _WATCHED if (part := _part(watched, series, step, event.model or "actor"))]
     known = [part for part in parts if part.after is not None]
