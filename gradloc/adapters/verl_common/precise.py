@@ -23,16 +23,7 @@ def logit_bytes(is_scaled: bool = False, has_entropy: bool = False) -> float:
 
 
 def precise_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``linear`` in float32, of hidden states and weights of any precision.
-
-    Args:
-        hidden: (..., H).
-        weight: (V, H).
-        bias: (V,) or None.
-
-    Returns:
-        float32 (..., V); no graph.
-    """
+    """``linear`` of hidden states (..., H) and weights (V, H) of any precision: float32 (..., V), no graph."""
     rows = hidden.reshape(-1, hidden.shape[-1])
     if _has_wide_product(rows, weight):
         out = torch.mm(rows, weight.T, out_dtype=torch.float32)
