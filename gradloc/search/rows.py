@@ -44,11 +44,7 @@ class Row:
         return float(shrunk(values.sum(), torch.linalg.vector_norm(errors)).abs())
 
     def spans(self, stands_out: bool) -> list[tuple[int, int]]:
-        """Intervals [start, end) that are worth naming.
-
-        Args:
-            stands_out: whether the row as a whole carries far more than a typical one.
-        """
+        """Intervals [start, end) worth naming, in a row that stands out if it carries far more than a typical one."""
         if self._is_sequence():
             return [(0, len(self.values))]
         tokens = [(number, number + 1) for number in self.loud]

@@ -50,9 +50,7 @@ class Limit:
     def left(self, prober: Prober, certificate: int) -> float:
         """What may still be spent, in forwards of a micro-batch: all ranks ask together, and the slowest one answers.
 
-        Args:
-            prober: what was spent.
-            certificate: what comes after it, likewise; the published budget does not count it.
+        The published budget does not count the certificate that comes after it.
         """
         spent = float(prober.cost)
         if self._seconds is not None:
