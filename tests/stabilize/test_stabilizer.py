@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stabilizers on a plain module, called as an actor calls them."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from gradloc.core.gradients import GradientSpace
+from gradloc.stabilize.config import LayerClipConfig, SkipStepConfig, StabilizeConfig
+from gradloc.stabilize.memory import StabilizerMemory, build_memory
+from gradloc.stabilize.stabilizer import Stabilizer
+
+NAMES = ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj", "lm_head"]
+
+
+@pytest.fixture
+def model():
+    model = torch.nn.Module()
+    for name in NAMES:
+        at = model
+        for part in name.split(".")[:-1]:
+            at.add_module(part, getattr(at, part, torch.nn.Module()))
+            at = getattr(at, part)
+        at.add_module(name.split(".")[-1], torch.nn.Linear(2, 2, bias=False))
+    return model
+
+
+def fill(model, *norms):
+    """Give each layer a gradient of this norm."""
+    for param, norm in zip(model.parameters(), norms, strict=True):
+        param.grad = torch.full_like(param, norm / 2)
+
+
+def norms_of(model):
+    return [None if param.grad is None else float(param.grad.norm()) for param in model.parameters()]
+
+
+def step(stabilizer, model, *norms, stage="", learned=None):
+    """One update of one step; its metrics."""
+    fill(model, *norms)
+    stabilizer.begin_update(GradientSpace(model), stage, learned)
+    norm = stabilizer.measure() if stabilizer.clips_layers else torch.tensor(math.hypot(*norms))
+    assert float(stabilizer.before_step(norm)) == pytest.approx(math.hypot(*norms), nan_ok=True)
+    metrics = {}
+    stabilizer.end_update(metrics)
+    return {name.removeprefix("gradloc/"): value for name, value in metrics.items()}
+
+
+CLIPS = StabilizeConfig(layer_clip=LayerClipConfig("adagc", warmup=2, relative_factor=2.0, beta=0.5))
+SKIPS = StabilizeConfig(skip_step=SkipStepConfig(True, window=4, num_deviations=2.0))
+
+
+def test_a_layer_is_clipped_to_its_own_history_and_the_others_are_left(model):
+    stabilizer = Stabilizer(CLIPS, grad_clip=100.0)
+    assert stabilizer.clips_layers
+    first = step(stabilizer, model, 3.0, 4.0, 12.0)
+    assert norms_of(model) == pytest.approx([3.0, 4.0, 12.0]) and first["layer_clip/warmup"] == [1.0]
+    assert step(stabilizer, model, 3.0, 4.0, 12.0)["layer_clip/warmup"] == [0.0], "the next one is clipped"
+    found = step(stabilizer, model, 30.0, 4.0, 12.0)
+    assert norms_of(model) == pytest.approx([6.0, 4.0, 12.0])
+    assert found["layer_clip/share"] == [pytest.approx(1 / 3)]
+    assert found["layer_clip/scale_min"] == [pytest.approx(0.2)]
+    assert found["layer_clip/norm_after"] == [pytest.approx(14.0)] and found["layer_clip/nonfinite"] == [0]
+
+
+def test_in_the_warm_up_all_layers_are_clipped_together(model):
+    step(Stabilizer(CLIPS, grad_clip=1.3), model, 3.0, 4.0, 12.0)
+    assert norms_of(model) == pytest.approx([0.3, 0.4, 1.2])
+
+
+@pytest.mark.parametrize("norms", [(math.nan, 4.0, 12.0), (0.0, 0.0, 0.0)])
+def test_a_step_that_is_none_is_neither_clipped_nor_learned_from(model, norms):
+    stabilizer = Stabilizer(StabilizeConfig(CLIPS.token_clip, CLIPS.seq_clip, CLIPS.layer_clip, SKIPS.skip_step), 100.0)
+    step(stabilizer, model, 3.0, 4.0, 12.0)
+    before = json.dumps(stabilizer.state())
+    found = step(stabilizer, model, *norms)
+    assert json.dumps(stabilizer.state()) == before and found["skip_step/skipped"] == [0]
+    assert norms_of(model)[1:] == list(norms[1:]) and found["layer_clip/norm_after"] == [0.0]
+    assert found["layer_clip/nonfinite"] == [sum(norm != norm for norm in norms)]
+    assert found["layer_clip/share"] == [0.0]
+
+
+def test_an_outlier_is_skipped_with_no_gradient_left(model):
+    stabilizer = Stabilizer(SKIPS, grad_clip=1.0)
+    assert not stabilizer.clips_layers
+    thresholds = [step(stabilizer, model, norm, 0.0, 0.0)["skip_step/threshold"] for norm in (1.0, 2.0, 1.0)]
+    assert thresholds[:2] == [[0.0], [0.0]] and thresholds[2] == [pytest.approx(1.5 + 2 * math.sqrt(0.5))]
+    found = step(stabilizer, model, 50.0, 0.0, 0.0)
+    assert norms_of(model) == [None] * 3 and found["skip_step/skipped"] == [1]
+    assert step(stabilizer, model, 1.0, 0.0, 0.0)["skip_step/skipped"] == [0], "counted for each update"
+
+
+def test_each_stage_learns_from_its_own_steps(model):
+    stabilizer = Stabilizer(SKIPS, grad_clip=1.0)
+    for norm in (1.0, 2.0, 1.0):
+        step(stabilizer, model, norm, 0.0, 0.0, stage="low")
+        step(stabilizer, model, 40 * norm, 0.0, 0.0, stage="high")
+    state = stabilizer.state()
+    assert state["low"]["skip_step"]["norms"] == [1.0, 2.0, 1.0]
+    assert state["high"]["skip_step"]["norms"] == [40.0, 80.0, 40.0]
+    resumed = Stabilizer(SKIPS, grad_clip=1.0)
+    found = step(resumed, model, 40.0, 0.0, 0.0, stage="low", learned=json.loads(json.dumps(state)))
+    assert found["skip_step/skipped"] == [1]
+
+
+def test_statistics_that_do_not_fit_are_said_and_left(model, caplog):
+    stabilizer = Stabilizer(CLIPS, grad_clip=100.0)
+    learned = {"": {"layer_clip": {"rule": "zscore", "group": "layer", "num_steps": 5, "layers": {}}}}
+    assert step(stabilizer, model, 3.0, 4.0, 12.0, learned=learned)["layer_clip/warmup"] == [1.0]
+    assert "layer_clip starts without history" in caplog.text
+
+
+@pytest.mark.parametrize(("group", "after"), [("layer", 9.6), ("kind", 12.0), ("tensor", 9.6)])
+def test_what_is_clipped_together_is_as_configured(model, group, after):
+    settings = StabilizeConfig(layer_clip=LayerClipConfig("adagc", group=group, warmup=2, relative_factor=1.6))
+    stabilizer = Stabilizer(settings, grad_clip=100.0)
+    for _ in range(2):
+        step(stabilizer, model, 6.0, 8.0, 1.0)
+    step(stabilizer, model, 12.0, 8.0, 1.0)  # both layers' are one kind, whose norm of 14.4 may be 16
+    assert norms_of(model) == pytest.approx([after, 8.0, 1.0])
+
+
+def test_the_trainer_s_memory_sends_what_a_checkpoint_held_once(capsys):
+    assert build_memory(StabilizeConfig(), "clip", 1.0) is None
+    assert build_memory(SKIPS, "clip", 1.0).state() is None and capsys.readouterr().out == ""
+    build_memory(CLIPS, "optim.clip_grad", 0.3)
+    said = capsys.readouterr().out
+    assert "rule=adagc" in said and "optim.clip_grad=0.3 after 2 optimizer steps: each layer" in said
+    memory = StabilizerMemory()
+    memory.load_state({"a": 1})
+    assert memory.to_send == memory.state() == {"a": 1}
+    memory.after_update({"a": 2})
+    assert memory.to_send is None and memory.state() == {"a": 2}
