@@ -51,6 +51,7 @@ def test_a_share_that_is_logged_already_is_left_as_it_is():
 def test_there_is_no_share_where_rollouts_are_not_compared():
     assert SHARE not in observed([("a", 1.0), ("b", 1.0)])  # one rollout per prompt
     assert SHARE not in observed(PAIRS, compares_rollouts=False)
+    assert observed([("a", 1.0), ("a", 0.0), ("b", 1.0)])[SHARE] < 1  # of some prompts there are more
 
 
 def test_a_failure_is_logged_and_counted_and_the_step_goes_on(caplog):
