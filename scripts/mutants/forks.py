@@ -113,7 +113,7 @@ def run_all(jobs: list[Job], folders: list[Path]) -> None:
             else:
                 del busy[folder]
                 tell(ended, folder)
-        time.sleep(0.02)
+        time.sleep(0.1)
 
 
 class Chosen:

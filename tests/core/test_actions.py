@@ -56,6 +56,11 @@ def test_why_a_step_is_skipped_instead_is_said(changes, reason):
     assert found.taken == "skip" and found.reason.startswith(reason)
 
 
+def test_exactly_as_many_as_may_be_are_masked():
+    assert decided(ActionConfig("mask"), num_masked=64, num_tokens=10**6).taken == "mask"
+    assert decided(ActionConfig("mask"), num_masked=5, num_tokens=100).taken == "mask"
+
+
 def test_the_share_of_a_batch_without_tokens_can_be_told():
     assert decided(ActionConfig("mask"), num_tokens=0).reason.startswith("100.0% of the tokens")
 

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
@@ -39,7 +40,7 @@ def context():
         action=Action("observe", "observe", ""),
         clip_limit=2.0,
         checkpoint="/ckpt",
-        head_square=9.0,
+        head_square=torch.tensor(9.0),
     )
 
 

@@ -300,7 +300,7 @@ def test_replicas_that_sum_no_gradients_switch_it_off_at_once(caplog):
     assert "each trains a model of its own. gradloc is off" in caplog.text
     caplog.clear()
     run.step({})
-    assert not caplog.text, "said once"
+    assert "a model of its own" not in caplog.text, "said once"
 
 
 @pytest.mark.parametrize(("parted", "said"), [(["a.weight"], "in 1 parameter, a.weight"), (["a", "b"], "2 parameters")])
@@ -310,9 +310,9 @@ def test_replicas_that_have_parted_are_told_of_once_a_step_was_taken(monkeypatch
     run.space.num_replicas = 2
     for _ in range(3):
         run.step({})
-        told.append(caplog.text)
+        told.append([message for message in caplog.messages if "replicas" in message])
         caplog.clear()
-    assert told[0] == told[2] == "" and f"replicas hold other weights in {said}" in told[1]
+    assert told[0] == told[2] == [] and f"replicas hold other weights in {said}" in told[1][0]
 
 
 def test_the_report_has_what_the_first_process_alone_knows_and_the_norms_before_clipping():

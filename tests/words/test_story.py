@@ -134,7 +134,7 @@ def test_the_story_stands_around_the_largest_culprit_s_token():
     large = make_culprit(token=" is", text_before="1\n2\n3\n4\n" + "x" * 300 + "\nthe answer", text_after="y" * 300)
     told = story.tell(event(culprits=[make_culprit(share=0.1, grad_norm=9.0, token="no"), large]), 1.0)
     assert told.headline == "Two tokens made the step-5 spike" and told.token == " is"
-    assert told.before == "x" * 189 + "\nthe answer" and told.after == "y" * 160
+    assert told.before == "x" * 188 + "↵\nthe answer" and told.after == "y" * 160
     assert (told.named, told.names) == ("", ())
     short = story.tell(event(culprits=[make_culprit(text_before="1\n2\n3\n4\n5")]))
     assert short.before.replace("↵", "") == "2\n3\n4\n5", "a chat's prompt has many short lines"
@@ -189,7 +189,7 @@ def test_the_headline_of_a_cause_beside_tokens_names_the_spike(label, said):
 
 def test_where_it_is_first_seen_is_told_and_whether_advantages_did_it():
     one = story.lede(stepwide("non_finite_padding", "a loss of 1.234e+10 is not finite", places=[[3, 7]]))
-    assert "A loss of 12,340,000,000 is not finite. The first: row 3 of the batch, response position 7." in one
+    assert "A loss of 1.23e10 is not finite. The first: row 3 of the batch, response position 7." in one
     two = story.lede(stepwide("non_finite_padding", places=[[None, 7], [1, 1], [2, 2]]))
     assert "Of this. The first: response position 7, and 2 more." in two
     for times, why in (
