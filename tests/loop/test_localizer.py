@@ -303,7 +303,7 @@ def test_replicas_that_sum_no_gradients_switch_it_off_at_once(caplog):
     assert "a model of its own" not in caplog.text, "said once"
 
 
-@pytest.mark.parametrize(("parted", "said"), [(["a.weight"], "in 1 parameter, a.weight"), (["a", "b"], "2 parameters")])
+@pytest.mark.parametrize(("parted", "said"), [(["a.weight"], "1 parameter, a.weight"), (["a", "b"], "2 parameters")])
 def test_replicas_that_have_parted_are_told_of_once_a_step_was_taken(monkeypatch, caplog, parted, said):
     monkeypatch.setattr(loop_localizer, "parted_replicas", lambda space, ranks: parted)
     run, told = Run(), []
