@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,16 +148,18 @@ class Results:
 
 def run(mutants: list[Mutant], tests: Tests, folders: list[Path], results: Results) -> None:
     """Try each mutant that has no result yet."""
+    sources = {mutant.file: (ROOT / mutant.file).read_bytes() for mutant in mutants}  # whoever edits meanwhile
 
     def start(mutant: Mutant, names: list[str], folder: Path) -> Fork:
         place = folder / mutant.file
-        place.write_bytes(mutant.applied((ROOT / mutant.file).read_bytes()))
+        place.write_bytes(mutant.applied(sources[mutant.file]))
         os.utime(place, (0, int(mutant.rank(SEED)[:7], 16)))  # Python knows compiled code by size and time
         usual = sum(tests[name][0] for name in names)
         return Fork(folder, sorted({name.split("::")[0] for name in names}), Chosen(names), 15 + 4 * usual)
 
     def tell(mutant: Mutant, ended: dict[str, Any], folder: Path) -> None:
-        shutil.copy2(ROOT / mutant.file, folder / mutant.file)
+        (folder / mutant.file).write_bytes(sources[mutant.file])
+        os.utime(folder / mutant.file, (0, 0))
         is_alive = ended.get("code") == 0
         results.note(mutant, None if is_alive else ended.get("result") or ("the import" if ended else "time"))
 

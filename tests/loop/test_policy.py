@@ -96,3 +96,34 @@ def test_a_run_goes_on_from_its_checkpoint_with_its_histories_and_its_count():
     assert resumed.num_events == 4 and of(resumed, 9).max_events == 0
     for stage in ("", "low"):
         assert of(resumed, stage=stage).thresholds == of(made, stage=stage).thresholds != [None]
+
+
+def test_an_update_s_policy_says_of_each_optimizer_step_whether_and_where_it_spikes():
+    found = of(maker(tau=10.0, force_step=3), 3, num_tokens=[100, 400], num_epochs=2, stage="low")
+    assert [found.threshold(number) for number in range(5)] == [1.0, 0.5, 1.0, 0.5, 1.0]
+    spike = found.spike(0.75, 3)
+    assert (spike.kind, spike.grad_norm, spike.threshold, spike.tau, spike.num_tokens) == (
+        "fixed",
+        0.75,
+        0.5,
+        10.0,
+        400,
+    )
+    assert found.spike(0.75, 2) is None and found.spike(math.nan, 2).kind == "non_finite"
+    rehearsal = found.spike(0.75, 0)
+    assert (rehearsal.kind, rehearsal.threshold, rehearsal.num_tokens) == ("forced", None, 100)
+    assert found.spike(1.5, 0).kind == "fixed", "what spikes is no rehearsal"
+    place = found.place(3)
+    assert (place.global_step, place.epoch, place.mini_batch, place.num_mini_batches) == (3, 1, 1, 2)
+    assert place.stage == "low" and place.history is None
+    assert of(maker(tau=10.0)).spike(0.5, 0) is None
+
+
+def test_each_position_s_history_goes_with_its_place():
+    made = maker(warmup=2, window=8)
+    for _ in range(2):
+        of(made, num_tokens=[100, 400])
+        made.learn([1.0, 3.0], 0)
+    found = of(made, num_tokens=[100, 400], num_epochs=2)
+    medians = [found.place(number).history["median_norm"] for number in range(2)]
+    assert medians == pytest.approx([1.0, 3.0]) and found.place(2).epoch == 1
