@@ -16,12 +16,13 @@ import hashlib
 import json
 import os
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 from changes import Mutant, mutants_of
-from forks import OUTPUT, Chosen, Fork, Job, Traced, copied, run_all
+from forks import OUTPUT, UNTRIED, Chosen, Fork, Job, Traced, copied, run_all
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE = ROOT / ".gradloc" / "mutants"
@@ -160,15 +161,16 @@ def run(mutants: list[Mutant], tests: Tests, folders: list[Path], results: Resul
     def tell(mutant: Mutant, ended: dict[str, Any], folder: Path) -> None:
         (folder / mutant.file).write_bytes(sources[mutant.file])
         os.utime(folder / mutant.file, (0, 0))
-        is_alive = ended.get("code") == 0
-        results.note(mutant, None if is_alive else ended.get("result") or ("the import" if ended else "time"))
+        if ended == UNTRIED:
+            results.note(mutant, None, "no test reaches it")
+        elif ended.get("code") == 0:
+            results.note(mutant, None)
+        else:
+            results.note(mutant, ended.get("result") or ("the import" if ended else "time"))
 
     jobs: list[Job] = []
     for mutant in (mutant for mutant in mutants if mutant.name not in results.known):
-        if stages := chosen(mutant, tests):
-            jobs.append(([partial(start, mutant, names) for names in stages], partial(tell, mutant)))
-        else:
-            results.note(mutant, None, "no test reaches it")
+        jobs.append(([partial(start, mutant, names) for names in chosen(mutant, tests)], partial(tell, mutant)))
     run_all(jobs, folders)
 
 
@@ -224,10 +226,12 @@ def main() -> None:
     if options.lines:
         return
     places, hand, results = population(), by_hand(), Results(STATE / "results.jsonl")
-    sample = sorted(places, key=lambda mutant: mutant.rank(SEED))[: options.first]
+    ranked = sorted(places, key=lambda mutant: mutant.rank(SEED))
+    sample = list(islice((m for m in ranked if m.is_code((ROOT / m.file).read_bytes())), options.first))
     if options.again:
         results.forget_survivors()
-    run([*hand, *sample], tests, folders, results)
+    with contextlib.suppress(KeyboardInterrupt):  # what was tried until then is kept
+        run([*hand, *sample], tests, folders, results)
     write_record(len(places), sample, hand, results.known)
 
 

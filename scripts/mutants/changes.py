@@ -2,7 +2,6 @@
 """What a mutant is: one expression or statement of a module, in whose place another one stands."""
 
 import ast
-import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
@@ -49,6 +48,14 @@ class Mutant:
         """The module's source with the change."""
         return source[: self.span[0]] + self.after.encode() + source[self.span[1] :]
 
+    def is_code(self, source: bytes) -> bool:
+        """Whether the module still is Python."""
+        try:
+            ast.parse(self.applied(source))
+        except SyntaxError:
+            return False
+        return True
+
 
 def mutants_of(file: str, source: bytes) -> list[Mutant]:
     """Every mutant of a module, in the order of its text.
@@ -65,11 +72,8 @@ def mutants_of(file: str, source: bytes) -> list[Mutant]:
         span = (starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset)
         before = " ".join(ast.unparse(node).split())
         key = (where, before, after)
-        mutant = Mutant(file, where, node.lineno, node.end_lineno, span, before, after, is_import, seen[key])
+        found.append(Mutant(file, where, node.lineno, node.end_lineno, span, before, after, is_import, seen[key]))
         seen[key] += 1
-        with contextlib.suppress(SyntaxError):
-            ast.parse(mutant.applied(source))
-            found.append(mutant)
 
     def walk(node: ast.AST, where: str, is_import: bool) -> None:
         if isinstance(node, ast.JoinedStr | ast.Assert):

@@ -67,11 +67,16 @@ class Fork:
         pid, _ = os.waitpid(self._pid, os.WNOHANG)
         if not pid and time.monotonic() < self._ends:
             return None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGKILL)  # its ranks, too
-        if not pid:
-            os.waitpid(self._pid, 0)
+        self.kill(is_running=not pid)
         return json.loads(self._result.read_text()) if self._result.exists() else {}
+
+    def kill(self, is_running: bool = True) -> None:
+        """End it and its ranks."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)
+        if is_running:
+            os.kill(self._pid, signal.SIGKILL)  # where it has no group yet
+            os.waitpid(self._pid, 0)
 
     def _run(self, files: list[str], plugin: Any, seconds: int) -> None:
         os.setsid()
@@ -89,31 +94,42 @@ class Fork:
         os._exit(0)
 
 
+UNTRIED = {"code": None}
 Job = tuple[list[Callable[[Path], Fork]], Callable[[dict[str, Any], Path], None]]
-"""Forks that follow each other until one ends badly, and what is told of the last one."""
+"""Forks that follow each other until one ends badly, and what is told of the last one; UNTRIED where there is none."""
 
 
 def run_all(jobs: list[Job], folders: list[Path]) -> None:
-    """Run the jobs in their order, in each folder one at a time."""
+    """Run the jobs in their order, in each folder one at a time; where this is stopped, the forks are."""
     rest = list(reversed(jobs))
     busy: dict[Path, tuple[Job, int, Fork]] = {}
-    while rest or busy:
-        for folder in folders:
-            if folder not in busy:
-                if rest:
+    try:
+        while rest or busy:
+            for folder in folders:
+                if folder in busy:
+                    _look_after(busy, folder)
+                elif rest:
                     job = rest.pop()
-                    busy[folder] = (job, 0, job[0][0](folder))
-                continue
-            (starts, tell), number, fork = busy[folder]
-            ended = fork.ended()
-            if ended is None:
-                continue
-            if ended.get("code") == 0 and number + 1 < len(starts):
-                busy[folder] = ((starts, tell), number + 1, starts[number + 1](folder))
-            else:
-                del busy[folder]
-                tell(ended, folder)
-        time.sleep(0.1)
+                    if job[0]:
+                        busy[folder] = (job, 0, job[0][0](folder))
+                    else:
+                        job[1](UNTRIED, folder)
+            time.sleep(0.1)
+    finally:
+        for _, _, fork in busy.values():
+            fork.kill()
+
+
+def _look_after(busy: dict[Path, tuple[Job, int, Fork]], folder: Path) -> None:
+    (starts, tell), number, fork = busy[folder]
+    ended = fork.ended()
+    if ended is None:
+        return
+    if ended.get("code") == 0 and number + 1 < len(starts):
+        busy[folder] = ((starts, tell), number + 1, starts[number + 1](folder))
+    else:
+        del busy[folder]
+        tell(ended, folder)
 
 
 class Chosen:

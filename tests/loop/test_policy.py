@@ -7,6 +7,7 @@ import math
 import pytest
 
 from gradloc.config import GradLocConfig, TriggerConfig
+from gradloc.core.trigger import Spike
 from gradloc.loop.policy import PolicyMaker
 
 
@@ -102,13 +103,7 @@ def test_an_update_s_policy_says_of_each_optimizer_step_whether_and_where_it_spi
     found = of(maker(tau=10.0, force_step=3), 3, num_tokens=[100, 400], num_epochs=2, stage="low")
     assert [found.threshold(number) for number in range(5)] == [1.0, 0.5, 1.0, 0.5, 1.0]
     spike = found.spike(0.75, 3)
-    assert (spike.kind, spike.grad_norm, spike.threshold, spike.tau, spike.num_tokens) == (
-        "fixed",
-        0.75,
-        0.5,
-        10.0,
-        400,
-    )
+    assert spike == Spike("fixed", 0.75, 0.5, 10.0, 400)
     assert found.spike(0.75, 2) is None and found.spike(math.nan, 2).kind == "non_finite"
     rehearsal = found.spike(0.75, 0)
     assert (rehearsal.kind, rehearsal.threshold, rehearsal.num_tokens) == ("forced", None, 100)
