@@ -52,13 +52,12 @@ def files_in(folders: list[str], pattern: str) -> list[str]:
 # ---- which test reaches which line
 
 
-def digest(name: str) -> str:
-    path = ROOT / name
+def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else ""
 
 
 def is_fresh(digests: dict[str, str]) -> bool:
-    return all(digest(name) == was for name, was in digests.items())
+    return all(digest(ROOT / name) == was for name, was in digests.items())
 
 
 def traced(folders: list[Path]) -> Tests:
@@ -76,7 +75,7 @@ def traced(folders: list[Path]) -> Tests:
     def tell(name: str, ended: dict[str, Any], folder: Path) -> None:
         tests = ended.get("result", {})
         reached = {source for _, lines in tests.values() for source in lines}
-        known[name] = {"of": {path: digest(path) for path in [name, *reached]}, "tests": tests}
+        known[name] = {"of": {path: digest(folder / path) for path in [name, *reached]}, "tests": tests}
         kept.write_text(json.dumps(known))
         seconds = sum(seconds for seconds, _ in tests.values())
         print(f"{name}: {len(tests)} tests, {seconds:.1f} s", flush=True)
