@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-.PHONY: demo quick test lint docs test-slow test-browser test-verl09 test-trl figures check
+.PHONY: demo quick test lint docs test-slow test-browser test-verl09 test-trl mutants figures check
 
 demo:          ## a gradient spike in a real verl run on this machine's CPU, traced to its token
 	./run_experiment.sh demo
@@ -27,6 +27,9 @@ test-verl09:   ## what runs on verl 0.9; makes another environment under .gradlo
 
 test-trl:      ## what runs on TRL; makes another environment under .gradloc/
 	scripts/test.sh trl
+
+mutants:       ## which changes of the code would the tests not notice; an hour on two cores, a run that was stopped goes on
+	scripts/test.sh mutants
 
 figures:       ## measures anew what the pages state: hours on two cores; a run that was stopped goes on
 	.gradloc/venv/bin/python -m benchmarks.figures

@@ -8,13 +8,14 @@
 #   scripts/test.sh quick      the tests that need neither verl nor Ray
 #   scripts/test.sh slow       what takes longer than the default may
 #   scripts/test.sh browser    opens the report in headless Chromium
+#   scripts/test.sh mutants    changes the code in many places and counts what the tests do not notice; --help says more
 #   scripts/test.sh trl        the tests on TRL, likewise
 #   scripts/test.sh verl09     the tests on verl 0.9, in an environment of their own; those that take longer: verl09 -m slow
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 tier=default
-case "${1:-}" in lint | quick | slow | browser | verl09 | trl) tier=$1; shift ;; esac
+case "${1:-}" in lint | quick | slow | browser | mutants | verl09 | trl) tier=$1; shift ;; esac
 
 unset PYTHONDONTWRITEBYTECODE # the tests start some hundred processes
 stage_started=$SECONDS
@@ -67,6 +68,7 @@ case $tier in
             -m "not slow and not browser and not e2e and not verl09" tests/adapters/verl07 tests/stabilize tests/analysis tests/replay "$@"
         ;;
     browser) stage "browser tests" && "$python" -m pytest -m browser "$@" ;;
+    mutants) stage "mutants" && "$python" scripts/mutants "$@" ;;
     trl) stage "tests on TRL" && "$python" -m pytest --durations=15 -m "not slow" tests/adapters/trl "$@" ;;
     verl09) # two ranks as it is; `-m slow` for the rest
         stage "tests on verl 0.9" && "$python" -m pytest --durations=15 -m "not slow" tests/adapters/verl09 "$@"

@@ -114,6 +114,44 @@ def test_a_refusal_names_what_is_lacking_and_its_advice_helps():
     assert over_more.least_way(left) < len(WAYS)
 
 
+@pytest.mark.parametrize(("micro_batch", "forward"), [(9_000, 2_000), (2_000, 9_000)])
+@pytest.mark.parametrize("block", [500, 10**6])
+def test_what_the_next_pass_takes_is_taken_before_it_and_given_back(micro_batch, forward, block, monkeypatch):
+    from gradloc.core import memory
+
+    monkeypatch.setattr(memory, "_BLOCK", block)
+    space = GradientSpace(torch.nn.Linear(20, 10, bias=False))
+    room = Room(space, None, micro_batch, forward)
+    taken = [peak_of(room.make_sure)]
+    space.params[0].grad = torch.zeros_like(space.params[0])
+    taken.append(peak_of(room.make_sure))
+    assert taken == [9_000 + 800, 9_000], "and its gradients, where there are none yet"
+
+
+def test_of_the_optimizer_s_state_what_has_its_memory_for_itself_is_moved():
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    whole = torch.zeros(2, 32)
+    optimizer.state[model.weight] = {
+        "step": torch.tensor(1.0),
+        "alone": torch.zeros(4, 8),
+        "part": whole[0],
+        "name": "x",
+    }
+    assert Room(GradientSpace(model), optimizer, 0, 0).need.state == 4 * 8 * 4
+    assert Room(GradientSpace(model), None, 0, 0).need.state == 0
+
+
+def test_a_room_is_known_to_the_space_while_it_is_made(monkeypatch):
+    space = GradientSpace(torch.nn.Linear(2, 2))
+    room = Room(space, None, 100, 50)
+    for way in WAYS:
+        room.make(way)
+        assert space.room is room and space.keeps_on_host == way.keeps_on_host
+        room.close()
+        assert space.room is None and not space.keeps_on_host
+
+
 def test_what_a_sleeping_rollout_holds_is_not_to_be_had():
     segments = [
         {"device": 1, "segment_pool_id": (0, 0), "total_size": 100, "allocated_size": 30},

@@ -39,6 +39,42 @@ def test_the_step_s_norms_are_read_a_second_time_only_where_the_running_ones_are
     torch.testing.assert_close(tracker.history(space, Ranks()), exact.expand(2, -1), rtol=1e-4, atol=0.0)
 
 
+def test_each_micro_batch_s_own_size_is_the_root_of_what_it_adds_to_the_running_square(monkeypatch):
+    step = BareStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M)
+    step.loss_scale = LOSS_SCALE
+    space, tracker, running = GradientSpace(step.model), NormTracker(0), [0.0]
+    assert tracker.increments(space, Ranks(), LOSS_SCALE) is None, "nothing was noted"
+    monkeypatch.setattr(NormTracker, "_is_rough", staticmethod(lambda space: False))
+
+    def note():
+        tracker.after_backward(space)
+        running.append(space.norm() / LOSS_SCALE)
+
+    step.train(note)
+    wanted = [abs(after**2 - before**2) ** 0.5 for before, after in zip(running[:-1], running[1:], strict=True)]
+    assert tracker.increments(space, Ranks(), LOSS_SCALE) == pytest.approx(wanted, rel=1e-4)
+    tracker.begin_mini_batch()
+    assert tracker.increments(space, Ranks(), LOSS_SCALE) is None
+    tracker.is_on = False
+    tracker.after_backward(space)
+    assert tracker.increments(space, Ranks(), LOSS_SCALE) is None
+
+
+def test_steps_that_spiked_are_not_remembered_and_two_are_needed(monkeypatch):
+    step = BareStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M)
+    space, tracker = GradientSpace(step.model), NormTracker(2)
+    monkeypatch.setattr(tracker_module, "_MAX_COST", 1e9)
+    step.train()
+    exact = space.squares()
+    for number, is_spike in enumerate((False, True, False, False)):
+        assert (tracker.history(space, Ranks()) is None) == (number < 3)
+        tracker.begin_update()
+        tracker.after_mini_batch(space, 0.5, 1.0, is_spike)
+    found = tracker.history(space, Ranks())
+    torch.testing.assert_close(found, (exact / 0.25).expand(2, -1), rtol=1e-4, atol=0.0)
+    assert NormTracker(0).history(space, Ranks()) is None
+
+
 class Event:
     """A device's, whose clock goes by what is launched: a millisecond each; the device is done when somebody waits."""
 

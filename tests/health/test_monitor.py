@@ -1,56 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The monitor on verl's own batches: what it adds, what it says, and that it never stops a run."""
+"""The monitor: what it adds, what it says, that it never stops a run; and what it is given in verl's trainer."""
+
+import json
 
 import pytest
+import torch
+
+from gradloc.health.config import HealthConfig
+from gradloc.health.monitor import Monitor
+from gradloc.loop.batch import BatchView
 
 SHARE = "rollout/zero_variance_share"
+CALM = {"actor/grad_norm": 0.5, "actor/pg_loss": 0.01, "critic/score/mean": 0.4}
+PAIRS = [("a", 1.0), ("b", 0.0), ("a", 1.0), ("b", 1.0), ("c", 0.5), ("c", 0.5)]
+TWO = [("a", 1.0), ("a", 0.0)]
+CHI2, KL = "rollout_corr/chi2_token", "actor/ppo_kl"
 
 
-@pytest.fixture(scope="module")
-def probe(single):
-    """The probe's answers, what it printed of health, and its log."""
-    found, lines, log = single.run("tests.health.monitor_probe.answer")[0]
-    return found, [line for line in lines if line.startswith("health")], log
+def monitor(**settings):
+    return Monitor(HealthConfig(enable=True), 1.0, **settings)
 
 
-def test_it_adds_the_state_and_the_share_of_prompts_with_equal_rewards(probe):
-    found = probe[0]["share"]
+def batch_of(rewards):
+    """A batch of 3 tokens a row; ``rewards`` are (uid, sum of the row's scores)."""
+    scores = torch.zeros(len(rewards), 3)
+    scores[:, -1] = torch.tensor([score for _, score in rewards])
+    tensors = {"token_level_scores": scores, "response_mask": torch.ones(len(rewards), 3)}
+    return BatchView(tensors, {"uid": [uid for uid, _ in rewards]})
+
+
+def observed(rewards, metrics=(), **settings):
+    """The metrics after one observed step."""
+    found = {**CALM, **dict(metrics)}
+    monitor(**settings).observe(batch_of(rewards), found, 1)
+    return found
+
+
+def test_it_adds_the_state_and_the_share_of_prompts_with_equal_rewards():
+    found = observed(PAIRS)
     assert found[SHARE] == pytest.approx(2 / 3)  # of a, b and c, only b's rollouts differ
     assert found["health/state"] == 0 and found["health/reasons"] == 0
     assert found["health/failures"] == 0
     assert not any("min" in name or "max" in name for name in set(found) if "health" in name)
 
 
-def test_a_share_that_is_logged_already_is_left_as_it_is(probe):
-    assert probe[0]["given"][SHARE] == 0.125
+def test_a_share_that_is_logged_already_is_left_as_it_is():
+    assert observed(PAIRS, {SHARE: 0.125})[SHARE] == 0.125
 
 
-def test_there_is_no_share_where_rollouts_are_not_compared(probe):
-    assert SHARE not in probe[0]["single"]  # one rollout per prompt
-    assert SHARE not in probe[0]["critic"]
+def test_there_is_no_share_where_rollouts_are_not_compared():
+    assert SHARE not in observed([("a", 1.0), ("b", 1.0)])  # one rollout per prompt
+    assert SHARE not in observed(PAIRS, compares_rollouts=False)
+    assert observed([("a", 1.0), ("a", 0.0), ("b", 1.0)])[SHARE] < 1  # of some prompts there are more
 
 
-def test_a_failure_is_logged_and_counted_and_the_step_goes_on(probe):
-    answers, _, log = probe
-    assert answers["broken"]["health/failures"] == 1
-    assert "judging step 1 failed; training goes on" in log
+def test_a_failure_is_logged_and_counted_and_the_step_goes_on(caplog):
+    made, nobody = monitor(), BatchView(batch_of(PAIRS).tensors, {})
+    for step in (1, 2):
+        found = dict(CALM)
+        made.observe(nobody, found, step)
+        assert found["health/failures"] == step
+    assert "judging step 1 failed; training goes on" in caplog.text
 
 
-def test_a_step_without_any_known_metric_gets_no_state(probe):
-    assert "health/state" not in probe[0]["nothing"]
+def test_a_step_without_any_known_metric_gets_no_state():
+    found = observed(PAIRS, dict.fromkeys(CALM), compares_rollouts=False)
+    assert "health/state" not in found and found["health/failures"] == 0
 
 
-def test_a_checkpoint_in_between_changes_nothing(probe):
-    whole, resumed = probe[0]["resumed"]
-    assert whole == resumed == [0] * 20 + [2]
+def test_a_state_has_its_number_and_counts_its_reasons():
+    found = observed(TWO, {CHI2: 500.0, KL: 0.2})
+    assert (found["health/state"], found["health/reasons"]) == (2, 2)
+    assert observed(TWO, {KL: 0.2})["health/state"] == 1
 
 
-def test_a_checkpoint_holds_the_step_that_it_was_saved_in(probe):
-    assert probe[0]["checkpointed"] == [3, 3, ["gradloc.json"]]
+@pytest.mark.parametrize("cut", [None, 15])
+def test_a_checkpoint_in_between_changes_nothing(cut):
+    made, states = monitor(), []
+    for step in range(1, 22):
+        if step == cut:
+            kept = json.loads(json.dumps(made.state()))
+            made = monitor()
+            made.load_state(kept)
+        metrics = {**CALM, "actor/grad_norm": 500.0 if step == 21 else 0.5 + 0.01 * (step % 3)}
+        made.observe(batch_of(TWO), metrics, step)
+        states.append(metrics["health/state"])
+    assert states == [0] * 20 + [2]
 
 
-def test_a_line_is_printed_when_the_state_changes_or_a_rule_comes_to_danger(probe):
-    assert probe[1][:3] == [
+def said(made, capsys, *steps, first=1):
+    """What is printed of steps with these metrics beside the calm ones."""
+    for step, extra in enumerate(steps, first):
+        made.observe(batch_of(TWO), {**CALM, **extra}, step)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_line_is_printed_when_the_state_changes_or_a_rule_comes_to_danger(capsys):
+    loud = {CHI2: 500.0}
+    assert said(monitor(), capsys, {}, loud, loud, {**loud, KL: 3.0}, {}, {}) == [
         "health: step 2: danger (was healthy). "
         "mismatch_chi2: rollout_corr/chi2_token, of the policy in the update against the rollout "
         "engine, is 500 (limit 100).",
@@ -59,17 +106,48 @@ def test_a_line_is_printed_when_the_state_changes_or_a_rule_comes_to_danger(prob
     ]
 
 
+def test_a_danger_that_comes_back_within_others_is_no_news_and_after_calm_it_is(capsys):
+    both, one = {CHI2: 500.0, KL: 3.0}, {CHI2: 500.0}
+    lines = said(monitor(), capsys, both, one, both, {}, both)
+    assert [line.partition(".")[0] for line in lines] == [
+        "health: step 1: danger (was healthy)",
+        "health: step 4: healthy (was danger)",
+        "health: step 5: danger (was healthy)",
+    ]
+    assert "And 1 more reason." in lines[0]
+    three = {**both, "rollout_corr/rollout_is_std": 50.0, "rollout_corr/kl": 50.0}
+    assert "And 3 more reasons." in said(monitor(), capsys, three)[0]
+
+
+def test_what_was_told_before_a_checkpoint_is_not_told_again(capsys):
+    made, resumed = monitor(), monitor()
+    said(made, capsys, {CHI2: 500.0})
+    resumed.load_state(json.loads(json.dumps(made.state())))
+    assert said(resumed, capsys, {CHI2: 500.0}, first=2) == []
+
+
+# ---- in verl's trainer
+
+
+@pytest.fixture(scope="module")
+def probe(single):
+    return single.run("tests.health.monitor_probe.answer")[0]
+
+
+def test_a_checkpoint_holds_the_step_that_it_was_saved_in(probe):
+    assert probe["checkpointed"] == [3, 3, ["gradloc.json"]]
+
+
 def test_the_clip_limit_is_the_one_that_the_actor_clips_to(probe):
-    answers = probe[0]
-    assert answers["fsdp"] == [1.0, True]
-    assert answers["megatron"] == answers["engine"] == [0.7, True]
-    assert answers["layers"] == [None, True]  # each layer has a limit of its own
-    assert answers["unclipped"] == [None, True]
+    assert probe["fsdp"] == [1.0, True]
+    assert probe["megatron"] == probe["engine"] == [0.7, True]
+    assert probe["layers"] == [None, True]  # each layer has a limit of its own
+    assert probe["unclipped"] == [None, True]
 
 
 def test_an_estimator_that_does_not_compare_rollouts_is_known(probe):
-    assert probe[0]["gae"] == [1.0, False]
+    assert probe["gae"] == [1.0, False]
 
 
 def test_it_is_none_while_off_and_for_a_trainer_without_the_block(probe):
-    assert probe[0]["off"] == [True, True]
+    assert probe["off"] == [True, True]

@@ -291,3 +291,37 @@ def test_where_memory_is_short_room_is_made_or_the_spike_bisected_or_left_alone(
     if WAYS[number].is_full:
         assert found.certificate == wanted.certificate
     assert (sizes == [0]) == WAYS[number].moves_optimizer, "its memory is free while the search runs"
+
+
+def test_replicas_that_sum_no_gradients_switch_it_off_at_once(caplog):
+    run, plain = Run("mask"), Run()
+    run.space.are_summed = False
+    assert run.step(PLANT) == plain.step(PLANT, is_watched=False) and run.localizer.events == []
+    assert "each trains a model of its own. gradloc is off" in caplog.text
+    caplog.clear()
+    run.step({})
+    assert "a model of its own" not in caplog.text, "said once"
+
+
+@pytest.mark.parametrize(("parted", "said"), [(["a.weight"], "1 parameter, a.weight"), (["a", "b"], "2 parameters")])
+def test_replicas_that_have_parted_are_told_of_once_a_step_was_taken(monkeypatch, caplog, parted, said):
+    monkeypatch.setattr(loop_localizer, "parted_replicas", lambda space, ranks: parted)
+    run, told = Run(), []
+    run.space.num_replicas = 2
+    for _ in range(3):
+        run.step({})
+        told.append([message for message in caplog.messages if "replicas" in message])
+        caplog.clear()
+    assert told[0] == told[2] == [] and f"replicas hold other weights in {said}" in told[1][0]
+
+
+def test_the_report_has_what_the_first_process_alone_knows_and_the_norms_before_clipping():
+    run = Run("mask")
+    run.step(PLANT)
+    report = run.localizer.report(learned={"x": 1})
+    assert report.process == 0 and report.learned == {"x": 1} and report.num_failures == 0
+    assert len(report.norms) == len(report.head_squares) == 1 and report.norms[0] > 20.0
+    assert 0 < report.head_squares[0] < report.norms[0] ** 2
+    assert [spike.taken for spike in report.outcomes] == ["mask"] and len(report.events) == 1
+    run.step({})
+    assert run.localizer.report().outcomes == run.localizer.report().events == (), "of the last update alone"

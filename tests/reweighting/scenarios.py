@@ -5,24 +5,10 @@ from typing import Any
 
 import torch
 
-from tests.world.harness import log_probs, make_batch, make_trainer, part
+from tests.world.harness import log_probs, make_batch, make_trainer
 from tests.world.spikes import address, plant
 
 ALGORITHM = "algorithm.lopti.enable=true"
-
-
-def formulas(log_prob: list, mask: list, advantages: list, calls: list[dict]) -> list[Any]:
-    """The pure functions on plain lists, one answer per call."""
-    ours = part("reweighting")
-    log_prob, mask = torch.tensor(log_prob), torch.tensor(mask)
-    answers: list[Any] = []
-    for call in calls:
-        if "alpha" in call:
-            answers.append(ours.reweight(torch.tensor(advantages), log_prob, call["alpha"]).tolist())
-        else:
-            stages = ours.split(log_prob, mask, ours.LoptiConfig(enable=True, **call))
-            answers.append([[stage.name, stage.mask.tolist()] for stage in stages])
-    return answers
 
 
 def batch_of(seed: int, trainer: Any = None) -> Any:

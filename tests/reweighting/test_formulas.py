@@ -6,7 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+
+from gradloc.reweighting.advantages import kept_share, reweight
+from gradloc.reweighting.config import LoptiConfig
+from gradloc.reweighting.stages import Lopti, split
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,18 +20,20 @@ MASK = [[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]]
 ADVANTAGES = [[1.0, -2.0, 0.5, 0.0], [3.0, 3.0, 0.0, 0.0], [-1.0, -1.0, -1.0, -1.0]]
 
 
-@pytest.fixture
-def call(world):
+def call(*calls, log_prob=LOG_PROB):
     """Each call's answer: {"alpha": ...} reweights, anything else is Lopti's settings."""
+    log_prob, mask = torch.tensor(log_prob), torch.tensor(MASK)
+    answers = []
+    for settings in calls:
+        if "alpha" in settings:
+            answers.append(reweight(torch.tensor(ADVANTAGES), log_prob, settings["alpha"]).tolist())
+        else:
+            stages = split(log_prob, mask, LoptiConfig(enable=True, **settings))
+            answers.append([[stage.name, stage.mask.tolist()] for stage in stages])
+    return answers
 
-    def run(*calls, log_prob=LOG_PROB):
-        arguments = dict(log_prob=log_prob, mask=MASK, advantages=ADVANTAGES, calls=calls)
-        return world.run("tests.reweighting.scenarios.formulas", **arguments)[0]
 
-    return run
-
-
-def test_an_advantage_is_scaled_by_the_tokens_probability(call):
+def test_an_advantage_is_scaled_by_the_tokens_probability():
     from math import exp
 
     alphas = [0.0, 0.1, 0.3, 1.0]
@@ -47,7 +54,7 @@ def slow_split(is_low):
 
 
 @pytest.mark.parametrize("eta", [0.5, 0.9, -0.5, -0.05])
-def test_the_stages_are_the_tokens_below_the_threshold_and_the_rest_in_the_order_of_its_sign(call, eta):
+def test_the_stages_are_the_tokens_below_the_threshold_and_the_rest_in_the_order_of_its_sign(eta):
     from math import exp
 
     ((first, second),) = call({"eta": eta})
@@ -58,7 +65,7 @@ def test_the_stages_are_the_tokens_below_the_threshold_and_the_rest_in_the_order
 
 @pytest.mark.parametrize("quantile", [0.1, 0.25, 0.5, 0.9])
 @pytest.mark.parametrize("eta", [0.5, 0, -0.5])
-def test_a_quantile_splits_the_batchs_own_tokens_in_that_proportion(call, quantile, eta):
+def test_a_quantile_splits_the_batchs_own_tokens_in_that_proportion(quantile, eta):
     from math import exp
 
     ((first, second),) = call({"eta": eta, "quantile": quantile})
@@ -69,12 +76,64 @@ def test_a_quantile_splits_the_batchs_own_tokens_in_that_proportion(call, quanti
     assert [first, second] == (expected if eta >= 0 else expected[::-1])
 
 
-def test_the_stages_are_disjoint_and_complete_even_with_a_probability_that_is_no_number(call):
+def test_the_stages_are_disjoint_and_complete_even_with_a_probability_that_is_no_number():
     log_prob = [[float("nan"), -2.0, -0.7, -5.0], *LOG_PROB[1:]]
     ((_, first), (_, second)) = call({"eta": 0.5}, log_prob=log_prob)[0]
     for row, mask in enumerate(MASK):
         for position, is_token in enumerate(mask):
             assert first[row][position] + second[row][position] == is_token
+
+
+def test_what_is_kept_is_the_share_of_all_response_tokens_advantages():
+    before, mask = torch.tensor(ADVANTAGES), torch.tensor(MASK).bool()
+    before[0, 3] = 1e6  # no response token
+    assert kept_share(before, -0.25 * before, mask) == 0.25
+    assert kept_share(torch.zeros(3, 4), torch.ones(3, 4), mask) == 1.0, "nothing there was nothing to lose"
+
+
+# ---- the two updates
+
+
+def updated(log_prob=LOG_PROB, outputs=None, **settings):
+    """What Lopti asks of the actor, (stage, whether the learning rate stays), and the metrics that it makes of it."""
+    asked = []
+
+    def update(stage, keeps_lr):
+        asked.append((stage.name, keeps_lr))
+        return outputs[stage.name] if outputs else {}
+
+    lopti = Lopti(LoptiConfig(enable=True, **settings))
+    return asked, lopti.update(torch.tensor(log_prob), torch.tensor(MASK), update)
+
+
+def test_two_updates_advance_the_learning_rate_once_unless_each_is_to():
+    assert updated()[0] == [("low", True), ("high", False)]
+    assert updated(eta=-0.5)[0] == [("high", True), ("low", False)]
+    assert updated(step_lr_each_stage=True)[0] == [("low", False), ("high", False)]
+
+
+def test_a_stage_without_tokens_is_left_out_and_said_so(caplog):
+    for likely, name, empty in ((-0.1, "high", "low"), (-3.0, "low", "high")):
+        asked, metrics = updated([[likely] * 4] * 3)
+        assert asked == [(name, False)] and f"no {empty}-probability token" in caplog.text
+        assert (metrics[f"lopti/{name}/share"], metrics[f"lopti/{empty}/share"]) == ([1.0], [0.0])
+        caplog.clear()
+    updated()
+    assert not caplog.text
+
+
+def test_losses_of_the_stages_add_up_and_other_values_stand_side_by_side():
+    outputs = {
+        "low": {"actor/pg_loss": [1.0, 2.0], "actor/kl_loss": [[1.0], [2.0]], "actor/grad_norm": [3.0], "other": [1]},
+        "high": {"actor/pg_loss": [10.0, 20.0], "actor/kl_loss": [[4.0], [8.0]], "actor/grad_norm": [5.0]},
+    }
+    _, metrics = updated(outputs=outputs)
+    assert (metrics["actor/pg_loss"], metrics["actor/kl_loss"]) == ([11.0, 22.0], [[5.0], [10.0]])
+    assert (metrics["actor/grad_norm"], metrics["other"]) == ([3.0, 5.0], [1])
+    assert (metrics["lopti/low/pg_loss"], metrics["lopti/high/grad_norm"]) == ([1.0, 2.0], [5.0])
+    assert "lopti/low/other" not in metrics
+    shares = [metrics[f"lopti/{stage}/share"] for stage in ("low", "high")]
+    assert shares == [[pytest.approx(4 / 9)], [pytest.approx(5 / 9)]]
 
 
 WRONG = [

@@ -65,6 +65,15 @@ def test_a_masked_norm_is_certified_though_the_limit_is_spent():
     assert found.certificate.verdict in ("explained", "not_explained")
 
 
+def test_each_candidate_s_own_backward_is_told_in_the_path():
+    result = searched({(3, 2): 1e4, (9, 1): 1e4})[0].result
+    verified = [entry for entry in result.path if entry.phase == "verify" and entry.verdict == "culprit"]
+    exact = [culprit for culprit in result.culprits if culprit.is_exact]
+    assert exact and sorted(entry.norm for entry in verified) == sorted(culprit.norm for culprit in exact)
+    assert {(entry.threshold, entry.num_tokens) for entry in verified} == {(exact[0].threshold, 1)}
+    assert all("micro-batch" in entry.note for entry in verified)
+
+
 @pytest.mark.parametrize("strategy", ["auto", "share", "sketch"])
 def test_shares_that_are_all_noise_stall_nothing(strategy):
     check_useless(useless_shares("plain", strategy, "float32"))

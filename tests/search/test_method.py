@@ -8,10 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradloc.core.gradients import GradientSpace
+from gradloc.core.probe import Prober
+from gradloc.core.ranks import Ranks
+from gradloc.core.selection import Token
 from gradloc.core.step import Recorded
+from gradloc.core.trigger import Spike
 from gradloc.search.readout import Readout
-from gradloc.search.sketch import _chi2_quantile
-from tests.bare import Loss, Oracle, build, random_batch
+from gradloc.search.sketch import _chi2_quantile, measure_norms, sketch
+from gradloc.search.task import Limit, Task
+from tests.bare import BareStep, Loss, Oracle, build, random_batch, shard
 from tests.bare.model import entropy_of, log_prob_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/method.md"
@@ -121,6 +127,79 @@ def test_5_the_sketch_is_unbiased_and_its_bound_holds_for_all_tokens(method):
     bound = estimates.sqrt() * (k / _chi2_quantile(k, delta / len(exact))) ** 0.5
     held = (bound >= exact.sqrt() * (1 - 1e-6)).all(1).double().mean()
     assert held >= 1 - delta - 3 * (delta / num_draws) ** 0.5
+
+
+@pytest.fixture(scope="module")
+def hidden():
+    """A step with two tokens that cancel in its gradient, as a task, and every token's exact norm (M, B, T)."""
+    batch = random_batch(build("tiny")).planted({(5, 1): 3e3, (5, 2): -3e3})
+    step = BareStep(shard(build("tiny"), "plain"), batch, 4)
+    space = GradientSpace(step.model)
+    step.train()
+    norm = space.norm()
+    spike = Spike("fixed", norm, 60.0, 60.0 * batch.num_tokens**0.5, batch.num_tokens)
+    norms = Oracle(build("tiny"), batch).norms([tuple(place) for place in batch.mask.nonzero().tolist()])
+    exact = torch.zeros(4, 4, batch.mask.shape[1], dtype=torch.float64)
+    for (row, position), size in norms.items():
+        exact[row // 4, row % 4, position] = size
+
+    def task(max_steps: float = math.inf) -> Task:
+        return Task(Prober(step, space, Ranks()), space.take(), 1.0, spike, spike.tau, 8, Limit(4, max_steps))
+
+    return task, exact, batch
+
+
+@pytest.mark.parametrize("k", [4, 16])
+def test_5_the_search_s_own_sketch_has_every_norm_under_its_bound_and_none_far_from_it(hidden, k):
+    task, exact, batch = hidden
+    found = measure_norms(task(), [], k)
+    estimates = torch.stack(found.norms)
+    assert found.confidence == 0.95 and (estimates * found.inflation >= exact * 0.999).all()
+    assert (estimates[exact == 0] == 0).all(), "what is no response token"
+    loud = exact > 1e-3 * exact.max()
+    ratios = (estimates / exact)[loud]
+    assert abs(float(ratios.square().mean()) - 1) < 4.5 * (2 / k) ** 0.5 and ratios.max() < 1 + 4.5 / k**0.5
+    quantile = found.inflation**-2 * k  # of chi2_k, at the confidence shared by all tokens
+    half = torch.tensor([k / 2, quantile / 2], dtype=torch.float64)
+    assert float(torch.special.gammainc(*half)) == pytest.approx(0.05 / batch.num_tokens, rel=1e-6)
+
+
+def test_5_what_is_named_is_not_estimated_again(hidden):
+    task, _, _ = hidden
+    mask, named = task().prober.step.token_mask(1), Token(1, 0, 5)
+    norms = measure_norms(task(), [named], 4).norms
+    assert float(norms[1][mask][named.index]) == 0.0 and int((norms[1][mask] == 0).sum()) == 1
+
+
+def test_5_a_pair_that_cancels_is_found_and_what_is_left_is_bounded(hidden):
+    task, exact, batch = hidden
+    found = sketch(task())
+    (entry,) = [entry for entry in found.path if entry.phase == "sketch"]
+    assert sorted(batch.place(culprit.tokens[0], 1, 4) for culprit in found.culprits) == [(5, 1), (5, 2)]
+    for culprit in found.culprits:
+        row, position = batch.place(culprit.tokens[0], 1, 4)
+        assert culprit.is_exact and culprit.norm == pytest.approx(float(exact[row // 4, row % 4, position]), rel=1e-4)
+    left = float(exact.flatten().topk(3).values[-1])
+    assert left <= entry.norm <= 4 * left and entry.threshold == task().culprit_norm == 15.0
+    assert "with 95% confidence; 2 of 2 candidates" in entry.note and not found.exhausted
+    assert sketch(task(), [culprit.tokens[0] for culprit in found.culprits]).culprits == []
+
+
+@pytest.mark.parametrize(("max_steps", "directions"), [(2.6, 0), (2.7, 4), (10.0, 16)])
+def test_5_a_sketch_takes_four_directions_or_none_and_no_more_than_it_may(hidden, max_steps, directions):
+    made = hidden[0](max_steps)
+    found = sketch(made)
+    assert found.exhausted == (directions == 0) and made.prober.cost <= 3 * 4 * max_steps
+    assert made.prober.num_forwards - made.prober.num_backwards == (4 * (directions + 1) if directions else 0)
+    if not directions:
+        assert found.stop_reason == "what search.max_steps=2.6 allows is spent" and found.path == []
+
+
+@pytest.mark.parametrize(
+    ("k", "probability", "value"), [(16, 0.05, 7.9616456), (4, 0.05, 0.7107230), (16, 0.5, 15.3385)]
+)
+def test_5_quantiles_are_the_tables(k, probability, value):
+    assert _chi2_quantile(k, probability) == pytest.approx(value, rel=1e-5)
 
 
 def test_6_one_threshold_for_sums_is_the_published_one_for_means(method):

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights are moved as far as they are asked to on average, whatever grid they lie on, and put back bit for bit."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from gradloc.core.gradients import GradientSpace
-from gradloc.search.weights import MovedWeights
+from gradloc.core.probe import Prober
+from gradloc.core.ranks import Ranks
+from gradloc.search.weights import MovedWeights, forward_on_routes, has_experts, hold_routes
 
 
 def module(dtype: torch.dtype, zeros: int = 0) -> torch.nn.Linear:
@@ -47,3 +51,54 @@ def test_weights_that_are_zero_are_moved_by_what_was_asked_and_not_dithered():
     with MovedWeights(space, torch.bfloat16) as weights:
         weights.move([torch.zeros(512, 512)], 1.0)
         assert not made.weight.any()
+
+
+def test_how_far_the_weights_are_from_where_they_were_is_measured():
+    made = torch.nn.Linear(3, 2)
+    with MovedWeights(GradientSpace(made), torch.float32) as weights:
+        assert weights.distance() == 0.0
+        with torch.no_grad():
+            made.weight += 2.0
+            made.bias -= 1.0
+        assert weights.distance() == pytest.approx((6 * 4.0 + 2 * 1.0) ** 0.5)
+
+
+class Experts(torch.nn.Module):
+    """Two scores of three go on; which ones, its weights decide."""
+
+    config = SimpleNamespace(num_experts_per_tok=2)
+
+    def __init__(self, way: str):
+        super().__init__()
+        self.scale, self.way = torch.nn.Parameter(torch.ones(3)), way
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        scores = inputs * self.scale
+        if self.way == "method":
+            return scores.topk(2).values
+        return torch.topk(input=scores, k=2, dim=0).values if self.way == "names" else torch.topk(scores, 2, 0)[0]
+
+
+@pytest.mark.parametrize("way", ["method", "names", "places"])
+def test_tokens_go_where_the_routers_sent_them_before_the_weights_moved(way):
+    model, forwards = Experts(way), []
+    assert has_experts(model) and not has_experts(torch.nn.Linear(1, 1))
+    inputs = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0, 2.0, 1.0])]
+
+    class Step:
+        num_micro_batches, is_scheduled = 2, False
+
+        def forward(self, index: int) -> tuple[torch.Tensor, None]:
+            forwards.append(index)
+            return model(inputs[index]), None
+
+    prober = Prober(Step(), GradientSpace(model), Ranks())
+    for _ in range(2):
+        hold_routes(prober, [0, 1])
+    assert forwards == [0, 1], "each is noted once"
+    with torch.no_grad():
+        model.scale.copy_(torch.tensor([10.0, 1.0, 1.0]))
+    assert forward_on_routes(prober, 0)[0].tolist() == [3.0, 2.0], "not 10 and 3"
+    assert forward_on_routes(prober, 1)[0].tolist() == [30.0, 2.0]
+    prober.routes.clear()
+    assert forward_on_routes(prober, 0)[0].tolist() == [10.0, 3.0]

@@ -1,178 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""token_clip and seq_clip: the weights, the loss they make, and localization through them."""
+"""The laws of the weights on ratios: what is inside of the bounds counts whole, what is outside of them less."""
 
 import math
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.replay.conftest import edit_tensors, event, models, replay  # noqa: F401
-from tests.world.events import read_events
+from gradloc.stabilize.config import SeqClipConfig, StabilizeConfig, TokenClipConfig
+from gradloc.stabilize.ratio_clip import TokenWeigher, ratio_weights
+from tests.stabilize import slow
 
-ACTOR = "actor_rollout_ref.actor"
-STABILIZE = f"{ACTOR}.gradloc.stabilize"
-LOG_PROBS = ["actor_rollout_ref.rollout.calculate_log_probs=true"]
-FSDP1 = [f"{ACTOR}.strategy=fsdp"]
-ON = [f"{ACTOR}.grad_norm_threshold=640"]
-BOUNDS = {
-    "above": {"upper": 1.5, "lower": None},
-    "below": {"upper": None, "lower": 0.7},
-    "both": {"upper": 1.2, "lower": 0.9},
-    "at 1 exactly": {"upper": 1.0, "lower": 1.0},
-}
-CASES = {
-    f"{level}, {mode}, {side}": {"level": level, "mode": mode, **bounds}
-    for level in ("token", "geometric")
-    for mode in ("mask", "clamp")
-    for side, bounds in BOUNDS.items()
-}
+QUICK = settings(deadline=None, derandomize=True, max_examples=60)
+LOG_RATIOS = st.lists(st.lists(st.floats(-30, 30, width=32), min_size=4, max_size=4), min_size=3, max_size=3)
+MASKS = st.lists(st.lists(st.integers(0, 1), min_size=4, max_size=4), min_size=3, max_size=3)
+BOUNDS = st.tuples(st.none() | st.floats(1, 50), st.none() | st.floats(0.02, 1))
 
 
-@pytest.fixture(scope="module")
-def weighed(single):
-    """Per case what was found and what is expected; at last an empty micro-batch."""
-    answers = single.run("tests.stabilize.scenarios.weigh", cases=list(CASES.values()))[0]
-    return dict(zip([*CASES, "empty"], answers, strict=True))
+@QUICK
+@given(LOG_RATIOS, MASKS, BOUNDS, st.sampled_from(["token", "geometric"]), st.sampled_from(["mask", "clamp"]))
+def test_weights_are_the_slow_loops_whatever_the_bounds(log_ratios, masks, bounds, level, mode):
+    case = {"level": level, "mode": mode, "upper": bounds[0], "lower": bounds[1]}
+    log_ratio, mask = torch.tensor(log_ratios, dtype=torch.float64), torch.tensor(masks)
+    weights, metrics = ratio_weights(log_ratio, mask, **case)
+    expected = torch.tensor(slow.token_weights(log_ratio.tolist(), masks, **case), dtype=torch.float64)
+    counted = mask.bool()
+    if not counted.any():
+        assert bool((weights == 1).all()) and metrics == {"share": 0.0, "ratio_max": 1.0, "ratio_min": 1.0}
+        return
+    # on a bound the slow one may round to the other side of it
+    near = torch.zeros_like(counted)
+    means = (log_ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    ratios = (log_ratio if level == "token" else means.expand_as(log_ratio)).clamp(-20, 20).exp()
+    for bound in bounds:
+        near |= torch.tensor(False) if bound is None else (ratios / bound - 1).abs() < 1e-9
+    torch.testing.assert_close(weights[counted & ~near], expected[counted & ~near])
+    assert metrics["ratio_max"] == pytest.approx(float(ratios[counted].max()))
+    assert metrics["ratio_min"] == pytest.approx(float(ratios[counted].min()))
+    if not near.any():
+        assert metrics["share"] == pytest.approx(float((expected[counted] < 1).double().mean()))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_weights_are_the_slow_loops(weighed, case):
-    found, settings = weighed[case], CASES[case]
-    assert found["found"] == pytest.approx(found["expected"], rel=1e-5)
-    assert all(0 <= weight <= 1 for weight in found["found"])
-    outside = sum(weight < 1 for weight in found["expected"]) / len(found["expected"])
-    assert found["metrics"]["share"] == pytest.approx(outside)
-    if settings["level"] == "token":
-        ratios = [math.exp(max(-20.0, min(20.0, value))) for value in found["log_ratio"]]
-        assert found["metrics"]["ratio_max"] == pytest.approx(max(ratios), rel=1e-5)
-        assert found["metrics"]["ratio_min"] == pytest.approx(min(ratios), rel=1e-5)
+@pytest.mark.parametrize(("mode", "outside"), [("mask", 0.0), ("clamp", 0.5)])
+def test_a_ratio_on_a_bound_is_inside_and_one_that_is_no_number_is_not(mode, outside):
+    ratios = torch.tensor([[2.0, 4.0, 0.5, 0.25, math.nan, math.nan]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0]])
+    weights, metrics = ratio_weights(ratios.log(), mask, "token", mode, 2.0, 0.5)
+    assert torch.equal(ratios.log().exp()[0, :4], ratios[0, :4]), "on the bound"
+    assert weights[0, :4].tolist() == pytest.approx([1.0, outside, 1.0, outside])
+    assert metrics["share"] == pytest.approx(3 / 5), "NaN is outside"
+    assert not weights[0, 4] == 1
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_is_outside_of_the_bounds_is_what_verls_rejection_masks(weighed, case):
-    found = weighed[case]
-    assert [float(weight == 1) for weight in found["found"]] == found["verl_keeps"]
-    assert found["metrics"] == pytest.approx(found["verl_metrics"], rel=1e-6)
+def test_a_ratio_is_taken_up_to_e_to_the_20_as_verl_takes_it():
+    _, metrics = ratio_weights(torch.tensor([[50.0, -50.0]]).double(), torch.ones(1, 2), "token", "mask", 5.0, None)
+    assert (metrics["ratio_max"], metrics["ratio_min"]) == pytest.approx((math.exp(20), math.exp(-20)))
 
 
-def test_above_the_bound_a_clamped_weight_is_the_truncated_importance_ratio(weighed):
-    found = weighed["token, clamp, above"]
-    for log_ratio, weight in zip(found["log_ratio"], found["found"], strict=True):
-        ratio = math.exp(max(-20.0, min(20.0, log_ratio)))
-        assert weight * ratio == pytest.approx(min(ratio, 1.5), rel=1e-5)
+def weigher(**clips):
+    return TokenWeigher(StabilizeConfig(**clips))
 
 
-def test_a_micro_batch_without_response_tokens_keeps_its_weights(weighed):
-    assert all(weight == 1.0 for row in weighed["empty"]["empty"] for weight in row)
-    assert weighed["empty"]["metrics"] == {"share": 0.0, "ratio_max": 1.0, "ratio_min": 1.0}
+LOG_PROB = torch.log(torch.tensor([[0.8, 0.2], [0.1, 0.1]]))
+INPUTS = {"rollout_log_probs": torch.log(torch.tensor([[0.1, 0.2], [0.1, 0.1]])), "response_mask": torch.ones(2, 2)}
 
 
-CLIPS = {
-    "token_clip masks above": ["token_clip.mode=mask", "token_clip.upper=2.0"],
-    "token_clip clamps on both sides": [
-        "token_clip.mode=clamp",
-        "token_clip.upper=1.5",
-        "token_clip.lower=0.5",
-    ],
-    "seq_clip masks on both sides": [
-        "seq_clip.mode=mask",
-        "seq_clip.upper=1.2",
-        "seq_clip.lower=0.8",
-    ],
-    "seq_clip clamps below": ["seq_clip.mode=clamp", "seq_clip.upper=null", "seq_clip.lower=0.9"],
-    "both": ["token_clip.mode=clamp", "token_clip.upper=2.0", "seq_clip.mode=clamp"],
-}
+def test_both_clips_weigh_and_so_does_what_the_trainer_gives_and_nothing_is_differentiated():
+    both = {"token_clip": TokenClipConfig("mask", upper=5.0), "seq_clip": SeqClipConfig("clamp", upper=1.4)}
+    log_prob, metrics = LOG_PROB.clone().requires_grad_(), {}
+    found = weigher(**both).token_weights(INPUTS, log_prob, torch.full((2, 2), 0.5), metrics)
+    of_sequence = 1.4 / math.sqrt(8)
+    assert found.flatten().tolist() == pytest.approx([0.0, 0.5 * of_sequence, 0.5, 0.5]) and not found.requires_grad
+    assert metrics["gradloc/token_clip/share"] == pytest.approx(1 / 4)
+    assert metrics["gradloc/seq_clip/share"] == pytest.approx(1 / 2)
+    alone = weigher(seq_clip=both["seq_clip"]).token_weights(INPUTS, log_prob, None, {})
+    assert alone[0].tolist() == pytest.approx([of_sequence] * 2)
 
 
-@pytest.mark.parametrize("layout", [[], FSDP1], ids=["FSDP2", "FSDP1"])
-@pytest.mark.parametrize("clips", CLIPS)
-def test_the_actor_trains_on_verls_loss_times_the_slow_weights(world, dump_dir, clips, layout):
-    overrides = [f"{STABILIZE}.{clip}" for clip in CLIPS[clips]]
-    for found in world.run(
-        "tests.stabilize.scenarios.loss_under",
-        overrides=LOG_PROBS + overrides,
-        layout=layout,
-        dump_dir=dump_dir,
-    ):
-        assert found["num_changed"] > 3
-        assert found["norm"] == pytest.approx(found["expected"], rel=1e-5)
-        assert found["norm"] != pytest.approx(found["unclipped"], rel=1e-3)
-        for name in ("token_clip", "seq_clip"):
-            keys = {key for key in found["metrics"] if key.startswith(f"gradloc/{name}/")}
-            is_on = any(clip.startswith(name) for clip in CLIPS[clips])
-            expected = ("share", "ratio_max", "ratio_min") if is_on else ()
-            assert keys == {f"gradloc/{name}/{key}" for key in expected}
-
-
-LOCALIZED = {
-    "FSDP2": [],
-    "FSDP1": FSDP1,
-    "FSDP2, bisect": [f"{ACTOR}.gradloc.search.strategy=bisect"],
-    "FSDP2, gspo": [f"{ACTOR}.policy_loss.loss_mode=gspo"],
-}
-
-
-@pytest.mark.parametrize("layout", LOCALIZED)
-def test_planted_culprits_are_found_through_the_clips_with_their_true_norms(world, dump_dir, layout):
-    clips = [
-        *LOG_PROBS,
-        f"{STABILIZE}.token_clip.mode=clamp",
-        f"{STABILIZE}.token_clip.upper=1.5",
-        f"{STABILIZE}.seq_clip.mode=clamp",
-        f"{STABILIZE}.layer_clip.rule=adagc",
-    ]
-    found, _ = world.run(
-        "spikes.localize_planted",
-        plants=[(2, 3, -1e4), (11, 5, -8e3)],
-        overrides=ON + clips + LOCALIZED[layout],
-        dump_dir=dump_dir,
-        rollout_noise=0.5,
-    )
-    (event,) = read_events(dump_dir)  # noqa: F811
-    named = {(culprit["row"], culprit["positions"][0]) for culprit in event["culprits"]}
-    assert sorted(named) == found["planted"]
-    assert event["trigger"]["grad_norm"] == pytest.approx(found["oracle_norm"], rel=1e-3)
-    for culprit, share, norm in zip(
-        event["culprits"], found["oracle_shares"], found["oracle_culprit_norms"], strict=True
-    ):
-        assert culprit["grad_norm"] == pytest.approx(norm, rel=1e-3)
-        if "bisect" not in layout:
-            assert culprit["share"] == pytest.approx(share, abs=1e-3)
-    assert event["certificate"]["verdict"] == "explained"
-    assert event["certificate"]["norm_after"] == pytest.approx(found["oracle_norm_without"], rel=2e-3)
-
-
-CLAMPED = (
-    *LOG_PROBS,
-    f"{STABILIZE}.token_clip.mode=clamp",
-    f"{STABILIZE}.token_clip.upper=1.0",  # every token but for exact agreement counts for less
-    f"{STABILIZE}.token_clip.lower=1.0",
-    f"{ACTOR}.gradloc.evidence.bundle=full",
-)
-
-
-def test_a_replay_weighs_the_loss_as_the_run_did(event, models, replay, tmp_path):  # noqa: F811
-    import json
-
-    bundle = event("clamped", overrides=CLAMPED, rollout_noise=1.0)
-    done = replay(bundle, models / "model", "--json", tmp_path / "out.json")
-    assert (done["code"], done["err"]) == (0, "")
-    record = json.loads((tmp_path / "out.json").read_text())
-    meta = json.loads((bundle / "meta.json").read_text())
-    assert record["verdict"] == "same"
-    norm = meta["event"]["trigger"]["grad_norm"]
-    assert record["norm"]["replay"] == pytest.approx(norm, rel=1e-5)
-
-
-def test_a_bundle_without_the_rollouts_log_probs_is_refused(
-    event,  # noqa: F811
-    models,  # noqa: F811
-    replay,  # noqa: F811
-    tmp_path,
-):
-    import shutil
-
-    bundle = shutil.copytree(event("clamped", overrides=CLAMPED, rollout_noise=1.0), tmp_path / "b")
-    edit_tensors(bundle, lambda tensors: tensors.pop("rollout_log_probs"))
-    done = replay(bundle, models / "model")
-    assert done["code"] == 2
-    assert "rollout_log_probs is missing, by which the run's clips weighed its loss" in done["err"]
+def test_what_is_off_leaves_the_weights_alone_and_what_is_on_asks_for_the_rollouts_log_probs():
+    given_weights = torch.ones(2, 2)
+    assert weigher().token_weights({}, LOG_PROB, given_weights, {}) is given_weights
+    assert weigher().token_weights({}, LOG_PROB, None, {}) is None
+    with pytest.raises(ValueError, match="calculate_log_probs=true"):
+        weigher(seq_clip=SeqClipConfig("mask")).token_weights({}, LOG_PROB, None, {})

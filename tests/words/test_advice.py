@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from gradloc.health.advice import ADVICE
-from gradloc.words.advice import ACTIONS, VERLS, Action, actions_of, in_force, lines_of, replay_lines, verl_of
+from gradloc.words.advice import (
+    ACTIONS,
+    VERLS,
+    Action,
+    actions_of,
+    in_force,
+    lines_of,
+    replay_lines,
+    trl_settings,
+    verl_of,
+)
 from gradloc.words.meanings import MEANINGS
 from gradloc.words.next_step import RULES
 
@@ -80,3 +90,26 @@ def test_what_a_run_has_already_is_known_where_its_config_is():
         (line,) = lines_of(name, "verl 0.7.0").values()
         assert in_force(line, actor) == holds, name
     assert not in_force("trainer.resume_mode=resume_path", actor), "of the actor alone"
+
+
+IN_TRLS_WORDS = {
+    "actor_rollout_ref.actor.gradloc.action.mode=mask": 'gradloc="mask"',
+    "actor_rollout_ref.actor.gradloc.evidence.rerun=true": 'gradloc={"evidence": {"rerun": True}}',
+    "actor_rollout_ref.actor.gradloc.search.max_steps=8": 'gradloc={"search": {"max_steps": 8}}',
+    "actor_rollout_ref.actor.optim.lr=5e-7": "learning_rate=5e-07",
+    "actor_rollout_ref.actor.fsdp_config.dtype=float32": "bf16=False",
+    "actor_rollout_ref.actor.grad_clip=0.5 actor_rollout_ref.actor.ppo_epochs=1": "max_grad_norm=0.5, num_iterations=1",
+    "algorithm.norm_adv_by_std_in_grpo=false": 'scale_rewards="none"',
+    "actor_rollout_ref.actor.gradloc.stabilize.token_clip.mode=clamp": None,
+    "algorithm.lopti.enable=true": None,
+}
+
+
+@pytest.mark.parametrize("line, said", IN_TRLS_WORDS.items())
+def test_a_setting_of_verls_is_said_in_trls_words_or_not_at_all(line, said):
+    assert trl_settings(line) == said
+
+
+def test_an_action_and_a_replay_are_those_of_the_records_trainer():
+    assert lines_of("mask", "trl 1.16.0") == {"": 'gradloc="mask"'}
+    assert replay_lines("events/a", "trl 1.16.0") == {"": "python -m gradloc.replay events/a --model MODEL_PATH"}

@@ -83,14 +83,17 @@ def test_too_few_steps_are_not_judged():
     assert did_it_hurt(event(), lambda name: []).answer == "not yet known"
 
 
-def test_a_step_that_was_not_taken_did_not_hurt():
-    skipped = event(action={"requested": "skip", "taken": "skip", "reason": ""})
-    assert did_it_hurt(skipped, series(last=STEP)).answer == "no"
-    nan = event(trigger=make_event()["trigger"] | {"grad_norm": "NaN"})
-    assert did_it_hurt(nan, series(last=STEP)).why == "The step was not taken."
-
-
 def test_weights_that_are_not_finite_hurt_whatever_else_is_known():
     cause = {"label": "non_finite_weights", "reason": "2 parameters", "numbers": {}, "names": [], "places": []}
     found = did_it_hurt(event(culprits=[], cause=cause), series(last=STEP))
     assert found.answer == "yes" and "no later step" in found.why
+
+
+@pytest.mark.parametrize("taken", ["skip", "abort"])
+def test_a_step_that_was_not_taken_did_not_hurt_unless_something_did(taken):
+    found = did_it_hurt(event(action={"requested": taken, "taken": taken, "reason": ""}), series(last=STEP))
+    assert (found.answer, found.why) == ("no", "The step was not taken.")
+    worse = did_it_hurt(event(action={"requested": taken, "taken": taken, "reason": ""}), series(reward=0.03))
+    assert worse.answer == "yes", "something did"
+    broken = event(trigger=make_event()["trigger"] | {"grad_norm": "NaN"})
+    assert did_it_hurt(broken, series(last=STEP)).why == "The step was not taken."

@@ -125,3 +125,101 @@ def test_culprits_that_carry_more_than_the_gradient_are_told_with_what_pulls_the
     found = event(culprits=[make_culprit(share=1.2)])
     assert story.lede(found).startswith("It carries 120% of the gradient; the other tokens pull the other way. ")
     assert "%" not in story.given(found, 1.0).partition(" That left")[0]
+
+
+# ---- the whole story
+
+
+def test_the_story_stands_around_the_largest_culprit_s_token():
+    large = make_culprit(token=" is", text_before="1\n2\n3\n4\n" + "x" * 300 + "\nthe answer", text_after="y" * 300)
+    told = story.tell(event(culprits=[make_culprit(share=0.1, grad_norm=9.0, token="no"), large]), 1.0)
+    assert told.headline == "Two tokens made the step-5 spike" and told.token == " is"
+    assert told.before == "x" * 188 + "↵\nthe answer" and told.after == "y" * 160
+    assert (told.named, told.names) == ("", ())
+    short = story.tell(event(culprits=[make_culprit(text_before="1\n2\n3\n4\n5")]))
+    assert short.before.replace("↵", "") == "2\n3\n4\n5", "a chat's prompt has many short lines"
+    assert [value for value, *_ in told.figures] == ["748", "0.77", "52.3"]
+    assert told.figures[0][1:] == ("gradient norm", "14.3 times the threshold")
+    assert told.given == [story.given(event(culprits=[make_culprit(share=0.1), large]), 1.0)]
+
+
+def stepwide(label: str, reason: str = "of this", **cause) -> Event:
+    return event(culprits=[], cause={"label": label, "reason": reason, **cause})
+
+
+def test_a_story_without_culprits_has_no_token():
+    told = story.tell(event(culprits=[]))
+    assert (told.before, told.token, told.after) == ("", "", "")
+    assert told.figures[1] == ("0", "culprits found", "found")
+
+
+@pytest.mark.parametrize(("num", "more"), [(4, ()), (5, ("and 1 more",)), (7, ("and 3 more",))])
+def test_what_made_it_where_no_token_did_is_named_up_to_four(num, more):
+    names = [f"layer {at}" for at in range(num)]
+    told = story.tell(stepwide("non_finite_weights", names=names, numbers={"parameters": num}))
+    assert told.headline == "Weights that are not finite broke step 5; no token did" and told.named == "Not finite:"
+    assert told.names == (*names[:4], *more)
+    assert told.figures[1] == (str(num), "parameters not finite", "read before any forward")
+    assert told.given[-1] == "Every further step will be like it until weights that are finite are loaded."
+    assert len(told.given) == 2
+
+
+def test_a_cause_beside_tokens_needs_a_reason_and_shares_the_step_with_culprits():
+    assert story.headline(stepwide("batch_scale", reason="")) == "Nothing was found that made the spike at step 5"
+    both = event(cause={"label": "not_tokens", "reason": "r"})
+    assert story.headline(both) == "One token made part of the step-5 spike; the rest did not come from the tokens"
+    assert story.figures(both)[1][1] == "without it", "the culprits' own figure"
+    padded = event(cause={"label": "non_finite_padding", "reason": "r"})
+    assert story.figures(padded)[1][1] == "without the padding"
+    assert story.cause_of(both) == "not_tokens" and story.cause_of(event()) == "extreme_advantage"
+    assert story.cause_of(event(culprits=[])) == ""
+
+
+@pytest.mark.parametrize(
+    ("label", "said"),
+    [
+        ("replicas_differ", "Replicas have parted; no token made the step-5 spike"),
+        ("batch_scale", "The whole batch made the step-5 spike: all of it is scaled, no token stands out"),
+        ("transient", "The step-5 spike did not come back when it was run again"),
+    ],
+)
+def test_the_headline_of_a_cause_beside_tokens_names_the_spike(label, said):
+    assert story.headline(stepwide(label)) == said
+
+
+def test_where_it_is_first_seen_is_told_and_whether_advantages_did_it():
+    one = story.lede(stepwide("non_finite_padding", "a loss of 1.234e+10 is not finite", places=[[3, 7]]))
+    assert "A loss of 1.23e10 is not finite. The first: row 3 of the batch, response position 7." in one
+    two = story.lede(stepwide("non_finite_padding", places=[[None, 7], [1, 1], [2, 2]]))
+    assert "Of this. The first: response position 7, and 2 more." in two
+    for times, why in (
+        (2.9, "the loss or the ratios scale it"),
+        (3.0, "it is the rewards, or how they are normalized"),
+    ):
+        said = story.lede(stepwide("batch_scale", numbers={"advantage_over_run": times}))
+        assert f"Its advantages are {times:g} times the run's usual: {why}." in said
+    assert "Hardware or a race made it, not the data." in story.lede(stepwide("transient"))
+
+
+def test_a_step_that_was_not_finite_is_told_by_who_left_it_out():
+    broken = {"grad_norm": "NaN"}
+    taken = event(trigger=make_event()["trigger"] | broken, consequence={"grad_clip": 1.0, "is_taken": True})
+    assert story.given(taken, 1.0).endswith("the weights that it moved are not finite any more.")
+    assert story.given(triggered(**broken), 1.0) == "The trainer skipped the step, because its norm was not finite."
+
+
+def test_a_norm_within_the_limit_is_not_called_clipped():
+    assert story.given(event(), 1000.0).endswith("its norm is within the clip limit of 1,000.")
+    assert story.given(event(), 747.66).startswith("The optimizer took the step as it was")
+
+
+def test_the_newest_checkpoint_is_named():
+    found = event(consequence={"grad_clip": 1.0, "last_checkpoint": "/runs/a/global_step_4"})
+    assert story.tell(found, 1.0).given[-1] == "The newest checkpoint before it: /runs/a/global_step_4."
+
+
+def test_a_number_stands_out_where_it_is_known():
+    first = event().culprits[0]
+    assert story.odd_number(first) == "14,578 times typical"
+    other = event(culprits=[make_culprit(cause={"label": "extreme_advantage", "numbers": {}})]).culprits[0]
+    assert story.odd_number(other) == ""

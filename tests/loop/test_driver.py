@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver: what it learns from the reports, says and counts, and when it ends the run."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+
+from gradloc.config import ActionConfig, GradLocConfig, TriggerConfig
+from gradloc.core.actions import Outcome
+from gradloc.loop.batch import BatchView
+from gradloc.loop.driver import AbortedBySpike, Driver, sequence_ids
+from gradloc.loop.wire import RankReport
+from gradloc.record import Run
+from tests.adapters.test_toy import ToyTrainer, batch_of
+from tests.bare import build
+
+
+def driver(tmp_path, model="actor", **trigger):
+    settings = GradLocConfig(dump_dir=str(tmp_path), trigger=TriggerConfig(**trigger), action=ActionConfig("skip"))
+    return Driver(settings, tokenizer=None, run=Run(), trained={}, model=model)
+
+
+def batch(advantage=1.0, length=4):
+    mask = (torch.arange(8) < length).expand(2, 8)
+    tensors = {"response_mask": mask.long(), "advantages": torch.full((2, 8), advantage)}
+    return BatchView(tensors | {"values": torch.zeros(2, 8), "returns": torch.full((2, 8), 5.0)}, {})
+
+
+def update(driver, step, norms=(1.0,), outcomes=(), coefficients=(0.5,), of=None):
+    """One update without events; the reports come in any order, the first process knows the norms."""
+    driver.before_update([16] * len(norms), step)
+    heads = (2.0,) * len(norms)
+    others = [RankReport(n, (), heads, value, num_failures=n) for n, value in enumerate(coefficients)][1:]
+    first = RankReport(0, tuple(norms), heads, coefficients[0], outcomes=tuple(outcomes))
+    metrics = driver.after_update([*others, first], of or batch())
+    return {name: value for name, (value,) in metrics.items()}
+
+
+def test_rollouts_of_a_prompt_are_told_apart_by_their_order():
+    assert sequence_ids(["a", "b", "a", "a", "b"]) == ["a:0", "b:0", "a:1", "a:2", "b:1"]
+
+
+def test_it_learns_from_each_update_s_norms_and_flags_by_those_before(tmp_path):
+    made = driver(tmp_path, warmup=4, window=8)
+    for step in range(1, 9):
+        assert update(made, step)["gradloc/spikes"] == 0
+    assert made.before_update([16], 9).thresholds == pytest.approx([4.0])
+    found = update(made, 9, norms=[8.0])
+    assert (found["gradloc/spikes"], found["actor/grad_norm_max"]) == (1, 8.0)
+    assert found["gradloc/norm_over_threshold"] == pytest.approx(2.0)
+
+
+def test_it_counts_failures_and_the_median_of_the_ranks(tmp_path):
+    found = update(driver(tmp_path), 1, coefficients=[0.5, 3.0, 0.7])
+    assert found["gradloc/failures"] == 2 and found["gradloc/median_coefficient"] == 0.7
+    assert found["gradloc/head_grad_norm"] == pytest.approx(6**0.5), "over all ranks"
+    assert found["gradloc/write_failures"] == found["gradloc/events"] == found["gradloc/unwritten"] == 0
+
+
+def test_the_critic_s_metrics_have_its_name(tmp_path):
+    found = update(driver(tmp_path, model="critic", tau=1.0), 1)
+    assert {"critic/grad_norm_max", "gradloc/critic_spikes", "gradloc/critic_threshold"} <= found.keys()
+    assert not any(re.match("gradloc/(?!critic_)|actor/", name) for name in found)
+
+
+def test_what_is_typical_of_the_run_s_batches_is_sent_down_from_the_fifth_step(tmp_path):
+    made = driver(tmp_path)
+    for step in range(1, 5):
+        assert made.before_update([16], step).typical == {}
+        update(made, step, of=batch(advantage=2.0, length=step + 1))
+    typical = made.before_update([16], 5).typical
+    assert {name: center for name, (center, _) in typical.items()} == pytest.approx(
+        {"advantage": 2.0, "coefficient": 0.5, "length": 3.0, "tokens": 6.0}
+    )
+    critic = driver(tmp_path, model="critic")
+    for step in range(1, 5):
+        seen = BatchView(batch().tensors, {}, is_critics=True)
+        update(critic, step, of=seen)
+    assert critic.before_update([16], 5).typical["value_error"][0] == pytest.approx(5.0)
+
+
+def test_spikes_that_no_event_is_written_of_are_named_with_what_limits_them(tmp_path, caplog):
+    made = driver(tmp_path, tau=1.0, max_events=7)
+    spikes = [Outcome(0, 9.0, "skip", False), Outcome(1, 9.0, "skip", False), Outcome(2, 9.0, "mask", False)]
+    found = update(made, 12, norms=[9.0, 9.0, 9.0], outcomes=spikes)
+    assert (found["gradloc/spikes"], found["gradloc/unwritten"], found["gradloc/skip"]) == (3, 3, 2)
+    assert "step 12 has 3 spikes" in caplog.text and "(mask, skip)" in caplog.text and "max_events=7 (0" in caplog.text
+    caplog.clear()
+    update(made, 13)
+    assert not caplog.text
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+    made, resumed = driver(tmp_path, warmup=2, window=8), driver(tmp_path, warmup=2, window=8)
+    for step in range(1, 6):
+        update(made, step)
+    resumed.load_state(json.loads(json.dumps(made.state())))
+    ours, theirs = (each.before_update([16], 6) for each in (made, resumed))
+    assert (ours.thresholds, ours.typical) == (theirs.thresholds, theirs.typical) and ours.typical
+    old = {name: value for name, value in made.state().items() if name != "scale"}
+    resumed = driver(tmp_path)
+    resumed.load_state(old)
+    assert resumed.before_update([16], 6).typical == {}, "a checkpoint from before there was one"
+
+
+def test_abort_ends_the_run_with_the_verdict_and_says_that_no_step_was_taken(tmp_path):
+    trainer = ToyTrainer(build("tiny"), tmp_path, mode="abort")
+    weights = [param.clone() for param in trainer.model.parameters()]
+    with pytest.raises(AbortedBySpike) as found:
+        trainer.step(batch_of(), 1)
+    event = json.loads((tmp_path / "events.jsonl").read_text())
+    assert event["verdict"] in str(found.value) and str(tmp_path) in str(found.value)
+    assert "gradloc.action.mode=abort" in str(found.value) and "The step was not taken" in str(found.value)
+    assert event["action"]["taken"] == "abort"
+    assert all(map(torch.equal, weights, trainer.model.parameters()))
+
+
+def test_abort_without_an_event_ends_the_run_too(tmp_path):
+    with pytest.raises(AbortedBySpike, match="No event of it was written"):
+        update(driver(tmp_path, tau=1.0), 1, norms=[9.0], outcomes=[Outcome(0, 9.0, "abort", False)])
+
+
+def test_an_event_is_held_against_the_run_s_earlier_batches(tmp_path):
+    trainer = ToyTrainer(build("tiny"), tmp_path, mode="skip")
+    trainer.optimizer.param_groups[0]["lr"] = 0.0  # so that no ratio is clipped
+    for number in range(1, 6):
+        trainer.step(batch_of(worth=1.0), number)
+    trainer.step(batch_of(), 6)
+    trainer.step({name: 10 * of if name == "advantages" else of for name, of in batch_of().items()}, 7)
+    first, second = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert first["batch"]["over_run"]["advantage"] == pytest.approx(1.0)
+    assert second["batch"]["over_run"]["advantage"] == pytest.approx(10.0)
+    assert math.isclose(second["batch"]["over_run"]["length"], 1.0)
