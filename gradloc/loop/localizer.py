@@ -110,7 +110,7 @@ class Localizer:
         """Ride along with a step; its micro-batches run next, each forward and backward once."""
         self._step, self._began = step, time.perf_counter()
         self._tracker.begin_mini_batch()
-        self._peak.begin(self._space.params[0].device)
+        self._peak.begin(self._space.device)
 
     def after_backward(self) -> None:
         """Note the norms of what ``.grad`` has accumulated so far."""
@@ -129,7 +129,7 @@ class Localizer:
         """
         norm = float(grad_norm)
         self._policy = policy or self._policy
-        self._peak.end(self._space.params[0].device)
+        self._peak.end(self._space.device)
         grad_norm = torch.tensor(norm, dtype=grad_norm.dtype)
         self._step_seconds = time.perf_counter() - self._began
         self.norms.append(norm)
@@ -310,7 +310,7 @@ class Localizer:
         self, spike: Spike, is_written: bool, way: dict[str, Any]
     ) -> tuple[Any, Action, torch.Tensor | None]:
         space, policy = self._space, self._spiking_policy
-        step: Any = HostStep(self._step, space.params[0].device)
+        step: Any = HostStep(self._step, space.device)
         limit, clip_scale = self.powers.clip_limit, self._clip_scale(spike.grad_norm)
         increments = self._tracker.increments(space, self.ranks, step.loss_scale)
         if increments is not None and len(increments) != step.num_micro_batches:
@@ -344,7 +344,7 @@ class Localizer:
         """Put into ``.grad`` what the step is to take; returns its norm, None when that is unchanged."""
         if taken == "observe":
             return None
-        device = self._space.params[0].device
+        device = self._space.device
         if taken == "mask":
             gradient, rng = self._space.take(), RngState(device)
             try:
