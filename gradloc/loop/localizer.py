@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..core.actions import Outcome, decide, decide_without_search
-from ..core.gradients import GradientSpace
+from ..core.gradients import Gradient, GradientSpace
 from ..core.memory import WAYS, Room, StepPeak
 from ..core.probe import Prober
 from ..core.ranks import LostRank, Ranks
@@ -242,9 +242,10 @@ class Localizer:
         self._num_searches += 1
         self._num_to_write += is_written
         space = self._space
-        before = space.take()
-        space.put(before)
-        room = Room(space, self.powers.optimizer, self._peak.size, self._step.forward_bytes())
+        prepared = self._safely(self._prepare)
+        if prepared is None:
+            return grad_norm
+        before, room = prepared
         try:
             way = self._safely(partial(self._make_room, room))
             found = None if way is None else self._safely(partial(self._localize_and_act, spike, is_written, way))
@@ -258,6 +259,13 @@ class Localizer:
         self.events += [event] if is_written else []
         self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, action.taken, is_written))
         return grad_norm if taken_norm is None else taken_norm
+
+    def _prepare(self) -> tuple[Gradient, Room]:
+        """The step's gradient, to be put back whatever happens, and what a search of it needs of memory."""
+        before = self._space.take()
+        self._space.put(before)
+        powers, size, step = self.powers, self._peak.size, self._step
+        return before, self.ranks.agree(lambda: Room(self._space, powers.optimizer, size, step.forward_bytes()))
 
     def _make_room(self, room: Room) -> dict[str, Any] | None:
         """What the search is called with; None where no way fits on some rank."""

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from gradloc.core.gradients import GradientSpace
+from gradloc.core.ranks import LostRank
 from gradloc.search.weights import MovedWeights
 
 
@@ -47,3 +48,26 @@ def test_weights_that_are_zero_are_moved_by_what_was_asked_and_not_dithered():
     with MovedWeights(space, torch.bfloat16) as weights:
         weights.move([torch.zeros(512, 512)], 1.0)
         assert not made.weight.any()
+
+
+class Publishing(GradientSpace):
+    calls = ""
+
+    def agree(self, local):
+        self.calls += "a"
+        return super().agree(local)
+
+    def publish(self):
+        self.calls += "p"
+
+
+def test_weights_are_published_where_all_ranks_have_moved_them_and_not_by_one_that_ends():
+    space = Publishing(module(torch.float32))
+    with MovedWeights(space, torch.float32) as weights:
+        weights.move([torch.ones(512, 512)], 1e-3)
+        weights.move_randomly(1, 1e-3)
+    assert space.calls == "a" + "ap" + "ap" + "p"
+    space.calls = ""
+    with pytest.raises(LostRank), MovedWeights(space, torch.float32):
+        raise LostRank
+    assert space.calls == "a", "peers would not join it"
