@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import random
-import shlex
 import shutil
 import sys
 import tempfile
@@ -30,7 +29,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.actor import is_engine
-from benchmarks.run import REPO, Progress, digest
+from benchmarks.run import REPO, Progress, as_typed, digest
 from tests.world import World
 
 SCHEMA_VERSION = 1
@@ -43,7 +42,7 @@ _WARM_UP = 5
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write healthy.json and healthy.md."""
     parsed = _parser().parse_args(arguments)
-    command = shlex.join(["python", "-m", "benchmarks.healthy", *(arguments or sys.argv[1:])])
+    command = as_typed("healthy", arguments)
     with tempfile.TemporaryDirectory() as scratch, worlds(Path(scratch), parsed.ranks, parsed.tree) as found:
         run = measure(found, parsed.pairs, Path(scratch))
     run["command"] = command

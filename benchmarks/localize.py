@@ -14,7 +14,6 @@ import json
 import math
 import os
 import platform
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ import torch
 from benchmarks.localization.bench import Bench
 from benchmarks.localization.plan import Cell, full, pretrained, quick
 from benchmarks.localization.tables import markdown, plot
-from benchmarks.run import REPO, Progress, digest
+from benchmarks.run import REPO, Progress, as_typed, digest
 
 SCHEMA_VERSION = 1
 
@@ -49,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    command = shlex.join(["python", "-m", "benchmarks.localize", *(arguments or sys.argv[1:])])
+    command = as_typed("localize", arguments)
     out = Path(parsed.out)
     kept = _kept(out) if parsed.resume else []
     run = measure(cells, parsed.device, parsed.threads, Path(parsed.cache), command, out, kept=kept)

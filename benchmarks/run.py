@@ -2,6 +2,7 @@
 """What a benchmark's run says of itself: which sources it measured, and how far it has come."""
 
 import hashlib
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,15 @@ def digest() -> str:
         for path in sorted((REPO / "gradloc" / room).glob("*.py")):
             found.update(path.name.encode() + b"\0" + path.read_bytes())
     return found.hexdigest()
+
+
+def as_typed(name: str, arguments: list[str] | None = None) -> str:
+    """What to type for this run of ``benchmarks.<name>``; where it was written to is no part of it."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if "--out" in given:
+        at = given.index("--out")
+        del given[at : at + 2]
+    return shlex.join(["python", "-m", f"benchmarks.{name}", *given])
 
 
 class Progress:

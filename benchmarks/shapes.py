@@ -10,7 +10,6 @@ Writes shapes.json (every token's numbers), shapes.md and shapes.svg.
 import argparse
 import json
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ if __package__ in (None, ""):
 import torch
 
 from benchmarks.localization import pretrained
-from benchmarks.run import REPO, Progress, digest
+from benchmarks.run import REPO, Progress, as_typed, digest
 from experiments.llm import tasks
 from gradloc.search.rows import ELEVATED
 from gradloc.words.causes import _NOTABLE
@@ -53,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     steps = [list(_step(model, path, parsed.groups, seed)) for seed in range(parsed.steps)]
     progress = Progress(sum(len(row.response) for rows in steps for row in rows))
     run = {
-        "command": shlex.join(["python", "-m", "benchmarks.shapes", *(arguments or sys.argv[1:])]),
+        "command": as_typed("shapes", arguments),
         "core_sha256": digest(),
         "steps": [],
     }

@@ -18,7 +18,6 @@ import json
 import math
 import os
 import platform
-import shlex
 import sys
 import tempfile
 import time
@@ -37,7 +36,7 @@ from benchmarks.healthy import trees
 from benchmarks.localization import pretrained
 from benchmarks.localization.published import descend
 from benchmarks.localization.scenarios import SCENARIOS, Planted, Planter, count_scenario
-from benchmarks.run import REPO, Progress, digest
+from benchmarks.run import REPO, Progress, as_typed, digest
 from tests.bare import Batch
 from tests.world import World, harness
 
@@ -164,7 +163,7 @@ def _as_verls(batch: Batch) -> Any:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write spiking.json and spiking.md."""
     parsed = _parser().parse_args(arguments)
-    command = shlex.join(["python", "-m", "benchmarks.spiking", *(arguments or sys.argv[1:])])
+    command = as_typed("spiking", arguments)
     torch.set_num_threads(1)
     out = Path(parsed.out)
     out.mkdir(parents=True, exist_ok=True)

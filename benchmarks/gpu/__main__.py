@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import platform
-import shlex
 import sys
 import time
 import traceback
@@ -34,7 +33,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu import cells, parts
 from benchmarks.gpu.cells import MODELS, PLANTS, Bench, attended, attentions
-from benchmarks.run import REPO, digest
+from benchmarks.run import REPO, as_typed, digest
 from gradloc.core.memory import WAYS
 
 PARTS = ("first", "room", "mask", "syncs", "head", "two", "cells")
@@ -90,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure all parts; write each cell as it comes."""
     parsed = _parser().parse_args(arguments)
     device = _join(parsed.device)
-    command = shlex.join(["python", "-m", "benchmarks.gpu", *(sys.argv[1:] if arguments is None else arguments)])
+    command = as_typed("gpu", arguments)
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu ({platform.machine()})"
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     run: dict[str, Any] = {"command": command, "core_sha256": digest(), "device": name, "versions": versions}

@@ -9,13 +9,12 @@ Needs numpy; about ten minutes on one core. Writes trigger.json (every number, t
 
 import argparse
 import json
-import shlex
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.run import REPO, Progress, digest
+from benchmarks.run import REPO, Progress, as_typed, digest
 from benchmarks.trigger import series
 from benchmarks.trigger.rules import RULES
 from benchmarks.trigger.score import score_collapse, score_kind, score_real
@@ -32,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--series", type=Path, default=REPO / "docs" / "series", help="folder of real series")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/trigger"))
     parsed = parser.parse_args(arguments)
-    command = shlex.join(["python", "-m", "benchmarks.trigger", *(arguments or sys.argv[1:])])
+    command = as_typed("trigger", arguments)
     run = measure(parsed.seeds, sorted(parsed.series.glob("*.json")), command)
     parsed.out.mkdir(parents=True, exist_ok=True)
     (parsed.out / "trigger.json").write_text(json.dumps(run, indent=1) + "\n")

@@ -144,13 +144,15 @@ class _Search(Named):
     def _refined(self, shares: ShareMap) -> ShareMap:
         """Shares that do not add up, measured again: at a shorter step, or as the mean of several draws."""
         for _ in range(_MAX_REFINEMENTS):
-            if shares.is_trusted or shares.unseen > _MOSTLY_SEEN:
+            if shares.is_trusted or shares.unseen > _MOSTLY_SEEN or shares.is_short:
                 break
             refined = self._measure_of(sorted(shares.seen), refined=shares)
             if refined is None:
                 break
             is_stable = abs(refined.closure - shares.closure) <= 3 * math.hypot(shares.noise, refined.noise)
-            shares = min(shares, refined, key=lambda found: abs(1 - found.closure))
+            if abs(1 - refined.closure) >= abs(1 - shares.closure):
+                break  # nor would the next, which is the same
+            shares = refined
             if is_stable and refined.num_draws == 1:
                 break  # it is not the step
         return shares

@@ -100,6 +100,11 @@ class ShareMap:
         return self.noise / self.shrinking > _USABLE
 
     @property
+    def is_short(self) -> bool:
+        """Whether what is missing may be what was not read: by Cauchy-Schwarz, and twice that, as norms are guesses."""
+        return 0 < 1 - self.closure <= 2 * math.sqrt(self.unseen)
+
+    @property
     def is_far(self) -> bool:
         """Whether all was read, and closure is off by more than any step or rounding puts it."""
         return not self.unseen and not 1 / _FAR <= self.closure <= _FAR

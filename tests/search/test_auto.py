@@ -2,7 +2,7 @@
 """The default search: no token is verified twice, no more than `max_steps` updates are spent, and all ranks agree."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -22,13 +22,15 @@ M, THRESHOLD = 4, 4.0
 PLANTS = {(row, 1 + row % 2): 1e3 for row in range(8)}
 
 
-def searched(plants=PLANTS, **limits):
-    batch = random_batch(build("tiny")).planted(plants)
+def searched(plants=PLANTS, batch=None, parts=None, **limits):
+    batch = (batch or random_batch(build("tiny"))).planted(plants)
     step = BareStep(shard(build("tiny"), "plain"), batch, M)
     space = GradientSpace(step.model)
     step.train()
-    spike = Spike("fixed", space.norm(), THRESHOLD, THRESHOLD * batch.num_tokens**0.5, batch.num_tokens)
-    found = localize(step, space, Ranks(), spike, 1.0, **limits)
+    norm = space.norm()
+    spike = Spike("fixed", norm, THRESHOLD, THRESHOLD * batch.num_tokens**0.5, batch.num_tokens)
+    increments = parts and [part * norm for part in parts]
+    found = localize(step, space, Ranks(), spike, 1.0, increments, **limits)
     return found, found.num_forwards + 2 * found.num_backwards
 
 
@@ -99,3 +101,15 @@ def test_a_token_that_the_shares_have_weighed_is_no_hint_as_well(monkeypatch):
     with_hints = search._candidates(shares, with_hints=True)
     assert [candidate.tokens for candidate in with_hints] == [loudest.tokens, second.tokens]
     assert search._candidates(shares, with_hints=False) == [weighed]
+
+
+def test_what_a_micro_batch_lacks_is_looked_for_in_the_others_before_it_is_read_again():
+    batch = random_batch(build("tiny"))
+    place, alike = (5, 2), (9, 2)
+    for field in fields(batch):
+        if isinstance(rows := getattr(batch, field.name), torch.Tensor):
+            rows[alike[0]] = rows[place[0]]  # two tokens along one direction, in two micro-batches
+    found, _ = searched({place: 1e4, alike: 4e3}, batch, parts=[0.0, 10 / 14, 4 / 14, 0.0])
+    maps = [entry.note for entry in found.result.path if entry.phase == "share"]
+    assert "micro-batches [1] alone" in maps[0] and "micro-batches [1, 2] alone" in maps[1]
+    assert found.certificate.verdict == "explained" and len(found.result.culprits) == 2
