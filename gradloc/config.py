@@ -189,11 +189,7 @@ def resolve(settings: GradLocConfig, actor: Any, default_dump_dir: str | None = 
 
 
 def settings_in(config: Any, to_dataclass: Callable[[Any], Any]) -> GradLocConfig:
-    """The settings that hold, from the trainer's whole config.
-
-    Args:
-        config: verl's; one without the block, of another trainer, has all off.
-        to_dataclass: verl's ``omega_conf_to_dataclass``.
+    """The settings that hold, from the trainer's whole config; one without the block, of another trainer, has all off.
 
     Raises:
         ValueError: one sentence, for a wrong value and for two names of one setting that differ.
@@ -209,13 +205,9 @@ def settings_in(config: Any, to_dataclass: Callable[[Any], Any]) -> GradLocConfi
 
 
 def settle(actor: Any) -> GradLocConfig:
-    """Make both names of every setting say the same from here on, in each process that builds the actor's config.
+    """Make both names of every setting of verl's ``ActorConfig`` say the same from here on, and say which hold.
 
-    Args:
-        actor: verl's ``ActorConfig`` with the four published keys and ``gradloc``.
-
-    Returns:
-        The settings that hold.
+    In each process that builds the actor's config, which has the four published keys and ``gradloc``.
 
     Raises:
         ValueError: as :func:`resolve`.
@@ -228,12 +220,7 @@ def settle(actor: Any) -> GradLocConfig:
 
 
 def fix_dump_dir(config: Any, root: str) -> None:
-    """Make the events' folder absolute before any worker gets the config: on another node it has another folder.
-
-    Args:
-        config: the trainer's whole config.
-        root: of the settings that hold.
-    """
+    """Make the events' folder absolute before any worker gets the config: on another node it has another folder."""
     actor = config.actor_rollout_ref.actor
     if actor.get("gradloc") is not None:
         actor.gradloc.dump_dir = root

@@ -29,9 +29,6 @@ _IS_CLOSE = 0.8
 def refuse_unknown_overrides(arguments: Sequence[str] | None = None) -> None:
     """Before Hydra reads the command line: end the program where an override mistypes one of our names.
 
-    Args:
-        arguments: ``sys.argv[1:]`` by default.
-
     Raises:
         SystemExit: with one sentence.
     """
@@ -49,10 +46,7 @@ def refuse_unknown_overrides(arguments: Sequence[str] | None = None) -> None:
 
 
 def refuse_unknown_names(config: Any) -> None:
-    """Refuse what stands beside verl's own settings and is nearly one of ours.
-
-    Args:
-        config: the trainer's whole config.
+    """Refuse what stands beside verl's own settings, in the whole config, and is nearly one of ours.
 
     Raises:
         ValueError: one sentence.

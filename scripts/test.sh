@@ -60,7 +60,7 @@ tests() {
 }
 case $tier in
     default) stage "tests" && tests "not slow and not browser and not verl09" "$@" ;;
-    quick) stage "quick tests" && tests "not full and not slow and not browser and not verl09" "$@" ;;
+    quick) stage "quick tests" && WORKERS=${WORKERS:-2} tests "not full and not slow and not browser and not verl09" "$@" ;;
     slow)
         stage "slow tests" && "$python" -m pytest --durations=0 -m "slow and not browser and not verl09" "$@"
         stage "the actor on verl 0.7.1" && GRADLOC_TEST_VERL=0.7.1 "$python" -m pytest --durations=15 \

@@ -57,12 +57,7 @@ class _Settings(Protocol):
 
 
 class Reporter:
-    """One analysis, at the steps that are due.
-
-    Args:
-        settings: when and how.
-        run: what is analysed.
-    """
+    """One analysis, at the steps that are due."""
 
     name = ""
     """In the log and among the timings."""
@@ -78,16 +73,7 @@ class Reporter:
         raise NotImplementedError
 
     def run(self, batch: Batch, global_step: int, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
-        """Analyse where the step is due.
-
-        Args:
-            batch: the training batch.
-            global_step: the trainer's.
-            metrics: of the step; added to.
-            timing_raw: of the step; the analysis's seconds are added under its name.
-
-        Returns:
-            Whether it was due.
+        """Analyse where the step is due, and say whether it was; adds metrics to the step's, and its seconds.
 
         Raises:
             Exception: a vital one, or any while ``exit_after`` leaves no training to protect.

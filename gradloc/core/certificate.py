@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the gradient norm is without the culprits: measured, with a bound on its error.
 
-Three ways. *Subtract*: R = G - g_C, with g_C from backwards of the culprits alone. It is run again, times -3/4: every
-product of the backward then has another mantissa and is rounded anew, and what the two do not cancel is rounding, in
-whatever format kernels round in, what kernels that do not repeat differ by, and what passes through no token. That is
-some 3e-7 of g_C in float32, some 0.6 % in bfloat16, which for a spike of forty times the healthy norm is too much.
-*Swap*: R = G - (culprit-holding micro-batches) + (the same without the culprits), for louder spikes. Where kernels
-repeat bit for bit, what is recomputed cancels, and only accumulation is left as error, a few units of rounding of the
-spike. Where they do not (atomics in attention's and the embedding's backward), the error is as large as replays of
-these micro-batches differ, which for a spike a thousand times the healthy norm may be more than the healthy norm. So
-these micro-batches are replayed twice, and the difference is part of the bound.
-*Recompute*: run every micro-batch without the culprits; its error is that of a healthy gradient, however large the
-spike was. It is taken where the bounds of the others do not decide, where it costs no more, and once G is not finite.
-Its bound is a tenth of what is left, more than passes of any kernels differ by; where that does not decide, two replays
-tell how far they do.
+Three ways, the cheapest that decides.
 
-A difference of two replays is one draw: kernels that do not repeat may have erred more in training than in both. So one
-unit in the last place of bfloat16, the coarsest format that a backward holds its gradients in, of what was replayed is
-added to three times the difference once there is any. Where culprits are subtracted it is added always, in float32
-2^-16 of them: rounding that is coarser shows in the difference.
+*Subtract*: R = G - g_C, with g_C from backwards of the culprits alone. These run twice, the second time times -3/4, so
+that every product has another mantissa and is rounded anew. What the two do not cancel is the error: rounding in
+whatever format kernels round in, kernels that do not repeat, and gradient that passes through no token. It is some 3e-7
+of g_C in float32 and some 0.6 % in bfloat16. For a spike of forty times the healthy norm the latter is too much.
 
-Training's own sums over ranks may be rounded coarser than that (``reduce_dtype`` of half precision, or FSDP1 that adds
-micro-batches up before it reduces them). What that leaves of a spike is in no replay, so it is part of every bound.
+*Swap*: R = G - (the micro-batches that hold culprits) + (the same without the culprits), for louder spikes. Where
+kernels repeat bit for bit, what is recomputed cancels, and the error is accumulation's alone, a few units of rounding
+of the spike. Where they do not (atomics in the backward of attention and of the embedding), it is as large as replays
+of these micro-batches differ. For a spike of a thousand times the healthy norm that may be more than the healthy norm,
+so these micro-batches are replayed twice, and the difference is part of the bound.
+
+*Recompute*: run every micro-batch without the culprits. The error is that of a healthy gradient, however large the
+spike was. We recompute where the bounds of the others do not decide, where it costs no more, and where G is not finite.
+The bound is a tenth of the residual, more than two passes of any kernels differ by. Where that does not decide, two
+replays tell how far they differ.
+
+The difference of two replays is one draw: kernels that do not repeat may have erred more in training than in both. So
+the bound takes three times the difference, and, once there is any, one unit in the last place of bfloat16 of what was
+replayed; no backward holds its gradients in a coarser format. Where culprits are subtracted that unit is always there,
+in float32 as 2^-16 of them: coarser rounding shows in the difference.
+
+Training's own sums over ranks may be coarser still (``reduce_dtype`` of half precision, or FSDP1 that adds up
+micro-batches before it reduces them). What that leaves of a spike is in no replay, so it is part of every bound.
 """
 
 import math

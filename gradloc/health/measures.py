@@ -29,11 +29,7 @@ class Reading:
 
 
 class Measure:
-    """Values remembered by name, each list bounded.
-
-    Args:
-        lengths: how many values of each are kept.
-    """
+    """Values remembered by name, each list bounded to one of these lengths."""
 
     def __init__(self, **lengths: int):
         self._kept: dict[str, deque[float]] = {name: deque(maxlen=length) for name, length in lengths.items()}

@@ -90,10 +90,6 @@ def complete_event(
     """Turn what the ranks sent into the record that goes to disk.
 
     Args:
-        raw: from :func:`~.gather.raw_event`.
-        event_id: name of the event.
-        run: identity of the run.
-        batch: of the step.
         tokenizer: decodes the text; None keeps text and prompts out.
         context: tokens of text to keep on either side of a culprit.
         over_run: how many times what is typical of the run the batch's robust numbers are.

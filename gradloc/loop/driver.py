@@ -74,21 +74,15 @@ class Driver:
     def before_update(self, num_tokens: Sequence[int], global_step: int, stage: str = "") -> Policy:
         """The policy of the update that comes next.
 
-        Args:
-            num_tokens: response tokens over all ranks, of each mini-batch.
-            global_step: the trainer's.
-            stage: which of Lopti's two updates this is; "" for the only one.
+        ``num_tokens`` counts the response tokens of each mini-batch over all ranks; ``stage`` is which of Lopti's two
+        updates this is, "" for the only one.
         """
         typical = self.scale.typical()
         self._policy = self.policies.policy(global_step, num_tokens, self.num_epochs, stage, typical)
         return self._policy
 
     def after_update(self, reports: Sequence[RankReport], batch: BatchView) -> dict[str, list[float]]:
-        """Learn from the norms, write and announce the events.
-
-        Args:
-            reports: one of each process.
-            batch: the whole batch.
+        """Learn from the norms that each process reports, write and announce the events of the batch.
 
         Returns:
             Metrics: ``gradloc/*``, the critic's ``gradloc/critic_*``, and ``<model>/grad_norm_max``.

@@ -65,14 +65,9 @@ def is_other_model(expected: Fingerprint, found: Fingerprint) -> str | None:
 
 
 def differs(expected: Fingerprint, found: Fingerprint) -> str | None:
-    """Say in a sentence how the weights differ; None when they are the same up to float64 rounding.
+    """How the weights at hand differ from those in ``meta.json``; None when they are the same up to float64 rounding.
 
-    Args:
-        expected: the fingerprint of the weights that the event happened at, as in ``meta.json``.
-        found: the fingerprint of the weights at hand.
-
-    Returns:
-        A sentence, which says so where rounding the weights to bfloat16 would explain the difference.
+    The sentence says so where rounding the weights to bfloat16 would explain the difference.
 
     >>> same = Fingerprint(total=(4, 1.0, 2.0), parameters=None)
     >>> differs(same, same) is None

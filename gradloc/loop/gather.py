@@ -71,15 +71,10 @@ class SpikeContext:
 
 
 def raw_event(context: SpikeContext, budget: int, keeps_all: bool) -> RawEvent | None:
-    """Gather the event; all ranks call this together.
+    """Gather the event; all ranks call this together, and the first process gets it.
 
-    Args:
-        context: what the localizer knows of the spike.
-        budget: the configured number of probes.
-        keeps_all: list all micro-batches for the bundle, not only those that hold culprits.
-
-    Returns:
-        The event on the first process, None on the others.
+    ``budget`` is the configured number of probes. The bundle lists all micro-batches where ``keeps_all`` says so, else
+    those that hold culprits.
     """
     finding = context.finding
     place, spike, step, ranks, action = context.place, context.spike, context.step, context.ranks, context.action
@@ -321,11 +316,7 @@ class _LocalEvidence:
 
 
 def _consequence(
-    taken: str,
-    norm: float,
-    context: SpikeContext,
-    culprits: tuple[Culprit, ...],
-    certificate: Certificate,
+    taken: str, norm: float, context: SpikeContext, culprits: tuple[Culprit, ...], certificate: Certificate
 ) -> Consequence:
     """What the optimizer was given: nothing, the spike clipped, or the rest clipped."""
     clip_limit = context.clip_limit

@@ -43,12 +43,7 @@ class EventWriter:
         self._endings: Counter[int] = Counter()
 
     def write(self, raw: RawEvent, batch: BatchView, over_run: dict[str, float]) -> tuple[Event, str]:
-        """Write one event.
-
-        Args:
-            raw: what the ranks gathered.
-            batch: the whole batch.
-            over_run: how far this batch is above what is typical of the run, in times, by name.
+        """Write one event, of a batch that is ``over_run`` times what is typical of the run, by name.
 
         Returns:
             Its record, as far as it could be completed, and why writing failed ("" where it did not).
@@ -114,10 +109,7 @@ class EventWriter:
 def events_weights_folder(settings: Any, global_step: int, ranks: Ranks) -> str | None:
     """Where the weights of an event go; None where none are to be saved, or ``evidence.max_gb`` is reached.
 
-    Args:
-        settings: those that hold, see :func:`~..config.resolve`.
-        global_step: the trainer's.
-        ranks: all of them call this together.
+    All ranks call this together.
     """
     if settings.evidence.checkpoint != "before_step":
         return None

@@ -85,10 +85,7 @@ _SHORTEST_ANSWER = 2  # tokens: a single one that is left out of the loss is no 
 
 
 def turns_in(mask: Iterable[float]) -> list[range]:
-    """The turns of a response: runs of tokens in the loss, between those that a tool or the environment answered.
-
-    Args:
-        mask: of its tokens, 0 where one is left out of the loss.
+    """The turns of a response: runs of tokens in the loss, between those that a tool or the environment answered (0).
 
     >>> turns_in([1, 1, 0, 0, 0, 1, 0, 1])
     [range(0, 2), range(5, 8)]

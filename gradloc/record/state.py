@@ -25,12 +25,7 @@ class Stateful(Protocol):
 
 
 def save_states(parts: Mapping[str, Stateful], folder: str) -> bool:
-    """Write the parts' states beside a checkpoint; returns whether there is anything and it was written.
-
-    Args:
-        parts: by the name that each has in the file.
-        folder: ``global_step_N`` of verl's checkpoints.
-    """
+    """Write the parts' states, by name, into ``global_step_N``; returns whether there is any and it was written."""
     state = {name: part.state() for name, part in parts.items()}
     if not state:
         return False

@@ -41,11 +41,7 @@ def _dumps(value: Any, **kwargs: Any) -> str:
 
 
 class EventStore:
-    """The folder ``bisect_dump_dir``.
-
-    Args:
-        root: absolute path; created when the first event is written.
-    """
+    """The folder ``bisect_dump_dir``, an absolute path; created when the first event is written."""
 
     def __init__(self, root: str):
         self.root = Path(root)

@@ -69,16 +69,11 @@ class _Progress:
 
 
 def replay(
-    bundle_path: str,
-    model_path: str,
-    strategy: str | None = None,
-    oracle: bool = False,
-    budget: int | None = None,
+    bundle_path: str, model_path: str, strategy: str | None = None, oracle: bool = False, budget: int | None = None
 ) -> dict[str, Any]:
     """Replay an event; all processes of a torchrun call this together and get the same.
 
     Args:
-        bundle_path: the bundle's folder.
         model_path: a Hugging Face model folder, or a checkpoint folder of verl's FSDP workers.
         strategy: of the search; None for the event's own.
         oracle: measure every token by itself, too.

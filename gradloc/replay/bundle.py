@@ -80,10 +80,7 @@ class Bundle:
 
 
 def read_bundle(path: str) -> Bundle:
-    """Read and check a bundle.
-
-    Args:
-        path: the folder with ``meta.json`` and ``batch.safetensors``.
+    """Read and check a bundle: the folder with ``meta.json`` and ``batch.safetensors``.
 
     Raises:
         ReplayError: one sentence; nothing of the bundle was used.

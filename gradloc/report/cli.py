@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
         return _module(args.command).run(args)
     except ReportError as error:
         print(f"gradloc-report: {error}", file=sys.stderr)
-        return error.exit_code
+        return 2
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -4,5 +4,3 @@
 
 class ReportError(Exception):
     """Says in one sentence what is wrong and what to do."""
-
-    exit_code = 2

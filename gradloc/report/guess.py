@@ -22,13 +22,12 @@ def meant(word: str, known: Iterable[str]) -> str:
 
 def nearby(path: str) -> str:
     """The same of a file or folder that is not there, among those beside it."""
-    named = Path(path)
+    folder, name = Path(path).parent, Path(path).name
     try:
-        names = [entry.name for entry in named.parent.iterdir()]
+        close = difflib.get_close_matches(name, [entry.name for entry in folder.iterdir()], n=1, cutoff=_IS_CLOSE)
     except OSError:
         return ""
-    close = difflib.get_close_matches(named.name, names, n=1, cutoff=_IS_CLOSE)
-    return f": did you mean {named.parent / close[0]}?" if close else ""
+    return f": did you mean {folder / close[0]}?" if close else ""
 
 
 class Parser(argparse.ArgumentParser):

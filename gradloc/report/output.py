@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes what a command was asked to write with ``-o``: whole or not at all."""
 
+import sys
 from pathlib import Path
 
 from .errors import ReportError
@@ -17,6 +18,16 @@ def check(path: Path) -> None:
     folder = path.parent
     if not folder.is_dir():
         raise ReportError(f"{path} cannot be written: there is no folder {folder}. Make it with: mkdir -p {folder}")
+
+
+def deliver(path: Path | None, text: str) -> None:
+    """Write what a command was asked for and print where; without a path print the text itself."""
+    if path is None:
+        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+        sys.stdout.write(text)
+    else:
+        write(path, text)
+        print(path)
 
 
 def write(path: Path, text: str) -> None:

@@ -35,10 +35,7 @@ class FilterSettings:
 
 
 def read_filter(config: Any) -> FilterSettings:
-    """Read and check the keys, whether or not the filter is on.
-
-    Args:
-        config: the trainer's whole config; keys that an older config lacks take their defaults.
+    """Read and check the keys, whether or not the filter is on; those that an older config lacks take their defaults.
 
     Raises:
         ValueError: one sentence that names the key, what it must be and what was found.

@@ -40,9 +40,9 @@ from .task import CulpritSpan, SearchResult, Task
 _MAX_ROUNDS = 4
 _MAX_HINTS = 2
 _MANY = 64  # tokens that may be singled out by their coefficients
-_RESOLVED = 0.02  # of closure: less is no part unseen
-_LIKELY = 2.0  # standard errors: what is more than these may be a culprit; its own backward has to tell
-_ANY = 1e-9  # of them
+_RESOLVED = 0.02  # of closure: where less is missing, nothing more is read
+_LIKELY = 2.0  # standard errors: a share of more may be a culprit's; its own backward has to tell
+_ANY = 1e-9  # standard errors: as good as none
 _MAX_REFINEMENTS = 2  # of shares that do not add up
 _MOSTLY_SEEN = 0.25  # of a gradient, by norms: with less than that left unread, a part's shares are known to be off
 
@@ -151,10 +151,10 @@ class _Search(Named):
                 break
             is_stable = abs(refined.closure - shares.closure) <= 3 * math.hypot(shares.noise, refined.noise)
             if abs(1 - refined.closure) >= abs(1 - shares.closure):
-                break  # nor would the next, which is the same
+                break  # the next would be the same measurement
             shares = refined
             if is_stable and refined.num_draws == 1:
-                break  # it is not the step
+                break  # the step is not why
         return shares
 
     def _parts(self, number: int) -> list[list[int]]:

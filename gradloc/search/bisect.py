@@ -99,10 +99,7 @@ class _Search:
 
 
 def bisect(task: Task) -> SearchResult:
-    """Find the tokens whose own gradient is over ``tau`` times their loss weight.
-
-    Args:
-        task: what to search; ``.grad`` is overwritten.
+    """Find the tokens whose own gradient is over ``tau`` times their loss weight; ``.grad`` is overwritten.
 
     Returns:
         The culprits in the order found, and every probe made. A culprit whose part holds others that cancel it is

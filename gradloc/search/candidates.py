@@ -19,15 +19,15 @@ from .rows import ELEVATED, Row, median, widened
 from .share import ShareMap
 from .task import Task
 
-MUCH = 0.5  # of a spike, that few spans carry together where they are worth naming though more than may be named,
-_MOSTLY = 0.75  # that culprits carry beside a healthy rest,
-_ABOVE = 10.0  # times their part of the batch's tokens: in a batch that is scaled as a whole spans carry less;
-_NEARLY_ALL = 0.9  # of a spike:
-_WELL_ABOVE = 3.0  # then this many times their part is enough, since none of few rows can carry ten times its part
+MUCH = 0.5  # of a spike: a few spans that carry it are worth naming, though not all of the rest can be named
+_MOSTLY = 0.75  # of a spike: what culprits carry beside a healthy rest
+_ABOVE = 10.0  # times their part of the batch's tokens; in a batch that is scaled as a whole spans carry less
+_NEARLY_ALL = 0.9  # of a spike: where spans carry it,
+_WELL_ABOVE = 3.0  # this many times their part is enough: one of a few rows cannot carry ten times its part
 _MAX_SENT = 64  # candidates a rank
 _MAX_VERIFIED = 3  # candidates measured by a backward of their own though their bound names them, per round
-_AT_LEAST = 0.5  # of a culprit's norm is bound enough for a token that has, by its share,
-_BY_ESTIMATE = 2.0  # so many times a culprit's norm
+_AT_LEAST = 0.5  # of a culprit's norm: bound enough for a token whose share says that it has
+_BY_ESTIMATE = 2.0  # times a culprit's norm
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,9 @@ def weighed(task: Task, shares: ShareMap, named: set[Token], found: list[Candida
 def least_bound(task: Task, norm: float, candidate: Candidate) -> float:
     """The bound from which on a candidate needs no backward of its own: a culprit's norm.
 
-    Half of that is enough for a token that has twice a culprit's norm where gradients are orthogonal: that is the root
-    of <g, R>, while its bound <g, R> / ||R|| shrinks with what others carry. Where its coefficient says so, too, such a
-    root of a culprit's norm is enough.
+    The bound <g, R> / ||R|| shrinks with what others carry. Were gradients orthogonal, a token's norm would be the root
+    of <g, R>. Where that root is twice a culprit's norm, half of the bound is enough; where the coefficient points at
+    the token, too, a root of one culprit's norm is.
 
     Args:
         task: what is searched.
@@ -176,9 +176,9 @@ def are_few(task: Task, shares: ShareMap, spans: list[Candidate]) -> bool:
 def why_spread(task: Task, shares: ShareMap, spans: list[Candidate], room: int) -> str | None:
     """Why the spans that carry most of the spike are no more than a part of it; None where they are worth naming.
 
-    Without tokens that carry the part s of R its norm is at least (1 - s) ||R||. Where that spikes for as many as may
-    be named, they are worth naming as the loudest of a few. Else they may explain the spike, and are worth it where
-    they carry what culprits beside a healthy rest of half the threshold do, or far more than their part.
+    Without tokens that carry the part s of R, the norm is at least (1 - s) ||R||. Where that still spikes after as many
+    spans as may be named, they are worth naming only as the loudest of a few. Else they may explain the spike. They are
+    worth naming where they carry as much as culprits beside a healthy rest do, or far more than their part.
 
     Args:
         task: with a threshold.

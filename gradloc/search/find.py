@@ -31,7 +31,7 @@ MAX_CULPRITS, MAX_STEPS, BUDGET = 8, 4.0, 128
 """Where nobody says otherwise: culprits, what a search may cost in updates, probes of the published bisection."""
 
 _UNLIKELY = math.log(0.01)
-_REHEARSAL_SHARE = 0.5  # on a step that does not spike: open parts that carry half of what their weight predicts
+_REHEARSAL_SHARE = 0.5  # on a step that does not spike: parts of at least half the norm that their weight predicts
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Finding:
     first_not_finite: FirstNotFinite | None = None
     """Where in the model the gradient stops being finite; None where it is, or where the loss makes it so."""
     entropies: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Of this rank's micro-batches that have the number of one with an unlikely culprit: (B, T), in nats."""
+    """By micro-batch, where any rank has an unlikely culprit in it: entropies (B, T) of this rank's tokens, in nats."""
 
     @property
     def tokens(self) -> list[Token]:

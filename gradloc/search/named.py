@@ -9,8 +9,8 @@ from ..record import PathEntry
 from .candidates import Candidate, least_bound, most_verified
 from .task import CulpritSpan, SearchResult, Task, measured_culprit, verify
 
-_BY_FAR = 1.5  # times the threshold, and
-_COARSE = 0.1  # of the spike or the culprits: a smaller rest is known too roughly from half-precision backwards
+_BY_FAR = 1.5  # times the threshold: a rest beyond it spikes, without a certificate,
+_COARSE = 0.1  # unless it is less than this part of the spike or the culprits: half precision leaves that uncertain
 
 
 class Named:
@@ -23,7 +23,7 @@ class Named:
         self.direction: Gradient = task.gradient
         self.scale = task.scale
         self.others: Gradient | None = None
-        """What of the gradient is not the tokens', where that is a culprit's worth."""
+        """The part of the gradient that is not the tokens', where it is as large as a culprit."""
         self.alone: Gradient | None = None
         """The culprits' own gradient, where each of them was measured by itself since the last certificate."""
         self.norm = math.nan  # of the direction that shares were last measured along
@@ -35,7 +35,7 @@ class Named:
         num_verified, has_named, most = 0, False, most_verified(self.task, self.norm, candidates)
         num_hints = sum(candidate.bound < least_bound(self.task, self.norm, candidate) for candidate in candidates)
         for candidate in candidates:
-            # a sequence takes in what was named of it before
+            # a sequence takes the place of its tokens that were named before
             within = [c for c in self.result.culprits if set(c.tokens) < set(candidate.tokens)]
             if len(self.result.culprits) - len(within) >= self.task.max_culprits:
                 break
@@ -59,7 +59,7 @@ class Named:
         return has_named
 
     def add_up(self, culprit: CulpritSpan, is_alone: bool) -> None:
-        """Keep the sum of what the culprits' own backwards gave, as long as each had one: it is in ``.grad``."""
+        """Add the culprit's gradient in ``.grad`` to those of the others, as long as each was measured by itself."""
         if not (culprit.is_exact and is_alone) or (self.result.culprits and self.alone is None):
             self.alone = None
             return

@@ -24,11 +24,11 @@ from ..core.step import Recorded
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 """log_prob and entropy (B, T) of one forward."""
 
-_LEAST_REST = 2.0**-24  # 1 - p that float32 can tell from 0
+_LEAST_REST = 2.0**-24  # the smallest 1 - p that float32 tells from 0
 _ROUNDING = 2.0**-20  # of a log-prob read in float32: a few units of logits near 10
-_PRIOR = 3.0  # a token's own scatter is one draw; that of all tokens counts as so many more
-_STRAY = 4.0  # standard deviations
-_MEDIAN = 1.4826  # a normal standard deviation over its median size
+_PRIOR = 3.0  # a token's own scatter is one draw; the scatter of all tokens counts as this many
+_STRAY = 4.0  # standard deviations: a token further off scatters by itself
+_MEDIAN = 1.4826  # a normal variable's standard deviation over its median absolute value
 
 
 def log_odds(log_prob: torch.Tensor) -> torch.Tensor:
@@ -115,13 +115,14 @@ class Readout:
 def _scatter(
     up: torch.Tensor, down: torch.Tensor, before: torch.Tensor, matters: torch.Tensor, part: float
 ) -> torch.Tensor:
-    """Variance of half the difference of two legs, by noise alone: (B, T).
+    """Variance that noise alone gives half the difference of two legs: (B, T).
 
-    Two things bound it from above. Half the sum of the legs less training's own: noise, and what training's read-out
-    rounds. And what most tokens move by, which is noise and how they really move. The smaller one holds for all tokens
-    together; how far each is above it, by its own half sum: one draw, so that of all tokens counts, too. One that is
-    far off all others has a scatter of its own, whatever part of the bound theirs is: one draw, and where weights read
-    that far off the slope is another one too, so it counts twice.
+    Two numbers bound it from above, and the smaller one is the level of all tokens. The first is half the sum of the
+    legs less training's score: a first-order move cancels in it, so noise is left, with training's own rounding. The
+    second is how far most tokens move, which is noise and their true move.
+
+    A token's own half sum says how far it is above that level. It is a single draw, so it is averaged with the level.
+    A token far off all others keeps its own half sum, and in full: its slope was read at a score as far off.
     """
     own = ((up + down) / 2 - before).square()
     seen = matters & own.isfinite()

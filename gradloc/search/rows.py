@@ -10,13 +10,13 @@ import torch
 
 from .share import shrunk
 
-_WINDOW_SHARE = 0.9  # of a sequence's product, that a segment must carry to be named instead of the sequence
-_LOUD_SHARE = 0.5  # of a row's product, that its loud tokens must carry to be named one by one
-_FEW = 3  # this many may always be
+_WINDOW_SHARE = 0.9  # of a sequence's product: a segment that carries it is named in the sequence's place
+_LOUD_SHARE = 0.5  # of a row's product: loud tokens that carry it are named one by one
+_FEW = 3  # so few always may be
 ELEVATED = 3.0  # times the typical coefficient: the loss weighs such a token more than others
-_ALIKE = 10.0  # a token whose coefficient is more times its row's is no part of what the row has in common
-_MOST = 0.8  # of a row's tokens, that must be elevated for the row to be the culprit
-_HOT = 0.4  # of a culprit's norm: a tenth of the threshold, under which no token of a segment is
+_ALIKE = 10.0  # times its row's median coefficient: a token above that stands for itself
+_MOST = 0.8  # of a row's tokens: where so many are elevated, the row is the culprit
+_HOT = 0.4  # of a culprit's norm, a tenth of the threshold: each token of a segment has at least that
 
 
 class Row:
@@ -44,11 +44,7 @@ class Row:
         return float(shrunk(values.sum(), torch.linalg.vector_norm(errors)).abs())
 
     def spans(self, stands_out: bool) -> list[tuple[int, int]]:
-        """Intervals [start, end) that are worth naming.
-
-        Args:
-            stands_out: whether the row as a whole carries far more than a typical one.
-        """
+        """Intervals [start, end) worth naming, in a row that stands out if it carries far more than a typical one."""
         if self._is_sequence():
             return [(0, len(self.values))]
         tokens = [(number, number + 1) for number in self.loud]
@@ -76,9 +72,9 @@ class Row:
         return self._bound(self.values[quiet], self.errors[quiet]) >= self.least
 
     def _runs(self) -> Iterator[tuple[int, int]]:
-        """Longest runs of tokens none of which is small; those at their ends by more than chance.
+        """The longest runs of tokens none of which is small; both ends are large beyond chance.
 
-        One that may be small for all that is known, between two that are not, is part of the run.
+        A token that noise leaves open is part of the run where both its neighbours are large.
         """
         least, sizes = _HOT * self.least, self.values.abs()
         certain, hot = (self.sizes >= least).tolist(), sizes >= least

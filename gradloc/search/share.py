@@ -34,19 +34,19 @@ from .readout import Outputs, Readout
 from .weights import MovedWeights, forward_on_routes, hold_routes
 
 _TARGET = {torch.float32: 0.05, torch.bfloat16: 0.8, torch.float16: 0.8}
-_CURVATURE = 0.2  # times the response squared: how far closure may be off (0.01 on 135M weights, 1 on 60k)
+_CURVATURE = 0.2  # error of closure over the response squared (measured: 0.01 with 135M weights, 1 with 60k)
 _RESPONSES = (0.05, 2.0)  # between these the step is chosen
-_FINE = {torch.float32: 0.02, torch.bfloat16: 0.15, torch.float16: 0.15}  # an error of closure that is let pass
+_FINE = {torch.float32: 0.02, torch.bfloat16: 0.15, torch.float16: 0.15}  # an error of closure to live with
 _BAND = {torch.float32: 0.03, torch.bfloat16: 0.15, torch.float16: 0.15}  # how far closure may be off beside its noise
 _CERTAIN, _LIKELY = 3.0, 2.0  # standard errors
-_FAR = 3.0  # closure off by more than this factor is no rounding
-_HEARD = 0.05  # of closure: noise whose bound is more is measured
+_FAR = 3.0  # a factor that neither the step nor rounding puts closure off by
+_HEARD = 0.05  # of closure: where the noise may be more, it is measured
 _USABLE = 1 / _CERTAIN  # a closure whose standard error is larger does not tell 1 from 0
-_PARTIAL_CLOSURE = 0.5  # from here on, some micro-batches alone are worth looking at: they carry most of the gradient
-_SHRINKING = (0.1, 0.7)  # of the step, where curvature is what puts closure off,
-_BENT = {0.6: 0.1, 0.3: 0.25}  # and by more than this no law of squares holds: so much of it then, at most
-_LATER = 2.0  # times the response that was aimed at: so much may micro-batches move that come after the first
-_NOTABLE = 0.1  # of what a micro-batch carries, signs aside
+_PARTIAL_CLOSURE = 0.5  # a part of the micro-batches will do where it carries at least this much
+_SHRINKING = (0.1, 0.7)  # least and most of the step that is kept where curvature puts closure off
+_BENT = {0.6: 0.1, 0.3: 0.25}  # most of the step that is kept where closure is off by more than the key
+_LATER = 2.0  # times the target: how far micro-batches after the first may respond
+_NOTABLE = 0.1  # of the absolute parts of a micro-batch: tokens that carry more settle the response
 
 Legs = tuple[dict[int, Outputs], dict[int, Outputs]]
 """Per micro-batch what is read at theta + s R and at theta - s R; the second is empty where one leg is enough."""
@@ -69,7 +69,7 @@ class ShareMap:
     noise: float
     """Standard error of closure by what was read."""
     unseen: float
-    """What the micro-batches that were not read carry about, by their norms."""
+    """The part of ||R||^2 in micro-batches that were not read, estimated from their norms."""
     is_trusted: bool
     """Whether closure is 1 within what is known of its error."""
     num_tokens: int
@@ -96,33 +96,33 @@ class ShareMap:
 
     @property
     def is_noisy(self) -> bool:
-        """Whether closure says nothing for the noise of it, or would at a step short enough for curvature."""
+        """Whether noise hides closure, or would at a step short enough for curvature."""
         return self.noise / self.shrinking > _USABLE
 
     @property
     def is_short(self) -> bool:
-        """Whether what is missing may be what was not read: by Cauchy-Schwarz, and twice that, as norms are guesses."""
+        """Whether what was not read may carry what is missing: Cauchy-Schwarz, doubled as norms are rough."""
         return 0 < 1 - self.closure <= 2 * math.sqrt(self.unseen)
 
     @property
     def is_far(self) -> bool:
-        """Whether all was read, and closure is off by more than any step or rounding puts it."""
+        """Whether everything was read and closure is further off than a step or rounding explains."""
         return not self.unseen and not 1 / _FAR <= self.closure <= _FAR
 
     @property
     def chance(self) -> float:
-        """Standard errors that none of so many tokens strays from its share by chance, unless other ones are given."""
+        """How many standard errors no one of so many tokens strays by chance; ``certainty`` overrides it."""
         return self.certainty or max(_CERTAIN, math.sqrt(2 * math.log(max(self.num_tokens, 2))))
 
     def doubt(self, micro_batch: int) -> torch.Tensor:
-        """How much of each product may be chance: float64 (B, T); less of one that is not just the largest of many."""
+        """How much of each product may be chance: float64 (B, T); less for tokens singled out by something else."""
         errors = self.errors[micro_batch]
         if self.singled_out is None:
             return self.chance * errors
         return torch.where(self.singled_out[micro_batch], min(_LIKELY, self.chance), self.chance) * errors
 
     def least(self, micro_batch: int) -> torch.Tensor:
-        """What of each product is no chance, with its sign: float64 (B, T)."""
+        """Each product less what may be chance, with its sign: float64 (B, T)."""
         return shrunk(self.products[micro_batch], self.doubt(micro_batch))
 
 
@@ -145,7 +145,7 @@ def measure_shares(
 
     Args:
         prober: the step. Weights are moved and restored bit for bit; ``.grad`` is not touched.
-        readouts: per micro-batch; of the tokens whose sum R is, others read 0.
+        readouts: per micro-batch; tokens that are no part of R read 0.
         direction: ``scale`` times R, finite.
         scale: positive factor on ``direction``.
         micro_batches: look at these only; closure is then the part of the direction that they carry.
@@ -182,10 +182,10 @@ class _Measurement:
         self.dtype = prober.step.compute_dtype
         self.target = _TARGET[self.dtype]
         self.square = prober.space.norm(direction) ** 2 / scale**2
-        # by its norm alone, beside others that are orthogonal to it; without one it may be anything
+        # as if micro-batches were orthogonal; without norms the unread part may be anything
         carried = sum(increments[index] ** 2 for index in self.unseen) if increments else math.inf
         self.carried_unseen = min(carried / self.square, 1.0) if self.unseen and self.square > 0 else 0.0
-        # where micro-batches cancel, the token with the largest coefficient is not what carries R, but a louder one
+        # where micro-batches cancel, something louder than the largest coefficient tells carries R
         self.loudest = max(increments, default=0.0) / self.square**0.5 if increments and self.square > 0 else 0.0
         shrinking = 1.0 if refined is None else refined.shrinking
         self.mean_of = refined if shrinking == 1.0 else None
@@ -238,8 +238,8 @@ class _Measurement:
         (self.prober.scatter,) = ranks.max([part])
 
     def _legs(self, weights: MovedWeights, step: float, part: list[int], is_first: bool) -> tuple[Legs, float, float]:
-        """The forwards at +step and -step, the step that lessens the error, and half of <R, what it really moved>."""
-        if self.at == -step:  # where the part before ended: no move
+        """The forwards at +step and -step, the step that was settled on, and half of <R, the weights' true move>."""
+        if self.at == -step:  # the weights are still there
             (minus, plus), step, moved = self._legs_from(weights, -step, part, is_first)
             return (plus, minus), -step, -moved
         return self._legs_from(weights, step, part, is_first)
@@ -262,7 +262,7 @@ class _Measurement:
     def _leg(
         self, weights: MovedWeights, step: float, micro_batches: Sequence[int]
     ) -> tuple[dict[int, Outputs], float]:
-        """The forwards at this step, and <R, what it really moved>."""
+        """The forwards at this step, and <R, the weights' true move>."""
         prober = self.prober
         if step != self.at:
             rounded = weights.move(self.direction, step / self.scale)
@@ -294,8 +294,8 @@ class _Measurement:
         return min(max(best / response, 0.1), 10.0)
 
     def _response(self, legs: Legs) -> list[float]:
-        """How far log-odds move: the furthest of the tokens that carry a notable part, signs aside; where none does,
-        the mean by what tokens carry; inf where one does not stay finite.
+        """How far log-odds move: the most of any token with a notable part of the absolute total; where none has one,
+        the mean weighted by those parts; inf where one does not stay finite.
         """
         responses, carried = [], []
         for index, plus in legs[0].items():
@@ -322,7 +322,7 @@ class _Measurement:
         return 1.0 if self.prober.scatter is None else self.prober.scatter
 
     def _read(self, seen: list[tuple[Legs, float]]) -> Found:
-        """What these legs say, each with half of <R, what it really moved>."""
+        """What these legs say; each comes with half of <R, the weights' true move>."""
         found: Found = {}
         for legs, moved in seen:
             per_move = self.square / moved if moved else math.nan

@@ -17,7 +17,7 @@ from .readout import Readout
 from .share import ShareMap
 
 _MICRO_BATCHES = 16  # the published budget is meant for up to so many
-_LEAST_SECONDS = 2.0  # that an update counts as lasting: on a toy model all is overhead, and nothing stalls
+_LEAST_SECONDS = 2.0  # an update counts as at least this long: on a toy model all is overhead, and nothing stalls
 _SHARE_OF_THRESHOLD = 0.25
 """A culprit carries at least this part of the norm that counts as a spike. The largest healthy token carries far less:
 one that alone lifts a healthy norm over the threshold carries far more."""
@@ -50,9 +50,7 @@ class Limit:
     def left(self, prober: Prober, certificate: int) -> float:
         """What may still be spent, in forwards of a micro-batch: all ranks ask together, and the slowest one answers.
 
-        Args:
-            prober: what was spent.
-            certificate: what comes after it, likewise; the published budget does not count it.
+        The published budget does not count the certificate that comes after it.
         """
         spent = float(prober.cost)
         if self._seconds is not None:
@@ -182,7 +180,7 @@ class SearchResult:
     is_cut: bool = False
     """Whether the largest number of culprits ended the search while the rest still spikes."""
     num_more: int = 0
-    """Spans beyond that number that are a culprit's worth, at least."""
+    """At least so many spans beyond that number are as large as a culprit."""
     more_norm: float | None = None
     """Lower bound on the norm of all of these together; None without any."""
     source: StepCause | None = None

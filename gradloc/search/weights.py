@@ -124,8 +124,8 @@ class MovedWeights:
 
     def _set(self, shard: torch.Tensor, saved: torch.Tensor, moved: torch.Tensor, dither: torch.Generator) -> None:
         if self._bits is not None and saved.numel():
-            # the unit is the original's, the same for both legs of a difference: the power of two of a float32 is its
-            # number with no mantissa. Zero lies on every grid: such a weight (LoRA's second factor at first) has none.
+            # The unit is that of the original weight, the same for both legs: a float32 without its mantissa is its
+            # power of two. A weight of zero (LoRA's second factor at first) gets no dither: it lies on every grid.
             unit = (saved.float().view(torch.int32) & _EXPONENT).view(torch.float32).mul_(2.0 ** -(self._bits + 16))
             moved = unit.mul_(_sixteen_bits(saved, dither)).add_(moved)
         shard.copy_(moved)

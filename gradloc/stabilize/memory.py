@@ -9,10 +9,7 @@ from .config import StabilizeConfig
 def build_memory(settings: StabilizeConfig, clip_key: str, grad_clip: Any) -> "StabilizerMemory | None":
     """The memory of the actor's stabilizers, None while all are off; says which clip layer_clip stands in for.
 
-    Args:
-        settings: those that hold.
-        clip_key: the trainer's setting of the bound on the global norm.
-        grad_clip: what it is.
+    ``clip_key`` is the trainer's setting of the bound on the global norm.
     """
     if not settings.is_on:
         return None

@@ -71,11 +71,7 @@ def ratio_weights(
 
 
 class TokenWeigher:
-    """``token_clip`` and ``seq_clip`` together.
-
-    Args:
-        settings: what is on.
-    """
+    """``token_clip`` and ``seq_clip`` together."""
 
     def __init__(self, settings: StabilizeConfig):
         clips = (("token_clip", "token", settings.token_clip), ("seq_clip", "geometric", settings.seq_clip))

@@ -17,11 +17,7 @@ from .config import SkipStepConfig
 
 
 class SkipStep:
-    """Decides step after step.
-
-    Args:
-        settings: window and number of deviations.
-    """
+    """Decides step after step."""
 
     def __init__(self, settings: SkipStepConfig):
         self._num_deviations = settings.num_deviations

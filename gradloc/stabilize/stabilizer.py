@@ -33,12 +33,7 @@ _GROUPS = {"layer": layer_of, "kind": kind_of, "tensor": _tensor_of}
 
 
 class Stabilizer:
-    """The stabilizers of one actor, called at its seams in the order of the methods.
-
-    Args:
-        settings: what is on.
-        grad_clip: the trainer's bound on the global norm.
-    """
+    """The stabilizers of one actor, called at its seams in the order of the methods."""
 
     def __init__(self, settings: StabilizeConfig, grad_clip: float):
         self.settings, self._grad_clip = settings, grad_clip

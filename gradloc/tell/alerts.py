@@ -21,12 +21,7 @@ class AlertFailed(RuntimeError):
 
 
 class Limiter:
-    """Lets one alert through per interval, and counts the others.
-
-    Args:
-        interval_s: seconds between two alerts.
-        clock: in seconds.
-    """
+    """Lets one alert through per ``interval_s`` seconds of the clock, and counts the others."""
 
     def __init__(self, interval_s: float, clock: Callable[[], float] = time.monotonic):
         self.interval_s, self._clock = interval_s, clock
@@ -44,13 +39,9 @@ class Limiter:
 
 
 def run_command(command: str, stdin: str, environment: dict[str, str], timeout_s: float) -> None:
-    """Run a command line without a shell; its output is thrown away.
+    """Run a command line without a shell, with these variables in addition; its output is thrown away.
 
-    Args:
-        command: split like a shell would, nothing else is done to it.
-        stdin: what it reads.
-        environment: variables in addition to those of this process.
-        timeout_s: after so many seconds the command and what it has started are killed.
+    After ``timeout_s`` seconds the command and what it has started are killed.
 
     Raises:
         AlertFailed: it did not start, took too long or did not exit with 0.

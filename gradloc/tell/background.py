@@ -32,11 +32,9 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def submit(self, what: str, job: Callable[[], None]) -> None:
-        """Run a job later; if it raises, or does not fit in, that is one line in the log.
+        """Run a job later, with the context variables of now.
 
-        Args:
-            what: the job, as it reads in that line.
-            job: sees the context variables of now.
+        If it raises, or does not fit in, that is one line in the log, in which it is called ``what``.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)

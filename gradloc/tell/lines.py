@@ -39,12 +39,7 @@ def announcement(event: Event) -> str:
 
 
 def opening_command(event: Event, root: Path) -> str:
-    """The command that shows the event, to be pasted into a shell.
-
-    Args:
-        event: as written.
-        root: the folder of the events, absolute.
-    """
+    """The command that shows the event in this absolute folder of events, to be pasted into a shell."""
     return shlex.join(["gradloc-report", str(root), "--event", event.event_id])
 
 

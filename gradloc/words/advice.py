@@ -196,12 +196,7 @@ def lines_of(name: str, trainer: str | None) -> dict[str, str]:
 
 
 def replay_lines(bundle: str, trainer: str | None) -> dict[str, str]:
-    """The command that runs an event's search again on one machine, as :func:`lines_of`.
-
-    Args:
-        bundle: the event's folder, quoted for a shell.
-        trainer: what made the run.
-    """
+    """The command that runs a bundle's search again on one machine, as :func:`lines_of`; it is quoted for a shell."""
     if is_trl(trainer):
         return {"": f"python -m gradloc.replay {bundle} --model MODEL_PATH"}
     module = {"0.7": "verl.gradloc.replay", "0.9": "gradloc.replay"}
@@ -227,12 +222,7 @@ def actions_of(names: Iterable[str], trainer: str | None = None) -> list[tuple[s
 
 
 def in_force(line: str, actor: Mapping[str, Any]) -> bool:
-    """Whether a run has all of a line's settings already; False where that is not known.
-
-    Args:
-        line: overrides.
-        actor: the run's ``actor_rollout_ref.actor``; may be empty.
-    """
+    """Whether a run's ``actor_rollout_ref.actor`` has all settings of a line already; False where it is not known."""
     return all(_holds(override, actor) for override in line.split())
 
 
@@ -292,10 +282,7 @@ def is_trl(trainer: str | None) -> bool:
 
 
 def trl_settings(line: str) -> str | None:
-    """The same settings for TRL; None where it lacks one of them.
-
-    Args:
-        line: verl's Hydra overrides, with a blank between.
+    """verl's Hydra overrides as settings of TRL; None where it lacks one of them.
 
     >>> trl_settings("actor_rollout_ref.actor.grad_clip=0.5")
     'max_grad_norm=0.5'

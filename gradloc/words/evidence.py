@@ -13,7 +13,7 @@ from .leader import leader
 from .meanings import again, group
 from .numbers import bounded, number
 from .story import beside, cause_of, first_place, it, odd_number
-from .text import one_line, spoken
+from .text import listed, one_line, spoken
 
 ODD = 3.0
 """Times what is typical, or what its siblings differ by: from there on a number is odd."""
@@ -112,7 +112,7 @@ class Evidence:
         return {
             "names": ", ".join(one_line(name, 60) for name in names[:3]) or "the batch's tensors",
             "reward": number(first.reward, 3),
-            "rewards": _list(rewards[:6]) + (" and others" if len(rewards) > 6 else ""),
+            "rewards": listed(rewards[:6]) + (" and others" if len(rewards) > 6 else ""),
             "advantage": number(first.advantage, 3),
             "odd": odd_number(first) or "far from typical",
             "bound": number(self.bound, 3),
@@ -159,7 +159,3 @@ def _minus(one: float | None, other: float | None) -> float | None:
     if one is None or other is None or not math.isfinite(one - other):
         return None
     return one - other
-
-
-def _list(words: list[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..record import Event
 from .numbers import number
 from .story import beside
-from .text import plural
+from .text import listed, plural
 
 BEFORE, AFTER = 20, 10
 """Steps around the event that are compared."""
@@ -74,12 +74,7 @@ class Hurt:
 
 
 def did_it_hurt(event: Event, series: Series) -> Hurt:
-    """Answer for one event.
-
-    Args:
-        event: the event.
-        series: the run's metrics.
-    """
+    """Answer for one event from its run's metrics."""
     step = event.step.global_step
     parts = [part for watched in _WATCHED if (part := _part(watched, series, step, event.model or "actor"))]
     known = [part for part in parts if part.after is not None]
@@ -93,7 +88,8 @@ def did_it_hurt(event: Event, series: Series) -> Hurt:
     if event.action.taken in ("skip", "abort") or (norm is not None and not math.isfinite(norm)):
         return Hurt("no", "The step was not taken.", tuple(parts))
     if known:
-        return Hurt("no", f"{_listed(known)} as before.", tuple(parts))
+        said = listed([part.title for part in known])
+        return Hurt("no", f"{said[0].upper()}{said[1:]} went on as before.", tuple(parts))
     if parts:
         num = max(sum(at > step for at, _ in part.points) for part in parts)
         return Hurt("not yet known", f"{plural(num, 'step')} since; it takes {_LEAST}.", tuple(parts))
@@ -126,9 +122,3 @@ def _part(watched: _Watched, series: Series, step: int, model: str) -> Part | No
 def _went(part: Part) -> str:
     way = "rose" if part.after is not None and part.after > part.before else "fell"
     return f"The {part.title} {way} from {number(part.before, 3)} to {number(part.after, 3)}."
-
-
-def _listed(parts: Sequence[Part]) -> str:
-    titles = [part.title for part in parts]
-    said = " and ".join([", ".join(titles[:-1]), titles[-1]] if len(titles) > 1 else titles)
-    return f"{said[0].upper()}{said[1:]} went on"

@@ -324,12 +324,7 @@ RULES = (
 
 
 def next_step(event: Event, actor: Mapping[str, Any] | None = None) -> NextStep | None:
-    """The one thing to do; None where the run does all that there is already.
-
-    Args:
-        event: the event.
-        actor: the run's ``actor_rollout_ref.actor``, so that nothing is advised that is in force.
-    """
+    """The one thing to do; None where the run does all there is, as its ``actor_rollout_ref.actor`` says."""
     found = Evidence(event, actor or {})
     rule = next(rule for rule in RULES if rule.holds(found))
     said = found.said()

@@ -143,12 +143,7 @@ class Story:
 
 
 def tell(event: Event, clip: float | None = None) -> Story:
-    """Put an event's story together.
-
-    Args:
-        event: the event.
-        clip: the norm that gradients were clipped to, where it is known from elsewhere than the event.
-    """
+    """An event's story; ``clip`` is the norm that gradients were clipped to, where the event does not say it."""
     first = leader(event.culprits)
     cause = beside(event)
     more = len(cause.names) - _NAMES if cause else 0
@@ -327,12 +322,7 @@ def _step(event: Event, clip: float | None) -> list[str]:
 
 
 def given(event: Event, clip: float | None = None) -> str:
-    """What the optimizer was given, in sentences.
-
-    Args:
-        event: the event.
-        clip: the norm that gradients were clipped to, where the event does not say it.
-    """
+    """What the optimizer was given, in sentences; ``clip`` as :func:`tell` takes it."""
     if event.consequence is not None:
         clip = event.consequence.grad_clip
     norm, after, taken = event.trigger.grad_norm, event.certificate.norm_after, event.action.taken

@@ -87,3 +87,8 @@ def first_of(names: Sequence[str], most: int = 3) -> str:
     ('a, b', 'a, b, c, ...')
     """
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
+def listed(words: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

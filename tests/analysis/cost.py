@@ -16,10 +16,7 @@ from typing import Any
 from tests.world import World
 
 NUM_ROWS, GROUP_SIZE, REPEATS = 128, 8, 8
-SIZES = [
-    "actor_rollout_ref.actor.ppo_mini_batch_size=128",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-]
+SIZES = ["actor_rollout_ref.actor.ppo_mini_batch_size=128", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"]
 
 
 def measure(num_terms: int, num_buckets: int, dump_dir: str) -> dict[str, Any]:
@@ -66,11 +63,7 @@ def main(tree: str) -> None:
     for terms in (1, 3):
         for buckets in (1, 4, 8):
             found = world.run(
-                "tests.analysis.cost.measure",
-                timeout_s=600,
-                num_terms=terms,
-                num_buckets=buckets,
-                dump_dir="unused",
+                "tests.analysis.cost.measure", timeout_s=600, num_terms=terms, num_buckets=buckets, dump_dir="unused"
             )[0]
             print(
                 f"| {terms} | {buckets} | {found['passes']} | {found['update_s']:.2f} | "

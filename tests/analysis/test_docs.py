@@ -33,10 +33,7 @@ def test_documented_defaults_are_those_of_the_yaml(patched_tree, trainer):
 def test_every_key_of_the_yaml_is_documented(patched_tree):
     path = patched_tree / "verl" / "trainer" / "config" / "_generated_ppo_trainer.yaml"
     config = yaml.safe_load(path.read_text())
-    places = {
-        "trainer": config["trainer"],
-        "actor_rollout_ref.rollout": config["actor_rollout_ref"]["rollout"],
-    }
+    places = {"trainer": config["trainer"], "actor_rollout_ref.rollout": config["actor_rollout_ref"]["rollout"]}
     ours = re.compile("gradient_analysis|rollout_filter")
     keys = {f"{place}.{key}" for place, part in places.items() for key in part if ours.search(key)}
     assert keys | {"actor_rollout_ref.actor.filter_loss_scaling"} == set(DOCUMENTED)

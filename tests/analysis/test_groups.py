@@ -87,12 +87,7 @@ def test_all_equal_rewards_are_split_in_the_order_of_the_batch():
 
 def test_fixed_buckets_are_intervals_closed_below_and_leave_out_empty_ones():
     std = np.array([0.0, 0.99, 1.0, 4.999, 5.0, 1e9])
-    assert split(std, "fixed_rv", 3) == {
-        "bucket_1": [0, 1],
-        "bucket_2": [2],
-        "bucket_5": [3],
-        "bucket_6": [4, 5],
-    }
+    assert split(std, "fixed_rv", 3) == {"bucket_1": [0, 1], "bucket_2": [2], "bucket_5": [3], "bucket_6": [4, 5]}
 
 
 def test_zero_one_rewards_all_fall_into_the_first_fixed_bucket():

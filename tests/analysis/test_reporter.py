@@ -20,10 +20,7 @@ def test_an_analysis_logs_writes_and_leaves_the_batch_alone(world, dump_dir):
     assert out["files"] == ["group_rv_table_step_1.csv", "step_1.json"]
     assert out["tables"] == [f"grad_norm/bucket_{number}/group_rv_table" for number in range(1, 7)]
     metrics, record = out["metrics"], out["record"]
-    assert [bucket["name"] for bucket in record["buckets"]] == [
-        *(f"bucket_{number}" for number in range(1, 7)),
-        "all",
-    ]
+    assert [bucket["name"] for bucket in record["buckets"]] == [*(f"bucket_{number}" for number in range(1, 7)), "all"]
     assert metrics["grad_norm/all/sample_count"] == 16
     assert metrics["grad_norm/bucket_1/sample_count"] == 4
     assert metrics["grad_norm/bucket_6/sample_count"] == 2
@@ -58,11 +55,7 @@ def test_an_analysis_logs_writes_and_leaves_the_batch_alone(world, dump_dir):
 )
 def test_odd_batches_are_analysed_all_the_same(world, dump_dir, rewards, per_group, settings, counts):
     out = world.run(
-        RUN + "analyse",
-        rewards=rewards,
-        per_group=per_group,
-        dump_dir=dump_dir,
-        overrides=rollout(**settings),
+        RUN + "analyse", rewards=rewards, per_group=per_group, dump_dir=dump_dir, overrides=rollout(**settings)
     )[0]
     validate("gradient_analysis", out["record"])
     *buckets, whole = out["record"]["buckets"]
@@ -75,10 +68,7 @@ def test_odd_batches_are_analysed_all_the_same(world, dump_dir, rewards, per_gro
 def test_the_workers_are_asked_at_the_guides_cadence(single, dump_dir):
     steps = [1, 2, 50, 51, 52]
     every = ["trainer.gradient_analysis_mode=True", "trainer.gradient_analysis_every=50"]
-    assert single.run(RUN + "run_at_steps", dump_dir=dump_dir, overrides=every, steps=steps)[0] == [
-        1,
-        51,
-    ]
+    assert single.run(RUN + "run_at_steps", dump_dir=dump_dir, overrides=every, steps=steps)[0] == [1, 51]
 
 
 def test_nothing_is_built_while_both_features_are_off(single, dump_dir):
@@ -122,13 +112,9 @@ def test_the_run_is_to_end_after_the_analysis_where_asked(world, dump_dir):
 def filtered(world, dump_dir, rewards=MIXED, per_group=2, scaling="none", **settings):
     overrides = rollout(**{f"rollout_filter_{key}": value for key, value in settings.items()})
     overrides.append(f"actor_rollout_ref.actor.filter_loss_scaling={scaling}")
-    out = world.run(
-        RUN + "filter_rows",
-        rewards=rewards,
-        per_group=per_group,
-        dump_dir=dump_dir,
-        overrides=overrides,
-    )[0]
+    out = world.run(RUN + "filter_rows", rewards=rewards, per_group=per_group, dump_dir=dump_dir, overrides=overrides)[
+        0
+    ]
     assert out["is_in_step"]
     assert not out["has_scores"]
     assert out["rewards"] == out["extras"] == [rewards[row] for row in out["rows"]]

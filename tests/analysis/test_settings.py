@@ -24,8 +24,7 @@ def make(trainer=(), rollout=(), actor=(), **rest):
         data=Section(train_batch_size=16),
         reward_model=Section(**rest),
         actor_rollout_ref=Section(
-            rollout=Section(**{"n": 4, **dict(rollout)}),
-            actor=Section(**{"strategy": "fsdp2", **dict(actor)}),
+            rollout=Section(**{"n": 4, **dict(rollout)}), actor=Section(**{"strategy": "fsdp2", **dict(actor)})
         ),
     )
 
@@ -74,10 +73,7 @@ def test_a_filter_that_drops_groups_needs_the_rewards_at_once():
 @pytest.mark.parametrize(
     "keys, sentence",
     [
-        (
-            {"gradient_analysis_env_groups": 101},
-            "at most the 100 prompts of the training set, found 101",
-        ),
+        ({"gradient_analysis_env_groups": 101}, "at most the 100 prompts of the training set, found 101"),
         (
             {"gradient_analysis_env_groups": 3, "gradient_analysis_group_size": 5},
             "a number that times the group size (5) is a multiple of the 2 data-parallel ranks",

@@ -4,12 +4,7 @@
 import pytest
 
 RUN = "tests.analysis.scenarios."
-AGGREGATIONS = [
-    "token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-]
+AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 def actor(**settings):

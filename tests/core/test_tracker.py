@@ -83,6 +83,7 @@ def test_it_stops_for_what_it_costs_the_device_and_says_so(slow_host, monkeypatc
     assert ("40.00 % of an update" in caplog.text) != slow_host
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("gaps", "kept"), [({}, [1, 2, 3, 4]), ({1: 2}, [1, 3, 4]), ({0: 3, 1: 1}, [0, 2, 4])])
 def test_ranks_that_left_out_different_steps_tell_of_those_that_all_remember(bare_world, gaps, kept):
     for history, exact in bare_world.run("tests.bare.scenarios.history_with_gaps", gaps=gaps):

@@ -10,7 +10,7 @@ from statistics import median
 import pytest
 
 from gradloc.core.history import History
-from gradloc.core.trigger import AdaptiveThreshold
+from gradloc.core.trigger import AdaptiveThreshold, fixed_threshold
 
 SERIES = sorted((Path(__file__).resolve().parents[2] / "docs" / "series").glob("*.json"))
 
@@ -123,3 +123,8 @@ def test_the_state_is_bounded():
     flagged(rule, healthy(0, 1000) + [4.0**step for step in range(300)])
     (position,) = rule.state()["positions"]
     assert len(position["log_norms"]) <= 64 and len(position["run"]) <= 64
+
+
+def test_the_published_threshold_is_tau_over_root_n():
+    assert fixed_threshold(640.0, 16384) == 5.0
+    assert fixed_threshold(640.0, 0) == math.inf

@@ -15,22 +15,14 @@ from experiments.experiment import Arm, Experiment
 DUEL = Experiment(
     "duel",
     "two ways of one thing",
-    arms=(
-        Arm("plain", "the config as it is"),
-        Arm("loud", "two values replaced", ("a.b=1", "c=[x, y]", "~d")),
-    ),
+    arms=(Arm("plain", "the config as it is"), Arm("loud", "two values replaced", ("a.b=1", "c=[x, y]", "~d"))),
     seeds=(3, 4),
 )
 
 
 def test_every_arm_runs_with_every_seed_arm_by_arm():
     cells = suite.plan(DUEL, None, None, [])
-    assert [cell.folder for cell in cells] == [
-        "plain-seed3",
-        "plain-seed4",
-        "loud-seed3",
-        "loud-seed4",
-    ]
+    assert [cell.folder for cell in cells] == ["plain-seed3", "plain-seed4", "loud-seed3", "loud-seed4"]
 
 
 def test_a_part_can_be_chosen():

@@ -51,11 +51,7 @@ def config_of(**changes):
     made = {
         "trainer.health.enable": True,
         "algorithm.adv_estimator": "grpo",
-        "actor_rollout_ref.actor": {
-            "strategy": "fsdp2",
-            "grad_clip": 1.0,
-            "optim": {"clip_grad": 0.7},
-        },
+        "actor_rollout_ref.actor": {"strategy": "fsdp2", "grad_clip": 1.0, "optim": {"clip_grad": 0.7}},
         **changes,
     }
     config = OmegaConf.create()

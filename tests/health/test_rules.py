@@ -126,11 +126,7 @@ def test_without_a_maximum_the_mean_gradient_is_judged():
         del row["actor/grad_norm_max"]
     rows[-1]["actor/grad_norm"] = 50.0
     (reason,) = run(rows)[-1].reasons
-    assert (reason.name, reason.state, reason.metric) == (
-        "gradient_jump",
-        "danger",
-        "actor/grad_norm",
-    )
+    assert (reason.name, reason.state, reason.metric) == ("gradient_jump", "danger", "actor/grad_norm")
 
 
 def test_unpatched_verl_shows_equal_rewards_by_their_maximum_and_minimum():

@@ -9,16 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HOLDERS = (
-    "Copyright 2024 Bytedance",
-    "Copyright 2025 Bytedance",
-    "Copyright 2025 Individual Contributor:",
-)
-HOLDERS += (
-    "Copyright 2023-2024 SGLang Team",
-    "Copyright 2025 ModelBest Inc.",
-    "Copyright 2025 Meituan Ltd.",
-)
+HOLDERS = ("Copyright 2024 Bytedance", "Copyright 2025 Bytedance", "Copyright 2025 Individual Contributor:")
+HOLDERS += ("Copyright 2023-2024 SGLang Team", "Copyright 2025 ModelBest Inc.", "Copyright 2025 Meituan Ltd.")
 
 
 def touched(suffix):

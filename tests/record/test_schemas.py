@@ -11,6 +11,7 @@ import pytest
 
 from gradloc import record
 from scripts.make_schemas import FILES, schema_of, text_of
+from tests.world.events import validate
 
 REPO = Path(__file__).resolve().parents[2]
 DEMO = REPO / "examples" / "demo" / "gradloc"
@@ -86,17 +87,16 @@ def test_every_kind_of_field_has_its_schema():
 )
 def test_an_event_that_is_not_of_the_schema_is_told(change, why):
     event = json.loads((DEMO / "events.jsonl").read_text().splitlines()[0])
-    schema = json.loads(committed("event"))
-    jsonschema.validate(event, schema)
+    validate("event", event)
     change(event)
     with pytest.raises(jsonschema.ValidationError, match=why.replace("?", r"\?")):
-        jsonschema.validate(event, schema)
+        validate("event", event)
 
 
 def test_the_example_keeps_the_schemas():
     for line in (DEMO / "events.jsonl").read_text().splitlines():
         event = json.loads(line)
-        jsonschema.validate(event, json.loads(committed("event")))
+        validate("event", event)
         for file, name in (("sequences", "sequences"), ("meta", "bundle")):
             document = json.loads((DEMO / event["folder"] / f"{file}.json").read_text())
-            jsonschema.validate(document, json.loads(committed(name)))
+            validate(name, document)

@@ -128,8 +128,4 @@ def _sharded(strategy: str, use_orig_params: bool = False) -> torch.nn.Module:
     overrides.append(f"{actor}fsdp_config.use_orig_params={use_orig_params}")
     config = make_config(overrides, "unused")
     assert dist.is_initialized()
-    return shard(
-        make_model(),
-        omega_conf_to_dataclass(config.actor_rollout_ref.actor),
-        config.actor_rollout_ref.model,
-    )
+    return shard(make_model(), omega_conf_to_dataclass(config.actor_rollout_ref.actor), config.actor_rollout_ref.model)

@@ -18,12 +18,7 @@ def test_the_bundle_written_by_hand_replays_as_the_page_shows(single, tmp_path):
     command, shown = re.search(
         r"```console\n\$ python -m verl.gradloc.replay (.*?)\n(.*?)```", PAGE, re.DOTALL
     ).groups()
-    (done,) = single.run(
-        "tests.replay.scenarios.run_page",
-        script=script,
-        argv=command.split(),
-        folder=str(tmp_path),
-    )
+    (done,) = single.run("tests.replay.scenarios.run_page", script=script, argv=command.split(), folder=str(tmp_path))
     assert (done["code"], done["err"]) == (0, "")
     # seconds and last digits are the machine's; the words are not
     assert _words(done["out"]) == _words(shown)

@@ -66,10 +66,7 @@ META = {
         lambda m: m["layout"][1].update(rows=[2, 9]),
         "layout[1] takes rows 2 to 9, but the tensors have 4 rows.",
     ),
-    "layout rows twice": (
-        lambda m: m["layout"][1].update(rows=[1, 3]),
-        "layout[1] shares rows with an earlier entry.",
-    ),
+    "layout rows twice": (lambda m: m["layout"][1].update(rows=[1, 3]), "layout[1] shares rows with an earlier entry."),
     "a rank that there was not": (
         lambda m: m["layout"][1].update(rank=2),
         "layout[1] is micro-batch 1 of rank 2, but the event had ranks 0 to 1.",
@@ -79,10 +76,7 @@ META = {
         lambda m: m["event"]["culprits"][0].update(micro_batch=2),
         "event.culprits[0] is at no response token of the bundle.",
     ),
-    "no dp_size": (
-        lambda m: m["event"]["step"].pop("dp_size"),
-        "event.step.dp_size must be at least 1, found None.",
-    ),
+    "no dp_size": (lambda m: m["event"]["step"].pop("dp_size"), "event.step.dp_size must be at least 1, found None."),
     "a temperature in words": (
         lambda m: m.update(temperature="hot"),
         "temperature must be a number, found 'hot'; docs/bundle.md says",
@@ -117,10 +111,7 @@ MODELS = {
     "another vocabulary": ("tiny", "it knows tokens 0 to 31, and the bundle holds token"),
     "another architecture, by its layers": ("deep", "it has 3 layers, that had 2."),
     "weights that give NaN": ("nan", "With the given weights the log-probs of 37 response tokens"),
-    "no model at all": (
-        "",
-        "is neither a Hugging Face model folder (config.json) nor a check",
-    ),
+    "no model at all": ("", "is neither a Hugging Face model folder (config.json) nor a check"),
 }
 
 
@@ -162,11 +153,7 @@ def test_a_batch_larger_than_memory_is_refused_before_and_while_it_runs(bundle, 
     before = {"adapters.verl_common.loading._free_bytes": {"return_value": 2**19}}
     sentence = "2 x 17 tokens and this model need at least 0.6 MiB per process, and 0.5 MiB are"
     _is_refused(replay(bundle, models / "model", patches=before), sentence)
-    for error in (
-        torch.OutOfMemoryError("out"),
-        MemoryError(),
-        RuntimeError("can't allocate memory"),
-    ):
+    for error in (torch.OutOfMemoryError("out"), MemoryError(), RuntimeError("can't allocate memory")):
         meanwhile = {"replay.__main__.localize": {"side_effect": error}}
         sentence = "The memory ran out: use more processes (torchrun) or a larger machine."
         _is_refused(replay(bundle, models / "model", patches=meanwhile), sentence)

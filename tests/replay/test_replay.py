@@ -14,10 +14,7 @@ from tests.replay.conftest import A, edit_meta, edit_tensors
 FULL = f"{A}gradloc.evidence.bundle=full"
 RUNS = {
     "micro-batches of two rows": (),
-    "dynamic micro-batches": (
-        f"{A}use_dynamic_bsz=True",
-        f"{A}ppo_max_token_len_per_gpu=60",
-    ),
+    "dynamic micro-batches": (f"{A}use_dynamic_bsz=True", f"{A}ppo_max_token_len_per_gpu=60"),
     "two mini-batches, sequence sums, KL and entropy": (
         f"{A}ppo_mini_batch_size=8",
         f"{A}loss_agg_mode=seq-mean-token-sum",
@@ -163,12 +160,7 @@ def test_the_oracle_agrees_and_counts_what_a_search_missed(bundle, models, repla
 
 
 def test_a_gradient_that_was_not_finite_is_traced_again(event, models, replay, tmp_path):
-    done = replay(
-        event("nan", plants=[(10, 3, float("nan"))]),
-        models / "model",
-        "--json",
-        tmp_path / "out.json",
-    )
+    done = replay(event("nan", plants=[(10, 3, float("nan"))]), models / "model", "--json", tmp_path / "out.json")
     assert done["code"] == 0, done
     record = json.loads((tmp_path / "out.json").read_text())
     assert record["norm"] == {"event": "NaN", "replay": "NaN"}

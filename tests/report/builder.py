@@ -110,14 +110,7 @@ def make_event(step: int = 5, culprits: list[dict] | None = None, **changes: Any
     made = Event(
         event_id=event_id,
         run=Run("tests", "report"),
-        step=Step(
-            global_step=step,
-            num_mini_batches=1,
-            num_micro_batches=4,
-            world_size=2,
-            dp_size=2,
-            sp_size=1,
-        ),
+        step=Step(global_step=step, num_mini_batches=1, num_micro_batches=4, world_size=2, dp_size=2, sp_size=1),
         trigger=Trigger(kind="fixed", grad_norm=norm, threshold=52.26, tau=640.0, num_tokens=150),
         search=Search(
             strategy="bisect",

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The runs that these tests build are runs that the trainer could have written."""
 
-import json
-
-import jsonschema
 import pytest
 
-from tests.report.builder import HOSTILE, SCHEMAS, make_culprit, make_event, make_sequence
+from tests.report.builder import HOSTILE, make_culprit, make_event, make_sequence
+from tests.world.events import validate
 
 
 @pytest.mark.parametrize(
@@ -15,10 +13,7 @@ from tests.report.builder import HOSTILE, SCHEMAS, make_culprit, make_event, mak
         ("event", make_event()),
         ("event", make_event(culprits=[], shares=None, folder=None)),
         ("event", make_event(culprits=[make_culprit(share=None, advantage="NaN")])),
-        (
-            "sequences",
-            {"schema_version": 1, "event_id": "e", "sequences": [make_sequence(tokens=HOSTILE)]},
-        ),
+        ("sequences", {"schema_version": 1, "event_id": "e", "sequences": [make_sequence(tokens=HOSTILE)]}),
         ("event", make_event(culprits=[make_culprit(tokens=None, text_before=None)])),
         (
             "sequences",
@@ -31,5 +26,4 @@ from tests.report.builder import HOSTILE, SCHEMAS, make_culprit, make_event, mak
     ],
 )
 def test_a_built_record_keeps_the_schema(name, record):
-    schema = json.loads((SCHEMAS / f"{name}.v1.schema.json").read_text())
-    jsonschema.validate(record, schema)
+    validate(name, record)

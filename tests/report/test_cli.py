@@ -84,10 +84,7 @@ def test_an_unknown_event_is_refused_with_the_names_there_are(folder, capsys):
     assert len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [("missing", "does not exist"), ("", "holds no run's log")],
-)
+@pytest.mark.parametrize(("argument", "words"), [("missing", "does not exist"), ("", "holds no run's log")])
 def test_what_is_no_run_is_refused_in_one_line(tmp_path, capsys, argument, words):
     (tmp_path / "a.txt").write_text("")
     assert main([str(tmp_path / argument)]) == 2

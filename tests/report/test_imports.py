@@ -27,10 +27,7 @@ def test_a_report_is_written_with_torch_and_verl_absent(tmp_path):
     folder = write_run(tmp_path / "run", [make_event()], metrics=make_metrics())
     out = tmp_path / "report.html"
     done = subprocess.run(
-        [sys.executable, "-c", BLOCK, str(folder), "-o", str(out)],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", BLOCK, str(folder), "-o", str(out)], cwd=REPO, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert out.is_file()

@@ -110,10 +110,7 @@ def train(overrides: list[str], dump_dir: str, num_steps: int = 3) -> dict[str, 
 
 def by_hand(dump_dir: str, eta: float) -> dict[str, Any]:
     """Lopti through the hook, and the same two updates called one after the other by hand."""
-    settings = [
-        "actor_rollout_ref.actor.use_kl_loss=true",
-        "actor_rollout_ref.actor.kl_loss_coef=0.1",
-    ]
+    settings = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.1"]
     ours = make_trainer([*settings, ALGORITHM, f"algorithm.lopti.eta={eta}"], dump_dir)
     ours.update(batch_of(5))
     plain = make_trainer(settings, dump_dir)
@@ -134,10 +131,7 @@ def by_hand(dump_dir: str, eta: float) -> dict[str, Any]:
 
 def spike_in_a_stage(dump_dir: str, is_low: bool) -> dict[str, Any]:
     """A spike planted among the low- or the high-probability tokens, with the localizer on."""
-    on = [
-        "actor_rollout_ref.actor.spike_detection=true",
-        "actor_rollout_ref.actor.grad_norm_threshold=640",
-    ]
+    on = ["actor_rollout_ref.actor.spike_detection=true", "actor_rollout_ref.actor.grad_norm_threshold=640"]
     trainer = make_trainer([*on, ALGORITHM], dump_dir)
     batch = batch_of(1)
     prob = batch.batch["old_log_probs"].exp()
@@ -149,11 +143,7 @@ def spike_in_a_stage(dump_dir: str, is_low: bool) -> dict[str, Any]:
     return {
         "planted": (row, position),
         "events": [
-            {
-                "found": address(e),
-                "stage": e["step"]["stage"],
-                "verdict": e["certificate"]["verdict"],
-            }
+            {"found": address(e), "stage": e["step"]["stage"], "verdict": e["certificate"]["verdict"]}
             for e in out["events"]
         ],
         "metrics": out["metrics"],

@@ -78,10 +78,7 @@ def test_the_stages_are_disjoint_and_complete_even_with_a_probability_that_is_no
 
 
 WRONG = [
-    (
-        "algorithm.advantage_reweighting.alpha=1.5",
-        "alpha must be a number from 0 (off) to 1, found 1.5",
-    ),
+    ("algorithm.advantage_reweighting.alpha=1.5", "alpha must be a number from 0 (off) to 1, found 1.5"),
     ("algorithm.advantage_reweighting.alpha=-0.1", "alpha must be a number from 0 (off) to 1"),
     ("algorithm.lopti.eta=1", "lopti.eta must be a number between -1 and 1, exclusive, found 1"),
     ("algorithm.lopti.eta=-1.0", "lopti.eta must be a number between -1 and 1, exclusive"),

@@ -40,9 +40,7 @@ def test_and_to_that_of_the_shortcut_which_takes_the_current_log_probs_for_the_o
 
 def test_the_metrics_of_the_stages_are_told_apart_and_their_losses_add_up(world, dump_dir):
     found = world.run(
-        "tests.reweighting.scenarios.stage_gradients",
-        overrides=TERMS + TWO_MINI_BATCHES,
-        dump_dir=dump_dir,
+        "tests.reweighting.scenarios.stage_gradients", overrides=TERMS + TWO_MINI_BATCHES, dump_dir=dump_dir
     )[0]
     both, ordinary = found["metrics"], found["ordinary_metrics"]
     for key in ("actor/pg_loss", "actor/kl_loss"):

@@ -12,11 +12,7 @@ from tests.world import REPO
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
-METHODS = [
-    "algorithm.advantage_reweighting.alpha=0.3",
-    "algorithm.lopti.enable=true",
-    "algorithm.lopti.eta=0.9",
-]
+METHODS = ["algorithm.advantage_reweighting.alpha=0.3", "algorithm.lopti.enable=true", "algorithm.lopti.eta=0.9"]
 SPIKES = ["actor_rollout_ref.actor.spike_detection=true"]
 RUNS = {
     "GRPO, bucket analysis, KL and entropy": ["buckets-demo", "demo.steps=2", *SPIKES],

@@ -2,6 +2,7 @@
 """Read what a run wrote, and hold it against the published schemas."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,4 +28,12 @@ def read_events(dump_dir: str) -> list[dict[str, Any]]:
 
 def validate(name: str, document: dict[str, Any]) -> None:
     """Raise when a document does not follow its published schema."""
-    jsonschema.validate(document, json.loads((SCHEMAS / f"{name}.v1.schema.json").read_text()))
+    error = jsonschema.exceptions.best_match(_validator(name).iter_errors(document))
+    if error is not None:
+        raise error
+
+
+@cache
+def _validator(name: str) -> jsonschema.Draft202012Validator:
+    """That it is one, tests/record/test_schemas.py holds: to look again takes most of a second."""
+    return jsonschema.Draft202012Validator(json.loads((SCHEMAS / f"{name}.v1.schema.json").read_text()))

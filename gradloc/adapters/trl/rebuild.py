@@ -44,13 +44,9 @@ def start_processes() -> None:
 
 
 class ReplayStep(Replayed, TrlStep):
-    """The event's step, as far as the bundle holds it: this process's micro-batches.
+    """The event's step, as far as the bundle holds it: this process's micro-batches, from :func:`deal`.
 
-    Args:
-        actor: from :func:`build_actor`.
-        bundle: the event.
-        places: this process's micro-batches, from :func:`deal`.
-        tick: called after every forward.
+    ``tick`` is called after every forward.
     """
 
     def __init__(self, actor: Any, bundle: Bundle, places: list[Entry | None], tick: Callable[[], Any]):

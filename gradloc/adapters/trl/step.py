@@ -32,10 +32,7 @@ _PLAIN = {"beta": 0.0, "top_entropy_quantile": 1.0, "off_policy_mask_threshold":
 class TrlStep(LossOfGiven):
     """All micro-batches of one optimizer step: see :class:`~...core.step.TrainingStep`.
 
-    Args:
-        trainer: TRL's.
-        model: as the trainer calls it, under DDP or FSDP2.
-        dp_size: processes.
+    The model is as TRL's trainer calls it, under DDP or FSDP2; ``dp_size`` counts processes.
     """
 
     window: int | None = None

@@ -34,10 +34,7 @@ _ACTOR_KEYS = (
 
 
 def build_analysis(trainer: Any) -> Optional["Analysis"]:
-    """The trainer's analyses and rollout filter, or None while all are off.
-
-    Args:
-        trainer: verl's ``RayPPOTrainer``, its data loaded.
+    """The analyses and rollout filter of verl's ``RayPPOTrainer``, its data loaded, or None while all are off.
 
     Raises:
         ValueError: one sentence that names a key with a bad value, also while the features are off.
@@ -58,11 +55,7 @@ def build_analysis(trainer: Any) -> Optional["Analysis"]:
 class Analysis(Analyses):
     """Filters the rollouts and, at the steps that are due, splits the gradient that they are about to cause.
 
-    Args:
-        trainer: verl's.
-        buckets: None: no analysis by bucket.
-        quartiles: None: no analysis by quartile.
-        chosen: the filter's settings.
+    Without settings there is no analysis by bucket, or by quartile.
     """
 
     def __init__(
@@ -78,16 +71,9 @@ class Analysis(Analyses):
         self._trainer = trainer
 
     def run(self, trainer: Any, batch: DataProto, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
-        """Scale the filtered batch's advantages, and analyse where the step is due.
+        """Scale the filtered batch's advantages, and analyse where the step is due; whether the run is to end here.
 
-        Args:
-            trainer: verl's trainer, just before the actor's update.
-            batch: the training batch, with advantages; not changed by the analyses.
-            metrics: of the step; added to.
-            timing_raw: of the step; added to.
-
-        Returns:
-            Whether the run is to end here.
+        Just before the actor's update. The analyses leave the batch as it is, and add to metrics and times of the step.
         """
         self._trainer = trainer
         self.filter.scale_advantages(batch)

@@ -54,12 +54,7 @@ class WatchedCritic(DataParallelPPOCritic):
 
 
 class CriticWatch(Watch):
-    """What the critic calls, in the order of the methods.
-
-    Args:
-        critic: verl's.
-        settings: those that hold for it.
-    """
+    """What verl's critic calls, in the order of the methods."""
 
     scaler = None
     module = property(lambda self: self.critic.critic_module)

@@ -35,12 +35,7 @@ def ranks_of(actor: Any) -> Ranks:
 
 
 class ActorHook(Watch):
-    """What verl's actor calls, in the order of the methods.
-
-    Args:
-        actor: verl's ``DataParallelPPOActor``.
-        settings: those that hold.
-    """
+    """What verl's ``DataParallelPPOActor`` calls, in the order of the methods."""
 
     module = property(lambda self: self.actor.actor_module)
     optimizer = property(lambda self: self.actor.actor_optimizer)

@@ -93,12 +93,7 @@ def clip_limit(config: Any) -> Any:
 
 
 class TrainerHook(TrainerParts):
-    """The parts that are on, behind the calls that verl's trainer makes.
-
-    Args:
-        trainer: verl's, where the critic's updates are looked into.
-        parts: see :class:`~..verl_common.trainer.TrainerParts`.
-    """
+    """The parts that are on, behind the calls that verl's trainer makes."""
 
     def __init__(self, trainer: Any = None, **parts: Any):
         super().__init__(**parts)
@@ -140,14 +135,9 @@ class TrainerHook(TrainerParts):
         return self.analysis is not None and self.analysis.run(trainer, batch, metrics, timing_raw)
 
     def update(self, trainer: Any, batch: Any) -> Any:
-        """The actor's update: once, or in Lopti's two stages.
+        """The actor's update: once, or in Lopti's two stages; its output is verl's DataProto with ``metrics``.
 
-        Args:
-            trainer: verl's trainer.
-            batch: verl's DataProto, in the order in which it is dispatched.
-
-        Returns:
-            The update's output, verl's DataProto with ``metrics``.
+        The batch is verl's DataProto, in the order in which it is dispatched.
         """
         if self.lopti is None:
             return self._update_once(trainer, batch)

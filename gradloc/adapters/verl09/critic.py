@@ -40,10 +40,6 @@ class GradLocValueEngine(WatchedFSDP, FSDPEngineWithValueHead):
 
 
 def watch_critic(worker: Any) -> DataProto:
-    """Runs in each of the critic's workers, once it is built: its engine is ours from here on.
-
-    Args:
-        worker: verl's ``TrainingWorker``.
-    """
+    """Runs in each of the critic's workers (``TrainingWorker``), once it is built: its engine is ours from here on."""
     worker.engine.__class__ = GradLocValueEngine
     return DataProto()

@@ -28,12 +28,7 @@ CLIPPING = Clipping(transformer_impl)
 
 
 class EngineWatch(Watch):
-    """What the engine calls, in the order of the methods.
-
-    Args:
-        engine: verl's.
-        settings: those that hold.
-    """
+    """What verl's engine calls, in the order of the methods."""
 
     module = property(lambda self: self.engine.module)
     optimizer = property(lambda self: self.engine.optimizer)
@@ -182,11 +177,7 @@ def _forget(metrics: Any) -> None:
 
 
 def watch_actor(worker: Any) -> DataProto:
-    """Runs in each of the actor's workers, once it is built: its engine is ours from here on.
-
-    Args:
-        worker: verl's ``ActorRolloutRefWorker``.
-    """
+    """Runs in each ``ActorRolloutRefWorker``, once it is built: its engine is ours from here on."""
     engine = worker.actor.engine
     if engine.engine_config.strategy == "megatron":
         from .megatron.engine import GradLocMegatronEngine  # Megatron is there with that engine alone

@@ -66,13 +66,9 @@ class ReplayEngine(FSDPEngineWithLMHead):
 
 
 class ReplayStep(Replayed, EngineStep):
-    """The event's step, as far as the bundle holds it: this process's micro-batches.
+    """The event's step, as far as the bundle holds it: this process's micro-batches, from :func:`deal`.
 
-    Args:
-        engine: from :func:`build_actor`.
-        bundle: the event.
-        places: this process's micro-batches, from :func:`deal`.
-        tick: called after every forward.
+    ``tick`` is called after every forward.
     """
 
     def __init__(self, engine: ReplayEngine, bundle: Bundle, places: list[Entry | None], tick: Callable[[], Any]):

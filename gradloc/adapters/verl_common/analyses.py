@@ -25,12 +25,7 @@ def analyses_in(config: Any) -> tuple[BucketSettings | None, QuartileSettings | 
 
 
 def run_of(config: Any, root: str) -> Run:
-    """The run.
-
-    Args:
-        config: the trainer's whole config.
-        root: where to write, absolute.
-    """
+    """The run by the trainer's whole config, written about under an absolute root."""
     actor = config.actor_rollout_ref.actor
     return Run(
         root=root,

@@ -17,24 +17,13 @@ _ROWS_PART = 512  # positions whose logits are held at a time, where a fused ker
 def logit_bytes(is_scaled: bool = False, has_entropy: bool = False) -> float:
     """What a forward alone holds for each logit at its peak, in bytes: the float32 logits and what verl makes of them.
 
-    Args:
-        is_scaled: whether a temperature makes a second tensor of them.
-        has_entropy: whether entropies are computed from all of them at once.
+    A temperature makes a second tensor of them; entropies are computed from all of them at once.
     """
     return 4.5 + 4.0 * is_scaled + 8.0 * has_entropy
 
 
 def precise_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``linear`` in float32, of hidden states and weights of any precision.
-
-    Args:
-        hidden: (..., H).
-        weight: (V, H).
-        bias: (V,) or None.
-
-    Returns:
-        float32 (..., V); no graph.
-    """
+    """``linear`` of hidden states (..., H) and weights (V, H) of any precision: float32 (..., V), no graph."""
     rows = hidden.reshape(-1, hidden.shape[-1])
     if _has_wide_product(rows, weight):
         out = torch.mm(rows, weight.T, out_dtype=torch.float32)

@@ -12,11 +12,9 @@ _KEY = "gradloc_report_"
 
 
 def reports_of(group: Any, ask: Callable[[Any], DataProto]) -> list[Any]:
-    """What all processes answer, in their order.
+    """What all processes of verl's worker group answer, in their order.
 
-    Args:
-        group: verl's worker group.
-        ask: a plain function that runs in each worker, and returns an :func:`answer`.
+    ``ask`` is a plain function that runs in each worker, and returns an :func:`answer`.
     """
     found = group.execute_with_func_generator(ask).meta_info
     by_process = {int(key.removeprefix(_KEY)): value for key, value in found.items() if key.startswith(_KEY)}

@@ -59,14 +59,7 @@ def limit_of_all(config: Any, grad_clip: Any) -> float | None:
 class TrainerParts:
     """The parts that are on; their states lie in one file beside each checkpoint.
 
-    Args:
-        spikes: localization.
-        critic: the critic's.
-        alpha: of Advantage Reweighting; 0 is off.
-        lopti: the update in two stages.
-        stabilizers: memory of the actor's stabilizers.
-        monitor: the health monitor.
-        analysis: the gradient analyses and the rollout filter.
+    ``alpha`` is of Advantage Reweighting, 0 is off; ``lopti`` is the update in two stages.
     """
 
     def __init__(

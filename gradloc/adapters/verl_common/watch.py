@@ -22,10 +22,6 @@ from .weights import save_event_weights
 class Watch:
     """The parts that are on, called in the order of the methods; also the model's powers: see
     :class:`~...loop.localizer.ActorPowers`. An adapter says what verl calls the model's own parts.
-
-    Args:
-        settings: those that hold.
-        ranks: the data-parallel ranks.
     """
 
     takes_what_is_not_finite = False

@@ -22,13 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def save_event_weights(module: torch.nn.Module, settings: Any, global_step: int, ranks: Ranks) -> str | None:
-    """Save the weights that an event happened at, as ``gradloc.evidence`` asks for it.
-
-    Args:
-        module: see :func:`save_weights`.
-        settings: those that hold, see :func:`~..config.resolve`.
-        global_step: the trainer's.
-        ranks: all of them call this together.
+    """Save the weights that an event happened at, as ``gradloc.evidence`` asks for it; all ranks call this together.
 
     Returns:
         The folder; None where none are to be saved, or could not be, or ``evidence.max_gb`` is reached.
@@ -40,10 +34,8 @@ def save_event_weights(module: torch.nn.Module, settings: Any, global_step: int,
 def save_weights(module: torch.nn.Module, folder: str, ranks: Ranks) -> bool:
     """Write this rank's shards, and on the first process what tells verl's readers how to put them together.
 
-    Args:
-        module: the actor's, under FSDP1 or FSDP2.
-        folder: absolute; each node writes to its own file system, as with verl's checkpoints.
-        ranks: all of them call this together.
+    All ranks call this together, of a module under FSDP1 or FSDP2. The folder is absolute; each node writes to its own
+    file system, as with verl's checkpoints.
 
     Returns:
         Whether every rank has written; where one has not, the others take back what they wrote.

@@ -20,13 +20,10 @@ ALL = "all"
 def bucket_records(
     raw: BucketNumbers, buckets: dict[str, list[int]], groups: Groups, tokens: np.ndarray
 ) -> tuple[Bucket, ...]:
-    """One record per bucket in order, then ``all``.
+    """One record per bucket, by its groups, in order, then ``all``.
 
-    Args:
-        raw: what :meth:`~.probe.BucketProbe.record` returned for these buckets.
-        buckets: name -> groups.
-        groups: of the analysed batch.
-        tokens: (R,) response tokens of each row.
+    ``raw`` is what :meth:`~.probe.BucketProbe.record` returned for these buckets; ``tokens`` (R,) counts each row's
+    response tokens.
     """
     everything = [group for members in buckets.values() for group in members]
     named = [*buckets.items(), (ALL, everything)]

@@ -40,11 +40,6 @@ class BucketProbe(RowProbe):
     """One analysis on one rank; every rank makes the same calls in the same order.
 
     Gradients that have to be kept, one per bucket and two per term, wait in host memory.
-
-    Args:
-        actor: whose gradient it is.
-        ranks: the data-parallel ranks.
-        space: the actor's parameters; ``.grad`` is scratch space.
     """
 
     def __init__(self, actor: Actor, ranks: Ranks, space: GradientSpace):
@@ -57,12 +52,7 @@ class BucketProbe(RowProbe):
         self._frozen: Frozen | None = None
 
     def measure(self, rows: Rows, num_buckets: int) -> None:
-        """Fill in everything that :meth:`record` reports.
-
-        Args:
-            rows: this rank's, as many as every other rank has, with ``BUCKET_KEY``.
-            num_buckets: K, of the whole batch.
-        """
+        """Fill in all that :meth:`record` reports, from as many rows as every other rank has, with ``BUCKET_KEY``."""
         self._hold(rows)
         forwarded = forward(self.actor, rows)
         self.num_forwards += len(forwarded)

@@ -69,11 +69,9 @@ class QuartileProbe(RowProbe):
         self.log_probs: dict[str, torch.Tensor | None] = {}
 
     def measure(self, rows: Rows, num_sampled: int) -> None:
-        """Fill in everything that :meth:`record` reports.
+        """Fill in everything that :meth:`record` reports, with ``num_sampled`` (S) tokens over all ranks.
 
-        Args:
-            rows: this rank's, with ``BUCKET_KEY`` (-1 for filling rows, else 0), ``QUARTILE_KEY`` and ``SAMPLE_KEY``.
-            num_sampled: S, over all ranks.
+        This rank's rows have ``BUCKET_KEY`` (-1 for filling rows, else 0), ``QUARTILE_KEY`` and ``SAMPLE_KEY``.
         """
         self._hold(rows)
         weights = self._training_pass()

@@ -9,8 +9,10 @@ import csv
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..errors import ReportError
 from ..logs import read_file
@@ -73,55 +75,63 @@ def _order(bucket: str) -> tuple[bool, int]:
 
 
 def read_analyses(path: Path) -> tuple[dict[int, Analysis], list[str]]:
-    """Read a run's analyses, by step.
-
-    Args:
-        path: the run's folder, or any folder that holds ``gradient_analysis/`` or metrics.
-
-    Returns:
-        The analyses, and a sentence for each thing that could not be read.
+    """The analyses of a run, or of any folder that holds ``gradient_analysis/`` or metrics, by step, and notes.
 
     Raises:
         ReportError: when there is none.
     """
+    return read_steps(path, FOLDER, "gradient", _from_record, _from_logs)
+
+
+Found = tuple[dict[int, Any], list[str]]
+"""Analyses by step, and a sentence for each thing that could not be read."""
+
+
+def read_steps(
+    path: Path,
+    folder: str,
+    kind: str,
+    parse: Callable[[dict], tuple[int, Any]],
+    otherwise: Callable[[Path], Found] = lambda path: ({}, []),
+) -> Found:
+    """What the trainer wrote itself into ``folder/step_<N>.json``; where there is nothing, what can be had otherwise.
+
+    Raises:
+        ReportError: when there is no analysis of that kind.
+    """
     if not path.is_dir():
         raise ReportError(f"{path} is not a folder: name the folder of a run.")
-    found, notes = _from_files(path)
+    found: dict[int, Any] = {}
+    notes: list[str] = []
+    for file in files(path, folder, "step_*.json"):
+        try:
+            step, analysis = parse(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, KeyError, TypeError) as error:
+            notes.append(f"{file.name} cannot be read ({error}) and was left out.")
+            continue
+        if analysis is not None:
+            found[step] = analysis
     if not found:
-        found, more = _from_logs(path)
+        found, more = otherwise(path)
         notes += more
     if not found:
         why = f" {notes[0]}" if notes else ""
         raise ReportError(
-            f"{path} holds no gradient analysis: none was due, or trainer.gradient_analysis_mode was off.{why}"
+            f"{path} holds no {kind} analysis: none was due, or trainer.{kind}_analysis_mode was off.{why}"
         )
     return dict(sorted(found.items())), notes
 
 
-def _from_files(path: Path) -> tuple[dict[int, Analysis], list[str]]:
-    """What the trainer wrote itself: ``gradient_analysis/step_<N>.json``."""
-    found: dict[int, Analysis] = {}
-    notes: list[str] = []
-    for file in files(path, FOLDER, "step_*.json"):
-        try:
-            record = json.loads(file.read_text(encoding="utf-8"))
-            analysis = from_metrics(int(record["global_step"]), _numbers(record["metrics"]))
-            if analysis is None:
-                continue
-            analysis.table = [(g["bucket"], float(g["reward_std"])) for g in record["groups"]]
-        except (ValueError, KeyError, TypeError) as error:
-            notes.append(f"{file.name} cannot be read ({error}) and was left out.")
-            continue
-        found[analysis.step] = analysis
-    return found, notes
-
-
-def _numbers(row: dict) -> dict[str, float]:
+def _from_record(record: dict) -> tuple[int, Analysis | None]:
     # "NaN" and "Infinity" are how the trainer spells what JSON has no number for
-    return {name: float(value) for name, value in row.items() if value is not None}
+    row = {name: float(value) for name, value in record["metrics"].items() if value is not None}
+    analysis = from_metrics(int(record["global_step"]), row)
+    if analysis is not None:
+        analysis.table = [(group["bucket"], float(group["reward_std"])) for group in record["groups"]]
+    return int(record["global_step"]), analysis
 
 
-def _from_logs(path: Path) -> tuple[dict[int, Analysis], list[str]]:
+def _from_logs(path: Path) -> Found:
     """The trackers' own files: verl's ``file`` logger, CSV, TensorBoard; tables from our CSV."""
     found: dict[int, Analysis] = {}
     notes: list[str] = []

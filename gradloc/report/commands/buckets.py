@@ -5,6 +5,7 @@ import argparse
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 from ..analyses.buckets import Analysis, from_json, read_analyses, to_json
 from ..errors import ReportError
@@ -47,15 +48,24 @@ def run(args: argparse.Namespace) -> int:
     if args.list_steps:
         print("\n".join(_line(analysis) for analysis in analyses.values()))
         return 0
-    for step in args.step or analyses:
-        if step not in analyses:
-            there = ", ".join(map(str, analyses))
-            raise ReportError(f"step {step} was not analysed: there are {there}.")
+    wanted = chosen(analyses, args.step)
     folder.mkdir(parents=True, exist_ok=True)
-    for step in args.step or analyses:
-        for path in write(analyses[step], folder):
+    for analysis in wanted:
+        for path in write(analysis, folder):
             print(path)
     return 0
+
+
+def chosen(analyses: dict[int, Any], steps: list[int] | None) -> list[Any]:
+    """The analyses of these steps, or all.
+
+    Raises:
+        ReportError: names the steps there are.
+    """
+    for step in steps or ():
+        if step not in analyses:
+            raise ReportError(f"step {step} was not analysed: there are {', '.join(map(str, analyses))}.")
+    return [analyses[step] for step in steps or analyses]
 
 
 def _read(args) -> tuple[dict[int, Analysis], list[str], Path]:
@@ -74,27 +84,20 @@ def _line(analysis: Analysis) -> str:
 
 
 def write(analysis: Analysis, folder: Path) -> list[Path]:
-    """Write the files of one step.
-
-    Returns:
-        Their paths: five figures, the metrics and the groups' deviations.
-    """
+    """Write the files of one step: five figures, the metrics and the groups' deviations; returns their paths."""
     from ..figures.buckets import FIGURES
 
-    paths = []
-    for name, draw in FIGURES.items():
-        path = folder / f"gradient_analysis_{name}_step_{analysis.step}.png"
+    def place(name: str, ending: str) -> Path:
+        return folder / f"gradient_analysis_{name}_step_{analysis.step}.{ending}"
+
+    figures, metrics = [place(name, "png") for name in FIGURES], place("metrics", "json")
+    for draw, path in zip(FIGURES.values(), figures, strict=True):
         save(draw(analysis), path)
-        paths.append(path)
-    path = folder / f"gradient_analysis_metrics_step_{analysis.step}.json"
-    path.write_text(json.dumps(to_json(analysis), indent=1, allow_nan=False) + "\n", "utf-8")
-    paths.append(path)
-    path = folder / f"gradient_analysis_bucket_rv_table_step_{analysis.step}.csv"
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("bucket", "reward_std"))
-        writer.writerows(analysis.table)
-    return [*paths, path]
+    metrics.write_text(json.dumps(to_json(analysis), indent=1, allow_nan=False) + "\n", "utf-8")
+    table = place("bucket_rv_table", "csv")
+    with table.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([("bucket", "reward_std"), *analysis.table])
+    return [*figures, metrics, table]
 
 
 def save(figure, path: Path) -> None:

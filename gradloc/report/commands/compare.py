@@ -24,13 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     parser.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder or log")
     parser.add_argument("run_b", type=Path, metavar="RUN_B", help="another's")
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write an HTML page, or the format asked for",
-    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write an HTML page, or the format asked for")
     parser.add_argument("--format", choices=("md", "json"), help="Markdown or JSON")
 
 
@@ -57,11 +51,7 @@ def run(args: argparse.Namespace) -> int:
         text = _markdown(found)
     else:
         text = page.render_comparison(runs, found, notes)
-    if args.output is None:
-        print(text, end="")
-    else:
-        output.write(args.output, text)
-        print(args.output)
+    output.deliver(args.output, text)
     terminal.warn(notes)
     return 0
 

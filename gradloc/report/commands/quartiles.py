@@ -9,8 +9,7 @@ from ...record.analysis import Moved, Update
 from ...record.store import plain
 from ...words.numbers import number, percent
 from ..analyses.quartiles import SPLITS, Analysis, read_quartiles
-from ..errors import ReportError
-from .buckets import save
+from .buckets import chosen, save
 
 OUTPUTS = "quartile_analysis_outputs"
 WIDTH = 92
@@ -36,20 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints a table and draws a figure for each step; returns 0."""
     analyses, notes = read_quartiles(args.run_dir)
-    for step in args.step or ():
-        if step not in analyses:
-            there = ", ".join(map(str, analyses))
-            raise ReportError(f"step {step} was not analysed: there are {there}.")
-    chosen = [analyses[step] for step in args.step or analyses]
+    wanted = chosen(analyses, args.step)
     if args.json:
-        print(json.dumps(plain({"steps": chosen, "notes": notes}), indent=1, allow_nan=False))
+        print(json.dumps(plain({"steps": wanted, "notes": notes}), indent=1, allow_nan=False))
         return 0
     for note in notes:
         print(f"note: {note}")
     from ..figures.quartiles import figure_of
 
     folder = args.output_dir or Path(OUTPUTS) / args.run_dir.resolve().name
-    for analysis in chosen:
+    for analysis in wanted:
         show(analysis)
         path = folder / f"quartiles_step_{analysis.global_step}.{args.format}"
         save(figure_of(analysis), path)
@@ -75,7 +70,7 @@ def show(analysis: Analysis) -> None:
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for index, quartile in enumerate(analysis.quartiles):
-        changes = [_change(analysis.update(name), index) for name in UPDATES[:3]]
+        changes = [_change(analysis.updates.get(name), index) for name in UPDATES[:3]]
         table.add_row(
             quartile.name,
             f"{quartile.num_tokens:,} ({percent(quartile.token_share)})",
@@ -96,7 +91,7 @@ def show(analysis: Analysis) -> None:
     optimizer = analysis.optimizer
     console.print(f"{optimizer.name}, learning rate {number(optimizer.learning_rate, 3)}:")
     for name in UPDATES:
-        console.print(f"  {_line(name, analysis.update(name))}")
+        console.print(f"  {_line(name, analysis.updates.get(name))}")
 
 
 def _change(update: Update | None, quartile: int) -> str:

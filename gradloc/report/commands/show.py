@@ -5,12 +5,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from ...record import Event
 from .. import output
 from ..pages import exports, logview, page, terminal
-from ..runs.run import RunFolder, read_logs, read_run
-
-FORMATS = ("md", "json", "csv")
+from ..runs.run import read_logs, read_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a run's folder or events.jsonl, or logs of runs without gradloc: files, folders, - for standard input",
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write to this file; HTML by default")
-    parser.add_argument("--format", choices=FORMATS, help="write this instead of HTML; without -o, print it")
+    parser.add_argument("--format", choices=exports.FORMATS, help="write this instead of HTML; without -o, print it")
     parser.add_argument("--event", action="append", metavar="ID", help="only this event; may be given again")
     parser.add_argument("--list", action="store_true", help="the events' names and nothing else")
     parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
@@ -44,32 +41,15 @@ def run(args: argparse.Namespace) -> int:
         for event in events:
             print(event.event_id)
         return 0
-    if args.format:
-        return _export(args, found, events)
-    if args.output is None:
+    if args.format is None and args.output is None:
         if found.events_root is None:
             logview.show(found)
         else:
             terminal.summary(found, events)
         return 0
-    return _page(args, found, events)
-
-
-def _export(args: argparse.Namespace, found: RunFolder, events: list[Event]) -> int:
-    text = exports.FORMATS[args.format](found, events)
-    if args.output is None:
-        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-        sys.stdout.write(text)
-    else:
-        output.write(args.output, text)
-        print(args.output)
+    made = exports.FORMATS[args.format] if args.format else page.render
+    output.deliver(args.output, made(found, events))
     terminal.warn(found.notes)
-    return 0
-
-
-def _page(args: argparse.Namespace, found: RunFolder, events: list[Event]) -> int:
-    output.write(args.output, page.render(found, events))
-    terminal.warn(found.notes)
-    print(args.output)
-    print(f"Open it in a browser: {args.output.resolve().as_uri()}", file=sys.stderr)
+    if args.format is None:
+        print(f"Open it in a browser: {args.output.resolve().as_uri()}", file=sys.stderr)
     return 0

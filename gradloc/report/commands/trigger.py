@@ -76,8 +76,7 @@ def run(args: argparse.Namespace) -> int:
         from ..pages import trigger as page  # matplotlib takes a second to import
 
         drawn = {name: sorted(sum(found.judged, []), key=lambda j: j.step) for name, found in runs.items()}
-        output.write(args.output, page.svg(drawn) if args.output.suffix == ".svg" else page.html(drawn))
-        print(args.output)
+        output.deliver(args.output, page.svg(drawn) if args.output.suffix == ".svg" else page.html(drawn))
     if args.json is None and args.output is None:
         console = Console(highlight=False)
         for name, found in runs.items():
@@ -117,11 +116,7 @@ def _write_json(path: Path, found: Diagnosis) -> None:
         for j in judged
     ]
     text = json.dumps(plain({"steps": steps}), indent=1, allow_nan=False) + "\n"
-    if str(path) == "-":
-        print(text, end="")
-    else:
-        output.write(path, text)
-        print(path)
+    output.deliver(None if str(path) == "-" else path, text)
 
 
 def _print(console: Console, name: str, found: Diagnosis) -> None:

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         elif console.is_terminal:
             _screen(follower, args.interval, console)
         else:
-            _lines(follower, args.interval, console)
+            _lines(follower, args.interval, console, set())
     return 0
 
 
@@ -66,9 +66,8 @@ def _screen(follower: Follower, interval: float, console: Console) -> None:
             live.update(view(follower, console.width), refresh=True)
 
 
-def _lines(follower: Follower, interval: float, console: Console) -> None:
-    """Without a terminal: a line for each event."""
-    known: set[str] = set()
+def _lines(follower: Follower, interval: float, console: Console, known: set[str]) -> None:
+    """A line for each event that is not known yet, as they come."""
     while True:
         for line in news(follower.run, known) if follower.run else ():
             console.print(Text(line), soft_wrap=True)
@@ -89,10 +88,6 @@ def _serve(follower: Follower, args: argparse.Namespace, console: Console) -> No
         console.print(Text(f"{site.url}  shows {args.run_dir} as it grows; Ctrl-C ends."), soft_wrap=True)
         known = {event.event_id for event in follower.run.events} if follower.run else set()
         try:
-            while True:
-                time.sleep(args.interval)
-                if follower.poll():
-                    for line in news(follower.run, known):
-                        console.print(Text(line), soft_wrap=True)
+            _lines(follower, args.interval, console, known)
         finally:
             site.shutdown()

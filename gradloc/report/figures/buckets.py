@@ -18,15 +18,7 @@ from ..analyses.buckets import ALL, LOSSES, TERMS, Analysis
 from .palette import LIGHT, Palette
 from .style import dress
 
-NAMES = {
-    "task": "task (policy)",
-    "entropy": "entropy",
-    "kl": "KL",
-    "policy": "policy",
-    "total": "total",
-}
-
-
+NAMES = {"task": "task (policy)", "entropy": "entropy", "kl": "KL", "policy": "policy", "total": "total"}
 COLOURS = {"task": "calm", "policy": "calm", "entropy": "spike", "kl": "good", "total": "violet"}
 """Which of the palette's palette each term of the loss has; ``all`` has ``danger``'s."""
 
@@ -50,10 +42,7 @@ def norms(analysis: Analysis, palette: Palette = LIGHT) -> Figure:
     """One panel per term: the norm of each bucket's own gradient."""
     terms = analysis.terms or ["task"]
     figure = _figure(4.4 * len(terms), 4.2)
-    for axes, term in zip(np.atleast_1d(figure.subplots(1, len(terms))), terms, strict=True):
-        _bars(axes, analysis, [term], "{}", palette)
-        axes.set_title(NAMES[term])
-        axes.set_ylabel("gradient norm")
+    _row(figure, analysis, terms, "{}", "gradient norm", palette)
     dress(figure, palette, f"Gradient norm of each bucket on its own, step {analysis.step}")
     return figure
 
@@ -63,10 +52,7 @@ def losses(analysis: Analysis, palette: Palette = LIGHT) -> Figure:
     names = [name for name in LOSSES if any(f"loss/{name}" in v for v in analysis.values.values())]
     names = names or ["total"]
     figure = _figure(3.8 * len(names), 4.0)
-    for axes, name in zip(np.atleast_1d(figure.subplots(1, len(names))), names, strict=True):
-        _bars(axes, analysis, [name], "loss/{}", palette)
-        axes.set_title(NAMES[name])
-        axes.set_ylabel("loss, coefficient included")
+    _row(figure, analysis, names, "loss/{}", "loss, coefficient included", palette)
     dress(figure, palette, f"Loss of each bucket, step {analysis.step}")
     return figure
 
@@ -114,6 +100,14 @@ def three_steps(analyses: Sequence[Analysis], labels: Sequence[str], title: str)
 
 def _only(analysis: Analysis, buckets: list[str]) -> Analysis:
     return Analysis(analysis.step, {b: analysis.values[b] for b in buckets if b in analysis.values})
+
+
+def _row(figure: Figure, analysis: Analysis, names, pattern: str, unit: str, palette: Palette) -> None:
+    """A panel for each name."""
+    for axes, name in zip(np.atleast_1d(figure.subplots(1, len(names))), names, strict=True):
+        _bars(axes, analysis, [name], pattern, palette)
+        axes.set_title(NAMES[name])
+        axes.set_ylabel(unit)
 
 
 def _figure(width: float, height: float) -> Figure:

@@ -44,13 +44,13 @@ def figure_of(analysis: Analysis, palette: Palette = LIGHT) -> Figure:
     _norms(top[1], analysis, palette)
     _tokens(top[2], analysis, palette)
     for row, kind in zip(rows, kinds, strict=True):
-        moved = {name: _moved(analysis.update(name), kind) for name in PANELS}
+        moved = {name: _moved(analysis.updates.get(name), kind) for name in PANELS}
         largest = _largest(moved.values())
         for axes, name in zip(row, PANELS, strict=True):
-            _violins(axes, analysis.update(name), moved[name], name, palette)
+            _violins(axes, analysis.updates.get(name), moved[name], name, palette)
             is_own = kind == "own_changes"
             head = OWN.format(PANELS[name][:3]) if is_own else PANELS[name]
-            axes.set_title(f"{head}\n{_said(analysis.update(name), moved[name], name, is_own)}")
+            axes.set_title(f"{head}\n{_said(analysis.updates.get(name), moved[name], name, is_own)}")
             if largest > 0:
                 axes.set_ylim(-1.08 * largest, 1.08 * largest)
     for axes in (top[0], top[1], *(axes for row in rows for axes in row)):
@@ -75,15 +75,7 @@ def _shares(axes: Axes, analysis: Analysis, palette: Palette) -> None:
             if math.isfinite(value):
                 text = percent(value)
                 at = max(value, 0.0)
-                axes.text(
-                    place + offset,
-                    at,
-                    text,
-                    ha="center",
-                    va="bottom",
-                    fontsize=8,
-                    color=palette.ink,
-                )
+                axes.text(place + offset, at, text, ha="center", va="bottom", fontsize=8, color=palette.ink)
     axes.axhline(0, color=palette.muted, linewidth=0.8)
     axes.margins(y=0.3)
     axes.legend(frameon=False, fontsize=8, loc="upper center")
@@ -97,12 +89,7 @@ def _norms(axes: Axes, analysis: Analysis, palette: Palette) -> None:
     for place, value in zip(PLACES, values, strict=True):
         if math.isfinite(value):
             axes.annotate(
-                number(value, 2),
-                (place, value),
-                (7, 5),
-                textcoords="offset points",
-                fontsize=8.5,
-                color=palette.ink,
+                number(value, 2), (place, value), (7, 5), textcoords="offset points", fontsize=8.5, color=palette.ink
             )
     whole = analysis.whole.norm
     if math.isfinite(whole):
@@ -129,14 +116,7 @@ def _tokens(axes: Axes, analysis: Analysis, palette: Palette) -> None:
         drawn += [norm for norm in norms if norm > 0]
         if mine:
             axes.plot(
-                distances,
-                norms,
-                "o",
-                color=shade,
-                markersize=4,
-                alpha=0.65,
-                markeredgewidth=0,
-                label=f"q{index + 1}",
+                distances, norms, "o", color=shade, markersize=4, alpha=0.65, markeredgewidth=0, label=f"q{index + 1}"
             )
     if not drawn:
         axes.text(0.5, 0.5, "no token was sampled", transform=axes.transAxes, ha="center", color=palette.muted)
@@ -195,13 +175,7 @@ def _violin(axes: Axes, place: int, change: Change, edges: list[float], colour: 
     axes.hlines([low, high], place - 0.09, place + 0.09, color=palette.muted, linewidth=0.9)
     axes.vlines(place, most, nearly, color=palette.ink, linewidth=2.0)
     axes.fill_between(
-        [place - 0.07, place + 0.07],
-        quarter,
-        third,
-        facecolor="white",
-        edgecolor=palette.ink,
-        linewidth=0.9,
-        zorder=3,
+        [place - 0.07, place + 0.07], quarter, third, facecolor="white", edgecolor=palette.ink, linewidth=0.9, zorder=3
     )
     axes.hlines(middle, place - 0.07, place + 0.07, color=palette.ink, linewidth=1.2, zorder=4)
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The terminal's view of a run that is going on: norm, threshold, health, the last events."""
 
-import math
-
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -13,25 +11,22 @@ from ...words.numbers import bounded, number
 from ...words.shares import carried
 from ...words.story import headline
 from ...words.text import one_line
+from ..pages.charts import THRESHOLD
+from ..pages.curve import curve
 from ..runs.diagnosis import diagnose
 from ..runs.health import RunHealth, judge
 from ..runs.metrics import MAX, MEAN, Metrics
 from ..runs.run import RunFolder
+from ..runs.trigger import Judged
 from .follow import Follower
 
-BARS = "▁▂▃▄▅▆▇█"
 EVENTS = 8
 """Events listed: the last ones."""
 STYLES = {"healthy": "green", "warning": "yellow", "danger": "bold red"}
 
 
 def view(follower: Follower, width: int) -> Group:
-    """The whole view.
-
-    Args:
-        follower: what was read last.
-        width: columns of the terminal.
-    """
+    """The whole view of what was read last, in so many columns."""
     run = follower.run
     if run is None:
         return Group(Text(f"Waiting: {one_line(follower.waiting)}", style="dim"))
@@ -66,7 +61,7 @@ def _head(run: RunFolder, health: RunHealth) -> Text:
         line.append(f"  step {run.metrics.steps[-1]:,}", style="not bold")
         norm = _last(run.metrics, MAX) or _last(run.metrics, MEAN)
         line.append(f"  norm {number(norm, 3)}", style="not bold")
-    threshold = _last(run.metrics, "gradloc/threshold") if run.metrics else None
+    threshold = _last(run.metrics, THRESHOLD) if run.metrics else None
     if threshold is None and run.events:
         threshold = run.events[-1].trigger.threshold
     if threshold is not None:
@@ -82,26 +77,11 @@ def _last(metrics: Metrics, name: str) -> float | None:
 
 
 def _curve(metrics: Metrics, events: list[Event], width: int) -> list[Text]:
-    """The norm of the last steps as bars on a log scale, and a mark under each step with an event."""
-    name = MAX if metrics.finite(MAX) else MEAN
-    last = list(zip(metrics.steps, metrics.get(name), strict=True))[-max(width - 2, 10) :]
-    known = [math.log(value) for _, value in last if value is not None and 0 < value < math.inf]
-    if not known:
-        return []
-    low, high = min(known), max(known)
-    spiked = {event.step.global_step for event in events}
-    bars, marks = Text(), Text(style="bold red")
-    for step, value in last:
-        is_known = value is not None and 0 < value < math.inf
-        level = (math.log(value) - low) / (high - low) if is_known and high > low else 0.0
-        bars.append(
-            BARS[round(level * (len(BARS) - 1))] if is_known else "?", style="red" if step in spiked else "blue"
-        )
-        marks.append("▲" if step in spiked else " ")
-    scale = (
-        f"steps {last[0][0]:,} to {last[-1][0]:,}, norm {number(math.exp(low), 3)} to {number(math.exp(high), 3)}, log"
-    )
-    return [bars, marks, Text(scale, style="dim")]
+    """Norm and threshold of the last steps, those with an event marked."""
+    spiked, room = {event.step.global_step for event in events}, max(width - 12, 20)
+    logged = zip(metrics.steps, metrics.get(metrics.norm or MEAN), metrics.get(THRESHOLD), strict=True)
+    judged = [Judged(step, norm, limit, step in spiked) for step, norm, limit in logged if norm is not None]
+    return curve([judged[-room:]], room)
 
 
 def _health(health: RunHealth) -> list[Text]:

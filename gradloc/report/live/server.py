@@ -49,10 +49,7 @@ class Site(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, follower: Follower, port: int):
-        """Args:
-        follower: polled by somebody else.
-        port: 0 for any that is free.
-        """
+        """The follower is polled by somebody else; port 0 is any that is free."""
         super().__init__((ADDRESS, port), _Handler)
         self.follower = follower
         self._lock = threading.Lock()

@@ -22,27 +22,16 @@ from .source import Source
 from .stores import is_swanlab, is_tensorboard, is_wandb, read_swanlab, read_tensorboard, read_wandb
 from .tables import is_table, read_table
 
-
-@dataclass(frozen=True)
-class Format:
-    """One kind of file."""
-
-    name: str
-    fits: Callable[[Source], bool]
-    """From the file's first bytes, and its name where these do not say."""
-    read: Callable[[Source], list[Recording]]
-    """Empty where it is something else after all."""
-
-
-FORMATS = (
-    Format("W&B's local run", is_wandb, read_wandb),
-    Format("SwanLab's local run", is_swanlab, read_swanlab),
-    Format("an MLflow or trackio database", is_database, read_database),
-    Format("TensorBoard", is_tensorboard, read_tensorboard),
-    Format("a JSON document", is_document, read_document),
-    Format("a table", is_table, read_table),
-    Format("a console log or JSON lines", lambda source: not source.is_binary, read_lines),
+FORMATS: tuple[tuple[Callable[[Source], bool], Callable[[Source], list[Recording]]], ...] = (
+    (is_wandb, read_wandb),
+    (is_swanlab, read_swanlab),
+    (is_database, read_database),
+    (is_tensorboard, read_tensorboard),
+    (is_document, read_document),
+    (is_table, read_table),
+    (lambda source: not source.is_binary, read_lines),
 )
+"""What fits, by a file's first bytes and else its name, and what reads it: to nothing where it is something else."""
 KNOWN = (
     "a console log (verl, TRL, OpenRLHF, slime, NeMo-RL, prime-rl, Megatron), verl's file logger, TensorBoard, W&B, "
     "MLflow, SwanLab, trackio, trainer_state.json, or a CSV"
@@ -77,11 +66,7 @@ class Log:
 
 
 def read(paths: Sequence[Path], metric: str | None = None) -> Log:
-    """The runs in files, folders, or standard input (``-``).
-
-    Args:
-        paths: at least one.
-        metric: the one that holds the gradient norms; None: the one that looks like it.
+    """The runs in files, folders, or standard input (``-``); without a metric the one that looks like norms.
 
     Raises:
         ReportError: when there is no run; one sentence, with what to do.
@@ -138,11 +123,11 @@ def read_file(path: Path, name: str | None = None) -> list[Recording]:
     tried: list[str] = []
     if not path.stat().st_size:
         raise ReportError(f"{name or path} is empty: name a log with at least one training step.")
-    for form in FORMATS:
+    for fits, read_as in FORMATS:
         source = Source(path, name)
-        if not form.fits(source):
+        if not fits(source):
             continue
-        found = [recording for recording in form.read(source) if recording.rows]
+        found = [recording for recording in read_as(source) if recording.rows]
         if found:
             return found
         tried += source.notes

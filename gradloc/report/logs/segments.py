@@ -95,11 +95,9 @@ def _parts(tip: Segment) -> list[tuple[Segment, float]]:
 
 
 def runs_of(chains: Iterable[Sequence[Recording]], metric: str | None = None) -> list[LoggedRun]:
-    """The runs in what was read.
+    """The runs in what was read, ``metric`` holding the norms, whatever it is called.
 
-    Args:
-        chains: recordings that may go on from each other, such as the files of one folder, together.
-        metric: holds the gradient norms, whatever it is called.
+    A chain is recordings that may go on from each other, such as the files of one folder.
 
     Raises:
         ReportError: where no run has that metric; names those there are.

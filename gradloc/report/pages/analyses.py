@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient analyses' part of the HTML page: the same figures as the PNG files, as SVG."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..analyses.buckets import read_analyses
@@ -19,18 +18,11 @@ TITLES = {
 }
 
 
-@dataclass(frozen=True)
-class Section:
-    """One analysed step."""
+def sections(path: Path) -> tuple[list[tuple[str, list[tuple[str, str]]]], int]:
+    """The analyses to show, latest first, and how many more there are; none is no error.
 
-    step: int
-    summary: str
-    figures: list[tuple[str, str]]
-    """Title and ``<svg>`` of each."""
-
-
-def sections(path: Path) -> tuple[list[Section], int]:
-    """The analyses to show, latest first, and how many more there are; none is no error."""
+    Of each step what was analysed, and title and ``<svg>`` of its figures.
+    """
     try:
         analyses, _ = read_analyses(path)
     except ReportError:
@@ -46,6 +38,5 @@ def sections(path: Path) -> tuple[list[Section], int]:
             for name, title in TITLES.items()
         ]
         rows = analysis.get("all", "sample_count")
-        text = f"Step {analysis.step}: {len(analysis.buckets)} buckets of {rows:.0f} rows"
-        made.append(Section(analysis.step, text, figures))
+        made.append((f"Step {analysis.step}: {len(analysis.buckets)} buckets of {rows:.0f} rows", figures))
     return made, len(analyses) - len(shown)

@@ -76,17 +76,12 @@ def comparison_chart(runs: Sequence[RunFolder], found: Comparison) -> Chart | No
     for name, run, kind in zip(found.names, runs, ("calm", "spike"), strict=True):
         metric = MAX if run.metrics.finite(MAX) else MEAN
         lines.append(_line(run.metrics, metric, one_line(name, 60, keep="end"), kind))
-    lines = [line for line in lines if line]
-    return (
-        {"panels": [{"title": "gradient norm", "is_log": True, "lines": lines}], "marks": [], "bands": []}
-        if lines
-        else None
-    )
+    panel = {"title": "gradient norm", "is_log": True, "lines": [line for line in lines if line]}
+    return {"panels": [panel], "marks": [], "bands": []} if panel["lines"] else None
 
 
 def _line(metrics: Metrics, name: str, label: str, kind: str) -> Chart | None:
-    pairs = zip(metrics.steps, metrics.get(name), strict=True)
-    known = [(step, value) for step, value in pairs if value is not None and math.isfinite(value)]
+    known = metrics.known(name)
     if not known:
         return None
     steps, found = thin([step for step, _ in known], [value for _, value in known])
@@ -127,14 +122,13 @@ def _threshold(metrics: Metrics, events: list[Event]) -> Chart | None:
 
 def _marks(events: list[Event]) -> list[list[Any]]:
     """Step, norm (null: not finite) and name of the events, the largest ones."""
-    placed = [event for event in events if event.trigger.grad_norm is not None]
-    placed.sort(key=lambda event: _size(event.trigger.grad_norm), reverse=True)
-    marks = []
-    for event in placed[:LINKED]:
-        norm = event.trigger.grad_norm
-        marks.append([event.step.global_step, float(f"{norm:.4g}") if math.isfinite(norm) else None, event.event_id])
-    return marks
-
-
-def _size(norm: float) -> float:
-    return norm if math.isfinite(norm) else math.inf
+    placed = [
+        (norm if math.isfinite(norm) else math.inf, event)
+        for event in events
+        if (norm := event.trigger.grad_norm) is not None
+    ]
+    placed.sort(key=lambda entry: entry[0], reverse=True)
+    return [
+        [event.step.global_step, float(f"{norm:.4g}") if norm < math.inf else None, event.event_id]
+        for norm, event in placed[:LINKED]
+    ]

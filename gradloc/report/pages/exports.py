@@ -4,6 +4,7 @@
 import csv
 import io
 import json
+from collections.abc import Callable
 from typing import Any
 
 from ...record import Culprit, Event
@@ -14,35 +15,35 @@ from ..runs.run import RunFolder
 from .eventview import plain_view
 from .issue import escape, issue
 
-EVENT_COLUMNS = (
-    "event_id",
-    "global_step",
-    "mini_batch",
-    "grad_norm",
-    "threshold",
-    "certificate",
-    "norm_after",
-    "action",
-)
-CULPRIT_COLUMNS = (
-    "span",
-    "rank",
-    "micro_batch",
-    "micro_batch_row",
-    "first_position",
-    "num_tokens",
-    "sequence_id",
-    "data_source",
-    "tokens",
-    "cause",
-    "share",
-    "share_error",
-    "culprit_norm",
-    "advantage",
-    "log_prob",
-    "ratio",
-    "coefficient",
-)
+EVENT_COLUMNS: dict[str, Callable[[Event], Any]] = {
+    "event_id": lambda event: _quoted(event.event_id),
+    "global_step": lambda event: event.step.global_step,
+    "mini_batch": lambda event: event.step.mini_batch,
+    "grad_norm": lambda event: event.trigger.grad_norm,
+    "threshold": lambda event: event.trigger.threshold,
+    "certificate": lambda event: _quoted(event.certificate.verdict),
+    "norm_after": lambda event: event.certificate.norm_after,
+    "action": lambda event: _quoted(event.action.taken),
+}
+CULPRIT_COLUMNS: dict[str, Callable[[Event, Culprit], Any]] = {
+    "span": lambda _, culprit: _quoted(culprit.span),
+    "rank": lambda _, culprit: culprit.rank,
+    "micro_batch": lambda _, culprit: culprit.micro_batch,
+    "micro_batch_row": lambda _, culprit: culprit.micro_batch_row,
+    "first_position": lambda _, culprit: culprit.positions[0] if culprit.positions else None,
+    "num_tokens": lambda _, culprit: len(culprit.positions),
+    "sequence_id": lambda _, culprit: _quoted(culprit.sequence_id),
+    "data_source": lambda _, culprit: _quoted(culprit.data_source),
+    "tokens": lambda _, culprit: json.dumps(culprit.text),
+    "cause": lambda _, culprit: _quoted(culprit.cause.label),
+    "share": told_share,
+    "share_error": lambda event, culprit: None if told_share(event, culprit) is None else culprit.share_error,
+    "culprit_norm": lambda _, culprit: culprit.grad_norm,
+    "advantage": lambda _, culprit: culprit.advantage,
+    "log_prob": lambda _, culprit: culprit.log_prob,
+    "ratio": lambda _, culprit: culprit.ratios.current_over_old,
+    "coefficient": lambda _, culprit: culprit.coefficients.log_prob,
+}
 
 
 def to_json(run: RunFolder, events: list[Event]) -> str:
@@ -59,46 +60,14 @@ def to_csv(run: RunFolder, events: list[Event]) -> str:
     """
     sink = io.StringIO()
     writer = csv.writer(sink, lineterminator="\n")
-    writer.writerow(EVENT_COLUMNS + CULPRIT_COLUMNS)
+    writer.writerow([*EVENT_COLUMNS, *CULPRIT_COLUMNS])
     for event in events:
-        for culprit in event.culprits or [None]:
-            writer.writerow(_row(event, culprit))
+        head = [of(event) for of in EVENT_COLUMNS.values()]
+        for culprit in event.culprits:
+            writer.writerow(head + [of(event, culprit) for of in CULPRIT_COLUMNS.values()])
+        if not event.culprits:
+            writer.writerow(head + [(cause_of(event) or None) if name == "cause" else None for name in CULPRIT_COLUMNS])
     return sink.getvalue()
-
-
-def _row(event: Event, culprit: Culprit | None) -> list[Any]:
-    head = [
-        _quoted(event.event_id),
-        event.step.global_step,
-        event.step.mini_batch,
-        event.trigger.grad_norm,
-        event.trigger.threshold,
-        _quoted(event.certificate.verdict),
-        event.certificate.norm_after,
-        _quoted(event.action.taken),
-    ]
-    if culprit is None:
-        return head + [(cause_of(event) or None) if name == "cause" else None for name in CULPRIT_COLUMNS]
-    share = told_share(event, culprit)
-    return head + [
-        _quoted(culprit.span),
-        culprit.rank,
-        culprit.micro_batch,
-        culprit.micro_batch_row,
-        culprit.positions[0] if culprit.positions else None,
-        len(culprit.positions),
-        _quoted(culprit.sequence_id),
-        _quoted(culprit.data_source),
-        json.dumps(culprit.text),
-        _quoted(culprit.cause.label),
-        share,
-        culprit.share_error if share is not None else None,
-        culprit.grad_norm,
-        culprit.advantage,
-        culprit.log_prob,
-        culprit.ratios.current_over_old,
-        culprit.coefficients.log_prob,
-    ]
 
 
 def _quoted(text: str | None) -> str | None:

@@ -48,12 +48,7 @@ SCRIPTS = ("base", "chart", "tokens", "events", "keys")
 
 
 def render(run: RunFolder, events: list[Event] | None = None) -> str:
-    """The whole report of a run.
-
-    Args:
-        run: what was read; sentences about what could not be read are added to its notes.
-        events: the events to show in detail; all of them when None.
-    """
+    """The whole report of a run, with these events in detail or all; what could not be read is added to its notes."""
     chosen = run.events if events is None else events
     is_inline = len(chosen) <= INLINE
     worst = sorted(chosen, key=severity, reverse=True)[:DETAILED]
@@ -144,27 +139,14 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    made.filters.update(
-        number=number,
-        percent=percent,
-        visible=visible,
-        one_line=one_line,
-        svg=Markup,
-        plural=plural,
-        breakable=breakable,
-    )
+    made.filters.update((used.__name__, used) for used in (number, percent, visible, one_line, plural, breakable))
+    made.filters["svg"] = Markup
     made.globals.update(bounded=bounded, culprit_count=culprit_count, level=_level, ranges=ranges)
     return made
 
 
 def fill(template: str, payload: dict[str, Any], **context: Any) -> str:
-    """A whole page.
-
-    Args:
-        template: extends frame.html.
-        payload: what the page's script reads.
-        context: what the template names.
-    """
+    """A whole page: a template that extends frame.html, what the page's script reads, what the template names."""
     style = _style()
     parts = "".join(_asset(f"{name}.js") for name in SCRIPTS)
     library = f"/*\n{_asset('uPlot.LICENSE')}*/\n{_asset('uPlot.iife.min.js')}" if payload["charts"].get("run") else ""
@@ -174,17 +156,8 @@ def fill(template: str, payload: dict[str, Any], **context: Any) -> str:
         f"style-src '{hash_of(style)}'; script-src '{hash_of(script)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    made = (
-        _environment()
-        .get_template(template)
-        .render(
-            policy=policy,
-            style=Markup(style),
-            script=Markup(script),
-            payload=escape_json(payload),
-            **context,
-        )
-    )
+    frame = {"policy": policy, "style": Markup(style), "script": Markup(script), "payload": escape_json(payload)}
+    made = _environment().get_template(template).render(**frame, **context)
     # A lone surrogate in a name or a path cannot be written as UTF-8.
     return made.encode("utf-8", errors="replace").decode("utf-8")
 

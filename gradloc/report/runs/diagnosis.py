@@ -21,6 +21,8 @@ AFTER = 30
 """Steps in which what an explosion did is looked for."""
 ON = "+gradloc=observe"
 """Switches GradLoc on in verl."""
+STARTS = "The run starts with it, and norms often start high: a spike only if the steps below say so."
+OVERWRITTEN = "It was overwritten when the run was resumed: a plot shows the later values."
 
 
 @dataclass(frozen=True)
@@ -121,13 +123,7 @@ class Diagnosis:
 
 
 def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None, near: Path | None = None) -> Diagnosis:
-    """Say what happened in a run.
-
-    Args:
-        run: as it was read.
-        settings: of the trigger's rule.
-        near: the folder or file that was named; checkpoints are looked for around it.
-    """
+    """Say what happened by the trigger's rule with these settings; checkpoints are looked for around ``near``."""
     if all(segment.metrics.norm is None for segment in run.segments):
         there = listed(run.segments[-1].metrics.own_names)
         headline = f"{run.name} has no gradient norm: --metric NAME takes another metric for it; there is {there}."
@@ -146,9 +142,9 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None, near: 
     worst = found[0]
     made.headline = worst.sentence
     made.sentences = [
-        *_caveat(worst, judged[run.segments.index(worst.segment)]),
+        *([STARTS] if worst.is_start else ()),
         *_effects(worst),
-        *_fate(run, worst),
+        *([OVERWRITTEN] if _is_lost(run, worst) else ()),
         *_others(found),
         _tokens(run.metrics),
     ]
@@ -222,12 +218,6 @@ def _overwritten(run: LoggedRun) -> list[str]:
     return made
 
 
-def _caveat(worst: Explosion, judged: Sequence[Judged]) -> list[str]:
-    if worst.is_start:
-        return ["The run starts with it, and norms often start high: a spike only if the steps below say so."]
-    return []
-
-
 def _effects(worst: Explosion) -> list[str]:
     """What reward, entropy, KL and length did from the explosion on."""
     metrics = surviving(worst.segment)
@@ -253,11 +243,9 @@ def _effects(worst: Explosion) -> list[str]:
 
 
 def _change(effect: Effect, metrics: Metrics, name: str, at: int) -> str | None:
-    pairs = [
-        (s, v) for s, v in zip(metrics.steps, metrics.get(name), strict=True) if v is not None and math.isfinite(v)
-    ]
-    before = [value for step, value in pairs if step <= metrics.steps[at]][-AROUND:]
-    after = [(step, value) for step, value in pairs if step > metrics.steps[at]]
+    known = metrics.known(name)
+    before = [value for step, value in known if step <= metrics.steps[at]][-AROUND:]
+    after = [(step, value) for step, value in known if step > metrics.steps[at]]
     near = after[:AFTER]
     if not before or not near:
         return None
@@ -277,12 +265,6 @@ def _change(effect: Effect, metrics: Metrics, name: str, at: int) -> str | None:
     if len(after) > 2 * AROUND and abs(last - was) < 0.5 * abs(reached - was):
         said += " and came back"
     return said
-
-
-def _fate(run: LoggedRun, worst: Explosion) -> list[str]:
-    return (
-        ["It was overwritten when the run was resumed: a plot shows the later values."] if _is_lost(run, worst) else []
-    )
 
 
 def _is_lost(run: LoggedRun, explosion: Explosion) -> bool:

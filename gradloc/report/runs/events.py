@@ -21,11 +21,7 @@ _PNG = b"\x89PNG\r\n"
 
 
 def read_events(path: Path) -> tuple[list[Event], list[str]]:
-    """The events of one file in the order written, and a sentence for each thing not readable.
-
-    Args:
-        path: an existing events.jsonl.
-    """
+    """The events of an existing events.jsonl in the order written, and a sentence for each thing not readable."""
     events: list[Event] = []
     notes: list[str] = []
     lines = path.read_bytes().split(b"\n")
@@ -77,12 +73,8 @@ def _read_line(line: bytes, number: int, is_last: bool) -> tuple[Event | None, s
 def recover(root: Path, listed: list[Event]) -> tuple[list[Event], list[str]]:
     """The events whose folders are there and that events.jsonl does not list, and sentences about them.
 
-    A run that was killed while it wrote, or a copy that was cut short, loses lines of events.jsonl; the
+    A run that was killed while it wrote, or a copy that was cut short, loses lines of events.jsonl, or all of it; the
     record is in the event's own folder as well.
-
-    Args:
-        root: the folder of events.jsonl, which may itself be missing.
-        listed: what events.jsonl gave.
     """
     known = {event.folder for event in listed} | {event.event_id for event in listed}
     found: list[Event] = []
@@ -112,9 +104,7 @@ def recover(root: Path, listed: list[Event]) -> tuple[list[Event], list[str]]:
 def read_sequences(root: Path, event: Event) -> tuple[list[Sequence], str | None]:
     """The culprits' sequences token by token, and a sentence when they cannot be had.
 
-    Args:
-        root: the folder of events.jsonl; an event's ``folder`` is relative to it.
-        event: the event; its ``folder`` may be null.
+    An event's ``folder``, which may be null, is relative to the root: the folder of events.jsonl.
     """
     missing = "its token view is missing."
     folder = bundle_folder(root, event)
@@ -135,11 +125,7 @@ def read_pictures(
 ) -> tuple[dict[str, bytes], str | None]:
     """The pictures of these sequences' prompts by file name, and a sentence when some are not here.
 
-    Args:
-        root: the folder of events.jsonl.
-        event: whose folder holds them.
-        sequences: the most wanted first.
-        limit: bytes of all together; from the first that is beyond, none is read.
+    The most wanted sequences come first: from the first picture that is beyond ``limit`` bytes in all, none is read.
     """
     names = list(dict.fromkeys(name for sequence in sequences for name in sequence.pictures or ()))
     folder = bundle_folder(root, event)

@@ -35,7 +35,7 @@ class Metrics:
 
     def finite(self, name: str) -> list[float]:
         """The finite values of one metric, in order."""
-        return [v for v in self.get(name) if v is not None and math.isfinite(v)]
+        return [value for _, value in self.known(name)]
 
     @property
     def norm(self) -> str | None:

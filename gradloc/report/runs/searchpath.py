@@ -66,9 +66,7 @@ def tree(search: Search) -> tuple[list[Node], int]:
     for probe in search.path[:LIMIT]:
         node = Node(probe)
         parent = min(
-            (other for other in nodes if _holds(other.probe, probe)),
-            key=lambda other: _size(other.probe),
-            default=None,
+            (other for other in nodes if _holds(other.probe, probe)), key=lambda other: _size(other.probe), default=None
         )
         (parent.children if parent else roots).append(node)
         nodes.append(node)
@@ -99,11 +97,6 @@ def _size(probe: PathEntry) -> tuple[int, int]:
 
 def cost(search: Search) -> str:
     """What the search took, in words."""
-    parts = []
-    if search.backwards is not None:
-        parts.append(plural(search.backwards, "backward pass"))
-    if search.forwards is not None:
-        parts.append(plural(search.forwards, "forward pass"))
-    if search.seconds is not None:
-        parts.append(f"{number(search.seconds, 3)} s")
-    return ", ".join(parts)
+    passes = (search.backwards, "backward pass"), (search.forwards, "forward pass")
+    parts = [plural(count, kind) for count, kind in passes if count is not None]
+    return ", ".join(parts + ([] if search.seconds is None else [f"{number(search.seconds, 3)} s"]))

@@ -25,21 +25,6 @@ REPEAT = 12
 """So many equal tokens in a row are folded."""
 BYTES_PER_TOKEN = 85
 """What a carried token costs in the page, measured on GRPO runs with all arrays recorded."""
-NUMBERS = (
-    "share",
-    "share_error",
-    "coefficient",
-    "log_prob",
-    "old_log_prob",
-    "rollout_log_prob",
-    "ref_log_prob",
-    "ratio",
-    "advantage",
-    "is_weight",
-    "entropy",
-    "value",
-    "value_target",
-)
 LABELS = {
     "share": "share of the spike",
     "share_error": "its standard error",
@@ -102,13 +87,9 @@ class TokenView:
 
 
 def view(sequence: Sequence, culprits: Iterable[Culprit], limit: int, shown: int) -> TokenView:
-    """Lay out one sequence.
+    """Lay out one sequence, of which a page can carry ``limit`` tokens and show ``shown`` at first.
 
-    Args:
-        sequence: T tokens.
-        culprits: all culprits of the event; those of this sequence are found by their address.
-        limit: how many tokens the page can carry of this sequence.
-        shown: how many it can show at first.
+    The culprits are all of the event: those of this sequence are found by their address.
     """
     num = len(sequence)
     mine = sorted({p for c in culprits if is_same(c, sequence) for p in c.positions if p < num})
@@ -126,11 +107,7 @@ def view(sequence: Sequence, culprits: Iterable[Culprit], limit: int, shown: int
 
 def is_same(culprit: Culprit, sequence: Sequence) -> bool:
     """Whether the culprit is in that sequence."""
-
-    def address(item) -> tuple:
-        return (item.rank, item.micro_batch, item.micro_batch_row)
-
-    return address(culprit) == address(sequence)
+    return all(getattr(culprit, of) == getattr(sequence, of) for of in ("rank", "micro_batch", "micro_batch_row"))
 
 
 def around(anchors: list[int], num: int, limit: int, reach: int) -> list[tuple[int, int]]:
@@ -218,14 +195,10 @@ def _sum(column: np.ndarray | None, start: int, end: int) -> float | None:
 def payload(made: TokenView, index: int, shades: list[Shades]) -> dict[str, Any]:
     """What the page's script needs to unfold, shade and describe the carried tokens.
 
-    A list whose values are all equal (GRPO's advantages, a ratio of 1) is sent as that one value.
-
-    Args:
-        made: the sequence's view.
-        index: its number among the event's sequences.
-        shades: of all the event's sequences.
+    A list whose values are all equal (GRPO's advantages, a ratio of 1) is sent as that one value. ``index`` is the
+    sequence's number among the event's.
     """
-    columns = {name: _column(made.sequence, name) for name in NUMBERS}
+    columns = {name: _column(made.sequence, name) for name in LABELS}
     parts = []
     for start, end in made.carried:
         numbers = {n: _pack(c[start:end]) for n, c in columns.items() if c is not None}

@@ -51,10 +51,8 @@ def rerun(task: Task) -> Rerun:
 def triage(task: Task, typical: Mapping[str, tuple[float, float]], reran: Rerun | None) -> SearchResult | None:
     """What made the spike, where no token did; None where only a search can tell.
 
-    Args:
-        task: what would be searched.
-        typical: of the run, see :meth:`~.scale.ScaleHistory.typical`.
-        reran: the spike run again, where that was asked for.
+    ``typical`` is of the run, see :meth:`~.scale.ScaleHistory.typical`; ``reran`` the spike run again, where that was
+    asked for.
     """
     parted = parted_replicas(task.prober.space, task.prober.ranks)
     if parted:
@@ -108,11 +106,9 @@ def parted_replicas(space: GradientSpace, ranks: Ranks) -> tuple[str, ...]:
 
 
 def suspects(squares: Mapping[str, float], usual: Mapping[str, float] | None = None) -> tuple[str, ...]:
-    """The parameters that carry a notable part of a squared norm, most suspect first.
+    """The parameters that carry a notable part of a squared norm, most suspect first: who is largest.
 
-    Args:
-        squares: by name.
-        usual: the same of a gradient that nothing is wrong with: first is who is furthest above. None: who is largest.
+    Or who is furthest above ``usual``: the same of a gradient that nothing is wrong with.
     """
     least = _NOTABLE_SHARE * math.fsum(squares.values())
     kept = [name for name in squares if squares[name] >= least]
@@ -240,10 +236,6 @@ def doubt_backward(task: Task, shares: ShareMap) -> tuple[StepCause, float] | No
 
     It is not the tokens' when it does not come back, or when two step sizes agree about how far it is off: then
     something scales it on its way, a hook or a backward of somebody's own. One or two passes over all micro-batches.
-
-    Args:
-        task: what is searched.
-        shares: along the spike's gradient.
     """
     prober, space = task.prober, task.prober.space
     everything = range(prober.step.num_micro_batches)

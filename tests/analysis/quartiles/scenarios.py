@@ -97,9 +97,7 @@ def plain_log_probs(trainer: Any, model: torch.nn.Module, batch: Any, has_graph:
     inputs = batch.batch
     with torch.set_grad_enabled(has_graph):
         logits = model(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            position_ids=inputs["position_ids"],
+            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], position_ids=inputs["position_ids"]
         ).logits
         length = inputs["responses"].shape[1]
         log_probs = logits[:, -length - 1 : -1].log_softmax(-1)
@@ -130,10 +128,7 @@ def closure(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     batch = make_batch()
     training, _ = training_step(trainer, batch)
     probe = probe_of(trainer, prepared(batch)[0])
-    return {
-        "closure": probe.record()["closure"],
-        "whole_error": norm(flat(probe.whole) - training) / norm(training),
-    }
+    return {"closure": probe.record()["closure"], "whole_error": norm(flat(probe.whole) - training) / norm(training)}
 
 
 def updates(overrides: list[str], dump_dir: str, num_before: int) -> dict[str, Any]:

@@ -11,9 +11,7 @@ ENTROPY = actor(entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.3, kl_loss_
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [actor(), actor(strategy="fsdp"), ENTROPY],
-    ids=["fsdp2", "fsdp1", "entropy and kl terms"],
+    "overrides", [actor(), actor(strategy="fsdp"), ENTROPY], ids=["fsdp2", "fsdp1", "entropy and kl terms"]
 )
 def test_each_quartile_and_token_agrees_with_a_backward_of_every_token_on_a_plain_model(world, dump_dir, overrides):
     for out in world.run(RUN + "split", overrides=overrides, dump_dir=dump_dir):
@@ -63,12 +61,7 @@ def test_the_parts_add_up_however_the_batch_is_cut_and_whatever_the_loss(world, 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 @pytest.mark.parametrize("num_before", [0, 2])
 def test_probability_changes_are_those_of_a_literal_copy_of_model_and_optimizer(world, dump_dir, strategy, num_before):
-    for out in world.run(
-        RUN + "updates",
-        overrides=actor(strategy=strategy),
-        dump_dir=dump_dir,
-        num_before=num_before,
-    ):
+    for out in world.run(RUN + "updates", overrides=actor(strategy=strategy), dump_dir=dump_dir, num_before=num_before):
         assert out.pop("before") < 1e-5
         for name, found in out.items():
             # without a past, a gradient of zero leaves weight decay alone: next to nothing

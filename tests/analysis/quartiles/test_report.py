@@ -80,23 +80,13 @@ def record(step=1):
         "global_step": step,
         "split": "range",
         "num_rows": 16,
-        "loss": {
-            "terms": ["task"],
-            "loss_mode": "vanilla",
-            "loss_agg_mode": "token-mean",
-            "adv_estimator": "grpo",
-        },
+        "loss": {"terms": ["task"], "loss_mode": "vanilla", "loss_agg_mode": "token-mean", "adv_estimator": "grpo"},
         "whole": {"norm": 1.2, "num_tokens": 100},
         "closure": 3e-7,
         "quartiles": quartiles,
         "tokens": tokens,
         "rank_correlation": {"log_prob_norm": 0.93, "loss_norm": None},
-        "updates": {
-            "all": update(1.0),
-            "lowest": update(0.9),
-            "highest": update(0.2),
-            "none": update(0.1),
-        },
+        "updates": {"all": update(1.0), "lowest": update(0.9), "highest": update(0.2), "none": update(0.1)},
         "optimizer": {"name": "AdamW", "learning_rate": 1e-6},
         "cost": {"forwards": 9, "backwards": 5, "probe_seconds": 1.0, "seconds": 1.1},
         "metrics": {},
@@ -117,10 +107,7 @@ def test_each_step_gets_a_table_and_a_figure(tmp_path, capsys):
         write(tmp_path, record(step))
     out = tmp_path / "out"
     assert main(["quartiles", str(tmp_path), "--output-dir", str(out)]) == 0
-    assert {path.name for path in out.iterdir()} == {
-        "quartiles_step_1.png",
-        "quartiles_step_51.png",
-    }
+    assert {path.name for path in out.iterdir()} == {"quartiles_step_1.png", "quartiles_step_51.png"}
     said = capsys.readouterr().out
     assert "Step 51: 100 tokens in quarters of the probabilities; gradient norm 1.2" in said
     assert "rank correlation with 1-π: 0.93" in said

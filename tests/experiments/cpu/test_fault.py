@@ -55,12 +55,7 @@ def test_an_empty_range_of_steps_is_refused(fault):
 
 @pytest.mark.parametrize(
     "sequence, position, expected",
-    [
-        (0.0, 0.0, (0, 0)),
-        (0.0, 0.999, (0, 2)),
-        (0.5, 0.0, (2, 0)),
-        (0.999, 0.999, (3, 0)),
-    ],
+    [(0.0, 0.0, (0, 0)), (0.0, 0.999, (0, 2)), (0.5, 0.0, (2, 0)), (0.999, 0.999, (3, 0))],
     ids=["first-first", "last-real-token", "empty-row-passed-over", "last-row"],
 )
 def test_the_place_is_always_a_response_token(fault, sequence, position, expected):

@@ -42,20 +42,9 @@ EVENT = {
         "world_size": 2,
     },
     "trigger": {"kind": "fixed", "grad_norm": 117.98, "threshold": 18.77, "num_tokens": 1162},
-    "search": {
-        "strategy": "bisect",
-        "status": "found",
-        "stop_reason": "done",
-        "backwards": 24,
-        "seconds": 0.5,
-    },
+    "search": {"strategy": "bisect", "status": "found", "stop_reason": "done", "backwards": 24, "seconds": 0.5},
     "culprits": [CULPRIT],
-    "certificate": {
-        "norm_before": 117.98,
-        "norm_after": 0.836,
-        "error_bound": 0.00017,
-        "verdict": "explained",
-    },
+    "certificate": {"norm_before": 117.98, "norm_after": 0.836, "error_bound": 0.00017, "verdict": "explained"},
     "action": {"taken": "observe"},
 }
 
@@ -116,8 +105,7 @@ def test_a_norm_is_told_as_well_as_it_is_known():
 
 def test_a_span_a_newline_and_a_norm_that_is_no_number_can_be_told():
     event = changed(
-        trigger__grad_norm="NaN",
-        culprits=[culprit(positions=[3, 4, 5], text_before="a\nb", advantage=None)],
+        trigger__grad_norm="NaN", culprits=[culprit(positions=[3, 4, 5], text_before="a\nb", advantage=None)]
     )
     said = verdict.tell(event)
     assert "gradient norm NaN" in said and "position 3..5" in said and r"a\nb" in said

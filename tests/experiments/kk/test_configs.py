@@ -16,12 +16,7 @@ from tests.experiments.test_configs import environment  # noqa: E402
 pytestmark = pytest.mark.full
 
 # alpha, eta (None: no Lopti), from the four scripts of the authors' repository.
-PUBLISHED = {
-    "kk-baseline": (0.0, None),
-    "kk-ar": (0.2, None),
-    "kk-lopti": (0.0, 0.4),
-    "kk-ar-lopti": (0.3, 0.5),
-}
+PUBLISHED = {"kk-baseline": (0.0, None), "kk-ar": (0.2, None), "kk-lopti": (0.0, 0.4), "kk-ar-lopti": (0.3, 0.5)}
 
 
 @pytest.fixture

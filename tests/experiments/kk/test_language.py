@@ -18,10 +18,7 @@ def tokenizer():
 
 def test_every_text_survives_the_tokenizer_and_fits_the_demos_lengths(tokenizer):
     for exercise in language.pool():
-        question, sentence = (
-            tokenizer.encode(exercise.question),
-            tokenizer.encode(exercise.sentence),
-        )
+        question, sentence = (tokenizer.encode(exercise.question), tokenizer.encode(exercise.sentence))
         assert tokenizer.unk_token_id not in [*question, *sentence]
         assert tokenizer.decode(sentence, skip_special_tokens=True) == exercise.sentence
         # Two tokens for the turns, one for the end.

@@ -106,10 +106,7 @@ def test_what_is_no_statement_is_refused(text):
     [
         (("telling-truth", 1), "Zoey is a knight"),
         (("not", ("lying", 1)), "Zoey is not a knave"),
-        (
-            ("not", ("and", ("lying", 0), ("lying", 1))),
-            "it is not the case that Ava is a knave",
-        ),
+        (("not", ("and", ("lying", 0), ("lying", 1))), "it is not the case that Ava is a knave"),
         (("->", ("lying", 0), ("lying", 1)), "if Ava is a knave then Zoey is a knave"),
         (("<=>", ("lying", 0), ("lying", 1)), "Ava is a knave if and only if Zoey is a knave"),
     ],

@@ -67,10 +67,7 @@ def test_two_drawings_are_the_same_bytes(suite_dir, tmp_path):
         (lambda folder: (folder / "suite.json").unlink(), "has no suite.json"),
         (lambda folder: (folder / "one-seed1" / "metrics.jsonl").unlink(), "cannot be read"),
         (lambda folder: (folder / "one-seed1" / "metrics.jsonl").write_text("{"), "cannot be read"),
-        (
-            lambda folder: (folder / "one-seed1" / "metrics.jsonl").write_text('{"data": {}}\n'),
-            "has no step",
-        ),
+        (lambda folder: (folder / "one-seed1" / "metrics.jsonl").write_text('{"data": {}}\n'), "has no step"),
     ],
 )
 def test_a_suite_that_cannot_be_read_is_refused_with_one_sentence(suite_dir, capsys, damage, said):

@@ -162,14 +162,7 @@ def test_an_unknown_patch_needs_its_digest(apply, server, tree):
 
 def test_two_sources_for_the_digest_are_refused(apply, tree, patches):
     outcome = apply(
-        "--repo",
-        tree,
-        "--patch-file",
-        patches / "gradloc.patch",
-        "--patch-sha256",
-        "0" * 64,
-        "--sha256-file",
-        "x",
+        "--repo", tree, "--patch-file", patches / "gradloc.patch", "--patch-sha256", "0" * 64, "--sha256-file", "x"
     )
     assert outcome.code == 2 and "not allowed with" in outcome.err
     pinned = apply("--repo", tree, "--patch-sha256", "0" * 64)

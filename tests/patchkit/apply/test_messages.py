@@ -116,12 +116,7 @@ def test_the_way_out_fits_the_kind_of_target(apply, tree, clone):
 
 def test_a_reader_that_goes_away_is_no_failure(patches, tree):
     command = f"{sys.executable} apply_patch.py --patches {patches} {tree} | true; "
-    done = subprocess.run(
-        ["bash", "-c", command + 'exit "${PIPESTATUS[0]}"'],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = subprocess.run(["bash", "-c", command + 'exit "${PIPESTATUS[0]}"'], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""
     assert world.files_of(tree) == world.RESULT
 

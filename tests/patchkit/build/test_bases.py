@@ -36,10 +36,7 @@ NEXT_RESULT = RESULT | {
 @pytest.fixture
 def two(tmp_path) -> tuple[Folders, dict, Path]:
     """Sources for two verls, their pristine trees, and the built patches/."""
-    trees = {
-        V070: world.write_tree(tmp_path / "base-0", BASE),
-        V071: world.write_tree(tmp_path / "base-1", NEXT),
-    }
+    trees = {V070: world.write_tree(tmp_path / "base-0", BASE), V071: world.write_tree(tmp_path / "base-1", NEXT)}
     folders = world.write_sources(tmp_path, world.sources(BASE, RESULT))
     seam = world.seam(ACTOR, NEXT[ACTOR], NEXT_RESULT[ACTOR])
     write_file(folders.overrides / f"v0.7.1/{ACTOR}.patch", seam.encode())

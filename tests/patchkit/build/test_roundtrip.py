@@ -130,9 +130,7 @@ def test_the_seams_stay_small(files, base_tree, patched, tmp_path):
         (tmp_path / "after.py").write_bytes(patched[file.path])
         command = ["git", "diff", "--no-index", "--numstat", "-w", "--color-moved=no"]
         done = subprocess.run(
-            [*command, str(base_tree / file.path), str(tmp_path / "after.py")],
-            capture_output=True,
-            text=True,
+            [*command, str(base_tree / file.path), str(tmp_path / "after.py")], capture_output=True, text=True
         )
         added += int(done.stdout.split()[0]) if done.stdout else 0
     assert 0 < added <= MAX_SEAM_LINES

@@ -462,11 +462,7 @@ def test_damaged_sources_do_not_build(shop, damage):
 def test_the_script_works_from_any_folder(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        ["bash", str(ROOT / "make_patch.sh"), "--help"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
+        ["bash", str(ROOT / "make_patch.sh"), "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0 and "--repo CHECKOUT" in done.stdout
 

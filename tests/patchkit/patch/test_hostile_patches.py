@@ -69,33 +69,21 @@ PATCHES: dict[str, tuple[str | bytes, str]] = {
     "patch-truncated-hunk": (GOOD[: GOOD.index("+hook")], "patch-truncated"),
     "patch-no-final-newline": (GOOD[:-1], "patch-no-final-newline"),
     "patch-count-short": (GOOD.replace("-8,6 +8,7", "-8,8 +8,9"), "patch-truncated"),
-    "patch-count-short-before-a-file": (
-        GOOD.replace("-8,6 +8,7", "-8,8 +8,9") + added("verl/z.py"),
-        "patch-count",
-    ),
+    "patch-count-short-before-a-file": (GOOD.replace("-8,6 +8,7", "-8,8 +8,9") + added("verl/z.py"), "patch-count"),
     "patch-count-long": (GOOD.replace("-8,6 +8,7", "-8,5 +8,6"), "patch-count"),
     "patch-trailing-garbage": (GOOD + "-- \n2.39.5\n", "patch-count"),
     "patch-trailing-text": (GOOD + "the end\n", "patch-unknown-line"),
     "patch-trailing-empty-line": (GOOD + "\n", "patch-unknown-line"),
     "patch-same-file-twice": (GOOD + GOOD, "path-twice"),
     "patch-header-mismatch": (GOOD.replace("+++ b/verl/w", "+++ b/verl/x"), "names-disagree"),
-    "patch-git-line-mismatch": (
-        GOOD.replace(HEADER, "diff --git a/verl/x.py b/verl/x.py\n"),
-        "names-disagree",
-    ),
-    "patch-git-line-two-names": (
-        GOOD.replace(HEADER, f"diff --git a/verl/x.py b/{ACTOR}\n"),
-        "names-disagree",
-    ),
+    "patch-git-line-mismatch": (GOOD.replace(HEADER, "diff --git a/verl/x.py b/verl/x.py\n"), "names-disagree"),
+    "patch-git-line-two-names": (GOOD.replace(HEADER, f"diff --git a/verl/x.py b/{ACTOR}\n"), "names-disagree"),
     "patch-hunks-descending": (swapped(two_hunks()), "patch-hunk-order"),
     "patch-hunks-overlapping": (overlapping(two_hunks()), "patch-hunk-order"),
     "patch-hunks-wrong-shift": (GOOD.replace("-8,6 +8,7", "-8,6 +9,7"), "patch-hunk-order"),
     "patch-zero-context": (ZERO_CONTEXT, "patch-context"),
     "patch-long-line": ("diff --git " + "x" * (6 * 2**20) + "\n", "patch-too-large"),
-    "patch-many-hunks": (
-        GOOD.split("@@")[0] + "@@ -1 +1 @@\n-a\n+b\n" * 250_000,
-        "patch-context",
-    ),
+    "patch-many-hunks": (GOOD.split("@@")[0] + "@@ -1 +1 @@\n-a\n+b\n" * 250_000, "patch-context"),
     "path-dotdot": (added("verl/../../escape"), "path-unsafe"),
     "path-dot": (added("verl/./x"), "path-unsafe"),
     "path-absolute": (added("/tmp/x"), "path-unsafe"),
@@ -128,26 +116,17 @@ PATCHES: dict[str, tuple[str | bytes, str]] = {
     "path-too-long": (added("verl/" + "x" * 200), "path-unsafe"),
     "path-file-and-dir": (added("verl/x") + added("verl/x/y"), "path-file-and-folder"),
     "type-symlink": (added("verl/link", "/etc/passwd\n", "120000"), "type-symlink"),
-    "type-symlink-then-through": (
-        added("verl/link", "/tmp\n", "120000") + added("verl/link/x"),
-        "type-symlink",
-    ),
+    "type-symlink-then-through": (added("verl/link", "/tmp\n", "120000") + added("verl/link/x"), "type-symlink"),
     "type-gitlink": (added("verl/sub", "Subproject\n", "160000"), "type-gitlink"),
     "mode-exec": (added("verl/x.py", mode="100755"), "mode-refused"),
     "mode-change-only": (HEADER + "old mode 100644\nnew mode 100755\n", "mode-refused"),
     "mode-in-index-line": (GOOD.replace(" 100644\n", " 100755\n"), "mode-refused"),
     "mode-setuid": (added("verl/x.py", mode="104755"), "mode-refused"),
     "mode-100777": (added("verl/x.py", mode="100777"), "mode-refused"),
-    "rename": (
-        f"diff --git a/{ACTOR} b/{ACTOR}\nsimilarity index 100%\nrename from {ACTOR}\n",
-        "patch-renames",
-    ),
+    "rename": (f"diff --git a/{ACTOR} b/{ACTOR}\nsimilarity index 100%\nrename from {ACTOR}\n", "patch-renames"),
     "copy": (HEADER + f"copy from {ACTOR}\n", "patch-renames"),
     "delete-file": (HEADER + "deleted file mode 100644\n", "patch-deletes"),
-    "binary-literal": (
-        added("verl/x.py").split("index")[0] + "GIT binary patch\nliteral 0\n",
-        "patch-unknown-line",
-    ),
+    "binary-literal": (added("verl/x.py").split("index")[0] + "GIT binary patch\nliteral 0\n", "patch-unknown-line"),
     "binary-files-differ": (HEADER + "Binary files a/x and b/x differ\n", "patch-binary"),
     "ed-style": ("10a\nhook()\n.\n", "patch-no-files"),
     "context-diff": (CONTEXT_DIFF, "patch-dialect"),
@@ -158,14 +137,8 @@ PATCHES: dict[str, tuple[str | bytes, str]] = {
     "index-of-nothing": (GOOD.replace(blob_id(RESULT[ACTOR].encode()), ABSENT_BLOB), "index"),
     "index-lies": (GOOD.replace(blob_id(RESULT[ACTOR].encode()), BLOB), "result-digest"),
     "no-hunks": (GOOD[: GOOD.index("@@")], "patch-no-hunks"),
-    "only-context": (
-        GOOD[: GOOD.index("@@")] + "@@ -1,2 +1,2 @@\n actor line 1\n actor line 2\n",
-        "patch-no-hunks",
-    ),
-    "result-without-newline": (
-        added("verl/x.py") + "\\ No newline at end of file\n",
-        "patch-result-newline",
-    ),
+    "only-context": (GOOD[: GOOD.index("@@")] + "@@ -1,2 +1,2 @@\n actor line 1\n actor line 2\n", "patch-no-hunks"),
+    "result-without-newline": (added("verl/x.py") + "\\ No newline at end of file\n", "patch-result-newline"),
     "sections-unsorted": (added("verl/z.py") + added("verl/a.py"), "patch-unsorted"),
     "preamble-too-long": ("words\n" * 70 + GOOD, "patch-dialect"),
     "not-utf8": (GOOD.replace("+hook", "+h\xf6").encode("latin-1"), "patch-not-utf8"),
@@ -198,10 +171,7 @@ def test_the_patch_that_these_were_made_from_is_accepted(apply, tree, tmp_path):
     assert world.files_of(tree)[ACTOR] == RESULT[ACTOR]
 
 
-@pytest.mark.parametrize(
-    ("case", "line"),
-    [("patch-one-cr", 9), ("patch-count-long", 12), ("delete-file", 2)],
-)
+@pytest.mark.parametrize(("case", "line"), [("patch-one-cr", 9), ("patch-count-long", 12), ("delete-file", 2)])
 def test_a_refusal_names_the_line_of_the_patch(apply, tree, tmp_path, case, line):
     file = tmp_path / "hostile.patch"
     text, _ = PATCHES[case]

@@ -221,12 +221,7 @@ def test_a_state_folder_that_is_none_is_refused(apply, tree, tmp_path, link):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("rebase-merge", "a rebase"),
-        ("MERGE_HEAD", "a merge"),
-        ("index.lock", "another git command"),
-    ],
+    ("name", "said"), [("rebase-merge", "a rebase"), ("MERGE_HEAD", "a merge"), ("index.lock", "another git command")]
 )
 def test_an_unfinished_git_operation_is_noted_and_refused_where_files_differ(apply, clone, name, said):
     (clone / ".git" / name).write_text("")

@@ -92,15 +92,9 @@ def test_each_state_has_its_name_and_exit_code(apply, tmp_path, files, state, co
 
 DRIFTS = {
     "base-drift-offset": ({ACTOR: "#\n" * 40 + BASE[ACTOR]}, "hunk 1 does not fit at line 8"),
-    "base-wrong-place": (
-        {ACTOR: "def other():\n" + BASE[ACTOR] + BASE[ACTOR]},
-        "does not fit",
-    ),
+    "base-wrong-place": ({ACTOR: "def other():\n" + BASE[ACTOR] + BASE[ACTOR]}, "does not fit"),
     "base-dirty-elsewhere": ({ACTOR: BASE[ACTOR] + "mine()\n"}, "not where the patch edits it"),
-    "base-crlf-checkout": (
-        {path: BASE[path].replace("\n", "\r\n") for path in (ACTOR, TRAINER)},
-        "CRLF",
-    ),
+    "base-crlf-checkout": ({path: BASE[path].replace("\n", "\r\n") for path in (ACTOR, TRAINER)}, "CRLF"),
     "new-file-exists-different": ({NEW: "mine = True\n"}, "stands where the patch adds"),
     "parent-blocked": ({"verl/gradloc": "a file\n"}, "verl/gradloc is a plain file"),
 }
@@ -158,8 +152,7 @@ def _replaced(kind: str, place) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["missing", "became-a-folder", "is-a-link", "is-a-link-to-the-right-content", "is-a-pipe"],
+    "kind", ["missing", "became-a-folder", "is-a-link", "is-a-link-to-the-right-content", "is-a-pipe"]
 )
 def test_a_base_file_that_is_no_plain_file_is_refused(apply, tree, kind):
     _replaced(kind, tree / TRAINER)

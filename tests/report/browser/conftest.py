@@ -29,10 +29,7 @@ def hostile_page(tmp_path_factory):
     """Two events: hostile tokens, and a long sequence with a far culprit."""
     root = tmp_path_factory.mktemp("hostile")
     tokens = [*HOSTILE, *(f" w{i}" for i in range(3000))]
-    events = [
-        make_event(5, [make_culprit(3, token=HOSTILE[3])]),
-        make_event(9, [make_culprit(1500)]),
-    ]
+    events = [make_event(5, [make_culprit(3, token=HOSTILE[3])]), make_event(9, [make_culprit(1500)])]
     sequences = {
         events[0]["event_id"]: [make_sequence(tokens=HOSTILE)],
         events[1]["event_id"]: [make_sequence(tokens=tokens)],

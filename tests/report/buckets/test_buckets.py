@@ -114,15 +114,7 @@ def test_a_file_that_was_cut_off_is_noted_and_the_others_are_read(tmp_path, caps
         {"grad_norm/bucket_1/task": 1.0},
         {name: (0.0 if name.endswith("/task") else v) for name, v in metrics().items()},
     ],
-    ids=[
-        "task only",
-        "no all",
-        "no losses",
-        "rewards all equal",
-        "NaN",
-        "next to nothing",
-        "zeros",
-    ],
+    ids=["task only", "no all", "no losses", "rewards all equal", "NaN", "next to nothing", "zeros"],
 )
 def test_figures_are_drawn_of_whatever_there_is(tmp_path, row):
     written = buckets.write(from_metrics(1, row), tmp_path)
@@ -140,18 +132,9 @@ def test_figures_are_drawn_of_whatever_there_is(tmp_path, row):
         ([], "name one run: its folder, or --wandb-path ENTITY/PROJECT/RUN_ID."),
         (["@run", "--wandb-path", "a/b/c"], "name one run: its folder, or --wandb-path"),
         (["--wandb-path", "a/b"], "--wandb-path a/b must be ENTITY/PROJECT/RUN_ID."),
+        (["--mode", "ppo", "--step0-dir", "@empty"], "also needs --step20-dir, --step40-dir, --out."),
         (
-            ["--mode", "ppo", "--step0-dir", "@empty"],
-            "also needs --step20-dir, --step40-dir, --out.",
-        ),
-        (
-            [
-                "--mode=ppo",
-                "--step0-dir=@empty",
-                "--step20-dir=@run",
-                "--step40-dir=@run",
-                "--out=x",
-            ],
+            ["--mode=ppo", "--step0-dir=@empty", "--step20-dir=@run", "--step40-dir=@run", "--out=x"],
             "holds 0 gradient_analysis_metrics_step_*.json: name a folder with one",
         ),
     ],

@@ -41,10 +41,7 @@ class Api:
 
 def row(step):
     tables = {
-        f"grad_norm/{bucket}/group_rv_table": {
-            "_type": "table-file",
-            "path": f"media/{bucket}.json",
-        }
+        f"grad_norm/{bucket}/group_rv_table": {"_type": "table-file", "path": f"media/{bucket}.json"}
         for bucket in DEVIATIONS
     }
     return {"_step": step, "training/global_step": step, "actor/lr": None, **metrics(), **tables}

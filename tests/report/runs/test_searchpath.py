@@ -21,13 +21,7 @@ def test_parts_stand_under_the_part_that_holds_them():
             "micro-batch 2",
             [
                 ("rank 0", []),
-                (
-                    "rank 1",
-                    [
-                        ("tokens 0 to 2", []),
-                        ("tokens 3 to 5", [("token 3", []), ("tokens 4 to 5", [])]),
-                    ],
-                ),
+                ("rank 1", [("tokens 0 to 2", []), ("tokens 3 to 5", [("token 3", []), ("tokens 4 to 5", [])])]),
             ],
         ),
     ]

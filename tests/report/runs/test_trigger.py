@@ -147,6 +147,7 @@ def test_the_terminal_shows_the_curve_the_flagged_steps_and_how_far_the_others_s
     assert "Of the others the nearest came to" in said and "half stayed below" in said
 
 
+@pytest.mark.full
 def test_the_picture_is_an_svg_or_a_page_of_one_or_more_runs(tmp_path, capsys):
     both = [str(SERIES / "verl-maze-actor.json"), str(SERIES / "trl-hotpotqa-grpo.json")]
     assert main(["trigger", *both, "-o", str(tmp_path / "t.svg")]) == 0
@@ -159,6 +160,7 @@ def test_the_picture_is_an_svg_or_a_page_of_one_or_more_runs(tmp_path, capsys):
     assert "must end in .html or .svg" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_the_committed_picture_is_what_the_command_draws(tmp_path):
     target = tmp_path / "trigger.svg"
     assert main(["trigger", *map(str, sorted(SERIES.glob("*.json"))), "-o", str(target)]) == 0

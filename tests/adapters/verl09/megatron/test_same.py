@@ -4,7 +4,7 @@
 import pytest
 
 from tests.adapters.verl07 import test_actions, test_failures, test_identities, test_localization, test_trigger
-from tests.stabilize import test_settings
+from tests.stabilize import test_config as stabilize_config
 from tests.world import RankError
 from tests.world.events import read_events
 
@@ -107,7 +107,7 @@ def test_skip_takes_no_step_at_all(world, dump_dir):
 
 @in_layouts("TP 2")
 def test_a_run_under_safe_trains(world, dump_dir):
-    test_settings.test_a_run_under_safe_trains(world, dump_dir)
+    stabilize_config.test_a_run_under_safe_trains(world, dump_dir)
 
 
 @in_layouts("TP 2")

@@ -1,9 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bfloat16 weights and computation: every planted token is found, shares add up, the spike is explained."""
+"""Whoever is over the threshold is named, and nobody under a tenth of it: in mixtures, and in bfloat16 throughout."""
 
 import pytest
 
+from benchmarks.mixtures import LAYOUTS, markdown, measure
+from tests.bare.mixtures import mixture, problems
 from tests.bare.scenarios import search_planted
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mixtures_in_one_process(seed):
+    assert not problems(mixture(seed))
+
+
+@pytest.mark.full
+def test_a_mixture_on_two_ranks(bare_world):
+    told, other = bare_world.run("tests.bare.mixtures.mixture", seed=3, layout="fsdp2")
+    assert told == other and not problems(told)
+
+
+@pytest.mark.slow
+def test_thirty_mixtures_on_two_ranks():
+    rows = measure(30, LAYOUTS)
+    print(markdown(rows))
+    assert not [(row, problems(row)) for row in rows if problems(row)]
+
 
 CASES = {
     "single": {(3, 2): 1e4},
