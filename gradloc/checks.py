@@ -166,17 +166,8 @@ class Requirement:
     """A switch, at the same prefix: where it is off, the setting may be anything."""
 
 
-_ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
-WEIGHTS_ON_DEVICE = Requirement(
-    f"{_ACTOR}.fsdp_config.offload_policy",
-    (False, None),
-    False,
-    "false",
-    "use param_offload and optimizer_offload instead",
-)
 SEARCHABLE = (
-    WEIGHTS_ON_DEVICE,
     Requirement(
         f"{_MODEL}.enable_activation_offload",
         (False,),

@@ -30,7 +30,6 @@ REASONS = {
     "automodel's engine": rf"{_SETS}automodel",
     "an engine that verl itself does not bring (`fsdp_turbo`, `mlite`)": rf"{_SETS}fsdp_turbo|actor=mlite_actor",
     "distillation's loss (`distillation.enabled`)": r"distillation\.enabled=true",
-    "FSDP2's `offload_policy`": r"actor\.fsdp_config\.offload_policy=true",
     "the prefix grouper's forward (`use_prefix_grouper`)": r"use_prefix_grouper=true",
     "activation offload (`enable_activation_offload`)": r"enable_activation_offload=true",
 }

@@ -23,7 +23,7 @@ def install() -> None:
     complete_torch_cpu()
     use_gloo()
     allow_sync_of_cpu_modules()
-    keep_reference_policy_in_place()
+    offload_without_pinning()
     skip_cache_emptying()
     torch.cpu._gradloc_demo = True
 
@@ -75,13 +75,13 @@ def allow_sync_of_cpu_modules() -> None:
     _init_utils._check_module_states_for_sync_module_states = lambda _states: None
 
 
-def keep_reference_policy_in_place() -> None:
-    """verl offloads the reference policy to pinned CPU memory; here it is on the CPU anyway."""
+def offload_without_pinning() -> None:
+    """verl offloads to pinned memory, which only an accelerator has; FSDP1 moves to it what is on the CPU anyway."""
     fsdp = torch.distributed.fsdp
 
-    class CPUOffloadPolicy(fsdp.OffloadPolicy):
+    class CPUOffloadPolicy(fsdp.CPUOffloadPolicy):
         def __init__(self, pin_memory: bool = True):
-            super().__init__()
+            super().__init__(pin_memory=False)
 
     class CPUOffload(fsdp.CPUOffload):
         def __init__(self, offload_params: bool = False):

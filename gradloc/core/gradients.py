@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from .ranks import Ranks
 from .sharding import (
     abandon_pass,
+    compute_device,
     gradient_dtypes,
     local_shard,
     named_shards,
@@ -144,6 +145,16 @@ class GradientSpace:
         self.shard_index = sum(group.rank() for group in self._groups)
         """Differs between processes that hold different shards, the same for replicas."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where forwards run and ranks reduce; the shards lie elsewhere with FSDP2's ``offload_policy``."""
+        return compute_device(self.params[0])
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the shards, their gradients and what is computed of these lie in the host's memory instead."""
+        return self.params[0].device.type != self.device.type
+
     def reduction_error(self, num_micro_batches: int, reduces_once: bool) -> float:
         """How far training's own sums over ranks may be off, relative to the gradient: 0 where they are in float32.
 
@@ -159,6 +170,8 @@ class GradientSpace:
     def reshard(self) -> None:
         """Have the next forward gather the shards' weights anew: before they move, and once they are back."""
         reshard(self.module)
+        if self.is_offloaded:  # a shard that moves must not be on its way to the device any more
+            torch.get_device_module(self.device.type).synchronize(self.device)
 
     def publish(self) -> None:
         """Once weights were moved: have the model take them, where its own are others than the optimizer's."""
@@ -364,7 +377,7 @@ class GradientSpace:
 
     def reduce(self, local: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Add what every rank computes by itself up over all shards; on the host, which is the one read of it."""
-        values = self.agree(local)
+        values = self.agree(local).to(self.device)  # a group of the device's may not reduce what lies on the host
         for group in self._groups:
             dist.all_reduce(values, group=group)
         return values.cpu()

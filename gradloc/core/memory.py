@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a search fits into memory beside training, and how room is made for it where it does not.
 
+With FSDP2's ``offload_policy`` the shards, and all copies of them, lie in the host's memory from the start; then the
+host must have room for them, too.
+
 In this order, each dearer than the one before: everything stays on the device; the optimizer's state lies in the host's
 memory until the search is over; so do the saved weights and the gradients that are set aside; bisection, which moves no
 weights and reads no logits in float32; no search. All ranks go by the one that has least.
@@ -15,8 +18,10 @@ gradient that is set aside):
 - or, while weights are moved, some float32 numbers for each element of a part of a shard.
 """
 
+import math
+import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,6 +61,8 @@ class Memory:
     """That this process has taken and does not use."""
     allocated: int = 0
     """That it uses."""
+    host: float = math.inf
+    """This process' part of what is free in the host's memory, where a search takes of that."""
 
     @property
     def available(self) -> int:
@@ -77,6 +84,8 @@ class Need:
     """What a replayed micro-batch takes."""
     forward: int
     """What a forward alone takes: its logits."""
+    host: int = 0
+    """Copies of the shards, where these lie in the host's memory."""
 
     @property
     def working(self) -> int:
@@ -92,11 +101,19 @@ class Need:
 
     def least_way(self, memory: Memory) -> int:
         """The number of the cheapest of ``WAYS`` that fits; how many there are where none does."""
+        if self.host > _USABLE * memory.host:
+            return len(WAYS)
         fitting = (number for number, way in enumerate(WAYS) if self.of(way) <= _USABLE * memory.available)
         return next(fitting, len(WAYS))
 
     def refusal(self, memory: Memory, where: Any) -> str:
         """Why there is no search, and what would help, in a sentence."""
+        if self.host > _USABLE * memory.host:
+            return (
+                f"a search needs {self.host / _USABLE / 2**30:.2f} GiB of the host's memory for each process, and "
+                f"{memory.host / 2**30:.2f} GiB are free: the weights lie there by offload_policy; deal them out to "
+                "more hosts"
+            )
         lacking = self.of(WAYS[-1]) / _USABLE - memory.available
         return (
             f"a search needs {max(lacking, 0) / 2**30:.2f} GiB more than the {memory.available / 2**30:.2f} GiB that "
@@ -143,21 +160,27 @@ class Room:
     """
 
     def __init__(self, space: GradientSpace, optimizer: torch.optim.Optimizer | None, micro_batch: int, forward: int):
-        self._space, self.device = space, space.params[0].device
+        self._space, self.device = space, space.device
         self._state = [] if optimizer is None else list(_state_of(optimizer, self.device))
         shards = [local_shard(param) for param in space.params]
+        size, largest = sum(map(_size, shards)), max(shard.numel() for shard in shards)
         self.need = Need(
-            shards=sum(map(_size, shards)),
-            largest=max(shard.numel() for shard in shards),
+            shards=0 if space.is_offloaded else size,
+            largest=0 if space.is_offloaded else largest,
             state=sum(map(_size, self._state)),
             micro_batch=micro_batch,
             forward=forward,
+            host=_COPIES * size + _SCRATCH_BYTES * min(largest, PART) if space.is_offloaded else 0,
         )
         self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def memory(self) -> Memory:
         """What there is now."""
-        return memory_of(self.device)
+        found = memory_of(self.device)
+        if not self._space.is_offloaded:
+            return found
+        beside = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return replace(found, host=memory_of(torch.device("cpu")).free / beside)
 
     def make(self, way: Way) -> None:
         """Move to the host what this way says; what has been moved is taken back by :meth:`close`, also after a
@@ -174,7 +197,9 @@ class Room:
     def make_sure(self) -> None:
         """Take what the next pass needs and give it back: where a rank lacks it, that is known before any collective
         of the pass, and what it takes later is there."""
-        missing = sum(_size(local_shard(param)) for param in self._space.params if param.grad is None)
+        missing = 0
+        if not self._space.is_offloaded:
+            missing = sum(_size(local_shard(param)) for param in self._space.params if param.grad is None)
         sizes = [self.need.forward]
         left = self.need.working + missing - self.need.forward
         sizes += [min(_BLOCK, left - first) for first in range(0, left, _BLOCK)]

@@ -42,7 +42,7 @@ class Prober:
     """
 
     def __init__(self, step: TrainingStep, space: GradientSpace, ranks: Ranks):
-        self.step = step if isinstance(step, HostStep) else HostStep(step, space.params[0].device)
+        self.step = step if isinstance(step, HostStep) else HostStep(step, space.device)
         self.space = space
         self.ranks = ranks
         self.num_forwards = 0

@@ -6,6 +6,7 @@ A rank that fails alone leaves its peers waiting in a collective. So whatever ma
 What holds collectives of its own, a forward or a backward, runs through :meth:`Ranks.together`.
 """
 
+import contextlib
 import itertools
 import logging
 import math
@@ -175,6 +176,8 @@ class Ranks:
         try:
             result, error = _attempt(joint)
             self._call, self._start = present
+            if isinstance(error, LostRank):
+                self._tell_lost()
             if isinstance(error, PeerFailure | LostRank):
                 raise error
             if error is not None and self._have_all_failed(error):
@@ -207,32 +210,38 @@ class Ranks:
                     return False
                 time.sleep(0.1)
                 num_failed = store.add(f"{here}/failed", 0)
-            store.set(self._key("lost"), "")
         except Exception:
             logger.exception("gradloc: the store of the process group does not answer")
+        self._tell_lost()
         raise LostRank(why) from error
+
+    def _tell_lost(self) -> None:
+        """Have peers that wait for this rank in an agreement hear that it will not come."""
+        with contextlib.suppress(Exception):  # the store may have ended with another rank
+            _store().set(self._key("lost"), "")
 
     def _sum_watched(self, has_failed: bool) -> float:
         """How many ranks have failed; one that has not, and waits long, tells those that have where it waits."""
         position = self._position()
         total = self._sent([float(has_failed)])
-        work = dist.all_reduce(total, group=self.group, async_op=True)
-        pause, next_look = 0.0001, time.monotonic() + _LOOK_EVERY_S
-        while not work.is_completed():
-            time.sleep(pause)
-            pause = min(2 * pause, 0.005)
-            if time.monotonic() < next_look:
-                continue
-            next_look += _LOOK_EVERY_S
-            try:
-                is_lost = _store().check([self._key("lost")])
+        try:
+            work = dist.all_reduce(total, group=self.group, async_op=True)
+            pause, next_look = 0.0001, time.monotonic() + _LOOK_EVERY_S
+            while not work.is_completed():
+                time.sleep(pause)
+                pause = min(2 * pause, 0.005)
+                if time.monotonic() < next_look:
+                    continue
+                next_look += _LOOK_EVERY_S
+                if _store().check([self._key("lost")]):
+                    raise LostRank("another rank failed inside a forward or backward of the search")
                 if not has_failed and _store().add(self._key("failed"), 0) > 0:
                     _store().set(f"{self._key(position)}/waits", "")
-            except Exception as error:
-                raise LostRank("the store of the process group does not answer") from error
-            if is_lost:
-                raise LostRank("another rank failed inside a forward or backward of the search")
-        work.wait()
+            work.wait()
+        except LostRank:
+            raise
+        except Exception as error:  # not to be taken for a failure that all ranks know of
+            raise LostRank("a rank has ended, or the store of the process group does not answer") from error
         return float(total)
 
     def _position(self) -> int | None:

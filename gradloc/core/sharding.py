@@ -24,6 +24,14 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def compute_device(param: torch.Tensor) -> torch.device:
+    """Where forwards run and ranks reduce: with FSDP2's ``offload_policy`` another device than the shards'."""
+    kind = param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
+    if kind == param.device.type:
+        return param.device
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
 def named_shards(name: str, param: torch.Tensor, values: torch.Tensor | None = None) -> list[tuple[str, torch.Tensor]]:
     """This rank's part of a parameter, by the names that the model gives: of FSDP1's flat parameter all that it holds.
 
@@ -68,7 +76,7 @@ def abandon_pass(module: torch.nn.Module) -> None:
     here with no gradient left that it would reduce over the ranks, so without a collective. Every collective that has
     been issued must be one that all ranks have issued (see :meth:`.ranks.Ranks.together`). ``.grad`` is emptied.
     """
-    device = next(module.parameters()).device
+    device = compute_device(next(module.parameters()))
     if device.type != "cpu":
         torch.get_device_module(device.type).synchronize()
     if isinstance(module, FSDP1):

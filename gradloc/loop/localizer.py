@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..core.actions import Outcome, decide, decide_without_search
-from ..core.gradients import GradientSpace
+from ..core.gradients import Gradient, GradientSpace
 from ..core.memory import WAYS, Room, StepPeak
 from ..core.probe import Prober
 from ..core.ranks import LostRank, Ranks
@@ -110,7 +110,7 @@ class Localizer:
         """Ride along with a step; its micro-batches run next, each forward and backward once."""
         self._step, self._began = step, time.perf_counter()
         self._tracker.begin_mini_batch()
-        self._peak.begin(self._space.params[0].device)
+        self._peak.begin(self._space.device)
 
     def after_backward(self) -> None:
         """Note the norms of what ``.grad`` has accumulated so far."""
@@ -129,7 +129,7 @@ class Localizer:
         """
         norm = float(grad_norm)
         self._policy = policy or self._policy
-        self._peak.end(self._space.params[0].device)
+        self._peak.end(self._space.device)
         grad_norm = torch.tensor(norm, dtype=grad_norm.dtype)
         self._step_seconds = time.perf_counter() - self._began
         self.norms.append(norm)
@@ -242,9 +242,10 @@ class Localizer:
         self._num_searches += 1
         self._num_to_write += is_written
         space = self._space
-        before = space.take()
-        space.put(before)
-        room = Room(space, self.powers.optimizer, self._peak.size, self._step.forward_bytes())
+        prepared = self._safely(self._prepare)
+        if prepared is None:
+            return grad_norm
+        before, room = prepared
         try:
             way = self._safely(partial(self._make_room, room))
             found = None if way is None else self._safely(partial(self._localize_and_act, spike, is_written, way))
@@ -258,6 +259,13 @@ class Localizer:
         self.events += [event] if is_written else []
         self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, action.taken, is_written))
         return grad_norm if taken_norm is None else taken_norm
+
+    def _prepare(self) -> tuple[Gradient, Room]:
+        """The step's gradient, to be put back whatever happens, and what a search of it needs of memory."""
+        before = self._space.take()
+        self._space.put(before)
+        powers, size, step = self.powers, self._peak.size, self._step
+        return before, self.ranks.agree(lambda: Room(self._space, powers.optimizer, size, step.forward_bytes()))
 
     def _make_room(self, room: Room) -> dict[str, Any] | None:
         """What the search is called with; None where no way fits on some rank."""
@@ -310,7 +318,7 @@ class Localizer:
         self, spike: Spike, is_written: bool, way: dict[str, Any]
     ) -> tuple[Any, Action, torch.Tensor | None]:
         space, policy = self._space, self._spiking_policy
-        step: Any = HostStep(self._step, space.params[0].device)
+        step: Any = HostStep(self._step, space.device)
         limit, clip_scale = self.powers.clip_limit, self._clip_scale(spike.grad_norm)
         increments = self._tracker.increments(space, self.ranks, step.loss_scale)
         if increments is not None and len(increments) != step.num_micro_batches:
@@ -344,7 +352,7 @@ class Localizer:
         """Put into ``.grad`` what the step is to take; returns its norm, None when that is unchanged."""
         if taken == "observe":
             return None
-        device = self._space.params[0].device
+        device = self._space.device
         if taken == "mask":
             gradient, rng = self._space.take(), RngState(device)
             try:

@@ -95,7 +95,7 @@ def localize(
         reruns: run the spike again first; where it does not come back, nothing is searched.
     """
     started = time.perf_counter()
-    rng = RngState(space.params[0].device)
+    rng = RngState(space.device)
     saved = space.take()
     prober = Prober(step, space, ranks)
     step = prober.step

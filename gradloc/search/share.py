@@ -265,7 +265,7 @@ class _Measurement:
         """The forwards at this step, and <R, the weights' true move>."""
         prober = self.prober
         if step != self.at:
-            rounded = prober.ranks.agree(lambda: weights.move(self.direction, step / self.scale))
+            rounded = weights.move(self.direction, step / self.scale)
             self.at, self.moved = step, step * self.square
             if rounded is not None:
                 self.moved = float(prober.space.reduce(lambda: rounded)) / self.scale

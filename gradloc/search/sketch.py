@@ -72,7 +72,7 @@ def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DI
     hold_routes(prober, range(len(readouts)))
     with MovedWeights(prober.space, prober.step.compute_dtype) as weights:
         for number in range(num_directions + 1):
-            prober.ranks.agree(partial(weights.move_randomly, number + 1, step_size))
+            weights.move_randomly(number + 1, step_size)
             for index in range(len(readouts)):
                 outputs = forward_on_routes(prober, index)
                 prober.ranks.agree(partial(note, number, index, outputs))

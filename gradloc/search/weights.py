@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.gradients import Gradient, GradientSpace, host_copy, in_parts
 from ..core.probe import Prober
+from ..core.ranks import LostRank
 from ..core.sharding import local_shard, unwrapped
 
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
@@ -57,14 +58,19 @@ class MovedWeights:
         self._saved = self._space.agree(lambda: [keep(local_shard(param)) for param in self._space.params])
         return self
 
-    @torch.no_grad()
     def move(self, direction: Gradient, step: float) -> torch.Tensor | None:
-        """Set the weights to (original + dither + step * direction).
+        """Set the weights to (original + dither + step * direction); all ranks together.
 
         Returns:
             This rank's part of <direction, how far the weights moved as a forward sees them>, float64, a scalar; None
             in float32, where that is what was asked for.
         """
+        moved = self._space.agree(lambda: self._move(direction, step))
+        self._space.publish()  # which may communicate
+        return moved
+
+    @torch.no_grad()
+    def _move(self, direction: Gradient, step: float) -> torch.Tensor | None:
         space = self._space
         space.reshard()
         device = space.params[0].device
@@ -79,7 +85,6 @@ class MovedWeights:
                 self._set(shard, was, torch.add(was.float(), along, alpha=step), dither)
                 if self._bits is not None and counts:
                     total += torch.dot(shard.to(self._dtype).float().sub_(was).flatten(), along.flatten())
-        space.publish()
         return None if self._bits is None else total
 
     def _move_none(self, param: torch.nn.Parameter, saved: torch.Tensor, dither: torch.Generator) -> None:
@@ -87,9 +92,14 @@ class MovedWeights:
             was = was.to(shard.device, non_blocking=True)
             self._set(shard, was, was, dither)
 
-    @torch.no_grad()
     def move_randomly(self, seed: int, step: float) -> None:
-        """Set the weights to (original + dither + step * v), v standard normal and different on every shard."""
+        """Set the weights to (original + dither + step * v), v standard normal and different on every shard; all ranks
+        together."""
+        self._space.agree(lambda: self._move_randomly(seed, step))
+        self._space.publish()
+
+    @torch.no_grad()
+    def _move_randomly(self, seed: int, step: float) -> None:
         space = self._space
         space.reshard()
         drawn_by = zip(space.generators(seed), space.generators(self._seed), strict=True)
@@ -98,7 +108,6 @@ class MovedWeights:
                 was = was.to(shard.device, non_blocking=True)
                 drawn = torch.randn(was.shape, generator=generator, device=was.device)
                 self._set(shard, was, was + step * drawn, dither)
-        space.publish()
 
     @torch.no_grad()
     def distance(self) -> float:
@@ -122,7 +131,9 @@ class MovedWeights:
         shard.copy_(moved)
 
     @torch.no_grad()
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, LostRank):
+            return  # this process ends, and waiting for peers or for the device might never end
         for param, saved in zip(self._space.params, self._saved, strict=True):
             local_shard(param).copy_(saved)
         self._space.publish()

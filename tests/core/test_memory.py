@@ -3,6 +3,7 @@
 that is made; norms without large copies."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -177,6 +178,25 @@ def test_the_peak_of_another_pass_is_not_the_step_s(monkeypatch):
     peak.begin(device)
     peak.end(device)
     assert peak.size == 250 and there["peak"] == 900
+
+
+def test_shards_on_the_host_need_room_there_and_none_on_the_device(monkeypatch):
+    from gradloc.core import memory
+
+    card = torch.device("meta")
+    monkeypatch.setattr(GradientSpace, "device", card)
+    monkeypatch.setattr(memory, "memory_of", lambda device: Memory(free=GIB if device == card else 64 * GIB))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    model = torch.nn.Linear(64, 64)
+    room = Room(GradientSpace(model), torch.optim.AdamW(model.parameters()), GIB // 2, 0)
+    there, size = room.memory(), 4 * 65 * 64
+    assert (there.free, there.host) == (GIB, 16 * GIB)
+    assert room.need.shards == room.need.state == room.need.largest == 0 and 3 * size < room.need.host < 10 * size
+    assert room.need.least_way(there) == 0
+    room.make_sure()
+    lacking = replace(room.need, host=19 * GIB)
+    assert lacking.least_way(there) == len(WAYS)
+    assert "20.00 GiB of the host's memory for each process, and 16.00 GiB are free" in lacking.refusal(there, card)
 
 
 @pytest.mark.parametrize("way", WAYS[1:], ids=lambda way: "on the host" if way.keeps_on_host else "the optimizer's")

@@ -8,7 +8,7 @@ import torch
 
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
-from gradloc.core.ranks import Ranks
+from gradloc.core.ranks import LostRank, Ranks
 from gradloc.search.weights import MovedWeights, forward_on_routes, has_experts, hold_routes
 
 
@@ -102,3 +102,26 @@ def test_tokens_go_where_the_routers_sent_them_before_the_weights_moved(way):
     assert forward_on_routes(prober, 1)[0].tolist() == [30.0, 2.0]
     prober.routes.clear()
     assert forward_on_routes(prober, 0)[0].tolist() == [10.0, 3.0]
+
+
+class Publishing(GradientSpace):
+    calls = ""
+
+    def agree(self, local):
+        self.calls += "a"
+        return super().agree(local)
+
+    def publish(self):
+        self.calls += "p"
+
+
+def test_weights_are_published_where_all_ranks_have_moved_them_and_not_by_one_that_ends():
+    space = Publishing(module(torch.float32))
+    with MovedWeights(space, torch.float32) as weights:
+        weights.move([torch.ones(512, 512)], 1e-3)
+        weights.move_randomly(1, 1e-3)
+    assert space.calls == "a" + "ap" + "ap" + "p"
+    space.calls = ""
+    with pytest.raises(LostRank), MovedWeights(space, torch.float32):
+        raise LostRank
+    assert space.calls == "a", "peers would not join it"

@@ -14,8 +14,10 @@ FSDP1 = [f"{ACTOR}.strategy=fsdp"]
 ORIGINAL = [*FSDP1, f"{ACTOR}.fsdp_config.use_orig_params=true"]
 FP16 = [f"{ACTOR}.fsdp_config.dtype=float16"]
 LOG_PROBS = ["actor_rollout_ref.rollout.calculate_log_probs=true"]
+OFFLOADED = [f"{ACTOR}.fsdp_config.offload_policy=true"]
 LAYOUTS = {
     "FSDP2 by layer": ([], "layer"),
+    "FSDP2 with offload_policy, by layer": (OFFLOADED, "layer"),
     "FSDP2 by kind": ([], "kind"),
     "FSDP2 by tensor": ([], "tensor"),
     "FSDP1 by layer": (FSDP1, "layer"),
@@ -28,6 +30,7 @@ CASES = [
     ("FSDP1 by layer", "zscore"),
     ("FSDP1 with original parameters, by tensor", "adagc"),
     ("FSDP2 by kind", "zscore"),
+    ("FSDP2 with offload_policy, by layer", "adagc"),
 ]
 CASES += [
     pytest.param(*case, marks=pytest.mark.slow)
@@ -130,7 +133,7 @@ def test_the_optimizer_gets_the_whole_gradient_clipped_by_plain_loops(world, dum
             assert metrics["gradloc/layer_clip/warmup"] == [1.0 if step < 2 else 0.0]
 
 
-@pytest.mark.parametrize("layout", [[], FSDP1, FSDP1 + FP16], ids=["FSDP2", "FSDP1", "fp16"])
+@pytest.mark.parametrize("layout", [[], OFFLOADED, FSDP1, FSDP1 + FP16], ids=["FSDP2", "offloaded", "FSDP1", "fp16"])
 def test_an_outlier_is_skipped_and_leaves_weights_and_moments_as_they_were(world, dump_dir, layout):
     skip = [f"{STABILIZE}.skip_step.enable=true", f"{STABILIZE}.skip_step.window=8"]
     answers = world.run("tests.stabilize.scenarios.skip_an_outlier", overrides=skip + layout, dump_dir=dump_dir)

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -66,10 +67,7 @@ class World:
             RankError: when a rank raised, died, or did not answer within ``timeout_s``. After the
                 latter two the ranks are ended, and the next call starts new ones.
         """
-        if not self._processes:
-            self._start()
-        for pipe in self._pipes:
-            pipe.send((function, kwargs))
+        self._call(function, kwargs)
         limit = timeout_s or self._timeout_s
         answers, errors = [], []
         for rank, pipe in enumerate(self._pipes):
@@ -87,6 +85,23 @@ class World:
             raise RankError("\n".join(errors))
         return answers
 
+    def fates(self, function: str, *, timeout_s: float, **kwargs: Any) -> list[str]:
+        """Call what should end every rank; what became of each by then: ``ended``, ``raised``, ``went on``, ``hangs``.
+
+        The ranks are ended, and the next call starts new ones.
+        """
+        self._call(function, kwargs)
+        deadline = time.monotonic() + timeout_s
+        found = []
+        for pipe in self._pipes:
+            try:
+                hangs = not pipe.poll(max(deadline - time.monotonic(), 0.0))
+                found.append("hangs" if hangs else "went on" if pipe.recv()[0] else "raised")
+            except (EOFError, OSError):
+                found.append("ended")
+        self.close()
+        return found
+
     def close(self) -> None:
         """End the ranks; the next call starts new ones."""
         for process in self._processes:
@@ -99,6 +114,12 @@ class World:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _call(self, function: str, kwargs: dict[str, Any]) -> None:
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, kwargs))
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")

@@ -414,6 +414,7 @@ class Decoder:
 def shard(module: torch.nn.Module, actor_config: Any, model_config: Any) -> torch.nn.Module:
     """Wrap as verl's FSDP worker does: ``strategy`` fsdp or fsdp2, or not at all on ``none``."""
     from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
         FullyShardedDataParallel,
         MixedPrecision,
         MixedPrecisionPolicy,
@@ -444,6 +445,7 @@ def shard(module: torch.nn.Module, actor_config: Any, model_config: Any) -> torc
         "mesh": mesh,
         "mp_policy": policy,
         "reshard_after_forward": fsdp.reshard_after_forward,
+        "offload_policy": CPUOffloadPolicy(pin_memory=False) if fsdp.offload_policy else None,  # pinned for a GPU alone
         "shard_placement_fn": get_shard_placement_fn(fsdp_size=mesh.shape[-1]),
     }
     apply_fsdp2(module, kwargs, fsdp)

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from ...checks import SEARCHABLE, WEIGHTS_ON_DEVICE, Requirement, check_requirements
+from ...checks import SEARCHABLE, Requirement, check_requirements
 from ...config import GradLocConfig, settings_in, settle
 from ..verl_common import needs
 from ..verl_common.needs import FSDP, ROLLOUT_LOG_PROBS, SEPARATE_PARAMETERS, WHOLE_SEQUENCES, of_critics_fsdp
@@ -17,12 +17,12 @@ _CRITIC = of_critics_fsdp("critic.ulysses_sequence_parallel_size", "critic.model
 
 _NEEDS = {
     f"{_ACTOR}.spike_detection": (_LEGACY, FSDP, *SEARCHABLE),
-    f"{_ACTOR}.gradloc.stabilize": (_LEGACY, FSDP, WHOLE_SEQUENCES, WEIGHTS_ON_DEVICE),
+    f"{_ACTOR}.gradloc.stabilize": (_LEGACY, FSDP, WHOLE_SEQUENCES),
     f"{_ACTOR}.gradloc.stabilize.layer_clip.group finer than layer": (SEPARATE_PARAMETERS,),
     f"{_ACTOR}.gradloc.stabilize.token_clip or seq_clip": (ROLLOUT_LOG_PROBS,),
     "algorithm.lopti.enable": (_LEGACY, FSDP),
     "trainer.gradient_analysis_mode": (_LEGACY, FSDP, WHOLE_SEQUENCES),
-    "trainer.quartile_analysis_mode": (_LEGACY, FSDP, WHOLE_SEQUENCES, WEIGHTS_ON_DEVICE),
+    "trainer.quartile_analysis_mode": (_LEGACY, FSDP, WHOLE_SEQUENCES),
 }
 
 

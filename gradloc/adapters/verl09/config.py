@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from verl.workers.config import FSDPActorConfig, McoreActorConfig, RolloutConfig
 
 from ...analysis.config import BucketSettings
-from ...checks import SEARCHABLE, WEIGHTS_ON_DEVICE, Requirement, check_requirements, keys_in
+from ...checks import SEARCHABLE, Requirement, check_requirements, keys_in
 from ...config import GradLocConfig, settle
 from ...rollout_filter.config import FilterSettings
 from ..verl_common import needs
@@ -46,12 +46,12 @@ _IN_ORDER = Requirement(
 )
 _NEEDS = {
     f"{_ACTOR}.gradloc.enable": (_FSDP_OR_MEGATRON, *_ENGINE, _IN_ORDER, *SEARCHABLE),
-    f"{_ACTOR}.gradloc.stabilize": (_FSDP_OR_MEGATRON, *_ENGINE, *_WHOLE_SEQUENCES, WEIGHTS_ON_DEVICE),
+    f"{_ACTOR}.gradloc.stabilize": (_FSDP_OR_MEGATRON, *_ENGINE, *_WHOLE_SEQUENCES),
     f"{_ACTOR}.gradloc.stabilize.token_clip or seq_clip": (ROLLOUT_LOG_PROBS,),
     f"{_ACTOR}.gradloc.stabilize.layer_clip.group finer than layer": (SEPARATE_PARAMETERS,),
     "algorithm.lopti.enable": (FSDP, *_ENGINE),
     "trainer.gradient_analysis_mode": (FSDP, *_ENGINE, *_WHOLE_SEQUENCES, _MEAN),
-    "trainer.quartile_analysis_mode": (FSDP, *_ENGINE, *_WHOLE_SEQUENCES, _MEAN, WEIGHTS_ON_DEVICE),
+    "trainer.quartile_analysis_mode": (FSDP, *_ENGINE, *_WHOLE_SEQUENCES, _MEAN),
     "actor_rollout_ref.rollout.rollout_filter_value": (_V1,),
 }
 _NOT_RUN = "no search was run with it on Megatron"

@@ -94,8 +94,9 @@ class EngineStep(LossOfGiven):
     def recorded(self, micro_batch: int) -> Recorded:
         recorded, packed = self._recorded[micro_batch], self._packed[micro_batch]
         while packed:  # padded when somebody asks, not while nothing spikes
-            name, values = packed.popitem()
-            setattr(recorded, name, self._layout(micro_batch).unpack(values))
+            name = next(iter(packed))
+            setattr(recorded, name, self._layout(micro_batch).unpack(packed[name]))
+            del packed[name]  # once that has gone well
         return recorded
 
     def rows(self, micro_batch: int) -> list[int]:

@@ -24,6 +24,7 @@ FP16 = [f"{ACTOR}.fsdp_config.dtype=float16"]
 CHECKPOINTING = ["actor_rollout_ref.model.enable_gradient_checkpointing=true"]
 ENTROPY = [f"{ACTOR}.entropy_coeff=0.05"]
 KL = [f"{ACTOR}.use_kl_loss=true"]
+OFFLOADED = [f"{ACTOR}.fsdp_config.offload_policy=true"]
 SMALL = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=1"]
 
 LAYOUTS = {
@@ -34,6 +35,8 @@ LAYOUTS = {
     "FSDP2, entropy and KL terms": ENTROPY + KL,
     "FSDP2, one row per micro-batch": SMALL,
     "FSDP2, LoRA": ["lora"],
+    "FSDP2, offload_policy": OFFLOADED,
+    "FSDP2, offload_policy, bf16": OFFLOADED + BF16,
     "FSDP1": FSDP1,
     "FSDP1, original parameters": [*FSDP1, f"{ACTOR}.fsdp_config.use_orig_params=true"],
     "FSDP1, weights kept after forward": FSDP1 + KEEP,

@@ -18,22 +18,20 @@ EVERYWHERE = [
     ("trainer.use_legacy_worker_impl", "disable", "auto or enable"),
     (f"{ACTOR}.strategy", "megatron", "fsdp or fsdp2"),
 ]
-AT_THE_WEIGHTS = [(f"{ACTOR}.fsdp_config.offload_policy", True, "false")]
 WHOLE_SEQUENCES = [(f"{ACTOR}.ulysses_sequence_parallel_size", 2, "1")]
 FEATURES = {
     f"{ACTOR}.spike_detection": [
         *EVERYWHERE,
-        *AT_THE_WEIGHTS,
         ("actor_rollout_ref.model.enable_activation_offload", True, "false"),
         (KERNELS, "triton", "torch"),
     ],
-    f"{ACTOR}.gradloc.stabilize": EVERYWHERE + AT_THE_WEIGHTS + WHOLE_SEQUENCES,
+    f"{ACTOR}.gradloc.stabilize": EVERYWHERE + WHOLE_SEQUENCES,
     f"{ACTOR}.gradloc.stabilize.token_clip or seq_clip": [
         ("actor_rollout_ref.rollout.calculate_log_probs", False, "true")
     ],
     "algorithm.lopti.enable": EVERYWHERE,
     "trainer.gradient_analysis_mode": EVERYWHERE + WHOLE_SEQUENCES,
-    "trainer.quartile_analysis_mode": EVERYWHERE + AT_THE_WEIGHTS + WHOLE_SEQUENCES,
+    "trainer.quartile_analysis_mode": EVERYWHERE + WHOLE_SEQUENCES,
 }
 
 

@@ -11,6 +11,7 @@ OFFLOAD = [f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"]
 MORE = {
     "offload": OFFLOAD,
     "offload, FSDP1": [f"{ACTOR}.strategy=fsdp", *OFFLOAD],
+    "offload_policy": [f"{FSDP}.offload_policy=true"],
     "gradient checkpointing": ["actor_rollout_ref.model.enable_gradient_checkpointing=true"],
     "fp16": [f"{FSDP}.dtype=float16", f"{FSDP}.mixed_precision={FP16}"],
     "a gradient reduced after every micro-batch": [f"{FSDP}.use_no_sync_for_gradient_accumulation=false"],

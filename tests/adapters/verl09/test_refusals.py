@@ -20,7 +20,6 @@ REFUSED = {
     f"{ACTOR}.strategy=veomni": "strategy must be fsdp, fsdp2 or megatron while .* \\(others do not have it\\)",
     "trainer.use_v1=false": "trainer.use_v1 must be true",
     f"{ACTOR}.shuffle=true": "shuffle must be false",
-    f"{ACTOR}.fsdp_config.offload_policy=true": "use param_offload and optimizer_offload instead",
     "actor_rollout_ref.model.enable_activation_offload=true": "enable_activation_offload must be false",
     f"{FUSED} {FUSED_BY}=triton": "impl_backend must be torch while .* \\(no search was tested with the others",
     f"{FUSED} {FUSED_BY}=liger": "impl_backend must be torch while .* found 'liger'",

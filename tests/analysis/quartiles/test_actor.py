@@ -78,10 +78,11 @@ def test_probability_changes_are_those_of_a_literal_copy_of_model_and_optimizer(
         actor(strategy="fsdp"),
         ["actor_rollout_ref.actor.fsdp_config.use_orig_params=True", *actor(strategy="fsdp")],
         actor(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=40),
+        ["actor_rollout_ref.actor.fsdp_config.offload_policy=true", *actor()],
         ["lora"],
         [f"actor_rollout_ref.actor.gradloc.stabilize.layer_clip.{key}" for key in CLIP],
     ],
-    ids=["fsdp2", "fsdp1", "fsdp1, original parameters", "dynamic", "adapters", "stabilized"],
+    ids=["fsdp2", "fsdp1", "fsdp1, original parameters", "dynamic", "offloaded", "adapters", "stabilized"],
 )
 def test_training_with_tried_updates_is_bit_identical_to_training_without(world, dump_dir, overrides):
     on = world.run(RUN + "train", overrides=overrides, dump_dir=dump_dir, with_analysis=True)

@@ -110,12 +110,11 @@ class MegatronStep(EngineStep, Scheduled):
     def share(self) -> None:
         if self._is_shared:
             return
-        box = [{name: value.cpu() for name, value in packed.items()} for packed in self._packed]
-        source, group = parallel_state.get_pipeline_model_parallel_last_rank(), _stages()
-        dist.broadcast_object_list(box, src=source, group=group)
-        if dist.get_rank() != source:
-            device = torch.device(get_device_name())
-            self._packed = [{name: value.to(device) for name, value in packed.items()} for packed in box]
+        source, agree = parallel_state.get_pipeline_model_parallel_last_rank(), self.engine._watch.ranks.agree
+        box = agree(partial(_on, torch.device("cpu"), self._packed))
+        dist.broadcast_object_list(box, src=source, group=_stages())
+        told = self._packed if dist.get_rank() == source else box
+        self._packed = agree(partial(_on, torch.device(get_device_name()), told))
         self._is_shared = True
 
     def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -149,20 +148,27 @@ class MegatronStep(EngineStep, Scheduled):
     def _forward(self, micro_batch: int, data: Any) -> dict[str, torch.Tensor]:
         with _precise_readout(self.engine):
             self._run([(micro_batch, None)], forward_only=True, data=data)
-        found, unpack = self._outputs.pop(0, {}), self._layout(micro_batch).unpack
-        self._outputs.clear()
         has_entropy = tu.get_non_tensor_data(data, key="calculate_entropy", default=False)
         keys = [self.output, *(["entropy"] if has_entropy else [])]
-        shape = self.token_mask(micro_batch).shape
-        device = torch.device(get_device_name())
-        read = [unpack(found[key]).float() if found else torch.zeros(shape, device=device) for key in keys]
-        values = torch.stack(read)
+        values = self._read(micro_batch, keys)
         if self.num_stages > 1:
             with self._in_stages():
                 source = parallel_state.get_pipeline_model_parallel_last_rank()
                 dist.broadcast(values, src=source, group=_stages())
         self._end()
         return dict(zip(keys, values.unbind(), strict=True))
+
+    def _read(self, micro_batch: int, keys: list[str]) -> torch.Tensor:
+        """What the pass gave, (keys, B, T): zeros where this is not the last stage, or where it failed."""
+        found = self._outputs.pop(0, {})
+        self._outputs.clear()
+        try:
+            if found:
+                return torch.stack([self._layout(micro_batch).unpack(found[key]).float() for key in keys])
+        except Exception as error:  # the other stages wait for what is read
+            self.failed(error)
+        shape = self.token_mask(micro_batch).shape
+        return torch.zeros(len(keys), *shape, device=torch.device(get_device_name()))
 
     def _run(self, selections: _Selections, forward_only: bool, data: Any = None) -> None:
         """Megatron's schedule over these micro-batches.
@@ -233,6 +239,10 @@ class MegatronStep(EngineStep, Scheduled):
 
 def _stages() -> Any:
     return parallel_state.get_pipeline_model_parallel_group()
+
+
+def _on(device: torch.device, packed: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    return [{name: value.to(device) for name, value in of_one.items()} for of_one in packed]
 
 
 def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:

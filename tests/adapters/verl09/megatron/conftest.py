@@ -24,8 +24,14 @@ class InLayout:
         """See :meth:`World.run`; a name with a module in front of it is called as it is."""
         if scenario.startswith("tests."):
             return self.world.run(scenario, **given)
-        layout = LAYOUTS[self.layout]
-        return self.world.run(f"{HERE}.as_actor.run", scenario=scenario, dealt_out=layout.settings, **given)
+        return self.world.run(f"{HERE}.as_actor.run", **self._dealt_out(scenario), **given)
+
+    def fates(self, scenario: str, **given: Any) -> list[str]:
+        """See :meth:`World.fates`."""
+        return self.world.fates(f"{HERE}.as_actor.run", **self._dealt_out(scenario), **given)
+
+    def _dealt_out(self, scenario: str) -> dict[str, Any]:
+        return {"scenario": scenario, "dealt_out": LAYOUTS[self.layout].settings}
 
 
 def _world(size: int) -> Iterator[World]:
