@@ -137,8 +137,7 @@ def judge(
     if verdicts and len(verdicts) <= config.warmup:
         made.notes.append(
             f"The run has {plural(len(verdicts), 'step')}, and rules about its own history are "
-            f"silent for the first {config.warmup}: `gradloc-report health RUN_DIR --set warmup=3` "
-            "lets them speak sooner."
+            f"silent for the first {config.warmup}. To hear them sooner: gradloc-report health RUN_DIR --set warmup=3"
         )
     made.notes += differences
     return made

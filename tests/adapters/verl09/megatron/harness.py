@@ -6,6 +6,7 @@ optimizers and schedules, mbridge, verl's engine, worker and trainer.
 """
 
 import contextlib
+import gc
 import hashlib
 import io
 from collections.abc import Iterator
@@ -114,6 +115,7 @@ def parallel(dtype: str = "float32") -> Iterator[None]:
     from megatron.core import parallel_state
 
     megatron.install()
+    gc.collect()  # an earlier trainer holds its groups
     parallel_state.destroy_model_parallel()
     for group in [*dist.distributed_c10d._world.pg_map]:  # Megatron forgets its groups, but their threads stay
         if group is not dist.group.WORLD:

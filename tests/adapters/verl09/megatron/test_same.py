@@ -138,6 +138,7 @@ RECOVERED |= {"agreement": (1, 9, 20), "allocation": (2,), "loss": (2,)}
 
 
 @in_layouts("PP 2", "TP 2", "PP 2, interleaved", "DP 2, sharded optimizer", "TP 2 x PP 2")
+@pytest.mark.slow
 def test_a_failure_outside_of_the_layers_leaves_training_as_it_was(world, dump_dir):
     last = LAYOUTS[world.layout].size - 1
     failures = [(place, process, number) for place, at in RECOVERED.items() for number in at for process in (0, last)]
@@ -160,6 +161,7 @@ def test_an_event_that_cannot_be_written_never_reaches_training(world, dump_dir)
 @pytest.mark.parametrize("process", [0, 1])
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @in_layouts("PP 2", "TP 2")
+@pytest.mark.slow
 def test_a_failure_inside_of_a_layer_ends_every_process(world, dump_dir, place, process):
     given = {"failures": [(place, process, 2)], "overrides": ON + SHORT, "dump_dir": dump_dir}
     assert set(world.fates("as_actor.fail_at", timeout_s=240, **given)) == {"ended"}
