@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from ..errors import ReportError
@@ -59,6 +60,8 @@ def number(text: Any, is_decimal_comma: bool = False) -> float | None:
     >>> number("1.234,5", is_decimal_comma=True), number("1,234.5"), number("5/100"), number("info")
     (1234.5, 1234.5, 5.0, None)
     """
+    if isinstance(text, float):
+        return text
     if text is None or isinstance(text, bool):
         return None
     if not isinstance(text, str):
@@ -92,6 +95,7 @@ def step_of(values: Mapping[str, float]) -> int | None:
     return int(found) if found is not None and abs(found) < 2**53 else None
 
 
+@lru_cache(maxsize=4096)  # asked of the same few names in every row
 def is_norm(name: str) -> bool:
     """Whether a metric's name looks like a gradient norm, and not like a limit of one.
 
