@@ -157,7 +157,7 @@ def _of_folder(folder: Path) -> tuple[list[tuple[Path, Recording]], list[str]]:
     silent = [name for name in unread if _LOGLIKE.search(name)]
     if kept and silent:
         files = plural(len(silent), "file")
-        notes.append(f"{files} of the folder hold no metrics that can be read ({first_of(silent)}).")
+        notes.append(f"{files} of the folder held no metrics that can be read ({first_of(silent)}).")
     if len(entries) > MOST:
         notes.append(f"{folder} holds {len(entries)} files that could be logs; the first {MOST} were looked into.")
     if not kept:
@@ -206,7 +206,7 @@ def _distinct(found: list[tuple[Path, Recording]]) -> tuple[list[tuple[Path, Rec
             kept.append(entry)
     kept.sort(key=lambda entry: found.index(entry))
     names = first_of(list(dict.fromkeys(same)))
-    notes = [f"{plural(len(same), 'other file')} of the folder hold the same steps ({names})."] if same else []
+    notes = [f"{plural(len(same), 'other file')} of the folder held the same steps ({names})."] if same else []
     return kept, notes
 
 
