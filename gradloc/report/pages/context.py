@@ -21,13 +21,13 @@ def context(event: Event, events: Sequence[Event]) -> list[tuple[str, str]]:
     known = [
         ("when", _when(event.time)),
         ("made by", ", ".join(filter(None, made))),
-        ("model", run.model),
+        ("model", run.model and one_line(run.model, 90, keep="end")),
         ("commit", run.commit),
         ("config", run.config),
         ("data", row),
         ("seen", _seen(event, events)),
     ]
-    return [(name, one_line(value, 90, keep="end")) for name, value in known if value]
+    return [(name, one_line(value)) for name, value in known if value]
 
 
 def _when(time: str | None) -> str | None:

@@ -55,6 +55,8 @@ def test_an_old_record_says_what_it_can():
 def test_how_often_its_like_came_is_counted_by_token_and_cause():
     seen = known(event(5), event(9), event(30), event(40, token=" 7"))["seen"]
     assert seen == "this token 3 times, first at step 5, last at step 30; extreme advantage: 4 of 4 events"
+    late = known(event(100_005), event(200_009))["seen"]
+    assert late == "this token 2 times, first at step 100005, last at step 200009; extreme advantage: 2 of 2 events"
     other = {**event(50), "culprits": [make_culprit(cause={"label": "kl_term", "numbers": {}})]}
     assert known(other, event(5))["seen"] == "once, at step 50; KL term: 1 of 2 events"
 
