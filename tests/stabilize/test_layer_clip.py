@@ -36,22 +36,20 @@ def close(ours, slow_ones):
         assert found == pytest.approx(expected, rel=1e-12), step
 
 
-@pytest.mark.parametrize("grad_clip", [1.0, 1e9], ids=["clipping warm-up", "free warm-up"])
-@pytest.mark.parametrize("seed", range(3))
-def test_adagc_is_its_slow_version_through_warm_up_spikes_and_a_new_level(seed, grad_clip):
-    settings = config.LayerClipConfig(rule="adagc", relative_factor=1.3, beta=0.9, warmup=8)
-    steps = histories(80, seed, SPIKES)
-    expected = slow.adagc(steps, factor=1.3, beta=0.9, warmup=8, grad_clip=grad_clip)
-    close(run(LayerClip(settings, grad_clip), steps), expected)
+RULES = {
+    "adagc": ({"relative_factor": 1.3, "beta": 0.9}, slow.adagc, {"factor": 1.3, "beta": 0.9}),
+    "zscore": ({"window": 16, "num_deviations": 4.0}, slow.zscore, {"window": 16, "num_deviations": 4.0}),
+}
 
 
 @pytest.mark.parametrize("grad_clip", [1.0, 1e9], ids=["clipping warm-up", "free warm-up"])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_z_score_rule_is_its_slow_version_through_warm_up_spikes_and_a_new_level(seed, grad_clip):
-    settings = config.LayerClipConfig(rule="zscore", window=16, num_deviations=4.0, warmup=8)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_is_its_slow_version_through_warm_up_spikes_and_a_new_level(rule, seed, grad_clip):
+    given, slow_one, its = RULES[rule]
     steps = histories(80, seed, SPIKES)
-    expected = slow.zscore(steps, window=16, num_deviations=4.0, warmup=8, grad_clip=grad_clip)
-    close(run(LayerClip(settings, grad_clip), steps), expected)
+    clip = LayerClip(config.LayerClipConfig(rule=rule, warmup=8, **given), grad_clip)
+    close(run(clip, steps), slow_one(steps, warmup=8, grad_clip=grad_clip, **its))
 
 
 @pytest.mark.parametrize("rule", ["adagc", "zscore"])
