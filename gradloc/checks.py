@@ -12,7 +12,13 @@ T = TypeVar("T", bound=type)
 
 
 def require(ok: bool, key: str, expected: str, found: Any) -> None:
-    """Refuse a setting, by its full name, unless it is as it must be; ``expected`` reads after ``must be``.
+    """Refuse a setting unless it is as it must be.
+
+    Args:
+        ok: whether it is.
+        key: the setting's full name.
+        expected: what it must be, as it reads after ``must be``.
+        found: its value.
 
     Raises:
         ValueError: one sentence that names the key, what it must be and what was found.
@@ -73,7 +79,10 @@ def or_null(allowed: Allowed, expected: str = "") -> Allowed:
 def setting(default: Any, allowed: Allowed, key: str = "") -> Any:
     """A field of a dataclass of settings, which :func:`check_fields` holds to what is allowed.
 
-    The default stands here alone; ``key`` is its full name where it stands among the trainer's own settings.
+    Args:
+        default: the one place of it.
+        allowed: see above.
+        key: its full name, where it stands among the trainer's own settings.
     """
     return field(default=default, metadata={"allowed": allowed, "key": key})
 
@@ -81,7 +90,9 @@ def setting(default: Any, allowed: Allowed, key: str = "") -> Any:
 def check_fields(settings: Any, prefix: str = "") -> None:
     """Hold each :func:`setting` of a dataclass to what is allowed.
 
-    The prefix stands before a field's name in the full name of a setting that has no key of its own.
+    Args:
+        settings: frozen or not.
+        prefix: with a field's name behind it, the full name of a setting that has no key of its own.
 
     Raises:
         ValueError: one sentence.
@@ -103,9 +114,11 @@ def keys_in(settings: Any) -> dict[str, str]:
 
 
 def read_among(settings: type[S], config: Any) -> S:
-    """Read and check a dataclass of settings that stand among the trainer's own, see :func:`keys_in`.
+    """Read and check settings that stand among the trainer's own.
 
-    A key that the whole config of an older trainer lacks takes its default.
+    Args:
+        settings: a dataclass, see :func:`keys_in`.
+        config: the trainer's whole config; a key that an older one lacks takes its default.
 
     Raises:
         ValueError: one sentence that names the key, what it must be and what was found.
@@ -118,7 +131,12 @@ def read_among(settings: type[S], config: Any) -> S:
 
 
 def refuse_unknown(key: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse a name that a block of settings, by its full name, does not have among all that there are.
+    """Refuse a name that a block of settings does not have.
+
+    Args:
+        key: the block's full name.
+        given: names.
+        known: all that there are.
 
     Raises:
         ValueError: one sentence that names the key and what was probably meant.

@@ -189,7 +189,11 @@ def resolve(settings: GradLocConfig, actor: Any, default_dump_dir: str | None = 
 
 
 def settings_in(config: Any, to_dataclass: Callable[[Any], Any]) -> GradLocConfig:
-    """The settings that hold, from the trainer's whole config; one without the block, of another trainer, has all off.
+    """The settings that hold, from the trainer's whole config.
+
+    Args:
+        config: verl's; one without the block, of another trainer, has all off.
+        to_dataclass: verl's ``omega_conf_to_dataclass``.
 
     Raises:
         ValueError: one sentence, for a wrong value and for two names of one setting that differ.
@@ -205,9 +209,13 @@ def settings_in(config: Any, to_dataclass: Callable[[Any], Any]) -> GradLocConfi
 
 
 def settle(actor: Any) -> GradLocConfig:
-    """Make both names of every setting of verl's ``ActorConfig`` say the same from here on, and say which hold.
+    """Make both names of every setting say the same from here on, in each process that builds the actor's config.
 
-    In each process that builds the actor's config, which has the four published keys and ``gradloc``.
+    Args:
+        actor: verl's ``ActorConfig`` with the four published keys and ``gradloc``.
+
+    Returns:
+        The settings that hold.
 
     Raises:
         ValueError: as :func:`resolve`.

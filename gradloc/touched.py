@@ -16,9 +16,11 @@ def find(place: str) -> Any:
 
 
 def difference(place: str, expected: str | None) -> str | None:
-    """How a thing, ``module:name``, differs from what is known of it, as a sentence's start; None where it does not.
+    """How a thing differs from what is known of it, as a sentence's start; None where it does not.
 
-    Known are a function's parameters, ``self, model``; without, the thing only has to be there.
+    Args:
+        place: ``module:name``, the name dotted.
+        expected: a function's parameters, ``self, model``; None: the thing only has to be there.
     """
     try:
         found = find(place)

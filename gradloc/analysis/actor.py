@@ -81,7 +81,13 @@ def pick_rows(rows: Rows, chosen: list[int], device: torch.device) -> dict[str, 
 
 
 def cut_runs(lengths: torch.Tensor, num_tokens: int | None, num_rows: int) -> list[list[int]]:
-    """Cut rows, of these lengths (N,), into runs of ``num_tokens`` at most, or without that of ``num_rows`` rows."""
+    """Cut rows into runs.
+
+    Args:
+        lengths: int (N,), of the rows.
+        num_tokens: that fit into one run; None: what fits is a number of rows.
+        num_rows: that many.
+    """
     if num_tokens is None:
         return [list(range(len(lengths)))[start : start + num_rows] for start in range(0, len(lengths), num_rows)]
     runs: list[list[int]] = []

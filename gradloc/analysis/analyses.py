@@ -11,9 +11,13 @@ from .reporter import Batch, Run
 
 
 class Analyses:
-    """Split the gradient that a batch is about to cause, by bucket and by quartile where these have settings.
+    """Split the gradient that a batch is about to cause.
 
-    ``prepare``: (seed) -> a batch for the former that no update will see.
+    Args:
+        run: what is analysed.
+        buckets: None: no analysis by bucket.
+        quartiles: None: no analysis by quartile.
+        prepare: (seed) -> a batch for the former that no update will see.
     """
 
     def __init__(
@@ -30,10 +34,16 @@ class Analyses:
     def analyse(
         self, seen: Callable[[str], Batch], global_step: int, metrics: dict[str, Any], timing_raw: dict[str, float]
     ) -> bool:
-        """Analyse where the step is due, and say whether the run is to end here.
+        """Analyse where the step is due.
 
-        ``seen`` gives the training batch as an analysis sees it, by its setting. ``metrics`` and ``timing_raw``, in
-        seconds, are of the step and added to.
+        Args:
+            seen: (the setting of an analysis) -> the training batch as it sees it.
+            global_step: the trainer's.
+            metrics: of the step; added to.
+            timing_raw: of the step; ``gradient_analysis`` and ``quartile_analysis`` are added, in seconds.
+
+        Returns:
+            Whether the run is to end here.
         """
         if self.quartiles is not None:
             self.quartiles.run(seen("trainer.quartile_analysis_mode"), global_step, metrics, timing_raw)

@@ -96,9 +96,14 @@ def freeze(
 
 
 def row_weights(mode: str, mask: torch.Tensor) -> torch.Tensor:
-    """Each row's share of a micro-batch's average: float64 (B,) that sums to 1.
+    """Each row's share of a micro-batch's average.
 
-    By tokens of the mask (B, T) for ``token-mean``, else by rows; ``mode`` is verl's name.
+    Args:
+        mode: how the loss is averaged, by verl's name.
+        mask: (B, T), 1 on response tokens.
+
+    Returns:
+        float64 (B,) that sums to 1: by tokens for ``token-mean``, else by rows.
     """
     tokens = mask.sum(-1).double()
     return tokens / tokens.sum().clamp(min=1) if mode == "token-mean" else torch.full_like(tokens, 1.0 / len(tokens))

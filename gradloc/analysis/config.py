@@ -67,7 +67,12 @@ def read_buckets(config: Any) -> BucketSettings | None:
 
 
 def check_geometry(settings: BucketSettings, config: Any, num_prompts: int) -> None:
-    """Refuse a separate analysis batch that could not be drawn from so many prompts or dealt out to the ranks.
+    """Refuse a separate analysis batch that could not be drawn or dealt out to the ranks.
+
+    Args:
+        settings: with the batch's size.
+        config: the trainer's whole config.
+        num_prompts: prompts in the training set.
 
     Raises:
         ValueError: one sentence that names the key.
@@ -87,7 +92,11 @@ def check_geometry(settings: BucketSettings, config: Any, num_prompts: int) -> N
 
 
 def check_separate(settings: BucketSettings, because: str) -> None:
-    """Refuse a separate analysis batch where a trainer cannot have one; ``because`` stands in brackets.
+    """Refuse a separate analysis batch where a trainer cannot have one.
+
+    Args:
+        settings: with the batch's size.
+        because: as it reads in brackets.
 
     Raises:
         ValueError: one sentence that names the key.

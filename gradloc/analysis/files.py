@@ -17,7 +17,11 @@ TABLE_COLUMNS = tuple(field.name for field in fields(Group))
 
 
 def write_analysis(root: str, record: GradientAnalysis) -> Path:
-    """Write one analysis under ``bisect_dump_dir``; one of the same step, from before a resume, is replaced.
+    """Write one analysis; one of the same step, from before a resume, is replaced.
+
+    Args:
+        root: ``bisect_dump_dir``, absolute.
+        record: the analysis.
 
     Returns:
         The JSON file.

@@ -73,7 +73,16 @@ class Reporter:
         raise NotImplementedError
 
     def run(self, batch: Batch, global_step: int, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
-        """Analyse where the step is due, and say whether it was; adds metrics to the step's, and its seconds.
+        """Analyse where the step is due.
+
+        Args:
+            batch: the training batch.
+            global_step: the trainer's.
+            metrics: of the step; added to.
+            timing_raw: of the step; the analysis's seconds are added under its name.
+
+        Returns:
+            Whether it was due.
 
         Raises:
             Exception: a vital one, or any while ``exit_after`` leaves no training to protect.

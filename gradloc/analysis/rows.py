@@ -39,7 +39,10 @@ class Weights:
 class RowProbe:
     """What every analysis does on one rank; every rank makes the same calls in the same order.
 
-    The space is of the actor's parameters; ``.grad`` is scratch space.
+    Args:
+        actor: whose gradient it is.
+        ranks: the data-parallel ranks.
+        space: the actor's parameters; ``.grad`` is scratch space.
     """
 
     def __init__(self, actor: Actor, ranks: Ranks, space: GradientSpace):
@@ -60,7 +63,10 @@ class RowProbe:
     def _gradient(self, weights: Weights, chunks: list[list[int]], num_chunks: int) -> Gradient:
         """The gradient of the weighted sum over some rows, moved to host memory.
 
-        The chunks are this rank's rows, in runs; ``num_chunks`` is the most that any rank has.
+        Args:
+            weights: of all of this rank's rows.
+            chunks: this rank's rows, in runs.
+            num_chunks: the most chunks that any rank has.
         """
         self.space.clear()
         for index in range(num_chunks):

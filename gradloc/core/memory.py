@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a search fits into memory beside training, and how room is made for it where it does not.
 
-With FSDP2's ``offload_policy`` the shards, and all copies of them, lie in the host's memory from the start; then the
-host must have room for them, too.
+With FSDP2's ``offload_policy`` the shards lie in the host's memory. So do all copies of them, and the host needs room
+for those.
 
 In this order, each dearer than the one before: everything stays on the device; the optimizer's state lies in the host's
 memory until the search is over; so do the saved weights and the gradients that are set aside; bisection, which moves no

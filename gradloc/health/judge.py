@@ -55,7 +55,12 @@ class Verdict:
 
 
 class Judge:
-    """Judges a run's steps one after the other; without a ``grad_clip`` there is no such limit."""
+    """Judges a run's steps one after the other.
+
+    Args:
+        config: limits and memory.
+        grad_clip: the norm that gradients are clipped to; None when there is no such limit.
+    """
 
     def __init__(self, config: HealthConfig, grad_clip: float | None = None):
         self.config = config

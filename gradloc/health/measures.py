@@ -29,7 +29,11 @@ class Reading:
 
 
 class Measure:
-    """Values remembered by name, each list bounded to one of these lengths."""
+    """Values remembered by name, each list bounded.
+
+    Args:
+        lengths: how many values of each are kept.
+    """
 
     def __init__(self, **lengths: int):
         self._kept: dict[str, deque[float]] = {name: deque(maxlen=length) for name, length in lengths.items()}

@@ -37,9 +37,13 @@ class BatchView:
 def batch_scale(batch: BatchView, coefficients: Iterable[float]) -> dict[str, float]:
     """A few robust numbers of a batch, for :class:`~..core.history.ScaleHistory`.
 
-    The median |advantage| of tokens whose is not zero, and of the ``coefficients`` (of each rank the median
-    |d loss / d log_prob|); the median number of response tokens of a row, and that of all rows together. Of a critic,
-    |return - value| in the advantage's place.
+    Args:
+        batch: the whole.
+        coefficients: median |d loss / d log_prob| of each rank.
+
+    Returns:
+        The median |advantage| and coefficient of tokens whose is not zero, the median number of response tokens of a
+        row, and that of all rows together. Of a critic, |return - value| in the advantage's place.
     """
     mask = batch.tensors["response_mask"].bool()
     known = sorted(value for value in coefficients if value > 0)

@@ -74,8 +74,10 @@ class Driver:
     def before_update(self, num_tokens: Sequence[int], global_step: int, stage: str = "") -> Policy:
         """The policy of the update that comes next.
 
-        ``num_tokens`` counts the response tokens of each mini-batch over all ranks; ``stage`` is which of Lopti's two
-        updates this is, "" for the only one.
+        Args:
+            num_tokens: response tokens over all ranks, of each mini-batch.
+            global_step: the trainer's.
+            stage: which of Lopti's two updates this is; "" for the only one.
         """
         typical = self.scale.typical()
         self._policy = self.policies.policy(global_step, num_tokens, self.num_epochs, stage, typical)

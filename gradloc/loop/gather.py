@@ -71,10 +71,15 @@ class SpikeContext:
 
 
 def raw_event(context: SpikeContext, budget: int, keeps_all: bool) -> RawEvent | None:
-    """Gather the event; all ranks call this together, and the first process gets it.
+    """Gather the event; all ranks call this together.
 
-    ``budget`` is the configured number of probes. The bundle lists all micro-batches where ``keeps_all`` says so, else
-    those that hold culprits.
+    Args:
+        context: what the localizer knows of the spike.
+        budget: the configured number of probes.
+        keeps_all: list all micro-batches for the bundle, not only those that hold culprits.
+
+    Returns:
+        The event on the first process, None on the others.
     """
     finding = context.finding
     place, spike, step, ranks, action = context.place, context.spike, context.step, context.ranks, context.action

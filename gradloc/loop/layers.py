@@ -82,9 +82,15 @@ def head_square(space: GradientSpace) -> torch.Tensor:
 
 
 def norms_by(group: Callable[[str], str], names: list[str], squares: torch.Tensor) -> dict[str, float]:
-    """Norm per group, ``layer_of`` or ``kind_of``, from the parameters' squared norms, float64 (num_params,).
+    """Add squared norms up by group and take the root.
 
-    The groups stand in the order in which they first appear.
+    Args:
+        group: ``layer_of`` or ``kind_of``.
+        names: parameter names (num_params).
+        squares: squared norms, float64 (num_params,).
+
+    Returns:
+        Norm per group, in the order in which the groups first appear.
     """
     sums: dict[str, float] = {}
     for name, square in zip(names, squares.tolist(), strict=True):

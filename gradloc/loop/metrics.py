@@ -23,7 +23,11 @@ def is_ours(name: str) -> bool:
 
 
 def joined(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One value of each metric for a step, from its updates in order: the last one where no rule here has the name."""
+    """One value of each metric for a step.
+
+    Args:
+        updates: the metrics of each update, in their order. Of a name that has no rule here the last one stays.
+    """
     (nearest,) = {name for found in updates for name in found if _plain(name) == "norm_over_threshold"} or {""}
     nearest_last = sorted(updates, key=lambda found: size(found.get(nearest, 0.0)))
     known = {name: value for found in updates for name, value in found.items()}
@@ -46,7 +50,11 @@ def metrics_of(
 ) -> dict[str, float]:
     """Our scalars of one update, under the actor's names; ``grad_norm_max`` is the model's own.
 
-    There is a report of each process; write failures are counted over the run.
+    Args:
+        policy: of the update.
+        reports: one of each process.
+        first: the first process' among them.
+        num_write_failures: of the run.
     """
     events = [raw.event for raw in first.events]
     heads = [math.fsum(of_step) ** 0.5 for of_step in zip(*(report.head_squares for report in reports), strict=True)]

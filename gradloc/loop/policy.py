@@ -9,7 +9,11 @@ from .wire import Policy
 
 
 class PolicyMaker:
-    """Learns from every norm what a spike is, and keeps count of the events that may still be written."""
+    """Learns from every norm what a spike is, and keeps count of the events that may still be written.
+
+    Args:
+        settings: those that hold, see :func:`~..config.resolve`.
+    """
 
     def __init__(self, settings: Any):
         self.settings, self.trigger = settings, settings.trigger
@@ -33,10 +37,14 @@ class PolicyMaker:
         stage: str = "",
         typical: dict[str, tuple[float, float]] | None = None,
     ) -> Policy:
-        """The policy of the update that comes next, which goes ``num_epochs`` times over its mini-batches.
+        """The policy of the update that comes next.
 
-        ``num_tokens`` counts the response tokens of each over all ranks; ``stage`` is which of Lopti's two updates this
-        is, "" for the only one; ``typical`` what is typical of the run's own batches.
+        Args:
+            global_step: the trainer's.
+            num_tokens: response tokens over all ranks, of each mini-batch.
+            num_epochs: how often the update goes over them.
+            stage: which of Lopti's two updates this is; "" for the only one.
+            typical: what is typical of the run's own batches.
         """
         self._stage = stage
         self._num_updates += 1

@@ -59,7 +59,9 @@ class Policy:
     def spike(self, grad_norm: float, number: int) -> Spike | None:
         """Why the optimizer step of this number is to be looked into, None if it is not.
 
-        Steps count over epochs and mini-batches from 0; the norm is before clipping and may be NaN or inf.
+        Args:
+            grad_norm: before clipping; may be NaN or inf.
+            number: counted over epochs and mini-batches from 0.
         """
         threshold, tau = self.threshold(number), self.tau[number % len(self.tau)]
         num_tokens = self.num_tokens[number % len(self.num_tokens)]

@@ -43,7 +43,12 @@ class EventWriter:
         self._endings: Counter[int] = Counter()
 
     def write(self, raw: RawEvent, batch: BatchView, over_run: dict[str, float]) -> tuple[Event, str]:
-        """Write one event, of a batch that is ``over_run`` times what is typical of the run, by name.
+        """Write one event.
+
+        Args:
+            raw: what the ranks gathered.
+            batch: the whole batch.
+            over_run: how far this batch is above what is typical of the run, in times, by name.
 
         Returns:
             Its record, as far as it could be completed, and why writing failed ("" where it did not).

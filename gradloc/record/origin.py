@@ -28,10 +28,15 @@ def origin(
     estimator: str | None = None,
     rollouts: int | None = None,
 ) -> Run:
-    """Which run this is, as its events say it: project and experiment as the trainer names them.
+    """Which run this is, as its events say it.
 
-    Of all of the trainer's settings only the digest is kept; the model is a path or a name, the trainer its package.
-    For estimator and rollouts see :class:`~.spike.Run`.
+    Args:
+        project: the trainer's name of it.
+        experiment: the same.
+        settings: all of the trainer's; only their digest is kept.
+        model: path or name of what is trained.
+        trainer: the trainer's package.
+        estimator: see :class:`~.spike.Run`, as ``rollouts``.
     """
     version = _version(trainer)
     text = json.dumps(settings, sort_keys=True, default=str)

@@ -14,9 +14,14 @@ _hints = functools.cache(functools.partial(typing.get_type_hints, include_extras
 
 
 def read(kind: type[T], raw: Any, where: str = "") -> T:
-    """Turn parsed JSON into a dataclass; ``where`` is its dotted path in its file.
+    """Turn parsed JSON into a dataclass.
 
     Fields that the class does not have are passed over; those that are missing take their default.
+
+    Args:
+        kind: a dataclass.
+        raw: what ``json.loads`` returned.
+        where: dotted path of ``raw`` in its file.
 
     Raises:
         ValueError: names the field that is missing or of the wrong type.

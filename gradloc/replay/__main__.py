@@ -74,6 +74,7 @@ def replay(
     """Replay an event; all processes of a torchrun call this together and get the same.
 
     Args:
+        bundle_path: the bundle's folder.
         model_path: a Hugging Face model folder, or a checkpoint folder of verl's FSDP workers.
         strategy: of the search; None for the event's own.
         oracle: measure every token by itself, too.

@@ -48,7 +48,14 @@ def choose(groups: Groups, settings: FilterSettings, num_ranks: int) -> tuple[np
 def kept_groups(
     groups: Groups, settings: FilterSettings, num_ranks: int, metrics: dict[str, Any]
 ) -> tuple[np.ndarray, dict[str, float]] | None:
-    """:func:`choose` as a trainer's step asks for it; adds ``rollout/*`` to its metrics. None while it is off."""
+    """:func:`choose` as a trainer's step asks for it; None while the filter is off.
+
+    Args:
+        groups: of the whole batch.
+        settings: see above.
+        num_ranks: likewise.
+        metrics: of the step; ``rollout/*`` is added.
+    """
     metrics["rollout/zero_variance_share"] = groups.zero_variance_share
     if settings.keeps_all:
         return None

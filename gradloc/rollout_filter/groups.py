@@ -37,9 +37,12 @@ class Groups:
 
 
 def group_rows(uids: Sequence[str], rewards: Sequence[float], lengths: Sequence[int]) -> Groups:
-    """Group the rows of a batch by prompt, whose rows need not stand together.
+    """Group the rows of a batch by prompt.
 
-    Of each row the prompt's name, the sum of the token-level scores before any KL penalty, the response tokens.
+    Args:
+        uids: the prompt's name of each row; rows of a prompt need not stand together.
+        rewards: sum of the token-level scores of each row, before any KL penalty.
+        lengths: response tokens of each row.
     """
     number: dict[str, int] = {}
     of_row = np.array([number.setdefault(str(uid), len(number)) for uid in uids], dtype=np.int64)
@@ -56,7 +59,13 @@ def group_rows(uids: Sequence[str], rewards: Sequence[float], lengths: Sequence[
 
 
 def groups_of(uids: Sequence[str], token_scores: Any, response_mask: Any) -> Groups:
-    """The groups of a batch of R rows, by the prompts' names; scores, before any KL penalty, and mask are (R, T)."""
+    """The groups of a batch of R rows.
+
+    Args:
+        uids: the prompt's name of each row.
+        token_scores: tensor (R, T), the rewards before any KL penalty.
+        response_mask: tensor (R, T).
+    """
     return group_rows(uids, token_scores.double().sum(-1).tolist(), response_mask.sum(-1).tolist())
 
 

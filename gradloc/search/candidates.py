@@ -111,9 +111,9 @@ def weighed(task: Task, shares: ShareMap, named: set[Token], found: list[Candida
 def least_bound(task: Task, norm: float, candidate: Candidate) -> float:
     """The bound from which on a candidate needs no backward of its own: a culprit's norm.
 
-    The bound <g, R> / ||R|| shrinks with what others carry. Were gradients orthogonal, a token's norm would be the root
-    of <g, R>. Where that root is twice a culprit's norm, half of the bound is enough; where the coefficient points at
-    the token, too, a root of one culprit's norm is.
+    The bound <g, R> / ||R|| shrinks with what others carry. If gradients were orthogonal, a token's norm would be the
+    root of <g, R>. So a token passes with half of the bound if that root is twice a culprit's norm. If its coefficient
+    is large as well, it passes once the root is a culprit's norm.
 
     Args:
         task: what is searched.

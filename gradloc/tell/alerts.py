@@ -39,9 +39,13 @@ class Limiter:
 
 
 def run_command(command: str, stdin: str, environment: dict[str, str], timeout_s: float) -> None:
-    """Run a command line without a shell, with these variables in addition; its output is thrown away.
+    """Run a command line without a shell; its output is thrown away.
 
-    After ``timeout_s`` seconds the command and what it has started are killed.
+    Args:
+        command: split like a shell would, nothing else is done to it.
+        stdin: what it reads.
+        environment: variables in addition to those of this process.
+        timeout_s: after so many seconds the command and what it has started are killed.
 
     Raises:
         AlertFailed: it did not start, took too long or did not exit with 0.

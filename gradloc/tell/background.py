@@ -32,9 +32,11 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def submit(self, what: str, job: Callable[[], None]) -> None:
-        """Run a job later, with the context variables of now.
+        """Run a job later; if it raises, or does not fit in, that is one line in the log.
 
-        If it raises, or does not fit in, that is one line in the log, in which it is called ``what``.
+        Args:
+            what: the job, as it reads in that line.
+            job: sees the context variables of now.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)

@@ -45,9 +45,12 @@ class Teller:
         self._alerts = Background("gradloc-alerts", patience_s)
 
     def tell(self, events: list[Event], step: int, lost: Sequence[str] = ()) -> None:
-        """Tell the events of one update, as written, at the trainer's global step; nothing happens when there are none.
+        """Tell the events of one update.
 
-        ``lost`` says why each could not be written: empty for one that was, and where none is given.
+        Args:
+            events: as written; nothing happens when there are none.
+            step: the trainer's global step, for the trackers' axis.
+            lost: why each could not be written; empty for one that was, and where none is given.
         """
         if not events:
             return

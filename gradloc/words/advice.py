@@ -196,7 +196,12 @@ def lines_of(name: str, trainer: str | None) -> dict[str, str]:
 
 
 def replay_lines(bundle: str, trainer: str | None) -> dict[str, str]:
-    """The command that runs a bundle's search again on one machine, as :func:`lines_of`; it is quoted for a shell."""
+    """The command that runs an event's search again on one machine, as :func:`lines_of`.
+
+    Args:
+        bundle: the event's folder, quoted for a shell.
+        trainer: what made the run.
+    """
     if is_trl(trainer):
         return {"": f"python -m gradloc.replay {bundle} --model MODEL_PATH"}
     module = {"0.7": "verl.gradloc.replay", "0.9": "gradloc.replay"}

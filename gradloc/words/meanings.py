@@ -29,7 +29,12 @@ class Meaning:
     """By name, the likeliest to help first."""
 
     def advice(self, trainer: str | None, strategy: str = "") -> list[tuple[str, str]]:
-        """Pairs of what to do and its config line; of all strategies the published bisection alone counts probes."""
+        """Pairs of what to do and its config line.
+
+        Args:
+            trainer: what made the run.
+            strategy: the search's: the published bisection alone counts probes.
+        """
         probes = {"more_steps": "more_probes"} if strategy == "bisect" else {}
         return actions_of([probes.get(name, name) for name in self.actions], trainer)
 

@@ -15,9 +15,14 @@ def told_share(event: Event, culprit: Culprit) -> float | None:
 
 
 def carried(event: Event, culprits: Sequence[Culprit]) -> str | None:
-    """What these culprits of the event carry of the gradient together, and its standard error: ``75% +- 0.3%``.
+    """What these culprits carry of the gradient together, and its standard error: ``75% +- 0.3%``.
 
-    None where the share of one is not known, or cannot be trusted.
+    Args:
+        event: theirs.
+        culprits: some, or all of them.
+
+    Returns:
+        None where the share of one is not known, or cannot be trusted.
     """
     shares = [told_share(event, culprit) for culprit in culprits]
     known = [found for found in shares if found is not None and math.isfinite(found)]

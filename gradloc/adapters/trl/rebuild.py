@@ -44,9 +44,13 @@ def start_processes() -> None:
 
 
 class ReplayStep(Replayed, TrlStep):
-    """The event's step, as far as the bundle holds it: this process's micro-batches, from :func:`deal`.
+    """The event's step, as far as the bundle holds it: this process's micro-batches.
 
-    ``tick`` is called after every forward.
+    Args:
+        actor: from :func:`build_actor`.
+        bundle: the event.
+        places: this process's micro-batches, from :func:`deal`.
+        tick: called after every forward.
     """
 
     def __init__(self, actor: Any, bundle: Bundle, places: list[Entry | None], tick: Callable[[], Any]):

@@ -32,9 +32,12 @@ from .step import TrlStep, mask_of
 
 
 class Watch:
-    """Looks into the steps of one of TRL's trainers; also its powers: see :class:`~...loop.localizer.ActorPowers`.
+    """Looks into the steps of one trainer; also its powers: see :class:`~...loop.localizer.ActorPowers`.
 
-    Without settings of spikes none are looked for; so it is with the health monitor's.
+    Args:
+        trainer: TRL's, ready to train.
+        settings: those that hold, of spikes; None: none are looked for.
+        health: of the health monitor, likewise.
     """
 
     def __init__(self, trainer: Any, settings: Any, health: HealthConfig | None):

@@ -22,9 +22,11 @@ _INDEX_KEY = "gradloc_analysis_row"
 
 
 def analyze(actor: Any, data: DataProto) -> dict[str, Any]:
-    """Split the gradient of a batch in verl's ``DataParallelPPOActor``: :func:`~...analysis.measure.measure`.
+    """Split the gradient of a batch: :func:`~...analysis.measure.measure`.
 
-    The data is this rank's rows, with the ``temperature`` and what is asked for as meta info.
+    Args:
+        actor: verl's ``DataParallelPPOActor``.
+        data: this rank's rows; meta info ``temperature``, and what is asked for.
     """
     adapted = AnalysisActor(actor, data.meta_info["temperature"])
     with adapted.whole_batch():
@@ -32,7 +34,12 @@ def analyze(actor: Any, data: DataProto) -> dict[str, Any]:
 
 
 class AnalysisActor:
-    """The powers that :class:`~..analysis.actor.Actor` names, of verl's ``DataParallelPPOActor``; see there."""
+    """The powers that :class:`~..analysis.actor.Actor` names; see there.
+
+    Args:
+        actor: verl's ``DataParallelPPOActor``.
+        temperature: of the rollout.
+    """
 
     def __init__(self, actor: Any, temperature: float):
         self._actor, self._config, self._temperature = actor, actor.config, temperature

@@ -35,11 +35,19 @@ class _Stop:
 
 
 def prepare_batch(trainer: Any, num_groups: int, group_size: int, seed: int) -> Any:
-    """Roll out and score a batch that no update will see, with advantages, filtered as training batches are.
+    """Roll out and score a batch that no update will see.
 
-    The prompts are drawn with a random generator of their own, with one seed per step, so the order of the training
-    data stays what it is; the rollout itself draws from the sampler like any other. verl's ``RayPPOTrainer`` is inside
-    a step.
+    The prompts are drawn with a random generator of their own, so the order of the training data stays what it is;
+    the rollout itself draws from the sampler like any other.
+
+    Args:
+        trainer: verl's ``RayPPOTrainer``, inside a step.
+        num_groups: prompts.
+        group_size: rollouts per prompt.
+        seed: of the draw; one per step.
+
+    Returns:
+        The batch with advantages, filtered as training batches are.
     """
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(trainer.train_dataset), generator=generator)[:num_groups].tolist()

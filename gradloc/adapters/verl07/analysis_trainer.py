@@ -34,7 +34,10 @@ _ACTOR_KEYS = (
 
 
 def build_analysis(trainer: Any) -> Optional["Analysis"]:
-    """The analyses and rollout filter of verl's ``RayPPOTrainer``, its data loaded, or None while all are off.
+    """The trainer's analyses and rollout filter, or None while all are off.
+
+    Args:
+        trainer: verl's ``RayPPOTrainer``, its data loaded.
 
     Raises:
         ValueError: one sentence that names a key with a bad value, also while the features are off.
@@ -55,7 +58,11 @@ def build_analysis(trainer: Any) -> Optional["Analysis"]:
 class Analysis(Analyses):
     """Filters the rollouts and, at the steps that are due, splits the gradient that they are about to cause.
 
-    Without settings there is no analysis by bucket, or by quartile.
+    Args:
+        trainer: verl's.
+        buckets: None: no analysis by bucket.
+        quartiles: None: no analysis by quartile.
+        chosen: the filter's settings.
     """
 
     def __init__(
@@ -71,9 +78,16 @@ class Analysis(Analyses):
         self._trainer = trainer
 
     def run(self, trainer: Any, batch: DataProto, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
-        """Scale the filtered batch's advantages, and analyse where the step is due; whether the run is to end here.
+        """Scale the filtered batch's advantages, and analyse where the step is due.
 
-        Just before the actor's update. The analyses leave the batch as it is, and add to metrics and times of the step.
+        Args:
+            trainer: verl's trainer, just before the actor's update.
+            batch: the training batch, with advantages; not changed by the analyses.
+            metrics: of the step; added to.
+            timing_raw: of the step; added to.
+
+        Returns:
+            Whether the run is to end here.
         """
         self._trainer = trainer
         self.filter.scale_advantages(batch)

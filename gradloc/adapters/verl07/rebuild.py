@@ -59,9 +59,13 @@ class ReplayActor(DataParallelPPOActor):
 
 
 class ReplayStep(Replayed, ActorStep):
-    """The event's step, as far as the bundle holds it: this process's micro-batches, from :func:`deal`.
+    """The event's step, as far as the bundle holds it: this process's micro-batches.
 
-    ``tick`` is called after every forward.
+    Args:
+        actor: from :func:`build_actor`.
+        bundle: the event.
+        places: this process's micro-batches, from :func:`deal`.
+        tick: called after every forward.
     """
 
     def __init__(self, actor: ReplayActor, bundle: Bundle, places: list[Entry | None], tick: Callable[[], Any]):

@@ -23,11 +23,17 @@ class RolloutFilter:
         self.settings = settings
 
     def __call__(self, trainer: Any, batch: Any, rewards: torch.Tensor, extras: dict[str, Any], metrics: dict) -> tuple:
-        """Keep the groups that the filter chooses: batch, rewards and extras of their rows.
+        """Keep the groups that the filter chooses.
 
-        The trainer balances the smaller batch and knows the ranks. The batch has uid, response_mask and attention_mask,
-        the rewards (R, T) are token-level scores, the extras per-row lists that the reward function returned;
-        ``rollout/*`` is added to the metrics.
+        Args:
+            trainer: balances the smaller batch and knows the ranks.
+            batch: with uid, response_mask and attention_mask.
+            rewards: (R, T) token-level scores.
+            extras: per-row lists that the reward function returned.
+            metrics: of the step; ``rollout/*`` is added.
+
+        Returns:
+            batch, rewards and extras of the rows kept.
         """
         groups = groups_of(batch.non_tensor_batch["uid"], rewards, batch.batch["response_mask"])
         found = kept_groups(groups, self.settings, _num_ranks(trainer), metrics)

@@ -135,9 +135,14 @@ class TrainerHook(TrainerParts):
         return self.analysis is not None and self.analysis.run(trainer, batch, metrics, timing_raw)
 
     def update(self, trainer: Any, batch: Any) -> Any:
-        """The actor's update: once, or in Lopti's two stages; its output is verl's DataProto with ``metrics``.
+        """The actor's update: once, or in Lopti's two stages.
 
-        The batch is verl's DataProto, in the order in which it is dispatched.
+        Args:
+            trainer: verl's trainer.
+            batch: verl's DataProto, in the order in which it is dispatched.
+
+        Returns:
+            The update's output, verl's DataProto with ``metrics``.
         """
         if self.lopti is None:
             return self._update_once(trainer, batch)

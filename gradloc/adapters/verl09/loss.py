@@ -24,9 +24,12 @@ _WEIGHTS = "rollout_is_weights"
 
 
 def weighed(loss_function: partial, weigher: TokenWeigher, note: Callable[[Mapping[str, float]], Any]) -> partial:
-    """verl's ``ppo_loss``, the actor's config bound to it, with tokens that count as the clips on ratios say.
+    """A loss whose tokens count as the clips on ratios say.
 
-    ``note`` takes what they did with a micro-batch.
+    Args:
+        loss_function: verl's ``ppo_loss`` with the actor's config bound to it.
+        weigher: of the clips.
+        note: takes what they did with a micro-batch.
     """
     return partial(_weighed_loss, loss_function.func, weigher, note, **loss_function.keywords)
 

@@ -22,7 +22,9 @@ def padded(values: torch.Tensor) -> torch.Tensor:
 class Layout:
     """Where the log-probs of a micro-batch's response tokens stand among its N positions.
 
-    The data is verl's TensorDict, as it came to the engine; the device is of the values.
+    Args:
+        data: verl's TensorDict, as it came to the engine.
+        device: of the values.
     """
 
     def __init__(self, data: Any, device: torch.device):

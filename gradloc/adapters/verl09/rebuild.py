@@ -66,9 +66,13 @@ class ReplayEngine(FSDPEngineWithLMHead):
 
 
 class ReplayStep(Replayed, EngineStep):
-    """The event's step, as far as the bundle holds it: this process's micro-batches, from :func:`deal`.
+    """The event's step, as far as the bundle holds it: this process's micro-batches.
 
-    ``tick`` is called after every forward.
+    Args:
+        engine: from :func:`build_actor`.
+        bundle: the event.
+        places: this process's micro-batches, from :func:`deal`.
+        tick: called after every forward.
     """
 
     def __init__(self, engine: ReplayEngine, bundle: Bundle, places: list[Entry | None], tick: Callable[[], Any]):

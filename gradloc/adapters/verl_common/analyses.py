@@ -25,7 +25,12 @@ def analyses_in(config: Any) -> tuple[BucketSettings | None, QuartileSettings | 
 
 
 def run_of(config: Any, root: str) -> Run:
-    """The run by the trainer's whole config, written about under an absolute root."""
+    """The run.
+
+    Args:
+        config: the trainer's whole config.
+        root: where to write, absolute.
+    """
     actor = config.actor_rollout_ref.actor
     return Run(
         root=root,

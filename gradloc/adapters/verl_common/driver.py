@@ -12,9 +12,13 @@ from ...record.origin import origin
 
 
 def build_driver(config: Any, settings: Any, tokenizer: Any, model: str = "actor") -> "VerlDriver":
-    """The driver of a run of any verl, by the trainer's whole config and the settings that hold.
+    """The driver of a run.
 
-    ``model`` is whose updates it is about: ``actor`` or ``critic``; the tokenizer is the actor's.
+    Args:
+        config: the trainer's whole config, of any verl.
+        settings: those that hold.
+        tokenizer: the actor's.
+        model: whose updates it is about: ``actor`` or ``critic``.
     """
     from omegaconf import OmegaConf
 
@@ -50,9 +54,13 @@ class VerlDriver(Driver):
     """Rollouts, over all ranks."""
 
     def before_batch(self, response_mask: torch.Tensor, global_step: int, dp_size: int, stage: str = "") -> Policy:
-        """The policy of the update that comes next; the mask (R, T) is in the order in which the rows are dealt out.
+        """The policy of the update that comes next.
 
-        ``stage`` is which of Lopti's two updates this is; "" for the only one.
+        Args:
+            response_mask: (R, T), in the order in which the rows are dealt out to the ranks.
+            global_step: the trainer's.
+            dp_size: data-parallel ranks.
+            stage: which of Lopti's two updates this is; "" for the only one.
         """
         num_tokens = tokens_per_mini_batch(response_mask, dp_size, self.sequences_per_mini_batch)
         return self.before_update(num_tokens, global_step, stage)
@@ -62,7 +70,10 @@ def tokens_per_mini_batch(response_mask: torch.Tensor, dp_size: int, sequences_p
     """Response tokens of each mini-batch over all ranks, as verl deals rows out: to ranks in equal runs, each of which
     is cut into mini-batches in order.
 
-    The mask (R, T) is in that order; ``sequences_per_mini_batch`` is over all ranks.
+    Args:
+        response_mask: (R, T), in the order in which the rows are dealt out.
+        dp_size: data-parallel ranks.
+        sequences_per_mini_batch: over all ranks.
     """
     per_row = response_mask.sum(-1)
     rows_per_rank = len(per_row) // dp_size

@@ -13,8 +13,11 @@ _BY_SEQUENCE = "seq-mean-token-mean"
 
 
 def aggregation_of(config: Any) -> str:
-    """How the policy loss of verl's actor config averages its tokens: some take sequences whatever ``loss_agg_mode``
-    says, and which ones do differs from release to release.
+    """How the policy loss averages its tokens: some take sequences whatever ``loss_agg_mode`` says, and which ones do
+    differs from release to release.
+
+    Args:
+        config: verl's actor config.
     """
     by_token, by_sequence = (_policy_loss(config, mode) for mode in ("token-mean", _BY_SEQUENCE))
     return _BY_SEQUENCE if by_token == by_sequence else config.loss_agg_mode
@@ -23,7 +26,8 @@ def aggregation_of(config: Any) -> str:
 def is_of_micro_batch(config: Any) -> bool:
     """Whether the policy loss is a mean over its micro-batch however large the mini-batch is, as geo_mean's is.
 
-    Of verl's actor config, for an engine that tells the loss how large the mini-batch is.
+    Args:
+        config: verl's actor config, of an engine that tells the loss how large the mini-batch is.
     """
     sizes = ({"dp_size": 1, "batch_num_tokens": 4 * times, "global_batch_size": 2 * times} for times in (1, 2))
     once, twice = (_policy_loss(config, config.loss_agg_mode, **of_mini_batch) for of_mini_batch in sizes)
@@ -42,9 +46,11 @@ def _policy_loss(config: Any, mode: str, **of_mini_batch: int) -> float:
 
 
 def weights_of(mask: torch.Tensor, aggregate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Each token's weight (B, T) in a loss, read off verl's own aggregation, which is linear in the token losses.
+    """Each token's weight in a loss, read off verl's own aggregation, which is linear in the token losses.
 
-    The mask is 1 on response tokens; ``aggregate``: token losses (B, T) -> the loss.
+    Args:
+        mask: (B, T), 1 on response tokens.
+        aggregate: token losses (B, T) -> the loss.
     """
     token_losses = torch.zeros_like(mask, dtype=torch.float32, requires_grad=True)
     (weights,) = torch.autograd.grad(aggregate(token_losses), token_losses)

@@ -17,7 +17,9 @@ _ROWS_PART = 512  # positions whose logits are held at a time, where a fused ker
 def logit_bytes(is_scaled: bool = False, has_entropy: bool = False) -> float:
     """What a forward alone holds for each logit at its peak, in bytes: the float32 logits and what verl makes of them.
 
-    A temperature makes a second tensor of them; entropies are computed from all of them at once.
+    Args:
+        is_scaled: whether a temperature makes a second tensor of them.
+        has_entropy: whether entropies are computed from all of them at once.
     """
     return 4.5 + 4.0 * is_scaled + 8.0 * has_entropy
 

@@ -12,9 +12,11 @@ _KEY = "gradloc_report_"
 
 
 def reports_of(group: Any, ask: Callable[[Any], DataProto]) -> list[Any]:
-    """What all processes of verl's worker group answer, in their order.
+    """What all processes answer, in their order.
 
-    ``ask`` is a plain function that runs in each worker, and returns an :func:`answer`.
+    Args:
+        group: verl's worker group.
+        ask: a plain function that runs in each worker, and returns an :func:`answer`.
     """
     found = group.execute_with_func_generator(ask).meta_info
     by_process = {int(key.removeprefix(_KEY)): value for key, value in found.items() if key.startswith(_KEY)}

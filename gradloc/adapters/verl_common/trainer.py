@@ -59,7 +59,14 @@ def limit_of_all(config: Any, grad_clip: Any) -> float | None:
 class TrainerParts:
     """The parts that are on; their states lie in one file beside each checkpoint.
 
-    ``alpha`` is of Advantage Reweighting, 0 is off; ``lopti`` is the update in two stages.
+    Args:
+        spikes: localization.
+        critic: the critic's.
+        alpha: of Advantage Reweighting; 0 is off.
+        lopti: the update in two stages.
+        stabilizers: memory of the actor's stabilizers.
+        monitor: the health monitor.
+        analysis: the gradient analyses and the rollout filter.
     """
 
     def __init__(

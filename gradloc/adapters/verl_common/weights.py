@@ -34,8 +34,10 @@ def save_event_weights(module: torch.nn.Module, settings: Any, global_step: int,
 def save_weights(module: torch.nn.Module, folder: str, ranks: Ranks) -> bool:
     """Write this rank's shards, and on the first process what tells verl's readers how to put them together.
 
-    All ranks call this together, of a module under FSDP1 or FSDP2. The folder is absolute; each node writes to its own
-    file system, as with verl's checkpoints.
+    Args:
+        module: the actor's, under FSDP1 or FSDP2.
+        folder: absolute; each node writes to its own file system, as with verl's checkpoints.
+        ranks: all of them call this together.
 
     Returns:
         Whether every rank has written; where one has not, the others take back what they wrote.

@@ -20,10 +20,13 @@ ALL = "all"
 def bucket_records(
     raw: BucketNumbers, buckets: dict[str, list[int]], groups: Groups, tokens: np.ndarray
 ) -> tuple[Bucket, ...]:
-    """One record per bucket, by its groups, in order, then ``all``.
+    """One record per bucket in order, then ``all``.
 
-    ``raw`` is what :meth:`~.probe.BucketProbe.record` returned for these buckets; ``tokens`` (R,) counts each row's
-    response tokens.
+    Args:
+        raw: what :meth:`~.probe.BucketProbe.record` returned for these buckets.
+        buckets: name -> groups.
+        groups: of the analysed batch.
+        tokens: (R,) response tokens of each row.
     """
     everything = [group for members in buckets.values() for group in members]
     named = [*buckets.items(), (ALL, everything)]

@@ -52,7 +52,12 @@ class BucketProbe(RowProbe):
         self._frozen: Frozen | None = None
 
     def measure(self, rows: Rows, num_buckets: int) -> None:
-        """Fill in all that :meth:`record` reports, from as many rows as every other rank has, with ``BUCKET_KEY``."""
+        """Fill in everything that :meth:`record` reports.
+
+        Args:
+            rows: this rank's, as many as every other rank has, with ``BUCKET_KEY``.
+            num_buckets: K, of the whole batch.
+        """
         self._hold(rows)
         forwarded = forward(self.actor, rows)
         self.num_forwards += len(forwarded)

@@ -29,7 +29,10 @@ _SEEDS_APART = 1_000_003
 class BucketAnalysis(Reporter):
     """Splits the gradient by term of the loss and by bucket of reward deviation.
 
-    ``prepare``: (seed) -> a batch of its own, which no update will see.
+    Args:
+        settings: when, how, and whether on a batch of its own.
+        run: what is analysed.
+        prepare: (seed) -> a batch of its own, which no update will see.
     """
 
     name, prefix = "gradient_analysis", "grad_analysis"

@@ -10,7 +10,12 @@ _COLUMNS = ["bucket", "group_id", "reward_std"]
 
 
 def log_group_table(trackers: Mapping[str, Any], record: GradientAnalysis) -> None:
-    """Log ``grad_norm/<bucket>/group_rv_table`` for each bucket, where wandb's client is among verl's open ones."""
+    """Log ``grad_norm/<bucket>/group_rv_table`` for each bucket to the run that verl has opened.
+
+    Args:
+        trackers: verl's open clients by name; nothing happens unless wandb's is among them.
+        record: the analysis.
+    """
     rows: dict[str, list[list[Any]]] = {}
     for group in record.groups:
         rows.setdefault(group.bucket, []).append([getattr(group, column) for column in _COLUMNS])

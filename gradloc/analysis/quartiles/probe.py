@@ -69,9 +69,11 @@ class QuartileProbe(RowProbe):
         self.log_probs: dict[str, torch.Tensor | None] = {}
 
     def measure(self, rows: Rows, num_sampled: int) -> None:
-        """Fill in everything that :meth:`record` reports, with ``num_sampled`` (S) tokens over all ranks.
+        """Fill in everything that :meth:`record` reports.
 
-        This rank's rows have ``BUCKET_KEY`` (-1 for filling rows, else 0), ``QUARTILE_KEY`` and ``SAMPLE_KEY``.
+        Args:
+            rows: this rank's, with ``BUCKET_KEY`` (-1 for filling rows, else 0), ``QUARTILE_KEY`` and ``SAMPLE_KEY``.
+            num_sampled: S, over all ranks.
         """
         self._hold(rows)
         weights = self._training_pass()

@@ -152,7 +152,11 @@ def _median(values: list[float]) -> float | None:
 
 
 def _moved(changes: dict[str, np.ndarray | None], name: str, tokens: _Tokens) -> Moved | None:
-    """How the tokens moved in the update of this name, of changes (R, T) by update; None where no step was taken."""
+    """How the tokens moved in the update of this name; None where no step was taken.
+
+    Args:
+        changes: by update, (R, T).
+    """
     change, mask = changes[name], tokens.mask
     if change is None:
         return None

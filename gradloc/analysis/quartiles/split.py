@@ -68,7 +68,12 @@ def assign(log_prob: np.ndarray, mask: np.ndarray, split: str) -> np.ndarray:
 
 
 def sample_tokens(quartiles: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Draw tokens without replacement, equally many of each quartile (R, T) as far as it has them, or all.
+    """Draw tokens without replacement, equally many of each quartile as far as it has them.
+
+    Args:
+        quartiles: (R, T), from :func:`assign`.
+        count: how many to draw; all tokens where there are fewer.
+        seed: of the draw.
 
     Returns:
         int (S, 2): row and position of each, by row and position.
@@ -91,7 +96,12 @@ def rank_correlation(left: np.ndarray, right: np.ndarray) -> float | None:
 
 
 def agreement(change: np.ndarray, reference: np.ndarray) -> Agreement:
-    """How much one update's probability changes (N,) look like those of the update that it is held against."""
+    """How much one update's probability changes look like another's.
+
+    Args:
+        change: (N,), per token.
+        reference: (N,), of the update that it is held against.
+    """
     if not _is_finite(change, reference):
         return Agreement()
     size = float(np.abs(reference).mean()) if len(reference) else 0.0
@@ -107,7 +117,12 @@ def change_edges(changes: list[np.ndarray]) -> list[float]:
 
 
 def distribution(values: np.ndarray, edges: list[float]) -> Change | None:
-    """What is kept of many tokens' probability changes (N,), in bins from :func:`change_edges`; None without any."""
+    """What is kept of many tokens' probability changes; None without any.
+
+    Args:
+        values: (N,).
+        edges: from :func:`change_edges`.
+    """
     if not len(values):
         return None
     finite = values[np.isfinite(values)]

@@ -75,7 +75,13 @@ def _order(bucket: str) -> tuple[bool, int]:
 
 
 def read_analyses(path: Path) -> tuple[dict[int, Analysis], list[str]]:
-    """The analyses of a run, or of any folder that holds ``gradient_analysis/`` or metrics, by step, and notes.
+    """Read a run's analyses, by step.
+
+    Args:
+        path: the run's folder, or any folder that holds ``gradient_analysis/`` or metrics.
+
+    Returns:
+        The analyses, and a sentence for each thing that could not be read.
 
     Raises:
         ReportError: when there is none.

@@ -25,7 +25,13 @@ class Analysis(QuartileAnalysis):
 
 
 def read_quartiles(path: Path) -> Found:
-    """The quartile analyses of a run, or of any folder that holds ``quartile_analysis/``, by step, and notes.
+    """Read a run's quartile analyses, by step.
+
+    Args:
+        path: the run's folder, or any folder that holds ``quartile_analysis/``.
+
+    Returns:
+        The analyses, and a sentence for each file that could not be read.
 
     Raises:
         ReportError: when there is none.

@@ -16,9 +16,15 @@ _TABLE = re.compile(r"grad_norm/(bucket_\d+)/group_rv_table")
 def read_wandb(
     path: str, steps: list[int] | None = None, api: Any = None
 ) -> tuple[dict[int, Analysis], list[str], str]:
-    """The analyses of ENTITY/PROJECT/RUN_ID by step, notes, and a folder name: ``<run name>_<run id>``.
+    """Read a run's analyses through W&B's API.
 
-    The tables are read of these steps only, or of all; ``api`` stands in for ``wandb.Api()``.
+    Args:
+        path: ENTITY/PROJECT/RUN_ID.
+        steps: read the tables of these only; None for all.
+        api: stands in for ``wandb.Api()``.
+
+    Returns:
+        The analyses by step, notes, and a folder name: ``<run name>_<run id>``.
 
     Raises:
         ReportError: without the wandb package, or when the run cannot be read or has no analysis.

@@ -19,9 +19,15 @@ ET.register_namespace("xlink", XLINK)
 
 
 def to_svg(figure: Figure, name: str, title: str) -> str:
-    """A figure drawn with the palette THEME as an ``<svg>`` element, the same bytes each time: no date, no random ids.
+    """The figure as an ``<svg>`` element.
 
-    ``name`` is the prefix of every id inside, unique on the page; ``title`` is for those who do not see the picture.
+    Args:
+        figure: drawn with the palette THEME.
+        name: prefix of every id inside, unique on the page.
+        title: what the picture shows, for those who do not see it.
+
+    Returns:
+        The same bytes for the same figure: no date, no random ids.
     """
     import matplotlib
 

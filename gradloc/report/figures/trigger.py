@@ -15,7 +15,13 @@ from .style import dress
 
 
 def draw(runs: Mapping[str, Sequence[Judged]], palette: Palette, title: str) -> Figure:
-    """A panel for each run, by its name: the norm, the threshold over it, and what was flagged."""
+    """A panel for each run: the norm, the threshold over it, and what was flagged.
+
+    Args:
+        runs: by the name that the panel is to have.
+        palette: its colours.
+        title: above all panels.
+    """
     figure = Figure(figsize=(10, 1 + 2.3 * len(runs)), layout="constrained")
     FigureCanvasSVG(figure)
     for place, (name, judged) in enumerate(runs.items()):

@@ -26,7 +26,12 @@ STYLES = {"healthy": "green", "warning": "yellow", "danger": "bold red"}
 
 
 def view(follower: Follower, width: int) -> Group:
-    """The whole view of what was read last, in so many columns."""
+    """The whole view.
+
+    Args:
+        follower: what was read last.
+        width: columns of the terminal.
+    """
     run = follower.run
     if run is None:
         return Group(Text(f"Waiting: {one_line(follower.waiting)}", style="dim"))

@@ -49,7 +49,10 @@ class Site(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, follower: Follower, port: int):
-        """The follower is polled by somebody else; port 0 is any that is free."""
+        """Args:
+        follower: polled by somebody else.
+        port: 0 for any that is free.
+        """
         super().__init__((ADDRESS, port), _Handler)
         self.follower = follower
         self._lock = threading.Lock()

@@ -66,7 +66,11 @@ class Log:
 
 
 def read(paths: Sequence[Path], metric: str | None = None) -> Log:
-    """The runs in files, folders, or standard input (``-``); without a metric the one that looks like norms.
+    """The runs in files, folders, or standard input (``-``).
+
+    Args:
+        paths: at least one.
+        metric: the one that holds the gradient norms; None: the one that looks like it.
 
     Raises:
         ReportError: when there is no run; one sentence, with what to do.

@@ -95,9 +95,11 @@ def _parts(tip: Segment) -> list[tuple[Segment, float]]:
 
 
 def runs_of(chains: Iterable[Sequence[Recording]], metric: str | None = None) -> list[LoggedRun]:
-    """The runs in what was read, ``metric`` holding the norms, whatever it is called.
+    """The runs in what was read.
 
-    A chain is recordings that may go on from each other, such as the files of one folder.
+    Args:
+        chains: recordings that may go on from each other, such as the files of one folder, together.
+        metric: holds the gradient norms, whatever it is called.
 
     Raises:
         ReportError: where no run has that metric; names those there are.

@@ -27,7 +27,11 @@ _MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf
 
 
 class Source:
-    """One existing file; ``name`` is what it is called in sentences, where that is not the file's own.
+    """One file.
+
+    Args:
+        path: an existing file.
+        name: what it is called in sentences, where that is not the file's name.
 
     Raises:
         ReportError: when it cannot be opened, is an archive of several files, or needs a package that is not there.

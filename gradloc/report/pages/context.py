@@ -11,7 +11,12 @@ from ...words.text import one_line, plural, spoken
 
 
 def context(event: Event, events: Sequence[Event]) -> list[tuple[str, str]]:
-    """Pairs of a name and what is known, among all events of its run; what the record does not say is left out."""
+    """Pairs of a name and what is known; what the record does not say is left out.
+
+    Args:
+        event: the event.
+        events: all of its run, in order.
+    """
     run, first = event.run, leader(event.culprits)
     made = [run.trainer, run.torch and f"torch {run.torch}", run.gradloc and f"gradloc {run.gradloc}"]
     row = None

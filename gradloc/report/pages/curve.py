@@ -14,9 +14,11 @@ HEIGHT = 12
 
 
 def curve(segments: Sequence[Sequence[Judged]], width: int) -> list[Text]:
-    """The largest norm of each of so many columns' steps, and the lowest threshold over it.
+    """The largest norm of each column's steps, and the lowest threshold over it; segments share the axis of steps.
 
-    Segments share the axis of steps; what a later one logged again is drawn as discarded.
+    Args:
+        segments: the steps of each; what a later one logged again is drawn as discarded.
+        width: columns.
     """
     latest = {step.step: id(step) for steps in segments for step in steps}
     judged = sorted((step for steps in segments for step in steps), key=lambda step: step.step)

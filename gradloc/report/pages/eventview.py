@@ -128,7 +128,12 @@ class EventView:
 
 
 def plain_view(event: Event, run: RunFolder) -> EventView:
-    """The event without drawings and token arrays; its replay command is relative to what the user named the run."""
+    """The event without drawings and token arrays.
+
+    Args:
+        event: the event.
+        run: its run, as the user named it: the replay command is relative to that.
+    """
     root = run.events_root or run.path
     actor = read_actor(root, event)
     clip = clip_of(event, actor)
@@ -165,9 +170,16 @@ def plain_view(event: Event, run: RunFolder) -> EventView:
 
 
 def full_view(event: Event, run: RunFolder, budget: int, shown: int) -> tuple[EventView, str | None]:
-    """The event with drawings and its sequences token by token, and a sentence when these could not be read.
+    """The event with drawings and its sequences token by token.
 
-    Of its tokens the page can carry ``budget``, and show ``shown`` at first.
+    Args:
+        event: the event.
+        run: its run.
+        budget: tokens that the page can carry of this event.
+        shown: tokens that it can show at first.
+
+    Returns:
+        The view, and a sentence when the sequences could not be read.
     """
     made, root = plain_view(event, run), run.events_root or run.path
     sequences, note = read_sequences(root, event)

@@ -48,7 +48,12 @@ SCRIPTS = ("base", "chart", "tokens", "events", "keys")
 
 
 def render(run: RunFolder, events: list[Event] | None = None) -> str:
-    """The whole report of a run, with these events in detail or all; what could not be read is added to its notes."""
+    """The whole report of a run.
+
+    Args:
+        run: what was read; sentences about what could not be read are added to its notes.
+        events: the events to show in detail; all of them when None.
+    """
     chosen = run.events if events is None else events
     is_inline = len(chosen) <= INLINE
     worst = sorted(chosen, key=severity, reverse=True)[:DETAILED]
@@ -146,7 +151,13 @@ def _environment() -> Environment:
 
 
 def fill(template: str, payload: dict[str, Any], **context: Any) -> str:
-    """A whole page: a template that extends frame.html, what the page's script reads, what the template names."""
+    """A whole page.
+
+    Args:
+        template: extends frame.html.
+        payload: what the page's script reads.
+        context: what the template names.
+    """
     style = _style()
     parts = "".join(_asset(f"{name}.js") for name in SCRIPTS)
     library = f"/*\n{_asset('uPlot.LICENSE')}*/\n{_asset('uPlot.iife.min.js')}" if payload["charts"].get("run") else ""

@@ -20,7 +20,13 @@ WORDS = 400
 
 
 def rows(events: list[Event], run: RunFolder, carried: set[str]) -> list[dict[str, Any]]:
-    """One record per event, in the order given; ``carried`` names those that the page holds whole."""
+    """One record per event, in the order given.
+
+    Args:
+        events: those to list.
+        run: theirs.
+        carried: the names of the events that the page holds whole.
+    """
     return [_row(event, run, event.event_id in carried) for event in events]
 
 

@@ -123,7 +123,13 @@ class Diagnosis:
 
 
 def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None, near: Path | None = None) -> Diagnosis:
-    """Say what happened by the trigger's rule with these settings; checkpoints are looked for around ``near``."""
+    """Say what happened in a run.
+
+    Args:
+        run: as it was read.
+        settings: of the trigger's rule.
+        near: the folder or file that was named; checkpoints are looked for around it.
+    """
     if all(segment.metrics.norm is None for segment in run.segments):
         there = listed(run.segments[-1].metrics.own_names)
         headline = f"{run.name} has no gradient norm: --metric NAME takes another metric for it; there is {there}."

@@ -104,7 +104,9 @@ def recover(root: Path, listed: list[Event]) -> tuple[list[Event], list[str]]:
 def read_sequences(root: Path, event: Event) -> tuple[list[Sequence], str | None]:
     """The culprits' sequences token by token, and a sentence when they cannot be had.
 
-    An event's ``folder``, which may be null, is relative to the root: the folder of events.jsonl.
+    Args:
+        root: the folder of events.jsonl; an event's ``folder`` is relative to it.
+        event: the event; its ``folder`` may be null.
     """
     missing = "its token view is missing."
     folder = bundle_folder(root, event)
@@ -125,7 +127,11 @@ def read_pictures(
 ) -> tuple[dict[str, bytes], str | None]:
     """The pictures of these sequences' prompts by file name, and a sentence when some are not here.
 
-    The most wanted sequences come first: from the first picture that is beyond ``limit`` bytes in all, none is read.
+    Args:
+        root: the folder of events.jsonl.
+        event: whose folder holds them.
+        sequences: the most wanted first.
+        limit: bytes of all together; from the first that is beyond, none is read.
     """
     names = list(dict.fromkeys(name for sequence in sequences for name in sequence.pictures or ()))
     folder = bundle_folder(root, event)

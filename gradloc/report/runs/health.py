@@ -114,10 +114,16 @@ class RunHealth:
 def judge(
     metrics: Metrics | Sequence[Metrics], config: HealthConfig | None = None, grad_clip: float | None = CLIP
 ) -> RunHealth:
-    """Judge a run's steps in the order in which they were logged; empty when none has a metric that the rules read.
+    """Judge a run's steps in the order in which they were logged.
 
-    Of a run that was resumed each part's metrics: a step that was logged twice is judged twice. Without a config the
-    thresholds are the trainer's; ``grad_clip`` is the norm that gradients were clipped to, None for none.
+    Args:
+        metrics: of a patched or an unpatched verl; of a run that was resumed, each part's, and a step that was logged
+            twice is judged twice.
+        config: thresholds; the trainer's defaults when None.
+        grad_clip: the norm that the run's gradients were clipped to; None: to nothing.
+
+    Returns:
+        Empty when no step has a metric that the rules read.
     """
     config = config or HealthConfig()
     asked = Judge(config, grad_clip)

@@ -73,10 +73,13 @@ class RunFolder:
 
 
 def read_run(path: Path, metrics_path: Path | None = None, metric: str | None = None) -> RunFolder:
-    """Read a run from its folder, the folder of its events, its events.jsonl, or the folder of one event; or its log.
+    """Read a run.
 
-    ``metrics_path`` says where the metrics are when not in the run's folder, ``metric`` which one holds the gradient
-    norms where its name does not say so.
+    Args:
+        path: the run's folder, the folder of its events, its events.jsonl, or the folder of one event; or, of a run
+            without events, its log.
+        metrics_path: where the metrics are, when not in the run's folder.
+        metric: the one that holds the gradient norms, where its name does not say so.
 
     Raises:
         ReportError: when there is neither an event nor a metric to show.
@@ -109,7 +112,13 @@ def read_run(path: Path, metrics_path: Path | None = None, metric: str | None = 
 
 
 def read_logs(paths: Sequence[Path], metric: str | None = None, path: Path | None = None) -> RunFolder:
-    """Runs of which there are logs alone, the one with the worst gradient norm first; ``path`` is what was named."""
+    """Runs of which there are logs alone; the one with the worst gradient norm first.
+
+    Args:
+        paths: files, folders, or ``-`` for standard input.
+        metric: as :func:`read_run` takes it.
+        path: what was named, where the logs lie elsewhere.
+    """
     log = logs.read(paths, metric)
     log.runs.sort(key=_peak, reverse=True)
     run = RunFolder(path or paths[0], log=log, notes=_notes(log))

@@ -87,9 +87,13 @@ class TokenView:
 
 
 def view(sequence: Sequence, culprits: Iterable[Culprit], limit: int, shown: int) -> TokenView:
-    """Lay out one sequence, of which a page can carry ``limit`` tokens and show ``shown`` at first.
+    """Lay out one sequence.
 
-    The culprits are all of the event: those of this sequence are found by their address.
+    Args:
+        sequence: T tokens.
+        culprits: all culprits of the event; those of this sequence are found by their address.
+        limit: how many tokens the page can carry of this sequence.
+        shown: how many it can show at first.
     """
     num = len(sequence)
     mine = sorted({p for c in culprits if is_same(c, sequence) for p in c.positions if p < num})
@@ -195,8 +199,12 @@ def _sum(column: np.ndarray | None, start: int, end: int) -> float | None:
 def payload(made: TokenView, index: int, shades: list[Shades]) -> dict[str, Any]:
     """What the page's script needs to unfold, shade and describe the carried tokens.
 
-    A list whose values are all equal (GRPO's advantages, a ratio of 1) is sent as that one value. ``index`` is the
-    sequence's number among the event's.
+    A list whose values are all equal (GRPO's advantages, a ratio of 1) is sent as that one value.
+
+    Args:
+        made: the sequence's view.
+        index: its number among the event's sequences.
+        shades: of all the event's sequences.
     """
     columns = {name: _column(made.sequence, name) for name in LABELS}
     parts = []

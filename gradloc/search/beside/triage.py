@@ -51,8 +51,10 @@ def rerun(task: Task) -> Rerun:
 def triage(task: Task, typical: Mapping[str, tuple[float, float]], reran: Rerun | None) -> SearchResult | None:
     """What made the spike, where no token did; None where only a search can tell.
 
-    ``typical`` is of the run, see :meth:`~.scale.ScaleHistory.typical`; ``reran`` the spike run again, where that was
-    asked for.
+    Args:
+        task: what would be searched.
+        typical: of the run, see :meth:`~.scale.ScaleHistory.typical`.
+        reran: the spike run again, where that was asked for.
     """
     parted = parted_replicas(task.prober.space, task.prober.ranks)
     if parted:
@@ -106,9 +108,11 @@ def parted_replicas(space: GradientSpace, ranks: Ranks) -> tuple[str, ...]:
 
 
 def suspects(squares: Mapping[str, float], usual: Mapping[str, float] | None = None) -> tuple[str, ...]:
-    """The parameters that carry a notable part of a squared norm, most suspect first: who is largest.
+    """The parameters that carry a notable part of a squared norm, most suspect first.
 
-    Or who is furthest above ``usual``: the same of a gradient that nothing is wrong with.
+    Args:
+        squares: by name.
+        usual: the same of a gradient that nothing is wrong with: first is who is furthest above. None: who is largest.
     """
     least = _NOTABLE_SHARE * math.fsum(squares.values())
     kept = [name for name in squares if squares[name] >= least]

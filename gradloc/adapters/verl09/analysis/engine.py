@@ -70,9 +70,13 @@ def record_of_actor(worker: Any) -> DataProto:
 
 
 class AnalysisEngine:
-    """The powers that :class:`~....analysis.actor.Actor` names, of verl's engine and this rank's rows; see there.
+    """The powers that :class:`~....analysis.actor.Actor` names; see there.
 
-    The loss function is training's, with the actor's config bound to it; ``clip`` verl's own.
+    Args:
+        engine: verl's.
+        data: this rank's rows.
+        loss_function: training's, with the actor's config bound to it.
+        clip: verl's own.
     """
 
     def __init__(self, engine: Any, data: Any, loss_function: Any, clip: Callable[[], torch.Tensor]):

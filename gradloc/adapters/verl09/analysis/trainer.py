@@ -25,7 +25,11 @@ from .engine import ASKED_KEY, Asked, record_of_actor
 
 
 def build_analysis(config: Any, settings: Any) -> "Analysis | None":
-    """The trainer's analyses and rollout filter, by its whole config, or None while all are off.
+    """The trainer's analyses and rollout filter, or None while all are off.
+
+    Args:
+        config: the trainer's whole config.
+        settings: those that hold.
 
     Raises:
         ValueError: one sentence that names a key with a bad value, also while the features are off.
@@ -39,7 +43,12 @@ def build_analysis(config: Any, settings: Any) -> "Analysis | None":
 class Analysis(Analyses):
     """Filters the rollouts and, at the steps that are due, splits the gradient that they are about to cause.
 
-    Without settings there is no analysis by bucket, or by quartile.
+    Args:
+        config: the trainer's whole config.
+        settings: those that hold.
+        buckets: None: no analysis by bucket.
+        quartiles: None: no analysis by quartile.
+        chosen: the filter's settings.
     """
 
     def __init__(self, config: Any, settings: Any, buckets: Any, quartiles: Any, chosen: Any):
