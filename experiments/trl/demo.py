@@ -162,6 +162,7 @@ def main(overrides: list[str]) -> None:
     weights = trainer.accelerator.unwrap_model(trainer.model).parameters()
     if trainer.accelerator.is_main_process and not all(bool(weight.isfinite().all()) for weight in weights):
         raise SystemExit("The weights are not finite any more.")
+    trainer.accelerator.end_training()  # a process that exits with its groups open may be aborted by their threads
 
 
 if __name__ == "__main__":
