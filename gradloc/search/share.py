@@ -16,8 +16,8 @@ the noise of reading log-odds, which goes with 1 / r. Both are known once the fi
 step is taken anew where that halves a large error. What is left of the noise is every share's standard
 error.
 
-What rounding leaves of the move along R, some per cent more or less in half precision, is known exactly, as an inner
-product of weights; shares are per what the weights really moved.
+What rounding leaves of the move along R, some per cent more or less in half precision and of a short move in float32,
+is known exactly, as an inner product of weights; shares are per what the weights really moved.
 
 Shapes: B rows of a micro-batch, T response positions.
 """
@@ -101,8 +101,10 @@ class ShareMap:
 
     @property
     def is_short(self) -> bool:
-        """Whether what was not read may carry what is missing: Cauchy-Schwarz, doubled as norms are rough."""
-        return 0 < 1 - self.closure <= 2 * math.sqrt(self.unseen)
+        """Whether what was not read seems to carry what is missing: more than half, or no more than Cauchy-Schwarz
+        allows by its norms; twice that, as they are rough."""
+        missing = 1 - self.closure
+        return self.unseen > 0 and (missing > 1 - _PARTIAL_CLOSURE or 0 < missing <= 2 * math.sqrt(self.unseen))
 
     @property
     def is_far(self) -> bool:
@@ -265,10 +267,8 @@ class _Measurement:
         """The forwards at this step, and <R, the weights' true move>."""
         prober = self.prober
         if step != self.at:
-            rounded = weights.move(self.direction, step / self.scale)
-            self.at, self.moved = step, step * self.square
-            if rounded is not None:
-                self.moved = float(prober.space.reduce(lambda: rounded)) / self.scale
+            moved = weights.move(self.direction, step / self.scale)
+            self.at, self.moved = step, float(prober.space.reduce(lambda: moved)) / self.scale
         return {index: forward_on_routes(prober, index) for index in micro_batches}, self.moved
 
     def _rescaling(self, legs: Legs, step: float, is_first: bool) -> float:

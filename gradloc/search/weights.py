@@ -58,19 +58,19 @@ class MovedWeights:
         self._saved = self._space.agree(lambda: [keep(local_shard(param)) for param in self._space.params])
         return self
 
-    def move(self, direction: Gradient, step: float) -> torch.Tensor | None:
+    def move(self, direction: Gradient, step: float) -> torch.Tensor:
         """Set the weights to (original + dither + step * direction); all ranks together.
 
         Returns:
-            This rank's part of <direction, how far the weights moved as a forward sees them>, float64, a scalar; None
-            in float32, where that is what was asked for.
+            This rank's part of <direction, how far the weights moved as a forward sees them>, float64, a scalar. In
+            float32, too, a short move is lost in part: it is below the last place of large weights.
         """
         moved = self._space.agree(lambda: self._move(direction, step))
         self._space.publish()  # which may communicate
         return moved
 
     @torch.no_grad()
-    def _move(self, direction: Gradient, step: float) -> torch.Tensor | None:
+    def _move(self, direction: Gradient, step: float) -> torch.Tensor:
         space = self._space
         space.reshard()
         device = space.params[0].device
@@ -83,9 +83,9 @@ class MovedWeights:
             for shard, was, along in in_parts(local_shard(param), saved, local_shard(part)):
                 was, along = was.to(device, non_blocking=True), along.to(device, non_blocking=True).float()
                 self._set(shard, was, torch.add(was.float(), along, alpha=step), dither)
-                if self._bits is not None and counts:
-                    total += torch.dot(shard.to(self._dtype).float().sub_(was).flatten(), along.flatten())
-        return None if self._bits is None else total
+                if counts:
+                    total += torch.dot((shard.to(self._dtype).float() - was).flatten(), along.flatten())
+        return total
 
     def _move_none(self, param: torch.nn.Parameter, saved: torch.Tensor, dither: torch.Generator) -> None:
         for shard, was in in_parts(local_shard(param), saved):
