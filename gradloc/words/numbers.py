@@ -46,13 +46,13 @@ def percent(value: float | None, digits: int = 3) -> str:
 def with_error(
     value: float | None, error: float | None, digits: int = 4, show: Callable[[float | None, int], str] = number
 ) -> str:
-    """A number and its standard error, where that is known and not 0.
+    """A number and its standard error, where that is known and can be seen in the number's digits.
 
-    >>> with_error(0.98, 0.05), with_error(0.98, None), with_error(0.75, 0.003, 3, percent)
-    ('0.98 +- 0.05', '0.98', '75% +- 0.3%')
+    >>> with_error(0.98, 0.05), with_error(0.98, None), with_error(0.997, 1e-5, 3, percent)
+    ('0.98 +- 0.05', '0.98', '99.7%')
     """
     said = show(value, digits)
-    if value is None or not math.isfinite(value) or not error or math.isnan(error):
+    if value is None or error is None or not math.isfinite(value) or not error > abs(value) * 10.0**-digits:
         return said
     return f"{said} +- {show(error, 2)}"
 

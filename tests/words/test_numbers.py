@@ -34,6 +34,8 @@ def test_numbers_have_four_digits_a_whole_part_and_no_noise(value, shown):
     [
         (0.98, 0.05, "0.98 +- 0.05"),
         (0.98, 0.0, "0.98"),
+        (0.98, 9e-5, "0.98"),
+        (-12.0, 0.001, "-12"),
         (0.98, None, "0.98"),
         (0.98, float("nan"), "0.98"),
         (0.98, float("inf"), "0.98 +- ∞"),
@@ -41,7 +43,7 @@ def test_numbers_have_four_digits_a_whole_part_and_no_noise(value, shown):
         (float("nan"), 0.05, "NaN"),
     ],
 )
-def test_a_standard_error_is_said_where_it_is_known_and_not_0(value, error, said):
+def test_a_standard_error_is_said_where_it_can_be_seen(value, error, said):
     assert with_error(value, error) == said
 
 
