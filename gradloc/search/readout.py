@@ -109,7 +109,7 @@ class Readout:
         found = ((up + down) / 2 - before)[self.slope != 0].square() / 3
         if not len(bound) or not float(bound.median()) > 0:
             return 0.0  # no token of its own: the other ranks tell
-        return min(1.0, math.sqrt(float(found.median() / bound.median())))
+        return min(1.0, _MEDIAN * math.sqrt(float(found.median() / bound.median())))
 
 
 def _scatter(

@@ -83,6 +83,20 @@ def test_a_token_that_scatters_far_more_than_all_others_has_an_error_of_its_own(
     assert float(error[0, 7]) > 0.1 and float(error.median()) < 0.02
 
 
+def test_a_forward_with_no_move_at_the_legs_own_dither_tells_noise_from_tokens_that_move():
+    torch.manual_seed(0)
+    logit, true = torch.zeros(1, MANY, dtype=torch.float64), 0.1 * torch.randn(1, MANY)
+    dither = 0.2 * torch.randn(1, MANY)
+    moves = (0, dither + true, dither - true, dither)
+    trained, up, down, still = ((of_logit(logit + move + 0.02 * torch.randn(1, MANY)), None) for move in moves)
+    readout = Readout(recorded(trained[0]), torch.ones(1, MANY), None, is_half=True)
+    off = (readout.read(up) - readout.read(down)) / 2 - readout.slope * true
+    part = readout.scatter(up, down, still)
+    assert float((off / readout.error(up, down, part)).square().mean()) == pytest.approx(1, rel=0.4)
+    assert float((off / readout.error(up, down)).square().mean()) < 0.1
+    assert readout.scatter(up, down, (up[0] + 1, None)) == 1
+
+
 def test_in_float32_only_rounding_is_an_error():
     logit = torch.tensor([[0.0, 12.0]], dtype=torch.float64)
     readout = Readout(recorded(of_logit(logit)), torch.ones(1, 2), None, is_half=False)
