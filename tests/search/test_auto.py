@@ -119,6 +119,7 @@ def test_what_a_micro_batch_lacks_is_looked_for_in_the_others_before_it_is_read_
         if isinstance(rows := getattr(batch, field.name), torch.Tensor):
             rows[alike[0]] = rows[place[0]]  # two tokens along one direction, in two micro-batches
     found, _ = searched({place: 1e4, alike: 4e3}, batch, parts=[0.0, 10 / 14, 4 / 14, 0.0])
-    maps = [entry.note for entry in found.result.path if entry.phase == "share"]
-    assert "micro-batches [1] alone" in maps[0] and "micro-batches [1, 2] alone" in maps[1]
+    first, second = [entry for entry in found.result.path if entry.phase == "share"][:2]
+    assert "micro-batches [1] alone" in first.note and first.verdict == "untrusted"
+    assert "micro-batches [1, 2] alone" in second.note and second.verdict == "measured"
     assert found.certificate.verdict == "explained" and len(found.result.culprits) == 2
