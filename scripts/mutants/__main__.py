@@ -90,11 +90,14 @@ def chosen(mutant: Mutant, tests: Tests) -> list[list[str]]:
     """The tests that reach a mutant, the quick ones first: those of its room, then others."""
     lines = {*range(mutant.line, mutant.last + 1)}
     room = mutant.file.removeprefix("gradloc/").split("/")[0]
-    reach = {
-        name: seconds
-        for name, (seconds, found) in tests.items()
-        if mutant.file in found and (mutant.is_import or not lines.isdisjoint(found[mutant.file]))
-    }
+    own = f"tests/{room}/test_{Path(mutant.file).stem}.py"  # its file had been imported when lines were traced
+
+    def reaches(name: str, found: dict[str, list[int]]) -> bool:
+        if mutant.is_import:
+            return mutant.file in found or name.startswith(own)
+        return not lines.isdisjoint(found.get(mutant.file, []))
+
+    reach = {name: seconds for name, (seconds, found) in tests.items() if reaches(name, found)}
     of_room, others, total = [], [], 0.0
     for name in sorted(reach, key=lambda name: (name.split("/")[1] != room, reach[name])):
         total += reach[name]

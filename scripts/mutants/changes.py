@@ -60,7 +60,8 @@ class Mutant:
 def mutants_of(file: str, source: bytes) -> list[Mutant]:
     """Every mutant of a module, in the order of its text.
 
-    Left as they are: annotations, decorators, asserts and text; f-strings, whose places Python 3.11 misreports.
+    Left as they are: annotations, decorators, asserts, `strict=` of zip and text; f-strings, whose places Python 3.11
+    misreports.
     """
     starts = [0]
     for line in source.splitlines(keepends=True):
@@ -147,6 +148,8 @@ def _left_out(node: ast.AST) -> list[ast.AST | None]:
             return [node.annotation]
         case ast.Module():
             return _docstrings(node)
+        case ast.keyword(arg="strict"):  # of zip: an assertion
+            return [node.value]
     return []
 
 

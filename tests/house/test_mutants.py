@@ -33,6 +33,7 @@ def changed(source: str) -> list[str]:
             "4, 0.5, True", "3, 1.0, True", "3, 0.5, False")]),
         ("x = min(a)", ["x = max(a)"]),
         ("x.y = a", ["pass"]),
+        ("x = zip(a, strict=True)", []),
         ("if a:\n    b()", ["if a:\n    pass", "if not a:\n    b()"]),
         ("def f(x: 3) -> 4:\n    'Text.'\n    assert x > 1\n    return x", [
             "def f(x: 3) -> 4:\n    'Text.'\n    assert x > 1\n    return None"]),
