@@ -2,7 +2,6 @@
 """What the ranks of a world run: verl's real actor, and its real gradients gathered whole."""
 
 import copy
-import functools
 import json
 import math
 from collections.abc import Callable
@@ -327,16 +326,10 @@ def loss_under(overrides: list[str], layout: list[str], dump_dir: str) -> dict[s
     return {
         "norm": out["metrics"]["actor/grad_norm"][0][0],
         "expected": expected["metrics"]["actor/grad_norm"][0][0],
-        "unclipped": _unclipped_norm(*layout),
+        "unclipped": make_trainer(layout, dump_dir).update(make_batch())["metrics"]["actor/grad_norm"][0][0],
         "metrics": {key: values[0] for key, values in out["metrics"].items()},
         "num_changed": int((weights[batch.batch["response_mask"].bool()] != 1).sum()),
     }
-
-
-@functools.cache
-def _unclipped_norm(*layout: str) -> float:
-    """Of the same update without any clip."""
-    return make_trainer([*layout], "unused").update(make_batch())["metrics"]["actor/grad_norm"][0][0]
 
 
 def update_without_rollout_log_probs(overrides: list[str], dump_dir: str) -> str:
