@@ -163,6 +163,14 @@ def trainers(out: Path) -> None:
         "has no gradient norm",
         "Avg Reward",
     )
+    areal = []
+    for s, v in rows:
+        said = f"Epoch {1 + s // 30}/3 Step {s % 30 + 1}/30 Train step {s}/60 done."
+        cells = (
+            f"│ ppo_actor/task_reward/avg │ {v['critic/score/mean']:.4e} │ ppo_actor/update/grad_norm │ {v[NORM]:.4e} │"
+        )
+        areal += [f"20250801-10:00:00.123 StatsLogger INFO: {said}", f"╒{'═' * 85}╕", cells, f"╘{'═' * 85}╛"]
+    put("areal.log", areal, "AReaL's log")
     megatron = [
         f" iteration {s:8d}/      60 | consumed samples: {s * 8:12d} | elapsed time per iteration (ms): 812.1 | "
         f"learning rate: 1.0E-06 | lm loss: 1.23E+00 | grad norm: {v[NORM]:.3f} | number of nan iterations:   0 |"

@@ -33,8 +33,8 @@ FORMATS: tuple[tuple[Callable[[Source], bool], Callable[[Source], list[Recording
 )
 """What fits, by a file's first bytes and else its name, and what reads it: to nothing where it is something else."""
 KNOWN = (
-    "a console log (verl, TRL, OpenRLHF, slime, NeMo-RL, prime-rl, Megatron), verl's file logger, TensorBoard, W&B, "
-    "MLflow, SwanLab, trackio, trainer_state.json, or a CSV"
+    "a console log (verl, TRL, OpenRLHF, slime, NeMo-RL, AReaL, prime-rl, Megatron), verl's file logger, TensorBoard, "
+    "W&B, MLflow, SwanLab, trackio, trainer_state.json, or a CSV"
 )
 DEPTH = 6
 """How many folders down logs are looked for."""

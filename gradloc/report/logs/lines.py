@@ -31,8 +31,8 @@ _LABELLED = re.compile(
     rf"([A-Za-z][\w./@() -]*?)\s*[:=]\s*({_NUMBER})(?![\w.]*\d)|([a-z_]*grad_?norm)\s+({_NUMBER})", re.I
 )
 _TOLD = re.compile(r"loss|reward|kl\b|entropy|return", re.IGNORECASE)
-_BLOCK = re.compile(r"={4,}\s*Step (\d{1,15})(?:/\d+)?\s*={4,}")
-_BULLET = re.compile(rf"•\s*([A-Za-z][\w ()/.-]*?):\s*({_NUMBER})", re.IGNORECASE)
+_BLOCK = re.compile(r"[=─━]{4,}\s*Step (\d{1,15})(?:/\d+)?\s*[=─━]{4,}|\bTrain step (\d{1,15})/\d+ done")
+_CELL = re.compile(rf"[•│]\s*([A-Za-z][\w ()/.@-]*?)\s*[:│]\s*({_NUMBER})(?![\w.])", re.IGNORECASE)
 _CONFIG_LINES = 4000
 """Lines that a printed configuration has at most."""
 _WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
@@ -177,7 +177,7 @@ class Printed(Grammar):
 
 
 class Blocks(Grammar):
-    """NeMo-RL: a headline for each step, and a bullet for each metric below it."""
+    """A headline for each step, and below it bullets (NeMo-RL) or the cells of a drawn table (AReaL)."""
 
     title = "NeMo-RL's log"
 
@@ -187,16 +187,18 @@ class Blocks(Grammar):
 
     def take(self, line: str, process: str) -> bool:
         if head := _BLOCK.search(line):
-            self._step[process] = int(head[1])
+            self._step[process] = int(head[1] or head[2])
+            if head[2]:
+                self.title = "AReaL's log"
             return True
-        found = _BULLET.search(line)
+        found = {name: float(value) for name, value in _CELL.findall(line)}
         step = self._step.get(process)
-        if found is None or step is None:
+        if not found or step is None:
             return False
         rows = self.rows[process]
-        if not rows or rows[-1][0] != step or found[1] in rows[-1][1]:
+        if not rows or rows[-1][0] != step or not found.keys().isdisjoint(rows[-1][1]):
             rows.append((step, {}))
-        rows[-1][1][found[1]] = float(found[2])
+        rows[-1][1].update(found)
         return True
 
 
@@ -238,7 +240,13 @@ def read_lines(source: Source) -> list[Recording]:
         if config.is_open or "{'" in line:
             config.take(line)
         if not (
-            "tep" in line or "{" in line or "iter" in line or "•" in line or "- " in line and _WRAPPED.search(line)
+            "tep" in line
+            or "{" in line
+            or "iter" in line
+            or "•" in line
+            or "│" in line
+            or "- " in line
+            and _WRAPPED.search(line)
         ):
             continue  # most lines of a long log end here: this is as fast as it gets
         line, process = _stripped(line)

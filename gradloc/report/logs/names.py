@@ -27,8 +27,8 @@ STEPS = (
 
 ALIASES = {
     "critic/score/mean": "reward reward_mean mean_reward avg_reward rewards_mean raw_reward score score_mean "
-    "scores avg_total_reward",
-    "actor/entropy": "entropy entropy_loss entropy_mean mean_entropy policy_entropy approx_entropy",
+    "scores avg_total_reward task_reward_avg",
+    "actor/entropy": "entropy entropy_loss entropy_mean mean_entropy policy_entropy approx_entropy entropy_avg",
     "actor/kl_loss": "kl kl_loss kl_mean kl_div mean_kl reference_kl",
     "actor/ppo_kl": "ppo_kl approx_kl approxkl_avg policy_approxkl_avg",
     "actor/pg_loss": "pg_loss policy_loss act_loss loss_policy_avg actor_loss",
@@ -41,7 +41,7 @@ ALIASES = {
 }
 """verl's names, and what other trainers call the same, as :func:`_plain` spells it."""
 _KNOWN = {alias: name for name, aliases in ALIASES.items() for alias in aliases.split()}
-_PARTS = re.compile(r"^(?:train|training|rollout|actor|policy|objective)_")
+_PARTS = re.compile(r"^(?:train|training|rollout|actor|policy|objective|(?:pp|grp)o_actor(?:_update)?)_")
 _WRAPPED = re.compile(
     r"\s*(?:[A-Za-z_][\w.]*\()?\[?\s*"  # tensor( np.float64( [
     r"([-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?))"

@@ -5,6 +5,7 @@ import gzip
 import resource
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -52,8 +53,16 @@ def test_ten_thousand_steps_of_fifty_metrics_take_three_seconds_and_300_mb(tmp_p
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert "steps 0 to 9,999, 50 metrics" in done.stdout
     (peak_kb,) = (int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("VmHWM"))
-    assert after.ru_utime - before.ru_utime < 3.0
+    assert after.ru_utime - before.ru_utime < 3.0 * max(1.0, _slowness())
     assert peak_kb < 300e3
+
+
+def _slowness() -> float:
+    """How many times longer than on an idle core a loop takes now."""
+    started = time.process_time()
+    for _ in range(5_000_000):
+        pass
+    return (time.process_time() - started) / 0.15
 
 
 def test_a_large_file_has_a_progress_bar_on_a_terminal(tmp_path, monkeypatch, capsys):
