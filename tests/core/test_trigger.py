@@ -82,6 +82,21 @@ def test_a_level_that_stays_up_is_learnt_after_a_window_of_spikes_and_one_that_f
     assert flagged(rule, healthy(2, 17)) == [] and rule.threshold(0) < 10 * 1.5
 
 
+def test_spikes_with_healthy_steps_between_them_are_no_new_level():
+    rule = AdaptiveThreshold(window=16)
+    flagged(rule, healthy(0, 100))
+    assert all(flagged(rule, [50.0, *healthy(seed, 15)]) == [0] for seed in range(20))
+
+
+def test_of_spikes_in_a_row_the_first_alone_is_learnt():
+    rule, counts = AdaptiveThreshold(), []
+    flagged(rule, healthy(0, 30))
+    for norm in (1e3, 2e3, 3e3, 1.0, 1e3):
+        rule.observe([norm])
+        counts.append(rule.summary()["num_norms"])
+    assert counts == [31, 31, 31, 32, 33]
+
+
 def test_steps_with_and_without_advantages_are_two_kinds():
     rng = random.Random(0)
     norms = [norm * (0.01 if rng.random() < 0.6 else 1.0) for norm in healthy(0, 400)]

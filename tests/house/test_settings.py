@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of verl 0.9's presets are those that the patch puts into verl 0.7's yaml."""
 
+import importlib
+from dataclasses import asdict
 from pathlib import Path
 
 import yaml
@@ -30,6 +32,24 @@ def test_they_have_the_same_names_and_defaults():
     trainer = yaml.safe_load("root:\n" + added(SEAMS / "ppo_trainer.yaml.patch"))["root"]
     assert found["trainer"] == {name: value for name, value in trainer.items() if name not in ALGORITHM}
     assert found["algorithm"] == {name: trainer[name] for name in ALGORITHM}
+
+
+def blocks(node: dict) -> list[dict]:
+    """Every block that names its dataclass, but for the adapter's own, which need verl."""
+    inner = [block for value in node.values() if isinstance(value, dict) for block in blocks(value)]
+    target = node.get("_target_", "gradloc.adapters")
+    return inner if target.startswith("gradloc.adapters") else [node, *inner]
+
+
+def test_they_are_the_defaults_of_the_dataclasses():
+    found = blocks(yaml.safe_load((CONF / "gradloc_defaults.yaml").read_text(encoding="utf-8")))
+    assert len(found) == 13
+    for block in found:
+        module, _, name = block.pop("_target_").rpartition(".")
+        made = asdict(getattr(importlib.import_module(module), name)())
+        assert made.keys() == block.keys()
+        given = {key: value for key, value in block.items() if not (isinstance(value, dict) or "${" in str(value))}
+        assert given == {key: made[key] for key in given}, name
 
 
 def test_a_preset_differs_by_what_it_does():

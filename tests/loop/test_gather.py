@@ -111,6 +111,25 @@ def test_shares_are_summed_by_micro_batch_and_the_culprit_s_row_is_kept_token_by
     assert [entry.micro_batch for entry in gathered(context, keeps_all=True).layout] == [0, 1, 2, 3]
 
 
+def test_each_token_of_a_span_has_the_least_norm_that_its_share_says(context):
+    result, shares = context.finding.result, context.finding.result.shares
+    (culprit,) = result.culprits
+    last = culprit.tokens[0]
+    span = replace(culprit, span="segment", tokens=(replace(last, index=last.index - 1), last), share=None)
+
+    def found(shares):
+        finding = replace(context.finding, result=replace(result, culprits=[span], shares=shares))
+        return gathered(context, finding=finding).event.culprits[0]
+
+    products, errors = shares.products[1][1, [1, 2]], shares.errors[1][1, [1, 2]]
+    assert found(shares).positions == (1, 2) and found(shares).peak == 2
+    assert found(shares).token_norms == pytest.approx((products.abs() / shares.square**0.5).tolist())
+    assert found(shares).share == pytest.approx(float(products.sum()) / shares.square)
+    assert found(shares).share_error == pytest.approx(float(errors.norm()) / shares.square)
+    for none in (None, replace(shares, is_trusted=False)):
+        assert found(none).token_norms is None and found(none).share is found(none).share_error is None
+
+
 @pytest.mark.parametrize(
     ("taken", "limit", "scale", "is_taken"),
     [

@@ -2,6 +2,7 @@
 """Shares add up to 1 whatever carries the gradient, and say how well each is known."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.search.readout import Readout
-from gradloc.search.share import measure_shares
+from gradloc.search.share import ShareMap, measure_shares
 from tests.bare import BareStep, Oracle, Sharpened, build, random_batch, shard
 
 M, PLACE = 4, (5, 2)
@@ -111,3 +112,52 @@ def test_what_chance_makes_of_many_tokens_is_taken_off():
         least = float(found.least(index)[row, place[1]]) / found.square
         assert abs(least) <= abs(share) * 1.15 + 1e-3 and abs(least) <= abs(share_of(found, place)[0])
     assert found.chance == pytest.approx(math.sqrt(2 * math.log(batch.num_tokens)), rel=0.01)
+
+
+def shares_of(**known):
+    nothing = [torch.zeros(1, 1, dtype=torch.float64)]
+    defaults = {"square": 1.0, "closure": 1.0, "noise": 0.0, "unseen": 0.0, "is_trusted": True, "num_tokens": 9}
+    return ShareMap(nothing, nothing, step=1.0, **(defaults | known))
+
+
+@pytest.mark.parametrize(
+    ("noise", "shrinking", "is_noisy"), [(0.34, 1.0, True), (0.33, 1.0, False), (0.17, 0.5, True), (0.16, 0.5, False)]
+)
+def test_shares_are_noisy_where_a_third_of_a_standard_error_does_not_tell_one_from_none(noise, shrinking, is_noisy):
+    assert shares_of(noise=noise, shrinking=shrinking).is_noisy is is_noisy
+
+
+@pytest.mark.parametrize(
+    ("closure", "unseen", "is_short", "is_far"),
+    [
+        (0.81, 0.01, True, False),
+        (0.79, 0.01, False, False),
+        (0.51, 0.01, False, False),
+        (0.49, 0.01, True, False),
+        (1.01, 0.01, False, False),
+        (0.3, 0.01, True, False),
+        (0.81, 0.0, False, False),
+        (0.34, 0.0, False, False),
+        (0.33, 0.0, False, True),
+        (2.9, 0.0, False, False),
+        (3.1, 0.0, False, True),
+    ],
+)
+def test_what_is_missing_is_what_was_not_read_or_is_far_off(closure, unseen, is_short, is_far):
+    found = shares_of(closure=closure, unseen=unseen)
+    assert found.is_short is is_short and found.is_far is is_far
+
+
+def test_a_token_that_something_else_points_at_needs_two_standard_errors():
+    found = shares_of(num_tokens=10**6, singled_out=[torch.tensor([[True, False]])])
+    found.errors = [torch.tensor([[0.5, 0.5]], dtype=torch.float64)]
+    assert found.doubt(0).tolist() == [[1.0, pytest.approx(0.5 * math.sqrt(2 * math.log(1e6)))]]
+    assert replace(found, certainty=1.5).doubt(0).tolist() == [[0.75, 0.75]]
+    assert replace(found, num_tokens=9).chance == 3.0 and replace(found, singled_out=None).doubt(0)[0, 0] > 2.6
+
+
+def test_a_step_that_is_far_too_long_is_shortened_and_what_is_not_finite_is_not_trusted():
+    batch = random_batch(build("tiny")).planted({PLACE: 300.0})
+    first, _ = measured(batch)
+    endless = measured(batch, refined=replace(first, step=1e30, shrinking=0.5))[0]
+    assert endless.step == pytest.approx(0.05 * 1e30) and not endless.is_trusted
