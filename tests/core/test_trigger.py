@@ -10,7 +10,7 @@ from statistics import median
 import pytest
 
 from gradloc.core.history import History
-from gradloc.core.trigger import AdaptiveThreshold, fixed_threshold
+from gradloc.core.trigger import AdaptiveThreshold, fixed_threshold, spike_kind
 
 SERIES = sorted((Path(__file__).resolve().parents[2] / "docs" / "series").glob("*.json"))
 
@@ -105,6 +105,39 @@ def test_steps_with_and_without_advantages_are_two_kinds():
     assert 4 <= rule.threshold(0) < 8
 
 
+def test_a_summary_tells_the_level_and_how_far_the_larger_norms_lie_above_it():
+    rule = AdaptiveThreshold()
+    assert rule.summary() == {"num_norms": 0, "median_norm": None, "log_sigma": None}
+    flagged(rule, healthy(0, 100, level=3.0))
+    found = rule.summary()
+    assert found["num_norms"] == 64 and found["median_norm"] == pytest.approx(3.0, rel=0.1)
+    assert found["log_sigma"] == pytest.approx(0.2, rel=0.3)
+    flagged(rule, [2.0] * 64)
+    assert rule.summary(0) == {"num_norms": 64, "median_norm": pytest.approx(2.0), "log_sigma": 0.0}
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e6])
+def test_a_run_of_other_units_has_the_same_spikes_and_the_threshold_in_its_units(factor):
+    norms = healthy(0, 80) + [30.0, 40.0] + healthy(1, 40, level=0.1) + [3.0] + healthy(2, 40, level=5.0)
+    rule, other = AdaptiveThreshold(), AdaptiveThreshold()
+    assert flagged(rule, norms) == flagged(other, [factor * norm for norm in norms])
+    assert other.threshold(0) == pytest.approx(factor * rule.threshold(0))
+
+
+@pytest.mark.parametrize(
+    ("norm", "threshold", "kind"),
+    [
+        (5.0, 5.0, None),
+        (5.1, 5.0, "adaptive"),
+        (9e9, None, None),
+        (math.nan, None, "non_finite"),
+        (math.inf, math.inf, "non_finite"),
+    ],
+)
+def test_a_norm_over_the_threshold_breaks_its_rule(norm, threshold, kind):
+    assert spike_kind(norm, threshold, "adaptive") == kind
+
+
 def test_a_step_without_a_gradient_says_nothing():
     with_zeros, without = AdaptiveThreshold(), AdaptiveThreshold()
     norms = healthy(0, 50)
@@ -112,7 +145,7 @@ def test_a_step_without_a_gradient_says_nothing():
     assert with_zeros.threshold(0) == without.threshold(0)
 
 
-@pytest.mark.parametrize("after", [0, 3, 40, 130])
+@pytest.mark.parametrize("after", [0, 3, 40, 110, 130])
 def test_a_run_goes_on_from_its_checkpoint_exactly(after):
     norms = healthy(0, 100) + [4.0**step for step in range(1, 31)] + healthy(1, 100)
     whole, first, second = AdaptiveThreshold(), AdaptiveThreshold(), AdaptiveThreshold()
