@@ -100,9 +100,7 @@ def _part(watched: _Watched, series: Series, step: int, model: str) -> Part | No
     """None where too little is known of before."""
     found = next((values for name in watched.names if (values := series(name.format(model=model)))), ())
     near = tuple((at, value) for at, value in found if step - BEFORE <= at <= step + AFTER)
-    before, after = (
-        [value for at, value in near if (at < step) == is_before and at != step] for is_before in (True, False)
-    )
+    before, after = [value for at, value in near if at < step], [value for at, value in near if at > step]
     if len(before) < _LEAST or not any(before):
         return None
     usual = statistics.median(before)

@@ -33,7 +33,7 @@ SEED, SAMPLE, WORKERS = 20, 900, 2
 SOURCES = [f"gradloc/{room}" for room in ("core", "search", "loop", "record", "words", "stabilize", "health")]
 SOURCES += ["gradloc/reweighting", "patchkit/apply", "patchkit/patch", "patchkit/tree"]
 TESTS = ["core", "bare", "search", "loop", "record", "words", "stabilize", "health", "reweighting", "patchkit"]
-TESTS += ["adapters/test_toy.py", "adapters/test_precise.py"]
+TESTS += ["adapters/test_toy.py", "adapters/test_precise.py", "house/test_examples.py", "house/test_settings.py"]
 WARM = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "hypothesis", "jinja2", "jsonschema", "numpy"]
 MOST_SECONDS = 20.0
 """Of tests for one mutant, by what they usually take."""

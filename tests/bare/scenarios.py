@@ -77,13 +77,7 @@ def useless_shares(layout: str, strategy: str, dtype: str) -> dict[str, Any]:
     space, ranks = GradientSpace(step.model), Ranks()
     step.train()
     before = [local_shard(grad).clone() for grad in space.current()]
-    forward, noise = step.forward, torch.Generator().manual_seed(ranks.rank)
-
-    def scattered(micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        log_prob, entropy = forward(micro_batch)
-        return log_prob - 4.0 * torch.rand(log_prob.shape, generator=noise), entropy
-
-    step.forward = scattered
+    scatter(step, 4.0, ranks.rank)
     threshold = 4.0
     spike = Spike("fixed", space.norm(), threshold, threshold * batch.num_tokens**0.5, batch.num_tokens)
     finding = localize(step, space, ranks, spike, 1.0, strategy=strategy)
@@ -96,6 +90,17 @@ def useless_shares(layout: str, strategy: str, dtype: str) -> dict[str, Any]:
         "verdict": finding.certificate.verdict,
         "norm_after": finding.certificate.norm_after,
     }
+
+
+def scatter(step: BareStep, size: float, seed: int) -> None:
+    """From here on every forward's log-probs are too low by up to ``size``, each by its own part of it."""
+    forward, noise = step.forward, torch.Generator().manual_seed(seed)
+
+    def scattered(micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        log_prob, entropy = forward(micro_batch)
+        return log_prob - size * torch.rand(log_prob.shape, generator=noise), entropy
+
+    step.forward = scattered
 
 
 def history_with_gaps(gaps: dict[int, int]) -> tuple[list[list[float]] | None, list[list[float]]]:

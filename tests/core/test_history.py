@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gradloc.core.history import History
+from gradloc.core.history import History, ScaleHistory, excess
 from gradloc.core.trigger import spike_kind
 
 
@@ -61,5 +61,36 @@ def test_a_history_comes_back_from_a_checkpoint_exactly():
     for norm in norms:
         one.observe(norm, False)
     two = History(64, 16, 6.0)
+    for norm in (1e3, 1e4, 1e5):
+        two.observe(norm, False)
     two.load_state(one.state())
     assert two.threshold() == one.threshold() and two.summary() == one.summary()
+
+
+def test_norms_that_are_nearly_equal_scatter_by_a_twentieth():
+    history = History(64, 16, 6.0)
+    for _ in range(16):
+        assert history.threshold() is None
+        history.observe(2.0, False)
+    assert history.summary() == {"num_norms": 16, "median_norm": pytest.approx(2.0), "log_sigma": 0.05}
+    assert history.threshold() == pytest.approx(2.0 * math.exp(6 * 0.05))
+
+
+def test_what_is_usual_is_three_times_the_median_or_four_deviations():
+    history = ScaleHistory()
+    for value in (1.0, 2.0, 4.0):
+        history.observe({"kl": value, "coefficient": 5.0})
+    assert history.typical() == {}, "of four steps on"
+    history.observe({"kl": 8.0, "coefficient": 5.0, "nothing": 0.0, "odd": math.nan})
+    center, usual = history.typical()["kl"]
+    assert center == pytest.approx(2.0) and usual == pytest.approx(2.0 ** (4 * 1.4826))
+    assert history.typical()["coefficient"] == (pytest.approx(5.0), 3.0)
+    assert history.typical().keys() == {"kl", "coefficient"}
+
+
+@pytest.mark.parametrize(
+    ("value", "typical", "found"),
+    [(6.0, (2.0, 3.0), 3.0), (5.9, (2.0, 3.0), None), (6.0, (0.0, 3.0), None), (600.0, (2.0, 3.0), 300.0)],
+)
+def test_a_value_is_told_as_a_multiple_of_what_is_typical_where_it_is_unusual(value, typical, found):
+    assert excess(value, typical) == found

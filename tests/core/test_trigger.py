@@ -10,7 +10,7 @@ from statistics import median
 import pytest
 
 from gradloc.core.history import History
-from gradloc.core.trigger import AdaptiveThreshold, fixed_threshold
+from gradloc.core.trigger import AdaptiveThreshold, fixed_threshold, spike_kind
 
 SERIES = sorted((Path(__file__).resolve().parents[2] / "docs" / "series").glob("*.json"))
 
@@ -82,12 +82,60 @@ def test_a_level_that_stays_up_is_learnt_after_a_window_of_spikes_and_one_that_f
     assert flagged(rule, healthy(2, 17)) == [] and rule.threshold(0) < 10 * 1.5
 
 
+def test_spikes_with_healthy_steps_between_them_are_no_new_level():
+    rule = AdaptiveThreshold(window=16)
+    flagged(rule, healthy(0, 100))
+    assert all(flagged(rule, [50.0, *healthy(seed, 15)]) == [0] for seed in range(20))
+
+
+def test_of_spikes_in_a_row_the_first_alone_is_learnt():
+    rule, counts = AdaptiveThreshold(), []
+    flagged(rule, healthy(0, 30))
+    for norm in (1e3, 2e3, 3e3, 1.0, 1e3):
+        rule.observe([norm])
+        counts.append(rule.summary()["num_norms"])
+    assert counts == [31, 31, 31, 32, 33]
+
+
 def test_steps_with_and_without_advantages_are_two_kinds():
     rng = random.Random(0)
     norms = [norm * (0.01 if rng.random() < 0.6 else 1.0) for norm in healthy(0, 400)]
     rule = AdaptiveThreshold()
     assert len(flagged(rule, norms)) <= 4
     assert 4 <= rule.threshold(0) < 8
+
+
+def test_a_summary_tells_the_level_and_how_far_the_larger_norms_lie_above_it():
+    rule = AdaptiveThreshold()
+    assert rule.summary() == {"num_norms": 0, "median_norm": None, "log_sigma": None}
+    flagged(rule, healthy(0, 100, level=3.0))
+    found = rule.summary()
+    assert found["num_norms"] == 64 and found["median_norm"] == pytest.approx(3.0, rel=0.1)
+    assert found["log_sigma"] == pytest.approx(0.2, rel=0.3)
+    flagged(rule, [2.0] * 64)
+    assert rule.summary(0) == {"num_norms": 64, "median_norm": pytest.approx(2.0), "log_sigma": 0.0}
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e6])
+def test_a_run_of_other_units_has_the_same_spikes_and_the_threshold_in_its_units(factor):
+    norms = healthy(0, 80) + [30.0, 40.0] + healthy(1, 40, level=0.1) + [3.0] + healthy(2, 40, level=5.0)
+    rule, other = AdaptiveThreshold(), AdaptiveThreshold()
+    assert flagged(rule, norms) == flagged(other, [factor * norm for norm in norms])
+    assert other.threshold(0) == pytest.approx(factor * rule.threshold(0))
+
+
+@pytest.mark.parametrize(
+    ("norm", "threshold", "kind"),
+    [
+        (5.0, 5.0, None),
+        (5.1, 5.0, "adaptive"),
+        (9e9, None, None),
+        (math.nan, None, "non_finite"),
+        (math.inf, math.inf, "non_finite"),
+    ],
+)
+def test_a_norm_over_the_threshold_breaks_its_rule(norm, threshold, kind):
+    assert spike_kind(norm, threshold, "adaptive") == kind
 
 
 def test_a_step_without_a_gradient_says_nothing():
@@ -97,7 +145,7 @@ def test_a_step_without_a_gradient_says_nothing():
     assert with_zeros.threshold(0) == without.threshold(0)
 
 
-@pytest.mark.parametrize("after", [0, 3, 40, 130])
+@pytest.mark.parametrize("after", [0, 3, 40, 110, 130])
 def test_a_run_goes_on_from_its_checkpoint_exactly(after):
     norms = healthy(0, 100) + [4.0**step for step in range(1, 31)] + healthy(1, 100)
     whole, first, second = AdaptiveThreshold(), AdaptiveThreshold(), AdaptiveThreshold()

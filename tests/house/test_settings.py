@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of verl 0.9's presets are those that the patch puts into verl 0.7's yaml."""
 
+import importlib
+from dataclasses import asdict
 from pathlib import Path
 
+import pytest
 import yaml
+
+from gradloc.health.config import HealthConfig
+from gradloc.reweighting import AdvantageReweightingConfig, LoptiConfig
+from gradloc.stabilize.config import LayerClipConfig, SeqClipConfig, SkipStepConfig, TokenClipConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SEAMS = ROOT / "verl_overrides" / "v0.7.0" / "verl" / "trainer" / "config"
@@ -30,6 +37,66 @@ def test_they_have_the_same_names_and_defaults():
     trainer = yaml.safe_load("root:\n" + added(SEAMS / "ppo_trainer.yaml.patch"))["root"]
     assert found["trainer"] == {name: value for name, value in trainer.items() if name not in ALGORITHM}
     assert found["algorithm"] == {name: trainer[name] for name in ALGORITHM}
+
+
+def blocks(node: dict) -> list[dict]:
+    """Every block that names its dataclass, but for the adapter's own, which need verl."""
+    inner = [block for value in node.values() if isinstance(value, dict) for block in blocks(value)]
+    target = node.get("_target_", "gradloc.adapters")
+    return inner if target.startswith("gradloc.adapters") else [node, *inner]
+
+
+def test_they_are_the_defaults_of_the_dataclasses():
+    found = blocks(yaml.safe_load((CONF / "gradloc_defaults.yaml").read_text(encoding="utf-8")))
+    assert len(found) == 13
+    for block in found:
+        module, _, name = block.pop("_target_").rpartition(".")
+        made = asdict(getattr(importlib.import_module(module), name)())
+        assert made.keys() == block.keys()
+        given = {key: value for key, value in block.items() if not (isinstance(value, dict) or "${" in str(value))}
+        assert given == {key: made[key] for key in given}, name
+
+
+EDGES = [
+    (LayerClipConfig, {"warmup": 2}, {"warmup": 1}),
+    (LayerClipConfig, {"window": 8}, {"window": 7}),
+    (LayerClipConfig, {"relative_factor": 1}, {"relative_factor": 0.99}),
+    (LayerClipConfig, {"beta": 0}, {"beta": -0.01}),
+    (LayerClipConfig, {"beta": 0.99}, {"beta": 1}),
+    (LayerClipConfig, {"num_deviations": 1e-9}, {"num_deviations": 0}),
+    (SkipStepConfig, {"window": 4}, {"window": 3}),
+    (SkipStepConfig, {"num_deviations": 1e-9}, {"num_deviations": 0}),
+    (TokenClipConfig, {"upper": 1}, {"upper": 0.99}),
+    (TokenClipConfig, {"lower": 1}, {"lower": 1.01}),
+    (SeqClipConfig, {"lower": 1e-9}, {"lower": 0}),
+    (TokenClipConfig, {"upper": None}, {"upper": None, "mode": "mask"}),
+    (SeqClipConfig, {"upper": None, "lower": 0.5, "mode": "clamp"}, {"upper": None, "lower": None, "mode": "clamp"}),
+    (AdvantageReweightingConfig, {"alpha": 1}, {"alpha": 1.01}),
+    (AdvantageReweightingConfig, {"alpha": 0}, {"alpha": -0.01}),
+    (LoptiConfig, {"eta": 0.99}, {"eta": 1}),
+    (LoptiConfig, {"eta": -0.99}, {"eta": -1}),
+    (LoptiConfig, {"eta": 0, "quantile": 0.5}, {"eta": 0}),
+    (LoptiConfig, {"quantile": 0.01}, {"quantile": 0}),
+    (LoptiConfig, {"quantile": 0.99}, {"quantile": 1}),
+    (HealthConfig, {"warmup": 2}, {"warmup": 1}),
+    (HealthConfig, {"window": 8, "warmup": 8}, {"window": 7, "warmup": 7}),
+    (HealthConfig, {"window": 20, "warmup": 20}, {"window": 20, "warmup": 21}),
+    (HealthConfig, {"recent": 1}, {"recent": 0}),
+    (HealthConfig, {"clip_window": 1}, {"clip_window": 0}),
+    (HealthConfig, {"deviations": 1e-9}, {"deviations": 0}),
+    (HealthConfig, {"spikes": [0, None]}, {"spikes": [-1e-9, None]}),
+    (HealthConfig, {"truncation": [0.5, 0.5]}, {"truncation": [0.5, 0.49]}),
+    (HealthConfig, {"length_fall": [0.5, 0.5]}, {"length_fall": [0.5, 0.51]}),
+]
+
+
+@pytest.mark.parametrize(("settings", "allowed", "refused"), EDGES)
+def test_the_last_value_that_is_allowed_and_the_first_that_is_refused(settings, allowed, refused):
+    made = settings(**allowed)
+    for name, value in allowed.items():
+        assert getattr(made, name) == (tuple(value) if isinstance(value, list) else value)
+    with pytest.raises(ValueError, match="must be"):
+        settings(**refused)
 
 
 def test_a_preset_differs_by_what_it_does():

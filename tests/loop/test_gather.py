@@ -10,7 +10,7 @@ import torch
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import Place, Spike
-from gradloc.loop.gather import SpikeContext, raw_event
+from gradloc.loop.gather import SpikeContext, _most_wanted, _Row, ratio, raw_event
 from gradloc.record import Action
 from gradloc.search.find import localize
 from tests.bare import BareStep, Loss, build, random_batch, shard
@@ -109,6 +109,65 @@ def test_shares_are_summed_by_micro_batch_and_the_culprit_s_row_is_kept_token_by
     assert kept.share_error == pytest.approx((shares.errors[1] / shares.square)[1].tolist())
     assert [(entry.micro_batch, entry.rows) for entry in raw.layout] == [(1, [4, 5, 6, 7])]
     assert [entry.micro_batch for entry in gathered(context, keeps_all=True).layout] == [0, 1, 2, 3]
+
+
+def test_each_token_of_a_span_has_the_least_norm_that_its_share_says(context):
+    result, shares = context.finding.result, context.finding.result.shares
+    (culprit,) = result.culprits
+    last = culprit.tokens[0]
+    span = replace(culprit, span="segment", tokens=(replace(last, index=last.index - 1), last), share=None)
+
+    def found(shares):
+        finding = replace(context.finding, result=replace(result, culprits=[span], shares=shares))
+        event = gathered(context, finding=finding).event
+        assert event.consequence.culprit_share == event.culprits[0].share
+        return event.culprits[0]
+
+    products, errors = shares.products[1][1, [1, 2]], shares.errors[1][1, [1, 2]]
+    assert found(shares).positions == (1, 2) and found(shares).peak == 2
+    assert found(shares).token_norms == pytest.approx((products.abs() / shares.square**0.5).tolist())
+    assert found(shares).share == pytest.approx(float(products.sum()) / shares.square)
+    assert found(shares).share_error == pytest.approx(float(errors.norm()) / shares.square)
+    for none in (None, replace(shares, is_trusted=False)):
+        assert found(none).token_norms is None and found(none).share is found(none).share_error is None
+
+
+def test_rows_with_a_culprit_and_then_the_largest_are_kept_each_once():
+    here, there, far = _Row(0, 1, 2), _Row(1, 0, 0), _Row(1, 3, 1)
+    assert _most_wanted([[(0.2, here), (0.1, far)], [(math.inf, there), (0.3, there)]]) == [there, here, far]
+    assert _most_wanted([[(0.2, far)], [(0.2, here)]]) == [here, far]
+    many = [(0.01 * number, _Row(0, 0, number)) for number in range(100)]
+    kept = [row.row for row in _most_wanted([many])]
+    assert kept == list(range(99, 99 - len(kept), -1)) and 0 < len(kept) < 100
+
+
+def test_rows_that_carry_a_notable_share_are_wanted_the_largest_first(context):
+    result, shares = context.finding.result, context.finding.result.shares
+    products = [torch.zeros_like(part) for part in shares.products]
+    sizes = {(0, 1): 0.3, (2, 0): -0.6, (3, 2): 1e-6}
+    for (index, row), size in sizes.items():
+        products[index][row, 0] = size * shares.square
+
+    def kept(is_trusted):
+        changed = replace(result, shares=replace(shares, products=products, is_trusted=is_trusted))
+        found = gathered(context, finding=replace(context.finding, result=changed))
+        return [(sequence.micro_batch, sequence.micro_batch_row) for sequence in found.sequences]
+
+    assert kept(is_trusted=True) == [(1, 1), (2, 0), (0, 1)] and kept(is_trusted=False) == [(1, 1)]
+
+
+def test_a_low_entropy_is_a_low_quantile_of_the_tokens_that_were_looked_at(context):
+    assert gathered(context).low_entropy is None
+    mask = context.step.token_mask(0)
+    entropies = torch.full(mask.shape, 99.0).masked_scatter(mask, torch.arange(int(mask.sum())).float())
+    looked_at = gathered(context, finding=replace(context.finding, entropies={0: entropies}))
+    assert looked_at.low_entropy == pytest.approx(0.2 * (int(mask.sum()) - 1))
+
+
+def test_a_ratio_is_known_where_both_are_and_infinite_where_it_overflows():
+    assert ratio(None, 0.0) is None and ratio(0.0, None) is None
+    assert ratio(math.log(6.0), math.log(2.0)) == pytest.approx(3.0)
+    assert ratio(699.0, 0.0) == pytest.approx(math.exp(699.0)) and ratio(700.0, 0.0) == math.inf
 
 
 @pytest.mark.parametrize(

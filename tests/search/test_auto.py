@@ -16,17 +16,19 @@ from gradloc.search.candidates import by_coefficient
 from gradloc.search.find import localize
 from gradloc.search.task import Limit, Task
 from tests.bare import BareStep, build, random_batch, shard
-from tests.bare.scenarios import useless_shares
+from tests.bare.scenarios import scatter, useless_shares
 
 M, THRESHOLD = 4, 4.0
 PLANTS = {(row, 1 + row % 2): 1e3 for row in range(8)}
 
 
-def searched(plants=PLANTS, batch=None, parts=None, **limits):
+def searched(plants=PLANTS, batch=None, parts=None, dtype=torch.float32, noise=None, **limits):
     batch = (batch or random_batch(build("tiny"))).planted(plants)
-    step = BareStep(shard(build("tiny"), "plain"), batch, M)
+    step = BareStep(shard(build("tiny"), "plain"), batch, M, dtype)
     space = GradientSpace(step.model)
     step.train()
+    if noise:
+        scatter(step, *noise)
     norm = space.norm()
     spike = Spike("fixed", norm, THRESHOLD, THRESHOLD * batch.num_tokens**0.5, batch.num_tokens)
     increments = parts and [part * norm for part in parts]
@@ -123,3 +125,27 @@ def test_what_a_micro_batch_lacks_is_looked_for_in_the_others_before_it_is_read_
     assert "micro-batches [1] alone" in first.note and first.verdict == "untrusted"
     assert "micro-batches [1, 2] alone" in second.note and second.verdict == "measured"
     assert found.certificate.verdict == "explained" and len(found.result.culprits) == 2
+
+
+def test_what_is_left_by_the_culprits_own_gradients_is_searched_along_its_own_direction():
+    healthy = random_batch(build("tiny"))
+    found, _ = searched({(3, 2): 1e3}, healthy.edited(advantages=8 * healthy.advantages))
+    path = found.result.path
+    (at,) = [i for i, entry in enumerate(path) if entry.note.startswith("without the culprits' own gradients")]
+    assert [entry.verdict for entry in path[: at + 3]] == ["measured", "culprit", "measured", "untrusted", "measured"]
+    assert path[at + 1].norm == path[at + 2].norm == pytest.approx(path[at].norm, rel=1e-5)
+    assert "all micro-batches add up to 1.0" in path[at + 2].note
+
+
+def test_where_no_more_may_be_named_and_the_limit_is_spent_no_more_is_counted():
+    found, _ = searched({(3, 2): 1e4, (9, 1): 1e4, (13, 2): 1e4}, max_culprits=1, max_steps=2)
+    assert found.status == "max_culprits" and found.result.num_more == 0 and found.result.more_norm is None
+    assert found.result.stop_reason == "search.max_culprits=1 are named"
+    assert found.certificate.verdict == "not_explained"
+
+
+def test_noisy_shares_are_the_mean_of_several_draws_and_these_are_what_is_kept():
+    found, _ = searched(dict.fromkeys(PLANTS, 300.0), dtype=torch.bfloat16, noise=(1.0, 3))
+    first, *_ = [entry for entry in found.result.path if entry.phase == "share"]
+    assert first.verdict == "untrusted"
+    assert found.result.shares.num_draws == 3 and found.result.shares.is_trusted

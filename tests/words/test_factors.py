@@ -160,6 +160,13 @@ def test_a_shift_takes_five_pairs_to_be_seen(length, found, shift):
         assert made.numbers["shift"] == shift
 
 
+@pytest.mark.parametrize("shift", [1, -1])
+def test_one_pair_at_the_end_is_enough_where_all_others_agree(shift):
+    now, engines = [-1.0] * 6 + [-9.0], [-1.0] * 5 + [-9.0, -3.0]
+    row = list(zip(now, engines, strict=True))[::shift]
+    assert engine(row).numbers["shift"] == shift
+
+
 def test_a_token_that_both_agree_on_is_no_shift_s():
     now = [-0.5 if place % 3 else -4.0 for place in range(9)]
     row = list(zip(now[:-1], now[1:], strict=True))

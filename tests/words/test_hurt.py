@@ -97,3 +97,37 @@ def test_a_step_that_was_not_taken_did_not_hurt_unless_something_did(taken):
     assert worse.answer == "yes", "something did"
     broken = event(trigger=make_event()["trigger"] | {"grad_norm": "NaN"})
     assert did_it_hurt(broken, series(last=STEP)).why == "The step was not taken."
+
+
+@pytest.mark.parametrize(
+    ("metric", "before", "after", "answer"),
+    [
+        ("critic/score/mean", 1.0, 0.9, "no"),
+        ("critic/score/mean", 1.0, 0.89, "yes"),
+        ("critic/score/mean", -0.5, -0.54, "no"),  # by its difference, not as a multiple
+        ("critic/score/mean", -0.5, -0.56, "yes"),
+        ("actor/grad_norm", 1.0, 3.0, "no"),
+        ("actor/grad_norm", 1.0, 3.1, "yes"),
+        ("actor/entropy", 1.0, 0.5, "no"),
+        ("actor/entropy", 1.0, 0.49, "yes"),
+        ("actor/entropy", 1.0, 2.1, "yes"),
+    ],
+)
+def test_each_metric_s_bound(metric, before, after, answer):
+    values = [(step, before if step <= STEP else after) for step in range(1, 60)]
+    assert did_it_hurt(event(), lambda name: values if name == metric else []).answer == answer
+
+
+@pytest.mark.parametrize(
+    ("values", "titles"), [([1.0] * 2, []), ([1.0] * 3, ["norm"]), ([0.0] * 9, []), ([0.0] * 8 + [1.0], ["norm"])]
+)
+def test_a_metric_that_was_hardly_known_before_or_always_zero_says_nothing(values, titles):
+    known = [(STEP - len(values) + index, value) for index, value in enumerate([*values, 900.0, 1.0, 1.0, 1.0])]
+    found = did_it_hurt(event(), lambda name: known if name == "actor/grad_norm" else [])
+    assert [part.title for part in found.parts] == titles and (titles or "no metrics" in found.why)
+
+
+def test_twenty_steps_before_and_ten_after_are_compared():
+    values = [(step, 1.0 if STEP - 20 <= step <= STEP + 10 else 500.0) for step in range(1, 90)]
+    (part,) = did_it_hurt(event(), lambda name: values if name == "actor/grad_norm" else []).parts
+    assert {value for _, value in part.points} == {1.0} and len(part.points) == 31

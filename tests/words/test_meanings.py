@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from gradloc.record import CAUSES, BatchStatistics, Coefficients, Culprit, Event, Run, Sibling
+from gradloc.record import CAUSES, BatchStatistics, Cause, Coefficients, Culprit, Event, Run, Sibling
 from gradloc.words.causes import classify
-from gradloc.words.meanings import MEANINGS, group, meaning_of
+from gradloc.words.meanings import MEANINGS, again, group, meaning_of
 
 
 @pytest.mark.parametrize("label", CAUSES)
@@ -59,7 +59,7 @@ HALF = (-0.5, -0.5, -0.5)
         ((1.4, (-0.6, -0.4, -0.1)), ""),  # as weights on unlikely tokens leave it
         ((0.9, HALF, (0.3, 0.3, 0.3, 0.3)), "All rewards of its group are 0.3, and then its advantage is 0."),
         ((0.9, (-0.3, -0.3, -0.3), (0.3, 0.3, 0.3, 0.300001)), ""),
-        ((1.0, ()), "Its prompt has no other response in the batch, though 4 are drawn"),
+        ((1.0, ()), "Its prompt has no other response in the batch, though 4 are drawn: nothing is subtracted"),
         ((9.0, HALF, (9.0, 1.0, 0.0, 0.0)), "GRPO gives at most 1.5 with 4 responses."),
     ],
 )
@@ -104,3 +104,14 @@ def test_the_bounds_are_reached_by_the_reward_that_is_unlike_all_others(size):
 def test_a_group_of_which_a_step_has_a_part_is_not_judged():
     run = {"trainer": "trl 1.16.0", "rollouts": 8}
     assert in_group(1.4, (), (0.3,), **run) == in_group(1.4, (0.4, 0.9, 0.1), **run) == ""
+
+
+def test_a_prompt_of_a_single_response_is_told_as_that():
+    alone = "Its prompt has no other response in the batch: nothing is subtracted from its reward."
+    assert in_group(1.0, (), rollouts=1) == alone and in_group(1.0, (), rollouts=2) != alone
+
+
+@pytest.mark.parametrize(("count", "said"), [(None, ""), (1, ""), (2, " In 2 events by now, the same token ends")])
+def test_a_token_that_ends_turns_again_is_told_from_the_second_event_on(count, said):
+    found = again(Culprit(cause=Cause("not_sampled", {"events_ended": count} if count else {})))
+    assert found.startswith(said) and bool(found) == bool(said)

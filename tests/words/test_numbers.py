@@ -14,6 +14,7 @@ from gradloc.words.numbers import bounded, number, percent, with_error
         (None, "–"),
         (float("nan"), "NaN"),
         (float("inf"), "∞"),
+        (-float("inf"), "-∞"),
         (0.0, "0"),
         (1234, "1,234"),
         (747.6633, "747.7"),
@@ -27,6 +28,10 @@ from gradloc.words.numbers import bounded, number, percent, with_error
 )
 def test_numbers_have_four_digits_a_whole_part_and_no_noise(value, shown):
     assert number(value) == shown
+
+
+def test_what_is_no_finite_share_has_no_percent():
+    assert [percent(value) for value in (None, float("nan"), 0.5)] == ["–", "NaN", "50%"]
 
 
 @pytest.mark.parametrize(

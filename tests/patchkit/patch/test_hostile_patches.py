@@ -12,8 +12,10 @@ import zipfile
 import pytest
 
 from patchkit.build.sources import new_file_section
+from patchkit.errors import IntegrityError
 from patchkit.patch.content import ABSENT as ABSENT_BLOB
 from patchkit.patch.content import blob_id, sha256_hex
+from patchkit.patch.language import parse
 from tests.patchkit import world
 from tests.patchkit.world import ACTOR, BASE, RESULT
 
@@ -171,11 +173,32 @@ def test_the_patch_that_these_were_made_from_is_accepted(apply, tree, tmp_path):
     assert world.files_of(tree)[ACTOR] == RESULT[ACTOR]
 
 
-@pytest.mark.parametrize(("case", "line"), [("patch-one-cr", 9), ("patch-count-long", 12), ("delete-file", 2)])
-def test_a_refusal_names_the_line_of_the_patch(apply, tree, tmp_path, case, line):
-    file = tmp_path / "hostile.patch"
+LINES = {
+    "patch-one-cr": 9,
+    "patch-truncated-hunk": 8,
+    "patch-count-short-before-a-file": 13,
+    "patch-count-long": 12,
+    "patch-trailing-garbage": 13,
+    "patch-trailing-text": 13,
+    "patch-header-mismatch": 4,
+    "patch-hunks-overlapping": 14,
+    "patch-zero-context": 5,
+    "type-symlink": 2,
+    "mode-in-index-line": 2,
+    "delete-file": 2,
+    "abbreviated-index": 2,
+    "content-bidi": 9,
+    "no-hunks": 4,
+    "only-context": 5,
+    "plain-unified-diff": 1,
+    "preamble-too-long": 65,
+    "new-file-in-two-hunks": 8,
+}
+
+
+@pytest.mark.parametrize(("case", "line"), LINES.items(), ids=LINES)
+def test_a_refusal_names_the_line_of_the_patch(case, line):
     text, _ = PATCHES[case]
-    file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    digest = sha256_hex(file.read_bytes())
-    outcome = apply("--repo", tree, "--patch-file", file, "--patch-sha256", digest)
-    assert f"line {line}" in outcome.err
+    with pytest.raises(IntegrityError) as refused:
+        parse(text if isinstance(text, bytes) else text.encode())
+    assert refused.value.data["line"] == line and f"line {line}" in str(refused.value)
