@@ -4,6 +4,7 @@
 Standard library only: `run_experiment.sh` reads it before anything is installed.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from experiments.errors import UsageError
@@ -86,7 +87,7 @@ EXPLOSION = DEMO.heir(
     arms=(
         Arm("healthy", "the same run with nothing stale", ("explosion.is_stale=false",)),
         Arm("unprotected", "no clip of any kind"),
-        Arm("grad-clip", "gradients clipped to norm 1", (f"{_ACTOR}.grad_clip=1.0",)),
+        Arm("grad-clip", "gradients clipped to norm 1", ("knobs.max_grad_norm=1.0",)),
         Arm(
             "ppo-clip",
             "verl's own limits on the ratio, which the others switch off",
@@ -117,14 +118,25 @@ EXPLOSION = DEMO.heir(
             "conservative",
             "the post-mortem's conservative settings",
             (
-                f"{_ACTOR}.grad_clip=0.5",
-                f"{_ACTOR}.optim.lr=2.4e-4",
-                "actor_rollout_ref.rollout.temperature=0.9",
-                "reward_model.reward_kwargs.runaway_penalty=0.4",
+                "knobs.max_grad_norm=0.5",
+                "knobs.learning_rate=2.4e-4",
+                "knobs.temperature=0.9",
+                "knobs.runaway_penalty=0.4",
             ),
         ),
+        Arm("safe", "the preset safe: a clip of tokens, a clip of layers", ("+gradloc=safe",)),
     ),
     summary_module="experiments.explosion.summary",
+)
+
+EXPLOSION_VERL09 = DEMO_VERL09.heir(
+    "explosion-verl09",
+    "explosion on verl 0.9.1, with nothing patched: explosion verl=0.9.1",
+    *EXPLOSION.variables,
+    verls=("0.9.1",),
+    # demo-verl09 has chosen a preset already: another one takes its place.
+    arms=tuple(replace(arm, overrides=tuple(text.lstrip("+") for text in arm.overrides)) for arm in EXPLOSION.arms),
+    summary_module=EXPLOSION.summary_module,
 )
 
 _NO_CLIP = tuple(f"{_ACTOR}.clip_ratio{which}=1e9" for which in ("", "_low", "_high", "_c"))

@@ -16,6 +16,17 @@ def is_runaway(responses: torch.Tensor, response_mask: torch.Tensor, eos: int) -
     return response_mask.bool().all(-1) & (responses[:, -1] != eos)
 
 
+def rows_of(data) -> fault.Rows:
+    """What is planted by: the rows of a training batch."""
+    return fault.Rows(
+        step=data.meta_info["demo_step"],
+        uids=list(data.non_tensor_batch["uid"]),
+        rollout_indices=list(data.non_tensor_batch["rollout_index"]),
+        responses=data.batch["responses"],
+        log_probs=data.batch.get("rollout_log_probs"),
+    )
+
+
 def score_in_driver(config, tokenizer) -> None:
     """Has verl 0.7.1 score where 0.7.0 does: in the driver, once the rows are in the order of the advantages.
 
@@ -63,15 +74,7 @@ class ArithmeticReward(NaiveRewardManager):
     def __call__(self, data, return_dict=False):
         """Scores the rows; rows of a validation are not shown to the fault."""
         if not data.meta_info.get("validate"):
-            fault.observe(
-                fault.Rows(
-                    step=data.meta_info["demo_step"],
-                    uids=list(data.non_tensor_batch["uid"]),
-                    rollout_indices=list(data.non_tensor_batch["rollout_index"]),
-                    responses=data.batch["responses"],
-                    log_probs=data.batch.get("rollout_log_probs"),
-                )
-            )
+            fault.observe(rows_of(data))
         result = super().__call__(data, return_dict)
         if not data.meta_info.get("validate"):
             responses = data.batch["responses"]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planted response's advantage, and the record of what was planted.
 
-verl calls an advantage estimator with rewards, mask and uids only. The reward manager sees the same
-rows in the same order, just before and in the same process, and so tells it which are planted.
+verl calls an advantage estimator with rewards, mask and uids only. What sees the same rows in the
+same order, just before and in the same process, tells it which are planted: on verl 0.7 this reward
+manager, on 0.9 `experiments.verl09.explosion`.
 """
 
 import json
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from experiments.cpu.reward import ArithmeticReward
+from experiments.cpu.fault import Rows
+from experiments.cpu.reward import ArithmeticReward, rows_of
 from experiments.explosion import stale
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
 
@@ -38,25 +40,21 @@ class ExplosionReward(ArithmeticReward):
     def __call__(self, data, return_dict=False):
         """Scores the rows; those of a validation have no marks."""
         if not data.meta_info.get("validate"):
-            observe(data.non_tensor_batch["uid"], data.batch[stale.KEY], self.advantage)
-            for line in planted(data, self.tokenizer):
-                with (Path(os.environ["GRADLOC_RUN_DIR"]) / RECORD).open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+            observe(rows_of(data), data.batch[stale.KEY], self.advantage, self.tokenizer)
         return super().__call__(data, return_dict)
 
 
-def planted(data, tokenizer) -> list[dict]:
+def planted(rows: Rows, marks: torch.Tensor, tokenizer) -> list[dict]:
     """One entry for each planted response of a batch: where it is and which tokens are stale."""
-    marks = data.batch[stale.KEY]
     lines = []
     for row in torch.nonzero(marks.any(-1)).flatten().tolist():
-        response = data.batch["responses"][row][marks[row] > 0].tolist()
+        response = rows.responses[row][marks[row] > 0].tolist()
         positions = torch.nonzero(marks[row] == stale.STALE).flatten().tolist()
         lines.append(
             {
-                "step": data.meta_info["demo_step"],
-                "uid": str(data.non_tensor_batch["uid"][row]),
-                "rollout_index": int(data.non_tensor_batch["rollout_index"][row]),
+                "step": rows.step,
+                "uid": str(rows.uids[row]),
+                "rollout_index": int(rows.rollout_indices[row]),
                 "row": row,
                 "num_rows": len(marks),
                 "length": len(response),
@@ -68,10 +66,13 @@ def planted(data, tokenizer) -> list[dict]:
     return lines
 
 
-def observe(uids, marks: torch.Tensor, advantage: float) -> None:
-    """Tells the estimator the rows of its next call and their marks."""
+def observe(rows: Rows, marks: torch.Tensor, advantage: float, tokenizer) -> None:
+    """Tells the estimator the rows of its next call and their (B, T) marks, and writes down what is planted."""
     global _uids, _in_row, _advantage
-    _uids, _in_row, _advantage = list(uids), marks > 0, advantage
+    _uids, _in_row, _advantage = rows.uids, marks > 0, advantage
+    for line in planted(rows, marks, tokenizer):
+        with (Path(os.environ["GRADLOC_RUN_DIR"]) / RECORD).open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 @register_adv_est("grpo_with_explosion")
@@ -96,7 +97,8 @@ def grpo_with_explosion(token_level_rewards, response_mask, index, config=None, 
     )
     if _in_row is None or _uids != list(index):
         raise RuntimeError(
-            "grpo_with_explosion saw rows that the reward manager did not: set "
-            "reward_manager.name=ExplosionReward and reward_model.use_reward_loop=False"
+            "grpo_with_explosion saw rows that nobody told it of: on verl 0.7.0 set "
+            "reward_manager.name=ExplosionReward and reward_model.use_reward_loop=False; on 0.9, "
+            "model.external_lib=experiments.verl09.explosion"
         )
     return torch.where(_in_row, _advantage, advantages), returns

@@ -5,25 +5,17 @@ Loaded in the workers by `model.external_lib` and in the driver by `agent_loop_m
 """
 
 import functools
-import json
-import os
-from pathlib import Path
 
 import ray
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import save_file
 
 from experiments.cpu import rollout
-from experiments.explosion import stale
+from experiments.explosion import policy, stale
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.rollout import base
 
 base._ROLLOUT_REGISTRY[("hf_cpu_saving", "async")] = f"{__name__}.SavingRollout"
-WEIGHTS = "weights"
-"""The folder, within a run's, that holds the weights before each rollout: 0001.safetensors, ..."""
-KNOBS = "knobs.json"
-"""The file, within a run's folder, with the post-mortem's settings as verl has them."""
 
 
 class SavingRollout(rollout.HFRollout):
@@ -40,30 +32,14 @@ class SavingRollout(rollout.HFRollout):
         await super().update_weights(weights)
         self.num_updates += 1
         if torch.distributed.get_rank() == 0:
-            folder = Path(os.environ["GRADLOC_RUN_DIR"]) / WEIGHTS
-            folder.mkdir(exist_ok=True)
-            state = {name: value.contiguous() for name, value in self.model.state_dict().items()}
-            save_file(state, folder / f"{self.num_updates:04d}.safetensors")
+            policy.save(self.model, self.num_updates)
 
     def generate(self, prompt_ids, sampling_params, request_id):
-        """As `HFRollout.generate`. With `min_new_tokens`, the end token is not sampled before, and
-        the log-probs are the policy's own, in which it could have been.
-        """
-        answers = super().generate(prompt_ids, sampling_params, request_id)
-        if "min_new_tokens" not in sampling_params:
-            return answers
-        pairs = zip(prompt_ids, answers, strict=True)
-        return [
-            (tokens, self.log_probs(prompt, tokens, sampling_params["temperature"])) for prompt, (tokens, _) in pairs
-        ]
-
-    @torch.no_grad()
-    def log_probs(self, prompt: list[int], tokens: list[int], temperature: float) -> list[float]:
-        """What the policy gives each token of an answer."""
-        ids = torch.tensor([prompt + tokens])
-        logits = self.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float() / temperature
-        chosen = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])
-        return chosen.squeeze(-1).tolist()
+        """As `HFRollout.generate`; with `is_long`, each answer is as long as may be."""
+        if not sampling_params.get("is_long"):
+            return super().generate(prompt_ids, sampling_params, request_id)
+        params = {name: value for name, value in sampling_params.items() if name != "is_long"}
+        return [policy.answer_at_length(self.model, prompt, params, int(request_id)) for prompt in prompt_ids]
 
 
 class ExplosionManager(rollout.DirectManager):
@@ -72,15 +48,7 @@ class ExplosionManager(rollout.DirectManager):
     def __init__(self, config, worker_group, rm_resource_pool=None):
         super().__init__(config, worker_group, rm_resource_pool)
         self.settings = stale.Settings(**OmegaConf.to_container(config.explosion, resolve=True))
-        actor = config.actor_rollout_ref.actor
-        knobs = {
-            "max_grad_norm": actor.grad_clip,
-            "learning_rate": actor.optim.lr,
-            "temperature": self.rollout.temperature,
-            "runaway_penalty": config.reward_model.reward_kwargs.runaway_penalty,
-        }
-        path = Path(os.environ["GRADLOC_RUN_DIR"]) / KNOBS
-        path.write_text(json.dumps(knobs) + "\n", encoding="utf-8")
+        policy.write_knobs(OmegaConf.to_container(config.knobs, resolve=True))
 
     def generate_sequences(self, prompts):
         """Returns the rollouts and, for training, their marks."""
@@ -92,10 +60,8 @@ class ExplosionManager(rollout.DirectManager):
         probability = self.settings.probabilities.get(step)
         if probability is not None:
             row = stale.draw_row(self.seed, step, shape[0])
-            mask = output.batch["response_mask"][row].bool()
-            log_probs = output.batch["rollout_log_probs"]
-            positions = stale.choose(self.settings, log_probs[row][mask].tolist())
-            planted = stale.marks(*shape, row, int(mask.sum()), positions)
+            mask, log_probs = output.batch["response_mask"], output.batch["rollout_log_probs"]
+            planted = stale.plant(self.settings, row, mask, log_probs)
             output.batch[stale.KEY] = planted
             output.batch["rollout_log_probs"] = stale.as_sampled(log_probs, planted, probability)
         return output
@@ -113,9 +79,8 @@ class ExplosionManager(rollout.DirectManager):
         answers = super().answer(prompt_ids, params, step)
         if step in self.settings.probabilities and params["do_sample"]:
             row = stale.draw_row(self.seed, step, len(prompt_ids))
-            length = params["max_new_tokens"]
             seed = rollout.call_seed(self.seed, step, len(self.workers))
-            call = rollout.ask(self.workers[0], [prompt_ids[row]], {**params, "min_new_tokens": length}, seed)
+            call = rollout.ask(self.workers[0], [prompt_ids[row]], {**params, "is_long": True}, seed)
             (answers[row],) = ray.get(call)
         return answers
 

@@ -102,6 +102,20 @@ def marks(num_rows: int, width: int, row: int, length: int, positions: list[int]
     return made
 
 
+def plant(settings: Settings, row: int, response_mask: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+    """The (B, T) marks of a batch whose planted response is in that row.
+
+    Args:
+        settings: what to plant.
+        row: the response's.
+        response_mask: (B, T), 1 on its tokens, which come first.
+        log_probs: (B, T), what the present policy gives the tokens.
+    """
+    mask = response_mask[row].bool()
+    positions = choose(settings, log_probs[row][mask].tolist())
+    return marks(*log_probs.shape, row, int(mask.sum()), positions)
+
+
 def as_sampled(log_probs: torch.Tensor, planted: torch.Tensor, probability: float) -> torch.Tensor:
     """The (B, T) log-probs with those of stale tokens replaced by what the old policy gave them."""
     return torch.where(planted == STALE, math.log(probability), log_probs)

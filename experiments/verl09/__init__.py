@@ -6,6 +6,8 @@
 - `megatron`  what Megatron-Core needs there, for the tests
 - `order`     puts a batch's rows in an order that does not change from run to run
 - `rollout`   generates, behind verl's agent loop; loaded with the demo's `fault` by `model.external_lib`
+- `rows`      a batch of its queue, as what plants something sees it
+- `explosion`  what `experiments.explosion` plants, through that rollout and the trainer; loaded likewise
 """
 
 ENVIRONMENT = {

@@ -8,24 +8,8 @@ workers'. The trainer hands an estimator neither step nor tokens, so its method 
 import functools
 import sys
 
-import transfer_queue
-
 from experiments.cpu import fault
-
-TRAINER = "verl.trainer.ppo.v1.trainer_base"
-
-
-def rows_of(batch, step: int) -> fault.Rows:
-    """What the fault needs to know of a batch in TransferQueue; its keys are `<uid>_<rollout>_<part>`."""
-    wanted = ["uid", "responses", "rollout_log_probs"]
-    found = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=wanted)
-    return fault.Rows(
-        step=step,
-        uids=list(found["uid"]),
-        rollout_indices=[int(key.split("_")[-2]) for key in batch.keys],
-        responses=found["responses"].to_padded_tensor(0),
-        log_probs=found["rollout_log_probs"].to_padded_tensor(0),
-    )
+from experiments.verl09.rows import TRAINER, rows_of
 
 
 def install(trainer) -> None:

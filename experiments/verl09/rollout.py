@@ -30,18 +30,17 @@ def server_name(replica: int) -> str:
     return f"hf_cpu_server_{replica}"
 
 
-@ray.remote(num_cpus=0)
 class Server:
-    """Answers requests with a plain copy of the policy.
+    """Answers requests with a plain copy of the policy; a Ray actor.
 
     Args:
         model_path: the folder with config and tokenizer.
         response_length: the most tokens of a response.
         seed: of the run's random numbers.
-        batch_size: requests that are answered together; None for those that come at about the same time.
+        batch: requests that are answered together; None for those that come at about the same time.
     """
 
-    def __init__(self, model_path: str, response_length: int, seed: int, batch_size: int | None):
+    def __init__(self, model_path: str, response_length: int, seed: int, batch: int | None = None):
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
         torch.set_num_threads(1)
@@ -49,7 +48,7 @@ class Server:
         self.model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
         self.model.generation_config.eos_token_id = config.eos_token_id
         self.pad = AutoTokenizer.from_pretrained(model_path).pad_token_id
-        self.response_length, self.seed, self.batch_size = response_length, seed, batch_size
+        self.response_length, self.seed, self.batch_size = response_length, seed, batch
         self.global_steps = None
         self.num_calls = 0
         self.waiting: list[tuple] = []
@@ -58,6 +57,8 @@ class Server:
     async def load(self, weights: dict, global_steps: int | None) -> None:
         """Takes the trainer's full weights; every name must match."""
         self.model.load_state_dict(weights, strict=True)
+        if global_steps != self.global_steps:
+            self.num_calls = 0
         self.global_steps = global_steps
 
     async def generate(self, request_id, prompt_ids, sampling_params, **_) -> TokenOutput:
@@ -90,20 +91,29 @@ class Server:
             quiet = quiet + 1 if len(self.waiting) == number else 0
 
     def _sample(self, prompts: list[list[int]], asked: dict) -> list[TokenOutput]:
+        # Of a step's own, so that what an analysis asks for besides leaves the next steps' answers alone.
+        seed = call_seed(self.seed, self.step, self.num_calls)
         self.num_calls += 1
-        params = {
+        answers = sample(self.model, prompts, self._params(asked), seed)
+        step = {"global_steps": self.global_steps}
+        return [
+            TokenOutput(token_ids=tokens, log_probs=log_probs, stop_reason="completed", extra_fields=step)
+            for tokens, log_probs in answers
+        ]
+
+    @property
+    def step(self) -> int:
+        """The training step, counted from 1, that the weights are for."""
+        return (self.global_steps or 0) + 1
+
+    def _params(self, asked: dict) -> dict:
+        return {
             "temperature": asked["temperature"] or 1.0,
             "top_p": asked["top_p"],
             "do_sample": asked["temperature"] > 0,
             "max_new_tokens": self.response_length,
             "pad_token_id": self.pad,
         }
-        answers = sample(self.model, prompts, params, call_seed(self.seed, self.num_calls, 0))
-        step = {"global_steps": self.global_steps}
-        return [
-            TokenOutput(token_ids=tokens, log_probs=log_probs, stop_reason="completed", extra_fields=step)
-            for tokens, log_probs in answers
-        ]
 
     async def nothing(self, **_) -> None:
         """Nothing sleeps on a CPU, and nothing is cached."""
@@ -115,12 +125,13 @@ class Server:
 class Replica(RolloutReplica):
     """Starts the server."""
 
+    server = Server
+
     async def launch_servers(self):
         path, config = self.model_config["path"], self.config
-        batch_size = config.engine_kwargs.get("hf_cpu", {}).get("batch")
-        server = Server.options(name=server_name(self.replica_rank)).remote(
-            path, config.response_length, config.seed, batch_size
-        )
+        make = ray.remote(num_cpus=0)(self.server).options(name=server_name(self.replica_rank))
+        given = config.engine_kwargs.get("hf_cpu", {})
+        server = make.remote(path, config.response_length, config.seed, **given)
         self.servers = [server]
         self._server_handle, self._server_address = server, server_name(self.replica_rank)
 

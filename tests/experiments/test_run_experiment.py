@@ -101,7 +101,7 @@ def test_another_verl_is_chosen_by_its_version_and_is_no_override(run_experiment
     done = run_experiment("demo", "verl=0.7.1", "seed=3", "--dry-run")
     assert "(verl 0.7.1, the demo's own patched copy)" in done.stdout
     assert "seed=3" in done.stdout and "verl=" not in done.stdout
-    for name, version, fits in (("demo", "0.8.0", "0.7.0, 0.7.1 and 0.9.1"), ("explosion", "0.7.1", "0.7.0")):
+    for name, version, fits in (("demo", "0.8.0", "0.7.0, 0.7.1 and 0.9.1"), ("explosion", "0.7.1", "0.7.0 and 0.9.1")):
         refused = one_sentence(run_experiment(name, f"verl={version}", "--dry-run"), 2)
         assert f"{name} runs on verl {fits}, not on {version}." in refused
     both = one_sentence(run_experiment("demo", "verl=0.7.1", "--dry-run", VERL_REPO=patched_tree), 2)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-_GROUP = "model_engine="
-"""Of the defaults: by it Hydra chooses files."""
+_GROUPS = ("model_engine=", "gradloc=")
+"""Of the defaults: by these Hydra chooses files."""
 
 
 def config_of(overrides: list[str], name: str = "ppo_trainer", folder: str | None = None) -> Any:
@@ -24,7 +24,7 @@ def config_of(overrides: list[str], name: str = "ppo_trainer", folder: str | Non
     """
     from omegaconf import OmegaConf
 
-    values = [override for override in overrides if override[0].isalpha() and not override.startswith(_GROUP)]
+    values = [override for override in overrides if override[0].isalpha() and not override.startswith(_GROUPS)]
     others = tuple(override for override in overrides if override not in values)
     config = pickle.loads(_composed(name, others, folder))
     for override in map(_parsed, values):

@@ -10,12 +10,15 @@ from experiments import catalog
 from experiments.errors import UsageError
 from experiments.kk import reward as kk_reward
 from tests.experiments.conftest import REPO
+from tests.experiments.explosion.short import explode
 from tests.experiments.real import run_to_the_end
 
 NAME = catalog.DEMO_VERL09.name
 KNOBS = {"GRPO_MAX_GRAD_NORM": "0.25", "GRPO_TEMPERATURE": "0.8", "GRPO_LEARNING_RATE": "3e-6"}
 
 
+EXPLOSION = catalog.EXPLOSION_VERL09
+EXPLOSION_KNOBS = {**KNOBS, "RUNAWAY_PENALTY_MULTIPLIER": "0.4"}
 OTHERS = [name for name in catalog.names() if catalog.load(name).is_installed and name != NAME]
 
 
@@ -32,13 +35,18 @@ def composed(engine_world, tmp_path_factory):
     variables = {name: str(folder / value) for name, value in {**names, "CKPTS_DIR": "ckpts", "KK_DATA": "kk"}.items()}
     for name in ("PYTHONPATH", "VERL_USE_EXTERNAL_MODULES", "VERL_FILE_LOGGER_PATH"):
         variables[name] = "set"
-    cases = [(NAME, ["seed=7"], KNOBS), *((name, [], {}) for name in OTHERS)]
+    cases = [
+        (NAME, ["seed=7"], KNOBS),
+        *((name, [], {}) for name in OTHERS),
+        *((EXPLOSION.name, [*arm.overrides], {}) for arm in EXPLOSION.arms if arm.overrides),
+        (EXPLOSION.name, [], EXPLOSION_KNOBS),
+    ]
     # verl keeps `algorithm` as it is written.
     read = {"parts": ("actor_rollout_ref.actor", "actor_rollout_ref.rollout"), "variables": variables}
     made, _ = engine_world.run("configs.experiments", configs=str(catalog.CONFIGS), cases=cases, **read)
 
-    def look_up(name):
-        found = made[[case[0] for case in cases].index(name)]
+    def look_up(name, overrides=(), variables=None):
+        found = made[cases.index((name, [*overrides], variables or {}))]
         assert "error" not in found, found["error"]
         assert found["config"]["trainer"]["experiment_name"] == name
         return found["config"]
@@ -48,7 +56,7 @@ def composed(engine_world, tmp_path_factory):
 
 
 def test_the_demos_config_becomes_verls_dataclasses_and_takes_its_seed_and_knobs(composed):
-    config = composed(NAME)
+    config = composed(NAME, ["seed=7"], KNOBS)
     worker = config["actor_rollout_ref"]
     assert config["demo"]["fault"]["seed"] == config["data"]["seed"] == worker["rollout"]["seed"] == 7
     assert worker["actor"]["gradloc"]["enable"] is True and worker["actor"]["grad_norm_threshold"] == 640.0
@@ -75,8 +83,32 @@ def test_knights_and_knaves_has_its_reward_and_looks_for_no_spikes(composed, nam
 
 
 def test_what_needs_the_patch_is_refused_on_this_verl():
-    with pytest.raises(UsageError, match="explosion runs on verl 0.7.0, not on 0.9.1"):
-        catalog.for_verl(catalog.load("explosion"), "0.9.1")
+    with pytest.raises(UsageError, match="wild runs on verl 0.7.0, not on 0.9.1"):
+        catalog.for_verl(catalog.load("wild"), "0.9.1")
+
+
+def test_what_would_limit_the_explosion_is_off_and_its_knobs_reach_verl(composed):
+    config = composed(EXPLOSION.name, variables=EXPLOSION_KNOBS)
+    worker = config["actor_rollout_ref"]
+    assert (worker["actor"]["optim"]["clip_grad"], worker["actor"]["optim"]["lr"]) == (0.25, 3e-6)
+    assert worker["rollout"]["temperature"] == 0.8 and config["knobs"]["runaway_penalty"] == 0.4
+    assert {worker["actor"][f"clip_ratio{which}"] for which in ("", "_low", "_high", "_c")} == {1e9}
+    given = worker["rollout"]["engine_kwargs"]["hf_cpu"]
+    assert given["planted_steps"] == [7, 8] and given["batch"] == 64
+    assert composed(EXPLOSION.name)["actor_rollout_ref"]["actor"]["optim"]["clip_grad"] == 1e9
+
+
+@pytest.mark.parametrize("arm", [arm for arm in EXPLOSION.arms if arm.overrides], ids=lambda arm: arm.name)
+def test_every_arm_of_the_explosion_composes(composed, arm):
+    actor = composed(EXPLOSION.name, arm.overrides)["actor_rollout_ref"]["actor"]
+    assert actor["gradloc"]["enable"] is True
+    assert (actor["gradloc"]["stabilize"]["layer_clip"]["rule"] == "zscore") == (arm.name == "safe")
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_the_stale_token_explodes_is_named_and_is_compared_with_the_healthy_twin(tmp_path):
+    explode(tmp_path / "suite", "verl=0.9.1", VERL09_PYTHON=sys.executable)
 
 
 @pytest.mark.e2e

@@ -137,28 +137,45 @@ def test_the_real_actors_method_is_wrapped_once(rollout):
     assert not hasattr(DataParallelPPOActor.compute_log_prob.__wrapped__, "_gradloc_demo")
 
 
-def test_the_planted_row_gets_its_advantage_and_the_others_verls_own(verl, stale, reward):
+@pytest.fixture
+def observe(verl, reward, tmp_path, monkeypatch):
+    """Tells the estimator of rows with these marks, with the run's folder in a place of its own."""
+    from experiments.cpu import build
+    from experiments.cpu.fault import Rows
+
+    monkeypatch.setenv("GRADLOC_RUN_DIR", str(tmp_path))
+    tokenizer = build.make_tokenizer()
+
+    def told(uids, marks):
+        responses = torch.arange(marks.numel()).view_as(marks) % 20
+        rows = Rows(step=3, uids=list(uids), rollout_indices=[0, 1, 0][: len(uids)], responses=responses)
+        reward.observe(rows, marks, 0.8, tokenizer)
+        record = tmp_path / reward.RECORD
+        return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+
+    return told
+
+
+def test_the_planted_row_gets_its_advantage_and_the_others_verls_own(observe, stale, reward):
     from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
     rewards, mask, uids = torch.rand(3, 4), torch.ones(3, 4), np.array(["p", "p", "q"])
     expected, returns = compute_grpo_outcome_advantage(rewards, mask, uids)
-    reward.observe(uids, stale.marks(3, 4, row=1, length=3, positions=[0]), 0.8)
+    observe(uids, stale.marks(3, 4, row=1, length=3, positions=[0]))
     advantages, same = reward.grpo_with_explosion(rewards, mask, uids)
     assert advantages[1].tolist() == pytest.approx([0.8, 0.8, 0.8, expected[1, 3].item()])
     assert torch.equal(advantages[[0, 2]], expected[[0, 2]]) and torch.equal(same, returns)
 
 
-def test_rows_that_the_reward_manager_did_not_see_are_refused(stale, reward):
-    reward.observe(["p", "q"], stale.marks(2, 4, 0, 4, []), 0.8)
+def test_rows_that_nobody_told_of_are_refused(observe, stale, reward):
+    observe(["p", "q"], stale.marks(2, 4, 0, 4, []))
     with pytest.raises(RuntimeError, match="ExplosionReward"):
         reward.grpo_with_explosion(torch.zeros(2, 4), torch.ones(2, 4), np.array(["q", "p"]))
 
 
-def test_the_record_names_row_sequence_positions_and_tokens(verl, stale, reward):
-    from experiments.cpu import build
-
-    data = batch(verl, stale, stale.marks(3, 4, row=1, length=3, positions=[0, 2]), demo_step=3)
-    (line,) = reward.planted(data, build.make_tokenizer())
+def test_the_record_names_row_sequence_positions_and_tokens(observe, stale):
+    assert observe("pq", stale.marks(2, 4, row=0, length=0, positions=[])) == []
+    (line,) = observe(["p", "p", "q"], stale.marks(3, 4, row=1, length=3, positions=[0, 2]))
     assert line.pop("text")
     assert line == {
         "step": 3,
@@ -170,7 +187,6 @@ def test_the_record_names_row_sequence_positions_and_tokens(verl, stale, reward)
         "positions": [0, 2],
         "token_ids": [4, 6],
     }
-    json.dumps(line)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +205,7 @@ def test_the_long_response_has_no_end_and_the_policys_own_log_probs(server):
         "top_p": 1.0,
         "do_sample": True,
         "max_new_tokens": 12,
-        "min_new_tokens": 12,
+        "is_long": True,
         "pad_token_id": 0,
     }
     prompt = [7, 8, 9]
