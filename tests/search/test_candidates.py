@@ -16,10 +16,12 @@ from gradloc.search.candidates import (
     Candidate,
     are_few,
     by_coefficient,
+    by_share,
     by_value,
     least_bound,
     most_verified,
     non_finite,
+    weighed,
     why_spread,
 )
 from gradloc.search.task import Task
@@ -88,7 +90,8 @@ def one_rank(values, log_probs=None, **known):
         coefficients=lambda index: (rows[index], None),
         recorded=lambda index: SimpleNamespace(log_prob=rows[index] * 0 if log_probs is None else log_probs[index]),
     )
-    made = {"max_culprits": 8, "culprit_norm": 1.0, "readouts": lambda named: [SimpleNamespace(slope=r) for r in rows]}
+    readouts = [SimpleNamespace(slope=row, weight=row.abs()) for row in rows]
+    made = {"max_culprits": 8, "culprit_norm": 1.0, "readouts": lambda named: readouts}
     return SimpleNamespace(prober=SimpleNamespace(step=step, ranks=Ranks()), **(made | known))
 
 
@@ -134,6 +137,27 @@ def test_a_coefficient_points_at_a_token_where_the_others_have_little(values, mo
 def test_a_token_that_is_named_is_passed_over_and_does_not_count_among_the_others():
     kept = by_coefficient(one_rank([[[40.0, 4.0] + [1.0] * 256]]), 1, {Token(0, 0, 0)})
     assert [span.start for span in kept] == [1]
+
+
+def test_a_span_s_bound_is_its_product_with_the_gradient_over_the_norm():
+    products = [[[30.0, 0.1, 0.1, -0.1]], [[0.1, 9.9, 0.1, 0.1]], [[-12.0, -14.0, -15.0, -13.0]]]
+    task, parts = one_rank(products), [torch.tensor(part, dtype=torch.float64) for part in products]
+    shares = SimpleNamespace(square=100.0, products=parts, doubt=lambda i: parts[i] * 0 + 1.0, singled_out=None)
+    told = [(span.span, span.micro_batch, span.start, span.end, span.bound) for span in by_share(task, shares, set())]
+    assert told == [
+        ("sequence", 2, 0, 4, pytest.approx(5.4 - 0.2)),
+        ("token", 0, 0, 1, pytest.approx(2.9)),
+    ]
+
+
+def test_a_token_whose_coefficient_points_at_it_is_weighed_from_a_culprit_s_product_on():
+    task, least = one_rank([[[1.0] * 6]], culprit_norm=3.0), torch.tensor([[20.0, 10.0, 9.0, 8.9, 50.0, 30.0]])
+    pointed = torch.tensor([[True, True, True, True, False, True]])
+    shares = SimpleNamespace(square=100.0, least=lambda index: least, singled_out=[pointed])
+    found = weighed(task, shares, {Token(0, 0, 5)}, [span_of(2.0)])
+    told = [(span.start, span.bound, span.is_weighed) for span in found]
+    assert told == [(1, pytest.approx(1.0), True), (2, pytest.approx(0.9), True)]
+    assert weighed(task, SimpleNamespace(square=100.0, singled_out=None), set(), []) == []
 
 
 def span_of(bound, span="token", size=1, **known):
