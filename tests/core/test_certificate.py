@@ -5,9 +5,11 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from gradloc.core import actions
-from gradloc.core.certificate import Certificate, judge
+from gradloc.core.certificate import Certificate, _recompute, _Removal, is_subtracted, judge
+from gradloc.core.ranks import Ranks
 from gradloc.core.selection import Token
 from gradloc.core.trigger import Spike
 
@@ -54,3 +56,116 @@ def test_actions_are_taken_as_configured_or_fall_back_to_skip():
     assert decide("mask", num_masked=9) == "skip"
     assert decide("mask", obstacle="overflow") == "skip"
     assert decide("abort", kind="forced") == "observe"
+
+
+def prober_of(dtype=torch.float32, rounding=0.0, reduction_error=0.0, **known):
+    """Of four micro-batches with five tokens each."""
+    step = SimpleNamespace(
+        compute_dtype=dtype, num_micro_batches=4, token_mask=lambda index: torch.ones(1, 5, dtype=torch.bool)
+    )
+    space = SimpleNamespace(rounding=rounding, **known)
+    return SimpleNamespace(step=step, space=space, ranks=Ranks(), reduction_error=reduction_error)
+
+
+@pytest.mark.parametrize(
+    ("prober", "most"),
+    [
+        (prober_of(), 4.0 / 4 * 2**16 / 8),
+        (prober_of(torch.bfloat16), 4.0 / 4 * 2**8 / 8),
+        (prober_of(torch.bfloat16, rounding=1.0), 1.0 / (8 / 2**8 + 4 + 3 + 4)),
+        (prober_of(torch.bfloat16, reduction_error=0.5), 1.0 / (8 / 2**8 + 0.5)),
+    ],
+)
+def test_culprits_are_subtracted_where_its_errors_are_a_quarter_of_the_threshold_at_most(prober, most):
+    assert is_subtracted(prober, 0.999 * most, 4.0, 3) and not is_subtracted(prober, 1.001 * most, 4.0, 3)
+    assert is_subtracted(prober, 1e9, None, 3), "a rehearsal has nothing to decide"
+
+
+def removal(holders=(0,), threshold=4.0, norm_before=10.0, prober=None, can_afford=lambda num: True):
+    culprits = [Token(index, 0, 0) for index in holders]
+    return _Removal(prober or prober_of(), [], 1.0, norm_before, threshold, culprits, can_afford)
+
+
+@pytest.mark.parametrize(
+    ("holders", "norm_before", "alone", "way", "cost"),
+    [
+        ([1], 10.0, [], "subtract", 2),
+        ([1, 1, 1], 10.0, [], "subtract", 2),
+        ([1, 2], 10.0, [], None, None),
+        ([1, 2], 10.0, ["known"], "subtract", 2),
+        ([0, 1, 2, 3], 10.0, ["known"], None, None),
+        ([1], 1e6, [], "swap", 3),
+        ([1, 2], 1e6, ["known"], None, None),
+    ],
+)
+def test_culprits_are_taken_out_by_what_costs_less_than_a_pass(monkeypatch, holders, norm_before, alone, way, cost):
+    asked = []
+    monkeypatch.setattr(_Removal, "_subtract", lambda self, alone: ("subtract", list(alone)))
+    monkeypatch.setattr(_Removal, "_swap", lambda self: ("swap", []))
+    given = list(alone)
+    made = removal(holders, norm_before=norm_before, can_afford=lambda num: asked.append(num) or True)
+    found = made.measure(given)
+    assert (found and found[0]) == way and asked == ([cost + 4] if way else [])
+    assert way != "subtract" or found[1] == alone
+    assert removal(holders, norm_before=norm_before, can_afford=lambda num: False).measure(list(alone)) is None
+
+
+def test_each_addition_and_each_reduction_is_off_by_its_own_error():
+    made = removal(prober=prober_of(rounding=0.001, reduction_error=0.01))
+    assert made._rounding(3, 5.0) == pytest.approx(0.001 * (6 * 10.0 + 3 * 5.0) + 0.01 * 15.0)
+
+
+@pytest.mark.parametrize(
+    ("norm_after", "noise", "threshold", "is_decided"),
+    [
+        (1.0, 0.5, 4.0, True),
+        (3.0, 0.6, 4.0, False),  # undecided
+        (10.0, 0.9, 4.0, True),
+        (10.0, 1.1, 4.0, False),  # no direction to search along
+        (0.2, 0.3, 4.0, False),  # hardly known, where a pass tells it
+        (3.0, 0.6, None, True),
+    ],
+)
+def test_what_was_measured_is_kept_where_it_decides(norm_after, noise, threshold, is_decided):
+    found = removal(threshold=threshold)._decided(norm_after, 0.01, noise, 0.1, "swap")
+    assert found == ((norm_after, 0.01 + noise, 0.1, "swap") if is_decided else None)
+
+
+def test_a_bound_over_the_norm_is_lived_with_where_no_pass_can_be_afforded():
+    asked = []
+    made = removal(can_afford=lambda num: asked.append(num) or False)
+    assert made._decided(0.2, 0.01, 0.3, 0.1, "swap") == (0.2, 0.31, 0.1, "swap") and asked == [4]
+
+
+@pytest.mark.parametrize(
+    ("norm_after", "difference", "goes_on", "threshold", "is_repeated"),
+    [
+        (1.0, 0.01, False, 4.0, False),  # decided
+        (3.9, 0.01, True, 4.0, True),
+        (3.9, 0.0, False, 4.0, True),
+        (4.1, 0.01, True, 4.0, False),  # the search goes on anyhow
+        (4.1, 0.01, False, 4.0, True),
+        (4.1, 0.01, True, None, False),
+        (math.inf, 0.01, False, 4.0, False),
+    ],
+)
+def test_a_pass_that_does_not_decide_is_held_against_one_micro_batch_twice(
+    norm_after, difference, goes_on, threshold, is_repeated
+):
+    norms, computed, asked = [norm_after, difference], [], []
+    prober = prober_of(
+        rounding=1e-4, norm=lambda: norms.pop(0), keep=lambda: "kept", put=lambda part: computed.append(part)
+    )
+    prober.reduction_error = 1e-3
+    prober.compute_without = lambda culprits, only=None: computed.append(only)
+    prober.add = lambda part, alpha: computed.append((part, alpha))
+    culprits = [Token(0, 0, 0), Token(0, 0, 1), Token(1, 0, 0), Token(3, 0, 0)]
+    found = _recompute(prober, culprits, threshold, lambda num: asked.append(num) or True, goes_on)
+    rounding = (4**2 * 1e-4 + 1e-3) * norm_after
+    if not is_repeated:
+        assert found == (norm_after, pytest.approx(rounding + 0.1 * norm_after), None, "recompute")
+        assert computed == [None] and asked == []
+        return
+    noise = 3 * difference * 2**0.5 + norm_after / 256 if difference else 0.0
+    assert found == (norm_after, pytest.approx(rounding + noise), difference, "recompute") and asked == [2]
+    assert computed == [None, [2], [2], ("kept", -1.0), "kept"], "the micro-batch that has most tokens left"

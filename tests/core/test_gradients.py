@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.parallel import DistributedDataParallel
 
-from gradloc.core.gradients import GradientSpace
+from gradloc.core.gradients import GradientSpace, squared_norms
 from gradloc.core.sharding import abandon_pass, local_shard, unwrapped
 from gradloc.search.weights import MovedWeights
 
@@ -86,3 +86,61 @@ def test_weights_on_the_host_move_there_once_no_copy_of_them_is_on_its_way(offlo
         weights.move([torch.ones(4)], 0.5)
         assert torch.equal(shard, before + 0.5) and len(waited) == 2
     assert torch.equal(shard, before) and len(waited) == 3
+
+
+@pytest.mark.parametrize(
+    ("summed", "reduced", "once", "error"),
+    [
+        (torch.float32, torch.float32, True, 0.0),
+        (torch.float32, torch.bfloat16, False, 2**-8 * 2**0.5),
+        (torch.float32, torch.bfloat16, True, 2**-8 * 5**0.5),
+        (torch.bfloat16, torch.float32, True, 2**-8 * 5**0.5),
+        (torch.bfloat16, torch.float32, False, 0.0),
+        (torch.float16, torch.bfloat16, True, 2**-8 * 5**0.5),
+        (None, None, True, 0.0),
+    ],
+)
+def test_a_reduction_in_half_precision_rounds_once_a_rank_and_a_micro_batch_that_is_summed(
+    summed, reduced, once, error
+):
+    space = GradientSpace(torch.nn.Linear(2, 2))
+    space._summed_in, space._reduced_in = summed, reduced
+    assert space.reduction_error(4, once) == pytest.approx(error)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e30, 1e-30])
+@pytest.mark.parametrize("count", [1, 4096, 5000])
+def test_a_norm_is_right_whatever_its_size_and_length(size, count):
+    values = torch.linspace(-1, 1, count) * size if count > 1 else torch.full((1,), size)
+    wanted = float(values.double().square().sum())
+    for are_weights in (False, True):
+        (found,) = squared_norms([values], are_weights).tolist()
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_plain_models_weights_and_gradients_are_counted_added_and_put_back():
+    torch.manual_seed(0)
+    module = torch.nn.Linear(3, 2)
+    space = GradientSpace(module)
+    square, count = space.weight_square_and_count()
+    assert count == 8 and square == pytest.approx(sum(float(p.detach().square().sum()) for p in module.parameters()))
+    ones = [torch.ones(2, 3), None]
+    space.add(ones, alpha=2.0)
+    assert torch.equal(module.weight.grad, 2 * ones[0]) and module.bias.grad is None
+    assert space.local_squares().tolist() == pytest.approx([24.0, 0.0]) and space.norm() == pytest.approx(24**0.5)
+    assert space.current()[0] is module.weight.grad and space.current()[1] is None
+    kept = space.keep()
+    assert module.weight.grad is None and space.norm(kept) == pytest.approx(24**0.5)
+    space.put(kept)
+    assert module.weight.grad is kept[0] and module.bias.grad is None and not space.is_offloaded
+
+
+def test_copies_of_a_shard_draw_the_same_numbers_and_other_seeds_others():
+    def drawn(seed, shard=0):
+        space = GradientSpace(torch.nn.Linear(3, 2))
+        space.shard_index = shard
+        return [torch.randn(4, generator=generator).tolist() for generator in space.generators(seed)]
+
+    first = drawn(0)
+    assert len(first) == 2 and first[0] != first[1] and drawn(0) == first
+    assert drawn(1) != first and drawn(0, shard=1) != first

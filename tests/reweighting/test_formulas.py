@@ -175,3 +175,32 @@ def test_wrong_settings_are_refused_by_name_and_right_ones_are_taken(single):
         "trainer.use_legacy_worker_impl must be auto or enable while algorithm.lopti.enable is on"
         in answers[-1]["error"]
     )
+
+
+@pytest.mark.parametrize(
+    ("eta", "each", "names", "keeps"),
+    [
+        (0.5, False, ["low", "high"], [True, False]),
+        (-0.5, False, ["high", "low"], [True, False]),
+        (0.5, True, ["low", "high"], [False, False]),
+        (1e-9, False, ["high"], [False]),
+    ],
+)
+def test_the_schedule_advances_with_the_last_stage_or_with_each_and_metrics_are_told_apart_and_together(
+    eta, each, names, keeps
+):
+    told = []
+
+    def update(stage, is_kept):
+        told.append((stage.name, is_kept))
+        size = 10.0 ** len(told)
+        return {"actor/pg_loss": [[size, 2 * size]], "actor/grad_norm": [size], "gradloc/spikes": [1]}
+
+    lopti = Lopti(LoptiConfig(enable=True, eta=eta, step_lr_each_stage=each))
+    found = lopti.update(torch.tensor(LOG_PROB), torch.tensor(MASK), update)
+    assert told == list(zip(names, keeps, strict=True))
+    sizes = [10.0 ** (number + 1) for number in range(len(names))]
+    assert found["actor/grad_norm"] == sizes and found["gradloc/spikes"] == [len(names)]
+    assert found["actor/pg_loss"] == [[sum(sizes), 2 * sum(sizes)]]
+    assert [found[f"lopti/{name}/grad_norm"] for name in names] == [[size] for size in sizes]
+    assert found["lopti/low/share"][0] + found["lopti/high/share"][0] == pytest.approx(1.0)

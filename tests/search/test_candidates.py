@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """512 ranks and a million response tokens, simulated: what each rank sends, and how long it computes, is bounded."""
 
+import math
 import pickle
 import time
 from types import SimpleNamespace
@@ -9,7 +10,20 @@ import pytest
 import torch
 
 from gradloc.core.ranks import Ranks
-from gradloc.search.candidates import by_value, non_finite
+from gradloc.core.selection import Token
+from gradloc.search import candidates
+from gradloc.search.candidates import (
+    Candidate,
+    are_few,
+    by_coefficient,
+    by_share,
+    by_value,
+    least_bound,
+    most_verified,
+    non_finite,
+    weighed,
+    why_spread,
+)
 from gradloc.search.task import Task
 
 NUM_RANKS, MICRO_BATCHES, ROWS, LENGTH = 512, 4, 2, 256  # 1,048,576 tokens
@@ -65,3 +79,155 @@ def test_where_every_token_is_a_candidate_the_largest_of_each_rank_travel():
     assert num_sent <= MOST_BYTES and seconds <= MOST_SECONDS
     tokens = {token.index for token in found[0].tokens}
     assert tokens == {int(values.flatten().argmax())}
+
+
+def one_rank(values, log_probs=None, **known):
+    """A task of one rank whose micro-batches hold these rows of coefficients, and their log-probs where told."""
+    rows = [torch.tensor(part, dtype=torch.float64) for part in values]
+    step = SimpleNamespace(
+        num_micro_batches=len(rows),
+        token_mask=lambda index: torch.ones_like(rows[index], dtype=torch.bool),
+        coefficients=lambda index: (rows[index], None),
+        recorded=lambda index: SimpleNamespace(log_prob=rows[index] * 0 if log_probs is None else log_probs[index]),
+    )
+    readouts = [SimpleNamespace(slope=row, weight=row.abs()) for row in rows]
+    made = {"max_culprits": 8, "culprit_norm": 1.0, "readouts": lambda named: readouts}
+    return SimpleNamespace(prober=SimpleNamespace(step=step, ranks=Ranks()), **(made | known))
+
+
+def test_what_is_not_finite_is_a_token_a_segment_or_a_row():
+    nan, finite = math.nan, torch.zeros(1, 5)
+    values = [[[1.0, nan, 1.0, math.inf, 1.0]], [[nan] * 5], [[1.0, nan, 1.0, nan, 1.0]], [[1.0] * 5]]
+    broken = torch.tensor([[0.0, -math.inf, 0.0, nan, 0.0]])
+    found = non_finite(one_rank(values, [finite, finite, broken, finite]))
+    told = sorted((span.micro_batch, span.start, span.end, span.span, span.bound) for span in found)
+    assert told == [
+        (0, 1, 2, "token", 0.0),
+        (0, 3, 4, "token", 0.0),
+        (1, 0, 5, "sequence", 0.0),
+        (2, 1, 4, "segment", 0.0),
+    ]
+
+
+def test_candidates_come_largest_first_and_in_the_order_of_their_places():
+    task = one_rank([[[0.0] * 4], [[0.0] * 4]])
+    values = [torch.tensor([[2.0, 0.99, 1.0, 5.0]]), torch.tensor([[2.0, 0.0, 9.0, 2.0]])]
+    found = by_value(task, values.__getitem__, 1.0, {Token(1, 0, 2)}, bound=0.5)
+    told = [(span.micro_batch, span.start, span.bound) for span in found]
+    assert told == [(0, 3, 2.5), (0, 0, 1.0), (1, 0, 1.0), (1, 3, 1.0), (0, 2, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("values", "most", "norm", "found"),
+    [
+        ([4.0] + [1.0] * 256, 2, math.inf, 1),  # a sixteenth of the others' squares,
+        ([4.0] + [1.0] * 257, 2, math.inf, 0),
+        ([40.0, 4.0] + [1.0] * 256, 2, math.inf, 2),  # and of those that are no louder
+        ([40.0, -4.0] + [1.0] * 257, 2, math.inf, 1),
+        ([40.0, 4.0] + [1.0] * 256, 1, math.inf, 1),
+        ([40.0, 4.0] + [1.0] * 256, 2, 10.8, 1),  # 16 of 1872: a culprit's part of the norm squared is 16.05
+        ([40.0, 4.0] + [1.0] * 256, 2, 10.9, 2),
+    ],
+)
+def test_a_coefficient_points_at_a_token_where_the_others_have_little(values, most, norm, found):
+    kept = by_coefficient(one_rank([[values]]), most, set(), norm)
+    assert [span.start for span in kept] == list(range(found)) and all(span.bound == 0 for span in kept)
+
+
+def test_a_token_that_is_named_is_passed_over_and_does_not_count_among_the_others():
+    kept = by_coefficient(one_rank([[[40.0, 4.0] + [1.0] * 256]]), 1, {Token(0, 0, 0)})
+    assert [span.start for span in kept] == [1]
+
+
+def test_a_span_s_bound_is_its_product_with_the_gradient_over_the_norm():
+    products = [[[30.0, 0.1, 0.1, -0.1]], [[0.1, 9.9, 0.1, 0.1]], [[-12.0, -14.0, -15.0, -13.0]]]
+    task, parts = one_rank(products), [torch.tensor(part, dtype=torch.float64) for part in products]
+    shares = SimpleNamespace(square=100.0, products=parts, doubt=lambda i: parts[i] * 0 + 1.0, singled_out=None)
+    told = [(span.span, span.micro_batch, span.start, span.end, span.bound) for span in by_share(task, shares, set())]
+    assert told == [
+        ("sequence", 2, 0, 4, pytest.approx(5.4 - 0.2)),
+        ("token", 0, 0, 1, pytest.approx(2.9)),
+    ]
+
+
+def test_a_token_whose_coefficient_points_at_it_is_weighed_from_a_culprit_s_product_on():
+    task, least = one_rank([[[1.0] * 6]], culprit_norm=3.0), torch.tensor([[20.0, 10.0, 9.0, 8.9, 50.0, 30.0]])
+    pointed = torch.tensor([[True, True, True, True, False, True]])
+    shares = SimpleNamespace(square=100.0, least=lambda index: least, singled_out=[pointed])
+    found = weighed(task, shares, {Token(0, 0, 5)}, [span_of(2.0)])
+    told = [(span.start, span.bound, span.is_weighed) for span in found]
+    assert told == [(1, pytest.approx(1.0), True), (2, pytest.approx(0.9), True)]
+    assert weighed(task, SimpleNamespace(square=100.0, singled_out=None), set(), []) == []
+
+
+def span_of(bound, span="token", size=1, **known):
+    return Candidate(bound, span, 0, 0, 0, size, **known)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "least"),
+    [
+        (span_of(1.6), 1.0),  # whose product with the gradient is that of twice a culprit's norm
+        (span_of(1.59), 2.0),
+        (span_of(9.0, "segment", 3), 2.0),
+        (span_of(0.1, is_weighed=True), 0.4),
+    ],
+)
+def test_the_bound_that_names_a_candidate(candidate, least):
+    assert least_bound(SimpleNamespace(culprit_norm=2.0), 10.0, candidate) == pytest.approx(least)
+
+
+@pytest.mark.parametrize(
+    ("num_named", "is_used", "num_micro_batches", "most"),
+    [
+        (1, False, 7, 0),
+        (1, False, 8, 1),
+        (1, True, 7, 3),
+        (2, False, 7, 3),
+        (3, False, 7, 3),
+        (4, False, 7, 0),
+        (4, True, 16, 2),
+        (4, False, 64, 3),
+    ],
+)
+def test_few_have_a_backward_of_their_own(monkeypatch, num_named, is_used, num_micro_batches, most):
+    asked = []
+    monkeypatch.setattr(candidates, "is_subtracted", lambda prober, norm, threshold, num: asked.append(num) or is_used)
+    step = SimpleNamespace(num_micro_batches=num_micro_batches)
+    spike = SimpleNamespace(grad_norm=9.0, threshold=4.0)
+    task = SimpleNamespace(culprit_norm=1.0, prober=SimpleNamespace(step=step), spike=spike)
+    given = [span_of(1.0, "segment", 2)] * num_named + [span_of(0.9, "segment", 2)]
+    assert most_verified(task, 1.0, given) == most and asked == [2 * num_named]
+
+
+def spread(bounds, size=1, closure=1.0, threshold=4.0, room=8, num_tokens=100):
+    """Why a spike of norm 10 whose spans have these bounds is spread."""
+    task = SimpleNamespace(spike=SimpleNamespace(threshold=threshold, num_tokens=num_tokens))
+    shares = SimpleNamespace(square=100.0, closure=closure)
+    spans = [span_of(bound, size=size) for bound in bounds]
+    return why_spread(task, shares, spans, room), are_few(task, shares, spans)
+
+
+@pytest.mark.parametrize(
+    ("given", "why", "is_few"),
+    [
+        ({"bounds": []}, "no span of tokens carries a culprit's part of it", False),
+        ({"bounds": [7.0]}, None, True),  # what is left is under the threshold
+        ({"bounds": [7.0], "size": 50}, "the loudest spans, 50% of the batch's tokens, carry 70% of it", False),
+        ({"bounds": [7.6], "size": 50}, None, False),
+        ({"bounds": [7.0], "size": 50, "closure": 0.93}, None, False),  # three quarters of what was measured
+        ({"bounds": [5.9], "size": 7}, "8 spans carry 59% of it at most", False),
+        ({"bounds": [5.9], "size": 7, "closure": 0.98}, "the loudest spans, 7% of the batch's tokens", False),
+        ({"bounds": [5.9], "size": 7, "closure": 1.02}, "the loudest spans, 7% of the batch's tokens", False),
+        ({"bounds": [5.1]}, None, True),
+        ({"bounds": [4.9]}, "8 spans carry 49% of it at most; without them the norm is still over the", False),
+        ({"bounds": [5.1], "size": 6}, "8 spans carry 51% of it at most", False),
+        ({"bounds": [3.0, 3.0]}, None, True),
+        ({"bounds": [3.0, 3.0, 3.0], "room": 1, "size": 12}, "1 spans carry 30% of it at most", False),
+        ({"bounds": [9.1], "size": 30, "threshold": 0.5}, None, True),
+        ({"bounds": [9.1], "size": 31, "threshold": 0.5}, "8 spans carry 91% of it at most", False),
+    ],
+)
+def test_spans_are_worth_naming_where_they_may_explain_the_spike_or_are_the_loudest_of_a_few(given, why, is_few):
+    found, few = spread(**given)
+    assert few is is_few and (found is None) == (why is None) and (found or "").startswith(why or "")
