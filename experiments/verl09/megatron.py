@@ -6,14 +6,16 @@ Megatron's own local layers stand in for TransformerEngine's. Nothing of verl's 
 """
 
 import copy
+import functools
 import inspect
 import re
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 
@@ -28,16 +30,6 @@ CONFIG = {
     "attention_backend": "unfused",
 }
 """Of `megatron.override_transformer_config`: no kernel that is for GPUs."""
-
-
-class _OnCPU(TorchFunctionMode):
-    """Turns every `device="cuda"` of a call into the CPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
-        if str(given.get("device", "")).startswith("cuda"):
-            given["device"] = CPU
-        return func(*args, **given)
 
 
 def install() -> None:
@@ -55,16 +47,31 @@ def install() -> None:
     _allow_norms_with_sequence_parallelism()
 
 
-def seed() -> None:
-    """What verl's `set_random_seed` leaves out on a CPU; once the parallel groups are there."""
+def engine_in(dtype: str) -> Any:
+    """A patch of verl's engine: in any dtype, where its config takes the 16-bit ones alone; no kernels for GPUs."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    model_parallel_cuda_manual_seed(1)
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngine
+
+    of_verl = MegatronEngine.__init__
+
+    def init(self: Any, model_config: Any, engine_config: Any, *args: Any, **given: Any) -> None:
+        object.__setattr__(engine_config, "dtype", dtype)
+        if model_config.tokenizer is None:
+            object.__setattr__(model_config, "tokenizer", SimpleNamespace(pad_token_id=0))
+        kept = {**engine_config.override_transformer_config, **CONFIG}
+        object.__setattr__(engine_config, "override_transformer_config", kept)
+        of_verl(self, model_config, engine_config, *args, **given)
+        model_parallel_cuda_manual_seed(1)  # which verl's `set_random_seed` leaves out on a CPU
+
+    return mock.patch.object(MegatronEngine, "__init__", init)
 
 
 def _take_the_cpu_for_the_gpu() -> None:
     torch.cuda.current_device = lambda: CPU
-    _OnCPU().__enter__()
+    _device_constructors()  # which torch lists once: with its own functions, not these
+    for name in ("empty", "full", "ones", "tensor", "zeros"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     torch.Tensor.cuda = lambda self, *_, **__: self
     of_torch = torch.Tensor.type
@@ -75,6 +82,18 @@ def _take_the_cpu_for_the_gpu() -> None:
         return found.replace("torch.", "torch.cuda.") if is_plain else found
 
     torch.Tensor.type = type_of
+
+
+def _on_cpu(make: Any) -> Any:
+    """What makes a tensor, with the CPU for `device="cuda"`."""
+
+    @functools.wraps(make)
+    def made(*args: Any, **given: Any) -> Any:
+        if str(given.get("device", "")).startswith("cuda"):
+            given["device"] = CPU
+        return make(*args, **given)
+
+    return made
 
 
 def _share_the_random_state() -> None:

@@ -246,7 +246,9 @@ class Trainer(harness.Trainer):
         meta = store.add(batch)
         rank = self.engine.get_data_parallel_rank()
         data = store.get(meta.chunk(self.dp_size)[rank].keys)
+        half = max(1, len(data) // 2)  # an interleaved pipeline needs two micro-batches
         tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=1.0)
+        tu.assign_non_tensor(data, micro_batch_size_per_gpu=half)
         output = self.worker.compute_log_prob(data)  # a pipeline's last stage has it
         local = None if output is None else no_padding_2_padding(output["log_probs"], data)
         everyone: list[Any] = [None] * dist.get_world_size()

@@ -6,11 +6,10 @@ optimizers and schedules, mbridge, verl's engine, worker and trainer.
 """
 
 import contextlib
-import gc
 import hashlib
 import io
+from collections import Counter
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -35,7 +34,6 @@ def settings_of(model_dir: str) -> list[str]:
         f"+{MODEL}.override_config.attn_implementation=eager",
         f"{MEGATRON}.vanilla_mbridge=true",
         f"{MEGATRON}.use_distributed_optimizer=false",
-        *(f"++{MEGATRON}.override_transformer_config.{name}={value}" for name, value in megatron.CONFIG.items()),
         f"{ACTOR}.use_torch_compile=false",
         f"{ACTOR}.use_dynamic_bsz=false",
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
@@ -90,37 +88,37 @@ class Trainer(harness.Trainer):
         return digest.hexdigest()
 
 
+_groups: dict[Any, Any] = {}
+"""Every process group that was asked for: threads of gloo's outlive a group, and hundreds of them take a core."""
+
+
 @contextlib.contextmanager
-def _any_dtype(dtype: str) -> Iterator[None]:
-    """verl's config takes the 16-bit ones alone; its engine takes any."""
-    from verl.workers.config import McoreEngineConfig
-    from verl.workers.engine.megatron.transformer_impl import MegatronEngine
+def _groups_kept() -> Iterator[None]:
+    """Each process group is made once, and not for each trainer; at most one trainer is in use."""
+    of_torch, times_asked = dist.new_group, Counter[Any]()
 
-    of_verl = MegatronEngine.__init__
+    def new_group(ranks: Any, *args: Any, backend: Any = None, group_desc: Any = None, **given: Any) -> Any:
+        asked = tuple(ranks), backend, group_desc
+        times_asked[asked] += 1
+        key = *asked, times_asked[asked]
+        if key not in _groups:
+            _groups[key] = of_torch(ranks, *args, backend=backend, group_desc=group_desc, **given)
+        return _groups[key]
 
-    def init(self: Any, model_config: Any, engine_config: McoreEngineConfig, *args: Any, **given: Any) -> None:
-        object.__setattr__(engine_config, "dtype", dtype)
-        object.__setattr__(model_config, "tokenizer", SimpleNamespace(pad_token_id=0))
-        of_verl(self, model_config, engine_config, *args, **given)
-        megatron.seed()
-
-    with mock.patch.object(MegatronEngine, "__init__", init):
+    with mock.patch.object(dist, "new_group", new_group), mock.patch.object(dist, "destroy_process_group"):
         yield
 
 
 @contextlib.contextmanager
 def parallel(dtype: str = "float32") -> Iterator[None]:
-    """What a trainer is made in: groups of an earlier one are taken down."""
+    """What a trainer is made in: an earlier one's layout is forgotten."""
     from mbridge.models.qwen2 import Qwen2Bridge
     from megatron.core import parallel_state
 
     megatron.install()
-    gc.collect()  # an earlier trainer holds its groups
-    parallel_state.destroy_model_parallel()
-    for group in [*dist.distributed_c10d._world.pg_map]:  # Megatron forgets its groups, but their threads stay
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    with _any_dtype(dtype), mock.patch.dict(Qwen2Bridge._DIRECT_MAPPING):  # which a tied model writes to
+    of_bridge = mock.patch.dict(Qwen2Bridge._DIRECT_MAPPING)  # which a tied model writes to
+    with _groups_kept(), megatron.engine_in(dtype), of_bridge:
+        parallel_state.destroy_model_parallel()
         yield
 
 
