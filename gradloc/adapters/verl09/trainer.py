@@ -94,6 +94,11 @@ class TrainerSide(TrainerParts):
             self.critic = build_driver(self.config, self.settings, tokenizer, "critic")
             print(f"gradloc: on for the critic ({self.settings.critic}): {self.critic.writer.store.root}", flush=True)
 
+    def check_data(self, num_prompts: int) -> None:
+        """Once the data is there: whether an analysis has enough of it."""
+        if self.analysis is not None:
+            self.analysis.check_data(self.config, num_prompts)
+
     def filter(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Once rewards are known, before verl deals the rows out: those to train on."""
         return batch if self.analysis is None else self.analysis.filter(batch, metrics)
@@ -236,6 +241,10 @@ class _Watched:
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()
         self.gradloc.begin(self.tokenizer)
+
+    def _init_dataloader(self) -> None:
+        super()._init_dataloader()
+        self.gradloc.check_data(len(self.train_dataset))
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()

@@ -176,10 +176,14 @@ class Store:
         for key in keys:
             del self.rows[key]
 
+    def list(self, partition_id: Any = None) -> dict[str, Any]:
+        """What `kv_list` does."""
+        return {"train": dict.fromkeys(self.rows, {})}
+
     def __enter__(self) -> "Store":
         import transfer_queue
 
-        ours = {"kv_batch_get": self.get, "kv_batch_put": self.put, "kv_clear": self.clear}
+        ours = {"kv_batch_get": self.get, "kv_batch_put": self.put, "kv_clear": self.clear, "kv_list": self.list}
         self._patch = mock.patch.multiple(transfer_queue, **ours)
         self._patch.start()
         return self

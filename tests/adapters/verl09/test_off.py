@@ -14,6 +14,7 @@ import torch
 
 from experiments import catalog, cli
 from experiments.cpu import environment
+from experiments.experiment import Experiment
 from experiments.launch import end_session
 from tests.experiments.conftest import REPO
 
@@ -21,7 +22,7 @@ from .test_localization import PLANT
 
 ACTOR = "actor_rollout_ref.actor"
 WITHOUT = ["~gradloc", f"~{ACTOR}.grad_norm_threshold", f"~{ACTOR}.bisect_dump_dir"]
-SHORT = ["demo.steps=4", "demo.fault.first_step=2", "demo.fault.last_step=3", "trainer.save_freq=4"]
+SHORT = ["demo.fault.first_step=2", "demo.fault.last_step=3"]
 OF_THE_CLOCK = ("timing", "perf/")
 RUNS: dict[str, tuple[list[str], dict[str, str]]] = {
     "stock": (WITHOUT, {"VERL_USE_EXTERNAL_PLUGINS": "none"}),
@@ -39,17 +40,15 @@ def test_without_the_flag_a_run_is_verls_own_also_through_a_spike(train):
     assert not [name for name in off[0]["metrics"] if "gradloc" in name]
 
 
-def run(name: str, folder: Path, strategy: str) -> None:
-    """One run of verl's own entry point with the demo's config; its checkpoint and metrics are in the folder."""
-    overrides, variables = RUNS[name]
+def run(experiment: Experiment, overrides: list[str], folder: Path, **variables: str) -> None:
+    """One run of verl's own entry point with an experiment's config; its checkpoint and metrics are in the folder."""
     folder.mkdir()
     (folder / "seeded.py").write_text(SEEDED)  # verl leaves the workers' generators unseeded
-    material = environment.ensure_material(sys.executable, catalog.DEMO_VERL09.material)
+    material = environment.ensure_material(sys.executable, experiment.material)
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     given = {**os.environ, **variables, "VERL_USE_EXTERNAL_MODULES": "seeded", "PYTHONPATH": path}
-    environ = given | cli.child_environment(given, catalog.DEMO_VERL09, REPO, folder, material)
-    chosen = [*SHORT, f"{ACTOR}.strategy={strategy}", *overrides]
-    command = cli.command(sys.executable, catalog.DEMO_VERL09.name, chosen)
+    environ = given | cli.child_environment(given, experiment, REPO, folder, material)
+    command = cli.command(sys.executable, experiment.name, ["demo.steps=4", "trainer.save_freq=4", *overrides])
     with (folder / "console.log").open("w") as log:
         child = subprocess.Popen(command, env=environ, cwd=folder, stdout=log, stderr=log, start_new_session=True)
         try:
@@ -62,7 +61,7 @@ def run(name: str, folder: Path, strategy: str) -> None:
 def metrics(folder: Path) -> dict[tuple[int, str], Any]:
     """All that verl itself has logged, but for times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    ours = ("gradloc/", "actor/grad_norm_max")
+    ours = ("gradloc/", "actor/grad_norm_max", "grad_analysis/")
     return {
         (line["step"], name): value
         for line in lines
@@ -98,8 +97,9 @@ def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 @pytest.mark.e2e
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 def test_installed_and_looking_on_it_leaves_the_real_trainer_as_it_is_to_the_bit(tmp_path, strategy):
-    for name in RUNS:
-        run(name, tmp_path / name, strategy)
+    for name, (overrides, variables) in RUNS.items():
+        chosen = [*SHORT, f"{ACTOR}.strategy={strategy}", *overrides]
+        run(catalog.DEMO_VERL09, chosen, tmp_path / name, **variables)
     stock = tmp_path / "stock"
     assert len(metrics(stock)) > 200 and len(checkpoint(stock)) > 1000
     for name in ("off", "on"):
@@ -111,3 +111,20 @@ def test_installed_and_looking_on_it_leaves_the_real_trainer_as_it_is_to_the_bit
     (culprit,) = json.loads(event)["culprits"]
     assert (culprit["row"], culprit["positions"]) == (planted["row"], [planted["position"]])
     assert json.loads(event)["certificate"]["verdict"] == "explained"
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_an_analysis_of_a_batch_of_its_own_leaves_the_real_trainer_as_it_is_to_the_bit(tmp_path):
+    own = ["trainer.gradient_analysis_env_groups=8", "trainer.gradient_analysis_group_size=4"]
+    own.append("trainer.gradient_analysis_every=2")
+    without, analysed = tmp_path / "without", tmp_path / "analysed"
+    run(catalog.BUCKETS_DEMO_VERL09, ["trainer.gradient_analysis_mode=false"], without)
+    run(catalog.BUCKETS_DEMO_VERL09, own, analysed)
+    assert len(metrics(without)) > 200 and len(checkpoint(without)) > 1000
+    assert metrics(analysed) == metrics(without)
+    assert checkpoint(analysed) == checkpoint(without)
+    for step in (1, 3):
+        path = analysed / "gradloc" / "gradient_analysis" / f"step_{step}.json"
+        batch = json.loads(path.read_text())["batch"]
+        assert (batch["source"], batch["num_groups"], batch["num_rows"]) == ("separate", 8, 32)

@@ -79,6 +79,27 @@ def test_advantages_are_reweighted_where_the_estimator_has_put_them(engine_world
     assert found["largest_error"] < 1e-6 and 0 < found["kept_share"] < 1
 
 
+@pytest.mark.parametrize("failing", [False, True])
+def test_an_analysis_batch_of_its_own_walks_through_verls_step_and_leaves_nothing_behind(
+    engine_world, model_dir, failing
+):
+    own = ["trainer.gradient_analysis_env_groups=4", "trainer.gradient_analysis_group_size=3"]
+    overrides = [*ON, "trainer.gradient_analysis_mode=true", "trainer.gradient_analysis_every=2", *own]
+    made, _ = engine_world.run(
+        "tests.adapters.verl09.same.features.separate.prepare",
+        overrides=overrides,
+        model_dir=str(model_dir),
+        failing=failing,
+    )
+    weights, twin = made["seen"]
+    assert weights == {"weights": 6}
+    prompts = twin.pop("prompts")
+    assert len(set(prompts)) == 4 and set(prompts) <= set(range(100, 200))
+    assert twin == {"step": 7, "rollouts": [3] * 4, "n": 3, "filters": None, "has_own_buffer": True}
+    assert made["sizes"] == ([] if failing else [4]) and made["failures"] == failing
+    assert made["is_queue_same"] and made["is_trainer_same"] and made["n"] == 1
+
+
 def test_the_rollout_filter_drops_groups_before_verl_fills_up_mini_batches(engine_world, model_dir):
     keys = ("strategy=top_k", "value=0.5")
     settings = [f"actor_rollout_ref.rollout.rollout_filter_{key}" for key in keys]

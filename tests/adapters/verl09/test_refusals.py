@@ -28,7 +28,9 @@ REFUSED = {
     "distillation.enabled=true": "distillation.enabled must be false",
     f"{LOPTI} {ACTOR}.use_prefix_grouper=true": "use_prefix_grouper must be false while",
     f"{BUCKETS} {ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2": "ulysses_sequence_parallel_size must be 1 while",
-    f"{BUCKETS} trainer.gradient_analysis_env_groups=4": "env_groups must be null here \\(these trainers roll out no",
+    f"{BUCKETS} trainer.gradient_analysis_env_groups=4 trainer.v1.trainer_mode=colocate_async": (
+        "env_groups must be null here \\(trainer.v1.trainer_mode=colocate_async rolls out"
+    ),
     f"{BUCKETS} {ACTOR}.loss_agg_mode=token-sum": "loss_agg_mode must be one of verl's means",
     "trainer.quartile_analysis_mode=true trainer.quartile_analysis_every=0": "quartile_analysis_every must be",
     f"{STABILIZE}.token_clip.mode=mask {NO_LOG_PROBS}": "calculate_log_probs must be true while .*seq_clip is on",

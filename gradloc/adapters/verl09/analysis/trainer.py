@@ -6,6 +6,7 @@ last to the workers, which run them for the sake of their peers and count them f
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 import transfer_queue as tq
 
 from ....analysis.analyses import Analyses
-from ....analysis.config import check_separate
+from ....analysis.config import check_geometry, check_separate, geometry
 from ....analysis.reporter import Batch
 from ....rollout_filter.choose import kept_groups
 from ....rollout_filter.groups import groups_of
@@ -22,6 +23,10 @@ from ...verl_common.analyses import FILLER, analyses_in, refuse_pictures, run_of
 from ...verl_common.reports import reports_of
 from ..batch import fetch, put, view_of
 from .engine import ASKED_KEY, Asked, record_of_actor
+from .separate import prepare_batch
+
+_PARTITION = "train"
+"""Of verl's queue: where its agent loop puts whatever is no validation's."""
 
 
 def build_analysis(config: Any, settings: Any) -> "Analysis | None":
@@ -35,8 +40,9 @@ def build_analysis(config: Any, settings: Any) -> "Analysis | None":
         ValueError: one sentence that names a key with a bad value, also while the features are off.
     """
     found = analyses_in(config)
-    if found is not None and found[0] is not None:
-        check_separate(found[0], "these trainers roll out no batch beside the training batch")
+    mode = config.trainer.v1.trainer_mode
+    if found is not None and found[0] is not None and mode != "sync":
+        check_separate(found[0], f"trainer.v1.trainer_mode={mode} rolls out further training batches meanwhile")
     return None if found is None else Analysis(config, settings, *found)
 
 
@@ -52,14 +58,18 @@ class Analysis(Analyses):
     """
 
     def __init__(self, config: Any, settings: Any, buckets: Any, quartiles: Any, chosen: Any):
-        def prepare(seed: int) -> Batch:
-            raise AssertionError("refused at start")
-
-        super().__init__(run_of(config, settings.root), buckets, quartiles, prepare)
+        super().__init__(run_of(config, settings.root), buckets, quartiles, self._separate)
         self.settings, self.chosen = settings, chosen
         self._temperature = config.actor_rollout_ref.rollout.temperature
         self._counts: dict[str, float] | None = None
         self._last_step = 0
+        self._trainer: Any = None
+        self._afterwards = ExitStack()
+
+    def check_data(self, config: Any, num_prompts: int) -> None:
+        """Refuse an analysis batch that could not be drawn: see :func:`~....analysis.config.check_geometry`."""
+        if self.buckets is not None:
+            check_geometry(self.buckets.settings, config, num_prompts)
 
     def filter(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Once rewards are known: the rows to train on; the others are dropped from the queue.
@@ -97,7 +107,22 @@ class Analysis(Analyses):
         step, is_first = trainer.global_steps, trainer.global_steps != self._last_step
         self._last_step = step
         timing = getattr(trainer, "timing_raw", {})
-        return is_first and self.analyse(lambda feature: self._seen(trainer, batch, feature), step, metrics, timing)
+        if not is_first:
+            return False
+        with ExitStack() as self._afterwards:
+            self._trainer = trainer
+            return self.analyse(lambda feature: self._seen(trainer, batch, feature), step, metrics, timing)
+
+    def _separate(self, seed: int) -> Batch:
+        num_groups, group_size = geometry(self.buckets.settings, self._trainer.config)
+        self._afterwards.callback(_clear_all_but, _keys_in_queue())
+        counts, self._counts = self._counts, None
+        try:
+            batch = prepare_batch(self._trainer, num_groups, group_size, seed)
+            self._scale_advantages(batch)
+            return self._seen(self._trainer, batch, "trainer.gradient_analysis_mode")
+        finally:
+            self._counts = counts
 
     def _scale_advantages(self, batch: Any) -> None:
         kept_ratio = 1.0 if self._counts is None else self._counts["kept_ratio"]
@@ -121,6 +146,16 @@ class Analysis(Analyses):
             return well(reports_of(trainer.actor_rollout_wg, record_of_actor))
 
         return Batch(view.tensors, view.labels["uid"], self._counts, ask)
+
+
+def _keys_in_queue() -> set[str]:
+    return set(tq.kv_list(_PARTITION).get(_PARTITION, ()))
+
+
+def _clear_all_but(keys: set[str]) -> None:
+    """What an analysis has left, also one that failed: the trainer would take it for training rollouts."""
+    if others := _keys_in_queue() - keys:
+        tq.kv_clear(keys=list(others), partition_id=_PARTITION)
 
 
 def _filled_up(values: torch.Tensor, num_rows: int) -> torch.Tensor:
