@@ -22,7 +22,7 @@ M, THRESHOLD = 4, 4.0
 PLANTS = {(row, 1 + row % 2): 1e3 for row in range(8)}
 
 
-def searched(plants=PLANTS, batch=None, parts=None, dtype=torch.float32, noise=None, **limits):
+def searched(plants=PLANTS, batch=None, parts=None, dtype=torch.float32, noise=None, clip=1.0, **limits):
     batch = (batch or random_batch(build("tiny"))).planted(plants)
     step = BareStep(shard(build("tiny"), "plain"), batch, M, dtype)
     space = GradientSpace(step.model)
@@ -32,7 +32,8 @@ def searched(plants=PLANTS, batch=None, parts=None, dtype=torch.float32, noise=N
     norm = space.norm()
     spike = Spike("fixed", norm, THRESHOLD, THRESHOLD * batch.num_tokens**0.5, batch.num_tokens)
     increments = parts and [part * norm for part in parts]
-    found = localize(step, space, Ranks(), spike, 1.0, increments, **limits)
+    space.scale(clip)
+    found = localize(step, space, Ranks(), spike, clip, increments, **limits)
     return found, found.num_forwards + 2 * found.num_backwards
 
 
@@ -149,3 +150,13 @@ def test_noisy_shares_are_the_mean_of_several_draws_and_these_are_what_is_kept()
     first, *_ = [entry for entry in found.result.path if entry.phase == "share"]
     assert first.verdict == "untrusted"
     assert found.result.shares.num_draws == 3 and found.result.shares.is_trusted
+
+
+@pytest.mark.parametrize(("plants", "factor"), [({(3, 2): 1e4}, 1.0), ({(3, 2): 1e3}, 8.0), (PLANTS, 1.0)])
+def test_what_clipping_left_of_the_gradient_changes_nothing_that_is_found(plants, factor):
+    healthy, told = random_batch(build("tiny")), []
+    for clip in (1.0, 0.25):  # a power of two rounds nothing
+        found, cost = searched(plants, healthy.edited(advantages=factor * healthy.advantages), clip=clip)
+        culprits = [(culprit.tokens, culprit.norm, culprit.share) for culprit in found.result.culprits]
+        told.append((culprits, found.result.path, found.certificate, cost))
+    assert told[0] == told[1] and told[0][0]
