@@ -11,6 +11,7 @@ from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import Spike
+from gradloc.record import PathEntry
 from gradloc.search import auto, task
 from gradloc.search.candidates import by_coefficient
 from gradloc.search.find import localize
@@ -97,15 +98,20 @@ def check_useless(found):
     assert torch.tensor(found["norm_after"]).isfinite()
 
 
-def test_a_token_that_the_shares_have_weighed_is_no_hint_as_well(monkeypatch):
+def two_planted():
+    """A search of a step with two culprits, and its task."""
     model = shard(build("tiny"), "plain")
     batch = random_batch(model).planted({(3, 2): 1e4, (9, 1): 1e4})
     step, space = BareStep(model, batch, M), GradientSpace(model)
     step.train()
     norm, tau = space.norm(), 20.0 * batch.num_tokens**0.5
     spike = Spike("fixed", norm, 20.0, tau, batch.num_tokens)
-    found = Task(Prober(step, space, Ranks()), space.take(), 1.0, spike, tau, 8, Limit(M, math.inf))
-    search = auto._Search(found)
+    made = Task(Prober(step, space, Ranks()), space.take(), 1.0, spike, tau, 8, Limit(M, math.inf))
+    return auto._Search(made), made
+
+
+def test_a_token_that_the_shares_have_weighed_is_no_hint_as_well(monkeypatch):
+    search, found = two_planted()
     shares = search._measure_of(range(M))
     loudest, second = by_coefficient(found, 2, set())
     weighed = replace(loudest, is_weighed=True)
@@ -113,6 +119,16 @@ def test_a_token_that_the_shares_have_weighed_is_no_hint_as_well(monkeypatch):
     with_hints = search._candidates(shares, with_hints=True)
     assert [candidate.tokens for candidate in with_hints] == [loudest.tokens, second.tokens]
     assert search._candidates(shares, with_hints=False) == [weighed]
+
+
+@pytest.mark.parametrize("is_exhausted", [False, True])
+def test_where_the_sketch_finds_nothing_either_that_is_why_it_stops(monkeypatch, is_exhausted):
+    (search, made), entry = two_planted(), PathEntry("sketch", verdict="measured", note="")
+    sketched = task.SearchResult(path=[entry], exhausted=is_exhausted)
+    monkeypatch.setattr(auto, "sketch", lambda task, named: sketched)
+    found, nothing = search._look_for_hidden(), "no token, segment or sequence (else) stands out: the spike is spread"
+    assert found is search.result and found.path == [entry] and found.exhausted is is_exhausted
+    assert found.stop_reason == (made.limit.words if is_exhausted else nothing)
 
 
 def test_what_a_micro_batch_lacks_is_looked_for_in_the_others_before_it_is_read_again():
