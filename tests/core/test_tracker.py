@@ -7,7 +7,7 @@ import torch
 from gradloc.core import tracker as tracker_module
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
-from gradloc.core.tracker import NormTracker
+from gradloc.core.tracker import NormTracker, median_size
 from tests.bare import BareStep, build, clip_gradient, random_batch, shard
 
 M, LOSS_SCALE = 4, 8.0
@@ -73,6 +73,11 @@ def test_steps_that_spiked_are_not_remembered_and_two_are_needed(monkeypatch):
     found = tracker.history(space, Ranks())
     torch.testing.assert_close(found, (exact / 0.25).expand(2, -1), rtol=1e-4, atol=0.0)
     assert NormTracker(0).history(space, Ranks()) is None
+
+
+def test_a_median_size_is_of_what_is_neither_zero_nor_unknown():
+    assert median_size([torch.tensor([-3.0, 0.0, torch.nan]), torch.tensor([[torch.inf, 1.0], [0.0, 2.0]])]) == 2.0
+    assert median_size([torch.zeros(3)]) == 0.0
 
 
 class Event:

@@ -42,6 +42,22 @@ def test_plain_pixels_are_drawn_and_large_ones_made_smaller():
     assert note is None and found.shape == (84 // 2, 1120 // 2, 3)
 
 
+def test_shades_are_stretched_from_black_to_white():
+    shades = torch.tensor([[-2.0, 0.0], [2.0, float("nan")]]).expand(1, 3, 2, 2)
+    (found,), _ = drawn({"pixel_values": shades})
+    assert found[..., 0].tolist() == [[0, 128], [255, 128]] and (found == found[..., :1]).all()
+    (plain,), _ = drawn({"pixel_values": torch.full((1, 3, 2, 2), 7.0)})
+    assert not plain.any(), "one shade is black"
+
+
+@pytest.mark.parametrize(("width", "shown"), [(768, 768), (769, 385), (1537, 513)])
+def test_at_most_768_pixels_a_side_are_drawn(width, shown):
+    for shape, wanted in (((2, width), (2, shown)), ((width, 2), (shown, 2))):
+        (found,), _ = drawn({"pixel_values": torch.rand(1, 3, *shape)})
+        stride = -(-width // 768)
+        assert found.shape == tuple(-(-size // stride) for size in shape) + (3,) and max(found.shape) == max(wanted)
+
+
 def test_what_is_not_known_or_too_much_is_said():
     assert drawn({"audio_features": torch.ones(3)}) == (
         [],

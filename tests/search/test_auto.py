@@ -11,6 +11,7 @@ from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import Spike
+from gradloc.record import PathEntry
 from gradloc.search import auto, task
 from gradloc.search.candidates import by_coefficient
 from gradloc.search.find import localize
@@ -22,7 +23,7 @@ M, THRESHOLD = 4, 4.0
 PLANTS = {(row, 1 + row % 2): 1e3 for row in range(8)}
 
 
-def searched(plants=PLANTS, batch=None, parts=None, dtype=torch.float32, noise=None, **limits):
+def searched(plants=PLANTS, batch=None, parts=None, dtype=torch.float32, noise=None, clip=1.0, **limits):
     batch = (batch or random_batch(build("tiny"))).planted(plants)
     step = BareStep(shard(build("tiny"), "plain"), batch, M, dtype)
     space = GradientSpace(step.model)
@@ -32,7 +33,8 @@ def searched(plants=PLANTS, batch=None, parts=None, dtype=torch.float32, noise=N
     norm = space.norm()
     spike = Spike("fixed", norm, THRESHOLD, THRESHOLD * batch.num_tokens**0.5, batch.num_tokens)
     increments = parts and [part * norm for part in parts]
-    found = localize(step, space, Ranks(), spike, 1.0, increments, **limits)
+    space.scale(clip)
+    found = localize(step, space, Ranks(), spike, clip, increments, **limits)
     return found, found.num_forwards + 2 * found.num_backwards
 
 
@@ -96,15 +98,20 @@ def check_useless(found):
     assert torch.tensor(found["norm_after"]).isfinite()
 
 
-def test_a_token_that_the_shares_have_weighed_is_no_hint_as_well(monkeypatch):
+def two_planted():
+    """A search of a step with two culprits, and its task."""
     model = shard(build("tiny"), "plain")
     batch = random_batch(model).planted({(3, 2): 1e4, (9, 1): 1e4})
     step, space = BareStep(model, batch, M), GradientSpace(model)
     step.train()
     norm, tau = space.norm(), 20.0 * batch.num_tokens**0.5
     spike = Spike("fixed", norm, 20.0, tau, batch.num_tokens)
-    found = Task(Prober(step, space, Ranks()), space.take(), 1.0, spike, tau, 8, Limit(M, math.inf))
-    search = auto._Search(found)
+    made = Task(Prober(step, space, Ranks()), space.take(), 1.0, spike, tau, 8, Limit(M, math.inf))
+    return auto._Search(made), made
+
+
+def test_a_token_that_the_shares_have_weighed_is_no_hint_as_well(monkeypatch):
+    search, found = two_planted()
     shares = search._measure_of(range(M))
     loudest, second = by_coefficient(found, 2, set())
     weighed = replace(loudest, is_weighed=True)
@@ -112,6 +119,16 @@ def test_a_token_that_the_shares_have_weighed_is_no_hint_as_well(monkeypatch):
     with_hints = search._candidates(shares, with_hints=True)
     assert [candidate.tokens for candidate in with_hints] == [loudest.tokens, second.tokens]
     assert search._candidates(shares, with_hints=False) == [weighed]
+
+
+@pytest.mark.parametrize("is_exhausted", [False, True])
+def test_where_the_sketch_finds_nothing_either_that_is_why_it_stops(monkeypatch, is_exhausted):
+    (search, made), entry = two_planted(), PathEntry("sketch", verdict="measured", note="")
+    sketched = task.SearchResult(path=[entry], exhausted=is_exhausted)
+    monkeypatch.setattr(auto, "sketch", lambda task, named: sketched)
+    found, nothing = search._look_for_hidden(), "no token, segment or sequence (else) stands out: the spike is spread"
+    assert found is search.result and found.path == [entry] and found.exhausted is is_exhausted
+    assert found.stop_reason == (made.limit.words if is_exhausted else nothing)
 
 
 def test_what_a_micro_batch_lacks_is_looked_for_in_the_others_before_it_is_read_again():
@@ -149,3 +166,13 @@ def test_noisy_shares_are_the_mean_of_several_draws_and_these_are_what_is_kept()
     first, *_ = [entry for entry in found.result.path if entry.phase == "share"]
     assert first.verdict == "untrusted"
     assert found.result.shares.num_draws == 3 and found.result.shares.is_trusted
+
+
+@pytest.mark.parametrize(("plants", "factor"), [({(3, 2): 1e4}, 1.0), ({(3, 2): 1e3}, 8.0), (PLANTS, 1.0)])
+def test_what_clipping_left_of_the_gradient_changes_nothing_that_is_found(plants, factor):
+    healthy, told = random_batch(build("tiny")), []
+    for clip in (1.0, 0.25):  # a power of two rounds nothing
+        found, cost = searched(plants, healthy.edited(advantages=factor * healthy.advantages), clip=clip)
+        culprits = [(culprit.tokens, culprit.norm, culprit.share) for culprit in found.result.culprits]
+        told.append((culprits, found.result.path, found.certificate, cost))
+    assert told[0] == told[1] and told[0][0]

@@ -29,7 +29,7 @@ class Spiking:
         self.space = GradientSpace(self.model)
         self.step = BareStep(self.model, self.batch, 4)
 
-    def search(self, typical: dict | None = None, corrupt=lambda space: None, **settings) -> Finding:
+    def search(self, typical: dict | None = None, corrupt=lambda space: None, clip=1.0, **settings) -> Finding:
         self.step.train()
         corrupt(self.space)
         norm = self.space.norm()
@@ -37,7 +37,8 @@ class Spiking:
         tau = THRESHOLD * self.batch.num_tokens**0.5
         spike = Spike(kind, norm, THRESHOLD, tau, self.batch.num_tokens)
         assert spike.kind == "non_finite" or norm > THRESHOLD
-        return localize(self.step, self.space, Ranks(), spike, 1.0, None, typical, **settings)
+        self.space.scale(clip)
+        return localize(self.step, self.space, Ranks(), spike, clip, None, typical, **settings)
 
     def coefficient(self) -> float:
         """The healthy batch's median coefficient, in a history of ten steps."""
@@ -164,6 +165,21 @@ def test_a_bound_larger_than_its_norm_is_tightened_by_one_pass():
     certificate = spiking.search().certificate
     assert certificate.verdict == "explained" and certificate.method == "recompute"
     assert certificate.error_bound < certificate.norm_after / 2
+
+
+@pytest.mark.parametrize("plants", [{}, PLANT])
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_both_are_told_as_they_are_whatever_clipping_left_of_them(plants, is_hooked):
+    told = []
+    for clip in (1.0, 0.25):  # a power of two rounds nothing
+        spiking = Spiking(plants)
+        if is_hooked:
+            spiking.model.head.weight.register_hook(lambda grad: grad * 1e4)
+        else:
+            add_router_loss(spiking.model, 3e4)
+        found = spiking.search(clip=clip, reruns=True)
+        told.append((found.result.source, found.rerun, found.result.path, found.certificate, found.tokens))
+    assert told[0] == told[1] and told[0][0].label == "not_tokens"
 
 
 @pytest.mark.parametrize("plants", [{}, PLANT])

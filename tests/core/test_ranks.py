@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who speaks for which rank: a process alone, and four processes of which two hold the same sequences."""
+
+import math
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from gradloc.core.ranks import PeerFailure, Ranks
+
+
+def test_a_process_alone_is_every_rank():
+    ranks = Ranks()
+    assert (ranks.rank, ranks.size, ranks.process, ranks.num_processes, ranks.is_first) == (0, 1, 0, 1, True)
+    assert ranks.sum([1, 2.5]) == [1.0, 2.5] and ranks.max([1, -math.inf]) == [1.0, -math.inf]
+    assert ranks.all(True) and not ranks.all(False)
+    assert ranks.gather("a") == ranks.gather_first("a") == ["a"] and ranks.sent_by(0, "a") == "a"
+    assert ranks.agree(lambda: "found") == "found"
+
+
+def test_whose_own_part_failed_is_told_with_why():
+    def broken():
+        raise KeyError("no such token")
+
+    with pytest.raises(PeerFailure) as failed:
+        Ranks().agree(broken)
+    assert isinstance(failed.value.__cause__, KeyError) and "no such token" in str(failed.value)
+
+
+@pytest.fixture
+def of_four(monkeypatch):
+    """The last of four processes, which send their numbers; sums and largest are those of all four."""
+
+    def reduced(values, op=dist.ReduceOp.SUM, group=None):
+        values.mul_(4) if op == dist.ReduceOp.SUM else values.add_(1)
+
+    def gathered(values, value, group=None):
+        values[:] = [(value, number) for number in range(4)]
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4)
+    monkeypatch.setattr(dist, "all_reduce", reduced)
+    monkeypatch.setattr(dist, "all_gather_object", gathered)
+    monkeypatch.setattr(distributed_c10d, "_get_object_coll_device", lambda group=None: "cpu")
+
+
+@pytest.mark.parametrize(
+    ("known", "rank", "size", "firsts"),
+    [
+        ({}, 3, 4, [0, 1, 2, 3]),
+        ({"replicas": 2}, 1, 2, [0, 2]),
+        ({"replicas": 2, "rank_of": [0, 1, 0, 1]}, 1, 2, [0, 1]),
+        ({"replicas": 4}, 0, 1, [0]),
+    ],
+)
+def test_the_first_process_of_each_rank_speaks_for_it(of_four, known, rank, size, firsts):
+    ranks = Ranks(**known)
+    assert (ranks.process, ranks.num_processes, ranks.rank, ranks.size, ranks.is_first) == (3, 4, rank, size, False)
+    assert ranks.gather("a") == [("a", first) for first in firsts]
+    assert ranks.sum([0.5]) == [2.0 / known.get("replicas", 1)], "copies count once"
+    assert ranks.max([0.5, math.nan]) == [1.5, math.inf]
