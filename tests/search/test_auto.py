@@ -3,6 +3,7 @@
 
 import math
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,6 +122,48 @@ def test_a_token_that_the_shares_have_weighed_is_no_hint_as_well(monkeypatch):
     assert search._candidates(shares, with_hints=False) == [weighed]
 
 
+@pytest.mark.parametrize(
+    ("known", "part", "is_more"),
+    [
+        ({"closure": 0.7, "square": 334.0}, [0], True),  # what is unseen may be half of what spikes
+        ({"closure": 0.7, "square": 333.0}, [0], False),
+        ({"closure": 0.981, "square": 1e9}, [0], False),  # an error
+        ({"closure": 0.979, "is_trusted": False}, [0], True),
+        ({"closure": 0.7, "noise": 0.16, "is_trusted": False}, [0], False),
+        ({"closure": 0.7, "noise": 0.14, "is_trusted": False}, [0], True),
+        ({"closure": 0.7, "noise": 0.11, "is_trusted": False, "is_noisy": True}, [0], False),
+        ({"closure": 0.7, "noise": 0.09, "is_trusted": False, "is_noisy": True}, [0], True),
+        ({"closure": 1.5, "square": 1600.0, "is_trusted": False}, [0, 1], True),  # something takes as much back
+        ({"closure": 1.5, "square": 1600.0, "is_trusted": False}, [0], False),
+        ({"closure": 1.5, "square": 1601.0, "is_trusted": False}, [1], False),
+        ({"closure": 1.5, "square": 1600.0}, [1], False),
+    ],
+)
+def test_other_micro_batches_are_read_where_they_may_hide_a_culprit(known, part, is_more):
+    search, made = two_planted()
+    search.task = replace(made, increments=[9.0, 10.0, 0.0, 0.0])
+    assert search.task.reference == 20.0
+    shares = SimpleNamespace(**({"noise": 0.0, "square": 1.0, "is_trusted": True, "is_noisy": False} | known))
+    assert search._is_more_to_see(shares, part) is is_more
+    search.task = replace(made, increments=None)
+    assert search._is_more_to_see(shares, part) is (is_more and known["closure"] < 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "closure", "found"),
+    [([], 1.0, 0), ([5.1], 1.0, 1), ([4.9], 1.0, 0), ([2.6], 0.5, 1), ([5.1], -1.5, 1), ([9.0, -8.0, 7.0], 1.0, 0)],
+)
+def test_few_tokens_that_stand_out_of_doubtful_shares_are_tried_with_the_loudest(sizes, closure, found):
+    search, made = two_planted()
+    products = [torch.zeros(part.shape, dtype=torch.float64) for part in map(made.prober.step.token_mask, range(M))]
+    for index, size in enumerate(sizes):
+        products[index][0, 0] = 10.0 * size
+    tried = search._few_loud_tokens(SimpleNamespace(square=100.0, closure=closure, products=products))
+    loudest = [hint.tokens for hint in by_coefficient(made, 2, set())]
+    assert [span.micro_batch for span in tried[:found]] == list(range(found)) and len(loudest) == 2
+    assert [span.tokens for span in tried[found:]] == (loudest if found else [])
+
+
 @pytest.mark.parametrize("is_exhausted", [False, True])
 def test_where_the_sketch_finds_nothing_either_that_is_why_it_stops(monkeypatch, is_exhausted):
     (search, made), entry = two_planted(), PathEntry("sketch", verdict="measured", note="")
@@ -152,6 +195,10 @@ def test_what_is_left_by_the_culprits_own_gradients_is_searched_along_its_own_di
     assert [entry.verdict for entry in path[: at + 3]] == ["measured", "culprit", "measured", "untrusted", "measured"]
     assert path[at + 1].norm == path[at + 2].norm == pytest.approx(path[at].norm, rel=1e-5)
     assert "all micro-batches add up to 1.0" in path[at + 2].note
+    last, _ = searched({(3, 2): 1e3}, healthy.edited(advantages=8 * healthy.advantages), max_culprits=1)
+    assert [entry.verdict for entry in last.result.path[:3]] == ["measured", "culprit", "not_explained"], (
+        "no next round"
+    )
 
 
 def test_where_no_more_may_be_named_and_the_limit_is_spent_no_more_is_counted():
@@ -168,7 +215,9 @@ def test_noisy_shares_are_the_mean_of_several_draws_and_these_are_what_is_kept()
     assert found.result.shares.num_draws == 3 and found.result.shares.is_trusted
 
 
-@pytest.mark.parametrize(("plants", "factor"), [({(3, 2): 1e4}, 1.0), ({(3, 2): 1e3}, 8.0), (PLANTS, 1.0)])
+@pytest.mark.parametrize(
+    ("plants", "factor"), [({(3, 2): 1e4}, 1.0), ({(3, 2): 1e6}, 1.0), ({(3, 2): 1e3}, 8.0), (PLANTS, 1.0)]
+)
 def test_what_clipping_left_of_the_gradient_changes_nothing_that_is_found(plants, factor):
     healthy, told = random_batch(build("tiny")), []
     for clip in (1.0, 0.25):  # a power of two rounds nothing
