@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.adapters.verl09 import as_actor
 from tests.adapters.verl09.megatron import harness
 from tests.world import harness as of_world
+from tests.world import spikes
 from tests.world.harness import NUM_PROMPT
 from tests.world.spikes import plant
 
@@ -133,6 +134,25 @@ def fail_at(failures: list[tuple[str, int, int]], overrides: list[str], dump_dir
     trainer.update(of_world.make_batch(seed=2))
     left = trainer.weights_hash(), torch.get_rng_state().numpy().tobytes()
     return {"left": left, "counted": counted, "failed": failed}
+
+
+def slots(plants: list[tuple[int, int, float]], overrides: list[str], dump_dir: str) -> int:
+    """The slots that the search of one spike takes: of a stage, each as long as its forward of a micro-batch.
+
+    A pass takes one for each micro-batch and each further stage; with its backward, three.
+    """
+    of_step, taken = step_class()._run, []
+
+    def run(self: Any, selections: Any, forward_only: bool, data: Any = None) -> None:
+        taken.append((1 if forward_only else 3) * (len(selections) + self.num_stages - 1))
+        of_step(self, selections, forward_only, data)
+
+    batch = of_world.make_batch()
+    for row, position, advantage in plants:
+        plant(batch, row, position, advantage)
+    with mock.patch.object(step_class(), "_run", run):
+        make_trainer(spikes.ON + overrides, dump_dir).update(batch)
+    return sum(taken)
 
 
 def step_class() -> type:
