@@ -3,7 +3,7 @@
 
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -58,7 +58,16 @@ def model_dir(engine_world: World, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def train(engine_world: World, model_dir: Path) -> Callable[..., list[Any]]:
-    """``train(overrides, **kwargs)``: :func:`harness.train` on two ranks; each rank's answer."""
-    return lambda overrides=(), **kwargs: engine_world.run(
-        f"{HARNESS}.train", overrides=list(overrides), model_dir=str(model_dir), **kwargs
-    )
+    """``train(overrides, **kwargs)``: :func:`harness.train` on two ranks; each rank's answer.
+
+    What verl alone leaves is computed once, unless ``is_again`` is given.
+    """
+    kept: dict[str, list[Any]] = {}
+
+    def run(overrides: Iterable[str] = (), is_again: bool = False, **kwargs: Any) -> list[Any]:
+        given = {"overrides": list(overrides), **kwargs}
+        if is_again or not kwargs.get("stock") or repr(given) not in kept:
+            kept[repr(given)] = engine_world.run(f"{HARNESS}.train", model_dir=str(model_dir), **given)
+        return kept[repr(given)]
+
+    return run

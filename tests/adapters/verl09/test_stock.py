@@ -19,9 +19,12 @@ LAYOUTS = {
 }
 
 
+PLANTS = ((5, 3, 1e4),)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_repeats_bit_for_bit(train, layout):
-    first, second = (train(LAYOUTS[layout], stock=True) for _ in range(2))
+    first, second = (train(LAYOUTS[layout], is_again, stock=True, plants=PLANTS) for is_again in (False, True))
     assert first[0]["engine"] == "FSDPEngineWithLMHead"
     for one, other in zip(first, second, strict=True):
         assert one["weights"] == other["weights"] and one["rng"] == other["rng"]
@@ -29,6 +32,6 @@ def test_training_repeats_bit_for_bit(train, layout):
 
 
 def test_a_planted_advantage_is_a_spike(train):
-    healthy, spiked = (train(stock=True, plants=plants)[0]["norms"] for plants in ((), ((5, 3, 1e4),)))
+    healthy, spiked = (train(stock=True, plants=plants)[0]["norms"] for plants in ((), PLANTS))
     assert healthy[0] == spiked[0]
     assert spiked[1] > 100 * healthy[1]
