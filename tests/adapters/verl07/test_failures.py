@@ -24,7 +24,7 @@ def test_a_rank_that_fails_at_any_collective_boundary_is_heard_by_all_and_recove
     """
     overrides = [*ON, f"{ACTOR}.gradloc.search.strategy={strategy}", f"{ACTOR}.ppo_mini_batch_size=8"]
     overrides.append(f"{ACTOR}.ppo_micro_batch_size_per_gpu=2")
-    arguments = dict(overrides=overrides, dump_dir=dump_dir, timeout_s=60)
+    arguments = dict(overrides=overrides, dump_dir=dump_dir, timeout_s=240)
     untouched = world.run("failures.fail_at_boundaries", first=-2, **arguments)
     for first in range(1, 400, stride):
         answers = world.run("failures.fail_at_boundaries", first=first, **arguments)
