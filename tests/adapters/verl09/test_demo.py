@@ -15,6 +15,7 @@ from tests.experiments.real import run_to_the_end
 NAME = catalog.DEMO_VERL09.name
 KNOBS = {"GRPO_MAX_GRAD_NORM": "0.25", "GRPO_TEMPERATURE": "0.8", "GRPO_LEARNING_RATE": "3e-6"}
 
+MEGATRON = "model_engine=megatron"
 
 OTHERS = [name for name in catalog.names() if catalog.load(name).is_installed and name != NAME]
 
@@ -32,13 +33,13 @@ def composed(engine_world, tmp_path_factory):
     variables = {name: str(folder / value) for name, value in {**names, "CKPTS_DIR": "ckpts", "KK_DATA": "kk"}.items()}
     for name in ("PYTHONPATH", "VERL_USE_EXTERNAL_MODULES", "VERL_FILE_LOGGER_PATH"):
         variables[name] = "set"
-    cases = [(NAME, ["seed=7"], KNOBS), *((name, [], {}) for name in OTHERS)]
+    cases = [(NAME, ["seed=7"], KNOBS), (NAME, [MEGATRON], {}), *((name, [], {}) for name in OTHERS)]
     # verl keeps `algorithm` as it is written.
     read = {"parts": ("actor_rollout_ref.actor", "actor_rollout_ref.rollout"), "variables": variables}
     made, _ = engine_world.run("configs.experiments", configs=str(catalog.CONFIGS), cases=cases, **read)
 
-    def look_up(name):
-        found = made[[case[0] for case in cases].index(name)]
+    def look_up(name, number=0):
+        found = made[[case[0] for case in cases].index(name) + number]
         assert "error" not in found, found["error"]
         assert found["config"]["trainer"]["experiment_name"] == name
         return found["config"]
@@ -55,6 +56,12 @@ def test_the_demos_config_becomes_verls_dataclasses_and_takes_its_seed_and_knobs
     assert worker["actor"]["bisect_dump_dir"] == str(composed.folder / "run, dir=1" / "gradloc")
     assert (worker["actor"]["optim"]["clip_grad"], worker["actor"]["optim"]["lr"]) == (0.25, 3e-6)
     assert worker["rollout"]["temperature"] == 0.8
+
+
+def test_the_demo_is_megatrons_where_that_is_asked_for(composed):
+    actor = composed(NAME, 1)["actor_rollout_ref"]["actor"]
+    assert actor["strategy"] == "megatron" and actor["megatron"]["tensor_model_parallel_size"] == 2
+    assert "fsdp_config" not in actor and actor["gradloc"]["enable"] is True
 
 
 def test_the_published_experiment_has_its_knobs_on_this_verl(composed):
@@ -80,10 +87,11 @@ def test_what_needs_the_patch_is_refused_on_this_verl():
 
 
 @pytest.mark.e2e
-def test_the_demo_names_exactly_the_token_that_it_planted(tmp_path):
+@pytest.mark.parametrize("engine", ["dp", pytest.param("megatron", marks=pytest.mark.slow)])
+def test_the_demo_names_exactly_the_token_that_it_planted(tmp_path, engine):
     jsonschema = pytest.importorskip("jsonschema")
     run_dir = tmp_path / "a run"
-    short = ["demo.steps=3", "demo.fault.first_step=2", "demo.fault.last_step=2"]
+    short = [f"model_engine={engine}", "demo.steps=3", "demo.fault.first_step=2", "demo.fault.last_step=2"]
     printed = run_to_the_end("demo", "verl=0.9.1", *short, run_dir=run_dir, VERL09_PYTHON=sys.executable)
     assert "FOUND: the event names exactly the token that was planted" in printed
     assert (run_dir / "report.html").is_file()
