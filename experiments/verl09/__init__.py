@@ -3,7 +3,7 @@
 
 - `platform`  a machine without an accelerator; loaded in every process by `VERL_USE_EXTERNAL_MODULES`
 - `engine`    what vLLM needs there, for `demo-vllm`
-- `megatron`  what Megatron-Core needs there, for the tests
+- `megatron`  what Megatron-Core needs there, for the tests and the demo
 - `order`     puts a batch's rows in an order that does not change from run to run
 - `rollout`   generates, behind verl's agent loop; loaded with the demo's `fault` by `model.external_lib`
 - `rows`      a batch of its queue, as what plants something sees it

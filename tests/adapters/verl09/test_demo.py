@@ -16,6 +16,7 @@ from tests.experiments.real import run_to_the_end
 NAME = catalog.DEMO_VERL09.name
 KNOBS = {"GRPO_MAX_GRAD_NORM": "0.25", "GRPO_TEMPERATURE": "0.8", "GRPO_LEARNING_RATE": "3e-6"}
 
+MEGATRON = "model_engine=megatron"
 
 EXPLOSION = catalog.EXPLOSION_VERL09
 EXPLOSION_KNOBS = {**KNOBS, "RUNAWAY_PENALTY_MULTIPLIER": "0.4"}
@@ -37,6 +38,7 @@ def composed(engine_world, tmp_path_factory):
         variables[name] = "set"
     cases = [
         (NAME, ["seed=7"], KNOBS),
+        (NAME, [MEGATRON], {}),
         *((name, [], {}) for name in OTHERS),
         *((EXPLOSION.name, [*arm.overrides], {}) for arm in EXPLOSION.arms if arm.overrides),
         (EXPLOSION.name, [], EXPLOSION_KNOBS),
@@ -63,6 +65,12 @@ def test_the_demos_config_becomes_verls_dataclasses_and_takes_its_seed_and_knobs
     assert worker["actor"]["bisect_dump_dir"] == str(composed.folder / "run, dir=1" / "gradloc")
     assert (worker["actor"]["optim"]["clip_grad"], worker["actor"]["optim"]["lr"]) == (0.25, 3e-6)
     assert worker["rollout"]["temperature"] == 0.8
+
+
+def test_the_demo_is_megatrons_where_that_is_asked_for(composed):
+    actor = composed(NAME, [MEGATRON])["actor_rollout_ref"]["actor"]
+    assert actor["strategy"] == "megatron" and actor["megatron"]["tensor_model_parallel_size"] == 2
+    assert "fsdp_config" not in actor and actor["gradloc"]["enable"] is True
 
 
 def test_the_published_experiment_has_its_knobs_on_this_verl(composed):
@@ -112,10 +120,11 @@ def test_the_stale_token_explodes_is_named_and_is_compared_with_the_healthy_twin
 
 
 @pytest.mark.e2e
-def test_the_demo_names_exactly_the_token_that_it_planted(tmp_path):
+@pytest.mark.parametrize("engine", ["dp", pytest.param("megatron", marks=pytest.mark.slow)])
+def test_the_demo_names_exactly_the_token_that_it_planted(tmp_path, engine):
     jsonschema = pytest.importorskip("jsonschema")
     run_dir = tmp_path / "a run"
-    short = ["demo.steps=3", "demo.fault.first_step=2", "demo.fault.last_step=2"]
+    short = [f"model_engine={engine}", "demo.steps=3", "demo.fault.first_step=2", "demo.fault.last_step=2"]
     printed = run_to_the_end("demo", "verl=0.9.1", *short, run_dir=run_dir, VERL09_PYTHON=sys.executable)
     assert "FOUND: the event names exactly the token that was planted" in printed
     assert (run_dir / "report.html").is_file()
