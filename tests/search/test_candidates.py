@@ -212,7 +212,7 @@ def spread(bounds, size=1, closure=1.0, threshold=4.0, room=8, num_tokens=100):
     ("given", "why", "is_few"),
     [
         ({"bounds": []}, "no span of tokens carries a culprit's part of it", False),
-        ({"bounds": [7.0]}, None, True),  # what is left is under the threshold
+        ({"bounds": [7.0]}, None, True),  # the rest is under the threshold
         ({"bounds": [7.0], "size": 50}, "the loudest spans, 50% of the batch's tokens, carry 70% of it", False),
         ({"bounds": [7.6], "size": 50}, None, False),
         ({"bounds": [7.0], "size": 50, "closure": 0.93}, None, False),  # three quarters of what was measured

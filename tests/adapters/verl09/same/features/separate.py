@@ -15,7 +15,7 @@ from ...harness import make_trainer
 
 
 def prepare(overrides: list[str], model_dir: str, failing: bool) -> dict[str, Any]:
-    """A step's analysis up to the workers: what the trainer's twin saw, and what is left behind.
+    """Run a step's analysis up to the workers; report what the trainer's twin saw and what stays in the queue.
 
     Args:
         overrides: of verl's config.
