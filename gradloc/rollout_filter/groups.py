@@ -36,37 +36,31 @@ class Groups:
         return float(np.mean(self.reward_std == 0.0)) if len(self) else 0.0
 
 
-def group_rows(uids: Sequence[str], rewards: Sequence[float], lengths: Sequence[int]) -> Groups:
+def groups_of(uids: Sequence[str], token_scores: Any, response_mask: Any) -> Groups:
     """Group the rows of a batch by prompt.
 
     Args:
         uids: the prompt's name of each row; rows of a prompt need not stand together.
-        rewards: sum of the token-level scores of each row, before any KL penalty.
-        lengths: response tokens of each row.
-    """
-    number: dict[str, int] = {}
-    of_row = np.array([number.setdefault(str(uid), len(number)) for uid in uids], dtype=np.int64)
-    rewards, lengths = np.asarray(rewards, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
-    members = [np.flatnonzero(of_row == group) for group in range(len(number))]
-    return Groups(
-        uids=tuple(number),
-        of_row=of_row,
-        sizes=np.array([len(rows) for rows in members], dtype=np.int64),
-        reward_std=np.array([_std(rewards[rows]) for rows in members], dtype=np.float64),
-        reward_mean=np.array([rewards[rows].mean() for rows in members], dtype=np.float64),
-        length_mean=np.array([lengths[rows].mean() for rows in members], dtype=np.float64),
-    )
-
-
-def groups_of(uids: Sequence[str], token_scores: Any, response_mask: Any) -> Groups:
-    """The groups of a batch of R rows.
-
-    Args:
-        uids: the prompt's name of each row.
         token_scores: tensor (R, T), the rewards before any KL penalty.
         response_mask: tensor (R, T).
     """
     return group_rows(uids, token_scores.double().sum(-1).tolist(), response_mask.sum(-1).tolist())
+
+
+def group_rows(uids: Sequence[str], rewards: Sequence[float], lengths: Sequence[int]) -> Groups:
+    """The same by each row's reward and number of response tokens."""
+    number: dict[str, int] = {}
+    of_row = np.array([number.setdefault(str(uid), len(number)) for uid in uids], dtype=np.int64)
+    reward, length = np.asarray(rewards, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
+    rows = [np.flatnonzero(of_row == group) for group in range(len(number))]
+    return Groups(
+        uids=tuple(number),
+        of_row=of_row,
+        sizes=np.array([len(members) for members in rows], dtype=np.int64),
+        reward_std=np.array([_std(reward[members]) for members in rows], dtype=np.float64),
+        reward_mean=np.array([reward[members].mean() for members in rows], dtype=np.float64),
+        length_mean=np.array([length[members].mean() for members in rows], dtype=np.float64),
+    )
 
 
 def _std(values: np.ndarray) -> float:

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...rollout_filter.choose import kept_groups
+from ...rollout_filter.choose import advantage_scale, kept_groups
 from ...rollout_filter.config import FilterSettings
 from ...rollout_filter.groups import groups_of
-from ...rollout_filter.rank import advantage_scale
 
 FILTER_KEY = "gradloc_filter"
 """In a filtered batch's meta info: what the filter did, in numbers."""

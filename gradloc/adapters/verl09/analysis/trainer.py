@@ -16,9 +16,8 @@ import transfer_queue as tq
 from ....analysis.analyses import Analyses
 from ....analysis.config import check_geometry, check_separate, geometry
 from ....analysis.reporter import Batch
-from ....rollout_filter.choose import kept_groups
+from ....rollout_filter.choose import advantage_scale, kept_groups
 from ....rollout_filter.groups import groups_of
-from ....rollout_filter.rank import advantage_scale
 from ...verl_common.analyses import FILLER, analyses_in, refuse_pictures, run_of, well
 from ...verl_common.reports import reports_of
 from ..batch import fetch, put, view_of
