@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantage Reweighting: a token's advantage, scaled down the less likely the token was."""
+"""Advantage Reweighting: the less likely a token was, the more its advantage is scaled down."""
 
 import torch
 
@@ -23,6 +23,6 @@ def reweight(advantages: torch.Tensor, old_log_prob: torch.Tensor, alpha: float)
 
 
 def kept_share(before: torch.Tensor, after: torch.Tensor, mask: torch.Tensor) -> float:
-    """What is left of all tokens' absolute advantages (B, T)."""
+    """The share of the tokens' absolute advantages (B, T) that is left."""
     total = before[mask].abs().sum()
     return float(after[mask].abs().sum() / total) if total > 0 else 1.0

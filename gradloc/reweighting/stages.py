@@ -31,24 +31,20 @@ _ADDITIVE = ("actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/entropy", "a
 
 @dataclass(frozen=True)
 class Stage:
-    """One of the two updates."""
+    """One of the two updates: the tokens below the threshold (``low``) or the others (``high``)."""
 
     name: str
-    """``low`` or ``high``: the tokens below the threshold, or the others."""
     mask: torch.Tensor
     """(B, T) bool, a part of the response mask."""
 
 
 def split(old_log_prob: torch.Tensor, response_mask: torch.Tensor, config: LoptiConfig) -> list[Stage]:
-    """Cut the response tokens in two, in the order in which they are to be updated.
+    """Cut the response tokens in two, disjoint and complete, in the order of their updates; either may be empty.
 
     Args:
         old_log_prob: (B, T), of the policy before the update.
         response_mask: (B, T), 1 on response tokens.
         config: threshold or quantile, and order.
-
-    Returns:
-        Two stages, disjoint and complete; either may be empty.
     """
     tokens = response_mask.bool()
     prob = old_log_prob.float().exp()
@@ -62,70 +58,62 @@ def split(old_log_prob: torch.Tensor, response_mask: torch.Tensor, config: Lopti
     return stages if config.eta >= 0 else stages[::-1]
 
 
-class Lopti:
-    """Runs a step's actor update in two stages."""
+def update_in_stages(
+    config: LoptiConfig,
+    old_log_prob: torch.Tensor,
+    response_mask: torch.Tensor,
+    update_stage: Callable[[Stage, bool], dict[str, Any]],
+) -> dict[str, Any]:
+    """Update the low- and the high-probability tokens one after the other.
 
-    def __init__(self, config: LoptiConfig):
-        self.config = config
+    A stage without a token on any rank is left out, with a warning.
 
-    def update(
-        self,
-        old_log_prob: torch.Tensor,
-        response_mask: torch.Tensor,
-        update_stage: Callable[[Stage, bool], dict[str, Any]],
-    ) -> dict[str, Any]:
-        """Update the low- and the high-probability tokens one after the other.
+    Args:
+        config: of the split and of the learning-rate schedule.
+        old_log_prob: (B, T), of the policy before the update.
+        response_mask: (B, T), 1 on response tokens.
+        update_stage: (stage, whether the learning-rate schedule stays where it is) -> one whole update of the actor
+            on the stage's tokens, with every other advantage 0. Returns the update's metrics, a list each.
 
-        A stage without a token on any rank is left out, and said so.
-
-        Args:
-            old_log_prob: (B, T), of the policy before the update.
-            response_mask: (B, T), 1 on response tokens.
-            update_stage: one whole update of the actor on a stage's tokens, with every other advantage 0; told whether
-                it leaves the learning-rate schedule where it is. Returns the update's metrics, a list each.
-
-        Returns:
-            The metrics of both: ``lopti/<stage>/*`` apart, and under their own names both together (losses and counts
-            added, other values side by side).
-        """
-        stages = split(old_log_prob, response_mask, self.config)
-        filled = [stage for stage in stages if stage.mask.any()] or stages[-1:]
-        if len(filled) < len(stages):
-            empty = next(stage.name for stage in stages if stage is not filled[0])
-            logger.warning(
-                "algorithm.lopti: this batch has no %s-probability token, so it is updated in one stage; see "
-                "algorithm.lopti.eta and quantile",
-                empty,
-            )
-        keeps = [not self.config.step_lr_each_stage] * (len(filled) - 1) + [False]
-        found = [update_stage(stage, keep) for stage, keep in zip(filled, keeps, strict=True)]
-        return self._merged(stages, filled, found)
-
-    def _merged(self, stages: list[Stage], filled: list[Stage], found: list[dict[str, Any]]) -> dict[str, Any]:
-        together: dict[str, Any] = {}
-        for metrics in found:
-            for key, value in metrics.items():
-                together[key] = value if key not in together else _join(key, together[key], value)
-        ours = joined([{key: value[0] for key, value in metrics.items() if _is_one(key, value)} for metrics in found])
-        together |= {key: [value] for key, value in ours.items()}
-        num_tokens = sum(int(stage.mask.sum()) for stage in stages)
-        for stage in stages:
-            together[f"lopti/{stage.name}/share"] = [int(stage.mask.sum()) / max(num_tokens, 1)]
-        for stage, metrics in zip(filled, found, strict=True):
-            for key, value in metrics.items():
-                if key.startswith("actor/"):
-                    together[f"lopti/{stage.name}/{key.removeprefix('actor/')}"] = value
-        return together
+    Returns:
+        The metrics of both: ``lopti/<stage>/*`` for each, and under their own names those of both together (losses
+        and counts added, other values side by side).
+    """
+    stages = split(old_log_prob, response_mask, config)
+    filled = [stage for stage in stages if stage.mask.any()] or stages[-1:]
+    if len(filled) < len(stages):
+        empty = next(stage.name for stage in stages if stage is not filled[0])
+        logger.warning(
+            "algorithm.lopti: this batch has no %s-probability token, so it is updated in one stage; see "
+            "algorithm.lopti.eta and quantile",
+            empty,
+        )
+    metrics = [update_stage(stage, not config.step_lr_each_stage and stage is not filled[-1]) for stage in filled]
+    num_tokens = sum(int(stage.mask.sum()) for stage in stages)
+    shares = {f"lopti/{stage.name}/share": [int(stage.mask.sum()) / max(num_tokens, 1)] for stage in stages}
+    return merged([stage.name for stage in filled], metrics) | shares
 
 
-def _is_one(key: str, value: Any) -> bool:
-    """Whether it is one of the driver's: one number, where verl's own have a list over ranks or micro-batches."""
-    return is_ours(key) and len(value) == 1 and isinstance(value[0], int | float)
+def merged(names: list[str], updates: list[dict[str, Any]]) -> dict[str, Any]:
+    """The stages' metrics, together and apart: each a list over ranks, as verl has them, of numbers or of lists."""
+    both: dict[str, Any] = {}
+    for metrics in updates:
+        for key, values in metrics.items():
+            if key not in both:
+                both[key] = values
+            else:
+                both[key] = _added(both[key], values) if key in _ADDITIVE else [*both[key], *values]
+    # ours are one number each, of the driver
+    ours = joined([{key: values[0] for key, values in metrics.items() if _is_one(key, values)} for metrics in updates])
+    both |= {key: [value] for key, value in ours.items()}
+    for name, metrics in zip(names, updates, strict=True):
+        own = {key.removeprefix("actor/"): values for key, values in metrics.items() if key.startswith("actor/")}
+        both |= {f"lopti/{name}/{key}": values for key, values in own.items()}
+    return both
 
 
-def _join(key: str, first: Any, second: Any) -> Any:
-    """One metric of two updates: a list over ranks, of numbers or of lists over micro-batches, as verl has them."""
-    return _added(first, second) if key in _ADDITIVE else [*first, *second]
+def _is_one(key: str, values: list[Any]) -> bool:
+    return is_ours(key) and len(values) == 1 and isinstance(values[0], int | float)
 
 
 def _added(first: Any, second: Any) -> Any:

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from gradloc.loop.metrics import is_ours, joined
-from gradloc.reweighting.stages import Lopti, Stage
+from gradloc.reweighting.stages import merged
 
 
 @pytest.mark.parametrize("whose", ["gradloc/", "gradloc/critic_"])
@@ -26,21 +26,9 @@ def test_what_belongs_together_is_of_the_update_nearest_its_threshold(order):
 
 
 def test_the_stages_of_lopti_are_joined_so_too():
-    def output(**metrics):
-        return {name.replace("__", "/"): value for name, value in metrics.items()}
-
-    import torch
-
-    stages = [Stage("low", torch.ones(1, 2, dtype=torch.bool)), Stage("high", torch.ones(1, 2, dtype=torch.bool))]
-    outputs = [
-        output(
-            gradloc__unwritten=[2], gradloc__threshold=[3.0], gradloc__norm_over_threshold=[0.5], actor__pg_loss=[1.0]
-        ),
-        output(
-            gradloc__unwritten=[3], gradloc__threshold=[9.0], gradloc__norm_over_threshold=[2.0], actor__pg_loss=[0.5]
-        ),
-    ]
-    merged = Lopti._merged(None, stages, stages, outputs)
-    assert (merged["gradloc/unwritten"], merged["gradloc/threshold"]) == ([5], [9.0])
-    assert merged["gradloc/norm_over_threshold"] == [2.0] and merged["actor/pg_loss"] == [1.5]
+    near = {"gradloc/unwritten": [2], "gradloc/threshold": [3.0], "gradloc/norm_over_threshold": [0.5]}
+    nearest = {"gradloc/unwritten": [3], "gradloc/threshold": [9.0], "gradloc/norm_over_threshold": [2.0]}
+    both = merged(["low", "high"], [near | {"actor/pg_loss": [1.0]}, nearest | {"actor/pg_loss": [0.5]}])
+    assert (both["gradloc/unwritten"], both["gradloc/threshold"]) == ([5], [9.0])
+    assert both["gradloc/norm_over_threshold"] == [2.0] and both["actor/pg_loss"] == [1.5]
     assert not is_ours("actor/pg_loss")

@@ -78,22 +78,6 @@ def recorded_steps(trainer: Any) -> list[torch.Tensor]:
     return steps
 
 
-def train(overrides: list[str], dump_dir: str, num_steps: int = 3) -> dict[str, Any]:
-    """A few updates; weights, norms and the metrics of the last."""
-    trainer = make_trainer(overrides, dump_dir, dropout=0.1)
-    norms = []
-    for seed in range(num_steps):
-        out = trainer.update(make_batch(seed=seed))
-        norms.append(out["metrics"]["actor/grad_norm"])
-    state = torch.get_rng_state()
-    return {
-        "weights": trainer.weights_hash(),
-        "norms": norms,
-        "rng": state.numpy().tobytes(),
-        "metrics": {name: value for name, value in out["metrics"].items() if "perf/" not in name},
-    }
-
-
 def by_hand(dump_dir: str, eta: float) -> dict[str, Any]:
     """Lopti through the hook, and the same two updates called one after the other by hand."""
     settings = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.1"]
@@ -115,63 +99,36 @@ def by_hand(dump_dir: str, eta: float) -> dict[str, Any]:
     return {"ours": ours.weights_hash(), "by_hand": plain.weights_hash()}
 
 
-def spike_in_a_stage(dump_dir: str, is_low: bool) -> dict[str, Any]:
-    """A spike planted among the low- or the high-probability tokens, with the localizer on."""
-    on = ["actor_rollout_ref.actor.spike_detection=true", "actor_rollout_ref.actor.grad_norm_threshold=640"]
-    trainer = make_trainer([*on, ALGORITHM], dump_dir)
-    batch = batch_of(1)
-    prob = batch.batch["old_log_probs"].exp()
-    mask = batch.batch["response_mask"].bool()
-    wanted = mask & ((prob < 0.3) if is_low else (prob > 0.7))
-    row, position = wanted.nonzero()[3].tolist()
-    plant(batch, row, position, 1e5)
+def spikes(dump_dir: str, stages: list[str], max_events: int = 1) -> dict[str, Any]:
+    """Spikes planted among the low- or the high-probability tokens, with the localizer on."""
+    actor = "actor_rollout_ref.actor"
+    on = [f"{actor}.spike_detection=true", f"{actor}.grad_norm_threshold=640"]
+    trainer = make_trainer([*on, f"{actor}.gradloc.trigger.max_events_per_step={max_events}", ALGORITHM], dump_dir)
+    batch, planted = batch_of(1), []
+    prob, mask = batch.batch["old_log_probs"].exp(), batch.batch["response_mask"].bool()
+    for wanted in [prob < 0.3 if stage == "low" else prob > 0.7 for stage in stages]:
+        planted.append(tuple((mask & wanted).nonzero()[3].tolist()))
+        plant(batch, *planted[-1], 1e5)
     out = trainer.update(batch)
     return {
-        "planted": (row, position),
-        "events": [
-            {"found": address(e), "stage": e["step"]["stage"], "verdict": e["certificate"]["verdict"]}
-            for e in out["events"]
-        ],
+        "planted": planted,
+        "events": [(address(e), e["step"]["stage"], e["certificate"]["verdict"]) for e in out["events"]],
         "metrics": out["metrics"],
-        "histories": sorted(trainer.driver.state()["histories"]),
-    }
-
-
-def spikes_by_history(dump_dir: str) -> dict[str, Any]:
-    """Thresholds that each stage's own history makes."""
-    trainer = make_trainer(["actor_rollout_ref.actor.spike_detection=true", ALGORITHM], dump_dir)
-    for seed in range(4):
-        trainer.update(batch_of(seed))
-    return {
-        stage: [history["positions"], sum(len(position["log_norms"]) for position in history["positions"])]
-        for stage, history in trainer.driver.state()["histories"].items()
     }
 
 
 def learned_by_stage(dump_dir: str) -> dict[str, Any]:
-    """What the stabilizers have learned of each stage after three updates, for the checkpoint."""
-    stabilize = "actor_rollout_ref.actor.gradloc.stabilize"
-    on = [f"{stabilize}.layer_clip.rule=adagc", f"{stabilize}.skip_step.enable=true"]
-    trainer = make_trainer([*on, ALGORITHM], dump_dir)
+    """What trigger and stabilizers have learned of each stage after three updates."""
+    actor = "actor_rollout_ref.actor"
+    stabilize = [f"{actor}.gradloc.stabilize.{key}" for key in ("layer_clip.rule=adagc", "skip_step.enable=true")]
+    trainer = make_trainer([f"{actor}.spike_detection=true", *stabilize, ALGORITHM], dump_dir)
     for seed in range(3):
         out = trainer.update(batch_of(seed))
-    norms = {stage: out["metrics"][f"lopti/{stage}/grad_norm"][0] for stage in ("low", "high")}
-    return {"state": trainer.hook.stabilizers.state(), "last_norms": norms}
-
-
-def spikes_in_both_stages(dump_dir: str, max_events: int) -> list[str]:
-    """The stages whose spikes were localized, in a step that has one in each."""
-    trainer = make_trainer(
-        [
-            "actor_rollout_ref.actor.spike_detection=true",
-            "actor_rollout_ref.actor.grad_norm_threshold=640",
-            f"actor_rollout_ref.actor.gradloc.trigger.max_events_per_step={max_events}",
-            ALGORITHM,
-        ],
-        dump_dir,
-    )
-    batch = batch_of(1)
-    prob, mask = batch.batch["old_log_probs"].exp(), batch.batch["response_mask"].bool()
-    for wanted in (mask & (prob < 0.3), mask & (prob > 0.7)):
-        plant(batch, *wanted.nonzero()[3].tolist(), 1e5)
-    return [event["step"]["stage"] for event in trainer.update(batch)["events"]]
+    return {
+        "histories": {
+            stage: [position["log_norms"] for position in history["positions"]]
+            for stage, history in trainer.driver.state()["histories"].items()
+        },
+        "state": trainer.hook.stabilizers.state(),
+        "last_norms": {stage: out["metrics"][f"lopti/{stage}/grad_norm"][0] for stage in ("low", "high")},
+    }

@@ -15,7 +15,7 @@ from verl.utils.device import get_device_id
 from ...config import GradLocConfig
 from ...core.ranks import Ranks
 from ...keys import POLICY_KEY, ROW_KEY
-from ...reweighting import STAGE_MASK_KEY, STAGE_NAME_KEY
+from ...reweighting.stages import STAGE_MASK_KEY, STAGE_NAME_KEY
 from ...stabilize import STABILIZER_KEY
 from ..verl_common.watch import Watch
 from .step import ActorStep

@@ -18,15 +18,8 @@ from ...loop.batch import BatchView
 from ...loop.driver import sequence_ids
 from ...loop.wire import RankReport
 from ...names import refuse_unknown_names
-from ...reweighting import (
-    ADVANTAGES_BEFORE_KEY,
-    KEEPS_LR_SCHEDULE_KEY,
-    STAGE_MASK_KEY,
-    STAGE_NAME_KEY,
-    Stage,
-    kept_share,
-    reweight,
-)
+from ...reweighting.advantages import ADVANTAGES_BEFORE_KEY, kept_share, reweight
+from ...reweighting.stages import KEEPS_LR_SCHEDULE_KEY, STAGE_MASK_KEY, STAGE_NAME_KEY, Stage, update_in_stages
 from ...stabilize import STABILIZER_KEY
 from ...stabilize.memory import build_memory
 from ..verl_common.driver import build_driver
@@ -157,7 +150,9 @@ class TrainerHook(TrainerParts):
             return outputs[-1].meta_info["metrics"]
 
         try:
-            metrics = self.lopti.update(batch.batch["old_log_probs"], batch.batch["response_mask"], update_stage)
+            metrics = update_in_stages(
+                self.lopti, batch.batch["old_log_probs"], batch.batch["response_mask"], update_stage
+            )
         finally:
             batch.batch["advantages"] = advantages
             batch.batch.pop(STAGE_MASK_KEY, None)

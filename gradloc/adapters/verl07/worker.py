@@ -6,7 +6,7 @@ from typing import Any
 from verl import DataProto
 from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 
-from ...reweighting import KEEPS_LR_SCHEDULE_KEY
+from ...reweighting.stages import KEEPS_LR_SCHEDULE_KEY
 from ..verl_common.reports import answer
 from .analysis_actor import RECORD_KEY, analyze
 

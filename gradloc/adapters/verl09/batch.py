@@ -12,7 +12,7 @@ from verl.utils import tensordict_utils as tu
 
 from ...keys import SEQUENCE_KEY
 from ...loop.batch import BatchView
-from ...reweighting import STAGE_MASK_KEY
+from ...reweighting.stages import STAGE_MASK_KEY
 
 _OF_RESPONSE = ("response_mask", "advantages", "old_log_probs")
 _OPTIONAL = ("ref_log_prob", "rollout_log_probs", "rollout_is_weights", "rm_scores", STAGE_MASK_KEY)

@@ -14,7 +14,7 @@ import torch
 from verl.workers.utils import losses
 from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
-from ...reweighting import STAGE_MASK_KEY
+from ...reweighting.stages import STAGE_MASK_KEY
 from ...stabilize.ratio_clip import TokenWeigher
 from .packed import pack, padded, scaled
 

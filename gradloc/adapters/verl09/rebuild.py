@@ -28,7 +28,7 @@ from ...core.gradients import GradientSpace
 from ...keys import ROW_KEY
 from ...replay.bundle import Bundle, Entry, ReplayError
 from ...replay.dealt import Replayed
-from ...reweighting import STAGE_MASK_KEY
+from ...reweighting.stages import STAGE_MASK_KEY
 from ...stabilize.config import SeqClipConfig, StabilizeConfig, TokenClipConfig
 from ...stabilize.ratio_clip import TokenWeigher
 from ..verl_common.loading import (

@@ -19,7 +19,8 @@ from ...keys import POLICY_KEY, ROW_KEY
 from ...loop.metrics import joined
 from ...loop.wire import Policy, RankReport
 from ...names import refuse_unknown_names
-from ...reweighting import STAGE_MASK_KEY, Stage, kept_share, reweight
+from ...reweighting.advantages import kept_share, reweight
+from ...reweighting.stages import STAGE_MASK_KEY, Stage, update_in_stages
 from ...stabilize.memory import build_memory
 from ..verl_common.driver import VerlDriver, build_driver
 from ..verl_common.reports import reports_of
@@ -134,7 +135,7 @@ class TrainerSide(TrainerParts):
             self._update_once(update, found, stage.name, keeps_lr_schedule)
             return {name: [value] for name, value in found.items()}
 
-        found = self.lopti.update(whole["old_log_probs"], whole["response_mask"], update_stage)
+        found = update_in_stages(self.lopti, whole["old_log_probs"], whole["response_mask"], update_stage)
         put(batch, {"advantages": data["advantages"]})
         metrics.update(reduce_metrics(found))
         return batch

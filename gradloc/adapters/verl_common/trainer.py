@@ -10,7 +10,7 @@ from ...health.config import HealthConfig
 from ...health.monitor import Monitor
 from ...loop.batch import BatchView
 from ...record.state import load_states, save_states
-from ...reweighting import Lopti
+from ...reweighting import LoptiConfig
 from ...stabilize.memory import StabilizerMemory
 from .driver import VerlDriver
 
@@ -18,12 +18,12 @@ _WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")
 """verl's advantage estimators that do not compare a prompt's rollouts: equal rewards still teach them something."""
 
 
-def reweighting_of(config: Any) -> tuple[float, Lopti | None]:
+def reweighting_of(config: Any) -> tuple[float, LoptiConfig | None]:
     """Advantage Reweighting's alpha, and Lopti; a config without the blocks has them off."""
     blocks = [config.algorithm.get(name) for name in ("advantage_reweighting", "lopti")]
     alpha, lopti = (None if block is None else omega_conf_to_dataclass(block) for block in blocks)
     is_on = lopti is not None and lopti.enable
-    return (0.0 if alpha is None else alpha.alpha), (Lopti(lopti) if is_on else None)
+    return (0.0 if alpha is None else alpha.alpha), (lopti if is_on else None)
 
 
 def build_monitor(config: Any, grad_clip: Any) -> Monitor | None:
@@ -74,7 +74,7 @@ class TrainerParts:
         spikes: VerlDriver | None = None,
         critic: VerlDriver | None = None,
         alpha: float = 0.0,
-        lopti: Lopti | None = None,
+        lopti: LoptiConfig | None = None,
         stabilizers: StabilizerMemory | None = None,
         monitor: Monitor | None = None,
         analysis: Any = None,
