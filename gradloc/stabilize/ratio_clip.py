@@ -2,8 +2,8 @@
 """Weights for tokens and sequences that drifted away from the policy that wrote them.
 
 The ratio is pi_theta / pi_rollout: the policy being trained over the one that sampled the response, engine differences
-included. TokenClip bounds it per token, SeqClip its geometric mean per sequence; the published rules of these names are
-not public, these are ours. The weight multiplies the token's loss, is never above 1 and never differentiated.
+included. TokenClip bounds each token's ratio, SeqClip each sequence's geometric mean. The published rules of these
+names are not public; these are ours. The weight multiplies the token's loss, never exceeds 1 and has no gradient.
 
 Shapes: B rows of the micro-batch, T response positions.
 """
@@ -29,7 +29,7 @@ def ratio_weights(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """One weight per token from its own ratio, or from its sequence's.
 
-    Inside of the bounds the weight is 1. ``mask`` gives 0 outside. ``clamp`` gives upper / r above, so that r times its
+    Inside the bounds the weight is 1. Outside, ``mask`` gives 0. ``clamp`` gives upper / r above, so that r times its
     weight is the truncated ratio, and r / lower below: the further out of bounds, the less the token counts.
 
     Args:
@@ -41,9 +41,8 @@ def ratio_weights(
         lower: smallest ratio, in (0, 1]; None for no bound.
 
     Returns:
-        weights (B, T) in [0, 1], 1 outside of the response, NaN where a clamped ratio is; and ``share`` (of response
-        tokens outside of the bounds), ``ratio_max`` and ``ratio_min``. Without response tokens: ones, and numbers that
-        say nothing happened.
+        weights (B, T) in [0, 1], 1 outside the response, NaN where a clamped ratio is; and ``share`` (of response
+        tokens out of bounds), ``ratio_max`` and ``ratio_min``. Without response tokens: ones, share 0, ratios 1.
     """
     is_token = response_mask.bool()
     if not is_token.any():
@@ -62,11 +61,10 @@ def ratio_weights(
     else:
         nearest = log_ratio.clamp(math.log(lower) if lower > 0 else -math.inf, math.log(upper))
         weights = torch.exp(-(log_ratio - nearest).abs())
-    of_tokens = ratio[is_token]
     return weights, {
         "share": (~is_inside)[is_token].float().mean().item(),
-        "ratio_max": of_tokens.max().item(),
-        "ratio_min": of_tokens.min().item(),
+        "ratio_max": ratio[is_token].max().item(),
+        "ratio_min": ratio[is_token].min().item(),
     }
 
 
@@ -83,8 +81,8 @@ class TokenWeigher:
         log_prob: torch.Tensor,
         given: torch.Tensor | None,
         metrics: dict[str, Any],
-    ) -> torch.Tensor | None:
-        """The factors on the token losses of one micro-batch.
+    ) -> torch.Tensor:
+        """The factors on the token losses of one micro-batch: ``given`` times the weight of each clip that is on.
 
         Args:
             model_inputs: the micro-batch, with ``rollout_log_probs`` and ``response_mask`` (B, T).
@@ -92,14 +90,9 @@ class TokenWeigher:
             given: factors (B, T) that the trainer computed; None for ones.
             metrics: receives what each clip did.
 
-        Returns:
-            ``given`` times the weight of each clip that is on (B, T); ``given`` itself while none is.
-
         Raises:
-            ValueError: one sentence, where the rollout's log-probs did not come with the batch.
+            ValueError: the batch came without the rollout's log-probs.
         """
-        if not self._clips:
-            return given
         if "rollout_log_probs" not in model_inputs:
             raise ValueError(
                 "actor_rollout_ref.actor.gradloc.stabilize.token_clip and seq_clip need the rollout's log-probs, found "
@@ -107,9 +100,9 @@ class TokenWeigher:
             )
         log_ratio = log_prob.detach().float() - model_inputs["rollout_log_probs"]
         for name, level, clip in self._clips:
-            weights, found = ratio_weights(
+            weights, numbers = ratio_weights(
                 log_ratio, model_inputs["response_mask"], level, clip.mode, clip.upper, clip.lower
             )
             given = weights if given is None else given * weights
-            metrics.update({f"gradloc/{name}/{key}": value for key, value in found.items()})
+            metrics.update({f"gradloc/{name}/{key}": value for key, value in numbers.items()})
         return given

@@ -2,9 +2,8 @@
 """Skip a step whose gradient norm is far above the last ones: the rule of OLMo-core's SkipStepOptimizer.
 
 A step is skipped when its norm is more than ``num_deviations`` standard deviations above the mean of the last
-``window`` norms. As there, a norm that was skipped still enters the window, so a level that really moved is accepted
-soon, and one outlier widens the bound for the following ones. Norms that are not finite stay out. Ours looks at the
-norm alone (a policy-gradient loss says little) and decides on the host, where verl has the norm anyway.
+``window`` norms. As there, a skipped norm still enters the window, so a level that really moved is soon accepted, and
+one outlier widens the bound for the next steps. We judge by the norm alone, since a policy-gradient loss says little.
 """
 
 import math
@@ -17,7 +16,7 @@ from .config import SkipStepConfig
 
 
 class SkipStep:
-    """Decides step after step."""
+    """Judges step after step."""
 
     def __init__(self, settings: SkipStepConfig):
         self._num_deviations = settings.num_deviations
@@ -31,7 +30,7 @@ class SkipStep:
         return statistics.fmean(self._norms) + self._num_deviations * statistics.stdev(self._norms)
 
     def is_outlier(self, norm: float) -> bool:
-        """Whether to skip the step; learns its norm either way, unless that is not finite."""
+        """Whether to skip the step; learns its norm either way, unless it is not finite."""
         threshold = self.threshold()
         if not math.isfinite(norm):
             return False
@@ -43,6 +42,6 @@ class SkipStep:
         return {"norms": list(self._norms)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state` gave."""
+        """Restore what :meth:`state` gave."""
         self._norms.clear()
         self._norms.extend(float(norm) for norm in state["norms"])

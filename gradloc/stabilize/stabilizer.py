@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a trainer's actor calls: the stabilizers on the real gradient, sharded as it is.
 
-Every rank decides alike without asking: the norms come out of one reduction, and the statistics follow from them.
-With ``layer_clip`` that reduction replaces verl's own, nothing is clipped before localization has looked, and what is
-clipped is what localization decided to take. The layers learn from steps that are taken only. Lopti's two stages
-have gradients of different size: each learns from its own.
+Every rank decides alike without asking: the norms come out of one reduction, and the statistics follow from them. With
+``layer_clip`` that reduction replaces verl's own clip: localization looks first, and what it decides to take is
+clipped. Only steps that are taken teach the layers. Lopti's two stages have gradients of different size, so each
+learns from its own.
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def _tensor_of(name: str) -> str:
-    """A parameter's name whatever wraps its module."""
+    """A parameter's name without the modules that FSDP and checkpointing wrap around."""
     return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
 
 
@@ -33,27 +33,18 @@ _GROUPS = {"layer": layer_of, "kind": kind_of, "tensor": _tensor_of}
 
 
 class Stabilizer:
-    """The stabilizers of one actor, called at its seams in the order of the methods."""
+    """The stabilizers of one actor, which calls the methods in their order."""
 
     def __init__(self, settings: StabilizeConfig, grad_clip: float):
         self.settings, self._grad_clip = settings, grad_clip
         self.weigher = TokenWeigher(settings) if settings.weighs_tokens else None
         """Weighs the token losses; None where nothing does."""
+        self.clips_layers = settings.layer_clip.rule != "off"
+        """Whether :meth:`measure` replaces verl's clipping."""
         self._group = _GROUPS[settings.layer_clip.group]
         self._by_stage: dict[str, dict[str, Any]] = {}
-        self._turn_to("")
-        self._space: GradientSpace
-        self._squares: torch.Tensor
-        self._metrics: dict[str, list[float]] = {}
-        self._num_nonfinite = 0
-        self._num_skipped = 0
 
-    @property
-    def clips_layers(self) -> bool:
-        """Whether :meth:`measure` stands in for verl's clipping."""
-        return self._layer_clip is not None
-
-    def begin_update(self, space: GradientSpace, stage: str, learned: dict[str, Any] | None) -> None:
+    def begin_update(self, space: GradientSpace, stage: str, learned: Mapping[str, Any] | None) -> None:
         """Prepare for an update.
 
         Args:
@@ -61,70 +52,72 @@ class Stabilizer:
             stage: which of Lopti's two updates this is; "" for the only one.
             learned: statistics from a checkpoint, on the first update after a resume.
         """
-        self._turn_to(stage)
         self._space = space
-        self._metrics, self._num_nonfinite, self._num_skipped = {}, 0, 0
+        self._metrics: dict[str, list[float]] = {}
         if learned is not None:
             self._load_state(learned)
+        parts = self._parts_of(stage)
+        self._layer_clip: LayerClip | None = parts.get("layer_clip")
+        self._skip_step: SkipStep | None = parts.get("skip_step")
+        self._num_nonfinite = self._num_skipped = 0
 
     def measure(self) -> torch.Tensor:
-        """Norm of the gradient in ``.grad``, which stays as it is; one reduction for all layers.
-
-        Returns:
-            float64 scalar, the same on every rank; NaN or inf when an element is not finite.
-        """
+        """Norm of what is in ``.grad``, by one reduction for all layers: a float64 scalar, the same on every rank, NaN
+        or inf when an element is not finite."""
         self._squares = self._space.squares()
         return self._squares.sum().sqrt()
 
     def before_step(self, grad_norm: torch.Tensor) -> torch.Tensor:
-        """Skip the step, or clip its layers, in place; learns from it.
+        """Skip the step, or clip its layers in place; learn from it.
 
         Args:
             grad_norm: scalar, of the gradient that the step would take, before clipping. 0: there is none (the action
-                on a spike took it away), so there is nothing to do or to learn. Not finite: verl takes no step.
+                on a spike removed it), so there is nothing to do or to learn. Not finite: verl takes no step.
 
         Returns:
-            ``grad_norm``: what is reported is the norm before clipping, also of a step that is skipped.
+            ``grad_norm``: the trainer reports the norm before clipping, also of a skipped step.
         """
         norm = float(grad_norm)
         is_step = math.isfinite(norm) and norm > 0
-        threshold = None if self._skip_step is None else self._skip_step.threshold()
-        if is_step and self._skip_step is not None and self._skip_step.is_outlier(norm):
-            # without gradients the optimizer skips every parameter: no moment, no weight decay, no step count
-            self._space.clear()
-            self._num_skipped += 1
-            is_step = False
         if self._skip_step is not None:
-            self._note("skip_step/threshold", threshold or 0.0)
+            self.note({"gradloc/skip_step/threshold": self._skip_step.threshold() or 0.0})
+            if is_step and self._skip_step.is_outlier(norm):
+                # without gradients the optimizer skips every parameter: no moment, no weight decay, no step count
+                self._space.clear()
+                self._num_skipped += 1
+                is_step = False
         if self._layer_clip is not None:
-            self._clip_layers(is_step)
+            self._clip_layers(self._layer_clip, is_step)
         return grad_norm
 
-    def _clip_layers(self, is_step: bool) -> None:
+    def _clip_layers(self, layer_clip: LayerClip, is_step: bool) -> None:
         norms = norms_by(self._group, self._space.names, self._squares)
         self._num_nonfinite += sum(not math.isfinite(norm) for norm in norms.values())
-        factors = self._layer_clip.clip(norms) if is_step else dict.fromkeys(norms, 1.0)
+        factors = layer_clip.clip(norms) if is_step else dict.fromkeys(norms, 1.0)
         self._space.scale_each([factors[self._group(name)] for name in self._space.names])
         after = math.sqrt(sum((factors[layer] * norm) ** 2 for layer, norm in norms.items())) if is_step else 0.0
-        self._note("layer_clip/share", sum(factor < 1 for factor in factors.values()) / len(factors))
-        self._note("layer_clip/scale_min", min(factors.values()))
-        self._note("layer_clip/norm_after", after)
+        self.note(
+            {
+                "gradloc/layer_clip/share": sum(factor < 1 for factor in factors.values()) / len(factors),
+                "gradloc/layer_clip/scale_min": min(factors.values()),
+                "gradloc/layer_clip/norm_after": after,
+            }
+        )
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Keep a micro-batch's or an optimizer step's numbers, to be added with the update's."""
+        for name, value in metrics.items():
+            self._metrics.setdefault(name, []).append(value)
 
     def end_update(self, metrics: dict[str, Any]) -> None:
-        """Add what every rank reports alike."""
+        """Add the update's metrics, the same on every rank."""
         if self._layer_clip is not None:
             self._metrics["gradloc/layer_clip/nonfinite"] = [self._num_nonfinite]
             self._metrics["gradloc/layer_clip/warmup"] = [float(self._layer_clip.is_warming_up)]
         if self._skip_step is not None:
             self._metrics["gradloc/skip_step/skipped"] = [self._num_skipped]
         metrics.update(self._metrics)
-        self.__dict__.pop("_squares", None)
         del self._space
-
-    def note(self, metrics: Mapping[str, float]) -> None:
-        """Keep a micro-batch's or an optimizer step's numbers, to be added with the update's."""
-        for name, value in metrics.items():
-            self._metrics.setdefault(name, []).append(value)
 
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the next checkpoint: what was learned, the same on every rank."""
@@ -132,31 +125,22 @@ class Stabilizer:
 
     # ---- inside
 
-    def _note(self, name: str, value: float) -> None:
-        self.note({f"gradloc/{name}": value})
-
-    def _turn_to(self, stage: str) -> None:
-        """Go on with what was learned from this stage of Lopti's; "" is the only stage of an ordinary update."""
-        parts = self._parts(stage)
-        self._layer_clip: LayerClip | None = parts.get("layer_clip")
-        self._skip_step: SkipStep | None = parts.get("skip_step")
-
-    def _parts(self, stage: str) -> dict[str, Any]:
+    def _parts_of(self, stage: str) -> dict[str, Any]:
         """What learns and is on, for one stage."""
         if stage not in self._by_stage:
-            settings, parts = self.settings, {}
-            if settings.layer_clip.rule != "off":
-                parts["layer_clip"] = LayerClip(settings.layer_clip, self._grad_clip)
-            if settings.skip_step.enable:
-                parts["skip_step"] = SkipStep(settings.skip_step)
+            parts: dict[str, Any] = {}
+            if self.clips_layers:
+                parts["layer_clip"] = LayerClip(self.settings.layer_clip, self._grad_clip)
+            if self.settings.skip_step.enable:
+                parts["skip_step"] = SkipStep(self.settings.skip_step)
             self._by_stage[stage] = parts
         return self._by_stage[stage]
 
-    def _load_state(self, state: dict[str, Any]) -> None:
-        for stage, of_stage in state.items():
-            for name, part in self._parts(stage).items():
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        for stage, learned in state.items():
+            for name, part in self._parts_of(stage).items():
                 try:
-                    part.load_state(of_stage[name])
+                    part.load_state(learned[name])
                 except (KeyError, TypeError, ValueError, AttributeError) as error:
                     logger.warning(
                         "gradloc: %s starts without history, since the checkpoint's statistics do not fit (%r)",

@@ -4,7 +4,6 @@
 import copy
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,18 +53,13 @@ def group_of(name: str, group: str) -> str:
     return "embedding" if "embed_tokens" in parts else "norm"
 
 
-def watch(trainer: Any, group: str, change: Callable | None = None) -> list[dict[str, Any]]:
-    """Note the whole gradient before anything is clipped and as the optimizer gets it.
-
-    ``change(step, trainer)`` edits ``.grad`` in place first: a planted gradient.
-    """
+def watch(trainer: Any) -> list[dict[str, Any]]:
+    """Note the whole gradient of every step, before anything is clipped and as the optimizer gets it."""
     seen: list[dict[str, Any]] = []
     owner, name = trainer.steps_in
     step = trainer.optimizer.step
 
     def all_watched():
-        if change is not None:
-            change(len(seen), trainer)
         seen.append({"before": gather(trainer)})
         return getattr(type(owner), name)(owner)  # on verl 0.9 another class with the first update
 
@@ -86,51 +80,13 @@ def norms_of(gradient: dict[str, list[float]], group: str) -> dict[str, float]:
     return {key: slow.norm(part) for key, part in values.items()}
 
 
-def equalize(trainer: Any, group: str, spiking: str, factor: float) -> None:
-    """Give every group's gradient norm 1, and one of them ``factor``."""
-    norms = norms_of(gather(trainer), group)
-    assert spiking in norms, sorted(norms)
-    for name, param in trainer.module.named_parameters():
-        if param.grad is not None:
-            key = group_of(name, group)
-            local(param.grad).mul_((factor if key == spiking else 1.0) / norms[key])
-
-
-def spike_one_layer(
-    overrides: list[str], dump_dir: str, group: str, spiking: str, factor: float, num_steps: int
-) -> dict[str, Any]:
-    """All groups at norm 1 but for one, which spikes in the last step; what is left of each."""
-
-    def change(step: int, trainer: Any) -> None:
-        equalize(trainer, group, spiking, factor if step == num_steps - 1 else 1.0)
-
-    trainer = make_trainer(overrides, dump_dir)
-    seen = watch(trainer, group, change)
-    for seed in range(num_steps):
-        metrics = trainer.update(make_batch(seed=seed))["metrics"]
-    before, after = seen[-1]["before"], seen[-1]["after"]
-    sizes, cosines = {}, {}
-    for key, norm in norms_of(before, group).items():
-        pairs = [
-            pair
-            for name in before
-            if group_of(name, group) == key
-            for pair in zip(before[name], after[name], strict=True)
-        ]
-        size = slow.norm([value for _, value in pairs])
-        sizes[key] = size / norm
-        cosines[key] = sum(a * b for a, b in pairs) / (norm * size)
-    same = {key: all(before[name] == after[name] for name in before if group_of(name, group) == key) for key in sizes}
-    return {"sizes": sizes, "cosines": cosines, "same": same, "metrics": metrics}
-
-
 def clip_as_the_slow_version(
     overrides: list[str], dump_dir: str, group: str, rule: str, settings: dict[str, Any]
 ) -> dict[str, Any]:
     """Real gradients over some steps, some with a culprit; the optimizer's gradient held against
     the whole gradient clipped by plain loops."""
     trainer = make_trainer(overrides, dump_dir)
-    seen = watch(trainer, group)
+    seen = watch(trainer)
     reported = []
     for seed in range(8):
         batch = make_batch(seed=seed)
@@ -140,80 +96,43 @@ def clip_as_the_slow_version(
         reported.append({key: values[0] for key, values in metrics.items()})
     norms = [norms_of(step["before"], group) for step in seen]
     factors = getattr(slow, rule)(norms, grad_clip=trainer.grad_clip, **settings)
-    worst = 0.0
+    worst, untouched = 0.0, []
     for step, of_step in zip(seen, factors, strict=True):
         for name, part in step["before"].items():
             factor = of_step[group_of(name, group)]
+            if factor == 1.0:
+                untouched.append(part == step["after"][name])
             for value, found in zip(part, step["after"][name], strict=True):
                 worst = max(worst, abs(found - factor * value) / (abs(factor * value) + 1e-8))
     return {
         "worst": worst,
+        "untouched": untouched,
         "factors": [list(of_step.values()) for of_step in factors],
         "norms": [slow.norm(of_step.values()) for of_step in norms],
         "after": [slow.norm(norms_of(step["after"], group).values()) for step in seen],
         "metrics": reported,
-        "weights": trainer.weights_hash(),
-        "num_groups": len(norms[0]),
-    }
-
-
-def skip_an_outlier(overrides: list[str], dump_dir: str) -> dict[str, Any]:
-    """Healthy steps, then one with a culprit, then a healthy one."""
-    trainer = make_trainer(overrides, dump_dir)
-    seen = watch(trainer, "layer")
-    hashes, metrics = [], []
-    for seed in range(6):
-        batch = make_batch(seed=seed)
-        if seed == 4:
-            plant(batch, 6, 2, 1e5)
-        out = trainer.update(batch)
-        hashes.append(trainer.weights_hash())
-        metrics.append({key: values[0] for key, values in out["metrics"].items()})
-    return {
-        "hashes": hashes,
-        "metrics": metrics,
-        "norms": [slow.norm(norms_of(step["before"], "layer").values()) for step in seen],
-        "state": trainer.hook.stabilizers.state(),
     }
 
 
 def learn(kinds: list[str], overrides: list[str], dump_dir: str) -> list[dict[str, Any]]:
-    """One update per kind of batch: ``healthy``, ``spike`` or ``nan``; what each one taught."""
+    """One update per kind of batch: ``healthy``, ``spike``, ``nan`` or ``overflow`` (of fp16's loss scale); what each
+    one taught."""
     trainer = make_trainer(overrides, dump_dir)
     answers = []
     for seed, kind in enumerate(kinds):
         batch = make_batch(seed=seed)
-        if kind == "spike":
-            plant(batch, 6, 2, 1e5)
-        if kind == "nan":
-            plant(batch, 6, 2, float("nan"))
+        if kind in ("spike", "nan"):
+            plant(batch, 6, 2, {"spike": 1e5, "nan": float("nan")}[kind])
+        if kind == "overflow":
+            trainer.scaler._scale.fill_(2.0**120)
         out = trainer.update(batch)
+        if kind == "overflow":
+            trainer.scaler._scale.fill_(8.0)
         answers.append(
             {
                 "state": copy.deepcopy(trainer.hook.stabilizers.state()),
                 "metrics": {key: values[0] for key, values in out["metrics"].items()},
                 "actions": [event["action"]["taken"] for event in out["events"]],
-                "weights": trainer.weights_hash(),
-            }
-        )
-    return answers
-
-
-def overflow_and_recover(overrides: list[str], dump_dir: str) -> list[dict[str, Any]]:
-    """fp16: a loss scale that is far too large in the second of four updates."""
-    trainer = make_trainer(overrides, dump_dir)
-    answers = []
-    for seed in range(4):
-        scaler = trainer.scaler
-        if seed == 1:
-            scaler._scale.fill_(2.0**120)
-        out = trainer.update(make_batch(seed=seed))
-        if seed == 1:
-            scaler._scale.fill_(8.0)
-        answers.append(
-            {
-                "norm": out["metrics"]["actor/grad_norm"][0][0],
-                "state": copy.deepcopy(trainer.hook.stabilizers.state()),
                 "weights": trainer.weights_hash(),
             }
         )
@@ -230,11 +149,7 @@ def resume(overrides: list[str], dump_dir: str, num_steps: int, cut: int) -> dic
     whole.hook.save(str(folder))
     second = make_trainer(overrides, dump_dir)
     with torch.no_grad():
-        for new, old in zip(
-            second.module.parameters(),
-            whole.module.parameters(),
-            strict=True,
-        ):
+        for new, old in zip(second.module.parameters(), whole.module.parameters(), strict=True):
             local(new).copy_(local(old))
     second.optimizer.load_state_dict(copy.deepcopy(whole.optimizer.state_dict()))
     second.hook.load(str(folder))
@@ -244,7 +159,6 @@ def resume(overrides: list[str], dump_dir: str, num_steps: int, cut: int) -> dic
         "whole": (whole.weights_hash(), norms, whole.hook.stabilizers.state()),
         "resumed": (second.weights_hash(), again, second.hook.stabilizers.state()),
         "saved": json.loads((folder / "gradloc.json").read_text()),
-        "metrics": sorted(key for key in again[-1] if key.startswith("gradloc/")),
     }
 
 
@@ -261,7 +175,7 @@ def update(trainer: Any, seed: int) -> dict[str, Any]:
 
 
 def weigh(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``ratio_weights`` of random log-ratios, and the answers of the slow version and of verl's own function."""
+    """``ratio_weights`` of random log-ratios, and the answers of verl's own function."""
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
 
     generator = torch.Generator().manual_seed(0)
@@ -273,26 +187,16 @@ def weigh(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     answers = []
     for case in cases:
         weights, metrics = ours("stabilize.ratio_clip").ratio_weights(log_ratio, mask, **case)
-        counted = mask.bool()
         bounds = [math.inf if case["upper"] is None else case["upper"], case["lower"] or 0.0]
         kept, of_verl = compute_rollout_rejection_mask(log_ratio, mask, case["level"], *bounds)
-        expected = slow.token_weights(log_ratio.tolist(), mask.tolist(), **case)
-        answers.append(
-            {
-                "found": weights[counted].tolist(),
-                "expected": torch.tensor(expected)[counted].tolist(),
-                "metrics": metrics,
-                "verl_keeps": kept[counted].tolist(),
-                "verl_metrics": {
-                    "share": of_verl["rollout_rs_masked_fraction"],
-                    "ratio_max": of_verl["rollout_rs_max"],
-                    "ratio_min": of_verl["rollout_rs_min"],
-                },
-                "log_ratio": log_ratio[counted].tolist(),
-            }
-        )
-    empty, metrics = ours("stabilize.ratio_clip").ratio_weights(log_ratio, torch.zeros_like(mask), **cases[0])
-    return [*answers, {"empty": empty.tolist(), "metrics": metrics}]
+        verl_metrics = {
+            "share": of_verl["rollout_rs_masked_fraction"],
+            "ratio_max": of_verl["rollout_rs_max"],
+            "ratio_min": of_verl["rollout_rs_min"],
+        }
+        found = {"weights": weights[mask.bool()].tolist(), "verl_keeps": kept[mask.bool()].tolist()}
+        answers.append({**found, "metrics": metrics, "verl_metrics": verl_metrics})
+    return answers
 
 
 def loss_under(overrides: list[str], layout: list[str], dump_dir: str) -> dict[str, Any]:
@@ -311,16 +215,7 @@ def loss_under(overrides: list[str], layout: list[str], dump_dir: str) -> dict[s
     weights = torch.ones_like(log_prob)
     for level, clip in (("token", stabilize.token_clip), ("geometric", stabilize.seq_clip)):
         if clip.mode != "off":
-            weights *= torch.tensor(
-                slow.token_weights(
-                    log_ratio,
-                    mask,
-                    level=level,
-                    mode=clip.mode,
-                    upper=clip.upper,
-                    lower=clip.lower,
-                )
-            )
+            weights *= torch.tensor(slow.token_weights(log_ratio, mask, level=level, **vars(clip)))
     batch.batch["rollout_is_weights"] = weights
     expected = plain.update(batch)
     return {

@@ -15,88 +15,26 @@ ORIGINAL = [*FSDP1, f"{ACTOR}.fsdp_config.use_orig_params=true"]
 FP16 = [f"{ACTOR}.fsdp_config.dtype=float16"]
 LOG_PROBS = ["actor_rollout_ref.rollout.calculate_log_probs=true"]
 OFFLOADED = [f"{ACTOR}.fsdp_config.offload_policy=true"]
-LAYOUTS = {
-    "FSDP2 by layer": ([], "layer"),
-    "FSDP2 with offload_policy, by layer": (OFFLOADED, "layer"),
-    "FSDP2 by kind": ([], "kind"),
-    "FSDP2 by tensor": ([], "tensor"),
-    "FSDP1 by layer": (FSDP1, "layer"),
-    "FSDP1 with original parameters, by layer": (ORIGINAL, "layer"),
-    "FSDP1 with original parameters, by kind": (ORIGINAL, "kind"),
-    "FSDP1 with original parameters, by tensor": (ORIGINAL, "tensor"),
+LEARN = "tests.stabilize.scenarios.learn"
+CASES = {
+    "FSDP2, by layer, adagc": ([], "layer", "adagc"),
+    "FSDP1, by layer, zscore": (FSDP1, "layer", "zscore"),
+    "FSDP1 with original parameters, by tensor, adagc": (ORIGINAL, "tensor", "adagc"),
+    "FSDP2, by kind, zscore": ([], "kind", "zscore"),
+    "FSDP2 with offload_policy, by layer, adagc": (OFFLOADED, "layer", "adagc"),
 }
-CASES = [
-    ("FSDP2 by layer", "adagc"),
-    ("FSDP1 by layer", "zscore"),
-    ("FSDP1 with original parameters, by tensor", "adagc"),
-    ("FSDP2 by kind", "zscore"),
-    ("FSDP2 with offload_policy, by layer", "adagc"),
-]
-CASES += [
-    pytest.param(*case, marks=pytest.mark.slow)
-    for case in (
-        ("FSDP2 by layer", "zscore"),
-        ("FSDP2 by tensor", "zscore"),
-        ("FSDP1 by layer", "adagc"),
-        ("FSDP1 with original parameters, by layer", "zscore"),
-        ("FSDP1 with original parameters, by kind", "adagc"),
-    )
-]
-SPIKING = {"layer": "layer 1", "kind": "mlp", "tensor": "model.layers.1.mlp.up_proj.weight"}
-FACTOR = 50.0
+SLOW_CASES = {
+    "FSDP2, by layer, zscore": ([], "layer", "zscore"),
+    "FSDP2, by tensor, zscore": ([], "tensor", "zscore"),
+    "FSDP1, by layer, adagc": (FSDP1, "layer", "adagc"),
+    "FSDP1 with original parameters, by layer, zscore": (ORIGINAL, "layer", "zscore"),
+    "FSDP1 with original parameters, by kind, adagc": (ORIGINAL, "kind", "adagc"),
+}
 
 
 def rule(name, group, **settings):
     given = {"rule": name, "group": group, **settings}
     return [f"{CLIP}.{key}={value}" for key, value in given.items()]
-
-
-@pytest.mark.parametrize("layout", ["FSDP2 by layer", "FSDP1 by layer"])
-def test_under_the_global_clip_one_spiking_layer_shrinks_all_others(world, dump_dir, layout):
-    overrides, group = LAYOUTS[layout]
-    arguments = dict(dump_dir=dump_dir, group=group, spiking="layer 1", num_steps=1)
-    calm, _ = world.run(
-        "tests.stabilize.scenarios.spike_one_layer",
-        overrides=[*overrides, f"{ACTOR}.grad_clip=1e9"],
-        factor=1.0,
-        **arguments,
-    )
-    num_layers = len(calm["sizes"])
-    found, _ = world.run(
-        "tests.stabilize.scenarios.spike_one_layer",
-        # the limit is the norm without the spike, so that it alone makes the clip act
-        overrides=[*overrides, f"{ACTOR}.grad_clip={math.sqrt(num_layers)}"],
-        factor=FACTOR,
-        **arguments,
-    )
-    expected = 1 / math.sqrt(1 + (FACTOR**2 - 1) / num_layers)
-    assert expected < 0.05
-    for layer, size in found["sizes"].items():
-        assert size == pytest.approx(expected, rel=1e-4), layer
-
-
-@pytest.mark.parametrize(("layout", "name"), CASES)
-def test_under_layer_clip_the_others_keep_their_direction_and_size(world, dump_dir, layout, name):
-    overrides, group = LAYOUTS[layout]
-    found, _ = world.run(
-        "tests.stabilize.scenarios.spike_one_layer",
-        overrides=[*overrides, *rule(name, group, warmup=3), f"{ACTOR}.grad_clip=1e9"],
-        dump_dir=dump_dir,
-        group=group,
-        spiking=SPIKING[group],
-        factor=FACTOR,
-        num_steps=4,
-    )
-    allowed = {"adagc": 2.0, "zscore": math.exp(6 * 0.05)}[name]
-    for key, size in found["sizes"].items():
-        if key == SPIKING[group]:
-            assert size == pytest.approx(allowed / FACTOR, rel=1e-3)
-            assert found["cosines"][key] == pytest.approx(1.0, abs=1e-6)
-        else:
-            assert found["same"][key], key
-    num_groups = len(found["sizes"])
-    share = found["metrics"]["gradloc/layer_clip/share"]
-    assert share == [[pytest.approx(1 / num_groups)]] * 2
 
 
 SETTINGS = {
@@ -105,9 +43,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("layout", "name"), CASES)
-def test_the_optimizer_gets_the_whole_gradient_clipped_by_plain_loops(world, dump_dir, layout, name):
-    overrides, group = LAYOUTS[layout]
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)])
+def test_the_optimizer_gets_the_whole_gradient_clipped_by_plain_loops(world, dump_dir, case):
+    overrides, group, name = (CASES | SLOW_CASES)[case]
     settings = dict(SETTINGS[name])
     expected = dict(settings)
     if name == "adagc":
@@ -122,10 +60,11 @@ def test_the_optimizer_gets_the_whole_gradient_clipped_by_plain_loops(world, dum
     )
     for found in answers:
         assert found["worst"] < 1e-5
+        assert len(found["untouched"]) > 5 and all(found["untouched"]), "what is not clipped keeps its bits"
         assert min(found["factors"][5]) < 0.1, "the culprit of step 6 is clipped"
         for step, metrics in enumerate(found["metrics"]):
             factors = found["factors"][step]
-            share = sum(factor < 1 for factor in factors) / found["num_groups"]
+            share = sum(factor < 1 for factor in factors) / len(factors)
             assert metrics["actor/grad_norm"][0] == pytest.approx(found["norms"][step], rel=1e-5)
             assert metrics["gradloc/layer_clip/share"] == [pytest.approx(share)]
             assert metrics["gradloc/layer_clip/scale_min"] == [pytest.approx(min(factors))]
@@ -136,21 +75,17 @@ def test_the_optimizer_gets_the_whole_gradient_clipped_by_plain_loops(world, dum
 @pytest.mark.parametrize("layout", [[], OFFLOADED, FSDP1, FSDP1 + FP16], ids=["FSDP2", "offloaded", "FSDP1", "fp16"])
 def test_an_outlier_is_skipped_and_leaves_weights_and_moments_as_they_were(world, dump_dir, layout):
     skip = [f"{STABILIZE}.skip_step.enable=true", f"{STABILIZE}.skip_step.window=8"]
-    answers = world.run("tests.stabilize.scenarios.skip_an_outlier", overrides=skip + layout, dump_dir=dump_dir)
-    for found in answers:
-        hashes, metrics = found["hashes"], found["metrics"]
-        assert hashes[4] == hashes[3]
-        assert len(set(hashes)) == 5, "every other step was taken"
-        skipped = [step["gradloc/skip_step/skipped"] for step in metrics]
-        assert skipped == [[0], [0], [0], [0], [1], [0]]
+    kinds = ["healthy"] * 4 + ["spike", "healthy"]
+    for steps in world.run(LEARN, kinds=kinds, overrides=skip + layout, dump_dir=dump_dir):
+        weights, metrics = [step["weights"] for step in steps], [step["metrics"] for step in steps]
+        assert weights[4] == weights[3]
+        assert len(set(weights)) == 5, "every other step was taken"
+        assert [step["gradloc/skip_step/skipped"] for step in metrics] == [[0], [0], [0], [0], [1], [0]]
         reported = [step["actor/grad_norm"][0] for step in metrics]
-        scale = 8.0 if layout[-1:] == FP16 else 1.0
         assert reported[4] > 100 * reported[3]
-        if scale == 1.0:
-            assert reported == pytest.approx(found["norms"], rel=1e-5)
         assert metrics[4]["gradloc/skip_step/threshold"][0] < reported[4]
         assert metrics[3]["gradloc/skip_step/threshold"] == [0.0]
-    assert found["state"][""]["skip_step"]["norms"] == reported
+        assert steps[-1]["state"][""]["skip_step"]["norms"] == reported
 
 
 BOTH = [
@@ -160,41 +95,29 @@ BOTH = [
 ]
 
 
-@pytest.mark.parametrize("layout", [[], FSDP1], ids=["FSDP2", "FSDP1"])
-def test_a_gradient_that_is_not_finite_teaches_nothing_and_is_counted(world, dump_dir, layout):
-    kinds = ["healthy", "healthy", "nan", "healthy"]
-    for steps in world.run("tests.stabilize.scenarios.learn", kinds=kinds, overrides=BOTH + layout, dump_dir=dump_dir):
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("nan", []), ("nan", FSDP1), ("overflow", FSDP1 + FP16)],
+    ids=["FSDP2", "FSDP1", "a loss scale that overflows"],
+)
+def test_a_gradient_that_is_not_finite_teaches_nothing_and_is_counted(world, dump_dir, kind, layout):
+    kinds = ["healthy", "healthy", kind, "healthy"]
+    for steps in world.run(LEARN, kinds=kinds, overrides=BOTH + layout, dump_dir=dump_dir):
+        assert not math.isfinite(steps[2]["metrics"]["actor/grad_norm"][0])
         assert steps[2]["weights"] == steps[1]["weights"]
         assert steps[2]["state"] == steps[1]["state"]
         assert steps[2]["metrics"]["gradloc/layer_clip/nonfinite"][0] > 0
+        assert math.isfinite(steps[3]["metrics"]["actor/grad_norm"][0])
         assert steps[3]["weights"] != steps[2]["weights"]
         assert steps[3]["state"] != steps[2]["state"]
         assert steps[3]["metrics"]["gradloc/layer_clip/nonfinite"] == [0]
         assert all(step["metrics"].keys() == steps[0]["metrics"].keys() for step in steps)
 
 
-def test_a_loss_scale_that_overflows_teaches_nothing(world, dump_dir):
-    for steps in world.run(
-        "tests.stabilize.scenarios.overflow_and_recover",
-        overrides=BOTH + FSDP1 + FP16,
-        dump_dir=dump_dir,
-    ):
-        assert not math.isfinite(steps[1]["norm"])
-        assert steps[1]["weights"] == steps[0]["weights"]
-        assert steps[1]["state"] == steps[0]["state"]
-        assert steps[3]["state"] != steps[2]["state"]
-        assert math.isfinite(steps[3]["norm"])
-
-
 def test_a_step_that_localization_took_away_teaches_nothing(world, dump_dir):
     kinds = ["healthy", "healthy", "spike", "healthy"]
     action = [f"{ACTOR}.gradloc.action.mode=skip"]
-    for steps in world.run(
-        "tests.stabilize.scenarios.learn",
-        kinds=kinds,
-        overrides=ON + BOTH + action,
-        dump_dir=dump_dir,
-    ):
+    for steps in world.run(LEARN, kinds=kinds, overrides=ON + BOTH + action, dump_dir=dump_dir):
         assert steps[2]["weights"] == steps[1]["weights"]
         assert steps[2]["state"] == steps[1]["state"]
         assert steps[3]["state"] != steps[2]["state"]
@@ -204,15 +127,14 @@ def test_a_step_that_localization_took_away_teaches_nothing(world, dump_dir):
 def test_a_step_without_its_culprits_is_clipped_and_learned_as_it_is_then(world, dump_dir):
     kinds = ["healthy", "healthy", "healthy", "spike"]
     arguments = dict(kinds=kinds, dump_dir=dump_dir)
-    name = "tests.stabilize.scenarios.learn"
     mask = [f"{ACTOR}.gradloc.action.mode=mask"]
-    for steps in world.run(name, overrides=ON + BOTH + mask, **arguments):
+    for steps in world.run(LEARN, overrides=ON + BOTH + mask, **arguments):
         assert steps[3]["weights"] != steps[2]["weights"]
         norms = steps[3]["state"][""]["skip_step"]["norms"]
         assert norms[3] < 3 * max(norms[:3]), "the norm that was learned has no culprit in it"
         assert steps[3]["metrics"]["gradloc/layer_clip/scale_min"][0] > 0.3
     assert steps[3]["actions"] == ["mask"]
-    for steps in world.run(name, overrides=BOTH, **arguments):
+    for steps in world.run(LEARN, overrides=BOTH, **arguments):
         assert steps[3]["metrics"]["gradloc/layer_clip/scale_min"][0] < 0.01
 
 
@@ -221,10 +143,9 @@ def test_a_step_without_its_culprits_is_clipped_and_learned_as_it_is_then(world,
 def test_under_hybrid_sharding_replicas_stay_equal_and_the_norm_counts_them_once(four_ranks, world, dump_dir, layout):
     kinds = ["healthy", "healthy", "healthy", "spike", "healthy"]
     overrides = [*layout, *rule("zscore", "layer", warmup=2)]
-    name = "tests.stabilize.scenarios.learn"
     hybrid = [f"{ACTOR}.fsdp_config.fsdp_size=2"]
-    found = four_ranks.run(name, timeout_s=300, kinds=kinds, overrides=overrides + hybrid, dump_dir=dump_dir)
-    plain = world.run(name, kinds=kinds, overrides=overrides, dump_dir=dump_dir)
+    found = four_ranks.run(LEARN, timeout_s=300, kinds=kinds, overrides=overrides + hybrid, dump_dir=dump_dir)
+    plain = world.run(LEARN, kinds=kinds, overrides=overrides, dump_dir=dump_dir)
     for step in range(len(kinds)):
         hashes = [steps[step]["weights"] for steps in found]
         assert hashes[:2] == hashes[2:], "ranks 0 and 2 hold the same shard, as do 1 and 3"

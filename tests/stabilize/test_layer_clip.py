@@ -6,12 +6,12 @@ import math
 import random
 
 import pytest
+import torch
 
-from tests.analysis.pure import load
+from gradloc.stabilize import config
+from gradloc.stabilize.layer_clip import LayerClip
 from tests.stabilize import slow
 
-config = load("config", room="stabilize")
-LayerClip = load("layer_clip", room="stabilize").LayerClip
 LAYERS = [f"layer {number}" for number in range(4)]
 
 
@@ -59,6 +59,15 @@ def test_a_spiking_layer_is_cut_to_its_history_and_the_others_keep_exactly_their
     factors = run(clip, steps)[-1]
     assert factors[LAYERS[1]] < 1e-2
     assert [factors[layer] for layer in LAYERS if layer != LAYERS[1]] == [1.0, 1.0, 1.0]
+
+
+def test_under_the_global_clip_one_spiking_layer_would_shrink_all_others():
+    layers = [torch.nn.Parameter(torch.zeros(4)) for _ in range(12)]
+    for number, layer in enumerate(layers):
+        layer.grad = torch.full_like(layer, (50.0 if number == 1 else 1.0) / 2)
+    torch.nn.utils.clip_grad_norm_(layers, math.sqrt(12))  # the norm without the spike
+    expected = 1 / math.sqrt(1 + (50**2 - 1) / 12)
+    assert float(layers[0].grad.norm()) == pytest.approx(expected, rel=1e-4) and expected < 0.07
 
 
 @pytest.mark.parametrize("rule", ["adagc", "zscore"])

@@ -11,7 +11,7 @@ def test_there_is_none_while_all_are_off_and_a_clip_that_is_replaced_is_said(cap
     assert capsys.readouterr().out == ""
     clip = LayerClipConfig(rule="adagc", warmup=7)
     assert build_memory(StabilizeConfig(layer_clip=clip), "actor.grad_clip", 0.5) is not None
-    assert "rule=adagc takes the place of the clip at actor.grad_clip=0.5 after 7 opt" in capsys.readouterr().out
+    assert "rule=adagc replaces the clip at actor.grad_clip=0.5 after 7 opt" in capsys.readouterr().out
 
 
 def test_what_was_learned_goes_into_the_checkpoint_and_to_the_workers_once_after_a_resume():

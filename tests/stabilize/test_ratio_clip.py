@@ -78,9 +78,6 @@ def test_both_clips_weigh_and_so_does_what_the_trainer_gives_and_nothing_is_diff
     assert alone[0].tolist() == pytest.approx([of_sequence] * 2)
 
 
-def test_what_is_off_leaves_the_weights_alone_and_what_is_on_asks_for_the_rollouts_log_probs():
-    given_weights = torch.ones(2, 2)
-    assert weigher().token_weights({}, LOG_PROB, given_weights, {}) is given_weights
-    assert weigher().token_weights({}, LOG_PROB, None, {}) is None
+def test_a_clip_asks_for_the_rollouts_log_probs():
     with pytest.raises(ValueError, match="calculate_log_probs=true"):
         weigher(seq_clip=SeqClipConfig("mask")).token_weights({}, LOG_PROB, None, {})

@@ -9,7 +9,6 @@ import torch
 
 from gradloc.core.gradients import GradientSpace
 from gradloc.stabilize.config import LayerClipConfig, SkipStepConfig, StabilizeConfig
-from gradloc.stabilize.memory import StabilizerMemory, build_memory
 from gradloc.stabilize.stabilizer import Stabilizer
 
 NAMES = ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj", "lm_head"]
@@ -120,16 +119,3 @@ def test_what_is_clipped_together_is_as_configured(model, group, after):
         step(stabilizer, model, 6.0, 8.0, 1.0)
     step(stabilizer, model, 12.0, 8.0, 1.0)  # both layers' are one kind, whose norm of 14.4 may be 16
     assert norms_of(model) == pytest.approx([after, 8.0, 1.0])
-
-
-def test_the_trainer_s_memory_sends_what_a_checkpoint_held_once(capsys):
-    assert build_memory(StabilizeConfig(), "clip", 1.0) is None
-    assert build_memory(SKIPS, "clip", 1.0).state() is None and capsys.readouterr().out == ""
-    build_memory(CLIPS, "optim.clip_grad", 0.3)
-    said = capsys.readouterr().out
-    assert "rule=adagc" in said and "optim.clip_grad=0.3 after 2 optimizer steps: each layer" in said
-    memory = StabilizerMemory()
-    memory.load_state({"a": 1})
-    assert memory.to_send == memory.state() == {"a": 1}
-    memory.after_update({"a": 2})
-    assert memory.to_send is None and memory.state() == {"a": 2}
