@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a gradient analysis asks of a trainer's actor: a few powers, which an adapter gives it.
+"""What a gradient analysis needs of a trainer's actor; an adapter supplies it.
 
 Shapes: R rows on this rank, B rows of a micro-batch, T response positions.
 """
@@ -20,8 +20,7 @@ Rows = Mapping[str, torch.Tensor]
 BUCKET_KEY = "gradloc_bucket"
 """int (R,) among the rows: each one's bucket, -1 for rows that only fill up the ranks."""
 NUM_BUCKETS_KEY, NUM_SAMPLED_KEY = "gradloc_num_buckets", "gradloc_num_sampled"
-"""Sent along with the rows: how many buckets there are, or how many tokens are sampled. It says which analysis is
-asked for."""
+"""The request: into how many buckets, or with how many sampled tokens; which of the two says which analysis."""
 
 
 @dataclass
@@ -30,13 +29,13 @@ class MicroBatch:
 
     inputs: dict[str, torch.Tensor]
     rows: torch.Tensor
-    """int (B,): which of this rank's rows they are; empty where it is run only for the collectives of peers."""
+    """int (B,): which of this rank's rows; empty if it runs only for the peers' collectives."""
     on_policy: bool
-    """Whether the loss takes the present log-probs for the old ones."""
+    """Whether the loss uses the present log-probs as the old ones."""
 
 
 class Actor(Protocol):
-    """The actor that is trained; an adapter knows whose it is."""
+    """The actor in training."""
 
     module: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -45,20 +44,20 @@ class Actor(Protocol):
     terms: tuple[str, ...]
     """The terms of the loss that carry gradient: ``task``, and of ``entropy`` and ``kl`` those that are on."""
     loss_scale: float
-    """What the fp16 scaler multiplies a loss with, so that small gradients do not vanish; else 1."""
+    """The fp16 scaler's factor; else 1."""
     grad_clip: float
 
     def micro_batches(self, rows: Rows) -> Iterator[MicroBatch]:
         """Cut as training would; every rank gets the same number of micro-batches."""
 
     def runs(self, lengths: torch.Tensor) -> list[list[int]]:
-        """Cut rows of these lengths, int (N,), longest first, into runs that fit where a micro-batch fits."""
+        """Cut rows of these lengths, int (N,), longest first, into runs no larger than a micro-batch."""
 
     def forward(self, inputs: Rows, with_entropy: bool | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """log_prob and entropy (B, T), with a graph; None: entropy where the loss needs it."""
 
     def log_prob(self, inputs: Rows) -> torch.Tensor:
-        """(B, T), without a graph, read out as precisely as can be."""
+        """(B, T), without a graph, as precise as possible."""
 
     def loss_terms(
         self, inputs: Rows, log_prob: torch.Tensor, entropy: torch.Tensor | None, on_policy: bool
@@ -69,35 +68,23 @@ class Actor(Protocol):
         """A micro-batch's weight in a term of the whole batch, which has this many rows."""
 
     def aggregation(self, term: str) -> str:
-        """verl's name of how a term is averaged: ``token-mean``, ``seq-mean-token-mean``, ..."""
+        """How a term is averaged, by verl's name: ``token-mean``, ``seq-mean-token-mean``, ..."""
 
     def clip(self) -> torch.Tensor:
-        """Clip what is in ``.grad`` as training does; its norm before, a scalar."""
-
-
-def pick_rows(rows: Rows, chosen: list[int], device: torch.device) -> dict[str, torch.Tensor]:
-    """Some of the rows, in that order, on the device."""
-    return {key: values[chosen].to(device) for key, values in rows.items()}
+        """Clip ``.grad`` as training does; returns the norm before, a scalar."""
 
 
 def cut_runs(lengths: torch.Tensor, num_tokens: int | None, num_rows: int) -> list[list[int]]:
-    """Cut rows into runs.
-
-    Args:
-        lengths: int (N,), of the rows.
-        num_tokens: that fit into one run; None: what fits is a number of rows.
-        num_rows: that many.
-    """
-    if num_tokens is None:
-        return [list(range(len(lengths)))[start : start + num_rows] for start in range(0, len(lengths), num_rows)]
+    """Cut rows of these lengths, int (N,), into runs of at most ``num_tokens`` tokens; None: of ``num_rows`` rows."""
+    costs, limit = ([1] * len(lengths), num_rows) if num_tokens is None else (lengths.tolist(), num_tokens)
     runs: list[list[int]] = []
     room = 0
-    for row, length in enumerate(lengths.tolist()):
-        if not runs or length > room:
+    for row, cost in enumerate(costs):
+        if not runs or cost > room:
             runs.append([])
-            room = num_tokens
+            room = limit
         runs[-1].append(row)
-        room -= length
+        room -= cost
     return runs
 
 

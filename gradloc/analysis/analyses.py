@@ -11,13 +11,9 @@ from .reporter import Batch, Run
 
 
 class Analyses:
-    """Split the gradient that a batch is about to cause.
+    """Split the gradient that a batch is about to cause, by bucket, by quartile or both; None: that one is off.
 
-    Args:
-        run: what is analysed.
-        buckets: None: no analysis by bucket.
-        quartiles: None: no analysis by quartile.
-        prepare: (seed) -> a batch for the former that no update will see.
+    ``prepare``: (seed) -> a batch for the analysis by bucket that no update will see.
     """
 
     def __init__(
@@ -34,25 +30,18 @@ class Analyses:
     def analyse(
         self, seen: Callable[[str], Batch], global_step: int, metrics: dict[str, Any], timing_raw: dict[str, float]
     ) -> bool:
-        """Analyse where the step is due.
+        """Analyse where the step is due, and return whether the run is to end here.
 
-        Args:
-            seen: (the setting of an analysis) -> the training batch as it sees it.
-            global_step: the trainer's.
-            metrics: of the step; added to.
-            timing_raw: of the step; ``gradient_analysis`` and ``quartile_analysis`` are added, in seconds.
-
-        Returns:
-            Whether the run is to end here.
+        The step's ``metrics`` and ``timing_raw`` are added to. ``seen``: (the setting of an analysis) -> the training
+        batch as it sees it.
         """
-        if self.quartiles is not None:
-            self.quartiles.run(seen("trainer.quartile_analysis_mode"), global_step, metrics, timing_raw)
-        if self.buckets is None:
-            return False
-        was_due = self.buckets.run(seen("trainer.gradient_analysis_mode"), global_step, metrics, timing_raw)
-        if not was_due or not self.buckets.settings.exit_after:
-            return False
-        metrics["training/global_step"] = global_step
-        metrics["trainer/exited_after_gradient_analysis"] = 1.0
-        metrics["timing_s/gradient_analysis"] = timing_raw["gradient_analysis"]
-        return True
+        for analysis in (self.quartiles, self.buckets):
+            if analysis is None:
+                continue
+            was_due = analysis.run(seen(f"trainer.{analysis.name}_mode"), global_step, metrics, timing_raw)
+            if was_due and analysis.settings.exit_after:
+                metrics["training/global_step"] = global_step
+                metrics["trainer/exited_after_gradient_analysis"] = 1.0
+                metrics["timing_s/gradient_analysis"] = timing_raw["gradient_analysis"]
+                return True
+        return False

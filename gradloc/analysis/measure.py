@@ -15,33 +15,31 @@ from .quartiles.probe import QuartileProbe
 logger = logging.getLogger(__name__)
 
 
-def measure(actor: Actor, ranks: Ranks, rows: Rows, asked: Mapping[str, Any]) -> dict[str, Any]:
+def measure(actor: Actor, ranks: Ranks, rows: Rows, request: Mapping[str, Any]) -> dict[str, Any]:
     """Split the gradient of a batch; the actor is left as it was, bit for bit.
 
     Args:
         actor: whose gradient it is.
         ranks: the data-parallel ranks.
         rows: this rank's, as many as every other rank has.
-        asked: ``NUM_BUCKETS_KEY`` to split it by term and bucket, or ``NUM_SAMPLED_KEY`` by probability quartile.
+        request: ``NUM_BUCKETS_KEY`` to split it by term and bucket, or ``NUM_SAMPLED_KEY`` by probability quartile.
 
     Returns:
-        Plain numbers, see the two probes' ``record``; ``{"error": sentence}`` when a rank failed where all could be
-        told.
+        What the probe's ``measure`` returns; ``{"error": sentence}`` if a rank failed between collectives.
 
     Raises:
         Exception: whatever a forward or backward raised. Peers wait in its collective, so the run cannot go on.
     """
     space = GradientSpace(actor.module)
-    is_by_quartile = NUM_SAMPLED_KEY in asked
-    probe = (QuartileProbe if is_by_quartile else BucketProbe)(actor, ranks, space)
+    kind, key = (QuartileProbe, NUM_SAMPLED_KEY) if NUM_SAMPLED_KEY in request else (BucketProbe, NUM_BUCKETS_KEY)
     start = time.perf_counter()
     try:
         with undisturbed(actor, space):
-            probe.measure(rows, asked[NUM_SAMPLED_KEY if is_by_quartile else NUM_BUCKETS_KEY])
+            numbers = kind(actor, ranks, space, rows).measure(request[key])
     except PeerFailure as error:
         logger.exception("gradloc: the gradient analysis failed; training goes on")
         return {"error": str(error)}
     except Exception:
         logger.exception("gradloc: the gradient analysis failed inside the model; other ranks wait for this one")
         raise
-    return {**probe.record(), "seconds": time.perf_counter() - start}
+    return {**numbers, "seconds": time.perf_counter() - start}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the analyses have in common on the trainer's side: when they run, and what happens when one fails.
+"""What both analyses share on the trainer's side: when they run, and what happens when one fails.
 
 A failure is logged and counted, and training goes on; after three of them the analysis switches itself off.
 """
@@ -7,12 +7,14 @@ A failure is logged and counted, and training goes on; after three of them the a
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from ..record.analysis import Cost, Loss, TrainingRun
+from .config import BucketSettings, QuartileSettings
+from .files import write_record
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +35,12 @@ class Run:
     loss: Mapping[str, str]
     """``loss_mode``, ``loss_agg_mode`` and ``adv_estimator``."""
     vital: tuple[type[Exception], ...] = ()
-    """Errors that no analysis may swallow: after the loss of a worker the ranks that wait for it cannot go on."""
+    """Errors that end the run: when a worker is lost, the ranks that wait for it cannot go on."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of R rows, with advantages, as an analysis sees it; nothing of it is changed."""
+    """A batch of R rows, with advantages, as an analysis sees it; nothing in it is changed."""
 
     tensors: Mapping[str, torch.Tensor]
     """(R, T) each: ``response_mask``, ``old_log_probs``, ``advantages``, ``responses``, ``token_level_scores``."""
@@ -47,24 +49,17 @@ class Batch:
     filtered: Mapping[str, float] | None
     """What the rollout filter did, in numbers; None where it did not run."""
     ask: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], list[dict[str, Any]]]
-    """Have the workers analyse it: (further tensors with R rows, further settings) -> what each rank found, in the
-    order of the rows; the last rank's rows may end in filling ones. A RuntimeError when a rank failed."""
-
-
-class _Settings(Protocol):
-    every: int
-    exit_after: bool
+    """Have the workers analyse it: (further tensors with R rows, the request) -> each rank's numbers, in the order of
+    the rows, filling ones last. A RuntimeError if a rank failed."""
 
 
 class Reporter:
     """One analysis, at the steps that are due."""
 
-    name = ""
-    """In the log and among the timings."""
-    prefix = ""
-    """Of the number of failures among the metrics."""
+    name: str  # in the log, of its timing and of its folder
+    prefix: str  # of the failures among the metrics
 
-    def __init__(self, settings: _Settings, run: Run):
+    def __init__(self, settings: BucketSettings | QuartileSettings, run: Run):
         self.settings, self.about = settings, run
         self.num_failures = 0
 
@@ -73,16 +68,9 @@ class Reporter:
         raise NotImplementedError
 
     def run(self, batch: Batch, global_step: int, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
-        """Analyse where the step is due.
+        """Analyse the training batch where the step is due, and return whether it was.
 
-        Args:
-            batch: the training batch.
-            global_step: the trainer's.
-            metrics: of the step; added to.
-            timing_raw: of the step; the analysis's seconds are added under its name.
-
-        Returns:
-            Whether it was due.
+        The step's ``metrics`` are added to, and under the analysis's name the seconds that it took to ``timing_raw``.
 
         Raises:
             Exception: a vital one, or any while ``exit_after`` leaves no training to protect.
@@ -108,21 +96,22 @@ class Reporter:
         timing_raw[self.name] = time.perf_counter() - start
         return True
 
-    def _head(self, global_step: int, terms: Sequence[str]) -> dict[str, Any]:
-        """Which run, step and loss a record is about: fields that both kinds have."""
-        run = self.about
+    def _about(self, global_step: int, numbers: Mapping[str, Any], start: float) -> dict[str, Any]:
+        """What both kinds of record hold: run, step, loss and cost, from the first rank's numbers."""
         return {
-            "run": TrainingRun(**run.names),
+            "run": TrainingRun(**self.about.names),
             "global_step": global_step,
-            "loss": Loss(terms=tuple(terms), **run.loss),
+            "loss": Loss(terms=tuple(numbers["terms"]), **self.about.loss),
+            "cost": Cost(
+                forwards=numbers["forwards"],
+                backwards=numbers["backwards"],
+                probe_seconds=numbers["seconds"],
+                seconds=time.perf_counter() - start,
+            ),
         }
 
-    @staticmethod
-    def _cost(raw: Mapping[str, Any], start: float) -> Cost:
-        """What the workers counted, and the seconds since ``start``."""
-        return Cost(
-            forwards=raw["forwards"],
-            backwards=raw["backwards"],
-            probe_seconds=raw["seconds"],
-            seconds=time.perf_counter() - start,
-        )
+    def _write(self, record: Any, metrics: dict[str, float]) -> Any:
+        """Write a record with its metrics, and return it."""
+        record = replace(record, metrics=metrics)
+        write_record(self.about.root, self.name, record)
+        return record

@@ -1,39 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of weighted sums over chosen rows of a batch, wherever these rows live.
+"""Gradients of weighted sums over the batch's log-probs and entropies, whichever rank has the rows.
 
-The rows are run together whatever micro-batches they came from, cut into runs that fit where training's micro-batches
-fit. Ranks hold unequal parts of a choice: one that has run out of rows runs a row with zero weight, because its peers'
-collectives wait for it.
+Rows run together whatever micro-batches they came from. Ranks hold unequal parts of a sum: one that has run out of
+rows runs a row with zero weight, because its peers' collectives wait for it.
 
 Shapes: R rows on this rank, T response positions.
 """
-
-from dataclasses import dataclass
 
 import torch
 
 from ..core.gradients import Gradient, GradientSpace
 from ..core.ranks import Ranks
 from ..core.sharding import local_shard
-from .actor import Actor, Rows, pick_rows
+from .actor import Actor, Rows
+
+Weights = dict[str, torch.Tensor]
+"""The factors (R, T) in the sum: ``log_prob``, ``entropy`` or both."""
 
 
-@dataclass
-class Weights:
-    """The factor of each log-prob and of each entropy in the sum, both (R, T); None: not part of it."""
-
-    log_prob: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-
-    def of(self, rows: list[int], is_silent: bool) -> "Weights":
-        """Those of some rows; all zero where the rows are run only for the collectives of peers."""
-
-        def pick(weights: torch.Tensor | None) -> torch.Tensor | None:
-            if weights is None:
-                return None
-            return torch.zeros_like(weights[rows]) if is_silent else weights[rows]
-
-        return Weights(pick(self.log_prob), pick(self.entropy))
+def only(weights: Weights, chosen: torch.Tensor) -> Weights:
+    """The weights of the chosen tokens, 0 for all others, even where theirs is not finite."""
+    return {name: values.where(chosen, 0.0) for name, values in weights.items()}
 
 
 class RowProbe:
@@ -43,52 +30,48 @@ class RowProbe:
         actor: whose gradient it is.
         ranks: the data-parallel ranks.
         space: the actor's parameters; ``.grad`` is scratch space.
+        rows: this rank's, as many as every other rank has.
     """
 
-    def __init__(self, actor: Actor, ranks: Ranks, space: GradientSpace):
-        self.actor, self.ranks, self.space = actor, ranks, space
+    def __init__(self, actor: Actor, ranks: Ranks, space: GradientSpace, rows: Rows):
+        self.actor, self.ranks, self.space, self.rows = actor, ranks, space, rows
         self.num_forwards = self.num_backwards = 0
-
-    def _hold(self, rows: Rows) -> None:
-        self._rows = rows
         self._lengths = rows["attention_mask"].sum(-1)
-        self._filler = int(self._lengths.argmin())
+        self._shortest = int(self._lengths.argmin())
 
-    def _chunks(self, chosen: torch.Tensor) -> list[list[int]]:
-        """Cut the chosen rows, bool (R,), into runs that fit where training's micro-batches fit, longest first."""
-        rows = chosen.nonzero().flatten()
+    def gradient(self, weights: Weights) -> Gradient:
+        """The gradient of the weighted sum over all ranks, moved to host memory."""
+        runs = self.ranks.agree(lambda: self._runs(weights))
+        self.space.clear()
+        for index in range(int(self.ranks.max([len(runs)])[0])):
+            self._backward(weights, runs[index] if index < len(runs) else None)
+        return self.take()
+
+    def _runs(self, weights: Weights) -> list[list[int]]:
+        """Cut the rows with a weight into runs that fit where training's micro-batches fit, longest rows first."""
+        has_weight = torch.stack([(values != 0).any(-1) for values in weights.values()]).any(0).cpu()  # NaN is one
+        rows = has_weight.nonzero().flatten()
         rows = rows[self._lengths[rows].argsort(descending=True, stable=True)]
         return [rows[run].tolist() for run in self.actor.runs(self._lengths[rows])]
 
-    def _gradient(self, weights: Weights, chunks: list[list[int]], num_chunks: int) -> Gradient:
-        """The gradient of the weighted sum over some rows, moved to host memory.
+    def _backward(self, weights: Weights, run: list[int] | None) -> None:
+        self.num_forwards += 1
+        self.num_backwards += 1
+        rows = [self._shortest] if run is None else run
+        inputs = {key: values[rows].to(self.actor.device) for key, values in self.rows.items()}
+        log_prob, entropy = self.actor.forward(inputs, with_entropy="entropy" in weights)
+        outputs = {"log_prob": log_prob, "entropy": entropy}
+        total = torch.zeros((), device=log_prob.device)
+        for name, values in weights.items():
+            factors = torch.zeros_like(values[rows]) if run is None else values[rows]
+            total = total + (outputs[name] * factors).sum()
+        (total * self.actor.loss_scale).backward()
 
-        Args:
-            weights: of all of this rank's rows.
-            chunks: this rank's rows, in runs.
-            num_chunks: the most chunks that any rank has.
-        """
-        self.space.clear()
-        for index in range(num_chunks):
-            self._backward(weights, chunks[index] if index < len(chunks) else None)
-        return self._take()
-
-    def _take(self) -> Gradient:
+    def take(self) -> Gradient:
         """Move what is in ``.grad`` to host memory, in the scale of the loss."""
         if self.actor.loss_scale != 1.0:
             self.space.scale(1.0 / self.actor.loss_scale)
         return [None if grad is None else local_shard(grad).cpu() for grad in self.space.take()]
-
-    def _backward(self, weights: Weights, rows: list[int] | None) -> None:
-        self.num_forwards += 1
-        self.num_backwards += 1
-        chosen = [self._filler] if rows is None else rows
-        inputs = pick_rows(self._rows, chosen, self.actor.device)
-        log_prob, entropy = self.actor.forward(inputs, with_entropy=weights.entropy is not None)
-        mine = weights.of(chosen, is_silent=rows is None)
-        pairs = [(log_prob, mine.log_prob), (entropy, mine.entropy)]
-        total = sum((values * factors).sum() for values, factors in pairs if factors is not None)
-        (total * self.actor.loss_scale).backward()
 
 
 def add_up(total: Gradient | None, part: Gradient) -> Gradient:

@@ -19,59 +19,41 @@ NUM_ROWS, GROUP_SIZE, REPEATS = 128, 8, 8
 SIZES = ["actor_rollout_ref.actor.ppo_mini_batch_size=128", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"]
 
 
-def measure(num_terms: int, num_buckets: int, dump_dir: str) -> dict[str, Any]:
-    """Runs on every rank of a world; seconds are medians."""
+def measure(num_terms: int, num_buckets: int, dump_dir: str) -> str:
+    """Runs on every rank of a world; a line of the table, of medians in seconds."""
     import torch
 
-    from tests.analysis.scenarios import TERMS, local_rows, with_buckets
+    from tests.analysis.scenarios import TERMS, with_buckets
     from tests.world.harness import make_batch, make_trainer
-    from verl.gradloc.adapters.verl07.analysis_actor import analyze
 
     trainer = make_trainer(SIZES + (TERMS if num_terms == 3 else []), dump_dir)
-    generator = torch.Generator().manual_seed(0)
-    group = torch.randperm(NUM_ROWS, generator=generator) // GROUP_SIZE
+    group = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(0)) // GROUP_SIZE
     buckets = (group * num_buckets // (NUM_ROWS // GROUP_SIZE)).tolist()
-    updates, analyses, record = [], [], {}
+    batch, updates, analyses = make_batch(NUM_ROWS), [], []
     for _ in range(REPEATS):
-        batch = make_batch(NUM_ROWS)
-        updates.append(_seconds(lambda: trainer.actor.update_policy(local_rows(batch))))  # noqa: B023
-        local = local_rows(with_buckets(batch, buckets))
-        analyses.append(_seconds(lambda: record.update(analyze(trainer.actor, local))))  # noqa: B023
-    return {
-        "passes": record["backwards"],
-        "update_s": statistics.median(updates),
-        "analysis_s": statistics.median(analyses),
-        "ratio": statistics.median(a / u for a, u in zip(analyses, updates, strict=True)),
-    }
+        updates.append(_timed(trainer.update, batch)[0])
+        seconds, record = _timed(trainer.analyze, with_buckets(batch, buckets))
+        analyses.append(seconds)
+    ratio = statistics.median(analysis / update for analysis, update in zip(analyses, updates, strict=True))
+    update_s, analysis_s = statistics.median(updates), statistics.median(analyses)
+    return f"| {num_terms} | {num_buckets} | {record['backwards']} | {update_s:.2f} | {analysis_s:.2f} | {ratio:.1f} |"
 
 
-def _seconds(work) -> float:
+def _timed(work, *args) -> tuple[float, Any]:
     import torch.distributed as dist
 
     dist.barrier()
     start = time.perf_counter()
-    work()
+    answer = work(*args)
     dist.barrier()
-    return time.perf_counter() - start
-
-
-def main(tree: str) -> None:
-    """Prints the table."""
-    world = World(2, path=(str(Path(tree).resolve()),))
-    print("| terms | buckets | passes (update: 16) | update, s | analysis, s | ratio |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for terms in (1, 3):
-        for buckets in (1, 4, 8):
-            found = world.run(
-                "tests.analysis.cost.measure", timeout_s=600, num_terms=terms, num_buckets=buckets, dump_dir="unused"
-            )[0]
-            print(
-                f"| {terms} | {buckets} | {found['passes']} | {found['update_s']:.2f} | "
-                f"{found['analysis_s']:.2f} | {found['ratio']:.1f} |",
-                flush=True,
-            )
-    world.close()
+    return time.perf_counter() - start, answer
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    world = World(2, path=(str(Path(sys.argv[1]).resolve()),))
+    print("| terms | buckets | passes (update: 16) | update, s | analysis, s | ratio |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for terms, buckets in ((1, 1), (1, 4), (1, 8), (3, 1), (3, 4), (3, 8)):
+        sizes = dict(num_terms=terms, num_buckets=buckets, dump_dir="unused")
+        print(world.run("tests.analysis.cost.measure", timeout_s=600, **sizes)[0], flush=True)
+    world.close()

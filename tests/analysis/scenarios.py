@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scenarios that every rank runs together: split a gradient, hold it against training's own."""
 
+import copy
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -56,8 +58,10 @@ def run_probe(kind: type, trainer: Any, batch: Any, number: int) -> Any:
     """A finished probe of this rank's rows."""
     space = ours("core.gradients").GradientSpace(trainer.module)
     with trainer.analysed(batch) as (actor, rows), ours("analysis.actor").undisturbed(actor, space):
-        probe = kind(actor, ours("core.ranks").Ranks(), space)
-        probe.measure(rows, number)
+        probe = kind(actor, ours("core.ranks").Ranks(), space, rows)
+        probe.numbers = probe.measure(number)
+    steps = probe.numbers.get("steps", {})  # of a class that the tests' own process cannot import
+    steps.update({name: step and vars(step) for name, step in steps.items()})
     return probe
 
 
@@ -77,7 +81,7 @@ def split(overrides: list[str], dump_dir: str, buckets: list[int] = UNEVEN) -> d
     alone = make_trainer(overrides, dump_dir)
     task_alone, _ = training_step(alone, batch)
     probe = probe_of(trainer, batch, buckets)
-    record = probe.record()
+    record = probe.numbers
     whole = {term: flat(gradient) for term, gradient in probe.whole.items()}
     together = probe_of(trainer, batch, [0] * len(buckets))
     return {
@@ -104,32 +108,6 @@ def slow_errors(trainer: Any, batch: Any, buckets: list[int], probe: Any) -> lis
     return errors
 
 
-def split_odd(dump_dir: str, overrides: list[str]) -> dict[str, Any]:
-    """15 rows and one that fills up the ranks; the same with other numbers in that row."""
-    batch = make_batch(16)
-    trainer = make_trainer(TERMS + overrides, dump_dir)
-    buckets = [0, 1, 0, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 1, 0, -1]
-    with_filler = probe_of(trainer, batch, buckets)
-    changed = make_batch(16)
-    changed.batch["advantages"][15] *= 1e3
-    changed.batch["ref_log_prob"][15] -= 10
-    other = probe_of(trainer, changed, buckets)
-    return {
-        "record": with_filler.record(),
-        "difference": norm(flat(with_filler.whole["task"]) - flat(other.whole["task"])),
-    }
-
-
-def split_rows_of_one_rank(dump_dir: str) -> dict[str, Any]:
-    """All rows of bucket 0 live on rank 0 and all of bucket 1 on rank 1."""
-    trainer = make_trainer(TERMS, dump_dir)
-    batch = make_batch(16)
-    training, _ = training_step(trainer, batch)
-    probe = probe_of(trainer, batch, [0] * 8 + [1] * 8)
-    total = sum(flat(gradient) for gradient in probe.whole.values())
-    return {"error": norm(total - training) / norm(training)}
-
-
 def dot_of_unlike_rows(dump_dir: str) -> dict[str, Any]:
     """Rows that say the same, and the opposite: their task gradients' cosines."""
     trainer = make_trainer(["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"], dump_dir)
@@ -138,59 +116,100 @@ def dot_of_unlike_rows(dump_dir: str) -> dict[str, Any]:
         value[:] = value[:1].clone()
     batch.batch["advantages"][8:12] *= -2
     batch.batch["advantages"][12:] = 0
-    record = probe_of(trainer, batch, [0] * 8 + [1] * 4 + [2] * 4).record()
-    return {"record": record}
+    return probe_of(trainer, batch, [0] * 8 + [1] * 4 + [2] * 4).numbers
 
 
-def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str, Any]:
-    """Three real updates, with an analysis before each or none."""
+def requested(kind: str, batch: Any, num_tokens: int = 1) -> Any:
+    """The batch as the trainer sends it for an analysis by ``buckets`` or by ``quartiles``."""
+    if kind == "buckets":
+        return with_buckets(batch, UNEVEN)
+    from tests.analysis.quartiles.scenarios import prepared
+
+    return prepared(batch, num_tokens=num_tokens)[0]
+
+
+def with_filling_row(kind: str, dump_dir: str) -> dict[str, Any]:
+    """15 rows and one that fills up the ranks; the same with other numbers in that row."""
+    numbers = []
+    for factor in (1.0, 1e3):
+        batch = make_batch(16)
+        batch.batch["advantages"][15] *= factor
+        batch.batch["ref_log_prob"][15] -= factor
+        data = requested(kind, batch)
+        for key in {"gradloc_bucket", "gradloc_quartile"} & set(data.batch.keys()):
+            data.batch[key][15] = -1
+        numbers.append(make_trainer(TERMS, dump_dir).analyze(data))
+    kept = [{key: each.get(key) for key in ("norms", "dots", "weights", "closure")} for each in numbers]
+    return {"same": kept[0] == kept[1], **kept[0]}
+
+
+def train(kind: str, overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str, Any]:
+    """Real updates, with an analysis before each or none; by quartiles with trial steps."""
     trainer = make_trainer(TERMS + overrides, dump_dir, dropout=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 1 / (1 + step))
     norms, records = [], []
-    for step in range(1, 4):
+    for step in (1, 2):
         batch = make_batch(seed=step)
         if with_analysis:
-            records.append(trainer.analyze(with_buckets(batch, UNEVEN)))
+            records.append(trainer.analyze(requested(kind, batch)))
         norms.append(trainer.update(batch)["metrics"]["actor/grad_norm"])
+        scheduler.step()
     return {
         "weights": trainer.weights_hash(),
         "rng": torch.get_rng_state().numpy().tobytes(),
         "norms": norms,
+        "rate": scheduler.get_last_lr(),
         "analyses": len(records),
+        "steps_taken": [step.is_taken for record in records for step in record.get("steps", {}).values()],
     }
 
 
-def fail_on_one_rank(dump_dir: str) -> dict[str, Any]:
-    """The loss raises on rank 1 during the analysis; both ranks then train on."""
-    trainer = make_trainer(TERMS, dump_dir)
-    plain = make_trainer(TERMS, dump_dir)
-    batch = make_batch()
-    with trainer.broken_loss(_broken) if dist.get_rank() == 1 else nullcontext():
-        record = trainer.analyze(with_buckets(batch, UNEVEN))
+def fail_on_one_rank(kind: str, dump_dir: str) -> dict[str, Any]:
+    """The loss, or cutting the rows, raises on rank 1 during the analysis; both ranks then train on."""
+    trainer, plain = make_trainer(TERMS, dump_dir), make_trainer(TERMS, dump_dir)
+    data, breaks = requested(kind, make_batch()), nullcontext()
+    if dist.get_rank() == 1:
+        in_rows = mock.patch.object(ours("analysis.rows").RowProbe, "_runs", _broken)
+        breaks = trainer.broken_loss(_broken) if kind == "buckets" else in_rows
+    with breaks:
+        record = trainer.analyze(data)
     trainer.update(make_batch())
     plain.update(make_batch())
     return {"record": record, "is_same": trainer.weights_hash() == plain.weights_hash()}
 
 
 def _broken(*_, **__):
-    raise ZeroDivisionError("no loss today")
+    raise ZeroDivisionError("no analysis today")
 
 
-def leave_as_found(dump_dir: str) -> dict[str, bool]:
-    """An actor in the middle of something: gradients, eval mode, an accumulation count."""
-    trainer = make_trainer(TERMS, dump_dir)
+def leave_as_found(kind: str, overrides: list[str], dump_dir: str) -> dict[str, bool]:
+    """An actor in the middle of something, before its first step: no optimizer state yet."""
+    trainer = make_trainer(TERMS + overrides, dump_dir)
     for param in trainer.module.parameters():
         param.grad = torch.ones_like(param)
     before = [param.grad for param in trainer.module.parameters()]
+    weights, groups, rng = trainer.weights_hash(), copy.deepcopy(options(trainer)), torch.get_rng_state()
     trainer.module.eval()
     trainer.actor.gradient_accumulation = 7
-    trainer.analyze(with_buckets(make_batch(), UNEVEN))
+    record = trainer.analyze(requested(kind, make_batch()))
     after = [param.grad for param in trainer.module.parameters()]
     return {
+        "was_moved": all(step.update_norm > 0 for step in record.get("steps", {}).values()),
         "gradients": all(old is new for old, new in zip(before, after, strict=True)),
         "values": all(bool((local == 1).all()) for local in map(_local, after)),
+        "weights": trainer.weights_hash() == weights,
+        "optimizer": not trainer.optimizer.state,
+        "groups": options(trainer) == groups,
+        "rng": torch.equal(rng, torch.get_rng_state()),
         "mode": not trainer.module.training,
         "count": trainer.actor.gradient_accumulation == 7,
     }
+
+
+def options(trainer: Any) -> list[dict[str, Any]]:
+    """Everything in the optimizer's groups but the parameters."""
+    groups = trainer.optimizer.param_groups
+    return [{key: group[key] for key in group if key != "params"} for group in groups]
 
 
 def _local(tensor: Any) -> torch.Tensor:

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from gradloc.report.cli import main
 from tests.world import REPO
 from tests.world.events import validate
 
@@ -61,3 +62,25 @@ def test_ppo_with_a_critic_analyses_a_batch_of_its_own_and_ends_before_the_updat
     assert metrics[1]["grad_analysis/uses_training_batch"] == 0.0
     assert "actor/grad_norm" not in metrics[1]
     assert not (folder / "checkpoints").exists()
+
+
+FEWER = ("demo.steps=3", "trainer.quartile_analysis_every=2")
+
+
+def test_the_demo_by_quartiles_is_analysed_and_trains_as_if_it_were_not(tmp_path, patched_tree, capsys):
+    few = "trainer.quartile_analysis_num_tokens=8"
+    folder, on = run(tmp_path, patched_tree, "on", "quartiles-demo", *FEWER, few)
+    off_key = "trainer.quartile_analysis_mode=False"
+    _, off = run(tmp_path, patched_tree, "off", "quartiles-demo", *FEWER, off_key)
+    for step in range(1, 4):
+        for name in ("actor/grad_norm", "actor/pg_loss", "critic/score/mean"):
+            assert on[step][name] == off[step][name]
+    for step in (1, 3):
+        path = folder / "gradloc" / "quartile_analysis" / f"step_{step}.json"
+        record = json.loads(path.read_text())
+        validate("quartile_analysis", record)
+        assert record["closure"] < 1e-5
+        assert on[step]["quartile_analysis/closure"] == record["closure"]
+    assert main(["quartiles", str(folder), "--output-dir", str(tmp_path / "figures")]) == 0
+    assert len(list((tmp_path / "figures").iterdir())) == 2
+    assert "Step 3:" in capsys.readouterr().out

@@ -7,14 +7,13 @@ import json
 import numpy as np
 import pytest
 
+from gradloc.analysis.buckets import metrics
+from gradloc.analysis.files import log_group_table, write_record
 from gradloc.record.analysis import Batch, Cost, GradientAnalysis, Loss, TrainingRun
-from tests.analysis.pure import load
+from gradloc.rollout_filter.groups import group_rows
+from tests.analysis.trainer import Wandb
 
-metrics = load("metrics", "analysis.buckets")
-files = load("files")
-GROUPS = load("groups", "rollout_filter").group_rows(
-    ["a", "a", "b", "b", "c", "c"], [0, 1, 1, 1, 0, 4], [1, 2, 3, 4, 5, 5]
-)
+GROUPS = group_rows(["a", "a", "b", "b", "c", "c"], [0, 1, 1, 1, 0, 4], [1, 2, 3, 4, 5, 5])
 BUCKETS = {"bucket_1": [1], "bucket_2": [0, 2]}
 RAW = {
     "terms": ["task", "kl"],
@@ -101,7 +100,7 @@ def test_metrics_carry_the_guides_names():
 
 
 def test_an_analysis_is_written_as_json_and_its_groups_as_csv(tmp_path):
-    path = files.write_analysis(str(tmp_path), record(metrics={"odd": float("nan")}))
+    path = write_record(str(tmp_path), "gradient_analysis", record(metrics={"odd": float("nan")}))
     assert path == tmp_path / "gradient_analysis" / "step_51.json"
     assert json.loads(path.read_text())["metrics"] == {"odd": "NaN"}
     with open(path.parent / "group_rv_table_step_51.csv", newline="") as file:
@@ -115,31 +114,15 @@ def test_an_analysis_is_written_as_json_and_its_groups_as_csv(tmp_path):
 
 
 def test_a_step_analysed_again_after_a_resume_replaces_its_files(tmp_path):
-    files.write_analysis(str(tmp_path), record())
-    files.write_analysis(str(tmp_path), record(metrics={"again": 1.0}))
+    write_record(str(tmp_path), "gradient_analysis", record())
+    write_record(str(tmp_path), "gradient_analysis", record(metrics={"again": 1.0}))
     folder = tmp_path / "gradient_analysis"
     assert json.loads((folder / "step_51.json").read_text())["metrics"] == {"again": 1.0}
     assert len(list(folder.iterdir())) == 2
 
 
-class FakeWandb:
-    """As much of wandb as the table needs."""
-
-    run = object()
-
-    def __init__(self):
-        self.logged = []
-
-    def Table(self, columns, data):
-        return columns, data
-
-    def log(self, tables, step, commit):
-        self.logged.append((tables, step, commit))
-
-
 def test_the_group_table_goes_to_wandb_where_verl_logs_there():
-    wandb = FakeWandb()
-    log_group_table = load("table", "analysis.buckets").log_group_table
+    wandb = Wandb()
     log_group_table({"console": None, "file": object()}, record())
     assert wandb.logged == []
     log_group_table({"console": None, "wandb": wandb}, record())

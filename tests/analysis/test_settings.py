@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of the analysis and the filter: read, defaulted, refused in a sentence that names them."""
+"""Keys of the analyses and the filter: read, defaulted, refused in a sentence that names them."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from tests.analysis.pure import load
-
-config = load("config")
-read_filter = load("config", "rollout_filter").read_filter
+from gradloc.analysis.config import BucketSettings, QuartileSettings, check_geometry, geometry, read_if_on
+from gradloc.rollout_filter.config import read_filter
 
 
 class Section(SimpleNamespace):
@@ -23,51 +21,60 @@ def make(trainer=(), rollout=(), actor=(), **rest):
         trainer=Section(**{"nnodes": 1, "n_gpus_per_node": 2, **dict(trainer)}),
         data=Section(train_batch_size=16),
         reward_model=Section(**rest),
-        actor_rollout_ref=Section(
-            rollout=Section(**{"n": 4, **dict(rollout)}), actor=Section(**{"strategy": "fsdp2", **dict(actor)})
-        ),
+        actor_rollout_ref=Section(rollout=Section(**{"n": 4, **dict(rollout)}), actor=Section(**dict(actor))),
     )
+
+
+def buckets_of(config):
+    return read_if_on(BucketSettings, config)
+
+
+def quartiles_of(config):
+    return read_if_on(QuartileSettings, config)
 
 
 ON = {"gradient_analysis_mode": True}
 
 
-def test_both_features_are_off_by_default_and_in_a_config_without_their_keys():
-    assert config.read_buckets(make()) is None
+def test_all_is_off_by_default_and_in_a_config_without_the_keys():
+    assert buckets_of(make()) is None and quartiles_of(make()) is None
     assert read_filter(make()).keeps_all
+    assert quartiles_of(make(trainer={"quartile_analysis_mode": True})) == QuartileSettings(mode=True)
 
 
 TRAINER, ROLLOUT, ACTOR = "trainer", "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 REFUSED = [
-    (TRAINER, "gradient_analysis_mode", "yes", "true or false"),
-    (TRAINER, "gradient_analysis_every", 0, "an integer of at least 1"),
-    (TRAINER, "exit_after_gradient_analysis", 1, "true or false"),
-    (TRAINER, "gradient_analysis_env_groups", -1, "null or an integer of at least 1"),
-    (TRAINER, "gradient_analysis_group_size", 0.5, "null or an integer of at least 1"),
-    (ROLLOUT, "gradient_analysis_num_buckets", 0, "an integer of at least 1"),
-    (ROLLOUT, "gradient_analysis_bucket_mode", "decile", "one of quantile, fixed_rv"),
-    (ROLLOUT, "rollout_filter_strategy", "min_p", "one of top_p, top_k"),
-    (ROLLOUT, "rollout_filter_value", 1.5, "a number above 0 and at most 1"),
-    (ROLLOUT, "rollout_filter_metric", "entropy", "one of reward_variance, reward, length"),
-    (ROLLOUT, "rollout_filter_type", "std", "one of largest, smallest"),
-    (ROLLOUT, "rollout_filter_include_zero", 0, "true or false"),
-    (ROLLOUT, "rollout_filter_top_p_prob_mode", "x", "one of linear, softmax"),
-    (ACTOR, "filter_loss_scaling", "log", "one of none, linear, sqrt"),
+    (buckets_of, TRAINER, "gradient_analysis_mode", "yes", "true or false"),
+    (buckets_of, TRAINER, "gradient_analysis_every", 0, "an integer of at least 1"),
+    (buckets_of, TRAINER, "exit_after_gradient_analysis", 1, "true or false"),
+    (buckets_of, TRAINER, "gradient_analysis_env_groups", -1, "null or an integer of at least 1"),
+    (buckets_of, TRAINER, "gradient_analysis_group_size", 0.5, "null or an integer of at least 1"),
+    (buckets_of, ROLLOUT, "gradient_analysis_num_buckets", 0, "an integer of at least 1"),
+    (buckets_of, ROLLOUT, "gradient_analysis_bucket_mode", "decile", "one of quantile, fixed_rv"),
+    (quartiles_of, TRAINER, "quartile_analysis_mode", "yes", "true or false"),
+    (quartiles_of, TRAINER, "quartile_analysis_every", 0, "an integer of at least 1"),
+    (quartiles_of, TRAINER, "quartile_analysis_split", "median", "one of quantile, range"),
+    (quartiles_of, TRAINER, "quartile_analysis_num_tokens", -1, "an integer of at least 0"),
+    (read_filter, ROLLOUT, "rollout_filter_strategy", "min_p", "one of top_p, top_k"),
+    (read_filter, ROLLOUT, "rollout_filter_value", 1.5, "a number above 0 and at most 1"),
+    (read_filter, ROLLOUT, "rollout_filter_metric", "entropy", "one of reward_variance, reward, length"),
+    (read_filter, ROLLOUT, "rollout_filter_type", "std", "one of largest, smallest"),
+    (read_filter, ROLLOUT, "rollout_filter_include_zero", 0, "true or false"),
+    (read_filter, ROLLOUT, "rollout_filter_top_p_prob_mode", "x", "one of linear, softmax"),
+    (read_filter, ACTOR, "filter_loss_scaling", "log", "one of none, linear, sqrt"),
 ]
 
 
-@pytest.mark.parametrize("section, key, value, expected", REFUSED, ids=[case[1] for case in REFUSED])
-def test_a_bad_value_is_refused_by_name_also_while_the_features_are_off(section, key, value, expected):
-    read = read_filter if "filter" in key else config.read_buckets
+@pytest.mark.parametrize("read, section, key, value, expected", REFUSED, ids=[case[2] for case in REFUSED])
+def test_a_bad_value_is_refused_by_name_also_while_the_features_are_off(read, section, key, value, expected):
     with pytest.raises(ValueError) as refusal:
         read(make(**{section.rpartition(".")[2]: {key: value}}))
     assert str(refusal.value) == f"{section}.{key} must be {expected}, found {value!r}."
 
 
 def test_a_filter_that_drops_groups_needs_the_rewards_at_once():
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match="reward_model.launch_reward_fn_async must be false while"):
         read_filter(make(rollout={"rollout_filter_value": 0.5}, launch_reward_fn_async=True))
-    assert str(refusal.value).startswith("reward_model.launch_reward_fn_async must be false while")
 
 
 @pytest.mark.parametrize(
@@ -82,18 +89,17 @@ def test_a_filter_that_drops_groups_needs_the_rewards_at_once():
     ids=["too many prompts", "uneven"],
 )
 def test_a_separate_batch_that_cannot_be_drawn_is_refused(keys, sentence):
-    made = make(trainer={**ON, **keys})
-    settings = config.read_buckets(made)
+    config = make(trainer={**ON, **keys})
     with pytest.raises(ValueError) as refusal:
-        config.check_geometry(settings, made, num_prompts=100)
+        check_geometry(buckets_of(config), config, num_prompts=100)
     assert str(refusal.value).startswith("trainer.gradient_analysis_env_groups must be ")
     assert sentence in str(refusal.value)
 
 
 def test_a_separate_batch_takes_the_training_geometry_where_nothing_is_said():
-    made = make(trainer={**ON, "gradient_analysis_group_size": 6})
-    settings = config.read_buckets(made)
-    config.check_geometry(settings, made, num_prompts=100)
+    config = make(trainer={**ON, "gradient_analysis_group_size": 6})
+    settings = buckets_of(config)
+    check_geometry(settings, config, num_prompts=100)
     assert settings.is_separate
-    assert config.geometry(settings, made) == (16, 6)
-    assert not config.read_buckets(make(trainer=ON)).is_separate
+    assert geometry(settings, config) == (16, 6)
+    assert not buckets_of(make(trainer=ON)).is_separate

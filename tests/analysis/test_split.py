@@ -3,6 +3,8 @@
 
 import pytest
 
+from gradloc.analysis.buckets.metrics import bucket_cosines
+
 RUN = "tests.analysis.scenarios."
 AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -47,20 +49,23 @@ def test_parts_add_up_however_the_batch_is_sharded_and_cut(world, dump_dir, over
 
 
 def test_a_rank_without_a_row_of_the_bucket_keeps_its_peers_company(world, dump_dir):
-    assert world.run(RUN + "split_rows_of_one_rank", dump_dir=dump_dir)[0]["error"] < 1e-5
+    out = world.run(RUN + "split", overrides=[], dump_dir=dump_dir, buckets=[0] * 8 + [1] * 8)[0]
+    assert out["total_error"] < 1e-5
 
 
-def test_a_row_that_fills_up_the_ranks_weighs_nothing(world, dump_dir):
-    out = world.run(RUN + "split_odd", dump_dir=dump_dir, overrides=[])[0]
-    assert out["difference"] == 0.0
-    assert sum(weights[0] for weights in out["record"]["weights"]) == pytest.approx(1.0)
+@pytest.mark.parametrize("kind", ["buckets", "quartiles"])
+def test_a_row_that_fills_up_the_ranks_weighs_nothing(world, dump_dir, kind):
+    out = world.run(RUN + "with_filling_row", kind=kind, dump_dir=dump_dir)[0]
+    assert out["same"]
+    if kind == "buckets":
+        assert sum(weights[0] for weights in out["weights"]) == pytest.approx(1.0)
+    else:
+        assert out["closure"] < 1e-5
 
 
 def test_cosines_tell_agreeing_opposed_and_silent_buckets_apart(world, dump_dir):
-    from tests.analysis.pure import metrics
-
-    record = world.run(RUN + "dot_of_unlike_rows", dump_dir=dump_dir)[0]["record"]
-    cosines = metrics().bucket_cosines(record)
+    record = world.run(RUN + "dot_of_unlike_rows", dump_dir=dump_dir)[0]
+    cosines = bucket_cosines(record)
     assert cosines[0][1] == pytest.approx(-1.0, abs=1e-5)
     assert cosines[0][2] is None
     assert record["norms"][2]["task"] == 0.0
@@ -69,28 +74,46 @@ def test_cosines_tell_agreeing_opposed_and_silent_buckets_apart(world, dump_dir)
 
 
 def test_terms_that_carry_no_gradient_cost_no_pass(world, dump_dir):
-    record = world.run(RUN + "dot_of_unlike_rows", dump_dir=dump_dir)[0]["record"]
+    record = world.run(RUN + "dot_of_unlike_rows", dump_dir=dump_dir)[0]
     assert record["terms"] == ["task"]
     assert record["backwards"] == 2 + 1  # 8 rows on rank 0, 4 of rank 1's: micro-batches of four rows
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_training_with_the_analysis_is_bit_identical_to_training_without(world, dump_dir, strategy):
-    overrides = actor(strategy=strategy)
-    on = world.run(RUN + "train", overrides=overrides, dump_dir=dump_dir, with_analysis=True)
-    off = world.run(RUN + "train", overrides=overrides, dump_dir=dump_dir, with_analysis=False)
+CLIP = ("rule=adagc", "warmup=2", "relative_factor=1.01")
+LAYOUTS = {
+    "fsdp2": actor(),
+    "fsdp1": actor(strategy="fsdp"),
+    "fsdp1, original parameters": ["actor_rollout_ref.actor.fsdp_config.use_orig_params=True", *actor(strategy="fsdp")],
+    "dynamic": actor(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=40),
+    "offloaded": ["actor_rollout_ref.actor.fsdp_config.offload_policy=true", *actor()],
+    "adapters": ["lora"],
+    "stabilized": [f"actor_rollout_ref.actor.gradloc.stabilize.layer_clip.{key}" for key in CLIP],
+}
+
+
+@pytest.mark.parametrize(
+    "kind, layout", [("buckets", "fsdp2"), ("buckets", "fsdp1"), *(("quartiles", layout) for layout in LAYOUTS)]
+)
+def test_training_with_the_analysis_is_bit_identical_to_training_without(world, dump_dir, kind, layout):
+    given = dict(kind=kind, overrides=LAYOUTS[layout], dump_dir=dump_dir)
+    on = world.run(RUN + "train", with_analysis=True, **given)
+    off = world.run(RUN + "train", with_analysis=False, **given)
     for with_analysis, without in zip(on, off, strict=True):
-        assert with_analysis.pop("analyses") == 3 and without.pop("analyses") == 0
+        assert with_analysis.pop("analyses") == 2 and without.pop("analyses") == 0
+        assert with_analysis.pop("steps_taken") == [True] * (8 if kind == "quartiles" else 0)
+        assert without.pop("steps_taken") == []
         assert with_analysis == without
 
 
-def test_an_actor_in_the_middle_of_something_is_left_as_it_was_found(world, dump_dir):
-    for out in world.run(RUN + "leave_as_found", dump_dir=dump_dir):
-        assert out == {"gradients": True, "values": True, "mode": True, "count": True}
+@pytest.mark.parametrize("kind, layout", [("buckets", "fsdp2"), ("quartiles", "fsdp2"), ("quartiles", "fsdp1")])
+def test_an_actor_in_the_middle_of_something_is_left_as_it_was_found(world, dump_dir, kind, layout):
+    for out in world.run(RUN + "leave_as_found", kind=kind, overrides=LAYOUTS[layout], dump_dir=dump_dir):
+        assert all(out.values()), out
 
 
-def test_a_failure_on_one_rank_is_told_to_all_and_training_goes_on(world, dump_dir):
-    for out in world.run(RUN + "fail_on_one_rank", dump_dir=dump_dir):
+@pytest.mark.parametrize("kind", ["buckets", "quartiles"])
+def test_a_failure_on_one_rank_is_told_to_all_and_training_goes_on(world, dump_dir, kind):
+    for out in world.run(RUN + "fail_on_one_rank", kind=kind, dump_dir=dump_dir):
         assert "failed" in out["record"]["error"]
         assert out["is_same"]
-    assert "ZeroDivisionError: no loss today" in out["record"]["error"]
+    assert "ZeroDivisionError: no analysis today" in out["record"]["error"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from ...analysis.config import BucketSettings, QuartileSettings, read_buckets, read_quartiles
+from ...analysis.config import BucketSettings, QuartileSettings, read_if_on
 from ...analysis.reporter import Run
 from ...rollout_filter.config import FilterSettings, read_filter
 
@@ -20,7 +20,8 @@ def analyses_in(config: Any) -> tuple[BucketSettings | None, QuartileSettings | 
     Raises:
         ValueError: one sentence that names a key with a bad value, also while the features are off.
     """
-    buckets, quartiles, chosen = read_buckets(config), read_quartiles(config), read_filter(config)
+    buckets, quartiles = read_if_on(BucketSettings, config), read_if_on(QuartileSettings, config)
+    chosen = read_filter(config)
     return None if buckets is None and quartiles is None and chosen.keeps_all else (buckets, quartiles, chosen)
 
 

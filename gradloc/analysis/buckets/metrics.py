@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the workers' raw numbers to the analysis record and to the guide's metric names. Pure.
+"""From the workers' numbers to the analysis record and to the guide's metric names. Pure.
 
 Two norms are told apart. A bucket's *part* of the gradient keeps the weight that its rows have in the whole batch, so
 the parts add up to ``all``. Its *own* gradient is the part divided by the bucket's share of the average: what the
@@ -18,32 +18,28 @@ ALL = "all"
 
 
 def bucket_records(
-    raw: BucketNumbers, buckets: dict[str, list[int]], groups: Groups, tokens: np.ndarray
+    numbers: BucketNumbers, buckets: dict[str, list[int]], groups: Groups, tokens: np.ndarray
 ) -> tuple[Bucket, ...]:
-    """One record per bucket in order, then ``all``.
-
-    Args:
-        raw: what :meth:`~.probe.BucketProbe.record` returned for these buckets.
-        buckets: name -> groups.
-        groups: of the analysed batch.
-        tokens: (R,) response tokens of each row.
-    """
-    everything = [group for members in buckets.values() for group in members]
-    named = [*buckets.items(), (ALL, everything)]
-    return tuple(_bucket(raw, number, name, members, groups, tokens) for number, (name, members) in enumerate(named))
+    """One record per bucket (name -> groups) in order, then ``all``; ``tokens``: (R,) response tokens of each row."""
+    named = {**buckets, ALL: list(range(len(groups)))}
+    return tuple(
+        _bucket(numbers, index, name, members, groups, tokens) for index, (name, members) in enumerate(named.items())
+    )
 
 
 def _bucket(
-    raw: BucketNumbers, number: int, name: str, members: list[int], groups: Groups, tokens: np.ndarray
+    numbers: BucketNumbers, index: int, name: str, members: list[int], groups: Groups, tokens: np.ndarray
 ) -> Bucket:
-    is_all, terms = name == ALL, raw["terms"]
-    inside = np.isin(groups.of_row, members)
-    num_rows, num_tokens = int(inside.sum()), int(tokens[inside].sum())
+    is_all, terms = name == ALL, numbers["terms"]
+    is_member = np.isin(groups.of_row, members)
+    num_rows, num_tokens = int(is_member.sum()), int(tokens[is_member].sum())
     std = groups.reward_std[members]
-    weights = [1.0] * len(terms) if is_all else raw["weights"][number]
-    losses = np.sum(raw["losses"], axis=0) if is_all else np.asarray(raw["losses"][number]) / weights
-    norms, dots = raw["norms"][number], raw["dots"][number]
-    loss = {"policy" if term == "task" else term: float(losses[index]) for index, term in enumerate(terms)}
+    norms, dots = numbers["norms"][index], numbers["dots"][index]
+    weight = dict(zip(terms, [1.0] * len(terms) if is_all else numbers["weights"][index], strict=True))
+    losses = np.sum(numbers["losses"], axis=0).tolist() if is_all else numbers["losses"][index]
+    loss = {
+        "policy" if term == "task" else term: value / weight[term] for term, value in zip(terms, losses, strict=True)
+    }
     return Bucket(
         name=name,
         num_rows=num_rows,
@@ -51,15 +47,15 @@ def _bucket(
         num_tokens=num_tokens,
         num_groups=len(members),
         reward_std=Range(min=float(std.min()), mean=float(std.mean()), max=float(std.max())),
-        weight=dict(zip(terms, weights, strict=True)),
+        weight=weight,
         norm={
             term: Norms(
-                own=norms[term] / weights[index],
+                own=norms[term] / weight[term],
                 part=norms[term],
                 per_row=norms[term] / num_rows,
                 per_token=norms[term] / num_tokens if num_tokens else None,
             )
-            for index, term in enumerate(terms)
+            for term in terms
         },
         loss={**loss, "total": sum(loss.values())},
         cosine={pair: _cosine(dot, *(norms[term] for term in pair.split("_"))) for pair, dot in dots.items()},
@@ -74,12 +70,12 @@ def _cosine(dot: float, left: float, right: float) -> float | None:
     return max(-1.0, min(1.0, dot / product))
 
 
-def bucket_cosines(raw: BucketNumbers) -> tuple[tuple[float | None, ...], ...]:
+def bucket_cosines(numbers: BucketNumbers) -> tuple[tuple[float | None, ...], ...]:
     """Cosines between the buckets' task gradients (bucket x bucket); None where one is zero or not finite."""
-    norms = [norms["task"] for norms in raw["norms"][:-1]]
+    norms = [norms["task"] for norms in numbers["norms"][:-1]]
     return tuple(
         tuple(_cosine(dot, norms[row], norms[column]) for column, dot in enumerate(dots))
-        for row, dots in enumerate(raw["task_dots"])
+        for row, dots in enumerate(numbers["task_dots"])
     )
 
 

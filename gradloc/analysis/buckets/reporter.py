@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The analysis by bucket on the trainer's side: deal the groups out, ask the workers, write what they found."""
+"""The analysis by bucket on the trainer's side: split the groups, ask the workers, write the record."""
 
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,26 +13,18 @@ from ...record.analysis import Filter, GradientAnalysis
 from ...rollout_filter.groups import groups_of
 from ..actor import BUCKET_KEY, NUM_BUCKETS_KEY
 from ..config import BucketSettings
-from ..files import write_analysis
+from ..files import log_group_table
 from ..reporter import Batch, Reporter, Run
 from .metrics import analysis_metrics, bucket_cosines, bucket_records, group_table
 from .split import split_groups
-from .table import log_group_table
 
 logger = logging.getLogger(__name__)
 
-_SEEDS_APART = 1_000_003
-"""Between the draws of two steps: a prime above any seed that people type."""
+_SEEDS_APART = 1_000_003  # between the draws of two steps: a prime above any seed that people type
 
 
 class BucketAnalysis(Reporter):
-    """Splits the gradient by term of the loss and by bucket of reward deviation.
-
-    Args:
-        settings: when, how, and whether on a batch of its own.
-        run: what is analysed.
-        prepare: (seed) -> a batch of its own, which no update will see.
-    """
+    """Splits the gradient by term of the loss and by bucket of reward deviation; ``prepare`` as in ``Analyses``."""
 
     name, prefix = "gradient_analysis", "grad_analysis"
     settings: BucketSettings
@@ -53,10 +44,9 @@ class BucketAnalysis(Reporter):
             logger.warning("every group has the same reward deviation, so the quantile buckets say nothing")
         number_of = {group: number for number, members in enumerate(buckets.values()) for group in members}
         of_row = torch.tensor([number_of[group] for group in groups.of_row.tolist()])
-        raw = batch.ask({BUCKET_KEY: of_row}, {NUM_BUCKETS_KEY: len(buckets)})[0]
+        numbers = batch.ask({BUCKET_KEY: of_row}, {NUM_BUCKETS_KEY: len(buckets)})[0]
         tokens = mask.sum(-1).numpy()
         record = GradientAnalysis(
-            **self._head(global_step, raw["terms"]),
             bucket_mode=settings.bucket_mode,
             num_buckets=settings.num_buckets,
             batch=analysis.Batch(
@@ -67,12 +57,11 @@ class BucketAnalysis(Reporter):
                 zero_variance_share=groups.zero_variance_share,
                 filter=None if batch.filtered is None else Filter(**batch.filtered),
             ),
-            buckets=bucket_records(raw, buckets, groups, tokens),
-            task_cosines=bucket_cosines(raw),
+            buckets=bucket_records(numbers, buckets, groups, tokens),
+            task_cosines=bucket_cosines(numbers),
             groups=group_table(buckets, groups),
-            cost=self._cost(raw, start),
+            **self._about(global_step, numbers, start),
         )
-        record = replace(record, metrics=analysis_metrics(record))
-        write_analysis(self.about.root, record)
+        record = self._write(record, analysis_metrics(record))
         log_group_table(self.about.trackers, record)
         return record.metrics

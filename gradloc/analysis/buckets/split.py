@@ -6,7 +6,6 @@ What the guide calls reward variance is the standard deviation of a group's rewa
 
 import numpy as np
 
-MODES = ("quantile", "fixed_rv")
 NUM_FIXED = 6
 """Intervals of ``fixed_rv``: [0, 1), [1, 2), ... and [5, infinity)."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers do: gradients by probability quartile, single tokens' gradients, and steps that are taken back.
+"""What the workers measure: gradients by probability quartile, single tokens' gradients, and trial updates.
 
 One training pass over the batch, cut into training's own micro-batches, gives the whole gradient and, by hooks, the
 derivative of training's loss by each log-prob and entropy. A quartile's gradient is then the backward of the sum of
@@ -9,16 +9,16 @@ the whole. How far they miss it is measured (the closure).
 Shapes: R rows on this rank, T response positions, S sampled tokens.
 """
 
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import torch
 
-from ...core.gradients import Gradient, GradientSpace
-from ...core.ranks import Ranks
+from ...core.gradients import Gradient
 from ...core.step import Recorded, RngState, record
-from ..actor import BUCKET_KEY, Actor, MicroBatch, Rows
-from ..rows import RowProbe, Weights, add_up
+from ...record.analysis import Update
+from ..actor import BUCKET_KEY, MicroBatch
+from ..rows import RowProbe, Weights, add_up, only
 from .split import NUM_QUARTILES, UPDATES
 from .trial_step import trial_step
 
@@ -29,111 +29,84 @@ SAMPLE_KEY = "gradloc_sample"
 
 
 class QuartileNumbers(TypedDict):
-    """What a rank found: the same on each but for ``log_probs``."""
+    """What a rank measured: the same on each but for ``log_probs``."""
 
     terms: list[str]
-    whole: float
-    """Norm of the whole batch's gradient."""
-    norms: list[float]
-    """Of each quartile's part."""
-    dots: list[float]
-    """Inner product of each part with the whole."""
-    closure: float | None
-    """How far the parts' sum is from the whole, relative to it; None where that is zero."""
-    tokens: list[dict[str, float]]
-    """Norms of each sampled token."""
-    steps: dict[str, dict[str, Any] | None]
-    """By update; None without a gradient."""
+    whole: float  # norm of the whole batch's gradient
+    norms: list[float]  # of each quartile's part
+    dots: list[float]  # inner product of each part with the whole
+    closure: float | None  # distance from the parts' sum to the whole, relative to it; None where that is zero
+    tokens: list[dict[str, float]]  # norms of each sampled token
+    steps: dict[str, Update | None]  # None without a gradient
     optimizer: str
     learning_rate: float
-    log_probs: dict[str, np.ndarray | None]
-    """Of this rank's rows, float32 (R, T): ``before`` and after each update; None without a step."""
+    log_probs: dict[str, np.ndarray | None]  # of this rank's rows, float32 (R, T): before, and after each step taken
     forwards: int
     backwards: int
 
 
 class QuartileProbe(RowProbe):
-    """One analysis on one rank; every rank makes the same calls in the same order.
+    """One analysis on one rank. Four gradients at a time wait in host memory."""
 
-    Gradients that have to be kept, four at a time, wait in host memory.
-    """
+    parts: list[Gradient]
+    """Per quartile, the additive part of the gradient."""
+    whole: Gradient
+    """The whole batch's gradient, from a pass of its own."""
 
-    def __init__(self, actor: Actor, ranks: Ranks, space: GradientSpace):
-        super().__init__(actor, ranks, space)
-        self.parts: list[Gradient] = []
-        """Per quartile, the additive part of the gradient."""
-        self.whole: Gradient = []
-        """The whole batch's gradient, from a pass of its own."""
-        self.tokens: list[dict[str, float]] = []
-        self.steps: dict[str, dict[str, Any] | None] = {}
-        self.log_probs: dict[str, torch.Tensor | None] = {}
-
-    def measure(self, rows: Rows, num_sampled: int) -> None:
-        """Fill in everything that :meth:`record` reports.
-
-        Args:
-            rows: this rank's, with ``BUCKET_KEY`` (-1 for filling rows, else 0), ``QUARTILE_KEY`` and ``SAMPLE_KEY``.
-            num_sampled: S, over all ranks.
-        """
-        self._hold(rows)
-        weights = self._training_pass()
-        quartiles = rows[QUARTILE_KEY].to(weights.log_prob.device)
-        for quartile in range(NUM_QUARTILES):
-            self.parts.append(self._part(_only(weights, quartiles == quartile)))
-        samples = rows[SAMPLE_KEY].to(weights.log_prob.device)
-        for number in range(num_sampled):
-            self.tokens.append(self._token(weights, samples == number))
+    def measure(self, num_sampled: int) -> QuartileNumbers:
+        """The numbers, with S tokens sampled over all ranks; each row's bucket is 0, or -1 for a filling row."""
+        weights, device = self._training_pass(), self.actor.device
+        quartiles, samples = self.rows[QUARTILE_KEY].to(device), self.rows[SAMPLE_KEY].to(device)
+        self.parts = [self.gradient(only(weights, quartiles == quartile)) for quartile in range(NUM_QUARTILES)]
+        tokens = [self._token(weights, samples == number) for number in range(num_sampled)]
         self.actor.module.eval()
-        self.log_probs["before"] = self._read_log_probs()
-        for name, quartiles in UPDATES.items():
-            self._try(name, self._gradient_of(quartiles))
-
-    def record(self) -> QuartileNumbers:
-        """What this rank found."""
+        steps: dict[str, Update | None] = {}
+        log_probs: dict[str, np.ndarray | None] = {"before": self._read_log_probs()}
+        for name, chosen in UPDATES.items():
+            steps[name], log_probs[name] = self._try(self._gradient_of(chosen))
         whole = self.space.norm(self.whole)
+        return {
+            "terms": list(self.actor.terms),
+            "whole": whole,
+            "norms": [self.space.norm(part) for part in self.parts],
+            "dots": [float(self.space.dots(part, self.whole).sum()) for part in self.parts],
+            "closure": self._distance() / whole if whole != 0 else None,
+            "tokens": tokens,
+            "steps": steps,
+            "optimizer": type(self.actor.optimizer).__name__,
+            "learning_rate": max(float(group["lr"]) for group in self.actor.optimizer.param_groups),
+            "log_probs": log_probs,
+            "forwards": self.num_forwards,
+            "backwards": self.num_backwards,
+        }
+
+    def _distance(self) -> float:
+        """From the sum of the parts to the whole."""
         total: Gradient | None = None
         for part in self.parts:
             total = add_up(total, part)
         for left, right in zip(total, self.whole, strict=True):
             if left is not None and right is not None:
                 left.sub_(right)
-        return {
-            "terms": list(self.actor.terms),
-            "whole": whole,
-            "norms": [self.space.norm(part) for part in self.parts],
-            "dots": [float(self.space.dots(part, self.whole).sum()) for part in self.parts],
-            "closure": self.space.norm(total) / whole if whole != 0 else None,
-            "tokens": self.tokens,
-            "steps": self.steps,
-            "optimizer": type(self.actor.optimizer).__name__,
-            "learning_rate": max(float(group["lr"]) for group in self.actor.optimizer.param_groups),
-            "log_probs": {name: None if found is None else found.numpy() for name, found in self.log_probs.items()},
-            "forwards": self.num_forwards,
-            "backwards": self.num_backwards,
-        }
-
-    # ---- inside
+        return self.space.norm(total)
 
     def _training_pass(self) -> Weights:
         """Accumulate the whole batch's gradient as training does; keep every token's coefficients on the way."""
-        rows, device = self._rows, self.actor.device
-        num_rows = int(self.ranks.sum([float((rows[BUCKET_KEY] >= 0).sum())])[0])
-        shape = rows[QUARTILE_KEY].shape
-        weights = Weights(log_prob=torch.zeros(shape, device=device))
-        if "entropy" in self.actor.terms:
-            weights.entropy = torch.zeros(shape, device=device)
+        num_rows = int(self.ranks.sum([float((self.rows[BUCKET_KEY] >= 0).sum())])[0])
+        names = ("log_prob", "entropy") if "entropy" in self.actor.terms else ("log_prob",)
+        weights = {name: torch.zeros(self.rows[QUARTILE_KEY].shape, device=self.actor.device) for name in names}
         self.space.clear()
-        for part in self.actor.micro_batches(rows):
+        for part in self.actor.micro_batches(self.rows):
             self._train_on(part, num_rows, weights)
-        self.whole = self._take()
+        self.whole = self.take()
         return weights
 
     def _train_on(self, part: MicroBatch, num_rows: int, weights: Weights) -> None:
         self.num_forwards += 1
         self.num_backwards += 1
-        kept = Recorded(RngState(self.actor.device))
+        recorded = Recorded(RngState(self.actor.device))
         log_prob, entropy = self.actor.forward(part.inputs)
-        record(kept, log_prob, entropy)
+        record(recorded, log_prob, entropy)
         if len(part.rows):
             terms = self.actor.loss_terms(part.inputs, log_prob, entropy, part.on_policy)
             loss = sum(value * self.actor.share(part, term, num_rows) for term, value in terms.items())
@@ -143,34 +116,23 @@ class QuartileProbe(RowProbe):
         scale = self.actor.loss_scale
         (loss * scale).backward()
         if len(part.rows):
-            weights.log_prob[part.rows] = kept.log_prob_coefficient.float() / scale
-            if weights.entropy is not None:
-                weights.entropy[part.rows] = kept.entropy_coefficient.float() / scale
-
-    def _part(self, weights: Weights) -> Gradient:
-        """The gradient of the weighted sum, over the rows of every rank that it says something of."""
-
-        def cut() -> list[list[int]]:
-            counts = (weights.log_prob != 0).any(-1)  # NaN counts
-            if weights.entropy is not None:
-                counts |= (weights.entropy != 0).any(-1)
-            return self._chunks(counts.cpu())
-
-        chunks = self.ranks.agree(cut)
-        return self._gradient(weights, chunks, int(self.ranks.max([len(chunks)])[0]))
+            for name, values in weights.items():
+                values[part.rows] = getattr(recorded, f"{name}_coefficient").float() / scale
 
     def _token(self, weights: Weights, is_token: torch.Tensor) -> dict[str, float]:
-        """One token's own gradients, each from a backward of its own.
+        """The norms of one token's own gradients.
 
         Returns:
             ``log_prob_norm``: of its log-prob; ``loss_norm``: of its additive part of the training loss.
         """
-        alone = Weights(log_prob=is_token.float() * self.ranks.size)
-        log_prob_norm = self.space.norm(self._part(alone))
-        if weights.entropy is not None:
-            return {"log_prob_norm": log_prob_norm, "loss_norm": self.space.norm(self._part(_only(weights, is_token)))}
-        mine = weights.log_prob[is_token]
-        coefficient = self.ranks.sum([float(mine.sum()) if len(mine) else 0.0])[0] / self.ranks.size
+        log_prob_norm = self.space.norm(self.gradient({"log_prob": is_token.float() * self.ranks.size}))
+        if "entropy" in weights:
+            return {
+                "log_prob_norm": log_prob_norm,
+                "loss_norm": self.space.norm(self.gradient(only(weights, is_token))),
+            }
+        mine = weights["log_prob"][is_token]  # empty on the ranks that do not have it
+        coefficient = self.ranks.sum([float(mine.sum())])[0] / self.ranks.size
         return {"log_prob_norm": log_prob_norm, "loss_norm": abs(coefficient) * log_prob_norm}
 
     def _gradient_of(self, quartiles: tuple[int, ...]) -> Gradient:
@@ -181,29 +143,20 @@ class QuartileProbe(RowProbe):
             return self.parts[quartiles[0]]
         return [None if grad is None else torch.zeros_like(grad) for grad in self.whole]
 
-    def _try(self, name: str, gradient: Gradient) -> None:
+    def _try(self, gradient: Gradient) -> tuple[Update | None, np.ndarray | None]:
         """Update with this gradient, read every token's log-prob, and take the update back."""
-        self.steps[name] = self.log_probs[name] = None
         if all(grad is None for grad in gradient):
-            return  # no token of the quartile has a gradient
+            return None, None  # no token of the quartile has a gradient
         with trial_step(self.actor, self.space, gradient) as step:
-            self.steps[name] = {**vars(step)}
-            if step.is_taken:
-                self.log_probs[name] = self._read_log_probs()
+            return step, self._read_log_probs() if step.is_taken else None
 
     @torch.no_grad()
-    def _read_log_probs(self) -> torch.Tensor:
+    def _read_log_probs(self) -> np.ndarray:
         """Every token's log-prob at the present weights, float32 (R, T), 0 where it is not measured."""
-        found = torch.zeros(self._rows[QUARTILE_KEY].shape)
-        for part in self.actor.micro_batches(self._rows):
+        log_probs = torch.zeros(self.rows[QUARTILE_KEY].shape)
+        for part in self.actor.micro_batches(self.rows):
             self.num_forwards += 1
             log_prob = self.actor.log_prob(part.inputs)
             if len(part.rows):
-                found[part.rows] = log_prob.float().cpu()
-        return found
-
-
-def _only(weights: Weights, chosen: torch.Tensor) -> Weights:
-    """The weights of the chosen tokens, 0 for all others, even where theirs is not finite."""
-    keep = [None if given is None else given.where(chosen, 0.0) for given in (weights.log_prob, weights.entropy)]
-    return Weights(*keep)
+                log_probs[part.rows] = log_prob.float().cpu()
+        return log_probs.numpy()

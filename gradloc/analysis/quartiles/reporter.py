@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The analysis by quartile on the trainer's side: sample tokens, ask the workers, write what they found."""
+"""The analysis by quartile on the trainer's side: sample tokens, ask the workers, write the record."""
 
 import time
-from dataclasses import replace
 
 import torch
 
 from ...record import analysis
 from ..actor import BUCKET_KEY, NUM_SAMPLED_KEY
 from ..config import QuartileSettings
-from ..files import QUARTILES_FOLDER, write_record
 from ..reporter import Batch, Reporter
 from .probe import QUARTILE_KEY, SAMPLE_KEY
 from .record import measured, quartile_metrics
@@ -37,14 +35,11 @@ class QuartileAnalysis(Reporter):
             QUARTILE_KEY: torch.from_numpy(quartiles),
             SAMPLE_KEY: numbers,
         }
-        found = batch.ask(tensors, {NUM_SAMPLED_KEY: len(sampled)})
+        ranks = batch.ask(tensors, {NUM_SAMPLED_KEY: len(sampled)})
         record = analysis.QuartileAnalysis(
-            **self._head(global_step, found[0]["terms"]),
             split=self.settings.split,
             num_rows=len(quartiles),
-            **measured(found, arrays, quartiles, sampled),
-            cost=self._cost(found[0], start),
+            **measured(ranks, arrays, quartiles, sampled),
+            **self._about(global_step, ranks[0], start),
         )
-        record = replace(record, metrics=quartile_metrics(record))
-        write_record(self.about.root, QUARTILES_FOLDER, record)
-        return record.metrics
+        return self._write(record, quartile_metrics(record)).metrics

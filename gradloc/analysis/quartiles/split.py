@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens belong to which probability quartile, which of them are sampled, and what summarises them. Pure.
+"""Which tokens belong to which probability quartile, which are sampled, and what sums them up. Pure.
 
 Tokens are split by pi, the probability that the policy gave them before the update, in one of two ways: ``quantile``
 into four parts of equally many tokens, ``range`` into quarters of [0, 1], as panels (c) to (f) of Fig. 1 of arXiv
@@ -8,13 +8,10 @@ into four parts of equally many tokens, ``range`` into quarters of [0, 1], as pa
 Shapes: R rows, T response positions.
 """
 
-import math
-
 import numpy as np
 
 from ...record.analysis import Agreement, Change
 
-SPLITS = ("quantile", "range")
 NUM_QUARTILES = 4
 EMPTY = -1
 """The quartile of what is no response token."""
@@ -24,8 +21,8 @@ UPDATES: dict[str, tuple[int, ...]] = {
     "highest": (NUM_QUARTILES - 1,),
     "none": (),
 }
-"""The updates that are tried: their names in the record, and the quartiles whose gradient each takes. ``none`` tells
-what the optimizer does of itself, by its momentum and weight decay."""
+"""The trial updates: their names in the record, and the quartiles whose gradient each takes. ``none`` shows what the
+optimizer does on its own, by momentum and weight decay."""
 NUM_BINS = 120
 PERCENTS = (0, 5, 25, 50, 75, 95, 100)
 
@@ -68,15 +65,15 @@ def assign(log_prob: np.ndarray, mask: np.ndarray, split: str) -> np.ndarray:
 
 
 def sample_tokens(quartiles: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Draw tokens without replacement, equally many of each quartile as far as it has them.
+    """Draw tokens without replacement, equally many of each quartile as far as it has them; all if there are fewer.
 
     Args:
         quartiles: (R, T), from :func:`assign`.
-        count: how many to draw; all tokens where there are fewer.
+        count: how many to draw.
         seed: of the draw.
 
     Returns:
-        int (S, 2): row and position of each, by row and position.
+        int (S, 2): row and position of each, in their order.
     """
     generator = np.random.default_rng(seed)
     shuffled = [generator.permutation(np.argwhere(quartiles == quartile)) for quartile in range(NUM_QUARTILES)]
@@ -96,12 +93,7 @@ def rank_correlation(left: np.ndarray, right: np.ndarray) -> float | None:
 
 
 def agreement(change: np.ndarray, reference: np.ndarray) -> Agreement:
-    """How much one update's probability changes look like another's.
-
-    Args:
-        change: (N,), per token.
-        reference: (N,), of the update that it is held against.
-    """
+    """How much one update's probability changes look like another's; both (N,), per token."""
     if not _is_finite(change, reference):
         return Agreement()
     size = float(np.abs(reference).mean()) if len(reference) else 0.0
@@ -111,26 +103,23 @@ def agreement(change: np.ndarray, reference: np.ndarray) -> Agreement:
 
 def change_edges(changes: list[np.ndarray]) -> list[float]:
     """Edges of the bins that all updates' changes are counted in: symmetric about 0, out to the largest change."""
-    finite = [np.abs(change[np.isfinite(change)]) for change in changes]
-    largest = max((float(sizes.max()) for sizes in finite if len(sizes)), default=0.0)
+    sizes = np.abs(np.concatenate(changes))
+    largest = float(sizes[np.isfinite(sizes)].max(initial=0.0))
     return np.linspace(-largest, largest, NUM_BINS + 1).tolist() if largest > 0 else [-1e-12, 1e-12]
 
 
-def distribution(values: np.ndarray, edges: list[float]) -> Change | None:
-    """What is kept of many tokens' probability changes; None without any.
-
-    Args:
-        values: (N,).
-        edges: from :func:`change_edges`.
-    """
-    if not len(values):
+def distribution(change: np.ndarray, advantages: np.ndarray, edges: list[float]) -> Change | None:
+    """What is kept of many tokens' probability changes, (N,) as their advantages, whose sign they should have."""
+    if not len(change):
         return None
-    finite = values[np.isfinite(values)]
+    counts = advantages != 0
+    follows = np.sign(change[counts]) == np.sign(advantages[counts])
     return Change(
-        mean=float(values.mean()),
-        mean_abs=float(np.abs(values).mean()),
-        percentiles=tuple(np.percentile(values, PERCENTS).tolist()),
-        counts=tuple(np.histogram(finite, edges)[0].tolist()),
+        mean=float(change.mean()),
+        mean_abs=float(np.abs(change).mean()),
+        percentiles=tuple(np.percentile(change, PERCENTS).tolist()),
+        counts=tuple(np.histogram(change[np.isfinite(change)], edges)[0].tolist()),
+        right_way=float(follows.mean()) if len(follows) else None,
     )
 
 
@@ -146,9 +135,6 @@ def _is_finite(*arrays: np.ndarray) -> bool:
 
 
 def _correlation(left: np.ndarray, right: np.ndarray) -> float | None:
-    left, right = (np.asarray(array, dtype=np.float64) for array in (left, right))
-    if len(left) < 2:
+    if len(left) < 2 or np.ptp(left) == 0 or np.ptp(right) == 0:
         return None
-    left, right = left - left.mean(), right - right.mean()
-    product = math.sqrt(float(left @ left)) * math.sqrt(float(right @ right))
-    return max(-1.0, min(1.0, float(left @ right) / product)) if product > 0 else None
+    return float(np.corrcoef(left, right)[0, 1])

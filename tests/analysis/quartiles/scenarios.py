@@ -21,12 +21,12 @@ EIGHT_ROWS = [
 """Where every token has a backward of its own."""
 
 
-def prepared(batch: Any, split: str = "quantile", num_tokens: int = 0) -> tuple[Any, Any, Any]:
+def prepared(batch: Any, num_tokens: int = 0) -> tuple[Any, Any, Any]:
     """The batch as the trainer sends it, its quartiles (16, T), and the sampled tokens (S, 2)."""
     assign, sample_tokens = ours("analysis.quartiles.split").assign, ours("analysis.quartiles.split").sample_tokens
     batch = batch.select(deepcopy=True)
     mask = batch.batch["response_mask"].bool().numpy()
-    quartiles = assign(batch.batch["old_log_probs"].numpy(), mask, split)
+    quartiles = assign(batch.batch["old_log_probs"].numpy(), mask, "quantile")
     sampled = sample_tokens(quartiles, num_tokens, seed=1)
     numbers = torch.full(quartiles.shape, -1)
     for number, (row, position) in enumerate(sampled.tolist()):
@@ -63,7 +63,7 @@ def split(overrides: list[str], dump_dir: str, num_tokens: int = 6) -> dict[str,
     whole = sum(gradients.values())
     parts = [sum(gradients[place] for place in gradients if quartiles[place] == quartile) for quartile in range(4)]
     return {
-        "record": {key: value for key, value in probe.record().items() if key != "log_probs"},
+        "record": {key: value for key, value in probe.numbers.items() if key != "log_probs"},
         "whole": float(whole.norm()),
         "norms": [float(part.norm()) for part in parts],
         "dots": [float(part @ whole) for part in parts],
@@ -104,22 +104,6 @@ def plain_log_probs(trainer: Any, model: torch.nn.Module, batch: Any, has_graph:
         return log_probs.gather(-1, inputs["responses"][..., None]).squeeze(-1)
 
 
-def against_detaching(overrides: list[str], dump_dir: str, kind: str = "quantile") -> dict:
-    """Each quartile's part against the localizer's probe, which detaches all other tokens."""
-    trainer = make_trainer(TERMS + overrides, dump_dir)
-    batch = make_batch()
-    spread = torch.rand(batch.batch["old_log_probs"].shape, generator=torch.manual_seed(0))
-    batch.batch["old_log_probs"] = spread.log()  # on-policy: only the split reads it
-    data, quartiles, _ = prepared(batch, split=kind)
-    probe = probe_of(trainer, data)
-    errors = []
-    for quartile, part in enumerate(probe.parts):
-        chosen = data.batch["gradloc_quartile"] == quartile
-        slow = flat(trainer.detached_gradient(data, chosen, probe.space))
-        errors.append(norm(flat(part) - slow) / norm(slow))
-    return {"errors": errors, "closure": probe.record()["closure"]}
-
-
 def closure(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """How far the parts miss the whole, and the whole that verl's own update computes."""
     from tests.analysis.scenarios import training_step
@@ -128,7 +112,7 @@ def closure(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     batch = make_batch()
     training, _ = training_step(trainer, batch)
     probe = probe_of(trainer, prepared(batch)[0])
-    return {"closure": probe.record()["closure"], "whole_error": norm(flat(probe.whole) - training) / norm(training)}
+    return {"closure": probe.numbers["closure"], "whole_error": norm(flat(probe.whole) - training) / norm(training)}
 
 
 def updates(overrides: list[str], dump_dir: str, num_before: int) -> dict[str, Any]:
@@ -143,7 +127,7 @@ def updates(overrides: list[str], dump_dir: str, num_before: int) -> dict[str, A
         trainer.update(earlier)
     batch = make_batch(8)
     data, quartiles, _ = prepared(batch)
-    record = probe_of(trainer, data).record()
+    record = probe_of(trainer, data).numbers
     fast = {name: None if found is None else all_rows(found) for name, found in record["log_probs"].items()}
     gradients = by_row(token_gradients(trainer, model, batch), len(batch))
     mask = quartiles >= 0
@@ -186,58 +170,6 @@ def copied_optimizer(model, optimizer):
     twin = torch.optim.AdamW(model.parameters(), lr=optimizer.param_groups[0]["lr"])
     twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     return twin
-
-
-def train(overrides: list[str], dump_dir: str, with_analysis: bool) -> dict[str, Any]:
-    """Two real updates, with an analysis before each, trial steps included, or none."""
-    trainer = make_trainer([*TERMS, *overrides], dump_dir, dropout=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 1 / (1 + step))
-    norms, taken = [], []
-    for step in (1, 2):
-        batch = make_batch(seed=step)
-        if with_analysis:
-            record = trainer.analyze(prepared(batch, num_tokens=1)[0])
-            taken.append([found["is_taken"] for found in record["steps"].values()])
-        norms.append(trainer.update(batch)["metrics"]["actor/grad_norm"])
-        scheduler.step()
-    return {
-        "weights": trainer.weights_hash(),
-        "rng": torch.get_rng_state().numpy().tobytes(),
-        "norms": norms,
-        "rate": scheduler.get_last_lr(),
-        "taken": taken,
-    }
-
-
-def leave_as_found(overrides: list[str], dump_dir: str) -> dict[str, bool]:
-    """An actor in the middle of something, before its first step: no optimizer state yet."""
-    trainer, batch = make_trainer(overrides, dump_dir), make_batch()
-    for param in trainer.module.parameters():
-        param.grad = torch.ones_like(param)
-    before = [param.grad for param in trainer.module.parameters()]
-    weights = trainer.weights_hash()
-    groups = copy.deepcopy(options(trainer))
-    trainer.module.eval()
-    trainer.actor.gradient_accumulation = 7
-    rng = torch.get_rng_state()
-    record = trainer.analyze(prepared(batch, num_tokens=2)[0])
-    after = [param.grad for param in trainer.module.parameters()]
-    return {
-        "was_moved": all(step["update_norm"] > 0 for step in record["steps"].values()),
-        "gradients": all(old is new for old, new in zip(before, after, strict=True)),
-        "weights": trainer.weights_hash() == weights,
-        "optimizer": not trainer.optimizer.state,
-        "groups": options(trainer) == groups,
-        "rng": torch.equal(rng, torch.get_rng_state()),
-        "mode": not trainer.module.training,
-        "count": trainer.actor.gradient_accumulation == 7,
-    }
-
-
-def options(trainer: Any) -> list[dict[str, Any]]:
-    """Everything in the optimizer's groups but the parameters."""
-    groups = trainer.optimizer.param_groups
-    return [{key: group[key] for key in group if key != "params"} for group in groups]
 
 
 def fail_during_update(dump_dir: str) -> dict[str, bool]:
@@ -283,7 +215,7 @@ def odd(dump_dir: str, what: str) -> dict[str, Any]:
         overrides.append("actor_rollout_ref.actor.optim.lr=0.0")
     trainer = make_trainer(overrides, dump_dir)
     data, quartiles, _ = prepared(batch, num_tokens=4)
-    record = probe_of(trainer, data).record()
+    record = probe_of(trainer, data).numbers
     log_probs = record.pop("log_probs")
     before = all_rows(log_probs.pop("before"))
     changes = {
@@ -295,39 +227,3 @@ def odd(dump_dir: str, what: str) -> dict[str, Any]:
         "counts": [int((quartiles == quartile).sum()) for quartile in range(4)],
         "largest_change": changes,
     }
-
-
-def with_filling_row(dump_dir: str) -> dict[str, Any]:
-    """15 rows and one that fills up the ranks; the same with other numbers in that row."""
-    found = []
-    for factor in (1.0, 1e3):
-        batch = make_batch(16)
-        batch.batch["advantages"][15] *= factor
-        trainer = make_trainer([], dump_dir)
-        data, _, _ = prepared(batch, num_tokens=0)
-        data.batch["gradloc_bucket"][15] = -1
-        data.batch["gradloc_quartile"][15] = -1
-        record = probe_of(trainer, data).record()
-        found.append((record["whole"], record["norms"], record["closure"]))
-    return {"same": found[0] == found[1], "closure": found[0][2]}
-
-
-def fail_on_one_rank(dump_dir: str) -> dict[str, Any]:
-    """Cutting the rows raises on rank 1; both ranks then train on."""
-    RowProbe = ours("analysis.rows").RowProbe
-    trainer, plain = make_trainer([], dump_dir), make_trainer([], dump_dir)
-    data, _, _ = prepared(make_batch())
-    whole = RowProbe._chunks
-    if dist.get_rank() == 1:
-        RowProbe._chunks = _broken
-    try:
-        record = trainer.analyze(data)
-    finally:
-        RowProbe._chunks = whole
-    trainer.update(make_batch())
-    plain.update(make_batch())
-    return {"record": record, "is_same": trainer.weights_hash() == plain.weights_hash()}
-
-
-def _broken(*_):
-    raise ZeroDivisionError("no rows today")

@@ -6,7 +6,6 @@ import pytest
 from tests.analysis.test_split import AGGREGATIONS, actor
 
 RUN = "tests.analysis.quartiles.scenarios."
-CLIP = ("rule=adagc", "warmup=2", "relative_factor=1.01")
 ENTROPY = actor(entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type="k2")
 
 
@@ -25,13 +24,6 @@ def test_each_quartile_and_token_agrees_with_a_backward_of_every_token_on_a_plai
         assert len(found) == 6
         assert [token["loss_norm"] for token in found] == pytest.approx(out["loss_norms"], rel=1e-4)
         assert [token["log_prob_norm"] for token in found] == pytest.approx(out["log_prob_norms"], rel=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["quantile", "range"])
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_a_part_is_what_detaching_all_other_tokens_leaves(world, dump_dir, strategy, kind):
-    for out in world.run(RUN + "against_detaching", overrides=actor(strategy=strategy), dump_dir=dump_dir, kind=kind):
-        assert max(out["errors"]) < 1e-5
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
@@ -71,49 +63,9 @@ def test_probability_changes_are_those_of_a_literal_copy_of_model_and_optimizer(
             assert found["update_norm"][0] == pytest.approx(found["update_norm"][1], rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        actor(),
-        actor(strategy="fsdp"),
-        ["actor_rollout_ref.actor.fsdp_config.use_orig_params=True", *actor(strategy="fsdp")],
-        actor(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=40),
-        ["actor_rollout_ref.actor.fsdp_config.offload_policy=true", *actor()],
-        ["lora"],
-        [f"actor_rollout_ref.actor.gradloc.stabilize.layer_clip.{key}" for key in CLIP],
-    ],
-    ids=["fsdp2", "fsdp1", "fsdp1, original parameters", "dynamic", "offloaded", "adapters", "stabilized"],
-)
-def test_training_with_tried_updates_is_bit_identical_to_training_without(world, dump_dir, overrides):
-    on = world.run(RUN + "train", overrides=overrides, dump_dir=dump_dir, with_analysis=True)
-    off = world.run(RUN + "train", overrides=overrides, dump_dir=dump_dir, with_analysis=False)
-    for with_analysis, without in zip(on, off, strict=True):
-        assert with_analysis.pop("taken") == [[True] * 4] * 2 and without.pop("taken") == []
-        assert with_analysis == without
-
-
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_an_actor_before_its_first_step_is_left_as_it_was_found(world, dump_dir, strategy):
-    overrides = actor(strategy=strategy)
-    for out in world.run(RUN + "leave_as_found", overrides=overrides, dump_dir=dump_dir):
-        assert all(out.values()), out
-
-
 def test_a_tried_update_that_fails_is_taken_back(world, dump_dir):
     for out in world.run(RUN + "fail_during_update", dump_dir=dump_dir):
         assert all(out.values()), out
-
-
-def test_a_failure_on_one_rank_is_told_to_all_and_training_goes_on(world, dump_dir):
-    for out in world.run(RUN + "fail_on_one_rank", dump_dir=dump_dir):
-        assert "failed" in out["record"]["error"]
-        assert out["is_same"]
-
-
-def test_a_row_that_fills_up_the_ranks_weighs_nothing(world, dump_dir):
-    out = world.run(RUN + "with_filling_row", dump_dir=dump_dir)[0]
-    assert out["same"]
-    assert out["closure"] < 1e-5
 
 
 def test_a_broken_token_spoils_its_quartile_and_no_other(world, dump_dir):

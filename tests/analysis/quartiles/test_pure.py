@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain arithmetic: which token belongs where, samples, correlations, settings."""
+"""The plain arithmetic: which token belongs where, samples, correlations, changes."""
 
 import numpy as np
 import pytest
 
+from gradloc.analysis.quartiles import split as quartiles
 from gradloc.record.analysis import Agreement
-from tests.analysis.pure import load
-from tests.analysis.test_settings import make
-
-quartiles = load("split", "analysis.quartiles")
-config = load("config")
 
 
 def slow_assign(probabilities, split):
@@ -21,7 +17,7 @@ def slow_assign(probabilities, split):
     return [sum(pi > edge for edge in edges) for pi in probabilities]
 
 
-@pytest.mark.parametrize("split", quartiles.SPLITS)
+@pytest.mark.parametrize("split", ["quantile", "range"])
 @pytest.mark.parametrize("seed", range(4))
 def test_tokens_are_assigned_as_by_sorting(split, seed):
     generator = np.random.default_rng(seed)
@@ -104,35 +100,10 @@ def test_every_change_is_counted_in_a_bin():
     changes = [np.array([0.0, 0.3, -0.1]), np.array([-0.4, np.nan])]
     edges = quartiles.change_edges(changes)
     assert edges[0] == -0.4 and edges[-1] == 0.4
-    assert sum(quartiles.distribution(changes[0], edges).counts) == 3
+    found = quartiles.distribution(changes[0], np.array([1.0, 2.0, 0.0]), edges)
+    assert sum(found.counts) == 3
+    assert found.right_way == 0.5, "of the two tokens with an advantage, one moved as it says"
     nothing = np.zeros(5)
-    assert quartiles.distribution(nothing, quartiles.change_edges([nothing])).counts == (5,)
-    assert quartiles.distribution(np.array([]), edges) is None
-
-
-ON = {"quartile_analysis_mode": True}
-
-
-def test_the_analysis_is_off_by_default_and_in_a_config_without_its_keys():
-    assert config.read_quartiles(make()) is None
-    settings = config.read_quartiles(make(trainer=ON))
-    assert (settings.every, settings.split, settings.num_tokens) == (50, "quantile", 64)
-
-
-@pytest.mark.parametrize("is_on", [True, False])
-@pytest.mark.parametrize(
-    "key, value, expected",
-    [
-        ("mode", "yes", "true or false"),
-        ("every", 0, "an integer of at least 1"),
-        ("split", "median", "one of quantile, range"),
-        ("num_tokens", -1, "an integer of at least 0"),
-        ("num_tokens", True, "an integer of at least 0"),
-    ],
-)
-def test_a_wrong_value_is_refused_by_its_key(key, value, expected, is_on):
-    keys = {"quartile_analysis_mode": is_on, f"quartile_analysis_{key}": value}
-    with pytest.raises(ValueError) as refusal:
-        config.read_quartiles(make(trainer=keys))
-    key = f"trainer.quartile_analysis_{key}"
-    assert str(refusal.value) == f"{key} must be {expected}, found {value!r}."
+    still = quartiles.distribution(nothing, nothing, quartiles.change_edges([nothing]))
+    assert (still.counts, still.right_way) == ((5,), None)
+    assert quartiles.distribution(nothing[:0], nothing[:0], edges) is None

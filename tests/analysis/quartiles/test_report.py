@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """``gradloc-report quartiles``: what it reads, draws and prints, and when it cannot."""
 
-import copy
 import json
 
 import pytest
 
+from gradloc.record import analysis
+from gradloc.record.store import plain
 from gradloc.report.cli import main
 from gradloc.report.commands import buckets
 from tests.world.events import validate
@@ -20,77 +21,62 @@ def small_figures(monkeypatch):
 
 
 def change(scale):
-    return {
-        "mean": 0.1 * scale,
-        "mean_abs": 0.2 * scale,
-        "percentiles": [scale * end for end in (-1.0, -0.5, -0.1, 0.0, 0.2, 0.5, 1.0)],
-        "counts": [1, 3, 9, 2],
-        "right_way": 0.5,
-    }
+    sizes = tuple(scale * end for end in (-1.0, -0.5, -0.1, 0.0, 0.2, 0.5, 1.0))
+    return analysis.Change(mean=scale, mean_abs=0.2 * scale, percentiles=sizes, counts=(1, 3, 9, 2), right_way=0.5)
 
 
 def moved(scale):
-    edges = [-0.2, -0.1, 0.0, 0.1, 0.2]
-    found = {"correlation": 0.9, "ratio": 0.8}
-    return {"edges": edges, "quartiles": [change(scale)] * 4, "agreement": found}
+    agreement = analysis.Agreement(correlation=0.9, ratio=0.8)
+    return analysis.Moved(edges=(-0.2, -0.1, 0.0, 0.1, 0.2), quartiles=(change(scale),) * 4, agreement=agreement)
 
 
 def update(scale):
-    step = {"is_taken": True, "grad_norm": scale, "clip_factor": 1.0, "update_norm": scale}
-    return {**step, "changes": moved(0.1 * scale), "own_changes": moved(0.05 * scale)}
+    taken = dict(is_taken=True, grad_norm=scale, clip_factor=1.0, update_norm=scale)
+    return analysis.Update(**taken, changes=moved(0.1 * scale), own_changes=moved(0.05 * scale))
 
 
 def record(step=1):
     """As the trainer writes it."""
-    quartiles = [
-        {
-            "name": f"q{number}",
-            "num_tokens": 10 * number,
-            "token_share": number / 10,
-            "probability": {"min": 0.1, "mean": 0.2, "max": 0.25 * number},
-            "one_minus_probability": 1 - 0.2 * number,
-            "mean_abs_advantage": 1.0,
-            "norm": 1.0 / number,
-            "norm_per_token": 0.1 / number**2,
-            "gradient_share": 0.7 - 0.2 * number + 0.05 * (number == 4),
-            "cosine": 0.5,
-            "sampled": 1,
-            "mean_log_prob_norm": 5.0 / number,
-            "median_log_prob_norm": 5.0 / number,
-            "mean_loss_norm": 0.1,
-        }
+    quartiles = tuple(
+        analysis.Quartile(
+            name=f"q{number}",
+            num_tokens=10 * number,
+            token_share=number / 10,
+            probability=analysis.Range(min=0.1, mean=0.2, max=0.25 * number),
+            one_minus_probability=1 - 0.2 * number,
+            mean_abs_advantage=1.0,
+            norm=1.0 / number,
+            norm_per_token=0.1 / number**2,
+            gradient_share=0.7 - 0.2 * number + 0.05 * (number == 4),
+            cosine=0.5,
+            sampled=1,
+            mean_log_prob_norm=5.0 / number,
+            median_log_prob_norm=5.0 / number,
+            mean_loss_norm=0.1,
+        )
         for number in range(1, 5)
-    ]
-    tokens = [
-        {
-            "row": number,
-            "position": 0,
-            "token_id": 7,
-            "quartile": number,
-            "probability": 0.2 * number,
-            "advantage": 1.0,
-            "log_prob_norm": 5.0**number,
-            "loss_norm": 0.1,
-        }
+    )
+    tokens = tuple(
+        analysis.SampledToken(quartile=number, probability=0.2 * number, log_prob_norm=5.0**number, loss_norm=0.1)
         for number in range(1, 5)
-    ]
-    return {
-        "schema_version": 1,
-        "run": {"project": "tests", "experiment": "report"},
-        "global_step": step,
-        "split": "range",
-        "num_rows": 16,
-        "loss": {"terms": ["task"], "loss_mode": "vanilla", "loss_agg_mode": "token-mean", "adv_estimator": "grpo"},
-        "whole": {"norm": 1.2, "num_tokens": 100},
-        "closure": 3e-7,
-        "quartiles": quartiles,
-        "tokens": tokens,
-        "rank_correlation": {"log_prob_norm": 0.93, "loss_norm": None},
-        "updates": {"all": update(1.0), "lowest": update(0.9), "highest": update(0.2), "none": update(0.1)},
-        "optimizer": {"name": "AdamW", "learning_rate": 1e-6},
-        "cost": {"forwards": 9, "backwards": 5, "probe_seconds": 1.0, "seconds": 1.1},
-        "metrics": {},
-    }
+    )
+    loss = analysis.Loss(terms=("task",), loss_mode="vanilla", loss_agg_mode="token-mean", adv_estimator="grpo")
+    made = analysis.QuartileAnalysis(
+        run=analysis.TrainingRun(project="tests", experiment="report"),
+        global_step=step,
+        split="range",
+        num_rows=16,
+        loss=loss,
+        whole=analysis.Whole(norm=1.2, num_tokens=100),
+        closure=3e-7,
+        quartiles=quartiles,
+        tokens=tokens,
+        rank_correlation=analysis.Correlations(log_prob_norm=0.93),
+        updates={"all": update(1.0), "lowest": update(0.9), "highest": update(0.2), "none": update(0.1)},
+        optimizer=analysis.Optimizer(name="AdamW", learning_rate=1e-6),
+        cost=analysis.Cost(forwards=9, backwards=5, probe_seconds=1.0, seconds=1.1),
+    )
+    return json.loads(json.dumps(plain(made)))
 
 
 def write(run, made):
@@ -155,33 +141,26 @@ def with_nothing(made):
 
 
 def with_an_empty_quartile(made):
-    made["quartiles"][3] = {
-        key: value if key in ("name",) else 0 if key in ("num_tokens", "norm", "sampled") else None
-        for key, value in made["quartiles"][3].items()
-    }
+    made["quartiles"][3] = plain(analysis.Quartile(name="q4", num_tokens=0, norm=0.0))
     for name in ("all", "lowest", "none"):
         for kind in ("changes", "own_changes"):
-            made["updates"][name][kind]["quartiles"] = [change(0.1)] * 3 + [None]
+            made["updates"][name][kind]["quartiles"][3] = None
     made["updates"]["highest"] = None
 
 
 def without_movement(made):
     """A learning rate of zero."""
-    still = {**change(0.0), "counts": [15], "percentiles": [0.0] * 7}
+    still = analysis.Change(mean=0.0, mean_abs=0.0, percentiles=(0.0,) * 7, counts=(15,))
+    changes = plain(analysis.Moved(edges=(-1e-12, 1e-12), quartiles=(still,) * 4))
     for found in made["updates"].values():
         found["update_norm"] = 0.0
-        for kind in ("changes", "own_changes"):
-            found[kind] = {
-                "edges": [-1e-12, 1e-12],
-                "quartiles": [still] * 4,
-                "agreement": {"correlation": None, "ratio": None},
-            }
+        found["changes"] = found["own_changes"] = changes
 
 
 @pytest.mark.parametrize("spoil", [without_steps, with_nothing, with_an_empty_quartile, without_movement])
 @pytest.mark.parametrize("split", ["range", "quantile"])
 def test_whatever_there_is_is_drawn_and_told(tmp_path, capsys, spoil, split):
-    made = copy.deepcopy(record())
+    made = record()
     made["split"] = split
     spoil(made)
     write(tmp_path, made)

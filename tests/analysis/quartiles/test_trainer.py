@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's side: cadence, the file, metrics, odd batches, and what may go wrong."""
+"""The trainer's side: the file, metrics and odd batches."""
 
 import math
 
@@ -7,13 +7,17 @@ import pytest
 
 from tests.world.events import validate
 
-RUN = "tests.analysis.quartiles.trainer."
 SPLIT = "trainer.quartile_analysis_split="
 SAMPLE = "trainer.quartile_analysis_num_tokens="
 
 
+def analyse(world, dump_dir, *overrides, num_rows=16, spoil=""):
+    given = dict(rewards=[0.0] * num_rows, per_group=1, overrides=list(overrides), spoil=spoil)
+    return world.run("tests.analysis.trainer.analyse", kind="quartile", dump_dir=dump_dir, **given)[0]
+
+
 def test_an_analysis_logs_writes_and_leaves_the_batch_alone(world, dump_dir):
-    out = world.run(RUN + "analyse", dump_dir=dump_dir, overrides=[SAMPLE + "10"])[0]
+    out = analyse(world, dump_dir, SAMPLE + "10")
     record, metrics = out["record"], out["metrics"]
     validate("quartile_analysis", record)
     assert out["ends"] is False and out["batch_is_same"]
@@ -33,7 +37,7 @@ def test_an_analysis_logs_writes_and_leaves_the_batch_alone(world, dump_dir):
 
 @pytest.mark.parametrize("kind", ["quantile", "range"])
 def test_what_is_said_of_a_quartile_is_true_of_its_tokens(world, dump_dir, kind):
-    out = world.run(RUN + "analyse", dump_dir=dump_dir, overrides=[SPLIT + kind, SAMPLE + "0"])[0]
+    out = analyse(world, dump_dir, SPLIT + kind, SAMPLE + "0")
     rows = zip(out["old_log_probs"], out["response_mask"], strict=True)
     tokens = sorted(
         math.exp(value) for values, mask in rows for value, inside in zip(values, mask, strict=True) if inside
@@ -56,7 +60,7 @@ def test_what_is_said_of_a_quartile_is_true_of_its_tokens(world, dump_dir, kind)
 
 
 def test_rows_that_do_not_divide_among_the_ranks_are_all_counted(world, dump_dir):
-    out = world.run(RUN + "analyse", dump_dir=dump_dir, num_rows=15, overrides=[SAMPLE + "3"])[0]
+    out = analyse(world, dump_dir, SAMPLE + "3", num_rows=15)
     validate("quartile_analysis", out["record"])
     assert out["record"]["num_rows"] == 15
     assert out["record"]["whole"]["num_tokens"] == sum(map(sum, out["response_mask"]))
@@ -64,7 +68,7 @@ def test_rows_that_do_not_divide_among_the_ranks_are_all_counted(world, dump_dir
 
 
 def test_a_batch_without_advantages_is_recorded_as_one_without_a_gradient(world, dump_dir):
-    out = world.run(RUN + "analyse", dump_dir=dump_dir, num_advantages=0, overrides=[SAMPLE + "4"])[0]
+    out = analyse(world, dump_dir, SAMPLE + "4", spoil="no advantages")
     validate("quartile_analysis", out["record"])
     assert out["record"]["closure"] is None
     assert out["record"]["updates"]["lowest"] is None
@@ -74,22 +78,6 @@ def test_a_batch_without_advantages_is_recorded_as_one_without_a_gradient(world,
 
 
 def test_old_log_probs_that_are_not_finite_are_refused_and_counted(world, dump_dir):
-    out = world.run(RUN + "analyse", dump_dir=dump_dir, bad_log_prob=True)[0]
+    out = analyse(world, dump_dir, spoil="a log-prob that is NaN")
     assert out["metrics"]["quartile_analysis/failures"] == 1
     assert out["record"] is None
-
-
-def test_the_workers_are_asked_at_the_cadence_of_the_key(single, dump_dir):
-    steps = [1, 2, 5, 6]
-    every = ["trainer.quartile_analysis_every=5"]
-    out = single.run(RUN + "run_at_steps", dump_dir=dump_dir, overrides=every, steps=steps)[0]
-    assert out == [1, 6]
-
-
-def test_failures_are_counted_and_switch_the_analysis_off_after_three(single, dump_dir):
-    out = single.run(RUN + "fail_again_and_again", dump_dir=dump_dir)[0]
-    assert out == {"counted": [1, 2, 3, None, None], "asked": 3}
-
-
-def test_a_lost_worker_ends_the_run(single, dump_dir):
-    assert single.run(RUN + "lose_a_worker", dump_dir=dump_dir)[0] == "RayActorError"
