@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replay an event on one machine: ``python -m verl.gradloc.replay BUNDLE --model PATH``.
 
-Rebuilds verl's actor around the weights given, re-runs the bundled micro-batches with the recorded random numbers,
-localizes the spike again and holds the culprits against the event's. ``--oracle`` measures every token's gradient by
-a backward of its own. Exit code 0: the same culprits; 1: different ones; 2: it could not be replayed, and why.
+Rebuilds the trainer's actor around the given weights, re-runs the bundled micro-batches with the recorded random
+numbers, localizes the spike again and compares the culprits with the event's. ``--oracle`` also measures every token's
+gradient by a backward of its own. Exit code 0: the same culprits; 1: different ones; 2: cannot be replayed, and why.
 """
 
 import argparse
@@ -13,8 +13,6 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,29 +41,11 @@ from .comparison import (
 from .dealt import deal
 
 _ADAPTERS = {
-    "verl07": "verl 0.7.0 or 0.7.1 and the patch on it (gradloc-patch --repo VERL)",
-    "verl09": "verl 0.9 and gradloc installed beside it",
-    "trl": "trl and gradloc installed beside it",
+    "verl07": ("", "verl 0.7.0 or 0.7.1 and the patch on it (gradloc-patch --repo VERL)"),
+    "verl09": (" of a run on verl 0.9", "verl 0.9 and gradloc installed beside it"),
+    "trl": (" of a run on TRL", "trl and gradloc installed beside it"),
 }
-"""Whose ``rebuild`` makes the trainer's step from a bundle, and where it does."""
-
-
-class _Progress:
-    """One bar per phase, on the first process and only where somebody watches."""
-
-    def __init__(self, is_first: bool):
-        self._is_off = None if is_first else True  # None: tqdm looks whether this is a terminal
-        self._bar: Any = None
-
-    @contextmanager
-    def phase(self, name: str, total: int | None = None) -> Iterator[None]:
-        with tqdm(desc=name, total=total, disable=self._is_off, leave=False) as self._bar:
-            yield
-        self._bar = None
-
-    def tick(self) -> None:
-        if self._bar is not None:
-            self._bar.update()
+"""Whose ``rebuild`` makes the trainer's step from a bundle: the run's trainer, and what must be installed."""
 
 
 def replay(
@@ -77,7 +57,7 @@ def replay(
         bundle_path: the bundle's folder.
         model_path: a Hugging Face model folder, or a checkpoint folder of verl's FSDP workers.
         strategy: of the search; None for the event's own.
-        oracle: measure every token by itself, too.
+        oracle: also measure every token alone.
         budget: largest number of probes; None for the event's own.
 
     Returns:
@@ -93,19 +73,32 @@ def replay(
     adapter.start_processes()
     actor = adapter.build_actor(bundle, model_path)
     ranks = Ranks(device=torch.device(actor.device_name))
-    progress = _Progress(ranks.is_first)
     places = deal(bundle, ranks.size)
-    step = adapter.ReplayStep(actor, bundle, places[ranks.rank], progress.tick)
-    space = GradientSpace(actor.actor_module)
-    difference = weights_difference(bundle, space, model_path)
-    with progress.phase("gradient", total=step.num_micro_batches):
+    # None: tqdm draws only in a terminal
+    with tqdm(disable=None if ranks.is_first else True, leave=False) as bar:
+
+        def begin(phase: str, total: int | None = None) -> None:
+            bar.total = total
+            bar.set_description(phase, refresh=False)
+            bar.reset()
+
+        step = adapter.ReplayStep(actor, bundle, places[ranks.rank], bar.update)
+        space = GradientSpace(actor.actor_module)
+        difference = weights_difference(bundle, space, model_path)
+        begin("gradient", step.num_micro_batches)
         step.train(space)
-    log_probs = largest_log_prob_change(step, ranks, bundle)
-    spike = bundle.spike(space.norm())
-    with progress.phase("search"):
+        log_probs = largest_log_prob_change(step, ranks, bundle)
+        spike = bundle.spike(space.norm())
+        begin("search")
         finding = localize(step, space, ranks, spike, 1.0, **settings)
-    found = named_by_replay(finding, bundle, places)
-    record = {
+        replayed = named_by_replay(finding, bundle, places)
+        answer = None
+        if oracle:
+            begin("oracle", sum(int(bundle.token_mask(entry).sum()) for entry in bundle.layout))
+            limit, prober = Limit(step.num_micro_batches, math.inf), Prober(step, space, ranks)
+            task = Task(prober, space.take(), 1.0, spike, finding.tau, settings["max_culprits"], limit)
+            answer = ask_oracle(task, bundle, places, replayed)
+    return {
         "schema_version": SCHEMA_VERSION,
         "bundle": str(bundle.folder),
         "model": model_path,
@@ -127,44 +120,39 @@ def replay(
             "seconds": finding.seconds,
         },
         "certificate": vars(finding.certificate),
-        "culprits": side_by_side(expected or [], found),
-        "verdict": verdict(expected, found),
-        "oracle": None,
+        "culprits": side_by_side(expected or [], replayed),
+        "verdict": verdict(expected, replayed),
+        "oracle": answer,
     }
-    if oracle:
-        total = sum(int(bundle.token_mask(entry).sum()) for entry in bundle.layout)
-        limit = Limit(step.num_micro_batches, math.inf)
-        task = Task(Prober(step, space, ranks), space.take(), 1.0, spike, finding.tau, settings["max_culprits"], limit)
-        with progress.phase("oracle", total=total):
-            record["oracle"] = ask_oracle(task, bundle, places, found)
-    return record
 
 
 def _adapter(bundle: Bundle) -> Any:
-    """By name: this room knows no adapter, and verl's workers take seconds to import."""
-    of_engine = str(bundle.meta.actor.get("_target_")).startswith("gradloc.")
-    is_trl = (bundle.event.run.trainer or "").startswith("trl")
-    name = "trl" if is_trl else "verl09" if of_engine else "verl07"
+    """By name: this room imports no adapter, and verl's workers take seconds to import."""
+    if (bundle.event.run.trainer or "").startswith("trl"):
+        name = "trl"
+    else:
+        name = "verl09" if str(bundle.meta.actor.get("_target_")).startswith("gradloc.") else "verl07"
     try:
         return importlib.import_module(f"..adapters.{name}.rebuild", __package__)
     except ImportError as error:
-        run = {"verl07": "", "verl09": " of a run on verl 0.9", "trl": " of a run on TRL"}[name]
-        said = f"An event{run} is replayed with {_ADAPTERS[name]}: there is no {error.name} here."
-        raise ReplayError(said) from error
+        run, needed = _ADAPTERS[name]
+        raise ReplayError(f"An event{run} is replayed with {needed}: there is no {error.name} here.") from error
 
 
 def _settings(bundle: Bundle, strategy: str | None, budget: int | None) -> dict[str, Any]:
-    """Of the search: as asked for, else as in the event, else the defaults."""
+    """Of the search: as asked for, else as in the event, else the defaults. No limit on time: nothing waits."""
     actor, search = bundle.meta.actor, bundle.event.search
     if strategy is None:
         strategy = "auto" if search.strategy == Search.strategy else search.strategy  # one by hand may not say
     if strategy not in STRATEGIES:
         raise ReplayError(f"The strategy {strategy!r} is not known; there are {', '.join(STRATEGIES)}.")
     of_run = (actor.get("gradloc") or {}).get("search") or {}
-    budget = budget or search.budget or actor.get("bisect_budget_steps") or BUDGET
-    most = of_run.get("max_culprits") or MAX_CULPRITS
-    # nothing waits for a replay, so that it may cost what it takes
-    return {"strategy": strategy, "budget": budget, "max_culprits": most, "max_steps": math.inf}
+    return {
+        "strategy": strategy,
+        "budget": budget or search.budget or actor.get("bisect_budget_steps") or BUDGET,
+        "max_culprits": of_run.get("max_culprits") or MAX_CULPRITS,
+        "max_steps": math.inf,
+    }
 
 
 # ---- what the person reads
@@ -173,31 +161,26 @@ def _settings(bundle: Bundle, strategy: str | None, budget: int | None) -> dict[
 def render(record: dict[str, Any]) -> str:
     """The record of :func:`replay` as text."""
     certificate, search, batches = record["certificate"], record["search"], record["micro_batches"]
-    whole = "the whole step" if batches["is_whole_step"] else "a part of the step, whose gradient alone is looked at"
+    whole = "the whole step" if batches["is_whole_step"] else "a part of the step; only its gradient is replayed"
     after, bound = (float(certificate[name]) for name in ("norm_after", "error_bound"))  # "NaN" is spelled out
     where = f"{record['num_processes']} process{'es' if record['num_processes'] > 1 else ''} on {record['device']}"
+    step, norm = record["step"], {side: _figure(value) for side, value in record["norm"].items()}
+    at = f", step {step['global_step']}, epoch {step['epoch']}, mini-batch {step['mini_batch']}"
     lines = [
-        f"event        {record['event_id']}{_at(record['step'])}",
+        f"event        {record['event_id']}{at if step['global_step'] else ''}",  # one written by hand may not say
         f"replayed     {batches['replayed']} micro-batches ({whole}), {where}",
         f"weights      {record['weights']['sentence']}",
-        f"norm         event {_figure(record['norm']['event'])}, replay {_figure(record['norm']['replay'])}, "
-        f"threshold {_figure(record['threshold'])}",
+        f"norm         event {norm['event']}, replay {norm['replay']}, threshold {_figure(record['threshold'])}",
         f"search       {search['strategy']}: {search['forwards']} forwards and {search['backwards']} backwards in "
         f"{search['seconds']:.1f} s; {search['stop_reason']}",
         f"certificate  {certificate['verdict']}: {''.join(bounded(after, bound, 6))} without the culprits; "
         f"{certificate['reason']}",
     ]
     if record["culprits"]:
-        lines += ["", *_table(_CULPRIT_COLUMNS, [_culprit_cells(culprit) for culprit in record["culprits"]])]
+        lines += ["", *_table([_culprit_row(culprit) for culprit in record["culprits"]])]
     if record["oracle"] is not None:
         lines += ["", *_oracle_lines(record["oracle"])]
     return "\n".join([*lines, "", _VERDICTS[record["verdict"]]])
-
-
-def _at(step: dict[str, Any]) -> str:
-    if not step["global_step"]:  # one written by hand may not say
-        return ""
-    return f", step {step['global_step']}, epoch {step['epoch']}, mini-batch {step['mini_batch']}"
 
 
 _VERDICTS = {
@@ -205,58 +188,53 @@ _VERDICTS = {
     "different": "NOT the same culprits as in the event.",
     "nothing_to_compare": "The bundle names no culprits to compare with.",
 }
-_CULPRIT_COLUMNS = (
-    "rank",
-    "micro-batch",
-    "row",
-    "positions",
-    "span",
-    "norm: event",
-    "replay",
-    "share: event",
-    "replay",
-)
-_ORACLE_COLUMNS = ("rank", "micro-batch", "row", "position", "norm", "share", "")
 
 
-def _culprit_cells(culprit: dict[str, Any]) -> list[str]:
-    event, replayed = culprit["event"] or {}, culprit["replay"] or {}
+def _culprit_row(culprit: dict[str, Any]) -> dict[str, str]:
     first, last = culprit["positions"][0], culprit["positions"][-1]
-    return [
-        str(culprit["rank"]),
-        str(culprit["micro_batch"]),
-        str(culprit["micro_batch_row"]),
-        str(first) if first == last else f"{first}-{last}",
-        culprit["span"],
-        _figure(event.get("grad_norm"), "-" if culprit["event"] is not None else "not named"),
-        _figure(replayed.get("grad_norm"), "-" if culprit["replay"] is not None else "not named"),
-        _figure(event.get("share"), "-"),
-        _figure(replayed.get("share"), "-"),
-    ]
+    row = {
+        "rank": str(culprit["rank"]),
+        "micro-batch": str(culprit["micro_batch"]),
+        "row": str(culprit["micro_batch_row"]),
+        "positions": str(first) if first == last else f"{first}-{last}",
+        "span": culprit["span"],
+    }
+    for side in ("event", "replay"):
+        named = culprit[side]
+        row[f"norm: {side}"] = "not named" if named is None else _figure(named["grad_norm"], "-")
+        row[f"share: {side}"] = "-" if named is None else _figure(named["share"], "-")
+    return row
 
 
 def _oracle_lines(oracle: dict[str, Any]) -> list[str]:
-    recall = "no culprit by itself" if oracle["recall"] is None else f"recall {oracle['recall']:.0%}"
+    recall = "no token is a culprit alone" if oracle["recall"] is None else f"recall {oracle['recall']:.0%}"
     head = (
         f"oracle       {oracle['num_tokens']} tokens measured one by one: {oracle['num_culprits']} have a norm of "
         f"{_figure(oracle['threshold'])} or more; {recall}, {len(oracle['false_positives'])} false positives"
     )
-    cells = [
-        [str(token[key]) for key in ("rank", "micro_batch", "micro_batch_row", "position")]
-        + [_figure(token["grad_norm"]), _figure(token["share"]), "named" if token["is_named"] else ""]
+    rows = [
+        {
+            "rank": str(token["rank"]),
+            "micro-batch": str(token["micro_batch"]),
+            "row": str(token["micro_batch_row"]),
+            "position": str(token["position"]),
+            "norm": _figure(token["grad_norm"]),
+            "share": _figure(token["share"]),
+            "": "named" if token["is_named"] else "",
+        }
         for token in oracle["top"]
     ]
-    return [head, *_table(_ORACLE_COLUMNS, cells)]
+    return [head, *_table(rows)]
 
 
-def _table(columns: tuple[str, ...], rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    table = [columns, *rows]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+def _table(rows: list[dict[str, str]]) -> list[str]:
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
+    lines = [{name: name for name in widths}, *rows]
+    return ["  ".join(line[name].rjust(width) for name, width in widths.items()).rstrip() for line in lines]
 
 
-def _figure(value: Any, otherwise: str = "none") -> str:
-    return value if isinstance(value, str) else number(value, 6, otherwise)
+def _figure(value: Any, unknown: str = "none") -> str:
+    return value if isinstance(value, str) else number(value, 6, unknown)
 
 
 # ---- the command
@@ -277,8 +255,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "(global_step_N/actor), whose shards are put together in memory, in their own precision",
     )
     parser.add_argument("--strategy", choices=STRATEGIES, help="of the search (default: the event's own)")
-    parser.add_argument("--oracle", action="store_true", help="measure every token by a backward of its own, too")
-    parser.add_argument("--json", metavar="OUT", help="write what was found to this file, too")
+    parser.add_argument("--oracle", action="store_true", help="also measure every token by a backward of its own")
+    parser.add_argument("--json", metavar="OUT", help="also write the answer to this file")
     parser.add_argument("--budget", type=_positive, metavar="N", help="probes at most (default: the event's own)")
     return parser.parse_args(argv)
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replay bundle read from disk and checked. Whatever is wrong with one is said in one sentence.
+"""A replay bundle, read from disk and checked. What is wrong with one is said in one sentence.
 
-What a bundle holds, key by key: docs/bundle.md. Only what a replay uses is required, so that a bundle can be written
-by hand.
+docs/bundle.md describes it key by key. Only what a replay uses is required, so that a bundle can be written by hand.
 
 Shapes: R rows (sequences), P prompt positions, T response positions.
 """
@@ -20,41 +19,40 @@ from ..record.reading import read
 _LONG = ("input_ids", "attention_mask", "position_ids")  # (R, P + T)
 _SHORT = ("responses", "response_mask", "old_log_probs", "advantages")  # (R, T)
 _OPTIONAL = ("ref_log_prob", "rollout_log_probs", "rollout_is_weights")  # (R, T)
-_INTEGERS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
+_INTEGERS = (*_LONG, "responses")
 _LOG_PROBS = ("old_log_probs", "ref_log_prob", "rollout_log_probs")
 
 
 class ReplayError(Exception):
-    """The event cannot be replayed from what was given; the message is one sentence for whoever gave it."""
+    """The event cannot be replayed from what was given; the message is one sentence that says why."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One micro-batch of the event."""
+    """One micro-batch of the event: rows ``first_row`` to ``end_row``, exclusive, of the bundle's tensors."""
 
     rank: int
     micro_batch: int
     first_row: int
     end_row: int
-    """Exclusive; rows of the bundle's tensors."""
     rng: torch.Tensor | None
-    """The CPU's random state before the micro-batch's forward; None where the bundle has none."""
+    """The CPU's random state before the micro-batch's forward, if the bundle has it."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """An event that can be replayed: checked, so nothing in it contradicts anything else."""
+    """An event that can be replayed: checked, so that nothing in it contradicts anything else."""
 
     folder: Path
     meta: BundleMeta
     tensors: dict[str, torch.Tensor]
     layout: list[Entry]
     dp_size: int
-    """Data-parallel ranks of the run: every micro-batch's weight in the step depends on it."""
+    """Data-parallel ranks of the run; the micro-batches' weights in the step depend on it."""
     inputs: list[dict[str, torch.Tensor]] | None
-    """The multi-modal inputs of each row, by verl's names; None for a run on text alone."""
+    """Each row's multi-modal inputs, by verl's names; None for a run on text."""
     names_culprits: bool
-    """Whether the event lists its culprits, be it none; one written by hand may leave them out."""
+    """Whether the event has a list of culprits, even an empty one; one written by hand may not."""
 
     @property
     def event(self) -> Event:
@@ -62,7 +60,7 @@ class Bundle:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all micro-batches of the step are here, so that the gradient is the step's."""
+        """Whether all of the step's micro-batches are here."""
         per_rank = self.event.step.num_micro_batches
         return per_rank is not None and len(self.layout) == per_rank * self.dp_size
 
@@ -71,7 +69,7 @@ class Bundle:
         return self.tensors["response_mask"][entry.first_row : entry.end_row].bool()
 
     def spike(self, grad_norm: float) -> Spike:
-        """The event's trigger, for the norm that the replay has."""
+        """The event's trigger, with the replay's norm."""
         trigger = self.event.trigger
         rule = "fixed" if trigger.kind == Trigger.kind else trigger.kind  # one written by hand may not say
         kind = spike_kind(grad_norm, trigger.threshold, rule) or rule
@@ -80,11 +78,7 @@ class Bundle:
 
 
 def read_bundle(path: str) -> Bundle:
-    """Read and check a bundle: the folder with ``meta.json`` and ``batch.safetensors``.
-
-    Raises:
-        ReplayError: one sentence; nothing of the bundle was used.
-    """
+    """Read and check a bundle, the folder with ``meta.json`` and ``batch.safetensors``; a ReplayError if it is bad."""
     folder = Path(path)
     for name in ("meta.json", "batch.safetensors"):
         if not (folder / name).is_file():
@@ -93,14 +87,14 @@ def read_bundle(path: str) -> Bundle:
     if meta.multi_modal_note:
         raise ReplayError(f"{path} cannot be replayed: {meta.multi_modal_note}.")
     tensors = _read_tensors(folder / "batch.safetensors")
-    beside = {name: tensors.pop(name) for name in list(tensors) if name.startswith("multi_modal.")}
+    pictures = {name: tensors.pop(name) for name in list(tensors) if name.startswith("multi_modal.")}
     _check_tensors(tensors, meta)
     dp_size = meta.event.step.dp_size
     if dp_size is None or dp_size < 1:
         raise ReplayError(f"meta.json: event.step.dp_size must be at least 1, found {dp_size}.")
     layout = _read_layout(meta, tensors, dp_size)
     _check_values(tensors, layout, meta)
-    inputs = _read_inputs(beside, tensors["responses"].shape[0]) if beside else None
+    inputs = _read_inputs(pictures, tensors["responses"].shape[0]) if pictures else None
     return Bundle(folder, meta, tensors, layout, dp_size, inputs, names_culprits)
 
 
@@ -148,29 +142,27 @@ def _check_tensors(tensors: dict[str, torch.Tensor], meta: BundleMeta) -> None:
             "batch.safetensors: input_ids must be (rows, prompt + response) and responses (rows, response), found "
             f"{long} and {tuple(responses.shape)}."
         )
-    for names, expected in ((_LONG, long), (_SHORT + _OPTIONAL, tuple(responses.shape))):
-        for name in names:
-            found = tuple(tensors[name].shape) if name in tensors else expected
-            if name == "position_ids" and len(found) == 3:  # with pictures: (rows, channels, prompt + response)
-                found = (found[0], found[2])
-            if found != expected:
-                raise ReplayError(f"batch.safetensors: {name} must have the shape {expected}, found {found}.")
-    for name in _LONG + _SHORT + _OPTIONAL:
-        if name in tensors and tensors[name].is_floating_point() != (name not in _INTEGERS):
-            if name == "response_mask":  # verl keeps masks in any dtype
-                continue
-            expected = "integers" if name in _INTEGERS else "floating point numbers"
-            raise ReplayError(f"batch.safetensors: {name} must hold {expected}, found {tensors[name].dtype}.")
+    for name in [name for name in _LONG + _SHORT + _OPTIONAL if name in tensors]:
+        expected = long if name in _LONG else tuple(responses.shape)
+        shape = tuple(tensors[name].shape)
+        if name == "position_ids" and len(shape) == 3:  # with pictures: (rows, channels, prompt + response)
+            shape = (shape[0], shape[2])
+        if shape != expected:
+            raise ReplayError(f"batch.safetensors: {name} must have the shape {expected}, found {shape}.")
+        is_integer = name in _INTEGERS
+        if name != "response_mask" and tensors[name].is_floating_point() == is_integer:  # verl's masks are of any dtype
+            kind = "integers" if is_integer else "floating point numbers"
+            raise ReplayError(f"batch.safetensors: {name} must hold {kind}, found {tensors[name].dtype}.")
 
 
 def _read_inputs(tensors: dict[str, torch.Tensor], num_rows: int) -> list[dict[str, torch.Tensor]]:
-    found: list[dict[str, torch.Tensor]] = [{} for _ in range(num_rows)]
+    inputs: list[dict[str, torch.Tensor]] = [{} for _ in range(num_rows)]
     for full_name, value in tensors.items():
         row, _, name = full_name.removeprefix("multi_modal.").partition(".")
         if not row.isdecimal() or int(row) >= num_rows or not name:
             raise ReplayError(f"batch.safetensors: {full_name} is not of one of its {num_rows} rows.")
-        found[int(row)][name] = value
-    return found
+        inputs[int(row)][name] = value
+    return inputs
 
 
 def _read_layout(meta: BundleMeta, tensors: dict[str, torch.Tensor], dp_size: int) -> list[Entry]:
@@ -211,7 +203,7 @@ def _check_values(tensors: dict[str, torch.Tensor], layout: list[Entry], meta: B
     num_response = tensors["responses"].shape[1]
     if not torch.equal(tensors["input_ids"][:, -num_response:][mask], tensors["responses"][mask]):
         raise ReplayError("batch.safetensors: responses are not the last columns of input_ids.")
-    # a gradient that was not finite may come from just such a log-prob: then it is what the replay has to find
+    # a gradient that was not finite may come from just such a log-prob, and the replay has to find it
     if meta.event.trigger.kind == "non_finite":
         return
     for name in _LOG_PROBS:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replay held against the event: culprits, weights, and the oracle's word on every token.
+"""The replay compared with the event: culprits, weights, and the oracle's word on every token.
 
-A culprit is compared by its place in the event, since a replay may deal the micro-batches out differently.
+Culprits are compared by their place in the event, since a replay may deal the micro-batches out differently.
 """
 
 import math
@@ -39,19 +39,15 @@ class Named:
     share: float | None
 
     @property
-    def address(self) -> tuple[int, int, int]:
-        return self.rank, self.micro_batch, self.micro_batch_row
-
-    @property
     def tokens(self) -> set[tuple[int, int, int, int]]:
-        return {(*self.address, position) for position in self.positions}
+        return {(self.rank, self.micro_batch, self.micro_batch_row, position) for position in self.positions}
 
 
 # ---- culprits
 
 
 def named_by_event(bundle: Bundle) -> list[Named] | None:
-    """The event's culprits; None where the bundle names none, not even an empty list."""
+    """The event's culprits; None where the bundle has no list of them, not even an empty one."""
     if not bundle.names_culprits:
         return None
     entries = {(entry.rank, entry.micro_batch): entry for entry in bundle.layout}
@@ -70,41 +66,34 @@ def named_by_event(bundle: Bundle) -> list[Named] | None:
 
 
 def named_by_replay(finding: Finding, bundle: Bundle, places: Places) -> list[Named]:
+    """The culprits that the replay's search has named."""
     named = []
     for culprit in finding.result.culprits:
         first = culprit.tokens[0]
         entry = places[first.rank][first.micro_batch]
-        mask = bundle.token_mask(entry)
-        flat = mask.flatten().nonzero().squeeze(-1)[[token.index for token in culprit.tokens]].tolist()
-        row, positions = flat[0] // mask.shape[1], tuple(place % mask.shape[1] for place in flat)
-        where = entry.rank, entry.micro_batch, row
-        named.append(Named(*where, positions, culprit.span, culprit.norm, culprit.share))
+        tokens = bundle.token_mask(entry).nonzero()[[token.index for token in culprit.tokens]].tolist()
+        row, positions = tokens[0][0], tuple(position for _, position in tokens)
+        named.append(Named(entry.rank, entry.micro_batch, row, positions, culprit.span, culprit.norm, culprit.share))
     return named
 
 
-def verdict(expected: list[Named] | None, found: list[Named]) -> str:
-    """Whether the very same tokens are named, however they are grouped into spans."""
+def verdict(expected: list[Named] | None, replayed: list[Named]) -> str:
+    """``same`` where both name the very same tokens, however they are grouped into spans."""
     if expected is None:
         return "nothing_to_compare"
-    ours, theirs = (set().union(*(named.tokens for named in side)) for side in (expected, found))
-    return "same" if ours == theirs else "different"
+    of_event, of_replay = (set().union(*(named.tokens for named in side)) for side in (expected, replayed))
+    return "same" if of_event == of_replay else "different"
 
 
-def side_by_side(expected: list[Named], found: list[Named]) -> list[dict[str, Any]]:
+def side_by_side(expected: list[Named], replayed: list[Named]) -> list[dict[str, Any]]:
+    """One row per place, with what each side says of it; None where it does not name it."""
     rows: dict[tuple, dict[str, Any]] = {}
-    for side, culprits in (("event", expected), ("replay", found)):
+    for side, culprits in (("event", expected), ("replay", replayed)):
         for named in culprits:
+            place = {name: getattr(named, name) for name in ("rank", "micro_batch", "micro_batch_row", "positions")}
             row = rows.setdefault(
-                (named.address, named.positions),
-                {
-                    "rank": named.rank,
-                    "micro_batch": named.micro_batch,
-                    "micro_batch_row": named.micro_batch_row,
-                    "positions": list(named.positions),
-                    "span": named.span,
-                    "event": None,
-                    "replay": None,
-                },
+                tuple(place.values()),
+                {**place, "positions": list(named.positions), "span": named.span, "event": None, "replay": None},
             )
             row[side] = {"grad_norm": named.norm, "share": named.share}
     return list(rows.values())
@@ -124,11 +113,11 @@ def weights_difference(bundle: Bundle, space: GradientSpace, model_path: str) ->
                 f"The model at {model_path} is not the event's: it has {len(given)} layers, that had {len(layers)}."
             )
         return None
-    found = fingerprint(space)
-    other = is_other_model(expected, found)
+    given_weights = fingerprint(space)
+    other = is_other_model(expected, given_weights)
     if other is not None:
         raise ReplayError(f"The model at {model_path} is not the event's: {other}.")
-    return differs(expected, found)
+    return differs(expected, given_weights)
 
 
 def weights_record(bundle: Bundle, difference: str | None, change: float | None, dtype: torch.dtype) -> dict[str, Any]:
@@ -175,10 +164,10 @@ def largest_log_prob_change(step: Any, ranks: Ranks, bundle: Bundle) -> float | 
 # ---- the oracle
 
 
-def ask_oracle(task: Task, bundle: Bundle, places: Places, found: list[Named]) -> dict[str, Any]:
+def ask_oracle(task: Task, bundle: Bundle, places: Places, replayed: list[Named]) -> dict[str, Any]:
     """Every token's gradient norm and share by a probe of its own, and how the strategy did against that."""
-    space, named = task.prober.space, set().union(*(culprit.tokens for culprit in found))
-    alone = set().union(*(culprit.tokens for culprit in found if len(culprit.positions) == 1))
+    space, named = task.prober.space, set().union(*(culprit.tokens for culprit in replayed))
+    alone = set().union(*(culprit.tokens for culprit in replayed if len(culprit.positions) == 1))
     tokens, square = [], task.spike.grad_norm**2
     for rank, of_process in enumerate(places):
         for index, entry in enumerate(of_process):

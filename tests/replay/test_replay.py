@@ -48,7 +48,7 @@ def test_the_same_event_at_its_weights_gives_the_same_culprits_and_the_same_norm
 def test_the_culprits_micro_batches_alone_keep_their_weights_and_the_answer_says_so(bundle, models, replay, tmp_path):
     done = replay(bundle, models / "model", "--json", tmp_path / "out.json")
     assert done["code"] == 0
-    assert "2 micro-batches (a part of the step, whose gradient alone is looked at)" in done["out"]
+    assert "2 micro-batches (a part of the step; only its gradient is replayed)" in done["out"]
     assert done["out"].endswith("The same culprits as in the event.\n")
     (culprit,) = json.loads((tmp_path / "out.json").read_text())["culprits"]
     assert (culprit["rank"], culprit["positions"]) == (0, [3])
@@ -191,7 +191,7 @@ def test_the_norm_is_told_as_well_as_it_is_known(norm, bound, said):
         "certificate": certificate,
         "search": search,
         "micro_batches": {"replayed": 1, "is_whole_step": True},
-        "step": {"global_step": 0},
+        "step": {"global_step": 0, "epoch": 0, "mini_batch": 0},
         "weights": {"sentence": ""},
         "norm": {"event": 1.0, "replay": 1.0},
         "culprits": [],
