@@ -27,17 +27,8 @@ from ..record.store import plain
 from ..search.find import BUDGET, MAX_CULPRITS, STRATEGIES, localize
 from ..search.task import Limit, Task
 from ..words.numbers import bounded, number
+from . import comparison
 from .bundle import Bundle, ReplayError, read_bundle
-from .comparison import (
-    ask_oracle,
-    largest_log_prob_change,
-    named_by_event,
-    named_by_replay,
-    side_by_side,
-    verdict,
-    weights_difference,
-    weights_record,
-)
 from .dealt import deal
 
 _ADAPTERS = {
@@ -67,7 +58,7 @@ def replay(
         ReplayError: one sentence that says why it cannot be replayed.
     """
     bundle = read_bundle(bundle_path)
-    expected = named_by_event(bundle)
+    expected = comparison.named_by_event(bundle)
     settings = _settings(bundle, strategy, budget)
     adapter = _adapter(bundle)
     adapter.start_processes()
@@ -84,20 +75,20 @@ def replay(
 
         step = adapter.ReplayStep(actor, bundle, places[ranks.rank], bar.update)
         space = GradientSpace(actor.actor_module)
-        difference = weights_difference(bundle, space, model_path)
+        weights = comparison.compare_weights(bundle, space, model_path)
         begin("gradient", step.num_micro_batches)
         step.train(space)
-        log_probs = largest_log_prob_change(step, ranks, bundle)
+        comparison.refuse_nan(step, ranks, bundle)
         spike = bundle.spike(space.norm())
         begin("search")
         finding = localize(step, space, ranks, spike, 1.0, **settings)
-        replayed = named_by_replay(finding, bundle, places)
+        replayed = comparison.named_by_replay(finding, bundle, places)
         answer = None
         if oracle:
             begin("oracle", sum(int(bundle.token_mask(entry).sum()) for entry in bundle.layout))
             limit, prober = Limit(step.num_micro_batches, math.inf), Prober(step, space, ranks)
             task = Task(prober, space.take(), 1.0, spike, finding.tau, settings["max_culprits"], limit)
-            answer = ask_oracle(task, bundle, places, replayed)
+            answer = comparison.ask_oracle(task, bundle, places, replayed)
     return {
         "schema_version": SCHEMA_VERSION,
         "bundle": str(bundle.folder),
@@ -107,7 +98,7 @@ def replay(
         "num_processes": ranks.num_processes,
         "device": actor.device_name,
         "micro_batches": {"replayed": len(bundle.layout), "is_whole_step": bundle.is_whole},
-        "weights": weights_record(bundle, difference, log_probs, step.compute_dtype),
+        "weights": weights,
         "norm": {"event": bundle.event.trigger.grad_norm, "replay": spike.grad_norm},
         "threshold": spike.threshold,
         "search": {
@@ -120,8 +111,8 @@ def replay(
             "seconds": finding.seconds,
         },
         "certificate": vars(finding.certificate),
-        "culprits": side_by_side(expected or [], replayed),
-        "verdict": verdict(expected, replayed),
+        "culprits": comparison.side_by_side(expected or [], replayed),
+        "verdict": comparison.verdict(expected, replayed),
         "oracle": answer,
     }
 

@@ -14,12 +14,10 @@ from ..core.gradients import GradientSpace
 from ..core.ranks import Ranks
 from ..core.selection import Part
 from ..loop.fingerprint import differs, fingerprint, is_other_model
-from ..loop.layers import layer_of
 from ..search.find import Finding
 from ..search.task import Task
 from .bundle import Bundle, Entry, ReplayError
 
-_LOG_PROB_SLACK = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # between machines and kernels
 _NUM_TOP = 10  # tokens in the oracle's table
 
 Places = list[list[Entry | None]]
@@ -102,63 +100,32 @@ def side_by_side(expected: list[Named], replayed: list[Named]) -> list[dict[str,
 # ---- weights
 
 
-def weights_difference(bundle: Bundle, space: GradientSpace, model_path: str) -> str | None:
-    """How the weights differ from the event's by its fingerprint; raises where it is another model altogether."""
-    expected = bundle.meta.fingerprint
-    if expected is None:
-        layers = {name for name in bundle.event.layers if name.startswith("layer ")}
-        given = {name for name in map(layer_of, space.names) if name.startswith("layer ")}
-        if layers and layers != given:
-            raise ReplayError(
-                f"The model at {model_path} is not the event's: it has {len(given)} layers, that had {len(layers)}."
-            )
-        return None
-    given_weights = fingerprint(space)
-    other = is_other_model(expected, given_weights)
+def compare_weights(bundle: Bundle, space: GradientSpace, model_path: str) -> dict[str, str]:
+    """Whether the weights are the event's, by its fingerprint; a ReplayError if the model is another altogether."""
+    expected, at = bundle.meta.fingerprint, bundle.event.step
+    if expected is None:  # written by hand
+        return {"verdict": "unknown", "sentence": "The bundle has no fingerprint of the weights to compare."}
+    given = fingerprint(space)
+    other = is_other_model(expected, given)
     if other is not None:
         raise ReplayError(f"The model at {model_path} is not the event's: {other}.")
-    return differs(expected, given_weights)
-
-
-def weights_record(bundle: Bundle, difference: str | None, change: float | None, dtype: torch.dtype) -> dict[str, Any]:
-    """Whether the weights are those of the event: by the fingerprint, else by the culprits' log-probs."""
-    if bundle.meta.fingerprint is not None:
-        verdict = "same" if difference is None else "different"
-        sentence = difference or "The weights are those of the event, by their fingerprint."
-    elif change is None:
-        verdict, sentence = "unknown", "The bundle has no fingerprint of the weights and no log-prob to compare."
-    else:
-        verdict = "same" if change <= _LOG_PROB_SLACK[dtype] else "different"
-        are = "are as good as" if verdict == "same" else "differ from"
-        sentence = f"By the culprits' log-probs (changed by at most {change:.2g}) the weights {are} those of the event."
-    at = bundle.event.step
-    if verdict == "different" and (at.mini_batch or at.epoch):
-        sentence += (
+    difference = differs(expected, given)
+    if difference is None:
+        return {"verdict": "same", "sentence": "The weights are those of the event, by their fingerprint."}
+    if at.mini_batch or at.epoch:
+        difference += (
             f" The event came at epoch {at.epoch}, mini-batch {at.mini_batch} of its step, so after the "
             "step's first update: no checkpoint of a step has its weights, evidence.checkpoint=before_step saves them."
         )
-    return {"verdict": verdict, "sentence": sentence, "largest_log_prob_change": change}
+    return {"verdict": "different", "sentence": difference}
 
 
-def largest_log_prob_change(step: Any, ranks: Ranks, bundle: Bundle) -> float | None:
-    """Largest change of a culprit's log-prob since the event; refuses weights that give NaN where the event did not."""
-    known = {
-        (culprit.rank, culprit.micro_batch, culprit.micro_batch_row, culprit.peak): culprit.log_prob
-        for culprit in bundle.event.culprits
-        if culprit.log_prob is not None and culprit.peak is not None
-    }
-    num_nan, changes = 0, []
-    for index, entry in enumerate(step.places):
-        log_prob = step.recorded(index).log_prob
-        num_nan += int(log_prob[step.token_mask(index)].isnan().sum())
-        for (rank, micro_batch, row, peak), before in known.items():
-            if entry is not None and (entry.rank, entry.micro_batch) == (rank, micro_batch):
-                changes.append(abs(float(log_prob[row, peak]) - before))
-    (total,) = ranks.sum([num_nan])
+def refuse_nan(step: Any, ranks: Ranks, bundle: Bundle) -> None:
+    """Refuse weights that give NaN log-probs where the event had none."""
+    counts = [int(step.recorded(i).log_prob[step.token_mask(i)].isnan().sum()) for i in range(len(step.places))]
+    (total,) = ranks.sum([sum(counts)])
     if total and bundle.event.trigger.kind != "non_finite":
         raise ReplayError(f"With the given weights the log-probs of {int(total)} response tokens are NaN.")
-    everyone = [change for part in ranks.gather(changes) for change in part]
-    return max((math.inf if change != change else change for change in everyone), default=None)
 
 
 # ---- the oracle

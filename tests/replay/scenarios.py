@@ -111,15 +111,6 @@ def fingerprints() -> dict[str, Any]:
     return found
 
 
-def compare(a: dict[str, Any], b: dict[str, Any]) -> Any:
-    """What ``differs`` says."""
-    from verl.gradloc.loop.fingerprint import differs
-    from verl.gradloc.record import Fingerprint
-    from verl.gradloc.record.reading import read
-
-    return differs(read(Fingerprint, a), read(Fingerprint, b))
-
-
 def _sharded(strategy: str, use_orig_params: bool = False) -> torch.nn.Module:
     from verl.utils.config import omega_conf_to_dataclass
 

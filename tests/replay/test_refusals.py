@@ -109,7 +109,6 @@ def test_a_description_that_contradicts_itself(bundle, models, replay, name):
 
 MODELS = {
     "another vocabulary": ("tiny", "it knows tokens 0 to 31, and the bundle holds token"),
-    "another architecture, by its layers": ("deep", "it has 3 layers, that had 2."),
     "weights that give NaN": ("nan", "With the given weights the log-probs of 37 response tokens"),
     "no model at all": ("", "is neither a Hugging Face model folder (config.json) nor a check"),
 }
