@@ -164,7 +164,13 @@ def what_fails(folder: Path, room: str, seconds: float) -> str:
         tests.wait()
         return "time"
     failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0].split(" - ")[0] if failed else f"exit code {tests.returncode}" if tests.returncode else ""
+    return (
+        failed[0].split(" - ")[0].split(" ", 1)[1]
+        if failed
+        else f"exit code {tests.returncode}"
+        if tests.returncode
+        else ""
+    )
 
 
 def main() -> None:
@@ -206,7 +212,7 @@ def main() -> None:
         for (_, mutant), killer in zip(chosen, pool.map(attempt, *zip(*chosen, strict=True)), strict=True):
             lived += not killer
             fate = f"killed by {killer}" if killer else "LIVED"
-            print(f"{mutant.file}:{mutant.line}: {mutant.before} -> {mutant.after}: {fate}", flush=True)
+            print(f"{mutant.file}:{mutant.line}: {mutant.before[:60]} -> {mutant.after[:60]}: {fate}", flush=True)
     print(f"{len(chosen) - lived} of {len(chosen)} killed")
 
 
