@@ -7,22 +7,17 @@
 Writes shapes.json (every token's numbers), shapes.md and shapes.svg.
 """
 
-import argparse
-import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 
 from benchmarks.localization import pretrained
-from benchmarks.run import REPO, Progress, as_typed, digest
+from benchmarks.run import REPO, Progress, as_typed, digest, finish, parser, table, write
 from experiments.llm import tasks
 from gradloc.search.rows import ELEVATED
 from gradloc.words.causes import _NOTABLE
@@ -45,25 +40,22 @@ class Row:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write the record and the figure."""
-    parsed = _parser().parse_args(arguments)
+    options = parser("shapes", __doc__)
+    options.add_argument("--steps", type=int, default=2)
+    options.add_argument("--groups", type=int, default=3, help="questions of a step, each with eight answers")
+    options.add_argument("--threads", type=int, default=1)
+    parsed = options.parse_args(arguments)
     torch.set_num_threads(parsed.threads)
     path = pretrained.folder(REPO / ".gradloc")
     model = pretrained.Pretrained(path)
     steps = [list(_step(model, path, parsed.groups, seed)) for seed in range(parsed.steps)]
     progress = Progress(sum(len(row.response) for rows in steps for row in rows))
-    run = {
-        "command": as_typed("shapes", arguments),
-        "core_sha256": digest(),
-        "steps": [],
-    }
-    out = Path(parsed.out)
-    out.mkdir(parents=True, exist_ok=True)
+    run: dict[str, Any] = {"command": as_typed("shapes", arguments), "core_sha256": digest(), "steps": []}
     for rows in steps:
         run["steps"].append(measure(model, rows, progress))
-        (out / "shapes.json").write_text(json.dumps(run) + "\n", encoding="utf-8")
-    (out / "shapes.md").write_text(markdown(run) + "\n", encoding="utf-8")
-    draw(run, out / "shapes.svg")
-    print(markdown(run))
+        write(run, parsed.out, "shapes")
+    finish(run, parsed.out, "shapes", markdown(run))
+    draw(run, parsed.out / "shapes.svg")
     return 0
 
 
@@ -212,41 +204,31 @@ def _part(flags: torch.Tensor) -> float:
 def markdown(run: dict[str, Any]) -> str:
     """One column for each step."""
     found = [summary(step) for step in run["steps"]]
-
-    def row(name: str, tell) -> str:
-        return f"| {name} | " + " | ".join(tell(each) for each in found) + " |"
-
-    head = "| | " + " | ".join(f"step {number}" for number in range(1, len(found) + 1)) + " |"
-    return "\n".join(
-        [
-            f"`{run['command']}`",
-            "",
-            head,
-            "|" + " --- |" * (len(found) + 1),
-            row("answers, tokens", lambda s: f"{s.rows}, {s.tokens}"),
-            row("norm of the step", lambda s: f"{s.norm:.3g}"),
-            row("closure of the tokens' shares", lambda s: f"{s.closure:.4f}"),
-            row("tokens' norms over their median: 1 %, 10 %, 90 %, 99 %, largest", lambda s: _list(s.quantiles)),
-            row("rank correlation with \\|coefficient\\| (1 - pi)", lambda s: f"{s.rank_correlation:.3f}"),
-            row("typical Jacobian: gradloc's, the median", lambda s: _list((s.typical_jacobian, s.median_jacobian))),
-            row("tokens of 3 times the typical Jacobian and more", lambda s: f"{s.jacobian_over:.1%}"),
-            row("of these beyond 3 times what 1 - pi predicts", lambda s: f"{s.beyond_probability:.1%}"),
-            row("tokens of 3 times the median advantage and more", lambda s: f"{s.advantage_over:.1%}"),
-            row("rows of 3 times the rows' median coefficient and more", lambda s: f"{s.rows_elevated:.1%}"),
-            row("largest token's norm over the step's", lambda s: f"{s.largest_norm:.3f}"),
-            row("largest share", lambda s: f"{s.largest_share:.1%}"),
-            row("of all absolute shares: the loudest 1 %, 10 % of tokens", lambda s: _percents(s.top_shares)),
-            row("tokens of negative share", lambda s: f"{s.negative:.0%}"),
-        ]
-    )
+    told: dict[str, Callable[[Summary], str]] = {
+        "answers, tokens": lambda s: f"{s.rows}, {s.tokens}",
+        "norm of the step": lambda s: f"{s.norm:.3g}",
+        "closure of the tokens' shares": lambda s: f"{s.closure:.4f}",
+        "tokens' norms over their median: 1 %, 10 %, 90 %, 99 %, largest": lambda s: _list(s.quantiles),
+        "rank correlation with \\|coefficient\\| (1 - pi)": lambda s: f"{s.rank_correlation:.3f}",
+        "typical Jacobian: gradloc's, the median": lambda s: _list((s.typical_jacobian, s.median_jacobian)),
+        "tokens of 3 times the typical Jacobian and more": lambda s: f"{s.jacobian_over:.1%}",
+        "of these beyond 3 times what 1 - pi predicts": lambda s: f"{s.beyond_probability:.1%}",
+        "tokens of 3 times the median advantage and more": lambda s: f"{s.advantage_over:.1%}",
+        "rows of 3 times the rows' median coefficient and more": lambda s: f"{s.rows_elevated:.1%}",
+        "largest token's norm over the step's": lambda s: f"{s.largest_norm:.3f}",
+        "largest share": lambda s: f"{s.largest_share:.1%}",
+        "of all absolute shares: the loudest 1 %, 10 % of tokens": lambda s: ", ".join(
+            f"{x:.0%}" for x in s.top_shares
+        ),
+        "tokens of negative share": lambda s: f"{s.negative:.0%}",
+    }
+    head = ["", *(f"step {number}" for number in range(1, len(found) + 1))]
+    rows = [[name, *map(tell, found)] for name, tell in told.items()]
+    return f"`{run['command']}`\n\n{table([head, *rows])}"
 
 
 def _list(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.2g}" for value in values)
-
-
-def _percents(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.0%}" for value in values)
 
 
 def draw(run: dict[str, Any], path: Path) -> None:
@@ -279,15 +261,6 @@ def draw(run: dict[str, Any], path: Path) -> None:
     left.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks.shapes", description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--groups", type=int, default=3, help="questions of a step, each with eight answers")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", default=str(REPO / "runs" / "benchmarks" / "shapes"))
-    return parser
 
 
 if __name__ == "__main__":
