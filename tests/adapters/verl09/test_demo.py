@@ -20,7 +20,7 @@ MEGATRON = "model_engine=megatron"
 
 EXPLOSION = catalog.EXPLOSION_VERL09
 EXPLOSION_KNOBS = {**KNOBS, "RUNAWAY_PENALTY_MULTIPLIER": "0.4"}
-OTHERS = [name for name in catalog.names() if catalog.load(name).is_installed and name != NAME]
+OTHERS = {form.name: form for form in (catalog.DEMO_VLLM, *catalog.ON_VERL09.values()) if form.name != NAME}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def composed(engine_world, tmp_path_factory):
     cases = [
         (NAME, ["seed=7"], KNOBS),
         (NAME, [MEGATRON], {}),
-        *((name, [], {}) for name in OTHERS),
+        *((*form.arguments(), {}) for form in OTHERS.values()),
         *((EXPLOSION.name, [*arm.overrides], {}) for arm in EXPLOSION.arms if arm.overrides),
         (EXPLOSION.name, [], EXPLOSION_KNOBS),
     ]
@@ -48,7 +48,8 @@ def composed(engine_world, tmp_path_factory):
     made, _ = engine_world.run("configs.experiments", configs=str(catalog.CONFIGS), cases=cases, **read)
 
     def look_up(name, overrides=(), variables=None):
-        found = made[cases.index((name, [*overrides], variables or {}))]
+        config, given = OTHERS[name].arguments(overrides) if name in OTHERS else (name, [*overrides])
+        found = made[cases.index((config, given, variables or {}))]
         assert "error" not in found, found["error"]
         assert found["config"]["trainer"]["experiment_name"] == name
         return found["config"]
