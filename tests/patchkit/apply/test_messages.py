@@ -2,7 +2,6 @@
 """The text of refusals: complete, in one place, and without a traceback."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,29 +11,9 @@ import pytest
 from patchkit.apply import cli
 from patchkit.errors import IntegrityError, PatchkitError
 from tests.patchkit import world
-from tests.patchkit.apply.catalogue import REFUSALS
 from tests.patchkit.world import ACTOR, BASE
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal[0])
-def test_a_refusal_says_what_why_and_what_to_do(refusal):
-    reason, what, cause, next_ = refusal
-    assert what or reason == "usage", "argparse words that one"
-    for text in (what, cause, next_):
-        assert text.strip() == text and (text or text is what)
-        assert text.isascii() and "\n" not in text
-        assert "reinstall" not in text
-    assert not what.endswith("."), "a line of its own, not a sentence in a row"
-    assert PatchkitError(*refusal).text().startswith(f"refused: {what}\n  cause:    {cause}\n  next:     {next_}")
-
-
-def test_every_reason_has_one_name():
-    """The catalogue finds every reason that the source names."""
-    text = "".join(path.read_text() for path in (ROOT / "patchkit").rglob("*.py"))
-    called = set(re.findall(r'(?:Error|refusal)\(\s*"([a-z0-9-]+)"', text))
-    assert called <= {refusal[0] for refusal in REFUSALS} and len(called) > 90
 
 
 def test_the_whole_of_a_refusal_reads_like_this(apply, tree):
