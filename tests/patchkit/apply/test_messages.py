@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from patchkit.apply import cli
-from patchkit.errors import IntegrityError, PatchkitError
+from patchkit.errors import IntegrityError
 from tests.patchkit import world
 from tests.patchkit.world import ACTOR, BASE
 
@@ -72,19 +72,6 @@ def test_help_has_an_example_and_the_exit_codes(capsys):
         cli.main(["--help"])
     text = capsys.readouterr().out
     assert "python apply_patch.py --repo" in text and "Exit codes: 0 done" in text
-
-
-def test_an_error_is_one_class_per_exit_code():
-    codes = {kind.__name__: kind.exit_code for kind in PatchkitError.__subclasses__()}
-    assert codes == {
-        "CheckoutStateError": 1,
-        "UsageError": 2,
-        "IntegrityError": 3,
-        "TransactionError": 4,
-        "RollbackError": 5,
-        "LockedError": 6,
-        "DownloadError": 7,
-    }
 
 
 def test_the_way_out_fits_the_kind_of_target(apply, tree, clone):
