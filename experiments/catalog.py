@@ -321,6 +321,9 @@ def load(name: str) -> Experiment:
     Raises:
         UsageError: if there is none.
     """
+    base = name.removesuffix("-verl09")
+    if base != name and base in ON_VERL09:
+        raise UsageError(f"{name} is {base} on verl 0.9.1: write {base} verl=0.9.1.")
     if name not in EXPERIMENTS:
         hint = " (its config is there; experiments/catalog.py lacks it)" if (CONFIGS / f"{name}.yaml").exists() else ""
         raise UsageError(f"no experiment is called {name!r}{hint}: there are {', '.join(names())}.")
