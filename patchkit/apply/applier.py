@@ -131,10 +131,18 @@ class Applier:
         if checkout.root.stat().st_uid != os.geteuid():
             notes.append("the checkout belongs to another user")
         return {
-            **{"command": command, "did": did, "changed": [change.path for change in changes or ()], "notes": notes},
-            **{"target": str(checkout.root), "kind": checkout.kind, "head": checkout.head},
-            **{"verl_version": checkout.version, "base": tree.base.tag, "state": tree.state.name},
-            **{"edition": tree.edition and tree.edition.version, "wanted": tree.editions[0].version},
+            "command": command,
+            "did": did,
+            "changed": [change.path for change in changes or ()],
+            "notes": notes,
+            "target": str(checkout.root),
+            "kind": checkout.kind,
+            "head": checkout.head,
+            "verl_version": checkout.version,
+            "base": tree.base.tag,
+            "state": tree.state.name,
+            "edition": tree.edition and tree.edition.version,
+            "wanted": tree.editions[0].version,
             "files": explain.strangers(tree, self.given),
         }
 
