@@ -11,7 +11,7 @@ from pathlib import Path
 
 from experiments import suite
 from experiments.explosion import plot, readings, table
-from experiments.summary import Table, print_summary
+from experiments.suite import Table, print_summary
 
 TWIN = "healthy"
 """The arm that the others are compared with, seed by seed."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from experiments import suite
 from experiments.errors import ExperimentError
 from experiments.kk.wording import DATA_SOURCE
-from experiments.summary import Table, print_summary
+from experiments.suite import Table, print_summary
 
 LAST_STEPS = 5
 """How many steps at the end of a run the training reward is averaged over."""

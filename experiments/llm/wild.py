@@ -16,7 +16,7 @@ from pathlib import Path
 from experiments import suite
 from experiments.cpu.verdict import read_events
 from experiments.errors import ExperimentError
-from experiments.summary import Table, print_summary
+from experiments.suite import Table, print_summary
 
 HEADER = [
     "arm",
