@@ -12,7 +12,6 @@ collective that one update enters.
 """
 
 import argparse
-import json
 import os
 import platform
 import random
@@ -25,11 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.actor import is_engine
-from benchmarks.run import REPO, Progress, as_typed, digest
+from benchmarks.run import MACHINE, REPO, Progress, Record, as_typed, digest, finish, parser, table
 from tests.world import World
 
 SCHEMA_VERSION = 1
@@ -41,18 +37,20 @@ _WARM_UP = 5
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write healthy.json and healthy.md."""
-    parsed = _parser().parse_args(arguments)
-    command = as_typed("healthy", arguments)
-    with tempfile.TemporaryDirectory() as scratch, worlds(Path(scratch), parsed.ranks, parsed.tree) as found:
-        run = measure(found, parsed.pairs, Path(scratch))
-    run["command"] = command
-    out = Path(parsed.out)
-    out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(run, indent=1, sort_keys=True, allow_nan=False)
-    (out / "healthy.json").write_text(text + "\n", encoding="utf-8")
-    (out / "healthy.md").write_text(markdown(run) + "\n", encoding="utf-8")
-    print(markdown(run))
+    options = with_worlds(parser("healthy", __doc__))
+    options.add_argument("--pairs", type=int, default=200, help="interleaved groups to time")
+    parsed = options.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as scratch, worlds(Path(scratch), parsed.ranks, parsed.tree) as variants:
+        run = {"command": as_typed("healthy", arguments), **measure(variants, parsed.pairs, Path(scratch))}
+    finish(run, parsed.out, "healthy", markdown(run))
     return 0
+
+
+def with_worlds(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The options that :func:`worlds` needs, added to a command line's."""
+    options.add_argument("--ranks", type=int, default=2)
+    options.add_argument("--tree", help="a patched verl checkout (default: patches a copy)")
+    return options
 
 
 @contextmanager
@@ -77,7 +75,7 @@ def worlds(scratch: Path, size: int, tree: str | None) -> Iterator[dict[str, Wor
         yield {"unpatched": plain, AGAIN: plain, "off": ours, "on": ours}
 
 
-def measure(worlds: dict[str, World], pairs: int, scratch: Path) -> dict[str, Any]:
+def measure(worlds: dict[str, World], pairs: int, scratch: Path) -> Record:
     """Interleaved updates; see the module.
 
     Args:
@@ -90,7 +88,7 @@ def measure(worlds: dict[str, World], pairs: int, scratch: Path) -> dict[str, An
         folder.mkdir()
         overrides = ON[is_engine()] if name == "on" else []
         shards = world.run("benchmarks.actor.prepare", name=name, overrides=overrides, folder=str(folder))
-    collectives = {name: _counted(world, name) for name, world in worlds.items()}
+    counted = {name: world.run("benchmarks.actor.count", name=name, seed=500)[0] for name, world in worlds.items()}
     for seed in range(_WARM_UP):
         for name, world in worlds.items():
             world.run("benchmarks.actor.update", name=name, seed=seed)
@@ -99,7 +97,7 @@ def measure(worlds: dict[str, World], pairs: int, scratch: Path) -> dict[str, An
     return {
         "schema_version": SCHEMA_VERSION,
         "core_sha256": digest(),
-        "machine": {"processor": platform.machine(), "cpus": os.cpu_count()},
+        "machine": MACHINE,
         "versions": {"python": platform.python_version()},
         "verl": "0.9" if is_engine() else "0.7",
         "ranks": len(shards),
@@ -114,7 +112,7 @@ def measure(worlds: dict[str, World], pairs: int, scratch: Path) -> dict[str, An
             }
             for measure in ("seconds", "cpu_seconds")
         },
-        "collectives": collectives,
+        "collectives": {name: told["collectives"] for name, told in counted.items()},
         "groups": groups,
     }
 
@@ -125,13 +123,9 @@ def _groups(worlds: dict[str, World], pairs: int) -> tuple[list[dict[str, dict]]
     while len(groups) < pairs:
         group, is_healthy = {}, True
         for name in order.sample(sorted(worlds), len(worlds)):
-            found = worlds[name].run("benchmarks.actor.update", name=name, seed=1000 + len(groups) + spikes)
-            # the step lasts as long as its slowest rank; processor time is spent by all of them
-            group[name] = {
-                "seconds": max(rank["seconds"] for rank in found),
-                "cpu_seconds": sum(rank["cpu_seconds"] for rank in found),
-            }
-            is_healthy &= not any(rank["spikes"] for rank in found)
+            told = worlds[name].run("benchmarks.actor.update", name=name, seed=1000 + len(groups) + spikes)
+            group[name] = spent(told)
+            is_healthy &= not any(rank["spikes"] for rank in told)
         if not is_healthy:
             spikes += 1
             continue
@@ -140,9 +134,9 @@ def _groups(worlds: dict[str, World], pairs: int) -> tuple[list[dict[str, dict]]
     return groups, spikes
 
 
-def _counted(world: World, name: str) -> dict[str, int]:
-    found = world.run("benchmarks.actor.count", name=name, seed=500)
-    return found[0]["collectives"]
+def spent(ranks: list[dict[str, Any]]) -> dict[str, float]:
+    """Of an update: it lasts as long as its slowest rank; processor time is spent by all of them."""
+    return {"seconds": max(r["seconds"] for r in ranks), "cpu_seconds": sum(r["cpu_seconds"] for r in ranks)}
 
 
 def _interval(values: list[float]) -> dict[str, float]:
@@ -152,22 +146,17 @@ def _interval(values: list[float]) -> dict[str, float]:
     return {"median": median(values), "low": medians[50], "high": medians[1949]}
 
 
-def markdown(run: dict[str, Any]) -> str:
+def markdown(run: Record) -> str:
     """The ratios and the collectives as tables."""
-    lines = [f"`{run['command']}`", "", f"{run['pairs']} groups, {run['ranks']} ranks", ""]
-    lines += [
-        "| update | wall time: median ratio (95%) | processor time: median ratio (95%) |",
-        "| --- | --- | --- |",
-    ]
+    ratios = [["update", "wall time: median ratio (95%)", "processor time: median ratio (95%)"]]
     for label in run["ratios"]["seconds"]:
-        cells = [_cell(run["ratios"][measure][label]) for measure in ("seconds", "cpu_seconds")]
-        lines.append(f"| {label} | {cells[0]} | {cells[1]} |")
-    lines += ["", "| variant | median seconds | collectives of one update |", "| --- | --- | --- |"]
+        ratios.append([label, *(_cell(run["ratios"][measure][label]) for measure in ("seconds", "cpu_seconds"))])
+    variants = [["variant", "median seconds", "collectives of one update"]]
     for name, counts in run["collectives"].items():
         listed = ", ".join(f"{count} {operator}" for operator, count in counts.items())
-        total = sum(counts.values())
-        lines.append(f"| {name} | {run['median_seconds'][name]:.4f} | {total}: {listed} |")
-    return "\n".join(lines)
+        variants.append([name, f"{run['median_seconds'][name]:.4f}", f"{sum(counts.values())}: {listed}"])
+    about = f"`{run['command']}`\n\n{run['pairs']} groups, {run['ranks']} ranks"
+    return "\n\n".join([about, table(ratios), table(variants)])
 
 
 def _cell(interval: dict[str, float]) -> str:
@@ -188,15 +177,6 @@ def trees(scratch: Path, tree: str | None) -> tuple[Path, Path]:
     shutil.copytree(base, patched)
     Applier(resolve(str(patched)), Library(REPO / "patches")).apply()
     return base, patched
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks.healthy", description=__doc__.split("\n")[0])
-    parser.add_argument("--pairs", type=int, default=200, help="interleaved groups to time")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tree", help="a patched verl checkout (default: patches a copy)")
-    parser.add_argument("--out", default=str(REPO / "runs" / "benchmarks" / "healthy"))
-    return parser
 
 
 if __name__ == "__main__":

@@ -6,12 +6,11 @@
     python -m benchmarks.localize --full --device cuda
     python -m benchmarks.localize --model smollm2 --resume      # a pretrained language model, cell by cell
 
-Needs torch; no verl, no Ray. Writes localize.json, localize.md and, with matplotlib, localize.svg.
+Needs torch; no verl, no Ray. Writes localize.json and localize.md.
 """
 
 import argparse
 import json
-import math
 import os
 import platform
 import sys
@@ -19,17 +18,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
-
-if __package__ in (None, ""):  # run as a file: python benchmarks/localize.py
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
 from benchmarks.localization.bench import Bench
 from benchmarks.localization.plan import Cell, full, pretrained, quick
-from benchmarks.localization.tables import markdown, plot
-from benchmarks.run import REPO, Progress, as_typed, digest
+from benchmarks.localization.tables import markdown
+from benchmarks.run import MACHINE, REPO, Progress, Record, as_typed, digest, finish, parser, write
 
 SCHEMA_VERSION = 1
 
@@ -43,18 +38,13 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = {cell: tuple(name for name in cell.strategies if name in parsed.strategy) for cell in cells}
         cells = [replace(cell, strategies=kept) for cell, kept in chosen.items() if kept]
     if not cells:
-        print(
-            "localize: no cell is left to measure: check --sweep, --scenario, --strategy, --device",
-            file=sys.stderr,
-        )
+        print("localize: no cell is left: check --sweep, --scenario, --strategy, --device", file=sys.stderr)
         return 2
     command = as_typed("localize", arguments)
-    out = Path(parsed.out)
-    kept = _kept(out) if parsed.resume else []
-    run = measure(cells, parsed.device, parsed.threads, Path(parsed.cache), command, out, kept=kept)
-    write(run, out)
-    print(markdown(run))
-    print(f"written to {out}/localize.json, localize.md", file=sys.stderr)
+    kept = _kept(parsed.out) if parsed.resume else []
+    run = measure(cells, parsed.device, parsed.threads, parsed.cache, command, parsed.out, kept=kept)
+    finish(run, parsed.out, "localize", markdown(run))
+    print(f"written to {parsed.out}/localize.json, localize.md", file=sys.stderr)
     return 0
 
 
@@ -66,8 +56,8 @@ def measure(
     command: str,
     out: Path | None = None,
     training_steps: int | None = None,
-    kept: Sequence[dict[str, Any]] = (),
-) -> dict[str, Any]:
+    kept: Sequence[Record] = (),
+) -> Record:
     """Measure the cells in order; the run's whole record.
 
     Args:
@@ -92,11 +82,7 @@ def measure(
         "command": command,
         "is_complete": False,
         "core_sha256": digest(),
-        "machine": {
-            "processor": platform.machine(),
-            "cpus": os.cpu_count(),
-            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        },
+        "machine": {**MACHINE, "device": torch.cuda.get_device_name() if device == "cuda" else "cpu"},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "trainings": bench.trainings,
         "cells": [],
@@ -112,7 +98,7 @@ def measure(
             run["seconds"] = sum(cell["seconds"] for cell in run["cells"])
             run["is_complete"] = number == len(cells)
             if out is not None:
-                write_json(run, out)
+                write(run, out, "localize")
             what = f"{cell.scenario} N={cell.tokens} W={cell.ranks} M={cell.micro_batches}"
             progress.step(f"{what} {cell.model} {cell.dtype} seed {cell.seed}")
     finally:
@@ -120,24 +106,7 @@ def measure(
     return run
 
 
-def write_json(run: dict[str, Any], out: Path) -> None:
-    """localize.json, replaced at once."""
-    out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_finite(run), indent=1, sort_keys=True, allow_nan=False)
-    scratch = out / "localize.json.new"
-    scratch.write_text(text + "\n", encoding="utf-8")
-    scratch.replace(out / "localize.json")
-
-
-def write(run: dict[str, Any], out: Path) -> None:
-    """localize.json, localize.md, and localize.svg where it can be drawn."""
-    write_json(run, out)
-    (out / "localize.md").write_text(markdown(run) + "\n", encoding="utf-8")
-    if not plot(run, out / "localize.svg"):
-        print("localize: no figure (needs matplotlib and a sweep over tokens)", file=sys.stderr)
-
-
-def _kept(out: Path) -> list[dict[str, Any]]:
+def _kept(out: Path) -> list[Record]:
     """What an earlier run wrote there, if it measured the same core."""
     path = out / "localize.json"
     run = json.loads(path.read_text()) if path.exists() else {"core_sha256": None}
@@ -154,34 +123,24 @@ def _is_wanted(cell: Cell, parsed: argparse.Namespace) -> bool:
     return parsed.device == "cpu" or cell.ranks <= torch.cuda.device_count()
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null."""
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks.localize", description=__doc__.split("\n")[0])
-    size = parser.add_mutually_exclusive_group()
+    made = parser("localize", __doc__)
+    add, size = made.add_argument, made.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="one seed, small (the default)")
     size.add_argument("--full", action="store_true", help="three seeds and all sweeps")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
     size.add_argument("--model", choices=("smollm2",), help="a pretrained language model (half an hour, 6 GB)")
-    parser.add_argument("--tokens", type=int, default=512, help="of a step on the pretrained model")
-    parser.add_argument("--ranks", type=int, default=2, help="likewise")
-    parser.add_argument("--resume", action="store_true", help="keep the cells that the record in --out has")
-    parser.add_argument("--seeds", type=int, default=3, help="of the full battery")
-    parser.add_argument("--sweep", action="append", help="only this sweep (repeatable)")
-    parser.add_argument("--scenario", action="append", help="only this scenario (repeatable)")
-    parser.add_argument("--dtype", action="append", help="only what computes in this (repeatable)")
-    parser.add_argument("--strategy", action="append", help="only this strategy (repeatable)")
-    parser.add_argument("--threads", type=int, default=1, help="of the process that prepares cells")
-    parser.add_argument("--out", default=str(REPO / "runs" / "benchmarks" / "localize"))
-    parser.add_argument("--cache", default=str(REPO / ".gradloc" / "benchmarks"))
-    return parser
+    add("--tokens", type=int, default=512, help="of a step on the pretrained model")
+    add("--ranks", type=int, default=2, help="likewise")
+    add("--resume", action="store_true", help="keep the cells that the record in --out has")
+    add("--seeds", type=int, default=3, help="of the full battery")
+    add("--sweep", action="append", help="only this sweep (repeatable)")
+    add("--scenario", action="append", help="only this scenario (repeatable)")
+    add("--dtype", action="append", help="only what computes in this (repeatable)")
+    add("--strategy", action="append", help="only this strategy (repeatable)")
+    add("--threads", type=int, default=1, help="of the process that prepares cells")
+    add("--cache", type=Path, default=REPO / ".gradloc" / "benchmarks")
+    return made
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ against the old one's (of a KL term: the reference's) by more and more, in both 
 of -1. What is looked at is the loss, and its gradient by every log-prob.
 """
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from benchmarks.run import table
 
 LOG_RATIOS = (1.0, 5.0, 10.0, 20.0, 50.0, 88.0, 89.0, 100.0, 200.0, 1000.0)
 """float32's exp overflows beyond 88.7."""
@@ -37,21 +38,19 @@ class Outcome:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.parse_args()
     import verl
 
     print(f"verl {verl.__version__}\n")
-    print("\n".join(table()))
+    print("\n".join(rows()))
 
 
-def table() -> list[str]:
+def rows() -> list[str]:
     """The lines of the table, of the verl that is imported."""
-    lines = ["| loss | on a token | largest gradient there | on padding |", "| --- | --- | --- | --- |"]
+    lines = [["loss", "on a token", "largest gradient there", "on padding"]]
     for name, loss in {**policy_losses(), **kl_losses()}.items():
         token, padding = sweep(loss, TOKEN), sweep(loss, PADDING)
-        lines.append(f"| `{name}` | {said(token)} | {token.largest:.2g} | {said(padding)} |")
-    return lines
+        lines.append([f"`{name}`", said(token), f"{token.largest:.2g}", said(padding)])
+    return table(lines).splitlines()
 
 
 def said(outcome: Outcome) -> str:
@@ -109,17 +108,9 @@ def policy_losses() -> dict[str, Loss]:
     )
 
     def of(function: Callable) -> Loss:
-        def loss(
-            log_prob: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
-        ) -> torch.Tensor:
-            return function(
-                old_log_prob=old,
-                log_prob=log_prob,
-                advantages=advantages,
-                response_mask=mask,
-                loss_agg_mode="token-mean",
-                config=config,
-            )[0]
+        def loss(log_prob, old, advantages, mask):
+            given = {"old_log_prob": old, "log_prob": log_prob, "advantages": advantages, "response_mask": mask}
+            return function(**given, loss_agg_mode="token-mean", config=config)[0]
 
         return loss
 
@@ -131,12 +122,7 @@ def kl_losses() -> dict[str, Loss]:
     from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
 
     def of(kind: str) -> Loss:
-        def loss(
-            log_prob: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
-        ) -> torch.Tensor:
-            return agg_loss(kl_penalty(log_prob, old, kind), mask, "token-mean")
-
-        return loss
+        return lambda log_prob, old, advantages, mask: agg_loss(kl_penalty(log_prob, old, kind), mask, "token-mean")
 
     return {f"kl_loss_type={kind}": of(kind) for kind in KL_TERMS}
 

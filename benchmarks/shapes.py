@@ -7,8 +7,6 @@
 Writes shapes.json (every token's numbers), shapes.md and shapes.svg.
 """
 
-import argparse
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,13 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 
 from benchmarks.localization import pretrained
-from benchmarks.run import REPO, Progress, as_typed, digest
+from benchmarks.run import REPO, Progress, as_typed, digest, finish, parser, table, write
 from experiments.llm import tasks
 from gradloc.search.rows import ELEVATED
 from gradloc.words.causes import _NOTABLE
@@ -45,25 +40,22 @@ class Row:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write the record and the figure."""
-    parsed = _parser().parse_args(arguments)
+    options = parser("shapes", __doc__)
+    options.add_argument("--steps", type=int, default=2)
+    options.add_argument("--groups", type=int, default=3, help="questions of a step, each with eight answers")
+    options.add_argument("--threads", type=int, default=1)
+    parsed = options.parse_args(arguments)
     torch.set_num_threads(parsed.threads)
     path = pretrained.folder(REPO / ".gradloc")
     model = pretrained.Pretrained(path)
     steps = [list(_step(model, path, parsed.groups, seed)) for seed in range(parsed.steps)]
     progress = Progress(sum(len(row.response) for rows in steps for row in rows))
-    run = {
-        "command": as_typed("shapes", arguments),
-        "core_sha256": digest(),
-        "steps": [],
-    }
-    out = Path(parsed.out)
-    out.mkdir(parents=True, exist_ok=True)
+    run: dict[str, Any] = {"command": as_typed("shapes", arguments), "core_sha256": digest(), "steps": []}
     for rows in steps:
         run["steps"].append(measure(model, rows, progress))
-        (out / "shapes.json").write_text(json.dumps(run) + "\n", encoding="utf-8")
-    (out / "shapes.md").write_text(markdown(run) + "\n", encoding="utf-8")
-    draw(run, out / "shapes.svg")
-    print(markdown(run))
+        write(run, parsed.out, "shapes")
+    finish(run, parsed.out, "shapes", markdown(run))
+    draw(run, parsed.out / "shapes.svg")
     return 0
 
 
@@ -134,69 +126,35 @@ def _outputs(model: pretrained.Pretrained, row: Row) -> tuple[torch.Tensor, torc
 # ---- what the record says
 
 
-@dataclass(frozen=True)
-class Summary:
-    """One step in numbers; ``over`` are parts of its tokens."""
-
-    tokens: int
-    rows: int
-    norm: float
-    quantiles: tuple[float, ...]
-    """Of the tokens' norms over their median: 1 %, 10 %, 90 %, 99 %, largest."""
-    rank_correlation: float
-    """Spearman's, of the tokens' norms and |coefficient| (1 - pi)."""
-    typical_jacobian: float
-    """As gradloc has it: the step's norm over the root sum of squared coefficients."""
-    median_jacobian: float
-    jacobian_over: float
-    """Whose log-prob's gradient is at least three times typical."""
-    beyond_probability: float
-    """And over three times what 1 - pi predicts: `large_jacobian`; the others would be `low_probability`."""
-    advantage_over: float
-    """Whose |advantage| is three times the median and more."""
-    rows_elevated: float
-    """Part of the rows whose coefficient is three times the rows' median."""
-    largest_norm: float
-    """Of a token, over the step's."""
-    largest_share: float
-    top_shares: tuple[float, float]
-    """Sum of absolute shares of the loudest 1 % and 10 % of tokens, over that of all."""
-    negative: float
-    """Part of the tokens whose share is negative."""
-    closure: float
-
-
-def summary(step: dict[str, Any]) -> Summary:
-    """What a step's record comes to."""
+def summary(step: dict[str, Any]) -> dict[str, Any]:
+    """What a step's record comes to; what is ``over`` and ``beyond`` is a part of its tokens."""
     names = ("log_prob", "coefficient", "norm", "share")
     log_prob, coefficient, norm, share = (torch.tensor(step[name], dtype=torch.float64) for name in names)
     surprise, jacobian = 1 - log_prob.exp(), norm / coefficient.abs()
-    typical = step["step_norm"] / float(coefficient.norm())
-    over = jacobian / typical
-    predicted = surprise / surprise.mean()
+    typical = step["step_norm"] / float(coefficient.norm())  # as gradloc has it: by the root sum of squares
+    over, predicted = jacobian / typical, surprise / surprise.mean()
     rows = torch.tensor(step["row"])
     per_row = torch.stack([coefficient[rows == row].abs().median() for row in rows.unique()])
     sizes = share.abs().sort(descending=True).values
-    tops = tuple(float(sizes[: max(round(len(sizes) * part), 1)].sum() / sizes.sum()) for part in (0.01, 0.1))
     quantiles = (norm / norm.median()).quantile(torch.tensor([0.01, 0.1, 0.9, 0.99, 1.0], dtype=torch.float64))
-    return Summary(
-        tokens=len(norm),
-        rows=step["rows"],
-        norm=step["step_norm"],
-        quantiles=tuple(quantiles.tolist()),
-        rank_correlation=spearman(norm, coefficient.abs() * surprise),
-        typical_jacobian=typical,
-        median_jacobian=float(jacobian.median()),
-        jacobian_over=_part(over >= _NOTABLE),
-        beyond_probability=_part((over >= _NOTABLE) & (over > _NOTABLE * predicted)),
-        advantage_over=_part(coefficient.abs() >= _NOTABLE * coefficient.abs().median()),
-        rows_elevated=_part(per_row >= ELEVATED * per_row.median()),
-        largest_norm=float(norm.max()) / step["step_norm"],
-        largest_share=float(share.abs().max()),
-        top_shares=tops,
-        negative=_part(share < 0),
-        closure=float(share.sum()),
-    )
+    return {
+        "tokens": len(norm),
+        "rows": step["rows"],
+        "norm": step["step_norm"],
+        "quantiles": quantiles.tolist(),
+        "rank_correlation": spearman(norm, coefficient.abs() * surprise),
+        "jacobians": (typical, float(jacobian.median())),
+        "jacobian_over": _part(over >= _NOTABLE),
+        # these gradloc calls `large_jacobian`; the others would be `low_probability`
+        "beyond_probability": _part((over >= _NOTABLE) & (over > _NOTABLE * predicted)),
+        "advantage_over": _part(coefficient.abs() >= _NOTABLE * coefficient.abs().median()),
+        "rows_elevated": _part(per_row >= ELEVATED * per_row.median()),
+        "largest_norm": float(norm.max()) / step["step_norm"],
+        "largest_share": float(share.abs().max()),
+        "top_shares": [float(sizes[: max(round(len(sizes) * part), 1)].sum() / sizes.sum()) for part in (0.01, 0.1)],
+        "negative": _part(share < 0),
+        "closure": float(share.sum()),
+    }
 
 
 def spearman(first: torch.Tensor, second: torch.Tensor) -> float:
@@ -212,41 +170,27 @@ def _part(flags: torch.Tensor) -> float:
 def markdown(run: dict[str, Any]) -> str:
     """One column for each step."""
     found = [summary(step) for step in run["steps"]]
-
-    def row(name: str, tell) -> str:
-        return f"| {name} | " + " | ".join(tell(each) for each in found) + " |"
-
-    head = "| | " + " | ".join(f"step {number}" for number in range(1, len(found) + 1)) + " |"
-    return "\n".join(
-        [
-            f"`{run['command']}`",
-            "",
-            head,
-            "|" + " --- |" * (len(found) + 1),
-            row("answers, tokens", lambda s: f"{s.rows}, {s.tokens}"),
-            row("norm of the step", lambda s: f"{s.norm:.3g}"),
-            row("closure of the tokens' shares", lambda s: f"{s.closure:.4f}"),
-            row("tokens' norms over their median: 1 %, 10 %, 90 %, 99 %, largest", lambda s: _list(s.quantiles)),
-            row("rank correlation with \\|coefficient\\| (1 - pi)", lambda s: f"{s.rank_correlation:.3f}"),
-            row("typical Jacobian: gradloc's, the median", lambda s: _list((s.typical_jacobian, s.median_jacobian))),
-            row("tokens of 3 times the typical Jacobian and more", lambda s: f"{s.jacobian_over:.1%}"),
-            row("of these beyond 3 times what 1 - pi predicts", lambda s: f"{s.beyond_probability:.1%}"),
-            row("tokens of 3 times the median advantage and more", lambda s: f"{s.advantage_over:.1%}"),
-            row("rows of 3 times the rows' median coefficient and more", lambda s: f"{s.rows_elevated:.1%}"),
-            row("largest token's norm over the step's", lambda s: f"{s.largest_norm:.3f}"),
-            row("largest share", lambda s: f"{s.largest_share:.1%}"),
-            row("of all absolute shares: the loudest 1 %, 10 % of tokens", lambda s: _percents(s.top_shares)),
-            row("tokens of negative share", lambda s: f"{s.negative:.0%}"),
-        ]
-    )
-
-
-def _list(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.2g}" for value in values)
-
-
-def _percents(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.0%}" for value in values)
+    told = {
+        "answers, tokens": "{rows}, {tokens}",
+        "norm of the step": "{norm:.3g}",
+        "closure of the tokens' shares": "{closure:.4f}",
+        "tokens' norms over their median: 1 %, 10 %, 90 %, 99 %, largest": ", ".join(
+            f"{{quantiles[{place}]:.2g}}" for place in range(5)
+        ),
+        "rank correlation with \\|coefficient\\| (1 - pi)": "{rank_correlation:.3f}",
+        "typical Jacobian: gradloc's, the median": "{jacobians[0]:.2g}, {jacobians[1]:.2g}",
+        "tokens of 3 times the typical Jacobian and more": "{jacobian_over:.1%}",
+        "of these beyond 3 times what 1 - pi predicts": "{beyond_probability:.1%}",
+        "tokens of 3 times the median advantage and more": "{advantage_over:.1%}",
+        "rows of 3 times the rows' median coefficient and more": "{rows_elevated:.1%}",
+        "largest token's norm over the step's": "{largest_norm:.3f}",
+        "largest share": "{largest_share:.1%}",
+        "of all absolute shares: the loudest 1 %, 10 % of tokens": "{top_shares[0]:.0%}, {top_shares[1]:.0%}",
+        "tokens of negative share": "{negative:.0%}",
+    }
+    head = ["", *(f"step {number}" for number in range(1, len(found) + 1))]
+    rows = [[name, *(form.format(**each) for each in found)] for name, form in told.items()]
+    return f"`{run['command']}`\n\n{table([head, *rows])}"
 
 
 def draw(run: dict[str, Any], path: Path) -> None:
@@ -279,15 +223,6 @@ def draw(run: dict[str, Any], path: Path) -> None:
     left.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks.shapes", description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--groups", type=int, default=3, help="questions of a step, each with eight answers")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", default=str(REPO / "runs" / "benchmarks" / "shapes"))
-    return parser
 
 
 if __name__ == "__main__":

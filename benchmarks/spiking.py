@@ -12,12 +12,9 @@ same spike. `batch` keeps the history of scales that the healthy updates made; `
 and in float32. Writes spiking.json, anew after every case.
 """
 
-import argparse
 import copy
-import json
 import math
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -26,24 +23,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 import torch.distributed as dist
 
-from benchmarks.healthy import trees
+from benchmarks.healthy import spent, trees, with_worlds
 from benchmarks.localization import pretrained
 from benchmarks.localization.published import descend
 from benchmarks.localization.scenarios import SCENARIOS, Planted, Planter, count_scenario
-from benchmarks.run import REPO, Progress, as_typed, digest
+from benchmarks.run import MACHINE, REPO, Progress, Record, as_typed, digest, finish, parser, table, write
 from tests.bare import Batch
 from tests.world import World, harness
 
 _ANY = {"single": 2.0, "thousandfold": 2.0, "eight": 3.0, "batch": 1.5, "batch_alone": 2.0}
 LIMITS = {"float32": _ANY, "bfloat16": {**_ANY, "thousandfold": 2.3}}
 """By precision and case: how many times as long as without the search an update may take."""
-_FIRST = "float32"  # where `published` is timed; what records of one precision are of
+_FIRST = "float32"  # where `published` is timed
 _PER_RANK = 8  # rows: four micro-batches of two
 _HEALTHY = 5  # updates that the running norm is judged by, and that tell what is typical
 _THRESHOLD = 4.0  # times the healthy norm: the least that the trigger ever asks for
@@ -53,6 +47,9 @@ _SETTINGS = [
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
 ]
 _CLOCKS = ("seconds", "cpu_seconds")
+HEAD = ["spike", "computed in", "with / without the search: wall", "processor time", "at most", "seconds without"]
+HEAD += ["search (f)", "closure", "recall", "false", "verdict"]
+HEAD += ["published / without: wall", "processor time", "published (f)"]
 _trainers: dict[str, Any] = {}
 """By precision."""
 
@@ -162,18 +159,21 @@ def _as_verls(batch: Batch) -> Any:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write spiking.json and spiking.md."""
-    parsed = _parser().parse_args(arguments)
-    command = as_typed("spiking", arguments)
+    options = with_worlds(parser("spiking", __doc__))
+    add = options.add_argument
+    add("--case", action="append", choices=tuple(_ANY), help="only this one (repeatable)")
+    add("--dtype", action="append", choices=tuple(LIMITS), help="compute in this alone (repeatable)")
+    add("--times", type=int, default=10, help="updates of each case with the search, and without")
+    add("--response", type=int, default=32, help="tokens of each of a rank's eight answers")
+    parsed = options.parse_args(arguments)
     torch.set_num_threads(1)
-    out = Path(parsed.out)
-    out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         _, tree = trees(Path(scratch), parsed.tree)
         with World(parsed.ranks, path=(str(tree),), timeout_s=1800) as world:
             chosen = parsed.case or list(_ANY), parsed.dtype or list(LIMITS)
-            run = {"command": command, **measure(world, *chosen, parsed.times, parsed.response, Path(scratch), out)}
-    _write(run, out)
-    print(markdown(run))
+            measured = measure(world, *chosen, parsed.times, parsed.response, Path(scratch), parsed.out)
+    run = {"command": as_typed("spiking", arguments), **measured}
+    finish(run, parsed.out, "spiking", markdown(run))
     return 0
 
 
@@ -195,7 +195,7 @@ def measure(
         world.run("benchmarks.spiking.watch", dtype=dtype, threshold=threshold, num_tokens=rows * length)
     run = {
         "core_sha256": digest(),
-        "machine": {"processor": platform.machine(), "cpus": os.cpu_count()},
+        "machine": MACHINE,
         "weights": sum(param.numel() for param in model.parameters()),
         "ranks": world.size,
         "tokens": rows * length,
@@ -217,16 +217,14 @@ def measure(
         for dtype in dtypes:
             place = {"case": case, "dtype": dtype, "planted": planted[dtype].places, "load": os.getloadavg()[0]}
             run["cases"].append({**place, **told[dtype]})
-        _write(run, out)
+        write(run, out, "spiking")
     return run
 
 
 def _update(world: World, **of_update: Any) -> dict[str, Any]:
     """The first rank's, the slowest one's seconds and the processor time of all."""
     told = world.run("benchmarks.spiking.update", **of_update)
-    # the step lasts as long as its slowest rank; processor time is spent by all of them
-    spent = {"seconds": max(rank["seconds"] for rank in told), "cpu_seconds": sum(rank["cpu_seconds"] for rank in told)}
-    return {**told[0], **spent, "load": os.getloadavg()[0]}
+    return {**told[0], **spent(told), "load": os.getloadavg()[0]}
 
 
 def _planted(case: str, planter: Planter) -> Planted:
@@ -237,30 +235,21 @@ def _planted(case: str, planter: Planter) -> Planted:
     return count_scenario(1, {"single": 10.0, "thousandfold": 1000.0}[case])(planter)
 
 
-def markdown(run: dict[str, Any]) -> str:
-    """A row for each case and precision; a record without precisions is of float32."""
-    lines = [
-        f"`{run['command']}`",
-        "",
-        "| spike | computed in | with / without the search: wall | processor time | at most | seconds without "
-        "| search (f) | closure | recall | false | verdict | published / without: wall | processor time "
-        "| published (f) |",
-        "|" + " --- |" * 14,
-    ]
+def markdown(run: Record) -> str:
+    """A row for each case and precision."""
+    rows = [HEAD]
     for case in run["cases"]:
+        dtype, first = case["dtype"], case["with"][0]
         without = median(told["seconds"] for told in case["without"])
-        first = case["with"][0]
         named, planted = ({tuple(place) for place in places} for places in (first["named"], case["planted"]))
         recall = f"{len(named & planted) / len(planted):.2f}" if planted else "-"
         ours, theirs = (
             [f"{ratio_of(case, way, of):.2f}" if case[way] else "-" for of in _CLOCKS] for way in ("with", "published")
         )
-        dtype = case.get("dtype", _FIRST)
         cells = [case["case"], dtype, *ours, f"{LIMITS[dtype][case['case']]:.1f}", f"{without:.1f}"]
         cells += [str(first["cost_f"]), _closure(first), recall, str(len(named - planted)), first["verdict"], *theirs]
-        cells.append(str(case["published"][0]["cost_f"]) if case["published"] else "-")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append([*cells, str(case["published"][0]["cost_f"]) if case["published"] else "-"])
+    return f"`{run['command']}`\n\n{table(rows)}"
 
 
 def _closure(told: dict[str, Any]) -> str:
@@ -271,22 +260,6 @@ def _closure(told: dict[str, Any]) -> str:
 def ratio_of(case: dict[str, Any], way: str, clock: str = "seconds") -> float:
     """How many times as long as without the search an update takes: the ratio of the medians."""
     return median(told[clock] for told in case[way]) / median(told[clock] for told in case["without"])
-
-
-def _write(run: dict[str, Any], out: Path) -> None:
-    (out / "spiking.json").write_text(json.dumps(run, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks.spiking", description=__doc__.split("\n")[0])
-    parser.add_argument("--case", action="append", choices=tuple(_ANY), help="only this one (repeatable)")
-    parser.add_argument("--dtype", action="append", choices=tuple(LIMITS), help="compute in this alone (repeatable)")
-    parser.add_argument("--times", type=int, default=10, help="updates of each case with the search, and without")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--response", type=int, default=32, help="tokens of each of a rank's eight answers")
-    parser.add_argument("--tree", help="a patched verl checkout (default: patches a copy)")
-    parser.add_argument("--out", default=str(REPO / "runs" / "benchmarks" / "spiking"))
-    return parser
 
 
 if __name__ == "__main__":

@@ -6,11 +6,21 @@ Standard library only: `run_experiment.sh` reads it before anything is installed
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from experiments.errors import UsageError
 from experiments.experiment import Arm, Experiment, number, reads, writes
 
 CONFIGS = Path(__file__).resolve().parent
+_RUNAWAY = number("RUNAWAY_PENALTY_MULTIPLIER", "what a reward is multiplied by that has no end in time (1)")
+
+
+def on_verl09(experiment: Experiment, **changes: Any) -> Experiment:
+    """The form of an experiment for verl 0.9.1, with nothing patched: its config is NAME-verl09.yaml."""
+    variables = tuple(variable for variable in experiment.variables if variable.name != _RUNAWAY.name)
+    fresh = {"name": f"{experiment.name}-verl09", "variables": variables, "verls": ("0.9.1",), "is_installed": True}
+    return replace(experiment, **{**fresh, **changes})
+
 
 DEMO = Experiment(
     "demo",
@@ -19,22 +29,13 @@ DEMO = Experiment(
         number("GRPO_MAX_GRAD_NORM", "the norm that gradients are clipped to (1)"),
         number("GRPO_TEMPERATURE", "the rollouts' temperature (1)"),
         number("GRPO_LEARNING_RATE", "the actor's learning rate (1e-4)"),
-        number("RUNAWAY_PENALTY_MULTIPLIER", "what a reward is multiplied by that has no end in time (1)"),
+        _RUNAWAY,
     ),
     is_on_cpu=True,
     is_planted=True,
     verls=("0.7.0", "0.7.1"),
 )
-
-DEMO_VERL09 = Experiment(
-    "demo-verl09",
-    "the demo on verl 0.9.1 and its default trainer, with nothing patched: demo verl=0.9.1",
-    variables=DEMO.variables[:3],
-    is_on_cpu=True,
-    is_planted=True,
-    verls=("0.9.1",),
-    is_installed=True,
-)
+DEMO_VERL09 = on_verl09(DEMO)
 
 DEMO_LLM = DEMO.heir(
     "demo-llm",
@@ -66,13 +67,7 @@ PUBLISHED = Experiment(
     imports=("torch", "ray", "hydra", "vllm", "math_verify"),
 )
 
-PUBLISHED_VERL09 = PUBLISHED.heir(
-    "gradloc-qwen3-4b-verl09",
-    "the published experiment on verl 0.9.1, with nothing patched: gradloc-qwen3-4b verl=0.9.1",
-    imports=(*PUBLISHED.imports, "gradloc"),
-    verls=("0.9.1",),
-    is_installed=True,
-)
+PUBLISHED_VERL09 = on_verl09(PUBLISHED, imports=(*PUBLISHED.imports, "gradloc"))
 
 _ACTOR = "actor_rollout_ref.actor"
 _STABILIZE = f"{_ACTOR}.gradloc.stabilize"
@@ -129,14 +124,11 @@ EXPLOSION = DEMO.heir(
     summary_module="experiments.explosion.summary",
 )
 
-EXPLOSION_VERL09 = DEMO_VERL09.heir(
-    "explosion-verl09",
-    "explosion on verl 0.9.1, with nothing patched: explosion verl=0.9.1",
-    *EXPLOSION.variables,
-    verls=("0.9.1",),
+EXPLOSION_VERL09 = on_verl09(
+    EXPLOSION,
+    variables=EXPLOSION.variables,
     # demo-verl09 has chosen a preset already: another one takes its place.
     arms=tuple(replace(arm, overrides=tuple(text.lstrip("+") for text in arm.overrides)) for arm in EXPLOSION.arms),
-    summary_module=EXPLOSION.summary_module,
 )
 
 _NO_CLIP = tuple(f"{_ACTOR}.clip_ratio{which}=1e9" for which in ("", "_low", "_high", "_c"))
@@ -212,17 +204,7 @@ QUARTILES_DEMO = DEMO.heir(
     "which tokens' gradients dominate, by probability, with no GPU: GRPO, steps 1, 9 and 17",
 )
 
-BUCKETS_DEMO_VERL09 = DEMO_VERL09.heir(
-    "buckets-demo-verl09",
-    "buckets-demo on verl 0.9.1, with nothing patched: buckets-demo verl=0.9.1",
-    number("GRPO_TEMPERATURE", "the rollouts' temperature (1.2)"),
-    verls=("0.9.1",),
-)
-QUARTILES_DEMO_VERL09 = DEMO_VERL09.heir(
-    "quartiles-demo-verl09",
-    "quartiles-demo on verl 0.9.1, with nothing patched: quartiles-demo verl=0.9.1",
-    verls=("0.9.1",),
-)
+BUCKETS_DEMO_VERL09, QUARTILES_DEMO_VERL09 = map(on_verl09, (BUCKETS_DEMO, QUARTILES_DEMO))
 
 TWO_NODES = DEMO.heir(
     "two-nodes",
@@ -255,28 +237,34 @@ KK_BASELINE = Experiment(
     ),
     imports=("torch", "ray", "hydra", "vllm"),
 )
-KK_AR = KK_BASELINE.heir("kk-ar", "kk-baseline with Advantage Reweighting (alpha 0.2)")
+_AR, _LOPTI = "algorithm.advantage_reweighting.alpha", "algorithm.lopti"
+_KK_METHODS = {
+    "ar": (f"{_AR}=0.2",),
+    "lopti": (f"{_LOPTI}.enable=true", f"{_LOPTI}.eta=0.4"),
+    "ar-lopti": (f"{_AR}=0.3", f"{_LOPTI}.enable=true", f"{_LOPTI}.eta=0.5"),
+}
+"""The published ones, on top of kk-baseline."""
+_ON_BASELINE = {name: {"config": KK_BASELINE.name, "overrides": overrides} for name, overrides in _KK_METHODS.items()}
+KK_AR = KK_BASELINE.heir("kk-ar", "kk-baseline with Advantage Reweighting (alpha 0.2)", **_ON_BASELINE["ar"])
 KK_LOPTI = KK_BASELINE.heir(
-    "kk-lopti", "kk-baseline with Lopti (eta 0.4: tokens less likely than that are updated first)"
+    "kk-lopti",
+    "kk-baseline with Lopti (eta 0.4: tokens less likely than that are updated first)",
+    **_ON_BASELINE["lopti"],
 )
-KK_AR_LOPTI = KK_BASELINE.heir("kk-ar-lopti", "kk-baseline with both methods (alpha 0.3, eta 0.5)")
-KK_BASELINE_VERL09 = KK_BASELINE.heir(
-    "kk-baseline-verl09",
-    "kk-baseline on verl 0.9.1, with nothing patched: kk-baseline verl=0.9.1",
-    verls=("0.9.1",),
-    is_installed=True,
+KK_AR_LOPTI = KK_BASELINE.heir(
+    "kk-ar-lopti", "kk-baseline with both methods (alpha 0.3, eta 0.5)", **_ON_BASELINE["ar-lopti"]
 )
-KK_AR_VERL09 = KK_BASELINE_VERL09.heir(
-    "kk-ar-verl09",
-    "kk-ar on verl 0.9.1, with gradloc installed: kk-ar verl=0.9.1",
-    imports=(*KK_BASELINE.imports, "gradloc"),
-    verls=("0.9.1",),
-)
-KK_LOPTI_VERL09 = KK_AR_VERL09.heir(
-    "kk-lopti-verl09", "kk-lopti on verl 0.9.1, with gradloc installed: kk-lopti verl=0.9.1", verls=("0.9.1",)
-)
-KK_AR_LOPTI_VERL09 = KK_AR_VERL09.heir(
-    "kk-ar-lopti-verl09", "kk-ar-lopti on verl 0.9.1, with gradloc installed: kk-ar-lopti verl=0.9.1", verls=("0.9.1",)
+# No patch brings the reward along.
+_KK_REWARD = tuple(f"reward.custom_reward_function.{key}" for key in ("path=pkg://experiments.kk.reward", "name=score"))
+KK_BASELINE_VERL09 = on_verl09(KK_BASELINE, config=KK_BASELINE.name, overrides=_KK_REWARD)
+KK_AR_VERL09, KK_LOPTI_VERL09, KK_AR_LOPTI_VERL09 = (
+    on_verl09(
+        experiment,
+        imports=(*experiment.imports, "gradloc"),
+        # The preset has the settings; what looks for spikes stays off.
+        overrides=(*_KK_REWARD, "+gradloc=on", f"{_ACTOR}.gradloc.enable=false", *experiment.overrides),
+    )
+    for experiment in (KK_AR, KK_LOPTI, KK_AR_LOPTI)
 )
 KK_DEMO = DEMO.heir(
     "kk-demo",
@@ -287,43 +275,29 @@ KK_DEMO = DEMO.heir(
     material="experiments.kk.build",
     arms=(
         Arm("baseline", "GRPO"),
-        Arm("ar", "Advantage Reweighting, alpha 0.2", ("algorithm.advantage_reweighting.alpha=0.2",)),
-        Arm(
-            "lopti",
-            "low-probability tokens first, eta 0.4",
-            ("algorithm.lopti.enable=true", "algorithm.lopti.eta=0.4"),
-        ),
-        Arm(
-            "ar-lopti",
-            "both, alpha 0.3 and eta 0.5",
-            (
-                "algorithm.advantage_reweighting.alpha=0.3",
-                "algorithm.lopti.enable=true",
-                "algorithm.lopti.eta=0.5",
-            ),
-        ),
+        Arm("ar", "Advantage Reweighting, alpha 0.2", _KK_METHODS["ar"]),
+        Arm("lopti", "low-probability tokens first, eta 0.4", _KK_METHODS["lopti"]),
+        Arm("ar-lopti", "both, alpha 0.3 and eta 0.5", _KK_METHODS["ar-lopti"]),
     ),
     seeds=(1, 2, 3),
     summary_module="experiments.kk.summary",
 )
-KK_DEMO_VERL09 = DEMO_VERL09.heir(
-    "kk-demo-verl09",
-    "kk-demo on verl 0.9.1, with nothing patched: kk-demo verl=0.9.1",
-    number("GRPO_LEARNING_RATE", "the actor's learning rate (6e-4)"),
-    imports=KK_DEMO.imports,
-    material=KK_DEMO.material,
-    verls=("0.9.1",),
-    arms=KK_DEMO.arms,
-    seeds=KK_DEMO.seeds,
-    summary_module=KK_DEMO.summary_module,
-)
+KK_DEMO_VERL09 = on_verl09(KK_DEMO)
 
-EXPERIMENTS = {entry.name: entry for entry in list(globals().values()) if isinstance(entry, Experiment)}
+_ALL = [entry for entry in list(globals().values()) if isinstance(entry, Experiment)]
+EXPERIMENTS = {entry.name: entry for entry in _ALL if not entry.name.endswith("-verl09")}
+ON_VERL09 = {entry.name.removesuffix("-verl09"): entry for entry in _ALL if entry.name.endswith("-verl09")}
+"""By the experiment's name: its form for verl=0.9.1."""
 
 
 def names() -> list[str]:
     """Every experiment's name, sorted."""
     return sorted(EXPERIMENTS)
+
+
+def forms_of(experiment: Experiment) -> list[Experiment]:
+    """The experiment, and its form for verl 0.9.1 if it has one."""
+    return [experiment, *(form for name, form in ON_VERL09.items() if name == experiment.name)]
 
 
 def for_verl(experiment: Experiment, version: str | None) -> Experiment:
@@ -332,11 +306,11 @@ def for_verl(experiment: Experiment, version: str | None) -> Experiment:
     Raises:
         UsageError: if it has none.
     """
-    forms = [experiment, EXPERIMENTS.get(f"{experiment.name}-verl09", experiment)]
+    forms = forms_of(experiment)
     for form in forms:
         if version is None or version in form.verls:
             return form
-    *known, last = dict.fromkeys(verl for form in forms for verl in form.verls)
+    *known, last = (verl for form in forms for verl in form.verls)
     listed = f"{', '.join(known)} and {last}" if known else last
     raise UsageError(f"{experiment.name} runs on verl {listed}, not on {version}.")
 
@@ -347,6 +321,9 @@ def load(name: str) -> Experiment:
     Raises:
         UsageError: if there is none.
     """
+    base = name.removesuffix("-verl09")
+    if base != name and base in ON_VERL09:
+        raise UsageError(f"{name} is {base} on verl 0.9.1: write {base} verl=0.9.1.")
     if name not in EXPERIMENTS:
         hint = " (its config is there; experiments/catalog.py lacks it)" if (CONFIGS / f"{name}.yaml").exists() else ""
         raise UsageError(f"no experiment is called {name!r}{hint}: there are {', '.join(names())}.")
@@ -358,10 +335,8 @@ def describe() -> str:
     lines = []
     for experiment in map(load, names()):
         lines.append(f"{experiment.name}: {experiment.summary}")
-        for variable in experiment.variables:
-            lines.append(f"    {variable.kind} {variable.name}: {variable.meaning}")
-        for arm in experiment.arms:
-            lines.append(f"    arm {arm.name}: {arm.meaning}")
-        if experiment.seeds:
-            lines.append(f"    seeds {' '.join(map(str, experiment.seeds))}")
+        _, *others = (verl for form in forms_of(experiment) for verl in form.verls)
+        lines += [f"    verl={verl}: the same on that verl" for verl in others]
+        lines += [f"    {variable.kind} {variable.name}: {variable.meaning}" for variable in experiment.variables]
+        lines += [f"    arm {arm.name}: {arm.meaning}" for arm in experiment.arms]
     return "\n".join(lines)

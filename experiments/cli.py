@@ -93,9 +93,9 @@ def run(args, environ, cwd: Path) -> int:
     if args.dry_run:
         for cell in cells:
             overrides = cell.overrides(args.overrides)
-            describe(command(python, experiment.name, overrides), run_dir / cell.folder)
+            describe(command(python, experiment, overrides), run_dir / cell.folder)
         if not cells:
-            describe(command(python, experiment.name, args.overrides), run_dir)
+            describe(command(python, experiment, args.overrides), run_dir)
         return 0
     check_imports(python, experiment)
     material = None
@@ -108,7 +108,7 @@ def run(args, environ, cwd: Path) -> int:
         def run_one(overrides: list[str], folder: Path) -> int:
             folder.mkdir(exist_ok=True)
             os.environ.update(child_environment(before, experiment, chosen.path, folder, material))
-            line = command(plain, experiment.name, overrides)
+            line = command(plain, experiment, overrides)
             if experiment.nodes > 1:
                 line = [plain, "-m", "experiments.cpu.nodes", str(experiment.nodes), *line]
             describe(line, folder)
@@ -258,9 +258,10 @@ def results_folder(environ, cwd: Path, name: str) -> Path:
     return folder
 
 
-def command(python: str, name: str, overrides: list[str]) -> list[str]:
+def command(python: str, experiment: Experiment, given: list[str]) -> list[str]:
     """What is run: verl's own entry point with the experiment's config."""
-    fixed = ["--config-dir", str(catalog.CONFIGS), "--config-name", name]
+    config, overrides = experiment.arguments(given)
+    fixed = ["--config-dir", str(catalog.CONFIGS), "--config-name", config]
     return [python, "-m", "verl.trainer.main_ppo", *fixed, *overrides]
 
 

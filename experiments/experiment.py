@@ -3,7 +3,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +42,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One config, `experiments/NAME.yaml`, and what is needed to run it."""
+    """One config and what is needed to run it."""
 
     name: str
     summary: str
@@ -67,6 +67,10 @@ class Experiment:
     """What is run once the arms are through: `python -m MODULE SUITE_DIR`."""
     nodes: int = 1
     """How many Ray nodes a run on the CPU gets, all on this machine; the trainer starts a single one by itself."""
+    config: str = ""
+    """The config that it runs with, without `.yaml`, if that is not `experiments/NAME.yaml`. Not passed on to heirs."""
+    overrides: tuple[str, ...] = ()
+    """Hydra overrides of that config. Not passed on to heirs."""
 
     def heir(self, name: str, summary: str, *variables: Variable, **changes: Any) -> "Experiment":
         """An experiment whose config builds on this one's, and so needs what this one needs.
@@ -78,8 +82,14 @@ class Experiment:
             changes: other fields. Arms, seeds and summary module are not passed on.
         """
         own = {variable.name: variable for variable in (*self.variables, *variables)}
-        fresh = {"verls": ("0.7.0",), "is_planted": False, "arms": (), "seeds": (), "summary_module": None, **changes}
-        return replace(self, name=name, summary=summary, variables=tuple(own.values()), **fresh)
+        fresh = {"verls": ("0.7.0",), "is_planted": False, "arms": (), "seeds": (), "summary_module": None}
+        fresh |= {"config": "", "overrides": ()}
+        return replace(self, name=name, summary=summary, variables=tuple(own.values()), **{**fresh, **changes})
+
+    def arguments(self, overrides: Iterable[str] = ()) -> tuple[str, list[str]]:
+        """The config's name, and the overrides that Hydra gets with it: its own, then the given ones."""
+        renamed = [f"trainer.experiment_name={self.name}"] if self.config else []
+        return self.config or self.name, [*self.overrides, *renamed, *overrides]
 
     def problem(self, environ: Mapping[str, str]) -> str | None:
         """The first thing wrong with its variables, as a sentence, or None."""

@@ -8,24 +8,13 @@ a buffer until the run ends. Load with `VERL_USE_EXTERNAL_MODULES=experiments.me
 
 from verl.utils import tracking
 
-
-def to_number(value):
-    """A plain number for a torch or numpy scalar; anything else stays what it is."""
-    return value.item() if hasattr(value, "item") else value
+_log = tracking.FileLogger.log
 
 
-def install() -> None:
-    """Replaces `FileLogger.log` by one that converts scalars and writes each step at once."""
-    original = tracking.FileLogger.log
-    if getattr(original, "_gradloc", False):
-        return
-
-    def log(self, data, step):
-        original(self, {key: to_number(value) for key, value in data.items()}, step)
-        self.fp.flush()
-
-    log._gradloc = True
-    tracking.FileLogger.log = log
+def log(self, data, step):
+    """With a plain number for each torch or numpy scalar, and on disk at once."""
+    _log(self, {key: value.item() if hasattr(value, "item") else value for key, value in data.items()}, step)
+    self.fp.flush()
 
 
-install()
+tracking.FileLogger.log = log

@@ -2,7 +2,7 @@
 """The ways in which this package refuses, one class per exit code.
 
 A refusal is worded where it is raised: its reason (a name for programs and tests), what and where, the likely cause,
-and the next command; ``expected``, ``found`` and ``diff`` go with it. The tests have a catalogue of all.
+and the next command; ``expected``, ``found`` and ``diff`` go with it.
 """
 
 import shlex

@@ -50,10 +50,9 @@ def main(out: Path) -> int:
                     driver.get("about:blank")
                     shots.show(driver, html, width, height, is_dark, scale=1.0 if width > 600 else 1.5)
                     time.sleep(0.5)  # the curve is drawn when its place has its size
-                    shots.capture(driver, path, is_whole=False)
-                    Image.open(path).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(
-                        path, optimize=True
-                    )
+                    shots.capture(driver, path)
+                    picture = Image.open(path).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+                    picture.save(path, optimize=True)
                     print(f"{path} {path.stat().st_size:,} bytes")
     return 0
 

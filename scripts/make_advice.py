@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Make docs/advice.md, and docs/health.md's table of advice, from ``gradloc.words``: ``make_advice.py [--check]``."""
+"""Make docs/advice.md, and docs/health.md's table of advice, from ``gradloc.words``."""
 
 import re
 import sys
@@ -81,15 +81,11 @@ def pages() -> dict[Path, str]:
     }
 
 
-def main() -> int:
-    """Write the pages, or with ``--check`` say which of them are not what would be written."""
-    stale = [path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    for path in stale:
-        if "--check" not in sys.argv:
-            path.write_text(pages()[path], encoding="utf-8")
-    print(", ".join(path.name for path in stale) or "nothing", "to write" if "--check" in sys.argv else "written")
-    return 1 if stale and "--check" in sys.argv else 0
+def main() -> None:
+    """Write the pages."""
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

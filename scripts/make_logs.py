@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes tests/data/logs: a run of 60 steps that explodes at step 47, as each tool writes it.
+"""Writes what tools write themselves in tests/data/logs: a run of 60 steps that explodes at step 47.
 
-What a tool can write is written by that tool; the lines of trainers that do not install on a laptop are written here.
-`answers.json` says what was planted in each; the test holds the reader to it. Each part has its environment:
+Consoles, tables and the lines of trainers that do not install on a laptop lie there as they are: edit these by hand.
+`answers.json` says what was planted in each file; a test holds the reader to it. Each part has its environment:
 
-    python scripts/make_logs.py lines tests/data/logs           # numpy, pandas and pyarrow
     python scripts/make_logs.py verl tests/data/logs            # once with each verl: PYTHONPATH names it
     python scripts/make_logs.py trainer tests/data/logs         # transformers, torch, tensorboard
     python scripts/make_logs.py trackers tests/data/logs        # wandb, mlflow-skinny, sqlalchemy, swanlab, trackio
@@ -13,14 +12,41 @@ What a tool can write is written by that tool; the lines of trainers that do not
 import io
 import json
 import lzma
+import math
 import os
+import random
 import shutil
 import sys
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from log_lines import lines
-from log_story import ANSWERS, EXPLODES, NORM, answer, story
+NORM, BOOM = "actor/grad_norm", 47
+EXPLODES = ["Step 47: gradient norm 903,", "Reward fell from 0.6"]
+ANSWERS: dict[str, dict] = {}
+
+
+def row(step: int, boom: int | None, rng: random.Random) -> dict[str, float]:
+    """A step's metrics by verl's names; from ``boom`` on the policy breaks."""
+    since = step - boom if boom is not None and step > boom else 0
+    return {
+        NORM: 903.0 if step == boom else round(0.488 * math.exp(rng.gauss(0, 0.12)), 5),
+        "actor/entropy": round(0.31 * (1 + rng.gauss(0, 0.02)) + min(0.21 * since, 1.9), 5),
+        "critic/score/mean": round(max(0.61 * (1 + rng.gauss(0, 0.02)) - 0.07 * since, 0.02), 5),
+        "response_length/mean": round(240 * (1 + rng.gauss(0, 0.02)), 3),
+    }
+
+
+def story(kind: str = "explodes") -> list[tuple[int, dict[str, float]]]:
+    """The rows, as logged, of a run that ``explodes``, stays ``calm`` or is ``resumed`` before its explosion."""
+    rng = random.Random(kind)
+    if kind == "resumed":
+        return [(s, row(s, BOOM, rng)) for s in range(1, 53)] + [(s, row(s, None, rng)) for s in range(41, 61)]
+    return [(s, row(s, BOOM if kind == "explodes" else None, rng)) for s in range(1, 61)]
+
+
+def answer(name: str, form: str, *says: str, **more: object) -> None:
+    """Note what was planted in a file or folder."""
+    ANSWERS[name] = {"format": form, "says": list(says), **more}
 
 
 def verl(out: Path) -> None:
@@ -29,8 +55,8 @@ def verl(out: Path) -> None:
 
     from verl import __file__ as where
 
-    found = Path(where).parent / "version" / "version"
-    version = found.read_text().strip() if found.is_file() else installed("verl")
+    stated = Path(where).parent / "version" / "version"
+    version = stated.read_text().strip() if stated.is_file() else installed("verl")
     folder = out / f"verl-{version}"
     folder.mkdir(parents=True)
     os.environ.update(VERL_FILE_LOGGER_PATH=str(folder / "file.jsonl"), WANDB_MODE="offline", WANDB_SILENT="true")
@@ -67,49 +93,41 @@ def trainer(out: Path) -> None:
         def forward(self, x):
             return {"loss": (x * self.weight).mean()}
 
-    def train(folder: Path, kind: str, **how):
-        rows = [{"x": values[NORM]} for _, values in story(kind)]
-        said = io.StringIO()
-        args = TrainingArguments(
-            str(folder),
-            per_device_train_batch_size=1,
-            logging_steps=1,
-            save_steps=20,
-            num_train_epochs=1,
-            report_to=["tensorboard"],
-            logging_dir=str(folder / "runs"),
-            save_only_model=False,
-            use_cpu=True,
-            save_safetensors=False,
-            **how,
-        )
-
-        class InOrder(Trainer):
-            def _get_train_sampler(self, *_):
-                return torch.utils.data.SequentialSampler(self.train_dataset)
-
-        with redirect_stdout(said), redirect_stderr(said):
-            made = InOrder(Model(), args, train_dataset=rows)
-            made.train()
-            made.save_state()
-        return said.getvalue()
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *_):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
 
     folder = out / "trainer"
-    said = train(folder / "output", "explodes")
-    (folder / "stdout.log").write_text(said)
+    args = TrainingArguments(
+        str(folder / "output"),
+        per_device_train_batch_size=1,
+        logging_steps=1,
+        save_steps=20,
+        num_train_epochs=1,
+        report_to=["tensorboard"],
+        logging_dir=str(folder / "output" / "runs"),
+        save_only_model=False,
+        use_cpu=True,
+        save_safetensors=False,
+    )
+    printed = io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(printed):
+        made = InOrder(Model(), args, train_dataset=[{"x": values[NORM]} for _, values in story()])
+        made.train()
+        made.save_state()
+    (folder / "stdout.log").write_text(printed.getvalue())
     shutil.copy(folder / "output" / "trainer_state.json", folder / "trainer_state.json")
     shutil.copytree(folder / "output" / "runs", folder / "tensorboard")
     for path in folder.rglob("*"):
         if path.is_file() and path.suffix in (".bin", ".pt", ".pth", ".safetensors"):
             path.unlink()
-    lzma_text = (folder / "trainer_state.json").read_bytes()
-    (folder / "trainer_state.json.xz").write_bytes(lzma.compress(lzma_text))
-    says = EXPLODES[0]
-    answer("trainer/output", "trainer_state.json", says, "hold the same steps", "checkpoint-40")
-    answer("trainer/stdout.log", "a Trainer's printed dicts", says, "do not say their step")
-    answer("trainer/trainer_state.json", "trainer_state.json", says)
-    answer("trainer/trainer_state.json.xz", "trainer_state.json", says)
-    answer("trainer/tensorboard", "TensorBoard", says)
+    (folder / "trainer_state.json.xz").write_bytes(lzma.compress((folder / "trainer_state.json").read_bytes()))
+    explodes = EXPLODES[0]
+    answer("trainer/output", "trainer_state.json", explodes, "hold the same steps", "checkpoint-40")
+    answer("trainer/stdout.log", "a Trainer's printed dicts", explodes, "do not say their step")
+    answer("trainer/trainer_state.json", "trainer_state.json", explodes)
+    answer("trainer/trainer_state.json.xz", "trainer_state.json", explodes)
+    answer("trainer/tensorboard", "TensorBoard", explodes)
     boards(out)
 
 
@@ -131,8 +149,8 @@ def boards(out: Path) -> None:
     for at, part in enumerate((rows[:52], rows[52:])):
         writer = EventFileWriter(str(out / "tensorboard" / "resumed"), filename_suffix=f".{at}")
         for step, values in part:
-            found = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-            writer.add_event(Event(wall_time=step, step=step, summary=Summary(value=found)))
+            scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+            writer.add_event(Event(wall_time=step, step=step, summary=Summary(value=scalars)))
         writer.close()
     answer("tensorboard/resumed", "TensorBoard", EXPLODES[0], "12 steps (41-52) were logged twice")
     writer = EventFileWriter(str(out / "tensorboard" / "tensors"))
@@ -197,21 +215,16 @@ def trackers(out: Path) -> None:
     _thin(folder)
 
 
+NO_METRICS = ("requirements.txt", "wandb-metadata.json", "swanlab-metadata.json", ".gitignore")
+
+
 def _thin(folder: Path) -> None:
     """Take away what is no metric, and the empty pages of databases."""
     import sqlite3
 
     for path in sorted(folder.rglob("*"), reverse=True):
-        if path.is_symlink() or path.name in (
-            "requirements.txt",
-            "wandb-metadata.json",
-            "swanlab-metadata.json",
-            ".gitignore",
-        ):
-            path.unlink()
-        elif path.suffix in (".lock",) or (
-            path.is_file() and path.parent.name in ("logs", "debug", "console") and "metrics" not in path.parts
-        ):
+        is_chatter = path.is_file() and path.parent.name in ("logs", "debug", "console") and "metrics" not in path.parts
+        if path.is_symlink() or path.name in NO_METRICS or path.suffix == ".lock" or is_chatter:
             path.unlink()
         elif path.suffix == ".db":
             with sqlite3.connect(path) as database:
@@ -226,7 +239,7 @@ def main(part: str, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     known = out / "answers.json"
     with chdir(out):
-        {"lines": lines, "verl": verl, "trainer": trainer, "trackers": trackers}[part](Path.cwd())
+        {"verl": verl, "trainer": trainer, "trackers": trackers}[part](Path.cwd())
     before = json.loads(known.read_text()) if known.is_file() else {}
     known.write_text(json.dumps(dict(sorted({**before, **ANSWERS}.items())), indent=1, ensure_ascii=False) + "\n")
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes a picture of a report with a headless Chromium, for the README and for looking at it.
 
-    python scripts/screenshot_report.py report.html picture.png [--dark] [--width 390] [--whole]
+    python scripts/screenshot_report.py report.html picture.png [--dark] [--width 390]
 
 Needs selenium, chromium and chromedriver; the browser tests install the latter two where they may
 (Debian: apt-get install chromium chromium-driver).
@@ -18,17 +18,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-ARGUMENTS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-)
+ARGUMENTS = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking".split()
+ARGUMENTS += "disable-component-update disable-sync hide-scrollbars".split()
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def missing() -> str | None:
@@ -37,7 +29,7 @@ def missing() -> str | None:
         import selenium  # noqa: F401
     except ImportError:
         return "selenium is not installed (pip install selenium)"
-    for names in (("chromium", "chromium-browser", "google-chrome"), ("chromedriver",)):
+    for names in (BROWSERS, ("chromedriver",)):
         if not any(map(shutil.which, names)):
             return f"there is no {names[0]} (Debian: apt-get install chromium chromium-driver)"
     return None
@@ -63,12 +55,11 @@ def browser() -> Iterator:
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()
-    names = ("chromium", "chromium-browser", "google-chrome")
-    options.binary_location = next(filter(None, map(shutil.which, names)))
+    options.binary_location = next(filter(None, map(shutil.which, BROWSERS)))
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        for argument in (*ARGUMENTS, f"--user-data-dir={profile}"):
-            options.add_argument(argument)
+        for argument in (*ARGUMENTS, f"user-data-dir={profile}"):
+            options.add_argument(f"--{argument}")
         driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
         try:
             yield driver
@@ -88,20 +79,10 @@ def show(driver, page: Path, width: int, height: int, is_dark: bool, fragment: s
     driver.get(page.resolve().as_uri() + fragment)
 
 
-def capture(driver, out: Path, is_whole: bool) -> None:
-    """Write what the browser shows, or the whole page, as PNG."""
-    options = {"format": "png", "captureBeyondViewport": is_whole}
-    if is_whole:
-        size = driver.execute_cdp_cmd("Page.getLayoutMetrics", {})["cssContentSize"]
-        options["clip"] = {
-            "x": 0,
-            "y": 0,
-            "width": size["width"],
-            "height": size["height"],
-            "scale": 1,
-        }
-    found = driver.execute_cdp_cmd("Page.captureScreenshot", options)
-    out.write_bytes(base64.b64decode(found["data"]))
+def capture(driver, out: Path) -> None:
+    """Write what the browser shows as PNG."""
+    shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
+    out.write_bytes(base64.b64decode(shot["data"]))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -112,8 +93,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=1280)
     parser.add_argument("--height", type=int, default=1000)
     parser.add_argument("--dark", action="store_true", help="the dark theme; else the light one")
-    parser.add_argument("--whole", action="store_true", help="the whole page, not one screen of it")
-    parser.add_argument("--event", default="", metavar="ID", help="start at this event")
     args = parser.parse_args(argv)
     problem = missing()
     if problem is None and not args.report.is_file():
@@ -122,9 +101,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"screenshot_report: {problem}.", file=sys.stderr)
         return 2
     with browser() as driver:
-        fragment = f"#event-{args.event}" if args.event else ""
-        show(driver, args.report, args.width, args.height, args.dark, fragment)
-        capture(driver, args.picture, args.whole)
+        show(driver, args.report, args.width, args.height, args.dark)
+        capture(driver, args.picture)
     print(args.picture)
     return 0
 

@@ -13,27 +13,22 @@ cell failed or says NO.
 """
 
 import argparse
-import json
 import os
 import platform
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS has no deterministic kernels
-
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.gpu import cells, parts
 from benchmarks.gpu.cells import MODELS, PLANTS, Bench, attended, attentions
-from benchmarks.run import REPO, as_typed, digest
+from benchmarks.run import as_typed, digest, parser, table, write
 from gradloc.core.memory import WAYS
 
 PARTS = ("first", "room", "mask", "syncs", "head", "two", "cells")
@@ -61,7 +56,7 @@ def cells_of(part: str, parsed: argparse.Namespace, device: torch.device) -> Ite
     if part == "head":
         yield "head", lambda: parts.head_cell(parsed.size, device)
     elif part == "two" and "RANK" not in os.environ:
-        yield "two", lambda: parts.two_cell(device, parsed.size, least, Path(parsed.out))
+        yield "two", lambda: parts.two_cell(device, parsed.size, least, parsed.out)
     elif part == "cells":
         for attention in parsed.attention or attentions(device):
             for tokens in parsed.tokens:
@@ -87,20 +82,28 @@ def cells_of(part: str, parsed: argparse.Namespace, device: torch.device) -> Ite
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure all parts; write each cell as it comes."""
-    parsed = _parser().parse_args(arguments)
+    options = parser("gpu", __doc__)
+    add = options.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--size", choices=MODELS, default="0.5B")
+    add("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
+    add("--attention", nargs="+", choices=("sdpa", "sdpa_flash", "flash_attn", "varlen"))
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parsed = options.parse_args(arguments)
     device = _join(parsed.device)
-    command = as_typed("gpu", arguments)
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu ({platform.machine()})"
     versions = {"python": platform.python_version(), "torch": torch.__version__}
+    command = as_typed("gpu", arguments)
     run: dict[str, Any] = {"command": command, "core_sha256": digest(), "device": name, "versions": versions}
     run["cells"] = []
     for part in parsed.parts:
         for name, measure in cells_of(part, parsed, device):
-            cell = {"part": part, "cell": name, **_measured(measure)}
-            run["cells"].append(cell)
-            if _is_first():
-                _save(run, Path(parsed.out))
-                print(row_of(cell), flush=True)
+            run["cells"].append({"part": part, "cell": name, **_measured(measure)})
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                write(run, parsed.out, "gpu")
+                (parsed.out / "gpu.md").write_text(markdown(run) + "\n", encoding="utf-8")
+                print(table([HEAD, row_of(run["cells"][-1])]).splitlines()[-1], flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
     return int(any(cell["is_ok"] is False for cell in run["cells"]))
@@ -116,33 +119,22 @@ def _measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return found | {"took_seconds": time.perf_counter() - started}
 
 
-def _save(run: dict[str, Any], out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "gpu.json").write_text(json.dumps(run, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    (out / "gpu.md").write_text(markdown(run) + "\n", encoding="utf-8")
-
-
 HEAD = ("part", "cell", "model", "tokens", "holds", "took (s)", "what was measured")
 _SAID_ELSEWHERE = {"part", "cell", "model", "tokens", "is_ok", "took_seconds", "attention", "healthy_norm", "plant"}
 
 
 def markdown(run: dict[str, Any]) -> str:
     """The whole run as a table, with where it comes from."""
-    lines = [
-        f"{run['device']}, torch {run['versions']['torch']}, core `{run['core_sha256'][:8]}`: `{run['command']}`",
-        "",
-        f"| {' | '.join(HEAD)} |",
-        "|" + " --- |" * len(HEAD),
-    ]
-    return "\n".join(lines + [row_of(cell) for cell in run["cells"]])
+    about = f"{run['device']}, torch {run['versions']['torch']}, core `{run['core_sha256'][:8]}`: `{run['command']}`"
+    return f"{about}\n\n{table([HEAD, *map(row_of, run['cells'])])}"
 
 
-def row_of(cell: dict[str, Any]) -> str:
+def row_of(cell: dict[str, Any]) -> list[str]:
     """A cell's row of the table."""
     told = [f"{name} {_number(value)}" for name, value in cell.items() if name not in _SAID_ELSEWHERE]
     holds = {True: "yes", False: "NO", None: "-"}[cell["is_ok"]]
     values = [cell["part"], cell["cell"], cell.get("model", ""), cell.get("tokens", ""), holds]
-    return "| " + " | ".join(map(str, [*values, f"{cell['took_seconds']:.1f}", ", ".join(told)])) + " |"
+    return [*map(str, values), f"{cell['took_seconds']:.1f}", ", ".join(told)]
 
 
 def _number(value: Any) -> str:
@@ -164,22 +156,6 @@ def _join(kind: str) -> torch.device:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__.split("\n")[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--size", choices=MODELS, default="0.5B")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
-    parser.add_argument("--attention", nargs="+", choices=("sdpa", "sdpa_flash", "flash_attn", "varlen"))
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--out", default=str(REPO / "runs" / "benchmarks" / "gpu"))
-    return parser
 
 
 if __name__ == "__main__":

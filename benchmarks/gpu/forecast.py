@@ -6,9 +6,9 @@
 Float32 masters, gradients and Adam, dealt out evenly by FSDP2, as verl trains by default.
 """
 
-import sys
 from dataclasses import dataclass
 
+from benchmarks.run import table
 from gradloc.core.memory import _USABLE, WAYS, Need, Way
 
 CARD = 79.6 * 2**30
@@ -17,6 +17,8 @@ MOST = 0.12
 """Of a card: so much has to be enough, wherever training itself fits."""
 _WORKING = 0.15  # of a card: what a micro-batch takes of it
 _CARDS = (8, 16, 32, 64)
+HEAD = ["model", "cards", "weights, gradient, Adam", "all on the device", "Adam's state on the host", "copies, too"]
+HEAD += ["bisection"]
 
 
 @dataclass(frozen=True)
@@ -56,27 +58,17 @@ def of_training(need: Need) -> float:
 
 def markdown() -> str:
     """The table."""
-    lines = [
-        "| model | cards | weights, gradient, Adam | all on the device | Adam's state on the host | copies, too | "
-        "bisection |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = [HEAD]
     for model in MODELS:
         for cards in _CARDS:
             need = need_of(model, cards)
+            row = [model.name, str(cards), f"{of_training(need):.0%}"]
             if of_training(need) + _WORKING > 1:
-                lines.append(f"| {model.name} | {cards} | {of_training(need):.0%} | training does not fit | | | |")
-                continue
-            cells = [f"{left(need, way):.1%}" for way in WAYS]
-            lines.append(f"| {model.name} | {cards} | {of_training(need):.0%} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def main() -> int:
-    """Print the table."""
-    print(markdown())
-    return 0
+                rows.append([*row, "training does not fit", "", "", ""])
+            else:
+                rows.append([*row, *(f"{left(need, way):.1%}" for way in WAYS)])
+    return table(rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print(markdown())

@@ -14,7 +14,7 @@ from benchmarks.localization.plan import Cell
 from benchmarks.localization.published import formula_cost
 from benchmarks.localization.scenarios import PLANTS, SCENARIOS, Planted, Planter, count_scenario
 from gradloc.core.history import History
-from tests.bare import SIZES, Batch, Loss, Oracle, healthy_batch
+from tests.bare import SIZES, Batch, Oracle, healthy_batch
 from tests.world import World
 
 _HEALTHY_STEPS = {True: 17, False: 20}  # of the pretrained model, whose every pass takes seconds, and of the others
@@ -57,8 +57,8 @@ class Bench:
         history = self._history(cell)
         # seeds from 10,000 on: no spiked step is among those that the history was made of
         healthy = healthy_batch(model, held, cell.tokens, 10_000 + cell.seed)
-        least, loss = _LEAST[cell.model == pretrained.NAME], _loss(cell)
-        planter = Planter(model, healthy, history["median_norm"], cell.seed, least, loss)
+        least = _LEAST[cell.model == pretrained.NAME]
+        planter = Planter(model, healthy, history["median_norm"], cell.seed, least, cell.loss)
         plants = SCENARIOS | PLANTS
         plant = plants[cell.scenario] if cell.count is None else count_scenario(cell.count, cell.kappa)
         planted = plant(planter)
@@ -69,24 +69,18 @@ class Bench:
             typical = {"coefficient": (coefficient, _NOTABLE)} if cell.has_history else {}
         answers = self._ranks(cell.ranks).run(
             "benchmarks.localization.worker.search_cell",
-            model=cell.model,
+            cell=cell,
             weights=str(path),
-            dtype=cell.dtype,
-            masters=cell.masters,
-            loss=loss,
-            micro_batches=cell.micro_batches,
             batch=planted.batch,
             threshold=threshold,
             typical=typical,
-            strategies=list(cell.strategies),
-            budget=_BUDGET,
-            max_culprits=_MAX_CULPRITS,
+            limits={"budget": _BUDGET, "max_culprits": _MAX_CULPRITS},
             device=self.device,
         )
         answer = answers[0]
         if any(_named(a) != _named(answer) for a in answers):
             raise RuntimeError(f"the ranks disagree on the culprits of {cell}")
-        self._judge(cell, planted, answer, Oracle(model, planted.batch, loss), threshold)
+        self._judge(cell, planted, answer, Oracle(model, planted.batch, cell.loss), threshold)
         return {"cell": asdict(cell), "history": history, **answer}
 
     def _judge(self, cell: Cell, planted: Planted, answer: dict, oracle: Oracle, threshold: float) -> None:
@@ -160,11 +154,8 @@ class Bench:
         """The norm of each batch's step, and the median over the ranks of their median coefficients."""
         by_rank = self._ranks(cell.ranks).run(
             "benchmarks.localization.worker.healthy_steps",
-            model=cell.model,
+            cell=cell,
             weights=str(self._model(cell.model)[1]),
-            dtype=cell.dtype,
-            masters=cell.masters,
-            loss=_loss(cell),
             micro_batches=micro_batches,
             batches=batches,
             device=self.device,
@@ -197,10 +188,6 @@ class Bench:
 
 def _set_up(cell: Cell) -> tuple:
     return cell.model, cell.dtype, cell.masters, cell.tokens, cell.aggregation
-
-
-def _loss(cell: Cell) -> Loss:
-    return Loss(aggregation=cell.aggregation)
 
 
 def _named(answer: dict[str, Any]) -> dict[str, list]:

@@ -4,19 +4,20 @@
     python -m benchmarks.localize --full --sweep battery --sweep masters --strategy auto
     python -m benchmarks.localization.cost runs/benchmarks/localize/localize.json
 
-Prints a table, and writes cost.json where --out says.
+Writes cost.json and cost.md.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from benchmarks.localization.tables import holders_of
+from benchmarks.run import Record, finish, parser, table
+
+HEAD = ["scenario", "computed in", "weights in", "culprits' micro-batches", "cost (f)", "recall", "closure"]
 
 
-def summary(run: dict[str, Any]) -> dict[str, Any]:
+def summary(run: Record) -> Record:
     """One row for each cell that spikes.
 
     Args:
@@ -24,46 +25,35 @@ def summary(run: dict[str, Any]) -> dict[str, Any]:
     """
     rows = []
     for cell in run["cells"]:
-        found = cell["strategies"]["auto"]
+        auto = cell["strategies"]["auto"]
         named = {key: cell["cell"][key] for key in ("scenario", "dtype", "masters", "seed")}
-        told = {key: found[key] for key in ("cost_f", "recall", "false_positives", "verdict", "closure")}
+        told = {key: auto[key] for key in ("cost_f", "recall", "false_positives", "verdict", "closure")}
         rows.append({**named, "holders": len(holders_of(cell)), **told})
     return {"command": run["command"], "core_sha256": run["core_sha256"], "rows": rows}
 
 
-def markdown(found: dict[str, Any]) -> str:
+def markdown(record: Record) -> str:
     """A table: a line for each scenario and precision, a number for each seed."""
-    lines = [
-        "| scenario | computed in | weights in | culprits' micro-batches | cost (f) | recall | closure |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for row in found["rows"]:
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for row in record["rows"]:
         groups.setdefault((row["masters"], row["dtype"], row["scenario"]), []).append(row)
+    lines = [HEAD]
     for (masters, dtype, scenario), rows in sorted(groups.items(), key=lambda item: item[0][:2], reverse=True):
         closures = [row["closure"] for row in rows]
         recall = sum(row["recall"] for row in rows) / len(rows)
-        cells = [scenario, dtype, masters, _list(row["holders"] for row in rows), _list(row["cost_f"] for row in rows)]
-        cells += [f"{recall:.2f}", f"{min(closures):.3f} to {max(closures):.3f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _list(values: Any) -> str:
-    return ", ".join(map(str, values))
+        holders, costs = (", ".join(str(row[key]) for row in rows) for key in ("holders", "cost_f"))
+        bounds = f"{min(closures):.3f} to {max(closures):.3f}"
+        lines.append([scenario, dtype, masters, holders, costs, f"{recall:.2f}", bounds])
+    return table(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.localization.cost", description=__doc__.split("\n")[0])
-    parser.add_argument("run", type=Path, help="localize.json")
-    parser.add_argument("--out", type=Path, help="a folder for cost.json")
-    parsed = parser.parse_args(arguments)
-    found = summary(json.loads(parsed.run.read_text()))
-    print(markdown(found))
-    if parsed.out:
-        parsed.out.mkdir(parents=True, exist_ok=True)
-        (parsed.out / "cost.json").write_text(json.dumps(found, indent=1) + "\n")
+    options = parser("localization.cost", __doc__)
+    options.add_argument("run", type=Path, help="localize.json")
+    parsed = options.parse_args(arguments)
+    record = summary(json.loads(parsed.run.read_text()))
+    finish(record, parsed.out, "cost", markdown(record))
     return 0
 
 

@@ -2,7 +2,8 @@
 """Peak memory of this process while something runs: the device's on CUDA, else the resident set."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 
@@ -34,19 +35,13 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
 
 
 def _reset() -> None:
-    try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # Linux: start the high-water mark anew
-    except OSError:
-        pass
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: start the high-water mark anew
 
 
 def _status(key: str) -> int | None:
-    try:
-        with open("/proc/self/status") as file:
-            for line in file:
-                if line.startswith(key + ":"):
-                    return int(line.split()[1])
-    except OSError:
-        pass
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(key + ":"):
+                return int(line.split()[1])
     return None

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from benchmarks.localization.pretrained import NAME
 from benchmarks.localization.scenarios import PLANTS, SCENARIOS, WHOLE
-from benchmarks.localization.worker import UNTRACKED
-from tests.bare import AGGREGATIONS
+from tests.bare import AGGREGATIONS, Loss
 
+UNTRACKED = "auto_untracked"
+"""``auto`` where the running norm after each micro-batch was not noted."""
 ALL = ("published", "bisect", "share", "sketch", "auto", UNTRACKED)
 PAIR = ("published", "auto")
 MAIN = ("published", "auto", UNTRACKED)
@@ -40,6 +41,11 @@ class Cell:
     has_history: bool = False
     """Whether the search is told what is typical of the run: the median coefficient of the healthy batch."""
 
+    @property
+    def loss(self) -> Loss:
+        """Of the step."""
+        return Loss(aggregation=self.aggregation)
+
 
 def quick() -> list[Cell]:
     """About two minutes on two free cores."""
@@ -51,40 +57,18 @@ def quick() -> list[Cell]:
 
 def full(seeds: int = 3) -> list[Cell]:
     """The figures of docs/benchmarks.md: all strategies once, the main pair on every seed."""
-    cells = [
-        Cell(
-            "battery",
-            name,
-            dtype=dtype,
-            seed=seed,
-            tokens=1024,
-            strategies=ALL if (seed, dtype) == (0, "float32") else PAIR,
-        )
-        for seed in range(seeds)
-        for dtype in DTYPES
-        for name in SCENARIOS
-    ]
+    cells = []
+    for seed, dtype, name in itertools.product(range(seeds), DTYPES, SCENARIOS):
+        strategies = ALL if (seed, dtype) == (0, "float32") else PAIR
+        cells.append(Cell("battery", name, dtype=dtype, seed=seed, tokens=1024, strategies=strategies))
     half = dict(dtype="bfloat16", masters="bfloat16", tokens=1024, strategies=PAIR)
     cells += [Cell("masters", name, seed=seed, **half) for seed in range(seeds) for name in HALF_SCENARIOS]
-    for tokens in (128, 512, 2048, 4096, 8192, 16384):
-        cells.append(Cell("tokens", "single_10", tokens=tokens, strategies=MAIN))
-    for micro_batches in (1, 2, 4, 8):
-        cells.append(
-            Cell(
-                "micro_batches",
-                "single_10",
-                tokens=4096,
-                micro_batches=micro_batches,
-                strategies=MAIN,
-            )
-        )
-    for kappa in (5.0, 10.0):
-        for count in (1, 2, 3, 5, 8):
-            cells.append(Cell("culprits", "loud", tokens=4096, count=count, kappa=kappa, strategies=PAIR))
-    for ranks in (1, 2, 4):
-        cells.append(Cell("ranks", "three", tokens=1024, ranks=ranks, strategies=PAIR))
-    for model in ("XS", "S", "M"):
-        cells.append(Cell("model", "three", tokens=1024, model=model, strategies=PAIR))
+    cells += [Cell("tokens", "single_10", tokens=n, strategies=MAIN) for n in (128, 512, 2048, 4096, 8192, 16384)]
+    cells += [Cell("micro_batches", "single_10", 4096, micro_batches=m, strategies=MAIN) for m in (1, 2, 4, 8)]
+    for kappa, count in itertools.product((5.0, 10.0), (1, 2, 3, 5, 8)):
+        cells.append(Cell("culprits", "loud", tokens=4096, count=count, kappa=kappa, strategies=PAIR))
+    cells += [Cell("ranks", "three", tokens=1024, ranks=ranks, strategies=PAIR) for ranks in (1, 2, 4)]
+    cells += [Cell("model", "three", tokens=1024, model=model, strategies=PAIR) for model in ("XS", "S", "M")]
     return _ordered(cells + plants(min(seeds, 2)))
 
 
@@ -110,17 +94,9 @@ def pretrained(tokens: int = 512, ranks: int = 2) -> list[Cell]:
 
 def _ordered(cells: list[Cell]) -> list[Cell]:
     """Cells that share ranks, model and history stand together; the battery comes first."""
-    return sorted(
-        cells,
-        key=lambda c: (
-            c.sweep != "battery",
-            c.ranks != 2,
-            c.ranks,
-            c.model,
-            c.tokens,
-            c.seed,
-            c.dtype,
-            c.masters,
-            c.aggregation,
-        ),
-    )
+
+    def key(c: Cell) -> tuple:
+        kind = c.sweep != "battery", c.ranks != 2
+        return *kind, c.ranks, c.model, c.tokens, c.seed, c.dtype, c.masters, c.aggregation
+
+    return sorted(cells, key=key)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's cells as Markdown tables and one figure."""
+"""A run's cells as Markdown tables."""
 
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.localization.plan import ALL
+from benchmarks.run import table
 from tests.bare import shape_of
 
 Records = list[dict[str, Any]]
@@ -15,27 +15,27 @@ Records = list[dict[str, Any]]
 
 def markdown(run: dict[str, Any]) -> str:
     """All tables of a run."""
-    cells: Records = run["cells"]
-    parts = [f"`{run['command']}`", ""]
-    battery = [c for c in cells if c["cell"]["sweep"] == "battery"]
-    for dtype in sorted({c["cell"]["dtype"] for c in battery}, reverse=True):
-        chosen = [c for c in battery if c["cell"]["dtype"] == dtype]
-        parts += [f"### Battery, {dtype}", "", _recall_table(chosen), ""]
-        parts += [f"### Cost on the battery, {dtype}", "", _cost_table(chosen), ""]
-    large = [c for c in cells if c["cell"]["sweep"] == "pretrained"]
-    if large:
-        parts += ["### A pretrained language model", "", _pretrained_table(large), ""]
-    masters = [c for c in cells if c["cell"]["sweep"] == "masters"]
-    if masters:
-        parts += ["### Masters in bfloat16", "", _recall_table(masters), "", _cost_table(masters), ""]
-    planted = [c for c in cells if c["cell"]["sweep"] == "plants"]
-    if planted:
-        parts += ["### Sure culprits, and whole batches", "", _plants_table(planted), ""]
+    sweeps: dict[str, Records] = {}
+    for cell in run["cells"]:
+        sweeps.setdefault(cell["cell"]["sweep"], []).append(cell)
+    parts = [f"`{run['command']}`"]
+
+    def add(title: str, *tables: str) -> None:
+        parts.extend([f"### {title}", *tables])
+
+    for dtype, cells in sorted(_grouped(sweeps.get("battery", []), "dtype"), reverse=True):
+        add(f"Battery, {dtype}", _recall_table(cells))
+        add(f"Cost on the battery, {dtype}", _cost_table(cells))
+    if "pretrained" in sweeps:
+        add("A pretrained language model", _pretrained_table(sweeps["pretrained"]))
+    if "masters" in sweeps:
+        add("Masters in bfloat16", _recall_table(sweeps["masters"]), _cost_table(sweeps["masters"]))
+    if "plants" in sweeps:
+        add("Sure culprits, and whole batches", _plants_table(sweeps["plants"]))
     for sweep in ("tokens", "micro_batches", "ranks", "model", "culprits"):
-        chosen = [c for c in cells if c["cell"]["sweep"] == sweep]
-        if chosen:
-            parts += [f"### Varying {sweep}", "", _sweep_table(sweep, chosen), ""]
-    return "\n".join(parts)
+        if sweep in sweeps:
+            add(f"Varying {sweep}", _sweep_table(sweep, sweeps[sweep]))
+    return "\n\n".join(parts)
 
 
 def strategies_of(cells: Iterable[dict[str, Any]]) -> list[str]:
@@ -58,7 +58,7 @@ def _recall_table(cells: Records) -> str:
             row.append(_recall(found) + (f" ({false} false)" if false else ""))
         row.append(_counted(f["verdict"] for f in _found(group, "auto")))
         rows.append(row)
-    return _table(rows)
+    return table(rows)
 
 
 def _plants_table(cells: Records) -> str:
@@ -76,7 +76,7 @@ def _plants_table(cells: Records) -> str:
         row += [_recall(found), str(sum(f["false_positives"] for f in found)), _counted(f["verdict"] for f in found)]
         row += [_counted(f["source"] or "none" for f in found), ", ".join(str(f["cost_f"]) for f in found)]
         rows.append([*row, ", ".join(closures) or "-"])
-    return _table(rows)
+    return table(rows)
 
 
 def _closure(found: dict[str, Any]) -> str:
@@ -114,7 +114,7 @@ def _cost_table(cells: Records) -> str:
         within = [f["cost_f"] <= bound_of(c) for c, f in zip(group, auto, strict=True)]
         row.append(f"{sum(within)} of {len(within)}")
         rows.append(row)
-    return _table(rows)
+    return table(rows)
 
 
 def _pretrained_table(cells: Records) -> str:
@@ -133,7 +133,7 @@ def _pretrained_table(cells: Records) -> str:
         error = abs(auto["norm_after"] - auto["norm_without"])
         row += [f"{auto['norm_after']:.4g}, {auto['error_bound']:.2g}", f"{error:.2g}"]
         rows.append([*row, f"{cell['grad_norm']:.3g}, {cell['history']['threshold']:.3g}"])
-    return _table(rows)
+    return table(rows)
 
 
 def _sums_short(found: dict[str, Any]) -> str:
@@ -155,7 +155,7 @@ def _sweep_table(sweep: str, cells: Records) -> str:
             found = cell["strategies"].get(name)
             row.append("no spike" if not cell["spikes"] else "-" if found is None else _sums(found))
         rows.append(row)
-    return _table(rows)
+    return table(rows)
 
 
 def holders_of(cell: dict[str, Any]) -> set[int]:
@@ -181,40 +181,6 @@ def _sums(found: dict[str, Any]) -> str:
     )
 
 
-def plot(run: dict[str, Any], path: Path) -> bool:
-    """Cost over N, M and the number of culprits; False where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams["svg.hashsalt"] = "gradloc"
-    panels = [("tokens", "tokens", "N, response tokens"), ("micro_batches", "micro_batches", "M")]
-    panels.append(("culprits", "count", "planted culprits"))
-    panels = [p for p in panels if any(c["cell"]["sweep"] == p[0] for c in run["cells"])]
-    if not panels:
-        return False
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.4), squeeze=False)
-    for axis, (sweep, key, label) in zip(axes[0], panels, strict=True):
-        cells = [c for c in run["cells"] if c["cell"]["sweep"] == sweep and c["spikes"]]
-        first = cells[0]["cell"]["scenario"] if cells else ""
-        cells = [c for c in cells if c["cell"]["scenario"] == first]
-        for name in strategies_of(cells):
-            points = [(c["cell"][key], c["strategies"].get(name)) for c in cells]
-            points = sorted((x, f["cost_f"]) for x, f in points if f is not None)
-            axis.plot(*zip(*points, strict=True), marker="o", label=name)
-        if sweep == "tokens":
-            axis.set_xscale("log", base=2)
-        axis.set(xlabel=label, ylabel="cost in f", title=first)
-        axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    return True
-
-
 def _grouped(cells: Records, key: str) -> list[tuple[str, Records]]:
     names = dict.fromkeys(cell["cell"][key] for cell in cells)
     return [(name, [c for c in cells if c["cell"][key] == name]) for name in names]
@@ -231,9 +197,3 @@ def _median_of(found: Records, key: str) -> float | None:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _table(rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines.insert(1, "|" + " --- |" * len(rows[0]))
-    return "\n".join(lines)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from benchmarks.localization.corpus import load
 from benchmarks.localization.memory import peak_memory
+from benchmarks.localization.plan import UNTRACKED, Cell
 from benchmarks.localization.published import descend
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
@@ -17,30 +18,21 @@ from gradloc.core.ranks import Ranks
 from gradloc.core.tracker import NormTracker, median_size
 from gradloc.core.trigger import Spike
 from gradloc.search.find import Finding, localize
-from tests.bare import BareStep, Batch, Loss, shard
+from tests.bare import BareStep, Batch, shard
 
-UNTRACKED = "auto_untracked"
-"""``auto`` where the running norm after each micro-batch was not noted."""
 _GRAD_CLIP = 1.0  # verl's default: what is in .grad when the trigger fires is clipped
 
 
 def healthy_steps(
-    model: str,
-    weights: str,
-    dtype: str,
-    masters: str,
-    loss: Loss,
-    micro_batches: int,
-    batches: list[Batch],
-    device: str,
+    cell: Cell, weights: str, micro_batches: int, batches: list[Batch], device: str
 ) -> list[tuple[float, float]]:
     """Of each batch's training pass the gradient norm, and this rank's median coefficient."""
-    sharded = _sharded(model, weights, dtype, masters, device)
-    space = GradientSpace(sharded)
+    model = _sharded(cell, weights, device)
+    space = GradientSpace(model)
     steps = []
     space.clear()
     for batch in batches:
-        step = BareStep(sharded, batch, micro_batches, getattr(torch, dtype), loss)
+        step = BareStep(model, batch, micro_batches, getattr(torch, cell.dtype), cell.loss)
         step.train()
         steps.append((space.norm(), median_size(step.coefficients(index)[0] for index in range(micro_batches))))
         space.clear()
@@ -48,39 +40,28 @@ def healthy_steps(
 
 
 def search_cell(
-    model: str,
+    cell: Cell,
     weights: str,
-    dtype: str,
-    masters: str,
-    loss: Loss,
-    micro_batches: int,
     batch: Batch,
     threshold: float,
     typical: dict[str, tuple[float, float]],
-    strategies: list[str],
-    budget: int,
-    max_culprits: int,
+    limits: dict[str, int],
     device: str,
 ) -> dict[str, Any]:
-    """Train once on the batch, then let every strategy search the same gradient.
+    """Train once on the batch, then let every strategy of the cell search the same gradient.
 
     Args:
-        model: a size's name; ``weights`` its file.
-        dtype: what the forward computes in.
-        masters: what the weights and their gradient are kept in.
-        loss: of the step.
-        micro_batches: per rank.
+        cell: what is measured.
+        weights: the model's file.
         batch: all ranks' rows.
         threshold: on the gradient norm, from history.
         typical: of the run, see ``gradloc.search.find.localize``; empty where the search is not told.
-        strategies: of the core, ``published``, and ``auto_untracked``.
-        budget: of the core's strategies, in probes.
-        max_culprits: of the core's strategies.
+        limits: of the core's strategies: ``budget``, in probes, and ``max_culprits``.
         device: ``cpu`` or ``cuda``.
     """
-    sharded = _sharded(model, weights, dtype, masters, device)
-    step = BareStep(sharded, batch, micro_batches, getattr(torch, dtype), loss)
-    space = GradientSpace(sharded)
+    model = _sharded(cell, weights, device)
+    step = BareStep(model, batch, cell.micro_batches, getattr(torch, cell.dtype), cell.loss)
+    space = GradientSpace(model)
     ranks = Ranks(device=step.device)
     space.clear()  # what an earlier cell left behind
     tracker = NormTracker(0)
@@ -102,7 +83,7 @@ def search_cell(
         "strategies": {},
     }
     before = space.current()
-    for name in strategies if norm > threshold else ():
+    for name in cell.strategies if norm > threshold else ():
         dist.barrier()
         with peak_memory(step.device) as peak:
             started = time.perf_counter()
@@ -111,15 +92,16 @@ def search_cell(
             else:
                 tracked = None if name == UNTRACKED else increments
                 strategy = "auto" if name == UNTRACKED else name
-                limits = dict(strategy=strategy, budget=budget, max_culprits=max_culprits)
-                found = _told(localize(step, space, ranks, spike, clip_scale, tracked, typical, **limits))
+                found = _told(
+                    localize(step, space, ranks, spike, clip_scale, tracked, typical, strategy=strategy, **limits)
+                )
             found["seconds"] = time.perf_counter() - started
         mib = peak.extra_mib
         found["peak_extra_mib"] = None if mib is None else ranks.max([mib])[0]
         found["gradient_restored"] = all(a is b for a, b in zip(before, space.current(), strict=True))
-        found["culprits"] = [_culprit(culprit, batch, ranks.size, micro_batches) for culprit in found["culprits"]]
+        found["culprits"] = [_culprit(culprit, batch, ranks.size, cell.micro_batches) for culprit in found["culprits"]]
         if found.get("norm_after") is not None:
-            found["norm_without"] = _norm_without(sharded, batch, found["culprits"], micro_batches, dtype, loss)
+            found["norm_without"] = _norm_without(model, cell, batch, found["culprits"])
         answer["strategies"][name] = found
     return answer
 
@@ -158,13 +140,13 @@ def _published(step, space, ranks, tau: float) -> dict[str, Any]:
     }
 
 
-def _norm_without(sharded, batch: Batch, culprits: list[dict], micro_batches: int, dtype: str, loss: Loss) -> float:
+def _norm_without(model: torch.nn.Module, cell: Cell, batch: Batch, culprits: list[dict]) -> float:
     """The norm that training has where what is named has no advantage; ``.grad`` is left as it was."""
-    space = GradientSpace(sharded)
+    space = GradientSpace(model)
     saved = space.take()
     places = [place for culprit in culprits for place in culprit["places"]]
     without = batch.planted(dict.fromkeys(places, 0.0))
-    BareStep(sharded, without, micro_batches, getattr(torch, dtype), loss).train()
+    BareStep(model, without, cell.micro_batches, getattr(torch, cell.dtype), cell.loss).train()
     norm = space.norm()
     space.put(saved)
     return norm
@@ -202,11 +184,11 @@ def _wait(device: torch.device) -> None:
 _kept: dict[tuple, torch.nn.Module] = {}
 
 
-def _sharded(model: str, weights: str, dtype: str, masters: str, device: str) -> torch.nn.Module:
-    key = (model, weights, dtype, masters)
+def _sharded(cell: Cell, weights: str, device: str) -> torch.nn.Module:
+    key = (cell.model, weights, cell.dtype, cell.masters)
     if key not in _kept:
         _kept.clear()
         place = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device(device)
-        decoder = load(model, Path(weights)).to(getattr(torch, masters))
-        _kept[key] = shard(decoder, "fsdp2", getattr(torch, dtype), place)
+        decoder = load(cell.model, Path(weights)).to(getattr(torch, cell.masters))
+        _kept[key] = shard(decoder, "fsdp2", getattr(torch, cell.dtype), place)
     return _kept[key]

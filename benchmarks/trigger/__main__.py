@@ -7,14 +7,13 @@
 Needs numpy; about ten minutes on one core. Writes trigger.json (every number, the seeds) and trigger.md.
 """
 
-import argparse
 import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.run import REPO, Progress, as_typed, digest
+from benchmarks.run import REPO, Progress, as_typed, digest, finish, parser
 from benchmarks.trigger import series
 from benchmarks.trigger.rules import RULES
 from benchmarks.trigger.score import score_collapse, score_kind, score_real
@@ -26,18 +25,12 @@ MINI_BATCHES = (1, 4, 8, 16)
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and write the record."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.trigger", description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=100, help="generated series of each kind (default: %(default)s)")
-    parser.add_argument("--series", type=Path, default=REPO / "docs" / "series", help="folder of real series")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/trigger"))
-    parsed = parser.parse_args(arguments)
-    command = as_typed("trigger", arguments)
-    run = measure(parsed.seeds, sorted(parsed.series.glob("*.json")), command)
-    parsed.out.mkdir(parents=True, exist_ok=True)
-    (parsed.out / "trigger.json").write_text(json.dumps(run, indent=1) + "\n")
-    text = markdown(run)
-    (parsed.out / "trigger.md").write_text(text)
-    print(text)
+    options = parser("trigger", __doc__)
+    options.add_argument("--seeds", type=int, default=100, help="generated series of each kind (default: %(default)s)")
+    options.add_argument("--series", type=Path, default=REPO / "docs" / "series", help="folder of real series")
+    parsed = options.parse_args(arguments)
+    run = measure(parsed.seeds, sorted(parsed.series.glob("*.json")), as_typed("trigger", arguments))
+    finish(run, parsed.out, "trigger", markdown(run))
     return 0
 
 

@@ -4,26 +4,27 @@
 import bisect
 import math
 from collections import deque
-from typing import Protocol
 
 from gradloc.core.history import History
 from gradloc.core.trigger import AdaptiveThreshold
 
 
-class Rule(Protocol):
+class Rule:
     """What the benchmark asks of a rule."""
 
     def threshold(self, position: int) -> float | None:
         """For the next norm, which is at this mini-batch position; None while the rule has none."""
+        raise NotImplementedError
 
     def observe(self, norm: float) -> None:
         """The next norm in order."""
+        raise NotImplementedError
 
     def end_step(self) -> None:
         """A trainer step is over."""
 
 
-class Adaptive:
+class Adaptive(Rule):
     """This project's rule, by its public interface."""
 
     def __init__(self, **settings: float):
@@ -41,7 +42,7 @@ class Adaptive:
         self._norms = []
 
 
-class Pooled:
+class Pooled(Rule):
     """The rule before it: median + 6 robust deviations of the log-norm, all mini-batches in one history."""
 
     def __init__(self):
@@ -60,7 +61,7 @@ class Pooled:
         self._norms, self._threshold = [], self._history.threshold()
 
 
-class ZClip:
+class ZClip(Rule):
     """arXiv 2504.02507 with its defaults: z-score 2.5 over moving mean and variance (0.97), 25 steps of warm-up.
 
     A spike enters the averages clipped by the reciprocal rule, mean + 2.5^2 / z deviations.
@@ -90,11 +91,8 @@ class ZClip:
         self._mean = self._memory * self._mean + (1 - self._memory) * norm
         self._variance = self._memory * self._variance + (1 - self._memory) * (norm - self._mean) ** 2
 
-    def end_step(self) -> None:
-        pass
 
-
-class SkipStep:
+class SkipStep(Rule):
     """OLMo's skip-step optimizer (arXiv 2501.00656): mean + 6 standard deviations of the last 128 norms, once 64 are
     known. Only its test of the norm; the one of the loss has no part here."""
 
@@ -113,11 +111,8 @@ class SkipStep:
     def observe(self, norm: float) -> None:
         self._norms.append(norm)
 
-    def end_step(self) -> None:
-        pass
 
-
-class Multiple:
+class Multiple(Rule):
     """Ten times the median of the last 64 norms, spikes among them."""
 
     def __init__(self, factor: float = 10.0, window: int = 64, warmup: int = 16):
@@ -136,9 +131,6 @@ class Multiple:
             self._ordered.pop(bisect.bisect_left(self._ordered, self._norms[0]))
         self._norms.append(norm)
         bisect.insort(self._ordered, norm)
-
-    def end_step(self) -> None:
-        pass
 
 
 RULES = {"gradloc": Adaptive, "before": Pooled, "ZClip": ZClip, "OLMo": SkipStep, "10 x median": Multiple}

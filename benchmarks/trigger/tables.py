@@ -3,24 +3,23 @@
 
 from typing import Any
 
+from benchmarks.run import table
+
 
 def markdown(run: dict[str, Any]) -> str:
     """All tables of a run's record."""
-    rules = run["rules"]
+    rules, healthy = run["rules"], run["healthy"]
     parts = []
     if run["real"]:
-        parts += ["### Real series\n", _table(["series", "norms", "over 10 x", *rules], _real(run["real"], rules))]
-    parts += [
-        "### False flags per 1,000 healthy steps\n",
-        _table(["series", *rules], _healthy(run["healthy"], rules, "false_flags")),
-    ]
+        rows = _real(run["real"], rules)
+        parts += ["### Real series", table([["series", "norms", "over 10 x", *rules], *rows])]
+    head = ["series", *rules]
+    parts += ["### False flags per 1,000 healthy steps", table([head, *_healthy(healthy, rules, "false_flags")])]
     for size in (10, 3, 100):
-        parts += [
-            f"### Spikes of x {size} missed, in %\n",
-            _table(["series", *rules], _healthy(run["healthy"], rules, f"missed_x{size}")),
-        ]
-    parts += ["### Collapses\n", _table(["growth a step", "mini-batches", *rules], _collapses(run["collapses"], rules))]
-    return "\n".join(parts)
+        parts += [f"### Spikes of x {size} missed, in %", table([head, *_healthy(healthy, rules, f"missed_x{size}")])]
+    rows = _collapses(run["collapses"], rules)
+    parts += ["### Collapses", table([["growth a step", "mini-batches", *rules], *rows])]
+    return "\n\n".join(parts)
 
 
 def _real(entries: list[dict], rules: list[str]) -> list[list[str]]:
@@ -53,8 +52,3 @@ def _collapses(entries: list[dict], rules: list[str]) -> list[list[str]]:
 
 def _cell(summary: dict[str, float]) -> str:
     return f"{summary['median']:.1f} ({summary['mean']:.1f})"
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]]
-    return "\n".join(lines) + "\n"

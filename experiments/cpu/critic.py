@@ -6,24 +6,16 @@ verl's critic asks for `flash_attention_2` by name, whatever `override_config` s
 each worker before that, and the critic's model is then built with torch's own attention.
 """
 
-import functools
-
 import torch
 from transformers import AutoModelForTokenClassification
 
+_from_pretrained = AutoModelForTokenClassification.from_pretrained
 
-def install() -> None:
-    """Replaces the request once; does nothing where there is a GPU."""
-    original = AutoModelForTokenClassification.from_pretrained
-    if torch.cuda.is_available() or getattr(original, "_gradloc_demo", False):
-        return
 
-    @functools.wraps(original)
-    def from_pretrained(*args, **kwargs):
-        return original(*args, **{**kwargs, "attn_implementation": "sdpa"})
+def from_pretrained(*args, **kwargs):
+    """transformers' own, with torch's attention."""
+    return _from_pretrained(*args, **{**kwargs, "attn_implementation": "sdpa"})
 
-    from_pretrained._gradloc_demo = True
+
+if not torch.cuda.is_available():
     AutoModelForTokenClassification.from_pretrained = from_pretrained
-
-
-install()

@@ -16,18 +16,6 @@ import torch.distributed
 import torch.distributed.fsdp
 
 
-def install() -> None:
-    """Applies every shim once. Calling it again changes nothing."""
-    if getattr(torch.cpu, "_gradloc_demo", False):
-        return
-    complete_torch_cpu()
-    use_gloo()
-    allow_sync_of_cpu_modules()
-    offload_without_pinning()
-    skip_cache_emptying()
-    torch.cpu._gradloc_demo = True
-
-
 def complete_torch_cpu() -> None:
     """Adds to `torch.cpu` what verl expects of every device module; memory counts are 0."""
 
@@ -99,4 +87,8 @@ def skip_cache_emptying() -> None:
 
 
 if not torch.cuda.is_available():
-    install()
+    complete_torch_cpu()
+    use_gloo()
+    allow_sync_of_cpu_modules()
+    offload_without_pinning()
+    skip_cache_emptying()

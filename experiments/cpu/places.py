@@ -64,17 +64,12 @@ def main(argv=None) -> int:
     num_wrong = 0
     try:
         for cell in suite.read(folder)["cells"]:
-            begun = [
-                text.partition("=")[2] for text in cell["overrides"] if text.startswith("trainer.resume_from_path")
-            ]
-            run_dir = folder / cell["folder"]
-            resumed = [Path(os.path.normpath(text.replace("${demo.run_dir}", str(run_dir)))) for text in begun]
-            events, problems = problems_of(run_dir, resumed[0] if resumed else None)
+            run_dir, given = folder / cell["folder"], dict(text.split("=", 1) for text in cell["overrides"])
+            path = given.get("trainer.resume_from_path", "").replace("${demo.run_dir}", str(run_dir))
+            events, problems = problems_of(run_dir, Path(os.path.normpath(path)) if path else None)
             print(f"\n{cell['folder']}: what events.jsonl says")
             print("\n".join(map(verdict.tell, events)) or "  nothing: no event was written")
-            print(
-                "NOT AS IT SHOULD BE: " + "; ".join(problems) if problems else "FOUND, and everything is in its place."
-            )
+            print("NOT AS IT SHOULD BE: " + "; ".join(problems) if problems else FOUND)
             num_wrong += bool(problems)
     except ExperimentError as error:
         print(f"places: {error}", file=sys.stderr)

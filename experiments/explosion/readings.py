@@ -22,7 +22,6 @@ class Reading:
     """One run."""
 
     name: str
-    meaning: str
     knobs: dict
     steps: dict[int, dict]
     """verl's metrics, by step."""
@@ -64,11 +63,10 @@ class Reading:
 
     def event_at(self, step: int) -> dict | None:
         """The event of a step, or None."""
-        found = [event for event in self.events if event["step"]["global_step"] == step]
-        return found[0] if found else None
+        return next((event for event in self.events if event["step"]["global_step"] == step), None)
 
 
-def read(folder: Path, name: str, meaning: str) -> Reading:
+def read(folder: Path, name: str) -> Reading:
     """Reads a run's folder.
 
     Raises:
@@ -78,7 +76,6 @@ def read(folder: Path, name: str, meaning: str) -> Reading:
         lines = json_lines(folder / "metrics.jsonl")
         return Reading(
             name=name,
-            meaning=meaning,
             knobs=json.loads((folder / "knobs.json").read_text(encoding="utf-8")),
             steps={line["step"]: line["data"] for line in lines},
             planted=json_lines(folder / "planted.jsonl"),

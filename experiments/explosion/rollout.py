@@ -4,8 +4,6 @@
 Loaded in the workers by `model.external_lib` and in the driver by `agent_loop_manager_class`.
 """
 
-import functools
-
 import ray
 import torch
 from omegaconf import OmegaConf
@@ -92,7 +90,6 @@ def store_stale_log_probs(compute_log_prob):
     trainer does, or through a policy that has moved on since the rollout.
     """
 
-    @functools.wraps(compute_log_prob)
     def wrapped(self, data, calculate_entropy=False):
         log_probs, entropy = compute_log_prob(self, data, calculate_entropy=calculate_entropy)
         if stale.KEY in data.batch.keys():
@@ -101,9 +98,7 @@ def store_stale_log_probs(compute_log_prob):
             log_probs = torch.where(is_stale.to(log_probs.device), sampled, log_probs)
         return log_probs, entropy
 
-    wrapped._gradloc_demo = True
     return wrapped
 
 
-if not getattr(DataParallelPPOActor.compute_log_prob, "_gradloc_demo", False):
-    DataParallelPPOActor.compute_log_prob = store_stale_log_probs(DataParallelPPOActor.compute_log_prob)
+DataParallelPPOActor.compute_log_prob = store_stale_log_probs(DataParallelPPOActor.compute_log_prob)

@@ -123,18 +123,3 @@ def number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}".replace(",", " ") if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def as_text(cells: list[list[str]]) -> str:
-    """The table for a terminal."""
-    lines = [HEADER, *cells]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
-
-
-def as_markdown(cells: list[list[str]]) -> str:
-    """The table for a page."""
-    lines = [HEADER, ["---"] * len(HEADER), *cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -6,7 +6,6 @@
 It writes `summary.md` and `summary.png` beside the runs' folders.
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -18,6 +17,7 @@ from pathlib import Path
 from experiments import suite
 from experiments.errors import ExperimentError
 from experiments.kk.wording import DATA_SOURCE
+from experiments.suite import Table, print_summary
 
 LAST_STEPS = 5
 """How many steps at the end of a run the training reward is averaged over."""
@@ -53,21 +53,21 @@ class Run:
         return self.final.get(key, math.nan)
 
 
-def read(folder: Path) -> tuple[list[Run], list[str]]:
-    """The runs of a suite that ended well, and the names of the others.
+def read(folders: list[Path]) -> tuple[Table, list[str]]:
+    """The table of the first folder's suite, drawn as well; and its runs that did not end well.
 
     Raises:
-        ExperimentError: if there is no suite, no run that ended well, or one that cannot be read.
+        ExperimentError: if there is no suite, or a run that ended well cannot be read.
     """
-    runs, failed = [], []
+    (folder, *_), runs, failed = folders, [], []
     for cell in suite.read(folder)["cells"]:
         if cell["exit_code"] == 0:
             runs.append(read_run(folder / cell["folder"], cell["arm"], cell["seed"]))
         else:
             failed.append(cell["folder"])
-    if not runs:
-        raise ExperimentError(f"no run in {folder} ended well: there is nothing to compare.")
-    return runs, failed
+    if runs:
+        draw(runs, folder / "summary.png")
+    return table(runs), failed
 
 
 def read_run(folder: Path, arm: str, seed: int | None) -> Run:
@@ -102,7 +102,7 @@ def by_arm(runs: list[Run]) -> dict[str, list[Run]]:
     return dict(groups)
 
 
-def table(runs: list[Run]) -> list[list[str]]:
+def table(runs: list[Run]) -> Table:
     """The cells, a line of names first."""
     lines = [["arm", "seeds", *READINGS]]
     for arm, group in by_arm(runs).items():
@@ -121,20 +121,6 @@ def spread(values: list[float]) -> str:
         return "-"
     mean = f"{statistics.fmean(values):.2f}"
     return f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean
-
-
-def as_text(lines: list[list[str]]) -> str:
-    """The table for a terminal."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
-
-
-def as_markdown(lines: list[list[str]]) -> str:
-    """The table for a page."""
-    head, *body = lines
-    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *body])
 
 
 def draw(runs: list[Run], path: Path) -> None:
@@ -166,22 +152,7 @@ def draw(runs: list[Run], path: Path) -> None:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("suite_dir", type=Path)
-    folder = parser.parse_args(argv).suite_dir
-    try:
-        runs, failed = read(folder)
-    except ExperimentError as error:
-        print(f"summary: {error}", file=sys.stderr)
-        return error.exit_code
-    lines = table(runs)
-    print(f"\n{as_text(lines)}\n\n{LEGEND}")
-    if failed:
-        print(f"without {', '.join(failed)}, which did not end well")
-    (folder / "summary.md").write_text(f"{as_markdown(lines)}\n", encoding="utf-8")
-    draw(runs, folder / "summary.png")
-    print(f"plot:    {folder / 'summary.png'}")
-    return 0
+    return print_summary(__doc__, LEGEND, read, argv)
 
 
 if __name__ == "__main__":

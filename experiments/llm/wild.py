@@ -6,7 +6,6 @@
 It prints one table of all of them and writes it to `summary.md` in the first. Standard library only.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from experiments import suite
 from experiments.cpu.verdict import read_events
 from experiments.errors import ExperimentError
-from experiments.kk.summary import as_markdown, as_text
+from experiments.suite import Table, print_summary
 
 HEADER = [
     "arm",
@@ -141,22 +140,15 @@ def number(value: float | str | None) -> str:
     return f"{value:.3g}" if isinstance(value, int | float) else str(value or "-")
 
 
+def read_all(folders: list[Path]) -> tuple[Table, list[str]]:
+    """One table of all suites' runs, and those that did not end well."""
+    cells = [(folder, cell) for folder in folders for cell in suite.read(folder)["cells"]]
+    rows = [row(read(folder, cell)) for folder, cell in cells if cell["exit_code"] == 0]
+    return [HEADER, *rows], [cell["folder"] for _, cell in cells if cell["exit_code"] != 0]
+
+
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("suite_dirs", type=Path, nargs="+", metavar="SUITE_DIR")
-    folders = parser.parse_args(argv).suite_dirs
-    try:
-        cells = [(folder, cell) for folder in folders for cell in suite.read(folder)["cells"]]
-        lines = [HEADER, *(row(read(folder, cell)) for folder, cell in cells if cell["exit_code"] == 0)]
-    except ExperimentError as error:
-        print(f"summary: {error}", file=sys.stderr)
-        return error.exit_code
-    print(f"\n{as_text(lines)}\n\n{LEGEND}")
-    failed = [cell["folder"] for _, cell in cells if cell["exit_code"] != 0]
-    if failed:
-        print(f"without {', '.join(failed)}, which did not end well")
-    (folders[0] / "summary.md").write_text(f"{as_markdown(lines)}\n", encoding="utf-8")
-    return 0
+    return print_summary(__doc__, LEGEND, read_all, argv)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ The server makes the long response and says which it is. The trainer, once the r
 tokens and tells the advantage estimator of them.
 """
 
-import functools
 import sys
 
 import torch
@@ -89,12 +88,9 @@ def mark(settings: stale.Settings, batch, log_probs: torch.Tensor) -> torch.Tens
 
 
 def install(trainer) -> None:
-    """Wraps the trainer's `_compute_old_log_prob` once."""
-    original = trainer._compute_old_log_prob
-    if getattr(original, "_gradloc_demo", False):
-        return
+    """Wraps the trainer's `_compute_old_log_prob`."""
+    of_verl = trainer._compute_old_log_prob
 
-    @functools.wraps(original)
     def compute_old_log_prob(self, batch, metrics):
         settings = stale.Settings(**OmegaConf.to_container(self.config.explosion, resolve=True))
         if self.global_steps == 1:
@@ -104,16 +100,15 @@ def install(trainer) -> None:
         marks = mark(settings, batch, rows.log_probs)
         reward.observe(rows, marks, settings.advantage, self.tokenizer)
         if not marks.any():
-            return original(self, batch, metrics)
+            return of_verl(self, batch, metrics)
         probability = settings.probabilities[self.global_steps]
         response_mask = fetch(batch, "response_mask")["response_mask"]
         put(batch, "rollout_log_probs", stale.as_sampled(rows.log_probs, marks, probability), response_mask)
-        done = original(self, batch, metrics)
+        done = of_verl(self, batch, metrics)
         old = fetch(batch, "old_log_probs")["old_log_probs"].to_padded_tensor(0.0)
         put(batch, "old_log_probs", stale.as_sampled(old, marks, probability), response_mask)
         return done
 
-    compute_old_log_prob._gradloc_demo = True
     trainer._compute_old_log_prob = compute_old_log_prob
 
 

@@ -5,7 +5,6 @@ Loaded by `actor_rollout_ref.model.external_lib`, which verl imports in the proc
 workers'. The trainer hands an estimator neither step nor tokens, so its method is wrapped.
 """
 
-import functools
 import sys
 
 from experiments.cpu import fault
@@ -13,19 +12,15 @@ from experiments.verl09.rows import TRAINER, rows_of
 
 
 def install(trainer) -> None:
-    """Wraps the trainer's `_compute_advantage` once."""
-    original = trainer._compute_advantage
-    if getattr(original, "_gradloc_demo", False):
-        return
+    """Wraps the trainer's `_compute_advantage`."""
+    of_verl = trainer._compute_advantage
 
-    @functools.wraps(original)
     def compute_advantage(self, batch, metrics):
         if fault.armed() is None:
             fault.arm(fault.Fault(**self.config.demo.fault))
         fault.observe(rows_of(batch, self.global_steps))
-        return original(self, batch, metrics)
+        return of_verl(self, batch, metrics)
 
-    compute_advantage._gradloc_demo = True
     trainer._compute_advantage = compute_advantage
 
 

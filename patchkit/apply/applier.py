@@ -14,12 +14,9 @@ from ..tree import disk
 from ..tree.checkout import Checkout
 from ..tree.disk import Filesystem
 from ..tree.survey import State, Survey, survey
-from ..tree.transaction import JOURNAL_NAME, STATE_FILES, Change, Transaction, preflight, read_journal
+from ..tree.transaction import JOURNAL_NAME, KEPT_PATCH, Change, Transaction, preflight, read_journal
 from . import explain
 from .library import Library
-
-KEPT_PATCH, OLD_RECORD = STATE_FILES
-
 
 Report = dict[str, Any]
 """The outcome of a command, as ``--json`` prints it; ``base`` is the tag of the verl that was picked, by content."""
@@ -28,9 +25,15 @@ Report = dict[str, Any]
 class Applier:
     """Commands on one checkout with one library of editions."""
 
-    def __init__(self, checkout: Checkout, library: Library, files: Filesystem | None = None, **options: Any) -> None:
-        self.checkout, self.library = checkout, library
-        self.force, self.wait_s = bool(options.get("force")), float(options.get("wait_s", 0))
+    def __init__(
+        self,
+        checkout: Checkout,
+        library: Library,
+        files: Filesystem | None = None,
+        force: bool = False,
+        wait_s: float = 0.0,
+    ) -> None:
+        self.checkout, self.library, self.force, self.wait_s = checkout, library, force, wait_s
         self.files = files or Filesystem()
         self.state_folder = checkout.state_folder
         self.transaction = Transaction(self.files, checkout.root, self.state_folder)
@@ -51,12 +54,12 @@ class Applier:
         if holder:
             raise disk.held(self.state_folder, holder)
         is_pending = read_journal(self.state_folder) is not None
-        found = self._survey()
+        tree = self._survey()
         if is_pending:
-            return self._report("check", found, "would first undo an interrupted run")
-        changes = self._changes(found, None if reverse else found.editions[0])
+            return self._report("check", tree, "would first undo an interrupted run")
+        changes = self._changes(tree, None if reverse else tree.editions[0])
         preflight(self.checkout.root, self.state_folder, changes)
-        return self._report("check", found, f"would change {_count(changes)}" if changes else "nothing to do", changes)
+        return self._report("check", tree, f"would change {_count(changes)}" if changes else "nothing to do", changes)
 
     def status(self) -> Report:
         """Reports the state; changes nothing and never refuses a tree."""
@@ -64,25 +67,24 @@ class Applier:
             self.notes.append("another run is at work here: what is said may be out of date")
         if os.path.lexists(self.state_folder / JOURNAL_NAME):
             self.notes.append("a run was interrupted here; the next apply or --reverse undoes it first")
-        found = self._survey()
-        return self._report("status", found, found.state.value)
+        tree = self._survey()
+        return self._report("status", tree, tree.state.value)
 
     def _change(self, command: str) -> Report:
         with disk.locked(self.files, self.state_folder, self.checkout.git_dir is None, self.wait_s):
             if self.transaction.recover():
                 self.notes.append("an interrupted run was undone first")
-            found = self._survey()
-            goal = found.editions[0] if command == "apply" else None
-            changes = self._changes(found, goal)
+            tree = self._survey()
+            goal = tree.editions[0] if command == "apply" else None
+            changes = self._changes(tree, goal)
             preflight(self.checkout.root, self.state_folder, changes)
-            todo = changes + self._kept_copy(goal)
-            if any(change.path != OLD_RECORD for change in todo):
+            if todo := changes + self._kept_copy(goal):
                 self.transaction.run(todo)
-            gone = [path for path, blob in found.goal(goal).items() if blob is None]
+            gone = [path for path, blob in tree.goal(goal).items() if blob is None]
             for place in self.transaction.drop_caches(gone):
                 note = f"left behind, of another user: {place}   (sudo rm -r {quoted(place)}; it does no harm)"
                 self.notes.append(note)
-            return self._report(command, self._survey(), _did(found, goal, changes), changes)
+            return self._report(command, self._survey(), _did(tree, goal, changes), changes)
 
     def _survey(self) -> Survey:
         """Reads the copy of what was applied anew each time: a recovery may have put another one in its place."""
@@ -96,17 +98,17 @@ class Applier:
             self.notes += [note] if self.given is None and note not in self.notes else []
         return survey(self.checkout, self.library.families)
 
-    def _changes(self, found: Survey, goal: Edition | None) -> list[Change]:
+    def _changes(self, tree: Survey, goal: Edition | None) -> list[Change]:
         """The changes to ``goal``; refuses the states that it must not be reached from."""
-        if found.strangers:
-            raise explain.refusal(found, self.checkout, self.given, self.force)
+        if tree.strangers:
+            raise explain.refusal(tree, self.checkout, self.given, self.force)
         skipped = []
-        if found.state is State.PARTIAL and not found.only_leftovers:
+        if tree.state is State.PARTIAL and not tree.only_leftovers:
             skipped.append("the check that the checkout is not half patched")
             if not self.force:
-                raise explain.half_patched(found, self.checkout)
+                raise explain.half_patched(tree, self.checkout)
         unfinished = self.checkout.unfinished()
-        if unfinished and found.state is State.PRISTINE:
+        if unfinished and tree.state is State.PRISTINE:
             self.notes.append(f"{unfinished} is under way in this checkout")
         elif unfinished:
             skipped.append(f"the check that no git operation is under way ({unfinished})")
@@ -116,47 +118,52 @@ class Applier:
                 raise CheckoutStateError("git-unfinished", what, cause, next_)
         if self.force:
             self.notes.append("--force skipped " + (" and ".join(skipped) or "nothing"))
-        wanted = ((path, blob) for path, blob in sorted(found.goal(goal).items()) if not found.holds(path, blob))
-        return [Change(path, found.found[path].content, _content(path, blob, goal, found)) for path, blob in wanted]
+        wanted = ((path, blob) for path, blob in sorted(tree.goal(goal).items()) if not tree.holds(path, blob))
+        return [Change(path, tree.files[path].content, _content(path, blob, goal, tree)) for path, blob in wanted]
 
-    def _report(self, command: str, found: Survey, did: str, changes: list[Change] | None = None) -> Report:
+    def _report(self, command: str, tree: Survey, did: str, changes: list[Change] | None = None) -> Report:
         checkout, notes = self.checkout, list(self.notes)
         if checkout.head is None:
             notes.append(f"the commit is unknown here; verl says it is {checkout.version}")
-        elif checkout.head != found.base.commit:
-            here = f"HEAD is {checkout.head[:12]}, not the base {found.base.commit[:12]}"
+        elif checkout.head != tree.base.commit:
+            here = f"HEAD is {checkout.head[:12]}, not the base {tree.base.commit[:12]}"
             notes.append(f"{here}; what counts is the content of the files that the patch touches")
         if checkout.root.stat().st_uid != os.geteuid():
             notes.append("the checkout belongs to another user")
         return {
-            **{"command": command, "did": did, "changed": [change.path for change in changes or ()], "notes": notes},
-            **{"target": str(checkout.root), "kind": checkout.kind, "head": checkout.head},
-            **{"verl_version": checkout.version, "base": found.base.tag, "state": found.state.name},
-            **{"edition": found.edition and found.edition.version, "wanted": found.editions[0].version},
-            "files": explain.strangers(found, self.given),
+            "command": command,
+            "did": did,
+            "changed": [change.path for change in changes or ()],
+            "notes": notes,
+            "target": str(checkout.root),
+            "kind": checkout.kind,
+            "head": checkout.head,
+            "verl_version": checkout.version,
+            "base": tree.base.tag,
+            "state": tree.state.name,
+            "edition": tree.edition and tree.edition.version,
+            "wanted": tree.editions[0].version,
+            "files": explain.strangers(tree, self.given),
         }
 
     def _kept_copy(self, goal: Edition | None) -> list[Change]:
-        """Changes of the state folder: a copy of the patch, by which any build is known, and edits are told."""
-        changes = []
-        for name, after in ((KEPT_PATCH, goal.patch if goal else None), (OLD_RECORD, None)):
-            path = self.state_folder / name
-            if os.path.lexists(path):
-                disk.check_kind(path, stat.S_ISREG, "plain file")
-            before = path.read_bytes() if path.exists() else None
-            changes += [Change(name, before, after, where="state")] if before != after else []
-        return changes
+        """The change of the state folder: a copy of the patch, by which any build is known, and edits are told."""
+        path, after = self.state_folder / KEPT_PATCH, goal.patch if goal else None
+        if os.path.lexists(path):
+            disk.check_kind(path, stat.S_ISREG, "plain file")
+        before = path.read_bytes() if path.exists() else None
+        return [Change(KEPT_PATCH, before, after, where="state")] if before != after else []
 
 
-def _content(path: str, blob: str | None, goal: Edition | None, found: Survey) -> bytes | None:
+def _content(path: str, blob: str | None, goal: Edition | None, tree: Survey) -> bytes | None:
     """The content of ``path`` under ``goal``: what is there is first taken back to the base's, then forward."""
     if blob is None:
         return None
-    there, base = found.found[path], b""
-    if found.before[path] is not None:
+    there, base = tree.files[path], b""
+    if tree.before[path] is not None:
         base = there.content or b""
-        if not found.holds(path, found.before[path]):
-            holding = (e.files[path] for e in found.editions if path in e.files and e.files[path].after == there.blob)
+        if not tree.holds(path, tree.before[path]):
+            holding = (e.files[path] for e in tree.editions if path in e.files and e.files[path].after == there.blob)
             base = language.backward(next(holding), base)
     section = goal.files.get(path) if goal else None
     return language.forward(section, base) if section else base
@@ -168,11 +175,11 @@ def _count(changes: list[Change]) -> str:
     return f"{len(changes)} files ({', '.join(said)})"
 
 
-def _did(found: Survey, goal: Edition | None, changes: list[Change]) -> str:
+def _did(tree: Survey, goal: Edition | None, changes: list[Change]) -> str:
     if not changes:
         return f"{'already' if goal else 'not'} applied, nothing to do"
     if goal is None:
         return f"reversed: {_count(changes)}"
-    is_upgrade = found.state is State.OTHER_VERSION and found.edition
-    said = f"upgraded from {found.edition.version} to" if is_upgrade and found.edition else "applied"
+    is_upgrade = tree.state is State.OTHER_VERSION and tree.edition
+    said = f"upgraded from {tree.edition.version} to" if is_upgrade and tree.edition else "applied"
     return f"{said} {goal.version}: {_count(changes)}"

@@ -19,22 +19,22 @@ def strangers(survey: Survey, given: Edition | None) -> list[dict[str, str]]:
     """Returns an explanation for each path whose content nobody knows; ``given`` is what the tree's own copy says."""
     explained = []
     for path in survey.strangers:
-        found, section = survey.found[path], given.files.get(path) if given else None
+        file, section = survey.files[path], given.files.get(path) if given else None
         wanted = section.after if section else survey.before[path]
-        ids = {"expected": short(wanted), "found": found.obstacle or short(found.blob)}
+        ids = {"expected": short(wanted), "found": file.obstacle or short(file.blob)}
         explained.append({"path": path, **ids, "why": _why(path, survey, given)})
     return explained
 
 
 def _why(path: str, survey: Survey, given: Edition | None) -> str:
-    found, before = survey.found[path], survey.before[path]
-    if found.obstacle or found.content is None:
-        return f"{found.obstacle} is in the way" if found.obstacle else "the file is missing"
+    file, before = survey.files[path], survey.before[path]
+    if file.obstacle or file.content is None:
+        return f"{file.obstacle} is in the way" if file.obstacle else "the file is missing"
     if path in survey.elsewhere:
         return f"it is of verl {survey.elsewhere[path]}"
     known = {before, *(e.files[path].after for e in survey.editions if path in e.files)}
-    plain = found.content.replace(b"\r\n", b"\n")
-    if plain != found.content and blob_id(plain) in known:
+    plain = file.content.replace(b"\r\n", b"\n")
+    if plain != file.content and blob_id(plain) in known:
         return CRLF
     section = (given or survey.editions[0]).files.get(path)
     if before is None:
@@ -42,7 +42,7 @@ def _why(path: str, survey: Survey, given: Edition | None) -> str:
     if section is None or not section.hunks:
         return "it was edited"
     try:
-        apply_hunks(path, section.inverse if given else section.hunks, found.content)
+        apply_hunks(path, section.inverse if given else section.hunks, file.content)
     except IntegrityError as error:
         if error.reason == "hunk-mismatch":
             expected, there = (error.data[key].strip()[:60] for key in ("expected", "found"))
@@ -52,13 +52,13 @@ def _why(path: str, survey: Survey, given: Edition | None) -> str:
     return EDITED if given else "it was edited, but not where the patch edits it"
 
 
-def half_patched(found: Survey, checkout: Checkout) -> CheckoutStateError:
+def half_patched(survey: Survey, checkout: Checkout) -> CheckoutStateError:
     """Returns the refusal of a checkout that is a mix of known contents."""
-    wanted = {path: blob for path, blob in found.goal(found.editions[0]).items() if blob != found.before[path]}
-    lacking = [path for path, blob in wanted.items() if not found.holds(path, blob)]
+    wanted = {path: blob for path, blob in survey.goal(survey.editions[0]).items() if blob != survey.before[path]}
+    lacking = [path for path, blob in wanted.items() if not survey.holds(path, blob)]
     cause = "Some files were restored by hand, by git checkout or by git stash; all contents are known."
     counts = f"{len(wanted) - len(lacking)} of {len(wanted)} files patched"
-    data = {"state": found.state.name, "found": counts, "diff": [f"not patched: {path}" for path in lacking]}
+    data = {"state": survey.state.name, "found": counts, "diff": [f"not patched: {path}" for path in lacking]}
     next_ = f"{checkout.command} --force   (finishes; with --reverse it undoes)"
     return CheckoutStateError("state-partial", "PARTIAL: the checkout is half patched", cause, next_, **data)
 
@@ -81,7 +81,7 @@ def _judge(survey: Survey, checkout: Checkout, given: Edition | None, listed: li
     number = tag.removeprefix("v")
     version = re.match(r"(\d+)\.(\d+)", "" if survey.is_at_base else checkout.version)
     minor = (int(version[1]), int(version[2])) if version else (0, 0)
-    published = [path for path, blob in PUBLISHED_RESULTS.items() if path in survey.found and survey.holds(path, blob)]
+    published = [path for path, blob in PUBLISHED_RESULTS.items() if path in survey.files and survey.holds(path, blob)]
     if published:
         reason, what = "state-published", f"the publicly released GradLoc patch is on this tree, first {published[0]}"
         cause = "It stops every training run at its first update, and cannot be verified."
@@ -132,4 +132,4 @@ def _looks_patched(survey: Survey) -> bool:
     """True if some file of ours is there: one that an edition adds, or any edition's result."""
     ours = ((path, file) for edition in survey.editions for path, file in edition.files.items())
     package = (path for path, before in survey.before.items() if before is None and path.startswith("verl/gradloc/"))
-    return any(survey.holds(p, f.after) for p, f in ours) or any(survey.found[p].content is not None for p in package)
+    return any(survey.holds(p, f.after) for p, f in ours) or any(survey.files[p].content is not None for p in package)

@@ -13,7 +13,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ..apply.applier import KEPT_PATCH
 from ..apply.library import HISTORY_NAME
 from ..command import Parser, guarded, say
 from ..errors import CheckoutStateError, IntegrityError, capped, program, quoted
@@ -22,6 +21,7 @@ from ..patch.language import forward, parse
 from ..patch.manifest import Base, Edition, remember
 from ..tree.checkout import Checkout, resolve
 from ..tree.disk import Filesystem, locked
+from ..tree.transaction import KEPT_PATCH
 from . import base as bases
 from . import generated, seams
 from .seams import seam

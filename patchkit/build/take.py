@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..apply.applier import KEPT_PATCH
 from ..apply.library import Library
 from ..errors import CheckoutStateError, program, quoted
 from ..patch.content import PREFIX, blob_id, check_path, check_path_set, read_regular, short
 from ..patch.language import MAX_BYTES, parse
 from ..tree.checkout import VERSION_FILE, Checkout
 from ..tree.survey import State, survey
+from ..tree.transaction import KEPT_PATCH
 from .seams import run_git, seam
 from .sources import PACKAGE, Sources, check_mode, check_text
 
@@ -155,13 +155,13 @@ def origin(checkout: Checkout, patches: Path) -> dict[str, str]:
     try:
         return {file.path: file.after for file in parse(read_regular(checkout.state_folder / KEPT_PATCH, MAX_BYTES))}
     except FileNotFoundError:
-        found = survey(checkout, Library(patches).families)
-    if found.state in (State.PRISTINE, State.APPLIED, State.OTHER_VERSION):
-        return {path: file.after for path, file in found.edition.files.items()} if found.edition else {}
+        tree = survey(checkout, Library(patches).families)
+    if tree.state in (State.PRISTINE, State.APPLIED, State.OTHER_VERSION):
+        return {path: file.after for path, file in tree.edition.files.items()} if tree.edition else {}
     what = f"which build of the patch {checkout.root} was given is unknown: an older build would look like edits"
     cause = "The copy that apply_patch.py leaves in a checkout is gone, or the patch was put on by other means."
     next_ = f"{program()} --repo FRESH on a fresh checkout (--patch-file PATCH for another build); edit there"
-    raise CheckoutStateError("take-origin-unknown", what, cause, next_, found=found.state.name)
+    raise CheckoutStateError("take-origin-unknown", what, cause, next_, found=tree.state.name)
 
 
 def merge(ours: Sources, theirs: Sources, before: dict[str, str]) -> tuple[Sources, list[str], list[str], list[str]]:

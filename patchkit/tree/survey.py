@@ -25,7 +25,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True)
-class Found:
+class FileState:
     """What stands at a path: its content and its blob id, or the kind of thing that is in the way."""
 
     content: bytes | None
@@ -43,7 +43,7 @@ class Survey:
 
     base: Base
     editions: tuple[Edition, ...]
-    found: dict[str, Found]
+    files: dict[str, FileState]
     before: dict[str, str | None]
     strangers: tuple[str, ...]
     is_at_base: bool
@@ -53,7 +53,7 @@ class Survey:
 
     def holds(self, path: str, blob: str | None) -> bool:
         """True if ``path`` holds a file of this id; of None, if nothing is there."""
-        return self.found[path].obstacle is None and self.found[path].blob == blob
+        return self.files[path].obstacle is None and self.files[path].blob == blob
 
     def is_as(self, edition: Edition | None) -> bool:
         """True if every path is as ``goal`` says."""
@@ -73,24 +73,24 @@ class Survey:
 def survey(checkout: Checkout, families: list[tuple[Base, tuple[Edition, ...]]]) -> Survey:
     """Returns what the checkout holds, measured against the verl of ``families`` whose patch fits it best."""
     paths = {path for _, editions in families for edition in editions for path in edition.files}
-    found = {path: read_plain(checkout.root, path) for path in sorted(paths)}
-    surveys = [_measure(checkout, base, editions, found) for base, editions in families]
+    files = {path: read_plain(checkout.root, path) for path in sorted(paths)}
+    surveys = [_measure(checkout, base, editions, files) for base, editions in families]
     best = min(surveys, key=lambda one: (bool(one.strangers), not one.is_at_base, len(one.strangers)))
-    odd = {path for path in best.strangers if found[path].blob}
-    places = ((path, one.base.tag) for one in surveys for path in odd.intersection(one.found).difference(one.strangers))
+    odd = {path for path in best.strangers if files[path].blob}
+    places = ((path, one.base.tag) for one in surveys for path in odd.intersection(one.files).difference(one.strangers))
     return replace(best, elsewhere=dict(places))
 
 
-def _measure(checkout: Checkout, base: Base, editions: tuple[Edition, ...], seen: dict[str, Found]) -> Survey:
+def _measure(checkout: Checkout, base: Base, editions: tuple[Edition, ...], seen: dict[str, FileState]) -> Survey:
     known: dict[str, set[str | None]] = {}
     for edition in editions:
         for path, file in edition.files.items():
             known.setdefault(path, set()).update((file.before, file.after))
     before = {path: file.before for edition in reversed(editions) for path, file in edition.files.items()}
-    found = {path: seen[path] for path in sorted(before)}
-    strangers = tuple(path for path, at in found.items() if at.obstacle or at.blob not in known[path])
+    files = {path: seen[path] for path in sorted(before)}
+    strangers = tuple(path for path, at in files.items() if at.obstacle or at.blob not in known[path])
     at_base = checkout.head == base.commit if checkout.head else base.is_said_by(checkout.version)
-    measured = Survey(base, editions, found, before, strangers, at_base)
+    measured = Survey(base, editions, files, before, strangers, at_base)
     if strangers:
         return replace(measured, state=State.DRIFTED if at_base else State.WRONG_BASE)
     if measured.is_as(None):
@@ -100,7 +100,7 @@ def _measure(checkout: Checkout, base: Base, editions: tuple[Edition, ...], seen
     return replace(measured, state=state, edition=applied)
 
 
-def read_plain(root: Path, path: str) -> Found:
+def read_plain(root: Path, path: str) -> FileState:
     """Returns the content of the plain file ``path``, None if nothing is there, or the obstacle.
 
     No link is followed, in any folder of the path, and nothing is opened that could block.
@@ -109,13 +109,13 @@ def read_plain(root: Path, path: str) -> Found:
         for parent in reversed([*Path(path).parents][:-1]):
             mode = (root / parent).lstat().st_mode
             if not stat.S_ISDIR(mode):
-                return Found(None, f"{parent} is {_kind(mode)}, not a folder")
+                return FileState(None, f"{parent} is {_kind(mode)}, not a folder")
         content = read_regular(root / path, MAX_FILE_BYTES)
-        return Found(content, None, blob_id(content))
+        return FileState(content, None, blob_id(content))
     except FileNotFoundError:
-        return Found(None)
+        return FileState(None)
     except OSError as error:
-        return Found(None, _kind((root / path).lstat().st_mode, error.strerror))
+        return FileState(None, _kind((root / path).lstat().st_mode, error.strerror))
 
 
 def _kind(mode: int, otherwise: str | None = "a plain file") -> str:

@@ -20,7 +20,7 @@ from .disk import Filesystem, check_folders, no_permission
 from .survey import read_plain
 
 JOURNAL_NAME, ORIGINAL = "journal.json", "original-"
-STATE_FILES = ("applied.patch", "applied.json")  # the second is of 0.1.0
+KEPT_PATCH = "applied.patch"  # a copy of what was applied, in the state folder
 _NOT_A_JOURNAL = (ValueError, KeyError, TypeError, AttributeError, RecursionError, PatchkitError, OSError)
 SPARE_BYTES = 2**20  # for folders, the journal and the file system's own needs
 
@@ -93,7 +93,7 @@ def _broken(path: Path) -> RollbackError:
 
 def _is_plausible(entry: Entry) -> bool:
     digests = all(digest is None or re.fullmatch("[0-9a-f]{64}", digest) for digest in (entry.before, entry.after))
-    is_ours = entry.where == "tree" or (entry.where == "state" and entry.path in STATE_FILES)
+    is_ours = entry.where == "tree" or (entry.where == "state" and entry.path == KEPT_PATCH)
     return digests and is_ours and bool(re.fullmatch(r"\.gradloc\.\d+\.\d+\.tmp", entry.temporary))
 
 
@@ -267,8 +267,8 @@ class Transaction:
         return self.roots[entry.where] / entry.path
 
     def _is(self, entry: Entry, digest: str | None) -> bool:
-        found = read_plain(self.roots[entry.where], entry.path)
-        return not found.obstacle and digest == (None if found.content is None else sha256_hex(found.content))
+        file = read_plain(self.roots[entry.where], entry.path)
+        return not file.obstacle and digest == (None if file.content is None else sha256_hex(file.content))
 
     def _drop_if_empty(self, folder: Path) -> bool:
         if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):

@@ -10,7 +10,8 @@ from benchmarks.localization.plan import Cell, full, quick
 from benchmarks.localization.published import formula_cost
 from benchmarks.localization.scenarios import PLANTS, SCENARIOS, WHOLE, Planter
 from benchmarks.localization.tables import markdown
-from benchmarks.localize import measure, write
+from benchmarks.localize import measure
+from benchmarks.run import finish
 from tests.bare import AGGREGATIONS, Loss, build, random_batch
 
 pytestmark = pytest.mark.full
@@ -77,7 +78,7 @@ def test_the_published_search_costs_what_its_formula_says(run):
 
 
 def test_the_record_is_plain_json_with_its_origin(run, tmp_path):
-    write(run, tmp_path)
+    finish(run, tmp_path, "localize", markdown(run))
     kept = json.loads((tmp_path / "localize.json").read_text())
     for key in ("schema_version", "command", "core_sha256", "machine", "versions", "cells"):
         assert key in kept

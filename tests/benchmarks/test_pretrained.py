@@ -39,7 +39,7 @@ def test_the_tokens_of_a_step_add_up_to_it(model):
     rows = [shapes.Row(torch.randint(96, (5,)), torch.randint(96, (4,)), advantage) for advantage in (1.0, -0.5)]
     step = shapes.measure(model, rows, Progress(8))
     found = shapes.summary(step)
-    assert (found.rows, found.tokens) == (2, 8)
-    assert found.closure == pytest.approx(1.0, abs=1e-4)
-    assert min(step["norm"]) > 0 and found.largest_norm <= 8
+    assert (found["rows"], found["tokens"]) == (2, 8)
+    assert found["closure"] == pytest.approx(1.0, abs=1e-4)
+    assert min(step["norm"]) > 0 and found["largest_norm"] <= 8
     assert shapes.spearman(torch.arange(5.0), torch.arange(5.0).exp()) == pytest.approx(1.0)

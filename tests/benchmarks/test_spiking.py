@@ -50,8 +50,3 @@ def test_the_table_has_a_row_for_each_case_and_precision_with_its_limit(run):
     limits = {(row[0], row[1]): float(row[4]) for row in cells}
     assert limits == {(f["case"], f["dtype"]): spiking.LIMITS[f["dtype"]][f["case"]] for f in run["cases"]}
     assert all((row[7] == "-") == (row[0] == "batch") for row in cells)
-
-
-def test_a_record_of_one_precision_is_of_float32(run):
-    older = [{key: value for key, value in case(run, "batch", "float32").items() if key != "dtype"}]
-    assert "| batch | float32 | " in spiking.markdown({**run, "cases": older})

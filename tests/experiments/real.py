@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experiments as a user runs them, with the real trainer, to their end."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.experiments.conftest import REPO
 
@@ -22,3 +25,38 @@ def run_to_the_end(*arguments: str, run_dir: Path, seconds: float = 900, **varia
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
+
+
+def demo(*arguments: str, run_dir: Path, **how) -> list[dict]:
+    """Runs a demo, which has to find its token and go on after it; returns each step's metrics.
+
+    The shortest honest form: every part as in the demo, the fault early, and a step after it, which shows that
+    training went on.
+    """
+    jsonschema = pytest.importorskip("jsonschema")
+    printed = run_to_the_end(*arguments, run_dir=run_dir, **how)
+    assert "FOUND: the event names exactly the token that was planted" in printed
+    assert "to go" in printed, "a step says how long the others take"
+    assert (run_dir / "report.html").is_file()
+    schema = json.loads((REPO / "schema" / "event.v1.schema.json").read_text())
+    (event,) = map(json.loads, (run_dir / "gradloc" / "events.jsonl").read_text().splitlines())
+    jsonschema.validate(event, schema)
+    steps = steps_of(run_dir)
+    spike = event["step"]["global_step"]
+    assert [number for number, data in enumerate(steps, 1) if data["gradloc/events"]] == [spike] and spike < len(steps)
+    norms = [data["actor/grad_norm"] for data in steps]
+    assert norms.pop(spike - 1) > 10 * max(norms)
+    return steps
+
+
+def steps_of(run_dir: Path) -> list[dict]:
+    """Each step's metrics."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = {line["step"]: line["data"] for line in lines if "actor/grad_norm" in line["data"]}
+    assert list(steps) == list(range(1, len(steps) + 1))
+    return list(steps.values())
+
+
+def largest_difference(steps: list[dict]) -> float:
+    """Of rollout and trainer: small where rollouts come from the weights being trained, not those at the start."""
+    return max(data["training/rollout_probs_diff_max"] for data in steps)

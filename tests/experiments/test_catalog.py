@@ -23,22 +23,24 @@ PROVIDED = {
 def chain(name):
     """The text of an experiment's config and of those it builds on, by name."""
     text = (catalog.CONFIGS / f"{name}.yaml").read_text()
-    found = {name: text}
-    for base in re.findall(r"^  - ([\w-]+)$", text, re.M):
-        if base in catalog.EXPERIMENTS:
-            found.update(chain(base))
-    return found
+    texts = {name: text}
+    for base in re.findall(r"^  - ([\w/-]+)$", text, re.M):
+        if (catalog.CONFIGS / f"{base}.yaml").exists():
+            texts |= chain(base)
+    return texts
+
+
+FORMS = [form for name in catalog.names() for form in catalog.forms_of(catalog.load(name))]
 
 
 def test_every_config_is_in_the_catalog_and_every_entry_has_its_config():
-    assert catalog.names() == sorted(path.stem for path in catalog.CONFIGS.glob("*.yaml"))
+    assert {form.arguments()[0] for form in FORMS} == {path.stem for path in catalog.CONFIGS.glob("*.yaml")}
 
 
-@pytest.mark.parametrize("name", catalog.names())
-def test_an_entry_has_the_variables_that_its_config_takes(name):
-    configs = chain(name)
+@pytest.mark.parametrize("experiment", FORMS, ids=lambda form: form.name)
+def test_an_entry_has_the_variables_that_its_config_takes(experiment):
+    configs = chain(experiment.arguments()[0])
     text = "\n".join(configs.values())
-    experiment = catalog.load(name)
     known = {variable.name: variable.kind for variable in experiment.variables}
     assert set(re.findall(r"\$\{oc\.env:([A-Z_]+)\}", text)) - PROVIDED <= set(known)
     assert set(known) <= set(re.findall(r"oc\.env:([A-Z_]+)", text))
@@ -48,12 +50,11 @@ def test_an_entry_has_the_variables_that_its_config_takes(name):
         assert kind != "number" or f"oc.env:{variable}," in text
 
 
-@pytest.mark.parametrize("name", catalog.names())
-def test_every_variable_of_a_config_is_documented(name):
+def test_every_variable_of_a_config_is_documented():
     documented = (REPO / "docs" / "experiments.md").read_text()
-    text = (catalog.CONFIGS / f"{name}.yaml").read_text()
-    for variable in set(re.findall(r"oc\.env:([A-Z_]+)", text)):
-        assert f"`{variable}`" in documented, variable
+    for path in catalog.CONFIGS.rglob("*.yaml"):
+        for variable in set(re.findall(r"oc\.env:([A-Z_]+)", path.read_text())):
+            assert f"`{variable}`" in documented, variable
 
 
 @pytest.mark.parametrize("name", catalog.names())
@@ -84,6 +85,8 @@ def test_an_heir_needs_what_its_base_needs_and_has_arms_of_its_own():
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(UsageError, match=r"called 'two': there are buckets-demo, .*two-nodes, wild\.$"):
         catalog.load("two")
+    with pytest.raises(UsageError, match="write demo verl=0.9.1"):
+        catalog.load("demo-verl09")
 
 
 def test_a_config_that_the_catalog_lacks_is_refused_with_where_to_list_it(tmp_path, monkeypatch):

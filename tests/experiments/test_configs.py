@@ -34,10 +34,11 @@ KNOBS = {
 }
 # tests/adapters/verl09 composes the others.
 PATCHED = [name for name in catalog.names() if not catalog.load(name).is_installed]
+OWN = {name: catalog.load(name).arguments() for name in PATCHED}
 KNOBBED = ["demo", "explosion", "buckets-demo"]
 ARMS = [(name, arm) for name in PATCHED for arm in catalog.load(name).arms]
 CASES = [
-    *((name, [], {}) for name in PATCHED),
+    *((*OWN[name], {}) for name in PATCHED),
     *((name, [*arm.overrides], {}) for name, arm in ARMS if arm.overrides),
     *((name, [], KNOBS) for name in KNOBBED),
     (catalog.PUBLISHED.name, ["data.train_batch_size=32"], {"NNODES": "2"}),
@@ -63,7 +64,7 @@ def composed(single, tmp_path_factory, patched_tree):
 
 @pytest.mark.parametrize("name", PATCHED)
 def test_an_experiment_composes_and_becomes_verls_dataclasses(composed, name):
-    config = composed(name)
+    config = composed(*OWN[name])
     assert config["trainer"]["experiment_name"] == name
     assert str(composed.folder) in config["data"]["train_files"]
 

@@ -117,12 +117,9 @@ def test_an_interrupt_ends_the_suite(stage, capfd):
     assert [cell["exit_code"] for cell in cells] == [130, None, None, None]
 
 
-def test_a_summary_that_fails_fails_the_suite(stage):
-    assert stage("pass", "no_such")[0] == 1
-
-
-def test_a_suite_without_a_summary_ends_with_its_runs(stage):
-    assert stage("pass", None)[0] == 0
+@pytest.mark.parametrize(("summary", "code"), [("no_such", 1), (None, 0)])
+def test_a_summary_that_fails_fails_the_suite_and_there_need_be_none(stage, summary, code):
+    assert stage("pass", summary)[0] == code
 
 
 def test_a_folder_that_is_no_suite_is_refused(tmp_path):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts import make_advice
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -23,6 +25,11 @@ def test_every_link_to_a_file_leads_somewhere():
     for page in PAGES:
         targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
         assert [to for to in targets if "://" not in to and not (page.parent / to).exists()] == [], page.name
+
+
+def test_the_advice_is_what_its_script_makes():
+    for path, text in make_advice.pages().items():
+        assert path.read_text(encoding="utf-8") == text, "run python scripts/make_advice.py"
 
 
 def help_of(*command):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from patchkit.errors import PatchkitError
 from tests.patchkit import world
 
 settings.register_profile("suite", deadline=None, derandomize=True, max_examples=60)
@@ -23,6 +24,21 @@ def no_waiting_for_the_disk(request: pytest.FixtureRequest, monkeypatch: pytest.
     """
     is_killed = "kills" in request.node.nodeid
     monkeypatch.setattr(os, "fsync", (lambda handle: time.sleep(0.0003)) if is_killed else (lambda handle: None))
+
+
+@pytest.fixture(autouse=True)
+def every_refusal_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is refused in a test says what, why and what to do."""
+    made = PatchkitError.__init__
+
+    def checked(self: PatchkitError, reason: str, what: str, cause: str, next_: str, **data: object) -> None:
+        made(self, reason, what, cause, next_, **data)
+        assert what and not what.endswith("."), "a line of its own, not a sentence in a row"
+        for text in (cause, next_):
+            assert text and text.strip() == text and "reinstall" not in text
+        assert self.text().startswith(f"refused: {what}\n") and f"\n  cause:    {cause}\n" in self.text()
+
+    monkeypatch.setattr(PatchkitError, "__init__", checked)
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,12 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from patchkit.apply import cli
 from patchkit.build import base as bases
+from patchkit.build import cli as regenerate
 from patchkit.build.cli import write_file
 from patchkit.build.sources import Folders, Sources, compose
 from patchkit.patch.content import blob_id
@@ -166,13 +168,13 @@ def git(root: Path, *arguments: str, **variables: str) -> str:
     return done.stdout
 
 
+@dataclass(frozen=True)
 class Outcome:
     """What a command line returned and printed."""
 
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code = code
-        self.out = out
-        self.err = err
+    code: int
+    out: str
+    err: str
 
     @property
     def document(self) -> dict:
@@ -189,4 +191,12 @@ def run(capsys, patches: Path, *arguments: str) -> Outcome:
     code = cli.main(["--patches", str(patches), *map(str, arguments)])
     captured = capsys.readouterr()
     assert "Traceback" not in captured.out + captured.err
-    return Outcome(code, captured.out, captured.err)
+    return Outcome(code, *captured)
+
+
+def make(capsys, folders: Folders, patches: Path, *options: object) -> Outcome:
+    """Runs make_patch.sh's command line in this process."""
+    capsys.readouterr()
+    places = ("--package", folders.package, "--overrides", folders.overrides, "--patches", patches)
+    code = regenerate.main([*map(str, places), *map(str, options)])
+    return Outcome(code, *capsys.readouterr())

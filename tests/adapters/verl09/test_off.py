@@ -48,7 +48,7 @@ def run(experiment: Experiment, overrides: list[str], folder: Path, **variables:
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     given = {**os.environ, **variables, "VERL_USE_EXTERNAL_MODULES": "seeded", "PYTHONPATH": path}
     environ = given | cli.child_environment(given, experiment, REPO, folder, material)
-    command = cli.command(sys.executable, experiment.name, ["demo.steps=4", "trainer.save_freq=4", *overrides])
+    command = cli.command(sys.executable, experiment, ["demo.steps=4", "trainer.save_freq=4", *overrides])
     with (folder / "console.log").open("w") as log:
         child = subprocess.Popen(command, env=environ, cwd=folder, stdout=log, stderr=log, start_new_session=True)
         try:

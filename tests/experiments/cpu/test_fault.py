@@ -17,10 +17,6 @@ def fault(verl):
     fault.arm(None)
 
 
-def plan(fault, sequence, position, step=1):
-    return fault.FaultPlan(step, sequence, position)
-
-
 MASK = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
 UIDS = ["p", "p", "q", "q"]
 
@@ -36,16 +32,10 @@ def armed(fault, tmp_path, seed=1):
     return made
 
 
-def test_a_seed_draws_the_same_place_everywhere(fault):
+def test_a_seed_draws_the_same_place_everywhere_and_each_another_of_the_steps(fault):
     assert fault.draw(1, 3, 6) == fault.FaultPlan(5, 0.819075893664897, 0.7154095937980914)
-
-
-def test_different_seeds_draw_different_places(fault):
-    assert len({fault.draw(seed, 3, 6) for seed in range(50)}) == 50
-
-
-def test_every_step_of_the_range_is_drawn_and_no_other(fault):
-    assert {fault.draw(seed, 3, 6).step for seed in range(100)} == {3, 4, 5, 6}
+    plans = {fault.draw(seed, 3, 6) for seed in range(100)}
+    assert len(plans) == 100 and {plan.step for plan in plans} == {3, 4, 5, 6}
 
 
 def test_an_empty_range_of_steps_is_refused(fault):
@@ -59,7 +49,7 @@ def test_an_empty_range_of_steps_is_refused(fault):
     ids=["first-first", "last-real-token", "empty-row-passed-over", "last-row"],
 )
 def test_the_place_is_always_a_response_token(fault, sequence, position, expected):
-    assert fault.locate(plan(fault, sequence, position), MASK) == expected
+    assert fault.locate(fault.FaultPlan(1, sequence, position), MASK) == expected
 
 
 def test_only_the_planted_token_changes_and_the_record_names_it(fault, tmp_path):

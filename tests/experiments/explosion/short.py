@@ -43,6 +43,6 @@ def explode(run_dir: Path, *more: str, **variables: str) -> None:
     assert culprit["advantage"] == pytest.approx(0.8)
     assert 5e4 < culprit["ratios"]["current_over_old"] < 1e5
     assert culprit["cause"]["label"] == "token_mismatch"
-    assert "as planted" in printed and (run_dir / "summary.html").is_file()
+    assert "as planted" in printed and (run_dir / "summary.png").is_file()
     assert (run_dir / "unprotected" / "report.html").is_file()
     assert not (run_dir / "healthy" / "gradloc" / "events.jsonl").exists()

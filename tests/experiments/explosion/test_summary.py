@@ -75,7 +75,7 @@ def suite_dir(tmp_path):
     write_run(tmp_path / "healthy", "healthy", event=None)
     write_run(tmp_path / "loud", "loud")
     cells = [
-        {"arm": name, "meaning": f"{name} & all", "seed": None, "folder": name, "exit_code": code}
+        {"arm": name, "seed": None, "folder": name, "exit_code": code}
         for name, code in (("healthy", 0), ("loud", 0), ("broken", 1))
     ]
     (tmp_path / "suite.json").write_text(json.dumps({"experiment": "explosion", "cells": cells}))
@@ -139,7 +139,7 @@ def test_the_healthy_twin_is_at_no_distance_from_itself(suite_dir):
 )
 def test_what_a_safeguard_did_is_read_from_its_metrics(tmp_path, metrics, limit, said):
     write_run(tmp_path / "run", "loud", metrics, limit=limit)
-    assert table.done(readings.read(tmp_path / "run", "loud", ""), 4) == said
+    assert table.done(readings.read(tmp_path / "run", "loud"), 4) == said
 
 
 @pytest.mark.parametrize(
@@ -154,12 +154,12 @@ def test_another_token_is_not_as_planted(tmp_path, change, said):
     event = copy.deepcopy(EVENT)
     event["culprits"][0].update(change)
     write_run(tmp_path / "run", "loud", event=event)
-    assert table.named(readings.read(tmp_path / "run", "loud", ""), 4) == said
+    assert table.named(readings.read(tmp_path / "run", "loud"), 4) == said
 
 
 def test_an_event_without_a_culprit_is_said(tmp_path):
     write_run(tmp_path / "run", "loud", event={**EVENT, "culprits": []})
-    assert table.named(readings.read(tmp_path / "run", "loud", ""), 4) == "no culprit"
+    assert table.named(readings.read(tmp_path / "run", "loud"), 4) == "no culprit"
 
 
 def test_without_a_twin_of_the_same_seed_nothing_is_compared(suite_dir):
@@ -172,15 +172,11 @@ def test_without_a_twin_of_the_same_seed_nothing_is_compared(suite_dir):
     assert [cells[column] for column in columns] == ["-"] * 4
 
 
-def test_the_summary_prints_the_table_and_writes_page_plot_and_markdown(suite_dir, capsys):
-    (suite_dir / "loud" / "report.html").touch()
+def test_the_summary_prints_the_table_and_writes_plot_and_markdown(suite_dir, capsys):
     assert summary.main([str(suite_dir)]) == 0
     said = capsys.readouterr().out
     assert "token_mismatch, ratio 93 000, as planted" in said and "without broken" in said
     assert (suite_dir / "summary.png").read_bytes()[:4] == b"\x89PNG"
-    page = (suite_dir / "summary.html").read_text()
-    assert 'href="loud/report.html"' in page and "loud &amp; all" in page
-    assert "healthy/report.html" not in page
     assert (suite_dir / "summary.md").read_text().startswith("| arm | final reward |")
 
 

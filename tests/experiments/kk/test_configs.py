@@ -30,8 +30,9 @@ def compose(tmp_path, patched_tree, monkeypatch):
     searchpath = f"hydra.searchpath=[file://{patched_tree}/verl/trainer/config]"
 
     def call(name, *overrides):
+        config_name, arguments = catalog.load(name).arguments(overrides)
         with initialize_config_dir(str(catalog.CONFIGS), version_base=None):
-            config = compose(name, overrides=[*overrides, searchpath])
+            config = compose(config_name, overrides=[*arguments, searchpath])
         return OmegaConf.to_container(config, resolve=True)
 
     return call

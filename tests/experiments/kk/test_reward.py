@@ -72,22 +72,6 @@ def test_a_tag_missing_or_twice_scores_the_format_error(kk, one, tag, place, add
     assert score(kk, broken, truth(one)) == -3.0
 
 
-@PROPERTY
-@given(order=st.permutations(TAGS))
-def test_tags_out_of_order_score_the_format_error(kk, order):
-    assume(tuple(order) != TAGS)
-    lines = TRUTH["solution_text_format"]
-    text = f"{order[0]}hm{order[1]}{order[2]}{lines}{order[3]}"
-    assert score(kk, text) == -3.0
-
-
-@PROPERTY
-@given(text=st.text(alphabet="<>/thinkaswer knigve is a(1)Zoy\n", max_size=200))
-def test_noise_scores_the_format_error(kk, text):
-    assume(not all(tag in text for tag in TAGS))
-    assert score(kk, text) == -3.0
-
-
 @pytest.mark.parametrize(
     "text, expected",
     [
@@ -107,6 +91,8 @@ def test_noise_scores_the_format_error(kk, text):
         ("<think></think><answer></answer>", -1.0),
         (RIGHT.replace("<answer>", "<Answer>"), -3.0),
         (RIGHT.removeprefix("<think>"), -3.0),
+        ("</think>hm<think><answer>(1) Zoey is a knight\n(2) Oliver is a knave</answer>", -3.0),
+        ("Zoey is a knight, and so on", -3.0),
         ("", -3.0),
     ],
 )

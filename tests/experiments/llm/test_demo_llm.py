@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo on a pretrained model: fetched, dequantized, trained by verl's real trainer, and its spike traced."""
-
-import json
+"""The demo on a pretrained model: fetched, dequantized, trained by verl's real trainer; and with vLLM on a CPU."""
 
 import pytest
 
-from tests.experiments.real import run_to_the_end
+from tests.experiments.real import demo, largest_difference, run_to_the_end, steps_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+SHORT = ("demo.steps=2", "demo.fault.first_step=1", "demo.fault.last_step=1")
 
 
-@pytest.mark.e2e
-@pytest.mark.slow
 def test_the_demo_on_a_pretrained_model_names_exactly_the_token_that_it_planted(patched_tree, tmp_path):
-    # The fault in the first step, and one after it, which shows that training went on.
-    arguments = ["demo-llm", "demo.steps=2", "demo.fault.first_step=1", "demo.fault.last_step=1"]
-    printed = run_to_the_end(*arguments, run_dir=tmp_path / "run", seconds=1800, VERL_REPO=str(patched_tree))
+    steps = demo("demo-llm", *SHORT, run_dir=tmp_path / "run", seconds=1800, VERL_REPO=str(patched_tree))
+    assert len(steps) == 2 and largest_difference(steps) < 1e-3
+
+
+def test_vllm_generates_from_the_weights_being_trained_and_the_planted_token_is_named(tmp_path):
+    """vLLM gets the trainer's weights by verl's own transfer: with the old ones the difference would be 1000 times."""
+    faster = "actor_rollout_ref.actor.optim.lr=1e-4"
+    printed = run_to_the_end("demo-vllm", *SHORT, faster, run_dir=tmp_path / "run", seconds=1800)
     assert "FOUND: the event names exactly the token that was planted" in printed
-    assert "to go" in printed, "a step says how long the others take"
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = {line["step"]: line["data"] for line in lines if "actor/grad_norm" in line["data"]}
-    assert sorted(steps) == [1, 2]
-    assert steps[1]["actor/grad_norm"] > 10 * steps[2]["actor/grad_norm"]
-    # The rollouts come from the weights being trained.
-    assert all(step["training/rollout_probs_diff_max"] < 1e-3 for step in steps.values())
+    steps = steps_of(tmp_path / "run")
+    assert len(steps) == 2 and largest_difference(steps) < 1e-4

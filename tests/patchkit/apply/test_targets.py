@@ -115,10 +115,8 @@ def test_verl_inside_another_repository_is_patched(apply, tmp_path, tracked):
     assert not (inner / ".gradloc-patch").exists()
 
 
-def test_an_unpacked_archive_is_patched_and_the_commit_said_to_be_unknown(apply, tree):
-    outcome = apply(tree)
-    assert outcome.code == 0 and "the commit is unknown" in outcome.out
-    assert world.files_of(tree) == RESULT
+def test_of_an_unpacked_archive_the_commit_is_said_to_be_unknown(apply, tree):
+    assert "the commit is unknown" in apply(tree).out
 
 
 def test_a_folder_inside_verl_is_refused_and_the_parent_proposed(apply, tree):
@@ -233,7 +231,7 @@ def test_installed_without_verl_is_refused(tmp_path):
     assert done.returncode == 1 and "this Python has no verl" in done.stderr
 
 
-def test_a_path_with_spaces_and_another_working_directory_work(apply, tmp_path, monkeypatch):
+def test_a_path_may_have_spaces_and_be_relative(apply, tmp_path, monkeypatch):
     world.write_tree(tmp_path / "a b/verl tree", BASE)
     monkeypatch.chdir(tmp_path / "a b")
     assert apply("verl tree").code == 0

@@ -11,10 +11,12 @@ import pytest
 from patchkit.apply.library import Library
 from patchkit.build import base as bases
 from patchkit.build import generated
-from patchkit.build.cli import main as make_patch
-from patchkit.build.cli import write_file
+from patchkit.build.cli import _base_of, write_file
+from patchkit.build.cli import parser as parser_of
 from patchkit.build.sources import Folders, compose
 from patchkit.errors import IntegrityError
+from patchkit.patch.manifest import Base
+from patchkit.tree.checkout import resolve
 from tests.patchkit import world
 from tests.patchkit.build.test_roundtrip import contents
 from tests.patchkit.world import ACTOR, BASE, INIT, NEW, RESULT, TRAINER, V070, V071
@@ -34,7 +36,7 @@ NEXT_RESULT = RESULT | {
 
 
 @pytest.fixture
-def two(tmp_path) -> tuple[Folders, dict, Path]:
+def two(tmp_path, monkeypatch) -> tuple[Folders, dict, Path]:
     """Sources for two verls, their pristine trees, and the built patches/."""
     trees = {V070: world.write_tree(tmp_path / "base-0", BASE), V071: world.write_tree(tmp_path / "base-1", NEXT)}
     folders = world.write_sources(tmp_path, world.sources(BASE, RESULT))
@@ -42,6 +44,8 @@ def two(tmp_path) -> tuple[Folders, dict, Path]:
     write_file(folders.overrides / f"v0.7.1/{ACTOR}.patch", seam.encode())
     for name, data in compose(folders, trees).items():
         write_file(tmp_path / "patches" / name, data)
+    monkeypatch.setattr(bases, "PINNED", dict.fromkeys(trees, ""))
+    monkeypatch.setattr(bases, "ensure_base", lambda tag: next(t for b, t in trees.items() if b.tag == tag))
     return folders, trees, tmp_path / "patches"
 
 
@@ -98,19 +102,16 @@ def test_a_seam_serves_the_next_verl_where_each_hunk_fits_at_one_place_alone(two
     assert caught.value.reason == "build-seam-lacking" and f"{TRAINER}.patch" in caught.value.what
 
 
-def test_edits_of_the_next_verl_go_to_its_own_folder_and_shared_files_to_the_first(capsys, two, tmp_path, monkeypatch):
-    folders, trees, patches = two
-    monkeypatch.setattr(bases, "PINNED", dict.fromkeys(trees, ""))
-    monkeypatch.setattr(bases, "ensure_base", lambda tag: next(t for b, t in trees.items() if b.tag == tag))
+def test_edits_of_the_next_verl_go_to_its_own_folder_and_shared_files_to_the_first(capsys, two, tmp_path):
+    folders, _, patches = two
     shared = "verl/utils/reward.py"
     write_file(folders.overrides / "v0.7.0" / shared, b"reward = 1\n")
-    places = ["--package", folders.package, "--overrides", folders.overrides, "--patches", patches]
-    assert make_patch(list(map(str, places))) == 0
+    assert world.make(capsys, folders, patches).code == 0
     root = world.write_tree(tmp_path / "t", NEXT)
     world.run(capsys, patches, root)
     edits = {TRAINER: NEXT_RESULT[TRAINER] + "more\n", NEW: "edited = 1\n", shared: "reward = 2\n"}
     world.write_tree(root, edits)
-    assert make_patch([*map(str, places), "--repo", str(root)]) == 0, capsys.readouterr().err
+    assert world.make(capsys, folders, patches, "--repo", root).code == 0
     assert folders.place("v0.7.0", NEW).read_text() == "edited = 1\n"
     assert (folders.overrides / "v0.7.0" / shared).read_text() == "reward = 2\n"
     assert "+more\n" in (folders.overrides / f"v0.7.1/{TRAINER}.patch").read_text()
@@ -122,12 +123,7 @@ def test_edits_of_the_next_verl_go_to_its_own_folder_and_shared_files_to_the_fir
     assert world.files_of(first) == RESULT | {NEW: "edited = 1\n", shared: "reward = 2\n"}
 
 
-def test_a_clone_is_taken_to_be_on_the_latest_verl_that_it_descends_from(capsys, two, tmp_path, monkeypatch):
-    from patchkit.build.cli import _base_of
-    from patchkit.build.cli import parser as parser_of
-    from patchkit.patch.manifest import Base
-    from patchkit.tree.checkout import resolve
-
+def test_a_clone_is_taken_to_be_on_the_latest_verl_that_it_descends_from(tmp_path):
     clone = world.make_clone(tmp_path / "clone")
     first = world.git(clone, "rev-parse", "HEAD").strip()
     world.write_tree(clone, NEXT)
@@ -139,17 +135,15 @@ def test_a_clone_is_taken_to_be_on_the_latest_verl_that_it_descends_from(capsys,
         assert _base_of(resolve(str(clone)), options, trees).tag == tag
 
 
-def test_drift_says_for_each_seam_whether_and_where_it_fits(capsys, two, tmp_path, monkeypatch):
-    folders, trees, patches = two
-    monkeypatch.setattr(bases, "PINNED", dict.fromkeys(trees, ""))
-    monkeypatch.setattr(bases, "ensure_base", lambda tag: next(t for b, t in trees.items() if b.tag == tag))
-    places = ["--package", folders.package, "--overrides", folders.overrides, "--patches", patches]
+def test_drift_says_for_each_seam_whether_and_where_it_fits(capsys, two, tmp_path):
+    folders, _, patches = two
     before = tuple(map(world.picture, (folders.package, folders.overrides, patches)))
 
     def drift(files: dict) -> str:
         root = world.write_tree(tmp_path / f"t{len(list(tmp_path.iterdir()))}", files)
-        assert make_patch([*map(str, places), "--drift", str(root), "--base", "v0.7.0"]) == 0
-        return capsys.readouterr().out
+        outcome = world.make(capsys, folders, patches, "--drift", root, "--base", "v0.7.0")
+        assert outcome.code == 0
+        return outcome.out
 
     assert "2 same" in drift(BASE)
     assert f"{ACTOR}  conflict  hunk 1 at line 11: expects 'actor line 11', there is 'actor line eleven'" in drift(NEXT)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from patchkit.build import base as bases
-from patchkit.build import cli as regenerate
 from patchkit.build import generated
 from patchkit.build.sources import LICENCE_HEAD, PACKAGE, SPDX, Folders, compose
 from patchkit.errors import IntegrityError
@@ -38,18 +37,7 @@ class Workshop:
 
     def make(self, *options) -> world.Outcome:
         """Runs make_patch.sh's command line in this process."""
-        self.capsys.readouterr()
-        places = [
-            "--package",
-            str(self.folders.package),
-            "--overrides",
-            str(self.folders.overrides),
-            "--patches",
-            str(self.patches),
-        ]
-        code = regenerate.main([*places, *map(str, options)])
-        captured = self.capsys.readouterr()
-        return world.Outcome(code, captured.out, captured.err)
+        return world.make(self.capsys, self.folders, self.patches, *options)
 
     def take(self, *options) -> world.Outcome:
         return self.make("--repo", self.clone, *options)

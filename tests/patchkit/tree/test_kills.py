@@ -20,9 +20,7 @@ from pathlib import Path
 import pytest
 
 from patchkit.apply.applier import Applier
-from patchkit.apply.library import Library
 from patchkit.errors import PatchkitError
-from patchkit.tree.checkout import resolve
 from patchkit.tree.disk import Filesystem
 from tests.patchkit import world
 from tests.patchkit.tree.test_faults import assert_each_file_is_whole, no_traces, run
@@ -277,8 +275,3 @@ def test_an_error_in_the_tool_itself_is_no_traceback(capsys, patches, tree, monk
     assert outcome.code == 4 and "RuntimeError: a bug" in outcome.err and "--debug" in outcome.err
     with pytest.raises(PatchkitError):
         world.run(capsys, patches, tree, "--debug")
-
-
-def test_the_library_level_names_the_checkout(patches, tree):
-    report = Applier(resolve(str(tree)), Library(patches)).apply()
-    assert report["target"] == str(tree) and report["state"] == "APPLIED"
