@@ -9,7 +9,7 @@ from ..record import Culprit, Event
 from ..words.leader import by_size
 from ..words.numbers import bounded, number
 from ..words.shares import carried, told_share
-from ..words.story import beside, headline, it
+from ..words.story import headline, pronoun, step_cause
 from ..words.verdict import quote
 
 COLUMNS = (
@@ -25,11 +25,11 @@ def announcement(event: Event) -> str:
     Returns:
         One line of printable characters.
     """
-    said, norm, found, cause = headline(event), number(event.trigger.grad_norm, 3), event.certificate, beside(event)
+    said, norm, found, cause = headline(event), number(event.trigger.grad_norm, 3), event.certificate, step_cause(event)
     if event.culprits:
         known = bounded(found.norm_after, found.error_bound, 3)[0]
         doubt = "" if found.verdict == "explained" else f" ({found.verdict.replace('_', ' ')})"
-        said += f": {_who(event)}, norm {norm} -> {known} without {it(event)}{doubt}"
+        said += f": {_who(event)}, norm {norm} -> {known} without {pronoun(event)}{doubt}"
     else:
         said += f": {cause.reason}, norm {norm}" if cause else f": norm {norm}"
     scale = event.consequence.clip_scale if event.consequence is not None else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..record import Event
 from .numbers import number
-from .story import beside
+from .story import step_cause
 from .text import listed, plural
 
 BEFORE, AFTER = 20, 10
@@ -78,7 +78,7 @@ def did_it_hurt(event: Event, series: Series) -> Hurt:
     step = event.step.global_step
     parts = [part for watched in _WATCHED if (part := _part(watched, series, step, event.model or "actor"))]
     known = [part for part in parts if part.after is not None]
-    cause = beside(event)
+    cause = step_cause(event)
     if cause and cause.label == "non_finite_weights":
         return Hurt("yes", "The weights are not finite: no later step can be.", tuple(parts))
     worse = [part for part in known if part.is_worse]
