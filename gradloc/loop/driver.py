@@ -98,7 +98,7 @@ class Driver:
         over_run = {name: value / typical[name][0] for name, value in present.items() if name in typical}
         written = [self.writer.write(raw, batch, over_run) for raw in first.events]
         self.policies.learn(first.norms, len(written))
-        self.teller.tell([event for event, _ in written], policy.global_step, [why for _, why in written])
+        self.teller.tell(written, policy.global_step)
         self._tell_unwritten([spike for spike in first.outcomes if not spike.is_written])
         if any(spike.taken == "abort" for spike in first.outcomes):
             self.teller.finish()

@@ -47,14 +47,14 @@ def load_states(parts: Mapping[str, Stateful], folder: str) -> None:
         return
     try:
         with open(path, encoding="utf-8") as file:
-            found = dict(json.load(file))
+            states = dict(json.load(file))
     except (OSError, ValueError, TypeError):
         logger.exception("gradloc: %s could not be read; what it remembered is learned anew", path)
         return
     for name, part in parts.items():
-        if name not in found:
+        if name not in states:
             continue
         try:
-            part.load_state(found[name])
+            part.load_state(states[name])
         except (ValueError, KeyError, TypeError, AttributeError):
             logger.exception("gradloc: the state of %s in %s is not ours; it starts anew", name, path)
