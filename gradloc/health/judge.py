@@ -31,13 +31,8 @@ class Reason:
     limit: float
     sentence: str
 
-    @property
-    def advice(self) -> list[tuple[str, str]]:
-        """What people do about it: pairs of a sentence and Hydra overrides, on any verl."""
-        return self.advice_on(None)
-
-    def advice_on(self, trainer: str | None) -> list[tuple[str, str]]:
-        """The same, on what made the run."""
+    def advice(self, trainer: str | None = None) -> list[tuple[str, str]]:
+        """What people do about it on this trainer, else on any verl: pairs of a sentence and config lines."""
         return actions_of(ADVICE[self.name], trainer)
 
 

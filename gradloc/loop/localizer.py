@@ -336,7 +336,7 @@ class Localizer:
                 head_square=self.head_squares[-1],
                 takes_what_is_not_finite=self.powers.takes_what_is_not_finite,
             )
-            event = raw_event(context, settings.budget, keeps_all=settings.evidence.bundle == "full")
+            event = raw_event(context, settings.budget, settings.evidence.bundle == "full")
         return event, action, self._act(action.taken, finding.tokens, grad_norm)
 
     def _act(self, taken: str, culprits: list[Token], grad_norm: torch.Tensor) -> torch.Tensor:

@@ -22,11 +22,7 @@ def is_ours(name: str) -> bool:
 
 
 def joined(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One value of each metric for a step.
-
-    Args:
-        updates: the metrics of each update, in their order. Of a name that has no rule here the last one stays.
-    """
+    """One value of each metric for a step, from those of its updates in order; the last where no rule says another."""
     (nearest,) = {name for metrics in updates for name in metrics if _plain(name) == "norm_over_threshold"} or {""}
     nearest_last = sorted(updates, key=lambda metrics: size(metrics.get(nearest, 0.0)))
     known = {name: value for metrics in updates for name, value in metrics.items()}
@@ -49,11 +45,7 @@ def metrics_of(
 ) -> dict[str, float]:
     """Our scalars of one update, under the actor's names; ``grad_norm_max`` is the model's own.
 
-    Args:
-        policy: of the update.
-        reports: one of each process.
-        first: the first process' among them.
-        num_write_failures: of the run.
+    ``reports`` has one of each process, ``first`` is the first one's; the write failures are the whole run's.
     """
     heads = [math.fsum(of_step) ** 0.5 for of_step in zip(*(report.head_squares for report in reports), strict=True)]
     counts = {f"gradloc/{taken}": sum(spike.taken == taken for spike in first.outcomes) for taken in _TAKEN}

@@ -9,11 +9,7 @@ from .wire import Policy
 
 
 class PolicyMaker:
-    """Learns from every norm what a spike is, and keeps count of the events that may still be written.
-
-    Args:
-        settings: those that hold, see :func:`~..config.resolve`.
-    """
+    """Learns from every norm what a spike is, and keeps count of the events that may still be written."""
 
     def __init__(self, settings: Any):
         self.settings, self.trigger = settings, settings.trigger
@@ -48,10 +44,9 @@ class PolicyMaker:
         """
         self._stage = stage
         self._num_updates += 1
+        tau, adaptive = self.trigger.tau, self.adaptive
         of_step = [*num_tokens] * num_epochs  # of each optimizer step
-        tau = self.trigger.tau
-        rule = self.adaptive
-        thresholds = [rule.threshold(i) if tau is None else fixed_threshold(tau, n) for i, n in enumerate(of_step)]
+        thresholds = [adaptive.threshold(i) if tau is None else fixed_threshold(tau, n) for i, n in enumerate(of_step)]
         if global_step != self._step:  # an update in stages calls this once for each
             self._step, self._num_in_step = global_step, 0
         allowed = min(self.trigger.max_events_per_step - self._num_in_step, self.trigger.max_events - self.num_events)
@@ -66,7 +61,7 @@ class PolicyMaker:
             typical=typical,
             force=self.trigger.force_step == global_step,
             stage=stage or None,
-            history=[] if tau is not None else [self.adaptive.summary(i) for i in range(len(of_step))],
+            history=[] if tau is not None else [adaptive.summary(i) for i in range(len(of_step))],
             update=self._num_updates,
             settings=self.settings,
         )

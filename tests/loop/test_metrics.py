@@ -4,6 +4,7 @@
 import math
 
 import pytest
+import torch
 
 from gradloc.loop.metrics import is_ours, joined
 from gradloc.reweighting.stages import Lopti, Stage
@@ -26,19 +27,10 @@ def test_what_belongs_together_is_of_the_update_nearest_its_threshold(order):
 
 
 def test_the_stages_of_lopti_are_joined_so_too():
-    def output(**metrics):
-        return {name.replace("__", "/"): value for name, value in metrics.items()}
-
-    import torch
-
     stages = [Stage("low", torch.ones(1, 2, dtype=torch.bool)), Stage("high", torch.ones(1, 2, dtype=torch.bool))]
+    names = ("gradloc/unwritten", "gradloc/threshold", "gradloc/norm_over_threshold", "actor/pg_loss")
     outputs = [
-        output(
-            gradloc__unwritten=[2], gradloc__threshold=[3.0], gradloc__norm_over_threshold=[0.5], actor__pg_loss=[1.0]
-        ),
-        output(
-            gradloc__unwritten=[3], gradloc__threshold=[9.0], gradloc__norm_over_threshold=[2.0], actor__pg_loss=[0.5]
-        ),
+        {name: [value] for name, value in zip(names, of, strict=True)} for of in ((2, 3, 0.5, 1.0), (3, 9, 2, 0.5))
     ]
     merged = Lopti._merged(None, stages, stages, outputs)
     assert (merged["gradloc/unwritten"], merged["gradloc/threshold"]) == ([5], [9.0])

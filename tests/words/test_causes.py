@@ -2,7 +2,6 @@
 """A matrix of spikes against causes: each kind of spike gets its own cause, its near neighbours theirs."""
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -100,15 +99,6 @@ def appended(case: Case, log_prob: float | None = None) -> Case:
     old = case.batch.old_log_probs.masked_fill(~case.batch.mask, 0.0)
     place = divmod(int(old.argmin()), old.shape[1])
     return written(case, float(old[place]) + 2 if log_prob is None else log_prob, place=place)
-
-
-def bypassed(log_prob: float, position: int = 2) -> Case:
-    """One token's log-prob of the rollout, which the loss takes for the old policy's."""
-    case = drifted(slice(ROW, ROW + 1), slice(position, position + 1))
-    old = case.batch.old_log_probs.clone()
-    old[ROW, position] = log_prob
-    case.batch = case.batch.edited(old_log_probs=old)
-    return written(case, log_prob, place=(ROW, position))
 
 
 def pulled(distance: float, advantage: float | None = None) -> Case:
@@ -282,8 +272,6 @@ CASES: dict[str, tuple[Callable[[], Case], str]] = {
     "an appended token with an advantage of 1e4": (lambda: written(planted(), 0.0), "extreme_advantage"),
     "a weight of 1e4 where the rollout says -25": (lambda: written(weighted(1e4, 1.0), -25.0), "not_sampled"),
     "a weight of 1e4 where it says -8": (lambda: written(weighted(1e4, 1.0), -8.0), "is_weight"),
-    "a rollout's -25 as the old log-prob": (lambda: bypassed(-25.0), "not_sampled"),
-    "a rollout's -13 as the old log-prob": (lambda: bypassed(-13.0), "token_mismatch"),
     "a NaN advantage": (lambda: planted(math.nan), "non_finite"),
     "a NaN advantage and one beside the mask": (lambda: with_padding(planted(math.nan)), "non_finite"),
     "a NaN beside the mask": (lambda: with_padding(plain()), "non_finite_padding"),
@@ -396,19 +384,6 @@ def test_a_token_was_never_sampled_where_its_log_prob_is_none_that_sampling_give
     assert found.label == label
     if label == "not_sampled":
         assert abs(found.numbers["engine_gap"]) > 5
-
-
-def test_the_same_token_that_ends_turns_unsampled_is_counted_over_events():
-    last = int(plain().batch.mask[ROW].sum()) - 1
-    endings, counted, said = Counter(), [], []
-    for position in (last, 2, last):
-        case = bypassed(-25.0, position)
-        event = event_of(case.step(), case.batch, case.threshold, endings=endings, **case.extra)
-        (culprit,) = event.culprits
-        assert (culprit.peak, culprit.cause.label) == (position, "not_sampled")
-        counted.append(culprit.cause.numbers.get("events_ended"))
-        said.append("the same token ends a turn unsampled" in event.verdict)
-    assert counted == [1, None, 2] and said == [False, False, True]
 
 
 @pytest.mark.parametrize("is_rewarded", [True, False])
