@@ -30,7 +30,7 @@ from ..record import (
 )
 from ..record import Sequence as SequenceRecord
 from ..words.causes import classify
-from ..words.leader import leader
+from ..words.culprits import leader
 from ..words.numbers import number
 from ..words.verdict import verdict_sentences
 from .batch import BatchView

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..record import Culprit, Event
-from ..words.leader import by_size
+from ..words.culprits import by_size, carried, trusted_share
 from ..words.numbers import bounded, number
-from ..words.shares import carried, told_share
 from ..words.story import headline, pronoun, step_cause
 from ..words.verdict import quote
 
@@ -62,7 +61,7 @@ def _who(event: Event) -> str:
 
 
 def _row(event: Event, culprit: Culprit) -> list[Any]:
-    share = told_share(event, culprit)
+    share = trusted_share(event, culprit)
     return [
         event.event_id,
         event.step.global_step,

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..record import Culprit, Event
 from .causes import APART, NOTABLE
-from .leader import leader
+from .culprits import leader
 from .meanings import again, group
 from .numbers import bounded, number
 from .story import cause_of, first_place, odd_number, pronoun, step_cause

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..record import Culprit, Event
 from .advice import actions_of
 from .causes import GROUPED
-from .leader import leader
+from .culprits import leader
 from .numbers import number
 
 _SLACK = 1.01

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from ..record import Culprit, Event, StepCause
 from .causes import NOTABLE
-from .leader import leader
+from .culprits import carried, leader, trusted_share
 from .meanings import again, group, meaning_of, of_engine
 from .numbers import bounded, number, percent
-from .shares import carried, told_share
 from .text import one_line, plural, times, visible
 
 _COUNTS = ("No", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten", "Eleven", "Twelve")
@@ -246,7 +245,7 @@ def first_place(event: Event) -> str:
 
 def _is_part(event: Event) -> bool:
     """Whether what the culprits carry is no more than the gradient: others may pull the other way."""
-    return math.fsum(told_share(event, culprit) or 0.0 for culprit in event.culprits) < _WHOLE
+    return math.fsum(trusted_share(event, culprit) or 0.0 for culprit in event.culprits) < _WHOLE
 
 
 def _cause_in_words(cause: StepCause) -> str:

@@ -8,7 +8,7 @@ was and would have been, and what the optimizer was given.
 import math
 
 from ..record import Culprit, Event, Search, Turn
-from .leader import leader
+from .culprits import leader
 from .numbers import bounded, number
 from .story import given, headline, lede, pronoun, step_cause
 from .text import times

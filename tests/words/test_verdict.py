@@ -5,7 +5,7 @@ import pytest
 
 from gradloc.record import CAUSES, Event
 from gradloc.record.reading import read
-from gradloc.words.shares import shares_sentence
+from gradloc.words.culprits import shares_sentence
 from gradloc.words.verdict import verdict_sentences
 from tests.report.builder import HOSTILE, UNTRUSTED, UNTRUSTED_SAID, make_culprit, make_event
 

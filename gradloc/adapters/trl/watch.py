@@ -18,7 +18,7 @@ from ...core.gradients import GradientSpace
 from ...core.ranks import Ranks
 from ...health.config import HealthConfig
 from ...health.monitor import Monitor
-from ...health.names import FROM_TRL
+from ...health.rules import FROM_TRL
 from ...loop.batch import BatchView
 from ...loop.driver import AbortedBySpike, Driver
 from ...loop.localizer import Localizer
