@@ -124,7 +124,7 @@ def refuse_unknown(key: str, given: Iterable[str], known: Iterable[str]) -> None
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {key}.{close[0]}?" if close else f"there are {', '.join(known)}."
-            raise ValueError(f"{key}.{name} is no setting: {hint}")
+            raise ValueError(f"unknown setting {key}.{name}: {hint}")
 
 
 def closed(key: str) -> Callable[[T], T]:

@@ -78,4 +78,4 @@ def _check(key: str) -> None:
         ours = [known.rpartition(".")[2] for known in OURS if known.rpartition(".")[0] == parent]
         close = difflib.get_close_matches(name, ours, n=1, cutoff=_IS_CLOSE)
         if close and name not in ours:
-            raise ValueError(f"{parent}.{name} is no setting: did you mean {parent}.{close[0]}?")
+            raise ValueError(f"unknown setting {parent}.{name}: did you mean {parent}.{close[0]}?")

@@ -266,13 +266,13 @@ class Localizer:
         number, seconds = self.ranks.max([float(mine), self._step_seconds])
         if number == len(WAYS):
             why = room.need.refusal(memory, room.device) if mine == number else "memory is short on another rank"
-            logger.error("gradloc: this spike is not looked into: %s", why)
+            logger.error("gradloc: this spike is not searched: %s", why)
             return None
         way = WAYS[int(number)]
         self.ranks.agree(lambda: room.make(way))
         if way.moves_optimizer:
-            how = "as it is set" if way.is_full else "by bisection alone"
-            logger.warning("gradloc: memory is short: optimizer state off the device, searching %s", how)
+            how = "as configured" if way.is_full else "by bisection only"
+            logger.warning("gradloc: memory is short: moving optimizer state off the device, searching %s", how)
         search = self.settings.search
         return {
             "strategy": search.strategy if way.is_full else "bisect",

@@ -26,7 +26,7 @@ from .event import (
     Shares,
     StepCause,
 )
-from .fields import SCHEMA_VERSION, Count, Interval, Version, Weights, never_null, optional
+from .fields import SCHEMA_VERSION, Weights
 from .spike import History, PathEntry, Run, Search, Step, Trigger
 
 __all__ = [
@@ -40,13 +40,11 @@ __all__ = [
     "Certificate",
     "Coefficients",
     "Consequence",
-    "Count",
     "Culprit",
     "Event",
     "Fingerprint",
     "FirstNotFinite",
     "History",
-    "Interval",
     "LayerHistory",
     "PathEntry",
     "Ratios",
@@ -61,9 +59,6 @@ __all__ = [
     "StepCause",
     "Trigger",
     "Turn",
-    "Version",
     "Weights",
-    "never_null",
-    "optional",
     "turns_in",
 ]

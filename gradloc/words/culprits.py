@@ -54,5 +54,5 @@ def shares_sentence(event: Event) -> str:
     total = with_error(event.shares.closure, event.shares.closure_error)
     if event.shares.is_trusted:
         return f"The measured shares add up to {total}."
-    told = "Norms are used; a share that is told all the same was measured by a backward of its own"
-    return f"The tokens' shares do not add up: their sum is {total}, not 1. {told}."
+    instead = "Norms are used instead; a share that is still shown was measured by its own backward"
+    return f"The tokens' shares do not add up: their sum is {total}, not 1. {instead}."

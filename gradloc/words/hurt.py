@@ -82,7 +82,7 @@ def did_it_hurt(event: Event, series: Series) -> Hurt:
         return Hurt("no", f"{titles[0].upper()}{titles[1:]} went on as before.", parts)
     if parts:
         num = max(sum(at > step for at, _ in part.points) for part in parts)
-        return Hurt("not yet known", f"{plural(num, 'step')} since; it takes {_LEAST}.", parts)
+        return Hurt("not yet known", f"{plural(num, 'step')} since; {_LEAST} are needed.", parts)
     return Hurt("not yet known", "There are no metrics around this step.")
 
 

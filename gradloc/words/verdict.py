@@ -66,7 +66,7 @@ def _norms(event: Event) -> str:
     if not is_culprits and (step_cause(event) is None or certificate.method == "none"):
         return f"{was}."
     if left is None or not math.isfinite(left):
-        unknown = f"; without {pronoun(event)} it is not known: {certificate.reason}"
+        unknown = f"; the norm without {pronoun(event)} is not known: {certificate.reason}"
         return f"{was}{unknown if is_culprits and certificate.reason else ''}."
     without = f"{was}; {''.join(bounded(left, certificate.error_bound, 3))} without {pronoun(event)}"
     if not is_culprits:

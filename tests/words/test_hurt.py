@@ -70,7 +70,7 @@ def test_another_spike_nearby_does_not_decide():
 
 def test_too_few_steps_are_not_judged():
     found = did_it_hurt(event(), series(last=STEP + 2))
-    assert (found.answer, found.why) == ("not yet known", "2 steps since; it takes 3.")
+    assert (found.answer, found.why) == ("not yet known", "2 steps since; 3 are needed.")
     assert did_it_hurt(event(), lambda name: []).answer == "not yet known"
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gradloc.record import Event
+from gradloc.record import Action, Consequence, Event
 from gradloc.record.reading import read
-from gradloc.record.store import plain
 from gradloc.words.evidence import Evidence
 from gradloc.words.next_step import RULES, next_step
 from gradloc.words.story import lede
@@ -160,16 +159,12 @@ def test_the_step_is_the_first_that_is_not_in_force_and_that_the_verl_has():
 
 @pytest.mark.parametrize("seen", SEEN)
 def test_a_run_that_masks_already_is_not_told_to(seen):
-    document = SEEN[seen]
-    masked = read(Event, {**plain(document), "action": {"requested": "mask", "taken": "mask", "reason": ""}})
-    step = next_step(masked)
+    step = next_step(replace(SEEN[seen], action=Action("mask", "mask")))
     assert step is None or not any(line.endswith(("action.mode=mask", "critic=mask")) for line in step.lines.values())
 
 
 def test_a_checkpoint_that_is_known_is_named():
-    found = read(
-        Event, {**plain(SEEN["Weights that are not finite"]), "consequence": {"last_checkpoint": "a b/step_4"}}
-    )
+    found = replace(SEEN["Weights that are not finite"], consequence=Consequence(last_checkpoint="a b/step_4"))
     assert next_step(found).lines == {"": "trainer.resume_mode=resume_path trainer.resume_from_path='a b/step_4'"}
 
 

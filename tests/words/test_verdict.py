@@ -62,7 +62,7 @@ def test_a_certificate_that_does_not_explain_says_so(verdict, words):
 def test_an_unknown_norm_without_the_culprits_is_not_made_up():
     found = make_event()
     found["certificate"].update(norm_after="NaN", reason="the rest is not finite")
-    assert "; without it it is not known: the rest is not finite." in said_of(found)
+    assert "; the norm without it is not known: the rest is not finite." in said_of(found)
 
 
 @pytest.mark.parametrize("label", [*CAUSES, "brand_new"])
