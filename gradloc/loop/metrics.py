@@ -12,13 +12,13 @@ from .wire import Policy, RankReport
 _TAKEN = ("mask", "skip", "abort")
 _ADDED = frozenset("spikes unwritten mask skip abort masked_tokens events culprits explained probes seconds".split())
 _LARGEST = frozenset("head_grad_norm norm_after failures write_failures grad_norm_max median_coefficient".split())
-_OF_NEAREST = frozenset("threshold norm_over_threshold clip_scale culprit_share healthy_norm".split())
+_FROM_NEAREST = frozenset("threshold norm_over_threshold clip_scale culprit_share healthy_norm".split())
 """Of the update whose norm came nearest to its threshold, so that they are of one and the same."""
 
 
 def is_ours(name: str) -> bool:
     """Whether this metric is joined by these rules."""
-    return _plain(name) in _ADDED | _LARGEST | _OF_NEAREST
+    return _plain(name) in _ADDED | _LARGEST | _FROM_NEAREST
 
 
 def joined(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -27,7 +27,7 @@ def joined(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     nearest_last = sorted(updates, key=lambda metrics: size(metrics.get(nearest, 0.0)))
     known = {name: value for metrics in updates for name, value in metrics.items()}
     for name in known:
-        ordered = nearest_last if _plain(name) in _OF_NEAREST else updates
+        ordered = nearest_last if _plain(name) in _FROM_NEAREST else updates
         values = [metrics[name] for metrics in ordered if name in metrics]
         known[name] = values[-1]
         if _plain(name) in _ADDED:

@@ -49,7 +49,7 @@ ACTIONS = {
 
 
 @dataclass(frozen=True)
-class _OfStep:
+class _StepCauseWords:
     """How a cause that is no token's is told."""
 
     headline: str
@@ -63,43 +63,45 @@ class _OfStep:
     """What stands before the cause's names."""
 
 
-_OF_STEP = {
-    "non_finite_weights": _OfStep(
+_STEP_CAUSES = {
+    "non_finite_weights": _StepCauseWords(
         "Weights that are not finite broke step {step}; no token did",
         number="parameters",
         caption="parameters not finite",
         remark="read before any forward",
         named="Not finite:",
     ),
-    "replicas_differ": _OfStep(
+    "replicas_differ": _StepCauseWords(
         "Replicas differ; no token made {spike}",
         number="parameters",
         caption="parameters differ",
         remark="between replicas of the weights",
         named="Not the same on all replicas:",
     ),
-    "non_finite_backward": _OfStep(
+    "non_finite_backward": _StepCauseWords(
         "The backward through the model made the gradient of step {step} not finite; no single token does"
     ),
-    "non_finite_padding": _OfStep("Padding that is not finite broke step {step}; no token did", named="Not finite in:"),
-    "batch_scale": _OfStep(
+    "non_finite_padding": _StepCauseWords(
+        "Padding that is not finite broke step {step}; no token did", named="Not finite in:"
+    ),
+    "batch_scale": _StepCauseWords(
         "The whole batch made {spike}: all of it is scaled, no token stands out",
         number="coefficient_over_typical",
         caption="the typical token's weight",
         remark="over the run's usual",
         unit="×",
     ),
-    "not_tokens": _OfStep(
+    "not_tokens": _StepCauseWords(
         "{Spike} did not come from the tokens",
         number="tokens_norm",
         caption="the tokens' own part",
         named="Most of the rest is in:",
     ),
-    "transient": _OfStep(
+    "transient": _StepCauseWords(
         "{Spike} did not come back when it was run again", number="rerun_norm", caption="when run again"
     ),
     **{
-        f"{term.lower()}_term": _OfStep(
+        f"{term.lower()}_term": _StepCauseWords(
             f"The {term} term leads {{spike}}; no single token does",
             number=f"{term.lower()}_term_over_policy",
             caption="the term over the policy's",
@@ -150,7 +152,7 @@ def tell(event: Event, clip: float | None = None) -> Story:
         before="\n".join(visible(first.text_before or "")[-200:].split("\n")[-_MAX_LINES:]),
         token=visible(first.text)[:200],
         after=visible(first.text_after or "")[:160],
-        named=_OF_STEP[cause.label].named if cause else "",
+        named=_STEP_CAUSES[cause.label].named if cause else "",
         names=tuple(names),
         figures=figures(event),
         given=_became(event, clip),
@@ -160,7 +162,7 @@ def tell(event: Event, clip: float | None = None) -> Story:
 def step_cause(event: Event) -> StepCause | None:
     """What made the spike, or a part of it, that is no token; None where the tokens did, or nobody knows."""
     cause = event.cause
-    return cause if cause is not None and cause.label in _OF_STEP and cause.reason else None
+    return cause if cause is not None and cause.label in _STEP_CAUSES and cause.reason else None
 
 
 def cause_of(event: Event) -> str:
@@ -184,7 +186,7 @@ def headline(event: Event) -> str:
     if event.trigger.kind == "forced":
         what = f"most of step {step}'s gradient (a rehearsal)"
     if not event.culprits and cause:
-        return _OF_STEP[cause.label].headline.format(step=step, spike=what, Spike=what[0].upper() + what[1:])
+        return _STEP_CAUSES[cause.label].headline.format(step=step, spike=what, Spike=what[0].upper() + what[1:])
     if not event.culprits:
         return f"Nothing was found that made the spike at step {step}"
     who = culprits(event)
@@ -291,10 +293,10 @@ def _figure_without(event: Event) -> tuple[str, str, str]:
     """What the norm would have been without what made it, or the number that tells what did."""
     certificate, cause = event.certificate, step_cause(event)
     if cause and not event.culprits:
-        of_step = _OF_STEP[cause.label]
-        value = cause.numbers.get(of_step.number)
+        words = _STEP_CAUSES[cause.label]
+        value = cause.numbers.get(words.number)
         if value is not None:
-            return number(value, 3) + of_step.unit, of_step.caption, of_step.remark
+            return number(value, 3) + words.unit, words.caption, words.remark
     if not event.culprits and not cause:
         return "0", "culprits found", event.search.status.replace("_", " ")
     norm, margin = bounded(certificate.norm_after, certificate.error_bound, 3)
