@@ -63,6 +63,16 @@ class _StepCauseWords:
     """What stands before the cause's names."""
 
 
+def _loss_term(name: str) -> _StepCauseWords:
+    return _StepCauseWords(
+        f"The {name} term leads {{spike}}; no single token does",
+        number=f"{name.lower()}_term_over_policy",
+        caption="the term over the policy's",
+        remark="of the loss's coefficients",
+        unit="×",
+    )
+
+
 _STEP_CAUSES = {
     "non_finite_weights": _StepCauseWords(
         "Weights that are not finite broke step {step}; no token did",
@@ -100,16 +110,8 @@ _STEP_CAUSES = {
     "transient": _StepCauseWords(
         "{Spike} did not come back when it was run again", number="rerun_norm", caption="when run again"
     ),
-    **{
-        f"{term.lower()}_term": _StepCauseWords(
-            f"The {term} term leads {{spike}}; no single token does",
-            number=f"{term.lower()}_term_over_policy",
-            caption="the term over the policy's",
-            remark="of the loss's coefficients",
-            unit="×",
-        )
-        for term in ("entropy", "KL")
-    },
+    "entropy_term": _loss_term("entropy"),
+    "kl_term": _loss_term("KL"),
 }
 """By label."""
 _MAX_NAMES = 4

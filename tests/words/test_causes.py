@@ -406,3 +406,4 @@ def test_a_critics_culprit_is_explained_by_its_error_or_by_the_values_own_gradie
     assert cause(grad_norm=50.0).label == "large_jacobian"
     assert cause(value=float("nan")).label == "non_finite_forward"
     assert cause(value_target=float("inf")).label == "non_finite"
+    assert cause(grad_norm=float("inf")).label == "non_finite_backward"
