@@ -20,7 +20,7 @@ from benchmarks.localization import pretrained
 from benchmarks.run import REPO, Progress, as_typed, digest, finish, parser, table, write
 from experiments.llm import tasks
 from gradloc.search.rows import ELEVATED
-from gradloc.words.causes import _NOTABLE
+from gradloc.words.causes import NOTABLE
 from tests.bare import log_prob_of
 
 ROLLOUTS = 8  # of each question
@@ -144,10 +144,10 @@ def summary(step: dict[str, Any]) -> dict[str, Any]:
         "quantiles": quantiles.tolist(),
         "rank_correlation": spearman(norm, coefficient.abs() * surprise),
         "jacobians": (typical, float(jacobian.median())),
-        "jacobian_over": _part(over >= _NOTABLE),
+        "jacobian_over": _part(over >= NOTABLE),
         # these gradloc calls `large_jacobian`; the others would be `low_probability`
-        "beyond_probability": _part((over >= _NOTABLE) & (over > _NOTABLE * predicted)),
-        "advantage_over": _part(coefficient.abs() >= _NOTABLE * coefficient.abs().median()),
+        "beyond_probability": _part((over >= NOTABLE) & (over > NOTABLE * predicted)),
+        "advantage_over": _part(coefficient.abs() >= NOTABLE * coefficient.abs().median()),
         "rows_elevated": _part(per_row >= ELEVATED * per_row.median()),
         "largest_norm": float(norm.max()) / step["step_norm"],
         "largest_share": float(share.abs().max()),

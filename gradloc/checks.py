@@ -12,24 +12,13 @@ T = TypeVar("T", bound=type)
 
 
 def require(ok: bool, key: str, expected: str, found: Any) -> None:
-    """Refuse a setting unless it is as it must be.
-
-    Args:
-        ok: whether it is.
-        key: the setting's full name.
-        expected: what it must be, as it reads after ``must be``.
-        found: its value.
+    """Refuse the value that was found of a setting, unless it is ok.
 
     Raises:
-        ValueError: one sentence that names the key, what it must be and what was found.
+        ValueError: ``<key> must be <expected>, found <found>.``
     """
     if not ok:
         raise ValueError(f"{key} must be {expected}, found {found!r}.")
-
-
-def is_int(value: Any, least: int) -> bool:
-    """Whether this is an integer of at least ``least``; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_number(value: Any) -> bool:
@@ -58,7 +47,7 @@ POSITIVE = Allowed("a positive number", lambda value: is_number(value) and value
 
 def integer(least: int) -> Allowed:
     """An integer from ``least`` on."""
-    return Allowed(f"an integer of at least {least}", lambda value: is_int(value, least))
+    return Allowed(f"an integer of at least {least}", lambda value: type(value) is int and value >= least)
 
 
 def number(expected: str, holds: Callable[[float], bool]) -> Allowed:
@@ -88,14 +77,11 @@ def setting(default: Any, allowed: Allowed, key: str = "") -> Any:
 
 
 def check_fields(settings: Any, prefix: str = "") -> None:
-    """Hold each :func:`setting` of a dataclass to what is allowed.
+    """Hold each :func:`setting` of a dataclass to what is allowed; raises ValueError with one sentence.
 
     Args:
         settings: frozen or not.
         prefix: with a field's name behind it, the full name of a setting that has no key of its own.
-
-    Raises:
-        ValueError: one sentence.
     """
     for each in fields(settings):
         allowed, value = each.metadata.get("allowed"), getattr(settings, each.name)
@@ -114,14 +100,11 @@ def keys_in(settings: Any) -> dict[str, str]:
 
 
 def read_among(settings: type[S], config: Any) -> S:
-    """Read and check settings that stand among the trainer's own.
+    """Read and check settings that stand among the trainer's own; raises ValueError with one sentence.
 
     Args:
         settings: a dataclass, see :func:`keys_in`.
         config: the trainer's whole config; a key that an older one lacks takes its default.
-
-    Raises:
-        ValueError: one sentence that names the key, what it must be and what was found.
     """
     given = {}
     for name, key in keys_in(settings).items():
@@ -131,12 +114,7 @@ def read_among(settings: type[S], config: Any) -> S:
 
 
 def refuse_unknown(key: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse a name that a block of settings does not have.
-
-    Args:
-        key: the block's full name.
-        given: names.
-        known: all that there are.
+    """Refuse a name that a block of settings, of the full name ``key``, does not have.
 
     Raises:
         ValueError: one sentence that names the key and what was probably meant.
@@ -146,12 +124,12 @@ def refuse_unknown(key: str, given: Iterable[str], known: Iterable[str]) -> None
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {key}.{close[0]}?" if close else f"there are {', '.join(known)}."
-            raise ValueError(f"{key}.{name} is no setting: {hint}")
+            raise ValueError(f"unknown setting {key}.{name}: {hint}")
 
 
 def closed(key: str) -> Callable[[T], T]:
-    """Decorate a dataclass of settings, the block of this full name: a name that it does not have is refused by
-    :func:`refuse_unknown`, a wrong value by :func:`check_fields`; then its own ``check`` is asked, where it has one."""
+    """Decorate a dataclass of settings, the block of this full name: unknown names and wrong values are refused, then
+    its own ``check`` is called, where it has one."""
 
     def decorate(cls: T) -> T:
         init, known = cls.__init__, [field.name for field in fields(cls)]
@@ -215,7 +193,7 @@ def check_requirements(feature: str, needs: Iterable[Requirement], config: Any, 
         prefix: ends with a dot; "" for the trainer's whole config.
 
     Raises:
-        ValueError: one sentence that names the key, what it must be, what was found and which feature needs it.
+        ValueError: one sentence.
     """
     for need in needs:
         if need.key.startswith(prefix) and (not need.only_with or _at(config, need.only_with, prefix)):

@@ -19,17 +19,15 @@ from .stabilize.config import StabilizeConfig
 from .tell.config import NotifyConfig
 
 _KEY = "actor_rollout_ref.actor"
-PUBLISHED = {
-    "spike_detection": "enable",
-    "grad_norm_threshold": "trigger.tau",
-    "bisect_budget_steps": "budget",
-    "bisect_dump_dir": "dump_dir",
-}
-"""The published keys, on the actor's own config, and what each is another name of, under ``gradloc``."""
-
-
 _TAU = or_null(POSITIVE, "null (adaptive) or a positive number (the published per-token threshold)")
 _FOLDER = Allowed("the path of a folder", lambda value: isinstance(value, str) and value.strip() != "")
+PUBLISHED = {
+    "spike_detection": ("enable", SWITCH),
+    "grad_norm_threshold": ("trigger.tau", _TAU),
+    "bisect_budget_steps": ("budget", integer(1)),
+    "bisect_dump_dir": ("dump_dir", _FOLDER),
+}
+"""The published keys, on the actor's own config: what each is another name of, under ``gradloc``, and may be."""
 
 
 @closed(f"{_KEY}.gradloc.trigger")
@@ -62,8 +60,7 @@ class TriggerConfig:
 
     def check(self) -> None:
         """What a setting may be beside another one."""
-        key = f"{_KEY}.gradloc.trigger"
-        at_most = f"at most gradloc.trigger.window ({self.window})"
+        key, at_most = f"{_KEY}.gradloc.trigger", f"at most gradloc.trigger.window ({self.window})"
         require(self.warmup <= self.window, f"{key}.warmup", at_most, self.warmup)
         least = number(f"a number of at least gradloc.trigger.floor ({self.floor})", lambda cap: cap >= self.floor)
         least.check(f"{key}.cap", self.cap)
@@ -147,7 +144,7 @@ class GradLocConfig:
 
 
 def resolve(settings: GradLocConfig, actor: Any, default_dump_dir: str | None = None) -> GradLocConfig:
-    """The settings that hold: those under ``gradloc``, and the published keys where these are given.
+    """The effective settings: those under ``gradloc``, and the published keys where these are given.
 
     A key under ``gradloc`` that has its default counts as not given: the config does not tell whether it was.
 
@@ -162,41 +159,38 @@ def resolve(settings: GradLocConfig, actor: Any, default_dump_dir: str | None = 
     Raises:
         ValueError: one sentence: a published key has a wrong value, or both names are given and differ.
     """
-    allowed = dict(zip(PUBLISHED, (SWITCH, _TAU, integer(1), _FOLDER), strict=True))
-    given = {name: actor.get(name) for name in PUBLISHED}
-    given = {name: value for name, value in given.items() if value is not None}
-    ours = {"enable": settings.enable, "trigger.tau": settings.trigger.tau, "budget": settings.budget}
-    defaults = {"enable": None, "trigger.tau": None, "budget": BUDGET, "dump_dir": default_dump_dir}
-    ours["dump_dir"] = settings.dump_dir if default_dump_dir is not None else None
-    for name, value in given.items():
-        allowed[name].check(f"{_KEY}.{name}", value)
-        same = PUBLISHED[name]
-        require(
-            ours[same] in (defaults[same], value),
-            f"{_KEY}.{name}",
-            f"left out or the same as its other name gradloc.{same}={ours[same]}",
-            value,
-        )
+    known = {"enable": settings.enable, "trigger.tau": settings.trigger.tau, "budget": settings.budget}
+    known["dump_dir"] = settings.dump_dir if default_dump_dir is not None else None
+    defaults = {"budget": BUDGET, "dump_dir": default_dump_dir}
+    for name, (ours, allowed) in PUBLISHED.items():
+        value = actor.get(name)
+        if value is None:
+            continue
+        allowed.check(f"{_KEY}.{name}", value)
+        other = f"left out or the same as its other name gradloc.{ours}={known[ours]}"
+        require(known[ours] in (defaults.get(ours), value), f"{_KEY}.{name}", other, value)
+        known[ours] = value
+    is_off = settings.enable is False
     return replace(
         settings,
-        enable=given.get("spike_detection") or settings.enable,
-        dump_dir=given.get("bisect_dump_dir", settings.dump_dir),
-        budget=given.get("bisect_budget_steps", settings.budget),
-        trigger=replace(settings.trigger, tau=given.get("grad_norm_threshold", settings.trigger.tau)),
-        stabilize=StabilizeConfig() if settings.enable is False else settings.stabilize,
-        critic="off" if settings.enable is False else settings.critic,
+        enable=known["enable"] or settings.enable,
+        dump_dir=known["dump_dir"] or settings.dump_dir,
+        budget=known["budget"],
+        trigger=replace(settings.trigger, tau=known["trigger.tau"]),
+        stabilize=StabilizeConfig() if is_off else settings.stabilize,
+        critic="off" if is_off else settings.critic,
     )
 
 
 def settings_in(config: Any, to_dataclass: Callable[[Any], Any]) -> GradLocConfig:
-    """The settings that hold, from the trainer's whole config.
+    """The effective settings of a run.
 
     Args:
-        config: verl's; one without the block, of another trainer, has all off.
+        config: the trainer's whole config; one without the block, of another trainer, has all off.
         to_dataclass: verl's ``omega_conf_to_dataclass``.
 
     Raises:
-        ValueError: one sentence, for a wrong value and for two names of one setting that differ.
+        ValueError: as :func:`resolve`.
     """
     from omegaconf import OmegaConf
 
@@ -209,20 +203,20 @@ def settings_in(config: Any, to_dataclass: Callable[[Any], Any]) -> GradLocConfi
 
 
 def settle(actor: Any) -> GradLocConfig:
-    """Make both names of every setting say the same from here on, in each process that builds the actor's config.
+    """Make both names of every setting agree, in each process that builds the actor's config.
 
     Args:
         actor: verl's ``ActorConfig`` with the four published keys and ``gradloc``.
 
     Returns:
-        The settings that hold.
+        The effective settings.
 
     Raises:
         ValueError: as :func:`resolve`.
     """
     settings = resolve(actor.gradloc, actor)
-    values = (bool(settings.enable), settings.trigger.tau, settings.budget, settings.dump_dir)
-    for name, value in {**dict(zip(PUBLISHED, values, strict=True)), "gradloc": settings}.items():
+    values = (bool(settings.enable), settings.trigger.tau, settings.budget, settings.dump_dir, settings)
+    for name, value in zip((*PUBLISHED, "gradloc"), values, strict=True):
         object.__setattr__(actor, name, value)  # verl freezes its configs
     return settings
 

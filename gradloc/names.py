@@ -9,6 +9,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from functools import reduce
 from typing import Any
 
 from .analysis.config import BucketSettings, QuartileSettings
@@ -19,7 +20,19 @@ from .rollout_filter.config import FilterSettings
 from .tell.config import WEBHOOK_IS_NO_URL
 
 _ACTOR = "actor_rollout_ref.actor"
+
+
+def _names_in(block: str, settings: Any) -> dict[str, list[str]]:
+    """The names in a block of ours and in those within it, by the blocks' own names."""
+    found = {block: [each.name for each in fields(settings)]}
+    for each in fields(settings):
+        if is_dataclass(each.default_factory):
+            found |= _names_in(f"{block}.{each.name}", each.default_factory)
+    return found
+
+
 _BLOCKS = {f"{_ACTOR}.gradloc": GradLocConfig, "trainer.health": HealthConfig}
+_NAMES = {name: names for block, settings in _BLOCKS.items() for name, names in _names_in(block, settings).items()}
 _SINGLE = [key for settings in (BucketSettings, QuartileSettings, FilterSettings) for key in keys_in(settings).values()]
 OURS = (*_BLOCKS, *_SINGLE, *(f"{_ACTOR}.{name}" for name in PUBLISHED))
 """Our names that stand among verl's."""
@@ -52,30 +65,17 @@ def refuse_unknown_names(config: Any) -> None:
         ValueError: one sentence.
     """
     for parent in {key.rpartition(".")[0] for key in OURS}:
-        block = config
-        for name in parent.split("."):
-            block = block.get(name) or {}
-        for name in block:
+        for name in reduce(lambda block, name: block.get(name) or {}, parent.split("."), config):
             _check(f"{parent}.{name}")
 
 
 def _check(key: str) -> None:
-    for block, settings in _BLOCKS.items():
-        if key.startswith(f"{block}."):
-            _check_in(block, settings, key.removeprefix(f"{block}.").split("."))
-    for parent in {ours.rpartition(".")[0] for ours in OURS}:
-        name = key.removeprefix(f"{parent}.").split(".")[0] if key.startswith(f"{parent}.") else ""
-        ours = [known.removeprefix(f"{parent}.") for known in OURS if known.startswith(f"{parent}.")]
+    names = key.split(".")
+    for depth in range(1, len(names)):
+        parent, name = ".".join(names[:depth]), names[depth]
+        if parent in _NAMES and name != "_target_":  # Hydra's own
+            refuse_unknown(parent, [name], _NAMES[parent])
+        ours = [known.rpartition(".")[2] for known in OURS if known.rpartition(".")[0] == parent]
         close = difflib.get_close_matches(name, ours, n=1, cutoff=_IS_CLOSE)
         if close and name not in ours:
-            raise ValueError(f"{parent}.{name} is no setting: did you mean {parent}.{close[0]}?")
-
-
-def _check_in(block: str, settings: Any, names: list[str]) -> None:
-    parts = {field.name: field.default_factory for field in fields(settings)}
-    if names[0] == "_target_":
-        return  # Hydra's own
-    refuse_unknown(block, names[:1], parts)
-    deeper = parts[names[0]]
-    if is_dataclass(deeper) and len(names) > 1:
-        _check_in(f"{block}.{names[0]}", deeper, names[1:])
+            raise ValueError(f"unknown setting {parent}.{name}: did you mean {parent}.{close[0]}?")

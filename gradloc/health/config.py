@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..checks import SWITCH, Allowed, closed, integer, is_number, require, setting
+from ..checks import POSITIVE, SWITCH, closed, integer, is_number, require, setting
 
 Limits = tuple[float | None, float | None] | None
 """Warning and danger."""
@@ -17,13 +17,6 @@ Limits = tuple[float | None, float | None] | None
 FALLING = frozenset({"entropy_fall", "length_fall", "mismatch_sample_size"})
 """Rules in which small numbers are bad: danger lies below warning."""
 _KEY = "trainer.health"
-
-
-def _is_finite(value: Any) -> bool:
-    return is_number(value) and math.isfinite(value)
-
-
-_POSITIVE = Allowed("a positive number", lambda value: _is_finite(value) and value > 0)
 
 
 @closed(_KEY)
@@ -41,7 +34,7 @@ class HealthConfig:
     """Steps that rules about what lasts take the mean over."""
     clip_window: int = setting(20, integer(1))
     """Steps over which the share at the clip limit is counted."""
-    deviations: float = setting(5.0, _POSITIVE)
+    deviations: float = setting(5.0, POSITIVE)
     """Robust standard deviations that a jump must have besides its size."""
     gradient_jump: Limits = (10.0, 100.0)
     """Gradient norm, as a multiple of its own median."""
@@ -110,13 +103,14 @@ class HealthConfig:
 def _limits(name: str, value: Any) -> Limits:
     if value is None:
         return None
-    is_pair = isinstance(value, list | tuple) and len(value) == 2
     expected = "null (off) or [warning, danger], each null or a number from 0 on"
-    are_limits = is_pair and all(v is None or (_is_finite(v) and v >= 0) for v in value)
+    is_pair = isinstance(value, list | tuple) and len(value) == 2
+    are_limits = is_pair and all(limit is None or is_number(limit) and 0 <= limit < math.inf for limit in value)
     require(are_limits, f"{_KEY}.{name}", expected, value)
     warning, danger = (None if limit is None else float(limit) for limit in value)
-    if warning is not None and danger is not None:
-        is_ordered = danger <= warning if name in FALLING else warning <= danger
-        order = "[warning, danger] with danger not above warning" if name in FALLING else "[warning, danger] in order"
-        require(is_ordered, f"{_KEY}.{name}", order, value)
-    return None if warning is danger is None else (warning, danger)
+    if warning is None or danger is None:
+        return None if warning is danger else (warning, danger)
+    is_ordered = danger <= warning if name in FALLING else warning <= danger
+    order = "[warning, danger] with danger not above warning" if name in FALLING else "[warning, danger] in order"
+    require(is_ordered, f"{_KEY}.{name}", order, value)
+    return warning, danger

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A state for each step, with its reasons: the rules, asked step by step."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,13 +30,8 @@ class Reason:
     limit: float
     sentence: str
 
-    @property
-    def advice(self) -> list[tuple[str, str]]:
-        """What people do about it: pairs of a sentence and Hydra overrides, on any verl."""
-        return self.advice_on(None)
-
-    def advice_on(self, trainer: str | None) -> list[tuple[str, str]]:
-        """The same, on what made the run."""
+    def advice(self, trainer: str | None = None) -> list[tuple[str, str]]:
+        """What people do about it on this trainer, else on any verl: pairs of a sentence and config lines."""
         return actions_of(ADVICE[self.name], trainer)
 
 
@@ -57,9 +51,7 @@ class Verdict:
 class Judge:
     """Judges a run's steps one after the other.
 
-    Args:
-        config: limits and memory.
-        grad_clip: the norm that gradients are clipped to; None when there is no such limit.
+    ``grad_clip`` is the norm that gradients are clipped to; None without such a limit.
     """
 
     def __init__(self, config: HealthConfig, grad_clip: float | None = None):
@@ -90,13 +82,12 @@ class Judge:
                 measure.resume()
         self._last_step = step
         numbers = {name: float(value) for name, value in metrics.items() if _is_number(value)}
-        found = [(rule, measure, rule.reads(numbers)) for rule, measure in self._asked]
-        if all(read is None for _, _, read in found):
-            return None
-        self.heard.update(rule.name for rule, _, read in found if read is not None)
-        reasons = [self._ask(rule, measure, *read) for rule, measure, read in found if read is not None]
-        kept = [reason for reason in reasons if reason is not None]
-        return Verdict(step, tuple(sorted(kept, key=lambda reason: -STATES.index(reason.state))))
+        reads = [(rule, measure, rule.reads(numbers)) for rule, measure in self._asked]
+        known = [(rule, measure, *read) for rule, measure, read in reads if read is not None]
+        self.heard.update(rule.name for rule, *_ in known)
+        reasons = [reason for each in known if (reason := self._ask(*each)) is not None]
+        worst_first = sorted(reasons, key=lambda reason: -STATES.index(reason.state))
+        return Verdict(step, tuple(worst_first)) if known else None
 
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the checkpoint."""
@@ -122,15 +113,15 @@ class Judge:
             excess = limit - reading.found if rule.name in FALLING else reading.found - limit
             if excess > 0 or (excess == 0 and not rule.is_strict):
                 numbers = {"found": reading.found, "limit": limit, "value": reading.value, "typical": reading.typical}
-                said = rule.sentence.format(
+                sentence = rule.sentence.format(
                     metric=metric,
                     recent=self.config.recent,
                     clip_window=self.config.clip_window,
                     percent=percent(reading.found),
                     percent_limit=percent(limit),
-                    **{name: _spoken(value) for name, value in numbers.items()},
+                    **{name: number(value, 3, "unknown") for name, value in numbers.items()},
                 )
-                return Reason(rule.name, state, metric, reading.found, limit, said)
+                return Reason(rule.name, state, metric, reading.found, limit, sentence)
         return None
 
 
@@ -140,9 +131,3 @@ def _is_number(value: Any) -> bool:
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: a tensor of several numbers
         return False
     return not isinstance(value, bool | str)
-
-
-def _spoken(value: float | None) -> str:
-    if value is None or not math.isfinite(value):
-        return "endless" if value else "unknown"
-    return number(value, 3)

@@ -30,7 +30,7 @@ from ..record import (
 )
 from ..record import Sequence as SequenceRecord
 from ..words.causes import classify
-from ..words.leader import leader
+from ..words.culprits import leader
 from ..words.numbers import number
 from ..words.verdict import verdict_sentences
 from .batch import BatchView
@@ -53,22 +53,19 @@ BUNDLE_KEYS = (
     "num_items_in_batch",
 )
 
-_OF_FORWARD = ("log_prob", "entropy", "coefficient", "share", "value")
+_FROM_RANKS = ("log_prob", "entropy", "coefficient", "share", "value")
 """Fields of a sequence's record that the ranks filled."""
-_OF_BATCH = {
+_COLUMNS = {
     "response_mask": "response_mask",
+    "advantage": "advantages",
     "old_log_prob": "old_log_probs",
     "rollout_log_prob": "rollout_log_probs",
     "ref_log_prob": "ref_log_prob",
-    "advantage": "advantages",
     "is_weight": "rollout_is_weights",
 }
 """Further ones, and the batch's tensors (R, T) that they come from."""
-_OF_CRITICS = ("response_mask", "advantage")
-_AT_CRITICS = ("advantages", "returns")
-"""What among these says something of a critic's gradient."""
-
-
+_CRITICS_COLUMNS = {"response_mask": "response_mask", "advantage": "advantages", "value_target": "returns"}
+"""Those that say something of a critic's gradient."""
 _TERMS = {"entropy_term": "entropy term", "kl_term": "KL term"}
 _PLACEHOLDERS = 8
 """More equal tokens in a row than these, in a prompt with a picture, stand for the picture and are shown as one."""
@@ -100,12 +97,13 @@ def complete_event(
     texts = _Texts(tokenizer, batch, context)
     now = {sequence.row: sequence.log_prob or () for sequence in raw.sequences}
     made_by = run if raw.event.step.stage is None else None  # a stage of Lopti's has some of the advantages
-    culprits = tuple(
-        _complete_culprit(culprit, batch, texts, statistics, now.get(culprit.row, ()), made_by)
-        for culprit in raw.event.culprits
-    )
+    culprits = []
+    for culprit in raw.event.culprits:
+        completed = _complete_culprit(culprit, batch, texts)
+        cause = classify(completed, statistics, _by_engine(batch, completed.row, now.get(culprit.row, ())), made_by)
+        culprits.append(replace(completed, cause=cause))
     culprits = _counted_endings(culprits, batch, Counter() if endings is None else endings)
-    event = replace(raw.event, event_id=event_id, run=run, culprits=culprits, batch=statistics)
+    event = replace(raw.event, event_id=event_id, run=run, culprits=tuple(culprits), batch=statistics)
     if event.consequence is not None:
         event = replace(event, consequence=replace(event.consequence, last_checkpoint=last_checkpoint))
     event = replace(event, cause=_step_cause(event, batch.tensors))
@@ -142,12 +140,11 @@ def bundle_tensors(
 
 def _step_cause(event: Event, tensors: Any) -> StepCause:
     """What the ranks found beside tokens, else the largest culprit's cause, else the loss term that carries it."""
-    found, batch = event.cause, event.batch
-    over_run = {f"{name}_over_run": value for name, value in (batch.over_run or {}).items()}
-    if found is not None:
-        numbers: dict[str, float | None] = {**found.numbers, **over_run}
-        return replace(found, numbers=numbers, names=found.names or _not_finite_at(tensors, found.places))
-    first = leader(event.culprits)
+    cause, batch, first = event.cause, event.batch, leader(event.culprits)
+    over_run: dict[str, float | None] = {f"{name}_over_run": value for name, value in (batch.over_run or {}).items()}
+    if cause is not None:
+        names = cause.names or _not_finite_at(tensors, cause.places)
+        return replace(cause, numbers={**cause.numbers, **over_run}, names=names)
     if first is not None:
         return StepCause(first.cause.label, numbers=first.cause.numbers)
     if event.first_not_finite is not None and event.first_not_finite.way == "backward":
@@ -155,39 +152,37 @@ def _step_cause(event: Event, tensors: Any) -> StepCause:
         return StepCause("non_finite_backward", why)
     terms = {"entropy_term": batch.entropy_over_policy or 0.0, "kl_term": batch.kl_over_policy or 0.0}
     label = max(terms, key=lambda name: terms[name])
-    if terms[label] >= _LEADS:
-        why = f"the coefficients of the loss's {_TERMS[label]} are {number(terms[label], 3)} times the policy term's"
-        return StepCause(label, why, {f"{label}_over_policy": terms[label], **over_run})
-    return StepCause(numbers={**over_run})
+    if terms[label] < _LEADS:
+        return StepCause(numbers=over_run)
+    why = f"the coefficients of the loss's {_TERMS[label]} are {number(terms[label], 3)} times the policy term's"
+    return StepCause(label, why, {f"{label}_over_policy": terms[label], **over_run})
 
 
 def _not_finite_at(tensors: Any, places: tuple[tuple[int | None, int], ...]) -> tuple[str, ...]:
     """The batch's tensors (R, T) that are not finite at one of these places."""
-    rows = [row for row, _ in places if row is not None]
-    positions = [position for row, position in places if row is not None]
-    shape = tensors["response_mask"].shape
-    known = [key for key in BUNDLE_KEYS if key in tensors.keys() and tensors[key].shape == shape]
-    return tuple(key for key in known if rows and not bool(torch.isfinite(tensors[key][rows, positions]).all()))
+    known = [(row, position) for row, position in places if row is not None]
+    if not known:
+        return ()
+    shape, at = tensors["response_mask"].shape, tuple(zip(*known, strict=True))
+    keys = [key for key in BUNDLE_KEYS if key in tensors.keys() and tensors[key].shape == shape]
+    return tuple(key for key in keys if not torch.isfinite(tensors[key][at]).all())
 
 
 def _statistics(batch: BatchView, raw: RawEvent) -> BatchStatistics:
-    tensors = batch.tensors
-    mask = tensors["response_mask"].bool()
+    tensors, mask = batch.tensors, batch.tensors["response_mask"].bool()
     name, values = batch.signal()
     sizes = values[mask].abs()
     sizes = sizes[torch.isfinite(sizes) & (sizes > 0)]
     has_old = "old_log_probs" in tensors.keys() and not batch.is_critics
     probs = tensors["old_log_probs"][mask].float().exp() if has_old else sizes[:0]
     norm_after, coefficient_norm = raw.event.certificate.norm_after, raw.residual_coefficient_norm
-    jacobian = None
-    if norm_after is not None and math.isfinite(norm_after) and 0 < coefficient_norm < math.inf:
-        jacobian = norm_after / coefficient_norm
+    has_jacobian = norm_after is not None and math.isfinite(norm_after) and 0 < coefficient_norm < math.inf
     layers = raw.event.layer_history
     typical: dict[str, Any] = {name: float(sizes.median()) if len(sizes) else 0.0}
     return BatchStatistics(
         **typical,
         one_minus_prob=float(1 - probs.nanmean()) if len(probs) else 0.0,
-        jacobian=jacobian,
+        jacobian=norm_after / coefficient_norm if norm_after is not None and has_jacobian else None,
         layer_spread=None if layers is None else layers.spread,
         low_entropy=raw.low_entropy,
         entropy_over_policy=_over_policy(raw, "entropy"),
@@ -201,75 +196,72 @@ def _over_policy(raw: RawEvent, term: str) -> float | None:
 
 
 class _Texts:
-    """Decodes pieces of rows; bad token ids become a visible stand-in instead of an error."""
+    """Decodes pieces of rows; None without a tokenizer, and token ids that it does not know are shown as numbers."""
 
     def __init__(self, tokenizer: Any, batch: BatchView, context: int):
-        self._tokenizer = tokenizer
-        self._batch, self._tensors = batch, batch.tensors
-        self._context = context
+        self._tokenizer, self._batch, self._context = tokenizer, batch, context
 
     def decode(self, ids: list[int]) -> str | None:
-        return None if self._tokenizer is None else self._text(ids)
-
-    def _text(self, ids: list[int]) -> str:
+        if self._tokenizer is None:
+            return None
         try:
             return self._tokenizer.decode(ids, skip_special_tokens=False)
         except Exception:
             return " ".join(f"<{token}>" for token in ids)
 
-    def prompt(self, row: int) -> str | None:
-        return self.decode(self._prompt_ids(row))
+    def tokens(self, ids: list[int]) -> tuple[str, ...] | None:
+        """Each by itself."""
+        return None if self._tokenizer is None else tuple(self.decode([token]) or "" for token in ids)
 
-    def _prompt_ids(self, row: int) -> list[int]:
-        num_response = self._tensors["responses"].shape[1]
-        attended = self._tensors["attention_mask"][row].bool()[:-num_response]
-        ids = self._tensors["input_ids"][row][:-num_response][attended].tolist()
+    def prompt_ids(self, row: int) -> list[int]:
+        tensors = self._batch.tensors
+        num_response = tensors["responses"].shape[1]
+        attended = tensors["attention_mask"][row].bool()[:-num_response]
+        ids = tensors["input_ids"][row][:-num_response][attended].tolist()
         if not inputs_of(self._batch, row):
             return ids
         runs = [(token, len(list(run))) for token, run in groupby(ids)]  # a picture takes hundreds of equal tokens
         return [token for token, length in runs for _ in range(1 if length > _PLACEHOLDERS else length)]
 
-    def tokens(self, ids: list[int]) -> tuple[str, ...] | None:
-        """Each by itself."""
-        return None if self._tokenizer is None else tuple(self._text([token]) for token in ids)
+    def response_ids(self, row: int) -> list[int]:
+        responses = self._batch.tensors["responses"][row]
+        attended = self._batch.tensors["attention_mask"][row][-len(responses) :]
+        return responses[: int(attended.sum())].tolist()
 
     def around(self, row: int, first: int, last: int) -> dict[str, Any]:
         """Text of a span of response positions ``first..last`` and what stands around it, as a culprit's fields."""
-        responses = self._tensors["responses"][row]
-        num_response = responses.shape[0]
-        attended = self._tensors["attention_mask"][row].bool()
-        prompt = self._prompt_ids(row)
-        answer = responses[attended[-num_response:]].tolist()
-        span = responses[first : last + 1].tolist()
-        before = (prompt + responses[:first].tolist())[-self._context :] if self._context else []
-        after = answer[last + 1 : last + 1 + self._context]
+        responses = self._batch.tensors["responses"][row].tolist()
+        prompt, span = self.prompt_ids(row), responses[first : last + 1]
+        before = (prompt + responses[:first])[-self._context :] if self._context else []
         return {
             "token_ids": tuple(span),
             "tokens": self.tokens(span),
             "text_before": self.decode(before),
-            "text_after": self.decode(after),
+            "text_after": self.decode(self.response_ids(row)[last + 1 : last + 1 + self._context]),
             "prompt": self.decode(prompt),
         }
 
 
+def _columns(batch: BatchView) -> dict[str, torch.Tensor]:
+    """The batch's tensors (R, T) by the record's fields: those that there are, and that concern this model."""
+    names = _CRITICS_COLUMNS if batch.is_critics else _COLUMNS
+    return {name: batch.tensors[key] for name, key in names.items() if key in batch.tensors.keys()}
+
+
 def _complete_sequence(sequence: SequenceRecord, batch: BatchView, texts: _Texts, album: Album) -> SequenceRecord:
-    tensors, row = batch.tensors, sequence.row
+    row = sequence.row
     assert row is not None  # the driver numbers the rows
-    num_tokens = int(tensors["attention_mask"][row][-tensors["responses"].shape[1] :].sum())
-    ids = tensors["responses"][row][:num_tokens].tolist()
+    ids = texts.response_ids(row)
     tokens = texts.tokens(ids)
-    numbers: dict[str, Any] = {name: getattr(sequence, name) for name in _OF_FORWARD}
-    of_batch = {name: key for name, key in _OF_BATCH.items() if name in _OF_CRITICS or not batch.is_critics}
-    of_batch |= {"value_target": "returns"} if batch.is_critics else {}
-    numbers |= {name: tensors[key][row].tolist() for name, key in of_batch.items() if key in tensors.keys()}
-    for name, values in numbers.items():
-        numbers[name] = None if values is None else tuple(values[:num_tokens])
+    numbers: dict[str, Any] = {name: getattr(sequence, name) for name in _FROM_RANKS}
+    numbers |= {name: values[row].tolist() for name, values in _columns(batch).items()}
+    numbers = {name: None if values is None else tuple(values[: len(ids)]) for name, values in numbers.items()}
     pictures, note = album.add(inputs_of(batch, row)) if tokens is not None else (None, None)
     return replace(
         sequence,
         sequence_id=_label(batch, "sequence_id", row),
         data_source=_label(batch, "data_source", row),
-        prompt=texts.prompt(row),
+        prompt=texts.decode(texts.prompt_ids(row)),
         token_ids=None if tokens is None else tuple(ids),
         tokens=tokens,
         pictures=pictures,
@@ -278,61 +270,54 @@ def _complete_sequence(sequence: SequenceRecord, batch: BatchView, texts: _Texts
     )
 
 
-def _counted_endings(culprits: tuple[Culprit, ...], batch: BatchView, endings: Counter[int]) -> tuple[Culprit, ...]:
+def _counted_endings(culprits: list[Culprit], batch: BatchView, endings: Counter[int]) -> list[Culprit]:
     """Those that were never sampled and end a turn say in how many events the same token did."""
-
-    def ending(culprit: Culprit) -> int | None:
-        if culprit.cause.label != "not_sampled":
-            return None
-        mask = batch.tensors["response_mask"][culprit.row]
-        is_last = any(turn.stop - 1 == culprit.peak for turn in turns_in(mask.tolist()))
-        return int(batch.tensors["responses"][culprit.row, culprit.peak]) if is_last else None
-
-    tokens = [ending(culprit) for culprit in culprits]
+    tokens = [_unsampled_ending(culprit, batch.tensors) for culprit in culprits]
     endings.update({token for token in tokens if token is not None})
-    counts = [{} if token is None else {"events_ended": float(endings[token])} for token in tokens]
-    return tuple(
-        replace(culprit, cause=replace(culprit.cause, numbers={**culprit.cause.numbers, **count}))
-        for culprit, count in zip(culprits, counts, strict=True)
-    )
+    counted = []
+    for culprit, token in zip(culprits, tokens, strict=True):
+        numbers = culprit.cause.numbers
+        if token is not None:
+            numbers = {**numbers, "events_ended": float(endings[token])}
+        counted.append(replace(culprit, cause=replace(culprit.cause, numbers=numbers)))
+    return counted
 
 
-def _by_engine(batch: BatchView, row: int, now: Sequence[float]) -> list[tuple[float, float]]:
+def _unsampled_ending(culprit: Culprit, tensors: Any) -> int | None:
+    """The token, where it was never sampled and ends a turn."""
+    turns = turns_in(tensors["response_mask"][culprit.row].tolist())
+    is_last = any(turn.stop - 1 == culprit.peak for turn in turns)
+    is_ending = is_last and culprit.cause.label == "not_sampled"
+    return int(tensors["responses"][culprit.row, culprit.peak]) if is_ending else None
+
+
+def _by_engine(batch: BatchView, row: int | None, now: Sequence[float]) -> list[tuple[float, float]]:
     """What trainer and rollout engine say of each token of a row in the loss; empty where the latter is not known."""
-    written = batch.tensors["rollout_log_probs"][row].tolist() if "rollout_log_probs" in batch.tensors.keys() else []
-    places = batch.tensors["response_mask"][row].nonzero().flatten().tolist() if now and written else []
-    return [(now[place], written[place]) for place in places]
+    if not now or "rollout_log_probs" not in batch.tensors.keys():
+        return []
+    engines = batch.tensors["rollout_log_probs"][row].tolist()
+    places = batch.tensors["response_mask"][row].nonzero().flatten().tolist()
+    return [(now[place], engines[place]) for place in places]
 
 
-def _complete_culprit(
-    culprit: Culprit,
-    batch: BatchView,
-    texts: _Texts,
-    statistics: BatchStatistics,
-    now: Sequence[float],
-    run: Run | None,
-) -> Culprit:
+def _complete_culprit(culprit: Culprit, batch: BatchView, texts: _Texts) -> Culprit:
+    """All but the cause."""
     tensors, row, positions = batch.tensors, culprit.row, culprit.positions
     assert row is not None  # the driver numbers the rows
-
-    def at(key: str) -> float | None:
-        if batch.is_critics and key not in _AT_CRITICS:
-            return None
-        return float(tensors[key][row, culprit.peak]) if key in tensors.keys() else None
-
-    stored, rollout = at("old_log_probs"), at("rollout_log_probs")
-    completed = replace(
+    at = {name: float(values[row, culprit.peak]) for name, values in _columns(batch).items()}
+    stored, rollout = at.get("old_log_prob"), at.get("rollout_log_prob")
+    return replace(
         culprit,
         sequence_id=_label(batch, "sequence_id", row),
         data_source=_label(batch, "data_source", row),
         data_row=_data_row(batch, row),
-        reward=float(tensors["token_level_scores"][row].sum()) if "token_level_scores" in tensors.keys() else None,
-        advantage=at("advantages"),
-        value_target=at("returns") if batch.is_critics else None,
+        reward=_reward(tensors, row),
+        advantage=at.get("advantage"),
+        value_target=at.get("value_target"),
         old_log_prob_stored=stored,
         rollout_log_prob=rollout,
-        ref_log_prob=at("ref_log_prob"),
-        is_weight=at("rollout_is_weights"),
+        ref_log_prob=at.get("ref_log_prob"),
+        is_weight=at.get("is_weight"),
         ratios=Ratios(
             current_over_old=ratio(culprit.log_prob, culprit.old_log_prob_used),
             current_over_rollout=ratio(culprit.log_prob, rollout),
@@ -343,7 +328,6 @@ def _complete_culprit(
         turn=_turn(tensors["response_mask"][row].tolist(), positions[0]),
         **texts.around(row, positions[0], positions[-1]),
     )
-    return replace(completed, cause=classify(completed, statistics, _by_engine(batch, row, now), run))
 
 
 def _turn(mask: list[float], position: int) -> Turn | None:
@@ -360,20 +344,23 @@ def _siblings(batch: BatchView, row: int) -> tuple[Sibling, ...] | None:
     tensors, uids = batch.tensors, batch.labels.get("uid")
     if uids is None:
         return None
-    mask, found = tensors["response_mask"].bool(), []
+    siblings = []
     for other in (at for at, uid in enumerate(uids) if uid == uids[row] and at != row):
-        advantages = tensors["advantages"][other][mask[other]]
-        scores = tensors["token_level_scores"][other] if "token_level_scores" in tensors.keys() else None
-        found.append(
+        advantages = tensors["advantages"][other][tensors["response_mask"][other].bool()]
+        siblings.append(
             Sibling(
                 row=other,
                 sequence_id=_label(batch, "sequence_id", other),
-                reward=None if scores is None else float(scores.sum()),
+                reward=_reward(tensors, other),
                 advantage=float(advantages[0]) if len(advantages) else None,
                 num_tokens=len(advantages),
             )
         )
-    return tuple(found)
+    return tuple(siblings)
+
+
+def _reward(tensors: Any, row: int) -> float | None:
+    return float(tensors["token_level_scores"][row].sum()) if "token_level_scores" in tensors.keys() else None
 
 
 def _data_row(batch: BatchView, row: int) -> int | None:

@@ -41,9 +41,9 @@ class Driver:
     """Decides when to look, learns from every norm, and has the events written and told.
 
     Args:
-        settings: those that hold, see :func:`~..config.resolve`.
+        settings: the effective ones, see :func:`~..config.resolve`.
         tokenizer: decodes culprits; not used with ``evidence.text=off``.
-        run: which run this is.
+        run: as its events say it.
         trained: the trained model's whole config as plain data, for the bundle.
         num_epochs: how often an update goes over its mini-batches.
         model: ``actor`` or ``critic``.
@@ -72,15 +72,8 @@ class Driver:
         self._policy: Policy
 
     def before_update(self, num_tokens: Sequence[int], global_step: int, stage: str = "") -> Policy:
-        """The policy of the update that comes next.
-
-        Args:
-            num_tokens: response tokens over all ranks, of each mini-batch.
-            global_step: the trainer's.
-            stage: which of Lopti's two updates this is; "" for the only one.
-        """
-        typical = self.scale.typical()
-        self._policy = self.policies.policy(global_step, num_tokens, self.num_epochs, stage, typical)
+        """The policy of the update that comes next; arguments as of :meth:`PolicyMaker.policy`."""
+        self._policy = self.policies.policy(global_step, num_tokens, self.num_epochs, stage, self.scale.typical())
         return self._policy
 
     def after_update(self, reports: Sequence[RankReport], batch: BatchView) -> dict[str, list[float]]:
@@ -98,20 +91,19 @@ class Driver:
         over_run = {name: value / typical[name][0] for name, value in present.items() if name in typical}
         written = [self.writer.write(raw, batch, over_run) for raw in first.events]
         self.policies.learn(first.norms, len(written))
-        self.teller.tell([event for event, _ in written], policy.global_step, [why for _, why in written])
+        self.teller.tell(written, policy.global_step)
         self._tell_unwritten([spike for spike in first.outcomes if not spike.is_written])
         if any(spike.taken == "abort" for spike in first.outcomes):
             self.teller.finish()
-            said = [event.verdict for event, why in written if not why]
+            verdicts = [event.verdict for event, why in written if not why]
             raise AbortedBySpike(
                 f"gradloc stopped the run ({self.action_key}=abort). "
-                f"{said[-1] if said else 'No event of it was written.'} "
+                f"{verdicts[-1] if verdicts else 'No event of it was written.'} "
                 f"The step was not taken; the events are in {self.writer.store.root}."
             )
         self.scale.observe(present)
-        found = metrics_of(policy, reports, first, self.writer.num_failures)
-        named = {self._metric(name): value for name, value in found.items()}
-        return {name: [value] for name, value in named.items()}
+        metrics = metrics_of(policy, reports, first, self.writer.num_failures)
+        return {self._metric(name): [value] for name, value in metrics.items()}
 
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the checkpoint: what the trigger has learned."""
@@ -134,9 +126,8 @@ class Driver:
         if spikes:
             trigger = self.settings.trigger
             logger.warning(
-                "gradloc: step %s has %d spikes that no event is written of; the action applied to them all the same "
-                "(%s). What is written is limited by gradloc.trigger: max_events_per_step=%d, max_events=%d (%d so "
-                "far), cooldown_steps=%d",
+                "gradloc: step %s has %d spikes without an event; the action applied to them, too (%s). gradloc.trigger"
+                " limits events: max_events_per_step=%d, max_events=%d (%d so far), cooldown_steps=%d",
                 self._policy.global_step,
                 len(spikes),
                 ", ".join(sorted({spike.taken for spike in spikes})),

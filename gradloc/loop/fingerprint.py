@@ -77,24 +77,24 @@ def differs(expected: Fingerprint, found: Fingerprint) -> str | None:
     if other is not None:
         return f"This is another model than the event's: {other}."
     before, now = expected.parameters, found.parameters
-    has_names = before is not None and now is not None
+    where = "in {} of {} parameters"
     if before is None or now is None:
-        before, now = {"": expected.total}, {"": found.total}
-    off = [name for name in before if not _is_close(before[name], now[name], *_float64_slack(before[name]))]
+        before, now, where = {"": expected.total}, {"": found.total}, "in their totals"
+    distances = {name: _distance(entry, now[name], _float64_slack(entry)) for name, entry in before.items()}
+    off = [name for name, distance in distances.items() if distance > 1]
     if not off:
         return None
-    how_many = f"in {len(off)} of {len(before)} parameters" if has_names else "in their totals"
-    if all(_is_close(before[name], now[name], *_bfloat16_slack(before[name])) for name in off):
+    said = f"The weights differ from those of the event {where.format(len(off), len(before))}"
+    if all(_distance(before[name], now[name], _bfloat16_slack(before[name])) <= 1 for name in off):
         return (
-            f"The weights differ from those of the event {how_many}, by no more than rounding to bfloat16 would: "
-            "they may be the same ones, saved in half precision, or those of a step nearby."
+            f"{said}, by no more than rounding to bfloat16 would: they may be the same ones, saved in half precision, "
+            "or those of a step nearby."
         )
-    worst = max(off, key=lambda name: _distance(before[name], now[name]))
-    rms = [math.sqrt(max(entry[2], 0.0) / max(entry[0], 1)) for entry in (before[worst], now[worst])]
+    worst = max(off, key=lambda name: distances[name])
+    rms = [math.sqrt(max(square, 0.0) / max(count, 1)) for count, _, square in (before[worst], now[worst])]
     return (
-        f"The weights differ from those of the event {how_many}{f', in {worst} most' if worst else ''}: the sum there "
-        f"is {now[worst][1]:.9g} (root mean square {rms[1]:.9g}), it was {before[worst][1]:.9g} "
-        f"({rms[0]:.9g})."
+        f"{said}{f', in {worst} most' if worst else ''}: the sum there is {now[worst][1]:.9g} (root mean square "
+        f"{rms[1]:.9g}), it was {before[worst][1]:.9g} ({rms[0]:.9g})."
     )
 
 
@@ -119,19 +119,11 @@ def _bfloat16_slack(entry: Weights) -> tuple[float, float]:
     return _NUM_SIGMAS * _HALF_ULP * math.sqrt(max(square, 0.0)), of_squares + _HALF_ULP**2 * square
 
 
-def _is_close(ours: Weights, theirs: Weights, sum_slack: float, square_slack: float) -> bool:
-    return _near(ours[1], theirs[1], sum_slack) and _near(ours[2], theirs[2], square_slack)
-
-
-def _near(a: float, b: float, slack: float) -> bool:
-    """What is not finite is near itself only."""
-    if math.isfinite(a) and math.isfinite(b):
-        return abs(a - b) <= slack
-    return slack == math.inf or a == b or (math.isnan(a) and math.isnan(b))
-
-
-def _distance(ours: Weights, theirs: Weights) -> float:
-    """How far two entries are apart, in units of the float64 slack; what is not finite counts as farthest."""
-    slacks = _float64_slack(ours)
-    apart = [abs(a - b) / max(s, 1e-300) for a, b, s in zip(ours[1:], theirs[1:], slacks, strict=True)]
-    return max((value if math.isfinite(value) else math.inf) for value in apart)
+def _distance(ours: Weights, theirs: Weights, slacks: tuple[float, float]) -> float:
+    """How far the two sums are apart, in units of their slack, the larger; what is not finite is near itself only."""
+    apart = 0.0
+    for a, b, slack in zip(ours[1:], theirs[1:], slacks, strict=True):
+        if a != b and not (math.isnan(a) and math.isnan(b)):
+            units = abs(a - b) / max(slack, 1e-300)
+            apart = max(apart, units) if math.isfinite(units) else math.inf
+    return apart

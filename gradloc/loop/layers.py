@@ -38,6 +38,7 @@ def layer_of(name: str) -> str:
     return f"{of}layer {found.group(1)}" if found else kind_of(name)
 
 
+@functools.cache  # asked at every step
 def kind_of(name: str) -> str:
     """``embedding``, ``attention``, ``mlp``, ``norm``, ``head``, ``vision``, ``mixed`` (a flat parameter) or ``other``.
 
@@ -48,17 +49,11 @@ def kind_of(name: str) -> str:
         return "mixed"
     if _VISION.search(name):
         return "vision"
-    leaf = name.rsplit(".", 2)[-2] if name.count(".") else name
-    for kind, marks in _KINDS:
-        if any(mark in leaf for mark in marks):
-            return kind
-    for kind, marks in _KINDS:
-        if any(mark in name for mark in marks):
-            return kind
+    for part in (name.rsplit(".", 2)[-2] if name.count(".") else name, name):  # the module's own name says it best
+        for kind, marks in _KINDS:
+            if any(mark in part for mark in marks):
+                return kind
     return "other"
-
-
-_kind_of = functools.cache(kind_of)  # asked at every step
 
 
 @torch.no_grad()
@@ -68,17 +63,16 @@ def head_square(space: GradientSpace) -> torch.Tensor:
     A scalar of ``.grad`` as it is, without communication; the parts of all processes add up. The head's gradient norm
     is a lower bound on how far a step moves the policy, and surges where training degrades (arXiv 2605.19425).
     """
+    squares: dict[str, torch.Tensor] = {}
     zero = torch.zeros((), dtype=torch.float64, device=space.params[0].device)
-    squares = {"embedding": zero, "head": zero.clone()}
-    kinds = set()
     grads = space.counted(space.current())
     for name, param, grad in zip(space.names, space.params, grads, strict=True):
-        for of, shard in named_shards(name, param, grad):
-            kind = _kind_of(of)
-            kinds.add(kind)
-            if kind in squares and grad is not None:
-                squares[kind] += torch.linalg.vector_norm(shard).double().square()
-    return squares["head" if "head" in kinds else "embedding"] / space.num_replicas
+        for part, shard in named_shards(name, param, grad):
+            kind = kind_of(part)
+            if kind in ("head", "embedding"):
+                square = zero if grad is None else torch.linalg.vector_norm(shard).double().square()
+                squares[kind] = squares.get(kind, zero) + square
+    return squares.get("head", squares.get("embedding", zero)) / space.num_replicas
 
 
 def norms_by(group: Callable[[str], str], names: list[str], squares: torch.Tensor) -> dict[str, float]:
@@ -106,17 +100,16 @@ def layer_history(names: list[str], squares: torch.Tensor, history: torch.Tensor
     """
     if history is None:
         return None
-    per_step = [list(norms_by(layer_of, names, row).values()) for row in history]
-    norms = torch.tensor(per_step, dtype=torch.float64)  # (steps, layers)
-    now = torch.tensor(list(norms_by(layer_of, names, squares).values()), dtype=torch.float64)
-    medians = norms.median(0).values
+    layers = norms_by(layer_of, names, squares)
+    now = torch.tensor(list(layers.values()), dtype=torch.float64)
+    norms = torch.tensor([list(norms_by(layer_of, names, row).values()) for row in history], dtype=now.dtype)
+    medians = norms.median(0).values  # norms: (steps, layers)
     excess = torch.where(medians > 0, now / medians, torch.ones_like(now))
     correlation = torch.corrcoef(norms.clamp(min=1e-30).log().T).nan_to_num(nan=1.0)
     num = len(now)
-    others = (correlation.sum() - num) / (num * (num - 1)) if num > 1 else torch.tensor(1.0)
     return LayerHistory(
-        num_steps=len(per_step),
-        excess=dict(zip(norms_by(layer_of, names, squares), excess.tolist(), strict=True)),
+        num_steps=len(norms),
+        excess=dict(zip(layers, excess.tolist(), strict=True)),
         spread=float(excess.max() / excess.median().clamp(min=1e-30)),
-        mean_correlation=float(others),
+        mean_correlation=float((correlation.sum() - num) / (num * (num - 1))) if num > 1 else 1.0,
     )

@@ -13,7 +13,6 @@ import math
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -64,12 +63,12 @@ class ActorPowers(Protocol):
 class Localizer:
     """Watches an actor's updates and looks into the spikes that the driver's policy names.
 
+    All ranks make theirs together.
+
     Args:
         powers: the actor's.
         ranks: the data-parallel ranks.
-        settings: those that hold, see :func:`~..config.resolve`.
-
-    All ranks make theirs together.
+        settings: the effective ones, see :func:`~..config.resolve`.
     """
 
     def __init__(self, powers: ActorPowers, ranks: Ranks, settings: Any):
@@ -134,11 +133,11 @@ class Localizer:
         self._step_seconds = time.perf_counter() - self._began
         self.norms.append(norm)
         self.head_squares.append(head_square(self._space) / self._clip_scale(norm) ** 2)
-        if self._policy is not None and len(self.norms) == 1:
-            self._first_step = self._step
-        spike = self._find_spike(norm)
-        if spike is not None:
-            grad_norm = self._handle(spike, grad_norm)
+        policy, spike = self._policy, None
+        if policy is not None:
+            self._first_step = self._step if len(self.norms) == 1 else self._first_step
+            spike = self._find_spike(policy, norm)
+            grad_norm = grad_norm if spike is None else self._handle(policy, spike, grad_norm)
         is_spike = spike is not None or not math.isfinite(norm)
         self._tracker.after_mini_batch(self._space, self._clip_scale(norm), self._step.loss_scale, is_spike)
         del self._step  # its micro-batches need not live until the next one
@@ -181,35 +180,29 @@ class Localizer:
 
     def _ask_replicas(self) -> None:
         """Whether replicas are kept alike: how they are laid out, and, once a step was taken, whether they are."""
-        told = ""
+        problem = ""
         if self._num_updates == 1 and not self._space.are_summed:
             self.num_failures = _MAX_FAILURES  # norms differ by rank: one would search, and wait for the others
-            told = (
+            problem = (
                 "FSDP1 with fsdp_size=1 sums no gradients over ranks: each trains a model of its own. gradloc is off; "
                 "set actor.fsdp_config.fsdp_size=-1"
             )
         elif self._num_updates == 2 and self._space.num_replicas > 1 and self.num_failures < _MAX_FAILURES:
             parted = self._safely(lambda: parted_replicas(self._space, self.ranks))
             if parted:
-                told = (
+                problem = (
                     f"replicas hold other weights in {plural(len(parted), 'parameter')}, {parted[0]} first: a rank "
                     "loaded others, skipped a step, or its gradients are not summed"
                 )
-        if told and self.ranks.is_first:
-            logger.error("gradloc: %s", told)
+        if problem and self.ranks.is_first:
+            logger.error("gradloc: %s", problem)
 
     def _clip_scale(self, norm: float) -> float:
         """How torch and FSDP clip: the gradient in ``.grad`` is this times the true one."""
         return min(1.0, self.powers.clip_limit / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
-    @property
-    def _spiking_policy(self) -> Policy:
-        assert self._policy is not None, "without a policy nothing is a spike"
-        return self._policy
-
-    def _find_spike(self, norm: float) -> Spike | None:
-        policy = self._policy
-        if policy is None or self.num_failures >= _MAX_FAILURES:
+    def _find_spike(self, policy: Policy, norm: float) -> Spike | None:
+        if self.num_failures >= _MAX_FAILURES:
             return None
         spike = policy.spike(norm, len(self.norms) - 1)
         if spike is None or spike.kind != "non_finite" or not self.powers.scales_loss:
@@ -223,42 +216,41 @@ class Localizer:
         is_finite = self.ranks.agree(lambda: all(step.has_finite_loss(i) for i in range(step.num_micro_batches)))
         return self.ranks.all(is_finite)
 
-    def _handle(self, spike: Spike, grad_norm: torch.Tensor) -> torch.Tensor:
+    def _handle(self, policy: Policy, spike: Spike, grad_norm: torch.Tensor) -> torch.Tensor:
         """Act on the spike; look into it where an event may be written of it, or where the action needs to know."""
-        is_written = self._num_to_write < self._spiking_policy.max_events
+        is_written = self._num_to_write < policy.max_events
         action = None if is_written else decide_without_search(self.settings.action, spike, self._num_searches)
         if action is None:
-            return self._look_into(spike, grad_norm, is_written)
-        taken_norm = None
-        if action.taken != "observe":
-            taken_norm = self._safely(partial(self._act, action.taken, []))
-            if taken_norm is None:  # it failed, and the step is taken as it was
-                return grad_norm
+            return self._look_into(policy, spike, grad_norm, is_written)
+        acted = grad_norm if action.taken == "observe" else self._safely(lambda: self._act(action.taken, [], grad_norm))
+        if acted is None:  # it failed, and the step is taken as it was
+            return grad_norm
         self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, action.taken, is_written=False))
-        return grad_norm if taken_norm is None else taken_norm
+        return acted
 
-    def _look_into(self, spike: Spike, grad_norm: torch.Tensor, is_written: bool) -> torch.Tensor:
+    def _look_into(self, policy: Policy, spike: Spike, grad_norm: torch.Tensor, is_written: bool) -> torch.Tensor:
         """Localize and act; where that fails, or does not fit into memory, the step stays as it was."""
         self._num_searches += 1
         self._num_to_write += is_written
-        space = self._space
         prepared = self._safely(self._prepare)
         if prepared is None:
             return grad_norm
         before, room = prepared
         try:
-            way = self._safely(partial(self._make_room, room))
-            found = None if way is None else self._safely(partial(self._localize_and_act, spike, is_written, way))
-            if found is None:
-                space.put(before)
+            way = self._safely(lambda: self._make_room(room))
+            result = None
+            if way is not None:
+                result = self._safely(lambda: self._localize_and_act(policy, spike, grad_norm, is_written, way))
+            if result is None:
+                self._space.put(before)
                 return grad_norm
             before.clear()  # what a masked step has left of it, so that the optimizer's state has its place again
         finally:
             room.close()
-        event, action, taken_norm = found
-        self.events += [event] if is_written else []
+        event, action, norm = result
+        self.events += [event] if event is not None else []
         self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, action.taken, is_written))
-        return grad_norm if taken_norm is None else taken_norm
+        return norm
 
     def _prepare(self) -> tuple[Gradient, Room]:
         """The step's gradient, to be put back whatever happens, and what a search of it needs of memory."""
@@ -274,21 +266,21 @@ class Localizer:
         number, seconds = self.ranks.max([float(mine), self._step_seconds])
         if number == len(WAYS):
             why = room.need.refusal(memory, room.device) if mine == number else "memory is short on another rank"
-            logger.error("gradloc: this spike is not looked into: %s", why)
+            logger.error("gradloc: this spike is not searched: %s", why)
             return None
         way = WAYS[int(number)]
         self.ranks.agree(lambda: room.make(way))
         if way.moves_optimizer:
-            searched = "as it is set" if way.is_full else "by bisection alone"
-            logger.warning("gradloc: memory is short: optimizer state off the device, searching %s", searched)
-        search, evidence = self.settings.search, self.settings.evidence
+            how = "as configured" if way.is_full else "by bisection only"
+            logger.warning("gradloc: memory is short: moving optimizer state off the device, searching %s", how)
+        search = self.settings.search
         return {
             "strategy": search.strategy if way.is_full else "bisect",
             "budget": self.settings.budget,
             "max_culprits": search.max_culprits,
             "max_steps": search.max_steps,
             "update_seconds": seconds,
-            "reruns": evidence.rerun,
+            "reruns": self.settings.evidence.rerun,
         }
 
     def _safely(self, joint: Callable[[], T]) -> T | None:
@@ -315,43 +307,42 @@ class Localizer:
             return None
 
     def _localize_and_act(
-        self, spike: Spike, is_written: bool, way: dict[str, Any]
-    ) -> tuple[Any, Action, torch.Tensor | None]:
-        space, policy = self._space, self._spiking_policy
+        self, policy: Policy, spike: Spike, grad_norm: torch.Tensor, is_written: bool, way: dict[str, Any]
+    ) -> tuple[RawEvent | None, Action, torch.Tensor]:
+        space, ranks, settings = self._space, self.ranks, self.settings
         step: Any = HostStep(self._step, space.device)
-        limit, clip_scale = self.powers.clip_limit, self._clip_scale(spike.grad_norm)
-        increments = self._tracker.increments(space, self.ranks, step.loss_scale)
+        clip_scale = self._clip_scale(spike.grad_norm)
+        increments = self._tracker.increments(space, ranks, step.loss_scale)
         if increments is not None and len(increments) != step.num_micro_batches:
             increments = None  # the gradient was reduced once, after the last micro-batch
-        finding = localize(step, space, self.ranks, spike, clip_scale, increments, policy.typical, **way)
+        finding = localize(step, space, ranks, spike, clip_scale, increments, policy.typical, **way)
         overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
         obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else None
-        action = decide(self.settings.action, spike, finding.certificate, finding.tokens, obstacle)
-        if not is_written:
-            return None, action, self._act(action.taken, finding.tokens)
-        context = SpikeContext(
-            place=policy.place(len(self.norms) - 1),
-            spike=spike,
-            finding=finding,
-            step=step,
-            space=space,
-            ranks=self.ranks,
-            squares=space.squares().div_(clip_scale**2),
-            history=self._tracker.history(space, self.ranks),
-            action=action,
-            clip_limit=limit,
-            checkpoint=self.powers.save_weights(policy.global_step),
-            head_square=self.head_squares[-1],
-            takes_what_is_not_finite=self.powers.takes_what_is_not_finite,
-        )
-        keeps_all = self.settings.evidence.bundle == "full"
-        event = raw_event(context, self.settings.budget, keeps_all)
-        return event, action, self._act(action.taken, finding.tokens)
+        action = decide(settings.action, spike, finding.certificate, finding.tokens, obstacle)
+        event = None
+        if is_written:
+            context = SpikeContext(
+                place=policy.place(len(self.norms) - 1),
+                spike=spike,
+                finding=finding,
+                step=step,
+                space=space,
+                ranks=ranks,
+                squares=space.squares().div_(clip_scale**2),
+                history=self._tracker.history(space, ranks),
+                action=action,
+                clip_limit=self.powers.clip_limit,
+                checkpoint=self.powers.save_weights(policy.global_step),
+                head_square=self.head_squares[-1],
+                takes_what_is_not_finite=self.powers.takes_what_is_not_finite,
+            )
+            event = raw_event(context, settings.budget, settings.evidence.bundle == "full")
+        return event, action, self._act(action.taken, finding.tokens, grad_norm)
 
-    def _act(self, taken: str, culprits: list[Token]) -> torch.Tensor | None:
-        """Put into ``.grad`` what the step is to take; returns its norm, None when that is unchanged."""
+    def _act(self, taken: str, culprits: list[Token], grad_norm: torch.Tensor) -> torch.Tensor:
+        """Put into ``.grad`` what the step is to take; returns its norm."""
         if taken == "observe":
-            return None
+            return grad_norm
         device = self._space.device
         if taken == "mask":
             gradient, rng = self._space.take(), RngState(device)

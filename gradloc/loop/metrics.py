@@ -5,7 +5,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ..core.actions import Outcome
 from ..core.trigger import spike_kind
 from ..record import Event
 from .wire import Policy, RankReport
@@ -13,32 +12,28 @@ from .wire import Policy, RankReport
 _TAKEN = ("mask", "skip", "abort")
 _ADDED = frozenset("spikes unwritten mask skip abort masked_tokens events culprits explained probes seconds".split())
 _LARGEST = frozenset("head_grad_norm norm_after failures write_failures grad_norm_max median_coefficient".split())
-_OF_NEAREST = frozenset("threshold norm_over_threshold clip_scale culprit_share healthy_norm".split())
+_FROM_NEAREST = frozenset("threshold norm_over_threshold clip_scale culprit_share healthy_norm".split())
 """Of the update whose norm came nearest to its threshold, so that they are of one and the same."""
 
 
 def is_ours(name: str) -> bool:
     """Whether this metric is joined by these rules."""
-    return _plain(name) in _ADDED | _LARGEST | _OF_NEAREST
+    return _plain(name) in _ADDED | _LARGEST | _FROM_NEAREST
 
 
 def joined(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One value of each metric for a step.
-
-    Args:
-        updates: the metrics of each update, in their order. Of a name that has no rule here the last one stays.
-    """
-    (nearest,) = {name for found in updates for name in found if _plain(name) == "norm_over_threshold"} or {""}
-    nearest_last = sorted(updates, key=lambda found: size(found.get(nearest, 0.0)))
-    known = {name: value for found in updates for name, value in found.items()}
+    """One value of each metric for a step, from those of its updates in order; the last where no rule says another."""
+    (nearest,) = {name for metrics in updates for name in metrics if _plain(name) == "norm_over_threshold"} or {""}
+    nearest_last = sorted(updates, key=lambda metrics: size(metrics.get(nearest, 0.0)))
+    known = {name: value for metrics in updates for name, value in metrics.items()}
     for name in known:
-        values = [found[name] for found in updates if name in found]
+        ordered = nearest_last if _plain(name) in _FROM_NEAREST else updates
+        values = [metrics[name] for metrics in ordered if name in metrics]
+        known[name] = values[-1]
         if _plain(name) in _ADDED:
             known[name] = sum(values)
         elif _plain(name) in _LARGEST:
             known[name] = max(values, key=size)
-        elif _plain(name) in _OF_NEAREST:
-            known[name] = [found[name] for found in nearest_last if name in found][-1]
     return known
 
 
@@ -50,44 +45,36 @@ def metrics_of(
 ) -> dict[str, float]:
     """Our scalars of one update, under the actor's names; ``grad_norm_max`` is the model's own.
 
-    Args:
-        policy: of the update.
-        reports: one of each process.
-        first: the first process' among them.
-        num_write_failures: of the run.
+    ``reports`` has one of each process, ``first`` is the first one's; the write failures are the whole run's.
     """
-    events = [raw.event for raw in first.events]
     heads = [math.fsum(of_step) ** 0.5 for of_step in zip(*(report.head_squares for report in reports), strict=True)]
+    counts = {f"gradloc/{taken}": sum(spike.taken == taken for spike in first.outcomes) for taken in _TAKEN}
     return {
         "grad_norm_max": max(first.norms, key=size),
         "gradloc/failures": max(report.num_failures for report in reports),
         "gradloc/write_failures": num_write_failures,
         "gradloc/median_coefficient": statistics.median(report.coefficient for report in reports),
         "gradloc/head_grad_norm": max(heads, key=size),
+        "gradloc/unwritten": sum(not spike.is_written for spike in first.outcomes),
+        **counts,
         **_of_trigger(policy, first.norms),
-        **_of_actions(first.outcomes),
-        **_of_events(events),
+        **_of_events([raw.event for raw in first.events]),
     }
 
 
 def _of_trigger(policy: Policy, norms: Sequence[float]) -> dict[str, float]:
     """Spikes, and of the optimizer step that came nearest to its threshold: the threshold and the ratio to it."""
     pairs = [(norm, policy.threshold(number)) for number, norm in enumerate(norms)]
+    metrics: dict[str, float] = {"gradloc/spikes": sum(spike_kind(*pair, policy.kind) is not None for pair in pairs)}
     judged = [(norm, threshold) for norm, threshold in pairs if threshold]
-    found: dict[str, float] = {}
     if judged:
         norm, threshold = max(judged, key=lambda pair: size(pair[0]) / pair[1])
-        found = {"gradloc/threshold": threshold, "gradloc/norm_over_threshold": norm / threshold}
-    return {"gradloc/spikes": sum(spike_kind(*pair, policy.kind) is not None for pair in pairs), **found}
-
-
-def _of_actions(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    counts = {f"gradloc/{taken}": sum(spike.taken == taken for spike in outcomes) for taken in _TAKEN}
-    return {"gradloc/unwritten": sum(not spike.is_written for spike in outcomes), **counts}
+        metrics |= {"gradloc/threshold": threshold, "gradloc/norm_over_threshold": norm / threshold}
+    return metrics
 
 
 def _of_events(events: Sequence[Event]) -> dict[str, float]:
-    found: dict[str, float] = {
+    metrics: dict[str, float] = {
         "gradloc/events": len(events),
         "gradloc/culprits": sum(len(event.culprits) for event in events),
         "gradloc/explained": sum(event.certificate.verdict == "explained" for event in events),
@@ -96,18 +83,16 @@ def _of_events(events: Sequence[Event]) -> dict[str, float]:
     }
     after = [event.certificate.norm_after for event in events if event.certificate.norm_after is not None]
     if after:
-        found["gradloc/norm_after"] = max(after)
-    steps = [event.consequence for event in events if event.consequence is not None]
-    clipped = [step for step in steps if step.clip_scale is not None]
+        metrics["gradloc/norm_after"] = max(after)
+    clipped = [event.consequence for event in events if event.consequence and event.consequence.clip_scale is not None]
     if clipped:
         hardest = min(clipped, key=lambda step: step.clip_scale or 0.0)
-        for name in ("clip_scale", "culprit_share", "healthy_norm"):
-            value = getattr(hardest, name)
-            found |= {} if value is None else {f"gradloc/{name}": value}
+        values = {name: getattr(hardest, name) for name in ("clip_scale", "culprit_share", "healthy_norm")}
+        metrics |= {f"gradloc/{name}": value for name, value in values.items() if value is not None}
     masked = [event for event in events if event.action.taken == "mask"]
     if masked:
-        found["gradloc/masked_tokens"] = sum(len(culprit.positions) for event in masked for culprit in event.culprits)
-    return found
+        metrics["gradloc/masked_tokens"] = sum(len(culprit.positions) for event in masked for culprit in event.culprits)
+    return metrics
 
 
 def size(value: float) -> float:

@@ -4,13 +4,12 @@
 What a processor made of a picture is what the model saw, and all that the driver has. Without the processor it is drawn
 from the layouts that are common: patches of two frames, merged two by two (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4V), and
 plain pixels (LLaVA, Gemma, InternVL). Processors centre and scale each colour; here the values' own range is stretched,
-so shades differ a little from the original. Nothing but torch and the standard library.
+so shades differ a little from the original.
 """
 
 import hashlib
+import io
 import math
-import struct
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +35,7 @@ def kept_inputs(batch: BatchView, rows: Sequence[int]) -> tuple[dict[str, torch.
     Returns:
         ``multi_modal.<number of the row here>.<name>``, as they are; and why there are none, where there should be.
     """
-    found: dict[str, torch.Tensor] = {}
+    kept: dict[str, torch.Tensor] = {}
     size = 0
     for number, row in enumerate(rows):
         for name, value in inputs_of(batch, row).items():
@@ -47,8 +46,8 @@ def kept_inputs(batch: BatchView, rows: Sequence[int]) -> tuple[dict[str, torch.
             size += value.nbytes
             if size > _MAX_KEPT:
                 return {}, f"the multi-modal inputs of its micro-batches take more than {_MAX_KEPT >> 20} MiB"
-            found[f"multi_modal.{number}.{name}"] = value.detach().cpu().clone()
-    return found, None
+            kept[f"multi_modal.{number}.{name}"] = value.detach().cpu().clone()
+    return kept, None
 
 
 class Album:
@@ -92,12 +91,11 @@ def _pictures(inputs: dict[str, Any]) -> list[torch.Tensor]:
         if sum(sizes) != len(pixels):
             return []
         parts = zip(pixels.split(sizes), grid.tolist(), strict=True)
-        found = [_from_patches(patches, *shape) for patches, shape in parts]
-    elif pixels.dim() in (4, 5) and pixels.shape[-3] == _COLORS:
-        found = list(pixels.flatten(0, -4))
-    else:
-        return []
-    return [_drawn(picture) for picture in found if picture is not None]
+        pictures = [_from_patches(patches, *shape) for patches, shape in parts]
+        return [_drawn(picture) for picture in pictures if picture is not None]
+    if pixels.dim() in (4, 5) and pixels.shape[-3] == _COLORS:
+        return [_drawn(picture) for picture in pixels.flatten(0, -4)]
+    return []
 
 
 def _from_patches(patches: torch.Tensor, frames: int, height: int, width: int) -> torch.Tensor | None:
@@ -120,12 +118,8 @@ def _drawn(picture: torch.Tensor) -> torch.Tensor:
 
 def _png(picture: torch.Tensor) -> bytes:
     """uint8 (height, width, 3) as a PNG file."""
-    height, width, _ = picture.shape
-    lines = b"".join(b"\0" + bytes(line) for line in picture.flatten(1).numpy())
+    from PIL import Image  # where there are pictures, their processor needs it, too
 
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        whole = kind + content
-        return struct.pack(">I", len(content)) + whole + struct.pack(">I", zlib.crc32(whole))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
+    file = io.BytesIO()
+    Image.fromarray(picture.numpy()).save(file, "PNG")
+    return file.getvalue()

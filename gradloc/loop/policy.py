@@ -9,11 +9,7 @@ from .wire import Policy
 
 
 class PolicyMaker:
-    """Learns from every norm what a spike is, and keeps count of the events that may still be written.
-
-    Args:
-        settings: those that hold, see :func:`~..config.resolve`.
-    """
+    """Learns from every norm what a spike is, and keeps count of the events that may still be written."""
 
     def __init__(self, settings: Any):
         self.settings, self.trigger = settings, settings.trigger
@@ -48,10 +44,16 @@ class PolicyMaker:
         """
         self._stage = stage
         self._num_updates += 1
+        tau, adaptive = self.trigger.tau, self.adaptive
         of_step = [*num_tokens] * num_epochs  # of each optimizer step
-        tau = self.trigger.tau
-        rule = self.adaptive
-        thresholds = [rule.threshold(i) if tau is None else fixed_threshold(tau, n) for i, n in enumerate(of_step)]
+        thresholds: Sequence[float | None]
+        if tau is not None:
+            taus, history, thresholds = [tau] * len(of_step), [], [fixed_threshold(tau, num) for num in of_step]
+        else:
+            thresholds = [adaptive.threshold(index) for index in range(len(of_step))]
+            history = [adaptive.summary(index) for index in range(len(of_step))]
+            pairs = zip(thresholds, of_step, strict=True)  # taus: per token, under the fixed rule's noise model
+            taus = [None if threshold is None else threshold * max(num, 1) ** 0.5 for threshold, num in pairs]
         if global_step != self._step:  # an update in stages calls this once for each
             self._step, self._num_in_step = global_step, 0
         allowed = min(self.trigger.max_events_per_step - self._num_in_step, self.trigger.max_events - self.num_events)
@@ -61,12 +63,12 @@ class PolicyMaker:
             kind="adaptive" if tau is None else "fixed",
             num_tokens=num_tokens,
             thresholds=thresholds,
-            tau=[self._tau(threshold, n) for threshold, n in zip(thresholds, of_step, strict=True)],
+            tau=taus,
             max_events=0 if is_quiet else max(allowed, 0),
             typical=typical,
             force=self.trigger.force_step == global_step,
             stage=stage or None,
-            history=[] if tau is not None else [self.adaptive.summary(i) for i in range(len(of_step))],
+            history=history,
             update=self._num_updates,
             settings=self.settings,
         )
@@ -94,9 +96,3 @@ class PolicyMaker:
         trigger = self.trigger
         fresh = AdaptiveThreshold(trigger.window, trigger.warmup, trigger.floor, trigger.cap)
         return self._histories.setdefault(stage, fresh)
-
-    def _tau(self, threshold: float | None, num_tokens: int) -> float | None:
-        """Per-token threshold: as configured, or what the adaptive threshold says under the same noise model."""
-        if self.trigger.tau is not None or threshold is None:
-            return self.trigger.tau
-        return threshold * max(num_tokens, 1) ** 0.5

@@ -40,7 +40,7 @@ class Policy:
     update: int = 0
     """The update's number in this run, by which a rank that sees one mini-batch at a time knows a new one."""
     settings: Any = None
-    """Those that hold, see :func:`~..config.resolve`: for ranks whose own config has none."""
+    """The effective ones, see :func:`~..config.resolve`, for ranks whose own config has none."""
     learned: Any = None
     """What the stabilizers have learned, from a checkpoint; on the first update after a resume."""
     keeps_lr_schedule: bool = False

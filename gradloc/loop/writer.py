@@ -23,15 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class EventWriter:
-    """Writes a run's events. Whatever fails is logged and counted; training goes on.
-
-    Args:
-        settings: those that hold, see :func:`~..config.resolve`.
-        run: which run this is.
-        tokenizer: decodes culprits; not used with ``evidence.text=off``.
-        trained: the trained model's whole config as plain data, for the bundle.
-        model: ``actor`` or ``critic``.
-    """
+    """Writes a run's events, see :class:`~.driver.Driver`. Whatever fails is logged and counted; training goes on."""
 
     def __init__(self, settings: Any, run: Run, tokenizer: Any, trained: dict[str, Any], model: str):
         self.evidence, self.run, self.trained, self.model = settings.evidence, run, trained, model
@@ -43,12 +35,7 @@ class EventWriter:
         self._endings: Counter[int] = Counter()
 
     def write(self, raw: RawEvent, batch: BatchView, over_run: dict[str, float]) -> tuple[Event, str]:
-        """Write one event.
-
-        Args:
-            raw: what the ranks gathered.
-            batch: the whole batch.
-            over_run: how far this batch is above what is typical of the run, in times, by name.
+        """Write one event of this whole batch, which is ``over_run`` times what is typical of the run, by name.
 
         Returns:
             Its record, as far as it could be completed, and why writing failed ("" where it did not).
@@ -59,13 +46,9 @@ class EventWriter:
             return self._keep(event, raw, batch), ""
         except Exception as error:
             self.num_failures += 1
-            logger.error(
-                "gradloc: writing an event of step %s to %s failed (%s); training goes on",
-                raw.event.step.global_step,
-                self.store.root,
-                said_of(error),
-                exc_info=not isinstance(error, OSError),  # a full disk is known for what it is
-            )
+            what = "gradloc: writing an event of step %s to %s failed (%s); training goes on"
+            is_known = isinstance(error, OSError)  # such as a full disk, which needs no traceback
+            logger.error(what, event.step.global_step, self.store.root, said_of(error), exc_info=not is_known)
             return event, said_of(error)
 
     def _complete(self, raw: RawEvent, batch: BatchView, over_run: dict[str, float]) -> Event:
@@ -87,25 +70,22 @@ class EventWriter:
         album = Album()
         documents: dict[str, Any] = {"sequences": complete_sequences(raw, event.event_id, batch, self.tokenizer, album)}
         tensors: dict[str, torch.Tensor] = {}
-        if self.evidence.bundle != "off" and raw.layout:
-            if self.store.size_gb() < self.evidence.max_gb:
-                tensors, layout, note = bundle_tensors(raw, batch)
-                documents["meta"] = BundleMeta(
-                    actor=self.trained,
-                    temperature=raw.temperature,
-                    on_policy=raw.on_policy,
-                    checkpoint=raw.checkpoint,
-                    fingerprint=raw.fingerprint,
-                    layout=layout,
-                    event=event,
-                    multi_modal_note=note,
-                )
-            else:
-                logger.warning(
-                    "gradloc: %s holds gradloc.evidence.max_gb=%s or more, so this event gets no replay bundle",
-                    self.store.root,
-                    self.evidence.max_gb,
-                )
+        root, max_gb = self.store.root, self.evidence.max_gb
+        has_bundle = self.evidence.bundle != "off" and raw.layout
+        if has_bundle and self.store.size_gb() >= max_gb:
+            logger.warning("gradloc: %s holds gradloc.evidence.max_gb=%s or more: no replay bundle", root, max_gb)
+        elif has_bundle:
+            tensors, layout, note = bundle_tensors(raw, batch)
+            documents["meta"] = BundleMeta(
+                actor=self.trained,
+                temperature=raw.temperature,
+                on_policy=raw.on_policy,
+                checkpoint=raw.checkpoint,
+                fingerprint=raw.fingerprint,
+                layout=layout,
+                event=event,
+                multi_modal_note=note,
+            )
         event = replace(event, folder=self.store.write_folder(event.event_id, tensors, documents, album.files))
         self.store.append(event)
         return event

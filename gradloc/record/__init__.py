@@ -14,19 +14,19 @@ so a name that a later version adds to an ``enum`` is no reason to refuse a file
 
 from .bundle import BundleEntry, BundleMeta, Fingerprint, Sequence, SequenceFile
 from .culprit import CAUSES, Cause, Coefficients, Culprit, Ratios, Sibling, Turn, turns_in
-from .event import Event
-from .fields import SCHEMA_VERSION, Count, Interval, Version, Weights, never_null, optional
-from .outcome import (
+from .event import (
     Action,
     BatchStatistics,
     Certificate,
     Consequence,
+    Event,
     FirstNotFinite,
     LayerHistory,
     Rerun,
     Shares,
     StepCause,
 )
+from .fields import SCHEMA_VERSION, Weights
 from .spike import History, PathEntry, Run, Search, Step, Trigger
 
 __all__ = [
@@ -40,13 +40,11 @@ __all__ = [
     "Certificate",
     "Coefficients",
     "Consequence",
-    "Count",
     "Culprit",
     "Event",
     "Fingerprint",
     "FirstNotFinite",
     "History",
-    "Interval",
     "LayerHistory",
     "PathEntry",
     "Ratios",
@@ -61,9 +59,6 @@ __all__ = [
     "StepCause",
     "Trigger",
     "Turn",
-    "Version",
     "Weights",
-    "never_null",
-    "optional",
     "turns_in",
 ]

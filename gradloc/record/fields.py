@@ -5,6 +5,7 @@ from dataclasses import field
 from typing import Annotated, Any
 
 SCHEMA_VERSION = 1
+VERDICTS = ("explained", "undecided", "not_explained")
 
 Version = Annotated[int, ("const", SCHEMA_VERSION)]
 Count = Annotated[int, ("minimum", 0)]

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -18,39 +19,23 @@ _DIGITS = 12
 _GIT_S = 5.0
 
 
-def origin(
-    project: str | None,
-    experiment: str | None,
-    *,
-    settings: Mapping[str, Any],
-    model: str | None,
-    trainer: str = "verl",
-    estimator: str | None = None,
-    rollouts: int | None = None,
-) -> Run:
-    """Which run this is, as its events say it.
+def origin(run: Run, settings: Mapping[str, Any], trainer: str = "verl") -> Run:
+    """The run with what made it: versions, commit, and a digest of all of the trainer's settings.
 
     Args:
-        project: the trainer's name of it.
-        experiment: the same.
-        settings: all of the trainer's; only their digest is kept.
-        model: path or name of what is trained.
-        trainer: the trainer's package.
-        estimator: see :class:`~.spike.Run`, as ``rollouts``.
+        run: what the trainer knows of it.
+        settings: only their digest is kept.
+        trainer: its package.
     """
     version = _version(trainer)
     text = json.dumps(settings, sort_keys=True, default=str)
-    return Run(
-        project=project,
-        experiment=experiment,
+    return replace(
+        run,
         trainer=f"{trainer} {version}" if version else None,
         torch=_version("torch"),
         gradloc=__version__,
-        model=model,
         commit=_commit(Path.cwd()),
         config=hashlib.sha256(text.encode()).hexdigest()[:_DIGITS],
-        estimator=estimator,
-        rollouts=rollouts,
     )
 
 
@@ -61,11 +46,9 @@ def now() -> str:
 
 def _version(package: str) -> str | None:
     """Of what is imported, which may be a checkout that is not installed; else of what is."""
-    said = getattr(sys.modules.get(package), "__version__", None)
-    if said is not None:
-        return str(said)
+    imported = getattr(sys.modules.get(package), "__version__", None)
     try:
-        return metadata.version(package)
+        return metadata.version(package) if imported is None else str(imported)
     except metadata.PackageNotFoundError:
         return None
 

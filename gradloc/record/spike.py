@@ -4,14 +4,13 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from .fields import Count, Interval, never_null, optional
-from .outcome import JUDGED
+from .fields import VERDICTS, Count, Interval, never_null, optional
 
 _PHASES = (
     *("micro_batch", "rank", "token", "share", "verify", "residual", "sketch", "coefficients", "bisect"),
     *("transient", "weights", "scale", "others"),
 )
-_PATH_VERDICTS = ("under", "split", "spread", "culprit", "unopened", "measured", "untrusted", *JUDGED)
+_PATH_VERDICTS = ("under", "split", "spread", "culprit", "unopened", "measured", "untrusted", *VERDICTS)
 
 
 @dataclass(frozen=True)

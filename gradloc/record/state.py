@@ -35,7 +35,7 @@ def save_states(parts: Mapping[str, Stateful], folder: str) -> bool:
             json.dump({"schema_version": SCHEMA_VERSION, **state}, file)
         os.replace(f"{path}.partial", path)
     except OSError:
-        logger.exception("gradloc: %s could not be written; a resumed run will learn its history anew", path)
+        logger.exception("gradloc: %s could not be written; a resumed run will learn its history again", path)
         return False
     return True
 
@@ -47,14 +47,14 @@ def load_states(parts: Mapping[str, Stateful], folder: str) -> None:
         return
     try:
         with open(path, encoding="utf-8") as file:
-            found = dict(json.load(file))
+            states = dict(json.load(file))
     except (OSError, ValueError, TypeError):
-        logger.exception("gradloc: %s could not be read; what it remembered is learned anew", path)
+        logger.exception("gradloc: %s could not be read; what it remembered is learned again", path)
         return
     for name, part in parts.items():
-        if name not in found:
+        if name not in states:
             continue
         try:
-            part.load_state(found[name])
+            part.load_state(states[name])
         except (ValueError, KeyError, TypeError, AttributeError):
-            logger.exception("gradloc: the state of %s in %s is not ours; it starts anew", name, path)
+            logger.exception("gradloc: the state of %s in %s cannot be used; it starts anew", name, path)

@@ -11,7 +11,7 @@ import os
 import shutil
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from . import Event
 
@@ -66,8 +66,7 @@ class EventStore:
         documents: dict[str, Any],
         files: dict[str, bytes] | None = None,
     ) -> str:
-        """Write one event's folder: ``batch.safetensors`` (unless there are no tensors), one JSON file per document,
-        and other files by name.
+        """Write an event's folder: ``batch.safetensors`` if there are tensors, a JSON file per document, other files.
 
         Returns:
             The folder, relative to the store.
@@ -95,13 +94,9 @@ class EventStore:
         path = self.root / "events.jsonl"
         line = _dumps(event, sort_keys=True) + "\n"
         with open(path, "ab+") as file:
-            if file.tell() and not _ends_line(file):
-                line = "\n" + line
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else "\n" + line
             file.write(line.encode("utf-8"))
             file.flush()
             os.fsync(file.fileno())
-
-
-def _ends_line(file: BinaryIO) -> bool:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) == b"\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alerts that go out of the run: a command, a webhook, and how often."""
+"""Alerts that go out of the run: a command and a webhook."""
 
 import json
 import logging
@@ -8,34 +8,12 @@ import shlex
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-_HTTP_LOGGER = "urllib3.connectionpool"
 
 
 class AlertFailed(RuntimeError):
     """An alert did not get through; the message holds no secret."""
-
-
-class Limiter:
-    """Lets one alert through per ``interval_s`` seconds of the clock, and counts the others."""
-
-    def __init__(self, interval_s: float, clock: Callable[[], float] = time.monotonic):
-        self.interval_s, self._clock = interval_s, clock
-        self._last: float | None = None
-        self._missed = 0
-
-    def admit(self, number: int) -> int | None:
-        """Ask for an alert about so many events; returns how many earlier ones it stands for, or None: not now."""
-        now = self._clock()
-        if self._last is not None and now - self._last < self.interval_s:
-            self._missed += number
-            return None
-        missed, self._last, self._missed = self._missed, now, 0
-        return missed
 
 
 def run_command(command: str, stdin: str, environment: dict[str, str], timeout_s: float) -> None:
@@ -45,7 +23,7 @@ def run_command(command: str, stdin: str, environment: dict[str, str], timeout_s
         command: split like a shell would, nothing else is done to it.
         stdin: what it reads.
         environment: variables in addition to those of this process.
-        timeout_s: after so many seconds the command and what it has started are killed.
+        timeout_s: seconds after which the command and what it has started are killed.
 
     Raises:
         AlertFailed: it did not start, took too long or did not exit with 0.
@@ -85,7 +63,13 @@ def post(place: str, message: dict[str, Any], timeout_s: float) -> None:
     import requests
 
     url = _read(place)
-    quiet = _mute_this_thread()
+    here = threading.get_ident()
+
+    def is_elsewhere(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    http_logger = logging.getLogger("urllib3.connectionpool")  # which logs the URL's path at level DEBUG
+    http_logger.addFilter(is_elsewhere)
     try:
         body = json.dumps(message).encode("utf-8")
         headers = {"Content-Type": "application/json"}
@@ -94,7 +78,7 @@ def post(place: str, message: dict[str, Any], timeout_s: float) -> None:
     except Exception as error:  # requests' messages name the URL
         raise AlertFailed(type(error).__name__) from None
     finally:
-        logging.getLogger(_HTTP_LOGGER).removeFilter(quiet)
+        http_logger.removeFilter(is_elsewhere)
     if not 200 <= answer.status_code < 300:
         raise AlertFailed(f"it answered {answer.status_code}")
 
@@ -108,14 +92,3 @@ def _read(place: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise AlertFailed(f"{name} could not be read ({type(error).__name__})") from None
     return url.strip()
-
-
-def _mute_this_thread() -> Callable[[logging.LogRecord], bool]:
-    """At level DEBUG, urllib3 logs the path of what it requests."""
-    here = threading.get_ident()
-
-    def quiet(record: logging.LogRecord) -> bool:
-        return record.thread != here
-
-    logging.getLogger(_HTTP_LOGGER).addFilter(quiet)
-    return quiet

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ..record import Culprit, Event
-from ..words.leader import by_size
+from ..words.culprits import by_size, carried, trusted_share
 from ..words.numbers import bounded, number
-from ..words.shares import carried, told_share
-from ..words.story import beside, headline, it
+from ..words.story import headline, pronoun, step_cause
 from ..words.verdict import quote
 
 COLUMNS = (
@@ -20,22 +19,22 @@ COLUMNS = (
 
 def announcement(event: Event) -> str:
     """``One token made the step-5 spike: " is" (rank 1) carries 100%, norm 128 -> 0.897 without it, taken: observe,
-    clipped to 0.00781 of it``: the first sentence of the event's verdict, and the numbers.
+    clipped to 0.00781 of it``: the event's headline, and the numbers.
 
     Returns:
         One line of printable characters.
     """
-    said, norm, found, cause = headline(event), number(event.trigger.grad_norm, 3), event.certificate, beside(event)
+    norm, certificate, cause = number(event.trigger.grad_norm, 3), event.certificate, step_cause(event)
     if event.culprits:
-        known = bounded(found.norm_after, found.error_bound, 3)[0]
-        doubt = "" if found.verdict == "explained" else f" ({found.verdict.replace('_', ' ')})"
-        said += f": {_who(event)}, norm {norm} -> {known} without {it(event)}{doubt}"
+        after = bounded(certificate.norm_after, certificate.error_bound, 3)[0]
+        doubt = "" if certificate.verdict == "explained" else f" ({certificate.verdict.replace('_', ' ')})"
+        numbers = f"{_who(event)}, norm {norm} -> {after} without {pronoun(event)}{doubt}"
     else:
-        said += f": {cause.reason}, norm {norm}" if cause else f": norm {norm}"
+        numbers = f"{cause.reason}, norm {norm}" if cause else f"norm {norm}"
     scale = event.consequence.clip_scale if event.consequence is not None else None
     clipped = f", clipped to {number(scale, 3)} of it" if scale is not None and scale < 1 else ""
     missing = ", no replay bundle" if event.model == "critic" else ""  # a replay rebuilds the actor alone
-    return f"{said}, taken: {event.action.taken}{clipped}{missing}"
+    return f"{headline(event)}: {numbers}, taken: {event.action.taken}{clipped}{missing}"
 
 
 def opening_command(event: Event, root: Path) -> str:
@@ -55,16 +54,14 @@ def table_rows(events: list[Event]) -> list[list[Any]]:
 
 
 def _who(event: Event) -> str:
-    culprits, share = event.culprits, carried(event, event.culprits)
-    first = by_size(culprits)[0]
-    carry = "carries" if len(culprits) == 1 else "carry"
-    did = f" {carry} {share}" if share is not None else ""
-    more = f" and {len(culprits) - 1} more" if len(culprits) > 1 else ""
-    return f"{quote(first)} (rank {first.rank}){more}{did}"
+    share, more = carried(event, event.culprits), len(event.culprits) - 1
+    first = by_size(event.culprits)[0]
+    carry = "" if share is None else f" {'carry' if more else 'carries'} {share}"
+    return f"{quote(first)} (rank {first.rank}){f' and {more} more' if more else ''}{carry}"
 
 
 def _row(event: Event, culprit: Culprit) -> list[Any]:
-    share = told_share(event, culprit)
+    share = trusted_share(event, culprit)
     return [
         event.event_id,
         event.step.global_step,

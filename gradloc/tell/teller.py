@@ -3,6 +3,8 @@
 
 import json
 import logging
+import math
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 from ..record import Event
 from ..record.store import plain
-from .alerts import Limiter, post, run_command
+from .alerts import post, run_command
 from .background import Background, said_of
 from .config import NotifyConfig
 from .lines import announcement, not_written, opening_command
@@ -21,9 +23,12 @@ _GRACE_S = 2.0
 
 logger = logging.getLogger(__name__)
 
+Written = Sequence[tuple[Event, str]]
+"""Events, and why each could not be written: empty for one that was."""
+
 
 class Teller:
-    """The console and the trackers are told at once; what may take long, from threads of its own.
+    """Tells console and trackers at once, and what may take long from threads of its own.
 
     Nothing raises, nothing waits for a network, and no random number is drawn: training cannot notice.
 
@@ -38,27 +43,25 @@ class Teller:
         self.trackers: dict[str, Any] = {}
         """verl's open clients by name: ``Tracking.logger``."""
         self._uploads = settings.artifact and keeps_text
-        self._limiter = Limiter(settings.min_interval_s)
+        self._last_alert, self._num_missed = -math.inf, 0
         # one thread each, so that a webhook that hangs does not keep a tracker waiting
         patience_s = settings.timeout_s + _GRACE_S
         self._slow_trackers = Background("gradloc-trackers", patience_s)
         self._alerts = Background("gradloc-alerts", patience_s)
 
-    def tell(self, events: list[Event], step: int, lost: Sequence[str] = ()) -> None:
-        """Tell the events of one update.
+    def tell(self, written: Written, step: int) -> None:
+        """Tell the events of one update, if there are any.
 
         Args:
-            events: as written; nothing happens when there are none.
+            written: as written.
             step: the trainer's global step, for the trackers' axis.
-            lost: why each could not be written; empty for one that was, and where none is given.
         """
-        if not events:
+        if not written:
             return
-        whys = list(lost) or [""] * len(events)
-        self._try("the console", partial(self._print, events, whys))
+        self._try("the console", partial(self._print, written))
         for name, client in self.trackers.items():
-            self._try(name, partial(self._tell_tracker, name, client, events, whys, step))
-        self._try("the alerts", partial(self._alert, events, whys))
+            self._try(name, partial(self._tell_tracker, name, client, written, step))
+        self._try("the alerts", partial(self._alert, written))
 
     def finish(self) -> None:
         """The run is about to end: wait for what is still to be told, a bit longer than ``notify.timeout_s`` each."""
@@ -71,60 +74,56 @@ class Teller:
         except Exception as error:
             logger.error("gradloc: telling %s failed (%s); training goes on", whom, said_of(error))
 
-    def _print(self, events: list[Event], whys: list[str]) -> None:
-        for event, why in zip(events, whys, strict=True):
+    def _print(self, written: Written) -> None:
+        for event, why in written:
             where = not_written(self.root, why) if why else opening_command(event, self.root)
             print(f"gradloc: {announcement(event)}\ngradloc: {where}", flush=True)
 
-    def _tell_tracker(self, name: str, client: Any, events: list[Event], whys: list[str], step: int) -> None:
+    def _tell_tracker(self, name: str, client: Any, written: Written, step: int) -> None:
+        events = [event for event, _ in written]
         later = later_of(name)
         if later is not None:
             self._slow_trackers.submit(f"telling {name}", partial(later, events))
         if name in ("wandb", "vemlp_wandb") and self._uploads:
-            for event in (event for event, why in zip(events, whys, strict=True) if not why):
-                upload = partial(upload_folder, client, self._folder(event))
-                self._slow_trackers.submit(f"the upload to {name}", upload)
+            for folder in (self._folder(event) for event, why in written if not why):
+                self._slow_trackers.submit(f"the upload to {name}", partial(upload_folder, client, folder))
         if name in FORMS:
             FORMS[name](client, events, step)
 
-    def _alert(self, events: list[Event], whys: list[str]) -> None:
-        settings, first = self.settings, events[0]
-        alerting = [name for name in self.trackers if settings.tracker_alerts and name in ALERTS]
-        if not (alerting or settings.command or settings.webhook):
+    def _alert(self, written: Written) -> None:
+        """Alert about the first event, unless the last alert was a moment ago; the next one counts what it missed."""
+        settings, (event, why) = self.settings, written[0]
+        names = [name for name in self.trackers if settings.tracker_alerts and name in ALERTS]
+        if not (names or settings.command or settings.webhook):
             return
-        missed = self._limiter.admit(len(events))
-        if missed is None:
+        now = time.monotonic()
+        if now - self._last_alert < settings.min_interval_s:
+            self._num_missed += len(written)
             return
-        more = len(events) - 1 + missed
-        text = announcement(first) + (f" (and {more} more since the last alert)" if more else "")
-        text += f"; {not_written(self.root, whys[0])}" if whys[0] else ""
-        for name in alerting:
-            alert = partial(ALERTS[name], self.trackers[name], f"gradloc: {self._run_name(first)}", text)
+        more = len(written) - 1 + self._num_missed
+        self._last_alert, self._num_missed = now, 0
+        run = "/".join(part for part in (event.run.project, event.run.experiment) if part) or "a run"
+        text = announcement(event) + (f" (and {more} more since the last alert)" if more else "")
+        text += f"; {not_written(self.root, why)}" if why else ""
+        folder = "" if why else str(self._folder(event))
+        for name in names:
+            alert = partial(ALERTS[name], self.trackers[name], f"gradloc: {run}", text)
             self._alerts.submit(f"the alert of {name}", alert)
         if settings.command:
-            said = json.dumps(plain(first), allow_nan=False)
-            folder = "" if whys[0] else str(self._folder(first))
+            document = json.dumps(plain(event), allow_nan=False)
             environment = {"GRADLOC_TEXT": text, "GRADLOC_EVENT_DIR": folder}
-            command = partial(run_command, settings.command, said, environment, settings.timeout_s)
+            command = partial(run_command, settings.command, document, environment, settings.timeout_s)
             self._alerts.submit("gradloc.notify.command", command)
         if settings.webhook:
-            message = self._message(first, text) | ({"path": None} if whys[0] else {})
+            message = {
+                "text": f"{run}: {text}",  # what Slack shows; Discord: content. No context of the token leaves here
+                "content": f"{run}: {text}",
+                "event_id": event.event_id,
+                "global_step": event.step.global_step,
+                "taken": event.action.taken,
+                "path": folder or None,
+            }
             self._alerts.submit("gradloc.notify.webhook", partial(post, settings.webhook, message, settings.timeout_s))
-
-    def _message(self, event: Event, text: str) -> dict[str, Any]:
-        """``text`` is what Slack shows, ``content`` Discord; no context of the token leaves the machine."""
-        text = f"{self._run_name(event)}: {text}"
-        return {
-            "text": text,
-            "content": text,
-            "event_id": event.event_id,
-            "global_step": event.step.global_step,
-            "taken": event.action.taken,
-            "path": str(self._folder(event)),
-        }
 
     def _folder(self, event: Event) -> Path:
         return self.root / (event.folder or "")
-
-    def _run_name(self, event: Event) -> str:
-        return "/".join(part for part in (event.run.project, event.run.experiment) if part) or "a run"

@@ -62,8 +62,8 @@ def _trackio(client: Any, events: list[Event], step: int) -> None:
 
 
 def _file(client: Any, events: list[Event], step: int) -> None:
-    verdicts = [_verdict(event) for event in events]
-    client.log({_VERDICT: verdicts, _CULPRITS: [dict(zip(COLUMNS, row, strict=True)) for row in _rows(events)]}, step)
+    culprits = [dict(zip(COLUMNS, plain(row), strict=True)) for row in table_rows(events)]
+    client.log({_VERDICT: [_verdict(event) for event in events], _CULPRITS: culprits}, step)
 
 
 FORMS: dict[str, Callable[[Any, list[Event], int], None]] = {
@@ -122,8 +122,7 @@ def _trackio_alert(client: Any, title: str, text: str) -> None:
 
 
 ALERTS: dict[str, Callable[[Any, str, str], None]] = {
-    "wandb": _wandb_alert,
-    "vemlp_wandb": _wandb_alert,
+    **dict.fromkeys(("wandb", "vemlp_wandb"), _wandb_alert),
     "trackio": _trackio_alert,
 }
 """Trackers that can alert: client, title, text."""
@@ -136,10 +135,6 @@ def _trackio_module(client: Any) -> Any:
 
 def _verdict(event: Event) -> str:
     return event.verdict or ""
-
-
-def _rows(events: list[Event]) -> list[list[Any]]:
-    return [plain(row) for row in table_rows(events)]
 
 
 def _escape_markdown(text: str) -> str:

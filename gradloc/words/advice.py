@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people do about a spike, as config lines: one table for console, page, health and docs, by the verl that ran.
+"""What people do about a spike, as config lines for the verl that ran: one table for console, page, health and docs.
 
-A test composes every line with that verl's own config, and holds that it changes a setting that verl reads.
+A test composes every line with that verl's own config, and checks that it changes a setting that verl reads.
 """
 
 import json
@@ -16,8 +16,7 @@ VERLS = ("0.7", "0.9")
 
 _ACTOR, _ROLLOUT, _CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 _GRADLOC = f"{_ACTOR}.gradloc"
-_LOG_PROBS = f"{_ROLLOUT}.calculate_log_probs=true"  # 0.9 has them by itself
-_KEEP = "trainer.rollout_data_dir=rollouts"
+_LOG_PROBS = f"{_ROLLOUT}.calculate_log_probs=true"  # verl 0.9's default
 
 
 @dataclass(frozen=True)
@@ -27,97 +26,80 @@ class Action:
     do: str
     """A sentence."""
     on_07: str
-    """The overrides that do it on verl 0.7, for its command line; empty where it has none."""
+    """Hydra overrides for verl 0.7; empty where it has none."""
     on_09: str | None = None
-    """The same on verl 0.9; None: the same ones."""
+    """The same for verl 0.9; None: as for 0.7."""
 
     def line(self, verl: str) -> str:
-        """The overrides on one of :data:`VERLS`."""
+        """The overrides for one of :data:`VERLS`."""
         return self.on_07 if verl == "0.7" or self.on_09 is None else self.on_09
 
 
 ACTIONS = {
     # ---- GradLoc's own
     "localize": Action("Turn GradLoc on to find the tokens.", f"{_ACTOR}.spike_detection=true", "+gradloc=on"),
-    "mask": Action("Take such a step without its culprits.", f"{_GRADLOC}.action.mode=mask"),
-    "skip": Action("Take no such step.", f"{_GRADLOC}.action.mode=skip"),
-    "mask_critic": Action("Take such a step of the critic without its culprits.", f"{_GRADLOC}.critic=mask"),
-    "more_steps": Action("Let the search cost more.", f"{_GRADLOC}.search.max_steps=8"),
+    "mask": Action("Take such steps without the culprits.", f"{_GRADLOC}.action.mode=mask"),
+    "skip": Action("Skip such steps.", f"{_GRADLOC}.action.mode=skip"),
+    "mask_critic": Action("Take such steps of the critic without the culprits.", f"{_GRADLOC}.critic=mask"),
+    "more_steps": Action("Let the search run longer.", f"{_GRADLOC}.search.max_steps=8"),
     "more_probes": Action(
         "Give the search more probes.", f"{_ACTOR}.bisect_budget_steps=512", f"{_GRADLOC}.budget=512"
     ),
     "more_culprits": Action("Look for more culprits.", f"{_GRADLOC}.search.max_culprits=32"),
-    "rerun": Action("Run each spike again: hardware does not repeat, data does.", f"{_GRADLOC}.evidence.rerun=true"),
+    "rerun": Action("Rerun each spike: bad data repeats, bad hardware does not.", f"{_GRADLOC}.evidence.rerun=true"),
     "no_rehearsal": Action("End the rehearsal.", f"{_GRADLOC}.trigger.force_step=null"),
-    "keep_weights": Action(
-        "Keep the weights of such a step, to replay its bundle with them.",
-        f"{_GRADLOC}.evidence.checkpoint=before_step",
-    ),
+    "keep_weights": Action("Save the weights, to replay such a step.", f"{_GRADLOC}.evidence.checkpoint=before_step"),
     "clip_tokens": Action(
-        "Bound how far a token may be from the policy that wrote it.",
+        "Bound each token's ratio to the policy that sampled it.",
         f"{_GRADLOC}.stabilize.token_clip.mode=clamp {_LOG_PROBS}",
     ),
     "clip_sequences": Action(
-        "Bound how far a response may be from the policy that wrote it.",
+        "Bound each response's ratio to the policy that sampled it.",
         f"{_GRADLOC}.stabilize.seq_clip.mode=clamp {_LOG_PROBS}",
     ),
-    "clip_layers": Action(
-        "Clip each layer by its own history: one layer's spike then does not starve the others.",
-        f"{_GRADLOC}.stabilize.layer_clip.rule=zscore",
-    ),
+    "clip_layers": Action("Clip each layer by its own history.", f"{_GRADLOC}.stabilize.layer_clip.rule=zscore"),
     "reweight": Action(
-        "Let a token's advantage count less the less likely the token was (Advantage Reweighting).",
+        "Scale down the advantages of unlikely tokens (Advantage Reweighting).",
         "algorithm.advantage_reweighting.alpha=0.3",
     ),
-    "lopti": Action("Update unlikely tokens apart from the others (Lopti).", "algorithm.lopti.enable=true"),
+    "lopti": Action("Update unlikely tokens separately (Lopti).", "algorithm.lopti.enable=true"),
     # ---- the step and its loss
-    "clip": Action("Clip the whole step harder.", f"{_ACTOR}.grad_clip=0.5", f"{_ACTOR}.optim.clip_grad=0.5"),
+    "clip": Action("Clip the gradient harder.", f"{_ACTOR}.grad_clip=0.5", f"{_ACTOR}.optim.clip_grad=0.5"),
     "clip_less": Action(
-        "Nothing, if the reward rises: Adam's steps depend little on the clip. Else let more through.",
+        "Nothing, if the reward rises: Adam's steps depend little on the clip. Else clip less.",
         f"{_ACTOR}.grad_clip=2.0",
         f"{_ACTOR}.optim.clip_grad=2.0",
     ),
-    "clip_critic": Action("Clip the critic's step harder.", "critic.grad_clip=0.5", "critic.optim.clip_grad=0.5"),
-    "smaller_steps": Action("Take smaller steps.", f"{_ACTOR}.optim.lr=5e-7"),
-    "warm_up": Action("Start the learning rate slowly if it happens early.", f"{_ACTOR}.optim.lr_warmup_steps=20"),
-    "one_epoch": Action(
-        "Let the policy drift less within a step: one epoch over the rollouts.", f"{_ACTOR}.ppo_epochs=1"
-    ),
+    "clip_critic": Action("Clip the critic's gradient harder.", "critic.grad_clip=0.5", "critic.optim.clip_grad=0.5"),
+    "smaller_steps": Action("Lower the learning rate.", f"{_ACTOR}.optim.lr=5e-7"),
+    "warm_up": Action("Warm up the learning rate, if it happens early.", f"{_ACTOR}.optim.lr_warmup_steps=20"),
+    "one_epoch": Action("Update once per rollout, so that the policy drifts less.", f"{_ACTOR}.ppo_epochs=1"),
     "dual_clip": Action("Bound the ratio where the advantage is negative (dual clip).", f"{_ACTOR}.clip_ratio_c=2.0"),
     "clip_high": Action("Bound the ratio where the advantage is positive.", f"{_ACTOR}.clip_ratio_high=0.2"),
-    "clip_higher": Action(
-        "Let unlikely tokens gain more: raise the upper clip alone (DAPO).", f"{_ACTOR}.clip_ratio_high=0.28"
-    ),
+    "clip_higher": Action("Let unlikely tokens gain more: clip higher (DAPO).", f"{_ACTOR}.clip_ratio_high=0.28"),
     "gspo": Action("Clip whole responses instead of tokens (GSPO).", f"{_ACTOR}.policy_loss.loss_mode=gspo"),
     "plain_loss": Action(
-        "Take the plain policy loss: this one gives NaN outside of the response mask.",
+        "Use the vanilla policy loss: this one gives NaN outside of the response mask.",
         f"{_ACTOR}.policy_loss.loss_mode=vanilla",
     ),
-    "kl_cov": Action(
-        "Keep the tokens that drive entropy down from being updated.", f"{_ACTOR}.policy_loss.loss_mode=kl_cov"
-    ),
-    "by_sequence": Action(
-        "Keep long responses from weighing more than short ones.", f"{_ACTOR}.loss_agg_mode=seq-mean-token-mean"
-    ),
-    "kl_mse": Action(
-        "Use a KL estimator without an exponential: its gradient grows with the log-ratio.",
-        f"{_ACTOR}.kl_loss_type=mse",
-    ),
-    "less_kl": Action("Weigh the KL penalty less.", f"{_ACTOR}.kl_loss_coef=0.0001"),
-    "use_kl": Action("Hold the policy near the reference.", f"{_ACTOR}.use_kl_loss=true"),
-    "no_entropy": Action("Drop the entropy bonus, or weigh it less.", f"{_ACTOR}.entropy_coeff=0"),
-    "pay_entropy": Action("Pay for entropy, a little.", f"{_ACTOR}.entropy_coeff=0.001"),
+    "kl_cov": Action("Hold back the tokens that drive entropy down.", f"{_ACTOR}.policy_loss.loss_mode=kl_cov"),
+    "by_sequence": Action("Weigh long and short responses alike.", f"{_ACTOR}.loss_agg_mode=seq-mean-token-mean"),
+    "kl_mse": Action("Use a KL estimator without an exponential.", f"{_ACTOR}.kl_loss_type=mse"),
+    "less_kl": Action("Lower the KL penalty.", f"{_ACTOR}.kl_loss_coef=0.0001"),
+    "use_kl": Action("Add a KL penalty, to stay near the reference.", f"{_ACTOR}.use_kl_loss=true"),
+    "no_entropy": Action("Drop the entropy bonus, or lower it.", f"{_ACTOR}.entropy_coeff=0"),
+    "pay_entropy": Action("Add a small entropy bonus.", f"{_ACTOR}.entropy_coeff=0.001"),
     "mean_only": Action(
-        "Subtract the group's mean only: GRPO divides by its standard deviation, which can be tiny.",
+        "Do not divide advantages by the group's standard deviation, which can be tiny.",
         "algorithm.norm_adv_by_std_in_grpo=false",
     ),
     "bound_value": Action("Bound how far a value may move in one update.", "critic.cliprange_value=0.2"),
-    "critic_first": Action("Let the critic learn before the actor follows it.", "trainer.critic_warmup=20"),
+    "critic_first": Action("Train the critic alone at first.", "trainer.critic_warmup=20"),
     # ---- rollouts and data
-    "keep_rollouts": Action("Keep the rollouts and read them, with their rewards.", _KEEP),
+    "keep_rollouts": Action("Save the rollouts and read them with their rewards.", "trainer.rollout_data_dir=rollouts"),
     "log_probs": Action("Record the rollout engine's own log-probs.", _LOG_PROBS),
     "weigh_tokens": Action(
-        "Weigh tokens by the truncated ratio of trainer to rollout engine.",
+        "Weigh tokens by the truncated ratio of trainer to rollout engine (TIS).",
         f"{_CORRECTION}.rollout_is=token {_LOG_PROBS}",
     ),
     "drop_sequences": Action(
@@ -137,35 +119,24 @@ ACTIONS = {
     ),
     "truncate": Action("Truncate the correction's weights lower.", f"{_CORRECTION}.rollout_is_threshold=1.5"),
     "mean_weight": Action("Keep the correction's mean weight at 1.", f"{_CORRECTION}.rollout_is_batch_normalize=true"),
-    "eager": Action(
-        "Rule the engine's optimizations out: run it eagerly for a while.", f"{_ROLLOUT}.enforce_eager=true"
-    ),
-    "less_tail": Action(
-        "Sample fewer unlikely tokens; the trainer's log-probs do not know of the cut.", f"{_ROLLOUT}.top_p=0.95"
-    ),
-    "warmer": Action("Sample more diverse rollouts, if the temperature is below that.", f"{_ROLLOUT}.temperature=1.0"),
-    "cooler": Action("Sample fewer unlikely tokens.", f"{_ROLLOUT}.temperature=0.8"),
-    "more_rollouts": Action(
-        "Draw more rollouts per prompt: fewer groups are all right or all wrong.", f"{_ROLLOUT}.n=16"
-    ),
-    "differing_groups": Action(
-        "Train on the groups that differ only.", f"{_ROLLOUT}.rollout_filter_include_zero=false"
-    ),
-    "longer": Action("Leave more room for answers.", "data.max_response_length=4096"),
+    "eager": Action("Run the engine eagerly, to rule out its optimizations.", f"{_ROLLOUT}.enforce_eager=true"),
+    "less_tail": Action("Sample fewer unlikely tokens; the trainer does not see the cut.", f"{_ROLLOUT}.top_p=0.95"),
+    "warmer": Action("Raise the temperature, for more diverse rollouts.", f"{_ROLLOUT}.temperature=1.0"),
+    "cooler": Action("Lower the temperature, for fewer unlikely tokens.", f"{_ROLLOUT}.temperature=0.8"),
+    "more_rollouts": Action("Sample more per prompt: fewer groups are all right or all wrong.", f"{_ROLLOUT}.n=16"),
+    "differing_groups": Action("Train on groups that differ only.", f"{_ROLLOUT}.rollout_filter_include_zero=false"),
+    "longer": Action("Allow longer responses.", "data.max_response_length=4096"),
     "shorter_prompts": Action("Drop prompts that leave no room for an answer.", "data.filter_overlong_prompts=true"),
     # ---- weights and precision
     "go_back": Action(
-        "Go back to a checkpoint from before it, named by trainer.resume_from_path.", "trainer.resume_mode=resume_path"
+        "Resume from an earlier checkpoint (trainer.resume_from_path).", "trainer.resume_mode=resume_path"
     ),
-    "fp32": Action("Rule out precision: keep the trained weights in fp32.", f"{_ACTOR}.fsdp_config.model_dtype=fp32"),
-    "fp32_forward": Action("Look for an overflow: run the forward in fp32.", f"{_ACTOR}.fsdp_config.dtype=float32"),
+    "fp32": Action("Keep the weights in fp32, to rule out precision.", f"{_ACTOR}.fsdp_config.model_dtype=fp32"),
+    "fp32_forward": Action("Run the forward in fp32, to look for an overflow.", f"{_ACTOR}.fsdp_config.dtype=float32"),
     "shard_all": Action("Shard over all ranks: then there are no replicas.", f"{_ACTOR}.fsdp_config.fsdp_size=-1"),
-    "padded": Action(
-        "Rule out the packing of sequences and its attention kernel.",
-        "actor_rollout_ref.model.use_remove_padding=false",
-    ),
+    "padded": Action("Turn sequence packing off, to rule it out.", "actor_rollout_ref.model.use_remove_padding=false"),
     "not_compiled": Action(
-        "Rule out compiled kernels.",
+        "Turn torch.compile off, to rule it out.",
         f"{_ACTOR}.use_torch_compile=false",
         f"{_ACTOR}.fsdp_config.use_torch_compile=false",
     ),
@@ -179,18 +150,18 @@ def verl_of(trainer: str | None) -> str | None:
     >>> verl_of("verl 0.9.1"), verl_of("verl 0.7.0.dev1"), verl_of(None)
     ('0.9', '0.7', None)
     """
-    found = re.match(r"verl (\d+)\.(\d+)", trainer or "")
-    if not found:
+    version = re.match(r"verl (\d+)\.(\d+)", trainer or "")
+    if not version:
         return None
-    return "0.7" if (int(found[1]), int(found[2])) < (0, 8) else "0.9"
+    return "0.7" if (int(version[1]), int(version[2])) < (0, 8) else "0.9"
 
 
 def lines_of(name: str, trainer: str | None) -> dict[str, str]:
-    """An action's config lines for the trainer that made the run.
+    """An action's config line for the trainer that made the run; empty where it has none.
 
     Returns:
-        The line, under the name of the verl that it is for where that matters: where the record does not say which
-        verl made it and the lines differ, both. Empty where there is none.
+        The line, by an empty name. Where the record does not say which verl made it and the lines differ, both, by
+        their verls' names.
     """
     return _by_verl({verl: ACTIONS[name].line(verl) for verl in VERLS}, trainer)
 
@@ -202,16 +173,16 @@ def replay_lines(bundle: str, trainer: str | None) -> dict[str, str]:
         bundle: the event's folder, quoted for a shell.
         trainer: what made the run.
     """
+    command = f"python -m {{}}gradloc.replay {bundle} --model MODEL_PATH"
     if is_trl(trainer):
-        return {"": f"python -m gradloc.replay {bundle} --model MODEL_PATH"}
-    module = {"0.7": "verl.gradloc.replay", "0.9": "gradloc.replay"}
-    return _by_verl({verl: f"python -m {module[verl]} {bundle} --model MODEL_PATH" for verl in VERLS}, trainer)
+        return {"": command.format("")}
+    return _by_verl({"0.7": command.format("verl."), "0.9": command.format("")}, trainer)
 
 
 def _by_verl(lines: Mapping[str, str], trainer: str | None) -> dict[str, str]:
     if is_trl(trainer):
-        said = trl_settings(lines["0.9"] or lines["0.7"])
-        return {"": said} if said else {}
+        settings = trl_settings(lines["0.9"] or lines["0.7"])
+        return {"": settings} if settings else {}
     verl = verl_of(trainer)
     if verl is not None:
         return {"": lines[verl]} if lines[verl] else {}
@@ -228,24 +199,18 @@ def actions_of(names: Iterable[str], trainer: str | None = None) -> list[tuple[s
 
 def in_force(line: str, actor: Mapping[str, Any]) -> bool:
     """Whether a run's ``actor_rollout_ref.actor`` has all settings of a line already; False where it is not known."""
-    return all(_holds(override, actor) for override in line.split())
+    return all(_is_set(override, actor) for override in line.split())
 
 
-def _holds(override: str, actor: Mapping[str, Any]) -> bool:
+def _is_set(override: str, actor: Mapping[str, Any]) -> bool:
     key, _, wanted = override.partition("=")
-    if not key.startswith(f"{_ACTOR}."):
-        return False
-    found: Any = actor
+    value: Any = actor if key.startswith(f"{_ACTOR}.") else None
     for name in key.removeprefix(f"{_ACTOR}.").split("."):
-        if not isinstance(found, Mapping) or name not in found:
-            return False
-        found = found[name]
-    if isinstance(found, int | float) and not isinstance(found, bool):
-        try:
-            return math.isclose(found, float(wanted))
-        except ValueError:
-            return False
-    return str(found).lower() == wanted.lower()
+        value = value.get(name) if isinstance(value, Mapping) else None
+    try:
+        return math.isclose(float(value), float(wanted))
+    except (TypeError, ValueError):
+        return str(value).lower() == wanted.lower()
 
 
 # ---- TRL's settings
@@ -266,7 +231,7 @@ _IN_TRL = {
     f"{_CORRECTION}.rollout_is_threshold": "vllm_importance_sampling_clip_max",
     "data.max_response_length": "max_completion_length",
 }
-"""Names of the same setting; its values are the same, too."""
+"""TRL's names of the same settings, with the same values."""
 _LINES_IN_TRL = {
     f"{_ACTOR}.fsdp_config.dtype=float32": "bf16=False",
     f"{_ACTOR}.fsdp_config.model_dtype=fp32": 'model_init_kwargs={"dtype": "float32"}',
@@ -279,6 +244,8 @@ _LINES_IN_TRL = {
     "trainer.rollout_data_dir=rollouts": "log_completions=True",
     "trainer.resume_mode=resume_path": "trainer.train(resume_from_checkpoint=True)",
 }
+_BLOCKS_IN_TRL = ("action", "evidence", "search", "trigger")
+"""Blocks of our own settings that TRL's trainers take; the stabilizers and the critic are verl's."""
 
 
 def is_trl(trainer: str | None) -> bool:
@@ -292,24 +259,22 @@ def trl_settings(line: str) -> str | None:
     >>> trl_settings("actor_rollout_ref.actor.grad_clip=0.5")
     'max_grad_norm=0.5'
     """
-    said = [_setting(override) for override in line.split()]
-    return None if None in said or not said else ", ".join(map(str, said))
+    settings = [_trl_setting(override) for override in line.split()]
+    return None if None in settings or not settings else ", ".join(map(str, settings))
 
 
-def _setting(override: str) -> str | None:
+def _trl_setting(override: str) -> str | None:
     if override in _LINES_IN_TRL:
         return _LINES_IN_TRL[override]
     name, _, value = override.partition("=")
-    if not name.startswith(f"{_GRADLOC}."):
-        return f"{_IN_TRL[name]}={_python(value)}" if name in _IN_TRL else None
+    if name in _IN_TRL:
+        return f"{_IN_TRL[name]}={_python(value)}"
     block, _, key = name.removeprefix(f"{_GRADLOC}.").partition(".")
+    if not name.startswith(f"{_GRADLOC}.") or block not in _BLOCKS_IN_TRL:
+        return None
     if (block, key) == ("action", "mode"):
         return f'gradloc="{value}"'
-    return f'gradloc={{"{block}": {{"{key}": {_python(value)}}}}}' if block in _HAS else None
-
-
-_HAS = ("action", "evidence", "search", "trigger")
-"""Blocks of our own settings that TRL's trainers take; the stabilizers and the critic are verl's."""
+    return f'gradloc={{"{block}": {{"{key}": {_python(value)}}}}}'
 
 
 def _python(value: str) -> str:

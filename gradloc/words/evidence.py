@@ -8,15 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..record import Culprit, Event
-from .causes import APART
-from .leader import leader
+from .causes import APART, NOTABLE
+from .culprits import leader
 from .meanings import again, group
 from .numbers import bounded, number
-from .story import beside, cause_of, first_place, it, odd_number
-from .text import listed, one_line, spoken
-
-ODD = 3.0
-"""Times what is typical, or what its siblings differ by: from there on a number is odd."""
+from .story import cause_of, first_place, odd_number, pronoun, step_cause
+from .text import listed, one_line
 
 
 @dataclass(frozen=True)
@@ -37,110 +34,44 @@ class Evidence:
         """The largest culprit; an empty one where there is none."""
         return leader(self.event.culprits) or Culprit()
 
-    def numbers(self, name: str) -> float | None:
-        """A number of the cause."""
-        other = beside(self.event)
-        return (other or self.first.cause).numbers.get(name)
+    def number(self, name: str) -> float | None:
+        """One of the cause's numbers."""
+        return (step_cause(self.event) or self.first.cause).numbers.get(name)
 
     @property
     def rewards(self) -> list[float]:
-        """Of its siblings, the other rollouts of the prompt."""
-        return [found.reward for found in self.first.siblings or () if found.reward is not None]
+        """Those of the prompt's other rollouts."""
+        return [sibling.reward for sibling in self.first.siblings or () if sibling.reward is not None]
 
     @property
     def is_reward_odd(self) -> bool:
-        """Whether the reward is far from its siblings', beside what these differ by."""
-        reward, others = self.first.reward, self.rewards
-        if reward is None or not others or not math.isfinite(reward):
+        """Whether the reward is far from its siblings', compared with how far these are apart."""
+        reward, others = self.first.reward, [reward for reward in self.rewards if math.isfinite(reward)]
+        if reward is None or not math.isfinite(reward) or not others:
             return reward is not None and not math.isfinite(reward)
-        finite = [other for other in others if math.isfinite(other)] or [0.0]
-        apart = max(max(finite) - min(finite), 1.0)
-        return abs(reward - statistics.median(finite)) > ODD * apart
+        return abs(reward - statistics.median(others)) > NOTABLE * max(max(others) - min(others), 1.0)
 
     @property
     def is_advantage_odd(self) -> bool:
-        """Whether the advantage is what makes the token large."""
+        """Whether the advantage is what makes the gradient large."""
         advantage = self.first.advantage
-        if advantage is not None and not math.isfinite(advantage):
-            return True
-        return self.label == "extreme_advantage"
-
-    @property
-    def bound(self) -> float | None:
-        """The largest advantage that GRPO with the standard deviation can give: (n - 1) / sqrt(n) of n rollouts."""
-        n = len(self.first.siblings or ()) + 1
-        return (n - 1) / n**0.5 if n > 1 else None
-
-    @property
-    def engine_gap(self) -> float | None:
-        """How much likelier the engine that wrote the token finds it than the trainer did before the update."""
-        return _minus(self.first.rollout_log_prob, self.first.old_log_prob_stored)
-
-    @property
-    def drift(self) -> float | None:
-        """How far the trainer's log-prob has moved since."""
-        return _minus(self.first.log_prob, self.first.old_log_prob_stored)
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether the trainer's log-prob is another one than before the update."""
-        return abs(self.drift or 0.0) > APART
-
-    @property
-    def do_engines_differ(self) -> bool:
-        """Whether they disagree more than the policy has moved."""
-        gap = abs(self.engine_gap or 0.0)
-        return gap > APART and gap >= abs(self.drift or 0.0)
+        return self.label == "extreme_advantage" or (advantage is not None and not math.isfinite(advantage))
 
     @property
     def is_ratio(self) -> bool:
-        """Whether the ratio to the old policy is what makes it large."""
+        """Whether the ratio to the old policy is."""
         return self.label in ("token_mismatch", "sequence_mismatch")
 
     @property
-    def is_first_update(self) -> bool:
-        """Whether nothing had been updated yet in this step."""
-        return self.event.step.mini_batch == 0 and self.event.step.epoch == 0
+    def drift(self) -> float:
+        """How far the trainer's log-prob has moved since the rollout, in either direction; 0 where it is not known."""
+        return _distance(self.first.log_prob, self.first.old_log_prob_stored)
 
-    def said(self) -> dict[str, str]:
-        """The evidence as text, for the rules' sentences."""
-        event, first, other = self.event, self.first, beside(self.event)
-        found = event.certificate
-        names = other.names if other else ()
-        rewards = [number(reward, 3) for reward in self.rewards]
-        probability = None if first.log_prob is None else math.exp(min(first.log_prob, 0.0))
-        return {
-            "names": ", ".join(one_line(name, 60) for name in names[:3]) or "the batch's tensors",
-            "reward": number(first.reward, 3),
-            "rewards": listed(rewards[:6]) + (" and others" if len(rewards) > 6 else ""),
-            "advantage": number(first.advantage, 3),
-            "odd": odd_number(first) or "far from typical",
-            "bound": number(self.bound, 3),
-            "n": str(len(first.siblings or ()) + 1),
-            "ratio": number(first.ratios.current_over_old, 3),
-            "now": number(first.log_prob, 3),
-            "old": number(first.old_log_prob_stored, 3),
-            "written": number(first.rollout_log_prob, 3),
-            "again": again(first),
-            "group": group(event),
-            "first": first_place(event),
-            "neighbour": "next" if (self.numbers("shift") or 0.0) > 0 else "previous",
-            "weight": number(first.is_weight, 3),
-            "probability": number(probability, 2),
-            "kl": number(first.coefficients.kl, 3),
-            "entropy": number(self.numbers("entropy_over_log_prob") or self.numbers("entropy_term_over_policy"), 3),
-            "scale": number(self.numbers("coefficient_over_typical"), 3),
-            "over_run": number(self.numbers("advantage_over_run"), 3),
-            "value": number(first.value, 3),
-            "target": number(first.value_target, 3),
-            "after": bounded(found.norm_after, found.error_bound, 3)[0],
-            "threshold": number(found.threshold, 3),
-            "more": number(event.search.num_more),
-            "reason": found.reason or "the bound on the norm is too wide",
-            "status": spoken(event.search.status),
-            "it": it(event),
-            "loss": str(self.loss_mode),
-        }
+    @property
+    def do_engines_differ(self) -> bool:
+        """Whether trainer and rollout engine disagreed before the update, and by more than the policy has moved."""
+        gap = _distance(self.first.rollout_log_prob, self.first.old_log_prob_stored)
+        return gap > APART and gap >= self.drift
 
     @property
     def loss_mode(self) -> str | None:
@@ -148,14 +79,51 @@ class Evidence:
         loss = self.actor.get("policy_loss")
         return loss.get("loss_mode") if isinstance(loss, Mapping) else None
 
-    def has(self, verdict: str) -> bool:
-        """Whether the certificate says so of a finite norm with culprits."""
+    def is_judged(self, verdict: str) -> bool:
+        """Whether the certificate has this verdict on culprits of a finite norm."""
         norm = self.event.trigger.grad_norm
         is_finite = norm is None or math.isfinite(norm)
         return bool(self.event.culprits) and is_finite and self.event.certificate.verdict == verdict
 
+    def as_text(self) -> dict[str, str]:
+        """The evidence for the rules' sentences, by name."""
+        event, first, other, certificate = self.event, self.first, step_cause(self.event), self.event.certificate
+        rewards = [number(reward, 3) for reward in self.rewards]
+        names = [one_line(name, 60) for name in other.names[:3]] if other else []
+        probability = None if first.log_prob is None else math.exp(min(first.log_prob, 0.0))
+        numbers = {
+            "reward": first.reward,
+            "advantage": first.advantage,
+            "ratio": first.ratios.current_over_old,
+            "now": first.log_prob,
+            "old": first.old_log_prob_stored,
+            "written": first.rollout_log_prob,
+            "weight": first.is_weight,
+            "entropy": self.number("entropy_over_log_prob") or self.number("entropy_term_over_policy"),
+            "scale": self.number("coefficient_over_typical"),
+            "over_run": self.number("advantage_over_run"),
+            "value": first.value,
+            "target": first.value_target,
+            "threshold": certificate.threshold,
+        }
+        return {name: number(value, 3) for name, value in numbers.items()} | {
+            "names": ", ".join(names) or "the batch's tensors",
+            "rewards": listed(rewards[:6]) + (" and others" if len(rewards) > 6 else ""),
+            "odd": odd_number(first) or "far from typical",
+            "again": again(first),
+            "group": group(event),
+            "first": first_place(event),
+            "neighbour": "next" if (self.number("shift") or 0.0) > 0 else "previous",
+            "probability": number(probability, 2),
+            "after": bounded(certificate.norm_after, certificate.error_bound, 3)[0],
+            "more": number(event.search.num_more),
+            "reason": certificate.reason or "the bound on the norm is too wide",
+            "it": pronoun(event),
+            "loss": str(self.loss_mode),
+        }
 
-def _minus(one: float | None, other: float | None) -> float | None:
+
+def _distance(one: float | None, other: float | None) -> float:
     if one is None or other is None or not math.isfinite(one - other):
-        return None
-    return one - other
+        return 0.0
+    return abs(one - other)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..record import Event
 from .numbers import number
-from .story import beside
+from .story import step_cause
 from .text import listed, plural
 
 BEFORE, AFTER = 20, 10
@@ -26,26 +26,17 @@ _MAD = 1.4826
 Series = Callable[[str], Sequence[tuple[int, float]]]
 """The steps and values of a metric, those that are finite; empty where the run has none of that name."""
 
-
-@dataclass(frozen=True)
-class _Watched:
-    """A metric that an update can hurt."""
-
-    title: str
-    names: tuple[str, ...]
-    """The first that the run has."""
-    is_scale: bool
-    """Whether it is compared as a multiple; else by its difference."""
-    limits: tuple[float, float]
-    """What it may fall to and rise to, as a multiple of before, or as a difference in parts of its size."""
-
-
-_WATCHED = (
-    _Watched("norm", ("{model}/grad_norm_max", "{model}/grad_norm"), True, (0.0, 3.0)),
-    _Watched("reward", ("critic/score/mean", "critic/rewards/mean"), False, (0.1, math.inf)),
-    _Watched("entropy", ("actor/entropy", "actor/entropy_loss"), True, (0.5, 2.0)),
-    _Watched("KL", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), True, (0.0, 3.0)),
-)
+_METRICS = {
+    "norm": ("{model}/grad_norm_max", "{model}/grad_norm"),
+    "reward": ("critic/score/mean", "critic/rewards/mean"),
+    "entropy": ("actor/entropy", "actor/entropy_loss"),
+    "KL": ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"),
+}
+"""What an update can hurt: of each the first metric that the run has."""
+_MULTIPLES = {"norm": (0.0, 3.0), "entropy": (0.5, 2.0), "KL": (0.0, 3.0)}
+"""What each may fall to and rise to, as a multiple of before."""
+_REWARD_FALL = 0.1
+"""The same of the reward, as a part of its size: it may be negative."""
 
 
 @dataclass(frozen=True)
@@ -75,46 +66,44 @@ class Hurt:
 
 def did_it_hurt(event: Event, series: Series) -> Hurt:
     """Answer for one event from its run's metrics."""
-    step = event.step.global_step
-    parts = [part for watched in _WATCHED if (part := _part(watched, series, step, event.model or "actor"))]
+    step, norm, cause = event.step.global_step, event.trigger.grad_norm, step_cause(event)
+    around = (_part(title, series, step, event.model or "actor") for title in _METRICS)
+    parts = tuple(part for part in around if part)
     known = [part for part in parts if part.after is not None]
-    cause = beside(event)
-    if cause and cause.label == "non_finite_weights":
-        return Hurt("yes", "The weights are not finite: no later step can be.", tuple(parts))
     worse = [part for part in known if part.is_worse]
+    if cause and cause.label == "non_finite_weights":
+        return Hurt("yes", "The weights are not finite: no later step can be.", parts)
     if worse:
-        return Hurt("yes", " ".join(_went(part) for part in worse), tuple(parts))
-    norm = event.trigger.grad_norm
+        return Hurt("yes", " ".join(_went(part) for part in worse), parts)
     if event.action.taken in ("skip", "abort") or (norm is not None and not math.isfinite(norm)):
-        return Hurt("no", "The step was not taken.", tuple(parts))
+        return Hurt("no", "The step was not taken.", parts)
     if known:
-        said = listed([part.title for part in known])
-        return Hurt("no", f"{said[0].upper()}{said[1:]} went on as before.", tuple(parts))
+        titles = listed([part.title for part in known])
+        return Hurt("no", f"{titles[0].upper()}{titles[1:]} went on as before.", parts)
     if parts:
         num = max(sum(at > step for at, _ in part.points) for part in parts)
-        return Hurt("not yet known", f"{plural(num, 'step')} since; it takes {_LEAST}.", tuple(parts))
+        return Hurt("not yet known", f"{plural(num, 'step')} since; {_LEAST} are needed.", parts)
     return Hurt("not yet known", "There are no metrics around this step.")
 
 
-def _part(watched: _Watched, series: Series, step: int, model: str) -> Part | None:
+def _part(title: str, series: Series, step: int, model: str) -> Part | None:
     """None where too little is known of before."""
-    found = next((values for name in watched.names if (values := series(name.format(model=model)))), ())
-    near = tuple((at, value) for at, value in found if step - BEFORE <= at <= step + AFTER)
+    values = next((found for name in _METRICS[title] if (found := series(name.format(model=model)))), ())
+    near = tuple((at, value) for at, value in values if step - BEFORE <= at <= step + AFTER)
     before, after = [value for at, value in near if at < step], [value for at, value in near if at > step]
     if len(before) < _LEAST or not any(before):
         return None
     usual = statistics.median(before)
     if len(after) < _LEAST:
-        return Part(watched.title, near, usual, None, False)
+        return Part(title, near, usual, None, False)
     now = statistics.median(after)
-    low, high = watched.limits
     spread = _SPREADS * _MAD * statistics.median(abs(value - usual) for value in before)
-    if watched.is_scale:
-        is_off = not low * usual <= now <= high * usual
+    if title == "reward":
+        is_off = now < usual - _REWARD_FALL * max(abs(usual), max(before) - min(before))
     else:
-        size = max(abs(usual), max(before) - min(before))
-        is_off = now < usual - low * size or now > usual + high * size
-    return Part(watched.title, near, usual, now, is_off and abs(now - usual) > spread)
+        low, high = _MULTIPLES[title]
+        is_off = not low * usual <= now <= high * usual
+    return Part(title, near, usual, now, is_off and abs(now - usual) > spread)
 
 
 def _went(part: Part) -> str:

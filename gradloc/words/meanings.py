@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from ..record import Culprit, Event
 from .advice import actions_of
 from .causes import GROUPED
-from .leader import leader
+from .culprits import leader
 from .numbers import number
 
 _SLACK = 1.01
 """On what an estimator gives at most, for what it adds to the standard deviation and for rounding."""
 _FROM_ZERO = 0.5
-"""Of the mean size in a group: from there on a mean is not 0. Weights on unlikely tokens move it by less."""
+"""A group's mean advantage from this part of their mean size on is not 0; weights on unlikely tokens move it less."""
 _ROUNDING = 1e-6
 """Of a reward: rewards that differ by less are equal."""
 
@@ -29,14 +29,9 @@ class Meaning:
     """By name, the likeliest to help first."""
 
     def advice(self, trainer: str | None, strategy: str = "") -> list[tuple[str, str]]:
-        """Pairs of what to do and its config line.
-
-        Args:
-            trainer: what made the run.
-            strategy: the search's: the published bisection alone counts probes.
-        """
-        probes = {"more_steps": "more_probes"} if strategy == "bisect" else {}
-        return actions_of([probes.get(name, name) for name in self.actions], trainer)
+        """Pairs of what to do and its config line, for a run of this trainer and a search by this strategy."""
+        more = "more_probes" if strategy == "bisect" else "more_steps"  # bisection alone counts probes
+        return actions_of([more if name == "more_steps" else name for name in self.actions], trainer)
 
 
 MEANINGS = {
@@ -52,7 +47,7 @@ MEANINGS = {
     ),
     "layer_heterogeneity": Meaning(
         "Some layers explode while others stay calm",
-        "The gradient's size is concentrated in a few layers; clipping the global norm then starves all the others.",
+        "A few layers have most of the gradient; clipping the global norm then starves all the others.",
         ("clip_layers", "smaller_steps", "clip"),
     ),
     "large_jacobian": Meaning(
@@ -77,7 +72,7 @@ MEANINGS = {
     ),
     "entropy_term": Meaning(
         "The entropy term",
-        "The entropy bonus has a far larger coefficient than the policy loss, and makes the gradient nearly alone.",
+        "The entropy bonus has a far larger coefficient than the policy loss, and makes nearly all of the gradient.",
         ("no_entropy",),
     ),
     "is_weight": Meaning(
@@ -87,7 +82,7 @@ MEANINGS = {
     ),
     "value_outlier": Meaning(
         "The value is far from the return",
-        "The critic predicts something else than what came; its gradient is proportional to the difference.",
+        "The critic predicted something else than what came; its gradient is proportional to the difference.",
         ("mask_critic", "keep_rollouts", "bound_value", "critic_first", "clip_critic"),
     ),
     "non_finite": Meaning(
@@ -97,73 +92,69 @@ MEANINGS = {
     ),
     "spurious_token": Meaning(
         "An unlikely token that was rewarded by accident",
-        "Low probability, low entropy and a positive advantage: the model was sure of another token, and the reward of "
-        "the whole response now pushes this one up (STAPO, arXiv 2602.15620).",
+        "The model was sure of another token, and the reward of the whole response pushes this one up (STAPO, arXiv "
+        "2602.15620).",
         ("mask", "reweight", "less_tail", "keep_rollouts"),
     ),
     "not_sampled": Meaning(
         "The policy never sampled a token",
-        "The log-prob that came with it is none that sampling gives: exactly 0, or far from the trainer's, which has "
-        "not moved. A template or a tool loop appended the token, or the text was tokenized again.",
+        "No sampling gives its log-prob: exactly 0, or far from the trainer's, which has not moved. A template or a "
+        "tool loop appended the token, or the text was tokenized again.",
         ("mask", "veto", "keep_rollouts"),
     ),
     "shifted_log_probs": Meaning(
         "The rollout's log-probs are shifted by one",
-        "Over the whole response, what the engine says of a token is what the trainer says of its neighbour.",
+        "Over the whole response, the engine's log-prob of a token is the trainer's of its neighbour.",
         ("mask", "veto", "keep_rollouts"),
     ),
     "non_finite_forward": Meaning(
         "A forward that is not finite, with finite weights",
-        "The log-probs themselves are NaN or infinite from a token on, though every weight is finite: an activation "
-        "overflowed, or attention saw no key.",
+        "The log-probs are NaN or infinite from a token on: an activation overflowed, or attention saw no key.",
         ("fp32_forward", "padded", "not_compiled", "keep_weights"),
     ),
     "non_finite_backward": Meaning(
         "A backward that is not finite, of a loss that is",
-        "Log-probs, advantage and the loss's own derivative are finite; NaN or infinity comes up on the way back "
-        "through the model: a gradient overflowed, or a kernel is wrong.",
+        "NaN or infinity first appears in the backward through the model: a gradient overflowed, or a kernel is wrong.",
         ("fp32_forward", "padded", "not_compiled", "keep_weights"),
     ),
     "non_finite_padding": Meaning(
         "Only padding is not finite",
-        "A NaN or an infinity stands at positions outside of the response mask. The loss leaves them out of its sum, "
-        "but zero times NaN is NaN in the backward.",
+        "NaN or infinity is outside of the response mask. The loss leaves it out of its sum, but zero times NaN is NaN "
+        "in the backward.",
         ("plain_loss", "kl_mse", "keep_rollouts"),
     ),
     "non_finite_weights": Meaning(
         "Weights that are not finite",
-        "The named parameters hold NaN or infinity, so every forward does. No token of this step did it: an earlier "
-        "step, a checkpoint or the optimizer's state did.",
+        "The named parameters hold NaN or infinity. An earlier step, a checkpoint or the optimizer's state did it, no "
+        "token of this step.",
         ("go_back", "fp32", "smaller_steps"),
     ),
     "replicas_differ": Meaning(
-        "Replicas whose weights have parted",
-        "Ranks that are to hold the same weights hold others: one skipped a step or loaded something else, or their "
-        "gradients are not summed. Each then trains a model of its own, and the norm is of none of them.",
+        "Replicas whose weights differ",
+        "A rank skipped a step or loaded something else, or gradients are not summed over replicas. Each replica then "
+        "trains a model of its own, and the norm is of none of them.",
         ("go_back", "shard_all"),
     ),
     "batch_scale": Meaning(
         "The whole batch is scaled",
-        "The typical token weighs far more in the loss than in the run's own steps before: no token stands out, the "
-        "scale does. Look at the reward's range, at how advantages are normalized and at the loss's aggregation.",
+        "The typical token weighs far more in the loss than in the run's earlier steps, and no token stands out. Look "
+        "at the reward's range, at how advantages are normalized and at the loss's aggregation.",
         ("keep_rollouts", "mean_only", "skip", "clip"),
     ),
     "not_tokens": Meaning(
         "A gradient that is not the tokens'",
-        "A part of the gradient comes through no token's log-prob or entropy, or is not their derivative: a router's "
-        "auxiliary loss, a regularizer, a hook or a backward of somebody's own. The named parameters carry most of it.",
+        "Part of the gradient comes through no token's log-prob or entropy: a router's auxiliary loss, a regularizer, "
+        "a hook or a custom backward. The named parameters carry most of it.",
         ("skip", "not_compiled", "clip_layers"),
     ),
     "transient": Meaning(
         "A spike that did not come back",
-        "Run again as they were, the same micro-batches gave a healthy gradient: hardware or a race made the spike, "
-        "not the data.",
+        "The same micro-batches gave a healthy gradient when they were run again: hardware or a race made the spike.",
         ("skip", "rerun"),
     ),
     "unknown": Meaning(
         "No single factor stands out",
-        "Every factor of the gradient is within three times what is typical in the batch: the spike is spread, or "
-        "builds up from several factors.",
+        "Every factor of the gradient is within three times its typical size: only their product is large.",
         ("more_culprits", "more_steps", "smaller_steps"),
     ),
 }
@@ -181,8 +172,8 @@ def of_engine(culprit: Culprit) -> str:
         return ""
     old = culprit.old_log_prob_stored
     before = "" if old in (None, culprit.rollout_log_prob) else f" {number(old, 3)} before the update and"
-    said = f"the engine says log-prob {number(culprit.rollout_log_prob, 3)}"
-    return f": {said}, the trainer{before} {number(culprit.log_prob, 3)} now"
+    engines = number(culprit.rollout_log_prob, 3)
+    return f": the engine says log-prob {engines}, the trainer{before} {number(culprit.log_prob, 3)} now"
 
 
 def group(event: Event) -> str:
@@ -207,6 +198,6 @@ def group(event: Event) -> str:
 
 
 def again(culprit: Culprit) -> str:
-    """Whether the same token, never sampled, ended turns in other events, too; with a blank before it."""
+    """Whether the same token, never sampled, ended turns in other events, too."""
     num_events = culprit.cause.numbers.get("events_ended") or 0
-    return f" In {num_events:.0f} events by now, the same token ends a turn unsampled." if num_events > 1 else ""
+    return f"In {num_events:.0f} events by now, the same token ends a turn unsampled." if num_events > 1 else ""

@@ -11,11 +11,12 @@ from typing import Any
 
 from ..record import Event
 from .advice import ACTIONS, in_force, is_trl, lines_of
-from .evidence import ODD, Evidence
+from .causes import APART, NOTABLE
+from .evidence import Evidence
 from .meanings import group
 from .text import one_line
 
-_COV = ("clip_cov", "kl_cov", "geo_mean")
+_NAN_ON_PADDING = ("clip_cov", "kl_cov", "geo_mean")
 """verl's policy losses whose gradient is NaN where a log-ratio outside of the mask overflows."""
 
 
@@ -41,46 +42,46 @@ class Rule:
     actions: tuple[str, ...]
     """By name; the first that the run's verl has a line for and that is not in force."""
     why: str
-    """With the names of :meth:`Evidence.said`."""
+    """With the names of :meth:`Evidence.as_text`, as ``do``."""
     check: str
     do: str = ""
     """In place of the first action's own sentence."""
 
 
 def _is(*labels: str) -> Callable[[Evidence], bool]:
-    return lambda found: found.label in labels
+    return lambda at: at.label in labels
 
 
 RULES = (
     Rule(
         "A rehearsal: the step was asked for",
-        lambda found: found.event.trigger.kind == "forced",
+        lambda at: at.event.trigger.kind == "forced",
         ("no_rehearsal",),
         "Nothing spiked: trigger.force_step asked for this step.",
-        "The next event is a spike of the run's own.",
+        "The next event is a real spike.",
     ),
     Rule(
         "Weights that are not finite",
         _is("non_finite_weights"),
         ("go_back", "fp32"),
-        "The weights were not finite before any forward, so no token of this step can be at fault.",
+        "The weights were not finite before any forward, so no token of this step is at fault.",
         "The first step after resuming has a finite norm.",
-        "Go back to the newest checkpoint before it; where that is not finite either, to an earlier one.",
+        "Resume from the newest checkpoint before it; if that is not finite either, from an earlier one.",
     ),
     Rule(
-        "Replicas whose weights have parted",
+        "Replicas whose weights differ",
         _is("replicas_differ"),
         ("go_back", "shard_all"),
-        "The weights of {names} are not the same on all replicas, so no token of this step can be at fault.",
+        "The weights of {names} differ between replicas, so no token of this step is at fault.",
         "After resuming, the second step says nothing of replicas.",
         "Load one checkpoint on all ranks, and look for the rank that skipped a step.",
     ),
     Rule(
         "NaN on padding, under a loss that gives NaN there",
-        lambda found: found.label == "non_finite_padding" and found.loss_mode in _COV,
+        lambda at: at.label == "non_finite_padding" and at.loss_mode in _NAN_ON_PADDING,
         ("plain_loss",),
         "Only positions outside of the response mask are not finite; {loss} gives NaN there if a log-ratio overflows.",
-        "No further step has a norm that is not finite.",
+        "All further norms are finite.",
     ),
     Rule(
         "NaN on padding",
@@ -88,38 +89,38 @@ RULES = (
         ("keep_rollouts",),
         "Only positions outside of the response mask are not finite, in {names}: zero times NaN is NaN.",
         "With zeros there, the replayed norm is {after}.",
-        "Write zeros outside of the response mask, where your code fills {names}. Meanwhile keep the rollouts.",
+        "Write zeros outside of the response mask, where your code fills {names}. Meanwhile save the rollouts.",
     ),
     Rule(
         "It did not come back when run again (hardware)",
         _is("transient"),
         ("skip",),
-        "The same micro-batches gave a healthy gradient when they were run again: the data did not do it.",
+        "The same micro-batches gave a healthy gradient when they were run again: it was not the data.",
         "It comes again on the same machine, and not on others.",
-        "Note on which machine it was, and test that. Take no such step meanwhile.",
+        "Note which machine it was, and test it. Meanwhile skip such steps.",
     ),
     Rule(
         "A gradient that is not the tokens'",
         _is("not_tokens"),
         ("skip", "not_compiled"),
-        "The tokens' own part is healthy; the rest sits in {names}.",
+        "The tokens' own part is healthy; the rest is in {names}.",
         "Without what you find there, the tokens' norm is the step's.",
-        "Look for what adds to or scales the gradient of {names}: a router's loss, a hook. Take no such step yet.",
+        "Look for what adds to or scales the gradient of {names}: a router's loss, a hook. Meanwhile skip such steps.",
     ),
     Rule(
-        "The whole batch is scaled, and its advantages are",
-        lambda found: found.label == "batch_scale" and (found.numbers("advantage_over_run") or 0.0) >= ODD,
+        "The whole batch is scaled, and so are its advantages",
+        lambda at: at.label == "batch_scale" and (at.number("advantage_over_run") or 0.0) >= NOTABLE,
         ("mean_only", "keep_rollouts", "skip"),
         "No token stands out: the advantages are {over_run} times the run's usual.",
         "The advantages are back at their usual size.",
     ),
     Rule(
-        "The whole batch is scaled, and its advantages are not",
+        "The whole batch is scaled, but not its advantages",
         _is("batch_scale"),
         ("skip", "clip"),
         "No token stands out: the typical token weighs {scale} times as much as usual, and not by its advantage.",
-        "The weight of the typical token is back; the loss's aggregation and scale are what you set.",
-        "Look at what scales the loss: loss_agg_mode, the ratios. Take no such step meanwhile.",
+        "The typical token weighs as much as before.",
+        "Look at what scales the loss: loss_agg_mode, the ratios. Meanwhile skip such steps.",
     ),
     Rule(
         "The entropy term",
@@ -139,14 +140,14 @@ RULES = (
         "The forward is not finite, though the weights are",
         _is("non_finite_forward"),
         ("fp32_forward", "padded"),
-        "The log-prob itself is not finite, before any loss: an activation overflowed, or attention saw no key.{first}",
+        "The log-prob is not finite, before any loss: an activation overflowed, or attention saw no key. {first}",
         "The same step, replayed in fp32, is finite.",
     ),
     Rule(
         "The backward is not finite, though the loss's derivative is",
         _is("non_finite_backward"),
         ("fp32_forward", "padded"),
-        "Log-probs and advantages are finite, and so is what the loss gives back to the model.{first}",
+        "Log-probs and advantages are finite, and so is the gradient that the loss gives to the model. {first}",
         "The same step, replayed in fp32, is finite.",
     ),
     Rule(
@@ -154,27 +155,27 @@ RULES = (
         _is("value_outlier"),
         ("bound_value", "mask_critic", "clip_critic"),
         "The critic said {value}, the return is {target}.",
-        "The value loss falls again, and no further spike of the critic comes.",
+        "The value loss falls again, and the critic has no further spike.",
     ),
     Rule(
         "The search ended undecided",
-        lambda found: found.has("undecided"),
+        lambda at: at.is_judged("undecided"),
         ("more_steps",),
-        "What is left without {it} is not known well enough to accuse {it}: {reason}.",
+        "The norm without {it} is not known well enough to blame {it}: {reason}.",
         "The next event is explained. This one alone needs nothing.",
     ),
     Rule(
         "More culprits than may be named",
-        lambda found: found.has("not_explained") and bool(found.event.search.num_more),
+        lambda at: at.is_judged("not_explained") and bool(at.event.search.num_more),
         ("more_culprits",),
         "At least {more} more are left beyond those that search.max_culprits allows.",
         "The next event is explained.",
     ),
     Rule(
         "The rest spikes, too",
-        lambda found: found.has("not_explained"),
+        lambda at: at.is_judged("not_explained"),
         ("more_steps", "rerun", "skip"),
-        "Without {it} the norm is {after}, still over the threshold of {threshold}: something else is at work.",
+        "Without {it} the norm is {after}, still over the threshold of {threshold}: something else spikes, too.",
         "The next event is explained, or names what else.",
     ),
     Rule(
@@ -182,9 +183,9 @@ RULES = (
         _is("not_sampled"),
         ("mask", "keep_rollouts"),
         "The engine says log-prob {written}, the trainer {now} now: a template or tool appended it, or it was "
-        "retokenized.{again}",
+        "retokenized. {again}",
         "Such tokens have 0 in response_mask, and no further event names one.",
-        "Leave out of response_mask what the model did not sample. Until then, take such a step without its culprits.",
+        "Set response_mask to 0 for what the model did not sample. Until then, take such steps without the culprits.",
     ),
     Rule(
         "The rollout's log-probs are shifted by one",
@@ -192,46 +193,46 @@ RULES = (
         ("mask", "keep_rollouts"),
         "Over the response, the engine's log-prob of a token is the trainer's of the {neighbour} one.",
         "The engine's log-probs agree with the trainer's, and no further event has this cause.",
-        "Move them by one where rollout_log_probs is filled. Until then, take such a step without its culprits.",
+        "Move them by one where rollout_log_probs is filled. Until then, take such steps without the culprits.",
     ),
     Rule(
         "The advantage is more than its estimator gives, or its group is odd",
-        lambda found: found.is_advantage_odd and bool(group(found.event)),
+        lambda at: at.is_advantage_odd and bool(group(at.event)),
         ("mean_only", "mask", "keep_rollouts"),
         "Its advantage is {advantage}. {group} What computes the advantage or its groups is at fault, not the token.",
         "No advantage is above what the estimator gives, and no further event has this cause.",
-        "Look at what computes the advantage, and at the uids that make its groups. Rule the division out first.",
+        "Look at what computes the advantage, and at the uids that make its groups. First rule the division out.",
     ),
     Rule(
         "The reward is odd against its siblings'",
-        lambda found: found.label in ("extreme_advantage", "non_finite") and found.is_reward_odd,
+        lambda at: at.label in ("extreme_advantage", "non_finite") and at.is_reward_odd,
         ("keep_rollouts",),
         "Its reward is {reward}; the other rollouts of the prompt have {rewards}.",
-        "With the reward function mended, this response's reward is like its siblings'.",
-        "Mend the reward function for such a response. Keep the rollouts, to find others.",
+        "With the reward function fixed, this response's reward is like its siblings'.",
+        "Fix the reward function for such a response. Save the rollouts, to find others.",
     ),
     Rule(
         "The advantage is odd though the reward is not (the estimator)",
-        lambda found: found.is_advantage_odd and bool(found.rewards),
+        lambda at: at.is_advantage_odd and bool(at.rewards),
         ("mean_only", "mask", "keep_rollouts"),
-        "Its reward of {reward} is like its siblings' ({rewards}), its advantage is {advantage}; std-normalized GRPO "
-        "gives at most {bound} with {n} rollouts. What computes the advantage is at fault, not the reward.",
+        "Its reward of {reward} is like its siblings' ({rewards}), its advantage is {advantage}. What computes the "
+        "advantage is at fault, not the reward.",
         "Advantages stay within a few times the rewards' differences.",
-        "Look at what computes the advantage: its normalization, or code of your own. Rule the division out first.",
+        "Look at what computes the advantage: its normalization, or your own code. First rule the division out.",
     ),
     Rule(
         "The advantage is odd, and nothing is known of its siblings",
-        lambda found: found.is_advantage_odd,
+        lambda at: at.is_advantage_odd,
         ("keep_rollouts", "mask"),
         "The advantage is {advantage}, {odd}; no other rollout of the prompt is recorded.",
-        "The kept rollout shows whether its reward is as large.",
+        "The saved rollout shows whether its reward is as large.",
     ),
     Rule(
         "A loss without a finite gradient, from a finite advantage",
         _is("non_finite"),
         ("kl_mse", "dual_clip", "fp32"),
         "Advantage ({advantage}) and log-prob ({now}) are finite, the gradient is not: an exponential overflows.",
-        "No further step has a norm that is not finite.",
+        "All further norms are finite.",
     ),
     Rule(
         "The weight of the rollout correction",
@@ -242,7 +243,7 @@ RULES = (
     ),
     Rule(
         "The ratio: trainer and rollout engine disagree",
-        lambda found: found.is_ratio and found.do_engines_differ,
+        lambda at: at.is_ratio and at.do_engines_differ,
         ("weigh_tokens", "veto", "eager"),
         "The engine that wrote it says log-prob {written}, the trainer said {old} before the update: the two "
         "disagree, the policy did not move.",
@@ -250,7 +251,7 @@ RULES = (
     ),
     Rule(
         "The ratio, at the step's first update",
-        lambda found: found.is_ratio and found.is_first_update and found.has_moved,
+        lambda at: at.is_ratio and at.event.step.mini_batch == at.event.step.epoch == 0 and at.drift > APART,
         ("log_probs", "weigh_tokens", "mask"),
         "Nothing was updated yet in this step, so now ({now}) and old ({old}) should agree: the old one is off.",
         "The ratio at the first mini-batch of each step is 1.",
@@ -258,14 +259,14 @@ RULES = (
     ),
     Rule(
         "The ratio: the policy has moved (staleness)",
-        lambda found: found.is_ratio,
+        lambda at: at.is_ratio,
         ("one_epoch", "clip_tokens", "dual_clip", "mask"),
         "The log-prob went from {old} to {now} within the step: ratio {ratio}.",
         "actor/ppo_kl falls, and no further event has this cause.",
     ),
     Rule(
         "Low probability and a negative advantage",
-        lambda found: found.label == "low_probability" and (found.first.advantage or 0.0) < 0,
+        lambda at: at.label == "low_probability" and (at.first.advantage or 0.0) < 0,
         ("reweight", "lopti", "less_tail"),
         "Its probability is {probability}, its advantage {advantage}: pushing an unlikely token down moves the most.",
         "Events with a low probability become rare; the entropy stays.",
@@ -293,30 +294,30 @@ RULES = (
     ),
     Rule(
         "No single factor stands out",
-        lambda found: bool(found.event.culprits),
+        lambda at: bool(at.event.culprits),
         ("mask", "smaller_steps", "clip"),
-        "Every factor is within three times what is typical; only together they are large.",
+        "Every factor is within three times its typical size; only their product is large.",
         "The steps without them go on as before.",
     ),
     Rule(
         "Nothing found: the search ran out",
-        lambda found: found.event.search.status == "budget_exhausted",
+        lambda at: at.event.search.status == "budget_exhausted",
         ("more_steps",),
-        "The search ended at its limit before it had looked everywhere.",
+        "The search reached its limit before it had looked everywhere.",
         "The next event has culprits.",
     ),
     Rule(
         "Nothing found, and not run again",
-        lambda found: found.event.rerun is None,
+        lambda at: at.event.rerun is None,
         ("rerun", "skip"),
         "A spike that no token made and that does not come back is hardware or a race.",
         "The next event says whether it came back.",
     ),
     Rule(
         "Nothing found, and it came back",
-        lambda found: True,
+        lambda at: True,
         ("skip", "smaller_steps"),
-        "The spike is in the data or the weights, and no few tokens carry it.",
+        "The spike is in the data or the weights, and no few tokens explain it.",
         "The run goes on without these steps.",
     ),
 )
@@ -325,31 +326,35 @@ RULES = (
 
 def next_step(event: Event, actor: Mapping[str, Any] | None = None) -> NextStep | None:
     """The one thing to do; None where the run does all there is, as its ``actor_rollout_ref.actor`` says."""
-    found = Evidence(event, actor or {})
-    rule = next(rule for rule in RULES if rule.holds(found))
-    said = found.said()
-    for index, name in enumerate(rule.actions):
-        name = "more_probes" if name == "more_steps" and event.search.strategy == "bisect" else name
-        lines = _lines(name, found)
+    evidence = Evidence(event, actor or {})
+    rule = next(rule for rule in RULES if rule.holds(evidence))
+    text = evidence.as_text()
+    for name in rule.actions:
+        lines = _lines(name, evidence)
         if lines:
-            do = rule.do if rule.do and not index else ACTIONS[name].do
-            return NextStep(do.format_map(said), lines, rule.why.format_map(said), rule.check.format_map(said))
+            do = rule.do if name == rule.actions[0] and rule.do else ACTIONS[name].do
+            do, why, check = (sentence.format_map(text).rstrip() for sentence in (do, rule.why, rule.check))
+            return NextStep(do, lines, why, check)
     return None
 
 
-def _lines(name: str, found: Evidence) -> dict[str, str]:
-    event = found.event
+def _lines(name: str, evidence: Evidence) -> dict[str, str]:
+    """An action's config lines; empty where the run has it already, or where it cannot help."""
+    event = evidence.event
+    trainer, requested = event.run.trainer, event.action.requested
+    if name in (requested, f"{requested}_critic"):
+        return {}
+    if name == "mean_only" and event.run.estimator not in (None, "grpo"):  # which divides by nothing
+        return {}
+    if name == "kl_mse" and evidence.actor.get("use_kl_loss") is False:
+        return {}
+    if name == "more_steps" and event.search.strategy == "bisect":
+        name = "more_probes"
+    lines = lines_of(name, trainer)
     checkpoint = event.consequence.last_checkpoint if event.consequence else None
-    if name == event.action.requested or name == f"{event.action.requested}_critic":
-        return {}
-    if name == "mean_only" and event.run.estimator not in (None, "grpo"):
-        return {}
-    if name == "kl_mse" and found.actor.get("use_kl_loss") is False:
-        return {}
-    lines = lines_of(name, event.run.trainer)
     if name == "go_back" and checkpoint:
-        path = shlex.quote(one_line(checkpoint))
-        if is_trl(event.run.trainer):
+        if is_trl(trainer):
             return {"": f"trainer.train(resume_from_checkpoint={one_line(checkpoint)!r})"}
+        path = shlex.quote(one_line(checkpoint))
         return {label: f"{line} trainer.resume_from_path={path}" for label, line in lines.items()}
-    return {label: line for label, line in lines.items() if not in_force(line, found.actor)}
+    return {label: line for label, line in lines.items() if not in_force(line, evidence.actor)}

@@ -7,10 +7,10 @@ was and would have been, and what the optimizer was given.
 
 import math
 
-from ..record import Culprit, Event
-from .leader import leader
+from ..record import Culprit, Event, Search, Turn
+from .culprits import leader
 from .numbers import bounded, number
-from .story import beside, given, headline, it, lede
+from .story import given, headline, lede, pronoun, step_cause
 from .text import times
 
 
@@ -33,16 +33,14 @@ def _where(event: Event) -> str:
     first = leader(event.culprits)
     if first is None:
         return ""
-    positions = first.positions
-    what = f"the token {quote(first)} at position {positions[0]}"
-    if len(positions) > 1:
-        what = f"{len(positions)} tokens from position {positions[0]}"
-    start = "It is" if len(event.culprits) == 1 else "The largest is"
-    return f"{start} {what} of the response {_sequence(first)}{_turn(first)}."
+    start, position = "It is" if len(event.culprits) == 1 else "The largest is", first.positions[0]
+    what = f"the token {quote(first)} at position {position}"
+    if len(first.positions) > 1:
+        what = f"{len(first.positions)} tokens from position {position}"
+    return f"{start} {what} of the response {_sequence(first)}{_turn(first.turn)}."
 
 
-def _turn(culprit: Culprit) -> str:
-    turn = culprit.turn
+def _turn(turn: Turn | None) -> str:
     if turn is None:
         return ""
     after = f" after the tool's answer of {turn.num_before} tokens" if turn.num_before else ""
@@ -58,34 +56,33 @@ def _sequence(culprit: Culprit) -> str:
 
 def _norms(event: Event) -> str:
     """The norm with and without what made it, and what that proves."""
-    norm, threshold, found = event.trigger.grad_norm, event.trigger.threshold, event.certificate
+    norm, threshold, certificate = event.trigger.grad_norm, event.trigger.threshold, event.certificate
     was = "The norm was not finite"
     if norm is not None and math.isfinite(norm):
         excess = times(norm, threshold)
         over = f", {number(excess, 3)} times the threshold of {number(threshold, 3)}" if excess is not None else ""
         was = f"The norm was {number(norm, 3)}{over}"
-    if not event.culprits and not beside(event):
+    left, is_culprits = certificate.norm_after, bool(event.culprits)
+    if not is_culprits and (step_cause(event) is None or certificate.method == "none"):
         return f"{was}."
-    left = found.norm_after
-    if left is None or not math.isfinite(left) or (not event.culprits and found.method == "none"):
-        what = f"; without {it(event)} it is not known: {found.reason}" if event.culprits and found.reason else ""
-        return f"{was}{what}."
-    without = f"{was}; {''.join(bounded(left, found.error_bound, 3))} without {it(event)}"
-    if not event.culprits:
+    if left is None or not math.isfinite(left):
+        unknown = f"; the norm without {pronoun(event)} is not known: {certificate.reason}"
+        return f"{was}{unknown if is_culprits and certificate.reason else ''}."
+    without = f"{was}; {''.join(bounded(left, certificate.error_bound, 3))} without {pronoun(event)}"
+    if not is_culprits:
         return f"{without}."
-    if found.verdict == "explained":
+    if certificate.verdict == "explained":
         return f"{without}: the spike is explained."
-    if found.verdict == "not_explained":
-        return f"{without}, still over the threshold: {_else(event)}."
-    return f"{without}. Whether that explains the spike is undecided: {found.reason}."
+    if certificate.verdict == "not_explained":
+        return f"{without}, still over the threshold: {_rest(event.search)}."
+    return f"{without}. Whether that explains the spike is undecided: {certificate.reason}."
 
 
-def _else(event: Event) -> str:
-    """What the rest is, where that still spikes."""
-    search = event.search
+def _rest(search: Search) -> str:
+    """What is left where the norm is still over the threshold."""
     if search.status != "max_culprits":
         return "something else spikes, too"
     if not search.num_more:
         return "as many culprits are named as search.max_culprits allows"
-    carry = f" of about {number(search.more_norm, 3)}" if search.more_norm else ""
-    return f"search.max_culprits ended the search, and at least {search.num_more} culprits{carry} are left"
+    norm = f" of about {number(search.more_norm, 3)}" if search.more_norm else ""
+    return f"search.max_culprits ended the search, and at least {search.num_more} culprits{norm} are left"

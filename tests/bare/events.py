@@ -2,7 +2,6 @@
 """From a bare step to the event on disk: train, search, gather and complete, as actor and driver do it together."""
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,18 +19,16 @@ from gradloc.search.find import localize
 from tests.bare import BareStep, Batch
 
 
-def event_of(
+def context_of(
     step: BareStep,
     batch: Batch,
     threshold: float,
     typical: dict[str, tuple[float, float]] | None = None,
     history: list[BareStep] = (),
     corrupt: Callable[[GradientSpace], None] = lambda space: None,
-    of_rollout: dict[str, torch.Tensor] | None = None,
-    endings: Counter[int] | None = None,
     **settings: Any,
-) -> Event:
-    """Train the step, search its spike, and complete the record.
+) -> SpikeContext:
+    """Train the step and search its spike.
 
     Args:
         step: of one process.
@@ -40,8 +37,6 @@ def event_of(
         typical: of the run.
         history: healthy steps on the same model, for the norms per layer.
         corrupt: done to the gradient after the backward.
-        of_rollout: the driver's (R, T) of the rollout: ``rollout_is_weights``, ``rollout_log_probs``.
-        endings: see :func:`~gradloc.loop.complete.complete_event`.
         settings: of the search.
     """
     space, ranks = GradientSpace(step.model), Ranks()
@@ -56,11 +51,10 @@ def event_of(
     assert not norm <= threshold, norm
     kind = "fixed" if math.isfinite(norm) else "non_finite"
     spike = Spike(kind, norm, threshold, threshold * batch.num_tokens**0.5, batch.num_tokens)
-    finding = localize(step, space, ranks, spike, 1.0, None, typical, **settings)
-    context = SpikeContext(
+    return SpikeContext(
         place=Place(1, 0, 0, 1, {}),
         spike=spike,
-        finding=finding,
+        finding=localize(step, space, ranks, spike, 1.0, None, typical, **settings),
         step=step,
         space=space,
         ranks=ranks,
@@ -71,9 +65,18 @@ def event_of(
         checkpoint=None,
         head_square=head_square(space),
     )
-    raw = raw_event(context, budget=128, keeps_all=False)
+
+
+def event_of(
+    step: BareStep, batch: Batch, threshold: float, of_rollout: dict[str, torch.Tensor] | None = None, **more: Any
+) -> Event:
+    """The completed record of a step's spike, see :func:`context_of`.
+
+    ``of_rollout`` are the driver's (R, T) of the rollout: ``rollout_is_weights``, ``rollout_log_probs``.
+    """
+    raw = raw_event(context_of(step, batch, threshold, **more), budget=128, keeps_all=False)
     assert raw is not None
-    return complete_event(raw, "event", Run(), _view(batch, of_rollout or {}), None, 8, endings=endings)
+    return complete_event(raw, "event", Run(), _view(batch, of_rollout or {}), None, 8)
 
 
 def _view(batch: Batch, of_rollout: dict[str, torch.Tensor]) -> BatchView:

@@ -91,7 +91,7 @@ def test_thresholds_and_the_clip_limit_can_be_named(run_of, capsys):
         (["--set", "truncation"], "--set truncation cannot be read: write KEY=VALUE with a number"),
         (["--set", "truncation=much"], "--set truncation=much cannot be read"),
         (["--set", "truncation=[2,1]"], "trainer.health.truncation must be [warning, danger] in"),
-        (["--set", "nonsense=1"], "trainer.health.nonsense is no setting: there are enable,"),
+        (["--set", "nonsense=1"], "unknown setting trainer.health.nonsense: there are enable,"),
         (["--grad-clip", "-1"], "--grad-clip must be a norm or 0 for none, found -1.0."),
         (["--grad-clip", "nan"], "--grad-clip must be a norm or 0 for none, found nan."),
     ],

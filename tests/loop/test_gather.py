@@ -7,13 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradloc.core.gradients import GradientSpace
-from gradloc.core.ranks import Ranks
-from gradloc.core.trigger import Place, Spike
-from gradloc.loop.gather import SpikeContext, _most_wanted, _Row, ratio, raw_event
+from gradloc.core.trigger import Place
+from gradloc.loop.gather import _most_wanted, _Row, ratio, raw_event
 from gradloc.record import Action
-from gradloc.search.find import localize
 from tests.bare import BareStep, Loss, build, random_batch, shard
+from tests.bare.events import context_of
 
 PLACE, M, THRESHOLD = (5, 2), 4, 20.0
 LOSS = Loss(entropy=0.02, kl=0.05)
@@ -23,21 +21,9 @@ LOSS = Loss(entropy=0.02, kl=0.05)
 def context():
     model = shard(build("tiny"), "plain")
     batch = random_batch(model).planted({PLACE: 1e4})
-    step, space = BareStep(model, batch, M, loss=LOSS), GradientSpace(model)
-    step.train()
-    spike = Spike("fixed", space.norm(), THRESHOLD, THRESHOLD * batch.num_tokens**0.5, batch.num_tokens)
-    squares = space.squares()
-    finding = localize(step, space, Ranks(), spike, 1.0)
-    return SpikeContext(
+    return replace(
+        context_of(BareStep(model, batch, M, loss=LOSS), batch, THRESHOLD),
         place=Place(7, 1, 2, 3, {"num_norms": 9, "median_norm": 1.5, "log_sigma": 0.2}, "low"),
-        spike=spike,
-        finding=finding,
-        step=step,
-        space=space,
-        ranks=Ranks(),
-        squares=squares,
-        history=None,
-        action=Action("observe", "observe", ""),
         clip_limit=2.0,
         checkpoint="/ckpt",
         head_square=torch.tensor(9.0),

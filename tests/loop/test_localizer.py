@@ -62,11 +62,17 @@ class Run:
             step.train()
             return float(clip_gradient(self.model, 1.0))
         self.localizer.begin_update(the_policy or policy(batch.num_tokens), self.space)
+        norm = self.mini_batch(step)
+        self.localizer.end_update()
+        return norm
+
+    def mini_batch(self, step: BareStep, norm: float | None = None, late: Policy | None = None) -> float:
+        """One optimizer step within an update, up to what it would take; of this norm, where one is given."""
+        self.space.clear()
         self.localizer.begin_mini_batch(step)
         step.train(self.localizer.after_backward)
-        norm = self.localizer.before_step(clip_gradient(self.model, 1.0))
-        self.localizer.end_update()
-        return float(norm)
+        clipped = clip_gradient(self.model, 1.0) if norm is None else torch.tensor(norm)
+        return float(self.localizer.before_step(clipped, late))
 
     def gradient(self) -> list[torch.Tensor | None]:
         return [None if grad is None else grad.clone() for grad in self.space.current()]
@@ -128,12 +134,9 @@ def test_the_record_says_whether_the_optimizer_took_what_is_not_finite(takes):
 def test_a_policy_may_come_as_late_as_the_step():
     run = Run("skip")
     batch = random_batch(run.model).planted(PLANT)
-    step = BareStep(run.model, batch, NUM_MICRO_BATCHES)
     run.localizer.begin_update(None, run.space)
-    run.localizer.begin_mini_batch(step)
-    step.train(run.localizer.after_backward)
-    norm = run.localizer.before_step(clip_gradient(run.model, 1.0), policy(batch.num_tokens))
-    assert float(norm) == 0.0 and len(run.localizer.events) == 1 and run.localizer.coefficient > 0
+    norm = run.mini_batch(BareStep(run.model, batch, NUM_MICRO_BATCHES), late=policy(batch.num_tokens))
+    assert norm == 0.0 and len(run.localizer.events) == 1 and run.localizer.coefficient > 0
 
 
 def test_more_culprits_than_may_be_masked_skip_the_step():
@@ -146,11 +149,10 @@ def test_more_culprits_than_may_be_masked_skip_the_step():
 def test_without_a_spike_or_a_policy_nothing_is_looked_into_and_a_rehearsal_is():
     run = Run()
     run.step({})
-    run.localizer.begin_update(None, run.space)
-    run.localizer.begin_mini_batch(BareStep(run.model, random_batch(run.model), NUM_MICRO_BATCHES))
-    assert float(run.localizer.before_step(torch.tensor(1e9))) == 1e9
-    assert run.localizer.events == []
     batch = random_batch(run.model)
+    run.localizer.begin_update(None, run.space)
+    assert run.mini_batch(BareStep(run.model, batch, NUM_MICRO_BATCHES), norm=1e9) == 1e9
+    assert run.localizer.events == []
     run.step({}, policy(batch.num_tokens, force=True))
     (event,) = run.localizer.events
     assert event.event.trigger.kind == "forced" and event.event.action.taken == "observe"
@@ -168,13 +170,11 @@ def train(run: Run, plants: dict, num_epochs: int = 3, is_watched: bool = True, 
         run.localizer.begin_update(changed, run.space)
     for _ in range(num_epochs):
         for part in parts:
-            run.space.clear()
             step = BareStep(run.model, part, 2)
             if is_watched:
-                run.localizer.begin_mini_batch(step)
-                step.train(run.localizer.after_backward)
-                run.localizer.before_step(clip_gradient(run.model, 1.0))
+                run.mini_batch(step)
             else:
+                run.space.clear()
                 step.train()
                 clip_gradient(run.model, 1.0)
             optimizer.step()
@@ -226,12 +226,8 @@ def test_a_scaled_loss_that_overflows_is_no_spike_and_a_nan_in_it_is():
     run = Run(scales_loss=True)
     batch = random_batch(run.model)
     for plants, num_events in (({}, 0), ({(3, 2): float("nan")}, 1)):
-        step = BareStep(run.model, batch.planted(plants), NUM_MICRO_BATCHES, loss_scale=8.0)
         run.localizer.begin_update(policy(batch.num_tokens), run.space)
-        run.localizer.begin_mini_batch(step)
-        run.space.clear()
-        step.train(run.localizer.after_backward)
-        run.localizer.before_step(torch.tensor(float("inf")))
+        run.mini_batch(BareStep(run.model, batch.planted(plants), NUM_MICRO_BATCHES, loss_scale=8.0), norm=math.inf)
         assert len(run.localizer.events) == num_events
 
 

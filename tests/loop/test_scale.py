@@ -7,19 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
-from gradloc.core.trigger import Place, Spike
-from gradloc.loop.gather import SpikeContext, raw_event
-from gradloc.loop.layers import head_square
-from gradloc.record import Action
-from gradloc.search.find import localize
+from gradloc.loop.gather import raw_event
 from tests.bare import BareStep, build, random_batch, shard
+from tests.bare.events import context_of
 
 NUM_RANKS, MICRO_BATCHES, ROWS, LENGTH = 512, 4, 2, 256  # 1,048,576 tokens
 RNG_BYTES = 5_200  # torch's own state, of every micro-batch to keep
 ROW_BYTES = 10 * 4 * LENGTH  # log-prob, entropy, coefficient, share: a double and its tag each
 MOST_BYTES, MOST_SECONDS = 8_192, 5.0
+THRESHOLD = 10.0
 
 
 class OneOfMany(Ranks):
@@ -49,26 +46,9 @@ def context():
     model = shard(build("tiny"), "plain")
     plants = {(row, 7 * row + 3): 1e5 for row in range(0, MICRO_BATCHES * ROWS, 2)}
     batch = random_batch(model, MICRO_BATCHES * ROWS, LENGTH).planted(plants)
-    step, space = BareStep(model, batch, MICRO_BATCHES), GradientSpace(model)
-    step.train()
-    norm = space.norm()
-    spike = Spike("fixed", norm, norm / 20, norm / 20 * batch.num_tokens**0.5, batch.num_tokens)
-    finding = localize(step, space, Ranks(), spike, 1.0)
-    assert len(finding.result.culprits) == len(plants)
-    return SpikeContext(
-        place=Place(7, 0, 0, 1, {}),
-        spike=spike,
-        finding=finding,
-        step=step,
-        space=space,
-        ranks=Ranks(),
-        squares=space.squares(),
-        history=None,
-        action=Action("observe", "observe", "asked for"),
-        clip_limit=1.0,
-        checkpoint=None,
-        head_square=head_square(space),
-    )
+    found = context_of(BareStep(model, batch, MICRO_BATCHES), batch, THRESHOLD)
+    assert len(found.finding.result.culprits) == len(plants)
+    return found
 
 
 @pytest.mark.parametrize("keeps_all", [False, True], ids=["culprits", "full"])

@@ -15,8 +15,8 @@ from gradloc.record.store import plain
 from tests.report.builder import SCHEMAS
 
 
-def made(settings: dict | None = None, **given) -> Run:
-    return origin("p", "e", settings=settings or {"lr": 1e-6}, model="Qwen/Qwen3-4B", **given)
+def made(settings: dict | None = None, trainer: str = "verl") -> Run:
+    return origin(Run("p", "e", model="Qwen/Qwen3-4B"), settings or {"lr": 1e-6}, trainer)
 
 
 def test_versions_model_and_digest_are_there_and_fit_the_schema():

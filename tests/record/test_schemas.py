@@ -9,7 +9,7 @@ from typing import Annotated
 import jsonschema
 import pytest
 
-from gradloc import record
+from gradloc.record import fields
 from scripts.make_schemas import FILES, schema_of, text_of
 from tests.world.events import validate
 
@@ -44,8 +44,8 @@ class Outer:
     """A file."""
 
     name: Annotated[str, ("enum", ("a", "b"))]
-    count: Annotated[int, ("minimum", 0)] | None = record.never_null()
-    pair: tuple[int, bool] | None = record.optional()
+    count: Annotated[int, ("minimum", 0)] | None = fields.never_null()
+    pair: tuple[int, bool] | None = fields.optional()
     """Said of it."""
     inner: tuple[Inner, ...] = ()
 

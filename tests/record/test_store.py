@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from gradloc.record import BatchStatistics, Event
-from gradloc.record.bundle import Sequence
 from gradloc.record.culprit import Turn, turns_in
 from gradloc.record.reading import read
 from gradloc.record.store import EventStore, plain
@@ -82,12 +81,6 @@ def test_an_event_s_line_is_in_the_script_it_was_written_in(tmp_path):
     EventStore(str(tmp_path)).append({"b": "é"})
     EventStore(str(tmp_path)).append({"a": 1})
     assert (tmp_path / "events.jsonl").read_bytes() == '{"b": "é"}\n{"a": 1}\n'.encode()
-
-
-def test_a_sequence_is_as_long_as_its_longest_column_and_has_a_number_for_each_token():
-    assert len(Sequence()) == 0 and Sequence().ids == ()
-    found = Sequence(token_ids=(5, 6), share=(0.0,) * 4)
-    assert len(found) == 4 and found.ids == (5, 6, -3, -4)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ UNTRUSTED = {
 """Shares that do not add up."""
 UNTRUSTED_SAID = (
     "The tokens' shares do not add up: their sum is 1.855 +- 0.12, not 1. "
-    "Norms are used; a share that is told all the same was measured by a backward of its own."
+    "Norms are used instead; a share that is still shown was measured by its own backward."
 )
 
 

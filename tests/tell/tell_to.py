@@ -35,7 +35,7 @@ def main(name: str, tracking_py: str, root: str) -> None:
     teller = Teller(NotifyConfig(tracker_alerts=True, timeout_s=60), Path(root))
     teller.trackers = tracking.logger
     before = random.getstate(), np.random.get_state()[1].tolist()
-    teller.tell([event], 5)
+    teller.tell([(event, "")], 5)
     teller.finish()
     after = random.getstate(), np.random.get_state()[1].tolist()
     if name != "trackio":  # verl 0.7.0's own call has an argument that today's trackio does not know

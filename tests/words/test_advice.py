@@ -54,7 +54,7 @@ def test_a_record_that_does_not_say_it_is_told_both_where_they_differ():
     assert list(lines_of("clip", None)) == ["verl 0.9", "verl 0.7"]
     assert lines_of("one_epoch", None) == {"": "actor_rollout_ref.actor.ppo_epochs=1"}
     assert [do for do, _ in actions_of(["clip"])] == [
-        f"Clip the whole step harder ({verl})." for verl in ("verl 0.9", "verl 0.7")
+        f"Clip the gradient harder ({verl})." for verl in ("verl 0.9", "verl 0.7")
     ]
 
 

@@ -17,32 +17,22 @@ def event(**changes) -> Event:
     return read(Event, make_event(STEP, **changes))
 
 
+LEVELS = {
+    "norm": ("actor/grad_norm_max", 1.0),
+    "reward": ("critic/score/mean", 0.6),
+    "entropy": ("actor/entropy", 0.8),
+    "kl": ("actor/kl_loss", 0.01),
+}
+
+
 def series(last: int = 60, **after: float):
-    """Metrics that wobble around their level, and are multiplied by ``after`` from the step on."""
-    levels = {"actor/grad_norm_max": 1.0, "critic/score/mean": 0.6, "actor/entropy": 0.8, "actor/kl_loss": 0.01}
-    names = {
-        "norm": "actor/grad_norm_max",
-        "reward": "critic/score/mean",
-        "entropy": "actor/entropy",
-        "kl": "actor/kl_loss",
-    }
-    factors = {names[name]: factor for name, factor in after.items()}
-
-    def known(name: str) -> list[tuple[int, float]]:
-        if name not in levels:
-            return []
-        values = [(step, levels[name] * (1 + 0.03 * math.sin(1.7 * step))) for step in range(1, last + 1)]
-        return [
-            (
-                step,
-                900.0
-                if name.endswith("max") and step == STEP
-                else value * (factors.get(name, 1.0) if step > STEP else 1.0),
-            )
-            for step, value in values
-        ]
-
-    return known
+    """Metrics that wobble around their level, and are multiplied by ``after`` from the step on, whose norm is 900."""
+    known = {}
+    for title, (name, level) in LEVELS.items():
+        values = {step: level * (1 + 0.03 * math.sin(1.7 * step)) for step in range(1, last + 1)}
+        known[name] = {step: of * after.get(title, 1.0) if step > STEP else of for step, of in values.items()}
+    known["actor/grad_norm_max"][STEP] = 900.0
+    return lambda name: [*known.get(name, {}).items()]
 
 
 def test_what_went_on_as_before_did_not_hurt():
@@ -72,14 +62,15 @@ def test_what_rose_as_it_should_or_moved_a_little_is_no_harm(after):
 
 
 def test_another_spike_nearby_does_not_decide():
-    plain = series()
-    spiky = lambda name: [(s, v * (800 if s in (42, 45) and name.endswith("max") else 1)) for s, v in plain(name)]  # noqa: E731
+    def spiky(name: str) -> list[tuple[int, float]]:
+        return [(step, 800.0 if step in (42, 45) and name.endswith("max") else of) for step, of in series()(name)]
+
     assert did_it_hurt(event(), spiky).answer == "no"
 
 
 def test_too_few_steps_are_not_judged():
     found = did_it_hurt(event(), series(last=STEP + 2))
-    assert (found.answer, found.why) == ("not yet known", "2 steps since; it takes 3.")
+    assert (found.answer, found.why) == ("not yet known", "2 steps since; 3 are needed.")
     assert did_it_hurt(event(), lambda name: []).answer == "not yet known"
 
 
@@ -91,10 +82,10 @@ def test_weights_that_are_not_finite_hurt_whatever_else_is_known():
 
 @pytest.mark.parametrize("taken", ["skip", "abort"])
 def test_a_step_that_was_not_taken_did_not_hurt_unless_something_did(taken):
-    found = did_it_hurt(event(action={"requested": taken, "taken": taken, "reason": ""}), series(last=STEP))
+    not_taken = event(action={"requested": taken, "taken": taken, "reason": ""})
+    found = did_it_hurt(not_taken, series(last=STEP))
     assert (found.answer, found.why) == ("no", "The step was not taken.")
-    worse = did_it_hurt(event(action={"requested": taken, "taken": taken, "reason": ""}), series(reward=0.03))
-    assert worse.answer == "yes", "something did"
+    assert did_it_hurt(not_taken, series(reward=0.03)).answer == "yes", "something did"
     broken = event(trigger=make_event()["trigger"] | {"grad_norm": "NaN"})
     assert did_it_hurt(broken, series(last=STEP)).why == "The step was not taken."
 

@@ -111,7 +111,7 @@ def test_a_prompt_of_a_single_response_is_told_as_that():
     assert in_group(1.0, (), rollouts=1) == alone and in_group(1.0, (), rollouts=2) != alone
 
 
-@pytest.mark.parametrize(("count", "said"), [(None, ""), (1, ""), (2, " In 2 events by now, the same token ends")])
+@pytest.mark.parametrize(("count", "said"), [(None, ""), (1, ""), (2, "In 2 events by now, the same token ends")])
 def test_a_token_that_ends_turns_again_is_told_from_the_second_event_on(count, said):
     found = again(Culprit(cause=Cause("not_sampled", {"events_ended": count} if count else {})))
     assert found.startswith(said) and bool(found) == bool(said)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradloc.record import Event
+from gradloc.record import Action, Consequence, Event
 from gradloc.record.reading import read
 from gradloc.words.evidence import Evidence
 from gradloc.words.next_step import RULES, next_step
@@ -50,12 +50,12 @@ LATER = make_event()["step"] | {"mini_batch": 1}
 SEEN = {
     "A rehearsal: the step was asked for": event(trigger=make_event()["trigger"] | {"kind": "forced"}),
     "Weights that are not finite": beside("non_finite_weights", parameters=2),
-    "Replicas whose weights have parted": beside("replicas_differ", parameters=2),
+    "Replicas whose weights differ": beside("replicas_differ", parameters=2),
     "NaN on padding": beside("non_finite_padding"),
     "It did not come back when run again (hardware)": beside("transient"),
     "A gradient that is not the tokens'": beside("not_tokens"),
-    "The whole batch is scaled, and its advantages are": beside("batch_scale", advantage_over_run=1e4),
-    "The whole batch is scaled, and its advantages are not": beside("batch_scale", advantage_over_run=1.1),
+    "The whole batch is scaled, and so are its advantages": beside("batch_scale", advantage_over_run=1e4),
+    "The whole batch is scaled, but not its advantages": beside("batch_scale", advantage_over_run=1.1),
     "The entropy term": beside("entropy_term", entropy_term_over_policy=61.3),
     "The KL term": event(label="kl_term"),
     "The forward is not finite, though the weights are": event(label="non_finite_forward"),
@@ -125,9 +125,8 @@ def test_the_reward_is_accused_only_where_it_is_odd():
         SEEN[seen] for seen in SEEN if "reward is" in seen and "siblings" in seen or "(the estimator)" in seen
     )
     assert "Its reward is 90; the other rollouts of the prompt have 1 and 0." == next_step(odd).why
-    why = next_step(plain).why
-    assert "Its reward of 1 is like its siblings' (1 and 0), its advantage is 10,000" in why
-    assert "gives at most 1.15 with 3 rollouts" in why and "not the reward" in why
+    why = "Its reward of 1 is like its siblings' (1 and 0), its advantage is 10,000. "
+    assert next_step(plain).why == f"{why}What computes the advantage is at fault, not the reward."
 
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
@@ -160,22 +159,12 @@ def test_the_step_is_the_first_that_is_not_in_force_and_that_the_verl_has():
 
 @pytest.mark.parametrize("seen", SEEN)
 def test_a_run_that_masks_already_is_not_told_to(seen):
-    document = SEEN[seen]
-    masked = read(Event, {**_plain(document), "action": {"requested": "mask", "taken": "mask", "reason": ""}})
-    step = next_step(masked)
+    step = next_step(replace(SEEN[seen], action=Action("mask", "mask")))
     assert step is None or not any(line.endswith(("action.mode=mask", "critic=mask")) for line in step.lines.values())
 
 
-def _plain(event: Event) -> dict:
-    from gradloc.record.store import plain
-
-    return plain(event)
-
-
 def test_a_checkpoint_that_is_known_is_named():
-    found = read(
-        Event, {**_plain(SEEN["Weights that are not finite"]), "consequence": {"last_checkpoint": "a b/step_4"}}
-    )
+    found = replace(SEEN["Weights that are not finite"], consequence=Consequence(last_checkpoint="a b/step_4"))
     assert next_step(found).lines == {"": "trainer.resume_mode=resume_path trainer.resume_from_path='a b/step_4'"}
 
 

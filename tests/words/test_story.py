@@ -84,21 +84,32 @@ def test_the_lede_has_the_number_that_makes_the_cause_one():
     assert story.lede(bare) == "No single factor stands out."
 
 
-def test_the_lede_has_the_share_s_error_and_no_share_that_is_not_trusted():
-    culprit = make_culprit(is_exact=False, share_error=0.004)
-    said = story.lede(event(culprits=[culprit]))
-    assert said.startswith("It carries 75% +- 0.4% of the gradient. ")
-    said = story.lede(event(culprits=[culprit], shares=UNTRUSTED))
-    assert said.startswith("The advantage is extreme")
+def test_a_share_is_told_with_its_error_and_only_where_it_is_trusted_or_was_measured_by_itself():
+    of_tokens, exact = make_culprit(is_exact=False, share_error=0.004), make_culprit(share_error=0.004)
+    consequence = {"grad_clip": 1.0, "clip_scale": 0.00134, "culprit_share": 0.75, "healthy_norm": 0.001}
+    for culprit, shares in ((of_tokens, make_event()["shares"]), (exact, UNTRUSTED)):
+        found = event(culprits=[culprit], consequence=consequence, shares=shares)
+        assert story.lede(found).startswith("It carries 75% +- 0.4% of the gradient. ")
+        assert "75% +- 0.4% of what the optimizer took was that token's" in story.given(found)
+    found = event(culprits=[of_tokens], consequence=consequence, shares=UNTRUSTED)
+    assert story.lede(found).startswith("The advantage is extreme")
+    assert "and the optimizer took it." in story.given(found)
+    two = [make_culprit(share=0.2, share_error=0.03), make_culprit(7, share=0.79, share_error=0.04)]
+    assert story.lede(event(culprits=two)).startswith("Together they carry 99% +- 5% of the gradient. ")
 
 
-def test_the_optimizer_s_part_is_told_with_its_error_and_only_where_it_is_trusted():
-    culprit = make_culprit(is_exact=False, share_error=0.004)
-    given = {"grad_clip": 1.0, "clip_scale": 0.00134, "culprit_share": 0.75, "healthy_norm": 0.001}
-    said = story.given(event(culprits=[culprit], consequence=given))
-    assert "75% +- 0.4% of what the optimizer took was that token's" in said
-    said = story.given(event(culprits=[culprit], consequence=given, shares=UNTRUSTED))
-    assert "and the optimizer took it." in said
+@pytest.mark.parametrize(
+    ("is_taken", "said"),
+    [
+        (True, "The optimizer took the step, so the weights are not finite any more."),
+        (False, "The trainer skipped the step, because its norm was not finite."),
+        (None, "The trainer skipped the step, because its norm was not finite."),
+    ],
+)
+def test_what_became_of_a_step_that_is_not_finite_is_a_fact_of_the_record(is_taken, said):
+    broken = make_event()["trigger"] | {"grad_norm": "NaN"}
+    assert story.given(event(trigger=broken, consequence={"grad_clip": 1.0, "is_taken": is_taken})) == said
+    assert "skipped the step" in story.given(triggered(grad_norm="NaN"), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +189,7 @@ def test_a_cause_beside_tokens_needs_a_reason_and_shares_the_step_with_culprits(
 @pytest.mark.parametrize(
     ("label", "said"),
     [
-        ("replicas_differ", "Replicas have parted; no token made the step-5 spike"),
+        ("replicas_differ", "Replicas differ; no token made the step-5 spike"),
         ("batch_scale", "The whole batch made the step-5 spike: all of it is scaled, no token stands out"),
         ("transient", "The step-5 spike did not come back when it was run again"),
     ],
@@ -199,13 +210,6 @@ def test_where_it_is_first_seen_is_told_and_whether_advantages_did_it():
         said = story.lede(stepwide("batch_scale", numbers={"advantage_over_run": times}))
         assert f"Its advantages are {times:g} times the run's usual: {why}." in said
     assert "Hardware or a race made it, not the data." in story.lede(stepwide("transient"))
-
-
-def test_a_step_that_was_not_finite_is_told_by_who_left_it_out():
-    broken = {"grad_norm": "NaN"}
-    taken = event(trigger=make_event()["trigger"] | broken, consequence={"grad_clip": 1.0, "is_taken": True})
-    assert story.given(taken, 1.0).endswith("the weights that it moved are not finite any more.")
-    assert story.given(triggered(**broken), 1.0) == "The trainer skipped the step, because its norm was not finite."
 
 
 def test_a_norm_within_the_limit_is_not_called_clipped():

@@ -5,7 +5,7 @@ import pytest
 
 from gradloc.record import CAUSES, Event
 from gradloc.record.reading import read
-from gradloc.words.shares import shares_sentence
+from gradloc.words.culprits import shares_sentence
 from gradloc.words.verdict import verdict_sentences
 from tests.report.builder import HOSTILE, UNTRUSTED, UNTRUSTED_SAID, make_culprit, make_event
 
@@ -47,26 +47,6 @@ def test_a_gradient_that_is_not_finite_reads_so(norm):
 
 
 @pytest.mark.parametrize(
-    "is_taken, said",
-    [
-        (True, "The optimizer took the step: the weights that it moved are not finite any more."),
-        (False, "The trainer skipped the step, because its norm was not finite."),
-        (None, "The trainer skipped the step, because its norm was not finite."),
-    ],
-)
-def test_what_became_of_a_step_that_is_not_finite_is_a_fact_of_the_record(is_taken, said):
-    found = make_event(consequence={"grad_clip": 1.0, "is_taken": is_taken})
-    found["trigger"]["grad_norm"] = "NaN"
-    assert said_of(found).endswith(said)
-
-
-def test_a_rehearsal_is_called_one():
-    found = make_event()
-    found["trigger"]["kind"] = "forced"
-    assert "(a rehearsal)" in said_of(found)
-
-
-@pytest.mark.parametrize(
     ("verdict", "words"),
     [
         ("not_explained", "without it, still over the threshold: something else spikes, too."),
@@ -82,7 +62,7 @@ def test_a_certificate_that_does_not_explain_says_so(verdict, words):
 def test_an_unknown_norm_without_the_culprits_is_not_made_up():
     found = make_event()
     found["certificate"].update(norm_after="NaN", reason="the rest is not finite")
-    assert "; without it it is not known: the rest is not finite." in said_of(found)
+    assert "; the norm without it is not known: the rest is not finite." in said_of(found)
 
 
 @pytest.mark.parametrize("label", [*CAUSES, "brand_new"])
@@ -111,29 +91,6 @@ def test_a_culprit_behind_a_tools_answer_is_placed_in_its_turn():
 # ---- how well it is known
 
 
-def test_a_share_is_told_with_its_standard_error_where_that_is_known():
-    assert "carries 75% +- 0.4% of the gradient" in said_of(make_event(culprits=[make_culprit(share_error=0.004)]))
-    assert "carries 75% of the gradient" in said_of(make_event(culprits=[make_culprit(share_error=0.0)]))
-    two = [make_culprit(share=0.2, share_error=0.03), make_culprit(7, share=0.79, share_error=0.04)]
-    assert "Together they carry 99% +- 5% of the gradient" in said_of(make_event(culprits=two))
-
-
-def test_what_the_optimizer_was_given_is_told_with_the_same_error():
-    consequence = {"grad_clip": 1.0, "clip_scale": 0.5, "culprit_share": 0.75}
-    found = make_event(culprits=[make_culprit(share_error=0.004)], consequence=consequence)
-    assert "75% +- 0.4% of what the optimizer took was that token's" in said_of(found)
-
-
-def test_a_share_that_is_not_trusted_is_told_only_where_a_backward_of_its_own_measured_it():
-    consequence = {"grad_clip": 1.0, "clip_scale": 0.5, "culprit_share": 0.75}
-    of_tokens = make_culprit(is_exact=False, share_error=0.1)
-    said = said_of(make_event(culprits=[of_tokens], shares=UNTRUSTED, consequence=consequence))
-    assert "%" not in said.partition(" That left")[0]
-    assert "75%" in said_of(make_event(culprits=[make_culprit()], shares=UNTRUSTED, consequence=consequence))
-    trusted = make_event()["shares"]
-    assert "75% +- 10%" in said_of(make_event(culprits=[of_tokens], shares=trusted, consequence=consequence))
-
-
 @pytest.mark.parametrize(
     ("shares", "said"),
     [
@@ -149,22 +106,9 @@ def test_what_the_shares_add_up_to_is_a_sentence(shares, said):
 
 
 def test_a_bound_of_more_than_half_the_norm_is_not_told_as_an_error_of_it():
-    found = make_event()
-    found["certificate"].update(norm_after=1.38, error_bound=2.562)
-    said = said_of(found)
-    assert "; at most 3.95 without it: the spike is explained" in said
-    assert "1.38" not in said and "2.56" not in said
-
-
-def test_the_same_is_told_where_no_token_made_it():
-    cause = {
-        "label": "non_finite_padding",
-        "reason": "only padding is not finite",
-        "numbers": {},
-        "names": [],
-        "places": [],
-    }
-    found = make_event(culprits=[], cause=cause)
-    assert "; 0.77 (within 0.0007) without that." in said_of(found)
-    found["certificate"].update(norm_after=1.38, error_bound=2.562)
-    assert "; at most 3.95 without that." in said_of(found)
+    cause = {"label": "non_finite_padding", "reason": "only padding is not finite", "names": [], "places": []}
+    tokens, padding = make_event(), make_event(culprits=[], cause=cause)
+    assert "; 0.77 (within 0.0007) without that." in said_of(padding)
+    for found, words in ((tokens, "without it: the spike is explained"), (padding, "without that.")):
+        found["certificate"].update(norm_after=1.38, error_bound=2.562)
+        assert f"; at most 3.95 {words}" in said_of(found) and "1.38" not in said_of(found)

@@ -21,7 +21,7 @@ def instead_of_localizing(measure):
     Localizer, Prober = part("loop.localizer").Localizer, part("core.probe").Prober
     original, results = Localizer._look_into, []
 
-    def look_into(hook, spike, grad_norm, is_written):
+    def look_into(hook, policy, spike, grad_norm, is_written):
         saved = hook._space.take()
         clip = min(1.0, hook.powers.clip_limit / (spike.grad_norm + 1e-6))
         results.append(measure(hook, saved, clip, Prober(hook._step, hook._space, hook.ranks), spike))

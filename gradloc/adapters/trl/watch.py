@@ -18,13 +18,14 @@ from ...core.gradients import GradientSpace
 from ...core.ranks import Ranks
 from ...health.config import HealthConfig
 from ...health.monitor import Monitor
-from ...health.names import FROM_TRL
+from ...health.rules import FROM_TRL
 from ...loop.batch import BatchView
 from ...loop.driver import AbortedBySpike, Driver
 from ...loop.localizer import Localizer
 from ...loop.metrics import joined
 from ...loop.wire import RankReport
 from ...loop.writer import events_weights_folder
+from ...record import Run
 from ...record.origin import origin
 from ...record.state import load_states, save_states
 from .batch import brief_of, brief_view, rows_of, view_of
@@ -182,14 +183,8 @@ def _driver_of(trainer: Any, settings: Any) -> Driver:
     args = trainer.args
     name, of_run = args.run_name or os.path.basename(args.output_dir), args.to_dict()
     model = getattr(trainer.model.config, "_name_or_path", None)
-    run = origin(
-        os.environ.get("WANDB_PROJECT", "trl"),
-        name,
-        settings=of_run,
-        model=model,
-        trainer="trl",
-        **_group(trainer.args),
-    )
+    run = Run(os.environ.get("WANDB_PROJECT", "trl"), name, model=model, **_group(trainer.args))
+    run = origin(run, of_run, "trl")
     return Driver(settings, tokenizer=trainer._tokenizer, run=run, trained=of_run)
 
 

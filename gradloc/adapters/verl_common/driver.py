@@ -8,6 +8,7 @@ import torch
 
 from ...loop.driver import Driver
 from ...loop.wire import Policy
+from ...record import Run
 from ...record.origin import origin
 
 
@@ -31,12 +32,14 @@ def build_driver(config: Any, settings: Any, tokenizer: Any, model: str = "actor
         settings,
         tokenizer=tokenizer,
         run=origin(
-            config.trainer.project_name,
-            config.trainer.experiment_name,
-            settings=whole,
-            model=(config.critic if model == "critic" else config.actor_rollout_ref).model.path,
-            estimator=_estimator(config.algorithm),
-            rollouts=rollout.n,
+            Run(
+                config.trainer.project_name,
+                config.trainer.experiment_name,
+                model=(config.critic if model == "critic" else config.actor_rollout_ref).model.path,
+                estimator=_estimator(config.algorithm),
+                rollouts=rollout.n,
+            ),
+            whole,
         ),
         trained=plain,
         num_epochs=trained.ppo_epochs,

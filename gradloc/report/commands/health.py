@@ -140,7 +140,7 @@ def _json(found: RunFolder, health: RunHealth) -> str:
         "worst": {"state": health.worst.state, "step": health.worst.step},
         "steps": [{"step": v.step, "state": v.state, "reasons": v.reasons} for v in health.verdicts],
         "advice": {
-            finding.worst.name: [{"do": do, "line": line} for do, line in finding.worst.advice]
+            finding.worst.name: [{"do": do, "line": line} for do, line in finding.worst.advice()]
             for finding in health.findings
         },
         "not_judged": list(health.silent),
@@ -173,12 +173,12 @@ def _print(found: RunFolder, health: RunHealth, config: HealthConfig) -> None:
         )
         console.print(head)
         console.print(Padding(Text(finding.worst.sentence), (0, 0, 0, 2)))
-        fresh = [(do, line) for do, line in finding.worst.advice if line not in told]
+        fresh = [(do, line) for do, line in finding.worst.advice() if line not in told]
         for do, line in fresh:
             told.add(line)
             console.print(Padding(Text(f"- {do}"), (0, 0, 0, 2)))
             console.print(Padding(Text(line, style="cyan"), (0, 0, 0, 6)))
-        if len(fresh) < len(finding.worst.advice):
+        if len(fresh) < len(finding.worst.advice()):
             console.print(Padding(Text("- and see above"), (0, 0, 0, 2)))
     if health.silent:
         silent = ", ".join(health.silent)

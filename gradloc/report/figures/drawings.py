@@ -9,9 +9,9 @@ import re
 from xml.sax.saxutils import escape, quoteattr
 
 from ...record import Event
+from ...words.culprits import trusted_share
 from ...words.hurt import Part
 from ...words.numbers import number, percent
-from ...words.shares import told_share
 
 CELLS_NAMED = 96
 """Up to so many cells have their number written in them."""
@@ -64,7 +64,7 @@ def share_grid(event: Event) -> tuple[Grid, bool]:
     """Shares by micro-batch and rank, None where not measured or not trusted; and whether all are there."""
     if event.shares is not None and event.shares.is_trusted and event.shares.micro_batches:
         return [list(row) for row in event.shares.micro_batches], True
-    places = [(c.micro_batch, c.rank, told_share(event, c)) for c in event.culprits]
+    places = [(c.micro_batch, c.rank, trusted_share(event, c)) for c in event.culprits]
     places = [place for place in places if None not in place and min(place[:2]) >= 0]
     if not places:
         return [], False

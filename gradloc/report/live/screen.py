@@ -6,9 +6,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...record import Event
-from ...words.leader import leader
+from ...words.culprits import carried, leader
 from ...words.numbers import bounded, number
-from ...words.shares import carried
 from ...words.story import headline
 from ...words.text import one_line
 from ..pages.charts import THRESHOLD

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from ...record import Event
-from ...words.leader import leader
+from ...words.culprits import leader
 from ...words.story import cause_of
 from ...words.text import one_line, plural, spoken
 

@@ -10,13 +10,12 @@ from typing import Any
 
 from ...record import Culprit, Event, Sequence, StepCause
 from ...words.advice import replay_lines
+from ...words.culprits import by_size, carried, shares_sentence
 from ...words.hurt import Hurt, Part, did_it_hurt
-from ...words.leader import by_size
 from ...words.meanings import Meaning, meaning_of
 from ...words.next_step import NextStep, next_step
 from ...words.numbers import number, percent
-from ...words.shares import carried, shares_sentence
-from ...words.story import ACTIONS, CERTIFICATES, ODD, Story, beside, odd_number, tell
+from ...words.story import ACTIONS, CERTIFICATES, ODD, Story, odd_number, step_cause, tell
 from ...words.text import one_line, plural, span, visible
 from ...words.verdict import verdict_sentences
 from ..figures import drawings
@@ -319,7 +318,7 @@ def _index(name: str | None) -> str:
 
 
 def _other(event: Event) -> tuple[Meaning, StepCause, list[tuple[str, str]]] | None:
-    cause = beside(event)
+    cause = step_cause(event)
     if cause is None:
         return None
     known = [(_spoken(name), number(value)) for name, value in cause.numbers.items() if not name.endswith("_over_run")]

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...record import Culprit, Event
 from ...record.store import plain
-from ...words.shares import told_share
+from ...words.culprits import trusted_share
 from ...words.story import cause_of
 from ..runs.run import RunFolder
 from .eventview import plain_view
@@ -36,8 +36,8 @@ CULPRIT_COLUMNS: dict[str, Callable[[Event, Culprit], Any]] = {
     "data_source": lambda _, culprit: _quoted(culprit.data_source),
     "tokens": lambda _, culprit: json.dumps(culprit.text),
     "cause": lambda _, culprit: _quoted(culprit.cause.label),
-    "share": told_share,
-    "share_error": lambda event, culprit: None if told_share(event, culprit) is None else culprit.share_error,
+    "share": trusted_share,
+    "share_error": lambda event, culprit: None if trusted_share(event, culprit) is None else culprit.share_error,
     "culprit_norm": lambda _, culprit: culprit.grad_norm,
     "advantage": lambda _, culprit: culprit.advantage,
     "log_prob": lambda _, culprit: culprit.log_prob,

@@ -2,8 +2,8 @@
 """An event as Markdown, to paste into an issue: without the run's text unless that is asked for."""
 
 from ...record import Event
+from ...words.culprits import carried
 from ...words.numbers import bounded, number
-from ...words.shares import carried
 from ...words.story import ACTIONS, CERTIFICATES, figures, given
 from ...words.text import one_line, span, spoken
 from ..runs.run import RunFolder

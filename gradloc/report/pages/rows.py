@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from ...record import Event
-from ...words.leader import leader
+from ...words.culprits import leader
 from ...words.numbers import bounded, number
 from ...words.story import cause_of, headline
 from ...words.text import one_line, spoken, times, visible

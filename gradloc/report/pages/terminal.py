@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...record import Event
+from ...words.culprits import carried, shares_sentence
 from ...words.numbers import number
-from ...words.shares import carried, shares_sentence
 from ...words.story import cause_of
 from ...words.text import one_line, span, spoken, times, visible
 from ...words.verdict import verdict_sentences

@@ -24,7 +24,7 @@ def test_observing_a_nan_says_that_the_optimizer_took_it(run, tmp_path):
     (event,) = events_in(tmp_path / "watched")
     assert event["trigger"]["kind"] == "non_finite" and event["consequence"]["is_taken"] is True
     assert event["cause"]["label"] == "non_finite"
-    assert "The optimizer took the step: the weights that it moved are not finite any more." in event["verdict"]
+    assert "The optimizer took the step, so the weights are not finite any more." in event["verdict"]
 
 
 @pytest.mark.parametrize("mode", ["mask", "skip"])

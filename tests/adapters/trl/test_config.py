@@ -41,9 +41,9 @@ def test_a_folder_of_ones_own_is_kept(tmp_path):
     "given, said",
     [
         ("maks", "gradloc must be off, observe, mask, skip, abort, or settings by name, found 'maks'."),
-        ({"acton": {}}, "gradloc.acton is no setting: did you mean gradloc.action?"),
+        ({"acton": {}}, "unknown setting gradloc.acton: did you mean gradloc.action?"),
         ({"action": {"mode": "maks"}}, "gradloc.action.mode must be one of observe, mask, skip, abort, found 'maks'."),
-        ({"trigger": {"tua": 1}}, "gradloc.trigger.tua is no setting: did you mean gradloc.trigger.tau?"),
+        ({"trigger": {"tua": 1}}, "unknown setting gradloc.trigger.tua: did you mean gradloc.trigger.tau?"),
         ({"trigger": 3}, "gradloc must be a mode or settings by name, found 3."),
         ({"critic": "mask"}, "gradloc.critic must be off with TRL, whose trainers have none, found 'mask'."),
         (

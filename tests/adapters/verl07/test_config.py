@@ -166,7 +166,7 @@ def test_a_preset_chooses_the_action(single, mode):
 
 
 MISTYPED = {
-    f"+{ACTOR}.gradloc.trigger.windoww=64": f"{ACTOR}.gradloc.trigger.windoww is no setting: "
+    f"+{ACTOR}.gradloc.trigger.windoww=64": f"unknown setting {ACTOR}.gradloc.trigger.windoww: "
     f"did you mean {ACTOR}.gradloc.trigger.window?",
     f"+{ACTOR}.gradloc.enabel=true": f"did you mean {ACTOR}.gradloc.enable?",
     f"+{ACTOR}.gradloc.notify.web_hook=env:A": f"did you mean {ACTOR}.gradloc.notify.webhook?",

@@ -196,7 +196,7 @@ def test_evidence_is_the_record_s_and_nothing_is_empty(told):
     if found := re.search(r"Its reward (?:is|of) (-?[\d,.]+\d|\d)", todo):
         assert float(found[1]) == told.event.culprits[0].reward
         is_odd = abs(told.event.culprits[0].reward) > 10
-        assert ("Mend the reward function" in todo) == is_odd
+        assert ("Fix the reward function" in todo) == is_odd
     for text in told.everywhere:
         assert not re.search(r"\bNone\b|\bnan\b|\{\w+\}|  \.|\.\.", text), text
 

@@ -67,7 +67,7 @@ def fail_at(failures: list[tuple[str, int, int]], overrides: list[str], dump_dir
     from gradloc.adapters.verl09.megatron.step import MegatronStep
     from gradloc.adapters.verl09.packed import Layout
     from gradloc.core.memory import Room
-    from gradloc.loop.gather import _LocalEvidence
+    from gradloc.loop import gather
     from gradloc.search.weights import MovedWeights
 
     ranks, uses, due, has_failed = of_world.part("core.ranks"), 0, ("", 0, 0), False
@@ -100,7 +100,7 @@ def fail_at(failures: list[tuple[str, int, int]], overrides: list[str], dump_dir
             if output[0].requires_grad:
                 output[0].register_hook(lambda grad: come("backward"))
 
-    def coming_to(place: str, owner: type, method: str) -> Any:
+    def coming_to(place: str, owner: Any, method: str) -> Any:
         original = getattr(owner, method)
 
         def coming(self: Any, *args: Any) -> Any:
@@ -119,7 +119,7 @@ def fail_at(failures: list[tuple[str, int, int]], overrides: list[str], dump_dir
         mock.patch.object(MegatronStep, "after_output", after_output),
         coming_to("allocation", Room, "make_sure"),
         coming_to("records", Layout, "unpack"),
-        coming_to("gather", _LocalEvidence, "collect"),
+        coming_to("gather", gather, "_sums"),
         coming_to("move", MovedWeights, "_move"),
     ):
         for due in failures:  # noqa: B007

@@ -6,7 +6,7 @@ import pytest
 from gradloc.record import Event
 from gradloc.record.reading import read
 from gradloc.tell.lines import announcement
-from gradloc.words.leader import by_size, leader
+from gradloc.words.culprits import by_size, leader
 from gradloc.words.story import cause_of
 from gradloc.words.verdict import verdict_sentences
 from tests.report.builder import make_culprit, make_event
