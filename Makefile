@@ -28,7 +28,7 @@ test-verl09:   ## what runs on verl 0.9; makes another environment under .gradlo
 test-trl:      ## what runs on TRL; makes another environment under .gradloc/
 	scripts/test.sh trl
 
-mutants:       ## which changes of the code would the tests not notice: 100 of them, half an hour on two cores
+mutants:       ## which changes of the code would the tests not notice; an hour on two cores, a run that was stopped goes on
 	scripts/test.sh mutants
 
 figures:       ## measures anew what the pages state: hours on two cores; a run that was stopped goes on

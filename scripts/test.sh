@@ -68,7 +68,7 @@ case $tier in
             -m "not slow and not browser and not e2e and not verl09" tests/adapters/verl07 tests/stabilize tests/analysis tests/replay "$@"
         ;;
     browser) stage "browser tests" && "$python" -m pytest -m browser "$@" ;;
-    mutants) stage "mutants" && "$python" scripts/mutants.py "$@" ;;
+    mutants) stage "mutants" && "$python" scripts/mutants "$@" ;;
     trl) stage "tests on TRL" && "$python" -m pytest --durations=15 -m "not slow" tests/adapters/trl "$@" ;;
     verl09) # two ranks as it is; `-m slow` for the rest
         stage "tests on verl 0.9" && "$python" -m pytest --durations=15 -m "not slow" tests/adapters/verl09 "$@"

@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make mutants` changes."""
+"""What `make mutants` changes, and that its record is kept and good enough."""
 
 import ast
+import json
+import sys
+from pathlib import Path
 
 import pytest
 
-from scripts.mutants import mutants_of
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = ROOT / "benchmarks" / "results" / "mutants.json"
+
+sys.path.append(str(ROOT / "scripts" / "mutants"))
+from changes import mutants_of  # noqa: E402
 
 
 def changed(source: str) -> list[str]:
     """The module after each change."""
-    texts = [mutant.applied(source.encode()).decode() for mutant in mutants_of("m.py", source.encode())]
-    return [ast.unparse(ast.parse(text)) for text in texts]
+    found = [mutant.applied(source.encode()).decode() for mutant in mutants_of("m.py", source.encode())]
+    return [ast.unparse(ast.parse(text)) for text in found]
 
 
 @pytest.mark.parametrize(
@@ -35,3 +42,21 @@ def changed(source: str) -> list[str]:
 )  # fmt: skip
 def test_one_thing_is_changed_at_a_time(source, others):
     assert sorted(changed(source)) == sorted(ast.unparse(ast.parse(other)) for other in others)
+
+
+def test_a_mutant_is_the_same_one_on_another_line():
+    source = "def f(a):\n    return a > 1, a > 1\n"
+    before, after = (mutants_of("m.py", text.encode()) for text in (source, f"# é\n{source}"))
+    assert [mutant.name for mutant in before] == [mutant.name for mutant in after]
+    assert len({mutant.name for mutant in before}) == 5 and after[0].line == before[0].line + 1
+
+
+def test_the_record_adds_up_and_those_that_once_lived_are_dead():
+    record = json.loads(RECORD.read_text())
+    lived = [mutant for mutant in record["survivors"] if not mutant["equivalent"]]
+    assert record["counted"] - record["killed"] == len(lived)
+    assert [sum(column) for column in zip(*record["killed_and_counted_by_room"].values(), strict=True)] == [
+        record["killed"],
+        record["counted"],
+    ]
+    assert len(record["by_hand"]) == 15 and all(mutant["killed_by"] for mutant in record["by_hand"])

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutation testing: which changes of the code would the tests not notice?
+
+    make mutants                                            # the sample; a run that was stopped goes on
+    .gradloc/venv/bin/python scripts/mutants --again        # only those that lived
+
+A script of our own, since the kept tools start Python and torch anew for each mutant (cosmic-ray), or rewrite every
+function, which tests that read sources or start ranks do not bear (mutmut); neither draws a sample by a seed. Here one
+process that has torch is forked for each mutant. The fork runs the tests that reach the changed lines, the room's own
+and quick ones first, until one fails. Which test reaches which line is traced once, and again where either changes.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from changes import Mutant, mutants_of
+from forks import OUTPUT, UNTRIED, Chosen, Fork, Job, Traced, copied, run_all
+
+ROOT = Path(__file__).resolve().parents[2]
+STATE = ROOT / ".gradloc" / "mutants"
+RECORD = ROOT / "benchmarks" / "results" / "mutants.json"
+BY_HAND = ROOT / "tests" / "data" / "mutants.json"
+SEED, SAMPLE, WORKERS = 20, 900, 2
+
+SOURCES = [f"gradloc/{room}" for room in ("core", "search", "loop", "record", "words", "stabilize", "health")]
+SOURCES += ["gradloc/reweighting", "patchkit/apply", "patchkit/patch", "patchkit/tree"]
+TESTS = ["core", "bare", "search", "loop", "record", "words", "stabilize", "health", "reweighting", "patchkit"]
+TESTS += ["adapters/test_toy.py", "adapters/test_precise.py", "house/test_examples.py", "house/test_settings.py"]
+WARM = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "hypothesis", "jinja2", "jsonschema", "numpy"]
+MOST_SECONDS = 20.0
+"""Of tests for one mutant, by what they usually take."""
+
+Tests = dict[str, tuple[float, dict[str, list[int]]]]
+"""Each test's seconds, and the lines that it reaches, by file."""
+
+
+def files_in(folders: list[str], pattern: str) -> list[str]:
+    found = {
+        path for name in folders for path in ((ROOT / name).rglob(pattern) if (ROOT / name).is_dir() else [ROOT / name])
+    }
+    return sorted(path.relative_to(ROOT).as_posix() for path in found)
+
+
+# ---- which test reaches which line
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else ""
+
+
+def is_fresh(digests: dict[str, str]) -> bool:
+    return all(digest(ROOT / name) == was for name, was in digests.items())
+
+
+def traced(folders: list[Path]) -> Tests:
+    """Every test; files of tests that changed, or whose sources did, are traced anew."""
+    kept = STATE / "lines.json"
+    known = json.loads(kept.read_text()) if kept.exists() else {}
+    names = files_in([f"tests/{name}" for name in TESTS], "test_*.py")
+    known = {name: known[name] for name in names if name in known and is_fresh(known[name]["of"])}
+    stale = sorted(set(names) - known.keys(), key=lambda name: -(ROOT / name).stat().st_mtime)  # edited last: first
+    lengths = {name: len((ROOT / name).read_bytes().splitlines()) for name in files_in(SOURCES, "*.py")}
+
+    def start(name: str, folder: Path) -> Fork:
+        return Fork(folder, ["--maxfail=1000", name], Traced(folder, lengths), 900)
+
+    def tell(name: str, ended: dict[str, Any], folder: Path) -> None:
+        tests = ended.get("result", {})
+        reached = {source for _, lines in tests.values() for source in lines}
+        known[name] = {"of": {path: digest(folder / path) for path in [name, *reached]}, "tests": tests}
+        kept.write_text(json.dumps(known))
+        seconds = sum(seconds for seconds, _ in tests.values())
+        print(f"{name}: {len(tests)} tests, {seconds:.1f} s", flush=True)
+        if ended.get("code") not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            print((folder / OUTPUT).read_text()[-3000:], "its tests that fail as it is judge nothing", flush=True)
+
+    run_all([([partial(start, name)], partial(tell, name)) for name in stale], folders)
+    return {test: found for entry in known.values() for test, found in entry["tests"].items()}
+
+
+def chosen(mutant: Mutant, tests: Tests) -> list[list[str]]:
+    """The tests that reach a mutant, the quick ones first: those of its room, then others."""
+    lines = {*range(mutant.line, mutant.last + 1)}
+    room = mutant.file.removeprefix("gradloc/").split("/")[0]
+    own = f"tests/{room}/test_{Path(mutant.file).stem}.py"  # its file had been imported when lines were traced
+
+    def reaches(name: str, found: dict[str, list[int]]) -> bool:
+        if mutant.is_import:
+            return mutant.file in found or name.startswith(own)
+        return not lines.isdisjoint(found.get(mutant.file, []))
+
+    reach = {name: seconds for name, (seconds, found) in tests.items() if reaches(name, found)}
+    of_room, others, total = [], [], 0.0
+    for name in sorted(reach, key=lambda name: (name.split("/")[1] != room, reach[name])):
+        total += reach[name]
+        if total <= MOST_SECONDS or total == reach[name]:
+            (of_room if name.split("/")[1] == room else others).append(name)
+    return [names for names in (of_room, others) if names]
+
+
+# ---- the run
+
+
+def population() -> list[Mutant]:
+    return [mutant for name in files_in(SOURCES, "*.py") for mutant in mutants_of(name, (ROOT / name).read_bytes())]
+
+
+def by_hand() -> list[Mutant]:
+    """Mutants that lived once, known by the text that they replace."""
+    found = []
+    for entry in json.loads(BY_HAND.read_text()):
+        file, before = entry["file"], entry["before"]
+        source = (ROOT / file).read_text()
+        if source.count(before) != 1:
+            raise SystemExit(f"{BY_HAND}: {file} has {source.count(before)} times {before!r}, not once")
+        start = len(source[: source.index(before)].encode())
+        line = source[: source.index(before)].count("\n") + 1
+        span = (start, start + len(before.encode()))
+        found.append(Mutant(file, entry["was"], line, line + before.count("\n"), span, before, entry["after"]))
+    return found
+
+
+class Results:
+    """What became of each mutant: a line of a file each, so that a run that was stopped goes on."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.known = {entry["name"]: entry for entry in map(json.loads, lines)}
+
+    def note(self, mutant: Mutant, killed_by: str | None, note: str = "") -> None:
+        """``killed_by``: a test, or "time"; None where it lived."""
+        self.known[mutant.name] = {"name": mutant.name, "killed_by": killed_by, "note": note}
+        with self._path.open("a") as lines:
+            lines.write(json.dumps(self.known[mutant.name]) + "\n")
+        said = f"killed by {killed_by}" if killed_by else f"LIVED {note}"
+        print(f"{mutant.file}:{mutant.line}: {mutant.before} -> {mutant.after}: {said}", flush=True)
+
+    def forget_survivors(self) -> None:
+        self.known = {name: entry for name, entry in self.known.items() if entry["killed_by"]}
+        self._path.write_text("".join(json.dumps(entry) + "\n" for entry in self.known.values()))
+
+
+def run(mutants: list[Mutant], tests: Tests, folders: list[Path], results: Results) -> None:
+    """Try each mutant that has no result yet."""
+    sources = {mutant.file: (ROOT / mutant.file).read_bytes() for mutant in mutants}  # whoever edits meanwhile
+
+    def start(mutant: Mutant, names: list[str], folder: Path) -> Fork:
+        place = folder / mutant.file
+        place.write_bytes(mutant.applied(sources[mutant.file]))
+        os.utime(place, (0, int(mutant.rank(SEED)[:7], 16)))  # Python knows compiled code by size and time
+        usual = sum(tests[name][0] for name in names)
+        return Fork(folder, sorted({name.split("::")[0] for name in names}), Chosen(names), 15 + 4 * usual)
+
+    def tell(mutant: Mutant, ended: dict[str, Any], folder: Path) -> None:
+        (folder / mutant.file).write_bytes(sources[mutant.file])
+        os.utime(folder / mutant.file, (0, 0))
+        if ended == UNTRIED:
+            results.note(mutant, None, "no test reaches it")
+        elif ended.get("code") == 0:
+            results.note(mutant, None)
+        else:
+            results.note(mutant, ended.get("result") or ("the import" if ended else "time"))
+
+    jobs: list[Job] = []
+    for mutant in (mutant for mutant in mutants if mutant.name not in results.known):
+        jobs.append(([partial(start, mutant, names) for names in chosen(mutant, tests)], partial(tell, mutant)))
+    run_all(jobs, folders)
+
+
+def write_record(places: int, sample: list[Mutant], hand: list[Mutant], known: dict[str, Any]) -> None:
+    """Keep what was found; why a survivor changes nothing is written there by hand, and stays."""
+    before = json.loads(RECORD.read_text())["survivors"] if RECORD.exists() else []
+    whys = {entry["name"]: entry["equivalent"] for entry in before}
+    tried = sorted((mutant for mutant in sample if mutant.name in known), key=lambda m: (m.file, m.line))
+    lived = [mutant for mutant in tried if not known[mutant.name]["killed_by"]]
+    equivalent = [mutant for mutant in lived if whys.get(mutant.name)]
+    rooms: dict[str, list[int]] = {}
+    for mutant in tried:
+        count = rooms.setdefault("/".join(mutant.file.split("/")[:2]), [0, 0])
+        count[0] += mutant not in lived
+        count[1] += mutant not in equivalent
+
+    def told(mutant: Mutant) -> dict[str, Any]:
+        return {"at": f"{mutant.file}:{mutant.line}", "before": mutant.before, "after": mutant.after}
+
+    counted, killed = len(tried) - len(equivalent), len(tried) - len(lived)
+    record = {
+        "seed": SEED,
+        "places": places,
+        "counted": counted,
+        "killed": killed,
+        "share": round(killed / max(counted, 1), 4),
+        "by_time": sum(known[mutant.name]["killed_by"] == "time" for mutant in tried),
+        "killed_and_counted_by_room": rooms,
+        "by_hand": [{**told(m), "was": m.where, "killed_by": known.get(m.name, {}).get("killed_by")} for m in hand],
+        "survivors": [
+            {**told(m), "note": known[m.name]["note"], "equivalent": whys.get(m.name, ""), "name": m.name}
+            for m in lived
+        ],
+    }
+    RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    print(f"{killed} of {counted} killed, {killed / max(counted, 1):.1%}; {len(equivalent)} change nothing: {RECORD}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--first", type=int, default=SAMPLE, help="so many of the sample, which has a random order")
+    parser.add_argument("--again", action="store_true", help="try those that lived again")
+    parser.add_argument("--lines", action="store_true", help="only trace which test reaches which line")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    for name in WARM:
+        with contextlib.suppress(ImportError):
+            __import__(name)
+    STATE.mkdir(parents=True, exist_ok=True)
+    folders = [copied(ROOT, STATE / f"copy{number}") for number in range(WORKERS)]
+    tests = traced(folders)
+    if options.lines:
+        return
+    places, hand, results = population(), by_hand(), Results(STATE / "results.jsonl")
+    ranked = sorted(places, key=lambda mutant: mutant.rank(SEED))
+    sample = list(islice((m for m in ranked if m.is_code((ROOT / m.file).read_bytes())), options.first))
+    if options.again:
+        results.forget_survivors()
+    with contextlib.suppress(KeyboardInterrupt):  # what was tried until then is kept
+        run([*hand, *sample], tests, folders, results)
+    write_record(len(places), sample, hand, results.known)
+
+
+if __name__ == "__main__":
+    main()
