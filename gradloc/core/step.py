@@ -162,7 +162,7 @@ class Scheduled(ABC):
 
 
 class LossOfGiven(Protocol):
-    """Parts of a :class:`TrainingStep` for a trainer whose loss can be computed from given log-probs, without a forward.
+    """Parts of a :class:`TrainingStep` for trainers whose loss can be computed from given log-probs, without a forward.
 
     Nothing here communicates, so one rank may ask alone.
     """
