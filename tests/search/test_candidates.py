@@ -231,3 +231,54 @@ def spread(bounds, size=1, closure=1.0, threshold=4.0, room=8, num_tokens=100):
 def test_spans_are_worth_naming_where_they_may_explain_the_spike_or_are_the_loudest_of_a_few(given, why, is_few):
     found, few = spread(**given)
     assert few is is_few and (found is None) == (why is None) and (found or "").startswith(why or "")
+
+
+def test_the_largest_candidates_of_each_rank_travel_twice_as_many_as_may_be_named(monkeypatch):
+    monkeypatch.setattr(candidates, "_MAX_SENT", 3)
+    values = torch.arange(1.0, 13.0)[None]
+    for most, kept in ((8, 12), (2, 4), (1, 3)):
+        found = by_value(one_rank([[[0.0] * 12]], max_culprits=most), lambda index: values, 0.5, set())
+        assert [span.start for span in found] == list(range(11, 11 - kept, -1))
+
+
+@pytest.mark.parametrize(
+    ("square", "value", "is_named"), [(100.0, 5.1, True), (100.0, 4.9, False), (16.0, 4.1, True), (16.0, 3.9, False)]
+)
+def test_beside_a_louder_token_half_a_bound_and_twice_an_estimate_are_enough(square, value, is_named):
+    """A culprit has 1: its product with R has to be 4 for the estimate, and half of ||R|| for the bound."""
+    task, least = one_rank([[[1.0, 1.0]]]), torch.tensor([[50.0, value]])
+    shares = SimpleNamespace(square=square, least=lambda index: least)
+    found = candidates.beside_louder(task, shares, set(), [span_of(9.0)])
+    assert [(span.start, span.bound) for span in found] == (
+        [(1, pytest.approx(value / square**0.5))] if is_named else []
+    )
+    assert candidates.beside_louder(task, shares, set(), []) == []
+
+
+def test_what_tokens_carry_adds_up_and_so_do_their_variances():
+    task, products = (
+        one_rank([[[0.0] * 3], [[0.0] * 3]]),
+        [torch.tensor([[1.0, -2.0, 4.0]]), torch.tensor([[8.0, 16.0, 0.0]])],
+    )
+    shares = SimpleNamespace(products=products, errors=[part.abs() / 2 for part in products])
+    tokens = {Token(0, 0, 1), Token(0, 0, 2), Token(1, 0, 0), Token(0, 1, 0)}  # the last is another rank's
+    assert candidates.carried_by(task, shares, tokens) == (10.0, 1.0 + 4.0 + 16.0)
+
+
+@pytest.mark.parametrize(("loud", "spans"), [(3.1, [(0, 0, 8)]), (2.9, [])])
+def test_a_row_stands_out_where_it_carries_three_times_a_typical_one(loud, spans):
+    rows = [[0.4 * loud] * 8, [0.4] * 8, [0.4] * 8, [0.0] * 8]  # of one micro-batch; the last has no coefficients
+    task, products = one_rank([rows]), [torch.tensor(rows, dtype=torch.float64)]
+    weight = [torch.tensor([[1.0] * 8] * 3 + [[0.0] * 8], dtype=torch.float64)]
+    task.readouts = lambda named: [SimpleNamespace(weight=part) for part in weight]
+    task.culprit_norm = 4.0
+    shares = SimpleNamespace(square=1.0, products=products, doubt=lambda i: products[i] * 0, singled_out=None)
+    assert [(span.micro_batch, span.start, span.end) for span in by_share(task, shares, set())] == spans
+
+
+def test_a_run_takes_in_tokens_right_beside_it_that_their_coefficients_single_out():
+    row = [0.0, 0.1, 5.0, 5.0, 5.0, 5.0, 0.1, 0.0]
+    task, products = one_rank([[row]]), [torch.tensor([row], dtype=torch.float64)]
+    pointed = torch.tensor([[False, True, False, False, False, False, False, True]])
+    shares = SimpleNamespace(square=1.0, products=products, doubt=lambda i: products[i] * 0, singled_out=[pointed])
+    assert [(span.span, span.start, span.end) for span in by_share(task, shares, set())] == [("segment", 1, 6)]

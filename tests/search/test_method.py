@@ -8,17 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradloc.core.gradients import GradientSpace
-from gradloc.core.probe import Prober
-from gradloc.core.ranks import Ranks
 from gradloc.core.selection import Token
 from gradloc.core.step import Recorded
-from gradloc.core.trigger import Spike
+from gradloc.search import sketch as sketches
 from gradloc.search.readout import Readout
-from gradloc.search.sketch import _chi2_quantile, measure_norms, sketch
-from gradloc.search.task import Limit, Task
-from tests.bare import BareStep, Loss, Oracle, build, random_batch, shard
+from gradloc.search.sketch import NormSketch, _chi2_quantile, measure_norms, sketch
+from gradloc.search.task import CulpritSpan
+from tests.bare import Loss, Oracle, build, random_batch
 from tests.bare.model import entropy_of, log_prob_of
+from tests.search import task_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/method.md"
 LOSS = Loss(entropy=0.02, kl=0.05)
@@ -132,21 +130,14 @@ def test_5_the_sketch_is_unbiased_and_its_bound_holds_for_all_tokens(method):
 @pytest.fixture(scope="module")
 def hidden():
     """A step with two tokens that cancel in its gradient, as a task, and every token's exact norm (M, B, T)."""
-    batch = random_batch(build("tiny")).planted({(5, 1): 3e3, (5, 2): -3e3})
-    step = BareStep(shard(build("tiny"), "plain"), batch, 4)
-    space = GradientSpace(step.model)
-    step.train()
-    norm = space.norm()
-    spike = Spike("fixed", norm, 60.0, 60.0 * batch.num_tokens**0.5, batch.num_tokens)
+    plants = {(5, 1): 3e3, (5, 2): -3e3}
+    batch = random_batch(build("tiny")).planted(plants)
     norms = Oracle(build("tiny"), batch).norms([tuple(place) for place in batch.mask.nonzero().tolist()])
     exact = torch.zeros(4, 4, batch.mask.shape[1], dtype=torch.float64)
     for (row, position), size in norms.items():
         exact[row // 4, row % 4, position] = size
 
-    def task(max_steps: float = math.inf) -> Task:
-        return Task(Prober(step, space, Ranks()), space.take(), 1.0, spike, spike.tau, 8, Limit(4, max_steps))
-
-    return task, exact, batch
+    return lambda max_steps=math.inf: task_of(plants, 60.0, max_steps)[0], exact, batch
 
 
 @pytest.mark.parametrize("k", [4, 16])
@@ -193,6 +184,28 @@ def test_5_a_sketch_takes_four_directions_or_none_and_no_more_than_it_may(hidden
     assert made.prober.num_forwards - made.prober.num_backwards == (4 * (directions + 1) if directions else 0)
     if not directions:
         assert found.stop_reason == "what search.max_steps=2.6 allows is spent" and found.path == []
+
+
+@pytest.mark.parametrize(("can_afford", "num_verified"), [(True, 3), (False, 0)])
+def test_5_estimates_somewhat_under_a_culprit_s_norm_are_verified_and_what_is_not_is_bounded(
+    hidden, monkeypatch, can_afford, num_verified
+):
+    made, verified = hidden[0](), []
+    estimates = [torch.zeros(part.shape, dtype=torch.float64) for part in map(made.prober.step.token_mask, range(4))]
+    for index, norm in enumerate((40.0, 16.0, 10.6, 10.4)):  # a culprit has 15; 0.7 of that is enough
+        estimates[index][0, 0] = norm
+    monkeypatch.setattr(sketches, "measure_norms", lambda *given: NormSketch(estimates, 2.0, 0.95))
+    monkeypatch.setattr(type(made), "can_afford", lambda self, **cost: can_afford)
+
+    def verify(task, span, tokens, threshold):
+        verified.append(tokens[0].micro_batch)
+        return CulpritSpan(span, tokens, (14.9, 15.0, 99.0)[tokens[0].micro_batch], threshold, True)
+
+    monkeypatch.setattr(sketches, "verify", verify)
+    found = sketch(made)
+    assert verified == list(range(num_verified))
+    assert [culprit.norm for culprit in found.culprits] == ([15.0, 99.0] if can_afford else [])
+    assert "of 3 candidates" in found.path[-1].note and (not can_afford or found.path[-1].norm == 2.0 * 10.4)
 
 
 @pytest.mark.parametrize(
