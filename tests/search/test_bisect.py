@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The published search follows every part over its threshold, worst first, down to single tokens.
 
-Here a token's gradient is a number, a part's norm the size of their sum, and tau 1.
+Here a token's gradient is a number, a part's norm the size of their sum, and tau 1. Tokens weigh 1, so the threshold of
+n of them is the published tau / sqrt(n) times n (docs/method.md, section 6).
 """
 
 import math

@@ -249,17 +249,13 @@ def test_beside_a_louder_token_half_a_bound_and_twice_an_estimate_are_enough(squ
     task, least = one_rank([[[1.0, 1.0]]]), torch.tensor([[50.0, value]])
     shares = SimpleNamespace(square=square, least=lambda index: least)
     found = candidates.beside_louder(task, shares, set(), [span_of(9.0)])
-    assert [(span.start, span.bound) for span in found] == (
-        [(1, pytest.approx(value / square**0.5))] if is_named else []
-    )
+    assert [(span.start, span.bound) for span in found] == [(1, pytest.approx(value / square**0.5))] * is_named
     assert candidates.beside_louder(task, shares, set(), []) == []
 
 
 def test_what_tokens_carry_adds_up_and_so_do_their_variances():
-    task, products = (
-        one_rank([[[0.0] * 3], [[0.0] * 3]]),
-        [torch.tensor([[1.0, -2.0, 4.0]]), torch.tensor([[8.0, 16.0, 0.0]])],
-    )
+    task = one_rank([[[0.0] * 3], [[0.0] * 3]])
+    products = [torch.tensor([[1.0, -2.0, 4.0]]), torch.tensor([[8.0, 16.0, 0.0]])]
     shares = SimpleNamespace(products=products, errors=[part.abs() / 2 for part in products])
     tokens = {Token(0, 0, 1), Token(0, 0, 2), Token(1, 0, 0), Token(0, 1, 0)}  # the last is another rank's
     assert candidates.carried_by(task, shares, tokens) == (10.0, 1.0 + 4.0 + 16.0)
