@@ -55,6 +55,7 @@ class _Search(Named):
         self._measured_along: Gradient | None = None
 
     def run(self, max_rounds: int, is_last_resort_allowed: bool) -> SearchResult:
+        """Round after round until what is named explains the spike; then sketch or bisection, if those are allowed."""
         if not math.isfinite(self.task.spike.grad_norm):
             return self._trace_non_finite()
         for number in range(max_rounds):
@@ -62,6 +63,7 @@ class _Search(Named):
             shares = self._measure(number)
             if shares is None:
                 return self._stop_exhausted()
+            # If most of the noise comes from the largest coefficients, name these first: the rest then reads clearly.
             if number == 0 and shares.is_noisy and self.name(self._noisy_hints(shares)):
                 if self.certify():
                     return self.result
@@ -71,6 +73,7 @@ class _Search(Named):
                 if not isinstance(found, ShareMap):
                     return found
                 shares = found
+            # The same shares read three ways: certain beyond chance, likely at two standard errors, and with all noise.
             candidates = self._candidates(shares, with_hints=number == 0)
             read = {span.tokens: span for span in self._spans(replace(shares, certainty=_ANY))}
             likely = [read.get(span.tokens, span) for span in self._spans(replace(shares, certainty=_LIKELY))]

@@ -4,8 +4,8 @@
 *Resharding.* An FSDP forward uses gathered copies of the weights. Unless every unit drops its copy first, a forward
 after a move still sees the old weights. Worse, one after the restore may see the moved ones, in training. So all units
 are resharded before every move and after the last (measured on FSDP1 and FSDP2 with both settings of
-``reshard_after_forward``). In engines whose model holds other weights than the optimizer's, the optimizer's move and
-the model takes them over.
+``reshard_after_forward``). Some engines' models hold other weights than the optimizer does. There the optimizer's are
+moved, and the model takes them over.
 
 *Dither.* In half precision a small move is less than the last place of most weights: rounded to nearest, they would not
 move at all. So a random dither of up to half that unit is added to the moved weight in float32 before it is rounded.

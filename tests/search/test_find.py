@@ -22,18 +22,18 @@ from tests.search import task_of as a_step
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_mixtures_in_one_process(seed):
+def test_in_a_mixture_the_loud_are_named_and_nobody_else(seed):
     assert not problems(mixture(seed))
 
 
 @pytest.mark.full
-def test_a_mixture_on_two_ranks(bare_world):
+def test_so_it_is_on_two_ranks(bare_world):
     told, other = bare_world.run("tests.bare.mixtures.mixture", seed=3, layout="fsdp2")
     assert told == other and not problems(told)
 
 
 @pytest.mark.slow
-def test_thirty_mixtures_on_two_ranks():
+def test_so_it_is_in_thirty_mixtures_on_two_ranks():
     rows = measure(30, LAYOUTS)
     print(markdown(rows))
     assert not [(row, problems(row)) for row in rows if problems(row)]
@@ -54,13 +54,13 @@ def check(found, plants):
 
 
 @pytest.mark.parametrize("plants", CASES.values(), ids=CASES)
-def test_masters_in_half_precision(plants):
+def test_culprits_are_named_where_even_weights_and_gradients_are_in_half_precision(plants):
     check(search_planted("plain", plants, "bfloat16", masters="bfloat16"), plants)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
-def test_masters_in_half_precision_that_are_sharded(bare_world, layout):
+def test_so_are_they_where_these_are_sharded(bare_world, layout):
     plants = CASES["three"]
     where = {"layout": layout, "plants": plants, "dtype": "bfloat16", "masters": "bfloat16"}
     found, other = bare_world.run("tests.bare.scenarios.search_planted", **where)
