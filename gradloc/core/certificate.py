@@ -68,7 +68,7 @@ def judge(norm_after: float, error_bound: float, threshold: float | None, was_fi
         return "not_explained", "without the culprits the gradient is still not finite"
     if threshold is None:
         return "explained", "without the culprits the gradient is finite"
-    if not error_bound < abs(threshold - norm_after) / 2:
+    if not error_bound < abs(threshold - norm_after) / 2:  # a NaN bound decides nothing
         return "undecided", "the measurement's error bound is not below half the distance to the threshold"
     if norm_after < threshold:
         return "explained", "without the culprits the norm is under the threshold"

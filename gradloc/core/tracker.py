@@ -159,6 +159,7 @@ class NormTracker:
             return None
         squares = dict(self._history)
         (oldest,) = ranks.max([float(min(squares))])
+        # a step counts only if every rank has its part of it
         numbers = range(int(oldest), self._num_steps + 1)
         missing = ranks.max([float(number not in squares) for number in numbers])
         known = [squares[number] for number, is_missing in zip(numbers, missing, strict=True) if not is_missing]

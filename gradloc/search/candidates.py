@@ -277,7 +277,7 @@ def by_coefficient(task: Task, most: int, named: set[Token], norm: float = math.
     (rest,) = prober.ranks.sum([square])
     least = rest * (task.culprit_norm / norm) ** 2
     kept: list[Candidate] = []
-    for size, candidate in merged:
+    for size, candidate in merged:  # loudest first, so the rest is that of tokens no louder
         rest -= size**2
         if named.isdisjoint(candidate.tokens):
             if 16 * size**2 < rest or size**2 < least or len(kept) == most:

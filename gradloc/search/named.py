@@ -56,7 +56,7 @@ class Named:
                 continue
             else:
                 culprit = CulpritSpan(candidate.span, candidate.tokens, candidate.bound, least, is_exact=False)
-            if not culprit.norm < culprit.threshold:
+            if not culprit.norm < culprit.threshold:  # NaN is a culprit, too
                 self.add_up(culprit, is_alone=not within)
                 self.result.culprits = [c for c in self.result.culprits if c not in within] + [culprit]
                 has_named = True

@@ -291,9 +291,9 @@ class _Measurement:
         response, noise = self.prober.ranks.max(self.prober.ranks.agree(local))
         noise /= step * self.square
         if not math.isfinite(response):
-            return 0.1
+            return 0.1  # far too long
         if response == 0:
-            return 1.0
+            return 1.0  # nothing to judge by
         if not is_first:
             return 1.0 if response <= _LATER * self.target else self.target / response
         error = _CURVATURE * response**2 + noise

@@ -58,27 +58,15 @@ def task_of(share_broken: float) -> Task:
     return SimpleNamespace(prober=SimpleNamespace(step=step, ranks=OneOfMany()), max_culprits=8, culprit_norm=1.0)
 
 
-@pytest.mark.parametrize("share_broken", [0.01, 0.3, 1.0])
-def test_where_some_or_all_tokens_are_not_finite_a_few_spans_of_each_rank_travel(share_broken):
-    task = task_of(share_broken)
-    started = time.process_time()
-    found = non_finite(task)
+@pytest.mark.parametrize("share_broken", [0.0, 0.01, 0.3, 1.0])
+def test_however_many_tokens_are_candidates_a_few_spans_of_each_rank_travel(share_broken):
+    values = torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(1)).abs() + 1
+    task, started = task_of(share_broken), time.process_time()
+    found = non_finite(task) if share_broken else by_value(task, lambda index: values, 0.5, set())
     seconds, num_sent = time.process_time() - started, task.prober.ranks.num_sent
     print(f"{share_broken:.1%} not finite: {num_sent} bytes a rank, {seconds:.2f} s of CPU, {len(found)} spans")
-    assert 0 < len(found)
-    assert num_sent <= MOST_BYTES and seconds <= MOST_SECONDS
-
-
-def test_where_every_token_is_a_candidate_the_largest_of_each_rank_travel():
-    task = task_of(0.0)
-    values = torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(1)).abs() + 1
-    started = time.process_time()
-    found = by_value(task, lambda index: values, 0.5, set())
-    seconds, num_sent = time.process_time() - started, task.prober.ranks.num_sent
-    print(f"all tokens: {num_sent} bytes a rank, {seconds:.2f} s of CPU, {len(found)} candidates")
-    assert num_sent <= MOST_BYTES and seconds <= MOST_SECONDS
-    tokens = {token.index for token in found[0].tokens}
-    assert tokens == {int(values.flatten().argmax())}
+    assert found and num_sent <= MOST_BYTES and seconds <= MOST_SECONDS
+    assert share_broken or found[0].start == int(values.flatten().argmax()), "the largest"
 
 
 def one_rank(values, log_probs=None, **known):

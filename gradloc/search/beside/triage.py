@@ -218,7 +218,7 @@ def split_off(task: Task) -> Parts | None:
     if not task.can_afford(backwards=num):
         return None
     prober.compute([(0, torch.zeros_like(prober.step.token_mask(0)))])
-    if num * space.norm() < task.culprit_norm:
+    if num * space.norm() < task.culprit_norm:  # as if all micro-batches were alike
         return None
     prober.compute((index, torch.zeros_like(prober.step.token_mask(index))) for index in range(num))
     squares, others = space.squares_by_name(), space.keep()
