@@ -121,7 +121,7 @@ class AdaptiveThreshold:
         return spikes
 
     def summary(self, position: int = 0) -> Summary:
-        """What a position's threshold is made of; ``log_sigma`` is that of a normal with this level and ninth decile."""
+        """What a position's threshold is made of; ``log_sigma`` as of a normal with this level and ninth decile."""
         return self._at(position).summary()
 
     def state(self) -> dict[str, Any]:
