@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core: a step's gradient, its probes and its trigger. Knows torch, and nothing of a trainer."""
+"""Numbers only: a step's gradient, probes of parts of it, the trigger's rule. Imports torch, but no trainer."""

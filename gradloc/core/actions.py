@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to the step that spiked. The decision is pure, so that every rank takes the same one.
+"""What happens to the step that spiked (docs/method.md, section 8).
 
-``observe`` leaves it as it is. ``mask`` takes the step that the batch without the culprits would have taken. ``skip``
-takes none. ``abort`` takes none and stops the run. An action applies to every spike, however few events may be
-written. ``mask`` needs a search for each; where the number of searches is limited, it falls back to ``skip``.
+``observe`` changes nothing. ``mask`` takes the step that the batch without the culprits would have taken. ``skip``
+takes no step. ``abort`` takes none and stops the run.
+
+The decision uses only numbers that every rank has, so all ranks take the same one. It applies to every spike, even
+once no more events may be written. ``mask`` needs a search each time; when no more searches are allowed, it becomes
+``skip``.
 """
 
 from collections.abc import Sequence
@@ -18,26 +21,27 @@ ACTIONS = ("observe", "mask", "skip", "abort")
 
 
 class ActionLimits(Protocol):
-    """What may be done to a step that spiked: ``gradloc.action`` of the config."""
+    """The config's ``gradloc.action``."""
 
     mode: str
     """One of ``ACTIONS``."""
     max_masked_tokens: int
     max_masked_share: float
-    """Of the mini-batch's tokens, in (0, 1]."""
+    """Fraction of the mini-batch's tokens, in (0, 1]."""
     max_searches_per_step: int | None
-    """Of one update; None for no limit."""
+    """Searches per update of the actor; None for no limit."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A spike of an update, whether an event is written of it or not."""
+    """What was done about one spike, whether or not an event is written of it."""
 
     number: int
-    """Of the optimizer step, counted over epochs and mini-batches from 0."""
+    """The optimizer step within the update, counted over epochs and mini-batches from 0."""
     grad_norm: float
     """Before clipping and before the action."""
     taken: str
+    """One of ``ACTIONS``."""
     is_written: bool
 
 
@@ -48,30 +52,29 @@ def decide(
     tokens: Sequence[Token],
     obstacle: str | None = None,
 ) -> Action:
-    """Choose the action that is taken.
+    """Choose the action after a search.
+
+    ``mask`` becomes ``skip`` when masking would not bring the norm under the threshold, or would mask more than the
+    limits allow. An ``undecided`` verdict is masked if the norm itself, as measured, is under the threshold.
 
     Args:
-        limits: what was asked for, and how much may be masked.
-        spike: why the step was looked into; nothing is done on a rehearsal.
-        certificate: what the norm is without the culprits.
+        limits: the action that was asked for, and how much it may mask.
+        spike: why the step was searched; a rehearsal (``forced``) never changes the step.
+        certificate: the norm without the culprits.
         tokens: all tokens of all culprits.
-        obstacle: why a recomputed gradient could not be used.
-
-    Returns:
-        The action. ``mask`` falls back to ``skip`` where the norm without the culprits is not under the threshold (as
-        measured, where the verdict is ``undecided``), or where more would be masked than the limits allow.
+        obstacle: why the gradient without the culprits cannot be taken; None where it can.
     """
     taken, reason = _decide(limits, spike, certificate, len(tokens), obstacle)
     return Action(limits.mode, taken, reason)
 
 
 def decide_without_search(limits: ActionLimits, spike: Spike, num_searches: int) -> Action | None:
-    """The action on a spike that no event will be written of; None where only a search can tell.
+    """Choose the action on a spike that no event will be written of; None if that takes a search, as for ``mask``.
 
     Args:
-        limits: what was asked for.
-        spike: why it is one.
-        num_searches: of this update so far.
+        limits: the action that was asked for.
+        spike: why the step counts as one.
+        num_searches: searches of this update so far.
     """
     if limits.mode != "mask" or spike.kind == "forced":
         taken = "observe" if spike.kind == "forced" else limits.mode
@@ -97,7 +100,7 @@ def _decide(
         return "skip", f"there is no token to mask: {certificate.reason}"
     after = certificate.norm_after
     if certificate.verdict == "undecided" and after is not None and after < (certificate.threshold or 0.0):
-        pass  # the masked step is recomputed, so what was measured is what is taken
+        pass  # the error bound is of no concern: the step taken is the very gradient whose norm was measured
     elif certificate.verdict != "explained":
         return "skip", f"masking the culprits would not help: {certificate.reason}"
     most, most_share = limits.max_masked_tokens, limits.max_masked_share

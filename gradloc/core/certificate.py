@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gradient norm is without the culprits: measured, with a bound on its error.
+"""What the gradient norm is without the culprits: measured, with a bound on the error (docs/method.md, section 7).
 
-Three ways, the cheapest that decides.
+With G the spike and g_C the culprits' part of it, the residual is R = G - g_C. In exact arithmetic all ways to R agree.
+In practice G is large, R small, and what G's rounding or the kernels' noise leaves may be larger than R. So there
+are three ways, and the cheapest one that decides is taken.
 
 *Subtract*: R = G - g_C, with g_C from backwards of the culprits alone. These run twice, the second time times -3/4, so
-that every product has another mantissa and is rounded anew. What the two do not cancel is the error: rounding in
-whatever format kernels round in, kernels that do not repeat, and gradient that passes through no token. It is some 3e-7
-of g_C in float32 and some 0.6 % in bfloat16. For a spike of forty times the healthy norm the latter is too much.
+that every product has another mantissa and is rounded anew. What is left of g_C + 4/3 (-3/4 g_C) is the error: rounding
+in whatever format the kernels use, kernels that do not repeat, and gradient that passes through no token (a router's
+loss). It is about 3e-7 of g_C in float32 and 0.6 % in bfloat16, too much there for a spike of 40 healthy norms.
 
-*Swap*: R = G - (the micro-batches that hold culprits) + (the same without the culprits), for louder spikes. Where
-kernels repeat bit for bit, what is recomputed cancels, and the error is accumulation's alone, a few units of rounding
-of the spike. Where they do not (atomics in the backward of attention and of the embedding), it is as large as replays
-of these micro-batches differ. For a spike of a thousand times the healthy norm that may be more than the healthy norm,
-so these micro-batches are replayed twice, and the difference is part of the bound.
+*Swap*: R = G - A + B for louder spikes, with A the micro-batches that hold culprits, run again, and B the same without
+the culprits. If kernels repeat bit for bit, A cancels exactly and only accumulation rounds. If they do not (atomics in
+the backward of attention and of the embedding), A is off by as much as two runs of it differ. So A runs twice, and the
+difference is part of the bound.
 
 *Recompute*: run every micro-batch without the culprits. The error is that of a healthy gradient, however large the
-spike was. We recompute where the bounds of the others do not decide, where it costs no more, and where G is not finite.
-The bound is a tenth of the residual, more than two passes of any kernels differ by. Where that does not decide, two
-replays tell how far they differ.
+spike was. This is done if the other two do not decide or cost as much, and if G is not finite. The bound is a tenth of
+R: nothing could be trained if two passes of a healthy gradient differed by more. If that does not decide, two
+replays of one micro-batch tell how much they really differ.
 
-The difference of two replays is one draw: kernels that do not repeat may have erred more in training than in both. So
-the bound takes three times the difference, and, once there is any, one unit in the last place of bfloat16 of what was
-replayed; no backward holds its gradients in a coarser format. Where culprits are subtracted that unit is always there,
-in float32 as 2^-16 of them: coarser rounding shows in the difference.
+The difference of two replays is a single draw; training may have been further off. So the bound takes three times the
+difference. As soon as there is any, it adds one unit of bfloat16 of what was replayed, since no backward holds its
+gradients in a coarser format. A subtraction adds a unit always, in float32 a finer one.
 
-Training's own sums over ranks may be coarser still (``reduce_dtype`` of half precision, or FSDP1 that adds up
-micro-batches before it reduces them). What that leaves of a spike is in no replay, so it is part of every bound.
+Training's own sums over ranks may be coarser still: with ``reduce_dtype`` in half precision, or with FSDP1 adding up
+micro-batches before it reduces. What that rounded off the spike is in no replay, so every bound includes it.
 """
 
 import math
@@ -40,27 +40,27 @@ from .gradients import Gradient
 from .probe import Prober
 from .selection import Token
 
-_DRAWS = 3.0  # the difference of two replays is one draw; another is hardly ever larger than this many times it
-_UNIT = 2.0**-8  # of bfloat16
-_FINE = 2.0**-16  # 256 units of float32; the two backwards of what is subtracted differ by some 5
-_AGAIN = 0.75  # of the culprits, with the opposite sign, the second time: a power of two would be rounded alike
-_CLEAN = 0.1  # of a residual: with more error than this, it is no direction to search along
-_APART = 0.1  # of a gradient without culprits: two passes of it differ by less, or nothing could be trained
+_DRAWS = 3.0  # times the difference of two replays: another draw is hardly ever larger
+_UNIT = 2.0**-8  # unit roundoff of bfloat16
+_FINE = 2.0**-16  # 256 units of float32; two backwards of the culprits differ by about 5
+_AGAIN = 0.75  # factor of the culprits' second backward; a power of two would only shift exponents and round alike
+_CLEAN = 0.1  # of the residual: with more error than this it is no direction to search along
+_APART = 0.1  # of a healthy gradient: two passes of it differ by less, or nothing could be trained
 
 
 def judge(norm_after: float, error_bound: float, threshold: float | None, was_finite: bool = True) -> tuple[str, str]:
-    """Decide what a residual norm proves.
+    """Decide what the norm without the culprits proves.
 
     Args:
-        norm_after: norm without the culprits.
+        norm_after: norm without the culprits; may be NaN or inf.
         error_bound: largest error of ``norm_after``.
-        threshold: the norm from which a step counts as a spike; None on a rehearsal, and in the warm-up.
-        was_finite: whether the step's own norm was; one that was not spikes without a threshold, too, and is explained
-            where the rest is finite.
+        threshold: the norm above which a step is a spike; None on a rehearsal and during the warm-up.
+        was_finite: whether the step's own norm was. One that was not is a spike even without a threshold, and is
+            explained if the rest is finite.
 
     Returns:
-        (verdict, reason): ``explained`` or ``not_explained`` only when the bound is below half the distance to the
-        threshold, else ``undecided``.
+        (verdict, reason). ``explained`` and ``not_explained`` need a bound below half the distance to the threshold;
+        otherwise it is ``undecided``.
     """
     if threshold is None and was_finite:
         return "undecided", "a rehearsal: nothing spiked, so there is no threshold to come under"
@@ -68,7 +68,7 @@ def judge(norm_after: float, error_bound: float, threshold: float | None, was_fi
         return "not_explained", "without the culprits the gradient is still not finite"
     if threshold is None:
         return "explained", "without the culprits the gradient is finite"
-    if not error_bound < abs(threshold - norm_after) / 2:
+    if not error_bound < abs(threshold - norm_after) / 2:  # a NaN bound decides nothing
         return "undecided", "the measurement's error bound is not below half the distance to the threshold"
     if norm_after < threshold:
         return "explained", "without the culprits the norm is under the threshold"
@@ -76,7 +76,11 @@ def judge(norm_after: float, error_bound: float, threshold: float | None, was_fi
 
 
 def is_subtracted(prober: Prober, norm_before: float, threshold: float | None, num_tokens: int) -> bool:
-    """Whether so many culprit tokens' own gradient, once known, tells the norm without them closely enough."""
+    """Whether subtracting this many culprit tokens' gradient leaves an error of less than a quarter of the threshold.
+
+    Asked before any backward: the culprits' norm is taken for the spike's, and each of their two backwards to be off by
+    one unit. That makes 3 (1 + 4/3) + 1 = 8 units in the bound. A rehearsal has nothing to decide: any error will do.
+    """
     if threshold is None:
         return True
     unit = _FINE if prober.step.compute_dtype == torch.float32 else _UNIT
@@ -95,18 +99,18 @@ def certify(
     can_afford: Callable[[int], bool] = lambda _: True,
     goes_on: bool = False,
 ) -> Certificate:
-    """Measure the step's gradient norm without the culprits.
+    """Measure the step's gradient norm without the culprits. All ranks call this together.
 
     Args:
         prober: the step; its ``.grad`` is overwritten and left holding the residual gradient.
-        spike: the training gradient set aside, holding ``scale`` times the true one.
+        spike: the training gradient set aside, which is ``scale`` times the true one.
         scale: the factor that clipping put on ``spike``; in (0, 1].
-        norm_before: the norm verl measured before clipping.
-        threshold: the trigger's threshold on the norm; None on a rehearsal, and in the warm-up.
+        norm_before: the trainer's norm, before clipping.
+        threshold: the trigger's threshold on the norm; None on a rehearsal and during the warm-up.
         culprits: tokens to leave out.
-        alone: the culprits' gradient from backwards of their own, where that is known; emptied, to free its memory.
-        can_afford: whether so many probes more may be made; one pass over the micro-batches always may.
-        goes_on: whether the search goes on where the norm is not under the threshold, so that it need not be decided.
+        alone: the culprits' gradient from backwards of their own, if it is known; emptied here to free its memory.
+        can_afford: whether this many more probes may be made. One pass over the micro-batches always may.
+        goes_on: whether the search goes on while the norm is over the threshold; then that need not be proved.
     """
     was_finite = math.isfinite(norm_before)
     if not culprits:
@@ -122,12 +126,12 @@ def certify(
 
 
 _Measured = tuple[float, float, float | None, str]
-"""The norm without the culprits, a bound on its error, by how much replays differed, and the method."""
+"""(norm without the culprits, bound on its error, difference of two replays or None, method)"""
 
 
 @dataclass(frozen=True)
 class _Removal:
-    """Taking the culprits out of the step's gradient; the arguments are those of :func:`certify`."""
+    """*Subtract* and *swap*; the fields are :func:`certify`'s arguments."""
 
     prober: Prober
     spike: Gradient
@@ -138,11 +142,11 @@ class _Removal:
     can_afford: Callable[[int], bool]
 
     def measure(self, alone: Gradient) -> _Measured | None:
-        """By what decides and costs less than every micro-batch without the culprits; None where nothing does."""
+        """By the way that is cheaper than recomputing everything; None if there is none or it does not decide."""
         num_holders, num_micro_batches = len(self.holders), self.prober.step.num_micro_batches
         subtracts = is_subtracted(self.prober, self.norm_before, self.threshold, len(self.culprits))
         cost = ((1 if alone else 2) if subtracts else 3) * num_holders
-        # where it does not decide, every micro-batch comes after it
+        # probes of one micro-batch each; if they do not decide, a pass over all micro-batches follows
         if cost >= num_micro_batches or not self.can_afford(cost + num_micro_batches):
             return None
         if subtracts:
@@ -166,7 +170,9 @@ class _Removal:
         space.scale(1.0 / _AGAIN)
         prober.add(alone)
         difference = space.norm()
-        space.scale(_AGAIN / (1.0 + _AGAIN))  # what passes through no token: no part of the culprits' gradient
+        # With n what passes through no token, the first backward gave g_C + n; the second, times 4/3, -g_C + 4/3 n.
+        # So .grad is 7/3 n now. Times 3/7 it is n, and n less the first backward is -g_C.
+        space.scale(_AGAIN / (1.0 + _AGAIN))
         prober.add(alone, alpha=-1.0)
         prober.add(self.spike, alpha=1.0 / self.scale)
         noise = _DRAWS * difference + unit * norm
@@ -183,7 +189,7 @@ class _Removal:
         difference = space.norm()
         noise = _DRAWS * difference + _UNIT * norm if difference > 0 else 0.0
         if self.threshold is not None and noise >= self.threshold / 2:
-            return None  # no norm under the threshold could be told from it
+            return None  # no norm under the threshold could be told from the noise
         prober.compute_without(self.culprits, self.holders)
         rounding = self._rounding(len(self.holders) + 4, norm + space.norm())
         prober.add(with_culprits, alpha=-1.0)
@@ -191,8 +197,8 @@ class _Removal:
         return self._decided(space.norm(), rounding, noise, difference, "swap")
 
     def _rounding(self, num_additions: int, norm: float) -> float:
-        """Each addition, training's and so many with gradients of this norm, is off by a unit of what it gives, and
-        each reduction over the ranks by its own."""
+        """Error of the additions: training's own, plus this many with gradients of this norm, a unit of rounding each;
+        and of the reductions over ranks."""
         num_micro_batches, reduced = self.prober.step.num_micro_batches, self.prober.reduction_error
         added = self.prober.space.rounding * ((num_micro_batches + 2) * self.norm_before + num_additions * norm)
         return added + reduced * (self.norm_before + norm)
@@ -200,9 +206,9 @@ class _Removal:
     def _decided(
         self, norm_after: float, rounding: float, noise: float, difference: float, method: str
     ) -> _Measured | None:
-        """What was measured; None where kernels do not repeat well enough to decide this way."""
+        """The measurement; None if its error is too large and recomputing would tell more."""
         verdict, _ = judge(norm_after, rounding + noise, self.threshold)
-        is_noisy = verdict == "not_explained" and noise > _CLEAN * norm_after  # and it is searched along next
+        is_noisy = verdict == "not_explained" and noise > _CLEAN * norm_after  # and it is the next direction
         is_vague = verdict == "explained" and noise > norm_after and self.can_afford(self.prober.step.num_micro_batches)
         if self.threshold is not None and (verdict == "undecided" or is_noisy or is_vague):
             return None
@@ -231,13 +237,13 @@ def _recompute(
     space.put(residual)
     if difference == 0:
         return norm_after, rounding, difference, "recompute"
-    # two draws differ by sqrt(2) of one, and independent ones of more micro-batches add up so
+    # Two draws of one micro-batch differ by sqrt(2) times the error of one; M independent errors add up to sqrt(M).
     noise = _DRAWS * difference * (num_micro_batches / 2) ** 0.5 + _UNIT * norm_after
     return norm_after, rounding + noise, difference, "recompute"
 
 
 def _fullest(prober: Prober, culprits: list[Token]) -> int:
-    """The micro-batch with most tokens left, which tells whether kernels repeat: one without any has no gradient."""
+    """The micro-batch with most tokens left: one without any has no gradient, and would repeat for sure."""
     step, ranks = prober.step, prober.ranks
     indices = range(step.num_micro_batches)
     tokens = ranks.sum(ranks.agree(lambda: [float(step.token_mask(index).sum()) for index in indices]))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient in ``.grad`` as one vector, whatever shards it over the ranks.
+"""The gradient in ``.grad`` as one vector, however FSDP or DDP lays it out over the processes.
 
-Setting a gradient aside and putting it back moves references, never values: it costs no memory traffic and is
-bit-exact.
+Setting a gradient aside and putting it back moves references and copies nothing, so what training left comes back bit
+for bit. A norm or an inner product is summed over the local shards first, then over the group that shards them.
 """
 
 import itertools
@@ -31,22 +31,25 @@ T = TypeVar("T")
 Gradient = list[torch.Tensor | None]
 
 PART = 2**23
-"""Elements of a shard that are worked on at a time where what is computed in between takes memory."""
-_PART = 2**20  # elements whose norm is taken at once: 8 MiB in float64, which a CPU's cache holds
-_ROW = 2**12
-_SAMPLE = 64  # of how many elements one is read for a rough norm,
-_LEAST = 2**13  # but at least so many,
-_ALIKE = 8  # and of how many parameters of one shape
+"""Elements of a shard that are worked on at a time, so that temporaries stay small."""
+_PART = 2**20  # elements per norm: 8 MiB in float64, which fits a CPU's cache
+_ROW = 2**12  # elements whose squares are summed in float32
+_SAMPLE = 64  # a rough norm reads one element in this many,
+_LEAST = 2**13  # but at least this many of a tensor,
+_ALIKE = 8  # and at most this many parameters of one shape
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory, pinned where there is a device to copy from; it may still be on its way."""
+    """A copy in the host's memory, pinned if it comes from a device; the copy may still be under way on return."""
     copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
     return copy.copy_(tensor, non_blocking=True)
 
 
 def in_parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The same runs of several tensors of one shape, each of ``PART`` elements at most."""
+    """Cut tensors of one shape at the same places into parts of at most ``PART`` elements: views, to write through.
+
+    Tensors that are not contiguous come as one part.
+    """
     flat = [tensor.view(-1) for tensor in tensors] if all(t.is_contiguous() for t in tensors) else list(tensors)
     if flat[0].dim() != 1:
         yield tuple(flat)
@@ -55,19 +58,19 @@ def in_parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def is_slow(device: torch.device) -> bool:
-    """Whether reading all of a gradient takes its time there."""
+    """Whether reading a whole gradient takes a noticeable part of an update there."""
     return device.type == "cpu"
 
 
 def squared_norms(tensors: Sequence[torch.Tensor | None], are_weights: bool = False) -> torch.Tensor:
-    """Squared L2 norm of each: float64 (num_tensors,), 0 where there is none.
+    """Squared L2 norm of each tensor: float64 (num_tensors,), 0 for None.
 
-    In float64, where a squared float32 norm would overflow from 1e19 on: on a GPU by a few kernels for all of them.
+    In float64, since the square of a float32 norm overflows from 1e19 on, and spikes do reach that.
 
     Args:
-        tensors: of one device, not None all of them.
-        are_weights: on a CPU, whether each has to be right to the last digit; gradients are off by 1e-7, at half the
-            price.
+        tensors: all on one device, at least one of them not None.
+        are_weights: whether each has to be right to the last digit. On a CPU gradients are not: off by 1e-7, at half
+            the price.
     """
     there = [tensor for tensor in tensors if tensor is not None]
     if is_slow(there[0].device):
@@ -79,9 +82,8 @@ def squared_norms(tensors: Sequence[torch.Tensor | None], are_weights: bool = Fa
 
 
 def _squared_norm(tensor: torch.Tensor, is_weight: bool) -> torch.Tensor:
-    """On a CPU: in parts, since torch makes a float64 copy of what it takes the norm of, or from short float32 rows
-    where their squares neither overflow nor vanish.
-    """
+    """On a CPU. Gradients: rows in float32, their squares summed in float64, unless that over- or underflows. Weights,
+    and what is left: in float64, in parts, since torch copies what it takes such a norm of."""
     flat = tensor.flatten()
     if flat.dtype == torch.float32 and not is_weight:
         whole = flat.numel() // _ROW * _ROW
@@ -92,7 +94,7 @@ def _squared_norm(tensor: torch.Tensor, is_weight: bool) -> torch.Tensor:
 
 
 def _slice(shard: torch.Tensor) -> torch.Tensor:
-    """A run from the middle of a tensor, read as it lies in memory."""
+    """Consecutive elements from the middle of a tensor: consecutive for the cache's sake."""
     count = min(shard.numel(), max(_LEAST, shard.numel() // _SAMPLE))
     return shard.flatten().narrow(0, (shard.numel() - count) // 2, count)
 
@@ -101,11 +103,12 @@ class GradientSpace:
     """The trainable parameters of a (sharded) module, seen as one vector space.
 
     Args:
-        module: the actor module as the trainer calls it: FSDP1, FSDP2, DDP or plain.
-        ranks: all of them hear of it when one fails in its own part of a sum, for instance has no memory for it; None
-            where an error may end the run.
+        module: the actor as the trainer calls it: FSDP1, FSDP2, DDP or plain.
+        ranks: told when one of them fails in its own part of a sum, such as by running out of memory; None if an error
+            may end the run.
 
-    Another engine's is a subclass: it calls :meth:`_hold` and replaces what :meth:`take` to :meth:`generators` do.
+    An engine that keeps its parameters elsewhere (Megatron) subclasses this: it calls :meth:`_hold` and overrides what
+    differs.
 
     Raises:
         ValueError: when parameters are sharded in different ways.
@@ -114,7 +117,7 @@ class GradientSpace:
     def __init__(self, module: torch.nn.Module, ranks: Ranks | None = None):
         self.module = module
         self.model = module if isinstance(module, FSDP1) else unwrapped(module)
-        """Whose parameters have the model's own names, but for what FSDP1 puts between."""
+        """The model without torch's wrapper: parameters by the model's own names, but for FSDP1's inner wrappers."""
         named = trainable(self.model)
         groups = shard_groups(module, [param for _, param in named])
         self._hold(named, groups, gradient_dtypes(module), ranks)
@@ -123,27 +126,27 @@ class GradientSpace:
     def _hold(
         self, named: list[tuple[str, Any]], groups: list[Any], dtypes: Sequence[Any], ranks: Ranks | None
     ) -> None:
-        """Take parameters by the names that every process has: an empty one where another process has all of it."""
+        """Take (name, parameter) pairs, the same names on every process; empty if another process holds all of it."""
         self._ranks = ranks
         self.names: list[str] = [name for name, _ in named]
-        self.has_names = not any(name.endswith("_flat_param") for name in self.names)  # of the model without sharding
+        self.has_names = not any(name.endswith("_flat_param") for name in self.names)  # not FSDP1's flat ones
         self.params: list[torch.nn.Parameter] = [param for _, param in named]
         self.counts = [True] * len(named)
-        """Whether what this process has of each is added up: False where it is a copy of another's."""
+        """Whether this process' part of each parameter counts in sums: False if another process has the same part."""
         self.rounding = max((torch.finfo(param.dtype).eps / 2 for param in self.params), default=0.0)
-        """Relative rounding error of one operation on gradients (2**-24 in float32)."""
+        """Unit roundoff of one addition of gradients, 2**-24 in float32 (half of ``eps``)."""
         self.room: Any = None
-        """What makes sure of memory before each pass: a :class:`.memory.Room`, while a search has one."""
-        self.keeps_on_host = False  # whether what is set aside and saved goes to the host's memory
+        """The :class:`.memory.Room` that makes sure of memory before each pass; None outside of a search."""
+        self.keeps_on_host = False  # whether gradients set aside and weights saved go to the host's memory
         self._summed_in, self._reduced_in = dtypes
         self._groups = groups
         num_processes = dist.get_world_size() if dist.is_initialized() else 1
         self.num_replicas: int = num_processes // math.prod(group.size() for group in self._groups)
-        """How many processes hold each shard."""
+        """How many processes hold the same shard: more than 1 with DDP and hybrid sharding."""
         self.are_summed = True
-        """Whether the gradients of these are: FSDP1 does not where each process holds all of the model."""
+        """Whether replicas' gradients are summed. FSDP1 forgets to when each process holds the whole model."""
         self.shard_index = sum(group.rank() for group in self._groups)
-        """Differs between processes that hold different shards, the same for replicas."""
+        """Different for different shards, the same for replicas of one."""
 
     @property
     def device(self) -> torch.device:
@@ -152,14 +155,14 @@ class GradientSpace:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the shards, their gradients and what is computed of these lie in the host's memory instead."""
+        """Whether the shards and their gradients lie in the host's memory while forwards run on the device."""
         return self.params[0].device.type != self.device.type
 
     def reduction_error(self, num_micro_batches: int, reduces_once: bool) -> float:
-        """How far training's own sums over ranks may be off, relative to the gradient: 0 where they are in float32.
+        """Relative error of training's own sums over ranks; 0 where they are in float32.
 
-        A gradient is rounded once by each rank that adds its own, and, where it is reduced after the last micro-batch
-        alone, by each micro-batch before. These roundings are independent, so their errors add up as a root.
+        Every rank that adds its gradient rounds once. If ranks reduce only after the last micro-batch, every
+        micro-batch added before rounds once as well. n independent roundings of a unit add up to sqrt(n) units.
         """
         dtypes = {self._reduced_in} | ({self._summed_in} if reduces_once else set())
         unit = max((torch.finfo(dtype).eps / 2 for dtype in dtypes if dtype is not None), default=0.0)
@@ -168,29 +171,32 @@ class GradientSpace:
         return unit * num_roundings**0.5 if unit > torch.finfo(torch.float32).eps else 0.0
 
     def reshard(self) -> None:
-        """Have the next forward gather the shards' weights anew: before they move, and once they are back."""
+        """Drop all gathered copies of weights, so that the next forward sees the shards as they are now.
+
+        Before weights move: else it sees the old ones. After they are back: else it sees the moved ones.
+        """
         reshard(self.module)
-        if self.is_offloaded:  # a shard that moves must not be on its way to the device any more
+        if self.is_offloaded:  # no copy of a shard may be under way when it changes
             torch.get_device_module(self.device.type).synchronize(self.device)
 
     def publish(self) -> None:
-        """Once weights were moved: have the model take them, where its own are others than the optimizer's."""
+        """Copy moved weights into the model, in engines whose model is not made of the optimizer's own weights."""
 
     def abandon_pass(self) -> None:
         """See :func:`abandon_pass`."""
         abandon_pass(self.module)
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
-        """This process' part of every parameter, trained or frozen, see :func:`named_shards`."""
+        """This process' part of every parameter, trained or frozen, by name (:func:`named_shards`)."""
         return [part for name, param in self.model.named_parameters() for part in named_shards(name, param)]
 
     def generators(self, seed: int) -> Iterator[torch.Generator]:
-        """What to draw from for each parameter: the same numbers for copies of a shard, others for other shards."""
+        """One generator per parameter. Replicas of a shard draw the same numbers, different shards different ones."""
         generator = torch.Generator(device=self.params[0].device)
         return itertools.repeat(generator.manual_seed(1_000_003 * (seed + 1) + self.shard_index), len(self.params))
 
     def counted(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """One for each parameter, empty where it does not count here."""
+        """The same tensors, emptied where they do not count here (:attr:`counts`)."""
         counted = zip(tensors, self.counts, strict=True)
         return [part if is_own or part is None else part.detach().flatten()[:0] for part, is_own in counted]
 
@@ -201,7 +207,7 @@ class GradientSpace:
         return gradient
 
     def keep(self) -> Gradient:
-        """:meth:`take`, into the host's memory where that is to be."""
+        """:meth:`take`; into the host's memory if ``keeps_on_host``."""
         if not self.keeps_on_host:
             return self.take()
         kept: Gradient = []
@@ -212,15 +218,14 @@ class GradientSpace:
         return kept
 
     def put(self, gradient: Gradient) -> None:
-        """Make this the content of ``.grad``; the very same tensors, so restoring is bit-exact, or copies of those that
-        are kept on the host."""
+        """Make this the content of ``.grad``: the same tensors, or copies of those on the host. Bit-exact."""
         for param, grad in zip(self.params, gradient, strict=True):
             if grad is not None and (grad.device != param.device or type(grad) is not type(param.data)):
                 grad = self._back(param, grad)
             param.grad = grad
 
     def _wait(self) -> None:
-        """Until what has been asked of the device is done."""
+        """Wait for the device to finish what it was asked."""
         device = self.params[0].device
         if device.type != "cpu":
             torch.get_device_module(device.type).current_stream(device).synchronize()
@@ -237,20 +242,18 @@ class GradientSpace:
             param.grad = None
 
     def squares(self, gradient: Gradient | None = None) -> torch.Tensor:
-        """Squared L2 norm of each parameter's gradient over all shards.
+        """Squared L2 norm of each parameter's gradient over all shards: float64 (num_params,) on the host.
+
+        The same on every rank; 0 where there is no gradient.
 
         Args:
             gradient: a gradient set aside; None for what is in ``.grad``.
-
-        Returns:
-            float64 tensor (num_params,) on the host, the same on every rank of a shard group; 0 where there is no
-            gradient.
         """
         grads = self.counted(self.current() if gradient is None else gradient)
         return self.reduce(lambda: self._squared([None if grad is None else local_shard(grad) for grad in grads]))
 
     def squares_by_name(self, gradient: Gradient | None = None) -> dict[str, float]:
-        """The same by the model's own names, see :func:`named_shards`."""
+        """:meth:`squares` by the model's own names, also where FSDP1 has flat parameters (:func:`named_shards`)."""
         grads = self.counted(self.current() if gradient is None else gradient)
         shards = [
             (of, None if grad is None else shard)
@@ -265,11 +268,11 @@ class GradientSpace:
         return sum(self.squares(gradient).tolist()) ** 0.5
 
     def dots(self, left: Gradient, right: Gradient) -> torch.Tensor:
-        """Inner product per parameter over all shards: float64 (num_params,) on the host, 0 where either has none."""
+        """Inner product per parameter over all shards: float64 (num_params,) on the host; 0 where one has none."""
         return self.reduce(lambda: self._dots(left, right))
 
     def squares_and_dots(self, other: Gradient) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`squares` of what is in ``.grad``, and its :meth:`dots` with another gradient, read together."""
+        """:meth:`squares` of ``.grad`` and its :meth:`dots` with another gradient, in one reduction."""
 
         def local() -> torch.Tensor:
             grads = self.current()
@@ -302,7 +305,7 @@ class GradientSpace:
         return square, int(count)
 
     def current(self) -> Gradient:
-        """What is in ``.grad``, left where it is."""
+        """The tensors in ``.grad``, left where they are."""
         return [param.grad for param in self.params]
 
     @torch.no_grad()
@@ -314,7 +317,7 @@ class GradientSpace:
 
     @torch.no_grad()
     def scale_each(self, factors: Sequence[float]) -> None:
-        """Multiply each parameter's part of ``.grad`` in place (num_params); what gets 1 is not touched."""
+        """Multiply each parameter's ``.grad`` in place by its own factor, (num_params,); 1 leaves it untouched."""
         for grad, factor in zip(self.current(), factors, strict=True):
             if grad is not None and factor != 1.0:
                 local_shard(grad).mul_(factor)
@@ -332,11 +335,11 @@ class GradientSpace:
 
     @torch.no_grad()
     def local_squares(self, is_rough: bool = False) -> torch.Tensor:
-        """Squared norm of each parameter's part of ``.grad`` on this rank, (num_params,): no communication.
+        """Squared norm of this rank's part of each parameter's ``.grad``, (num_params,): no communication.
 
         Args:
-            is_rough: of the parameters of each shape read some, of each a run from the middle, and scale that up; 0 for
-                the others, so that the sum is about right.
+            is_rough: read a sample and scale it up: of each shape a few parameters, of each a run of elements. Other
+                parameters get 0, so only the sum is about right.
         """
         if is_rough:
             return self._rough_squares()
@@ -372,12 +375,12 @@ class GradientSpace:
         return torch.zeros(count, dtype=torch.float64, device=self.params[0].device)
 
     def agree(self, local: Callable[[], T]) -> T:
-        """See :meth:`.ranks.Ranks.agree`; without ranks nobody else is told."""
+        """:meth:`.ranks.Ranks.agree`, or just the result where there are no ranks to tell."""
         return local() if self._ranks is None else self._ranks.agree(local)
 
     def reduce(self, local: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Add what every rank computes by itself up over all shards; on the host, which is the one read of it."""
-        values = self.agree(local).to(self.device)  # a group of the device's may not reduce what lies on the host
+        """Sum over all shards what each process computes by itself. On the host: the only wait for the device."""
+        values = self.agree(local).to(self.device)  # the shards' group may not be able to reduce host tensors
         for group in self._groups:
             dist.all_reduce(values, group=group)
         return values.cpu()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's own past says is usual: the median and the median absolute deviation (MAD) of logarithms.
+"""What is usual in this run so far: median and median absolute deviation (MAD) of logarithms.
 
-:class:`History` is of one quantity, such as a norm. :class:`ScaleHistory` is of several numbers of each batch: what is
-typical within a batch cannot tell that the batch itself is off.
+Logarithms, because norms scatter by factors. Medians, because a spike must not move what is usual. :class:`History`
+follows one quantity, such as a norm, and gives a threshold. :class:`ScaleHistory` follows several numbers of each
+batch: only the run's past can tell that a whole batch is off.
 """
 
 import math
@@ -13,30 +14,30 @@ from typing import Any, TypedDict
 
 _MAD_TO_SIGMA = 1.4826  # MAD of a normal distribution is sigma / 1.4826
 _SIGMA_FLOOR = 0.05  # log units: a run of nearly equal norms must not make a 1% wobble a spike
-_LARGEST_EXPONENT = 709.0  # of a float; norms that scatter this far have no threshold
-_LEAST_STEPS = 4  # before a batch's number has anything typical
-_NOTABLE = 3.0
-_DEVIATIONS = 4.0
-_RELEARN_AFTER = 8  # flagged steps in a row: the level has moved, this is no spike any more
+_LARGEST_EXPONENT = 709.0  # exp() of more overflows; norms that scatter this far have no threshold
+_LEAST_STEPS = 4  # fewer tell nothing about what is typical
+_NOTABLE = 3.0  # times typical: less is never unusual
+_DEVIATIONS = 4.0  # robust standard deviations, likewise
+_RELEARN_AFTER = 8  # flagged steps in a row: the level has moved, these are no spikes any more
 
 
 class Summary(TypedDict):
-    """What a threshold is made of."""
+    """What a threshold was made of."""
 
     num_norms: int
     median_norm: float | None
-    """Their level; None without norms."""
+    """The level; None without norms."""
     log_sigma: float | None
-    """How far the larger ones lie above it, as a standard deviation of the natural logarithm; None without norms."""
+    """Spread above the level, as a standard deviation of the natural logarithm; None without norms."""
 
 
 class History:
-    """Recent log-norms and the adaptive threshold they make.
+    """Recent log-norms, and the threshold ``exp(median + num_deviations * sigma)`` that they give.
 
     Args:
-        window: norms to remember.
+        window: norms remembered.
         warmup: norms needed before there is a threshold.
-        num_deviations: robust standard deviations above the median that make a spike.
+        num_deviations: robust standard deviations (sigma = 1.4826 MAD, at least 0.05) from the median to the threshold.
     """
 
     def __init__(self, window: int, warmup: int, num_deviations: float):
@@ -54,7 +55,10 @@ class History:
         return math.exp(exponent) if exponent < _LARGEST_EXPONENT else math.inf
 
     def observe(self, grad_norm: float, is_spike: bool) -> None:
-        """Learn from one optimizer step. Spikes stay out, unless so many follow each other that the level moved."""
+        """Learn from one optimizer step. Spikes are left out until eight in a row: then they are the new level.
+
+        NaN, inf and 0 say nothing and are passed over.
+        """
         if not math.isfinite(grad_norm) or grad_norm <= 0:
             return
         if not is_spike:
@@ -68,7 +72,7 @@ class History:
             self._flagged.clear()
 
     def summary(self) -> Summary:
-        """What the threshold is made of."""
+        """What the threshold is made of, for the record."""
         if not self._log_norms:
             return {"num_norms": 0, "median_norm": None, "log_sigma": None}
         center, sigma = self._center_and_sigma()
@@ -91,7 +95,7 @@ class History:
 
 
 class ScaleHistory:
-    """Robust numbers of the last steps: each the median over a batch.
+    """Numbers of the last batches by name, such as the median |coefficient| of a batch, and what is typical of them.
 
     Args:
         window: steps remembered.
@@ -102,15 +106,15 @@ class ScaleHistory:
         self._window = window
 
     def observe(self, values: Mapping[str, float]) -> None:
-        """Remember a step's; what is not a positive number is passed over."""
+        """Remember one step's numbers; 0, negatives, NaN and inf are passed over."""
         for name, value in values.items():
             if math.isfinite(value) and value > 0:
                 self._values.setdefault(name, deque(maxlen=self._window)).append(float(value))
 
     def typical(self) -> dict[str, tuple[float, float]]:
-        """By name: the median, and the factor from which a value is above all that is usual, at least 3.
+        """By name: the median, and how many times the median is unusual. Names with fewer than four steps are absent.
 
-        The factor is four robust standard deviations (1.4826 median absolute deviations) of the logarithm.
+        The factor is exp(4 robust standard deviations of the logarithm), at least 3.
         """
         found = {}
         for name, values in self._values.items():
@@ -132,6 +136,11 @@ class ScaleHistory:
 
 
 def excess(value: float, typical: tuple[float, float]) -> float | None:
-    """How many times typical a value is; None where that is within what is usual."""
+    """``value`` as a multiple of the typical one; None if that is not unusual.
+
+    Args:
+        value: of this batch.
+        typical: an entry of :meth:`ScaleHistory.typical`.
+    """
     center, usual = typical
     return value / center if center > 0 and value / center >= usual else None

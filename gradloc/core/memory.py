@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a search fits into memory beside training, and how room is made for it where it does not.
+"""Does a search fit into memory beside training, and if not, how is room made for it?
 
-With FSDP2's ``offload_policy`` the shards lie in the host's memory. So do all copies of them, and the host needs room
-for those.
+Four ways, each slower or weaker than the one before (:data:`WAYS`): keep everything on the device; move the optimizer's
+state to the host until the search is over; also keep saved weights and gradients there; bisection only, which moves no
+weights and reads no float32 logits. If none fits, there is no search. All ranks take the way of the one with the least
+memory. With FSDP2's ``offload_policy`` shards and all copies of them lie in the host's memory, so the host needs room.
 
-In this order, each dearer than the one before: everything stays on the device; the optimizer's state lies in the host's
-memory until the search is over; so do the saved weights and the gradients that are set aside; bisection, which moves no
-weights and reads no logits in float32; no search. All ranks go by the one that has least.
+At its peak a search holds, beyond what training has at the end of a backward (weights, optimizer state, the gradient):
 
-What a search holds at its peak, beyond what lies there anyway when a step is looked into (weights, optimizer, the
-gradient that is set aside):
-
-- copies of this rank's shards: a residual to search along or a replayed gradient, what the culprits' own backwards
-  gave, and ``.grad`` while the next is made; in the host's memory all but ``.grad``;
-- what a replayed micro-batch needs, which is what it needed in training: the step's own peak tells;
-- or, in a forward alone, the logits in float32, which hold no activations beside them;
-- or, while weights are moved, some float32 numbers for each element of a part of a shard.
+- three copies of this rank's shards: a direction or a replayed gradient, the culprits' own gradient, and the ``.grad``
+  that is being made. With copies on the host, ``.grad`` alone stays on the device;
+- what a replayed micro-batch takes, which is what it took in training: the step's measured peak;
+- or, in a forward without a graph, the logits in float32;
+- or, while weights move, some float32 temporaries for each element of a part of a shard.
 """
 
 import math
@@ -30,9 +27,9 @@ from .gradients import PART, GradientSpace, host_copy
 from .sharding import local_shard
 
 _COPIES = 3
-_SCRATCH_BYTES = 20  # per element of a part, of which 14 to 18 were measured: what is drawn, its unit, the moved weight
-_USABLE = 0.95  # of what is there: blocks do not fit seamlessly
-_BLOCK = 2**30  # bytes that are taken at once to see whether they can be: as large as what a pass takes at once
+_SCRATCH_BYTES = 20  # per element of a part; 14 to 18 were measured: random numbers, the unit, the moved weight
+_USABLE = 0.95  # of the free memory; the rest is lost to fragmentation
+_BLOCK = 2**30  # bytes per trial allocation, about what a pass allocates at once
 
 
 @dataclass(frozen=True)
@@ -40,11 +37,11 @@ class Way:
     """One way to search."""
 
     is_full: bool = True
-    """Whether any strategy may be taken; else bisection alone."""
+    """Whether any strategy will do; else only bisection."""
     moves_optimizer: bool = False
-    """Whether the optimizer's state lies in the host's memory meanwhile."""
+    """Whether the optimizer's state waits on the host."""
     keeps_on_host: bool = False
-    """Whether saved weights and gradients that are set aside do."""
+    """Whether saved weights and gradients set aside lie on the host."""
 
 
 WAYS = (Way(), Way(True, True), Way(True, True, True), Way(False, True, True))
@@ -56,13 +53,13 @@ class Memory:
     """A device's memory as this process sees it, in bytes."""
 
     free: int
-    """That no process has taken."""
+    """Taken by no process."""
     idle: int = 0
-    """That this process has taken and does not use."""
+    """Held by this process' allocator, but unused."""
     allocated: int = 0
-    """That it uses."""
+    """In use by this process."""
     host: float = math.inf
-    """This process' part of what is free in the host's memory, where a search takes of that."""
+    """This process' share of the host's free memory; inf if a search needs none of it."""
 
     @property
     def available(self) -> int:
@@ -72,42 +69,42 @@ class Memory:
 
 @dataclass(frozen=True)
 class Need:
-    """What a search may need on one rank, in bytes."""
+    """What a search needs on one rank, in bytes."""
 
     shards: int
     """One copy of the rank's shards."""
     largest: int
-    """Elements of the largest shard."""
+    """Elements (not bytes) of the largest shard."""
     state: int
-    """The optimizer's state on the device."""
+    """The optimizer's state on the device, which may move."""
     micro_batch: int
-    """What a replayed micro-batch takes."""
+    """Forward and backward of one micro-batch."""
     forward: int
-    """What a forward alone takes: its logits."""
+    """A forward alone: its float32 logits."""
     host: int = 0
-    """Copies of the shards, where these lie in the host's memory."""
+    """Copies of the shards, if these lie in the host's memory."""
 
     @property
     def working(self) -> int:
-        """What any pass takes."""
+        """The most that one pass takes."""
         return max(self.micro_batch, self.forward)
 
     def of(self, way: Way) -> int:
-        """What a search holds at its peak that way; what it frees before counts against that."""
+        """Peak of a search that way, less what it frees on the device beforehand."""
         copies = 1 if way.keeps_on_host else _COPIES
         scratch = _SCRATCH_BYTES * min(self.largest, PART)
         working = max(self.working, scratch) if way.is_full else self.micro_batch
         return copies * self.shards + working - (self.state if way.moves_optimizer else 0)
 
     def least_way(self, memory: Memory) -> int:
-        """The number of the cheapest of ``WAYS`` that fits; how many there are where none does."""
+        """Index in ``WAYS`` of the first one that fits; ``len(WAYS)`` if none does."""
         if self.host > _USABLE * memory.host:
             return len(WAYS)
         fitting = (number for number, way in enumerate(WAYS) if self.of(way) <= _USABLE * memory.available)
         return next(fitting, len(WAYS))
 
     def refusal(self, memory: Memory, where: Any) -> str:
-        """Why there is no search, and what would help, in a sentence."""
+        """Why there is no search and what would help, as a sentence; ``where`` names the device."""
         if self.host > _USABLE * memory.host:
             return (
                 f"a search needs {self.host / _USABLE / 2**30:.2f} GiB of the host's memory for each process, and "
@@ -123,40 +120,40 @@ class Need:
 
 
 class StepPeak:
-    """What a training micro-batch takes at its peak, beside what lies there when its step is looked into.
+    """How much more a training micro-batch takes at its peak than is in use when the step is looked into.
 
-    The allocator's peak is of the process' life, in which another pass may have taken more. Where it says nothing of
-    the step, it is reset, once.
+    The allocator knows the peak since the process began, which another pass may have set, such as the log-probs'. So it
+    is reset once, before the first step. After that only a step that raises the peak tells anything.
     """
 
     def __init__(self) -> None:
         self.size = 0
-        """In bytes; the largest of the steps that told."""
+        """In bytes: the largest so far."""
         self._before = 0
         self._has_reset = False
 
     def begin(self, device: torch.device) -> None:
-        """Before a step's first micro-batch."""
+        """Call before a step's first micro-batch."""
         if not self.size and not self._has_reset:
             reset_peak(device)
             self._has_reset = True
         self._before = peak_of(device)[0]
 
     def end(self, device: torch.device) -> None:
-        """Behind its last backward."""
+        """Call after its last backward."""
         peak, allocated = peak_of(device)
         if peak > self._before or not self.size:
             self.size = max(self.size, peak - allocated)
 
 
 class Room:
-    """Room for one search on this rank's device.
+    """Makes room for one search on this rank's device, and takes it back.
 
     Args:
         space: the trainable parameters.
-        optimizer: whose state may be moved; None where nothing is known of it.
+        optimizer: whose state may be moved; None if that is unknown.
         micro_batch: see :class:`Need`.
-        forward: likewise.
+        forward: see :class:`Need`.
     """
 
     def __init__(self, space: GradientSpace, optimizer: torch.optim.Optimizer | None, micro_batch: int, forward: int):
@@ -175,7 +172,7 @@ class Room:
         self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def memory(self) -> Memory:
-        """What there is now."""
+        """The memory that there is now."""
         found = memory_of(self.device)
         if not self._space.is_offloaded:
             return found
@@ -183,20 +180,22 @@ class Room:
         return replace(found, host=memory_of(torch.device("cpu")).free / beside)
 
     def make(self, way: Way) -> None:
-        """Move to the host what this way says; what has been moved is taken back by :meth:`close`, also after a
-        failure."""
+        """Move to the host what this way says. :meth:`close` takes it back, also if this failed half way."""
         if way.moves_optimizer:
             for tensor in self._state:
                 self._moved.append((tensor, host_copy(tensor)))
-            if self.device.type != "cpu":  # the copies run beside the host
+            if self.device.type != "cpu":  # the copies are asynchronous: wait before freeing what they read
                 torch.get_device_module(self.device.type).synchronize(self.device)
             for tensor, _ in self._moved:
                 tensor.untyped_storage().resize_(0)
         self._space.room, self._space.keeps_on_host = self, way.keeps_on_host
 
     def make_sure(self) -> None:
-        """Take what the next pass needs and give it back: where a rank lacks it, that is known before any collective
-        of the pass, and what it takes later is there."""
+        """Allocate what the next pass needs and free it again.
+
+        If a rank has not enough, it fails here, before any collective of the pass, where all ranks can recover. If it
+        has, the allocator keeps the blocks for the pass.
+        """
         missing = 0
         if not self._space.is_offloaded:
             missing = sum(_size(local_shard(param)) for param in self._space.params if param.grad is None)
@@ -207,7 +206,7 @@ class Room:
         del taken
 
     def close(self) -> None:
-        """Take everything back: the very same tensors, bit for bit."""
+        """Move everything back into the same tensors, bit for bit."""
         self._space.room, self._space.keeps_on_host = None, False
         for tensor, copy in self._moved:
             size = _size(tensor)
@@ -220,7 +219,7 @@ class Room:
 
 
 def memory_of(device: torch.device) -> Memory:
-    """What there is on a device."""
+    """The memory of a device now."""
     if device.type == "cpu":
         import psutil  # comes with accelerate, which verl installs
 
@@ -231,7 +230,7 @@ def memory_of(device: torch.device) -> Memory:
 
 
 def peak_of(device: torch.device) -> tuple[int, int]:
-    """What this process has used of a device at most, and uses now; nothing is known of a CPU."""
+    """(most that this process has used of a device, what it uses now), in bytes; zeros for a CPU."""
     if device.type == "cpu":
         return 0, 0
     module = torch.get_device_module(device.type)
@@ -239,17 +238,18 @@ def peak_of(device: torch.device) -> tuple[int, int]:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Have the peak begin anew."""
+    """Start measuring the peak anew."""
     if device.type != "cpu":
         torch.get_device_module(device.type).reset_peak_memory_stats(device)
 
 
 def idle_bytes(segments: Iterable[Mapping[str, Any]], device: int) -> int:
-    """What an allocator has taken and does not use, of its own pool: others' segments, such as those of a rollout that
-    sleeps, cannot be had.
+    """Bytes that the allocator holds unused in its default pool.
+
+    Memory in other pools, such as that of a sleeping rollout engine, cannot be used by a search.
 
     Args:
-        segments: of the allocator's snapshot.
+        segments: ``torch.cuda.memory_snapshot()``.
         device: index.
     """
     own = [s for s in segments if s["device"] == device and tuple(s.get("segment_pool_id", (0, 0))) == (0, 0)]
@@ -257,12 +257,12 @@ def idle_bytes(segments: Iterable[Mapping[str, Any]], device: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What this process may still take on a device."""
+    """What this process may still allocate on a device."""
     return memory_of(device).available
 
 
 def _state_of(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterable[torch.Tensor]:
-    """The tensors of an optimizer's state that lie on a device and have their memory for themselves."""
+    """An optimizer's state tensors on a device; only those that own their whole storage, which can then be freed."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.dim():

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of a chosen set of tokens, as an exact part of the training gradient.
+"""The gradient of a chosen set of tokens, as an exact part of the training gradient (docs/method.md, section 2).
 
-A probe never changes what goes into the loss. It detaches the log-probs and entropies of the tokens outside the
-set: every value stays what it was, so clips, gates, top-k and normalisation see the same numbers, and for disjoint
-sets that cover all tokens the probes' gradients add up to the full gradient, under any loss. Random numbers that the
-forward or the loss draws are replayed from the state recorded before the training forward.
+A probe never changes what goes into the loss. It detaches the log-probs and entropies of the tokens outside the set.
+All values stay what they were, so clips, gates, top-k and normalisation see the same numbers. For disjoint sets
+that cover all tokens the probes therefore add up to the full gradient, under any loss. (Shrinking ``response_mask``
+instead would change the loss's denominators.) Random numbers of the forward and the loss are replayed from the state
+recorded before the training forward.
 
 Shapes: B rows of the micro-batch, T response positions.
 """
@@ -26,19 +27,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Measurement:
-    """A probe's outcome, the same on every rank."""
+    """The outcome of a probe, the same on every rank."""
 
     norm: float
-    """L2 norm of the part of the training gradient that the tokens carry."""
+    """L2 norm of these tokens' part of the training gradient."""
     num_tokens: int
     weight_norm: float
-    """L2 norm of the tokens' loss weights: what the norm of a healthy part is proportional to."""
+    """L2 norm of these tokens' weights in the loss; the published threshold is proportional to it."""
 
 
 class Prober:
-    """Measures parts of a step's gradient and counts what that cost.
+    """Measures parts of a step's gradient and counts what that costs.
 
-    ``.grad`` is scratch space here: whoever uses a prober sets the training gradient aside first.
+    ``.grad`` is scratch space here, so set the training gradient aside first. All ranks call every method together.
     """
 
     def __init__(self, step: TrainingStep, space: GradientSpace, ranks: Ranks):
@@ -48,13 +49,13 @@ class Prober:
         self.num_forwards = 0
         self.num_backwards = 0
         self.scatter: float | None = None
-        """In half precision: what a reading scatters by, of the bound that costs no forward; None until measured."""
+        """Half precision: the share of the noise's bound that is noise (:mod:`..search.share`); None until measured."""
         self.routes: dict[int, list[torch.Tensor]] = {}
-        """Of a mixture of experts, by micro-batch: what every top-k of its forward chose, in their order."""
+        """Mixture of experts, by micro-batch: what each top-k of the forward chose, in their order."""
 
     @property
     def cost(self) -> int:
-        """What was spent, in forwards of one micro-batch; a backward counts as two."""
+        """What was spent so far, in forwards of one micro-batch; a backward counts as two."""
         return self.num_forwards + 2 * self.num_backwards
 
     @property
@@ -69,7 +70,7 @@ class Prober:
         return self._together(lambda: self.step.forward(micro_batch))
 
     def entropies(self, micro_batch: int) -> torch.Tensor:
-        """See :meth:`TrainingStep.entropies`."""
+        """See :meth:`TrainingStep.entropies`; free if training computed them."""
         recorded = self.step.recorded(micro_batch).entropy
         if recorded is not None:
             return recorded
@@ -83,7 +84,7 @@ class Prober:
             self.space.room.make_sure()
 
     def _together(self, joint: Callable[[], T]) -> T:
-        """Run a forward or backward; where it fails on any rank, leave the module fit for training on all of them."""
+        """Run a forward or backward. If it fails on any rank, all ranks' modules are made fit for training again."""
         try:
             return self.ranks.together(joint)
         except LostRank:
@@ -100,7 +101,7 @@ class Prober:
         """Fill ``.grad`` with the sum of these selections' gradients, in the order given.
 
         Args:
-            selections: pairs of a micro-batch and the tokens of it, bool (B, T); None for all of them.
+            selections: pairs of a micro-batch and what to let through: bool (B, T), factors (B, T), or None for all.
         """
         self.space.clear()
 
@@ -118,21 +119,21 @@ class Prober:
             self.num_forwards += 1
             self.num_backwards += 1
             with self.step.in_pass(is_last=number == len(chosen)):
-                # agreed on in between: a rank that fails in the logits or the loss, where most memory is needed, would
-                # else be waited for in the backward's collectives
+                # Ranks agree between forward and backward. The logits and the loss need most memory: a rank that fails
+                # there would otherwise leave its peers waiting in the backward's collectives.
                 self._together(self._together(partial(self.step.loss, micro_batch, selected)).backward)
         if self.step.loss_scale != 1.0:
             self.space.scale(1.0 / self.step.loss_scale)
 
     def add(self, gradient: Gradient, alpha: float = 1.0) -> None:
-        """Add ``alpha`` times a gradient set aside to what is in ``.grad``; one rank may have no memory for it."""
+        """Add ``alpha`` times a gradient set aside to ``.grad``; all ranks hear if one has no memory for it."""
         self.ranks.agree(lambda: self.space.add(gradient, alpha))
 
     def compute_without(self, tokens: Sequence[Token], micro_batches: Sequence[int] | None = None) -> None:
-        """Fill ``.grad`` with these micro-batches' gradient (all of them by default) without some tokens.
+        """Fill ``.grad`` with the gradient of these micro-batches (by default all) without some tokens.
 
-        Over all micro-batches this is bit for bit what training with these tokens' coefficients set to zero would have
-        accumulated: the same kernels on the same values in the same order.
+        Over all micro-batches this is, bit for bit, what training would have accumulated if these tokens' coefficients
+        were zero: the same kernels run on the same values in the same order.
         """
         step, rank = self.step, self.ranks.rank
         chosen = range(step.num_micro_batches) if micro_batches is None else micro_batches
@@ -140,7 +141,7 @@ class Prober:
         self.compute((index, mask_without(tokens, index, rank, step.token_mask(index))) for index in chosen)
 
     def compute_only(self, tokens: Sequence[Token], micro_batches: Sequence[int], factor: float = 1.0) -> None:
-        """Fill ``.grad`` with these tokens' gradient times a factor, and with what passes through no token, times 1."""
+        """Fill ``.grad`` with ``factor`` times these tokens' gradient, plus what passes through no token, times 1."""
         step, rank = self.step, self.ranks.rank
 
         def selected(index: int) -> torch.Tensor:
@@ -150,7 +151,7 @@ class Prober:
         self.compute((index, selected(index)) for index in micro_batches)
 
     def measure(self, part: Part) -> Measurement:
-        """Probe one part; its gradient stays in ``.grad`` until the next probe."""
+        """Probe one part. Its gradient stays in ``.grad``."""
 
         def prepare() -> tuple[torch.Tensor, list[float]]:
             selected = mask_of(part, self.ranks.rank, self.step.token_mask(part.micro_batch))

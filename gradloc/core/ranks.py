@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks acting as one: reductions, gathers, and agreement before a collective.
+"""The ranks acting as one: reductions, gathers, and agreement before the next collective.
 
-A rank that fails alone leaves its peers waiting in a collective. So whatever may fail locally runs through
-:meth:`Ranks.agree`, which tells every rank whether all of them succeeded before anyone enters the next collective.
-What holds collectives of its own, a forward or a backward, runs through :meth:`Ranks.together`.
+A rank that fails alone leaves its peers waiting for it in a collective, until a time-out ends the run. So whatever may
+fail locally runs through :meth:`Ranks.agree`: all ranks learn whether all succeeded before any enters the next
+collective. What has collectives of its own, such as an FSDP forward or backward, runs through :meth:`Ranks.together`.
 """
 
 import contextlib
@@ -23,34 +23,34 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PATIENCE_S = 60.0  # how long a failed rank waits to hear from its peers; they stand at most one pass behind
-_LOOK_EVERY_S = 1.0  # how often a rank that waits for its peers looks whether one has failed
-_calls = itertools.count(1)  # of together(), of this process: the same on all ranks
+_PATIENCE_S = 60.0  # how long a failed rank waits for news of its peers; they are at most one pass behind
+_LOOK_EVERY_S = 1.0  # how often a waiting rank looks whether a peer has failed
+_calls = itertools.count(1)  # numbers the calls of together(), alike on all ranks, for keys in the store
 
 
 class PeerFailure(RuntimeError):
-    """Some rank failed in its local part, and every rank heard of it."""
+    """Some rank failed, and every rank knows: all can go on."""
 
 
 class LostRank(RuntimeError):
-    """This rank failed where its peers wait for it in a collective: the process group cannot go on."""
+    """A rank failed where its peers wait for it in a collective: the process group cannot go on."""
 
 
 class Ranks:
-    """The data-parallel ranks of a process group, or a single process when torch.distributed is not initialised.
+    """The data-parallel ranks of a process group, or one process if torch.distributed is not initialised.
 
     With sequence or model parallelism, ``replicas`` processes hold the same sequences and count as one rank.
 
-    What ranks tell each other are numbers of the host's. They go by the group's backend for the host where it has one,
-    as verl's groups do, so that nothing waits for the device.
+    The numbers that ranks exchange lie on the host. They travel by the group's host backend (gloo) if it has one, as
+    verl's groups do, so that nothing waits for the device.
 
     Args:
         group: the process group of all trainer processes; None for the default one.
-        device: of the model, whose collectives tell how far a rank has come.
+        device: the model's, whose collectives show how far a rank has come.
         replicas: processes per data-parallel rank; divides the group's size.
-        rank_of: the data-parallel rank of each process, where those of one are not consecutive.
-        is_in_step: whether all processes issue the same collectives in a forward or backward; stages of a pipeline do
-            not, and then those of the group alone tell how far a process has come between two passes.
+        rank_of: the data-parallel rank of each process; None if those of one rank are consecutive.
+        is_in_step: whether all processes issue the same collectives in a forward or backward. Stages of a pipeline do
+            not; then only this group's collectives are counted, which are issued between passes.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class Ranks:
         self._start: int | None = None
 
     def connect(self) -> None:
-        """Join the first collective of this group: a communicator's own memory is taken now, and not at a spike."""
+        """Run a first collective, so that the communicator takes its memory now and not at a spike."""
         self.sum([0.0])
 
     def sum(self, values: list[float]) -> list[float]:
-        """Add each value over the ranks in float64; every rank gets the same bits."""
+        """Sum of each value over the ranks, in float64; the same bits on every rank."""
         if self.num_processes == 1:
             return [float(value) for value in values]
         total = self._sent(values)
@@ -90,10 +90,10 @@ class Ranks:
         return [value / self.replicas for value in total.tolist()]
 
     def max(self, values: list[float]) -> list[float]:
-        """The largest of each value over the ranks; NaN counts as the largest. The same bits on every rank."""
+        """Largest of each value over the ranks; a NaN comes back as inf. The same bits on every rank."""
         if self.num_processes == 1:
             return [float(value) for value in values]
-        # gloo and NCCL disagree on NaN, so it travels as infinity does
+        # gloo and NCCL disagree about the largest of a NaN and a number, so a NaN travels as inf
         most = self._sent([math.inf if math.isnan(value) else value for value in values])
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
         return most.tolist()
@@ -111,9 +111,9 @@ class Ranks:
         return [values[first] for first in self._firsts]
 
     def gather_first(self, value: Any) -> list[Any] | None:
-        """Every rank's value, in rank order, on the first process alone; None on the others.
+        """Every rank's value, in rank order, on the first process; None on the others.
 
-        On the way all of them are as long as the longest: what one rank has much more of goes by :meth:`sent_by`.
+        All are padded to the longest on the way. If one rank's value is far larger, use :meth:`sent_by`.
         """
         if self.num_processes == 1:
             return [value]
@@ -122,7 +122,7 @@ class Ranks:
         return None if values is None else [values[first] for first in self._firsts]
 
     def sent_by(self, rank: int, value: Any) -> Any:
-        """One rank's value, on every rank; what the others give is not looked at."""
+        """One rank's value, on every rank; the others' arguments are ignored."""
         if self.num_processes == 1:
             return value
         box = [value]
@@ -137,10 +137,12 @@ class Ranks:
         return process if self.group is None else dist.get_global_rank(self.group, process)
 
     def agree(self, local: Callable[[], T]) -> T:
-        """Run a local computation and return its result only if it succeeded on every rank.
+        """Run a local computation; return its result if it succeeded on every rank.
+
+        ``local`` must not communicate.
 
         Raises:
-            PeerFailure: on every rank, when any rank's computation raised.
+            PeerFailure: on every rank, if any rank's computation raised.
         """
         result, error = _attempt(local)
         if self.sum([0.0 if error is None else 1.0])[0] > 0:
@@ -148,26 +150,25 @@ class Ranks:
         return cast(T, result)
 
     def together(self, joint: Callable[[], T]) -> T:
-        """Run what holds collectives of its own, and return its result only if it succeeded on every rank.
+        """Run what has collectives of its own; return its result if it succeeded on every rank.
 
-        All ranks issue the same collectives in the same order. So the number that a rank has issued is its *position*,
-        and two ranks at the same position have no collective open between them: each that one issued, the other
-        issued, too, and it ends. From there on they may enter any other, whether they got there by success or by
-        failure. (That all ranks failed is not enough: on a GPU the host runs ahead of the collectives, and one rank
-        may have issued a whole forward that another did not join.) A failed rank learns its peers' positions from the
-        process group's key-value store, which needs no collective, and with which a stuck one does not interfere:
+        All ranks issue the same collectives in the same order, so how many a rank has issued is its *position*. Two
+        ranks at the same position have no collective open between them: whatever one issued, the other joined. From
+        there both may enter any other collective, whether they got there by success or by failure. (That all failed is
+        not enough. On a GPU the host runs ahead, and one rank may have issued a whole forward that another never
+        joined.) A failed rank learns its peers' positions from the process group's key-value store, which needs no
+        collective and works beside a stuck one. There are three cases:
 
-        - All ranks failed, at the same position (out of memory on all, a bug): every one of them counts that, and
-          nobody is waited for.
-        - Some failed behind the last collective (in the logits or the loss), the others succeeded and wait in the
-          agreement that ends every call, one collective further: the failed ones join it.
-        - Otherwise a peer waits in a collective that this rank will never enter. Nothing can end that.
+        - All ranks failed at the same position, such as out of memory everywhere. Nobody waits for anybody.
+        - Some failed after the last collective, in the logits or the loss. The others succeeded and wait in the
+          agreement that ends every call. The failed ones join it.
+        - A peer waits in a collective that this rank will never enter. Nothing can end that.
 
-        Calls may stand within one another: what an inner one raises has been settled.
+        Calls may be nested; an error of an inner one has been settled there.
 
         Raises:
-            PeerFailure: on every rank, when any rank's computation raised.
-            LostRank: on a failed rank that cannot go on in step with its peers, and on those of its peers that hear it.
+            PeerFailure: on every rank, if any rank's computation raised.
+            LostRank: on a failed rank that cannot get back in step, and on those of its peers that hear of it.
         """
         if self.num_processes == 1:
             return joint()
@@ -193,7 +194,7 @@ class Ranks:
         return PeerFailure(f"a part of the search failed ({reason})")
 
     def _have_all_failed(self, error: Exception) -> bool:
-        """Whether all ranks failed where this one did; False: peers wait for it in the agreement that ends the call."""
+        """Whether all ranks failed at this position. False: peers wait in the agreement that ends the call."""
         why = "a forward or backward of the search failed here, while other ranks wait for this one in a collective"
         position = self._position()
         if position is None:
@@ -216,12 +217,12 @@ class Ranks:
         raise LostRank(why) from error
 
     def _tell_lost(self) -> None:
-        """Have peers that wait for this rank in an agreement hear that it will not come."""
+        """Tell peers that wait for this rank in an agreement that it will not come."""
         with contextlib.suppress(Exception):  # the store may have ended with another rank
             _store().set(self._key("lost"), "")
 
     def _sum_watched(self, has_failed: bool) -> float:
-        """How many ranks have failed; one that has not, and waits long, tells those that have where it waits."""
+        """The agreement: how many ranks failed. Who waits long looks for failed peers and tells them where it waits."""
         position = self._position()
         total = self._sent([float(has_failed)])
         try:
@@ -240,12 +241,12 @@ class Ranks:
             work.wait()
         except LostRank:
             raise
-        except Exception as error:  # not to be taken for a failure that all ranks know of
+        except Exception as error:  # the agreement itself failed: not every rank knows
             raise LostRank("a rank has ended, or the store of the process group does not answer") from error
         return float(total)
 
     def _position(self) -> int | None:
-        """How many collectives this rank has issued since the call began; None: nobody counts them."""
+        """How many collectives this rank has issued since the call began; None if the backend does not count."""
         now = _num_collectives(self.device, self._counted)
         return None if now is None or self._start is None else now - self._start
 
@@ -257,12 +258,13 @@ def _attempt(computation: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return computation(), None
     except Exception as error:
-        traceback.clear_frames(error.__traceback__)  # they hold a whole forward's activations
+        traceback.clear_frames(error.__traceback__)  # its frames hold a whole forward's activations
         return None, error
 
 
 def _num_collectives(device: torch.device, only: Any | None) -> int | None:
-    """How many collectives this process has issued on a kind of device, over one group or all; None: not counted."""
+    """How many collectives this process has issued on this kind of device, in all groups or ``only`` one; None if the
+    backend does not count."""
     total, groups = 0, list(distributed_c10d._world.pg_map) if only is None else [only]
     for group in groups:
         try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets of tokens over micro-batches and ranks: what a probe looks at.
+"""Sets of tokens over micro-batches and ranks: what a probe lets through.
 
-A token's address is (micro_batch, rank, index): ``index`` counts the response tokens of that rank's micro-batch row
-by row, so that halving an interval of indices halves the tokens, however long the single rows are.
+A token's address is (micro_batch, rank, index). ``index`` counts the response tokens of that rank's micro-batch row by
+row, so half an interval of indices is half its tokens, however long the rows are.
 
 Shapes: B rows of the micro-batch, T response positions.
 """
@@ -24,21 +24,25 @@ class Token:
 
 @dataclass(frozen=True)
 class Part:
-    """An interval of ranks of one micro-batch and, when a single rank is left, an interval of its tokens."""
+    """A part of one micro-batch: an interval of ranks or, once a single rank is left, an interval of its tokens."""
 
     micro_batch: int
     first_rank: int
     end_rank: int
     first_token: int = 0
     end_token: int | None = None
-    """Exclusive; None stands for all tokens of every rank in the interval."""
+    """Exclusive; None for all tokens of every rank in the interval."""
 
     @property
     def num_ranks(self) -> int:
         return self.end_rank - self.first_rank
 
     def halves(self, num_tokens: int) -> tuple["Part", "Part"]:
-        """Split the ranks in two, or, when one rank is left, its ``num_tokens`` (at least 2) tokens."""
+        """Split the ranks in two, or the ``num_tokens`` tokens of the last one.
+
+        Raises:
+            ValueError: when there is one token or none to split.
+        """
         if self.num_ranks > 1:
             middle = (self.first_rank + self.end_rank) // 2
             return (
@@ -54,15 +58,12 @@ class Part:
 
 
 def mask_of(part: Part, rank: int, token_mask_BT: torch.Tensor) -> torch.Tensor:
-    """The tokens of ``part`` on one rank.
+    """The tokens of ``part`` on one rank, bool (B, T); all False on a rank outside the part.
 
     Args:
         part: what to select.
-        rank: the rank whose micro-batch this is.
+        rank: whose micro-batch this is.
         token_mask_BT: bool (B, T), which positions are response tokens.
-
-    Returns:
-        bool (B, T); all False on a rank outside the part.
     """
     selected = torch.zeros_like(token_mask_BT)
     if part.first_rank <= rank < part.end_rank:
@@ -72,7 +73,10 @@ def mask_of(part: Part, rank: int, token_mask_BT: torch.Tensor) -> torch.Tensor:
 
 
 def mask_without(tokens: Sequence[Token], micro_batch: int, rank: int, token_mask_BT: torch.Tensor) -> torch.Tensor:
-    """Every position of one rank's micro-batch but these tokens: bool (B, T)."""
+    """All positions of one rank's micro-batch but these tokens, padding included: bool (B, T).
+
+    Training lets padding through as well, so a replay without the culprits must.
+    """
     kept = torch.ones_like(token_mask_BT)
     indices = [token.index for token in tokens if token.micro_batch == micro_batch and token.rank == rank]
     if indices:

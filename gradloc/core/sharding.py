@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How FSDP1, FSDP2, DDP and a plain module lay out parameters and gradients: the only code that knows."""
+"""How FSDP1, FSDP2, DDP and a plain module lay out parameters and gradients. No other module of the core knows.
+
+Much of this is torch's private state, since no public call drops gathered weights or clears a pass that failed.
+"""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -13,19 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The model in what torch wraps around it, FSDP1 or DDP; FSDP2 wraps nothing."""
+    """The model inside FSDP1's or DDP's wrapper; FSDP2 wraps nothing."""
     if isinstance(module, FSDP1):
         return module._fsdp_wrapped_module
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that lives on this rank, itself: ``to_local`` makes a view of it, which is an operation."""
+    """This rank's part of a tensor: the tensor itself, where ``to_local`` would run an operation to make a view."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def compute_device(param: torch.Tensor) -> torch.device:
-    """Where forwards run and ranks reduce: with FSDP2's ``offload_policy`` another device than the shards'."""
+    """Where forwards run and ranks reduce. With FSDP2's ``offload_policy`` that is not where the shards lie."""
     kind = param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
     if kind == param.device.type:
         return param.device
@@ -33,7 +36,7 @@ def compute_device(param: torch.Tensor) -> torch.device:
 
 
 def named_shards(name: str, param: torch.Tensor, values: torch.Tensor | None = None) -> list[tuple[str, torch.Tensor]]:
-    """This rank's part of a parameter, by the names that the model gives: of FSDP1's flat parameter all that it holds.
+    """This rank's part of a parameter under the model's own names: several of them for FSDP1's flat parameter.
 
     Args:
         name: of the parameter, as the sharded module has it.
@@ -41,7 +44,7 @@ def named_shards(name: str, param: torch.Tensor, values: torch.Tensor | None = N
         values: of its shape, such as its gradient; None for the weights themselves.
 
     Returns:
-        Names and flat or sharded tensors, the same names on every rank; empty tensors where another rank has all.
+        (name, part) pairs, the same names on every rank; a part is empty if other ranks hold all of it.
     """
     shard = local_shard(param.detach() if values is None else values)
     infos = getattr(param, "_shard_param_infos", None)
@@ -54,7 +57,11 @@ def named_shards(name: str, param: torch.Tensor, values: torch.Tensor | None = N
 
 
 def shard_groups(module: torch.nn.Module, params: list[torch.nn.Parameter]) -> list[dist.ProcessGroup]:
-    """Process groups over which squared local norms add up; replicas (hybrid sharding) are not counted twice."""
+    """The process groups over which sums over local shards add up to the whole; replicas count once.
+
+    Raises:
+        ValueError: when parameters are sharded in different ways.
+    """
     if not dist.is_initialized():
         return []
     if isinstance(module, FSDP1):
@@ -70,11 +77,11 @@ def shard_groups(module: torch.nn.Module, params: list[torch.nn.Parameter]) -> l
 
 
 def abandon_pass(module: torch.nn.Module) -> None:
-    """Make the module fit for the next forward after an exception has cut off a forward or backward.
+    """Make the module fit for the next forward after an exception cut off a forward or backward; empties ``.grad``.
 
-    FSDP notes on the module where in a pass it is. torch's own end of a backward puts all of that back; it is called
-    here with no gradient left that it would reduce over the ranks, so without a collective. Every collective that has
-    been issued must be one that all ranks have issued (see :meth:`.ranks.Ranks.together`). ``.grad`` is emptied.
+    FSDP keeps on the module where in a pass it is. torch's own end-of-backward callback resets that. It is called here
+    after all gradients that it would reduce have been dropped, so it runs no collective. Every collective issued so far
+    must be one that all ranks issued (:meth:`.ranks.Ranks.together`).
     """
     device = compute_device(next(module.parameters()))
     if device.type != "cpu":
@@ -84,7 +91,7 @@ def abandon_pass(module: torch.nn.Module) -> None:
     elif isinstance(module, FSDPModule):
         _abandon_fsdp2(module)
     elif isinstance(module, DistributedDataParallel):
-        module.reducer._reset_state()  # which waits for the hooks of a backward that did not come
+        module.reducer._reset_state()  # it still waits for the hooks of a backward that will not come
     for param in module.parameters():
         param.grad = None
 
@@ -121,7 +128,11 @@ def _fsdp2_params(units: Iterable[Any]) -> Iterator[Any]:
 
 
 def reshard(module: torch.nn.Module) -> None:
-    """Have the next forward gather all weights anew."""
+    """Drop every unit's gathered weights, so that the next forward gathers the shards as they are now.
+
+    Every unit, not the root alone: measured on FSDP1 and FSDP2, a forward otherwise reads some weights as they were
+    before a move, and training's next forward some moved ones (docs/method.md, section 3).
+    """
     if isinstance(module, FSDP1):
         for wrapped in FSDP1.fsdp_modules(module):
             handle = wrapped._handle
@@ -134,23 +145,24 @@ def reshard(module: torch.nn.Module) -> None:
 
 
 def gradient_dtypes(module: torch.nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """What FSDP adds micro-batches' gradients up in while it does not reduce them, and what it reduces them in."""
+    """(dtype in which FSDP accumulates micro-batches before it reduces them, dtype in which it reduces); the coarsest
+    of all units. (None, None) without FSDP, where gradients are added up in their own dtype."""
     if isinstance(module, FSDP1):
         handles = [unit._handle for unit in FSDP1.fsdp_modules(module) if unit._handle is not None]
         pairs = [(handle._fwd_bwd_param_dtype, handle._reduce_dtype) for handle in handles]
     else:
         policies = [unit._get_fsdp_state()._mp_policy for unit in module.modules() if isinstance(unit, FSDPModule)]
         reduced = [policy.reduce_dtype or policy.param_dtype or torch.float32 for policy in policies]
-        pairs = [(dtype, dtype) for dtype in reduced]  # FSDP2 adds up in what it reduces in
+        pairs = [(dtype, dtype) for dtype in reduced]  # FSDP2 accumulates in what it reduces in
     coarsest = [max(dtypes, key=lambda dtype: torch.finfo(dtype).eps) for dtypes in zip(*pairs, strict=True)]
     return (coarsest[0], coarsest[1]) if coarsest else (None, None)
 
 
 def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """Name and parameter as the optimizer has it.
+    """(name, parameter) of all that is trained, each parameter the one that the optimizer has.
 
-    After a forward without a backward (verl's log-probs, with ``reshard_after_forward`` off) FSDP2's module still shows
-    gathered weights, which are freed in the next backward.
+    After a forward without a backward (verl's log-probs, with ``reshard_after_forward`` off) FSDP2's module shows
+    gathered weights in their place, which the next backward frees.
     """
     units = [unit._get_fsdp_state() for unit in module.modules() if isinstance(unit, FSDPModule)]
     gathered = [param for param in _fsdp2_params(units) if hasattr(param, "_unsharded_param")]

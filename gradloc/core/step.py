@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step as it may be looked into and replayed: what an adapter gives, and how a search reads it.
+"""One optimizer step that can be inspected and replayed: what an adapter provides, and how a search reads it.
+
+A token's gradient is g_t = c_t grad(log p_t) + e_t grad(H_t), with c_t = dL/dlog p_t, e_t = dL/dH_t and H_t the entropy
+(docs/method.md, section 1). Hooks on log-prob and entropy take these coefficients from the training backward itself, so
+they are right under any loss, however it clips or normalises.
 
 Shapes: B rows of the micro-batch, T response positions.
 """
@@ -15,7 +19,7 @@ import torch
 
 
 class RngState:
-    """The random state of this process: the CPU's, and the accelerator's where there is one."""
+    """This process' random state: the CPU's, from which losses such as ``clip_cov`` draw, and the accelerator's."""
 
     def __init__(self, device: torch.device):
         self._module = None if device.type == "cpu" else torch.get_device_module(device.type)
@@ -30,26 +34,26 @@ class RngState:
 
 @dataclass
 class Recorded:
-    """What the training forward and backward of one micro-batch left behind on this rank."""
+    """What the training forward and backward of one micro-batch left on this rank."""
 
     rng: RngState
-    """Before the forward."""
+    """The random state before the forward."""
     log_prob: torch.Tensor = field(init=False)
-    """(B, T), detached; there once the forward has run."""
+    """(B, T), detached; set by the forward."""
     entropy: torch.Tensor | None = None
-    """(B, T), detached; None when the loss did not ask for it."""
+    """(B, T), detached; None if the forward computed none."""
     log_prob_coefficient: torch.Tensor | None = None
-    """d loss / d log_prob (B, T), as the backward delivered it."""
+    """d loss / d log_prob (B, T), of this rank's own loss, times its scale: as the backward delivered it."""
     entropy_coefficient: torch.Tensor | None = None
-    """d loss / d entropy (B, T); None when entropy is not part of the loss."""
+    """d loss / d entropy (B, T), likewise; None if entropy is no part of the loss."""
     is_value: bool = False
-    """Whether it is a critic's: values then stand where log-probs stand, everywhere, and there is no entropy."""
+    """Whether this is a critic's step: values take the place of log-probs everywhere, and there is no entropy."""
 
     TENSORS = ("log_prob", "entropy", "log_prob_coefficient", "entropy_coefficient")
 
 
 def record(recorded: Recorded, log_prob: torch.Tensor, entropy: torch.Tensor | None) -> None:
-    """Keep the training forward's values and hook its coefficients; changes nothing and computes nothing."""
+    """Keep the training forward's values and hook it, so that the backward leaves the coefficients. Free of cost."""
     recorded.log_prob = log_prob.detach()
     if log_prob.requires_grad:
         log_prob.register_hook(lambda grad: setattr(recorded, "log_prob_coefficient", grad.detach()))
@@ -60,14 +64,14 @@ def record(recorded: Recorded, log_prob: torch.Tensor, entropy: torch.Tensor | N
 
 
 def let_through(selected: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor | None:
-    """Pass gradient for the selected positions only; the values stay the same, bit for bit.
+    """Let gradient through at the selected positions only; the values stay the same, bit for bit.
 
-    where() keeps a (zero) path even when nothing is selected, so that a rank with no token of the set still runs the
-    backward, and the collectives in it, that its peers wait for.
+    where() keeps a path for (zero) gradient even if nothing is selected. So a rank without a token of the set still
+    runs the backward, with the collectives that its peers wait for.
 
     Args:
-        selected: bool, or the factors that the gradient is multiplied with, of the shape of ``values``.
-        values: log-probs, entropies or a critic's values.
+        selected: bool, or factors to multiply the gradient with; of the shape of ``values``.
+        values: log-probs, entropies or a critic's values (B, T).
     """
     if values is None or not values.requires_grad:
         return values
@@ -78,73 +82,79 @@ def let_through(selected: torch.Tensor, values: torch.Tensor | None) -> torch.Te
 
 
 class TrainingStep(Protocol):
-    """One optimizer step as it may be looked into and replayed: all that the core knows of the trainer's loss."""
+    """One optimizer step that can be inspected and replayed: all that the core knows of a trainer's loss.
+
+    The micro-batches of a rank are numbered from 0 in training's order.
+    """
 
     num_micro_batches: int
     compute_dtype: torch.dtype
-    """What the forward computes in."""
+    """The dtype of the forward; weights and gradients may be finer."""
     loss_scale: float
-    """What the loss, and so every gradient that its backward adds, is multiplied with (fp16); else 1."""
+    """The loss is multiplied by this (fp16), and so is the gradient that its backward adds; otherwise 1."""
     temperature: float
-    """What the logits were divided by."""
+    """The logits were divided by this."""
     on_policy: bool
-    """Whether the current log-probs stood in for the old ones."""
+    """Whether the loss used the current log-probs, detached, as the old ones."""
     reduces_once: bool
-    """Whether training reduces the gradient over ranks after the last micro-batch alone."""
+    """Whether training reduces the gradient over ranks only after the last micro-batch."""
 
     def rows(self, micro_batch: int) -> list[int]:
-        """Where the micro-batch's rows stand in the driver's batch; empty when the driver did not say."""
+        """The rows' numbers in the driver's batch; empty if the driver did not say."""
 
     def token_mask(self, micro_batch: int) -> torch.Tensor:
         """bool (B, T): the response tokens of this rank's micro-batch."""
 
     def token_weights(self, micro_batch: int) -> torch.Tensor:
-        """float (B, T): the factor of each token's own loss in the whole step's loss, over all ranks."""
+        """float (B, T): how much each token's loss weighs in the whole step's loss, 1/N for a mean over N tokens."""
 
     def recorded(self, micro_batch: int) -> Recorded:
-        """What the training pass left behind."""
+        """What the training pass left."""
 
     def old_log_prob(self, micro_batch: int) -> torch.Tensor:
-        """The old log-probs (B, T) that the loss used."""
+        """The old log-probs (B, T) that the loss used, the importance ratio's denominator."""
 
     def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """d step loss / d log_prob and d entropy (B, T) of this rank's tokens, in the scale of the step's gradient."""
+        """c_t and e_t (B, T) of this rank's tokens: derivatives of the step's loss over all ranks, unscaled."""
 
     def kl_coefficients(self, micro_batch: int) -> torch.Tensor | None:
-        """The KL term's part of them, d (this rank's KL term) / d log_prob (B, T), no forward; None without one."""
+        """d (this rank's KL term) / d log_prob (B, T); None without such a term. Runs no forward."""
 
     def has_finite_loss(self, micro_batch: int) -> bool:
-        """Whether the loss and its derivative by every log-prob are finite before any scaling: no forward."""
+        """Whether this rank's unscaled loss and its derivatives by the log-probs are finite. Runs no forward."""
 
     def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """log_prob and entropy (B, T) at the present weights, without a graph, read out as precisely as can be."""
+        """log_prob and entropy (B, T) at the present weights, no graph, with recorded random numbers.
+
+        In half precision the output head is applied in float32: log-probs rounded to bfloat16 would hide small moves.
+        """
 
     def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
-        """Around one forward and backward of a pass over micro-batches: how training reduces the gradient over ranks.
+        """Context for one forward and backward of a pass: reduces over ranks when training would.
 
-        Where it does so once, after the last micro-batch, a probe must, too: a sum has another rounding otherwise.
+        If training reduces once, after the last micro-batch, so must a replay: otherwise its sums round differently.
         """
 
     def forward_bytes(self) -> int:
-        """What :meth:`forward` holds at its peak beside the weights, in bytes: mostly the logits in float32."""
+        """Peak of :meth:`forward` beside the weights, in bytes: mostly float32 logits."""
 
     def entropies(self, micro_batch: int) -> torch.Tensor:
-        """Entropy in nats (B, T) at the present weights, also where the loss has no entropy term: one forward."""
+        """Entropy in nats (B, T) at the present weights, also if the loss has no entropy term: one forward."""
 
     def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
-        """The loss, scaled: its backward adds the selected tokens' part of the training gradient to ``.grad``.
+        """The scaled loss, whose backward adds the selected tokens' part of the training gradient to ``.grad``.
 
-        None selects everything; numbers in the place of bool (B, T) multiply the gradient of each token.
+        ``selected`` is what :func:`let_through` takes, (B, T); None selects everything.
         """
 
 
 class Scheduled(ABC):
-    """A part of :class:`TrainingStep` where the engine runs a pass over micro-batches by a schedule of its own, such as
-    a pipeline's, in place of ``loss`` and ``in_pass``."""
+    """The part of a :class:`TrainingStep` that replaces ``loss`` and ``in_pass`` in an engine that schedules the passes
+    over micro-batches itself, such as a pipeline."""
 
     @abstractmethod
     def share(self) -> None:
-        """Before anything is asked: have what was recorded on all of a rank's processes. May communicate."""
+        """Called first: give what was recorded to all processes of the rank. May communicate."""
 
     @abstractmethod
     def run_pass(self, selections: Sequence[tuple[int, torch.Tensor | None]]) -> None:
@@ -152,13 +162,13 @@ class Scheduled(ABC):
 
 
 class LossOfGiven(Protocol):
-    """A part of :class:`TrainingStep` for any trainer whose loss can be computed of given log-probs, without a forward.
+    """Parts of a :class:`TrainingStep` for trainers whose loss can be computed from given log-probs, without a forward.
 
-    Nothing here communicates: one rank may ask alone.
+    Nothing here communicates, so one rank may ask alone.
     """
 
     dp_size: int
-    """Data-parallel ranks, over whose losses the gradient is averaged."""
+    """Data-parallel ranks, over which FSDP or DDP averages the gradient."""
 
     @property
     def loss_scale(self) -> float:
@@ -168,25 +178,25 @@ class LossOfGiven(Protocol):
         """See :class:`TrainingStep`."""
 
     def has_kl_term(self) -> bool:
-        """Whether the loss has one."""
+        """Whether the loss has a KL term."""
 
     def loss_of_given(self, micro_batch: int, log_prob: torch.Tensor, is_without_kl: bool = False) -> torch.Tensor:
-        """This rank's loss, before any scaling, with these log-probs (B, T) in the place of a forward's."""
+        """This rank's unscaled loss with these log-probs (B, T) in place of a forward's."""
 
     def leaf(self, micro_batch: int) -> torch.Tensor:
-        """The recorded log-probs (B, T) in float32, to be differentiated by."""
+        """The recorded log-probs (B, T) as a float32 leaf to differentiate by."""
         return self.recorded(micro_batch).log_prob.detach().float().clone().requires_grad_()
 
     def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See :class:`TrainingStep`: a coefficient is of this rank's own (scaled) loss, the step's gradient is
-        the mean over the ranks."""
+        """See :class:`TrainingStep`. Hooks saw this rank's scaled loss; the step's gradient is the unscaled mean over
+        the ranks, hence the factor. Zeros if no gradient reached the log-probs."""
         recorded, factor = self.recorded(micro_batch), 1.0 / (self.dp_size * self.loss_scale)
         found, entropy = recorded.log_prob_coefficient, recorded.entropy_coefficient
         log_prob = torch.zeros_like(recorded.log_prob) if found is None else found * factor
         return log_prob, None if entropy is None else entropy * factor
 
     def kl_coefficients(self, micro_batch: int) -> torch.Tensor | None:
-        """See :class:`TrainingStep`: of the loss with the term less that of the loss without."""
+        """See :class:`TrainingStep`: the derivative of the loss with the term less that of the loss without."""
         if not self.has_kl_term():
             return None
         derivatives: list[torch.Tensor] = []
@@ -205,12 +215,12 @@ class LossOfGiven(Protocol):
 
 
 def to_host(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Copies in the host's memory, by a single read of the device: a copy of each by itself waits for it each time."""
+    """Copies in the host's memory by a single read per device: copying one by one would wait for it each time."""
     found: list[torch.Tensor | None] = [None] * len(tensors)
     there = {index: tensor.detach().contiguous() for index, tensor in enumerate(tensors) if tensor is not None}
     for device in {tensor.device for tensor in there.values()}:
         given = {index: tensor for index, tensor in there.items() if tensor.device == device}
-        order = sorted(given, key=lambda index: -given[index].element_size())  # so that each begins where its type may
+        order = sorted(given, key=lambda index: -given[index].element_size())  # largest first: all stay aligned
         read = torch.cat([given[index].view(-1).view(torch.uint8) for index in order]).cpu()
         parts = read.split([given[index].numel() * given[index].element_size() for index in order])
         for index, part in zip(order, parts, strict=True):
@@ -219,10 +229,10 @@ def to_host(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]
 
 
 class HostStep:
-    """A step as a search looks at it: everything about single tokens lies in the host's memory, read once.
+    """A step as a search reads it: all that concerns single tokens is copied to the host once.
 
-    Masks, weights, records and coefficients of all micro-batches are read together when one is first asked for; what a
-    forward gives, with the forward. Nothing after that waits for the device. The rest is the step's own.
+    Masks, weights, records and coefficients of all micro-batches are read together when the first is asked for, the
+    outputs of a forward with that forward. Nothing else waits for the device. All other attributes are the step's own.
 
     Args:
         step: the trainer's.
@@ -285,7 +295,7 @@ class HostStep:
 
 
 def _on_host(found: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The same with every tensor on the host: tensors, tuples of them, records."""
+    """The same with every tensor on the host; values are tensors, tuples of them, or records."""
     flat = [tensor for values in found.values() for value in values for tensor in _tensors_of(value)]
     read = iter(to_host(flat))
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms noted while training: after each micro-batch's backward, and per parameter before the step.
+"""Norms noted while training: of ``.grad`` after each micro-batch's backward, and per parameter before the step.
 
-Both are local numbers of this rank's shards, so nothing is communicated while nothing spikes; the sums over ranks are
-taken when somebody asks, on a spike. How the running norm changes tells about how large each micro-batch's own gradient
-is, and so where to look first. The last norms of many steps tell a layer that explodes alone from a spike of the whole
-model.
+Both are local numbers of this rank's shards. Nothing is communicated while nothing spikes; ranks add them up when
+somebody asks, at a spike. The steps of the running norm tell about how large each micro-batch's own gradient is, so
+where to look first. Past norms per parameter tell one exploding layer from a spike of the whole model.
 
-What that costs is timed by the device's own clock: the host, which runs ahead of it, may wait for a place in its queue.
+The cost is timed on the device's clock. The host's would include waiting for a place in the device's queue, which is
+no cost of tracking.
 """
 
 import logging
@@ -23,12 +23,12 @@ from .ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-_MAX_COST = 0.002  # of an update's time: beyond, norms of layers wait, and the running norm switches itself off
-_NUM_TRIALS = 3  # updates to judge that by
+_MAX_COST = 0.002  # of an update's time. Beyond it, norms per parameter are skipped and the running norm is given up
+_NUM_TRIALS = 3  # updates before the running norm is judged
 
 
 class _Watch:
-    """Adds up the time that blocks of work take: of the device where it has events, else of the host."""
+    """Adds up the time that blocks of work take: on the device if it has events, else on the host."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -36,7 +36,7 @@ class _Watch:
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
-        """Time what is in here; waits for nothing."""
+        """Time this block, without waiting for the device."""
         event = _event_of(device)
         if event is None:
             started = time.perf_counter()
@@ -51,7 +51,7 @@ class _Watch:
 
     @property
     def seconds(self) -> float:
-        """Of all blocks that the device has come to the end of."""
+        """Total of all blocks that the device has finished."""
         done = [pair for pair in self._open if pair[1].query()]
         self._open = [pair for pair in self._open if pair not in done]
         self._seconds += sum(begin.elapsed_time(end) for begin, end in done) / 1e3
@@ -59,21 +59,21 @@ class _Watch:
 
 
 def _event_of(device: torch.device) -> Any:
-    """The class of a device's events; None where it has none."""
+    """The device's event class; None if it has none."""
     return None if device.type == "cpu" else getattr(torch.get_device_module(device.type), "Event", None)
 
 
 class NormTracker:
-    """Notes local squared norms as training goes, as long as that costs next to nothing.
+    """Notes local squared norms during training, as long as that costs next to nothing.
 
     Args:
-        window: how many optimizer steps of per-parameter norms to keep; 0 keeps none.
+        window: optimizer steps whose norms per parameter are kept; 0 for none.
     """
 
     def __init__(self, window: int):
         self.is_on = True
         self._history: deque[tuple[int, torch.Tensor]] = deque(maxlen=window)
-        """By the number of the step; where it takes its time, each rank leaves out other ones."""
+        """(step number, squares). On a slow device ranks skip steps, each rank other ones, hence the number."""
         self._num_steps = 0
         self._running: list[torch.Tensor] = []
         self._watch, self._layer_watch = _Watch(), _Watch()
@@ -85,7 +85,7 @@ class NormTracker:
         self._update_started = time.perf_counter()
 
     def end_update(self) -> None:
-        """Stop tracking when the running norm costs more than the bound; later updates then pay nothing."""
+        """Give up the running norm if it costs too much; later updates then pay nothing."""
         self._update_seconds += time.perf_counter() - self._update_started
         self._num_updates += 1
         cost = self._watch.seconds / self._update_seconds
@@ -102,9 +102,9 @@ class NormTracker:
         self._running = []
 
     def after_backward(self, space: GradientSpace) -> None:
-        """Note the norms of what ``.grad`` has accumulated so far: no communication, no synchronisation.
+        """Note the squared norms of what ``.grad`` has accumulated so far: no communication, no synchronisation.
 
-        Roughly on a CPU, where reading all of a gradient takes its time.
+        On a CPU, where reading a whole gradient takes long, from a sample.
         """
         if not self.is_on:
             return
@@ -112,25 +112,25 @@ class NormTracker:
             self._running.append(space.local_squares(self._is_rough(space)))
 
     def after_mini_batch(self, space: GradientSpace, clip_scale: float, loss_scale: float, is_spike: bool) -> None:
-        """Remember the per-parameter norms of a step that did not spike; of one in so many, where that takes its time.
+        """Remember the norms per parameter of a step that did not spike; on a slow device, of as many as time allows.
 
         Args:
             space: ``.grad`` holds ``clip_scale`` times the step's gradient.
             clip_scale: the factor that clipping applied; in (0, 1].
-            loss_scale: what the loss was multiplied by in the backward.
+            loss_scale: the loss was multiplied by this in the backward, so the running norms were, too.
             is_spike: whether the step spiked.
         """
         self._num_steps += 1
         if not self.is_on or is_spike or not self._history.maxlen:
             return
         with self._layer_watch.on(space.params[0].device):
-            if self._running and not self._is_rough(space):  # the last micro-batch's reading is the step's
+            if self._running and not self._is_rough(space):  # after the last micro-batch .grad was the step's gradient
                 self._history.append((self._num_steps, self._running[-1] / loss_scale**2))
             elif self.cost(time.perf_counter()) <= _MAX_COST:
                 self._history.append((self._num_steps, space.local_squares().div_(clip_scale**2)))
 
     def cost(self, now: float) -> float:
-        """The part of all updates' time that tracking has taken, at this reading of the clock."""
+        """The fraction of all updates' time that tracking has taken, ``now`` being ``time.perf_counter()``."""
         return (self._watch.seconds + self._layer_watch.seconds) / (self._update_seconds + now - self._update_started)
 
     @staticmethod
@@ -138,10 +138,11 @@ class NormTracker:
         return is_slow(space.params[0].device)
 
     def increments(self, space: GradientSpace, ranks: Ranks, loss_scale: float) -> list[float] | None:
-        """About how large each micro-batch's own gradient is, over all ranks; None when some rank did not track.
+        """About the norm of each micro-batch's own gradient, over all ranks; None if a rank did not track.
 
-        The root of the change of the running squared norm: exact where the micro-batch's gradient is orthogonal to
-        what came before, as independent ones nearly are.
+        With A the sum so far and g the next gradient, ||A + g||^2 - ||A||^2 = ||g||^2 + 2 <A, g>. So the root of the
+        change is exact for orthogonal gradients, as independent ones nearly are. abs() because g may undo what came
+        before, and then the running norm falls.
         """
         if not ranks.all(self.is_on and bool(self._running)):
             return None
@@ -150,14 +151,15 @@ class NormTracker:
         return [abs(after - before) ** 0.5 for before, after in zip(running[:-1], running[1:], strict=True)]
 
     def history(self, space: GradientSpace, ranks: Ranks) -> torch.Tensor | None:
-        """Squared norm per parameter of the steps that all ranks remember: float64 (steps, num_params).
+        """Squared norm per parameter of the steps that all ranks remember, oldest first: float64 (steps, num_params).
 
-        None where these are fewer than two.
+        None if there are fewer than two.
         """
         if not ranks.all(self.is_on and len(self._history) > 1):
             return None
         squares = dict(self._history)
         (oldest,) = ranks.max([float(min(squares))])
+        # a step counts only if every rank has its part of it
         numbers = range(int(oldest), self._num_steps + 1)
         missing = ranks.max([float(number not in squares) for number in numbers])
         known = [squares[number] for number, is_missing in zip(numbers, missing, strict=True) if not is_missing]
@@ -165,7 +167,7 @@ class NormTracker:
 
 
 def median_size(tensors: Iterable[torch.Tensor]) -> float:
-    """Median of the absolute values of all elements that are neither zero nor NaN; 0 without any."""
+    """Median absolute value of all elements that are finite and not 0; 0 without any."""
     flat = torch.cat([tensor.detach().flatten() for tensor in tensors]).abs()
     kept = flat[(flat > 0) & flat.isfinite()]
     return float(kept.median()) if len(kept) else 0.0

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is this norm a spike? Pure rules over numbers; nothing here measures.
+"""Is this gradient norm a spike? Pure rules over numbers; nothing here measures.
 
-Fixed rule (GradLoc): tau / sqrt(N), with tau a per-token threshold and N the response tokens of the mini-batch over
-all ranks.
+Fixed rule (GradLoc's): a norm over tau / sqrt(N), with tau a threshold per token and N the mini-batch's response tokens
+over all ranks (docs/method.md, section 6).
 
-Adaptive rule, with one history for each mini-batch position within a trainer step:
+Adaptive rule, with a history of its own for each mini-batch position within a trainer step, since later mini-batches
+are further off-policy and have other norms:
 
-1. The *level* of a position is the median of its norms over the last 64 trainer steps; where they fall into two groups
-   (steps with and without advantages), it is the median of the upper group.
-2. A norm is a spike when it is more than twice the ninth decile of these norms; this threshold is never below 4 nor
-   above 10 times the level.
-3. Of spikes in a row only the first enters the history; after 64 in a row that no longer grow, or 16 norms in a row
-   below the median, the history starts again from these.
+1. The *level* of a position is the median of its norms over the last 64 trainer steps. If these fall into two groups
+   (steps with and without advantages), it is the median of the upper one.
+2. A spike is a norm over twice the ninth decile of these norms. This threshold stays between 4 and 10 times the level.
+3. Of spikes in a row only the first enters the history. The history starts again from 64 spikes in a row that no longer
+   grow, or from 16 norms in a row below the median.
 
-Why each statistic, and what it was measured on: docs/trigger.md. All arithmetic is on logarithms of norms.
+docs/trigger.md says why each statistic was chosen and what it was measured on. Arithmetic is on logarithms of norms, so
+that a factor is a distance and no unit matters.
 """
 
 import math
@@ -24,18 +25,18 @@ from typing import Any
 
 from .history import Summary
 
-_DECILE = 0.9  # a quantile that up to a tenth of the norms, spikes or hard batches, cannot move far
-_DECILE_OF_NORMAL = 1.2816  # that quantile of a standard normal distribution
-_REACH = math.log(2.0)  # how far over that quantile a norm is no spike yet
-_GAP = math.log(2.0)  # two groups are at least this far apart; within one heavy tail no two neighbours are
-_GROUP = 8  # the upper group is at least this part of all norms, and 3; fewer are spikes
-_FALL = 16  # norms in a row below the median: by chance once in 65,536 steps
-_SETTLED = math.log(2.0)  # spikes in a row whose later half is higher than the earlier by more than this still grow
-_LARGEST = 709.0  # the largest exponent of a float
+_DECILE = 0.9  # quantile; a tenth of the norms may be spikes or hard batches without moving it far
+_DECILE_OF_NORMAL = 1.2816  # the same quantile of a standard normal distribution
+_REACH = math.log(2.0)  # from that quantile to the threshold
+_GAP = math.log(2.0)  # least distance of two groups; neighbours in one heavy tail are closer
+_GROUP = 8  # an upper group has at least one norm in this many, and at least 3; fewer are spikes
+_FALL = 16  # norms in a row below the median: by chance once in 2^16 = 65,536 steps
+_SETTLED = math.log(2.0)  # a run of spikes still grows if its later half lies higher by more than this
+_LARGEST = 709.0  # exp() of more overflows
 
 
 def fixed_threshold(tau: float, num_tokens: int) -> float:
-    """The published threshold on the mini-batch's gradient norm; inf for a mini-batch without response tokens."""
+    """The published threshold tau / sqrt(N) on the mini-batch's gradient norm; inf without response tokens."""
     return tau / math.sqrt(num_tokens) if num_tokens > 0 else math.inf
 
 
@@ -48,33 +49,34 @@ class Place:
     mini_batch: int
     num_mini_batches: int
     history: Summary | None
-    """What the adaptive threshold was made of; None under the fixed rule."""
+    """What the adaptive threshold was made of; None with the fixed rule."""
     stage: str | None = None
-    """Which of Lopti's two updates of the step; None for the only one."""
+    """Which of Lopti's two updates of the step this is; None if there is only one."""
 
 
 @dataclass(frozen=True)
 class Spike:
-    """Why a mini-batch is looked into, in numbers."""
+    """Why a mini-batch is searched, in numbers."""
 
     kind: str
-    """``fixed``, ``adaptive``, ``non_finite`` or ``forced``."""
+    """``fixed``, ``adaptive``, ``non_finite``, or ``forced`` on a rehearsal, which is no spike."""
     grad_norm: float
+    """Of the mini-batch, before clipping."""
     threshold: float | None
+    """The norm above which it is a spike; None on a rehearsal and during the warm-up."""
     tau: float | None
+    """The published threshold per token; None where there is none."""
     num_tokens: int
+    """N, response tokens of the mini-batch over all ranks."""
 
 
 def spike_kind(grad_norm: float, threshold: float | None, kind: str) -> str | None:
-    """Which rule a norm breaks.
+    """``non_finite`` for NaN and inf, ``kind`` for a norm over the threshold, else None.
 
     Args:
-        grad_norm: the mini-batch's norm before clipping; may be NaN or inf.
+        grad_norm: the mini-batch's norm before clipping.
         threshold: None while there is none yet.
         kind: the rule behind the threshold.
-
-    Returns:
-        ``non_finite`` for NaN and inf, ``kind`` when over the threshold, else None.
     """
     if not math.isfinite(grad_norm):
         return "non_finite"
@@ -91,7 +93,7 @@ class AdaptiveThreshold:
         cap: the threshold is at most this many times the level.
 
     Raises:
-        ValueError: one sentence, where two of them contradict each other.
+        ValueError: if warmup is over window, or floor over cap.
     """
 
     def __init__(self, window: int = 64, warmup: int = 16, floor: float = 4.0, cap: float = 10.0):
@@ -101,28 +103,25 @@ class AdaptiveThreshold:
             raise ValueError(f"floor must be at most cap ({cap:g}), found {floor:g}.")
         self._settings = (window, warmup, math.log(floor), math.log(cap))
         self._positions: list[_Position] = []
-        self._seed: list[float] = []  # of a checkpoint whose history pooled the positions
+        self._seed: list[float] = []  # log-norms to start every position from
 
     def threshold(self, position: int) -> float | None:
-        """The norm above which this position spikes in the next step; None until ``warmup`` norms are known."""
+        """The norm above which this position is a spike in the next step; None until ``warmup`` norms are known."""
         return self._at(position).threshold()
 
     def observe(self, step_norms: Sequence[float]) -> list[bool]:
-        """Learn from one trainer step.
+        """Learn from one trainer step; returns which of its norms were spikes, by the thresholds before this step.
 
         Args:
-            step_norms: the norms before clipping and before any action, of all epochs x mini-batches in order. NaN and
-                inf are spikes; 0, a step without a gradient, is none; neither says anything about the level.
-
-        Returns:
-            Which of them were spikes, by the thresholds that stood before this step.
+            step_norms: norms before clipping and before any action, of all epochs x mini-batches in order. NaN and inf
+                are spikes. 0, a step without a gradient, is none. Neither says anything about the level.
         """
         spikes = [self._at(position).observe(norm) for position, norm in enumerate(step_norms)]
         self._seed = []
         return spikes
 
     def summary(self, position: int = 0) -> Summary:
-        """What a position's threshold is made of; ``log_sigma`` by the norms' ninth decile."""
+        """What a position's threshold is made of; ``log_sigma`` as of a normal with this level and ninth decile."""
         return self._at(position).summary()
 
     def state(self) -> dict[str, Any]:
@@ -130,9 +129,9 @@ class AdaptiveThreshold:
         return {"positions": [position.state() for position in self._positions], "seed": self._seed}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state` gave; or a ``History.state()``, from before positions were told apart."""
+        """Take over what :meth:`state` gave, or a :meth:`.history.History.state`."""
         self._positions = []
-        if "positions" not in state:  # pooled: every position starts from all of them, and parts from it as it learns
+        if "positions" not in state:  # one history for all positions: each starts from it
             self._seed = [float(value) for value in state["log_norms"]]
             return
         self._seed = [float(value) for value in state["seed"]]
@@ -146,7 +145,7 @@ class AdaptiveThreshold:
 
 
 class _Position:
-    """One mini-batch position: its recent log-norms, and the spikes in a row that it is in."""
+    """One mini-batch position: its recent log-norms, and the run of spikes that it is in."""
 
     def __init__(self, window: int, warmup: int, floor: float, cap: float, seed: Sequence[float]):
         self._warmup, self._floor, self._cap = warmup, floor, cap
@@ -200,7 +199,8 @@ class _Position:
             middle = _median(norms)
             level = _median(_upper_group(norms, middle + self._cap) or norms)
             decile = norms[min(int(_DECILE * count), count - 1)]
-            # a decile of few norms is uncertain: its error falls with the root of their number
+            # The decile of few norms is uncertain, with an error that falls as the root of their number. So the
+            # threshold comes down to its place as the window fills.
             reach = _REACH + 0.5 * math.log((self._norms.maxlen or count) / count)
             threshold = min(max(decile + reach, level + self._floor), level + self._cap)
             self._fitted = threshold, middle, level, decile
@@ -237,10 +237,13 @@ def _median(ordered: Sequence[float]) -> float:
 
 
 def _upper_group(ordered: Sequence[float], cap: float) -> Sequence[float]:
-    """The norms above the highest gap over the median with enough above it; empty where there is one group.
+    """The norms above the highest gap that lies over the median and has enough norms above it; empty for one group.
 
-    Two groups matter, and are looked for, only where a threshold at ``cap`` would cut off the upper one: where the
-    second largest norm is beyond it.
+    Looked for only if a threshold at ``cap`` would cut off an upper group: if the second largest norm is beyond it.
+
+    Args:
+        ordered: log-norms, ascending.
+        cap: a log-norm.
     """
     count = len(ordered)
     if count < 2 or ordered[-2] <= cap:

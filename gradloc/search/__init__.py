@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The strategies that look for the tokens behind a spike, and the task that they share."""
+"""Strategies that find the tokens behind a spike. :mod:`.find` runs one; :mod:`.auto` is the default."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default search: propose by shares and coefficients, verify the top few, certify, go on along what is left.
+"""The default search: shares name candidates, backwards verify the top few, a certificate says whether they explain it.
 
-One round costs two forwards of each micro-batch (the shares of all tokens of all ranks), one probe for each of the few
-candidates that are verified, and the certificate. When the rest still spikes, the next round measures shares along
-that rest, which is what the certificate left in ``.grad``. Then whole sequences, then the norm sketch, which sees what
-cancels; where shares cannot be trusted, the published bisection.
+One round costs two forwards of each micro-batch (the shares of all tokens of all ranks), one probe for each candidate
+that is verified, and the certificate. If the rest still spikes, the next round measures shares along that rest, which
+the certificate left in ``.grad``. In the end comes the norm sketch, which sees tokens that cancel. If shares cannot be
+trusted, candidates are verified one by one, and then comes the published bisection. docs/method.md, sections 3 and 4.
 """
 
 import math
@@ -38,23 +38,24 @@ from .sketch import sketch
 from .task import CulpritSpan, SearchResult, Task
 
 _MAX_ROUNDS = 4
-_MAX_HINTS = 2
-_MANY = 64  # tokens that may be singled out by their coefficients
-_RESOLVED = 0.02  # of closure: where less is missing, nothing more is read
-_LIKELY = 2.0  # standard errors: a share of more may be a culprit's; its own backward has to tell
-_ANY = 1e-9  # standard errors: as good as none
-_MAX_REFINEMENTS = 2  # of shares that do not add up
-_MOSTLY_SEEN = 0.25  # of a gradient, by norms: with less than that left unread, a part's shares are known to be off
+_MAX_HINTS = 2  # tokens that are verified though no share names them
+_MANY = 64  # tokens that their coefficients may single out
+_RESOLVED = 0.02  # of closure: if less is missing, nothing more is read
+_LIKELY = 2.0  # standard errors: a share of more may be a culprit's, which its own backward has to tell
+_ANY = 1e-9  # standard errors, as good as none; 0 would mean the default
+_MAX_REFINEMENTS = 2  # further measurements of shares that do not add up
+_MOSTLY_SEEN = 0.25  # of ||R||^2: with more unread, a closure below 1 says nothing about the measurement
 
 
 class _Search(Named):
-    """The stages of one search, in their order."""
+    """The stages of one search, in their order; ``number`` is that of the round, from 0."""
 
     def __init__(self, task: Task):
         super().__init__(task)
         self._measured_along: Gradient | None = None
 
     def run(self, max_rounds: int, is_last_resort_allowed: bool) -> SearchResult:
+        """Round after round until what is named explains the spike; then sketch or bisection, if those are allowed."""
         if not math.isfinite(self.task.spike.grad_norm):
             return self._trace_non_finite()
         for number in range(max_rounds):
@@ -62,6 +63,7 @@ class _Search(Named):
             shares = self._measure(number)
             if shares is None:
                 return self._stop_exhausted()
+            # If most of the noise comes from the largest coefficients, name these first: the rest then reads clearly.
             if number == 0 and shares.is_noisy and self.name(self._noisy_hints(shares)):
                 if self.certify():
                     return self.result
@@ -71,10 +73,11 @@ class _Search(Named):
                 if not isinstance(found, ShareMap):
                     return found
                 shares = found
+            # The same shares read three ways: certain beyond chance, likely at two standard errors, and with all noise.
             candidates = self._candidates(shares, with_hints=number == 0)
             read = {span.tokens: span for span in self._spans(replace(shares, certainty=_ANY))}
             likely = [read.get(span.tokens, span) for span in self._spans(replace(shares, certainty=_LIKELY))]
-            if not candidates and not likely:  # a loud token may look like noise: its own backward tells
+            if not candidates and not likely:  # a loud token may be lost in noise: its own backward tells
                 loud = [span for span in read.values() if span.span == "token"]
                 candidates = [replace(span, bound=0.0) for span in loud[:_MAX_HINTS]]
             if self._is_spread(shares, likely, candidates):
@@ -97,7 +100,12 @@ class _Search(Named):
     # ---- stages
 
     def _doubt(self, shares: ShareMap, number: int, is_last_resort_allowed: bool) -> ShareMap | SearchResult:
-        """Shares that can be trusted after all, or what there is to say without any."""
+        """Untrusted shares: others that can be trusted, or else the search's result without any.
+
+        In this order, each only if the ones before leave it open: the mean of several draws; a part of the gradient
+        that passes through no token; a backward that is not the log-probs' derivative; the few tokens that stand out,
+        by backwards of their own; shares along what those leave; bisection.
+        """
         if shares.is_noisy:
             if self._is_explained_by(self._few_loud_tokens(shares)):
                 return self.result
@@ -127,13 +135,17 @@ class _Search(Named):
         return self._fall_back("the shares do not add up to 1, so they are not used", is_last_resort_allowed)
 
     def _measure(self, number: int) -> ShareMap | None:
-        """Shares along what is left: first of the micro-batch that moved the running norm most, then of others."""
+        """Shares along R: first of the micro-batch that raised the running norm most, then of others if need be.
+
+        Returns None if the search may not cost as much.
+        """
         shares = None
         for part in self._parts(number):
             if shares is None or self._is_more_to_see(shares, part):
                 shares = self._measure_of(part, known=shares)
                 if shares is None:
                     return None
+                # in float32 no other step explains a closure that far off: see _is_the_backward_s
                 is_certain = self.prober.step.compute_dtype == torch.float32 and shares.is_far
                 if not shares.is_noisy and not is_certain:
                     shares = self._refined(shares)
@@ -142,7 +154,7 @@ class _Search(Named):
         return shares
 
     def _refined(self, shares: ShareMap) -> ShareMap:
-        """Shares that do not add up, measured again: at a shorter step, or as the mean of several draws."""
+        """Measure shares that do not add up again: at a shorter step, or as the mean of several draws."""
         for _ in range(_MAX_REFINEMENTS):
             if shares.is_trusted or shares.unseen > _MOSTLY_SEEN or shares.is_short:
                 break
@@ -158,20 +170,21 @@ class _Search(Named):
         return shares
 
     def _parts(self, number: int) -> list[list[int]]:
-        """In which order micro-batches are looked at: as long as one of these does not settle it, the next."""
+        """The micro-batches in the order in which they are read, a part at a time until the shares settle it."""
         everything = list(range(self.prober.step.num_micro_batches))
         suspects = self.task.suspects() if self.task.increments else []
-        if number > 0:  # where some were, others may be
+        if number > 0:  # where culprits were, there may be more
             suspects = sorted({token.micro_batch for token in self.result.tokens})
             return [part for part in (suspects, [index for index in everything if index not in suspects]) if part]
         rest = [index for index in everything if index not in suspects]
         return [part for part in (suspects[:1], suspects[1:], rest) if part]
 
     def _is_more_to_see(self, shares: ShareMap, part: Sequence[int]) -> bool:
-        """Whether what these micro-batches do not carry is more than an error, and may hide a culprit."""
+        """Whether what was read leaves more of R than an error, so that ``part`` may hide a culprit."""
         unseen = 1 - shares.closure
         if not shares.is_trusted and unseen < 0:
-            # what takes so much back is as large, by Cauchy-Schwarz, and the running norm has seen it come
+            # Read so far carries more than R, so something unread takes it back. By Cauchy-Schwarz that is at least
+            # as large, and then the running norm has seen it come (half: it is rough).
             size = max(self.task.increments[index] for index in part) if self.task.increments else 0.0
             return size >= -unseen * shares.square**0.5 / 2
         if unseen < max(_RESOLVED, (3 if shares.is_noisy else 2) * shares.noise):
@@ -196,7 +209,7 @@ class _Search(Named):
         return shares
 
     def _candidates(self, shares: ShareMap, with_hints: bool) -> list[Candidate]:
-        """Spans by share, and in the first round tokens by coefficient."""
+        """Spans by share; in the first round also the tokens with the largest coefficients, as hints."""
         task, named = self.task, set(self.result.tokens)
         loud = by_coefficient(task, _MANY, named, shares.square**0.5)
         masks = self.prober.ranks.agree(lambda: masks_of(task, loud))
@@ -207,7 +220,7 @@ class _Search(Named):
         return found + [hint for hint in hints if known.isdisjoint(hint.tokens)]
 
     def _spans(self, shares: ShareMap) -> list[Candidate]:
-        """Spans by share; where they carry little, also tokens that have to be measured, if few of them carry much.
+        """Spans by share. If these carry little, also tokens whose <g, R> alone is a culprit's, if few carry much.
 
         Of n loud tokens, alike and orthogonal, each has ||g|| = sqrt(<g, R>), and its bound is 1 / sqrt(n) of that.
         """
@@ -223,13 +236,13 @@ class _Search(Named):
         return found
 
     def _noisy_hints(self, shares: ShareMap) -> list[Candidate]:
-        """The tokens with the largest coefficients, where without them the shares would not be noisy."""
+        """The tokens with the largest coefficients, if most of the shares' noise is theirs."""
         hints = by_coefficient(self.task, _MAX_HINTS, set())
         variance = carried_by(self.task, shares, {token for hint in hints for token in hint.tokens})[1]
         return hints if variance > shares.noise**2 * shares.square**2 / 2 else []
 
     def _uncertain(self, shares: ShareMap, candidates: list[Candidate], likely: list[Candidate]) -> list[Candidate]:
-        """The loudest of the spans that may be noise, as hints, where the rest seems to spike without them."""
+        """The loudest spans that may be noise, as hints, if the rest seems to spike without the candidates."""
         known = {token for candidate in candidates for token in candidate.tokens}
         others = [candidate for candidate in likely if known.isdisjoint(candidate.tokens)][:_MAX_HINTS]
         if not others:
@@ -238,13 +251,13 @@ class _Search(Named):
         return [replace(candidate, bound=0.0) for candidate in others] if is_open else []
 
     def _spikes_beside(self, shares: ShareMap, candidates: list[Candidate]) -> bool:
-        """Whether the rest seems to spike without these."""
+        """Whether the rest seems to spike without these: <rest, R> over the square of half the threshold."""
         tokens = {token for candidate in candidates for token in candidate.tokens}
         rest = shares.square - carried_by(self.task, shares, tokens)[0]
         return rest > (self.task.reference / 2) ** 2
 
     def _is_spread(self, shares: ShareMap, spans: list[Candidate], candidates: list[Candidate]) -> bool:
-        """Whether these spans are no more than a part of a spike that all tokens make, and none is to be verified."""
+        """Whether these spans are only the loudest part of a spike that all tokens make. Never while hints are open."""
         if self.task.spike.threshold is None or any(candidate.bound == 0 for candidate in candidates):
             return False
         why = why_spread(self.task, shares, spans, self.task.max_culprits - len(self.result.culprits))
@@ -256,9 +269,9 @@ class _Search(Named):
         return True
 
     def _few_loud_tokens(self, shares: ShareMap) -> list[Candidate]:
-        """The few tokens that stand out of shares that cannot be trusted, and those that the loss weighs most.
+        """The one or two tokens that stand out of untrusted shares, and the two with the largest coefficients.
 
-        Of shares that add up to less, each counts as so much more; spans may be noise.
+        If closure is below 1, all shares are taken to be too small by that factor.
         """
         norm, named = shares.square**0.5, set(self.result.tokens)
         least = self.task.culprit_norm * min(abs(shares.closure), 1.0)
@@ -267,11 +280,11 @@ class _Search(Named):
         return found + by_coefficient(self.task, _MAX_HINTS, known) if 0 < len(found) <= _MAX_HINTS else []
 
     def _is_explained_by(self, candidates: list[Candidate]) -> bool:
-        """Name these where a backward of each by itself says so, since their bounds are not to be trusted; certify."""
+        """Name those that are culprits by a backward of their own, since bounds are not to be trusted, and certify."""
         return self.name([replace(candidate, bound=0.0) for candidate in candidates]) and self.certify()
 
     def _is_in_parts(self) -> bool:
-        """Whether a part of the gradient is not the tokens'; their own part is the direction from here on."""
+        """Whether a part of the gradient passes through no token. If so, the tokens' own part is searched from here."""
         parts = split_off(self.task)
         if parts is None:
             return False
@@ -283,7 +296,7 @@ class _Search(Named):
         return True
 
     def _is_the_backward_s(self, shares: ShareMap) -> bool:
-        """Whether the gradient is not the derivative of the tokens' log-probs: then no token is named."""
+        """Whether the gradient is not the derivative of the tokens' log-probs. If so, no token is named."""
         found = doubt_backward(self.task, shares)
         if found is None:
             return False
@@ -297,7 +310,7 @@ class _Search(Named):
         self.note("others", "measured", source.reason, norm)
 
     def _trace_non_finite(self) -> SearchResult:
-        """A coefficient that is not a finite number names its token with no forward at all."""
+        """A NaN or inf: a coefficient that is not finite names its token, with no forward at all."""
         candidates, most = non_finite(self.task), self.task.max_culprits
         if not candidates:
             why = "all coefficients are finite, so it was the backward that made the gradient non-finite"
@@ -311,7 +324,7 @@ class _Search(Named):
         return self.result
 
     def _count_more(self) -> SearchResult:
-        """As many culprits are named as may be, and the rest still spikes: what else there is, by its shares."""
+        """No more culprits may be named, and the rest still spikes: count what else there is, by shares along it."""
         shares = self._measure(number=1)
         if shares is None or not shares.is_trusted:
             self.cut(0)
@@ -321,7 +334,7 @@ class _Search(Named):
         return self.result
 
     def _look_for_hidden(self) -> SearchResult:
-        """What shares cannot see: tokens that cancel each other, or hide from the gradient's direction."""
+        """The sketch finds what shares cannot see: tokens that cancel each other or are orthogonal to R."""
         found = sketch(self.task, self.result.tokens)
         self.result.path += found.path
         if found.exhausted:
@@ -336,13 +349,14 @@ class _Search(Named):
         return self.result
 
     def _fall_back(self, why: str, is_allowed: bool) -> SearchResult:
+        """Bisection, if that is allowed; ``why`` there are no shares to go by."""
         self.result.stop_reason = why
         if is_allowed:
             self.note("bisect", "measured", why)
             found = bisect(self.task)
             named = set(self.result.tokens)
             self.result.path += found.path
-            # bisection's own leaves are held against the published per-token threshold, which loud healthy tokens pass
+            # bisection names tokens over the published threshold per token, which loud healthy tokens pass as well
             self.result.culprits += [
                 culprit
                 for culprit in found.culprits
@@ -359,7 +373,7 @@ class _Search(Named):
 
 
 def auto(task: Task) -> SearchResult:
-    """Find all culprits, certified: shares, exact checks, the residual, sequences, the norm sketch, bisection.
+    """Find all culprits, certified, in up to four rounds; then the sketch, or bisection if shares are of no use.
 
     Args:
         task: what to search; ``.grad`` is overwritten, weights are moved and restored bit for bit.

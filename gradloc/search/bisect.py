@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The published search: global -> micro-batch -> rank -> token, halving what is over its threshold.
 
-Source: GradLoc (Tencent Hunyuan), method figure. A token's loss gradient is taken as noise of norm tau at most, so
-that a mean over n tokens has norm about tau / sqrt(n). The published thresholds are for *means over a part*:
+Source: GradLoc (Tencent Hunyuan), method figure; docs/method.md, section 6. A token's loss gradient is taken as noise
+of norm tau at most, so that a mean over n tokens has norm about tau / sqrt(n). The published thresholds are for *means
+over a part*:
 
     global tau/sqrt(N);  micro-batch tau*sqrt(M)/sqrt(N);  l ranks tau*sqrt(M)*sqrt(W)/(sqrt(N)*sqrt(l));
     a segment of L tokens tau/sqrt(L)
 
-Our probes are additive: they measure sum_t w_t * gamma_t, with gamma_t the token's own gradient and w_t its weight
-in the step's loss (1/N when all tokens weigh the same). Under the same noise model such a sum has norm
-tau * sqrt(sum_t w_t^2), which is the published threshold times the part's weight. One formula thus serves all four
-phases, and the verdict does not depend on how the tokens are dealt out to ranks and micro-batches.
+Probes measure a sum instead, sum_t w_t gamma_t, with gamma_t the token's own gradient and w_t its weight in the step's
+loss (1/N if all tokens weigh the same). Under the same noise such a sum has norm tau sqrt(sum_t w_t^2), which is the
+published threshold times the part's weight. So one formula serves all four phases, and the verdict does not depend on
+how tokens are dealt out to ranks and micro-batches.
 
-Differences from the published code: every part over its threshold is followed, worst first, not only the largest;
-probes are exact parts of the gradient; NaN and inf count as over; nothing found is a result.
+Unlike the published code, this follows every part over its threshold, worst first, and not only the largest. Probes
+are exact parts of the gradient. NaN and inf count as over. Nothing found is a result.
 """
 
 import heapq
@@ -33,7 +34,7 @@ class _Search:
         self.prober = task.prober
         self.result = SearchResult()
         self._open: list[tuple[float, int, Part, int]] = []
-        """How far over its threshold, its place in the path, and its tokens."""
+        """(-norm / threshold, place in the path, the part, how many tokens it has)"""
 
     def run(self) -> SearchResult:
         size = self.prober.ranks.size
@@ -55,7 +56,7 @@ class _Search:
         return not self.result.exhausted
 
     def _probe(self, phase: str, part: Part) -> bool:
-        """Measure a part and file it; returns whether it is over its threshold."""
+        """Measure a part. If it is over its threshold, name a token, queue anything larger. Returns whether it is."""
         found = self.prober.measure(part)
         threshold = self.task.tau * found.weight_norm
         is_over = not math.isfinite(found.norm) or found.norm > threshold
@@ -101,8 +102,7 @@ class _Search:
 def bisect(task: Task) -> SearchResult:
     """Find the tokens whose own gradient is over ``tau`` times their loss weight; ``.grad`` is overwritten.
 
-    Returns:
-        The culprits in the order found, and every probe made. A culprit whose part holds others that cancel it is
-        missed: use a strategy that sees through cancellation.
+    The result has the culprits in the order found and every probe made. A culprit that others in its part cancel is
+    missed; ``share`` and ``sketch`` see some of those.
     """
     return _Search(task).run()

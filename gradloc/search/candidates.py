@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which spans of tokens may be culprits: read off shares, coefficients and the sketch. Local numbers, gathered once.
+"""Which spans of tokens may be culprits, by shares, coefficients and the sketch.
 
-Every function here looks at this rank's tokens, then all ranks' candidates are merged, so that every rank goes on
-with the same list. What travels is a few numbers a candidate, and never more than a few candidates a rank.
+Each rank looks at its own tokens. Then all ranks' candidates are merged, so that every rank goes on with the same list.
+Only a few numbers per candidate travel, and no more than some dozens of candidates per rank.
 
 Shapes: B rows of a micro-batch, T response positions, n response tokens of one row.
 """
@@ -19,33 +19,33 @@ from .rows import ELEVATED, Row, median, widened
 from .share import ShareMap
 from .task import Task
 
-MUCH = 0.5  # of a spike: a few spans that carry it are worth naming, though not all of the rest can be named
-_MOSTLY = 0.75  # of a spike: what culprits carry beside a healthy rest
-_ABOVE = 10.0  # times their part of the batch's tokens; in a batch that is scaled as a whole spans carry less
-_NEARLY_ALL = 0.9  # of a spike: where spans carry it,
-_WELL_ABOVE = 3.0  # this many times their part is enough: one of a few rows cannot carry ten times its part
-_MAX_SENT = 64  # candidates a rank
-_MAX_VERIFIED = 3  # candidates measured by a backward of their own though their bound names them, per round
-_AT_LEAST = 0.5  # of a culprit's norm: bound enough for a token whose share says that it has
-_BY_ESTIMATE = 2.0  # times a culprit's norm
+MUCH = 0.5  # of a spike: a few spans that carry this are worth naming even if they do not explain it
+_MOSTLY = 0.75  # of a spike: culprits carry this beside a healthy rest
+_ABOVE = 10.0  # times their part of the batch's tokens: in a batch that is scaled as a whole spans carry less
+_NEARLY_ALL = 0.9  # of a spike: for spans that carry this
+_WELL_ABOVE = 3.0  # times their part is enough, since one of a few rows cannot carry ten times its part
+_MAX_SENT = 64  # candidates per rank
+_MAX_VERIFIED = 3  # candidates per round that get a backward of their own though their bound names them
+_AT_LEAST = 0.5  # of a culprit's norm: a bound that is enough for a token
+_BY_ESTIMATE = 2.0  # whose estimated norm is this many times a culprit's
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A span of one rank's micro-batch."""
+    """A span of tokens of one rank's micro-batch that may be a culprit."""
 
     bound: float
-    """Lower bound on its norm; 0 for a mere hint, which has to be verified."""
+    """Lower bound on its gradient's norm; 0 for a mere hint, which has to be verified by a backward."""
     span: str
     """``token``, ``segment`` or ``sequence``."""
     micro_batch: int
     rank: int
     start: int
-    """Number of its first token, see :class:`~..core.selection.Token`."""
+    """``index`` of its first token, see :class:`~..core.selection.Token`."""
     end: int
     """Exclusive."""
     is_weighed: bool = False
-    """Whether its coefficient, too, makes it a culprit."""
+    """Whether its coefficient makes it a culprit as well."""
 
     @property
     def tokens(self) -> tuple[Token, ...]:
@@ -53,16 +53,15 @@ class Candidate:
 
 
 def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Candidate]:
-    """Spans whose norm is, by Cauchy-Schwarz and whatever the noise, at least a culprit's.
+    """Spans with at least a culprit's norm, by Cauchy-Schwarz and after taking off the noise, loudest first.
 
-    A few loud tokens are named one by one, however far apart. A row is a sequence when the loss weighs all of its
-    tokens more than others' and not some of them alone; a segment is a run of tokens each of which is large, by its
-    share or, at an end, by its coefficient.
+    :class:`.rows.Row` decides what of a row is a span: a few loud tokens, a segment (a run of large tokens), or the
+    whole sequence. A segment is widened by tokens right beside it that their coefficients single out.
 
     Args:
         task: what is searched.
         shares: as measured.
-        named: tokens that are named already.
+        named: tokens that are named already; they read 0.
     """
     norm = shares.square**0.5
     typical_weight, typical_total = _typical(task, shares, named)
@@ -87,7 +86,7 @@ def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Candidate]
 
 
 def beside_louder(task: Task, shares: ShareMap, named: set[Token], found: list[Candidate]) -> list[Candidate]:
-    """Tokens whose bound is low because those found are louder, see :func:`least_bound`."""
+    """Tokens whose bound is low only because those found are louder, see :func:`least_bound`."""
     if not found:
         return []
     norm = shares.square**0.5
@@ -97,7 +96,7 @@ def beside_louder(task: Task, shares: ShareMap, named: set[Token], found: list[C
 
 
 def weighed(task: Task, shares: ShareMap, named: set[Token], found: list[Candidate]) -> list[Candidate]:
-    """Tokens singled out by their coefficient whose product is a culprit's, see :func:`least_bound`."""
+    """Tokens singled out by their coefficients whose product <g, R> is a culprit's, see :func:`least_bound`."""
     known, norm = named | {token for candidate in found for token in candidate.tokens}, shares.square**0.5
 
     def value(index: int) -> torch.Tensor:
@@ -109,11 +108,11 @@ def weighed(task: Task, shares: ShareMap, named: set[Token], found: list[Candida
 
 
 def least_bound(task: Task, norm: float, candidate: Candidate) -> float:
-    """The bound from which on a candidate needs no backward of its own: a culprit's norm.
+    """The least bound with which a candidate needs no backward of its own: a culprit's norm, or less for some tokens.
 
-    The bound <g, R> / ||R|| shrinks with what others carry. If gradients were orthogonal, a token's norm would be the
-    root of <g, R>. So a token passes with half of the bound if that root is twice a culprit's norm. If its coefficient
-    is large as well, it passes once the root is a culprit's norm.
+    The bound <g, R> / ||R|| shrinks as others carry more of R. If gradients were orthogonal, <g, R> would be ||g||^2,
+    so its root estimates a token's norm. A token whose estimate is twice a culprit's norm passes with half the bound.
+    One with a large coefficient as well passes as soon as the estimate is a culprit's norm.
 
     Args:
         task: what is searched.
@@ -127,10 +126,10 @@ def least_bound(task: Task, norm: float, candidate: Candidate) -> float:
 
 
 def most_verified(task: Task, norm: float, candidates: list[Candidate]) -> int:
-    """How many have a backward of their own though their bound names them, for their exact norm.
+    """How many candidates get a backward of their own, for their exact norm, though their bound names them.
 
-    All where they are few. A single one that is not subtracted needs none: its gradient is the spike less the residual.
-    Of many, no more than cost an eighth of a pass over the micro-batches.
+    All if they are two or three. A single one needs none unless the certificate will subtract its gradient: otherwise
+    that is the spike less the residual. Of many, as many as cost an eighth of a pass over the micro-batches.
     """
     named = [candidate for candidate in candidates if candidate.bound >= least_bound(task, norm, candidate)]
     num_tokens = sum(len(candidate.tokens) for candidate in named)
@@ -141,7 +140,7 @@ def most_verified(task: Task, norm: float, candidates: list[Candidate]) -> int:
 
 
 def carried_by(task: Task, shares: ShareMap, tokens: set[Token]) -> tuple[float, float]:
-    """The inner product of the direction with the gradient of all of these tokens, and its variance."""
+    """<sum of these tokens' gradients, R>, and its variance, over all ranks."""
     step, ranks = task.prober.step, task.prober.ranks
 
     def local() -> list[float]:
@@ -158,14 +157,14 @@ def carried_by(task: Task, shares: ShareMap, tokens: set[Token]) -> tuple[float,
 
 
 def carried(task: Task, shares: ShareMap, spans: list[Candidate]) -> tuple[float, float]:
-    """What part of the direction these spans carry at least, and what part of the batch's tokens they are."""
+    """(the part of R that these spans carry at least, the part of the batch's tokens that they are)"""
     num_tokens = sum(len(candidate.tokens) for candidate in spans)
     part = sum(candidate.bound for candidate in spans) / shares.square**0.5
     return part, num_tokens / max(task.spike.num_tokens, 1)
 
 
 def are_few(task: Task, shares: ShareMap, spans: list[Candidate]) -> bool:
-    """Whether some first ones of these spans carry much of the direction, and far more than their part."""
+    """Whether the first one, two, ... of these spans carry much of R, and far more than their part of the tokens."""
     for count in range(1, len(spans) + 1):
         much, part = carried(task, shares, spans[:count])
         if much > max(MUCH, _ABOVE * part) or much > max(_NEARLY_ALL, _WELL_ABOVE * part):
@@ -174,16 +173,16 @@ def are_few(task: Task, shares: ShareMap, spans: list[Candidate]) -> bool:
 
 
 def why_spread(task: Task, shares: ShareMap, spans: list[Candidate], room: int) -> str | None:
-    """Why the spans that carry most of the spike are no more than a part of it; None where they are worth naming.
+    """Why the spike is spread over too many tokens to name any; None if these spans are worth naming.
 
-    Without tokens that carry the part s of R, the norm is at least (1 - s) ||R||. Where that still spikes after as many
-    spans as may be named, they are worth naming only as the loudest of a few. Else they may explain the spike. They are
-    worth naming where they carry as much as culprits beside a healthy rest do, or far more than their part.
+    Without tokens that carry a part s of R, the norm is at least (1 - s) ||R||. If that still spikes after all spans
+    that may be named, they cannot explain the spike: they are worth naming only as the loudest of a few. Otherwise
+    they are worth naming if they carry as much as culprits beside a healthy rest do, or far more than their part.
 
     Args:
         task: with a threshold.
         shares: as measured.
-        spans: that may be culprits.
+        spans: possible culprits, loudest first.
         room: how many may still be named.
     """
     assert task.spike.threshold is not None, "a rehearsal has nothing to explain"
@@ -200,7 +199,7 @@ def why_spread(task: Task, shares: ShareMap, spans: list[Candidate], room: int) 
 
 
 def _typical(task: Task, shares: ShareMap, named: set[Token]) -> tuple[float, float]:
-    """Of all ranks' rows: the median of their median coefficients, and of their absolute products."""
+    """Medians over all ranks' rows: of a row's median coefficient, and of its absolute product with R."""
 
     def local() -> list[tuple[float, float]]:
         weights = [readout.weight for readout in task.readouts(sorted(named))]
@@ -214,7 +213,7 @@ def _typical(task: Task, shares: ShareMap, named: set[Token]) -> tuple[float, fl
 
 
 def masks_of(task: Task, candidates: Sequence[Candidate]) -> list[torch.Tensor]:
-    """Of this rank's micro-batches, bool (B, T): the tokens of these candidates."""
+    """The tokens of these candidates, bool (B, T) for each of this rank's micro-batches."""
     step, rank = task.prober.step, task.prober.ranks.rank
     tokens = [token for candidate in candidates for token in candidate.tokens]
     masks = [step.token_mask(index) for index in range(step.num_micro_batches)]
@@ -224,14 +223,14 @@ def masks_of(task: Task, candidates: Sequence[Candidate]) -> list[torch.Tensor]:
 def by_value(
     task: Task, value: Callable[[int], torch.Tensor], least: float, named: set[Token], bound: float = 0.0
 ) -> list[Candidate]:
-    """Tokens for which a per-token value (B, T) of their micro-batch is at least ``least``, largest first.
+    """Tokens whose value is at least ``least``, largest first.
 
     Args:
-        task: the step.
-        value: by micro-batch.
+        task: what is searched.
+        value: gives the values (B, T) of a micro-batch.
         least: see above.
         named: tokens that are left out.
-        bound: what times its value is a lower bound on the token's norm; 0 makes hints.
+        bound: value times this is a lower bound on the token's norm; 0 makes hints.
     """
 
     def local() -> list[tuple[float, Candidate]]:
@@ -247,17 +246,18 @@ def by_value(
 
 
 def by_coefficient(task: Task, most: int, named: set[Token], norm: float = math.inf) -> list[Candidate]:
-    """Tokens whose coefficient alone would make them culprits, were their log-prob gradient a typical one: hints.
+    """Hints: tokens whose coefficient would make them culprits if their log-prob gradients were typical ones.
 
-    |c_t| (1 - p_t) stands for a token's norm (arXiv 2505.12929). With all tokens as independent noise, a part's norm
-    goes with the root of its sum of squares; a culprit carries a quarter of the norm or more, so a sixteenth of the
-    sum of squares of all the others. Needs no forward, and sees pairs that cancel in the gradient.
+    |c_t| (1 - p_t) stands for a token's norm (arXiv 2505.12929). If tokens are independent noise, a set's norm goes
+    with the root of its sum of squares. A culprit has a quarter of the norm or more, hence a sixteenth of the sum of
+    squares of those no louder. Needs no forward, and sees pairs that cancel in the gradient.
 
     Args:
         task: what is searched.
         most: how many are wanted.
         named: tokens that are left out.
-        norm: ||R||; the tokens are such that a culprit's part of it is theirs, were it dealt out by coefficients.
+        norm: ||R||. If it were dealt out to all tokens by |c_t| (1 - p_t), each hint would have a culprit's norm. By
+            default that asks nothing.
     """
     prober = task.prober
     square = 0.0
@@ -277,7 +277,7 @@ def by_coefficient(task: Task, most: int, named: set[Token], norm: float = math.
     (rest,) = prober.ranks.sum([square])
     least = rest * (task.culprit_norm / norm) ** 2
     kept: list[Candidate] = []
-    for size, candidate in merged:
+    for size, candidate in merged:  # loudest first, so the rest is that of tokens no louder
         rest -= size**2
         if named.isdisjoint(candidate.tokens):
             if 16 * size**2 < rest or size**2 < least or len(kept) == most:
@@ -287,10 +287,10 @@ def by_coefficient(task: Task, most: int, named: set[Token], norm: float = math.
 
 
 def non_finite(task: Task) -> list[Candidate]:
-    """Spans whose coefficients are not finite numbers: found with no forward at all.
+    """Spans whose coefficients are NaN or inf; takes no forward.
 
-    Where the log-prob itself is not finite, one span goes from its first to its last such token; where only the loss is
-    not, each token is named, unless it is the whole row.
+    If a row's log-probs are not finite, one span reaches from the first to the last of them: attention passes a NaN on
+    to all later tokens. If only its loss is not, each token is a span, unless all of the row's tokens are.
     """
 
     def local() -> list[tuple[float, Candidate]]:
@@ -313,7 +313,7 @@ def non_finite(task: Task) -> list[Candidate]:
 
 
 def _rows(task: Task, value: Callable[[int], torch.Tensor]) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """(micro_batch, number of the row's first token, the row's values at response tokens), rows without any skipped."""
+    """(micro_batch, index of the row's first token, the row's values at response tokens), without empty rows."""
     for index in range(task.prober.step.num_micro_batches):
         first = 0
         for row, mask in zip(value(index), task.prober.step.token_mask(index), strict=True):
@@ -332,7 +332,7 @@ def _span(task: Task, index: int, start: int, end: int, span: str, bound: float)
 
 
 def _merge(task: Task, local: Callable[[], list[tuple[float, Candidate]]], named: set[Token]) -> list[Candidate]:
-    """All ranks' candidates that hold a token not yet named, largest first."""
+    """All ranks' candidates, largest first, without those of which every token is named already."""
     return [candidate for _, candidate in _merge_sized(task, local) if not named.issuperset(candidate.tokens)]
 
 

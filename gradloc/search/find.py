@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Localize one spike: propose and verify culprits, then certify. Knows tensors, ranks and a step; no trainer.
+"""Localize one spike: ask what else may have made it, search its tokens, certify.
 
-Whatever happens in here, the training gradient and the random state are put back bit for bit before returning.
+Whatever happens, the training gradient and the random state are put back bit for bit, so the run goes on as if nobody
+had looked.
 """
 
 import math
@@ -28,20 +29,20 @@ from .task import Limit, SearchResult, Task
 STRATEGIES = {"auto": auto, "share": share, "sketch": sketch, "bisect": bisect}
 
 MAX_CULPRITS, MAX_STEPS, BUDGET = 8, 4.0, 128
-"""Where nobody says otherwise: culprits, what a search may cost in updates, probes of the published bisection."""
+"""Defaults: how many culprits are named, what a search may cost in updates, probes of the published bisection."""
 
-_UNLIKELY = math.log(0.01)
-_REHEARSAL_SHARE = 0.5  # on a step that does not spike: parts of at least half the norm that their weight predicts
+_UNLIKELY = math.log(0.01)  # log-prob of a token that was sampled against the odds
+_REHEARSAL_SHARE = 0.5  # a rehearsal's bisection opens parts with half of the norm that their weight predicts, or more
 
 
 @dataclass
 class Finding:
-    """Everything one localization found out; the same on every rank but for ``result.shares``."""
+    """What one localization found out; the same on every rank except for ``result.shares`` and ``entropies``."""
 
     strategy: str
     status: str
-    """``found``, ``not_found``, or what ended the search though the rest still spikes: ``budget_exhausted`` or
-    ``max_culprits``; both may have found some."""
+    """``found``, ``not_found``, or the limit that ended the search: ``budget_exhausted`` or ``max_culprits``, either of
+    which may come with culprits."""
     result: SearchResult
     certificate: Certificate
     tau: float
@@ -49,11 +50,11 @@ class Finding:
     num_backwards: int
     seconds: float
     rerun: Rerun | None = None
-    """The spike run again; None where that was not asked for."""
+    """The spike run again; None unless that was asked for."""
     first_not_finite: FirstNotFinite | None = None
-    """Where in the model the gradient stops being finite; None where it is, or where the loss makes it so."""
+    """The module where NaN or inf first appears; None if the gradient is finite or the loss itself is not."""
     entropies: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By micro-batch, where any rank has an unlikely culprit in it: entropies (B, T) of this rank's tokens, in nats."""
+    """By micro-batch with an unlikely culprit on any rank: entropies (B, T) of this rank's tokens, in nats."""
 
     @property
     def tokens(self) -> list[Token]:
@@ -77,22 +78,22 @@ def localize(
     max_culprits: int = MAX_CULPRITS,
     reruns: bool = False,
 ) -> Finding:
-    """Find and certify the culprits of the gradient that is in ``.grad``.
+    """Find and certify the culprits of the gradient in ``.grad``. All ranks call this together.
 
     Args:
         step: the step that produced it, ready to be replayed.
         space: the trainable parameters; ``.grad`` holds ``clip_scale`` times the gradient.
-        ranks: the data-parallel ranks, all of which must call this together.
-        spike: why, and the thresholds.
-        clip_scale: the factor verl's clipping applied; in (0, 1].
-        increments: estimate of each micro-batch's own gradient norm, where that was tracked.
-        typical: numbers of the run's own steps, see :meth:`~.scale.ScaleHistory.typical`.
+        ranks: the data-parallel ranks.
+        spike: why the step is searched, and the thresholds.
+        clip_scale: the factor that clipping applied; in (0, 1].
+        increments: about the norm of each micro-batch's own gradient; None if it was not tracked.
+        typical: what is usual in this run, from :meth:`..core.history.ScaleHistory.typical`.
         strategy: one of ``STRATEGIES``.
-        max_steps: the search costs at most so many of this run's own updates, in passes and in time.
-        update_seconds: how long the step's micro-batches took; None: unknown.
-        budget: largest number of probes of ``bisect``, which has no other limit; the certificate is not counted.
+        max_steps: limit of the search in this run's own updates, both in passes and in time.
+        update_seconds: how long the step's micro-batches took; None if unknown.
+        budget: limit of ``bisect`` in probes, its only one; the certificate is not counted.
         max_culprits: stop after this many.
-        reruns: run the spike again first; where it does not come back, nothing is searched.
+        reruns: run the spike again first, and search nothing if it does not come back.
     """
     started = time.perf_counter()
     rng = RngState(space.device)
@@ -112,11 +113,11 @@ def localize(
         certificate = result.certificate
         if certificate is None:
             certificate = task.certify(result.tokens)
-        # bisection needs no forward alone, and does none
+        # entropies take forwards, which bisection, for want of memory, does not run
         holders = _with_unlikely(result, step, ranks) if strategy != "bisect" else []
         holders = holders if task.can_afford(forwards=len(holders), is_certificate=True) else []
         entropies = {index: prober.entropies(index) for index in holders}
-        space.reshard()  # a forward without a backward leaves weights gathered that the next step would not see
+        space.reshard()  # weights gathered by a forward alone would outlive the optimizer's step
     finally:
         space.put(saved)
         rng.restore()
@@ -136,8 +137,11 @@ def localize(
 
 
 def _with_unlikely(result: SearchResult, step: TrainingStep, ranks: Ranks) -> list[int]:
-    """Micro-batches with an unlikely culprit that the loss makes likelier: whether the model was sure of another token
-    is worth a forward there."""
+    """Micro-batches with an unlikely culprit that the loss makes likelier.
+
+    Its entropy tells whether the model was sure of another token, a cause worth a forward. A coefficient under 0 raises
+    the log-prob, since the step goes against the gradient.
+    """
     holders = sorted({token.micro_batch for token in result.tokens})
 
     def local() -> list[float]:
@@ -164,7 +168,7 @@ def _status(result: SearchResult) -> str:
 
 
 def _rehearsal_tau(spike: Spike, step: TrainingStep, ranks: Ranks) -> float:
-    """A per-token threshold for a step that has none: a share of the norm per unit of weight."""
+    """tau for a step without a threshold: half of the norm per unit of the tokens' weight; 1 without any weight."""
 
     def local() -> float:
         return sum(step.token_weights(i).double().square().sum().item() for i in range(step.num_micro_batches))

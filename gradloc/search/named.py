@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search has named so far, and the gradient that is left of it: verified, added up, certified."""
+"""What a search has named so far, and the gradient that is left: candidates are verified, added up, certified."""
 
 import math
 from typing import Any
@@ -9,12 +9,12 @@ from ..record import PathEntry
 from .candidates import Candidate, least_bound, most_verified
 from .task import CulpritSpan, SearchResult, Task, measured_culprit, verify
 
-_BY_FAR = 1.5  # times the threshold: a rest beyond it spikes, without a certificate,
-_COARSE = 0.1  # unless it is less than this part of the spike or the culprits: half precision leaves that uncertain
+_BY_FAR = 1.5  # times the threshold: a rest beyond it spikes, and no certificate need say so,
+_COARSE = 0.1  # unless it is less than this part of the spike or of the culprits, which half precision may get wrong
 
 
 class Named:
-    """The state of one search: what is named so far, and the gradient that is left."""
+    """The state of one search. Its direction R is the gradient at first, then what the culprits left of it."""
 
     def __init__(self, task: Task):
         self.task = task
@@ -23,15 +23,19 @@ class Named:
         self.direction: Gradient = task.gradient
         self.scale = task.scale
         self.others: Gradient | None = None
-        """The part of the gradient that is not the tokens', where it is as large as a culprit."""
+        """The part of the gradient that passes through no token, if it is as large as a culprit."""
         self.alone: Gradient | None = None
-        """The culprits' own gradient, where each of them was measured by itself since the last certificate."""
-        self.norm = math.nan  # of the direction that shares were last measured along
+        """Sum of the culprits' gradients, while each was measured by itself; emptied by a certificate."""
+        self.norm = math.nan  # ||R|| of the last shares
         self.is_going_on = False
-        """Whether there is another round."""
+        """Whether another round may follow."""
 
     def name(self, candidates: list[Candidate]) -> bool:
-        """Verify the top few and all hints, take the others at their bound; returns whether anything was named."""
+        """Name the candidates that are culprits, loudest first; returns whether any was.
+
+        A hint, whose bound is too low to name it, needs a backward of its own. So do the first few others, for their
+        exact norm. The rest is named by its bound. Backwards for hints still to come are kept back from the budget.
+        """
         num_verified, has_named, most = 0, False, most_verified(self.task, self.norm, candidates)
         num_hints = sum(candidate.bound < least_bound(self.task, self.norm, candidate) for candidate in candidates)
         for candidate in candidates:
@@ -52,14 +56,14 @@ class Named:
                 continue
             else:
                 culprit = CulpritSpan(candidate.span, candidate.tokens, candidate.bound, least, is_exact=False)
-            if not culprit.norm < culprit.threshold:
+            if not culprit.norm < culprit.threshold:  # NaN is a culprit, too
                 self.add_up(culprit, is_alone=not within)
                 self.result.culprits = [c for c in self.result.culprits if c not in within] + [culprit]
                 has_named = True
         return has_named
 
     def add_up(self, culprit: CulpritSpan, is_alone: bool) -> None:
-        """Add the culprit's gradient in ``.grad`` to those of the others, as long as each was measured by itself."""
+        """Add the culprit's gradient in ``.grad`` to ``alone``, or give that sum up if one of its parts is unknown."""
         if not (culprit.is_exact and is_alone) or (self.result.culprits and self.alone is None):
             self.alone = None
             return
@@ -77,12 +81,12 @@ class Named:
         return culprit
 
     def certify(self) -> bool:
-        """Certify what is named so far; the rest's gradient becomes the next direction. Returns whether it explains."""
+        """Certify what is named so far; returns whether the search is over. What is left becomes the next direction."""
         if self._spikes_without():
             return False
         task = self.task
         alone, self.alone = self.alone if self.others is None else None, None
-        self.direction = task.gradient  # a residual of before need not be held any longer
+        self.direction = task.gradient  # frees the last residual, before the next one is made
         certificate = task.certify(self.result.tokens, alone, self.is_going_on)
         if len(self.result.culprits) == 1 and not self.result.culprits[0].is_exact:
             self._measure_by_difference()
@@ -97,7 +101,7 @@ class Named:
         return is_done
 
     def _measure_by_difference(self) -> None:
-        """The only culprit's own gradient: what the certificate left in ``.grad`` is the spike without it."""
+        """The only culprit's own gradient, with no backward: the spike less what the certificate left in ``.grad``."""
         space, (culprit,) = self.prober.space, self.result.culprits
         rest = space.keep()
         self.prober.add(self.task.gradient, alpha=1.0 / self.task.scale)
@@ -106,7 +110,10 @@ class Named:
         space.put(rest)
 
     def _spikes_without(self) -> bool:
-        """Whether the culprits' own backwards tell that the rest spikes by far; it is then the next direction."""
+        """Whether the culprits' own backwards show that the rest spikes by far. It is then the next direction.
+
+        No pass is needed: ||G - g||^2 = ||G||^2 - 2 <g, G> + ||g||^2, with <g, G> = ||G||^2 times the shares' sum.
+        """
         task, space, threshold = self.task, self.prober.space, self.task.spike.threshold
         has_room = self.is_going_on and len(self.result.culprits) < task.max_culprits
         if self.alone is None or self.others is not None or threshold is None or not has_room:
@@ -124,7 +131,12 @@ class Named:
         return True
 
     def cut(self, num_more: int, norm: float | None = None) -> None:
-        """Say that there are culprits beyond the largest number, where there are."""
+        """Record that ``max_culprits`` ended the search, unless what is named explains the spike and nothing is left.
+
+        Args:
+            num_more: spans as large as a culprit that are not named; below 0 if not even the limit was reached.
+            norm: lower bound on the norm of these together.
+        """
         result, most = self.result, self.task.max_culprits
         is_explained = result.certificate is not None and result.certificate.verdict == "explained"
         if num_more < 0 or (num_more == 0 and is_explained):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which spans of one row are worth naming: single tokens, a run of them, or the row as a whole. Pure arithmetic.
+"""Which spans of one row are worth naming: single tokens, a run of them, or the whole row. Pure arithmetic.
 
 Shapes: n response tokens of one row.
 """
@@ -10,13 +10,13 @@ import torch
 
 from .share import shrunk
 
-_WINDOW_SHARE = 0.9  # of a sequence's product: a segment that carries it is named in the sequence's place
-_LOUD_SHARE = 0.5  # of a row's product: loud tokens that carry it are named one by one
-_FEW = 3  # so few always may be
-ELEVATED = 3.0  # times the typical coefficient: the loss weighs such a token more than others
-_ALIKE = 10.0  # times its row's median coefficient: a token above that stands for itself
-_MOST = 0.8  # of a row's tokens: where so many are elevated, the row is the culprit
-_HOT = 0.4  # of a culprit's norm, a tenth of the threshold: each token of a segment has at least that
+_WINDOW_SHARE = 0.9  # of a row's product: a segment that carries this is named instead of the row
+_LOUD_SHARE = 0.5  # of a row's product: if few loud tokens carry this, they are named one by one
+_FEW = 3  # the most tokens of a row that are few
+ELEVATED = 3.0  # times the typical coefficient of the batch: the loss weighs such a token more than others
+_ALIKE = 10.0  # times its row's median coefficient: a loud token above that stands for itself, not for its row
+_MOST = 0.8  # of a row's tokens: if this many are elevated, the row is the culprit
+_HOT = 0.4  # of a culprit's norm, so a tenth of the threshold: the least of each token in a segment
 
 
 class Row:
@@ -25,9 +25,9 @@ class Row:
     Args:
         values: signed lower bounds on the norm of each token's gradient, (n,).
         errors: how far each may be off by chance, (n,).
-        weights: |d loss / d log_prob| + |d loss / d entropy|, (n,).
+        weights: |c_t| + |e_t|, (n,).
         typical: a typical token's weight in the batch.
-        least: what a culprit has at least.
+        least: the least norm of a culprit.
     """
 
     def __init__(self, values: torch.Tensor, errors: torch.Tensor, weights: torch.Tensor, typical: float, least: float):
@@ -37,14 +37,19 @@ class Row:
         self.total = self.bound(0, len(values))
 
     def bound(self, start: int, end: int) -> float:
-        """Lower bound on the norm of a run of tokens; errors are independent."""
+        """Lower bound on the norm of a run of tokens. Independent errors add up as a root."""
         return self._bound(self.values[start:end], self.errors[start:end])
 
     def _bound(self, values: torch.Tensor, errors: torch.Tensor) -> float:
         return float(shrunk(values.sum(), torch.linalg.vector_norm(errors)).abs())
 
     def spans(self, stands_out: bool) -> list[tuple[int, int]]:
-        """Intervals [start, end) worth naming, in a row that stands out if it carries far more than a typical one."""
+        """Intervals [start, end) worth naming.
+
+        In this order: the whole row, if the loss weighs all of it more; its loud tokens, if they are few; segments and
+        loud tokens between them; else, if the row ``stands_out`` by carrying far more than a typical one, the shortest
+        run that carries most of it.
+        """
         if self._is_sequence():
             return [(0, len(self.values))]
         tokens = [(number, number + 1) for number in self.loud]
@@ -60,7 +65,8 @@ class Row:
         return found
 
     def _is_sequence(self) -> bool:
-        """Whether it is the row that is off: nearly all its tokens weigh more than typical, and about alike."""
+        """Whether the row is off as a whole: nearly all its tokens weigh more than typical and about alike, and even
+        without its three loudest it is a culprit."""
         matters = self.weights > 0
         elevated = self.weights >= ELEVATED * self.typical
         if not self.typical or len(self.values) <= _FEW or elevated.sum() < _MOST * matters.sum():
@@ -72,9 +78,9 @@ class Row:
         return self._bound(self.values[quiet], self.errors[quiet]) >= self.least
 
     def _runs(self) -> Iterator[tuple[int, int]]:
-        """The longest runs of tokens none of which is small; both ends are large beyond chance.
+        """The longest runs [start, end) of tokens none of which is small, with both ends large beyond chance.
 
-        A token that noise leaves open is part of the run where both its neighbours are large.
+        A token that may be large but for noise belongs to the run if both its neighbours are large.
         """
         least, sizes = _HOT * self.least, self.values.abs()
         certain, hot = (self.sizes >= least).tolist(), sizes >= least
@@ -91,7 +97,7 @@ class Row:
 
 
 def widened(start: int, end: int, hinted: list[bool]) -> tuple[int, int]:
-    """A run with the hints right before and after it."""
+    """A run of at least two tokens, extended over hinted tokens right before and after it."""
     if end - start > 1:
         while start > 0 and hinted[start - 1]:
             start -= 1
@@ -101,13 +107,13 @@ def widened(start: int, end: int, hinted: list[bool]) -> tuple[int, int]:
 
 
 def median(values: torch.Tensor) -> float:
-    """Of what is not zero; 0 where all is."""
+    """Median of what is not 0; 0 if all is."""
     kept = values[values != 0]
     return float(kept.median()) if len(kept) else 0.0
 
 
 def window(values: torch.Tensor) -> tuple[int, int]:
-    """The shortest run that carries most of the sum, where that is at most half of the sequence; else all of it."""
+    """The shortest run [start, end) that carries 0.9 of the sum; the whole row if that takes more than half of it."""
     target = _WINDOW_SHARE * float(values.sum().abs())
     sums = torch.cat([values.new_zeros(1), values.cumsum(0)])
     sums = sums if sums[-1] >= 0 else -sums

@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every token's share of a gradient, from two forwards along it.
+"""Every token's share of a gradient, from two forwards along it (docs/method.md, section 3).
 
-Token t's gradient is g_t = c_t grad(log p_t) + e_t grad(H_t), with c_t = d loss / d log p_t and e_t = d loss / d H_t.
-Along a direction R
+Token t's gradient is g_t = c_t grad(log p_t) + e_t grad(H_t), with c_t = dL/dlog p_t and e_t = dL/dH_t. Let R be a
+direction, at first the spike's gradient itself, which training left in ``.grad``. Two forwards, the *legs*, give
 
     <g_t, R> = [l_t(theta + s R) - l_t(theta - s R)] / (2 s),    l_t = c_t (1 - p_t) logit(p_t) + e_t H_t
 
-for all tokens of all ranks at once; :mod:`.readout` says why in log-odds. The shares <g_t, R> / ||R||^2 of R = sum_t
-g_t add up to 1: *closure*, which checks the measurement. A share bounds the token's norm from below: ||g_t|| >=
-|share_t| ||R|| (Cauchy-Schwarz).
+for all tokens of all ranks at once; :mod:`.readout` says why in log-odds. Since R = sum_t g_t, the shares <g_t, R> /
+||R||^2 add up to 1, so their measured sum, the *closure*, checks the measurement. By Cauchy-Schwarz a share bounds the
+token's norm from below: ||g_t|| >= |share_t| ||R||.
 
-The step s aims at a response, how far the log-odds move of the tokens that carry R. A first guess s = T max|c (1 -
-p)| / ||R||^2 is exact when one token dominates. Two errors depend on the response r: curvature's, up to r^2 / 5, and
-the noise of reading log-odds, which goes with 1 / r. Both are known once the first micro-batch has been read, so the
-step is taken anew where that halves a large error. What is left of the noise is every share's standard
-error.
+*The step s.* Its size is judged by the *response* r: how far log-odds move of the tokens that carry R. For a single
+dominating token s = r max|c (1 - p)| / ||R||^2 gives response r, so that is the first guess. Curvature's error grows
+as r^2, up to r^2 / 5; the error of noisy log-odds falls as 1 / r. Both are known once a first micro-batch has been
+read. The step is taken anew if that halves a large error. What noise remains is every share's standard error.
 
-What rounding leaves of the move along R, some per cent more or less in half precision and of a short move in float32,
-is known exactly, as an inner product of weights; shares are per what the weights really moved.
+*The move.* Rounding the weights changes how far they move along R, by some per cent in half precision, and for a short
+step in float32. <R, true move> is known exactly, so it takes the place of s ||R||^2.
 
 Shapes: B rows of a micro-batch, T response positions.
 """
@@ -33,23 +32,23 @@ from ..core.probe import Prober
 from .readout import Outputs, Readout
 from .weights import MovedWeights, forward_on_routes, hold_routes
 
-_TARGET = {torch.float32: 0.05, torch.bfloat16: 0.8, torch.float16: 0.8}
-_CURVATURE = 0.2  # error of closure over the response squared (measured: 0.01 with 135M weights, 1 with 60k)
-_RESPONSES = (0.05, 2.0)  # between these the step is chosen
-_FINE = {torch.float32: 0.02, torch.bfloat16: 0.15, torch.float16: 0.15}  # an error of closure to live with
-_BAND = {torch.float32: 0.03, torch.bfloat16: 0.15, torch.float16: 0.15}  # how far closure may be off beside its noise
+_TARGET = {torch.float32: 0.05, torch.bfloat16: 0.8, torch.float16: 0.8}  # the first guess' response
+_CURVATURE = 0.2  # closure's error over the squared response (measured: 0.01 with 135M weights, 1 with 60k)
+_RESPONSES = (0.05, 2.0)  # least and most response of a step that is taken anew
+_FINE = {torch.float32: 0.02, torch.bfloat16: 0.15, torch.float16: 0.15}  # an error of closure not worth another step
+_BAND = {torch.float32: 0.03, torch.bfloat16: 0.15, torch.float16: 0.15}  # error of closure allowed beside its noise
 _CERTAIN, _LIKELY = 3.0, 2.0  # standard errors
-_FAR = 3.0  # a factor that neither the step nor rounding puts closure off by
-_HEARD = 0.05  # of closure: where the noise may be more, it is measured
-_USABLE = 1 / _CERTAIN  # a closure whose standard error is larger does not tell 1 from 0
-_PARTIAL_CLOSURE = 0.5  # a part of the micro-batches will do where it carries at least this much
-_SHRINKING = (0.1, 0.7)  # least and most of the step that is kept where curvature puts closure off
-_BENT = {0.6: 0.1, 0.3: 0.25}  # most of the step that is kept where closure is off by more than the key
-_LATER = 2.0  # times the target: how far micro-batches after the first may respond
-_NOTABLE = 0.1  # of the absolute parts of a micro-batch: tokens that carry more settle the response
+_FAR = 3.0  # a factor: neither a wrong step nor rounding puts closure that far off
+_HEARD = 0.05  # of closure: if the noise's bound is more, the noise is measured
+_USABLE = 1 / _CERTAIN  # a larger standard error of closure would not tell 1 from 0
+_PARTIAL_CLOSURE = 0.5  # some micro-batches are enough if they carry this much
+_SHRINKING = (0.1, 0.7)  # least and most of the step to keep if curvature puts closure off
+_BENT = {0.6: 0.1, 0.3: 0.25}  # most of it to keep if closure is off by more than the key
+_LATER = 2.0  # times the target: the most that micro-batches after the first may respond
+_NOTABLE = 0.1  # of a micro-batch's absolute total: tokens that carry this much settle the response
 
 Legs = tuple[dict[int, Outputs], dict[int, Outputs]]
-"""Per micro-batch what is read at theta + s R and at theta - s R; the second is empty where one leg is enough."""
+"""By micro-batch the outputs at theta + s R and at theta - s R; the second is empty if one leg is enough."""
 Found = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """By micro-batch its tokens' <g_t, R> and their standard errors, float64 (B, T) each."""
 
@@ -67,23 +66,25 @@ class ShareMap:
     closure: float
     """Sum of all shares over all ranks; 1 when the measurement is right."""
     noise: float
-    """Standard error of closure by what was read."""
+    """Standard error of closure: the root of the sum of all tokens' squared errors."""
     unseen: float
-    """The part of ||R||^2 in micro-batches that were not read, estimated from their norms."""
+    """About the part of ||R||^2 in micro-batches that were not read, by their norms; 0 if all were."""
     is_trusted: bool
     """Whether closure is 1 within what is known of its error."""
     num_tokens: int
-    """That were read, over all ranks."""
+    """Tokens with a coefficient, over all ranks."""
     step: float
+    """s, as it was settled on; 0 if nothing was measured."""
     seen: frozenset[int] = frozenset()
-    """The micro-batches that were looked at; products of the others are 0."""
+    """The micro-batches that were read; products of the others are 0."""
     shrinking: float = 1.0
-    """What to multiply the step with: 1 where noise is what puts closure off, else what makes both errors alike."""
+    """A next measurement multiplies the step with this: 1 unless curvature puts closure off."""
     certainty: float | None = None
+    """Overrides :attr:`chance`."""
     singled_out: list[torch.Tensor] | None = None
-    """Tokens, bool (B, T), that something other than their shares points at."""
+    """Tokens, bool (B, T), that something other than their shares points at, such as a large coefficient."""
     num_draws: int = 1
-    """How many measurements this is the mean of, each with a dither of its own."""
+    """How many measurements this is the mean of, each with its own dither."""
 
     def shares(self, micro_batch: int) -> torch.Tensor:
         """Share of R per token, float64 (B, T)."""
@@ -91,45 +92,49 @@ class ShareMap:
 
     @property
     def closure_error(self) -> float:
-        """Standard error of closure: the noise, and what was not read."""
+        """Standard error of closure: its noise, and the part of R that was not read."""
         return math.hypot(self.noise, self.unseen)
 
     @property
     def is_noisy(self) -> bool:
-        """Whether noise hides closure, or would at a step short enough for curvature."""
+        """Whether noise hides closure, now or at the shorter step that curvature asks for: noise goes with 1 / s."""
         return self.noise / self.shrinking > _USABLE
 
     @property
     def is_short(self) -> bool:
-        """Whether what was not read seems to carry what is missing: more than half, or no more than Cauchy-Schwarz
-        allows by its norms; twice that, as they are rough."""
+        """Whether micro-batches that were not read seem to carry what is missing of closure.
+
+        That is so if more than half is missing, or no more than twice what Cauchy-Schwarz allows a part u of ||R||^2 to
+        carry, sqrt(u) (twice, as the norms are rough).
+        """
         missing = 1 - self.closure
         return self.unseen > 0 and (missing > 1 - _PARTIAL_CLOSURE or 0 < missing <= 2 * math.sqrt(self.unseen))
 
     @property
     def is_far(self) -> bool:
-        """Whether everything was read and closure is further off than a step or rounding explains."""
+        """Whether everything was read and closure is off by more than a wrong step or rounding explains."""
         return not self.unseen and not 1 / _FAR <= self.closure <= _FAR
 
     @property
     def chance(self) -> float:
-        """How many standard errors no one of so many tokens strays by chance; ``certainty`` overrides it."""
+        """Standard errors that none of N tokens strays by chance: about the largest of N normal draws, at least 3."""
         return self.certainty or max(_CERTAIN, math.sqrt(2 * math.log(max(self.num_tokens, 2))))
 
     def doubt(self, micro_batch: int) -> torch.Tensor:
-        """How much of each product may be chance: float64 (B, T); less for tokens singled out by something else."""
+        """How much of each product may be chance, float64 (B, T). Two standard errors do for tokens singled out, which
+        are not the largest of N draws."""
         errors = self.errors[micro_batch]
         if self.singled_out is None:
             return self.chance * errors
         return torch.where(self.singled_out[micro_batch], min(_LIKELY, self.chance), self.chance) * errors
 
     def least(self, micro_batch: int) -> torch.Tensor:
-        """Each product less what may be chance, with its sign: float64 (B, T)."""
+        """Each product moved towards 0 by what may be chance, float64 (B, T)."""
         return shrunk(self.products[micro_batch], self.doubt(micro_batch))
 
 
 def shrunk(values: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
-    """Values less their errors, towards 0."""
+    """Values moved towards 0 by their errors, and not beyond."""
     return values.sign() * (values.abs() - errors).clamp(min=0.0)
 
 
@@ -143,28 +148,29 @@ def measure_shares(
     refined: ShareMap | None = None,
     increments: Sequence[float] | None = None,
 ) -> ShareMap:
-    """Measure <g_t, R> for every token of every rank.
+    """Measure <g_t, R> for every token of every rank. All ranks call this together.
+
+    Costs two forwards of each micro-batch, and at most two more of one to settle the step. In half precision one more
+    forward may measure the noise, once a search. A mixture of experts takes one more of each to note its routes.
 
     Args:
         prober: the step. Weights are moved and restored bit for bit; ``.grad`` is not touched.
-        readouts: per micro-batch; tokens that are no part of R read 0.
+        readouts: one for each micro-batch; tokens that are no part of R read 0.
         direction: ``scale`` times R, finite.
         scale: positive factor on ``direction``.
-        micro_batches: look at these only; closure is then the part of the direction that they carry.
-        known: a map of other micro-batches along the same direction, to be completed at the step that it took.
-        refined: a map of these micro-batches along the same direction that is not trusted. Where noise is why, its mean
-            with another draw; where curvature is, another at a shorter step.
-        increments: estimate of each micro-batch's own gradient norm, where that is known.
-
-    Returns:
-        2 forwards of each micro-batch, at most 2 more of one to settle the step, in half precision one more of one to
-        measure noise, once a search, and of a model of experts one more of each to note its routes.
+        micro_batches: read only these; closure is then the part of R that they carry. None for all.
+        known: a map of other micro-batches along the same direction, to be completed at its step.
+        refined: an untrusted map of the same micro-batches along the same direction. If noise is why, the result is its
+            mean with another draw; if curvature is, a measurement at a shorter step.
+        increments: about the norm of each micro-batch's own gradient, if known.
     """
     chosen = range(prober.step.num_micro_batches) if micro_batches is None else micro_batches
     return _Measurement(prober, readouts, direction, scale, chosen, known, refined, increments).run()
 
 
 class _Measurement:
+    """One call of :func:`measure_shares`, with its arguments."""
+
     def __init__(
         self,
         prober: Prober,
@@ -184,18 +190,18 @@ class _Measurement:
         self.dtype = prober.step.compute_dtype
         self.target = _TARGET[self.dtype]
         self.square = prober.space.norm(direction) ** 2 / scale**2
-        # as if micro-batches were orthogonal; without norms the unread part may be anything
+        # of ||R||^2, as if micro-batches were orthogonal; without norms it may be anything
         carried = sum(increments[index] ** 2 for index in self.unseen) if increments else math.inf
         self.carried_unseen = min(carried / self.square, 1.0) if self.unseen and self.square > 0 else 0.0
-        # where micro-batches cancel, something louder than the largest coefficient tells carries R
+        # over 1 if micro-batches cancel: a token may then respond that much more than ||R|| suggests
         self.loudest = max(increments, default=0.0) / self.square**0.5 if increments and self.square > 0 else 0.0
         shrinking = 1.0 if refined is None else refined.shrinking
         self.mean_of = refined if shrinking == 1.0 else None
         earlier = known or refined
         self.fixed_step = None if earlier is None else earlier.step * shrinking
         self.draw = 0 if self.mean_of is None else self.mean_of.num_draws
-        self.at: float | None = None  # the step at which the weights are,
-        self.moved = 0.0  # and <R, how far they really are from where they were>
+        self.at: float | None = None  # the step at which the weights are now,
+        self.moved = 0.0  # and <R, their true move>
 
     def run(self) -> ShareMap:
         self.sizes = self.prober.ranks.agree(lambda: [_largest(readout.slope) for readout in self.readouts])
@@ -209,7 +215,7 @@ class _Measurement:
             return self._measured(weights, step)
 
     def _measured(self, weights: MovedWeights, step: float) -> ShareMap:
-        """A pilot, the micro-batch with this rank's largest coefficient, settles the step for the others."""
+        """Measure at a step that a pilot settles: on each rank the micro-batch with its largest coefficient."""
         pilot = max(self.micro_batches, key=lambda index: self.sizes[index])
         rest = [index for index in self.micro_batches if index != pilot]
         parts = [[pilot], rest] if self.fixed_step is None and rest else [list(self.micro_batches)]
@@ -224,7 +230,7 @@ class _Measurement:
         return self._combine(found, step)
 
     def _is_heard(self, found: Found) -> bool:
-        """Whether the bound of the noise is notable beside closure."""
+        """Whether the bound of the noise matters beside closure."""
 
         def local() -> list[float]:
             return [sum(float(error.square().sum()) for _, error in found.values())]
@@ -233,15 +239,18 @@ class _Measurement:
         return math.sqrt(variance) > _HEARD * self.square
 
     def _measure_scatter(self, weights: MovedWeights, pilot: int, legs: Legs) -> None:
-        """Hold the bound of the noise against what the pilot scatters by with no move at all: a forward."""
+        """Measure which part of the noise's bound is noise, by a forward of the pilot with the dither and no move.
+
+        The largest part over the ranks counts, as a bound must.
+        """
         still = self._leg(weights, 0.0, [pilot])[0][pilot]
         readout, ranks = self.readouts[pilot], self.prober.ranks
         part = ranks.agree(lambda: readout.scatter(legs[0][pilot], legs[1][pilot], still))
         (self.prober.scatter,) = ranks.max([part])
 
     def _legs(self, weights: MovedWeights, step: float, part: list[int], is_first: bool) -> tuple[Legs, float, float]:
-        """The forwards at +step and -step, the step that was settled on, and half of <R, the weights' true move>."""
-        if self.at == -step:  # the weights are still there
+        """The legs at +step and -step, the step settled on, and <R, half the true move from one leg to the other>."""
+        if self.at == -step:  # begin with the leg where the weights are: one move fewer
             (minus, plus), step, moved = self._legs_from(weights, -step, part, is_first)
             return (plus, minus), -step, -moved
         return self._legs_from(weights, step, part, is_first)
@@ -250,6 +259,7 @@ class _Measurement:
         self, weights: MovedWeights, step: float, part: list[int], is_first: bool
     ) -> tuple[Legs, float, float]:
         """See :meth:`_legs`; the step may be negative."""
+        # In float32 one leg tells the response, from training's own reading. In half precision that rounds too much.
         plus, up = self._leg(weights, step, part)
         minus, down = self._leg(weights, -step, part) if self.dtype != torch.float32 else ({}, 0.0)
         factor = self._rescaling((plus, minus), abs(step), is_first)
@@ -264,7 +274,7 @@ class _Measurement:
     def _leg(
         self, weights: MovedWeights, step: float, micro_batches: Sequence[int]
     ) -> tuple[dict[int, Outputs], float]:
-        """The forwards at this step, and <R, the weights' true move>."""
+        """The outputs at this step, and <R, the weights' true move>."""
         prober = self.prober
         if step != self.at:
             moved = weights.move(self.direction, step / self.scale)
@@ -272,31 +282,31 @@ class _Measurement:
         return {index: forward_on_routes(prober, index) for index in micro_batches}, self.moved
 
     def _rescaling(self, legs: Legs, step: float, is_first: bool) -> float:
-        """What to multiply the step with; 1 where another would not make the error much smaller."""
+        """What to multiply the step with; 1 if that would not halve the error."""
 
         def local() -> list[float]:
             return [*self._response(legs), self._noise(legs)]
 
-        # the largest over the ranks: the micro-batch of the loudest token is some rank's pilot
+        # the largest over the ranks: the loudest token is in some rank's pilot
         response, noise = self.prober.ranks.max(self.prober.ranks.agree(local))
         noise /= step * self.square
         if not math.isfinite(response):
-            return 0.1
+            return 0.1  # far too long
         if response == 0:
-            return 1.0
+            return 1.0  # nothing to judge by
         if not is_first:
             return 1.0 if response <= _LATER * self.target else self.target / response
         error = _CURVATURE * response**2 + noise
         least, most = _RESPONSES
+        # At response x the error is a x^2 + n r / x, with n the noise at the present response r: least at this x.
         best = min(max((noise * response / (2 * _CURVATURE)) ** (1 / 3), least), most)
         if error <= _FINE[self.dtype] or _CURVATURE * best**2 + noise * response / best > error / 2:
             return 1.0
         return min(max(best / response, 0.1), 10.0)
 
     def _response(self, legs: Legs) -> list[float]:
-        """How far log-odds move: the most of any token with a notable part of the absolute total; where none has one,
-        the mean weighted by those parts; inf where one does not stay finite.
-        """
+        """How far log-odds move: the most of any token that carries a notable part of the absolute total, else the mean
+        weighted by what tokens carry; inf if that is not finite."""
         responses, carried = [], []
         for index, plus in legs[0].items():
             slope = self.readouts[index].slope
@@ -318,11 +328,11 @@ class _Measurement:
 
     @property
     def _part(self) -> float:
-        """Of the noise's bound, as far as that is known."""
+        """Which part of the noise's bound counts: what was measured, else all of it."""
         return 1.0 if self.prober.scatter is None else self.prober.scatter
 
     def _read(self, seen: list[tuple[Legs, float]]) -> Found:
-        """What these legs say; each comes with half of <R, the weights' true move>."""
+        """Products and errors by these legs, each of which come with <R, half of their true move>."""
         found: Found = {}
         for legs, moved in seen:
             per_move = self.square / moved if moved else math.nan
@@ -333,6 +343,8 @@ class _Measurement:
         return found
 
     def _combine(self, found: Found, step: float) -> ShareMap:
+        """These products with those known before, or their mean with earlier draws; totals over all ranks."""
+
         def local() -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
             products, errors = [], []
             for index, readout in enumerate(self.readouts):
@@ -369,7 +381,8 @@ class _Measurement:
         return None if self.known is None else (self.known.products[index], self.known.errors[index])
 
     def _shrinking(self, closure: float, noise: float) -> float:
-        """See :class:`ShareMap`: curvature's error goes with the square of the step, noise with its inverse."""
+        """See :class:`ShareMap`. A step x times as long has the error off x^2 + noise / x, ``off`` being closure's now:
+        least at x^3 = noise / (2 off)."""
         off = max(abs(1 - closure) - self.carried_unseen, 0.0)
         if off <= max(_BAND[self.dtype], _CERTAIN * noise):
             return 1.0

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every token's gradient norm from forwards at random weights: blind to nothing, cancellation irrelevant.
+"""Every token's gradient norm, from forwards at random weights: sees tokens that cancel (docs/method.md, section 5).
 
-For v standard normal, what token t adds to the loss (:mod:`.readout`) varies at theta + s v with variance
-s^2 ||g_t||^2 to first order. So k + 1 forwards at theta + s v_j give, from the sample variance, an unbiased estimate of
-||g_t||^2 with k degrees of freedom; what the forwards share (rounding, curvature) cancels. Each estimate is
-||g_t||^2 chi2_k / k, so
+Shares see only what a token has in common with the gradient. Two loud tokens that cancel have nothing. But for v
+standard normal, what token t adds to the loss (:mod:`.readout`) varies at theta + s v with variance s^2 ||g_t||^2, to
+first order, whatever other tokens do (Hutchinson's estimator on each row of the Jacobian). So the sample variance over
+k + 1 forwards, divided by s^2, is an unbiased estimate of ||g_t||^2 with k degrees of freedom. What the forwards
+share, rounding and curvature, cancels. Each estimate is ||g_t||^2 chi2_k / k, so
 
     P(for all N tokens: ||g_t|| <= estimate_t * sqrt(k / chi2_{k, delta/N})) >= 1 - delta
 
-bounds what is left, to the order of the finite difference.
+bounds what is left, to the order of the finite difference; chi2_{k, q} is the q-quantile.
 
 Shapes: B rows of a micro-batch, T response positions.
 """
@@ -28,9 +29,9 @@ from .weights import MovedWeights, forward_on_routes, hold_routes
 
 NUM_DIRECTIONS = 16
 _LEAST_DIRECTIONS = 4
-_DELTA = 0.05
-_MARGIN = 0.7  # an estimate this far under a culprit's norm is still verified: chi2_16 / 16 is under 0.5 in 4% of cases
-_RELATIVE_STEP = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 1e-2}
+_DELTA = 0.05  # the probability with which the bound on all tokens may fail
+_MARGIN = 0.7  # of a culprit's norm: an estimate above is verified. chi2_16 / 16 is under 0.5 = 0.7^2 in 4 % of cases
+_RELATIVE_STEP = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 1e-2}  # times the weights' root mean square
 
 
 @dataclass
@@ -40,17 +41,18 @@ class NormSketch:
     norms: list[torch.Tensor]
     """Per micro-batch float64 (B, T), this rank's tokens."""
     inflation: float
-    """Factor from an estimate to its upper bound, at once for all tokens."""
+    """Factor from an estimate to its upper bound, for all tokens at once."""
     confidence: float
+    """Of that bound, 1 - delta."""
 
 
 def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DIRECTIONS) -> NormSketch:
-    """Estimate every token's gradient norm: ``num_directions + 1`` forwards of each micro-batch.
+    """Estimate every token's gradient norm, at ``num_directions + 1`` forwards of each micro-batch.
 
     Args:
         task: the step; weights are moved and restored bit for bit.
         without: tokens already named; their estimate is 0.
-        num_directions: degrees of freedom k of each estimate, at least 1.
+        num_directions: k, the degrees of freedom of each estimate, at least 1.
     """
     prober = task.prober
     step_size = _relative_step(task) / _root_mean_count(task)
@@ -64,7 +66,7 @@ def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DI
 
     def note(number: int, index: int, outputs: Outputs) -> None:
         value = readouts[index].read(outputs)
-        # Welford's running variance: the values are large against their spread
+        # Welford's running variance: the values are large beside their spread, so sums of squares would lose it
         delta = value - means[index]
         means[index] += delta / (number + 1)
         squares[index] += delta * (value - means[index])
@@ -88,11 +90,11 @@ def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DI
 
 
 def sketch(task: Task, named: Sequence[Token] = ()) -> SearchResult:
-    """Find tokens with a large gradient of their own, whatever they cancel.
+    """Find tokens with a large gradient of their own, even if they cancel each other; each is verified by a backward.
 
     Args:
         task: what to search; ``.grad`` is overwritten.
-        named: tokens already named; not looked at again.
+        named: tokens already named, which are left out.
     """
     result = SearchResult()
     num_micro_batches = task.prober.step.num_micro_batches
@@ -126,7 +128,7 @@ def sketch(task: Task, named: Sequence[Token] = ()) -> SearchResult:
 
 
 def _largest_left(task: Task, found: NormSketch, seen: set[Token]) -> float:
-    """The largest estimate among the tokens that nobody verified."""
+    """The largest estimate, over all ranks, of a token that is not in ``seen``."""
     ranks = task.prober.ranks
 
     def local() -> float:
@@ -147,13 +149,13 @@ def _relative_step(task: Task) -> float:
 
 
 def _root_mean_count(task: Task) -> float:
-    """What to divide by so that a move by v has the wanted size relative to the weights' root mean square."""
+    """1 over the weights' root mean square: a step divided by this is relative to it. 1 for weights that are all 0."""
     square, count = task.prober.space.weight_square_and_count()
     return (count / square) ** 0.5 if square > 0 else 1.0
 
 
 def _chi2_quantile(k: int, probability: float) -> float:
-    """x with P(chi2_k <= x) = probability, by bisection on the regularised incomplete gamma function."""
+    """x with P(chi2_k <= x) = probability, at most 0.5: by bisection on the regularised incomplete gamma function."""
     half = torch.tensor(k / 2, dtype=torch.float64)
     low, high = 0.0, float(k)
     for _ in range(200):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every search strategy is given, and what it returns."""
+"""What every strategy is given (:class:`Task`) and returns (:class:`SearchResult`)."""
 
 import time
 from collections.abc import Iterator
@@ -16,22 +16,23 @@ from ..record import Certificate, PathEntry, StepCause
 from .readout import Readout
 from .share import ShareMap
 
-_MICRO_BATCHES = 16  # the published budget is meant for up to so many
-_LEAST_SECONDS = 2.0  # an update counts as at least this long: on a toy model all is overhead, and nothing stalls
+_MICRO_BATCHES = 16  # the published budget is enough for this many
+_LEAST_SECONDS = 2.0  # an update counts as at least this long: on a toy model all is overhead, and no time is lost
 _SHARE_OF_THRESHOLD = 0.25
-"""A culprit carries at least this part of the norm that counts as a spike. The largest healthy token carries far less:
-one that alone lifts a healthy norm over the threshold carries far more."""
+"""A culprit has at least this part of the threshold. The largest healthy token has far less, and a token that alone
+lifts a healthy norm over the threshold has far more."""
 
 
 class Limit:
-    """What a search may cost: so many of this run's own updates, in passes and in time, or the published budget.
+    """What a search may cost: some of this run's own updates, in passes and in time, or the published budget.
+
+    Costs are in f, a forward of one micro-batch; an update of M micro-batches is 3 M f.
 
     Args:
-        num_micro_batches: of the step.
-        max_steps: updates, a forward and backward of each micro-batch; at least 1.
-        update_seconds: how long this run's own take; None where there is none, as in a replay.
-        budget: of the published bisection, in probes, for up to 16 micro-batches, of more as many times more; None for
-            any other search.
+        num_micro_batches: M.
+        max_steps: updates, at least 1.
+        update_seconds: how long an update of this run takes; None if that is unknown, as in a replay.
+        budget: the published bisection's, in probes, in proportion more beyond 16 micro-batches; None for others.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class Limit:
         self._started = time.perf_counter()
 
     def left(self, prober: Prober, certificate: int) -> float:
-        """What may still be spent, in forwards of a micro-batch: all ranks ask together, and the slowest one answers.
+        """What may still be spent, in f. All ranks ask together, and the slowest one's clock counts.
 
-        The published budget does not count the certificate that comes after it.
+        Args:
+            prober: whose cost counts.
+            certificate: f kept back for the certificate; the published budget does not count that.
         """
         spent = float(prober.cost)
         if self._seconds is not None:
@@ -61,53 +64,56 @@ class Limit:
 
 @dataclass(frozen=True)
 class Task:
-    """One spike to look into; the same for all strategies."""
+    """One spike to search; the same for all strategies."""
 
     prober: Prober
     gradient: Gradient
-    """The training gradient, set aside; holds ``scale`` times the true one."""
+    """The training gradient, set aside: ``scale`` times the true one."""
     scale: float
+    """What clipping left of it, in (0, 1]."""
     spike: Spike
     tau: float
-    """Per-token threshold of the published rule."""
+    """The published threshold per token; only ``bisect`` uses it."""
     max_culprits: int
     limit: Limit
     increments: list[float] | None = None
-    """Estimate of each micro-batch's own gradient norm over all ranks; None when it was not tracked."""
+    """About the norm of each micro-batch's own gradient, over all ranks; None if it was not tracked."""
     broken: int | None = None
-    """A micro-batch whose gradient is known not to be finite; None where nobody knows of one."""
+    """A micro-batch whose gradient is known not to be finite; None if none is known."""
 
     @property
     def reference(self) -> float:
-        """The norm from which a step counts as a spike; on a rehearsal, the norm it has."""
+        """The threshold on the norm; without one, on a rehearsal, the step's own norm."""
         return self.spike.threshold if self.spike.threshold is not None else self.spike.grad_norm
 
     @property
     def culprit_norm(self) -> float:
-        """How large the gradient of a single culprit is at least."""
+        """The least norm of a culprit's gradient."""
         return _SHARE_OF_THRESHOLD * self.reference
 
     def suspects(self) -> list[int]:
-        """Micro-batches whose own gradient seems to be a culprit's worth, largest first; all of them where none is."""
+        """Micro-batches whose own gradient seems as large as a culprit's, largest first; all of them if none does."""
         sizes = self.increments or [0.0] * self.prober.step.num_micro_batches
         order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
         return [index for index in order if sizes[index] >= self.culprit_norm] or order
 
     def can_afford(self, forwards: int = 0, backwards: int = 0, is_certificate: bool = False) -> bool:
-        """Whether this much more stays within the limit, with a pass for the certificate beside it; the same on every
-        rank. A backward (with its forward) is one probe.
+        """Whether this much more stays within the limit; the same on every rank.
+
+        A pass over all micro-batches is kept back for the certificate, unless ``is_certificate``: this is it, or none
+        will follow. A backward counts with its forward, as one probe.
         """
         certificate = 0 if is_certificate else 3 * self.prober.step.num_micro_batches
         return forwards + 3 * backwards <= self.limit.left(self.prober, certificate)
 
     @property
     def affordable_forwards(self) -> int:
-        """How many forwards of a micro-batch are within the limit; the same on every rank."""
+        """How many forwards of a micro-batch stay within the limit; the same on every rank."""
         left = self.limit.left(self.prober, 3 * self.prober.step.num_micro_batches)
         return int(min(max(left, 0), 10**9))
 
     def certify(self, culprits: list[Token], alone: Gradient | None = None, goes_on: bool = False) -> Certificate:
-        """What the norm is without these tokens, see :func:`~..core.certificate.certify`."""
+        """The norm without these tokens; arguments and ``.grad`` as in :func:`..core.certificate.certify`."""
 
         def can_afford(num_probes: int) -> bool:
             return self.can_afford(backwards=num_probes, is_certificate=True)
@@ -126,13 +132,13 @@ class Task:
         )
 
     def readouts(self, without: list[Token]) -> list[Readout]:
-        """How this rank's micro-batches are read; tokens already named read 0."""
+        """One :class:`.Readout` for each of this rank's micro-batches; tokens already named read 0."""
         is_half = self.prober.step.compute_dtype != torch.float32
         recorded = self.prober.step.recorded
         return [Readout(recorded(i), *found, is_half) for i, found in enumerate(self.coefficients(without))]
 
     def coefficients(self, without: list[Token]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """d step loss / d log_prob and d entropy (B, T) of this rank's tokens, zeroed for the ones already named."""
+        """c_t and e_t (B, T) of each of this rank's micro-batches, 0 for tokens already named."""
         step, rank = self.prober.step, self.prober.ranks.rank
         found = []
         for index in range(step.num_micro_batches):
@@ -149,42 +155,44 @@ class Task:
 
 @dataclass
 class CulpritSpan:
-    """A span of tokens of one rank's micro-batch whose gradient is large."""
+    """A culprit: one or more tokens of one row whose gradient is large."""
 
     span: str
     """``token``, ``segment`` or ``sequence``."""
     tokens: tuple[Token, ...]
     norm: float
-    """L2 norm of the span's part of the gradient; a lower bound unless ``is_exact``."""
+    """L2 norm of the span's gradient; a lower bound unless ``is_exact``. NaN if that gradient is not finite."""
     threshold: float
+    """The norm, or bound, that made it a culprit."""
     is_exact: bool
+    """Whether ``norm`` was measured, and is not a bound."""
     share: float | None = None
-    """<g, G> / ||G||^2"""
+    """<g, G> / ||G||^2; None unless measured."""
     squares: torch.Tensor | None = None
-    """Squared norm per parameter, float64 (num_params,); None unless ``is_exact``."""
+    """Squared norm per parameter, float64 (num_params,); None unless measured."""
 
 
 @dataclass
 class SearchResult:
-    """What a strategy found, and the way it went. The same on every rank but for ``shares``."""
+    """What a strategy found, and its path. The same on every rank except for ``shares``."""
 
     culprits: list[CulpritSpan] = field(default_factory=list)
     path: list[PathEntry] = field(default_factory=list)
     stop_reason: str = ""
     exhausted: bool = False
-    """Whether the budget ended the search."""
+    """Whether the limit ended the search."""
     certificate: Certificate | None = None
-    """Where the strategy certifies as it goes."""
+    """None if the strategy did not certify; :func:`.find.localize` then does."""
     shares: ShareMap | None = None
-    """Shares along the spike gradient itself: this rank's tokens."""
+    """Shares along the spike's own gradient, of this rank's tokens."""
     is_cut: bool = False
-    """Whether the largest number of culprits ended the search while the rest still spikes."""
+    """Whether ``max_culprits`` ended the search while the rest still spikes."""
     num_more: int = 0
-    """At least so many spans beyond that number are as large as a culprit."""
+    """At least this many more spans are as large as a culprit."""
     more_norm: float | None = None
     """Lower bound on the norm of all of these together; None without any."""
     source: StepCause | None = None
-    """Where the spike comes from, when that is not its tokens."""
+    """What made the spike, if its tokens did not."""
 
     @property
     def tokens(self) -> list[Token]:
@@ -192,7 +200,7 @@ class SearchResult:
 
 
 def verify(task: Task, span: str, tokens: tuple[Token, ...], threshold: float) -> CulpritSpan:
-    """Measure a span's gradient by a backward of its own: one probe."""
+    """Measure a span's gradient by a backward of its own (one probe), which leaves it in ``.grad``."""
     prober = task.prober
     micro_batch, rank = tokens[0].micro_batch, tokens[0].rank
 
@@ -209,7 +217,7 @@ def verify(task: Task, span: str, tokens: tuple[Token, ...], threshold: float) -
 
 
 def measured_culprit(task: Task, span: str, tokens: tuple[Token, ...], threshold: float) -> CulpritSpan:
-    """The culprit whose gradient is in ``.grad`` right now."""
+    """The culprit whose gradient is in ``.grad`` now, with its norm and share."""
     space = task.prober.space
     squares, dots = space.squares_and_dots(task.gradient)
     square = task.spike.grad_norm**2

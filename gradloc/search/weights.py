@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move the sharded weights along a direction and put them back bit for bit; forwards meanwhile.
+"""Move the sharded weights along a direction, run forwards there, and put the weights back bit for bit.
 
-A forward of FSDP uses gathered copies of the weights. Unless every unit drops its copy first, a forward after a move
-still sees the old weights, and, worse, one after the restore may see the moved ones. So all units are resharded
-before every forward and after the last (measured on FSDP1 and FSDP2, with both settings of reshard_after_forward).
-Where the model's weights are others than the optimizer's, it is the optimizer's that move, and the model takes them.
+*Resharding.* An FSDP forward uses gathered copies of the weights. Unless every unit drops its copy first, a forward
+after a move still sees the old weights. Worse, one after the restore may see the moved ones, in training. So all units
+are resharded before every move and after the last (measured on FSDP1 and FSDP2 with both settings of
+``reshard_after_forward``). Some engines' models hold other weights than the optimizer does. There the optimizer's are
+moved, and the model takes them over.
 
-The routers of a mixture of experts send every token where they sent it in training. A router's choice jumps where two
-experts are as good: a log-prob jumps with it, and a difference of two log-probs over a small step is then no
-derivative. Autograd differentiates with the choice as it was. So a forward at the weights of training notes what every
-top-k chose, and the forwards at moved weights take the values at the same indices.
+*Dither.* In half precision a small move is less than the last place of most weights: rounded to nearest, they would not
+move at all. So a random dither of up to half that unit is added to the moved weight in float32 before it is rounded.
+Each weight then moves with a probability that makes the move right on average. Both legs of a difference draw the same
+dither, so what it does by itself cancels.
+
+*Routes.* A mixture of experts sends each token where its router's top-k says. That choice jumps where two experts are
+as good, and the difference of two log-probs across a jump is no derivative; autograd, too, holds the choice fixed. So a
+forward at the weights of training notes what every top-k chose, and forwards at moved weights take the same indices.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,20 +33,20 @@ _EXPONENT = 0x7F800000  # its bits in a float32
 
 
 def _sixteen_bits(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Uniform in all of int16, of this shape: four to a draw, which takes half as long as a float each."""
+    """Uniform random int16 of this shape, four from each int64 drawn: half the time of drawing floats."""
     drawn = torch.empty((like.numel() + 3) // 4, dtype=torch.int64, device=like.device)
     return drawn.random_(-(2**63), None, generator=generator).view(torch.int16)[: like.numel()].view(like.shape)
 
 
 class MovedWeights:
-    """Context in which the weights may be moved; leaving it restores them from a copy of the local shards.
+    """Context in which the weights may be moved. Leaving it restores them from a copy of the local shards.
+
+    Moves are from the original weights, not from where the last one left them. All ranks call every method together.
 
     Args:
         space: the trainable parameters.
-        compute_dtype: what the forward computes in. In bfloat16 and float16 a weight is rounded once, and that rounding
-            is stochastic: a dither of up to half a unit in the last place is added to the moved weight in float32, so
-            that moves far below that unit are realised on average, on masters of either precision.
-        seed: of the dither, the same for every move, so that what it does to two legs of a difference cancels.
+        compute_dtype: of the forward; half precision is dithered, whatever the precision of the master weights.
+        seed: of the dither, the same for every move in this context.
     """
 
     def __init__(self, space: GradientSpace, compute_dtype: torch.dtype, seed: int = 0):
@@ -59,11 +64,12 @@ class MovedWeights:
         return self
 
     def move(self, direction: Gradient, step: float) -> torch.Tensor:
-        """Set the weights to (original + dither + step * direction); all ranks together.
+        """Set the weights to original + dither + step * direction.
 
         Returns:
-            This rank's part of <direction, how far the weights moved as a forward sees them>, float64, a scalar. In
-            float32, too, a short move is lost in part: it is below the last place of large weights.
+            This process' part of <direction, true move>, a float64 scalar. The true move is that of the weights as a
+            forward sees them, rounded to its dtype. Even in float32 it differs from ``step * direction``, which may be
+            less than the last place of a large weight.
         """
         moved = self._space.agree(lambda: self._move(direction, step))
         self._space.publish()  # which may communicate
@@ -93,8 +99,7 @@ class MovedWeights:
             self._set(shard, was, was, dither)
 
     def move_randomly(self, seed: int, step: float) -> None:
-        """Set the weights to (original + dither + step * v), v standard normal and different on every shard; all ranks
-        together."""
+        """Set the weights to original + dither + step * v, with v standard normal, of this seed, different by shard."""
         self._space.agree(lambda: self._move_randomly(seed, step))
         self._space.publish()
 
@@ -111,7 +116,7 @@ class MovedWeights:
 
     @torch.no_grad()
     def distance(self) -> float:
-        """L2 norm, over all weights and shards, of how far they are from where they were."""
+        """How far the weights are from the original ones: L2 norm over all weights and shards."""
 
         def local() -> torch.Tensor:
             square = torch.zeros(1, dtype=torch.float64, device=self._space.params[0].device)
@@ -124,8 +129,10 @@ class MovedWeights:
 
     def _set(self, shard: torch.Tensor, saved: torch.Tensor, moved: torch.Tensor, dither: torch.Generator) -> None:
         if self._bits is not None and saved.numel():
-            # The unit is that of the original weight, the same for both legs: a float32 without its mantissa is its
-            # power of two. A weight of zero (LoRA's second factor at first) gets no dither: it lies on every grid.
+            # A float32 with its mantissa cleared is its power of two; times 2^-bits it is one unit in the last place.
+            # The random int16 spans 2^16, centred on 0: another 2^-16 makes the dither half a unit either way. The unit
+            # is the original weight's, so both legs share it. A weight of zero (LoRA's second factor at first) has no
+            # exponent and gets no dither, nor does it need one: small numbers near zero are not rounded away.
             unit = (saved.float().view(torch.int32) & _EXPONENT).view(torch.float32).mul_(2.0 ** -(self._bits + 16))
             moved = unit.mul_(_sixteen_bits(saved, dither)).add_(moved)
         shard.copy_(moved)
@@ -133,7 +140,7 @@ class MovedWeights:
     @torch.no_grad()
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and issubclass(kind, LostRank):
-            return  # this process ends, and waiting for peers or for the device might never end
+            return  # this process ends; waiting for peers or for the device might never end
         for param, saved in zip(self._space.params, self._saved, strict=True):
             local_shard(param).copy_(saved)
         self._space.publish()
@@ -144,19 +151,21 @@ class MovedWeights:
 # ---- routes
 
 _TOP_K = (torch.topk, torch.Tensor.topk)
-"""What routers choose with, transformers' and Megatron's."""
+"""What the routers of transformers and of Megatron choose with."""
 
 
 def has_experts(module: torch.nn.Module) -> bool:
-    """Whether a model's config (transformers' or Megatron's) says that each token goes to some of several experts."""
+    """Whether the model is a mixture of experts, by its config (transformers' or Megatron's)."""
     config: Any = getattr(unwrapped(module), "config", None)
     read = getattr(config, "get_text_config", lambda: config)
     return any(getattr(read(), name, None) for name in ("num_experts_per_tok", "num_moe_experts"))
 
 
 def hold_routes(prober: Prober, micro_batches: Iterable[int]) -> None:
-    """Note where the routers send each token at the present weights: a forward of each micro-batch that is not yet
-    known, and none where the model has no experts."""
+    """Note where the routers send each token at the present weights, which must be training's.
+
+    One forward of each micro-batch that is not known yet; none if the model has no experts.
+    """
     if not has_experts(prober.space.module):
         return
     for index in micro_batches:
@@ -177,6 +186,8 @@ def forward_on_routes(prober: Prober, micro_batch: int) -> tuple[torch.Tensor, t
 
 
 class _Noting(TorchFunctionMode):
+    """Appends the indices of every top-k to a list."""
+
     def __init__(self, chosen: list[torch.Tensor]):
         super().__init__()
         self._chosen = chosen
@@ -189,6 +200,8 @@ class _Noting(TorchFunctionMode):
 
 
 class _Holding(TorchFunctionMode):
+    """Has every top-k give the values at noted indices, in the order in which they were noted."""
+
     def __init__(self, chosen: Sequence[torch.Tensor]):
         super().__init__()
         self._chosen = iter(chosen)

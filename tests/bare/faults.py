@@ -61,25 +61,17 @@ class FailingRanks(Ranks):
         finally:
             self._depth -= 1
 
-    def sum(self, values):
-        with self._allocations.unwatched():
-            return super().sum(values)
 
-    def max(self, values):
+def _unwatched(name: str) -> Callable[..., Any]:
+    def call(self: FailingRanks, *given: Any) -> Any:
         with self._allocations.unwatched():
-            return super().max(values)
+            return getattr(Ranks, name)(self, *given)
 
-    def gather(self, value):
-        with self._allocations.unwatched():
-            return super().gather(value)
+    return call
 
-    def gather_first(self, value):
-        with self._allocations.unwatched():
-            return super().gather_first(value)
 
-    def sent_by(self, rank, value):
-        with self._allocations.unwatched():
-            return super().sent_by(rank, value)
+for _name in ("sum", "max", "gather", "gather_first", "sent_by"):
+    setattr(FailingRanks, _name, _unwatched(_name))
 
 
 class _Allocations(TorchDispatchMode):

@@ -9,7 +9,7 @@ Shapes: B rows of a micro-batch, R rows and N response tokens of the step, T res
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_s
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from gradloc.core.step import Recorded, RngState, let_through, record
+from gradloc.core.step import LossOfGiven, Recorded, RngState, let_through, record
 from tests.bare.amplifier import edit_of
 from tests.bare.batch import CPU, Batch
 from tests.bare.model import Block, Decoder, entropy_of, log_prob_of
@@ -98,15 +98,11 @@ class Loss:
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
         losses = torch.maximum(-batch.advantages * ratio, -batch.advantages * clipped)
         if self.kl:
-            losses = losses + self.kl_of_tokens(log_prob, batch)
+            losses = losses + self.kl * (log_prob - batch.reference_log_probs).square() / 2
         return losses if entropy is None else losses - self.entropy * entropy
 
-    def kl_of_tokens(self, log_prob: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The KL term (B, T) alone."""
-        return self.kl * (log_prob - batch.reference_log_probs).square() / 2
 
-
-class BareStep:
+class BareStep(LossOfGiven):
     """One rank's part of a batch, in M micro-batches: what the search may replay.
 
     Args:
@@ -121,6 +117,7 @@ class BareStep:
     temperature = 1.0
     on_policy = False
     reduces_once = False
+    loss_scale = 1.0
 
     def __init__(
         self,
@@ -138,8 +135,8 @@ class BareStep:
         self._vocabulary = model.head.out_features
         self.loss_scale = loss_scale
         self.device = next(model.parameters()).device
-        rank, self._size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self._each = len(batch.labels) // (self._size * num_micro_batches)
+        rank, self.dp_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._each = len(batch.labels) // (self.dp_size * num_micro_batches)
         self._first = rank * num_micro_batches * self._each
         self._parts = [batch.part(slice(rows[0], rows[-1] + 1), self.device) for rows in self._all_rows()]
         self._weights = [loss.weights(part.mask, batch) for part in self._parts]
@@ -176,27 +173,13 @@ class BareStep:
     def old_log_prob(self, micro_batch: int) -> torch.Tensor:
         return self._parts[micro_batch].old_log_probs
 
-    def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        recorded, factor = self._recorded[micro_batch], 1.0 / (self._size * self.loss_scale)
-        entropy = recorded.entropy_coefficient
-        return recorded.log_prob_coefficient * factor, None if entropy is None else entropy * factor
+    def has_kl_term(self) -> bool:
+        return bool(self._terms.kl)
 
-    def kl_coefficients(self, micro_batch: int) -> torch.Tensor | None:
-        """d (KL term) / d log_prob (B, T) of this rank's loss; None without one."""
-        if not self._terms.kl:
-            return None
-        log_prob = self._recorded[micro_batch].log_prob.float().clone().requires_grad_()
-        terms = self._terms.kl_of_tokens(log_prob, self._parts[micro_batch])
-        return torch.autograd.grad(self._sum(terms, micro_batch), log_prob)[0]
-
-    def has_finite_loss(self, micro_batch: int) -> bool:
-        """Whether the unscaled loss and its derivative by every log-prob are finite."""
-        recorded = self._recorded[micro_batch]
-        log_prob = recorded.log_prob.float().clone().requires_grad_()
-        part = self._parts[micro_batch]
-        loss = self._sum(self._terms.of_tokens(log_prob, recorded.entropy, part), micro_batch)
-        (coefficients,) = torch.autograd.grad(loss, log_prob)
-        return bool(loss.isfinite() and coefficients.isfinite().all())
+    def loss_of_given(self, micro_batch: int, log_prob: torch.Tensor, is_without_kl: bool = False) -> torch.Tensor:
+        terms = replace(self._terms, kl=0.0) if is_without_kl else self._terms
+        losses = terms.of_tokens(log_prob, self._recorded[micro_batch].entropy, self._parts[micro_batch])
+        return self._sum(losses, micro_batch)
 
     def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         self._recorded[micro_batch].rng.restore()
@@ -241,4 +224,4 @@ class BareStep:
     def _sum(self, losses: torch.Tensor, micro_batch: int) -> torch.Tensor:
         """The micro-batch's part of this rank's loss: FSDP takes the mean over the ranks."""
         kept = torch.where(self._parts[micro_batch].mask, losses, 0.0)
-        return (kept * self._weights[micro_batch].to(kept.dtype)).sum() * self._size
+        return (kept * self._weights[micro_batch].to(kept.dtype)).sum() * self.dp_size

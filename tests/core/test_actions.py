@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be done to a step that spiked: within its limits the action that was asked for, else the safer one."""
+"""A step that spiked gets the action that was asked for, or a safer one where its limits forbid that."""
 
 import math
 
@@ -47,8 +47,10 @@ def test_a_step_is_masked_only_where_that_helps_and_leaves_enough(num_masked, ve
         ({"obstacle": "of this"}, "masking is not possible: of this"),
         ({"num_masked": 0}, "there is no token to mask: for this"),
         ({"verdict": "not_explained"}, "masking the culprits would not help: for this"),
+        ({"verdict": "undecided", "after": 5.0}, "masking the culprits would not help: for this"),
         ({"num_masked": 65, "num_tokens": 10**6}, "65 tokens would be masked, action.max_masked_tokens allows 64"),
         ({"num_masked": 6, "num_tokens": 100}, "6.0% of the tokens would be masked, action.max_masked_share allows"),
+        ({"num_tokens": 0}, "100.0% of the tokens would be masked"),
     ],
 )
 def test_why_a_step_is_skipped_instead_is_said(changes, reason):
@@ -59,10 +61,6 @@ def test_why_a_step_is_skipped_instead_is_said(changes, reason):
 def test_exactly_as_many_as_may_be_are_masked():
     assert decided(ActionConfig("mask"), num_masked=64, num_tokens=10**6).taken == "mask"
     assert decided(ActionConfig("mask"), num_masked=5, num_tokens=100).taken == "mask"
-
-
-def test_the_share_of_a_batch_without_tokens_can_be_told():
-    assert decided(ActionConfig("mask"), num_tokens=0).reason.startswith("100.0% of the tokens")
 
 
 @pytest.mark.parametrize(("num_searches", "taken"), [(1, None), (2, "skip"), (3, "skip")])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a certificate says of the norm that is left, and what is done to the step by it."""
+"""What a certificate says of the norm without the culprits, and how large it takes its own error to be."""
 
 import math
 from types import SimpleNamespace
@@ -7,11 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradloc.core import actions
-from gradloc.core.certificate import Certificate, _recompute, _Removal, is_subtracted, judge
+from gradloc.core.certificate import _recompute, _Removal, certify, is_subtracted, judge
 from gradloc.core.ranks import Ranks
 from gradloc.core.selection import Token
-from gradloc.core.trigger import Spike
 
 
 @pytest.mark.parametrize(
@@ -37,25 +35,13 @@ def test_what_was_not_finite_is_explained_by_being_finite_where_there_is_no_thre
     assert judge(norm_after, 0.1, None, was_finite=False)[0] == verdict
 
 
-def decide(mode, verdict="explained", num_masked=1, kind="fixed", obstacle=None, norm_after=1.0):
-    limits = SimpleNamespace(mode=mode, max_masked_tokens=8, max_masked_share=0.05)
-    spike = Spike(kind, 9.0, 5.0, 1.0, 1000)
-    certificate = Certificate(9.0, norm_after, 0.0, 5.0, "swap", verdict, "because")
-    tokens = [Token(0, 0, index) for index in range(num_masked)]
-    return actions.decide(limits, spike, certificate, tokens, obstacle).taken
-
-
-def test_actions_are_taken_as_configured_or_fall_back_to_skip():
-    assert decide("observe") == "observe"
-    assert decide("skip") == "skip"
-    assert decide("abort") == "abort"
-    assert decide("mask") == "mask"
-    assert decide("mask", verdict="not_explained", norm_after=6.0) == "skip"
-    assert decide("mask", verdict="undecided", norm_after=5.1) == "skip"
-    assert decide("mask", verdict="undecided", norm_after=4.9) == "mask"
-    assert decide("mask", num_masked=9) == "skip"
-    assert decide("mask", obstacle="overflow") == "skip"
-    assert decide("abort", kind="forced") == "observe"
+@pytest.mark.parametrize(
+    ("norm_before", "threshold", "reason"),
+    [(9.0, 4.0, "no culprit was found"), (9.0, None, "a rehearsal"), (math.nan, None, "no culprit was found")],
+)
+def test_without_culprits_the_norm_is_what_it_was_and_the_reason_says_why(norm_before, threshold, reason):
+    found = certify(prober_of(), [], 1.0, norm_before, threshold, [])
+    assert found.method == "none" and found.norm_after is found.norm_before and found.reason.startswith(reason)
 
 
 def prober_of(dtype=torch.float32, rounding=0.0, reduction_error=0.0, **known):
@@ -113,6 +99,43 @@ def test_culprits_are_taken_out_by_what_costs_less_than_a_pass(monkeypatch, hold
 def test_each_addition_and_each_reduction_is_off_by_its_own_error():
     made = removal(prober=prober_of(rounding=0.001, reduction_error=0.01))
     assert made._rounding(3, 5.0) == pytest.approx(0.001 * (6 * 10.0 + 3 * 5.0) + 0.01 * 15.0)
+
+
+@pytest.mark.parametrize(
+    ("way", "norms", "noise", "num_additions"),
+    [
+        ("subtract", [9.0, 0.01, 1.0], 3 * 0.01 + 9.0 / 2**16, 1 + 2),
+        ("swap", [9.0, 0.0, 2.0, 1.0], 0.0, 1 + 4),  # kernels that repeat
+        ("swap", [9.0, 0.01, 2.0, 1.0], 3 * 0.01 + 9.0 / 2**8, 1 + 4),
+        ("swap", [9.0, 0.7, 2.0, 1.0], None, None),  # three times that is over half the threshold
+    ],
+)
+def test_the_error_is_the_replays_difference_three_times_a_unit_and_what_additions_round(
+    way, norms, noise, num_additions
+):
+    """``norms``: of what was replayed, of its difference, in a swap of the part without culprits, and what is left."""
+    told, largest = list(norms), norms[0] + (norms[2] if way == "swap" else 0.0)
+
+    def nothing(*given, **named):
+        return []
+
+    prober = prober_of(rounding=1e-3, norm=lambda gradient=None: told.pop(0), keep=nothing, scale=nothing)
+    prober.compute = prober.compute_only = prober.compute_without = prober.add = nothing
+    made = removal(prober=prober)
+    found = made._swap() if way == "swap" else made._subtract([])
+    if noise is None:
+        assert found is None and told == norms[2:], "before anything more is run"
+        return
+    rounding = 1e-3 * ((4 + 2) * 10.0 + num_additions * largest)
+    assert found == (1.0, pytest.approx(rounding + noise), norms[1], way)
+
+
+def test_the_culprits_own_gradient_is_let_go_before_everything_is_run_again():
+    alone, held = [torch.ones(2)], []
+    prober = prober_of(norm=lambda: 1.0)
+    prober.compute_without = lambda culprits: held.append(len(alone))
+    found = certify(prober, [], 1.0, 10.0, 4.0, [Token(0, 0, 0)], alone, can_afford=lambda num: False)
+    assert held == [0] and (found.method, found.verdict) == ("recompute", "explained")
 
 
 @pytest.mark.parametrize(

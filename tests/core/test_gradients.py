@@ -1,28 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch wraps around a model, on one process: DDP changes neither its names nor what a failed pass leaves; shards
-that FSDP2's offload_policy keeps on the host are worked on there, and reduced on the device."""
+"""A gradient is one vector whatever torch wraps around the model, wherever its shards lie and in whatever it is summed.
+
+On one process: DDP, FSDP2's precision, and shards that its offload_policy keeps on the host.
+"""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.parallel import DistributedDataParallel
 
 from gradloc.core.gradients import GradientSpace, squared_norms
-from gradloc.core.sharding import abandon_pass, local_shard, unwrapped
+from gradloc.core.sharding import abandon_pass, gradient_dtypes, local_shard, unwrapped
 from gradloc.search.weights import MovedWeights
 
 
 @pytest.fixture
-def ddp(tmp_path):
+def group(tmp_path):
+    """This process is a group of its own."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    torch.manual_seed(0)
-    yield DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)))
+    yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def ddp(group):
+    torch.manual_seed(0)
+    return DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)))
 
 
 def test_its_parameters_have_the_models_own_names(ddp):
@@ -47,9 +56,8 @@ def test_after_a_pass_that_was_cut_off_the_next_gives_its_gradient_bit_for_bit(d
 
 
 @pytest.fixture
-def offloaded(tmp_path, monkeypatch):
+def offloaded(group, monkeypatch):
     """A weight whose shard lies on the host and whose mesh is of another device: "meta", which computes nothing."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     waited: list[torch.device] = []
     device = SimpleNamespace(current_device=lambda: 3, synchronize=lambda *of: waited.append(of))
     monkeypatch.setattr(torch, "get_device_module", lambda kind: device)
@@ -58,14 +66,39 @@ def offloaded(tmp_path, monkeypatch):
     spec = DTensorSpec(DeviceMesh("meta", [0]), (Shard(0),), tensor_meta=meta)
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(DTensor(shard, spec, requires_grad=False))
-    yield module, waited
-    dist.destroy_process_group()
+    return module, waited
 
 
 def test_the_device_of_an_offloaded_model_is_where_its_forwards_run(offloaded):
     space = GradientSpace(offloaded[0])
     assert (space.device, space.params[0].device) == (torch.device("meta:3"), torch.device("cpu"))
     assert space.is_offloaded and not GradientSpace(torch.nn.Linear(2, 2)).is_offloaded
+
+
+def test_a_model_that_is_sharded_in_part_is_refused(offloaded):
+    offloaded[0].bias = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="found a mixture of layouts"):
+        GradientSpace(offloaded[0])
+
+
+FINE, HALF = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("policies", "dtype"),
+    [
+        ([], None),
+        ([MixedPrecisionPolicy()], FINE),
+        ([MixedPrecisionPolicy(HALF)], HALF),
+        ([MixedPrecisionPolicy(HALF, FINE)], FINE),
+        ([MixedPrecisionPolicy(HALF, FINE), MixedPrecisionPolicy(HALF, HALF)], HALF),
+    ],
+)
+def test_fsdp2_sums_in_the_coarsest_format_that_a_unit_reduces_in(group, policies, dtype):
+    module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in policies))
+    for layer, policy in zip(module, policies, strict=True):
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    assert gradient_dtypes(module) == (dtype, dtype)
 
 
 def test_sums_over_ranks_are_taken_on_the_device(offloaded, monkeypatch):
@@ -129,6 +162,9 @@ def test_a_plain_models_weights_and_gradients_are_counted_added_and_put_back():
     assert torch.equal(module.weight.grad, 2 * ones[0]) and module.bias.grad is None
     assert space.local_squares().tolist() == pytest.approx([24.0, 0.0]) and space.norm() == pytest.approx(24**0.5)
     assert space.current()[0] is module.weight.grad and space.current()[1] is None
+    space.scale_each([0.5, 3.0])
+    assert torch.equal(module.weight.grad, ones[0])
+    space.scale_each([2.0, 3.0])
     kept = space.keep()
     assert module.weight.grad is None and space.norm(kept) == pytest.approx(24**0.5)
     space.put(kept)
@@ -143,4 +179,25 @@ def test_copies_of_a_shard_draw_the_same_numbers_and_other_seeds_others():
 
     first = drawn(0)
     assert len(first) == 2 and first[0] != first[1] and drawn(0) == first
-    assert drawn(1) != first and drawn(0, shard=1) != first
+    assert len({str(draws) for draws in (first, drawn(1), drawn(2), drawn(0, shard=1), drawn(1, shard=1))}) == 5
+
+
+def test_a_part_that_another_process_has_as_well_counts_nothing():
+    module = torch.nn.Linear(3, 2)
+    module(torch.ones(1, 3)).sum().backward()  # a gradient of ones
+    space = GradientSpace(module)
+    space.counts = [True, False]
+    for squares in (space.squares(), space.dots(space.current(), space.current())):
+        assert squares.tolist() == [pytest.approx(6.0), 0.0]
+    assert float(space.local_squares()[1]) == 0.0 and space.weight_square_and_count()[1] == 6
+
+
+@pytest.mark.parametrize("widths", [[16], [1024], [64] * 60 + [32] * 9 + [7]], ids=["small", "large", "many layers"])
+def test_a_rough_norm_is_near_the_norm(widths):
+    torch.manual_seed(0)
+    module = torch.nn.ModuleList(torch.nn.Linear(max(widths), width, bias=False) for width in [*widths, 1])
+    for layer in module[:-1]:  # the last has no gradient
+        layer.weight.grad = torch.randn(layer.weight.shape)
+    rough, exact = (GradientSpace(module).local_squares(is_rough=is_rough) for is_rough in (True, False))
+    assert float(rough.sum()) == pytest.approx(float(exact.sum()), rel=0.05)
+    assert 0 < int((rough > 0).sum()) <= 8 + 8 + 1, "at most eight of each shape are read"

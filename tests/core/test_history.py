@@ -27,21 +27,11 @@ def healthy(seed, steps=400, level=lambda step: 0.8):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_healthy_history_never_fires(seed):
-    assert fires(healthy(seed)) == []
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_one_spike_fires_once_and_leaves_the_threshold_alone(seed):
+def test_spikes_fire_and_neither_healthy_norms_nor_a_slow_drift_over_two_orders_of_magnitude_do(seed):
     norms = healthy(seed)
-    norms[200] = 111.0
-    norms[300] = 54_648_652.0
-    assert fires(norms) == [200, 300]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_slow_drift_over_two_orders_of_magnitude_never_fires(seed):
-    assert fires(healthy(seed, level=lambda step: 0.1 * 100 ** (step / 400))) == []
+    assert fires(norms) == fires(healthy(seed, level=lambda step: 0.1 * 100 ** (step / 400))) == []
+    norms[200], norms[300] = 111.0, 54_648_652.0
+    assert fires(norms) == [200, 300], "and leave the threshold alone"
 
 
 def test_a_new_level_is_learned_after_a_few_steps():
@@ -55,16 +45,34 @@ def test_nothing_but_non_finite_fires_before_the_warm_up_is_over():
     assert fires(norms) == [2, 4]
 
 
-def test_a_history_comes_back_from_a_checkpoint_exactly():
-    norms = healthy(3, 90)
-    one = History(64, 16, 6.0)
-    for norm in norms:
+def test_a_history_goes_on_from_its_checkpoint_exactly_even_amid_a_new_level():
+    one, two = History(64, 16, 6.0), History(64, 16, 6.0)
+    for norm in healthy(3, 90):
         one.observe(norm, False)
-    two = History(64, 16, 6.0)
-    for norm in (1e3, 1e4, 1e5):
+    for norm in (1e3, 1e4, 1e5, 1e6, 1e7):
         two.observe(norm, False)
+        one.observe(5e3, True)
     two.load_state(one.state())
-    assert two.threshold() == one.threshold() and two.summary() == one.summary()
+    assert two.threshold() == one.threshold() and two.summary()["num_norms"] == 64
+    for history in (one, two):
+        for _ in range(3):  # the eighth in a row
+            history.observe(5e3, True)
+        assert history.summary()["median_norm"] == pytest.approx(5e3)
+
+
+def test_spikes_with_healthy_steps_between_them_are_no_new_level():
+    norms = healthy(0, 100) + [norm for seed in range(1, 21) for norm in (50.0, *healthy(seed, 3))]
+    assert fires(norms) == list(range(100, 180, 4))
+
+
+def test_a_step_without_a_finite_gradient_says_nothing_and_norms_of_all_sizes_have_no_threshold():
+    history = History(64, 4, 6.0)
+    for norm in (0.0, -1.0, math.nan, math.inf):
+        history.observe(norm, False)
+    assert history.summary() == {"num_norms": 0, "median_norm": None, "log_sigma": None}
+    for norm in (1e-300, 1e300, 1e-300, 1e300):
+        history.observe(norm, False)
+    assert history.threshold() == math.inf
 
 
 def test_norms_that_are_nearly_equal_scatter_by_a_twentieth():
@@ -86,6 +94,19 @@ def test_what_is_usual_is_three_times_the_median_or_four_deviations():
     assert center == pytest.approx(2.0) and usual == pytest.approx(2.0 ** (4 * 1.4826))
     assert history.typical()["coefficient"] == (pytest.approx(5.0), 3.0)
     assert history.typical().keys() == {"kl", "coefficient"}
+    for number in range(8):
+        history.observe({"kl": 10.0 ** (300 * (-1) ** number)})
+    assert history.typical()["kl"][1] == math.exp(709.0), "and not more than a number can be"
+
+
+def test_a_checkpoint_brings_back_what_is_usual_and_no_more_than_a_window_of_it():
+    one, two = ScaleHistory(window=6), ScaleHistory(window=6)
+    for value in (1.0, 1.2, 0.9, 1.1, 2.0, 0.8):
+        one.observe({"advantage": value})
+    two.load_state(one.state())
+    for history in (one, two):
+        history.observe({"advantage": 3.0})
+    assert two.state() == one.state() == {"advantage": [1.2, 0.9, 1.1, 2.0, 0.8, 3.0]}
 
 
 @pytest.mark.parametrize(

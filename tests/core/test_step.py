@@ -73,22 +73,15 @@ def test_a_step_on_the_host_says_what_the_step_says_and_asks_it_once():
     step.train()
     host = HostStep(step, CPU)
     for index in range(M):
-        pairs = [
-            (host.token_mask(index), step.token_mask(index)),
-            (host.token_weights(index), step.token_weights(index)),
-        ]
-        pairs += zip(host.coefficients(index), step.coefficients(index), strict=True)
-        pairs += [(host.kl_coefficients(index), step.kl_coefficients(index))]
-        pairs += [(host.old_log_prob(index), step.old_log_prob(index)), (host.entropies(index), step.entropies(index))]
-        pairs += [
-            (getattr(host.recorded(index), name), getattr(step.recorded(index), name)) for name in Recorded.TENSORS
-        ]
-        pairs += zip(host.forward(index), step.forward(index), strict=True)
-        selected = step.token_mask(index)
-        pairs += [
-            (host.loss(index, selected), step.loss(index, selected)),
-            (host.loss(index, None), step.loss(index, None)),
-        ]
+        pairs = []
+        for name in ("token_mask", "token_weights", "kl_coefficients", "old_log_prob", "entropies"):
+            pairs.append((getattr(host, name)(index), getattr(step, name)(index)))
+        for name in ("coefficients", "forward"):
+            pairs += zip(getattr(host, name)(index), getattr(step, name)(index), strict=True)
+        for name in Recorded.TENSORS:
+            pairs.append((getattr(host.recorded(index), name), getattr(step.recorded(index), name)))
+        for selected in (step.token_mask(index), None):
+            pairs.append((host.loss(index, selected), step.loss(index, selected)))
         assert all((found is None and wanted is None) or torch.equal(found, wanted) for found, wanted in pairs)
     assert host.token_mask(1) is host.token_mask(1) and host.recorded(2) is host.recorded(2)
     assert host.num_micro_batches == M and not host.is_scheduled

@@ -12,7 +12,7 @@ from gradloc.words.verdict import verdict_sentences
 from tests.bare import build, random_batch
 from tests.bare.routers import add_router_loss
 from tests.report.builder import make_event
-from tests.search.test_triage import PLANT, THRESHOLD, Spiking
+from tests.search.test_beside import PLANT, THRESHOLD, Spiking
 
 CHECKPOINT = "checkpoints/math/run 7/global_step_400"
 

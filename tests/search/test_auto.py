@@ -9,19 +9,21 @@ import pytest
 import torch
 
 from gradloc.core.gradients import GradientSpace
-from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
+from gradloc.core.selection import Token
 from gradloc.core.trigger import Spike
 from gradloc.record import PathEntry
 from gradloc.search import auto, task
-from gradloc.search.candidates import by_coefficient
+from gradloc.search.candidates import Candidate, by_coefficient
 from gradloc.search.find import localize
-from gradloc.search.task import Limit, Task
+from gradloc.search.task import CulpritSpan, SearchResult, Task
 from tests.bare import BareStep, build, random_batch, shard
 from tests.bare.scenarios import scatter, useless_shares
+from tests.search import task_of
 
 M, THRESHOLD = 4, 4.0
 PLANTS = {(row, 1 + row % 2): 1e3 for row in range(8)}
+PLANTED = {(3, 2): 1e4, (9, 1): 1e4}
 
 
 def searched(plants=PLANTS, batch=None, parts=None, dtype=torch.float32, noise=None, clip=1.0, **limits):
@@ -71,7 +73,7 @@ def test_a_masked_norm_is_certified_though_the_limit_is_spent():
 
 
 def test_each_candidate_s_own_backward_is_told_in_the_path():
-    result = searched({(3, 2): 1e4, (9, 1): 1e4})[0].result
+    result = searched(PLANTED)[0].result
     verified = [entry for entry in result.path if entry.phase == "verify" and entry.verdict == "culprit"]
     exact = [culprit for culprit in result.culprits if culprit.is_exact]
     assert exact and sorted(entry.norm for entry in verified) == sorted(culprit.norm for culprit in exact)
@@ -99,15 +101,9 @@ def check_useless(found):
     assert torch.tensor(found["norm_after"]).isfinite()
 
 
-def two_planted():
-    """A search of a step with two culprits, and its task."""
-    model = shard(build("tiny"), "plain")
-    batch = random_batch(model).planted({(3, 2): 1e4, (9, 1): 1e4})
-    step, space = BareStep(model, batch, M), GradientSpace(model)
-    step.train()
-    norm, tau = space.norm(), 20.0 * batch.num_tokens**0.5
-    spike = Spike("fixed", norm, 20.0, tau, batch.num_tokens)
-    made = Task(Prober(step, space, Ranks()), space.take(), 1.0, spike, tau, 8, Limit(M, math.inf))
+def two_planted(plants=PLANTED):
+    """A search of a step with these culprits, and its task."""
+    made, _ = task_of(plants)
     return auto._Search(made), made
 
 
@@ -167,7 +163,7 @@ def test_few_tokens_that_stand_out_of_doubtful_shares_are_tried_with_the_loudest
 @pytest.mark.parametrize("is_exhausted", [False, True])
 def test_where_the_sketch_finds_nothing_either_that_is_why_it_stops(monkeypatch, is_exhausted):
     (search, made), entry = two_planted(), PathEntry("sketch", verdict="measured", note="")
-    sketched = task.SearchResult(path=[entry], exhausted=is_exhausted)
+    sketched = SearchResult(path=[entry], exhausted=is_exhausted)
     monkeypatch.setattr(auto, "sketch", lambda task, named: sketched)
     found, nothing = search._look_for_hidden(), "no token, segment or sequence (else) stands out: the spike is spread"
     assert found is search.result and found.path == [entry] and found.exhausted is is_exhausted
@@ -225,3 +221,161 @@ def test_what_clipping_left_of_the_gradient_changes_nothing_that_is_found(plants
         culprits = [(culprit.tokens, culprit.norm, culprit.share) for culprit in found.result.culprits]
         told.append((culprits, found.result.path, found.certificate, cost))
     assert told[0] == told[1] and told[0][0]
+
+
+def span_of(bound, micro_batch=0, start=0, end=1):
+    return Candidate(bound, "token" if end - start == 1 else "sequence", micro_batch, 0, start, end)
+
+
+def culprit_of(norm, *tokens):
+    return CulpritSpan("token", tokens, norm, 1.0, is_exact=True)
+
+
+def shares_like(made, square, products=(), errors=(), **known):
+    """Shares that are 0 but for these tokens' products with the direction, and their errors."""
+    values = [
+        [torch.zeros(m.shape, dtype=torch.float64) for m in map(made.prober.step.token_mask, range(M))] for _ in "pe"
+    ]
+    for parts, given in zip(values, (products, errors), strict=True):
+        for token, value in dict(given).items():
+            row, position = made.prober.step.token_mask(token.micro_batch).nonzero()[token.index].tolist()
+            parts[token.micro_batch][row, position] = value
+    return SimpleNamespace(square=square, products=values[0], errors=values[1], **known)
+
+
+@pytest.mark.parametrize(("square", "spikes"), [(400.1, True), (399.9, False)])
+def test_the_rest_seems_to_spike_where_half_of_the_threshold_is_left(square, spikes):
+    search, made = two_planted()
+    token = Token(2, 0, 1)
+    shares = shares_like(made, square, {token: 300.0})
+    assert search._spikes_beside(shares, [span_of(9.0, 2, 1, 2)]) is spikes and search._spikes_beside(shares, [])
+
+
+@pytest.mark.parametrize(("error", "are_hints"), [(2.3, True), (2.2, False)])
+def test_the_largest_coefficients_are_tried_first_where_half_of_the_noise_is_theirs(error, are_hints):
+    search, made = two_planted()
+    loudest, second = by_coefficient(made, 2, set())
+    shares = shares_like(made, 10.0, errors={loudest.tokens[0]: error}, noise=0.1**0.5)
+    assert search._noisy_hints(shares) == ([loudest, second] if are_hints else [])
+
+
+def test_a_spread_spike_ends_the_search_only_where_nothing_is_left_to_verify(monkeypatch):
+    search, made = two_planted()
+    monkeypatch.setattr(auto, "why_spread", lambda *given: "for this")
+    assert not search._is_spread(None, [], [span_of(9.0), span_of(0.0)])
+    assert search._is_spread(None, [], [span_of(9.0)]) and search.result.stop_reason == "the spike is spread: for this"
+    search.task = replace(made, spike=replace(made.spike, threshold=None))
+    assert not search._is_spread(None, [], []), "a rehearsal"
+
+
+@pytest.mark.parametrize(("most", "num_more", "status"), [(2, 1, "max_culprits"), (3, 0, "found")])
+def test_of_tokens_that_are_not_finite_those_beyond_the_most_are_counted(most, num_more, status):
+    found, _ = searched(dict.fromkeys([(3, 2), (9, 1), (13, 2)], math.nan), max_culprits=most)
+    assert (len(found.tokens), found.result.num_more, found.status) == (most, num_more, status)
+
+
+@pytest.mark.parametrize(("is_trusted", "num_more", "norm"), [(True, 2, 5.0), (False, 0, None)])
+def test_what_is_left_of_a_full_list_is_counted_by_its_shares_where_they_are_trusted(is_trusted, num_more, norm):
+    search, _ = two_planted()
+    search._measure = lambda number: SimpleNamespace(is_trusted=is_trusted)
+    search._spans = lambda shares: [span_of(3.0), span_of(4.0)]
+    found = search._count_more()
+    assert (found.is_cut, found.num_more, found.more_norm) == (True, num_more, norm)
+
+
+def test_the_sketch_names_no_more_than_there_is_room_for(monkeypatch):
+    search, made = two_planted()
+    search.result.culprits = [culprit_of(9.0, Token(0, 0, index)) for index in range(7)]
+    hidden = [culprit_of(9.0, Token(1, 0, index)) for index in range(2)]
+    monkeypatch.setattr(auto, "sketch", lambda task, named: SearchResult(hidden))
+    search.certify = lambda: True
+    assert search._look_for_hidden().culprits[7:] == hidden[:1]
+
+
+def test_of_bisection_s_tokens_those_with_a_culprit_s_norm_are_new_culprits(monkeypatch):
+    search, made = two_planted()
+    named, loud, quiet = (culprit_of(norm, Token(0, 0, index)) for index, norm in enumerate((9.0, 5.0, 4.9)))
+    search.result.culprits = [named]
+    monkeypatch.setattr(auto, "bisect", lambda task: SearchResult([named, loud, quiet], stop_reason="its end"))
+    found = search._fall_back("for this", is_allowed=True)
+    assert found.culprits == [named, loud] and found.stop_reason == "for this; bisection: its end"
+    assert search._fall_back("for that", is_allowed=False).stop_reason == "for that"
+
+
+@pytest.mark.parametrize(("certainty", "with_others"), [(3.0, True), (1.0, False)])
+def test_a_token_that_may_be_noise_is_measured_where_the_rest_spikes_or_nothing_else_is_known(certainty, with_others):
+    """One whose share is so many standard errors; beside another that is certain, or alone."""
+    search, made = two_planted()
+    shares = search._measure_of(range(M))
+    certain, other = (replace(hint, bound=made.spike.grad_norm / 2) for hint in by_coefficient(made, 2, set()))
+    solid = [certain] if with_others else []
+    search._measure = lambda number: shares
+    search._candidates = lambda shares, with_hints: list(solid)
+    search._spans = lambda shares: [*solid, other] if (shares.certainty or 9.0) < certainty else []
+    found = search.run(1, is_last_resort_allowed=False)
+    assert {culprit.tokens: culprit.is_exact for culprit in found.culprits}[other.tokens]
+    assert len(found.culprits) == 1 + with_others
+
+
+def test_as_many_tokens_as_are_loud_may_be_singled_out_by_their_coefficients():
+    search, _ = two_planted(dict.fromkeys(PLANTS, 1e4))
+    shares, counts = search._measure_of(range(M)), []
+    search._spans = lambda shares: counts.append(sum(int(mask.sum()) for mask in shares.singled_out)) or []
+    search._candidates(shares, with_hints=False)
+    assert counts == [8]
+
+
+def test_the_default_search_has_four_rounds_and_last_resorts_and_shares_alone_have_one_round(monkeypatch):
+    monkeypatch.setattr(auto._Search, "run", lambda self, *rounds, **allowed: (*rounds, *allowed.values()))
+    _, made = two_planted()
+    assert auto.auto(made) == (4, True) and auto.share(made) == (1, False)
+
+
+# ---- what is named
+
+
+def test_a_sequence_takes_the_place_of_its_tokens_and_no_token_is_named_twice(monkeypatch):
+    search, made = two_planted()
+    monkeypatch.setattr(Task, "can_afford", lambda self, backwards: False)  # all are taken at their bound
+    search.norm = made.spike.grad_norm
+    token, sequence = span_of(99.0, 2, 1, 2), span_of(99.0, 2, 0, 6)
+    assert search.name([token]) and not search.name([token])
+    assert search.name([sequence]) and [culprit.tokens for culprit in search.result.culprits] == [sequence.tokens]
+    assert not search.name([token]), "it is in the sequence"
+
+
+def test_a_backward_is_kept_for_each_hint_that_is_still_to_come(monkeypatch):
+    search, made = two_planted()
+    search.norm, asked = made.spike.grad_norm, []
+    monkeypatch.setattr(Task, "can_afford", lambda self, backwards: asked.append(backwards))
+    solid = [span_of(99.0, 2, 0, 3), span_of(99.0, 1, 0, 3)]
+    search.name([span_of(0.0, 0), *solid, span_of(0.0, 0, 1, 2)])
+    assert asked == [1, 2, 2, 1]
+    assert [(culprit.norm, culprit.is_exact) for culprit in search.result.culprits] == [(99.0, False)] * 2
+
+
+def test_a_hint_whose_own_gradient_is_small_is_no_culprit():
+    search, made = two_planted()
+    search.norm = made.spike.grad_norm
+    assert not search.name([span_of(0.0, 1)]) and search.result.path[-1].verdict == "under"
+
+
+@pytest.mark.parametrize(
+    ("num_more", "verdict", "is_cut"),
+    [(-1, "not_explained", False), (0, "explained", False), (0, "not_explained", True), (2, "explained", True)],
+)
+def test_the_most_culprits_end_a_search_where_more_are_left_or_the_rest_spikes(num_more, verdict, is_cut):
+    search, _ = two_planted()
+    search.result.certificate = SimpleNamespace(verdict=verdict)
+    search.cut(num_more, 7.0)
+    assert search.result.is_cut is is_cut and search.result.more_norm == (7.0 if num_more > 0 else None)
+    assert search.result.stop_reason.endswith("at least 2 more are left") is (num_more == 2)
+
+
+def test_a_sum_with_a_part_that_was_not_measured_alone_is_given_up():
+    search, made = two_planted()
+    search.norm = made.spike.grad_norm
+    first, second = by_coefficient(made, 2, set())
+    assert search.name([first]) and search.name([second]) and search.alone is not None
+    assert search.prober.space.norm(search.alone) == pytest.approx(made.spike.grad_norm, rel=0.1)
+    assert search.name([replace(first, bound=99.0, span="segment", start=0)]) and search.alone is None

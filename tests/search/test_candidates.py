@@ -58,27 +58,15 @@ def task_of(share_broken: float) -> Task:
     return SimpleNamespace(prober=SimpleNamespace(step=step, ranks=OneOfMany()), max_culprits=8, culprit_norm=1.0)
 
 
-@pytest.mark.parametrize("share_broken", [0.01, 0.3, 1.0])
-def test_where_some_or_all_tokens_are_not_finite_a_few_spans_of_each_rank_travel(share_broken):
-    task = task_of(share_broken)
-    started = time.process_time()
-    found = non_finite(task)
+@pytest.mark.parametrize("share_broken", [0.0, 0.01, 0.3, 1.0])
+def test_however_many_tokens_are_candidates_a_few_spans_of_each_rank_travel(share_broken):
+    values = torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(1)).abs() + 1
+    task, started = task_of(share_broken), time.process_time()
+    found = non_finite(task) if share_broken else by_value(task, lambda index: values, 0.5, set())
     seconds, num_sent = time.process_time() - started, task.prober.ranks.num_sent
     print(f"{share_broken:.1%} not finite: {num_sent} bytes a rank, {seconds:.2f} s of CPU, {len(found)} spans")
-    assert 0 < len(found)
-    assert num_sent <= MOST_BYTES and seconds <= MOST_SECONDS
-
-
-def test_where_every_token_is_a_candidate_the_largest_of_each_rank_travel():
-    task = task_of(0.0)
-    values = torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(1)).abs() + 1
-    started = time.process_time()
-    found = by_value(task, lambda index: values, 0.5, set())
-    seconds, num_sent = time.process_time() - started, task.prober.ranks.num_sent
-    print(f"all tokens: {num_sent} bytes a rank, {seconds:.2f} s of CPU, {len(found)} candidates")
-    assert num_sent <= MOST_BYTES and seconds <= MOST_SECONDS
-    tokens = {token.index for token in found[0].tokens}
-    assert tokens == {int(values.flatten().argmax())}
+    assert found and num_sent <= MOST_BYTES and seconds <= MOST_SECONDS
+    assert share_broken or found[0].start == int(values.flatten().argmax()), "the largest"
 
 
 def one_rank(values, log_probs=None, **known):
@@ -231,3 +219,50 @@ def spread(bounds, size=1, closure=1.0, threshold=4.0, room=8, num_tokens=100):
 def test_spans_are_worth_naming_where_they_may_explain_the_spike_or_are_the_loudest_of_a_few(given, why, is_few):
     found, few = spread(**given)
     assert few is is_few and (found is None) == (why is None) and (found or "").startswith(why or "")
+
+
+def test_the_largest_candidates_of_each_rank_travel_twice_as_many_as_may_be_named(monkeypatch):
+    monkeypatch.setattr(candidates, "_MAX_SENT", 3)
+    values = torch.arange(1.0, 13.0)[None]
+    for most, kept in ((8, 12), (2, 4), (1, 3)):
+        found = by_value(one_rank([[[0.0] * 12]], max_culprits=most), lambda index: values, 0.5, set())
+        assert [span.start for span in found] == list(range(11, 11 - kept, -1))
+
+
+@pytest.mark.parametrize(
+    ("square", "value", "is_named"), [(100.0, 5.1, True), (100.0, 4.9, False), (16.0, 4.1, True), (16.0, 3.9, False)]
+)
+def test_beside_a_louder_token_half_a_bound_and_twice_an_estimate_are_enough(square, value, is_named):
+    """A culprit has 1: its product with R has to be 4 for the estimate, and half of ||R|| for the bound."""
+    task, least = one_rank([[[1.0, 1.0]]]), torch.tensor([[50.0, value]])
+    shares = SimpleNamespace(square=square, least=lambda index: least)
+    found = candidates.beside_louder(task, shares, set(), [span_of(9.0)])
+    assert [(span.start, span.bound) for span in found] == [(1, pytest.approx(value / square**0.5))] * is_named
+    assert candidates.beside_louder(task, shares, set(), []) == []
+
+
+def test_what_tokens_carry_adds_up_and_so_do_their_variances():
+    task = one_rank([[[0.0] * 3], [[0.0] * 3]])
+    products = [torch.tensor([[1.0, -2.0, 4.0]]), torch.tensor([[8.0, 16.0, 0.0]])]
+    shares = SimpleNamespace(products=products, errors=[part.abs() / 2 for part in products])
+    tokens = {Token(0, 0, 1), Token(0, 0, 2), Token(1, 0, 0), Token(0, 1, 0)}  # the last is another rank's
+    assert candidates.carried_by(task, shares, tokens) == (10.0, 1.0 + 4.0 + 16.0)
+
+
+@pytest.mark.parametrize(("loud", "spans"), [(3.1, [(0, 0, 8)]), (2.9, [])])
+def test_a_row_stands_out_where_it_carries_three_times_a_typical_one(loud, spans):
+    rows = [[0.4 * loud] * 8, [0.4] * 8, [0.4] * 8, [0.0] * 8]  # of one micro-batch; the last has no coefficients
+    task, products = one_rank([rows]), [torch.tensor(rows, dtype=torch.float64)]
+    weight = [torch.tensor([[1.0] * 8] * 3 + [[0.0] * 8], dtype=torch.float64)]
+    task.readouts = lambda named: [SimpleNamespace(weight=part) for part in weight]
+    task.culprit_norm = 4.0
+    shares = SimpleNamespace(square=1.0, products=products, doubt=lambda i: products[i] * 0, singled_out=None)
+    assert [(span.micro_batch, span.start, span.end) for span in by_share(task, shares, set())] == spans
+
+
+def test_a_run_takes_in_tokens_right_beside_it_that_their_coefficients_single_out():
+    row = [0.0, 0.1, 5.0, 5.0, 5.0, 5.0, 0.1, 0.0]
+    task, products = one_rank([[row]]), [torch.tensor([row], dtype=torch.float64)]
+    pointed = torch.tensor([[False, True, False, False, False, False, False, True]])
+    shares = SimpleNamespace(square=1.0, products=products, doubt=lambda i: products[i] * 0, singled_out=[pointed])
+    assert [(span.span, span.start, span.end) for span in by_share(task, shares, set())] == [("segment", 1, 6)]

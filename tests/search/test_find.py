@@ -11,26 +11,29 @@ import torch
 
 from benchmarks.mixtures import LAYOUTS, markdown, measure
 from gradloc.core.ranks import Ranks
+from gradloc.core.selection import Token
 from gradloc.core.trigger import Spike
-from gradloc.search.find import _rehearsal_tau, _status, _with_unlikely
+from gradloc.search.find import _rehearsal_tau, _status, _with_unlikely, localize
 from gradloc.search.task import CulpritSpan, Limit, SearchResult, Task
+from tests.bare import Loss
 from tests.bare.mixtures import mixture, problems
 from tests.bare.scenarios import search_planted
+from tests.search import task_of as a_step
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_mixtures_in_one_process(seed):
+def test_in_a_mixture_the_loud_are_named_and_nobody_else(seed):
     assert not problems(mixture(seed))
 
 
 @pytest.mark.full
-def test_a_mixture_on_two_ranks(bare_world):
+def test_so_it_is_on_two_ranks(bare_world):
     told, other = bare_world.run("tests.bare.mixtures.mixture", seed=3, layout="fsdp2")
     assert told == other and not problems(told)
 
 
 @pytest.mark.slow
-def test_thirty_mixtures_on_two_ranks():
+def test_so_it_is_in_thirty_mixtures_on_two_ranks():
     rows = measure(30, LAYOUTS)
     print(markdown(rows))
     assert not [(row, problems(row)) for row in rows if problems(row)]
@@ -51,13 +54,13 @@ def check(found, plants):
 
 
 @pytest.mark.parametrize("plants", CASES.values(), ids=CASES)
-def test_masters_in_half_precision(plants):
+def test_culprits_are_named_where_even_weights_and_gradients_are_in_half_precision(plants):
     check(search_planted("plain", plants, "bfloat16", masters="bfloat16"), plants)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
-def test_masters_in_half_precision_that_are_sharded(bare_world, layout):
+def test_so_are_they_where_these_are_sharded(bare_world, layout):
     plants = CASES["three"]
     where = {"layout": layout, "plants": plants, "dtype": "bfloat16", "masters": "bfloat16"}
     found, other = bare_world.run("tests.bare.scenarios.search_planted", **where)
@@ -107,6 +110,25 @@ def test_a_pass_is_kept_for_the_certificate_and_a_backward_counts_with_its_forwa
     assert task.can_afford(forwards=43, is_certificate=True) and not task.can_afford(forwards=44, is_certificate=True)
     assert task.affordable_forwards == 31 and task_of(cost=60).affordable_forwards == 0
     assert task_of(Limit(4, math.inf)).affordable_forwards == 10**9
+
+
+def test_what_is_named_has_no_coefficient_any_more():
+    made, _ = a_step({}, loss=Loss(entropy=0.1))
+    mask, token = made.prober.step.token_mask(1), Token(1, 0, 3)
+    for left, whole in zip(made.coefficients([token])[1], made.coefficients([])[1], strict=True):
+        assert left[mask][3] == 0.0 != whole[mask][3] and int((left != whole).sum()) == 1
+
+
+@pytest.mark.parametrize("strategy", ["auto", "bisect"])
+def test_after_a_search_random_numbers_go_on_as_if_nobody_had_looked(strategy):
+    made, _ = a_step({(3, 2): 1e4})
+    made.prober.space.put(made.gradient)
+    torch.manual_seed(1)
+    wanted = torch.rand(3)
+    torch.manual_seed(1)
+    found = localize(made.prober.step, made.prober.space, Ranks(), made.spike, 1.0, strategy=strategy)
+    assert found.num_backwards and torch.equal(torch.rand(3), wanted)
+    assert strategy != "bisect" or found.num_forwards == found.num_backwards, "no forward alone"
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,10 @@ def test_a_row_that_the_loss_weighs_more_as_a_whole_is_a_sequence():
     assert spans(several, [500.0] * 4 + [4.0] * 6) == [(0, 4)], "some of it weighs still more"
 
 
+def test_a_row_that_is_nothing_without_its_three_loudest_tokens_is_no_sequence():
+    assert spans([9.0, 9.0, 9.0] + [0.01] * 7, [50.0] * 10) == [(0, 1), (1, 2), (2, 3)]
+
+
 def test_a_token_with_just_a_culprit_s_norm_is_named():
     quiet = [0.01] * 40
     assert spans([*quiet, 1.0, *quiet]) == [(40, 41)]

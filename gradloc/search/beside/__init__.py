@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What there is to find beside tokens: what made a spike that no token did, and where in the model it began."""
+"""What a search finds besides tokens: what made a spike that no token made, and where in the model it began."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which module a NaN or an infinity first appears, forward or backward: hooks during one replay of a micro-batch.
+"""The module where a NaN or inf first appears, forward or backward: by hooks during a replay of one micro-batch.
 
-The output of every module, and the gradient that comes back to it, is measured by its largest size: a number on the
-device each, read once. The last ones before the first that is not finite tell an overflow that grew from one that did
-not.
+Each module's output, and the gradient that comes back to it, is measured by its largest absolute value, which stays on
+the device until the end. The last values before the first that is not finite show whether numbers grew until they
+overflowed.
 """
 
 import math
@@ -19,17 +19,17 @@ from ...core.ranks import PeerFailure
 from ...record import FirstNotFinite
 from ..task import Task
 
-_NUM_BEFORE = 3
+_NUM_BEFORE = 3  # modules told of before the first that is not finite
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _WAYS = ("forward", "backward")
 
 
 def first_not_finite(task: Task) -> tuple[FirstNotFinite | None, int | None]:
-    """Run micro-batches again, one probe each, until one of them shows it; all ranks call this together.
+    """Replay micro-batches, one probe each, until one of them shows it. All ranks call this together.
 
     Returns:
-        Where, and in which micro-batch. None where none does, where the loss's own derivative is not finite, and where
-        that costs more than the search may.
+        Where, and in which micro-batch. (None, None) if none shows it, if the loss's own derivative is not finite, or
+        if the search may not cost as much.
     """
     prober, ranks = task.prober, task.prober.ranks
     if prober.step.is_scheduled:  # no process of a pipeline sees all modules
@@ -52,7 +52,8 @@ def first_not_finite(task: Task) -> tuple[FirstNotFinite | None, int | None]:
 
 
 def _suspects(task: Task) -> tuple[bool, list[int]]:
-    """Whether a forward is not finite, and in which micro-batch; none where the loss alone is not; else all."""
+    """(whether a log-prob is not finite, which micro-batches to replay): the first with such a log-prob, none if only
+    the loss is not finite, else all."""
     step, ranks = task.prober.step, task.prober.ranks
     num = step.num_micro_batches
 
@@ -68,15 +69,15 @@ def _suspects(task: Task) -> tuple[bool, list[int]]:
 
 
 class _Sizes:
-    """The largest |value| of every module's output and of its gradient, in the order in which they were computed."""
+    """The largest |value| of every module's output and of its gradient, in the order of computation."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[tuple[str, torch.Tensor]]] = {way: [] for way in _WAYS}
 
     @contextmanager
     def of(self, model: torch.nn.Module) -> Iterator[None]:
-        """While this model is run."""
-        named = {_plain(name): module for name, module in model.named_modules()}  # of a wrapper what is in it
+        """Context in which runs of this model are noted."""
+        named = {_plain(name): module for name, module in model.named_modules()}  # without wrappers
         hooks = [module.register_forward_hook(partial(self._note, name)) for name, module in named.items() if name]
         try:
             yield
@@ -85,7 +86,7 @@ class _Sizes:
                 hook.remove()
 
     def first(self, ways: tuple[str, ...]) -> FirstNotFinite | None:
-        """The first on these ways that is not finite on this rank, with the last that are."""
+        """The first on these ways that is not finite on this rank, with the last ones before it; None if all are."""
         for way in ways:
             found = self._found[way]
             values = torch.stack([size.float() for _, size in found]).tolist() if found else []

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before any search: is there something to look for among the tokens? Each check costs far less than a search.
+"""Was it the tokens at all? Checks that cost far less than a search, most of them made before it.
 
-In this order: are the weights of replicas the same; does the spike come back at all (on request); are the weights
-finite; is it a padded position that is not; is the whole batch scaled against the run's own history.
+In this order: do replicas hold the same weights; does the spike come back (on request); are all weights finite; is only
+a padded position's loss not finite; is the whole batch scaled beside this run's past. Later, if shares do not add up:
+does a part of the gradient pass through no token; is the gradient the log-probs' derivative. docs/method.md, "A spike
+that no token made".
 """
 
 import math
@@ -22,18 +24,18 @@ from ..task import SearchResult, Task
 
 TRANSIENT = "the spike did not come back when its micro-batches were run again as they were"
 
-_STABLE = 1.5  # two step sizes give closure alike: within this factor
-_REPEATS = 0.1  # of the norm: kernels that are not bit-reproducible differ by less
-_MOST_NAMES = 8
-_MOST_PLACES = 8
-_TINY = 1e-30
-_SAME = 1e-10  # of the sum of absolute values: what float64 sums of equal weights differ by on two kinds of machine
-_NOTABLE_SHARE = 0.05  # of a squared norm
-_ALIKE = 0.1  # of the norm: on a rehearsal, which has no threshold, what counts as the same
+_STABLE = 1.5  # a factor: closures of two step sizes that are closer do not depend on the step
+_REPEATS = 0.1  # of the norm: two runs of the same micro-batches differ by less, however badly kernels repeat
+_MOST_NAMES = 8  # parameters named in an event
+_MOST_PLACES = 8  # positions named in an event
+_TINY = 1e-30  # instead of a usual square of 0
+_SAME = 1e-10  # of the sum of absolute weights: float64 sums of equal weights differ by less on any two machines
+_NOTABLE_SHARE = 0.05  # of a squared norm: parameters with less are not named
+_ALIKE = 0.1  # of the norm: a rehearsal, without a threshold, comes back if it differs by less
 
 
 def rerun(task: Task) -> Rerun:
-    """Run all micro-batches again; one probe each."""
+    """Run all micro-batches again as they were, one probe each, and compare with the spike."""
     prober, spike = task.prober, task.spike
     prober.compute((index, None) for index in range(prober.step.num_micro_batches))
     norm = prober.space.norm()
@@ -49,12 +51,12 @@ def rerun(task: Task) -> Rerun:
 
 
 def triage(task: Task, typical: Mapping[str, tuple[float, float]], reran: Rerun | None) -> SearchResult | None:
-    """What made the spike, where no token did; None where only a search can tell.
+    """What made the spike, if no token did; None if only a search can tell.
 
     Args:
         task: what would be searched.
-        typical: of the run, see :meth:`~.scale.ScaleHistory.typical`.
-        reran: the spike run again, where that was asked for.
+        typical: what is usual in this run, from :meth:`...core.history.ScaleHistory.typical`.
+        reran: the spike run again; None if that was not asked for.
     """
     parted = parted_replicas(task.prober.space, task.prober.ranks)
     if parted:
@@ -70,11 +72,11 @@ def triage(task: Task, typical: Mapping[str, tuple[float, float]], reran: Rerun 
 
 
 def non_finite_weights(space: GradientSpace) -> tuple[str, ...]:
-    """Names of the parameters, trained or frozen, that hold a NaN or an infinity on any rank: one reduction."""
+    """Names of the parameters, trained or frozen, that hold a NaN or inf on any rank: one reduction."""
     named = space.named_weights()
 
     def local() -> torch.Tensor:
-        # the sum of absolute values is finite where all are: one pass, nothing the size of a parameter is allocated
+        # The sum of absolute values is finite if all of them are. isfinite() would allocate the size of a parameter.
         sums = [torch.linalg.vector_norm(shard, ord=1, dtype=torch.float32) for _, shard in named]
         return (~torch.stack(sums).isfinite()).double()
 
@@ -83,13 +85,13 @@ def non_finite_weights(space: GradientSpace) -> tuple[str, ...]:
 
 
 def parted_replicas(space: GradientSpace, ranks: Ranks) -> tuple[str, ...]:
-    """Names of the parameters, trained or frozen, whose weights are not the same on all processes that hold a shard.
+    """Names of the parameters, trained or frozen, whose replicas hold different weights.
 
-    All ranks call this together: one pass over the weights and one reduction, or nothing where there are no replicas.
-    Two float64 sums per parameter tell: one step of an optimizer that another process did not take moves them by far
-    more than their rounding.
+    All ranks call this together: one pass over the weights and one reduction, or nothing if there are no replicas. Two
+    float64 sums per parameter are compared, of the weights and of their absolute values. One optimizer step that a
+    replica did not take moves them by far more than their rounding.
     """
-    if space.num_replicas == 1 or type(space) is not GradientSpace:  # another engine lays its copies out by itself
+    if space.num_replicas == 1 or type(space) is not GradientSpace:  # other engines have their own layout of copies
         return ()
     named = space.named_weights()
     shape = (2, ranks.num_processes // space.num_replicas, len(named), 2)
@@ -99,7 +101,7 @@ def parted_replicas(space: GradientSpace, ranks: Ranks) -> tuple[str, ...]:
         sizes = [torch.linalg.vector_norm(shard, ord=1, dtype=torch.float64) for _, shard in named]
         mine = torch.stack([torch.stack(sums), torch.stack(sizes)], 1).nan_to_num(nan=0.0).cpu()
         both = torch.full(shape, -math.inf, dtype=torch.float64)
-        both[:, space.shard_index] = torch.stack([mine, -mine])
+        both[:, space.shard_index] = torch.stack([mine, -mine])  # one maximum then gives largest and smallest
         return both.flatten().tolist()
 
     most, negated = torch.tensor(ranks.max(ranks.agree(local)), dtype=torch.float64).view(shape)
@@ -108,11 +110,12 @@ def parted_replicas(space: GradientSpace, ranks: Ranks) -> tuple[str, ...]:
 
 
 def suspects(squares: Mapping[str, float], usual: Mapping[str, float] | None = None) -> tuple[str, ...]:
-    """The parameters that carry a notable part of a squared norm, most suspect first.
+    """The parameters with a notable part of a squared norm, most suspect first.
 
     Args:
-        squares: by name.
-        usual: the same of a gradient that nothing is wrong with: first is who is furthest above. None: who is largest.
+        squares: squared norms by name.
+        usual: the same of a gradient that nothing is wrong with; the parameter that is furthest above comes first.
+            None: the largest comes first.
     """
     least = _NOTABLE_SHARE * math.fsum(squares.values())
     kept = [name for name in squares if squares[name] >= least]
@@ -132,7 +135,8 @@ def _weights(task: Task) -> SearchResult | None:
 
 
 def _padding(task: Task) -> SearchResult | None:
-    """Where a masked position alone has a coefficient that is not finite, and the rest a gradient that is."""
+    """The result if only positions outside of the response mask have coefficients that are not finite, and the gradient
+    without them is finite; else None."""
     prober = task.prober
     step, ranks = prober.step, prober.ranks
 
@@ -163,7 +167,8 @@ def _padding(task: Task) -> SearchResult | None:
 
 
 def _scaled(task: Task, typical: Mapping[str, tuple[float, float]]) -> SearchResult | None:
-    """Where the batch's typical advantage or coefficient is above the run's, and that alone makes the spike."""
+    """The result if the batch's median coefficient is unusual in this run, and the norm over that factor would be under
+    the threshold; else None."""
     spike = task.spike
     if spike.threshold is None or "coefficient" not in typical:
         return None
@@ -182,7 +187,7 @@ def _scaled(task: Task, typical: Mapping[str, tuple[float, float]]) -> SearchRes
 
 
 def nothing_found(task: Task, reason: str) -> Certificate:
-    """The certificate where no token is named, with this reason."""
+    """The certificate if no token is named, for this reason."""
     return replace(task.certify([]), reason=reason)
 
 
@@ -194,7 +199,7 @@ def _result(task: Task, phase: str, source: StepCause) -> SearchResult:
 
 @dataclass(frozen=True)
 class Parts:
-    """A gradient in two: what passes through tokens, and the rest."""
+    """The spike's gradient in two parts: what passes through tokens' log-probs and entropies, and the rest."""
 
     tokens: Gradient
     others: Gradient
@@ -204,17 +209,16 @@ class Parts:
 
 
 def split_off(task: Task) -> Parts | None:
-    """Measure the gradient that is left when no token passes any: a loss of a router's, a regulariser's.
+    """Measure the gradient that is left when all tokens are detached, such as a router's loss or a regulariser's.
 
-    Returns:
-        None, after one probe, where it is less than a culprit's worth.
+    None, mostly after a single probe of the first micro-batch, if it is smaller than a culprit's.
     """
     prober, space = task.prober, task.prober.space
     num = prober.step.num_micro_batches
     if not task.can_afford(backwards=num):
         return None
     prober.compute([(0, torch.zeros_like(prober.step.token_mask(0)))])
-    if num * space.norm() < task.culprit_norm:
+    if num * space.norm() < task.culprit_norm:  # as if all micro-batches were alike
         return None
     prober.compute((index, torch.zeros_like(prober.step.token_mask(index))) for index in range(num))
     squares, others = space.squares_by_name(), space.keep()
@@ -225,7 +229,7 @@ def split_off(task: Task) -> Parts | None:
     prober.add(others, alpha=-1.0)
     of_tokens = space.squares_by_name()
     tokens_norm = math.fsum(of_tokens.values()) ** 0.5
-    bound = torch.finfo(prober.step.compute_dtype).eps * others_norm  # both were added up in the backward
+    bound = torch.finfo(prober.step.compute_dtype).eps * others_norm  # the backward added both up and rounded the sum
     why = (
         f"a part of the gradient, of norm {others_norm:.3g}, passes through no token's log-prob or entropy; the "
         f"tokens' part has norm {tokens_norm:.3g} (within {bound:.2g})"
@@ -236,15 +240,16 @@ def split_off(task: Task) -> Parts | None:
 
 
 def doubt_backward(task: Task, shares: ShareMap) -> tuple[StepCause, float] | None:
-    """Where the gradient is not what the log-probs' change says: why, and the norm as everything is run again.
+    """If the gradient is not the derivative of the tokens' log-probs: (why, norm when all is run again). Else None.
 
-    It is not the tokens' when it does not come back, or when two step sizes agree about how far it is off: then
-    something scales it on its way, a hook or a backward of somebody's own. One or two passes over all micro-batches.
+    It is not if it does not come back. It is not, either, if two step sizes agree on how far closure is off: a wrong
+    step would show in that. Then something scales the gradient on its way, a hook or a custom backward. Costs one or
+    two passes over all micro-batches.
     """
     prober, space = task.prober, task.prober.space
     everything = range(prober.step.num_micro_batches)
     if shares.unseen or not task.can_afford(backwards=len(everything), is_certificate=True):
-        return None  # nothing is named where it is the backward's, so no certificate is kept back
+        return None  # no certificate follows, so none is kept back
     prober.compute((index, None) for index in everything)
     norm = space.norm()
     prober.add(task.gradient, alpha=-1.0 / task.scale)

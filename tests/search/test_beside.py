@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spikes that no token makes are told apart from those that tokens make, on a bare model."""
+"""A spike that no token made is told from one that tokens made, and so is the module where a NaN first appears."""
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from gradloc.core.gradients import GradientSpace
-from gradloc.core.history import ScaleHistory
 from gradloc.core.ranks import Ranks
 from gradloc.core.selection import mask_without
 from gradloc.core.trigger import Spike
+from gradloc.search.beside import triage
+from gradloc.search.beside.first import _Sizes, first_not_finite
 from gradloc.search.find import Finding, localize
+from gradloc.search.share import measure_shares
 from tests.bare import BareStep, build, random_batch
 from tests.bare.routers import add_router_loss
+from tests.search import task_of
 
 THRESHOLD = 20.0  # healthy norms are near 1
 PLANT = {(3, 2): 1e4}
@@ -192,15 +198,150 @@ def test_a_gradient_that_a_hook_scales_is_doubted_and_no_token_accused(plants):
     assert found.result.source.numbers["closure"] < 0.1
 
 
-def test_a_history_calls_nothing_unusual_that_it_has_seen():
-    history = ScaleHistory()
-    for value in (1.0, 1.2, 0.9, 1.1, 2.0, 0.8, 0.0, math.nan):
-        history.observe({"advantage": value})
-    center, usual = history.typical()["advantage"]
-    assert 0.9 <= center <= 1.1 and usual >= 3.0
-    other = ScaleHistory()
-    other.load_state(history.state())
-    assert other.typical() == history.typical()
-    for number in range(40):
-        history.observe({"advantage": 4.0 ** (number % 5)})
-    assert history.typical()["advantage"][1] > 100, "a run that goes up and down by itself"
+@pytest.mark.parametrize(
+    ("usual", "names"),
+    [(None, ("a", "b")), ({"a": 90.0, "b": 0.1, "c": 1e-9}, ("b", "a")), ({"a": 0.0, "b": 0.0}, ("a", "b"))],
+)
+def test_parameters_with_a_notable_part_are_suspect_and_first_those_far_above_what_is_usual(usual, names):
+    assert triage.suspects({"b": 6.0, "a": 90.0, "c": 4.0}, usual) == names
+
+
+@pytest.mark.parametrize(
+    ("grad_norm", "threshold", "norm", "difference", "comes_back"),
+    [
+        (9.0, 4.0, 4.1, 5.0, True),
+        (9.0, 4.0, 4.0, 5.0, False),
+        (9.0, 4.0, math.nan, math.nan, True),
+        (9.0, None, 9.0, 0.9, True),  # a rehearsal: a tenth of the norm
+        (9.0, None, 9.0, 1.0, False),
+        (math.nan, 4.0, math.inf, math.nan, True),
+        (math.nan, 4.0, 9.0, math.nan, False),
+    ],
+)
+def test_a_spike_comes_back_where_it_is_one_again(grad_norm, threshold, norm, difference, comes_back):
+    norms = [norm, difference]
+    prober = SimpleNamespace(
+        step=SimpleNamespace(num_micro_batches=2), space=SimpleNamespace(norm=lambda: norms.pop(0))
+    )
+    prober.compute = lambda selections: list(selections)
+    prober.add = lambda gradient, alpha: None
+    task = SimpleNamespace(prober=prober, spike=Spike("", grad_norm, threshold, None, 9), gradient=[], scale=1.0)
+    assert triage.rerun(task).is_reproduced is comes_back
+
+
+@pytest.mark.parametrize(
+    ("closures", "is_doubted"), [((0.1, 0.1), True), ((0.1, 0.16), False), ((5.0, 3.0), False), ((0.1, 0.0), False)]
+)
+def test_a_gradient_is_doubted_where_two_step_sizes_agree_how_far_it_is_off(closures, is_doubted, monkeypatch):
+    made, _ = task_of(PLANT)
+    shares = measure_shares(made.prober, made.readouts([]), made.gradient, made.scale)
+    half = []
+
+    def measured(prober, readouts, direction, scale, micro_batches, known):
+        half.append(known.step)
+        return SimpleNamespace(closure=closures[1])
+
+    monkeypatch.setattr(triage, "measure_shares", measured)
+    found = triage.doubt_backward(made, replace(shares, closure=closures[0]))
+    assert (found is not None) is is_doubted and half == [shares.step / 2]
+    assert triage.doubt_backward(made, replace(shares, unseen=0.1)) is None, "what was not read may be off"
+
+
+# ---- where a gradient stops being finite
+
+
+WAYS = ("forward", "backward")
+
+
+class Grows(torch.autograd.Function):
+    """Times one factor forward, times another backward."""
+
+    @staticmethod
+    def forward(ctx, values, forth, back):
+        ctx.back = back
+        return values * forth
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.back, None, None
+
+
+class Block(torch.nn.Module):
+    def __init__(self, forth: float, back: float):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+        self.factors = forth, back
+
+    def forward(self, values):
+        return values + self.down(Grows.apply(self.up(values), *self.factors)), None
+
+
+class Model(torch.nn.Module):
+    def __init__(self, factors, reentrant: bool | None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(Block(*of_block) for of_block in factors)
+        self.head = torch.nn.Linear(4, 3)
+        self.reentrant = reentrant
+
+    def forward(self, values):
+        for block in self.blocks:
+            kept = self.reentrant is None
+            values, _ = block(values) if kept else checkpoint(block, values, use_reentrant=self.reentrant)
+        return self.head(values)
+
+
+def looked_at(factors, reentrant=None):
+    model, sizes = Model(factors, reentrant), _Sizes()
+    with sizes.of(model):
+        values = torch.randn(2, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        model(values).sum().backward()
+    assert not any(module._forward_hooks for module in model.modules())
+    return model, sizes
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "checkpointed", "checkpointed, reentrant"])
+@pytest.mark.parametrize(
+    ("factors", "module", "way"),
+    [
+        ([(1.0, 1.0), (math.inf, 1.0), (1.0, 1.0)], "blocks.1.down", "forward"),
+        ([(1.0, 1.0), (1.0, math.inf), (1.0, 1.0)], "blocks.1.up", "backward"),
+        ([(1.0, 1.0), (1.0, 1.0), (1.0, 1.0)], None, None),
+    ],
+    ids=["forward", "backward", "finite"],
+)
+def test_it_is_named_with_what_came_before_it(factors, module, way, reentrant):
+    model, sizes = looked_at(factors, reentrant)
+    first = sizes.first(WAYS)
+    assert (first and (first.module, first.way)) == (module and (module, way))
+    if way == "forward":
+        assert list(first.before) == ["blocks.0.down", "blocks.0", "blocks.1.up"]
+        values = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
+        assert first.before["blocks.0"] == pytest.approx(float(model.blocks[0](values)[0].abs().max()))
+    if way == "backward":
+        assert list(first.before)[-1] == "blocks.1.down" and all(map(math.isfinite, first.before.values()))
+
+
+def test_outputs_that_are_infinite_on_purpose_are_passed_over_where_the_forward_is_known_to_be_finite():
+    _, sizes = looked_at([(math.inf, math.inf)])
+    assert sizes.first(WAYS).way == "forward" and sizes.first(WAYS[1:]).way == "backward"
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "coefficients", "replayed"),
+    [
+        ([0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0, 1, 2]),
+        ([0.0, math.nan, math.nan], [1.0, math.nan, 1.0], [1]),
+        ([0.0, 0.0, 0.0], [1.0, math.nan, 1.0], []),  # the loss alone
+    ],
+)
+def test_micro_batches_are_replayed_where_the_module_may_be_found(log_probs, coefficients, replayed):
+    made, _ = task_of({})
+    step, asked = made.prober.step, []
+    mask = step.token_mask(0)
+    step.recorded = lambda index: SimpleNamespace(log_prob=torch.full(mask.shape, log_probs[index]))
+    step.coefficients = lambda index: (torch.full(mask.shape, coefficients[index]), None)
+    step.token_mask = lambda index: mask
+    step.num_micro_batches = 3
+    made.prober.compute = lambda selections: asked.extend(index for index, _ in selections)
+    assert first_not_finite(made) == (None, None) and asked == replayed

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sets of tokens are cut without loss, and a probe's gradient is their exact part of training's, at its known cost."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradloc.core.gradients import GradientSpace
+from gradloc.core.probe import Prober
+from gradloc.core.ranks import LostRank, Ranks
+from gradloc.core.selection import Part, Token, mask_of, mask_without
+from gradloc.core.step import let_through
+from tests.bare import BareStep, Loss, build, random_batch
+
+QUICK = settings(deadline=None, derandomize=True, max_examples=60)
+MASKS = st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=3, max_size=3).map(torch.tensor)
+
+
+@QUICK
+@given(st.integers(2, 9), st.integers(0, 3), MASKS)
+def test_the_halves_of_ranks_are_disjoint_complete_and_nearly_equal(num_ranks, micro_batch, mask):
+    part = Part(micro_batch, 1, 1 + num_ranks)
+    left, right = part.halves(0)
+    assert {left.micro_batch, right.micro_batch} == {micro_batch} and part.num_ranks == num_ranks
+    assert 0 <= right.num_ranks - left.num_ranks <= 1 and left.num_ranks + right.num_ranks == num_ranks
+    for rank in range(num_ranks + 3):
+        found = [mask_of(each, rank, mask) for each in (left, right)]
+        assert not (found[0] & found[1]).any()
+        assert torch.equal(found[0] | found[1], mask if 1 <= rank <= num_ranks else torch.zeros_like(mask))
+
+
+@QUICK
+@given(MASKS.filter(lambda mask: int(mask.sum()) >= 2))
+def test_the_halves_of_one_rank_s_tokens_go_down_to_each_token_alone(mask):
+    alone, parts = [], [Part(0, 4, 5)]
+    while parts:
+        part = parts.pop()
+        tokens = mask_of(part, 4, mask)
+        if int(tokens.sum()) == 1:
+            alone.append(tokens)
+            continue
+        halves = part.halves(int(tokens.sum()))
+        sizes = [int(mask_of(half, 4, mask).sum()) for half in halves]
+        assert sum(sizes) == int(tokens.sum()) and 0 <= sizes[1] - sizes[0] <= 1
+        parts += halves
+    assert torch.equal(torch.stack(alone).sum(0).bool(), mask) and len(alone) == int(mask.sum())
+
+
+def test_one_token_is_not_halved():
+    with pytest.raises(ValueError, match="1 tokens on one rank cannot be halved"):
+        Part(0, 0, 1).halves(1)
+
+
+@QUICK
+@given(MASKS, st.sets(st.integers(0, 14)))
+def test_what_is_left_out_are_those_tokens_of_that_micro_batch_and_rank(mask, numbers):
+    count = int(mask.sum())
+    tokens = [Token(1, 2, number) for number in sorted(numbers) if number < count]
+    kept = mask_without(tokens, 1, 2, mask)
+    left_out = (~kept).flatten().nonzero().squeeze(-1).tolist()
+    places = mask.flatten().nonzero().squeeze(-1).tolist()
+    assert left_out == [places[token.index] for token in tokens]
+    assert mask_without(tokens, 0, 2, mask).all() and mask_without(tokens, 1, 0, mask).all()
+
+
+@QUICK
+@given(MASKS, st.integers(0, 2**30))
+def test_letting_some_tokens_through_keeps_every_value_and_gradients_add_up(mask, seed):
+    log_prob = torch.randn(3, 5, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    gradients = []
+    for selected in (mask, ~mask):
+        seen = let_through(selected, log_prob)
+        assert torch.equal(seen, log_prob)
+        (gradient,) = torch.autograd.grad((seen.exp() * seen).sum(), log_prob)
+        assert not gradient[~selected].any(), "detached"
+        gradients.append(gradient)
+    (whole,) = torch.autograd.grad((log_prob.exp() * log_prob).sum(), log_prob)
+    assert torch.equal(gradients[0] + gradients[1], whole)
+
+
+def test_a_factor_takes_the_place_of_a_selection():
+    values = torch.tensor([1.0, 2.0, 3.0]).requires_grad_()
+    seen = let_through(torch.tensor([-0.75, 0.0, 2.0]), values)
+    assert torch.equal(seen, values)
+    assert torch.autograd.grad(seen.square().sum(), values)[0].tolist() == [-1.5, 0.0, 12.0]
+
+
+def probed(loss_scale=1.0, loss=Loss(entropy=0.1, kl=0.1)):  # noqa: B008 (frozen)
+    """A prober of a trained step of four micro-batches, the step, and the gradient that training left."""
+    model = build("tiny")
+    step, space = BareStep(model, random_batch(model), 4, loss=loss, loss_scale=loss_scale), GradientSpace(model)
+    step.train()
+    return Prober(step, space, Ranks()), step, space.take()
+
+
+def test_parts_of_a_pass_add_up_to_the_training_gradient_without_its_loss_scale():
+    prober, _, trained = probed(loss_scale=8.0)
+    space, tokens = prober.space, [Token(1, 0, 2), Token(1, 0, 3), Token(3, 0, 0)]
+    prober.compute_without([])
+    assert all(torch.equal(8 * part, whole) for part, whole in zip(space.take(), trained, strict=True)), "bit for bit"
+    prober.compute_without(tokens)
+    rest = space.take()
+    prober.compute_only(tokens, [1, 3], factor=-2.0)
+    prober.add(rest, alpha=-2.0)
+    for part, whole in zip(space.take(), trained, strict=True):
+        torch.testing.assert_close(-4 * part, whole, rtol=1e-4, atol=1e-5)
+    assert (prober.num_forwards, prober.num_backwards, prober.cost) == (10, 10, 30)
+
+
+def test_a_probe_tells_the_norm_and_the_loss_weight_of_its_tokens():
+    prober, step, _ = probed()
+    found = prober.measure(Part(1, 0, 1, 2, 5))
+    weights = step.token_weights(1)[step.token_mask(1)][2:5]
+    assert found.num_tokens == 3 and found.weight_norm == pytest.approx(float(weights.norm()))
+    prober.compute_only([Token(1, 0, index) for index in (2, 3, 4)], [1])
+    assert found.norm == pytest.approx(prober.space.norm())
+
+
+def test_ranks_reduce_where_training_does_behind_the_last_micro_batch():
+    prober, step, _ = probed()
+    last = []
+    step.in_pass = lambda is_last: last.append(is_last) or nullcontext()
+    prober.compute_without([], [0, 2, 3])
+    assert last == [False, False, True]
+
+
+@pytest.mark.parametrize(("loss", "num_forwards"), [(Loss(entropy=0.1), 0), (Loss(), 1)])
+def test_entropies_that_training_computed_take_no_forward(loss, num_forwards):
+    prober, step, _ = probed(loss=loss)
+    torch.testing.assert_close(prober.entropies(2), step.entropies(2))
+    assert prober.num_forwards == num_forwards
+
+
+@pytest.mark.parametrize(("is_stuck", "error"), [(False, ArithmeticError), (True, LostRank)])
+def test_a_pass_that_fails_leaves_a_module_that_can_be_trained_or_ends_the_run(is_stuck, error):
+    prober, step, _ = probed()
+    abandoned = []
+
+    def fail(*_):
+        raise ArithmeticError
+
+    step.loss = fail
+    prober.space.abandon_pass = fail if is_stuck else lambda: abandoned.append(True)
+    with pytest.raises(error):
+        prober.compute_without([])
+    assert abandoned == [] if is_stuck else [True]
