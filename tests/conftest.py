@@ -102,16 +102,23 @@ def patched_tree(patched_trees: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def worlds(patched_trees: Callable[[str], Path]) -> Iterator[Callable[..., World]]:
-    """``worlds(size, verl)``: ranks on that version, patched or not; each world is made once."""
-    made: dict[tuple[int, str, bool], World] = {}
+def world_settings(patched_trees: Callable[[str], Path]) -> Callable[..., dict[str, Any]]:
+    """``world_settings(verl, is_patched)``: how a `World` is made. Where verl or TRL is installed, it has another."""
 
-    def get(size: int, verl: str = VERL, is_patched: bool = True) -> World:
-        key = size, verl, is_patched
-        if key not in made:
-            tree = patched_trees(verl) if is_patched else ensure_base(f"v{verl}")
-            made[key] = World(size, path=(str(tree),))
-        return made[key]
+    def settings(verl: str = VERL, is_patched: bool = True) -> dict[str, Any]:
+        return {"path": (str(patched_trees(verl) if is_patched else ensure_base(f"v{verl}")),)}
+
+    return settings
+
+
+@pytest.fixture(scope="session")
+def worlds(world_settings: Callable[..., dict[str, Any]]) -> Iterator[Callable[..., World]]:
+    """``worlds(size, verl, is_patched)``: ranks with these settings; each world is made once."""
+    made: dict[str, World] = {}
+
+    def get(size: int, *which: Any, **given: Any) -> World:
+        settings = world_settings(*which, **given)
+        return made.setdefault(f"{size} {settings}", World(size, **settings))  # its first call starts it
 
     yield get
     for world in made.values():
@@ -137,9 +144,9 @@ def single(worlds: Callable[..., World]) -> World:
 
 
 @pytest.fixture
-def doomed(patched_tree: Path) -> Iterator[World]:
+def doomed(world_settings: Callable[..., dict[str, Any]]) -> Iterator[World]:
     """Two ranks on the patched tree that a test may lose."""
-    with World(2, path=(str(patched_tree),)) as world:
+    with World(2, **world_settings()) as world:
         yield world
 
 

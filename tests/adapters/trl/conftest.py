@@ -2,7 +2,7 @@
 """TRL in an environment of its own, `scripts/test.sh trl`; in others nothing here is collected."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,9 @@ SAME = ("weights", "optimizer", "scheduler", "rng")
 
 
 @pytest.fixture(scope="session")
-def two() -> Iterator[World]:
-    """Two ranks."""
-    with World(2, preloaded=("trl", "gradloc.trl")) as world:
-        yield world
-
-
-@pytest.fixture
-def doomed() -> Iterator[World]:
-    """Two ranks that a test may lose."""
-    with World(2, preloaded=("trl", "gradloc.trl")) as world:
-        yield world
+def world_settings() -> Callable[..., dict[str, Any]]:
+    """The installed TRL, with ours or without: without spike_detection it is TRL's own trainer."""
+    return lambda *_, **__: {"preloaded": ("trl", "gradloc.trl")}
 
 
 @pytest.fixture
@@ -39,9 +31,9 @@ def run(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def run_on_two(two: World, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+def run_on_two(world: World, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """The same on two ranks: each rank's answer."""
-    return lambda name, folder="", **given: two.run(
+    return lambda name, folder="", **given: world.run(
         "tests.adapters.trl.harness.run", name=name, folder=str(tmp_path / (folder or name)), **given
     )
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from tests.adapters.verl09 import harness
 from tests.adapters.verl09.harness import ACTOR, MODEL
 from tests.world.harness import NUM_PROMPT, experts_of, of_verl
+from tests.world.models.ulysses import attention_of_verl
 from tests.world.oracle import MicroBatch
 
 
@@ -41,6 +42,7 @@ BASE = [  # as the actor's harness has it
 ]
 RENAMED = {
     "lora": [f"{MODEL}.lora_rank=4"],
+    f"{ACTOR}.ulysses_sequence_parallel_size=2": [f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2"],
     **{
         f"+{ACTOR}.fsdp_config.mixed_precision={dtypes}": [f"{ACTOR}.fsdp_config.mixed_precision={dtypes}"]
         for dtypes in (harness.FP32.replace("reduce_dtype:fp32", "reduce_dtype:bf16"),)
@@ -107,9 +109,9 @@ class Trainer(harness.Trainer):
 
     def update(self, batch: Any) -> dict[str, Any]:
         """One trainer step on the whole batch; returns its metrics and events."""
-        batch = self._as_sampled(batch)
         self.events = []
-        metrics = super().update(batch)
+        with contextlib.nullcontext() if self.dp_size == dist.get_world_size() else attention_of_verl():
+            metrics = super().update(self._as_sampled(batch))
         metrics["actor/grad_norm"] = self.of_workers["grad_norm"]
         found = {name: value if isinstance(value, list) else [value] for name, value in metrics.items()}
         found = {name: [value] if name.startswith(BY_RANK) else value for name, value in found.items()}

@@ -24,7 +24,7 @@ OTHERS = [name for name in catalog.names() if catalog.load(name).is_installed an
 
 
 @pytest.fixture(scope="module")
-def composed(engine_world, tmp_path_factory):
+def composed(world, tmp_path_factory):
     """The experiments' configs as plain data; all are composed in a rank, where verl is imported already."""
     folder = tmp_path_factory.mktemp("composed")
     names = {
@@ -45,7 +45,7 @@ def composed(engine_world, tmp_path_factory):
     ]
     # verl keeps `algorithm` as it is written.
     read = {"parts": ("actor_rollout_ref.actor", "actor_rollout_ref.rollout"), "variables": variables}
-    made, _ = engine_world.run("configs.experiments", configs=str(catalog.CONFIGS), cases=cases, **read)
+    made, _ = world.run("configs.experiments", configs=str(catalog.CONFIGS), cases=cases, **read)
 
     def look_up(name, overrides=(), variables=None):
         found = made[cases.index((name, [*overrides], variables or {}))]

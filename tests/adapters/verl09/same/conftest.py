@@ -2,13 +2,9 @@
 """The tests of verl 0.7's actor, run by the same code on verl 0.9's engine."""
 
 import importlib.metadata
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.adapters.verl09.conftest import PRELOADED
-from tests.world import World
 
 HERE = Path(__file__).parent
 
@@ -58,35 +54,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def verl_version(verl09: None) -> str:
     """The installed verl's."""
     return importlib.metadata.version("verl")
-
-
-@pytest.fixture(scope="session")
-def world(engine_world: World) -> World:
-    """Two ranks on the installed verl."""
-    return engine_world
-
-
-@pytest.fixture(scope="session")
-def unpatched_world(engine_world: World) -> World:
-    """The same: without spike_detection they take verl's own engine."""
-    return engine_world
-
-
-@pytest.fixture(scope="session")
-def four_ranks(four_engines: World) -> World:
-    """Four ranks on the installed verl."""
-    return four_engines
-
-
-@pytest.fixture(scope="session")
-def single(verl09: None) -> Iterator[World]:
-    """One rank on the installed verl."""
-    with World(1, preloaded=PRELOADED) as world:
-        yield world
-
-
-@pytest.fixture
-def doomed(verl09: None) -> Iterator[World]:
-    """Two ranks on the installed verl that a test may lose."""
-    with World(2, preloaded=PRELOADED) as world:
-        yield world
