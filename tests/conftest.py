@@ -40,16 +40,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     groups = {}
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
-        if item.path.is_relative_to(ROOT / "tests" / "adapters" / "verl09"):
+        room = item.path.relative_to(ROOT / "tests").parts
+        is_09 = room[:2] == ("adapters", "verl09")
+        if is_09:
             item.add_marker(pytest.mark.verl09)
-            group = "verl09"
-        elif item.get_closest_marker("e2e"):
+        if item.get_closest_marker("e2e"):
             group = FIRST[0]
+        elif is_09 or room[:2] == ("adapters", "trl") and fixtures & WORLDS:
+            group = "/".join(room[:-1])
         elif fixtures & WORLDS:
             call = getattr(item, "callspec", None)
             is_other = call is not None and call.params.get("verl_version", VERL) != VERL
-            is_feature = item.path.relative_to(ROOT / "tests").parts[0] not in ACTOR
-            group = FIRST[3 if is_other else 1 + is_feature]
+            group = FIRST[3 if is_other else 1 + (room[0] not in ACTOR)]
         elif fixtures & IN_PROCESS:
             group = "in-process"
         else:

@@ -120,7 +120,7 @@ def masked_step(overrides: list[str], dump_dir: str, dropout: float, plants: lis
             "metrics": out["metrics"],
         }
 
-    return {"masked": run(mask, False), "wanted": run([], True), "clipped": run([], False)}
+    return {"masked": run(mask, False), "wanted": run([], True)}
 
 
 @contextlib.contextmanager

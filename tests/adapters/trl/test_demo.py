@@ -27,6 +27,7 @@ def test_the_demo_names_exactly_the_token_that_it_planted(tmp_path):
     assert norms[1] > 10 * max(norms[0], norms[2]) and [data["gradloc/events"] for data in lines] == [0, 1, 0]
 
 
+@pytest.mark.slow  # test_actions.py has a NaN by default
 @pytest.mark.e2e
 def test_a_nan_is_named_and_its_step_taken_without_the_token(tmp_path):
     printed = run_to_the_end(

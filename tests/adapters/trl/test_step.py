@@ -39,7 +39,13 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("case", LOSSES.values(), ids=LOSSES.keys())
+SLOW = ("bnpo", "dr_grpo", "sequence ratios", "RLOO", "KL", "entropy", "two generations a step", "experts")
+SLOW += ("vLLM's ratios of sequences", "checkpointing", "bf16 autocast")
+"""Parts of other cases, here or in test_ranks.py; test_a_tokens_weight_is_that_of_the_papers_mean has losses."""
+CASES = [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in LOSSES.items()]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_observing_changes_nothing_and_masking_is_training_without_the_token(run, tmp_path, case):
     case = {"plant": TOKEN, **case}
     trigger = {"tau": case.pop("tau", 20.0)}

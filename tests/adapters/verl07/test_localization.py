@@ -4,6 +4,7 @@
 import pytest
 
 from tests.world.events import read_events
+from tests.world.oracle import place_of
 
 TAU = [
     "actor_rollout_ref.actor.grad_norm_threshold=640",
@@ -50,14 +51,7 @@ def test_a_spike_that_nobody_edited_into_the_advantages_is_found_and_its_term_na
     found, _ = world.run("spikes.explain_kl_spike", dump_dir=dump_dir, overrides=tau)
     (event,) = read_events(dump_dir)
     (culprit,) = event["culprits"]
-    oracle = found["oracle_largest"]
-    place = (
-        culprit["rank"],
-        culprit["micro_batch"],
-        culprit["micro_batch_row"],
-        culprit["positions"][0],
-    )
-    assert place == tuple(oracle)
+    assert place_of(culprit) == found["oracle_largest"]
     assert (culprit["row"], culprit["positions"][0]) == found["planted"]
     assert culprit["grad_norm"] == pytest.approx(found["oracle_norm"], rel=1e-3)
     assert culprit["cause"]["label"] == "kl_term"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A planted token in verl 0.9's engine: named, certified, written; looking changes nothing, masking is as without it."""
+"""A planted token in verl 0.9's engine: named and certified; looking changes nothing, masking is as without it."""
 
 import json
 

@@ -45,9 +45,7 @@ def test_advantages_are_reweighted_where_the_estimator_has_put_them(call):
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_an_analysis_batch_of_its_own_walks_through_verls_step_and_leaves_nothing_behind(
-    world, model_dir, failing
-):
+def test_an_analysis_batch_of_its_own_walks_through_verls_step_and_leaves_nothing_behind(world, model_dir, failing):
     own = ["trainer.gradient_analysis_env_groups=4", "trainer.gradient_analysis_group_size=3"]
     overrides = [*ON, "trainer.gradient_analysis_mode=true", "trainer.gradient_analysis_every=2", *own]
     made, _ = world.run(

@@ -36,6 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, reason in NOT_HERE.items() if item.path.is_relative_to(HERE) else ():
             if name in item.name:
                 item.add_marker(pytest.mark.skip(reason=reason))
+        if item.path.is_relative_to(HERE) and "recovered[bisect]" in item.name:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ PAIRS = ("PP 2, interleaved", "TP 2 without sequence parallelism", "TP 2, padded
 TERMS = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.entropy_coeff=0.05"]
 
 
-@in_layouts(*DEFAULT, *PAIRS)
+@in_layouts(*DEFAULT, *PAIRS, default=("PP 2", "experts, EP 2"))
 def test_planted_culprits_and_nothing_else_are_named(world, dump_dir):
     test_localization.test_planted_culprits_and_nothing_else_are_named(world, dump_dir, TWO)
 
@@ -34,14 +34,14 @@ def test_a_gradient_that_is_not_finite_is_traced_and_masked(world, dump_dir):
     )
 
 
-@in_layouts(*DEFAULT, *PAIRS)
+@in_layouts(*DEFAULT, *PAIRS, default=("TP 2", "DP 2, sharded optimizer", "experts, EP 2"))
 def test_the_probes_of_a_random_cover_add_up_to_the_gradient(world, dump_dir):
     answers = world.run("identities.cover_error", overrides=TERMS, dump_dir=dump_dir)
     for answer in answers:
         assert answer["error"] < 2e-6 and min(answer["parts"]) > 0
 
 
-@in_layouts(*DEFAULT, *PAIRS)
+@in_layouts(*DEFAULT, *PAIRS, default=("TP 2", "PP 2"))
 def test_the_shares_of_all_tokens_add_up_however_they_are_grouped(world, dump_dir):
     test_identities.test_the_shares_of_all_tokens_add_up_however_they_are_grouped(world, dump_dir, TERMS)
 
@@ -95,12 +95,12 @@ def test_a_spike_of_routers_losses_is_no_tokens(world, dump_dir):
     assert event["cause"]["numbers"]["tokens_norm"] < 1.5
 
 
-@in_layouts(*DEFAULT)
+@in_layouts(*DEFAULT, default=("PP 2",))
 def test_every_appearance_of_a_culprit_is_masked_over_mini_batches_and_epochs(world, dump_dir):
     test_actions.test_every_appearance_of_a_culprit_is_masked_and_the_weights_are_those_without_it(world, dump_dir, [])
 
 
-@in_layouts("PP 2", "DP 2, sharded optimizer")
+@in_layouts("PP 2", "DP 2, sharded optimizer", default=("DP 2, sharded optimizer",))
 def test_skip_takes_no_step_at_all(world, dump_dir):
     test_failures.test_skip_takes_no_step_at_all(world, dump_dir)
 
@@ -167,7 +167,7 @@ def test_a_failure_inside_of_a_layer_ends_every_process(world, dump_dir, place, 
     assert set(world.fates("as_actor.fail_at", timeout_s=240, **given)) == {"ended"}
 
 
-@pytest.mark.parametrize("method", ["run_pass", "forward"])
+@pytest.mark.parametrize("method", ["run_pass", pytest.param("forward", marks=pytest.mark.slow)])
 @in_layouts("PP 2", "TP 2")
 def test_a_process_that_fails_inside_a_pass_ends_instead_of_hanging(world, dump_dir, method):
     with pytest.raises((RankError, EOFError, ConnectionError)) as caught:
