@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.world.harness import make_batch, make_trainer
+from tests.world.harness import local_of, make_batch, make_trainer
 from tests.world.spikes import ON, answer, plant
 
 SMALL = [
@@ -40,8 +40,7 @@ def train_epochs(
         plant(batch, 6, 2, advantage)
         trainer = make_trainer([*SMALL, *layout, *settings], dump_dir)
         out = trainer.update(batch)
-        params = [param.detach() for param in trainer.module.parameters()]
-        return out, [param.to_local() if hasattr(param, "to_local") else param for param in params]
+        return out, [local_of(param) for param in trainer.module.parameters()]
 
     out, ours = train(-1e4, ON + overrides)
     _, theirs = train(TWINS[twin], [])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.world.harness import make_batch, make_trainer
+from tests.world.harness import local_of, make_batch, make_trainer
 
 
 def keep_weights(strategy: str, folder: str, full_rank: int | None) -> dict[str, Any]:
@@ -40,12 +40,8 @@ def keep_weights(strategy: str, folder: str, full_rank: int | None) -> dict[str,
         FSDPCheckpointManager(module, trainer.actor.actor_optimizer, checkpoint_config=contents).load_checkpoint(folder)
         again = make_trainer([f"actor_rollout_ref.actor.strategy={strategy}"], folder)
         pairs = zip(module.parameters(), again.actor.actor_module.parameters(), strict=True)
-        found["is_back"] = all(torch.equal(_local(a), _local(b)) for a, b in pairs)
+        found["is_back"] = all(torch.equal(local_of(a), local_of(b)) for a, b in pairs)
     return found
-
-
-def _local(param: torch.Tensor) -> torch.Tensor:
-    return param.to_local() if hasattr(param, "to_local") else param
 
 
 def update_without_policy(overrides: list[str], dump_dir: str) -> dict[str, Any]:

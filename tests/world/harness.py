@@ -9,7 +9,7 @@ from verl's own yaml, the batch dealt out to ranks as verl's dispatch does. Runs
 import copy
 import hashlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -238,12 +238,21 @@ class Trainer:
 
 def hash_weights(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """sha256 over this rank's weight shards and optimizer state."""
+    state = [value for p in module.parameters() for _, value in sorted(optimizer.state.get(p, {}).items())]
+    return digest_of([*module.parameters(), *state])
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> str:
+    """sha256 over this rank's part of each."""
     digest = hashlib.sha256()
-    for param in module.parameters():
-        digest.update(_bytes(param))
-        for _, value in sorted(optimizer.state.get(param, {}).items()):
-            digest.update(_bytes(value))
+    for tensor in tensors:
+        digest.update(local_of(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, detached."""
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
 
 
 def asked(worker: Any, ask: Callable) -> Any:
@@ -253,11 +262,6 @@ def asked(worker: Any, ask: Callable) -> Any:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, ask(worker).meta_info)
     return DataProto(meta_info={key: value for of_rank in everyone for key, value in of_rank.items()})
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def plain_mask(
@@ -379,10 +383,8 @@ def make_trainer(
     optimizer = torch.optim.AdamW(trainable, lr=actor_config.optim.lr)
     torch.manual_seed(1000 + seed)
     actor = DataParallelPPOActor(actor_config, module, optimizer)
-    if actor.scaler is not None:  # verl's own asks for CUDA and switches itself off without
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-        actor.scaler = ShardedGradScaler(device="cpu", init_scale=8.0, growth_interval=400)
+    if actor.scaler is not None:
+        actor.scaler = scaler_on_cpu()
     trainer = Trainer(actor, config)
     if sp_size > 1:
         trainer.sequence_mesh = init_device_mesh("cpu", (trainer.dp_size, sp_size), mesh_dim_names=("dp", "sp"))
@@ -392,6 +394,13 @@ def make_trainer(
         return trainer
     trainer.hook = build_trainer_hook(trainer)
     return trainer
+
+
+def scaler_on_cpu() -> Any:
+    """verl's own scaler asks for CUDA and switches itself off without."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    return ShardedGradScaler(device="cpu", init_scale=8.0, growth_interval=400)
 
 
 def log_probs(trainer: Any, batch: Any, micro_batch_size: int = 2) -> torch.Tensor:

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from tests.world import harness
-from tests.world.harness import has_engine, make_batch, make_trainer, other_trainer, part
+from tests.world.harness import has_engine, local_of, make_batch, make_trainer, other_trainer, part
 from tests.world.spikes import ON, plant
 
 FORCE = ["actor_rollout_ref.actor.gradloc.trigger.force_step=1"]
@@ -66,15 +66,12 @@ def share_identities(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     measure_shares, task_of = part("search.share").measure_shares, part("search.task")
 
     def measure(hook, saved, clip, prober, spike):
-        before = [
-            param.to_local().clone() if hasattr(param, "to_local") else param.detach().clone()
-            for param in prober.space.params
-        ]
+        before = [local_of(param).clone() for param in prober.space.params]
         task = task_of.Task(prober, saved, clip, spike, 1.0, 8, task_of.Limit(prober.step.num_micro_batches, 4))
         shares = measure_shares(prober, task.readouts([]), saved, clip)
         if not shares.is_trusted:
             shares = measure_shares(prober, task.readouts([]), saved, clip, refined=shares)
-        after = [param.to_local() if hasattr(param, "to_local") else param.detach() for param in prober.space.params]
+        after = [local_of(param) for param in prober.space.params]
         by_micro_batch = [
             hook.ranks.sum([float(shares.shares(i).sum())])[0] for i in range(prober.step.num_micro_batches)
         ]

@@ -63,7 +63,7 @@ def test_the_installed_verl_is_as_this_adapter_knows_it():
 
 
 def test_a_change_in_verl_is_named(world):
-    said = world.run(f"{HARNESS}.with_a_changed_verl")[0]
+    said = world.run(f"{HARNESS}.with_verl")[0]
     assert said == (
         "verl 0.9.1 changed what gradloc hangs on (it knows 0.9.0, 0.9.1): verl.workers.engine.fsdp.transformer_impl:"
         "FSDPEngineWithLMHead.optimizer_step takes (self, closure), expected (self); install one of these, or leave "
