@@ -9,6 +9,7 @@ from verl's own yaml, the batch dealt out to ranks as verl's dispatch does. Runs
 import copy
 import hashlib
 import importlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -262,6 +263,19 @@ def asked(worker: Any, ask: Callable) -> Any:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, ask(worker).meta_info)
     return DataProto(meta_info={key: value for of_rank in everyone for key, value in of_rank.items()})
+
+
+@contextmanager
+def lines_of(logger: str, level: int = logging.NOTSET) -> Iterator[list[str]]:
+    """What this logger says meanwhile, from that level on."""
+    lines: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
 
 
 def plain_mask(

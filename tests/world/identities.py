@@ -19,7 +19,7 @@ FORCE = ["actor_rollout_ref.actor.gradloc.trigger.force_step=1"]
 def instead_of_localizing(measure):
     """Run ``measure`` where the localizer would search, and collect what it returns."""
     Localizer, Prober = part("loop.localizer").Localizer, part("core.probe").Prober
-    original, results = Localizer._look_into, []
+    results = []
 
     def look_into(hook, spike, grad_norm, is_written):
         saved = hook._space.take()
@@ -28,11 +28,8 @@ def instead_of_localizing(measure):
         hook._space.put(saved)
         return grad_norm
 
-    Localizer._look_into = look_into
-    try:
+    with mock.patch.object(Localizer, "_look_into", look_into):
         yield results
-    finally:
-        Localizer._look_into = original
 
 
 def cover_error(overrides: list[str], dump_dir: str, noise: float = 0.3) -> dict[str, Any]:
@@ -141,11 +138,8 @@ def _letting_out(plants: list, batch: Any):
                     kept[row, position] = False
         return entropy, torch.where(kept, log_prob, log_prob.detach())
 
-    DataParallelPPOActor._forward_for_loss = forward
-    try:
+    with mock.patch.object(DataParallelPPOActor, "_forward_for_loss", forward):
         yield
-    finally:
-        DataParallelPPOActor._forward_for_loss = original
 
 
 def collectives_of_a_step(overrides: list[str], dump_dir: str) -> int:
