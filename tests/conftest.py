@@ -128,21 +128,33 @@ def worlds(world_settings: Callable[..., dict[str, Any]]) -> Iterator[Callable[.
 
 
 @pytest.fixture(scope="session")
-def world(worlds: Callable[..., World]) -> World:
+def verl_version(request: pytest.FixtureRequest) -> str:
+    """The verl that a test runs on."""
+    return getattr(request, "param", VERL)
+
+
+@pytest.fixture(scope="session")
+def world(worlds: Callable[..., World], verl_version: str) -> World:
     """Two ranks on the patched tree."""
-    return worlds(2)
+    return worlds(2, verl_version)
 
 
 @pytest.fixture(scope="session")
-def four_ranks(worlds: Callable[..., World]) -> World:
+def four_ranks(worlds: Callable[..., World], verl_version: str) -> World:
     """Four ranks on the patched tree."""
-    return worlds(4)
+    return worlds(4, verl_version)
 
 
 @pytest.fixture(scope="session")
-def single(worlds: Callable[..., World]) -> World:
+def single(worlds: Callable[..., World], verl_version: str) -> World:
     """One rank on the patched tree."""
-    return worlds(1)
+    return worlds(1, verl_version)
+
+
+@pytest.fixture(scope="session")
+def unpatched_world(worlds: Callable[..., World], verl_version: str) -> World:
+    """Two ranks on verl as published."""
+    return worlds(2, verl_version, is_patched=False)
 
 
 @pytest.fixture
@@ -150,12 +162,6 @@ def doomed(world_settings: Callable[..., dict[str, Any]]) -> Iterator[World]:
     """Two ranks on the patched tree that a test may lose."""
     with World(2, **world_settings()) as world:
         yield world
-
-
-@pytest.fixture(scope="session")
-def unpatched_world(worlds: Callable[..., World]) -> World:
-    """Two ranks on verl as published."""
-    return worlds(2, is_patched=False)
 
 
 @pytest.fixture(scope="session")

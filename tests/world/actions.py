@@ -22,11 +22,7 @@ TWINS = {"as_without": 0.0, "as_spiked": -1e4}
 
 
 def train_epochs(
-    overrides: list[str],
-    dump_dir: str,
-    twin: str,
-    layout: Sequence[str] = (),
-    answered: tuple[int, int] | None = None,
+    overrides: list[str], dump_dir: str, twin: str, layout: Sequence[str] = (), answered: tuple[int, int] | None = None
 ) -> dict[str, Any]:
     """Two epochs of two mini-batches with one culprit, beside its ``twin``.
 

@@ -156,9 +156,4 @@ def stop_or_skip(mode: str, overrides: list[str], dump_dir: str) -> dict[str, An
         out = trainer.update(batch)
     except RuntimeError as error:
         message = f"{type(error).__name__}: {error}"
-    return {
-        "before": before,
-        "after": trainer.weights_hash(),
-        "message": message,
-        "metrics": out and out["metrics"],
-    }
+    return {"before": before, "after": trainer.weights_hash(), "message": message, "metrics": out and out["metrics"]}

@@ -436,12 +436,7 @@ class Decoder:
 
 def shard(module: torch.nn.Module, actor_config: Any, model_config: Any) -> torch.nn.Module:
     """Wrap as verl's FSDP worker does: ``strategy`` fsdp or fsdp2, or not at all on ``none``."""
-    from torch.distributed.fsdp import (
-        CPUOffloadPolicy,
-        FullyShardedDataParallel,
-        MixedPrecision,
-        MixedPrecisionPolicy,
-    )
+    from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
 
     from verl.utils.fsdp_utils import apply_fsdp2, get_fsdp_wrap_policy, get_shard_placement_fn
     from verl.utils.torch_dtypes import PrecisionType

@@ -5,14 +5,8 @@ import functools
 
 import pytest
 
-ON = [
-    "actor_rollout_ref.actor.spike_detection=True",
-    "actor_rollout_ref.actor.grad_norm_threshold=640",
-]
-TWO_MINI_BATCHES = [
-    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-    "actor_rollout_ref.actor.ppo_epochs=2",
-]
+ON = ["actor_rollout_ref.actor.spike_detection=True", "actor_rollout_ref.actor.grad_norm_threshold=640"]
+TWO_MINI_BATCHES = ["actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.actor.ppo_epochs=2"]
 FSDP1 = ["actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"]
 LAYOUTS = {
     "one mini-batch": [],

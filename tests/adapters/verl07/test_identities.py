@@ -11,12 +11,7 @@ BF16 = [f"{ACTOR}.fsdp_config.dtype=bfloat16"]
 KEEP = [f"{ACTOR}.fsdp_config.reshard_after_forward=false"]
 
 MODES = ["vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo"]
-AGGREGATIONS = [
-    "token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-]
+AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 def check_cover(world, dump_dir, mode, aggregation, policy):
