@@ -62,10 +62,11 @@ class Oracle:
         """That of an event's culprit, by its first token."""
         return self[place_of(culprit)]
 
-    @property
-    def total(self) -> torch.Tensor:
-        """Of all tokens together."""
-        return self._backward(torch.stack(list(self._roots.values())).sum())
+    def without(self, culprits: list[dict[str, Any]]) -> torch.Tensor:
+        """Of all other tokens together; of a spike's in one backward, half precision would round the others away."""
+        places = {place_of(culprit) for culprit in culprits}
+        others = [root for place, root in self._roots.items() if place not in places]
+        return self._backward(torch.stack(others).sum())
 
     def _backward(self, root: torch.Tensor) -> torch.Tensor:
         grads = torch.autograd.grad(root, self._params, retain_graph=True)

@@ -53,15 +53,16 @@ def localize_planted(
     event = out["events"][0] if out["events"] else None
     if oracle is None:
         return {"event": event}
-    total = oracle.total
-    culprits = [oracle.of(culprit) for culprit in event["culprits"]] if event else []
+    named = event["culprits"] if event else []
+    culprits, without = [oracle.of(culprit) for culprit in named], oracle.without(named)
+    total = without + sum(culprits)
     lengths = batch.batch["response_mask"].sum(1).tolist()
     return {
         "event": event,
         "metrics": out["metrics"],
         "planted": sorted((row, position % int(lengths[row])) for row, position, _ in plants),
         "oracle_norm": float(total.norm()),
-        "oracle_norm_without": float((total - sum(culprits)).norm()),
+        "oracle_norm_without": float(without.norm()),
         "oracle_head_norm": _head_norm(model, total),
         "oracle_shares": [float(g @ total / (total @ total)) for g in culprits],
         "oracle_culprit_norms": [float(g.norm()) for g in culprits],

@@ -106,12 +106,13 @@ def train(overrides: list[str], dump_dir: str, advantage: float, has_oracle: boo
     found = {"weights": trainer.weights_hash(), "rng": torch.get_rng_state().numpy().tobytes()}
     if oracle is None:
         return found
-    total = oracle.total
-    culprits = [oracle.of(culprit) for event in events for culprit in event["culprits"]]
+    named = [culprit for event in events for culprit in event["culprits"]]
+    culprits, without = [oracle.of(culprit) for culprit in named], oracle.without(named)
+    total = without + sum(culprits)
     return {
         **found,
         "norm": float(total.norm()),
-        "norm_without": float((total - sum(culprits)).norm()),
+        "norm_without": float(without.norm()),
         "shares": [float(g @ total / (total @ total)) for g in culprits],
     }
 
