@@ -65,45 +65,20 @@ class Trainer:
     global_steps: int = 0
     train_dataset: Any = range(100)
 
-    @property
-    def module(self) -> torch.nn.Module:
-        return self.actor.actor_module
+    module = property(lambda self: self.actor.actor_module)
+    scaler = property(lambda self: self.actor.scaler)
+    optimizer = property(lambda self: self.actor.actor_optimizer)
+    grad_clip = property(lambda self: self.actor.config.grad_clip)
+    settings = property(lambda self: self.actor.config.gradloc)
+    driver = property(lambda self: None if self.hook is None else self.hook.spikes)
+    sp_size = property(lambda self: self.actor.ulysses_sequence_parallel_size)
+    dp_size = property(lambda self: dist.get_world_size() // self.sp_size)
+    # Whose method takes the whole gradient, not clipped yet, and whose clips it; and their names.
+    steps_in = property(lambda self: (self.actor, "_optimizer_step"))
+    clips_in = property(lambda self: (self.actor, "_clip_grad_norm"))
 
-    @property
-    def scaler(self) -> Any:
-        return self.actor.scaler
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.actor.actor_optimizer
-
-    @property
-    def grad_clip(self) -> float:
-        return self.actor.config.grad_clip
-
-    @property
-    def settings(self) -> Any:
-        """Those that hold under ``gradloc``."""
-        return self.actor.config.gradloc
-
-    @property
-    def steps_in(self) -> tuple[Any, str]:
-        """Whose method takes the whole gradient, not clipped yet, and its name."""
-        return self.actor, "_optimizer_step"
-
-    @property
-    def clips_in(self) -> tuple[Any, str]:
-        """Whose method clips the gradient, and its name."""
-        return self.actor, "_clip_grad_norm"
-
-    @property
-    def driver(self) -> Any:
-        """The trainer's side of localization; None while it is off."""
-        return None if self.hook is None else self.hook.spikes
-
-    @property
-    def tokenizer(self) -> Any:
-        return Decoder()
+    def __post_init__(self) -> None:
+        self.tokenizer = Decoder()
 
     def _get_dp_size(self, worker_group: Any, role: str) -> int:
         return self.dp_size
@@ -219,14 +194,6 @@ class Trainer:
             attention = plain_padding() if self.sequence_mesh is None else attention_of_verl()
         with attention, FSDPUlyssesShardingManager(self.sequence_mesh):
             yield
-
-    @property
-    def dp_size(self) -> int:
-        return dist.get_world_size() // self.sp_size
-
-    @property
-    def sp_size(self) -> int:
-        return self.actor.ulysses_sequence_parallel_size
 
     def micro_batches(self, model: torch.nn.Module, batch: Any) -> Any:
         """The oracle's."""

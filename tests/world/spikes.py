@@ -127,6 +127,9 @@ def train(
     }
 
 
+PLANTED = {"nan": (10, 3, float("nan")), "inf": (1, 0, float("inf")), "spike": (5, 3, 1e4)}
+
+
 def update_batch(kind: str, overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """One update on a batch of the given kind, and a healthy one after it."""
     batch = make_batch()
@@ -134,12 +137,8 @@ def update_batch(kind: str, overrides: list[str], dump_dir: str) -> dict[str, An
         batch.batch["advantages"] *= 300
     elif kind == "sequence":
         batch.batch["advantages"][3] *= 3000
-    elif kind == "nan":
-        plant(batch, 10, 3, float("nan"))
-    elif kind == "inf":
-        plant(batch, 1, 0, float("inf"))
-    elif kind == "spike":
-        plant(batch, 5, 3, 1e4)
+    elif kind in PLANTED:
+        plant(batch, *PLANTED[kind])
     trainer = make_trainer(overrides, dump_dir)
     out = trainer.update(batch)
     after = trainer.update(make_batch(seed=1))

@@ -6,22 +6,19 @@ import sys
 
 import pytest
 
-from tests.experiments.conftest import REPO
 from tests.experiments.real import run_to_the_end
+from tests.world.events import read_events
 
 SHORT = ("demo", "trainer=trl", "steps=3", "first_step=2", "last_step=2")
 
 
 @pytest.mark.e2e
 def test_the_demo_names_exactly_the_token_that_it_planted(tmp_path):
-    jsonschema = pytest.importorskip("jsonschema")
     run_dir = tmp_path / "a run"
     printed = run_to_the_end(*SHORT, run_dir=run_dir, TRL_PYTHON=sys.executable)
     assert "FOUND: the event names exactly the token that was planted" in printed
     assert (run_dir / "report.html").is_file()
-    schema = json.loads((REPO / "schema" / "event.v1.schema.json").read_text())
-    (event,) = (run_dir / "gradloc" / "events.jsonl").read_text().splitlines()
-    jsonschema.validate(json.loads(event), schema)
+    assert len(read_events(run_dir / "gradloc")) == 1
     lines = [json.loads(line)["data"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     norms = [data["actor/grad_norm"] for data in lines]
     assert norms[1] > 10 * max(norms[0], norms[2]) and [data["gradloc/events"] for data in lines] == [0, 1, 0]

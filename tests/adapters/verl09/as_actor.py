@@ -64,48 +64,15 @@ class Trainer(harness.Trainer):
 
     events: list[dict[str, Any]] = []  # of the last step, of each of its updates
 
-    @property
-    def module(self) -> torch.nn.Module:
-        return self.engine.module
-
-    @property
-    def scaler(self) -> Any:
-        return self.engine.scaler
-
-    @property
-    def steps_in(self) -> tuple[Any, str]:
-        """Whose method takes the whole gradient, not clipped yet, and its name."""
-        return self.engine, "optimizer_step"
-
-    @property
-    def clips_in(self) -> tuple[Any, str]:
-        return self.engine, "optimizer_step"
-
-    @property
-    def hook(self) -> Any:
-        return getattr(self.trainer, "gradloc", None)
-
-    @property
-    def driver(self) -> Any:
-        return self.hook.spikes
-
-    @property
-    def config(self) -> Any:
-        """The actor's."""
-        return self.trainer.config.actor_rollout_ref.actor
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.engine.optimizer
-
-    @property
-    def grad_clip(self) -> float:
-        return self.engine.optimizer_config.clip_grad
-
-    @property
-    def settings(self) -> Any:
-        """Those that hold under ``gradloc``."""
-        return self.hook.settings
+    module = property(lambda self: self.engine.module)
+    scaler = property(lambda self: self.engine.scaler)
+    optimizer = property(lambda self: self.engine.optimizer)
+    grad_clip = property(lambda self: self.engine.optimizer_config.clip_grad)
+    hook = property(lambda self: getattr(self.trainer, "gradloc", None))
+    driver = property(lambda self: self.hook.spikes)
+    config = property(lambda self: self.trainer.config.actor_rollout_ref.actor)
+    settings = property(lambda self: self.hook.settings)
+    steps_in = clips_in = property(lambda self: (self.engine, "optimizer_step"))
 
     def update(self, batch: Any) -> dict[str, Any]:
         """One trainer step on the whole batch; returns its metrics and events."""

@@ -104,9 +104,7 @@ class Trainer:
 
     make_config = staticmethod(make_config)
 
-    @property
-    def engine(self) -> Any:
-        return self.worker.actor.engine
+    engine = property(lambda self: self.worker.actor.engine)
 
     def weights_hash(self) -> str:
         """sha256 over this rank's weight shards and optimizer state."""
@@ -225,14 +223,9 @@ def _row(batch: Any, index: int) -> dict[str, Any]:
 def make_trainer(
     overrides: list[str], model_dir: str, seed: int = 0, stock: bool = False, kind: type[Trainer] = Trainer
 ) -> Trainer:
-    """A worker on this world's ranks, and the trainer that the config names.
+    """A worker on this world's ranks, and the trainer that the config names, as a `Trainer` of that ``kind``.
 
-    Args:
-        overrides: of verl's config.
-        model_dir: what `save_model` wrote.
-        seed: of the random numbers, from after the model is built.
-        stock: take verl's own trainer, which knows nothing of ours.
-        kind: what to return.
+    ``seed``: of the random numbers, from after the model is built. ``stock``: verl's own, which knows nothing of ours.
     """
     from verl.experimental.separation.engine_workers import DetachActorWorker
     from verl.trainer.ppo.v1 import get_trainer_cls
@@ -267,15 +260,9 @@ def train(
     stock: bool = False,
     kind: type[Trainer] = Trainer,
 ) -> dict[str, Any]:
-    """Real updates; what they leave behind.
+    """Real updates, each on a batch of its own; what they leave behind. See :func:`make_trainer`.
 
-    Args:
-        overrides: of verl's config.
-        model_dir: what `save_model` wrote.
-        num_steps: how many; each on a batch of its own.
-        plants: row, response position and advantage, put into the last step's batch.
-        stock: take verl's own trainer.
-        kind: see :func:`make_trainer`.
+    ``plants``: row, response position and advantage, put into the last step's batch.
     """
     trainer = make_trainer(overrides, model_dir, stock=stock, kind=kind)
     steps = []
@@ -309,11 +296,7 @@ def train_in_a_cycle(
 ) -> dict[str, Any]:
     """One step of the trainer whose step has several updates, with the weights put aside and back between them.
 
-    Args:
-        overrides: of verl's config.
-        model_dir: what `save_model` wrote.
-        plants: row, response position and advantage, put into the batches of the second and third update.
-        stock: take verl's own trainer.
+    ``plants``: row, response position and advantage, put into the batches of the second and third update.
     """
     from verl.checkpoint_engine import CheckpointEngineRegistry
 

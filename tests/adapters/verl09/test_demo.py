@@ -9,9 +9,9 @@ import pytest
 from experiments import catalog
 from experiments.errors import UsageError
 from experiments.kk import reward as kk_reward
-from tests.experiments.conftest import REPO
 from tests.experiments.explosion.short import explode
 from tests.experiments.real import run_to_the_end
+from tests.world.events import read_events
 
 NAME = catalog.DEMO_VERL09.name
 KNOBS = {"GRPO_MAX_GRAD_NORM": "0.25", "GRPO_TEMPERATURE": "0.8", "GRPO_LEARNING_RATE": "3e-6"}
@@ -122,15 +122,12 @@ def test_the_stale_token_explodes_is_named_and_is_compared_with_the_healthy_twin
 @pytest.mark.e2e
 @pytest.mark.parametrize("engine", ["dp", pytest.param("megatron", marks=pytest.mark.slow)])
 def test_the_demo_names_exactly_the_token_that_it_planted(tmp_path, engine):
-    jsonschema = pytest.importorskip("jsonschema")
     run_dir = tmp_path / "a run"
     short = [f"model_engine={engine}", "demo.steps=3", "demo.fault.first_step=2", "demo.fault.last_step=2"]
     printed = run_to_the_end("demo", "verl=0.9.1", *short, run_dir=run_dir, VERL09_PYTHON=sys.executable)
     assert "FOUND: the event names exactly the token that was planted" in printed
     assert (run_dir / "report.html").is_file()
-    schema = json.loads((REPO / "schema" / "event.v1.schema.json").read_text())
-    (event,) = (run_dir / "gradloc" / "events.jsonl").read_text().splitlines()
-    jsonschema.validate(json.loads(event), schema)
+    assert len(read_events(run_dir / "gradloc")) == 1
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = {line["step"]: line["data"] for line in lines if "actor/grad_norm" in line["data"]}
     assert sorted(steps) == [1, 2, 3]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A planted token in verl 0.9's engine: named and certified; looking changes nothing, masking is as without it."""
 
-import json
-
 import pytest
+
+from tests.world.events import read_events
 
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
@@ -45,10 +45,6 @@ LOOKED_INTO = {
 """Beside those that are also masked: here a token without advantage keeps terms, gspo's weighs by its sequence."""
 
 
-def events_in(folder):
-    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("layout", LOOKED_INTO)
 def test_a_planted_token_is_named_and_the_run_stays_what_it_was(train, layout, tmp_path):
     settings = LOOKED_INTO[layout]
@@ -59,7 +55,7 @@ def test_a_planted_token_is_named_and_the_run_stays_what_it_was(train, layout, t
         assert one["norms"] == other["norms"] and one["norms"][1] > 100 * one["norms"][0]
         assert one["weights"] == other["weights"] and one["rng"] == other["rng"]
     assert stock[0]["weights"] != stock[1]["weights"], "each rank has a shard of its own"
-    *_, event = events_in(tmp_path)
+    *_, event = read_events(tmp_path)
     assert event["certificate"]["verdict"] == "explained"
     (culprit,) = event["culprits"]
     assert culprit["row"] == 5 and (culprit["positions"] == [3] or layout == "gspo" and 3 in culprit["positions"])

@@ -3,7 +3,9 @@
 
 import pytest
 
-from .test_localization import ACTOR, ON, PLANT, events_in
+from tests.world.events import read_events
+
+from .test_localization import ACTOR, ON, PLANT
 
 
 def test_every_update_of_a_step_is_watched_and_counted(call, tmp_path):
@@ -12,7 +14,7 @@ def test_every_update_of_a_step_is_watched_and_counted(call, tmp_path):
     watched = call("train_in_a_cycle", settings, plants=(PLANT,))
     for one, other in zip(stock, watched, strict=True):
         assert one["weights"] == other["weights"] and one["rng"] == other["rng"]
-    events = events_in(tmp_path)
+    events = read_events(tmp_path)
     assert [event["step"]["global_step"] for event in events] == [1, 1] and len({e["event_id"] for e in events}) == 2
     assert {event["certificate"]["verdict"] for event in events} == {"explained"}
     metrics = watched[0]["metrics"]
@@ -24,11 +26,11 @@ def test_every_update_of_a_step_is_watched_and_counted(call, tmp_path):
 def test_the_adaptive_trigger_learns_from_the_run_and_a_rehearsal_looks_at_a_healthy_step(train, tmp_path):
     settings = ["+gradloc=on", f"{ACTOR}.gradloc.dump_dir={tmp_path}", f"{ACTOR}.gradloc.trigger.warmup=4"]
     found, _ = train(settings, num_steps=6, plants=(PLANT,))
-    (event,) = events_in(tmp_path)
+    (event,) = read_events(tmp_path)
     assert (event["trigger"]["kind"], event["step"]["global_step"]) == ("adaptive", 6)
     assert found["metrics"]["gradloc/norm_over_threshold"] > 10
     train([*settings, f"{ACTOR}.gradloc.trigger.force_step=2"], num_steps=2)
-    assert [event["trigger"]["kind"] for event in events_in(tmp_path)] == ["adaptive", "forced"]
+    assert [event["trigger"]["kind"] for event in read_events(tmp_path)] == ["adaptive", "forced"]
 
 
 def test_a_resumed_run_goes_on_with_what_it_had_learned(call, tmp_path):
