@@ -177,12 +177,7 @@ class Trainer:
         """What verl's worker group does: deal the rows out, update, bring the metrics together."""
         local = batch.chunk(self.dp_size)[dist.get_rank() // self.sp_size]
         with self.without_flash_attention():
-            metrics = self.actor.update_policy(local)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, metrics)
-        output = copy.copy(batch)
-        output.meta_info = {"metrics": {key: [of_rank[key] for of_rank in everyone] for key in everyone[0]}}
-        return output
+            return answer_of(batch, self.actor.update_policy(local))
 
     @contextmanager
     def without_flash_attention(self) -> Iterator[None]:
@@ -221,6 +216,15 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> str:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part, detached."""
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+
+
+def answer_of(batch: Any, metrics: dict[str, Any]) -> Any:
+    """What verl's worker group answers when this rank has these metrics of an update: of each name every rank's."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, metrics)
+    output = copy.copy(batch)
+    output.meta_info = {"metrics": {key: [of_rank[key] for of_rank in everyone] for key in everyone[0]}}
+    return output
 
 
 def asked(worker: Any, ask: Callable) -> Any:

@@ -52,3 +52,20 @@ def named_in(events: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
         for p in c["positions"]
     ]
     return sorted(tokens)
+
+
+def check_harmless(run: Callable[..., Any], gradloc: dict[str, Any], action: dict[str, Any], **case: Any) -> list[Any]:
+    """On each rank ``observe`` is TRL's own run and ``mask`` the run without the token; returns what was observed."""
+
+    def ranks(*names: str, **given: Any) -> list[dict[str, Any]]:
+        found = run(*names, **case, **given)
+        return found if isinstance(found, list) else [found]
+
+    stock, without, observed = ranks("stock"), ranks("without"), ranks("watched", gradloc=gradloc)
+    masked = ranks("watched", "masked", gradloc={**gradloc, "action": {"mode": "mask", **action}})
+    assert not any(rank["error"] for rank in stock + without + observed + masked)
+    for rank in range(len(stock)):
+        assert [observed[rank][key] for key in SAME] == [stock[rank][key] for key in SAME], "observe"
+        assert [masked[rank][key] for key in SAME] == [without[rank][key] for key in SAME], "mask"
+        assert masked[rank]["weights"] == masked[0]["weights"] != stock[rank]["weights"], "the plant mattered"
+    return observed

@@ -27,15 +27,10 @@ OTHERS = [name for name in catalog.names() if catalog.load(name).is_installed an
 def composed(world, tmp_path_factory):
     """The experiments' configs as plain data; all are composed in a rank, where verl is imported already."""
     folder = tmp_path_factory.mktemp("composed")
-    names = {
-        "GRADLOC_RUN_DIR": "run, dir=1",
-        "GRADLOC_DEMO_MATERIAL": "material",
-        "MODEL_PATH": "model",
-        "TRAIN_FILE": "t",
-    }
-    variables = {name: str(folder / value) for name, value in {**names, "CKPTS_DIR": "ckpts", "KK_DATA": "kk"}.items()}
-    for name in ("PYTHONPATH", "VERL_USE_EXTERNAL_MODULES", "VERL_FILE_LOGGER_PATH"):
-        variables[name] = "set"
+    given = dict.fromkeys(("GRADLOC_DEMO_MATERIAL", "MODEL_PATH", "TRAIN_FILE", "KK_DATA"), "given")
+    given |= {"GRADLOC_RUN_DIR": "run, dir=1", "CKPTS_DIR": "ckpts"}
+    variables = {name: str(folder / value) for name, value in given.items()}
+    variables |= dict.fromkeys(("PYTHONPATH", "VERL_USE_EXTERNAL_MODULES", "VERL_FILE_LOGGER_PATH"), "set")
     cases = [
         (NAME, ["seed=7"], KNOBS),
         (NAME, [MEGATRON], {}),

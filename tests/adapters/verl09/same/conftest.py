@@ -34,7 +34,7 @@ BY_DEFAULT: dict[str, tuple[str, ...]] = {
     "the_batch_is_cut_and_whatever_the_loss": ("[dynamic, fsdp1]", "[clip_cov]"),
     "every_token_on_a_plain_model": ("[entropy and kl terms]",),
     "all_other_tokens_leaves": ("[fsdp2-quantile]", "[fsdp-range]"),
-    "literal_copy_of_model_and_optimizer": ("[2-fsdp2]", "[0-fsdp]"),
+    "literal_copy_of_model_and_optimizer": ("[2-fsdp2]",),
     "with_tried_updates_is_bit_identical": ("[fsdp1]", "[dynamic]", "[adapters]"),
     "before_its_first_step": ("[fsdp2]",),
     "at_frozen_weights": ("[FSDP1, KL]", "[entropy and KL]"),
