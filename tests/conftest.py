@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("e2e"):
             group = FIRST[0]
         elif is_09 or room[:2] == ("adapters", "trl") and fixtures & WORLDS:
-            group = "/".join(room[:-1])
+            group = "/".join(room[:-1])  # an environment of its own: each folder in one process
         elif fixtures & WORLDS:
             call = getattr(item, "callspec", None)
             is_other = call is not None and call.params.get("verl_version", VERL) != VERL
