@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-pytest.register_assert_rewrite("tests.adapters.verl07.checks")
+pytest.register_assert_rewrite("tests.adapters.verl07.layouts.checks")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads cost more than they gain
 
 from experiments.cpu.environment import CACHE, DEFAULT_VERL, ensure_patched_copy, patched_copy  # noqa: E402

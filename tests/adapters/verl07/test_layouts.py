@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapters.verl07.checks import ACTOR, check_oracle
+from tests.adapters.verl07.layouts.checks import ACTOR, check_oracle
 from tests.world.events import read_events
 from tests.world.models.critic import PLACE as CRITICS_PLACE
 from tests.world.models.vision import PLACE

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.adapters.verl07.checks import ACTOR, PLANTS, TAU, check_oracle, check_training
+from tests.adapters.verl07.layouts.checks import ACTOR, PLANTS, TAU, check_oracle, check_training
 from tests.world.events import read_events
 
 QWEN, MIXTRAL = ["experts=qwen3_moe"], ["experts=mixtral", f"{ACTOR}.strategy=fsdp"]

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from tests.adapters.verl07.checks import ACTOR, MODES, PLANTS, TAU, check_oracle, check_training
+from tests.adapters.verl07.layouts.checks import ACTOR, MODES, PLANTS, TAU, check_oracle, check_training
 from tests.world.events import read_events
 
 MODEL = "actor_rollout_ref.model"

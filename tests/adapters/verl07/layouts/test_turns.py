@@ -4,7 +4,7 @@
 import json
 from pathlib import Path
 
-from tests.adapters.verl07.checks import MODES, TAU, check_oracle, check_training
+from tests.adapters.verl07.layouts.checks import MODES, TAU, check_oracle, check_training
 from tests.world.events import read_events
 
 ANSWERED = (3, 6)
