@@ -24,7 +24,7 @@ stage() { printf '== %s (%d s for the last stage)\n' "$1" $((SECONDS - stage_sta
 if [[ $tier == verl09 || $tier == trl ]]; then
     environment=${tier^^}
     files=("requirements/$tier.txt" requirements/test.txt)
-    packages=(-c requirements/test.txt jsonschema pytest)
+    packages=(-c requirements/test.txt jsonschema pytest pytest-xdist)
 else
     environment=DEMO
     files=(requirements/demo.txt requirements/report.txt requirements/test.txt) # trackers.txt is for an environment of its own
@@ -40,7 +40,7 @@ chosen = getattr(environment, sys.argv[1])
 print(environment.ensure_python(report=lambda *words: print(*words, file=sys.stderr), environment=chosen))' "$environment")
 bin=$(dirname -- "$python")
 stamp=$bin/../test-requirements.sha256
-wanted=$(cat "${files[@]}" | sha256sum)
+wanted=$({ cat "${files[@]}" && echo "${packages[@]}"; } | sha256sum)
 if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
     "$python" -m pip install --disable-pip-version-check --no-input -q "${packages[@]}"
     printf '%s\n' "$wanted" >"$stamp"
@@ -69,9 +69,8 @@ case $tier in
         ;;
     browser) stage "browser tests" && "$python" -m pytest -m browser "$@" ;;
     mutants) stage "mutants" && "$python" scripts/mutants "$@" ;;
-    trl) stage "tests on TRL" && "$python" -m pytest --durations=15 -m "not slow" tests/adapters/trl "$@" ;;
-    verl09) # two ranks as it is; `-m slow` for the rest
-        stage "tests on verl 0.9" && "$python" -m pytest --durations=15 -m "not slow" tests/adapters/verl09 "$@"
+    trl | verl09) # a second `-m` is for the rest: `-m slow`
+        stage "tests on $tier" && WORKERS=${WORKERS:-2} tests "not slow" "tests/adapters/$tier" "$@"
         ;;
 esac
 stage "done"

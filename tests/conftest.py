@@ -19,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+pytest.register_assert_rewrite("tests.adapters.verl07.layouts.checks")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads cost more than they gain
 
 from experiments.cpu.environment import CACHE, DEFAULT_VERL, ensure_patched_copy, patched_copy  # noqa: E402
@@ -40,16 +41,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     groups = {}
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
-        if item.path.is_relative_to(ROOT / "tests" / "adapters" / "verl09"):
+        room = item.path.relative_to(ROOT / "tests").parts
+        is_09 = room[:2] == ("adapters", "verl09")
+        if is_09:
             item.add_marker(pytest.mark.verl09)
-            group = "verl09"
-        elif item.get_closest_marker("e2e"):
+        if item.get_closest_marker("e2e"):
             group = FIRST[0]
+        elif is_09 or room[:2] == ("adapters", "trl") and fixtures & WORLDS:
+            group = "/".join(room[:-1])  # an environment of its own: each folder in one process
         elif fixtures & WORLDS:
             call = getattr(item, "callspec", None)
             is_other = call is not None and call.params.get("verl_version", VERL) != VERL
-            is_feature = item.path.relative_to(ROOT / "tests").parts[0] not in ACTOR
-            group = FIRST[3 if is_other else 1 + is_feature]
+            group = FIRST[3 if is_other else 1 + (room[0] not in ACTOR)]
         elif fixtures & IN_PROCESS:
             group = "in-process"
         else:
@@ -102,16 +105,23 @@ def patched_tree(patched_trees: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def worlds(patched_trees: Callable[[str], Path]) -> Iterator[Callable[..., World]]:
-    """``worlds(size, verl)``: ranks on that version, patched or not; each world is made once."""
-    made: dict[tuple[int, str, bool], World] = {}
+def world_settings(patched_trees: Callable[[str], Path]) -> Callable[..., dict[str, Any]]:
+    """``world_settings(verl, is_patched)``: how a `World` is made. Where verl or TRL is installed, it has another."""
 
-    def get(size: int, verl: str = VERL, is_patched: bool = True) -> World:
-        key = size, verl, is_patched
-        if key not in made:
-            tree = patched_trees(verl) if is_patched else ensure_base(f"v{verl}")
-            made[key] = World(size, path=(str(tree),))
-        return made[key]
+    def settings(verl: str = VERL, is_patched: bool = True) -> dict[str, Any]:
+        return {"path": (str(patched_trees(verl) if is_patched else ensure_base(f"v{verl}")),)}
+
+    return settings
+
+
+@pytest.fixture(scope="session")
+def worlds(world_settings: Callable[..., dict[str, Any]]) -> Iterator[Callable[..., World]]:
+    """``worlds(size, verl, is_patched)``: ranks with these settings; each world is made once."""
+    made: dict[str, World] = {}
+
+    def get(size: int, *which: Any, **given: Any) -> World:
+        settings = world_settings(*which, **given)
+        return made.setdefault(f"{size} {settings}", World(size, **settings))  # its first call starts it
 
     yield get
     for world in made.values():
@@ -119,34 +129,40 @@ def worlds(patched_trees: Callable[[str], Path]) -> Iterator[Callable[..., World
 
 
 @pytest.fixture(scope="session")
-def world(worlds: Callable[..., World]) -> World:
+def verl_version(request: pytest.FixtureRequest) -> str:
+    """The verl that a test runs on."""
+    return getattr(request, "param", VERL)
+
+
+@pytest.fixture(scope="session")
+def world(worlds: Callable[..., World], verl_version: str) -> World:
     """Two ranks on the patched tree."""
-    return worlds(2)
+    return worlds(2, verl_version)
 
 
 @pytest.fixture(scope="session")
-def four_ranks(worlds: Callable[..., World]) -> World:
+def four_ranks(worlds: Callable[..., World], verl_version: str) -> World:
     """Four ranks on the patched tree."""
-    return worlds(4)
+    return worlds(4, verl_version)
 
 
 @pytest.fixture(scope="session")
-def single(worlds: Callable[..., World]) -> World:
+def single(worlds: Callable[..., World], verl_version: str) -> World:
     """One rank on the patched tree."""
-    return worlds(1)
+    return worlds(1, verl_version)
+
+
+@pytest.fixture(scope="session")
+def unpatched_world(worlds: Callable[..., World], verl_version: str) -> World:
+    """Two ranks on verl as published."""
+    return worlds(2, verl_version, is_patched=False)
 
 
 @pytest.fixture
-def doomed(patched_tree: Path) -> Iterator[World]:
+def doomed(world_settings: Callable[..., dict[str, Any]]) -> Iterator[World]:
     """Two ranks on the patched tree that a test may lose."""
-    with World(2, path=(str(patched_tree),)) as world:
+    with World(2, **world_settings()) as world:
         yield world
-
-
-@pytest.fixture(scope="session")
-def unpatched_world(worlds: Callable[..., World]) -> World:
-    """Two ranks on verl as published."""
-    return worlds(2, is_patched=False)
 
 
 @pytest.fixture(scope="session")

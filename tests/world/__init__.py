@@ -141,11 +141,7 @@ def _serve(rank: int, size: int, port: int, device: str, path: tuple[str, ...], 
     sys.dont_write_bytecode = True  # other tests compare the trees byte for byte
     sys.path[:0] = [str(REPO), *path]
     os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank)
     )
     import torch
 

@@ -2,14 +2,14 @@
 """Scenarios of a cluster: disks of their own, working folders of their own, trainers of their own."""
 
 import errno
-import logging
 import os
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from tests.world.harness import make_batch, make_trainer
+from tests.world.harness import lines_of, local_of, make_batch, make_trainer
 
 
 def keep_weights(strategy: str, folder: str, full_rank: int | None) -> dict[str, Any]:
@@ -26,11 +26,8 @@ def keep_weights(strategy: str, folder: str, full_rank: int | None) -> dict[str,
         save({}, path)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    try:
-        torch.save = full if dist.get_rank() == full_rank else save
+    with mock.patch.object(torch, "save", full if dist.get_rank() == full_rank else save):
         is_kept = save_weights(module, folder, Ranks())
-    finally:
-        torch.save = save
     dist.barrier()
     found = {"is_kept": is_kept, "shards": sorted(name for name in os.listdir(folder) if name.endswith(".pt"))}
     if is_kept:
@@ -40,39 +37,28 @@ def keep_weights(strategy: str, folder: str, full_rank: int | None) -> dict[str,
         FSDPCheckpointManager(module, trainer.actor.actor_optimizer, checkpoint_config=contents).load_checkpoint(folder)
         again = make_trainer([f"actor_rollout_ref.actor.strategy={strategy}"], folder)
         pairs = zip(module.parameters(), again.actor.actor_module.parameters(), strict=True)
-        found["is_back"] = all(torch.equal(_local(a), _local(b)) for a, b in pairs)
+        found["is_back"] = all(torch.equal(local_of(a), local_of(b)) for a, b in pairs)
     return found
-
-
-def _local(param: torch.Tensor) -> torch.Tensor:
-    return param.to_local() if hasattr(param, "to_local") else param
 
 
 def update_without_policy(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """Two updates of a trainer that calls the worker group itself."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("verl.gradloc.adapters.verl07.hook")
-    logger.addHandler(handler)
-    try:
+    with lines_of("verl.gradloc.adapters.verl07.hook") as lines:
         trainer = make_trainer(overrides, dump_dir)
         for seed in range(2):
             batch = make_batch(seed=seed)
             batch.meta_info["temperature"] = 1.0
             output = trainer.update_actor(batch)
-    finally:
-        logger.removeHandler(handler)
     return {"lines": lines, "count": output.meta_info["metrics"]["gradloc/updates_without_policy"][0]}
 
 
 def resolve_relative(overrides: list[str], folder: str) -> str:
     """What the workers are told of a relative folder for events."""
-    found = os.getcwd()
     os.makedirs(folder, exist_ok=True)
+    before = os.getcwd()
     os.chdir(folder)
     try:
         trainer = make_trainer([*overrides, "actor_rollout_ref.actor.bisect_dump_dir=some/events"], folder)
     finally:
-        os.chdir(found)
+        os.chdir(before)
     return trainer.config.actor_rollout_ref.actor.bisect_dump_dir

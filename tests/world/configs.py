@@ -137,13 +137,23 @@ def settings(config: Any) -> dict[str, Any]:
     }
 
 
-def trainer_hook(config: Any) -> None:
-    """Build the trainer's hook, for what refuses in there."""
+def _hook(config: Any) -> Any:
     from types import SimpleNamespace
 
     from verl.gradloc.adapters.verl07.trainer import build_trainer_hook
 
-    build_trainer_hook(SimpleNamespace(config=config, tokenizer=None, train_dataset=[]))
+    return build_trainer_hook(SimpleNamespace(config=config, tokenizer=None, train_dataset=[]))
+
+
+def trainer_hook(config: Any) -> None:
+    """Build the trainer's hook, for what refuses in there."""
+    _hook(config)
+
+
+def reweighting(config: Any) -> str:
+    """Whether the trainer reweights or splits its update."""
+    hook = _hook(config)
+    return "on" if hook.alpha or hook.lopti else "nothing is on"
 
 
 def every_name(config: Any) -> dict[str, Any]:
@@ -151,16 +161,6 @@ def every_name(config: Any) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(config, resolve=False)
-
-
-def reweighting(config: Any) -> str:
-    """Whether the trainer reweights or splits its update."""
-    from types import SimpleNamespace
-
-    from verl.gradloc.adapters.verl07.trainer import build_trainer_hook
-
-    hook = build_trainer_hook(SimpleNamespace(config=config, tokenizer=None, train_dataset=[]))
-    return "on" if hook.alpha or hook.lopti else "nothing is on"
 
 
 def health(config: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import jsonschema
 SCHEMAS = Path(__file__).resolve().parents[2] / "schema"
 
 
-def read_events(dump_dir: str) -> list[dict[str, Any]]:
+def read_events(dump_dir: str | Path) -> list[dict[str, Any]]:
     """All events of a folder, each validated, with the documents of its folder."""
     root = Path(dump_dir)
     events = [json.loads(line) for line in (root / "events.jsonl").read_text().splitlines()]

@@ -1,7 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scenarios in which one rank, the disk or a tracker fails while a spike is looked into."""
 
+import contextlib
+import io
+import os
+import shutil
+import socket
+import time
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -39,11 +47,8 @@ def fail_at_boundaries(first: int, overrides: list[str], dump_dir: str) -> dict[
 
         batch = make_batch(8, seed=1)
         plant(batch, 6, 2, 1e4)
-        Ranks.agree = agree
-        try:
+        with mock.patch.object(Ranks, "agree", agree):
             out = trainer.update(batch)
-        finally:
-            Ranks.agree = original
         failures.append(out["metrics"].get("gradloc/failures", [0])[0])
         reached.append(0 < boundary <= uses)
     trainer.update(make_batch(8, seed=2))
@@ -70,8 +75,6 @@ def fail_inside(method: str, overrides: list[str], dump_dir: str) -> None:
 
 def resume(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """Train, save beside a checkpoint, go on; and go on from the checkpoint in another trainer."""
-    import os
-
     os.makedirs(dump_dir, exist_ok=True)
     first = make_trainer(overrides, dump_dir)
     for seed in range(12):
@@ -88,81 +91,48 @@ def resume(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     }
 
 
-def fail_repeatedly(overrides: list[str], dump_dir: str) -> dict[str, Any]:
-    """Four spiking steps whose localization always fails on rank 1."""
+def fail_repeatedly(overrides: list[str], dump_dir: str) -> list[int]:
+    """Five spiking steps whose localization always fails on rank 1: how many failures are counted after each."""
     step = step_class()
-    original, uses = step.token_mask, 0
+    original = step.token_mask
 
     def failing(self, *args):
-        nonlocal uses
-        uses += 1
         if torch.distributed.get_rank() == 1:
             raise RuntimeError("made to fail")
         return original(self, *args)
 
-    trainer = make_trainer(overrides, dump_dir)
-    step.token_mask = failing
-    counts = []
-    try:
+    trainer, counts = make_trainer(overrides, dump_dir), []
+    with mock.patch.object(step, "token_mask", failing):
         for seed in range(5):
             batch = make_batch(seed=seed)
             plant(batch, 6, 2, 1e4)
             counts.append(trainer.update(batch)["metrics"]["gradloc/failures"][0])
-    finally:
-        step.token_mask = original
-    return {"failures": counts, "uses": uses}
+    return counts
 
 
 def write_into_trouble(kind: str, overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """A spike whose event cannot be written, or not be told; then a healthy step."""
-    import contextlib
-    import io
-    import os
-    import shutil
-    import socket
-    import time
-    from pathlib import Path
-
     trainer = make_trainer(overrides, dump_dir)
-    root = trainer.driver.writer.store.root
-    original_append = trainer.driver.writer.store.append
+    store = trainer.driver.writer.store
+    root, append = store.root, store.append
     if kind == "file in the way":
         root.parent.mkdir(parents=True, exist_ok=True)
         root.write_text("not a folder")
     elif kind == "tracker raises":
-
-        class Raising:
-            def log(self, data, step):
-                raise RuntimeError("no connection")
-
-        trainer.driver.teller.trackers = {"file": Raising()}
+        log = mock.Mock(side_effect=RuntimeError("no connection"))
+        trainer.driver.teller.trackers = {"file": SimpleNamespace(log=log)}
     elif kind == "disk full":
-
-        def full(event):
-            raise OSError(28, "No space left on device")
-
-        trainer.driver.writer.store.append = full
+        store.append = mock.Mock(side_effect=OSError(28, "No space left on device"))
     elif kind == "folder vanishes":
-        root.mkdir(parents=True)
-        shutil.rmtree(root)
-        original = trainer.driver.writer.store.append
-
-        def vanish(event):
-            shutil.rmtree(Path(root), ignore_errors=True)
-            original(event)
-
-        trainer.driver.writer.store.append = vanish
+        store.append = lambda event: (shutil.rmtree(root, ignore_errors=True), append(event))
     elif kind == "webhook hangs":
         silent = socket.create_server(("127.0.0.1", 0))  # takes the connection and never answers
         os.environ["HOOK"] = f"http://127.0.0.1:{silent.getsockname()[1]}/secret"
     batch = make_batch()
     plant(batch, 5, 3, 1e4)
     started, said = time.monotonic(), io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said):
-            out = trainer.update(batch)
-    finally:
-        trainer.driver.writer.store.append = original_append
+    with contextlib.redirect_stdout(said):
+        out = trainer.update(batch)
     seconds = time.monotonic() - started
     after = trainer.update(make_batch(seed=1))
     return {
@@ -186,9 +156,4 @@ def stop_or_skip(mode: str, overrides: list[str], dump_dir: str) -> dict[str, An
         out = trainer.update(batch)
     except RuntimeError as error:
         message = f"{type(error).__name__}: {error}"
-    return {
-        "before": before,
-        "after": trainer.weights_hash(),
-        "message": message,
-        "metrics": out["metrics"] if out else None,
-    }
+    return {"before": before, "after": trainer.weights_hash(), "message": message, "metrics": out and out["metrics"]}

@@ -9,7 +9,8 @@ from verl's own yaml, the batch dealt out to ranks as verl's dispatch does. Runs
 import copy
 import hashlib
 import importlib
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -64,45 +65,20 @@ class Trainer:
     global_steps: int = 0
     train_dataset: Any = range(100)
 
-    @property
-    def module(self) -> torch.nn.Module:
-        return self.actor.actor_module
+    module = property(lambda self: self.actor.actor_module)
+    scaler = property(lambda self: self.actor.scaler)
+    optimizer = property(lambda self: self.actor.actor_optimizer)
+    grad_clip = property(lambda self: self.actor.config.grad_clip)
+    settings = property(lambda self: self.actor.config.gradloc)
+    driver = property(lambda self: None if self.hook is None else self.hook.spikes)
+    sp_size = property(lambda self: self.actor.ulysses_sequence_parallel_size)
+    dp_size = property(lambda self: dist.get_world_size() // self.sp_size)
+    # Whose method takes the whole gradient, not clipped yet, and whose clips it; and their names.
+    steps_in = property(lambda self: (self.actor, "_optimizer_step"))
+    clips_in = property(lambda self: (self.actor, "_clip_grad_norm"))
 
-    @property
-    def scaler(self) -> Any:
-        return self.actor.scaler
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.actor.actor_optimizer
-
-    @property
-    def grad_clip(self) -> float:
-        return self.actor.config.grad_clip
-
-    @property
-    def settings(self) -> Any:
-        """Those that hold under ``gradloc``."""
-        return self.actor.config.gradloc
-
-    @property
-    def steps_in(self) -> tuple[Any, str]:
-        """Whose method takes the whole gradient, not clipped yet, and its name."""
-        return self.actor, "_optimizer_step"
-
-    @property
-    def clips_in(self) -> tuple[Any, str]:
-        """Whose method clips the gradient, and its name."""
-        return self.actor, "_clip_grad_norm"
-
-    @property
-    def driver(self) -> Any:
-        """The trainer's side of localization; None while it is off."""
-        return None if self.hook is None else self.hook.spikes
-
-    @property
-    def tokenizer(self) -> Any:
-        return Decoder()
+    def __post_init__(self) -> None:
+        self.tokenizer = Decoder()
 
     def _get_dp_size(self, worker_group: Any, role: str) -> int:
         return self.dp_size
@@ -201,12 +177,7 @@ class Trainer:
         """What verl's worker group does: deal the rows out, update, bring the metrics together."""
         local = batch.chunk(self.dp_size)[dist.get_rank() // self.sp_size]
         with self.without_flash_attention():
-            metrics = self.actor.update_policy(local)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, metrics)
-        output = copy.copy(batch)
-        output.meta_info = {"metrics": {key: [of_rank[key] for of_rank in everyone] for key in everyone[0]}}
-        return output
+            return answer_of(batch, self.actor.update_policy(local))
 
     @contextmanager
     def without_flash_attention(self) -> Iterator[None]:
@@ -219,14 +190,6 @@ class Trainer:
         with attention, FSDPUlyssesShardingManager(self.sequence_mesh):
             yield
 
-    @property
-    def dp_size(self) -> int:
-        return dist.get_world_size() // self.sp_size
-
-    @property
-    def sp_size(self) -> int:
-        return self.actor.ulysses_sequence_parallel_size
-
     def micro_batches(self, model: torch.nn.Module, batch: Any) -> Any:
         """The oracle's."""
         return actors_micro_batches(self.actor, model, batch)
@@ -238,12 +201,30 @@ class Trainer:
 
 def hash_weights(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """sha256 over this rank's weight shards and optimizer state."""
+    state = [value for p in module.parameters() for _, value in sorted(optimizer.state.get(p, {}).items())]
+    return digest_of([*module.parameters(), *state])
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> str:
+    """sha256 over this rank's part of each."""
     digest = hashlib.sha256()
-    for param in module.parameters():
-        digest.update(_bytes(param))
-        for _, value in sorted(optimizer.state.get(param, {}).items()):
-            digest.update(_bytes(value))
+    for tensor in tensors:
+        digest.update(local_of(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, detached."""
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+
+
+def answer_of(batch: Any, metrics: dict[str, Any]) -> Any:
+    """What verl's worker group answers when this rank has these metrics of an update: of each name every rank's."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, metrics)
+    output = copy.copy(batch)
+    output.meta_info = {"metrics": {key: [of_rank[key] for of_rank in everyone] for key in everyone[0]}}
+    return output
 
 
 def asked(worker: Any, ask: Callable) -> Any:
@@ -255,9 +236,17 @@ def asked(worker: Any, ask: Callable) -> Any:
     return DataProto(meta_info={key: value for of_rank in everyone for key, value in of_rank.items()})
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+@contextmanager
+def lines_of(logger: str, level: int = logging.NOTSET) -> Iterator[list[str]]:
+    """What this logger says meanwhile, from that level on."""
+    lines: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
 
 
 def plain_mask(
@@ -379,10 +368,8 @@ def make_trainer(
     optimizer = torch.optim.AdamW(trainable, lr=actor_config.optim.lr)
     torch.manual_seed(1000 + seed)
     actor = DataParallelPPOActor(actor_config, module, optimizer)
-    if actor.scaler is not None:  # verl's own asks for CUDA and switches itself off without
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-        actor.scaler = ShardedGradScaler(device="cpu", init_scale=8.0, growth_interval=400)
+    if actor.scaler is not None:
+        actor.scaler = scaler_on_cpu()
     trainer = Trainer(actor, config)
     if sp_size > 1:
         trainer.sequence_mesh = init_device_mesh("cpu", (trainer.dp_size, sp_size), mesh_dim_names=("dp", "sp"))
@@ -392,6 +379,13 @@ def make_trainer(
         return trainer
     trainer.hook = build_trainer_hook(trainer)
     return trainer
+
+
+def scaler_on_cpu() -> Any:
+    """verl's own scaler asks for CUDA and switches itself off without."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    return ShardedGradScaler(device="cpu", init_scale=8.0, growth_interval=400)
 
 
 def log_probs(trainer: Any, batch: Any, micro_batch_size: int = 2) -> torch.Tensor:
@@ -413,12 +407,7 @@ class Decoder:
 
 def shard(module: torch.nn.Module, actor_config: Any, model_config: Any) -> torch.nn.Module:
     """Wrap as verl's FSDP worker does: ``strategy`` fsdp or fsdp2, or not at all on ``none``."""
-    from torch.distributed.fsdp import (
-        CPUOffloadPolicy,
-        FullyShardedDataParallel,
-        MixedPrecision,
-        MixedPrecisionPolicy,
-    )
+    from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
 
     from verl.utils.fsdp_utils import apply_fsdp2, get_fsdp_wrap_policy, get_shard_placement_fn
     from verl.utils.torch_dtypes import PrecisionType

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from tests.world import harness
-from tests.world.harness import has_engine, make_batch, make_trainer, other_trainer, part
+from tests.world.harness import has_engine, local_of, make_batch, make_trainer, other_trainer, part
 from tests.world.spikes import ON, plant
 
 FORCE = ["actor_rollout_ref.actor.gradloc.trigger.force_step=1"]
@@ -19,7 +19,7 @@ FORCE = ["actor_rollout_ref.actor.gradloc.trigger.force_step=1"]
 def instead_of_localizing(measure):
     """Run ``measure`` where the localizer would search, and collect what it returns."""
     Localizer, Prober = part("loop.localizer").Localizer, part("core.probe").Prober
-    original, results = Localizer._look_into, []
+    results = []
 
     def look_into(hook, policy, spike, grad_norm, is_written):
         saved = hook._space.take()
@@ -28,11 +28,8 @@ def instead_of_localizing(measure):
         hook._space.put(saved)
         return grad_norm
 
-    Localizer._look_into = look_into
-    try:
+    with mock.patch.object(Localizer, "_look_into", look_into):
         yield results
-    finally:
-        Localizer._look_into = original
 
 
 def cover_error(overrides: list[str], dump_dir: str, noise: float = 0.3) -> dict[str, Any]:
@@ -66,15 +63,12 @@ def share_identities(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     measure_shares, task_of = part("search.share").measure_shares, part("search.task")
 
     def measure(hook, saved, clip, prober, spike):
-        before = [
-            param.to_local().clone() if hasattr(param, "to_local") else param.detach().clone()
-            for param in prober.space.params
-        ]
+        before = [local_of(param).clone() for param in prober.space.params]
         task = task_of.Task(prober, saved, clip, spike, 1.0, 8, task_of.Limit(prober.step.num_micro_batches, 4))
         shares = measure_shares(prober, task.readouts([]), saved, clip)
         if not shares.is_trusted:
             shares = measure_shares(prober, task.readouts([]), saved, clip, refined=shares)
-        after = [param.to_local() if hasattr(param, "to_local") else param.detach() for param in prober.space.params]
+        after = [local_of(param) for param in prober.space.params]
         by_micro_batch = [
             hook.ranks.sum([float(shares.shares(i).sum())])[0] for i in range(prober.step.num_micro_batches)
         ]
@@ -120,7 +114,7 @@ def masked_step(overrides: list[str], dump_dir: str, dropout: float, plants: lis
             "metrics": out["metrics"],
         }
 
-    return {"masked": run(mask, False), "wanted": run([], True), "clipped": run([], False)}
+    return {"masked": run(mask, False), "wanted": run([], True)}
 
 
 @contextlib.contextmanager
@@ -144,11 +138,8 @@ def _letting_out(plants: list, batch: Any):
                     kept[row, position] = False
         return entropy, torch.where(kept, log_prob, log_prob.detach())
 
-    DataParallelPPOActor._forward_for_loss = forward
-    try:
+    with mock.patch.object(DataParallelPPOActor, "_forward_for_loss", forward):
         yield
-    finally:
-        DataParallelPPOActor._forward_for_loss = original
 
 
 def collectives_of_a_step(overrides: list[str], dump_dir: str) -> int:

@@ -2,7 +2,7 @@
 """The slow obvious way: every token's gradient by its own backward, on an unsharded model.
 
 Shares no code with the probes. The loss is verl's; its derivatives by each log-prob and entropy are
-taken on leaves, then every token gets a backward of its own through the plain model.
+taken on leaves, then every token that is asked for gets a backward of its own through the plain model.
 """
 
 import copy
@@ -24,32 +24,64 @@ class MicroBatch(NamedTuple):
     loss: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-def token_gradients(trainer: Any, model: torch.nn.Module, batch: Any) -> dict[tuple[int, int, int, int], torch.Tensor]:
-    """Gradient of every response token of the first mini-batch in the step's loss.
+Place = tuple[int, int, int, int]
+"""Rank, micro-batch, row in it, response position."""
+
+
+class Oracle:
+    """Gradients of the response tokens of the first mini-batch in the step's loss, flat, averaged over ranks.
 
     Args:
         trainer: supplies config and loss; its sharded module is not run.
         model: an unsharded model with the same weights.
         batch: the whole batch as dispatched.
-
-    Returns:
-        (rank, micro_batch, row in it, position) -> flat gradient, averaged over ranks.
     """
-    model = copy.deepcopy(model).train()
-    params = [param for param in model.parameters() if param.requires_grad]
-    gradients = {}
-    for found in trainer.micro_batches(model, batch):
-        leaf = found.log_prob.detach().requires_grad_()
-        entropy_leaf = None if found.entropy is None else found.entropy.detach().requires_grad_()
-        found.loss(leaf, entropy_leaf).backward()
-        for row, position in found.mask.nonzero().tolist():
-            root = found.log_prob[row, position] * leaf.grad[row, position]
+
+    def __init__(self, trainer: Any, model: torch.nn.Module, batch: Any):
+        model = copy.deepcopy(model).train()
+        self._params = [param for param in model.parameters() if param.requires_grad]
+        self._num_ranks = trainer.dp_size
+        self._roots: dict[Place, torch.Tensor] = {}
+        for found in trainer.micro_batches(model, batch):
+            leaf = found.log_prob.detach().requires_grad_()
+            entropy_leaf = None if found.entropy is None else found.entropy.detach().requires_grad_()
+            found.loss(leaf, entropy_leaf).backward()
+            roots = found.log_prob[found.mask.bool()] * leaf.grad[found.mask.bool()]
             if found.entropy is not None and entropy_leaf.grad is not None:
-                root = root + found.entropy[row, position] * entropy_leaf.grad[row, position]
-            grads = torch.autograd.grad(root, params, retain_graph=True)
-            flat = torch.cat([grad.flatten() for grad in grads]) / trainer.dp_size
-            gradients[found.rank, found.index, row, position] = flat
-    return gradients
+                roots = roots + found.entropy[found.mask.bool()] * entropy_leaf.grad[found.mask.bool()]
+            places = found.mask.nonzero().tolist()
+            self._roots |= {(found.rank, found.index, *place): root for place, root in zip(places, roots, strict=True)}
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self._roots)
+
+    def __getitem__(self, place: Place) -> torch.Tensor:
+        return self._backward(self._roots[place])
+
+    def of(self, culprit: dict[str, Any]) -> torch.Tensor:
+        """That of an event's culprit, by its first token."""
+        return self[place_of(culprit)]
+
+    def without(self, culprits: list[dict[str, Any]]) -> torch.Tensor:
+        """Of all other tokens together; of a spike's in one backward, half precision would round the others away."""
+        places = {place_of(culprit) for culprit in culprits}
+        others = [root for place, root in self._roots.items() if place not in places]
+        return self._backward(torch.stack(others).sum())
+
+    def _backward(self, root: torch.Tensor) -> torch.Tensor:
+        grads = torch.autograd.grad(root, self._params, retain_graph=True)
+        return torch.cat([grad.flatten() for grad in grads]) / self._num_ranks
+
+
+def place_of(culprit: dict[str, Any]) -> Place:
+    """Of an event's culprit, by its first token."""
+    return culprit["rank"], culprit["micro_batch"], culprit["micro_batch_row"], culprit["positions"][0]
+
+
+def token_gradients(trainer: Any, model: torch.nn.Module, batch: Any) -> dict[Place, torch.Tensor]:
+    """Every token's; see :class:`Oracle`."""
+    oracle = Oracle(trainer, model, batch)
+    return {place: oracle[place] for place in oracle}
 
 
 def actors_micro_batches(actor: Any, model: torch.nn.Module, batch: Any) -> Iterator[MicroBatch]:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.world.harness import make_batch, make_model, make_trainer, model_of
-from tests.world.oracle import token_gradients
+from tests.world.oracle import Oracle
 
 ON = ["actor_rollout_ref.actor.spike_detection=True"]
 
@@ -48,36 +48,24 @@ def localize_planted(
         plant(batch, row, position, advantage)
     trainer = make_trainer(ON + overrides, dump_dir)
     model = model_of(overrides)
-    oracle = token_gradients(trainer, model, batch) if dist.get_rank() == 0 else {}
+    oracle = Oracle(trainer, model, batch) if dist.get_rank() == 0 else None
     out = trainer.update(batch)
     event = out["events"][0] if out["events"] else None
-    if dist.get_rank() != 0:
+    if oracle is None:
         return {"event": event}
-    norms = {key: float(value.norm()) for key, value in oracle.items()}
-    total = sum(oracle.values())
-    culprits = []
-    if event is not None:
-        for culprit in event["culprits"]:
-            key = (
-                culprit["rank"],
-                culprit["micro_batch"],
-                culprit["micro_batch_row"],
-                culprit["positions"][0],
-            )
-            culprits.append(oracle[key])
-    without = total - sum(culprits) if culprits else total
+    named = event["culprits"] if event else []
+    culprits, without = [oracle.of(culprit) for culprit in named], oracle.without(named)
+    total = without + sum(culprits)
+    lengths = batch.batch["response_mask"].sum(1).tolist()
     return {
         "event": event,
         "metrics": out["metrics"],
-        "planted": sorted(
-            (row, position % int(batch.batch["response_mask"][row].sum())) for row, position, _ in plants
-        ),
+        "planted": sorted((row, position % int(lengths[row])) for row, position, _ in plants),
         "oracle_norm": float(total.norm()),
         "oracle_norm_without": float(without.norm()),
         "oracle_head_norm": _head_norm(model, total),
         "oracle_shares": [float(g @ total / (total @ total)) for g in culprits],
         "oracle_culprit_norms": [float(g.norm()) for g in culprits],
-        "largest_norms": sorted(norms.values(), reverse=True)[:4],
     }
 
 
@@ -94,9 +82,9 @@ def explain_kl_spike(dump_dir: str, overrides: list[str]) -> dict[str, Any]:
     row, position = 9, 4
     batch.batch["ref_log_prob"][row, position] = -60.0
     trainer = make_trainer(ON + KL + overrides, dump_dir)
-    oracle = token_gradients(trainer, make_model(), batch) if dist.get_rank() == 0 else {}
+    oracle = Oracle(trainer, make_model(), batch) if dist.get_rank() == 0 else {}
+    norms = {place: float(oracle[place].norm()) for place in oracle}
     out = trainer.update(batch)
-    norms = {key: float(value.norm()) for key, value in oracle.items()}
     return {
         "event": out["events"][0] if out["events"] else None,
         "planted": (row, position),
@@ -139,6 +127,9 @@ def train(
     }
 
 
+PLANTED = {"nan": (10, 3, float("nan")), "inf": (1, 0, float("inf")), "spike": (5, 3, 1e4)}
+
+
 def update_batch(kind: str, overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """One update on a batch of the given kind, and a healthy one after it."""
     batch = make_batch()
@@ -146,12 +137,8 @@ def update_batch(kind: str, overrides: list[str], dump_dir: str) -> dict[str, An
         batch.batch["advantages"] *= 300
     elif kind == "sequence":
         batch.batch["advantages"][3] *= 3000
-    elif kind == "nan":
-        plant(batch, 10, 3, float("nan"))
-    elif kind == "inf":
-        plant(batch, 1, 0, float("inf"))
-    elif kind == "spike":
-        plant(batch, 5, 3, 1e4)
+    elif kind in PLANTED:
+        plant(batch, *PLANTED[kind])
     trainer = make_trainer(overrides, dump_dir)
     out = trainer.update(batch)
     after = trainer.update(make_batch(seed=1))

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.world.harness import make_batch, make_trainer
+from tests.world.harness import local_of, make_batch, make_trainer
 from tests.world.spikes import plant
 
 ACTOR = "actor_rollout_ref.actor"
@@ -46,6 +46,4 @@ def collapse(mode: str, growth: float, dump_dir: str) -> dict[str, Any]:
 
 
 def _weights(trainer: Any) -> torch.Tensor:
-    params = trainer.module.parameters()
-    shards = [param.to_local() if hasattr(param, "to_local") else param for param in params]
-    return torch.cat([shard.detach().flatten().clone() for shard in shards])
+    return torch.cat([local_of(param).flatten().clone() for param in trainer.module.parameters()])

@@ -6,12 +6,13 @@ import math
 import pickle
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from tests.bare.routers import AddLoss
-from tests.world.harness import NUM_PROMPT, NUM_RESPONSE, make_batch, make_trainer, part
+from tests.world.harness import NUM_PROMPT, NUM_RESPONSE, lines_of, make_batch, make_trainer, part
 from tests.world.spikes import ON, plant
 
 NUM_HEALTHY = 5  # updates before the spike: a history of the batch's scale
@@ -54,10 +55,8 @@ def spike(kind: str, overrides: list[str], dump_dir: str) -> None:
         batch.batch["advantages"] *= 1e4
     elif kind == "sequence":
         batch.batch["advantages"][3] *= 1e4
-    elif kind == "forward":
-        break_forward(trainer.module, batch.batch["input_ids"][BROKEN_ROW])
-    elif kind == "backward":
-        break_backward(trainer.module, batch.batch["input_ids"][BROKEN_ROW])
+    elif kind in ("forward", "backward"):
+        break_row(trainer.module, batch.batch["input_ids"][BROKEN_ROW], kind)
     elif kind == "transient":
         corrupt_once(trainer)
     trainer.update(batch)
@@ -81,19 +80,13 @@ def part_replicas(module: torch.nn.Module) -> None:
 
 def trains_on_parted_replicas(overrides: list[str], dump_dir: str, is_parted: bool = True) -> dict[str, Any]:
     """Three updates, of which the last has a spike in one rank's rows alone: what was told, and how many events."""
-    trainer, told = make_trainer(ON + overrides, dump_dir), []
+    trainer = make_trainer(ON + overrides, dump_dir)
     if is_parted:
         part_replicas(trainer.module)
-    logger = logging.getLogger(part("loop.localizer").__name__)
-    handler = logging.Handler(logging.ERROR)
-    handler.emit = lambda record: told.append(record.getMessage())
-    logger.addHandler(handler)
-    try:
-        batches = [make_batch(seed=seed) for seed in range(3)]
-        plant(batches[-1], 5, 3, 1e4)
+    batches = [make_batch(seed=seed) for seed in range(3)]
+    plant(batches[-1], 5, 3, 1e4)
+    with lines_of(part("loop.localizer").__name__, logging.ERROR) as told:
         events = [len(trainer.update(batch)["events"]) for batch in batches]
-    finally:
-        logger.removeHandler(handler)
     return {"told": told, "events": events}
 
 
@@ -105,24 +98,6 @@ def add_router_loss(model: torch.nn.Module, factor: float) -> None:
         return output
 
     getattr(model, "_fsdp_wrapped_module", model).register_forward_hook(add)
-
-
-def break_forward(module: torch.nn.Module, row: torch.Tensor) -> None:
-    """From the response's position ``BROKEN_FROM`` on, the last layer gives NaN for one row of the batch."""
-    module = getattr(module, "_fsdp_wrapped_module", module)
-    seen: list[torch.Tensor] = []
-    shortest = NUM_PROMPT + NUM_RESPONSE // 2
-
-    def note(embedding: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
-        seen[:] = inputs
-
-    def spoil(norm: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        is_row = (seen[0][:, :shortest] == row[:shortest]).all(-1)
-        is_broken = is_row[:, None] & (torch.arange(seen[0].shape[1]) >= NUM_PROMPT - 1 + BROKEN_FROM)
-        return output.masked_fill(is_broken[..., None], math.nan)
-
-    module.get_input_embeddings().register_forward_pre_hook(note)
-    module.model.norm.register_forward_hook(spoil)
 
 
 class Overflow(torch.autograd.Function):
@@ -139,21 +114,29 @@ class Overflow(torch.autograd.Function):
         return torch.where(is_row[:, None, None], grad * 1e30 * 1e30, grad), None
 
 
-def break_backward(module: torch.nn.Module, row: torch.Tensor) -> None:
-    """What comes back to the first layer's ``mlp`` overflows for one row of the batch."""
+def break_row(module: torch.nn.Module, row: torch.Tensor, way: str) -> None:
+    """Spoil one row of the batch: ``forward``, the last layer gives NaN from the response's position ``BROKEN_FROM``
+    on; ``backward``, what comes back to the first layer's ``mlp`` overflows.
+    """
     module = getattr(module, "_fsdp_wrapped_module", module)
     seen: list[torch.Tensor] = []
+    shortest = NUM_PROMPT + NUM_RESPONSE // 2
+
+    def is_row() -> torch.Tensor:
+        return (seen[0][:, :shortest] == row[:shortest]).all(-1)
 
     def note(embedding: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
         seen[:] = inputs
 
-    def spoil(mlp: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        shortest = NUM_PROMPT + NUM_RESPONSE // 2
-        return Overflow.apply(output, (seen[0][:, :shortest] == row[:shortest]).all(-1))
+    def spoil(part: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        if way == "backward":
+            return Overflow.apply(output, is_row())
+        is_late = torch.arange(seen[0].shape[1]) >= NUM_PROMPT - 1 + BROKEN_FROM
+        return output.masked_fill((is_row()[:, None] & is_late)[..., None], math.nan)
 
     module.get_input_embeddings().register_forward_pre_hook(note)
-    mlp = next(of for name, of in module.named_modules() if name.endswith(".mlp"))
-    mlp.register_forward_hook(spoil)
+    first_mlp = next(of for name, of in module.named_modules() if name.endswith(".mlp"))
+    (module.model.norm if way == "forward" else first_mlp).register_forward_hook(spoil)
 
 
 def corrupt_once(trainer: Any) -> None:
@@ -193,11 +176,8 @@ def cost_of_nan_weight(overrides: list[str], dump_dir: str, num_tries: int = 5) 
 
     healthy = [update()[0] for _ in range(num_tries)]
     spoil_weight(trainer.module)
-    Ranks.gather = counting
-    try:
+    with mock.patch.object(Ranks, "gather", counting):
         spiked = [update() for _ in range(num_tries)]
-    finally:
-        Ranks.gather = gather
     assert all(len(events) == 1 for _, events in spiked)
     return {
         "healthy": min(healthy[1:]),

@@ -2,7 +2,7 @@
 """TRL in an environment of its own, `scripts/test.sh trl`; in others nothing here is collected."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,9 @@ SAME = ("weights", "optimizer", "scheduler", "rng")
 
 
 @pytest.fixture(scope="session")
-def two() -> Iterator[World]:
-    """Two ranks."""
-    with World(2, preloaded=("trl", "gradloc.trl")) as world:
-        yield world
-
-
-@pytest.fixture
-def doomed() -> Iterator[World]:
-    """Two ranks that a test may lose."""
-    with World(2, preloaded=("trl", "gradloc.trl")) as world:
-        yield world
+def world_settings() -> Callable[..., dict[str, Any]]:
+    """The installed TRL, with ours or without: without spike_detection it is TRL's own trainer."""
+    return lambda *_, **__: {"preloaded": ("trl", "gradloc.trl")}
 
 
 @pytest.fixture
@@ -39,9 +31,9 @@ def run(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def run_on_two(two: World, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+def run_on_two(world: World, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """The same on two ranks: each rank's answer."""
-    return lambda name, folder="", **given: two.run(
+    return lambda name, folder="", **given: world.run(
         "tests.adapters.trl.harness.run", name=name, folder=str(tmp_path / (folder or name)), **given
     )
 
@@ -60,3 +52,20 @@ def named_in(events: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
         for p in c["positions"]
     ]
     return sorted(tokens)
+
+
+def check_harmless(run: Callable[..., Any], gradloc: dict[str, Any], action: dict[str, Any], **case: Any) -> list[Any]:
+    """On each rank ``observe`` is TRL's own run and ``mask`` the run without the token; returns what was observed."""
+
+    def ranks(*names: str, **given: Any) -> list[dict[str, Any]]:
+        found = run(*names, **case, **given)
+        return found if isinstance(found, list) else [found]
+
+    stock, without, observed = ranks("stock"), ranks("without"), ranks("watched", gradloc=gradloc)
+    masked = ranks("watched", "masked", gradloc={**gradloc, "action": {"mode": "mask", **action}})
+    assert not any(rank["error"] for rank in stock + without + observed + masked)
+    for rank in range(len(stock)):
+        assert [observed[rank][key] for key in SAME] == [stock[rank][key] for key in SAME], "observe"
+        assert [masked[rank][key] for key in SAME] == [without[rank][key] for key in SAME], "mask"
+        assert masked[rank]["weights"] == masked[0]["weights"] != stock[rank]["weights"], "the plant mattered"
+    return observed

@@ -101,7 +101,7 @@ class Planted:
             tokens = mask[row].nonzero().flatten().tolist()
             at = tokens if plant["what"] == "sequence" else [tokens[len(tokens) // 2]]
             output["planted"][row, at] = True
-            advantages[row, at] *= plant["factor"] if plant.get("factor") is not None else 1.0
+            advantages[row, at] *= plant["factor"]
         is_per_row = isinstance(self, trl.RLOOTrainer)
         output["advantages"] = advantages[:, 0].clone() if is_per_row else advantages
         return output
@@ -142,8 +142,7 @@ class Noting(Planted):
 def kind_of(name: str, base: Any) -> type:
     """``stock``, ``without`` (the planted tokens) or ``watched``."""
     fronts = {"stock": (Planted,), "without": (LettingOut,), "watched": (Noting, Watched)}[name]
-    front = (fronts[0], *fronts[1:])
-    return type(f"{name.title()}{base.__name__}", (*front, base), {})
+    return type(f"{name.title()}{base.__name__}", (*fronts, base), {})
 
 
 class Noted(transformers.TrainerCallback):

@@ -15,6 +15,7 @@ def test_the_demo_names_exactly_the_token_that_it_planted(tmp_path):
     assert len(demo(*SHORT, run_dir=tmp_path / "a run", TRL_PYTHON=sys.executable)) == 3
 
 
+@pytest.mark.slow  # test_actions.py has a NaN by default
 @pytest.mark.e2e
 def test_a_nan_is_named_and_its_step_taken_without_the_token(tmp_path):
     printed = run_to_the_end(

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.adapters.trl.conftest import SAME, events_in, named_in
+from tests.adapters.trl.conftest import SAME, check_harmless, events_in, named_in
 from tests.world import RankError
 
 PLANT = {"what": "token", "factor": 1e3, "rank": 1}
@@ -27,14 +27,7 @@ SMALL = {"gradient_accumulation_steps": 2, "max_steps": 4}
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_observing_changes_nothing_and_masking_is_training_without_the_token(run_on_two, tmp_path, layout):
-    layout = {"plant": PLANT, **layout}
-    stock, without = run_on_two("stock", **layout), run_on_two("without", **layout)
-    observed = run_on_two("watched", **layout)
-    masked = run_on_two("watched", "masked", gradloc={"action": {"mode": "mask"}}, **layout)
-    for rank in range(2):
-        assert [observed[rank][key] for key in SAME] == [stock[rank][key] for key in SAME], "observe"
-        assert [masked[rank][key] for key in SAME] == [without[rank][key] for key in SAME], "mask"
-    assert masked[0]["weights"] == masked[1]["weights"] != stock[0]["weights"]
+    observed = check_harmless(run_on_two, {}, {}, plant=PLANT, **layout)
     (event,) = events_in(tmp_path / "watched")
     assert named_in([event]) == sorted(tuple(place) for of_rank in observed for place in of_rank["where"])
     assert {culprit["rank"] for culprit in event["culprits"]} == {1}
@@ -50,10 +43,10 @@ def test_abort_reaches_every_rank(run_on_two, tmp_path):
 
 @pytest.mark.parametrize("layout", ["DDP", "FSDP2"])
 @pytest.mark.parametrize("who", ["one rank, between collectives", "all ranks, inside a forward", "all, in a loss"])
-def test_a_replay_that_fails_leaves_training_as_it_was(run_on_two, two, tmp_path, layout, who):
+def test_a_replay_that_fails_leaves_training_as_it_was(run_on_two, world, tmp_path, layout, who):
     given = {**SMALL, **LAYOUTS[layout], "plant": PLANT}
     stock = run_on_two("stock", **given)
-    answers = two.run(
+    answers = world.run(
         "tests.adapters.trl.failures.run_failing", who=who, folder=str(tmp_path / "failing"), timeout_s=60, **given
     )
     for rank in range(2):

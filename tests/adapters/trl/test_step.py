@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tests.adapters.trl.conftest import SAME, events_in, named_in
+from tests.adapters.trl.conftest import check_harmless, events_in, named_in
 from tests.adapters.trl.harness import make
 
 TOKEN = {"what": "token", "factor": 1e3}
@@ -39,18 +39,17 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("case", LOSSES.values(), ids=LOSSES.keys())
+SLOW = ("bnpo", "dr_grpo", "sequence ratios", "RLOO", "KL", "entropy", "two generations a step", "experts")
+SLOW += ("vLLM's ratios of sequences", "checkpointing", "bf16 autocast")
+"""Parts of other cases, here or in test_ranks.py; test_a_tokens_weight_is_that_of_the_papers_mean has losses."""
+CASES = [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in LOSSES.items()]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_observing_changes_nothing_and_masking_is_training_without_the_token(run, tmp_path, case):
     case = {"plant": TOKEN, **case}
     trigger = {"tau": case.pop("tau", 20.0)}
-    stock, without = run("stock", **case), run("without", **case)
-    observed = run("watched", gradloc={"trigger": trigger}, **case)
-    action = {"mode": "mask", "max_masked_share": 0.9}
-    masked = run("watched", "masked", gradloc={"trigger": trigger, "action": action}, **case)
-    assert not (stock["error"] or without["error"] or observed["error"] or masked["error"])
-    assert [observed[key] for key in SAME] == [stock[key] for key in SAME], "observe"
-    assert [masked[key] for key in SAME] == [without[key] for key in SAME], "mask"
-    assert masked["weights"] != stock["weights"], "the plant mattered"
+    (observed,) = check_harmless(run, {"trigger": trigger}, {"max_masked_share": 0.9}, **case)
     (event, *_) = events = events_in(tmp_path / "watched")
     steps = {event["step"]["global_step"] for event in events}
     assert named_in(events) == sorted(tuple(place) for place in observed["where"] if place[0] in steps)

@@ -2,6 +2,7 @@
 """The trainers as a user has them: off, attached, resumed, logged, judged; and the weights of an event."""
 
 import json
+from unittest import mock
 
 import pytest
 import transformers
@@ -68,15 +69,10 @@ def test_tensorboard_gets_the_metrics_and_the_verdict(run, tmp_path, monkeypatch
 def test_wandb_is_told_without_a_step_which_trls_own_logs_run_ahead_of():
     from gradloc.adapters.trl.watch import _OfWandb
 
-    class Client:
-        run = "a run"
-
-        def log(self, payload, **others):
-            self.logged = payload, others
-
-    client = Client()
+    client = mock.Mock(run="a run")
     _OfWandb(client).log({"gradloc/verdict": "a"}, step=7)
-    assert client.logged == ({"gradloc/verdict": "a", "train/global_step": 7}, {}) and _OfWandb(client).run == "a run"
+    client.log.assert_called_once_with({"gradloc/verdict": "a", "train/global_step": 7})
+    assert _OfWandb(client).run == "a run"
 
 
 def test_a_resumed_run_goes_on_with_what_it_had_learned(run, tmp_path):

@@ -3,12 +3,10 @@
 
 import json
 import os
-from collections.abc import Callable
 
 import pytest
 
 from tests.conftest import ROOT, VERL
-from tests.world import World
 
 PATCHES = json.loads((ROOT / "patches/manifest.json").read_text())["patches"]
 VERLS = [entry["base"].removeprefix("v") for entry in PATCHES]
@@ -19,7 +17,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Repeat the modules of ON_ALL for each verl."""
     is_chosen = "GRADLOC_TEST_VERL" in os.environ
     if "verl_version" in metafunc.fixturenames and metafunc.module.__name__.split(".")[-1] in ON_ALL and not is_chosen:
-        metafunc.parametrize("verl_version", VERLS, indirect=True, scope="module")
+        metafunc.parametrize("verl_version", VERLS, indirect=True, scope="session")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -32,33 +30,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_default = is_default and not {"four_ranks", "single"} & set(item.fixturenames)
         if given.get("verl_version", VERL) != VERL and not is_default:
             item.add_marker(pytest.mark.slow)
-
-
-@pytest.fixture(scope="module")
-def verl_version(request: pytest.FixtureRequest) -> str:
-    """The verl that a test runs on."""
-    return getattr(request, "param", VERL)
-
-
-@pytest.fixture(scope="module")
-def world(worlds: Callable[..., World], verl_version: str) -> World:
-    """Two ranks on the patched tree."""
-    return worlds(2, verl_version)
-
-
-@pytest.fixture(scope="module")
-def four_ranks(worlds: Callable[..., World], verl_version: str) -> World:
-    """Four ranks on the patched tree."""
-    return worlds(4, verl_version)
-
-
-@pytest.fixture(scope="module")
-def single(worlds: Callable[..., World], verl_version: str) -> World:
-    """One rank on the patched tree."""
-    return worlds(1, verl_version)
-
-
-@pytest.fixture(scope="module")
-def unpatched_world(worlds: Callable[..., World], verl_version: str) -> World:
-    """Two ranks on verl as published."""
-    return worlds(2, verl_version, is_patched=False)

@@ -48,91 +48,73 @@ def test_every_option_is_documented_with_its_default_and_every_documented_one_ex
             assert documented[key] == shown, key
 
 
-WRONG = [
-    (
-        f"{ACTOR}.grad_norm_threshold=-1",
-        "grad_norm_threshold must be null (adaptive) or a positive",
-    ),
-    (f"{ACTOR}.bisect_budget_steps=0", "bisect_budget_steps must be an integer of at least 1"),
-    (f"{ACTOR}.bisect_dump_dir=''", "bisect_dump_dir must be the path of a folder"),
-    (f"{ACTOR}.spike_detection=7", "spike_detection must be true or false"),
-    (
-        f"{ACTOR}.gradloc.trigger.force_step=0",
-        "gradloc.trigger.force_step must be null or a global",
-    ),
-    (
-        f"{ACTOR}.gradloc.trigger.window=4",
-        "gradloc.trigger.window must be an integer of at least 8",
-    ),
-    (f"{ACTOR}.gradloc.trigger.warmup=999", "gradloc.trigger.warmup must be at most"),
-    (
-        f"{ACTOR}.gradloc.search.strategy=magic",
-        "gradloc.search.strategy must be one of auto, share",
-    ),
-    (f"{ACTOR}.gradloc.search.max_culprits=0", "gradloc.search.max_culprits must be an integer"),
-    (f"{ACTOR}.gradloc.action.mode=panic", "gradloc.action.mode must be one of observe, mask"),
-    (
-        f"{ACTOR}.gradloc.action.max_masked_share=0",
-        "gradloc.action.max_masked_share must be in (0, 1]",
-    ),
-    (f"{ACTOR}.gradloc.evidence.text=maybe", "gradloc.evidence.text must be one of on, off"),
-    (f"{ACTOR}.gradloc.evidence.bundle=all", "gradloc.evidence.bundle must be one of culprits"),
-    (f"{ACTOR}.gradloc.evidence.max_gb=-1", "gradloc.evidence.max_gb must be a number from 0 on"),
-    (f"{ACTOR}.gradloc.enable=7", "gradloc.enable must be null, true or false"),
-    (f"{ACTOR}.gradloc.budget=0", "gradloc.budget must be an integer of at least 1"),
-    (f"{ACTOR}.gradloc.dump_dir=''", "gradloc.dump_dir must be the path of a folder"),
-    (f"{ACTOR}.gradloc.trigger.tau=-1", "gradloc.trigger.tau must be null (adaptive) or a positive"),
-    (f"{ACTOR}.gradloc.notify.artifact=maybe", "gradloc.notify.artifact must be true or false"),
-    (f"{ACTOR}.gradloc.notify.command=''", "gradloc.notify.command must be null or a command line"),
-    (f"{ACTOR}.gradloc.notify.webhook=somewhere", "gradloc.notify.webhook must be null, env:NAME"),
-    (f"{ACTOR}.gradloc.notify.timeout_s=0", "gradloc.notify.timeout_s must be in (0, 600]"),
-    (f"{ACTOR}.gradloc.notify.min_interval_s=-1", "gradloc.notify.min_interval_s must be a number from 0 on"),
-]
+WRONG = {
+    "grad_norm_threshold=-1": "must be null (adaptive) or a positive",
+    "bisect_budget_steps=0": "must be an integer of at least 1",
+    "bisect_dump_dir=''": "must be the path of a folder",
+    "spike_detection=7": "must be true or false",
+    "gradloc.trigger.force_step=0": "must be null or a global",
+    "gradloc.trigger.window=4": "must be an integer of at least 8",
+    "gradloc.trigger.warmup=999": "must be at most",
+    "gradloc.search.strategy=magic": "must be one of auto, share",
+    "gradloc.search.max_culprits=0": "must be an integer",
+    "gradloc.action.mode=panic": "must be one of observe, mask",
+    "gradloc.action.max_masked_share=0": "must be in (0, 1]",
+    "gradloc.evidence.text=maybe": "must be one of on, off",
+    "gradloc.evidence.bundle=all": "must be one of culprits",
+    "gradloc.evidence.max_gb=-1": "must be a number from 0 on",
+    "gradloc.enable=7": "must be null, true or false",
+    "gradloc.budget=0": "must be an integer of at least 1",
+    "gradloc.dump_dir=''": "must be the path of a folder",
+    "gradloc.trigger.tau=-1": "must be null (adaptive) or a positive",
+    "gradloc.notify.artifact=maybe": "must be true or false",
+    "gradloc.notify.command=''": "must be null or a command line",
+    "gradloc.notify.webhook=somewhere": "must be null, env:NAME",
+    "gradloc.notify.timeout_s=0": "must be in (0, 600]",
+    "gradloc.notify.min_interval_s=-1": "must be a number from 0 on",
+}
 
 
 def test_a_wrong_value_is_refused_with_a_sentence_that_names_the_key(compose):
-    answers = compose(*([override] for override, _ in WRONG))
-    for (override, sentence), answer in zip(WRONG, answers, strict=True):
-        assert f"{ACTOR}.{sentence}" in answer.get("error", ""), override
+    answers = compose(*([f"{ACTOR}.{override}"] for override in WRONG))
+    for (override, sentence), answer in zip(WRONG.items(), answers, strict=True):
+        assert f"{ACTOR}.{override.partition('=')[0]} {sentence}" in answer.get("error", ""), override
 
 
 def test_the_published_knobs_work_word_for_word(compose):
-    published = [
-        f"{ACTOR}.spike_detection=True",
-        f"{ACTOR}.grad_norm_threshold=640.0",
-        f"{ACTOR}.bisect_budget_steps=128",
-        f"{ACTOR}.bisect_dump_dir=/tmp/bisect_dump",
-    ]
-    ours = [
-        f"{ACTOR}.gradloc.enable=True",
-        f"{ACTOR}.gradloc.trigger.tau=640.0",
-        f"{ACTOR}.gradloc.budget=64",
-        f"{ACTOR}.gradloc.dump_dir=/tmp/bisect_dump",
-    ]
-    published[2] = f"{ACTOR}.bisect_budget_steps=64"
+    values = ("True", "640.0", "64", "/tmp/bisect_dump")
+    published = ("spike_detection", "grad_norm_threshold", "bisect_budget_steps", "bisect_dump_dir")
+    ours = [f"gradloc.{name}" for name in ("enable", "trigger.tau", "budget", "dump_dir")]
+    published, ours = (
+        [f"{ACTOR}.{name}={value}" for name, value in zip(names, values, strict=True)] for names in (published, ours)
+    )
     for answer in compose(published, ours, published + ours):
-        assert answer["spike"] is True
         found = answer["ok"]
+        assert answer["spike"] is True and found["dump_dir"] == "/tmp/bisect_dump"
         assert (found["enable"], found["trigger"]["tau"], found["budget"]) == (True, 640.0, 64)
-        assert found["dump_dir"] == "/tmp/bisect_dump"
 
 
-DIFFERENT = [
-    (f"{ACTOR}.spike_detection=True", f"{ACTOR}.gradloc.enable=False"),
-    (f"{ACTOR}.spike_detection=False", f"{ACTOR}.gradloc.enable=True"),
-    (f"{ACTOR}.grad_norm_threshold=640", f"{ACTOR}.gradloc.trigger.tau=100"),
-    (f"{ACTOR}.bisect_budget_steps=128", f"{ACTOR}.gradloc.budget=64"),
-    (f"{ACTOR}.bisect_dump_dir=/tmp/a", f"{ACTOR}.gradloc.dump_dir=/tmp/b"),
-]
+DIFFERENT = {
+    "spike_detection=True": "gradloc.enable=False",
+    "spike_detection=False": "gradloc.enable=True",
+    "grad_norm_threshold=640": "gradloc.trigger.tau=100",
+    "bisect_budget_steps=128": "gradloc.budget=64",
+    "bisect_dump_dir=/tmp/a": "gradloc.dump_dir=/tmp/b",
+}
 
 
-def test_two_names_of_one_setting_that_differ_are_refused(single):
-    cases = [list(pair) for pair in DIFFERENT]
-    (answers,) = single.run("configs.read_all", cases=cases, read="tests.world.configs.settings")
-    for (published, ours), answer in zip(DIFFERENT, answers, strict=True):
-        (name, _), (other, value) = published.split("="), ours.split("=")
-        assert f"{name} must be left out or the same as its other name" in answer["error"]
-        assert f"{other.removeprefix(ACTOR + '.')}={value}" in answer["error"]
+@pytest.fixture
+def settings(single):
+    """``settings(*cases)``: gradloc's as the trainer sees them, or the error, for each list of overrides."""
+    read = "tests.world.configs.settings"
+    return lambda *cases: single.run("configs.read_all", cases=list(cases), read=read)[0]
+
+
+def test_two_names_of_one_setting_that_differ_are_refused(settings):
+    answers = settings(*([f"{ACTOR}.{name}" for name in pair] for pair in DIFFERENT.items()))
+    for (published, ours), answer in zip(DIFFERENT.items(), answers, strict=True):
+        name = f"{ACTOR}.{published.partition('=')[0]}"
+        assert f"{name} must be left out or the same as its other name" in answer["error"] and ours in answer["error"]
 
 
 def test_a_name_at_its_default_counts_as_not_given(compose):
@@ -145,23 +127,21 @@ def test_a_name_at_its_default_counts_as_not_given(compose):
     assert (first["budget"], second["trigger"]["tau"], third["enable"]) == (64, 640, True)
 
 
-def test_enable_false_switches_off_all_that_is_under_gradloc(single):
-    safe, off = ["+gradloc=safe"], ["+gradloc=safe", f"{ACTOR}.gradloc.enable=false"]
-    (answers,) = single.run("configs.read_all", cases=[safe, off], read="tests.world.configs.settings")
+def test_enable_false_switches_off_all_that_is_under_gradloc(settings):
+    answers = settings(["+gradloc=safe"], ["+gradloc=safe", f"{ACTOR}.gradloc.enable=false"])
     assert [(answer["enable"], answer["stabilizes"]) for answer in answers] == [(True, True), (False, False)]
     # the global clip is what bounds the step again
     assert [answer["clip_limit"] for answer in answers] == [None, 1.0]
 
 
-def test_the_published_switch_says_nothing_about_the_stabilizers(single):
-    case = [f"{ACTOR}.spike_detection=False", f"{ACTOR}.gradloc.stabilize.skip_step.enable=true"]
-    ((answer,),) = single.run("configs.read_all", cases=[case], read="tests.world.configs.settings")
+def test_the_published_switch_says_nothing_about_the_stabilizers(settings):
+    (answer,) = settings([f"{ACTOR}.spike_detection=False", f"{ACTOR}.gradloc.stabilize.skip_step.enable=true"])
     assert not answer["enable"] and answer["stabilizes"]
 
 
 @pytest.mark.parametrize("mode", ["observe", "mask"])
-def test_a_preset_chooses_the_action(single, mode):
-    ((answer,),) = single.run("configs.read_all", cases=[[f"+gradloc={mode}"]], read="tests.world.configs.settings")
+def test_a_preset_chooses_the_action(settings, mode):
+    (answer,) = settings([f"+gradloc={mode}"])
     assert (answer["enable"], answer["mode"], answer["stabilizes"]) == (True, mode, False)
 
 
@@ -211,11 +191,5 @@ def test_every_name_of_verls_and_ours_passes(single):
 
 
 def test_what_is_not_supported_is_refused_while_detection_is_on(compose):
-    on = f"{ACTOR}.spike_detection=True"
-    cases = {
-        f"{ACTOR}.strategy=veomni": f"strategy must be fsdp or fsdp2 while {ACTOR}.spike_detection is on",
-    }
-    for (override, sentence), answer in zip(
-        cases.items(), compose(*([on, override] for override in cases)), strict=True
-    ):
-        assert sentence in answer["error"], override
+    (answer,) = compose([f"{ACTOR}.spike_detection=True", f"{ACTOR}.strategy=veomni"])
+    assert f"strategy must be fsdp or fsdp2 while {ACTOR}.spike_detection is on" in answer["error"]

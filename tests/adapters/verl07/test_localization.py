@@ -3,12 +3,12 @@
 
 import pytest
 
+from tests.adapters.verl07.layouts.checks import check_oracle
 from tests.world.events import read_events
+from tests.world.oracle import place_of
 
-TAU = [
-    "actor_rollout_ref.actor.grad_norm_threshold=640",
-    "actor_rollout_ref.actor.gradloc.search.strategy=bisect",
-]
+ON = ["actor_rollout_ref.actor.spike_detection=True"]
+TAU = ["actor_rollout_ref.actor.grad_norm_threshold=640", "actor_rollout_ref.actor.gradloc.search.strategy=bisect"]
 
 # rows 0-7 are rank 0's and 8-15 rank 1's; micro-batches hold four rows each
 PLACES = {
@@ -27,17 +27,10 @@ PLACES = {
 def test_planted_culprits_and_nothing_else_are_named(world, dump_dir, plants):
     found, other = world.run("spikes.localize_planted", plants=plants, overrides=TAU, dump_dir=dump_dir)
     (event,) = read_events(dump_dir)
-    named = {(culprit["row"], culprit["positions"][0]) for culprit in event["culprits"]}
-    assert sorted(named) == found["planted"]
     assert event["search"]["status"] == "found"
-    for culprit, share, norm in zip(
-        event["culprits"], found["oracle_shares"], found["oracle_culprit_norms"], strict=True
-    ):
-        assert culprit["grad_norm"] == pytest.approx(norm, rel=1e-3)
-        assert culprit["share"] == pytest.approx(share, abs=1e-3)
-        assert culprit["cause"]["label"] == "extreme_advantage"
+    assert {culprit["cause"]["label"] for culprit in event["culprits"]} == {"extreme_advantage"}
+    check_oracle(event, found, closure=None)
     certificate = event["certificate"]
-    assert certificate["verdict"] == "explained"
     assert certificate["norm_before"] == pytest.approx(found["oracle_norm"], rel=1e-4)
     difference = abs(certificate["norm_after"] - found["oracle_norm_without"])
     # the oracle is itself in float32: allow its own rounding beside the stated bound
@@ -50,14 +43,7 @@ def test_a_spike_that_nobody_edited_into_the_advantages_is_found_and_its_term_na
     found, _ = world.run("spikes.explain_kl_spike", dump_dir=dump_dir, overrides=tau)
     (event,) = read_events(dump_dir)
     (culprit,) = event["culprits"]
-    oracle = found["oracle_largest"]
-    place = (
-        culprit["rank"],
-        culprit["micro_batch"],
-        culprit["micro_batch_row"],
-        culprit["positions"][0],
-    )
-    assert place == tuple(oracle)
+    assert place_of(culprit) == found["oracle_largest"]
     assert (culprit["row"], culprit["positions"][0]) == found["planted"]
     assert culprit["grad_norm"] == pytest.approx(found["oracle_norm"], rel=1e-3)
     assert culprit["cause"]["label"] == "kl_term"
@@ -120,6 +106,3 @@ def test_the_verdict_does_not_depend_on_how_tokens_are_dealt_out(world, single, 
         named = tuple(sorted((c["row"], c["positions"][0]) for c in event["culprits"]))
         answers.add((named, event["certificate"]["verdict"]))
     assert answers == {(((5, 3),), "explained")}
-
-
-ON = ["actor_rollout_ref.actor.spike_detection=True"]

@@ -10,10 +10,7 @@ from gradloc.adapters.verl_common.analyses import refuse_pictures
 
 ACTOR = "actor_rollout_ref.actor"
 KERNELS = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
-LETS_IT_BE = {
-    "actor_rollout_ref.rollout.calculate_log_probs": True,
-    "actor_rollout_ref.model.use_fused_kernels": True,
-}
+LETS_IT_BE = {"actor_rollout_ref.rollout.calculate_log_probs": True, "actor_rollout_ref.model.use_fused_kernels": True}
 EVERYWHERE = [
     ("trainer.use_legacy_worker_impl", "disable", "auto or enable"),
     (f"{ACTOR}.strategy", "megatron", "fsdp or fsdp2"),

@@ -2,13 +2,10 @@
 """The real trainer, stopped and resumed with everything on: `pytest -m slow`."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.world import REPO
+from tests.experiments.real import run_to_the_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
@@ -33,31 +30,22 @@ EVERYTHING = [
 ]
 
 
-def run(tmp_path, patched_tree, name, *overrides):
-    folder = tmp_path / name
-    environ = {"VERL_REPO": str(patched_tree), "RUN_DIR": str(folder), "PYTHON": sys.executable}
-    done = subprocess.run(
-        [str(REPO / "run_experiment.sh"), "demo", *EVERYTHING, *overrides],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+def run(folder, patched_tree, *overrides):
+    """The metrics of each step."""
+    run_to_the_end("demo", *EVERYTHING, *overrides, run_dir=folder, VERL_REPO=str(patched_tree))
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    steps = {entry["step"]: entry["data"] for entry in map(json.loads, lines)}
-    return folder, steps, done.stdout + done.stderr
+    return {entry["step"]: entry["data"] for entry in map(json.loads, lines)}
 
 
 def test_a_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path, patched_tree):
-    folder, whole, said = run(tmp_path, patched_tree, "whole")
-    checkpoint = folder / "checkpoints" / "global_step_2"
-    assert sorted(whole) == [1, 2, 3, 4, 5], said
+    whole = run(tmp_path / "whole", patched_tree)
+    checkpoint = tmp_path / "whole" / "checkpoints" / "global_step_2"
+    assert sorted(whole) == [1, 2, 3, 4, 5]
     state = json.loads((checkpoint / "gradloc.json").read_text())
     assert {"spikes", "stabilizers", "health"} <= set(state)
     resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
-    _, resumed, said = run(tmp_path, patched_tree, "resumed", *resume)
-    assert sorted(resumed) == [3, 4, 5], said
+    resumed = run(tmp_path / "resumed", patched_tree, *resume)
+    assert sorted(resumed) == [3, 4, 5]
     assert whole[4]["gradloc/events"] == whole[4]["gradloc/mask"] == 1
     for step, metrics in resumed.items():
         for name, value in metrics.items():

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from tests.adapters.verl09 import harness
 from tests.adapters.verl09.harness import ACTOR, MODEL
 from tests.world.harness import NUM_PROMPT, experts_of, of_verl
+from tests.world.models.ulysses import attention_of_verl
 from tests.world.oracle import MicroBatch
 
 
@@ -41,6 +42,7 @@ BASE = [  # as the actor's harness has it
 ]
 RENAMED = {
     "lora": [f"{MODEL}.lora_rank=4"],
+    f"{ACTOR}.ulysses_sequence_parallel_size=2": [f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2"],
     **{
         f"+{ACTOR}.fsdp_config.mixed_precision={dtypes}": [f"{ACTOR}.fsdp_config.mixed_precision={dtypes}"]
         for dtypes in (harness.FP32.replace("reduce_dtype:fp32", "reduce_dtype:bf16"),)
@@ -62,54 +64,21 @@ class Trainer(harness.Trainer):
 
     events: list[dict[str, Any]] = []  # of the last step, of each of its updates
 
-    @property
-    def module(self) -> torch.nn.Module:
-        return self.engine.module
-
-    @property
-    def scaler(self) -> Any:
-        return self.engine.scaler
-
-    @property
-    def steps_in(self) -> tuple[Any, str]:
-        """Whose method takes the whole gradient, not clipped yet, and its name."""
-        return self.engine, "optimizer_step"
-
-    @property
-    def clips_in(self) -> tuple[Any, str]:
-        return self.engine, "optimizer_step"
-
-    @property
-    def hook(self) -> Any:
-        return getattr(self.trainer, "gradloc", None)
-
-    @property
-    def driver(self) -> Any:
-        return self.hook.spikes
-
-    @property
-    def config(self) -> Any:
-        """The actor's."""
-        return self.trainer.config.actor_rollout_ref.actor
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.engine.optimizer
-
-    @property
-    def grad_clip(self) -> float:
-        return self.engine.optimizer_config.clip_grad
-
-    @property
-    def settings(self) -> Any:
-        """Those that hold under ``gradloc``."""
-        return self.hook.settings
+    module = property(lambda self: self.engine.module)
+    scaler = property(lambda self: self.engine.scaler)
+    optimizer = property(lambda self: self.engine.optimizer)
+    grad_clip = property(lambda self: self.engine.optimizer_config.clip_grad)
+    hook = property(lambda self: getattr(self.trainer, "gradloc", None))
+    driver = property(lambda self: self.hook.spikes)
+    config = property(lambda self: self.trainer.config.actor_rollout_ref.actor)
+    settings = property(lambda self: self.hook.settings)
+    steps_in = clips_in = property(lambda self: (self.engine, "optimizer_step"))
 
     def update(self, batch: Any) -> dict[str, Any]:
         """One trainer step on the whole batch; returns its metrics and events."""
-        batch = self._as_sampled(batch)
         self.events = []
-        metrics = super().update(batch)
+        with contextlib.nullcontext() if self.dp_size == dist.get_world_size() else attention_of_verl():
+            metrics = super().update(self._as_sampled(batch))
         metrics["actor/grad_norm"] = self.of_workers["grad_norm"]
         found = {name: value if isinstance(value, list) else [value] for name, value in metrics.items()}
         found = {name: [value] if name.startswith(BY_RANK) else value for name, value in found.items()}

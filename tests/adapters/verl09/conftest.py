@@ -31,43 +31,39 @@ def verl09() -> Iterator[None]:
         yield
 
 
-def _world(size: int) -> Iterator[World]:
-    with World(size, preloaded=PRELOADED, timeout_s=300) as world:
-        yield world
+@pytest.fixture(scope="session")
+def world_settings(verl09: None) -> Callable[..., dict[str, Any]]:
+    """The installed verl, with ours or without: without a flag it takes its own engine."""
+    return lambda *_, **__: {"preloaded": PRELOADED, "timeout_s": 300}
 
 
 @pytest.fixture(scope="session")
-def engine_world(verl09: None) -> Iterator[World]:
-    """Two ranks."""
-    yield from _world(2)
-
-
-@pytest.fixture(scope="session")
-def four_engines(verl09: None) -> Iterator[World]:
-    """Four ranks."""
-    yield from _world(4)
-
-
-@pytest.fixture(scope="session")
-def model_dir(engine_world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_dir(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model as a folder, which is what verl 0.9 takes."""
     folder = tmp_path_factory.mktemp("model")
-    engine_world.run(f"{HARNESS}.save_model", folder=str(folder))
+    world.run(f"{HARNESS}.save_model", folder=str(folder))
     return folder
 
 
 @pytest.fixture(scope="session")
-def train(engine_world: World, model_dir: Path) -> Callable[..., list[Any]]:
-    """``train(overrides, **kwargs)``: :func:`harness.train` on two ranks; each rank's answer.
+def call(world: World, model_dir: Path) -> Callable[..., list[Any]]:
+    """``call(name, overrides, ...)``: that function of the harness on two ranks; each rank's answer."""
 
-    What verl alone leaves is computed once, unless ``is_again`` is given.
-    """
+    def run(name: str, overrides: Iterable[str] = (), **given: Any) -> list[Any]:
+        return world.run(f"{HARNESS}.{name}", overrides=list(overrides), model_dir=str(model_dir), **given)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def train(call: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """``train(overrides, ...)``: :func:`harness.train` on two ranks; what verl alone leaves is computed once."""
     kept: dict[str, list[Any]] = {}
 
-    def run(overrides: Iterable[str] = (), is_again: bool = False, **kwargs: Any) -> list[Any]:
-        given = {"overrides": list(overrides), **kwargs}
-        if is_again or not kwargs.get("stock") or repr(given) not in kept:
-            kept[repr(given)] = engine_world.run(f"{HARNESS}.train", model_dir=str(model_dir), **given)
-        return kept[repr(given)]
+    def run(overrides: Iterable[str] = (), **given: Any) -> list[Any]:
+        key = repr((overrides, given))
+        if not given.get("stock") or key not in kept:
+            kept[key] = call("train", overrides, **given)
+        return kept[key]
 
     return run

@@ -20,7 +20,16 @@ import torch
 import torch.distributed as dist
 
 from tests.world.configs import config_of
-from tests.world.harness import NUM_PROMPT, Decoder, add_adapters, asked, hash_weights, make_batch, make_model
+from tests.world.harness import (
+    NUM_PROMPT,
+    Decoder,
+    add_adapters,
+    asked,
+    hash_weights,
+    make_batch,
+    make_model,
+    scaler_on_cpu,
+)
 from tests.world.models.fused import for_one_model
 
 ACTOR = "actor_rollout_ref.actor"
@@ -41,31 +50,36 @@ def save_model(folder: str, model: torch.nn.Module | None = None) -> None:
     dist.barrier()
 
 
+COMMON = [
+    f"+{MODEL}.load_tokenizer=false",
+    f"{ACTOR}.use_torch_compile=false",
+    f"{ACTOR}.ppo_mini_batch_size=16",
+    f"{ACTOR}.optim.lr=1e-3",
+    "actor_rollout_ref.rollout.name=vllm",  # asked for, and not built
+    "actor_rollout_ref.rollout.n=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
+    "trainer.device=cpu",
+    "trainer.project_name=tests",
+    "trainer.experiment_name=harness",
+]
+"""Of every run, whichever engine."""
+
+
 def make_config(overrides: list[str], model_dir: str) -> Any:
     """verl's ppo_trainer config for the tiny model: FSDP2 in float32, packed, micro-batches by number of tokens."""
     base = [
         f"{MODEL}.path={model_dir}",
         f"{MODEL}.enable_gradient_checkpointing=false",
-        f"+{MODEL}.load_tokenizer=false",
         f"+{MODEL}.override_config.attn_implementation=sdpa",
         f"{ACTOR}.strategy=fsdp2",
         f"{ACTOR}.fsdp_config.dtype=float32",
         f"+{ACTOR}.fsdp_config.mixed_precision={FP32}",
         f"{ACTOR}.fsdp_config.use_torch_compile=false",
-        f"{ACTOR}.use_torch_compile=false",
         f"{ACTOR}.use_dynamic_bsz=true",
         f"{ACTOR}.ppo_max_token_len_per_gpu=48",
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",
-        f"{ACTOR}.ppo_mini_batch_size=16",
-        f"{ACTOR}.optim.lr=1e-3",
-        "actor_rollout_ref.rollout.name=vllm",  # asked for, and not built
-        "actor_rollout_ref.rollout.n=1",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
-        "trainer.device=cpu",
-        "trainer.project_name=tests",
-        "trainer.experiment_name=harness",
     ]
-    config = config_of(base + overrides)
+    config = config_of(COMMON + base + overrides)
     if config.actor_rollout_ref.model.lora_rank:  # a new one's second factor is 0, and so its first has no gradient
         config.actor_rollout_ref.model.lora_adapter_path = f"{model_dir}/{ADAPTER}"
     return config
@@ -90,9 +104,7 @@ class Trainer:
 
     make_config = staticmethod(make_config)
 
-    @property
-    def engine(self) -> Any:
-        return self.worker.actor.engine
+    engine = property(lambda self: self.worker.actor.engine)
 
     def weights_hash(self) -> str:
         """sha256 over this rank's weight shards and optimizer state."""
@@ -153,8 +165,9 @@ class Store:
             tags.append({**lengths, "seq_len": sum(lengths.values()), "status": "success"})
         return KVBatchMeta(keys=list(self.rows), tags=tags, partition_id="train")
 
+    # What transfer_queue's functions of the name `kv_...` do.
+
     def get(self, keys: Any, partition_id: Any = None, select_fields: Any = None) -> Any:
-        """What `kv_batch_get` does."""
         from tensordict import TensorDict
         from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
 
@@ -164,7 +177,6 @@ class Store:
         return TensorDict({name: pack([row[name] for row in rows]) for name in wanted}, batch_size=len(rows))
 
     def put(self, keys: Any, partition_id: Any = None, fields: Any = None, tags: Any = None) -> Any:
-        """What `kv_batch_put` does."""
         from transfer_queue import KVBatchMeta
 
         for index, key in enumerate(keys):
@@ -172,12 +184,10 @@ class Store:
         return KVBatchMeta(keys=keys, tags=tags or [{}] * len(keys), partition_id=partition_id)
 
     def clear(self, keys: Any, partition_id: Any = None) -> None:
-        """What `kv_clear` does."""
         for key in keys:
             del self.rows[key]
 
     def list(self, partition_id: Any = None) -> dict[str, Any]:
-        """What `kv_list` does."""
         return {"train": dict.fromkeys(self.rows, {})}
 
     def __enter__(self) -> "Store":
@@ -213,14 +223,9 @@ def _row(batch: Any, index: int) -> dict[str, Any]:
 def make_trainer(
     overrides: list[str], model_dir: str, seed: int = 0, stock: bool = False, kind: type[Trainer] = Trainer
 ) -> Trainer:
-    """A worker on this world's ranks, and the trainer that the config names.
+    """A worker on this world's ranks, and the trainer that the config names, as a `Trainer` of that ``kind``.
 
-    Args:
-        overrides: of verl's config.
-        model_dir: what `save_model` wrote.
-        seed: of the random numbers, from after the model is built.
-        stock: take verl's own trainer, which knows nothing of ours.
-        kind: what to return.
+    ``seed``: of the random numbers, from after the model is built. ``stock``: verl's own, which knows nothing of ours.
     """
     from verl.experimental.separation.engine_workers import DetachActorWorker
     from verl.trainer.ppo.v1 import get_trainer_cls
@@ -230,12 +235,8 @@ def make_trainer(
     worker = DetachActorWorker(config.actor_rollout_ref, role="actor")  # separate_async's; it adds to verl's own
     with for_one_model():
         worker.init_model()
-    if (
-        getattr(worker.actor.engine, "scaler", None) is not None
-    ):  # verl's own asks for CUDA and switches itself off without
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-        worker.actor.engine.scaler = ShardedGradScaler(device="cpu", init_scale=8.0, growth_interval=400)
+    if getattr(worker.actor.engine, "scaler", None) is not None:
+        worker.actor.engine.scaler = scaler_on_cpu()
     torch.manual_seed(1000 + seed)
     trainer_class = get_trainer_cls(config.trainer.v1.trainer_mode)
     trainer = (trainer_class.__bases__[-1] if stock else trainer_class)(config)
@@ -259,15 +260,9 @@ def train(
     stock: bool = False,
     kind: type[Trainer] = Trainer,
 ) -> dict[str, Any]:
-    """Real updates; what they leave behind.
+    """Real updates, each on a batch of its own; what they leave behind. See :func:`make_trainer`.
 
-    Args:
-        overrides: of verl's config.
-        model_dir: what `save_model` wrote.
-        num_steps: how many; each on a batch of its own.
-        plants: row, response position and advantage, put into the last step's batch.
-        stock: take verl's own trainer.
-        kind: see :func:`make_trainer`.
+    ``plants``: row, response position and advantage, put into the last step's batch.
     """
     trainer = make_trainer(overrides, model_dir, stock=stock, kind=kind)
     steps = []
@@ -301,11 +296,7 @@ def train_in_a_cycle(
 ) -> dict[str, Any]:
     """One step of the trainer whose step has several updates, with the weights put aside and back between them.
 
-    Args:
-        overrides: of verl's config.
-        model_dir: what `save_model` wrote.
-        plants: row, response position and advantage, put into the batches of the second and third update.
-        stock: take verl's own trainer.
+    ``plants``: row, response position and advantage, put into the batches of the second and third update.
     """
     from verl.checkpoint_engine import CheckpointEngineRegistry
 
@@ -438,19 +429,22 @@ def train_without_plug_in(model_dir: str) -> None:
         train(["+gradloc=on"], model_dir)
 
 
-def with_a_changed_verl() -> str:
-    """What is said where a method of verl's takes something else."""
+def with_verl(release: str | None = None) -> str:
+    """What is said where the same code has another release's name, or, without one, where a method takes another."""
+    from gradloc.adapters.verl09.touches import check_verl
     from verl.workers.engine import FSDPEngineWithLMHead
 
     def optimizer_step(self, closure):
         raise AssertionError
 
-    return _said(mock.patch.object(FSDPEngineWithLMHead, "optimizer_step", optimizer_step))
-
-
-def with_verl(release: str) -> str:
-    """What is said where the same code is installed under another release's name."""
-    return _said(mock.patch("gradloc.adapters.verl09.touches.version", lambda name: release))
+    changed = mock.patch.object(FSDPEngineWithLMHead, "optimizer_step", optimizer_step)
+    renamed = mock.patch("gradloc.adapters.verl09.touches.version", lambda name: release)
+    with renamed if release else changed:
+        try:
+            check_verl("worker")
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"
 
 
 def warned_of_a_changed_body() -> str:
@@ -461,24 +455,11 @@ def warned_of_a_changed_body() -> str:
     def _update_actor(self, batch, metrics):
         return batch
 
-    with (
-        mock.patch.object(PPOTrainer, "_update_actor", _update_actor),
-        mock.patch.object(touches.logger, "warning") as warning,
-    ):
+    changed = mock.patch.object(PPOTrainer, "_update_actor", _update_actor)
+    with changed, mock.patch.object(touches.logger, "warning") as warning:
         touches.check_verl("trainer")
     said, *values = warning.call_args.args
     return said % tuple(values)
-
-
-def _said(patch: Any) -> str:
-    from gradloc.adapters.verl09.touches import check_verl
-
-    with patch:
-        try:
-            check_verl("worker")
-        except RuntimeError as error:
-            return str(error)
-    return "nothing"
 
 
 def replay(argv: list[str]) -> dict[str, Any]:

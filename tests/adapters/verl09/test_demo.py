@@ -22,18 +22,13 @@ OTHERS = {form.name: form for form in (catalog.DEMO_VLLM, *catalog.ON_VERL09.val
 
 
 @pytest.fixture(scope="module")
-def composed(engine_world, tmp_path_factory):
+def composed(world, tmp_path_factory):
     """The experiments' configs as plain data; all are composed in a rank, where verl is imported already."""
     folder = tmp_path_factory.mktemp("composed")
-    names = {
-        "GRADLOC_RUN_DIR": "run, dir=1",
-        "GRADLOC_DEMO_MATERIAL": "material",
-        "MODEL_PATH": "model",
-        "TRAIN_FILE": "t",
-    }
-    variables = {name: str(folder / value) for name, value in {**names, "CKPTS_DIR": "ckpts", "KK_DATA": "kk"}.items()}
-    for name in ("PYTHONPATH", "VERL_USE_EXTERNAL_MODULES", "VERL_FILE_LOGGER_PATH"):
-        variables[name] = "set"
+    given = dict.fromkeys(("GRADLOC_DEMO_MATERIAL", "MODEL_PATH", "TRAIN_FILE", "KK_DATA"), "given")
+    given |= {"GRADLOC_RUN_DIR": "run, dir=1", "CKPTS_DIR": "ckpts"}
+    variables = {name: str(folder / value) for name, value in given.items()}
+    variables |= dict.fromkeys(("PYTHONPATH", "VERL_USE_EXTERNAL_MODULES", "VERL_FILE_LOGGER_PATH"), "set")
     cases = [
         (NAME, ["seed=7"], KNOBS),
         (NAME, [MEGATRON], {}),
@@ -43,7 +38,7 @@ def composed(engine_world, tmp_path_factory):
     ]
     # verl keeps `algorithm` as it is written.
     read = {"parts": ("actor_rollout_ref.actor", "actor_rollout_ref.rollout"), "variables": variables}
-    made, _ = engine_world.run("configs.experiments", configs=str(catalog.CONFIGS), cases=cases, **read)
+    made, _ = world.run("configs.experiments", configs=str(catalog.CONFIGS), cases=cases, **read)
 
     def look_up(name, overrides=(), variables=None):
         config, given = OTHERS[name].arguments(overrides) if name in OTHERS else (name, [*overrides])

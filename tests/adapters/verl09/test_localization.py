@@ -1,36 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A planted token in verl 0.9's engine: named, certified, written; and a run that only looks stays what it was."""
-
-import json
+"""A planted token in verl 0.9's engine: named and certified; looking changes nothing, masking is as without it."""
 
 import pytest
 
-from .test_stock import LAYOUTS
+from tests.world.events import read_events
 
 ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
+FSDP = f"{ACTOR}.fsdp_config"
 ON = ["+gradloc=on", f"{ACTOR}.gradloc.trigger.tau=100"]
 PLANT = (5, 3, 1e4)
+OFFLOAD = [f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"]
+PADDED = [f"{MODEL}.use_remove_padding=false", f"{ACTOR}.use_dynamic_bsz=false"]
 
 
-def events_in(folder):
-    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+def half(dtype, short):
+    dtypes = f"{{param_dtype:{short},reduce_dtype:fp32,buffer_dtype:fp32}}"
+    return [f"{FSDP}.dtype={dtype}", f"{FSDP}.mixed_precision={dtypes}"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+LAYOUTS = {
+    "packed": [],
+    "padded": PADDED,
+    "fsdp1": [f"{ACTOR}.strategy=fsdp"],
+    "bf16": half("bfloat16", "bf16"),
+    "no-sync": [f"{FSDP}.use_no_sync_for_gradient_accumulation=true"],
+    "mini-batches and epochs": [f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_epochs=2"],
+    "LoRA": [f"{MODEL}.lora_rank=4"],
+}
+LOOKED_INTO = {
+    **LAYOUTS,
+    "entropy and KL": [f"{ACTOR}.entropy_coeff=0.01", f"{ACTOR}.use_kl_loss=true"],
+    "offload": OFFLOAD,
+    "offload, FSDP1": [f"{ACTOR}.strategy=fsdp", *OFFLOAD],
+    "offload_policy": [f"{FSDP}.offload_policy=true"],
+    "gradient checkpointing": [f"{MODEL}.enable_gradient_checkpointing=true"],
+    "fp16": half("float16", "fp16"),
+    "a gradient reduced after every micro-batch": [f"{FSDP}.use_no_sync_for_gradient_accumulation=false"],
+    "whole layers on every rank": [f"{FSDP}.reshard_after_forward=false"],
+    "mean over sequences": [f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
+    "gspo": [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
+    "the trainer that rolls out while it trains": ["trainer.v1.trainer_mode=colocate_async"],
+}
+"""Beside those that are also masked: here a token without advantage keeps terms, gspo's weighs by its sequence."""
+
+
+@pytest.mark.parametrize("layout", LOOKED_INTO)
 def test_a_planted_token_is_named_and_the_run_stays_what_it_was(train, layout, tmp_path):
-    stock = train(LAYOUTS[layout], stock=True, plants=(PLANT,))
-    watched = train([*ON, *LAYOUTS[layout], f"{ACTOR}.gradloc.dump_dir={tmp_path}"], plants=(PLANT,))
-    assert watched[0]["engine"] == "GradLocEngine"
+    settings = LOOKED_INTO[layout]
+    stock = train(settings, stock=True, plants=(PLANT,))
+    watched = train([*ON, *settings, f"{ACTOR}.gradloc.dump_dir={tmp_path}"], plants=(PLANT,))
     for one, other in zip(stock, watched, strict=True):
-        assert one["norms"] == other["norms"]
         assert one["weights"] == other["weights"] and one["rng"] == other["rng"]
-    *_, event = events_in(tmp_path)
+    *_, event = read_events(tmp_path)
     assert event["certificate"]["verdict"] == "explained"
     (culprit,) = event["culprits"]
-    assert (culprit["row"], culprit["positions"]) == (5, [3])
-    assert culprit["cause"]["label"] == "extreme_advantage"
+    assert culprit["row"] == 5 and 3 in culprit["positions"]
+    if layout in LAYOUTS or layout == "entropy and KL":
+        check_record(layout, stock, watched, event)
+
+
+def check_record(layout, stock, watched, event):
+    """What the event and the metrics say beside that."""
+    assert (stock[0]["engine"], watched[0]["engine"]) == ("FSDPEngineWithLMHead", "GradLocEngine")
+    assert stock[0]["norms"] == watched[0]["norms"] and stock[0]["weights"] != stock[1]["weights"], "sharded"
+    assert layout != "packed" or stock[0]["norms"][1] > 100 * stock[0]["norms"][0], "a spike"
+    (culprit,) = event["culprits"]
+    assert culprit["positions"] == [3] and culprit["cause"]["label"] == "extreme_advantage"
     head, norm = event["head_grad_norm"], event["trigger"]["grad_norm"]
     assert head == 0 if layout == "LoRA" else 0.1 * norm < head < norm
     assert head == pytest.approx(event["kinds"].get("head", head)), "FSDP1's flat parameters have no kinds"
     largest = watched[0]["metrics"]["gradloc/head_grad_norm"]
     assert largest >= head * 0.9999 and (layout == "mini-batches and epochs" or largest == pytest.approx(head))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_mask_is_training_without_the_culprit_bit_for_bit(train, layout, tmp_path):
+    settings = [*ON, *LAYOUTS[layout], f"{ACTOR}.gradloc.dump_dir={tmp_path}", f"{ACTOR}.gradloc.action.mode=mask"]
+    without = train(LAYOUTS[layout], stock=True, plants=((*PLANT[:2], 0.0),))
+    masked = train(settings, plants=(PLANT,))
+    for one, other in zip(without, masked, strict=True):
+        assert one["weights"] == other["weights"] and one["rng"] == other["rng"]
+    metrics = masked[0]["metrics"]
+    assert metrics["gradloc/mask"] == metrics["gradloc/spikes"] > 0 and metrics["gradloc/failures"] == 0
+
+
+def test_a_run_that_does_not_spike_has_its_metrics_and_no_event(train, tmp_path):
+    healthy = train([*ON, f"{ACTOR}.gradloc.dump_dir={tmp_path}"], num_steps=1)
+    metrics = healthy[0]["metrics"]
+    assert 0 < metrics["gradloc/head_grad_norm"] < metrics["actor/grad_norm_max"] == healthy[0]["norms"][-1]
+    assert metrics["gradloc/spikes"] == 0 and not (tmp_path / "events.jsonl").exists()

@@ -3,45 +3,18 @@
 
 import pytest
 
-from .test_localization import ACTOR, ON, PLANT, events_in
+from tests.world.events import read_events
 
-FSDP = f"{ACTOR}.fsdp_config"
-FP16 = "{param_dtype:fp16,reduce_dtype:fp32,buffer_dtype:fp32}"
-OFFLOAD = [f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"]
-MORE = {
-    "offload": OFFLOAD,
-    "offload, FSDP1": [f"{ACTOR}.strategy=fsdp", *OFFLOAD],
-    "offload_policy": [f"{FSDP}.offload_policy=true"],
-    "gradient checkpointing": ["actor_rollout_ref.model.enable_gradient_checkpointing=true"],
-    "fp16": [f"{FSDP}.dtype=float16", f"{FSDP}.mixed_precision={FP16}"],
-    "a gradient reduced after every micro-batch": [f"{FSDP}.use_no_sync_for_gradient_accumulation=false"],
-    "whole layers on every rank": [f"{FSDP}.reshard_after_forward=false"],
-    "mean over sequences": [f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
-    "gspo": [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
-    "the trainer that rolls out while it trains": ["trainer.v1.trainer_mode=colocate_async"],
-}
+from .test_localization import ACTOR, ON, PLANT
 
 
-@pytest.mark.parametrize("layout", MORE)
-def test_a_planted_token_is_named_and_the_run_stays_what_it_was(train, layout, tmp_path):
-    # gspo weighs a token by its whole sequence: with the plant all of it spikes, and mask is not asked for here
-    stock = train(MORE[layout], stock=True, plants=(PLANT,))
-    watched = train([*ON, *MORE[layout], f"{ACTOR}.gradloc.dump_dir={tmp_path}"], plants=(PLANT,))
-    for one, other in zip(stock, watched, strict=True):
-        assert one["weights"] == other["weights"] and one["rng"] == other["rng"]
-    *_, event = events_in(tmp_path)
-    assert event["certificate"]["verdict"] == "explained"
-    assert [(culprit["row"], 3 in culprit["positions"]) for culprit in event["culprits"]] == [(5, True)]
-
-
-def test_every_update_of_a_step_is_watched_and_counted(engine_world, model_dir, tmp_path):
+def test_every_update_of_a_step_is_watched_and_counted(call, tmp_path):
     settings = [*ON, f"{ACTOR}.gradloc.dump_dir={tmp_path}", f"{ACTOR}.gradloc.trigger.max_events_per_step=4"]
-    cycle = {"model_dir": str(model_dir), "plants": (PLANT,)}
-    stock = engine_world.run("tests.adapters.verl09.harness.train_in_a_cycle", overrides=[], stock=True, **cycle)
-    watched = engine_world.run("tests.adapters.verl09.harness.train_in_a_cycle", overrides=settings, **cycle)
+    stock = call("train_in_a_cycle", stock=True, plants=(PLANT,))
+    watched = call("train_in_a_cycle", settings, plants=(PLANT,))
     for one, other in zip(stock, watched, strict=True):
         assert one["weights"] == other["weights"] and one["rng"] == other["rng"]
-    events = events_in(tmp_path)
+    events = read_events(tmp_path)
     assert [event["step"]["global_step"] for event in events] == [1, 1] and len({e["event_id"] for e in events}) == 2
     assert {event["certificate"]["verdict"] for event in events} == {"explained"}
     metrics = watched[0]["metrics"]
@@ -53,39 +26,31 @@ def test_every_update_of_a_step_is_watched_and_counted(engine_world, model_dir, 
 def test_the_adaptive_trigger_learns_from_the_run_and_a_rehearsal_looks_at_a_healthy_step(train, tmp_path):
     settings = ["+gradloc=on", f"{ACTOR}.gradloc.dump_dir={tmp_path}", f"{ACTOR}.gradloc.trigger.warmup=4"]
     found, _ = train(settings, num_steps=6, plants=(PLANT,))
-    (event,) = events_in(tmp_path)
+    (event,) = read_events(tmp_path)
     assert (event["trigger"]["kind"], event["step"]["global_step"]) == ("adaptive", 6)
     assert found["metrics"]["gradloc/norm_over_threshold"] > 10
     train([*settings, f"{ACTOR}.gradloc.trigger.force_step=2"], num_steps=2)
-    assert [event["trigger"]["kind"] for event in events_in(tmp_path)] == ["adaptive", "forced"]
+    assert [event["trigger"]["kind"] for event in read_events(tmp_path)] == ["adaptive", "forced"]
 
 
-def test_a_resumed_run_goes_on_with_what_it_had_learned(engine_world, model_dir, tmp_path):
-    found, _ = engine_world.run(
-        "tests.adapters.verl09.harness.resume",
-        overrides=["+gradloc=on", "trainer.health.enable=true", f"{ACTOR}.gradloc.trigger.warmup=4"],
-        model_dir=str(model_dir),
-        folder=str(tmp_path),
-    )
+def test_a_resumed_run_goes_on_with_what_it_had_learned(call, tmp_path):
+    settings = ["+gradloc=on", "trainer.health.enable=true", f"{ACTOR}.gradloc.trigger.warmup=4"]
+    found, _ = call("resume", settings, folder=str(tmp_path))
     assert found["fresh"] is None and found["saved"] == found["loaded"] > 0
     assert found["last_checkpoint"] == str(tmp_path / "global_step_6")
     assert found["health"] == 0, "the monitor judged the step healthy"
 
 
-def test_advantages_are_reweighted_where_the_estimator_has_put_them(engine_world, model_dir):
-    found, _ = engine_world.run(
-        "tests.adapters.verl09.harness.reweighted", overrides=["+gradloc=observe"], model_dir=str(model_dir), alpha=0.3
-    )
+def test_advantages_are_reweighted_where_the_estimator_has_put_them(call):
+    found, _ = call("reweighted", ["+gradloc=observe"], alpha=0.3)
     assert found["largest_error"] < 1e-6 and 0 < found["kept_share"] < 1
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_an_analysis_batch_of_its_own_walks_through_verls_step_and_leaves_nothing_behind(
-    engine_world, model_dir, failing
-):
+def test_an_analysis_batch_of_its_own_walks_through_verls_step_and_leaves_nothing_behind(world, model_dir, failing):
     own = ["trainer.gradient_analysis_env_groups=4", "trainer.gradient_analysis_group_size=3"]
     overrides = [*ON, "trainer.gradient_analysis_mode=true", "trainer.gradient_analysis_every=2", *own]
-    made, _ = engine_world.run(
+    made, _ = world.run(
         "tests.adapters.verl09.same.features.separate.prepare",
         overrides=overrides,
         model_dir=str(model_dir),
@@ -100,11 +65,10 @@ def test_an_analysis_batch_of_its_own_walks_through_verls_step_and_leaves_nothin
     assert made["is_queue_same"] and made["is_trainer_same"] and made["n"] == 1
 
 
-def test_the_rollout_filter_drops_groups_before_verl_fills_up_mini_batches(engine_world, model_dir):
+def test_the_rollout_filter_drops_groups_before_verl_fills_up_mini_batches(call):
     keys = ("strategy=top_k", "value=0.5")
     settings = [f"actor_rollout_ref.rollout.rollout_filter_{key}" for key in keys]
-    overrides = ["+gradloc=observe", *settings, f"{ACTOR}.filter_loss_scaling=linear"]
-    found, _ = engine_world.run("tests.adapters.verl09.harness.filtered", overrides=overrides, model_dir=str(model_dir))
+    found, _ = call("filtered", ["+gradloc=observe", *settings, f"{ACTOR}.filter_loss_scaling=linear"])
     assert sorted(found["rows"]) == found["in_queue"] == list(range(8, 16)), (
         "the rows of the four groups that differ most"
     )
@@ -113,19 +77,17 @@ def test_the_rollout_filter_drops_groups_before_verl_fills_up_mini_batches(engin
 
 
 @pytest.mark.parametrize("each, expected", [("false", [1 / 2, 1 / 3]), ("true", [1 / 3, 1 / 5])])
-def test_the_learning_rate_advances_once_a_step_or_with_each_of_loptis_stages(engine_world, model_dir, each, expected):
-    overrides = ["+gradloc=on", f"{ACTOR}.gradloc.enable=null", f"algorithm.lopti.step_lr_each_stage={each}"]
-    found, _ = engine_world.run("tests.adapters.verl09.harness.rates", overrides=overrides, model_dir=str(model_dir))
+def test_the_learning_rate_advances_once_a_step_or_with_each_of_loptis_stages(call, each, expected):
+    settings = ["+gradloc=on", f"{ACTOR}.gradloc.enable=null", f"algorithm.lopti.step_lr_each_stage={each}"]
+    found, _ = call("rates", settings)
     assert found == pytest.approx(expected)
 
 
-def test_the_metrics_of_loptis_stages_are_told_apart_and_their_losses_add_up(engine_world, model_dir):
+def test_the_metrics_of_loptis_stages_are_told_apart_and_their_losses_add_up(train):
     terms = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.entropy_coeff=0.05", f"{ACTOR}.gradloc.enable=null"]
     frozen = [f"{ACTOR}.optim.lr=0", f"{ACTOR}.optim.weight_decay=0", "+gradloc=on"]
     both, ordinary = (
-        engine_world.run(
-            "tests.adapters.verl09.harness.train", overrides=[*frozen, *terms, *of_lopti], model_dir=str(model_dir)
-        )[0]["metrics"]
+        train([*frozen, *terms, *of_lopti], num_steps=1)[0]["metrics"]
         for of_lopti in (["algorithm.lopti.enable=true", "algorithm.lopti.quantile=0.5"], [])
     )
     for name in ("pg_loss", "kl_loss", "entropy_loss", "loss"):

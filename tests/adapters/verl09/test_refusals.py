@@ -8,6 +8,8 @@ import pytest
 
 from tests.world import RankError
 
+from .conftest import HARNESS
+
 ACTOR = "actor_rollout_ref.actor"
 ON = "+gradloc=on"
 FUSED = "actor_rollout_ref.model.use_fused_kernels=true"
@@ -44,32 +46,24 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("override", REFUSED)
-def test_it_is_refused_before_any_worker_starts(engine_world, model_dir, override):
+def test_it_is_refused_before_any_worker_starts(call, override):
     with pytest.raises(RankError, match=REFUSED[override]):
-        engine_world.run(
-            "tests.adapters.verl09.harness.make_side", overrides=[ON, *override.split()], model_dir=str(model_dir)
-        )
+        call("make_side", [ON, *override.split()])
 
 
 def test_the_installed_verl_is_as_this_adapter_knows_it():
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from gradloc.adapters.verl09.touches import KNOWN, changed_bodies, differences, verl_version\n"
-            "assert verl_version() in KNOWN, verl_version()\n"
-            "assert [differences(who) for who in ('worker', 'trainer', 'replay')] == [[], [], []]\n"
-            "assert changed_bodies() == []",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
+    code = (
+        "from gradloc.adapters.verl09.touches import KNOWN, changed_bodies, differences, verl_version\n"
+        "assert verl_version() in KNOWN, verl_version()\n"
+        "assert [differences(who) for who in ('worker', 'trainer', 'replay')] == [[], [], []]\n"
+        "assert changed_bodies() == []"
     )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_change_in_verl_is_named(engine_world):
-    said = engine_world.run("tests.adapters.verl09.harness.with_a_changed_verl")[0]
+def test_a_change_in_verl_is_named(world):
+    said = world.run(f"{HARNESS}.with_verl")[0]
     assert said == (
         "verl 0.9.1 changed what gradloc hangs on (it knows 0.9.0, 0.9.1): verl.workers.engine.fsdp.transformer_impl:"
         "FSDPEngineWithLMHead.optimizer_step takes (self, closure), expected (self); install one of these, or leave "
@@ -77,22 +71,22 @@ def test_a_change_in_verl_is_named(engine_world):
     )
 
 
-def test_another_verl_is_refused_with_what_fits_it(engine_world):
-    said = engine_world.run("tests.adapters.verl09.harness.with_verl", release="0.8.0")[0]
+def test_another_verl_is_refused_with_what_fits_it(world):
+    said = world.run(f"{HARNESS}.with_verl", release="0.8.0")[0]
     assert said.startswith("gradloc's plug-in is for verl 0.9, found verl 0.8.0: on 0.7.0 and 0.7.1 apply the patch")
 
 
 @pytest.mark.parametrize("release", ["0.9.0", "0.9.7", "0.10.0.dev0", "1.0.0"])
-def test_what_decides_is_what_is_touched_and_not_the_releases_name(engine_world, release):
-    assert engine_world.run("tests.adapters.verl09.harness.with_verl", release=release)[0] == "nothing"
+def test_what_decides_is_what_is_touched_and_not_the_releases_name(world, release):
+    assert world.run(f"{HARNESS}.with_verl", release=release)[0] == "nothing"
 
 
-def test_code_that_does_something_else_is_a_warning_that_names_it(engine_world):
-    said = engine_world.run("tests.adapters.verl09.harness.warned_of_a_changed_body")[0]
+def test_code_that_does_something_else_is_a_warning_that_names_it(world):
+    said = world.run(f"{HARNESS}.warned_of_a_changed_body")[0]
     assert said.startswith("gradloc: verl 0.9.1 changed the code of PPOTrainer._update_actor, which gradloc knows of")
     assert said.count("PPOTrainer.") == 1
 
 
-def test_a_plug_in_that_was_not_loaded_is_missed(engine_world, model_dir):
+def test_a_plug_in_that_was_not_loaded_is_missed(world, model_dir):
     with pytest.raises(RankError, match="gradloc is switched on, and its plug-in was not loaded"):
-        engine_world.run("tests.adapters.verl09.harness.train_without_plug_in", model_dir=str(model_dir))
+        world.run(f"{HARNESS}.train_without_plug_in", model_dir=str(model_dir))

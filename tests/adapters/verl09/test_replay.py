@@ -6,15 +6,14 @@ import shutil
 
 import pytest
 
-from .test_localization import ACTOR, ON, PLANT
-from .test_stock import LAYOUTS
+from .test_localization import ACTOR, LAYOUTS, ON, PLANT
 
 EVIDENCE = [f"{ACTOR}.gradloc.evidence.bundle=full", f"{ACTOR}.gradloc.evidence.checkpoint=before_step"]
 OTHERS = [name for name in LAYOUTS if name not in ("packed", "LoRA")]
 
 
 @pytest.mark.parametrize("layout", ["packed", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
-def test_the_same_event_at_its_weights_gives_the_same_culprits_and_the_same_norm(train, engine_world, layout, tmp_path):
+def test_the_same_event_at_its_weights_gives_the_same_culprits_and_the_same_norm(train, world, layout, tmp_path):
     train([*ON, *LAYOUTS[layout], *EVIDENCE, f"{ACTOR}.gradloc.dump_dir={tmp_path}"], plants=(PLANT,))
     weights = tmp_path / "weights" / "global_step_2"
     for shard in tmp_path.with_name(f"{tmp_path.name}-rank1").glob("weights/global_step_2/actor/*_rank_1.pt"):
@@ -22,7 +21,7 @@ def test_the_same_event_at_its_weights_gives_the_same_culprits_and_the_same_norm
     bundle, *_ = sorted((tmp_path / "events").iterdir())
     out = tmp_path / "out.json"
     argv = [str(bundle), "--model", str(weights), "--json", str(out)]
-    done, other = engine_world.run("tests.adapters.verl09.harness.replay", argv=argv)
+    done, other = world.run("tests.adapters.verl09.harness.replay", argv=argv)
     assert (done["code"], done["err"], other["code"]) == (0, "", 0)
     record, event = json.loads(out.read_text()), json.loads((bundle / "meta.json").read_text())["event"]
     assert (record["verdict"], record["weights"]["verdict"]) == ("same", "same")
@@ -42,26 +41,26 @@ LOPTI = ["algorithm.lopti.enable=true", f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.k
 
 
 @pytest.mark.parametrize("of_loss", [CLIPS, LOPTI], ids=["clips on ratios", "a stage of Lopti's"])
-def test_a_replay_has_the_loss_that_the_run_had(engine_world, of_loss, tmp_path):
+def test_a_replay_has_the_loss_that_the_run_had(world, of_loss, tmp_path):
     events, full = str(tmp_path / "events"), [f"{ACTOR}.spike_detection=True", f"{ACTOR}.gradloc.evidence.bundle=full"]
     given = [*full, f"{ACTOR}.grad_norm_threshold=640", *of_loss]
-    engine_world.run(
+    world.run(
         "tests.replay.scenarios.make_event", plants=[(5, 3, -1e5)], overrides=given, dump_dir=events, rollout_noise=1.0
     )
     (bundle,) = (tmp_path / "events" / "events").iterdir()
-    record, event = replayed(engine_world, bundle, f"{events}-model", tmp_path)
+    record, event = replayed(world, bundle, f"{events}-model", tmp_path)
     assert record["verdict"] == "same"
     assert record["norm"]["replay"] == pytest.approx(event["trigger"]["grad_norm"], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_an_event_with_pictures_is_replayed_with_them(engine_world, tmp_path):
+def test_an_event_with_pictures_is_replayed_with_them(world, tmp_path):
     events = str(tmp_path / "events")
     settings = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=640"]
     settings.append(f"{ACTOR}.gradloc.evidence.bundle=full")
-    engine_world.run("tests.world.models.vision.train", overrides=settings, dump_dir=events, advantage=1e4)
+    world.run("tests.world.models.vision.train", overrides=settings, dump_dir=events, advantage=1e4)
     (bundle,) = (tmp_path / "events" / "events").iterdir()
-    record, event = replayed(engine_world, bundle, f"{events}-model", tmp_path)
+    record, event = replayed(world, bundle, f"{events}-model", tmp_path)
     assert record["verdict"] == "same" and record["weights"]["verdict"] == "same"
     assert record["norm"]["replay"] == pytest.approx(event["trigger"]["grad_norm"], rel=1e-5)
 

@@ -51,7 +51,7 @@ def test_the_parts_add_up_however_the_batch_is_cut_and_whatever_the_loss(world, 
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-@pytest.mark.parametrize("num_before", [0, 2])
+@pytest.mark.parametrize("num_before", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_probability_changes_are_those_of_a_literal_copy_of_model_and_optimizer(world, dump_dir, strategy, num_before):
     for out in world.run(RUN + "updates", overrides=actor(strategy=strategy), dump_dir=dump_dir, num_before=num_before):
         assert out.pop("before") < 1e-5

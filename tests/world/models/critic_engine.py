@@ -25,9 +25,7 @@ BASE = [
 class Trainer(harness.Trainer):
     """One rank's critic, and the trainer that every rank runs alike."""
 
-    @property
-    def engine(self) -> Any:
-        return self.worker.engine
+    engine = property(lambda self: self.worker.engine)
 
     def update(self, batch: Any) -> dict[str, Any]:
         self.trainer.global_steps += 1

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl 0.7's own critic around a tiny model, and the driver's part of one step; runs inside a rank of tests.world."""
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.world.harness import Decoder, asked, hash_weights, make_config, shard
+from tests.world.harness import Decoder, answer_of, asked, hash_weights, make_config, shard
 from tests.world.models.critic import make_critic
 from verl.trainer.ppo import core_algos as losses
 
@@ -36,13 +35,7 @@ def update(overrides: list[str], folder: str, batch: Any) -> dict[str, Any]:
     critic = WatchedCritic(settings, module, optimizer)
 
     def update_critic(sent: Any) -> Any:
-        """What verl's worker group does: deal the rows out, update, bring the metrics together."""
-        metrics = critic.update_critic(sent.chunk(dist.get_world_size())[dist.get_rank()])
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, metrics)
-        output = copy.copy(sent)
-        output.meta_info = {"metrics": {key: [of_rank[key] for of_rank in everyone] for key in everyone[0]}}
-        return output
+        return answer_of(sent, critic.update_critic(sent.chunk(dist.get_world_size())[dist.get_rank()]))
 
     worker = SimpleNamespace(critic=critic)
     group = SimpleNamespace(update_critic=update_critic, execute_with_func_generator=lambda ask: asked(worker, ask))

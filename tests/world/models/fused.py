@@ -64,18 +64,18 @@ def with_liger(scenario: str, **given: Any) -> Any:
 
     module, function = scenario.split(".")
     scenarios, names = import_module(f"tests.world.{module}"), vars(modeling_qwen3)
-    plain, make_trainer, token_gradients = dict(names), scenarios.make_trainer, spikes.token_gradients
+    plain, make_trainer, oracle_of = dict(names), scenarios.make_trainer, spikes.Oracle
 
     def make_with_liger(*args: Any, **settings: Any) -> Any:
         names.update(plain)  # Liger replaces classes, too, and so would build the next model of this process otherwise
         return make_trainer(*args, **settings)
 
-    def of_a_plain_model(trainer: Any, model: torch.nn.Module, batch: Any) -> dict[Any, torch.Tensor]:
+    def of_a_plain_model(trainer: Any, model: torch.nn.Module, batch: Any) -> Any:
         assert "Liger" in type(trainer.module.model.norm).__name__ + str(trainer.module.model.norm)
         with mock.patch.dict(names, plain):
-            return token_gradients(trainer, spikes.make_model(), batch)
+            return oracle_of(trainer, spikes.make_model(), batch)
 
-    oracle = mock.patch.object(spikes, "token_gradients", of_a_plain_model)
+    oracle = mock.patch.object(spikes, "Oracle", of_a_plain_model)
     floats = mock.patch.object(interpreter, "_implicit_cvt", with_floats)
     with mock.patch.dict(names), mock.patch.object(scenarios, "make_trainer", make_with_liger), oracle, floats:
         return getattr(scenarios, function)(**given)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.world.harness import VOCABULARY, has_engine, make_batch, make_trainer, model_config
-from tests.world.oracle import token_gradients
+from tests.world.oracle import Oracle
 from tests.world.spikes import plant
 
 PATCH, FRAMES, MERGE = 4, 2, 2
@@ -101,23 +101,20 @@ def train(overrides: list[str], dump_dir: str, advantage: float, has_oracle: boo
     plant(batch, *PLACE, advantage)
     plain = make_vision_model()
     trainer = make_trainer(SIZE + overrides, dump_dir, model=make_vision_model())
-    oracle = token_gradients(trainer, plain, batch) if has_oracle and dist.get_rank() == 0 else {}
+    oracle = Oracle(trainer, plain, batch) if has_oracle and dist.get_rank() == 0 else None
     events = trainer.update(batch)["events"]
     found = {"weights": trainer.weights_hash(), "rng": torch.get_rng_state().numpy().tobytes()}
-    if not oracle:
+    if oracle is None:
         return found
-    total = sum(oracle.values())
-    culprits = [oracle[_place(culprit)] for event in events for culprit in event["culprits"]]
+    named = [culprit for event in events for culprit in event["culprits"]]
+    culprits, without = [oracle.of(culprit) for culprit in named], oracle.without(named)
+    total = without + sum(culprits)
     return {
         **found,
         "norm": float(total.norm()),
-        "norm_without": float((total - sum(culprits)).norm()),
+        "norm_without": float(without.norm()),
         "shares": [float(g @ total / (total @ total)) for g in culprits],
     }
-
-
-def _place(culprit: dict[str, Any]) -> tuple[int, int, int, int]:
-    return culprit["rank"], culprit["micro_batch"], culprit["micro_batch_row"], culprit["positions"][0]
 
 
 def save_model(folder: str) -> None:

@@ -2,12 +2,9 @@
 """The tests of verl 0.7's actor, run by the same code on TRL's trainer under DDP."""
 
 import importlib.metadata
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.world import World
 
 HERE = Path(__file__).parent
 NOT_HERE = {
@@ -39,25 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, reason in NOT_HERE.items() if item.path.is_relative_to(HERE) else ():
             if name in item.name:
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-@pytest.fixture(scope="session")
-def world(two: World) -> World:
-    """Two ranks under DDP."""
-    return two
-
-
-@pytest.fixture(scope="session")
-def single() -> Iterator[World]:
-    """One rank."""
-    with World(1, preloaded=("trl", "gradloc.trl")) as world:
-        yield world
-
-
-@pytest.fixture(scope="session")
-def unpatched_world(two: World) -> World:
-    """The same: without spike_detection it is TRL's own trainer."""
-    return two
+        if item.path.is_relative_to(HERE) and "recovered[bisect]" in item.name:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.world.harness import make_batch, make_model, make_trainer
-from tests.world.oracle import token_gradients
+from tests.world.oracle import Oracle, Place
 from tests.world.spikes import ON
 
 KINDS = ("three", "eight", "mixture", "pair")
@@ -36,13 +36,13 @@ def search(kind: str, seed: int, mode: str, dtype: str, dump_dir: str) -> dict[s
     settings = [f"{actor}.grad_norm_threshold={_TAU}", f"{actor}.fsdp_config.dtype={dtype}"]
     settings += [f"{actor}.gradloc.action.mode={mode}", f"{actor}.gradloc.action.max_masked_share=0.5"]
     trainer = make_trainer([*ON, *settings], dump_dir)
-    gradients = token_gradients(trainer, make_model(), batch)
+    oracle = Oracle(trainer, make_model(), batch)
     planted: list[tuple[int, int]] = []
 
     def loud(row: int, size: float, position: int | None = None) -> None:
         """One token of the row, with a gradient of so many thresholds."""
         position = draw.randrange(int(lengths[row])) if position is None else position
-        tensors["advantages"][row, position] *= size * threshold / float(gradients[_key(row, position)].norm())
+        tensors["advantages"][row, position] *= size * threshold / float(oracle[_place(row, position)].norm())
         planted.append((row, position))
 
     def signed(size: float) -> float:
@@ -54,7 +54,7 @@ def search(kind: str, seed: int, mode: str, dtype: str, dump_dir: str) -> dict[s
             loud(row, signed(size / 4 * times))
     elif kind == "mixture":
         whole = range(int(lengths[rows[0]]))
-        norm = float(sum(gradients[_key(rows[0], position)] for position in whole).norm())
+        norm = float(sum(oracle[_place(rows[0], position)] for position in whole).norm())
         tensors["advantages"][rows[0]] *= draw.uniform(2, 12) * threshold / norm
         planted += [(rows[0], position) for position in whole]
         loud(rows[1], signed(draw.uniform(1.2, 8)))
@@ -63,7 +63,7 @@ def search(kind: str, seed: int, mode: str, dtype: str, dump_dir: str) -> dict[s
         loud(rows[0], size, position)
         loud(rows[1], -size, position)
         loud(rows[2], 2.0)
-    gradients = token_gradients(trainer, make_model(), batch)
+    oracle = Oracle(trainer, make_model(), batch)
     events = trainer.update(batch)["events"]
     if dist.get_rank() != 0:
         return None
@@ -71,13 +71,13 @@ def search(kind: str, seed: int, mode: str, dtype: str, dump_dir: str) -> dict[s
     named = [(culprit["row"], position) for culprit in event["culprits"] for position in culprit["positions"]]
     return {
         "missed": sorted(set(planted) - set(named)),
-        "weak": [place for place in named if float(gradients[_key(*place)].norm()) < threshold / 10],
+        "weak": [place for place in named if float(oracle[_place(*place)].norm()) < threshold / 10],
         "planted": planted,
         "event": event,
     }
 
 
-def _key(row: int, position: int) -> tuple[int, int, int, int]:
+def _place(row: int, position: int) -> Place:
     """Rank, micro-batch and row in it, position: how the rows are dealt to two ranks."""
     rank, of_rank = divmod(row, _ROWS // 2)
     return rank, of_rank // _PER_MICRO_BATCH, of_rank % _PER_MICRO_BATCH, position

@@ -8,7 +8,16 @@ from tests.adapters.verl07.layouts.plants import KINDS
 MICRO_BATCHES, MAX_STEPS = 2, 4
 
 
-def check(world, dump_dir, kind, seed, mode):
+DEFAULT = {"three": "mask", "eight": "observe", "mixture": "mask", "pair": "observe"}
+CASES = [(kind, mode, 0) for kind, mode in DEFAULT.items()]
+OTHERS = [(kind, mode, seed) for kind in KINDS for mode in ("observe", "mask") for seed in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "seed"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS if case not in CASES)],
+)
+def test_all_that_is_planted_is_named_and_the_spike_explained(world, dump_dir, kind, mode, seed):
     given = {"kind": kind, "seed": seed, "mode": mode, "dtype": "bfloat16", "dump_dir": dump_dir}
     found = world.run("tests.adapters.verl07.layouts.plants.search", **given)[0]
     event = found["event"]
@@ -21,17 +30,3 @@ def check(world, dump_dir, kind, seed, mode):
     assert cost <= 3 * MICRO_BATCHES * MAX_STEPS
     assert not shares["is_trusted"] or abs(shares["closure"] - 1) <= max(0.15, 3 * shares["closure_error"])
     assert event["action"]["taken"] == mode
-
-
-@pytest.mark.parametrize("mode", ["observe", "mask"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_that_is_planted_is_named_and_the_spike_explained(world, dump_dir, kind, mode):
-    check(world, dump_dir, kind, 0, mode)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 20))
-@pytest.mark.parametrize("mode", ["observe", "mask"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_so_it_is_with_other_seeds(world, dump_dir, kind, mode, seed):
-    check(world, dump_dir, kind, seed, mode)

@@ -29,15 +29,9 @@ def test_it_applies_to_the_installed_verl_and_its_own_test_passes(tmp_path):
     shutil.copytree(Path(verl.__file__).parent, tmp_path / "verl", ignore=shutil.ignore_patterns("__pycache__"))
     apply = ["git", "apply", "--exclude=docs/*", "--unidiff-zero", "-"]  # the wheel has no docs
     subprocess.run(apply, input=the_change(), text=True, cwd=tmp_path, check=True)
-    test = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/workers/test_step_callback_on_cpu.py",
-    ]
+    test = "-m pytest -q -p no:cacheprovider tests/workers/test_step_callback_on_cpu.py"
     environ = {**os.environ, "PYTHONPATH": str(tmp_path), "VERL_USE_EXTERNAL_PLUGINS": "none"}
-    done = subprocess.run(test, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *test.split()], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr

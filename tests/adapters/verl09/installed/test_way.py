@@ -48,10 +48,10 @@ def way_of_a_spike(overrides: list[str], model_dir: str, plant: tuple[int, int, 
     return [file for file in seen if not file.startswith(LIBRARIES)]
 
 
-def test_a_spike_passes_through_fifteen_files_of_ours_at_most_which_are_listed(engine_world, model_dir, tmp_path):
+def test_a_spike_passes_through_fifteen_files_of_ours_at_most_which_are_listed(world, model_dir, tmp_path):
     overrides = [*ON, f"{ACTOR}.gradloc.dump_dir={tmp_path}"]
     way = f"{__name__}.{way_of_a_spike.__name__}"
-    found, *_ = engine_world.run(way, overrides=overrides, model_dir=str(model_dir), plant=PLANT)
+    found, *_ = world.run(way, overrides=overrides, model_dir=str(model_dir), plant=PLANT)
     told = CONTRIBUTING.read_text().partition("## The way of a spike")[2].partition("A setting's way")[0]
     assert re.findall(r"^(\S+\.py) ", told, flags=re.M) == found
     assert len(found) <= 15

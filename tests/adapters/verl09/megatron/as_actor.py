@@ -25,13 +25,8 @@ _layout: dict[str, Any] = {}
 class Trainer(harness.Trainer, as_actor.Trainer):
     """One process' worker and trainer, with what the scenarios use."""
 
-    @property
-    def module(self) -> torch.nn.Module:
-        return torch.nn.ModuleList(self.engine.module)
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.engine.optimizer.chained_optimizers[0].optimizer
+    module = property(lambda self: torch.nn.ModuleList(self.engine.module))
+    optimizer = property(lambda self: self.engine.optimizer.chained_optimizers[0].optimizer)
 
 
 def run(scenario: str, dealt_out: dict[str, Any], **given: Any) -> Any:

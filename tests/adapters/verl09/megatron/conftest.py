@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worlds of processes that hold verl's Megatron engine in some layout."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.adapters.verl09.conftest import PRELOADED
 from tests.world import World
 
 from .layouts import LAYOUTS
@@ -34,26 +33,6 @@ class InLayout:
         return {"scenario": scenario, "dealt_out": LAYOUTS[self.layout].settings}
 
 
-def _world(size: int) -> Iterator[World]:
-    with World(size, preloaded=PRELOADED, timeout_s=300) as world:
-        yield world
-
-
-@pytest.fixture(scope="session")
-def one(verl09: None) -> Iterator[World]:
-    yield from _world(1)
-
-
-@pytest.fixture(scope="session")
-def two(verl09: None) -> Iterator[World]:
-    yield from _world(2)
-
-
-@pytest.fixture(scope="session")
-def four(verl09: None) -> Iterator[World]:
-    yield from _world(4)
-
-
 @pytest.fixture
 def layout(request: pytest.FixtureRequest) -> str:
     """The name of one of ``LAYOUTS``."""
@@ -61,9 +40,9 @@ def layout(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def world(request: pytest.FixtureRequest, layout: str) -> InLayout:
+def world(worlds: Callable[..., World], layout: str) -> InLayout:
     """As many processes as the layout has."""
-    return InLayout(request.getfixturevalue({1: "one", 2: "two", 4: "four"}[LAYOUTS[layout].size]), layout)
+    return InLayout(worlds(LAYOUTS[layout].size), layout)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ optimizers and schedules, mbridge, verl's engine, worker and trainer.
 """
 
 import contextlib
-import hashlib
 import io
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from experiments.verl09 import megatron
 from tests.adapters.verl09 import harness
 from tests.adapters.verl09.harness import ACTOR, MODEL
-from tests.world.harness import NUM_PROMPT, make_batch, model_config
+from tests.world.harness import NUM_PROMPT, digest_of, make_batch, model_config
 from tests.world.models.experts import make_experts
 
 MEGATRON = f"{ACTOR}.megatron"
@@ -30,22 +29,13 @@ def settings_of(model_dir: str) -> list[str]:
     return [
         "model_engine=megatron",
         f"{MODEL}.path={model_dir}",
-        f"+{MODEL}.load_tokenizer=false",
         f"+{MODEL}.override_config.attn_implementation=eager",
         f"{MEGATRON}.vanilla_mbridge=true",
         f"{MEGATRON}.use_distributed_optimizer=false",
-        f"{ACTOR}.use_torch_compile=false",
         f"{ACTOR}.use_dynamic_bsz=false",
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
-        f"{ACTOR}.ppo_mini_batch_size=16",
-        f"{ACTOR}.optim.lr=1e-3",
         f"{ACTOR}.optim.total_training_steps=10",
-        "actor_rollout_ref.rollout.name=vllm",  # asked for, and not built
-        "actor_rollout_ref.rollout.n=1",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
-        "trainer.device=cpu",
-        "trainer.project_name=tests",
-        "trainer.experiment_name=harness",
+        *harness.COMMON,
     ]
 
 
@@ -75,7 +65,6 @@ class Trainer(harness.Trainer):
 
     def weights_hash(self) -> str:
         """sha256 over this process' weights and optimizer state."""
-        digest = hashlib.sha256()
         tensors = [part for chunk in self.engine.module for part in chunk.parameters()]
         tensors += [part for chunk in self.engine.module for part in chunk.module.buffers()]
         for leaf in self.engine.optimizer.chained_optimizers:
@@ -83,9 +72,7 @@ class Trainer(harness.Trainer):
             for param in leaf.get_parameters():
                 state = leaf.optimizer.state.get(param, {})
                 tensors += [value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
-        for tensor in tensors:
-            digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        return digest_of(tensors)
 
 
 _groups: dict[Any, Any] = {}

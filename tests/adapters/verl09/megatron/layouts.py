@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a model is dealt out over processes."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -60,7 +61,7 @@ LAYOUTS = {
 """The first are part of the default tests; sequence parallelism goes with TP unless it says otherwise."""
 
 
-def in_layouts(*names: str) -> Any:
-    """Repeat a test for these layouts; those of ``DEFAULT`` and no others by default."""
-    marks = {name: () if name in DEFAULT else (pytest.mark.slow,) for name in names}
+def in_layouts(*names: str, default: Sequence[str] = DEFAULT) -> Any:
+    """Repeat a test for these layouts; by default for those of ``default`` and no others."""
+    marks = {name: () if name in default else (pytest.mark.slow,) for name in names}
     return pytest.mark.parametrize("layout", [pytest.param(name, marks=marks[name]) for name in names], indirect=True)

@@ -18,12 +18,12 @@ PLANTS = [(5, 3, -1e4), (1, 2, 9e3), (11, 5, -8e3), (2, 3, 7e3), (7, 1, -9e3), (
 
 
 @pytest.mark.parametrize("number", [3, *(pytest.param(other, marks=pytest.mark.slow) for other in (1, 8))])
-def test_the_page_says_what_a_search_costs(one, two, tmp_path, number):
+def test_the_page_says_what_a_search_costs(single, worlds, tmp_path, number):
     given = {"plants": PLANTS[:number], "overrides": SETTINGS}
-    one.run("spikes.localize_planted", dump_dir=str(tmp_path / "FSDP"), **given)
+    single.run("spikes.localize_planted", dump_dir=str(tmp_path / "FSDP"), **given)
     slots = {}
     for name in ("TP 2", "PP 2"):
-        slots[name], _ = InLayout(two, name).run("as_actor.slots", dump_dir=str(tmp_path / name), **given)
+        slots[name], _ = InLayout(worlds(2), name).run("as_actor.slots", dump_dir=str(tmp_path / name), **given)
     cost = {}
     for name in ("FSDP", "TP 2", "PP 2"):
         (event,) = read_events(str(tmp_path / name))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A planted token in every layout: named, certified, written; and a run that only looks stays what it was."""
 
-import json
-
 import pytest
+
+from tests.world.events import read_events
 
 from .conftest import HERE
 from .layouts import LAYOUTS, in_layouts
@@ -30,7 +30,7 @@ def test_a_planted_token_is_named_and_the_run_stays_what_it_was(world, layout, t
         assert one["weights"] == other["weights"] and one["rng"] == other["rng"]
     (oracle, *_) = world.run(f"{HERE}.harness.norm_of_transformers", model_dir=folder, dtype=of.dtype)
     assert stock[0]["norms"][0] == pytest.approx(oracle, rel=NORMS[of.dtype])
-    *_, event = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    *_, event = read_events(tmp_path)
     (culprit,), shares = event["culprits"], event["shares"]
     assert (culprit["row"], culprit["positions"]) == (5, [3])
     assert culprit["cause"]["label"] == "extreme_advantage"

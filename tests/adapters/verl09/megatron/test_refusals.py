@@ -38,18 +38,18 @@ IN_THE_ENGINE = {
 
 
 @pytest.mark.parametrize("override", REFUSED)
-def test_it_is_refused_before_any_worker_starts(one, override):
+def test_it_is_refused_before_any_worker_starts(single, override):
     with pytest.raises(RankError, match=REFUSED[override]):
-        one.run(f"{HERE}.harness.make_side", overrides=["+gradloc=on", *override.split()])
+        single.run(f"{HERE}.harness.make_side", overrides=["+gradloc=on", *override.split()])
 
 
 @pytest.mark.parametrize("override", IN_THE_ENGINE)
-def test_what_only_the_engine_knows_is_refused_in_its_first_update(one, override, tmp_path):
+def test_what_only_the_engine_knows_is_refused_in_its_first_update(single, override, tmp_path):
     folder = str(tmp_path / "model")
-    one.run(f"{HERE}.harness.save_model", folder=folder)
+    single.run(f"{HERE}.harness.save_model", folder=folder)
     with pytest.raises(RankError, match=IN_THE_ENGINE[override]):
-        one.run(f"{HERE}.harness.train", overrides=["+gradloc=on", override], model_dir=folder)
+        single.run(f"{HERE}.harness.train", overrides=["+gradloc=on", override], model_dir=folder)
 
 
-def test_the_installed_megatron_is_as_this_adapter_knows_it(one):
-    assert one.run(f"{HERE}.harness.differences") == [[]]
+def test_the_installed_megatron_is_as_this_adapter_knows_it(single):
+    assert single.run(f"{HERE}.harness.differences") == [[]]

@@ -4,5 +4,5 @@
 from tests.benchmarks.test_counts import check
 
 
-def test_an_update_stays_within_the_limits(engine_world, tmp_path):
-    check({"unpatched": engine_world, "on": engine_world}, tmp_path)
+def test_an_update_stays_within_the_limits(world, tmp_path):
+    check({"unpatched": world, "on": world}, tmp_path)
