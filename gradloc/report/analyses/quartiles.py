@@ -5,10 +5,8 @@ from pathlib import Path
 
 from ...record.analysis import QUARTILES, QuartileAnalysis
 from ...record.reading import read
-from .buckets import Found, read_steps
+from .buckets import Found, read_steps, required
 
-FOLDER = "quartile_analysis"
-NOTICEABLE = 0.05
 SPLITS = {"quantile": "four parts of equally many tokens", "range": "quarters of the probabilities"}
 
 
@@ -17,30 +15,23 @@ class Analysis(QuartileAnalysis):
 
     @property
     def has_momentum(self) -> bool:
-        """Whether the optimizer moves the weights noticeably without any gradient."""
+        """Whether without any gradient the optimizer would still move the weights by over 5 % of its step."""
         none, whole = self.updates.get("none"), self.updates.get("all")
-        if none is None or whole is None:
-            return False
-        return none.update_norm > NOTICEABLE * whole.update_norm
+        return none is not None and whole is not None and none.update_norm > 0.05 * whole.update_norm
 
 
 def read_quartiles(path: Path) -> Found:
-    """Read a run's quartile analyses, by step.
-
-    Args:
-        path: the run's folder, or any folder that holds ``quartile_analysis/``.
-
-    Returns:
-        The analyses, and a sentence for each file that could not be read.
+    """Reads the analyses of a run, by step, from any folder that holds ``quartile_analysis/``.
 
     Raises:
         ReportError: when there is none.
     """
-    return read_steps(path, FOLDER, "quartile", _from_record)
+    analyses, notes = read_steps(path, "quartile_analysis", _from_record)
+    return required(analyses, notes, path, "quartile")
 
 
-def _from_record(record: dict) -> tuple[int, Analysis]:
+def _from_record(record: dict) -> Analysis:
     analysis = read(Analysis, record)
     if len(analysis.quartiles) != len(QUARTILES):
         raise ValueError(f"{len(analysis.quartiles)} quartiles")
-    return analysis.global_step, analysis
+    return analysis

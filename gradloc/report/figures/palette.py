@@ -4,7 +4,7 @@
 Orange and blue keep apart for every kind of colour vision, and no meaning rests on colour alone.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,12 @@ LIGHT = Palette(
     spike="#b8500a", calm="#1f64a8", good="#2b6a4d", warn="#a8760a", danger="#b3261e", violet="#6b5b95",
     spike_fill="#f08a24", calm_fill="#569ee6",
 )  # fmt: skip
+"""Of the page by day and of every figure."""
 DARK = Palette(
     paper="#14161a", card="#1b1e23", ink="#e8e6e1", muted="#a2a8b3", line="#2e323a", soft="#444b57",
     spike="#f2a65a", calm="#7db8f0", good="#7fcaa3", warn="#e0b354", danger="#f08a80", violet="#b3a4dc",
     spike_fill="#b85808", calm_fill="#2868b0",
 )  # fmt: skip
-THEME = Palette(*("#" + 3 * f"{index:02x}" for index in range(1, len(fields(Palette)) + 1)))
-"""Stand-ins: what is drawn with these takes the colours of the page's theme; see :mod:`.svg`."""
 
 
 def variables(palette: Palette) -> str:
@@ -54,13 +53,3 @@ def variables(palette: Palette) -> str:
         else:
             made.append(f"--{name}: {colour};")
     return " ".join(made)
-
-
-def stand_ins() -> dict[str, str]:
-    """What each colour of :data:`THEME` becomes on the page."""
-    made = {}
-    for field in fields(Palette):
-        name = field.name
-        is_fill = name.endswith("_fill")
-        made[getattr(THEME, name)] = f"rgb(var(--{name[:-5]}-rgb))" if is_fill else f"var(--{name})"
-    return made

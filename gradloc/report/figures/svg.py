@@ -6,38 +6,41 @@ with nobody's, and it needs no inline style, which the page's security policy fo
 import io
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import asdict
 
 from matplotlib.figure import Figure
 
-from .palette import stand_ins
+from .palette import LIGHT
 
-COLOURS = stand_ins()
+COLOURS = {colour: f"var(--{name})" for name, colour in asdict(LIGHT).items() if not name.endswith("_fill")}
 SVG = "http://www.w3.org/2000/svg"
 XLINK = "http://www.w3.org/1999/xlink"
 ET.register_namespace("", SVG)
 ET.register_namespace("xlink", XLINK)
 
 
-def to_svg(figure: Figure, name: str, title: str) -> str:
-    """The figure as an ``<svg>`` element.
-
-    Args:
-        figure: drawn with the palette THEME.
-        name: prefix of every id inside, unique on the page.
-        title: what the picture shows, for those who do not see it.
-
-    Returns:
-        The same bytes for the same figure: no date, no random ids.
-    """
+def draw(figure: Figure, **options) -> str:
+    """The figure as an SVG file, the same bytes each time: no date, no random ids."""
     import matplotlib
 
-    sink = io.BytesIO()
+    sink = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gradloc"}):
-        figure.savefig(sink, format="svg", transparent=True, metadata={"Date": None})
-    root = ET.fromstring(sink.getvalue())
+        figure.savefig(sink, format="svg", metadata={"Date": None}, **options)
+    return sink.getvalue()
+
+
+def to_svg(figure: Figure, name: str, title: str) -> str:
+    """The figure as an ``<svg>`` element that takes the colours of the page's theme.
+
+    Args:
+        figure: drawn in LIGHT's colours.
+        name: prefix of every id inside, unique on the page.
+        title: what the picture shows, for those who do not see it.
+    """
+    root = ET.fromstring(draw(figure, transparent=True).encode("utf-8"))
     _strip(root)
     for element in list(root.iter()):
-        _plain(element, name)
+        _rewrite(element, name)
     root.set("role", "img")
     root.set("aria-label", title)
     for key in ("height", "version"):
@@ -47,7 +50,7 @@ def to_svg(figure: Figure, name: str, title: str) -> str:
 
 
 def _strip(root: ET.Element) -> None:
-    """Take out metadata, matplotlib's page-wide style rule, and groups with nothing in them."""
+    """Takes out metadata, matplotlib's page-wide style rule, and groups with nothing in them."""
     for parent in list(root.iter())[::-1]:
         for child in list(parent):
             is_empty = child.tag == f"{{{SVG}}}g" and not len(child)
@@ -55,8 +58,8 @@ def _strip(root: ET.Element) -> None:
                 parent.remove(child)
 
 
-def _plain(element: ET.Element, name: str) -> None:
-    """Turn inline style into attributes, prefix ids, and put theme colours in."""
+def _rewrite(element: ET.Element, name: str) -> None:
+    """Turns inline style into attributes, prefixes ids, and puts theme colours in."""
     for declaration in element.attrib.pop("style", "").split(";"):
         key, _, value = (part.strip() for part in declaration.partition(":"))
         if key == "font":
@@ -67,13 +70,10 @@ def _plain(element: ET.Element, name: str) -> None:
         elif key:
             element.set(key, value)
     element.attrib.pop("font-family", None)  # the page's own
-    if element.tag == f"{{{SVG}}}a":
-        target = element.get(f"{{{XLINK}}}href", "")
-        element.set("aria-label", target.removeprefix("#").replace("-", " ", 1))
     for key, value in list(element.attrib.items()):
         if key == "id":
             element.set(key, f"{name}-{value}")
-        elif key == f"{{{XLINK}}}href" and value.startswith("#") and element.tag == f"{{{SVG}}}use":
+        elif key == f"{{{XLINK}}}href" and value.startswith("#"):
             element.set(key, f"#{name}-{value[1:]}")
         elif value.startswith("url(#"):
             element.set(key, f"url(#{name}-{value[5:]}")

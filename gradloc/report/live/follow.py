@@ -4,7 +4,8 @@
 from pathlib import Path
 
 from ..errors import ReportError
-from ..runs.run import RunFolder, files_of, read_run
+from ..logs import files_of
+from ..runs.run import RunFolder, read_run
 
 
 class Follower:
@@ -13,20 +14,20 @@ class Follower:
     def __init__(self, path: Path, metrics_path: Path | None = None):
         self.path = path
         self.version = 0
-        """Counts the times that something new was read."""
+        """Counts how often something new was read."""
         self.run: RunFolder | None = None
         """None until there is an event or a metric."""
         self.waiting = f"{path} is not there yet."
         """Why there is nothing to show, in a sentence."""
         self._metrics_path = metrics_path
-        self._seen: list[tuple[str, int, int]] | None = None
+        self._seen: list[tuple[Path, int, int]] | None = None
 
     def poll(self) -> bool:
-        """Read the run if a file of it has changed; returns whether there is something new to show."""
-        found = self._stamps()
-        if found == self._seen:
+        """Reads the run if a file of it has changed; returns whether there is something new to show."""
+        stamps = self._stamps()
+        if stamps == self._seen:
             return False
-        self._seen = found
+        self._seen = stamps
         try:
             self.run = read_run(self.path, self._metrics_path)
         except (ReportError, OSError) as error:  # an empty folder, or a file that just went away
@@ -35,14 +36,13 @@ class Follower:
         self.version += 1
         return True
 
-    def _stamps(self) -> list[tuple[str, int, int]]:
+    def _stamps(self) -> list[tuple[Path, int, int]]:
         """Name, size and time of every file that could hold events or metrics."""
         stamps = []
-        named = [path for path in (self.path, self._metrics_path) if path is not None and path.is_file()]
-        for file in [*files_of(self.path), *named]:
+        for file in [*files_of(self.path, depth=3), self.path, *filter(None, [self._metrics_path])]:
             try:
                 status = file.stat()
             except OSError:
                 continue
-            stamps.append((str(file), status.st_size, status.st_mtime_ns))
+            stamps.append((file, status.st_size, status.st_mtime_ns))
         return stamps

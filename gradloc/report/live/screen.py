@@ -15,7 +15,7 @@ from ..pages.charts import THRESHOLD
 from ..pages.curve import curve
 from ..runs.diagnosis import diagnose
 from ..runs.health import RunHealth, judge
-from ..runs.metrics import MAX, MEAN, Metrics
+from ..runs.metrics import MAX, MEAN
 from ..runs.run import RunFolder
 from ..runs.trigger import Judged
 from .follow import Follower
@@ -26,83 +26,60 @@ STYLES = {"healthy": "green", "warning": "yellow", "danger": "bold red"}
 
 
 def view(follower: Follower, width: int) -> Group:
-    """The whole view.
-
-    Args:
-        follower: what was read last.
-        width: columns of the terminal.
-    """
+    """The whole view of what was read last, for a terminal of so many columns."""
     run = follower.run
     if run is None:
         return Group(Text(f"Waiting: {one_line(follower.waiting)}", style="dim"))
     health = judge(run.metrics)
-    parts = [_head(run, health)]
-    if run.metrics:
-        parts += _curve(run.metrics, run.events, width)
-    if health:
-        parts += _health(health)
+    parts = [_head(run, health), *_curve(run, max(width - 12, 20))]
+    for reason in health.verdicts[-1].reasons if health else ():  # what is wrong at the last step
+        name = (reason.name.replace("_", " "), STYLES[reason.state])
+        parts.append(Text.assemble(name, f": {reason.sentence}"))
     parts.append(Text())
-    parts.append(_events(run.events) if run.events else _without_events(run))
     if run.events:
+        parts.append(_events(run.events))
         parts.append(Text(run.show_command(run.events[-1].event_id), style="cyan"))
+    elif run.runs:  # GradLoc may have been off: what the log says
+        diagnosis = diagnose(run.runs[0])
+        parts.append(Text(one_line(diagnosis.headline), style="bold red" if diagnosis.worst else "green"))
+    else:
+        parts.append(Text("No spike so far.", style="green"))
     parts += [Text(one_line(note), style="yellow") for note in run.notes[-3:]]
     parts.append(Text("Ctrl-C ends.", style="dim"))
     return Group(*parts)
 
 
 def news(run: RunFolder, known: set[str]) -> list[str]:
-    """A line for each event that is not known yet; they are known then."""
-    lines = []
-    for event in run.events:
-        if event.event_id not in known:
-            known.add(event.event_id)
-            lines.append(f"{headline(event)}: {_change(event)}")
-    return lines
+    """A line for each event that is not in ``known``; adds them to it."""
+    new = [event for event in run.events if event.event_id not in known]
+    known.update(event.event_id for event in new)
+    return [f"{headline(event)}: {_change(event)}" for event in new]
 
 
 def _head(run: RunFolder, health: RunHealth) -> Text:
     line = Text(one_line(run.name), style="bold")
-    if run.metrics:
-        line.append(f"  step {run.metrics.steps[-1]:,}", style="not bold")
-        norm = _last(run.metrics, MAX) or _last(run.metrics, MEAN)
-        line.append(f"  norm {number(norm, 3)}", style="not bold")
-    threshold = _last(run.metrics, THRESHOLD) if run.metrics else None
+    norm, threshold = _last(run, MAX) or _last(run, MEAN), _last(run, THRESHOLD)
     if threshold is None and run.events:
         threshold = run.events[-1].trigger.threshold
+    if run.metrics:
+        line.append(f"  step {run.metrics.steps[-1]:,}  norm {number(norm, 3)}", style="not bold")
     if threshold is not None:
         line.append(f"  threshold {number(threshold, 3)}", style="not bold")
     if health:
-        line.append("  ")
-        line.append(health.state, style=STYLES[health.state])
+        line.append("  ").append(health.state, style=STYLES[health.state])
     return line
 
 
-def _last(metrics: Metrics, name: str) -> float | None:
-    return next((value for value in reversed(metrics.get(name)) if value is not None), None)
+def _last(run: RunFolder, name: str) -> float | None:
+    return next((value for value in reversed(run.metrics.get(name)) if value is not None), None)
 
 
-def _curve(metrics: Metrics, events: list[Event], width: int) -> list[Text]:
+def _curve(run: RunFolder, width: int) -> list[Text]:
     """Norm and threshold of the last steps, those with an event marked."""
-    spiked, room = {event.step.global_step for event in events}, max(width - 12, 20)
+    metrics, spiked = run.metrics, {event.step.global_step for event in run.events}
     logged = zip(metrics.steps, metrics.get(metrics.norm or MEAN), metrics.get(THRESHOLD), strict=True)
     judged = [Judged(step, norm, limit, step in spiked) for step, norm, limit in logged if norm is not None]
-    return curve([judged[-room:]], room)
-
-
-def _health(health: RunHealth) -> list[Text]:
-    """What is wrong at the last step."""
-    return [
-        Text.assemble((reason.name.replace("_", " "), STYLES[reason.state]), f": {reason.sentence}")
-        for reason in health.verdicts[-1].reasons
-    ]
-
-
-def _without_events(run: RunFolder) -> Text:
-    """What the log says where GradLoc wrote nothing: it may have been off."""
-    if not run.log:
-        return Text("No spike so far.", style="green")
-    found = diagnose(run.log.runs[0])
-    return Text(one_line(found.headline), style="bold red" if found.worst else "green")
+    return curve([judged[-width:]], width)
 
 
 def _events(events: list[Event]) -> Table:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from ..analyses.buckets import read_analyses
 from ..errors import ReportError
-from ..figures.palette import THEME
 
 MAX_STEPS = 6
 """Analysed steps that the page draws, the latest ones."""
@@ -30,13 +29,12 @@ def sections(path: Path) -> tuple[list[tuple[str, list[tuple[str, str]]]], int]:
     from ..figures.buckets import FIGURES  # matplotlib takes a second to import, and few runs need it
     from ..figures.svg import to_svg
 
-    shown = list(analyses.values())[: -MAX_STEPS - 1 : -1]
     made = []
-    for analysis in shown:
+    for analysis in list(analyses.values())[: -MAX_STEPS - 1 : -1]:
         figures = [
-            (title, to_svg(FIGURES[name](analysis, THEME), f"b{analysis.step}-{name}", title))
+            (title, to_svg(FIGURES[name](analysis), f"b{analysis.step}-{name}", title))
             for name, title in TITLES.items()
         ]
         rows = analysis.get("all", "sample_count")
         made.append((f"Step {analysis.step}: {len(analysis.buckets)} buckets of {rows:.0f} rows", figures))
-    return made, len(analyses) - len(shown)
+    return made, len(analyses) - len(made)

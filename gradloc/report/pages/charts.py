@@ -29,6 +29,7 @@ BELOW = {
 """Panels under the norm, and the metrics that can fill each: the first that the run has and that is not always 0."""
 
 Chart = dict[str, Any]
+Points = list[tuple[int, float]]
 
 
 def run_chart(run: RunFolder, health: RunHealth) -> Chart | None:
@@ -37,16 +38,16 @@ def run_chart(run: RunFolder, health: RunHealth) -> Chart | None:
     if not metrics and not events:
         return None
     lines = []
-    if metrics.finite(MAX) and metrics.get(MAX) != metrics.get(MEAN):
-        lines.append(_line(metrics, MAX, "largest of the step", "spike"))
-    lines.append(_line(metrics, MEAN, "mean of the step", "calm"))
-    lines.append(_threshold(metrics, events))
+    if metrics.get(MAX) != metrics.get(MEAN):
+        lines += _line(metrics.known(MAX), "largest of the step", "spike")
+    lines += _line(metrics.known(MEAN), "mean of the step", "calm")
+    lines += _line(metrics.known(THRESHOLD) or _threshold(metrics, events), "threshold", "limit")
     lines += _others(run)
-    panels = [{"title": "gradient norm", "is_log": True, "lines": [line for line in lines if line]}]
+    panels = [{"title": "gradient norm", "is_log": True, "lines": lines}]
     for title, names in BELOW.items():
         name = next((name for name in names if any(metrics.finite(name))), None)
         if name is not None:
-            panels.append({"title": title, "is_log": False, "lines": [_line(metrics, name, name, "calm")]})
+            panels.append({"title": title, "is_log": False, "lines": _line(metrics.known(name), name, "calm")})
     spans = health.spans(SPANS) if health else []
     return {
         "panels": panels,
@@ -55,18 +56,19 @@ def run_chart(run: RunFolder, health: RunHealth) -> Chart | None:
     }
 
 
-def _others(run: RunFolder) -> list[Chart | None]:
+def _others(run: RunFolder) -> list[Chart]:
     """The norms that the run's own hide: what a resume overwrote, and other runs of the same log."""
-    if not run.log or run.events:
+    if not run.runs or run.events:
         return []
-    first, *others = run.log.runs
+    first, *others = run.runs
     lines = []
     for segment, lost in first.overwritten:
-        at = segment.metrics.steps.index(lost[0])
-        part = Metrics(steps=lost, series={MEAN: segment.metrics.get(segment.metrics.norm or MEAN)[at:]})
-        lines.append(_line(part, MEAN, f"overwritten, from step {lost[0]}", "spike"))
+        norms = segment.metrics.known(segment.metrics.norm or MEAN)
+        part = [(step, norm) for step, norm in norms if step >= lost[0]]
+        lines += _line(part, f"overwritten, from step {lost[0]}", "spike")
     for other in others[:OTHERS]:
-        lines.append(_line(other.metrics, other.metrics.norm or MEAN, one_line(other.name, 40), "calm"))
+        metrics = other.metrics
+        lines += _line(metrics.known(metrics.norm or MEAN), one_line(other.name, 40), "calm")
     return lines
 
 
@@ -74,50 +76,47 @@ def comparison_chart(runs: Sequence[RunFolder], found: Comparison) -> Chart | No
     """The gradient norms of two runs in one picture; None when neither has metrics."""
     lines = []
     for name, run, kind in zip(found.names, runs, ("calm", "spike"), strict=True):
-        metric = MAX if run.metrics.finite(MAX) else MEAN
-        lines.append(_line(run.metrics, metric, one_line(name, 60, keep="end"), kind))
-    panel = {"title": "gradient norm", "is_log": True, "lines": [line for line in lines if line]}
-    return {"panels": [panel], "marks": [], "bands": []} if panel["lines"] else None
+        norms = run.metrics.known(MAX) or run.metrics.known(MEAN)
+        lines += _line(norms, one_line(name, 60, keep="end"), kind)
+    panel = {"title": "gradient norm", "is_log": True, "lines": lines}
+    return {"panels": [panel], "marks": [], "bands": []} if lines else None
 
 
-def _line(metrics: Metrics, name: str, label: str, kind: str) -> Chart | None:
-    known = metrics.known(name)
-    if not known:
-        return None
-    steps, found = thin([step for step, _ in known], [value for _, value in known])
-    return {"label": label, "kind": kind, "x": steps, "y": [float(f"{value:.4g}") for value in found]}
+def _line(points: Points, label: str, kind: str) -> list[Chart]:
+    """One line of a panel; none without points."""
+    points = thin(points)
+    y = [float(f"{value:.4g}") for _, value in points]
+    return [{"label": label, "kind": kind, "x": [step for step, _ in points], "y": y}] if points else []
 
 
-def thin(steps: list[int], found: list[float], points: int = POINTS) -> tuple[list[int], list[float]]:
+def thin(points: Points, most: int = POINTS) -> Points:
     """At most so many points; the lowest and highest of each bin stay.
 
-    >>> thin([1, 2, 3, 4], [0.0, 9.0, 1.0, 1.0], 2)
-    ([1, 2], [0.0, 9.0])
+    >>> thin([(1, 0.0), (2, 9.0), (3, 1.0), (4, 1.0)], 2)
+    [(1, 0.0), (2, 9.0)]
     """
-    if len(steps) <= points:
-        return steps, found
-    size = math.ceil(2 * len(steps) / points)
-    keep: list[int] = []
-    for start in range(0, len(steps), size):
-        members = range(start, min(start + size, len(steps)))
-        keep += sorted({min(members, key=found.__getitem__), max(members, key=found.__getitem__)})
-    return [steps[i] for i in keep], [found[i] for i in keep]
+    if len(points) <= most:
+        return points
+    size = math.ceil(2 * len(points) / most)
+    kept: Points = []
+    for start in range(0, len(points), size):
+        members = points[start : start + size]
+        kept += sorted({min(members, key=lambda point: point[1]), max(members, key=lambda point: point[1])})
+    return kept
 
 
-def _threshold(metrics: Metrics, events: list[Event]) -> Chart | None:
-    """The threshold at every step where the run logged it, else as far as the events know it."""
-    logged = _line(metrics, THRESHOLD, "threshold", "limit")
-    if logged:
-        return logged
-    known = {e.step.global_step: e.trigger.threshold for e in events if e.trigger.threshold is not None}
-    known = {step: value for step, value in known.items() if math.isfinite(value)}
-    if not known:
-        return None
-    steps = sorted(known)
-    ends = (min([steps[0], *metrics.steps[:1]]), max([steps[-1], *metrics.steps[-1:]]))
-    x = [ends[0], *steps, ends[1]]
-    y = [known[steps[0]], *(known[step] for step in steps), known[steps[-1]]]
-    return {"label": "threshold", "kind": "limit", "x": x, "y": [float(f"{value:.4g}") for value in y]}
+def _threshold(metrics: Metrics, events: list[Event]) -> Points:
+    """The threshold as far as the events know it, from the run's first step to its last."""
+    known = {
+        event.step.global_step: event.trigger.threshold
+        for event in events
+        if event.trigger.threshold is not None and math.isfinite(event.trigger.threshold)
+    }
+    points = sorted(known.items())
+    if not points:
+        return []
+    (first, low), (last, high) = points[0], points[-1]
+    return [(min([first, *metrics.steps[:1]]), low), *points, (max([last, *metrics.steps[-1:]]), high)]
 
 
 def _marks(events: list[Event]) -> list[list[Any]]:

@@ -22,10 +22,8 @@ def curve(segments: Sequence[Sequence[Judged]], width: int) -> list[Text]:
     """
     latest = {step.step: id(step) for steps in segments for step in steps}
     judged = sorted((step for steps in segments for step in steps), key=lambda step: step.step)
-    if not judged:
-        return []
     size = -(-len(judged) // width)
-    columns = [judged[at : at + size] for at in range(0, len(judged), size)]
+    columns = [judged[at : at + size] for at in range(0, len(judged), size or 1)]
     tops = [max((j for j in column if 0 < j.norm < math.inf), key=lambda j: j.norm, default=None) for column in columns]
     norms = [None if top is None else math.log(top.norm) for top in tops]
     limits = [min((math.log(j.threshold) for j in column if j.threshold), default=None) for column in columns]

@@ -31,8 +31,8 @@ from ..runs.diagnosis import diagnose
 from ..runs.health import judge, ranges
 from ..runs.run import RunFolder
 from . import analyses, charts
-from .eventview import EventView, culprit_count, full_view, severity
-from .issue import issue
+from .eventview import EventView, culprit_count, severity
+from .exports import issue
 from .rows import rows
 
 INLINE = 10
@@ -58,28 +58,32 @@ def render(run: RunFolder, events: list[Event] | None = None) -> str:
     is_inline = len(chosen) <= INLINE
     worst = sorted(chosen, key=severity, reverse=True)[:DETAILED]
     size = BUDGET["one" if len(chosen) == 1 else "many"] // tokens.BYTES_PER_TOKEN
-    budget = size // max(len(worst), 1)
     shown = SHOWN_TOKENS // max(len(chosen), 1) if is_inline else SHOWN_TOKENS // 4
     views: dict[str, EventView] = {}
     payload: dict[str, Any] = {}
     for event in worst:
-        view, note = full_view(event, run, budget, shown)
-        if note:
-            run.notes.append(note)
-        views[event.event_id] = view
+        views[event.event_id] = view = EventView(event, run)
+        view.add_tokens(size // len(worst), shown)
+        run.notes += [view.token_note] if view.token_note else []
         payload[event.event_id] = {
-            "issue": issue(view, run),
+            "issue": issue(view),
             "s": [tokens.payload(s, i, view.shades) for i, s in enumerate(view.sequences)],
         }
     in_order = [views[event.event_id] for event in chosen if event.event_id in views]
     packed = {} if is_inline else {name: _packed(view, payload.pop(name)) for name, view in views.items()}
     health = judge(run.metrics)
-    diagnosis = diagnose(run.log.runs[0], near=run.path) if run.log and not chosen else None
+    diagnosis = diagnose(run.runs[0], near=run.path) if run.runs and not chosen else None
     if diagnosis:
         run.notes += diagnosis.limits
     chart = charts.run_chart(run, health)
     return fill(
         "report.html",
+        {
+            "labels": tokens.LABELS,
+            "events": payload,
+            "rows": rows(chosen, run, set(views)) if len(chosen) > 1 else [],
+            "charts": {"run": chart},
+        },
         run=run,
         lead=views[worst[0].event_id] if worst else None,
         views=in_order if is_inline else [],
@@ -92,12 +96,6 @@ def render(run: RunFolder, events: list[Event] | None = None) -> str:
         diagnosis=diagnosis,
         analyses=analyses.sections(run.path),
         show=run.show_command("ID"),
-        payload={
-            "labels": tokens.LABELS,
-            "events": payload,
-            "rows": rows(chosen, run, set(views)) if len(chosen) > 1 else [],
-            "charts": {"run": chart},
-        },
     )
 
 
@@ -113,21 +111,20 @@ def render_comparison(runs: list[RunFolder], found: Comparison, notes: list[str]
     """The page of two runs side by side."""
     chart = charts.comparison_chart(runs, found)
     payload = {"labels": {}, "events": {}, "rows": [], "charts": {"run": chart}}
-    return fill("compare.html", found=found, notes=notes, chart=chart, payload=payload)
+    return fill("compare.html", payload, found=found, notes=notes, chart=chart)
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
     """The run in a few numbers."""
     made = [("events", number(len(run.events)))]
-    explained = sum(event.certificate.verdict == "explained" for event in run.events)
     if run.events:
+        explained = sum(event.certificate.verdict == "explained" for event in run.events)
         made.append(("explained", f"{number(explained)} of {number(len(run.events))}"))
         causes = [label for label in map(cause_of, run.events) if label]
         if causes:
-            common = max(sorted(set(causes)), key=causes.count)
-            made.append(("commonest cause", spoken(common)))
-        spent = [e.search.seconds for e in run.events if e.search.seconds is not None]
-        made.append(("spent searching", f"{number(sum(spent), 3)} s"))
+            made.append(("commonest cause", spoken(max(sorted(set(causes)), key=causes.count))))
+        spent = sum(e.search.seconds for e in run.events if e.search.seconds is not None)
+        made.append(("spent searching", f"{number(spent, 3)} s"))
     if run.metrics:
         made.append(("steps", number(len(run.metrics.steps))))
         if norms := run.metrics.norms:
@@ -158,7 +155,8 @@ def fill(template: str, payload: dict[str, Any], **context: Any) -> str:
         payload: what the page's script reads.
         context: what the template names.
     """
-    style = _style()
+    style = _asset("uPlot.min.css") + "\n" + _asset("report.css")
+    style = style.replace("/* LIGHT */", variables(LIGHT)).replace("/* DARK */", variables(DARK))
     parts = "".join(_asset(f"{name}.js") for name in SCRIPTS)
     library = f"/*\n{_asset('uPlot.LICENSE')}*/\n{_asset('uPlot.iife.min.js')}" if payload["charts"].get("run") else ""
     script = f'"use strict";\n{library}{{\n{parts}}}\n'  # the block keeps its names from the window's
@@ -181,14 +179,6 @@ def _level(view: EventView, sequence: int, position: int) -> str:
 def breakable(line: str) -> Markup:
     """A config line that may break after each name."""
     return escape(line).replace(".", Markup(".<wbr>"))
-
-
-def _style() -> str:
-    """The style sheet, with the palette's two themes put in."""
-    sheet = _asset("uPlot.min.css") + "\n" + _asset("report.css")
-    for name, palette in (("LIGHT", LIGHT), ("DARK", DARK)):
-        sheet = sheet.replace(f"/* {name} */", variables(palette))
-    return sheet
 
 
 def _asset(name: str) -> str:

@@ -20,22 +20,16 @@ WORDS = 400
 
 
 def rows(events: list[Event], run: RunFolder, carried: set[str]) -> list[dict[str, Any]]:
-    """One record per event, in the order given.
-
-    Args:
-        events: those to list.
-        run: theirs.
-        carried: the names of the events that the page holds whole.
-    """
-    return [_row(event, run, event.event_id in carried) for event in events]
+    """One record per event, in the order given; ``carried`` names the events that the page holds whole."""
+    return [_row(event) | ({} if event.event_id in carried else _outline(event, run)) for event in events]
 
 
-def _row(event: Event, run: RunFolder, is_carried: bool) -> dict[str, Any]:
+def _row(event: Event) -> dict[str, Any]:
     norm, excess = event.trigger.grad_norm, times(event.trigger.grad_norm, event.trigger.threshold)
     first = leader(event.culprits)
     tokens = " ".join(dict.fromkeys(one_line(c.text, 24) for c in event.culprits))
     mini = f".{event.step.mini_batch}" if event.step.mini_batch else ""
-    made = {
+    return {
         "id": event.event_id,
         "step": f"{event.step.global_step}{mini}",
         "norm": number(norm),
@@ -49,9 +43,11 @@ def _row(event: Event, run: RunFolder, is_carried: bool) -> dict[str, Any]:
         "action": event.action.taken,
         "words": tokens[:WORDS],
     }
-    if is_carried:
-        return made
-    return made | {
+
+
+def _outline(event: Event, run: RunFolder) -> dict[str, str]:
+    first = leader(event.culprits)
+    return {
         "headline": headline(event),
         "before": visible((first and first.text_before) or "")[-100:],
         "marked": visible(first.text)[:60] if first else "",
