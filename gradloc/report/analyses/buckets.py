@@ -74,14 +74,7 @@ def from_metrics(step: int, row: dict[str, float]) -> Analysis | None:
 
 
 def read_analyses(path: Path) -> Found:
-    """Reads a run's analyses, by step.
-
-    Args:
-        path: the run's folder, or any folder that holds ``gradient_analysis/`` or metrics.
-
-    Raises:
-        ReportError: when there is none.
-    """
+    """The analyses in a run's folder, by step; raises ReportError when there is none."""
     analyses, notes = read_steps(path, FOLDER, _from_record)
     if not analyses:
         analyses, more = _from_logs(path)

@@ -21,11 +21,7 @@ class Analysis(QuartileAnalysis):
 
 
 def read_quartiles(path: Path) -> Found:
-    """Reads the analyses of a run, by step, from any folder that holds ``quartile_analysis/``.
-
-    Raises:
-        ReportError: when there is none.
-    """
+    """The analyses in a run's folder, by step; raises ReportError when there is none."""
     analyses, notes = read_steps(path, "quartile_analysis", _from_record)
     return required(analyses, notes, path, "quartile")
 

@@ -25,9 +25,6 @@ def read_wandb(
 
     Returns:
         The analyses by step, notes, and a folder name: ``<run name>_<run id>``.
-
-    Raises:
-        ReportError: without the wandb package, or when the run cannot be read or has no analysis.
     """
     if len(path.strip("/").split("/")) != 3:
         raise ReportError(f"--wandb-path {path} must be ENTITY/PROJECT/RUN_ID.")

@@ -14,7 +14,6 @@ from ...words.text import one_line, plural
 from .. import output
 from ..errors import ReportError
 from ..pages import terminal
-from ..pages.curve import curve
 from ..runs.diagnosis import Diagnosis, diagnose
 from ..runs.run import read_run
 from ..runs.trigger import require_norm, settings_of
@@ -105,7 +104,7 @@ def _print(console: Console, name: str, found: Diagnosis) -> None:
     judged = [j for steps in found.judged for j in steps]
     spikes = [j for j in judged if j.spike]
     console.print(name, style="bold")
-    for line in curve(found.judged, max(console.width - 12, 20)):
+    for line in terminal.curve(found.judged, max(console.width - 12, 20)):
         console.print(line)
     console.print(f"{plural(len(spikes), 'step')} of {len(judged)} flagged ({percent(len(spikes) / len(judged))}).")
     for j in judged:

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.live import Live
 
 from ..errors import ReportError
-from ..live.follow import Follower
-from ..live.screen import news, view
+from ..live.follow import Follower, news, view
 from ..pages import terminal
 
 EPILOG = """\

@@ -58,14 +58,14 @@ Placed = tuple[Path, Recording]
 
 
 def read(paths: Sequence[Path], metric: str | None = None) -> tuple[list[LoggedRun], list[str]]:
-    """The runs in files, folders, or standard input (``-``), and what the reading came upon, in sentences.
+    """The runs in files, folders, or standard input (``-``), and notes on what could not be read.
 
     Args:
         paths: at least one.
         metric: the one that holds the gradient norms; None: the one that looks like it.
 
     Raises:
-        ReportError: when there is no run; one sentence, with what to do.
+        ReportError: when there is no run.
     """
     chains: dict[tuple, list[Recording]] = {}
     notes: list[str] = []
@@ -110,11 +110,7 @@ def check(path: Path) -> None:
 
 
 def read_file(path: Path, name: str | None = None) -> list[Recording]:
-    """The runs of one file, by the first format that fits and finds one.
-
-    Raises:
-        ReportError: where there is none; one sentence, with what to do.
-    """
+    """The runs of one file, by the first format that fits and finds one; raises ReportError where there is none."""
     name, notes = name or path.name, []
     if not path.stat().st_size:
         raise ReportError(f"{name} is empty: name a log with at least one training step.")

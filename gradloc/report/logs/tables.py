@@ -28,11 +28,7 @@ def is_table(source: Source) -> bool:
 
 
 def read_table(source: Source) -> list[Recording]:
-    """The runs of a table.
-
-    Raises:
-        ReportError: when no column says the step and none looks like a gradient norm; names the columns.
-    """
+    """The runs of a table; raises ReportError where no column has the step or a gradient norm."""
     lines = (line for line in source.lines() if line.strip() and not line.startswith("sep="))
     first = next(lines, "").lstrip("\ufeff")
     delimiter = _delimiter([first]) or ","

@@ -14,6 +14,7 @@ import json
 import zlib
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,16 +25,17 @@ from ...record import Event
 from ...words.numbers import bounded, number, percent
 from ...words.story import cause_of
 from ...words.text import one_line, plural, spoken, visible
+from ..analyses.buckets import read_analyses
+from ..errors import ReportError
 from ..figures.palette import DARK, LIGHT, variables
 from ..runs import tokens
 from ..runs.comparison import Comparison
 from ..runs.diagnosis import diagnose
 from ..runs.health import judge, ranges
 from ..runs.run import RunFolder
-from . import analyses, charts
+from . import script_data
 from .eventview import EventView, culprit_count, severity
 from .exports import issue
-from .rows import rows
 
 INLINE = 10
 """Up to so many events stand one below the other; of more, one is open at a time."""
@@ -43,6 +45,16 @@ SHOWN_TOKENS = 4000
 """Tokens that the page shows before anything is unfolded."""
 BUDGET = {"one": 6_000_000, "many": 1_100_000}
 """Bytes of token arrays in a page of one event, and of several."""
+ANALYSES = 6
+"""Gradient analyses that the page draws, the latest ones."""
+FIGURES = {
+    "summary": "Summary",
+    "plots": "Each bucket on its own",
+    "loss_plots": "Losses",
+    "reward_std": "Reward deviation",
+    "normed_grads": "Per sample and per token",
+}
+"""Titles of a gradient analysis's figures."""
 SCRIPTS = ("base", "chart", "tokens", "events", "keys")
 """Parts of the one script, in order."""
 
@@ -75,13 +87,13 @@ def render(run: RunFolder, events: list[Event] | None = None) -> str:
     diagnosis = diagnose(run.runs[0], near=run.path) if run.runs and not chosen else None
     if diagnosis:
         run.notes += diagnosis.limits
-    chart = charts.run_chart(run, health)
+    chart = script_data.run_chart(run, health)
     return fill(
         "report.html",
         {
             "labels": tokens.LABELS,
             "events": payload,
-            "rows": rows(chosen, run, set(views)) if len(chosen) > 1 else [],
+            "rows": script_data.rows(chosen, run, set(views)) if len(chosen) > 1 else [],
             "charts": {"run": chart},
         },
         run=run,
@@ -94,9 +106,29 @@ def render(run: RunFolder, events: list[Event] | None = None) -> str:
         trainer=next((event.run.trainer for event in run.events), None),
         health=health,
         diagnosis=diagnosis,
-        analyses=analyses.sections(run.path),
+        analyses=_analyses(run.path),
         show=run.show_command("ID"),
     )
+
+
+def _analyses(path: Path) -> tuple[list[tuple[str, list[tuple[str, str]]]], int]:
+    """The latest gradient analyses, each with its figures' titles and ``<svg>``; and how many more there are."""
+    try:
+        analyses, _ = read_analyses(path)
+    except ReportError:
+        return [], 0
+    from ..figures import buckets  # matplotlib takes a second to import, and few runs need it
+    from ..figures.style import to_svg
+
+    made = []
+    for analysis in list(analyses.values())[: -ANALYSES - 1 : -1]:
+        figures = [
+            (title, to_svg(buckets.FIGURES[name](analysis), f"b{analysis.step}-{name}", title))
+            for name, title in FIGURES.items()
+        ]
+        rows = analysis.get("all", "sample_count")
+        made.append((f"Step {analysis.step}: {len(analysis.buckets)} buckets of {rows:.0f} rows", figures))
+    return made, len(analyses) - len(made)
 
 
 def _packed(view: EventView, payload: dict[str, Any]) -> str:
@@ -109,7 +141,7 @@ def _packed(view: EventView, payload: dict[str, Any]) -> str:
 
 def render_comparison(runs: list[RunFolder], found: Comparison, notes: list[str]) -> str:
     """The page of two runs side by side."""
-    chart = charts.comparison_chart(runs, found)
+    chart = script_data.comparison_chart(runs, found)
     payload = {"labels": {}, "events": {}, "rows": [], "charts": {"run": chart}}
     return fill("compare.html", payload, found=found, notes=notes, chart=chart)
 

@@ -4,12 +4,15 @@
 Tokens are hostile here, too: text is made visible first, and never read as rich's markup.
 """
 
+import math
 import shlex
 import sys
+from collections.abc import Sequence
 from statistics import median
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ...record import Event
 from ...words.leader import leader
@@ -20,9 +23,11 @@ from ...words.text import one_line, plural, span, spoken, times, visible
 from ..runs.diagnosis import Diagnosis, diagnose
 from ..runs.health import judge
 from ..runs.run import RunFolder
-from .curve import curve
+from ..runs.trigger import Judged
 from .eventview import EventView, severity
 
+HEIGHT = 12
+"""Lines of the curve."""
 EVENTS = 30
 """Events listed in the summary: the last ones."""
 CULPRITS = 8
@@ -166,3 +171,50 @@ def _head(first: Diagnosis) -> str:
     parts = [f"steps {segment.first:,} to {segment.last:,}" for segment in run.segments]
     spans = ", then ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")
     return f"{one_line(run.name)} ({run.format}): {spans}, {plural(len(run.parts[0].own_names), 'metric')}"
+
+
+def curve(segments: Sequence[Sequence[Judged]], width: int) -> list[Text]:
+    """The largest norm of each column's steps, and the lowest threshold over it; segments share the axis of steps.
+
+    Args:
+        segments: the steps of each; what a later one logged again is drawn as discarded.
+        width: columns.
+    """
+    latest = {step.step: id(step) for steps in segments for step in steps}
+    judged = sorted((step for steps in segments for step in steps), key=lambda step: step.step)
+    size = -(-len(judged) // width)
+    columns = [judged[at : at + size] for at in range(0, len(judged), size or 1)]
+    tops = [max((j for j in column if 0 < j.norm < math.inf), key=lambda j: j.norm, default=None) for column in columns]
+    norms = [None if top is None else math.log(top.norm) for top in tops]
+    limits = [min((math.log(j.threshold) for j in column if j.threshold), default=None) for column in columns]
+    known = [value for value in [*norms, *limits] if value is not None and math.isfinite(value)]
+    if not known:
+        return []
+    low, high = min(known), max(known)
+    lines = [Text() for _ in range(HEIGHT)]
+    has_lost = False
+    for column, top, norm, limit in zip(columns, tops, norms, limits, strict=True):
+        is_spike = any(j.is_told for j in column)
+        is_lost = top is not None and latest[top.step] != id(top)
+        has_lost = has_lost or is_lost
+        at, over = _level(norm, low, high), _level(limit, low, high)
+        if norm is None and is_spike:
+            at = HEIGHT - 1  # not finite
+        mark = ("◇" if is_lost else "◆") if is_spike else "∘" if is_lost else "•"
+        for level, line in enumerate(reversed(lines)):
+            if level == at:
+                line.append(mark, style="bold red" if is_spike else "blue")
+            else:
+                line.append("-" if level == over else " ", style="dim")
+    for level, line in enumerate(reversed(lines)):
+        if level in (0, HEIGHT // 2, HEIGHT - 1):
+            line.append(f" {number(math.exp(low + (high - low) * level / (HEIGHT - 1)), 3)}", style="dim")
+    legend = f"steps {judged[0].step:,} to {judged[-1].step:,}: • norm, ◆ flagged, - threshold"
+    legend += ", ◇ ∘ overwritten" * has_lost + f"; {size} steps a column" * (size > 1)
+    return [*lines, Text(legend, style="dim")]
+
+
+def _level(value: float | None, low: float, high: float) -> int | None:
+    if value is None or not math.isfinite(value):
+        return None
+    return round((HEIGHT - 1) * (value - low) / (high - low)) if high > low else 0

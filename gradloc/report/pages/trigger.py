@@ -11,8 +11,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from ...words.numbers import number
 from ..figures.palette import LIGHT
-from ..figures.style import dress
-from ..figures.svg import draw, to_svg
+from ..figures.style import draw, dress, to_svg
 from ..runs.trigger import Judged
 from .page import fill
 

@@ -5,7 +5,6 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ...record import Event
 from ...words.leader import leader
@@ -43,7 +42,7 @@ def compare(first: RunFolder, second: RunFolder) -> Comparison:
     """Puts two runs side by side; a run without metrics or events has dashes."""
     names = [first.name, second.name]
     if first.name == second.name:  # two runs of one experiment
-        names = [f"{first.name} ({part})" for part in _differing_parts(first.path, second.path)]
+        names = [f"{run.name} ({run.path})" for run in (first, second)]
     columns = [_column(run) for run in (first, second)]
     rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
     if not first.events and not second.events:  # logs alone: what is of events says nothing
@@ -113,22 +112,6 @@ def _settings(first: RunFolder, second: RunFolder) -> list[list[str]]:
         return []
     names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     return [[name, ours.get(name, "–"), theirs.get(name, "–")] for name in names]
-
-
-def _differing_parts(first: Path, second: Path) -> tuple[str, str]:
-    """The parts of two paths that tell them apart; first and second where nothing does.
-
-    >>> _differing_parts(Path("/runs/a/gradloc"), Path("/runs/b/gradloc"))
-    ('a', 'b')
-    """
-    left, right = list(first.resolve().parts), list(second.resolve().parts)
-    while left and right and left[-1] == right[-1]:
-        left.pop(), right.pop()
-    while left and right and left[0] == right[0]:
-        left.pop(0), right.pop(0)
-    if not left and not right:
-        return "first", "second"
-    return "/".join(left) or first.resolve().name, "/".join(right) or second.resolve().name
 
 
 def _column(run: RunFolder) -> dict[str, str]:

@@ -28,13 +28,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive logged steps of one state and with the same reasons."""
+    """Consecutive logged steps of one state and with the same reasons, those of its first step."""
 
     first: int
     last: int
     state: str
     reasons: tuple[Reason, ...]
-    """As they were at the span's first step."""
 
     @property
     def note(self) -> str:
@@ -100,11 +99,10 @@ class RunHealth:
         for at in range(0, len(self.verdicts), size):
             members = self.verdicts[at : at + size]
             worst = _worst(members)
-            before = spans[-1] if spans else None
-            if before and before.state == worst.state and _names(before.reasons) == _names(worst.reasons):
-                spans[-1] = replace(before, last=members[-1].step)
-            else:
-                spans.append(Span(members[0].step, members[-1].step, worst.state, worst.reasons))
+            span = Span(members[0].step, members[-1].step, worst.state, worst.reasons)
+            if spans and spans[-1].state == span.state and _names(spans[-1]) == _names(span):
+                span = replace(spans.pop(), last=span.last)
+            spans.append(span)
         return spans
 
 
@@ -112,8 +110,8 @@ def _worst(verdicts: Sequence[Verdict]) -> Verdict:
     return max(verdicts, key=lambda verdict: STATES.index(verdict.state))
 
 
-def _names(reasons: Sequence[Reason]) -> list[str]:
-    return [reason.name for reason in reasons]
+def _names(span: Span) -> list[str]:
+    return [reason.name for reason in span.reasons]
 
 
 def judge(

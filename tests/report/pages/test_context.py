@@ -4,8 +4,8 @@
 from gradloc.record import Event
 from gradloc.record.reading import read
 from gradloc.report.pages.context import context
-from gradloc.report.pages.eventview import plain_view
-from gradloc.report.pages.issue import issue
+from gradloc.report.pages.eventview import EventView
+from gradloc.report.pages.exports import issue
 from gradloc.report.runs.run import read_run
 from tests.report.builder import make_culprit, make_event, make_metrics, write_run
 
@@ -63,7 +63,7 @@ def test_how_often_its_like_came_is_counted_by_token_and_cause():
 
 def test_an_issue_has_the_numbers_and_its_text_is_apart(tmp_path):
     run = read_run(write_run(tmp_path, [event(5)], metrics=make_metrics()))
-    made, text = issue(plain_view(run.events[0], run), run)
+    made, text = issue(EventView(run.events[0], run))
     for words in (
         "### One token made the step\\-5 spike".replace("\\", ""),
         "Norm 748 (14.3 times the threshold), 0.77 (within 0.0007) without the culprits: explained",

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The curves as the page's script draws them: what is on them, point by point."""
+"""What the page's script reads: the curves, point by point, and the list of events."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from ...record import Event
-from ...words.text import one_line
+from ...words.leader import leader
+from ...words.numbers import bounded, number
+from ...words.story import cause_of, headline
+from ...words.text import one_line, spoken, times, visible
 from ..runs.comparison import Comparison
 from ..runs.health import RunHealth
 from ..runs.metrics import MAX, MEAN, Metrics
@@ -20,6 +23,8 @@ OTHERS = 6
 """Other runs of the same log that are drawn."""
 SPANS = 120
 """Parts that the strip of states has at most; each that is not healthy can be tabbed to."""
+WORDS = 400
+"""Characters of an event's culprits that can be searched."""
 THRESHOLD = "gradloc/threshold"
 BELOW = {
     "reward": ("critic/score/mean", "critic/rewards/mean"),
@@ -131,3 +136,48 @@ def _marks(events: list[Event]) -> list[list[Any]]:
         [event.step.global_step, float(f"{norm:.4g}") if norm < math.inf else None, event.event_id]
         for norm, event in placed[:LINKED]
     ]
+
+
+def rows(events: list[Event], run: RunFolder, carried: set[str]) -> list[dict[str, Any]]:
+    """One record per event, in the order given; ``carried`` names the events that the page holds whole."""
+    return [_row(event) | ({} if event.event_id in carried else _outline(event, run)) for event in events]
+
+
+def _row(event: Event) -> dict[str, Any]:
+    norm, excess = event.trigger.grad_norm, times(event.trigger.grad_norm, event.trigger.threshold)
+    first = leader(event.culprits)
+    tokens = " ".join(dict.fromkeys(one_line(c.text, 24) for c in event.culprits))
+    mini = f".{event.step.mini_batch}" if event.step.mini_batch else ""
+    return {
+        "id": event.event_id,
+        "step": f"{event.step.global_step}{mini}",
+        "norm": number(norm),
+        "size": _sortable(norm),
+        "excess": number(norm) if excess is None else f"{number(excess, 3)}×",
+        "times": _sortable(norm if excess is None else excess),
+        "count": len(event.culprits),
+        "token": one_line(first.text, 24) if first else "",
+        "cause": spoken(cause_of(event)) or "–",
+        "verdict": spoken(event.certificate.verdict),
+        "action": event.action.taken,
+        "words": tokens[:WORDS],
+    }
+
+
+def _outline(event: Event, run: RunFolder) -> dict[str, str]:
+    first = leader(event.culprits)
+    return {
+        "headline": headline(event),
+        "before": visible((first and first.text_before) or "")[-100:],
+        "marked": visible(first.text)[:60] if first else "",
+        "after": visible((first and first.text_after) or "")[:60],
+        "without": bounded(event.certificate.norm_after, event.certificate.error_bound, 3)[0],
+        "threshold": number(event.trigger.threshold, 3),
+        "command": run.show_command(event.event_id),
+    }
+
+
+def _sortable(value: float | None) -> float | str:
+    if value is None:
+        return -1
+    return float(f"{value:.6g}") if math.isfinite(value) else "Infinity"
