@@ -23,7 +23,7 @@ def runs(kl, count=6, length=120):
 
 
 def policy_kl(kl):
-    return next(rule for rule in lead(runs(kl)).rules if rule.name == "policy_kl")
+    return next(rule for rule in lead(runs(kl))[0] if rule.name == "policy_kl")
 
 
 def test_a_rule_that_warns_before_each_explosion_leads():

@@ -91,13 +91,6 @@ def test_a_hostile_token_does_not_reach_the_terminal(tmp_path):
     assert "\x1b" not in shown(follower)
 
 
-def test_news_are_told_once(folder):
-    follower = followed(folder)
-    known: set[str] = set()
-    assert news(follower.run, known) == ["One token made the step-5 spike: 748 → 0.77"]
-    assert news(follower.run, known) == []
-
-
 def test_once_prints_the_view_and_refuses_what_is_not_there(folder, tmp_path, capsys):
     assert main(["watch", str(folder), "--once"]) == 0
     assert "One token made the step-5 spike" in capsys.readouterr().out
@@ -191,7 +184,8 @@ def test_a_spike_in_the_warm_up_is_said_though_there_is_no_event(tmp_path):
 def test_a_run_that_begins_anew_is_followed_on(folder):
     follower = followed(folder)
     known: set[str] = set()
-    assert len(news(follower.run, known)) == 1
+    assert news(follower.run, known) == ["One token made the step-5 spike: 748 → 0.77"]
+    assert news(follower.run, known) == []
     write_run(folder, metrics=make_metrics(8, ()))  # restarted from the beginning, into the same file
     grow(folder, 6)
     assert follower.poll() and news(follower.run, known) == ["One token made the step-6 spike: 748 → 0.77"]

@@ -30,8 +30,6 @@ Found = tuple[dict[int, Any], list[str]]
 
 @dataclass
 class Analysis:
-    """One analysed step."""
-
     step: int
     values: dict[str, dict[str, float]]
     """By bucket, lowest variance first and ``all`` last: what follows its name in the metric -> value."""
@@ -47,7 +45,6 @@ class Analysis:
 
     @property
     def terms(self) -> list[str]:
-        """The terms of the loss that this run has."""
         return [term for term in TERMS if any(term in values for values in self.values.values())]
 
     def get(self, bucket: str, name: str) -> float:

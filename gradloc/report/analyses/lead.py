@@ -49,7 +49,6 @@ class RuleLead:
 
     @property
     def verdict(self) -> str:
-        """What the data say about the rule."""
         if not self.lucks:
             return "not seen: no run with an explosion logs it"
         if self.leads:
@@ -65,29 +64,17 @@ class RuleLead:
         return [self.name, warned, ahead, percent(mean(self.lucks or [0.0]), 2), false, self.verdict]
 
 
-@dataclass
-class Lead:
-    """All rules over all runs."""
-
-    rules: list[RuleLead]
-    num_runs: int
-    num_steps: int
-    onsets: list[tuple[str, int, float]]
-    """For each explosion: run, first step, times normal."""
-
-
-def lead(runs: Sequence[LoggedRun]) -> Lead:
-    """Holds every rule's warnings against what exploded."""
+def lead(runs: Sequence[LoggedRun]) -> tuple[list[RuleLead], list[tuple[str, int, float]]]:
+    """Every rule's warnings beside what exploded; and for each explosion its run, first step, and times normal."""
     rules = {name: RuleLead(name) for name in HealthConfig.rule_names()}
-    onsets, num_steps = [], 0
+    onsets = []
     for run in runs:
         large = [e for e in diagnose(run).explosions if not e.is_start and e.times >= EXPLOSION]
         for segment in run.segments:
             own = sorted((e for e in large if e.segment is segment), key=lambda e: e.first)
             onsets += [(run.name, e.first, e.times) for e in own]
-            num_steps += len(segment.metrics.steps)
             _add(rules, segment, [e.first for e in own])
-    return Lead(list(rules.values()), len(runs), num_steps, onsets)
+    return list(rules.values()), onsets
 
 
 def _add(rules: dict[str, RuleLead], segment: Segment, onsets: list[int]) -> None:

@@ -23,7 +23,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the subcommand takes."""
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="the run's folder")
     parser.add_argument("--wandb-path", metavar="ENTITY/PROJECT/RUN_ID", help="read the run from Weights & Biases")
     parser.add_argument("--list-steps", action="store_true", help="print the analysed steps")
@@ -37,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the files; returns 0."""
     if any(getattr(args, f"step{step}_dir") for step in STEPS) or args.mode or args.out:
         return _three_steps(args)
     if (args.run_dir is None) == (args.wandb_path is None):
@@ -119,7 +117,6 @@ def _three_steps(args) -> int:
 
 
 def _metrics_file(folder: Path) -> Path:
-    """The metrics of the one step that a folder holds."""
     found = sorted(folder.glob("gradient_analysis_metrics_step_*.json")) or sorted(folder.glob("metrics.json"))
     if len(found) != 1:
         raise ReportError(

@@ -19,7 +19,6 @@ LISTED = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the subcommand takes."""
     parser.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder or log")
     parser.add_argument("run_b", type=Path, metavar="RUN_B", help="another's")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write an HTML page, or the format asked for")
@@ -27,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads both runs and shows what differs."""
     if args.output is not None:
         output.check(args.output)
     runs = [read_run(args.run_a), read_run(args.run_b)]

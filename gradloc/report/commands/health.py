@@ -31,7 +31,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the subcommand takes."""
     parser.add_argument(
         "paths", type=Path, nargs="+", metavar="RUN", help="a run's folder or log; - for standard input"
     )
@@ -56,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Judges the run and shows it as asked."""
     config = _config(args.set)
     if not args.grad_clip >= 0:
         raise ReportError(f"--grad-clip must be a norm or 0 for none, found {args.grad_clip}.")
@@ -100,15 +98,16 @@ def _config(given: list[str]) -> HealthConfig:
 
 
 def _print_lead(args: argparse.Namespace) -> None:
-    found = lead(read_logs(args.paths, args.metric).runs)
-    rows = [rule.row for rule in found.rules if rule.num_steps]
+    runs = read_logs(args.paths, args.metric).runs
+    rules, onsets = lead(runs)
+    rows = [rule.row for rule in rules if rule.num_steps]
     if args.json:
-        print(json.dumps(plain({"runs": found.num_runs, "explosions": found.onsets, "rules": rows}), indent=2))
+        print(json.dumps(plain({"runs": len(runs), "explosions": onsets, "rules": rows}), indent=2))
         return
     console = terminal.console()
     console.print(
-        f"{plural(found.num_runs, 'run')}, {plural(found.num_steps, 'step')}, "
-        f"{plural(len(found.onsets), 'explosion')}; a rule warned of one when it found fault in the "
+        f"{plural(len(runs), 'run')}, {plural(sum(len(part.steps) for run in runs for part in run.parts), 'step')}, "
+        f"{plural(len(onsets), 'explosion')}; a rule warned of one when it found fault in the "
         f"{HORIZON} steps before it."
     )
     table = Table(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ...record.analysis import Moved, Update
+from ...record.analysis import Moved, QuartileAnalysis, Update
 from ...record.store import plain
 from ...words.numbers import number, percent
-from ..analyses.quartiles import SPLITS, Analysis, read_quartiles
+from ..analyses.quartiles import SPLITS, read_quartiles
 from ..pages import terminal
 from .buckets import chosen, save
 
@@ -25,7 +25,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the subcommand takes."""
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
     parser.add_argument("--step", "--steps", nargs="+", type=int, metavar="N", help="these only")
     parser.add_argument("--json", action="store_true", help="print the numbers, draw nothing")
@@ -34,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a table and draws a figure for each step; returns 0."""
     analyses, notes = read_quartiles(args.run_dir)
     wanted = chosen(analyses, args.step)
     if args.json:
@@ -53,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print(analysis: Analysis) -> None:
-    """Prints a line per quartile, then a line per update."""
+def _print(analysis: QuartileAnalysis) -> None:
     console = terminal.console(soft_wrap=True)
     console.width = max(console.width, 92)  # the table's
     what = SPLITS.get(analysis.split, analysis.split)
@@ -97,7 +94,6 @@ def _change(update: Update | None, quartile: int) -> str:
 
 
 def _update(name: str, update: Update | None) -> str:
-    """What one update did."""
     if update is None:
         return "no gradient, no update"
     if update.changes is None:

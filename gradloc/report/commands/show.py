@@ -11,7 +11,6 @@ from ..runs.run import read_logs, read_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the subcommand takes."""
     parser.add_argument(
         "paths",
         type=Path,
@@ -28,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the run and shows it as asked."""
     if args.output is not None:
         output.check(args.output)
     if len(args.paths) == 1:

@@ -30,7 +30,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the subcommand takes."""
     parser.add_argument(
         "metrics", type=Path, nargs="+", metavar="METRICS", help="a run's folder, or its log; - for standard input"
     )
@@ -47,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Judges the runs and shows them as asked."""
     if args.output is not None:
         output.check(args.output)
         if args.output.suffix not in (".html", ".svg"):
@@ -72,7 +70,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _diagnoses(args: argparse.Namespace) -> tuple[dict[str, Diagnosis], list[str]]:
-    """Every run by its name, and the notes of all."""
     settings = settings_of(args.set)
     runs: dict[str, Diagnosis] = {}
     notes: list[str] = []

@@ -23,7 +23,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the subcommand takes."""
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's folder or log; it need not be there yet")
     parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
     parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="default: %(default)s")
@@ -33,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Follows the run until Ctrl-C."""
     if not args.interval > 0:
         raise ReportError(f"--interval must be more than 0 seconds, found {args.interval}.")
     if not 0 <= args.port < 1 << 16:
@@ -64,7 +62,6 @@ def _screen(follower: Follower, interval: float, console: Console) -> None:
 
 
 def _lines(follower: Follower, interval: float, console: Console, known: set[str]) -> None:
-    """Prints a line for each new event."""
     while True:
         for line in news(follower.run, known) if follower.run else ():
             console.print(line, soft_wrap=True)

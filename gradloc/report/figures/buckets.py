@@ -101,7 +101,6 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _row(figure: Figure, analysis: Analysis, names: list[str], pattern: str, unit: str) -> None:
-    """A panel for each name."""
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         _bars(axes, analysis, [name], pattern)
         axes.set_title(NAMES[name])

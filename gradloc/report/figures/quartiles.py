@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ...record.analysis import QUARTILES, Change, Moved, Update
+from ...record.analysis import QUARTILES, Change, Moved, QuartileAnalysis, Update
 from ...words.numbers import number, percent
-from ..analyses.quartiles import SPLITS, Analysis
+from ..analyses.quartiles import SPLITS
 from .palette import LIGHT
 from .style import dress
 
@@ -30,12 +30,15 @@ WIDTH = 0.42
 """Half of a violin's width where it is widest."""
 
 
-def figure_of(analysis: Analysis) -> Figure:
+def figure_of(analysis: QuartileAnalysis) -> Figure:
     """Shares, (d) norms, tokens one by one; then the changes (c), (e) and (f).
 
-    Where the optimizer moves the weights without any gradient, the changes once more without that.
+    Where without any gradient the optimizer would still move the weights by over 5 % of its step, the changes once
+    more without that.
     """
-    kinds = ("changes", "own_changes") if analysis.has_momentum else ("changes",)
+    none, whole = analysis.updates.get("none"), analysis.updates.get("all")
+    has_momentum = none is not None and whole is not None and none.update_norm > 0.05 * whole.update_norm
+    kinds = ("changes", "own_changes") if has_momentum else ("changes",)
     figure = Figure(figsize=(13, 4.0 + 3.6 * len(kinds)), layout="constrained")
     (shares, norms, tokens), *rows = figure.subplots(1 + len(kinds), 3)
     _draw_shares(shares, analysis)
@@ -55,7 +58,7 @@ def figure_of(analysis: Analysis) -> Figure:
     return figure
 
 
-def _draw_shares(axes: Axes, analysis: Analysis) -> None:
+def _draw_shares(axes: Axes, analysis: QuartileAnalysis) -> None:
     """Of the tokens and of the gradient, side by side."""
     axes.set_title("Share of the tokens, share of the gradient")
     for offset, name, colour, label in (
@@ -74,7 +77,7 @@ def _draw_shares(axes: Axes, analysis: Analysis) -> None:
     axes.legend(frameon=False, fontsize=8, loc="upper center")
 
 
-def _draw_norms(axes: Axes, analysis: Analysis) -> None:
+def _draw_norms(axes: Axes, analysis: QuartileAnalysis) -> None:
     """Panel (d): the norm of each quartile's part, and of the whole for reference."""
     axes.set_title("(d) norm of the gradient of a quartile's tokens")
     norms = [quartile.norm if quartile.num_tokens else math.nan for quartile in analysis.quartiles]
@@ -93,7 +96,7 @@ def _draw_norms(axes: Axes, analysis: Analysis) -> None:
     axes.set_ylim(0, 1.2 * top if top > 0 else 1.0)
 
 
-def _draw_tokens(axes: Axes, analysis: Analysis) -> None:
+def _draw_tokens(axes: Axes, analysis: QuartileAnalysis) -> None:
     """Every sampled token: its own gradient norm against 1 - pi."""
     correlation = number(analysis.rank_correlation.log_prob_norm, 2)
     axes.set_title(f"{len(analysis.tokens)} single tokens: rank correlation {correlation}")
@@ -115,7 +118,7 @@ def _draw_tokens(axes: Axes, analysis: Analysis) -> None:
     axes.set_xlim(-0.03, 1.03)
 
 
-def _draw_changes(row: list[Axes], analysis: Analysis, kind: str) -> None:
+def _draw_changes(row: list[Axes], analysis: QuartileAnalysis, kind: str) -> None:
     """How the probabilities of each quartile's tokens changed: a panel for each update, on one scale."""
     updates = {name: analysis.updates.get(name) for name in PANELS}
     moved = {name: None if update is None else getattr(update, kind) for name, update in updates.items()}
@@ -132,7 +135,6 @@ def _draw_changes(row: list[Axes], analysis: Analysis, kind: str) -> None:
 
 
 def _numbers(update: Update | None, moved: Moved | None, name: str, is_own: bool) -> str:
-    """The numbers under a panel's title."""
     if update is None or moved is None:
         return ""
     if name == "all" or moved.agreement is None:
@@ -175,8 +177,7 @@ def _draw_violin(axes: Axes, place: int, change: Change, edges: list[float], col
     axes.hlines(p50, place - 0.07, place + 0.07, color=LIGHT.ink, linewidth=1.2, zorder=4)
 
 
-def _name_quartiles(axes: Axes, analysis: Analysis) -> None:
-    """Which probabilities, how many tokens."""
+def _name_quartiles(axes: Axes, analysis: QuartileAnalysis) -> None:
     labels = []
     for index, quartile in enumerate(analysis.quartiles):
         if analysis.split == "range":

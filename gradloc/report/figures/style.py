@@ -8,13 +8,12 @@ security policy forbids.
 import io
 import re
 import xml.etree.ElementTree as ET
-from dataclasses import asdict
 
 from matplotlib.figure import Figure
 
 from .palette import LIGHT
 
-COLOURS = {colour: f"var(--{name})" for name, colour in asdict(LIGHT).items() if not name.endswith("_fill")}
+COLOURS = {colour: f"var(--{name})" for name, colour in vars(LIGHT).items() if not name.endswith("_fill")}
 SVG = "http://www.w3.org/2000/svg"
 XLINK = "http://www.w3.org/1999/xlink"
 ET.register_namespace("", SVG)

@@ -117,7 +117,6 @@ def _last(run: RunFolder, name: str) -> float | None:
 
 
 def _curve(run: RunFolder, width: int) -> list[Text]:
-    """Norm and threshold of the last steps, those with an event marked."""
     metrics, spiked = run.metrics, {event.step.global_step for event in run.events}
     logged = zip(metrics.steps, metrics.get(metrics.norm or MEAN), metrics.get(THRESHOLD), strict=True)
     judged = [Judged(step, norm, limit, step in spiked) for step, norm, limit in logged if norm is not None]

@@ -12,10 +12,6 @@ from .recording import Recording, flat, gather
 from .source import Source
 
 
-def is_database(source: Source) -> bool:
-    return source.head.startswith(b"SQLite format 3\0")
-
-
 def read_database(source: Source) -> list[Recording]:
     """Every run in an MLflow or trackio database."""
     where = source.path.resolve().as_uri()
@@ -63,7 +59,6 @@ def _read_mlflow(source: Source, database: sqlite3.Connection) -> Iterator[Recor
 
 
 def is_mlflow_run(folder: Path) -> bool:
-    """Whether a folder is one run of MLflow's file store."""
     return (folder / "meta.yaml").is_file() and (folder / "metrics").is_dir()
 
 
@@ -89,7 +84,6 @@ def read_mlflow_run(folder: Path) -> Recording:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """What each file of a folder holds, by its path within."""
     return {
         file.relative_to(folder).as_posix(): file.read_text(encoding="utf-8", errors="replace")
         for file in sorted(folder.rglob("*"))

@@ -72,7 +72,6 @@ def _add_rows(made: Recording, entries: list[Any]) -> None:
 
 
 def _add_columns(made: Recording, name: str, pairs: list[Any]) -> None:
-    """Pairs of step and norm."""
     for pair in pairs:
         if isinstance(pair, list) and len(pair) == 2:
             step, norm = step_of({"step": number(pair[0])}), number(pair[1])

@@ -11,20 +11,20 @@ from sys import stdin
 
 from ...words.text import first_of, plural
 from ..errors import ReportError
-from .databases import is_database, is_mlflow_run, read_database, read_mlflow_run
+from .databases import is_mlflow_run, read_database, read_mlflow_run
 from .documents import is_document, read_document
 from .lines import read_lines
 from .names import is_norm
 from .recording import Recording
 from .segments import LoggedRun, runs_of
 from .source import Source
-from .stores import is_swanlab, is_tensorboard, is_wandb, read_swanlab, read_tensorboard, read_wandb
+from .stores import is_tensorboard, read_swanlab, read_tensorboard, read_wandb
 from .tables import is_table, read_table
 
 FORMATS: tuple[tuple[Callable[[Source], bool], Callable[[Source], list[Recording]]], ...] = (
-    (is_wandb, read_wandb),
-    (is_swanlab, read_swanlab),
-    (is_database, read_database),
+    (lambda source: source.head.startswith(b":W&B"), read_wandb),
+    (lambda source: source.head.startswith(b":SWL"), read_swanlab),
+    (lambda source: source.head.startswith(b"SQLite format 3\0"), read_database),
     (is_tensorboard, read_tensorboard),
     (is_document, read_document),
     (is_table, read_table),
@@ -201,7 +201,6 @@ def _num_metrics(recording: Recording) -> int:
 
 
 def _norms(recording: Recording) -> list[float]:
-    """The gradient norms of a recording in the order written."""
     norms: list[float] = []
     for _, values in recording.rows:
         norms += [value for name, value in values.items() if is_norm(name)][:1]

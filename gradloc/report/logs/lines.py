@@ -305,7 +305,6 @@ class _Config:
 
     @property
     def is_open(self) -> bool:
-        """Whether its end has not come yet."""
         return bool(self._parts)
 
     def take(self, line: str) -> None:

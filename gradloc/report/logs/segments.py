@@ -49,7 +49,6 @@ class LoggedRun:
 
     @property
     def parts(self) -> list[Metrics]:
-        """The metrics of each segment."""
         return [segment.metrics for segment in self.segments]
 
     @property
@@ -168,8 +167,6 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
 
 
 class _Part:
-    """A stretch that is being read."""
-
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, float]] = {}
         self._last = -math.inf

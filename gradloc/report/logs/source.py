@@ -56,16 +56,13 @@ class Source:
 
     @property
     def is_binary(self) -> bool:
-        """Whether these bytes are no text."""
         return self.coding is None
 
     @property
     def text_head(self) -> str:
-        """The first characters."""
         return "" if self.coding is None else self.head.decode(self.coding, errors="replace").lstrip("\ufeff")
 
     def read(self) -> bytes:
-        """All bytes that can be had."""
         return self._stream.read()
 
     def lines(self) -> Iterator[str]:

@@ -76,10 +76,6 @@ def _tensor(content: bytes) -> float | None:
     return None if kind is None else _number(content, kind)
 
 
-def is_wandb(source: Source) -> bool:
-    return source.head.startswith(b":W&B")
-
-
 def read_wandb(source: Source) -> list[Recording]:
     """History and configuration of a ``run-*.wandb`` file."""
     made = Recording(source.name, "W&B's local run", notes=source.notes)
@@ -135,10 +131,6 @@ def _item(content: bytes) -> tuple[str, Any]:
             except ValueError:
                 item = None
     return "/".join([*keys, *nested]), item
-
-
-def is_swanlab(source: Source) -> bool:
-    return source.head.startswith(b":SWL")
 
 
 def read_swanlab(source: Source) -> list[Recording]:

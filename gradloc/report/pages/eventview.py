@@ -82,13 +82,11 @@ class CulpritView:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Share, norm, advantage, ratio and cause, as a table has them."""
         ratio = number(self.culprit.ratios.current_over_old)
         return self.share, self.norm, number(self.culprit.advantage), ratio, spoken(self.culprit.cause.label)
 
 
 def _facts(culprit: Culprit) -> dict[str, str]:
-    """What the record knows of a culprit, by label."""
     facts = {
         "value": culprit.value,
         "value before the update": culprit.old_value,
@@ -257,7 +255,6 @@ def _siblings(event: Event, sequences: list[Sequence]) -> list[tuple[str, list[t
 
 
 def _over_run(event: Event) -> str:
-    """The batch beside the run's earlier ones."""
     known = [f"{name} {number(value, 3)}×" for name, value in (event.batch.over_run or {}).items()]
     return f"Against the run's usual: {', '.join(known)}." if known else ""
 

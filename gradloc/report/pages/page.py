@@ -147,7 +147,6 @@ def render_comparison(runs: list[RunFolder], found: Comparison, notes: list[str]
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
-    """The run in a few numbers."""
     made = [("events", number(len(run.events)))]
     if run.events:
         explained = sum(event.certificate.verdict == "explained" for event in run.events)

@@ -88,7 +88,6 @@ def comparison_chart(runs: Sequence[RunFolder], found: Comparison) -> Chart | No
 
 
 def _line(points: Points, label: str, kind: str) -> list[Chart]:
-    """One line of a panel; none without points."""
     points = thin(points)
     y = [float(f"{value:.4g}") for _, value in points]
     return [{"label": label, "kind": kind, "x": [step for step, _ in points], "y": y}] if points else []

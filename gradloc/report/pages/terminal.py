@@ -82,7 +82,6 @@ def _labelled(what: str, label: str) -> str:
 
 
 def _print_next(out: Console, steps: dict[str, str]) -> None:
-    """What one does next, and the command for it."""
     if steps:
         out.print("Next:", style="bold")
     for what, command in steps.items():
@@ -166,7 +165,6 @@ def diagnosis(folder: RunFolder) -> None:
 
 
 def _head(first: Diagnosis) -> str:
-    """The run, what wrote it, and how its steps lie."""
     run = first.run
     parts = [f"steps {segment.first:,} to {segment.last:,}" for segment in run.segments]
     spans = ", then ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")

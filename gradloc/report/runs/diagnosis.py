@@ -50,7 +50,6 @@ class Explosion:
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Steps with a norm that is not finite."""
         return tuple(j.step for j in self.steps if not math.isfinite(j.norm))
 
     @property
@@ -203,7 +202,6 @@ def _overwritten(run: LoggedRun) -> list[str]:
 
 
 def _effects(worst: Explosion) -> str:
-    """What reward, entropy, KL and length did from the explosion on."""
     metrics = surviving(worst.segment)
     if worst.first == metrics.steps[-1]:
         return "It is the last step of this part of the log: what it did is not known."
@@ -263,7 +261,6 @@ def _others(explosions: Sequence[Explosion]) -> list[str]:
 
 
 def _resume(run: LoggedRun, worst: Explosion, near: Path | None) -> tuple[str, str]:
-    """Where to go on from, and with which options."""
     peak = worst.peak.step
     if worst.segment is not run.segments[-1] and run.metrics.steps[-1] > peak and _is_overwritten(run, worst):
         return f"The resumed run passed step {peak} without it: go on, with GradLoc on for the next one:", ON

@@ -17,8 +17,6 @@ _UNREAD = ("perf/", "timing", "val-", "global_seqlen/", "prompt_length/", "criti
 
 @dataclass(frozen=True)
 class Finding:
-    """One rule's fault over the run."""
-
     worst: Reason
     """At its worst state, the first time."""
     worst_step: int
@@ -37,7 +35,6 @@ class Span:
 
     @property
     def note(self) -> str:
-        """The span in words."""
         when = f"Step {self.first}" if self.first == self.last else f"Steps {self.first}-{self.last}"
         why = " ".join(f"{reason.name}: {reason.sentence}" for reason in self.reasons)
         return f"{when}: {self.state}. {why}".rstrip()
@@ -45,8 +42,6 @@ class Span:
 
 @dataclass
 class RunHealth:
-    """The judgement of a run."""
-
     verdicts: list[Verdict] = field(default_factory=list)
     silent: tuple[str, ...] = ()
     """Rules that are on and whose metrics the run does not have."""
@@ -67,7 +62,6 @@ class RunHealth:
 
     @property
     def num_unwell(self) -> int:
-        """Steps that were not healthy."""
         return sum(verdict.state != STATES[0] for verdict in self.verdicts)
 
     @property

@@ -44,7 +44,6 @@ class Metrics:
 
     @property
     def norms(self) -> list[float]:
-        """The finite gradient norms, in order."""
         return self.finite(self.norm or "")
 
     @property

@@ -35,7 +35,6 @@ class Node:
 
     @property
     def label(self) -> str:
-        """What the part is, in words."""
         probe = self.probe
         if probe.phase in STAGES:
             return STAGES[probe.phase]
@@ -87,7 +86,6 @@ def _size(probe: PathEntry) -> tuple[int, ...]:
 
 
 def cost(search: Search) -> str:
-    """What the search took, in words."""
     passes = (search.backwards, "backward pass"), (search.forwards, "forward pass")
     parts = [plural(count, kind) for count, kind in passes if count is not None]
     return ", ".join(parts + ([] if search.seconds is None else [f"{number(search.seconds, 3)} s"]))

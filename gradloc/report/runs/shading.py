@@ -21,8 +21,6 @@ NOT_KNOWN = "-"
 
 @dataclass(frozen=True)
 class Measure:
-    """One way to shade the tokens."""
-
     name: str
     label: str
     meaning: str

@@ -24,8 +24,6 @@ EARLY = 10.0
 
 @dataclass(frozen=True)
 class Judged:
-    """One step."""
-
     step: int
     norm: float
     threshold: float | None
@@ -38,7 +36,6 @@ class Judged:
 
     @property
     def ratio(self) -> float | None:
-        """The norm in multiples of the threshold."""
         return self.norm / self.threshold if self.threshold else None
 
     @property
