@@ -16,15 +16,9 @@ _TABLE = re.compile(r"grad_norm/(bucket_\d+)/group_rv_table")
 def read_wandb(
     path: str, steps: list[int] | None = None, api: Any = None
 ) -> tuple[dict[int, Analysis], list[str], str]:
-    """Reads a run's analyses through W&B's API.
+    """The analyses of ENTITY/PROJECT/RUN_ID by step, notes, and a folder name: ``<run name>_<run id>``.
 
-    Args:
-        path: ENTITY/PROJECT/RUN_ID.
-        steps: read the tables of these only; None for all.
-        api: stands in for ``wandb.Api()``.
-
-    Returns:
-        The analyses by step, notes, and a folder name: ``<run name>_<run id>``.
+    Only the tables of ``steps`` are read, where these are given; ``api`` stands in for ``wandb.Api()``.
     """
     if len(path.strip("/").split("/")) != 3:
         raise ReportError(f"--wandb-path {path} must be ENTITY/PROJECT/RUN_ID.")

@@ -166,11 +166,10 @@ def _print_findings(console: Console, health: RunHealth) -> None:
     printed: set[str] = set()
     for finding in health.findings:
         mark, style = MARKS[finding.worst.state]
-        when = f"at step {finding.worst_step}"
+        when = f"{finding.worst.state} at step {finding.worst_step}"
         if len(finding.steps) > 1:
-            when = f"first {when}; found at {ranges(finding.steps)}"
-        when = f"  {finding.worst.state}{', ' if len(finding.steps) > 1 else ' '}{when}"
-        console.print(Text.assemble((f"{mark} {finding.worst.name}", style), when))
+            when = f"{finding.worst.state}, first at step {finding.worst_step}; found at {ranges(finding.steps)}"
+        console.print(Text.assemble((f"{mark} {finding.worst.name}", style), f"  {when}"))
         console.print(Padding(finding.worst.sentence, (0, 0, 0, 2)))
         fresh = [(do, line) for do, line in finding.worst.advice if line not in printed]
         for do, line in fresh:

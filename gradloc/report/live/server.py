@@ -44,12 +44,7 @@ POLICY = (
 
 
 class Site(ThreadingHTTPServer):
-    """Serves one run. Whoever can open a connection on this machine can read it; nobody else can.
-
-    Args:
-        follower: polled by somebody else.
-        port: 0 for any that is free.
-    """
+    """Serves one run, which somebody else polls. Whoever can open a connection on this machine can read it."""
 
     daemon_threads = True
 

@@ -11,7 +11,7 @@ from .recording import Recording
 from .source import Source
 
 LARGEST = 400_000_000
-"""Bytes of a document: it has to be held as a whole."""
+"""Bytes of a document, which is held as a whole."""
 
 
 def is_document(source: Source) -> bool:

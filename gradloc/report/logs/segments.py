@@ -94,14 +94,9 @@ def _history(tip: Segment) -> list[tuple[Segment, float]]:
 
 
 def runs_of(chains: Iterable[Sequence[Recording]], metric: str | None = None) -> list[LoggedRun]:
-    """The runs in what was read.
+    """The runs in what was read; raises ReportError where ``metric`` is given and no run has it.
 
-    Args:
-        chains: recordings that may go on from each other, such as the files of one folder, together.
-        metric: holds the gradient norms, whatever it is called.
-
-    Raises:
-        ReportError: where no run has that metric; names those there are.
+    A chain holds recordings that may go on from each other, such as the files of one folder.
     """
     runs: list[LoggedRun] = []
     for chain in chains:

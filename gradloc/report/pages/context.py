@@ -11,12 +11,7 @@ from ...words.text import one_line, plural, spoken
 
 
 def context(event: Event, events: Sequence[Event]) -> list[tuple[str, str]]:
-    """Pairs of a name and what is known; what the record does not say is left out.
-
-    Args:
-        event: the event.
-        events: all of its run, in order.
-    """
+    """What is known of an event among all of its run's: names and values, without what the record does not say."""
     run, first = event.run, leader(event.culprits)
     made_by = (run.trainer, run.torch and f"torch {run.torch}", run.gradloc and f"gradloc {run.gradloc}")
     row = "" if first is None or first.data_row is None else f"row {first.data_row}"

@@ -114,12 +114,7 @@ def _facts(culprit: Culprit) -> dict[str, str]:
 
 
 class EventView:
-    """What the template shows of one event; without ``add_tokens`` no drawings and no tokens.
-
-    Args:
-        event: the event.
-        run: its run, as the user named it: the replay command is relative to that.
-    """
+    """What the template shows of one event; without ``add_tokens`` no drawings and no tokens."""
 
     def __init__(self, event: Event, run: RunFolder):
         root = run.events_root or run.path
@@ -163,9 +158,7 @@ class EventView:
     def add_tokens(self, budget: int, shown: int) -> None:
         """Adds the drawings, and the sequences token by token; ``token_note`` says why there are none.
 
-        Args:
-            budget: tokens that the page can carry of this event.
-            shown: tokens that it can show at first.
+        The page can carry ``budget`` tokens of this event, and show ``shown`` of them at first.
         """
         event = self.event
         sequences, self.token_note = read_sequences(self.root, event)

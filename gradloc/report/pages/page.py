@@ -179,13 +179,7 @@ def _environment() -> Environment:
 
 
 def fill(template: str, payload: dict[str, Any], **context: Any) -> str:
-    """A whole page.
-
-    Args:
-        template: extends frame.html.
-        payload: what the page's script reads.
-        context: what the template names.
-    """
+    """A whole page: a template that extends frame.html, what its script reads, and what it names."""
     style = _asset("uPlot.min.css") + "\n" + _asset("report.css")
     style = style.replace("/* LIGHT */", variables(LIGHT)).replace("/* DARK */", variables(DARK))
     parts = "".join(_asset(f"{name}.js") for name in SCRIPTS)

@@ -172,11 +172,9 @@ def _head(first: Diagnosis) -> str:
 
 
 def curve(segments: Sequence[Sequence[Judged]], width: int) -> list[Text]:
-    """The largest norm of each column's steps, and the lowest threshold over it; segments share the axis of steps.
+    """The largest norm of each column's steps, and the lowest threshold over it, on a log scale.
 
-    Args:
-        segments: the steps of each; what a later one logged again is drawn as discarded.
-        width: columns.
+    Segments share the axis of steps; what a later one logged again is drawn as overwritten.
     """
     latest = {step.step: id(step) for steps in segments for step in steps}
     judged = sorted((step for steps in segments for step in steps), key=lambda step: step.step)

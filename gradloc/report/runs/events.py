@@ -108,9 +108,7 @@ def read_actor(root: Path, event: Event) -> dict[str, Any]:
 def read_sequences(root: Path, event: Event) -> tuple[list[Sequence], str | None]:
     """The culprits' sequences token by token, and a sentence when they cannot be had.
 
-    Args:
-        root: the folder of events.jsonl; an event's ``folder`` is relative to it.
-        event: the event; its ``folder`` may be null.
+    ``root`` is the folder of events.jsonl; an event's ``folder`` is relative to it, and may be null.
     """
     missing = "its token view is missing."
     folder = bundle_folder(root, event)
@@ -131,11 +129,7 @@ def read_pictures(
 ) -> tuple[dict[str, bytes], str | None]:
     """The pictures of these sequences' prompts by file name, and a sentence when some are not here.
 
-    Args:
-        root: the folder of events.jsonl.
-        event: whose folder holds them.
-        sequences: the most wanted first.
-        limit: bytes of all together; from the first that is beyond, none is read.
+    From the first on with which all would have more than ``limit`` bytes, none is read.
     """
     names = list(dict.fromkeys(name for sequence in sequences for name in sequence.pictures or ()))
     folder = bundle_folder(root, event)

@@ -114,8 +114,7 @@ def judge(
     """Judges a run's steps in the order in which they were logged.
 
     Args:
-        metrics: of a patched or an unpatched verl; of a run that was resumed, each part's, and a step that was logged
-            twice is judged twice.
+        metrics: of a run that was resumed, each part's: a step that was logged twice is judged twice.
         config: thresholds; the trainer's defaults when None.
         grad_clip: the norm that the run's gradients were clipped to; None: to nothing.
 

@@ -101,10 +101,7 @@ def read_run(path: Path, metrics_path: Path | None = None, metric: str | None = 
 def read_logs(paths: Sequence[Path], metric: str | None = None, path: Path | None = None) -> RunFolder:
     """Runs of which there are logs alone; the one with the worst gradient norm first.
 
-    Args:
-        paths: files, folders, or ``-`` for standard input.
-        metric: as :func:`read_run` takes it.
-        path: what the user named, where the logs lie elsewhere.
+    ``path`` is what the user named, where the logs lie elsewhere.
     """
     run = RunFolder(path or paths[0])
     _add_runs(run, paths, metric)

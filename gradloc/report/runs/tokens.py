@@ -187,14 +187,9 @@ def _sum(numbers: tuple[float | None, ...] | None, start: int, end: int, power: 
 
 
 def payload(made: TokenView, index: int, shades: list[Shades]) -> dict[str, Any]:
-    """What the page's script needs to unfold, shade and describe the carried tokens.
+    """What the page's script needs to unfold, shade and describe the carried tokens of an event's sequence ``index``.
 
     A list whose values are all equal (GRPO's advantages, a ratio of 1) is sent as that one value.
-
-    Args:
-        made: the sequence's view.
-        index: its number among the event's sequences.
-        shades: of all the event's sequences.
     """
     columns = {name: values(made.sequence, name) for name in LABELS}
     if columns["ratio"] is not None:
