@@ -2,6 +2,7 @@
 """What differs between two runs: norms, events, causes, the end of training."""
 
 import math
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -42,7 +43,8 @@ def compare(first: RunFolder, second: RunFolder) -> Comparison:
     """Puts two runs side by side; a run without metrics or events has dashes."""
     names = [first.name, second.name]
     if first.name == second.name:  # two runs of one experiment
-        names = [f"{run.name} ({run.path})" for run in (first, second)]
+        shared = os.path.commonpath([first.path.resolve(), second.path.resolve()])
+        names = [f"{run.name} ({os.path.relpath(run.path.resolve(), shared)})" for run in (first, second)]
     columns = [_column(run) for run in (first, second)]
     rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
     if not first.events and not second.events:  # logs alone: what is of events says nothing
