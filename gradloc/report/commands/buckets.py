@@ -117,10 +117,10 @@ def _three_steps(args) -> int:
 
 
 def _metrics_file(folder: Path) -> Path:
-    found = sorted(folder.glob("gradient_analysis_metrics_step_*.json")) or sorted(folder.glob("metrics.json"))
-    if len(found) != 1:
+    files = sorted(folder.glob("gradient_analysis_metrics_step_*.json")) or sorted(folder.glob("metrics.json"))
+    if len(files) != 1:
         raise ReportError(
-            f"{folder} holds {len(found)} gradient_analysis_metrics_step_*.json: name a folder "
+            f"{folder} holds {len(files)} gradient_analysis_metrics_step_*.json: name a folder "
             "with one, made by `gradloc-report buckets RUN_DIR --step N --output-dir DIR`."
         )
-    return found[0]
+    return files[0]

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         output.check(args.output)
     runs = [read_run(args.run_a), read_run(args.run_b)]
-    found = compare(*runs)
+    comparison = compare(*runs)
     notes = [f"{one_line(str(r.path))}: {note}" for r in runs for note in r.notes]
     notes += [
         f"{one_line(str(r.path))} holds {len(r.runs)} runs: compared is the one with the worst norm, {r.runs[0].name}."
@@ -37,26 +37,26 @@ def run(args: argparse.Namespace) -> int:
         if len(r.runs) > 1
     ]
     if args.format == "json":
-        output.deliver(args.output, json.dumps(vars(found), indent=2) + "\n")
+        output.deliver(args.output, json.dumps(vars(comparison), indent=2) + "\n")
     elif args.format == "md":
-        output.deliver(args.output, _markdown(found))
+        output.deliver(args.output, _markdown(comparison))
     elif args.output is not None:
-        output.deliver(args.output, page.render_comparison(runs, found, notes))
+        output.deliver(args.output, page.render_comparison(runs, comparison, notes))
     else:
-        _print(found)
+        _print(comparison)
     terminal.warn(notes)
     return 0
 
 
-def _print(found: Comparison) -> None:
+def _print(comparison: Comparison) -> None:
     console = terminal.console()
-    console.print(found.parted)
+    console.print(comparison.parted)
     for head, rows, more in (
-        ("", found.rows, ""),
-        ("spike at step", found.steps, "more steps."),
-        ("setting", found.settings, "more settings; --format json has all."),
+        ("", comparison.rows, ""),
+        ("spike at step", comparison.steps, "more steps."),
+        ("setting", comparison.settings, "more settings; --format json has all."),
     ):
-        table = Table(head, *map(one_line, found.names), box=None, padding=(0, 3, 0, 0))
+        table = Table(head, *map(one_line, comparison.names), box=None, padding=(0, 3, 0, 0))
         for row in rows[:LISTED]:
             table.add_row(*(one_line(cell, 90) for cell in row))
         if rows:
@@ -65,9 +65,9 @@ def _print(found: Comparison) -> None:
             console.print(f"And {len(rows) - LISTED} {more}", style="dim")
 
 
-def _markdown(found: Comparison) -> str:
-    lines = [found.parted, ""]
-    for head, rows in (("", found.rows), ("spike at step", found.steps), ("setting", found.settings)):
-        lines += [f"| {head} | {' | '.join(map(escape, found.names))} |", "| --- | --- | --- |"]
+def _markdown(comparison: Comparison) -> str:
+    lines = [comparison.parted, ""]
+    for head, rows in (("", comparison.rows), ("spike at step", comparison.steps), ("setting", comparison.settings)):
+        lines += [f"| {head} | {' | '.join(map(escape, comparison.names))} |", "| --- | --- | --- |"]
         lines += ["| " + " | ".join(map(escape, row)) + " |" for row in rows] + [""]
     return "\n".join(lines)

@@ -59,12 +59,12 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         from ..pages import trigger as page  # matplotlib takes a second to import
 
-        drawn = {name: sorted(sum(found.judged, []), key=lambda j: j.step) for name, found in runs.items()}
+        drawn = {name: sorted(sum(diagnosis.judged, []), key=lambda j: j.step) for name, diagnosis in runs.items()}
         output.deliver(args.output, page.svg(drawn) if args.output.suffix == ".svg" else page.html(drawn))
     if args.json is None and args.output is None:
         console = terminal.console()
-        for name, found in runs.items():
-            _print(console, name, found)
+        for name, diagnosis in runs.items():
+            _print(console, name, diagnosis)
     terminal.warn(notes)
     return 0
 
@@ -88,20 +88,20 @@ def _diagnoses(args: argparse.Namespace) -> tuple[dict[str, Diagnosis], list[str
     return runs, notes
 
 
-def _steps(found: Diagnosis) -> list[dict[str, float | None]]:
+def _steps(diagnosis: Diagnosis) -> list[dict[str, float | None]]:
     steps = []
-    for at, judged in enumerate(found.judged):
-        segment = {"segment": at} if len(found.judged) > 1 else {}
+    for at, judged in enumerate(diagnosis.judged):
+        segment = {"segment": at} if len(diagnosis.judged) > 1 else {}
         for j in judged:
             steps.append({"step": j.step, "norm": j.norm, "threshold": j.threshold, "spike": j.spike, **segment})
     return steps
 
 
-def _print(console: Console, name: str, found: Diagnosis) -> None:
-    judged = [j for steps in found.judged for j in steps]
+def _print(console: Console, name: str, diagnosis: Diagnosis) -> None:
+    judged = [j for steps in diagnosis.judged for j in steps]
     spikes = [j for j in judged if j.spike]
     console.print(name, style="bold")
-    for line in terminal.curve(found.judged, max(console.width - 12, 20)):
+    for line in terminal.curve(diagnosis.judged, max(console.width - 12, 20)):
         console.print(line)
     console.print(f"{plural(len(spikes), 'step')} of {len(judged)} flagged ({percent(len(spikes) / len(judged))}).")
     for j in judged:

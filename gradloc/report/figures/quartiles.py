@@ -122,7 +122,7 @@ def _draw_changes(row: list[Axes], analysis: QuartileAnalysis, kind: str) -> Non
     """How the probabilities of each quartile's tokens changed: a panel for each update, on one scale."""
     updates = {name: analysis.updates.get(name) for name in PANELS}
     moved = {name: None if update is None else getattr(update, kind) for name, update in updates.items()}
-    changes = [change for found in moved.values() if found for change in found.quartiles if change is not None]
+    changes = [change for panel in moved.values() if panel for change in panel.quartiles if change is not None]
     ends = [abs(change.percentiles[end]) for change in changes for end in (0, -1)]
     largest = max((end for end in ends if math.isfinite(end)), default=0.0)
     for axes, name in zip(row, PANELS, strict=True):

@@ -162,7 +162,7 @@ class EventView:
         """
         event = self.event
         sequences, self.token_note = read_sequences(self.root, event)
-        sequences = [_with_told_shares(event, sequence) for sequence in sequences]
+        sequences = [_with_trusted_shares(event, sequence) for sequence in sequences]
         self.shades = shade(sequences)
         count = max(len(sequences), 1)
         self.sequences = [
@@ -209,8 +209,8 @@ def _replay(event: Event, run: RunFolder) -> dict[str, str]:
     return replay_lines(shlex.quote(one_line(str(folder))), event.run.trainer)
 
 
-def _with_told_shares(event: Event, sequence: Sequence) -> Sequence:
-    """The sequence with the shares as they are told elsewhere: none that is not trusted, a culprit's as measured."""
+def _with_trusted_shares(event: Event, sequence: Sequence) -> Sequence:
+    """The sequence with the shares that the page shows: none that is not trusted, and a culprit's own as measured."""
     if sequence.share is None:
         return sequence
     if event.shares is not None and not event.shares.is_trusted:

@@ -139,11 +139,11 @@ def _packed(view: EventView, payload: dict[str, Any]) -> str:
     return base64.b64encode(packed).decode("ascii")
 
 
-def render_comparison(runs: list[RunFolder], found: Comparison, notes: list[str]) -> str:
+def render_comparison(runs: list[RunFolder], comparison: Comparison, notes: list[str]) -> str:
     """The page of two runs side by side."""
-    chart = script_data.comparison_chart(runs, found)
+    chart = script_data.comparison_chart(runs, comparison)
     payload = {"labels": {}, "events": {}, "rows": [], "charts": {"run": chart}}
-    return fill("compare.html", payload, found=found, notes=notes, chart=chart)
+    return fill("compare.html", payload, comparison=comparison, notes=notes, chart=chart)
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:

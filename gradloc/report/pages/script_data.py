@@ -77,10 +77,10 @@ def _others(run: RunFolder) -> list[Chart]:
     return lines
 
 
-def comparison_chart(runs: Sequence[RunFolder], found: Comparison) -> Chart | None:
+def comparison_chart(runs: Sequence[RunFolder], comparison: Comparison) -> Chart | None:
     """The gradient norms of two runs in one picture; None when neither has metrics."""
     lines = []
-    for name, run, kind in zip(found.names, runs, ("calm", "spike"), strict=True):
+    for name, run, kind in zip(comparison.names, runs, ("calm", "spike"), strict=True):
         norms = run.metrics.known(MAX) or run.metrics.known(MEAN)
         lines += _line(norms, one_line(name, 60, keep="end"), kind)
     panel = {"title": "gradient norm", "is_log": True, "lines": lines}

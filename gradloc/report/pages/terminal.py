@@ -190,7 +190,7 @@ def curve(segments: Sequence[Sequence[Judged]], width: int) -> list[Text]:
     lines = [Text() for _ in range(HEIGHT)]
     has_lost = False
     for column, top, norm, limit in zip(columns, tops, norms, limits, strict=True):
-        is_spike = any(j.is_told for j in column)
+        is_spike = any(j.stands_out for j in column)
         is_lost = top is not None and latest[top.step] != id(top)
         has_lost = has_lost or is_lost
         at, over = _level(norm, low, high), _level(limit, low, high)

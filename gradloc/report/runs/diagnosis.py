@@ -151,11 +151,11 @@ def _explosions(segment: Segment, judged: Sequence[Judged]) -> list[Explosion]:
     groups: list[list[Judged]] = []
     is_open = False
     for step in judged:
-        if step.is_told and is_open:
+        if step.stands_out and is_open:
             groups[-1].append(step)
-        elif step.is_told:
+        elif step.stands_out:
             groups.append([step])
-        is_open = step.is_told
+        is_open = step.stands_out
     is_begun = segment.before is None
     return [Explosion(segment, tuple(g), is_begun and g[0] is judged[0] and g[0].is_early) for g in groups]
 

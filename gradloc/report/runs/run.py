@@ -138,8 +138,8 @@ def _one_event(folder: Path, metrics_path: Path | None) -> RunFolder:
 
 def _events_file(path: Path) -> Path | None:
     """The events.jsonl that lies nearest; where it is lost, its place beside a folder of events."""
-    found = [file for file in files_of(path, DEPTH) if file.name == "events.jsonl"]
-    nearest = [file for file in found if len(file.parts) == min(len(other.parts) for other in found)]
+    files = [file for file in files_of(path, DEPTH) if file.name == "events.jsonl"]
+    nearest = [file for file in files if len(file.parts) == min(len(other.parts) for other in files)]
     if len(nearest) > 1:
         names = ", ".join(str(file.parent) for file in nearest[:4])
         raise ReportError(f"several runs lie under this folder: name one of {names}.")

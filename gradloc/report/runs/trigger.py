@@ -44,7 +44,7 @@ class Judged:
         return self.norm / self.typical if self.typical and math.isfinite(self.norm) else None
 
     @property
-    def is_told(self) -> bool:
+    def stands_out(self) -> bool:
         return self.spike or self.is_early
 
 
