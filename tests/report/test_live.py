@@ -33,7 +33,8 @@ def grow(folder, step: int, **changes) -> None:
 
 
 def followed(folder) -> Follower:
-    follower = followed(folder)
+    follower = Follower(folder)
+    assert follower.poll()
     return follower
 
 
