@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: finds the subcommand, runs it, and words what goes wrong in one place.
+"""The command line: runs a subcommand, and prints its errors in one sentence.
 
-``gradloc-report RUN_DIR`` is short for ``gradloc-report show RUN_DIR``. A folder that is called
-like a subcommand can be named with ``./`` before it.
+``gradloc-report RUN_DIR`` is short for ``gradloc-report show RUN_DIR``. A folder that has a subcommand's name needs
+``./`` before it.
 """
 
 import argparse
@@ -14,8 +14,7 @@ import sys
 from pathlib import Path
 
 from . import __version__
-from .errors import ReportError
-from .guess import Parser, nearby
+from .errors import ReportError, did_you_mean, did_you_mean_path
 
 COMMANDS = {
     "show": "what happened in a run, from its events or from its log alone; the page with -o",
@@ -26,7 +25,6 @@ COMMANDS = {
     "buckets": "a run's gradient analyses: figures by reward variance, or three steps in one",
     "quartiles": "which tokens' gradients dominate, by probability: figures and tables",
 }
-DEFAULT = "show"
 EPILOG = """\
 examples:
   gradloc-report train.log                        any run's log: what exploded, and what that did
@@ -41,59 +39,16 @@ examples:
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser with every subcommand's arguments."""
-    made = Parser(
-        prog="gradloc-report",
-        description="Shows what spiked in a run, which tokens did it, and why.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.add_argument("--version", action="version", version=__version__)
-    commands = made.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, summary in COMMANDS.items():
-        module, said = _module(name), f"{summary[0].upper()}{summary[1:]}."
-        sub = commands.add_parser(name, help=summary, description=said, epilog=getattr(module, "EPILOG", None))
-        sub.formatter_class = argparse.RawDescriptionHelpFormatter
-        module.add_arguments(sub)
-    return made
-
-
-def _module(name: str):
-    return importlib.import_module(f".commands.{name}", __package__)
-
-
-def _meant(arguments: list[str]) -> str | None:
-    """A sentence for what looks like a mistyped command or path: there is no file or folder of that name."""
-    said = arguments[1] if len(arguments) > 1 else "-"
-    if arguments[0] == "watch" or said.startswith("-") or Path(said).exists():  # a run may be about to begin
-        return None
-    rest = shlex.join(arguments[2:])
-    if arguments[0] == DEFAULT:
-        nothing = f"there is no file or folder {said} and no command of that name:"
-        commands = difflib.get_close_matches(said, COMMANDS, n=1, cutoff=0.7)
-        if commands:
-            return f"{nothing} did you mean `gradloc-report {commands[0]} {rest or 'RUN_DIR'}`?"
-        if len(arguments) > 2 and Path(arguments[2]).exists():
-            return f"{nothing} `gradloc-report {rest}` shows a run; the commands are {', '.join(COMMANDS)}."
-    guess = nearby(said)
-    return f"there is no file or folder {said}{guess}" if guess else None
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0, or 2 when there is nothing to show."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    is_named = arguments and arguments[0] in (*COMMANDS, "-h", "--help", "--version")
-    if arguments and not is_named:
-        arguments.insert(0, DEFAULT)
-    hint = _meant(arguments) if arguments else None
-    if hint:
-        print(f"gradloc-report: {hint}", file=sys.stderr)
-        return 2
-    args = parser().parse_args(arguments)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a token may be more than the terminal can say
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] not in (*COMMANDS, "-h", "--help", "--version"):
+        words.insert(0, "show")
     try:
+        _check_path(words)
+        args = _parse(words)
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(errors="replace")  # a terminal may not know every token's characters
         return _module(args.command).run(args)
     except ReportError as error:
         print(f"gradloc-report: {error}", file=sys.stderr)
@@ -107,3 +62,48 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
         return 130
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gradloc-report",
+        description="Shows what spiked in a run, which tokens did it, and why.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        module = _module(name)
+        sub = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=getattr(module, "EPILOG", None),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(sub)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        known = commands.choices[args.command]._option_string_actions
+        guess = did_you_mean(unknown[0].partition("=")[0], known) or "."
+        raise ReportError(f"{args.command} does not take {unknown[0]}{guess}")
+    return args
+
+
+def _module(name: str):
+    return importlib.import_module(f".commands.{name}", __package__)
+
+
+def _check_path(words: list[str]) -> None:
+    """Raises ReportError with a guess where the first path does not exist and looks like a mistyped command or path."""
+    command, path = (*words, "", "")[:2]
+    if command == "watch" or not path or path.startswith("-") or Path(path).exists():  # a watched run may yet begin
+        return
+    missing = f"there is no file or folder {path}"
+    close = difflib.get_close_matches(path, COMMANDS, n=1, cutoff=0.7) if command == "show" else []
+    if close:
+        rest = shlex.join(words[2:]) or "RUN_DIR"
+        raise ReportError(f"{missing} and no command of that name: did you mean `gradloc-report {close[0]} {rest}`?")
+    if guess := did_you_mean_path(path):
+        raise ReportError(missing + guess)

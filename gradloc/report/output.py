@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what a command was asked to write with ``-o``: whole or not at all."""
+"""Writes what ``-o`` asks for: the whole file or nothing."""
 
 import sys
 from pathlib import Path
@@ -8,11 +8,7 @@ from .errors import ReportError
 
 
 def check(path: Path) -> None:
-    """Refuse an output that cannot be written, before the work is done.
-
-    Raises:
-        ReportError: says what is there, and the command that helps.
-    """
+    """Raises ReportError where ``path`` cannot be written; called before the work is done."""
     if path.is_dir():
         raise ReportError(f"{path} is a folder: -o names the file to write, such as {path / 'report.html'}.")
     folder = path.parent
@@ -21,7 +17,7 @@ def check(path: Path) -> None:
 
 
 def deliver(path: Path | None, text: str) -> None:
-    """Write what a command was asked for and print where; without a path print the text itself."""
+    """Writes the text to a file and prints its path; prints the text where there is no path."""
     if path is None:
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
         sys.stdout.write(text)
@@ -31,7 +27,7 @@ def deliver(path: Path | None, text: str) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all; what UTF-8 cannot spell is replaced."""
+    """Writes a file whole or not at all; what UTF-8 cannot spell is replaced."""
     check(path)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8", errors="replace", newline="\n")

@@ -46,7 +46,7 @@ def test_the_terminal_tells_the_state_the_strip_the_reasons_and_what_people_do(r
     assert "X gradient_jump  danger at step 20" in out
     assert "119 times its own median of 1.03 (limit 100 times)" in out
     assert "actor_rollout_ref.actor.gradloc.action.mode=mask" in out
-    assert "Not judged, for want of their metrics: head_norm, mismatch_weight" in out
+    assert "Not checked, their metrics are missing: head_norm, mismatch_weight" in out
     assert "\x1b[" not in out
 
 

@@ -9,49 +9,17 @@ import math
 from pathlib import Path
 from typing import Any
 
-from gradloc.record import (
-    Action,
-    BatchStatistics,
-    Cause,
-    Certificate,
-    Coefficients,
-    Culprit,
-    Event,
-    PathEntry,
-    Ratios,
-    Run,
-    Search,
-    Sequence,
-    Shares,
-    Step,
-    Trigger,
-)
+from gradloc import record
+from gradloc.record import Event
 from gradloc.record.reading import read
 from gradloc.record.store import plain
 from gradloc.words.verdict import verdict_sentences
 
 REPO = Path(__file__).resolve().parents[2]
+_MARKUP = "</script><img src=x onerror=alert(1)>", '"><b>{{ 7 * 7 }}'
 SCHEMAS = REPO / "schema"
-HOSTILE = [
-    "</script><img src=x onerror=alert(1)>",
-    "\u202eevil",
-    "\ufffd",
-    "🦜",
-    "漢字",
-    "\n",
-    '"><b>{{ 7 * 7 }}',
-    "\x1b[31mred",
-]
-VISIBLE = [
-    "</script><img src=x onerror=alert(1)>",
-    "⟨U+202E⟩evil",
-    "\ufffd",
-    "🦜",
-    "漢字",
-    "↵\n",
-    '"><b>{{ 7 * 7 }}',
-    "⟨U+001B⟩[31mred",
-]
+HOSTILE = [_MARKUP[0], "\u202eevil", "\ufffd", "🦜", "漢字", "\n", _MARKUP[1], "\x1b[31mred"]
+VISIBLE = [_MARKUP[0], "⟨U+202E⟩evil", "\ufffd", "🦜", "漢字", "↵\n", _MARKUP[1], "⟨U+001B⟩[31mred"]
 UNTRUSTED = {
     "closure": 1.855,
     "closure_error": 0.12,
@@ -67,7 +35,7 @@ UNTRUSTED_SAID = (
 
 def make_culprit(position: int = 3, token: str = " is", rank: int = 1, **changes: Any) -> dict:
     """A culprit's record."""
-    culprit = Culprit(
+    culprit = record.Culprit(
         span="token",
         rank=rank,
         micro_batch=2,
@@ -87,18 +55,18 @@ def make_culprit(position: int = 3, token: str = " is", rank: int = 1, **changes
         old_log_prob_used=-4.6,
         old_log_prob_stored=-4.8,
         rollout_log_prob=-4.7,
-        ratios=Ratios(
-            current_over_old=1.0, current_over_rollout=1.1, old_over_rollout=0.9, sequence_geometric_mean=1.0
-        ),
+        ratios=record.Ratios(1.0, current_over_rollout=1.1, old_over_rollout=0.9, sequence_geometric_mean=1.0),
         advantage=10000.0,
         entropy=1.25,
-        coefficients=Coefficients(log_prob=-73.5),
+        coefficients=record.Coefficients(log_prob=-73.5),
         loss_weight=0.007,
         grad_norm=650.3,
         threshold=4.7,
         share=0.75,
         layers={"embedding": 395.7, "layer 0": 231.7, "layer 10": 203.6, "head": 413.7},
-        cause=Cause("extreme_advantage", {"advantage_over_typical": 14577.6, "ratio_over_typical": 1.0, "kl": None}),
+        cause=record.Cause(
+            "extreme_advantage", {"advantage_over_typical": 14577.6, "ratio_over_typical": 1.0, "kl": None}
+        ),
     )
     return plain(culprit) | changes
 
@@ -109,10 +77,10 @@ def make_event(step: int = 5, culprits: list[dict] | None = None, **changes: Any
     norm = 747.66
     made = Event(
         event_id=event_id,
-        run=Run("tests", "report"),
-        step=Step(global_step=step, num_mini_batches=1, num_micro_batches=4, world_size=2, dp_size=2, sp_size=1),
-        trigger=Trigger(kind="fixed", grad_norm=norm, threshold=52.26, tau=640.0, num_tokens=150),
-        search=Search(
+        run=record.Run("tests", "report"),
+        step=record.Step(global_step=step, num_mini_batches=1, num_micro_batches=4, world_size=2, dp_size=2, sp_size=1),
+        trigger=record.Trigger(kind="fixed", grad_norm=norm, threshold=52.26, tau=640.0, num_tokens=150),
+        search=record.Search(
             strategy="bisect",
             status="found",
             stop_reason="every part over its threshold was followed to its end",
@@ -123,7 +91,7 @@ def make_event(step: int = 5, culprits: list[dict] | None = None, **changes: Any
             seconds=0.65,
             path=make_path(),
         ),
-        certificate=Certificate(
+        certificate=record.Certificate(
             norm_before=norm,
             norm_after=0.77,
             error_bound=0.0007,
@@ -132,11 +100,11 @@ def make_event(step: int = 5, culprits: list[dict] | None = None, **changes: Any
             verdict="explained",
             reason="without the culprits the norm is under the threshold",
         ),
-        action=Action(reason="the step goes on unchanged"),
+        action=record.Action(reason="the step goes on unchanged"),
         layers={"embedding": 459.6, "head": 480.8, "layer 0": 254.5, "layer 10": 227.5},
         kinds={"attention": 337.5, "mlp": 50.9},
-        shares=Shares(closure=0.9998, micro_batches=((0.0, 0.01), (0.0, 0.0), (-0.05, 0.8))),
-        batch=BatchStatistics(advantage=0.69, one_minus_prob=0.98, jacobian=9.8),
+        shares=record.Shares(closure=0.9998, micro_batches=((0.0, 0.01), (0.0, 0.0), (-0.05, 0.8))),
+        batch=record.BatchStatistics(advantage=0.69, one_minus_prob=0.98, jacobian=9.8),
         folder=f"events/{event_id}",
     )
     event = plain(made) | {"culprits": [make_culprit()] if culprits is None else culprits} | changes
@@ -145,11 +113,11 @@ def make_event(step: int = 5, culprits: list[dict] | None = None, **changes: Any
     return event
 
 
-def make_path() -> tuple[PathEntry, ...]:
+def make_path() -> tuple[record.PathEntry, ...]:
     """Two micro-batches, of which the second is searched down to one token."""
 
     def probe(phase, micro_batch, ranks, tokens, norm, verdict):
-        return PathEntry(phase, micro_batch, ranks, tokens, 10, norm, 4.7, verdict)
+        return record.PathEntry(phase, micro_batch, ranks, tokens, 10, norm, 4.7, verdict)
 
     return (
         probe("micro_batch", 0, (0, 2), None, 0.2, "under"),
@@ -167,7 +135,7 @@ def make_sequence(num: int = 8, tokens: list[str] | None = None, **changes: Any)
     """A sequence of ``num`` tokens whose third position carries the spike."""
     tokens = tokens or [f" w{i}" for i in range(num)]
     num = len(tokens)
-    sequence = Sequence(
+    sequence = record.Sequence(
         rank=1,
         micro_batch=2,
         micro_batch_row=0,
@@ -220,20 +188,15 @@ def write_run(
     """
     folder.mkdir(parents=True, exist_ok=True)
     if metrics is not None:
-        lines = "".join(json.dumps(entry) + "\n" for entry in metrics)
-        (folder / "metrics.jsonl").write_text(lines)
-    if events is None:
-        return folder
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in metrics))
     root = folder / "gradloc"
-    root.mkdir(exist_ok=True)
-    with (root / "events.jsonl").open("w", encoding="utf-8") as file:
-        for event in events:
-            file.write(json.dumps(event, ensure_ascii=True) + "\n")
-    for event in events:
-        found = (sequences or {}).get(event["event_id"], [make_sequence()])
+    if events is not None:
+        root.mkdir(exist_ok=True)
+        (root / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    for event in events or ():
         if event.get("folder"):
-            bundle = root / event["folder"]
-            bundle.mkdir(parents=True, exist_ok=True)
+            found = (sequences or {}).get(event["event_id"], [make_sequence()])
             document = {"schema_version": 1, "event_id": event["event_id"], "sequences": found}
-            (bundle / "sequences.json").write_text(json.dumps(document), encoding="utf-8")
+            (root / event["folder"]).mkdir(parents=True, exist_ok=True)
+            (root / event["folder"] / "sequences.json").write_text(json.dumps(document))
     return folder

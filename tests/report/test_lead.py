@@ -23,22 +23,22 @@ def runs(kl, count=6, length=120):
 
 
 def policy_kl(kl):
-    return next(rule for rule in lead(runs(kl)).rules if rule.name == "policy_kl")
+    return next(rule for rule in lead(runs(kl))[0] if rule.name == "policy_kl")
 
 
 def test_a_rule_that_warns_before_each_explosion_leads():
     rule = policy_kl(lambda step: 0.5 if step in (70, 71) else 0.0)
     assert rule.ahead == [10] * 6 and rule.leads and rule.num_false == 0
-    assert rule.steps_ahead == "10 (10 to 10)"
+    assert rule.row[1:3] == ["6 of 6", "10 (10 to 10)"]
 
 
 def test_one_that_always_complains_is_right_by_luck():
     rule = policy_kl(lambda step: 0.5)
-    assert rule.ahead == [HORIZON] * 6 and not rule.leads and rule.said == "no better than luck"
+    assert rule.ahead == [HORIZON] * 6 and not rule.leads and rule.verdict == "no better than luck"
 
 
 def test_one_that_speaks_at_the_explosion_or_long_before_does_not_warn_of_it():
-    assert policy_kl(lambda step: 0.5 if step >= 80 else 0.0).said == "never warned before one"
+    assert policy_kl(lambda step: 0.5 if step >= 80 else 0.0).verdict == "never warned before one"
     early = policy_kl(lambda step: 0.5 if step == 30 else 0.0)
     assert not early.ahead and early.num_false == 6
 

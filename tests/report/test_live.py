@@ -15,8 +15,7 @@ import pytest
 from rich.console import Console
 
 from gradloc.report.cli import main
-from gradloc.report.live.follow import Follower
-from gradloc.report.live.screen import news, view
+from gradloc.report.live.follow import Follower, news, view
 from gradloc.report.live.server import Site
 from tests.report.builder import HOSTILE, REPO, UNTRUSTED, make_culprit, make_event, make_metrics, write_run
 
@@ -31,6 +30,12 @@ def grow(folder, step: int, **changes) -> None:
     event = make_event(step, **changes)
     with (folder / "gradloc" / "events.jsonl").open("a") as file:
         file.write(json.dumps(event) + "\n")
+
+
+def followed(folder) -> Follower:
+    follower = Follower(folder)
+    assert follower.poll()
+    return follower
 
 
 def shown(follower: Follower, width: int = 120) -> str:
@@ -53,8 +58,7 @@ def test_a_run_that_is_not_there_yet_is_waited_for(tmp_path):
 
 
 def test_only_what_changed_is_read_again(folder):
-    follower = Follower(folder)
-    assert follower.poll()
+    follower = followed(folder)
     assert not follower.poll()
     grow(folder, 9)
     assert follower.poll()
@@ -63,8 +67,7 @@ def test_only_what_changed_is_read_again(folder):
 
 
 def test_the_view_tells_norm_threshold_health_and_the_last_events(folder):
-    follower = Follower(folder)
-    follower.poll()
+    follower = followed(folder)
     out = shown(follower)
     assert re.search(r"tests / report +step 20 +norm 1.29 +threshold 52.3 +(healthy|warning|danger)", out)
     assert "One token made the step-5 spike" in out
@@ -78,26 +81,15 @@ def test_shares_and_norms_are_told_as_well_as_they_are_known(folder):
     grow(folder, 7, culprits=culprits)
     grow(folder, 9, culprits=culprits, shares=UNTRUSTED)
     grow(folder, 11, certificate=make_event()["certificate"] | {"norm_after": 1.38, "error_bound": 2.562})
-    follower = Follower(folder)
-    follower.poll()
+    follower = followed(folder)
     lines = {line.split()[0]: line for line in shown(follower, 160).splitlines() if line[:1].isdigit()}
     assert "75% +- 0.4%" in lines["7"] and "%" not in lines["9"]
     assert "748 → at most 3.95" in lines["11"]
 
 
 def test_a_hostile_token_does_not_reach_the_terminal(tmp_path):
-    folder = write_run(tmp_path, [make_event(5, [make_culprit(token=HOSTILE[7])])])
-    follower = Follower(folder)
-    follower.poll()
+    follower = followed(write_run(tmp_path, [make_event(5, [make_culprit(token=HOSTILE[7])])]))
     assert "\x1b" not in shown(follower)
-
-
-def test_news_are_told_once(folder):
-    follower = Follower(folder)
-    follower.poll()
-    known: set[str] = set()
-    assert news(follower.run, known) == ["One token made the step-5 spike: 748 → 0.77"]
-    assert news(follower.run, known) == []
 
 
 def test_once_prints_the_view_and_refuses_what_is_not_there(folder, tmp_path, capsys):
@@ -110,8 +102,7 @@ def test_once_prints_the_view_and_refuses_what_is_not_there(folder, tmp_path, ca
 
 @pytest.fixture
 def site(folder):
-    follower = Follower(folder)
-    follower.poll()
+    follower = followed(folder)
     with Site(follower, 0) as made:
         thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         thread.start()
@@ -185,18 +176,17 @@ def test_without_a_terminal_watch_prints_a_line_for_each_event(folder):
 
 
 def test_a_spike_in_the_warm_up_is_said_though_there_is_no_event(tmp_path):
-    follower = Follower(write_run(tmp_path, metrics=make_metrics(14, (12,))))
-    follower.poll()
+    follower = followed(write_run(tmp_path, metrics=make_metrics(14, (12,))))
     out = " ".join(shown(follower).split())
     assert "Step 12: gradient norm 747, " in out
     assert "No spike" not in out
 
 
 def test_a_run_that_begins_anew_is_followed_on(folder):
-    follower = Follower(folder)
-    follower.poll()
+    follower = followed(folder)
     known: set[str] = set()
-    assert len(news(follower.run, known)) == 1
+    assert news(follower.run, known) == ["One token made the step-5 spike: 748 → 0.77"]
+    assert news(follower.run, known) == []
     write_run(folder, metrics=make_metrics(8, ()))  # restarted from the beginning, into the same file
     grow(folder, 6)
     assert follower.poll() and news(follower.run, known) == ["One token made the step-6 spike: 748 → 0.77"]

@@ -9,9 +9,10 @@ the run's stretches of that length in which it finds fault says how often, and a
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean, median
 
 from ...health import HealthConfig
+from ...words.numbers import percent
 from ..logs import LoggedRun, Segment
 from ..logs.segments import surviving
 from ..runs.diagnosis import diagnose
@@ -20,7 +21,7 @@ from ..runs.health import judge
 EXPLOSION = 10.0
 """Times normal."""
 HORIZON = 20
-"""Steps before an explosion in which a warning counts as one of it."""
+"""Logged steps before an explosion in which a warning counts."""
 CHANCE = 0.05
 """A rule leads where luck would do as well less often than this."""
 
@@ -31,86 +32,57 @@ class RuleLead:
 
     name: str
     ahead: list[int] = field(default_factory=list)
-    """Of each explosion that it warned of, the steps from its first warning to it."""
+    """For each explosion that it warned of, the steps from its first warning to the explosion."""
     num_false: int = 0
     """Stretches of fault that no explosion followed."""
     num_steps: int = 0
     """Steps that it judged."""
     lucks: list[float] = field(default_factory=list)
-    """Of each explosion, the share of its run's steps that have a fault within the ``HORIZON`` steps before them."""
-
-    @property
-    def num_seen(self) -> int:
-        """Explosions of runs that log what the rule reads."""
-        return len(self.lucks)
-
-    @property
-    def luck(self) -> float:
-        """The share of explosions that it would have warned of by luck."""
-        return sum(self.lucks) / len(self.lucks) if self.lucks else 0.0
-
-    @property
-    def chance(self) -> float:
-        """How often luck warns of at least as many."""
-        n, p = self.num_seen, self.luck
-        return sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(len(self.ahead), n + 1))
+    """For each explosion, the share of its run's steps with a fault in the ``HORIZON`` steps before them."""
 
     @property
     def leads(self) -> bool:
-        return bool(self.ahead) and self.chance < CHANCE
+        """Whether luck would warn of as many explosions in fewer than one of 20 cases."""
+        n, p = len(self.lucks), mean(self.lucks or [0.0])
+        by_luck = sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(len(self.ahead), n + 1))
+        return bool(self.ahead) and by_luck < CHANCE
 
     @property
-    def said(self) -> str:
-        """What the data say of it."""
-        if not self.num_seen:
+    def verdict(self) -> str:
+        if not self.lucks:
             return "not seen: no run with an explosion logs it"
         if self.leads:
             return "leads"
         return "no better than luck" if self.ahead else "never warned before one"
 
     @property
-    def steps_ahead(self) -> str:
-        """The median of the steps ahead, and their range."""
-        return f"{median(self.ahead):g} ({min(self.ahead)} to {max(self.ahead)})" if self.ahead else "–"
+    def row(self) -> list[str]:
+        """The rule as a row of the table: name, warned of, steps ahead (median, range), luck, false alarms, verdict."""
+        ahead = f"{median(self.ahead):g} ({min(self.ahead)} to {max(self.ahead)})" if self.ahead else "–"
+        warned = f"{len(self.ahead)} of {len(self.lucks)}"
+        false = f"{self.num_false} in {self.num_steps:,} steps"
+        return [self.name, warned, ahead, percent(mean(self.lucks or [0.0]), 2), false, self.verdict]
 
 
-@dataclass
-class Lead:
-    """All rules over all runs."""
-
-    rules: list[RuleLead]
-    num_runs: int
-    num_steps: int
-    onsets: list[tuple[str, int, float]]
-    """Of each explosion the run, the step at which it began, and times normal."""
-
-
-def lead(runs: Sequence[LoggedRun]) -> Lead:
-    """Hold every rule's warnings against what exploded."""
+def lead(runs: Sequence[LoggedRun]) -> tuple[list[RuleLead], list[tuple[str, int, float]]]:
+    """Every rule's warnings beside what exploded; and for each explosion its run, first step, and times normal."""
     rules = {name: RuleLead(name) for name in HealthConfig.rule_names()}
-    onsets, num_steps = [], 0
+    onsets = []
     for run in runs:
-        explosions = diagnose(run).explosions
+        large = [e for e in diagnose(run).explosions if not e.is_start and e.times >= EXPLOSION]
         for segment in run.segments:
-            own = [e for e in explosions if e.segment is segment and not e.is_start and _is_large(e.times)]
-            steps = sorted(e.first for e in own)
-            onsets += [(run.name, e.first, e.times) for e in sorted(own, key=lambda e: e.first)]
-            num_steps += len(segment.metrics.steps)
-            _take(rules, segment, steps)
-    return Lead(list(rules.values()), len(runs), num_steps, onsets)
+            own = sorted((e for e in large if e.segment is segment), key=lambda e: e.first)
+            onsets += [(run.name, e.first, e.times) for e in own]
+            _add(rules, segment, [e.first for e in own])
+    return list(rules.values()), onsets
 
 
-def _is_large(times: float) -> bool:
-    return times >= EXPLOSION  # endless where no norm was finite
-
-
-def _take(rules: dict[str, RuleLead], segment: Segment, onsets: list[int]) -> None:
-    """Add one segment: places count logged steps, so that a log of every tenth step has the same horizon."""
+def _add(rules: dict[str, RuleLead], segment: Segment, onsets: list[int]) -> None:
+    """Adds one segment. Places count logged steps, so that a log of every tenth step has the same horizon."""
     metrics = surviving(segment)
     health = judge(metrics)
     place = {step: at for at, step in enumerate(metrics.steps)}
-    begins = [place[step] for step in onsets]
-    first = place[segment.first]
+    first, begins = place[segment.first], [place[step] for step in onsets]
     for name, rule in rules.items():
         if name in health.silent:
             continue
@@ -119,10 +91,10 @@ def _take(rules: dict[str, RuleLead], segment: Segment, onsets: list[int]) -> No
             before = [at for at in faults if begin - HORIZON <= at < begin]
             if before:
                 rule.ahead.append(begin - before[0])
-        found = set(faults)
-        at_fault = [any(back in found for back in range(at - HORIZON, at)) for at in range(first, len(metrics.steps))]
-        rule.num_steps += len(at_fault)
-        rule.lucks += [sum(at_fault) / len(at_fault)] * len(begins)
+        known = set(faults)
+        after_fault = [not known.isdisjoint(range(at - HORIZON, at)) for at in range(first, len(metrics.steps))]
+        rule.num_steps += len(after_fault)
+        rule.lucks += [mean(after_fault)] * len(begins)
         rule.num_false += _num_false([at for at in faults if at >= first], begins)
 
 

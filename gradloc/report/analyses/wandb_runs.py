@@ -16,59 +16,49 @@ _TABLE = re.compile(r"grad_norm/(bucket_\d+)/group_rv_table")
 def read_wandb(
     path: str, steps: list[int] | None = None, api: Any = None
 ) -> tuple[dict[int, Analysis], list[str], str]:
-    """Read a run's analyses through W&B's API.
+    """The analyses of ENTITY/PROJECT/RUN_ID by step, notes, and a folder name: ``<run name>_<run id>``.
 
-    Args:
-        path: ENTITY/PROJECT/RUN_ID.
-        steps: read the tables of these only; None for all.
-        api: stands in for ``wandb.Api()``.
-
-    Returns:
-        The analyses by step, notes, and a folder name: ``<run name>_<run id>``.
-
-    Raises:
-        ReportError: without the wandb package, or when the run cannot be read or has no analysis.
+    Only the tables of ``steps`` are read, where these are given; ``api`` stands in for ``wandb.Api()``.
     """
     if len(path.strip("/").split("/")) != 3:
         raise ReportError(f"--wandb-path {path} must be ENTITY/PROJECT/RUN_ID.")
     try:
-        run = (api or _api()).run(path.strip("/"))
+        run = (api or _wandb().Api()).run(path.strip("/"))
         rows = list(run.scan_history())
     except ReportError:
         raise
     except Exception as error:  # the package's own errors have no common base
         raise ReportError(f"W&B has no run {path} that can be read here: {error}") from None
-    found: dict[int, Analysis] = {}
+    analyses: dict[int, Analysis] = {}
     notes: list[str] = []
     for row in rows:
         step = row.get("training/global_step", row.get("_step"))
         analysis = None if step is None else from_metrics(int(step), row)
         if analysis is None:
             continue
-        found[analysis.step] = analysis
+        analyses[analysis.step] = analysis
         if steps is None or analysis.step in steps:
-            analysis.table, problem = _tables(run, row)
+            analysis.table, problem = _table(run, row)
             if problem:
-                notes.append(f"step {analysis.step}: {problem}")
-    if not found:
+                notes.append(f"step {analysis.step}: {problem}; mean and range are drawn.")
+    if not analyses:
         raise ReportError(
             f"the run {path} has no grad_norm/bucket_* metric: trainer.gradient_analysis_mode was "
             "off, or no analysed step was logged."
         )
-    name = re.sub(r"[^\w.-]+", "-", f"{run.name}_{run.id}")
-    return dict(sorted(found.items())), notes, name
+    return dict(sorted(analyses.items())), notes, re.sub(r"[^\w.-]+", "-", f"{run.name}_{run.id}")
 
 
-def _api():
+def _wandb():
     try:
         import wandb
     except ImportError:
         raise ReportError("reading from W&B needs its package: pip install wandb, or name the run's folder.") from None
-    return wandb.Api()
+    return wandb
 
 
-def _tables(run: Any, row: dict) -> tuple[list[tuple[str, float]], str]:
-    """The groups of one step, and a sentence when their table could not be had."""
+def _table(run: Any, row: dict) -> tuple[list[tuple[str, float]], str]:
+    """The groups of one step, and why their table could not be had."""
     table: list[tuple[str, float]] = []
     for key, reference in row.items():
         if not _TABLE.fullmatch(key) or not isinstance(reference, dict):
@@ -80,5 +70,5 @@ def _tables(run: Any, row: dict) -> tuple[list[tuple[str, float]], str]:
             bucket, deviation = (data["columns"].index(name) for name in ("bucket", "reward_std"))
             table += [(line[bucket], float(line[deviation])) for line in data["data"]]
         except Exception as error:  # without the table there are still mean and range
-            return [], f"its group_rv_table cannot be had ({error}); mean and range are drawn."
-    return table, "" if table else "it has no group_rv_table; mean and range are drawn."
+            return [], f"its group_rv_table cannot be had ({error})"
+    return table, "" if table else "it has no group_rv_table"

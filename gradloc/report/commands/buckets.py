@@ -23,7 +23,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the subcommand takes."""
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="the run's folder")
     parser.add_argument("--wandb-path", metavar="ENTITY/PROJECT/RUN_ID", help="read the run from Weights & Biases")
     parser.add_argument("--list-steps", action="store_true", help="print the analysed steps")
@@ -37,18 +36,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the files; returns 0."""
     if any(getattr(args, f"step{step}_dir") for step in STEPS) or args.mode or args.out:
         return _three_steps(args)
     if (args.run_dir is None) == (args.wandb_path is None):
         raise ReportError("name one run: its folder, or --wandb-path ENTITY/PROJECT/RUN_ID.")
-    analyses, notes, folder = _read(args)
+    if args.run_dir is not None:
+        analyses, notes = read_analyses(args.run_dir)
+        name = args.run_dir.resolve().name
+    else:
+        from ..analyses.wandb_runs import read_wandb
+
+        analyses, notes, name = read_wandb(args.wandb_path, args.step)
     for note in notes:
         print(f"note: {note}")
     if args.list_steps:
-        print("\n".join(_line(analysis) for analysis in analyses.values()))
+        for analysis in analyses.values():
+            rows = analysis.get("all", "sample_count")
+            print(f"step {analysis.step}: {len(analysis.buckets)} buckets, {rows:.0f} rows")
         return 0
     wanted = chosen(analyses, args.step)
+    folder = args.output_dir or Path(OUTPUTS) / name
     folder.mkdir(parents=True, exist_ok=True)
     for analysis in wanted:
         for path in write(analysis, folder):
@@ -57,51 +64,33 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen(analyses: dict[int, Any], steps: list[int] | None) -> list[Any]:
-    """The analyses of these steps, or all.
-
-    Raises:
-        ReportError: names the steps there are.
-    """
+    """The analyses of these steps, or of all; raises ReportError where a step was not analysed."""
     for step in steps or ():
         if step not in analyses:
             raise ReportError(f"step {step} was not analysed: there are {', '.join(map(str, analyses))}.")
     return [analyses[step] for step in steps or analyses]
 
 
-def _read(args) -> tuple[dict[int, Analysis], list[str], Path]:
-    if args.wandb_path is None:
-        analyses, notes = read_analyses(args.run_dir)
-        return analyses, notes, args.output_dir or Path(OUTPUTS) / args.run_dir.resolve().name
-    from ..analyses.wandb_runs import read_wandb
-
-    analyses, notes, name = read_wandb(args.wandb_path, args.step)
-    return analyses, notes, args.output_dir or Path(OUTPUTS) / name
-
-
-def _line(analysis: Analysis) -> str:
-    rows = analysis.get("all", "sample_count")
-    return f"step {analysis.step}: {len(analysis.buckets)} buckets, {rows:.0f} rows"
-
-
 def write(analysis: Analysis, folder: Path) -> list[Path]:
-    """Write the files of one step: five figures, the metrics and the groups' deviations; returns their paths."""
+    """Writes the files of one step: five figures, the metrics and the groups' deviations; returns their paths."""
     from ..figures.buckets import FIGURES
 
     def place(name: str, ending: str) -> Path:
         return folder / f"gradient_analysis_{name}_step_{analysis.step}.{ending}"
 
-    figures, metrics = [place(name, "png") for name in FIGURES], place("metrics", "json")
-    for draw, path in zip(FIGURES.values(), figures, strict=True):
-        save(draw(analysis), path)
+    paths = []
+    for name, draw in FIGURES.items():
+        paths.append(place(name, "png"))
+        save(draw(analysis), paths[-1])
+    metrics, table = place("metrics", "json"), place("bucket_rv_table", "csv")
     metrics.write_text(json.dumps(to_json(analysis), indent=1, allow_nan=False) + "\n", "utf-8")
-    table = place("bucket_rv_table", "csv")
     with table.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([("bucket", "reward_std"), *analysis.table])
-    return [*figures, metrics, table]
+    return [*paths, metrics, table]
 
 
 def save(figure, path: Path) -> None:
-    """Write a figure as PNG or SVG, by its ending; the same bytes for the same figure."""
+    """Writes a figure as PNG or SVG, by its ending; the same bytes for the same figure."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -115,33 +104,23 @@ def save(figure, path: Path) -> None:
 def _three_steps(args) -> int:
     from ..figures.buckets import three_steps
 
-    folders = [getattr(args, f"step{step}_dir") for step in STEPS]
-    missing = [f"--step{s}-dir" for s, folder in zip(STEPS, folders, strict=True) if folder is None]
-    missing += [f"--{name}" for name in ("mode", "out") if getattr(args, name) is None]
+    folders = {f"--step{step}-dir": getattr(args, f"step{step}_dir") for step in STEPS}
+    missing = [name for name, value in {**folders, "--mode": args.mode, "--out": args.out}.items() if value is None]
     if missing:
         raise ReportError(f"the figure of three steps also needs {', '.join(missing)}.")
-    analyses = [from_json(metrics_file(folder)) for folder in folders]
-    common = set.intersection(*(set(analysis.buckets) for analysis in analyses))
-    if not common:
+    analyses = [from_json(_metrics_file(folder)) for folder in folders.values()]
+    if not set.intersection(*(set(analysis.buckets) for analysis in analyses)):
         raise ReportError("the three steps have no bucket in common.")
-    labels = [f"step {analysis.step}" for analysis in analyses]
-    title = f"{args.mode.upper()}: gradient by reward variance"
-    save(three_steps(analyses, labels, title), args.out)
+    save(three_steps(analyses, f"{args.mode.upper()}: gradient by reward variance"), args.out)
     print(args.out)
     return 0
 
 
-def metrics_file(folder: Path) -> Path:
-    """The metrics of the one step that a folder holds.
-
-    Raises:
-        ReportError: when there is none or more than one.
-    """
-    found = sorted(folder.glob("gradient_analysis_metrics_step_*.json"))
-    found = found or sorted(folder.glob("metrics.json"))
-    if len(found) != 1:
+def _metrics_file(folder: Path) -> Path:
+    files = sorted(folder.glob("gradient_analysis_metrics_step_*.json")) or sorted(folder.glob("metrics.json"))
+    if len(files) != 1:
         raise ReportError(
-            f"{folder} holds {len(found)} gradient_analysis_metrics_step_*.json: name a folder "
+            f"{folder} holds {len(files)} gradient_analysis_metrics_step_*.json: name a folder "
             "with one, made by `gradloc-report buckets RUN_DIR --step N --output-dir DIR`."
         )
-    return found[0]
+    return files[0]

@@ -5,9 +5,7 @@ import argparse
 import json
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from ...words.text import one_line
 from .. import output
@@ -21,7 +19,6 @@ LISTED = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments."""
     parser.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder or log")
     parser.add_argument("run_b", type=Path, metavar="RUN_B", help="another's")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write an HTML page, or the format asked for")
@@ -29,55 +26,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads both runs and shows what differs."""
     if args.output is not None:
         output.check(args.output)
     runs = [read_run(args.run_a), read_run(args.run_b)]
-    found = compare(*runs)
+    comparison = compare(*runs)
     notes = [f"{one_line(str(r.path))}: {note}" for r in runs for note in r.notes]
     notes += [
-        f"{one_line(str(r.path))} holds {len(r.log.runs)} runs: compared is the one with the worst norm, "
-        f"{r.log.runs[0].name}."
+        f"{one_line(str(r.path))} holds {len(r.runs)} runs: compared is the one with the worst norm, {r.runs[0].name}."
         for r in runs
-        if len(r.log.runs) > 1
+        if len(r.runs) > 1
     ]
-    if args.format is None and args.output is None:
-        _print(found)
-        terminal.warn(notes)
-        return 0
     if args.format == "json":
-        text = json.dumps(vars(found), indent=2) + "\n"
+        output.deliver(args.output, json.dumps(vars(comparison), indent=2) + "\n")
     elif args.format == "md":
-        text = _markdown(found)
+        output.deliver(args.output, _markdown(comparison))
+    elif args.output is not None:
+        output.deliver(args.output, page.render_comparison(runs, comparison, notes))
     else:
-        text = page.render_comparison(runs, found, notes)
-    output.deliver(args.output, text)
+        _print(comparison)
     terminal.warn(notes)
     return 0
 
 
-def _print(found: Comparison) -> None:
-    console = Console(highlight=False)
-    console.print(Text(found.parted))
+def _print(comparison: Comparison) -> None:
+    console = terminal.console()
+    console.print(comparison.parted)
     for head, rows, more in (
-        ("", found.rows, ""),
-        ("spike at step", found.steps, "more steps."),
-        ("setting", found.settings, "more settings; --format json has all."),
+        ("", comparison.rows, ""),
+        ("spike at step", comparison.steps, "more steps."),
+        ("setting", comparison.settings, "more settings; --format json has all."),
     ):
-        table = Table(head, *map(one_line, found.names), box=None, padding=(0, 3, 0, 0))
+        table = Table(head, *map(one_line, comparison.names), box=None, padding=(0, 3, 0, 0))
         for row in rows[:LISTED]:
-            table.add_row(*(Text(one_line(cell, 90)) for cell in row))
+            table.add_row(*(one_line(cell, 90) for cell in row))
         if rows:
             console.print(table, "")
         if len(rows) > LISTED:
-            console.print(Text(f"And {len(rows) - LISTED} {more}", style="dim"))
+            console.print(f"And {len(rows) - LISTED} {more}", style="dim")
 
 
-def _markdown(found: Comparison) -> str:
-    def table(head: str, rows: list[list[str]]) -> list[str]:
-        names = " | ".join(escape(name) for name in found.names)
-        body = ["| " + " | ".join(escape(cell) for cell in row) + " |" for row in rows]
-        return [f"| {head} | {names} |", "| --- | --- | --- |", *body, ""]
-
-    tables = [*table("", found.rows), *table("spike at step", found.steps), *table("setting", found.settings)]
-    return "\n".join([found.parted, "", *tables])
+def _markdown(comparison: Comparison) -> str:
+    lines = [comparison.parted, ""]
+    for head, rows in (("", comparison.rows), ("spike at step", comparison.steps), ("setting", comparison.settings)):
+        lines += [f"| {head} | {' | '.join(map(escape, comparison.names))} |", "| --- | --- | --- |"]
+        lines += ["| " + " | ".join(map(escape, row)) + " |" for row in rows] + [""]
+    return "\n".join(lines)

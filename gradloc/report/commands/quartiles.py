@@ -5,16 +5,17 @@ import argparse
 import json
 from pathlib import Path
 
-from ...record.analysis import Moved, Update
+from rich.table import Table
+
+from ...record.analysis import Moved, QuartileAnalysis, Update
 from ...record.store import plain
 from ...words.numbers import number, percent
-from ..analyses.quartiles import SPLITS, Analysis, read_quartiles
+from ..analyses.quartiles import SPLITS, read_quartiles
+from ..pages import terminal
 from .buckets import chosen, save
 
 OUTPUTS = "quartile_analysis_outputs"
-WIDTH = 92
-"""Columns of the table; a narrower terminal wraps it."""
-UPDATES = ("all", "lowest", "highest", "none")
+UPDATES = {"all": "all tokens", "lowest": "q1 only", "highest": "q4 only", "none": "no gradient"}
 EPILOG = """\
 examples:
   gradloc-report quartiles runs/quartiles-demo-1
@@ -24,7 +25,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the subcommand takes."""
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
     parser.add_argument("--step", "--steps", nargs="+", type=int, metavar="N", help="these only")
     parser.add_argument("--json", action="store_true", help="print the numbers, draw nothing")
@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a table and draws a figure for each step; returns 0."""
     analyses, notes = read_quartiles(args.run_dir)
     wanted = chosen(analyses, args.step)
     if args.json:
@@ -45,20 +44,16 @@ def run(args: argparse.Namespace) -> int:
 
     folder = args.output_dir or Path(OUTPUTS) / args.run_dir.resolve().name
     for analysis in wanted:
-        show(analysis)
+        _print(analysis)
         path = folder / f"quartiles_step_{analysis.global_step}.{args.format}"
         save(figure_of(analysis), path)
         print(f"{path}\n")
     return 0
 
 
-def show(analysis: Analysis) -> None:
-    """Print one step: a line per quartile, then a line per update."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, soft_wrap=True)
-    console.width = max(console.width, WIDTH)
+def _print(analysis: QuartileAnalysis) -> None:
+    console = terminal.console(soft_wrap=True)
+    console.width = max(console.width, 92)  # the table's
     what = SPLITS.get(analysis.split, analysis.split)
     console.print(
         f"Step {analysis.global_step}: {analysis.whole.num_tokens:,} tokens in {what}; "
@@ -66,11 +61,9 @@ def show(analysis: Analysis) -> None:
         f"the parts miss it by {number(analysis.closure, 2)} of that."
     )
     table = Table(box=None, padding=(0, 2, 0, 0))
-    heads = ("", "tokens", "mean 1-π", "norm", "gradient", "log π", "(c)", "(e)", "(f)")
-    for head in heads:
+    for head in ("", "tokens", "mean 1-π", "norm", "gradient", "log π", "(c)", "(e)", "(f)"):
         table.add_column(head, justify="right", no_wrap=True)
     for index, quartile in enumerate(analysis.quartiles):
-        changes = [_change(analysis.updates.get(name), index) for name in UPDATES[:3]]
         table.add_row(
             quartile.name,
             f"{quartile.num_tokens:,} ({percent(quartile.token_share)})",
@@ -78,7 +71,7 @@ def show(analysis: Analysis) -> None:
             number(quartile.norm, 3) if quartile.num_tokens else "–",
             percent(quartile.gradient_share),
             number(quartile.median_log_prob_norm, 3),
-            *changes,
+            *(_change(analysis.updates.get(name), index) for name in ("all", "lowest", "highest")),
         )
     console.print(table)
     correlation = number(analysis.rank_correlation.log_prob_norm, 2)
@@ -88,10 +81,9 @@ def show(analysis: Analysis) -> None:
         f"({len(analysis.tokens)} tokens; rank correlation with 1-π: {correlation}). (c), (e), "
         "(f): mean size of the change of probability after an update of all tokens, of q1, of q4."
     )
-    optimizer = analysis.optimizer
-    console.print(f"{optimizer.name}, learning rate {number(optimizer.learning_rate, 3)}:")
+    console.print(f"{analysis.optimizer.name}, learning rate {number(analysis.optimizer.learning_rate, 3)}:")
     for name in UPDATES:
-        console.print(f"  {_line(name, analysis.updates.get(name))}")
+        console.print(f"  {UPDATES[name]}: {_update(name, analysis.updates.get(name))}")
 
 
 def _change(update: Update | None, quartile: int) -> str:
@@ -101,24 +93,21 @@ def _change(update: Update | None, quartile: int) -> str:
     return number(moved.quartiles[quartile].mean_abs, 2)
 
 
-def _line(name: str, update: Update | None) -> str:
-    """What one update did."""
-    what = {"all": "all tokens", "lowest": "q1 only", "highest": "q4 only"}.get(name, "no gradient")
+def _update(name: str, update: Update | None) -> str:
     if update is None:
-        return f"{what}: no gradient, no update"
+        return "no gradient, no update"
     if update.changes is None:
-        return f"{what}: the gradient's norm is {number(update.grad_norm)}, so no step was taken"
-    said = f"{what}: gradient {number(update.grad_norm, 3)}, step {number(update.update_norm, 3)}"
+        return f"the gradient's norm is {number(update.grad_norm)}, so no step was taken"
+    sizes = f"gradient {number(update.grad_norm, 3)}, step {number(update.update_norm, 3)}"
     if name == "none":
-        return f"{said} (the optimizer's momentum and weight decay)"
+        return f"{sizes} (the optimizer's momentum and weight decay)"
     if name == "all":
-        return said
+        return sizes
     raw, own = _against_all(update.changes), _against_all(update.own_changes)
-    return f"{said}; changes against all tokens': {raw}; without momentum {own}"
+    return f"{sizes}; changes against all tokens': {raw}; without momentum {own}"
 
 
 def _against_all(moved: Moved | None) -> str:
     if moved is None or moved.agreement is None:
         return "–"
-    found = moved.agreement
-    return f"r = {number(found.correlation, 2)}, size x {number(found.ratio, 2)}"
+    return f"r = {number(moved.agreement.correlation, 2)}, size x {number(moved.agreement.ratio, 2)}"

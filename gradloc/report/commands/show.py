@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 
 from .. import output
-from ..pages import exports, logview, page, terminal
+from ..pages import exports, page, terminal
 from ..runs.run import read_logs, read_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments."""
     parser.add_argument(
         "paths",
         type=Path,
@@ -28,28 +27,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the run and shows it as asked."""
     if args.output is not None:
         output.check(args.output)
-    found = (
-        read_run(args.paths[0], args.metrics, args.metric)
-        if len(args.paths) == 1
-        else read_logs(args.paths, args.metric)
-    )
-    events = [found.find(name) for name in args.event] if args.event else found.events
+    if len(args.paths) == 1:
+        folder = read_run(args.paths[0], args.metrics, args.metric)
+    else:
+        folder = read_logs(args.paths, args.metric)
+    events = [folder.find(name) for name in args.event] if args.event else folder.events
     if args.list:
         for event in events:
             print(event.event_id)
-        return 0
-    if args.format is None and args.output is None:
-        if found.events_root is None:
-            logview.show(found)
-        else:
-            terminal.summary(found, events)
-        return 0
-    made = exports.FORMATS[args.format] if args.format else page.render
-    output.deliver(args.output, made(found, events))
-    terminal.warn(found.notes)
-    if args.format is None:
-        print(f"Open it in a browser: {args.output.resolve().as_uri()}", file=sys.stderr)
+    elif args.format or args.output:
+        write = exports.FORMATS[args.format] if args.format else page.render
+        output.deliver(args.output, write(folder, events))
+        terminal.warn(folder.notes)
+        if not args.format:
+            print(f"Open it in a browser: {args.output.resolve().as_uri()}", file=sys.stderr)
+    elif folder.events_root is None:
+        terminal.diagnosis(folder)
+    else:
+        terminal.summary(folder, events)
     return 0

@@ -3,12 +3,10 @@
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from ...record.store import plain
 from ...words.numbers import number, percent
@@ -16,13 +14,12 @@ from ...words.text import one_line, plural
 from .. import output
 from ..errors import ReportError
 from ..pages import terminal
-from ..pages.curve import curve
 from ..runs.diagnosis import Diagnosis, diagnose
-from ..runs.run import RunFolder, read_run
+from ..runs.run import read_run
 from ..runs.trigger import require_norm, settings_of
 
 SHOWN = 30
-"""Flagged steps listed."""
+"""Flagged steps that the terminal lists."""
 EPILOG = """\
 examples:
   gradloc-report trigger runs/demo-1
@@ -33,7 +30,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the subcommand takes."""
     parser.add_argument(
         "metrics", type=Path, nargs="+", metavar="METRICS", help="a run's folder, or its log; - for standard input"
     )
@@ -50,101 +46,77 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Judges the runs and shows them as asked."""
     if args.output is not None:
         output.check(args.output)
         if args.output.suffix not in (".html", ".svg"):
             raise ReportError(f"{args.output} must end in .html or .svg.")
-    if args.json is not None and len(args.metrics) > 1:
-        raise ReportError(f"--json is of one run, found {len(args.metrics)}: name one.")
-    settings = settings_of(_pairs(args.set))
-    runs: dict[str, Diagnosis] = {}
-    notes: list[str] = []
-    for path in args.metrics:
-        found = _read(path, args.metric)
-        notes += found.notes
-        for run in found.log.runs:
-            name = path.stem if len(found.log.runs) == 1 else run.name
-            name = one_line(str(path) if name in runs and len(found.log.runs) == 1 else name)
-            runs[name] = diagnose(run, settings)
-            notes += runs[name].limits
+    runs, notes = _diagnoses(args)
     if args.json is not None:
         if len(runs) > 1:
             raise ReportError(f"--json is of one run, found {len(runs)}: name a log of one.")
-        _write_json(args.json, next(iter(runs.values())))
+        text = json.dumps(plain({"steps": _steps(*runs.values())}), indent=1, allow_nan=False) + "\n"
+        output.deliver(None if str(args.json) == "-" else args.json, text)
     if args.output is not None:
         from ..pages import trigger as page  # matplotlib takes a second to import
 
-        drawn = {name: sorted(sum(found.judged, []), key=lambda j: j.step) for name, found in runs.items()}
+        drawn = {name: sorted(sum(diagnosis.judged, []), key=lambda j: j.step) for name, diagnosis in runs.items()}
         output.deliver(args.output, page.svg(drawn) if args.output.suffix == ".svg" else page.html(drawn))
     if args.json is None and args.output is None:
-        console = Console(highlight=False)
-        for name, found in runs.items():
-            _print(console, name, found)
+        console = terminal.console()
+        for name, diagnosis in runs.items():
+            _print(console, name, diagnosis)
     terminal.warn(notes)
     return 0
 
 
-def _pairs(given: Sequence[str]) -> dict[str, str]:
-    pairs = [entry.partition("=") for entry in given]
-    for entry, (key, equals, value) in zip(given, pairs, strict=True):
-        if not (key and equals and value):
-            raise ReportError(f"--set {entry} cannot be read: write KEY=VALUE, such as --set cap=6.")
-    return {key.strip(): value.strip() for key, _, value in pairs}
+def _diagnoses(args: argparse.Namespace) -> tuple[dict[str, Diagnosis], list[str]]:
+    settings = settings_of(args.set)
+    runs: dict[str, Diagnosis] = {}
+    notes: list[str] = []
+    for path in args.metrics:
+        folder = read_run(path, metric=args.metric)
+        if not folder.metrics:
+            raise ReportError(f"{path} holds no metrics: add `file` to trainer.logger, or name the run's log.")
+        notes += folder.notes
+        for run in folder.runs:
+            require_norm(run.metrics, run.name)
+            name = run.name
+            if len(folder.runs) == 1:
+                name = str(path) if path.stem in runs else path.stem
+            runs[one_line(name)] = diagnosis = diagnose(run, settings)
+            notes += diagnosis.limits
+    return runs, notes
 
 
-def _read(path: Path, metric: str | None) -> RunFolder:
-    found = read_run(path, metric=metric)
-    if not found.metrics:
-        raise ReportError(f"{path} holds no metrics: add `file` to trainer.logger, or name the run's log.")
-    for run in found.log.runs:
-        require_norm(run.metrics, run.name)
-    return found
+def _steps(diagnosis: Diagnosis) -> list[dict[str, float | None]]:
+    steps = []
+    for at, judged in enumerate(diagnosis.judged):
+        segment = {"segment": at} if len(diagnosis.judged) > 1 else {}
+        for j in judged:
+            steps.append({"step": j.step, "norm": j.norm, "threshold": j.threshold, "spike": j.spike, **segment})
+    return steps
 
 
-def _write_json(path: Path, found: Diagnosis) -> None:
-    several = len(found.judged) > 1
-    steps = [
-        {
-            "step": j.step,
-            "norm": j.norm,
-            "threshold": j.threshold,
-            "spike": j.spike,
-            **({"segment": at} if several else {}),
-        }
-        for at, judged in enumerate(found.judged)
-        for j in judged
-    ]
-    text = json.dumps(plain({"steps": steps}), indent=1, allow_nan=False) + "\n"
-    output.deliver(None if str(path) == "-" else path, text)
-
-
-def _print(console: Console, name: str, found: Diagnosis) -> None:
-    judged = [j for steps in found.judged for j in steps]
+def _print(console: Console, name: str, diagnosis: Diagnosis) -> None:
+    judged = [j for steps in diagnosis.judged for j in steps]
     spikes = [j for j in judged if j.spike]
-    early = [j for j in judged if j.is_early]
-    console.print(Text(name, style="bold"))
-    for line in curve(found.judged, max(console.width - 12, 20)):
+    console.print(name, style="bold")
+    for line in terminal.curve(diagnosis.judged, max(console.width - 12, 20)):
         console.print(line)
-    console.print(
-        Text(f"{plural(len(spikes), 'step')} of {len(judged)} flagged ({percent(len(spikes) / len(judged))}).")
-    )
-    for j in early:
-        console.print(
-            Text(
-                f"Step {j.step}: {number(j.norm, 3)} is {number(j.times, 3)} times the median of the steps around it, "
-                "in the warm-up, in which the rule flags only what is not finite.",
+    console.print(f"{plural(len(spikes), 'step')} of {len(judged)} flagged ({percent(len(spikes) / len(judged))}).")
+    for j in judged:
+        if j.is_early:
+            console.print(
+                f"Step {j.step}: {number(j.norm, 3)} is {number(j.times, 3)} times the median of the steps around it. "
+                "It is in the warm-up, when the rule flags only norms that are not finite.",
                 style="red",
             )
-        )
     others = sorted((j for j in judged if not j.spike and j.ratio is not None), key=lambda j: j.ratio)
     if others:
         nearest, middle = others[-1], others[len(others) // 2]
         console.print(
-            Text(
-                f"Of the others the nearest came to {number(nearest.ratio, 2)} of its threshold (step {nearest.step}); "
-                f"half stayed below {number(middle.ratio, 2)}."
-            )
+            f"Closest unflagged step: {percent(nearest.ratio, 2)} of its threshold (step {nearest.step}); "
+            f"median: {percent(middle.ratio, 2)}."
         )
     if spikes:
         table = Table("step", "norm", "threshold", "norm over threshold", box=None, padding=(0, 3, 0, 0))
@@ -152,5 +124,5 @@ def _print(console: Console, name: str, found: Diagnosis) -> None:
             table.add_row(str(j.step), number(j.norm, 3), number(j.threshold, 3), number(j.ratio, 3))
         console.print(table)
     if len(spikes) > SHOWN:
-        console.print(Text(f"And {len(spikes) - SHOWN} more; --json writes them all.", style="dim"))
+        console.print(f"And {len(spikes) - SHOWN} more; --json writes them all.", style="dim")
     console.print()

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
-from rich.text import Text
 
 from ..errors import ReportError
-from ..live.follow import Follower
-from ..live.screen import news, view
+from ..live.follow import Follower, news, view
+from ..pages import terminal
 
 EPILOG = """\
 examples:
@@ -21,27 +20,23 @@ examples:
   gradloc-report watch runs/demo-1 --serve         the page, on http://127.0.0.1:8321/
   ssh -L 8321:127.0.0.1:8321 CLUSTER               then open it at home
 """
-PORT = 8321
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments."""
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's folder or log; it need not be there yet")
     parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
     parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="default: %(default)s")
     parser.add_argument("--once", action="store_true", help="print the view once and end")
     parser.add_argument("--serve", action="store_true", help="serve the page on 127.0.0.1, for this machine alone")
-    parser.add_argument("--port", type=int, default=PORT, help="for --serve; 0: any (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8321, help="for --serve; 0: any (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Follows the run until Ctrl-C."""
     if not args.interval > 0:
         raise ReportError(f"--interval must be more than 0 seconds, found {args.interval}.")
     if not 0 <= args.port < 1 << 16:
         raise ReportError(f"--port must be from 0 to 65535, found {args.port}.")
-    follower = Follower(args.run_dir, args.metrics)
-    console = Console(highlight=False)
+    follower, console = Follower(args.run_dir, args.metrics), terminal.console()
     follower.poll()
     if args.once:
         if follower.run is None:
@@ -67,10 +62,9 @@ def _screen(follower: Follower, interval: float, console: Console) -> None:
 
 
 def _lines(follower: Follower, interval: float, console: Console, known: set[str]) -> None:
-    """A line for each event that is not known yet, as they come."""
     while True:
         for line in news(follower.run, known) if follower.run else ():
-            console.print(Text(line), soft_wrap=True)
+            console.print(line, soft_wrap=True)
         time.sleep(interval)
         follower.poll()
 
@@ -80,12 +74,11 @@ def _serve(follower: Follower, args: argparse.Namespace, console: Console) -> No
 
     try:
         site = Site(follower, args.port)
-    except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or "it must be in 0 to 65535"
-        raise ReportError(f"port {args.port} cannot be opened ({why}): --port names another.") from None
+    except OSError as error:
+        raise ReportError(f"port {args.port} cannot be opened ({error.strerror}): --port names another.") from None
     with site:
         threading.Thread(target=site.serve_forever, daemon=True).start()
-        console.print(Text(f"{site.url}  shows {args.run_dir} as it grows; Ctrl-C ends."), soft_wrap=True)
+        console.print(f"{site.url}  shows {args.run_dir} as it grows; Ctrl-C ends.", soft_wrap=True)
         known = {event.event_id for event in follower.run.events} if follower.run else set()
         try:
             _lines(follower, args.interval, console, known)

@@ -21,35 +21,35 @@ ROWS_NAMED = 40
 Grid = list[list[float | None]]
 
 
-def heat_map(event: Event) -> tuple[str, bool] | None:
+def heat_map(event: Event) -> tuple[str | None, bool]:
     """Share of the spike by rank (columns) and micro-batch (rows).
 
     Returns:
-        The drawing, and whether every cell was measured; where the strategy measures culprits only, or the shares
-        do not add up, the culprits' own are drawn and the rest is blank. None when nothing is known.
+        The drawing, None when nothing is known; and whether every cell was measured. Where the strategy measures
+        culprits only, or the shares do not add up, the culprits' own are drawn and the rest is blank.
     """
     grid, is_whole = share_grid(event)
     if not grid:
-        return None
+        return None, is_whole
     num_ranks = max(map(len, grid))
     wide = min(max(420 // num_ranks, 6), 64)
     high = min(max(420 // len(grid), 5), 25)
-    known = [abs(value) for row in grid for value in row if value is not None and math.isfinite(value)]
-    scale = max([*known, 1e-12])
+    scale = max([1e-12, *(abs(value) for row in grid for value in row if _finite(value))])
+    has_numbers = num_ranks * len(grid) <= CELLS_NAMED and wide >= 40
     left, top = 54, 22
     marks = []
     for at, row in enumerate(grid):
         for rank, value in enumerate(row):
-            box = f'x="{left + rank * wide}" y="{top + at * high}" width="{wide - 1}" height="{high - 1}"'
-            is_known = value is not None and math.isfinite(value)
-            strength = round(math.sqrt(abs(value) / scale), 2) if is_known else 0
-            side = "spike" if is_known and value > 0 else "calm"
+            across, down, share = left + rank * wide, top + at * high, _finite(value)
+            box = f'x="{across}" y="{down}" width="{wide - 1}" height="{high - 1}"'
             title = f"rank {rank}, micro-batch {at}: {percent(value)}"
             marks.append(f'<rect class="cell" {box}><title>{title}</title></rect>')
+            strength = round(math.sqrt(abs(share) / scale), 2)
             if strength > 0.02:
+                side = "spike" if share > 0 else "calm"
                 marks.append(f'<rect class="{side}" {box} fill-opacity="{strength * 0.85:.2f}" pointer-events="none"/>')
-            if is_known and abs(value) >= 5e-4 and num_ranks * len(grid) <= CELLS_NAMED and wide >= 40:
-                x, y = left + rank * wide + wide / 2, top + at * high + high / 2 + 4
+            if has_numbers and abs(share) >= 5e-4:
+                x, y = across + wide / 2, down + high / 2 + 4
                 marks.append(f'<text x="{x:g}" y="{y:g}" text-anchor="middle">{percent(value)}</text>')
     for at in _ticks(num_ranks, wide, 26):
         marks.append(_axis(left + at * wide + wide / 2, top - 7, at, "middle"))
@@ -83,29 +83,28 @@ def layer_bars(event: Event) -> str | None:
     if not any(norms):
         return None
     largest = max(event.culprits, key=lambda culprit: _finite(culprit.grad_norm), default=None)
+    own_norms = {layer: _finite(norm) for layer, norm in (largest.layers if largest else {}).items()}
     high = 19 if len(layers) <= ROWS_NAMED else 9
     left, width = min(12 + 7 * max(map(len, layers)), 170), 420
-    scale = (width - left - 70) / max([*norms, *(_finite(v) for v in (largest.layers if largest else {}).values())])
+    scale = (width - left - 70) / max([*norms, *own_norms.values()])
     marks = []
     for at, (layer, norm) in enumerate(zip(layers, norms, strict=True)):
-        y = 24 + at * high
+        y, own = 24 + at * high, own_norms.get(layer, 0.0)
         if high > 10 or at % 4 == 0:
             marks.append(_axis(left - 8, y + high / 2 + 3, layer, "end"))
-        own = _finite(largest.layers.get(layer)) if largest else 0.0
-        said = f"{layer}: {number(norm, 3)}" + (f", largest culprit {number(own, 3)}" if own else "")
+        title = f"{layer}: {number(norm, 3)}" + (f", largest culprit {number(own, 3)}" if own else "")
         marks.append(
             f'<rect class="bar" x="{left}" y="{y}" width="{max(norm * scale, 1):.1f}" height="{high - 4}">'
-            f"<title>{escape(said)}</title></rect>"
+            f"<title>{escape(title)}</title></rect>"
         )
         if high > 10:
-            end = left + max(norm, own) * scale + 9
-            marks.append(_axis(end, y + high / 2 + 3, number(norm, 3)))
+            marks.append(_axis(left + max(norm, own) * scale + 9, y + high / 2 + 3, number(norm, 3)))
         if own:
             x, middle = left + own * scale, y + high / 2 - 2
             marks.append(f'<path class="diamond" d="M{x:.1f} {middle - 5:g}l5 5l-5 5l-5 -5z"/>')
     marks.append(f'<rect class="bar" x="{left}" y="4" width="14" height="9"/>')
     marks.append(_axis(left + 20, 13, "the whole step"))
-    if largest is not None and largest.layers:
+    if own_norms:
         marks.append(f'<path class="diamond" d="M{left + 127} 4l5 5l-5 5l-5 -5z"/>')
         marks.append(_axis(left + 138, 13, "the largest culprit"))
     return _svg(width, 28 + high * len(layers), "Gradient norm by layer, the whole step and the largest culprit", marks)
@@ -118,19 +117,14 @@ def spark(part: Part, step: int) -> str:
     is_log = part.title == "norm" and min(values) > 0
     heights = [math.log(value) if is_log else value for value in values]
     low, size = min(heights), (max(heights) - min(heights)) or 1.0
-    first, length = steps[0], (steps[-1] - steps[0]) or 1
-
-    def x(at: int) -> float:
-        return room + (at - first) / length * (wide - 2 * room)
-
-    places = [(x(at), high - room - (y - low) / size * (high - 2 * room)) for at, y in zip(steps, heights, strict=True)]
-    line = " ".join(f"{across:.1f},{down:.1f}" for across, down in places)
-    marks = [f'<path class="at" d="M{x(step):.1f} 0V{high:g}"/><polyline class="line" points="{line}"/>']
-    marks += [
-        f'<circle class="spike" cx="{across:.1f}" cy="{down:.1f}" r="2.6"/>'
-        for at, (across, down) in zip(steps, places, strict=True)
-        if at == step
-    ]
+    length = (steps[-1] - steps[0]) or 1
+    xs = [room + (at - steps[0]) / length * (wide - 2 * room) for at in (*steps, step)]
+    ys = [high - room - (y - low) / size * (high - 2 * room) for y in heights]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=False))
+    marks = [f'<path class="at" d="M{xs[-1]:.1f} 0V{high:g}"/><polyline class="line" points="{line}"/>']
+    for at, x, y in zip(steps, xs, ys, strict=False):
+        if at == step:
+            marks.append(f'<circle class="spike" cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>')
     after = "" if part.after is None else f", {number(part.after, 3)} after"
     return _svg(wide, high, f"{part.title}: {number(part.before, 3)} before{after}", marks)
 

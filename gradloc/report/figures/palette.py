@@ -1,66 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one palette, of the page and of every figure.
 
-Orange and blue keep apart for every kind of colour vision, and no meaning rests on colour alone.
+Orange and blue keep apart for every kind of colour vision, and no meaning rests on colour alone. ``spike`` is what adds
+to the gradient, and what is too large; ``calm`` what is as usual, and what pulls the other way. The fills are areas
+shaded by size, drawn more or less transparent.
 """
 
-from dataclasses import asdict, dataclass, fields
+from types import SimpleNamespace
 
-
-@dataclass(frozen=True)
-class Palette:
-    """Colours by what they are for, as ``#rrggbb``."""
-
-    paper: str
-    card: str
-    ink: str
-    muted: str
-    line: str
-    soft: str
-    spike: str
-    """What adds to the gradient, and what is too large."""
-    calm: str
-    """What is as usual, and what pulls the other way."""
-    good: str
-    warn: str
-    danger: str
-    violet: str
-    spike_fill: str
-    """Areas shaded by size: drawn more or less transparent."""
-    calm_fill: str
-
-
-LIGHT = Palette(
+# fmt: off
+LIGHT = SimpleNamespace(
     paper="#fbfaf7", card="#ffffff", ink="#1d1f23", muted="#5d636d", line="#e3e1da", soft="#cfd3da",
     spike="#b8500a", calm="#1f64a8", good="#2b6a4d", warn="#a8760a", danger="#b3261e", violet="#6b5b95",
     spike_fill="#f08a24", calm_fill="#569ee6",
-)  # fmt: skip
-DARK = Palette(
+)
+"""Of the page by day and of every figure."""
+DARK = SimpleNamespace(
     paper="#14161a", card="#1b1e23", ink="#e8e6e1", muted="#a2a8b3", line="#2e323a", soft="#444b57",
     spike="#f2a65a", calm="#7db8f0", good="#7fcaa3", warn="#e0b354", danger="#f08a80", violet="#b3a4dc",
     spike_fill="#b85808", calm_fill="#2868b0",
-)  # fmt: skip
-THEME = Palette(*("#" + 3 * f"{index:02x}" for index in range(1, len(fields(Palette)) + 1)))
-"""Stand-ins: what is drawn with these takes the colours of the page's theme; see :mod:`.svg`."""
+)
+# fmt: on
 
 
-def variables(palette: Palette) -> str:
+def variables(palette: SimpleNamespace) -> str:
     """The palette as CSS custom properties; the fills as ``--spike-rgb: r g b``."""
     made = []
-    for name, colour in asdict(palette).items():
+    for name, colour in vars(palette).items():
         if name.endswith("_fill"):
             parts = " ".join(str(int(colour[at : at + 2], 16)) for at in (1, 3, 5))
             made.append(f"--{name.removesuffix('_fill')}-rgb: {parts};")
         else:
             made.append(f"--{name}: {colour};")
     return " ".join(made)
-
-
-def stand_ins() -> dict[str, str]:
-    """What each colour of :data:`THEME` becomes on the page."""
-    made = {}
-    for field in fields(Palette):
-        name = field.name
-        is_fill = name.endswith("_fill")
-        made[getattr(THEME, name)] = f"rgb(var(--{name[:-5]}-rgb))" if is_fill else f"var(--{name})"
-    return made

@@ -7,17 +7,16 @@ one all.
 """
 
 import math
-from collections.abc import Iterable
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ...record.analysis import QUARTILES, Change, Moved, Update
+from ...record.analysis import QUARTILES, Change, Moved, QuartileAnalysis, Update
 from ...words.numbers import number, percent
-from ..analyses.quartiles import SPLITS, Analysis
-from .palette import LIGHT, Palette
+from ..analyses.quartiles import SPLITS
+from .palette import LIGHT
 from .style import dress
 
 PLACES = np.arange(len(QUARTILES))
@@ -27,139 +26,138 @@ PANELS = {
     "lowest": "(e) after updating the lowest quartile",
     "highest": "(f) after updating the highest quartile",
 }
-OWN = "{} without the optimizer's momentum"
 WIDTH = 0.42
 """Half of a violin's width where it is widest."""
 
 
-def figure_of(analysis: Analysis, palette: Palette = LIGHT) -> Figure:
+def figure_of(analysis: QuartileAnalysis) -> Figure:
     """Shares, (d) norms, tokens one by one; then the changes (c), (e) and (f).
 
-    Where the optimizer moves the weights without any gradient, the changes once more without that.
+    Where without any gradient the optimizer would still move the weights by over 5 % of its step, the changes once
+    more without that.
     """
-    kinds = ("changes", "own_changes") if analysis.has_momentum else ("changes",)
+    none, whole = analysis.updates.get("none"), analysis.updates.get("all")
+    has_momentum = none is not None and whole is not None and none.update_norm > 0.05 * whole.update_norm
+    kinds = ("changes", "own_changes") if has_momentum else ("changes",)
     figure = Figure(figsize=(13, 4.0 + 3.6 * len(kinds)), layout="constrained")
-    top, *rows = figure.subplots(1 + len(kinds), 3)
-    _shares(top[0], analysis, palette)
-    _norms(top[1], analysis, palette)
-    _tokens(top[2], analysis, palette)
+    (shares, norms, tokens), *rows = figure.subplots(1 + len(kinds), 3)
+    _draw_shares(shares, analysis)
+    _draw_norms(norms, analysis)
+    _draw_tokens(tokens, analysis)
     for row, kind in zip(rows, kinds, strict=True):
-        moved = {name: _moved(analysis.updates.get(name), kind) for name in PANELS}
-        largest = _largest(moved.values())
-        for axes, name in zip(row, PANELS, strict=True):
-            _violins(axes, analysis.updates.get(name), moved[name], name, palette)
-            is_own = kind == "own_changes"
-            head = OWN.format(PANELS[name][:3]) if is_own else PANELS[name]
-            axes.set_title(f"{head}\n{_said(analysis.updates.get(name), moved[name], name, is_own)}")
-            if largest > 0:
-                axes.set_ylim(-1.08 * largest, 1.08 * largest)
-    for axes in (top[0], top[1], *(axes for row in rows for axes in row)):
+        _draw_changes(row, analysis, kind)
+    for axes in (shares, norms, *(axes for row in rows for axes in row)):
         _name_quartiles(axes, analysis)
-    _explain(rows[0][1], palette)
-    title = f"Gradient by the tokens' probability, step {analysis.global_step}"
-    title += f" (in {SPLITS.get(analysis.split, analysis.split)})"
-    dress(figure, palette, title)
+    handles = [
+        Patch(facecolor=LIGHT.spike, alpha=0.5, label="updated"),
+        Patch(facecolor=LIGHT.calm, alpha=0.5, label="not updated"),
+    ]
+    rows[0][1].legend(handles=handles, frameon=False, fontsize=8, loc="lower left", ncols=2)
+    split = SPLITS.get(analysis.split, analysis.split)
+    dress(figure, f"Gradient by the tokens' probability, step {analysis.global_step} (in {split})")
     return figure
 
 
-def _shares(axes: Axes, analysis: Analysis, palette: Palette) -> None:
+def _draw_shares(axes: Axes, analysis: QuartileAnalysis) -> None:
     """Of the tokens and of the gradient, side by side."""
     axes.set_title("Share of the tokens, share of the gradient")
     for offset, name, colour, label in (
-        (-0.2, "token_share", palette.line, "of the tokens"),
-        (0.2, "gradient_share", palette.violet, "of the gradient, <part, whole> / |whole|²"),
+        (-0.2, "token_share", LIGHT.line, "of the tokens"),
+        (0.2, "gradient_share", LIGHT.violet, "of the gradient, <part, whole> / |whole|²"),
     ):
-        values = [_or_nan(getattr(quartile, name)) for quartile in analysis.quartiles]
+        shares = [getattr(quartile, name) for quartile in analysis.quartiles]
+        values = [math.nan if share is None else share for share in shares]
         axes.bar(PLACES + offset, values, 0.38, color=colour, label=label)
-        for place, value in zip(PLACES, values, strict=True):
+        for place, value in zip(PLACES + offset, values, strict=True):
             if math.isfinite(value):
-                text = percent(value)
-                at = max(value, 0.0)
-                axes.text(place + offset, at, text, ha="center", va="bottom", fontsize=8, color=palette.ink)
-    axes.axhline(0, color=palette.muted, linewidth=0.8)
+                top = max(value, 0.0)
+                axes.text(place, top, percent(value), ha="center", va="bottom", fontsize=8, color=LIGHT.ink)
+    axes.axhline(0, color=LIGHT.muted, linewidth=0.8)
     axes.margins(y=0.3)
     axes.legend(frameon=False, fontsize=8, loc="upper center")
 
 
-def _norms(axes: Axes, analysis: Analysis, palette: Palette) -> None:
+def _draw_norms(axes: Axes, analysis: QuartileAnalysis) -> None:
     """Panel (d): the norm of each quartile's part, and of the whole for reference."""
     axes.set_title("(d) norm of the gradient of a quartile's tokens")
-    values = [quartile.norm if quartile.num_tokens else math.nan for quartile in analysis.quartiles]
-    axes.plot(PLACES, values, "o-", color=palette.violet, linewidth=1.8, markersize=6)
-    for place, value in zip(PLACES, values, strict=True):
-        if math.isfinite(value):
-            axes.annotate(
-                number(value, 2), (place, value), (7, 5), textcoords="offset points", fontsize=8.5, color=palette.ink
-            )
+    norms = [quartile.norm if quartile.num_tokens else math.nan for quartile in analysis.quartiles]
+    axes.plot(PLACES, norms, "o-", color=LIGHT.violet, linewidth=1.8, markersize=6)
+    for place, norm in zip(PLACES, norms, strict=True):
+        if math.isfinite(norm):
+            beside = {"xytext": (7, 5), "textcoords": "offset points"}
+            axes.annotate(number(norm, 2), (place, norm), fontsize=8.5, color=LIGHT.ink, **beside)
     whole = analysis.whole.norm
     if math.isfinite(whole):
         label = f"all tokens: {number(whole, 2)}"
-        axes.axhline(whole, color=palette.danger, linestyle=(0, (4, 2)), linewidth=1.2, label=label)
+        axes.axhline(whole, color=LIGHT.danger, linestyle=(0, (4, 2)), linewidth=1.2, label=label)
         axes.legend(frameon=False, fontsize=8.5, loc="lower left")
     axes.set_xlim(-0.5, len(QUARTILES) - 0.5)
-    top = max([value for value in (*values, whole) if math.isfinite(value)], default=1.0)
+    top = max([norm for norm in (*norms, whole) if math.isfinite(norm)], default=1.0)
     axes.set_ylim(0, 1.2 * top if top > 0 else 1.0)
 
 
-def _tokens(axes: Axes, analysis: Analysis, palette: Palette) -> None:
+def _draw_tokens(axes: Axes, analysis: QuartileAnalysis) -> None:
     """Every sampled token: its own gradient norm against 1 - pi."""
-    found = analysis.rank_correlation.log_prob_norm
-    axes.set_title(f"{len(analysis.tokens)} single tokens: rank correlation {number(found, 2)}")
-    shades = (palette.danger, palette.spike, palette.good, palette.calm)
-    drawn = []
-    for index, shade in enumerate(shades):
-        mine = [
-            token for token in analysis.tokens if token.quartile == index + 1 and math.isfinite(token.log_prob_norm)
-        ]
-        distances = [1.0 - token.probability for token in mine]
-        norms = [token.log_prob_norm for token in mine]
-        drawn += [norm for norm in norms if norm > 0]
+    correlation = number(analysis.rank_correlation.log_prob_norm, 2)
+    axes.set_title(f"{len(analysis.tokens)} single tokens: rank correlation {correlation}")
+    sampled = [token for token in analysis.tokens if math.isfinite(token.log_prob_norm)]
+    for quartile, colour in enumerate((LIGHT.danger, LIGHT.spike, LIGHT.good, LIGHT.calm), start=1):
+        mine = [(1.0 - token.probability, token.log_prob_norm) for token in sampled if token.quartile == quartile]
         if mine:
-            axes.plot(
-                distances, norms, "o", color=shade, markersize=4, alpha=0.65, markeredgewidth=0, label=f"q{index + 1}"
-            )
-    if not drawn:
-        axes.text(0.5, 0.5, "no token was sampled", transform=axes.transAxes, ha="center", color=palette.muted)
-    elif max(drawn) > 30 * min(drawn):
+            dots = {"markersize": 4, "alpha": 0.65, "markeredgewidth": 0}
+            axes.plot(*zip(*mine, strict=True), "o", color=colour, label=f"q{quartile}", **dots)
+    norms = [token.log_prob_norm for token in sampled if token.log_prob_norm > 0]
+    if norms and max(norms) > 30 * min(norms):
         axes.set_yscale("log")
-    if drawn:
+    if norms:
         axes.legend(frameon=False, fontsize=8, loc="lower right", handletextpad=0.1)
+    else:
+        axes.text(0.5, 0.5, "no token was sampled", transform=axes.transAxes, ha="center", color=LIGHT.muted)
     axes.set_xlabel("1 - π")
     axes.set_ylabel("norm of the gradient of log π")
     axes.set_xlim(-0.03, 1.03)
 
 
-def _moved(update: Update | None, kind: str) -> Moved | None:
-    return None if update is None else getattr(update, kind)
+def _draw_changes(row: list[Axes], analysis: QuartileAnalysis, kind: str) -> None:
+    """How the probabilities of each quartile's tokens changed: a panel for each update, on one scale."""
+    updates = {name: analysis.updates.get(name) for name in PANELS}
+    moved = {name: None if update is None else getattr(update, kind) for name, update in updates.items()}
+    changes = [change for panel in moved.values() if panel for change in panel.quartiles if change is not None]
+    ends = [abs(change.percentiles[end]) for change in changes for end in (0, -1)]
+    largest = max((end for end in ends if math.isfinite(end)), default=0.0)
+    for axes, name in zip(row, PANELS, strict=True):
+        _draw_violins(axes, updates[name], moved[name], name)
+        is_own = kind == "own_changes"
+        head = f"{PANELS[name][:3]} without the optimizer's momentum" if is_own else PANELS[name]
+        axes.set_title(f"{head}\n{_numbers(updates[name], moved[name], name, is_own)}")
+        if largest > 0:
+            axes.set_ylim(-1.08 * largest, 1.08 * largest)
 
 
-def _violins(axes: Axes, update: Update | None, moved: Moved | None, name: str, palette) -> None:
-    """How the probabilities of each quartile's tokens changed."""
-    axes.axhline(0, color=palette.muted, linewidth=0.8)
-    axes.set_xlim(-0.5, len(QUARTILES) - 0.5)
-    axes.set_ylabel("change of probability")
-    if moved is None:
-        why = "no gradient, no update" if update is None else "the norm is not finite: no step"
-        axes.text(0.5, 0.6, why, transform=axes.transAxes, ha="center", color=palette.muted)
-        return
-    for place, change in enumerate(moved.quartiles):
-        if change is not None:
-            colour = palette.spike if place in UPDATED[name] else palette.calm
-            _violin(axes, place, change, moved.edges, colour, palette)
-
-
-def _said(update: Update | None, moved: Moved | None, name: str, is_own: bool) -> str:
-    """The numbers under a panel's title."""
+def _numbers(update: Update | None, moved: Moved | None, name: str, is_own: bool) -> str:
     if update is None or moved is None:
         return ""
     if name == "all" or moved.agreement is None:
         return "" if is_own else f"step of norm {number(update.update_norm, 2)}"
-    found = moved.agreement
-    return f"against (c): r = {number(found.correlation, 2)}, size x {number(found.ratio, 2)}"
+    return f"against (c): r = {number(moved.agreement.correlation, 2)}, size x {number(moved.agreement.ratio, 2)}"
 
 
-def _violin(axes: Axes, place: int, change: Change, edges: list[float], colour: str, palette: Palette) -> None:
-    low, most, quarter, middle, third, nearly, high = change.percentiles
+def _draw_violins(axes: Axes, update: Update | None, moved: Moved | None, name: str) -> None:
+    axes.axhline(0, color=LIGHT.muted, linewidth=0.8)
+    axes.set_xlim(-0.5, len(QUARTILES) - 0.5)
+    axes.set_ylabel("change of probability")
+    if moved is None:
+        why = "no gradient, no update" if update is None else "the norm is not finite: no step"
+        axes.text(0.5, 0.6, why, transform=axes.transAxes, ha="center", color=LIGHT.muted)
+        return
+    for place, change in enumerate(moved.quartiles):
+        if change is not None:
+            colour = LIGHT.spike if place in UPDATED[name] else LIGHT.calm
+            _draw_violin(axes, place, change, moved.edges, colour)
+
+
+def _draw_violin(axes: Axes, place: int, change: Change, edges: list[float], colour: str) -> None:
+    low, p5, p25, p50, p75, p95, high = change.percentiles
     counts = np.array(change.counts, dtype=float)
     if counts.sum() > 0 and high > low:
         centres = (np.array(edges[1:]) + np.array(edges[:-1])) / 2
@@ -171,24 +169,15 @@ def _violin(axes: Axes, place: int, change: Change, edges: list[float], colour: 
         wide = WIDTH * np.concatenate([[0.0], density[inside], [0.0]]) / density.max()
         axes.fill_betweenx(at, place - wide, place + wide, color=colour, alpha=0.35, linewidth=0)
         axes.plot(place - wide, at, place + wide, at, color=colour, linewidth=0.8)
-    axes.vlines(place, low, high, color=palette.muted, linewidth=0.9)
-    axes.hlines([low, high], place - 0.09, place + 0.09, color=palette.muted, linewidth=0.9)
-    axes.vlines(place, most, nearly, color=palette.ink, linewidth=2.0)
-    axes.fill_between(
-        [place - 0.07, place + 0.07], quarter, third, facecolor="white", edgecolor=palette.ink, linewidth=0.9, zorder=3
-    )
-    axes.hlines(middle, place - 0.07, place + 0.07, color=palette.ink, linewidth=1.2, zorder=4)
+    axes.vlines(place, low, high, color=LIGHT.muted, linewidth=0.9)
+    axes.hlines([low, high], place - 0.09, place + 0.09, color=LIGHT.muted, linewidth=0.9)
+    axes.vlines(place, p5, p95, color=LIGHT.ink, linewidth=2.0)
+    box = {"facecolor": "white", "edgecolor": LIGHT.ink, "linewidth": 0.9, "zorder": 3}
+    axes.fill_between([place - 0.07, place + 0.07], p25, p75, **box)
+    axes.hlines(p50, place - 0.07, place + 0.07, color=LIGHT.ink, linewidth=1.2, zorder=4)
 
 
-def _largest(panels: Iterable[Moved | None]) -> float:
-    """The largest change of any token in any panel."""
-    changes = [c for moved in panels if moved for c in moved.quartiles if c is not None]
-    ends = [abs(c.percentiles[end]) for c in changes for end in (0, -1)]
-    return max((end for end in ends if math.isfinite(end)), default=0.0)
-
-
-def _name_quartiles(axes: Axes, analysis: Analysis) -> None:
-    """Which probabilities, how many tokens."""
+def _name_quartiles(axes: Axes, analysis: QuartileAnalysis) -> None:
     labels = []
     for index, quartile in enumerate(analysis.quartiles):
         if analysis.split == "range":
@@ -200,16 +189,3 @@ def _name_quartiles(axes: Axes, analysis: Analysis) -> None:
         labels.append(f"{span}\nn={quartile.num_tokens:,}")
     axes.set_xticks(PLACES, labels)
     axes.set_xlabel("probability before the update, number of tokens")
-
-
-def _explain(axes: Axes, palette: Palette) -> None:
-    """What the two colours of the violins mean."""
-    handles = [
-        Patch(facecolor=palette.spike, alpha=0.5, label="updated"),
-        Patch(facecolor=palette.calm, alpha=0.5, label="not updated"),
-    ]
-    axes.legend(handles=handles, frameon=False, fontsize=8, loc="lower left", ncols=2)
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value

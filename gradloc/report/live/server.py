@@ -7,11 +7,13 @@ asks this server every other second whether the run has changed, and loads the r
 
 import json
 import threading
+from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from markupsafe import escape
+
 from ..pages import page
-from ..runs.run import RunFolder
 from .follow import Follower
 
 ADDRESS = "127.0.0.1"
@@ -35,8 +37,6 @@ async function look() {
 }
 setInterval(look, 2000);
 """
-
-
 POLICY = (
     f"default-src 'none'; style-src '{page.hash_of(STYLE)}'; script-src '{page.hash_of(SCRIPT)}'; connect-src 'self'; "
     "frame-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -44,15 +44,11 @@ POLICY = (
 
 
 class Site(ThreadingHTTPServer):
-    """Serves one run. Whoever can open a connection on this machine can read it; nobody else can."""
+    """Serves one run, which somebody else polls. Whoever can open a connection on this machine can read it."""
 
     daemon_threads = True
 
     def __init__(self, follower: Follower, port: int):
-        """Args:
-        follower: polled by somebody else.
-        port: 0 for any that is free.
-        """
         super().__init__((ADDRESS, port), _Handler)
         self.follower = follower
         self._lock = threading.Lock()
@@ -67,18 +63,12 @@ class Site(ThreadingHTTPServer):
         with self._lock:
             version, run = self.follower.version, self.follower.run
             if run is None:
-                return _waiting(self.follower.waiting)
+                why = escape(self.follower.waiting)
+                return f'<!DOCTYPE html><meta charset="utf-8"><title>GradLoc</title><p>Waiting: {why}</p>'.encode()
             if self._made[0] != version:
-                # rendering adds notes: the next reader's run must not have them
-                fresh = RunFolder(run.path, run.events_root, run.events, run.log, list(run.notes))
+                fresh = replace(run, notes=list(run.notes))  # rendering adds notes
                 self._made = (version, page.render(fresh).encode("utf-8"))
             return self._made[1]
-
-
-def _waiting(why: str) -> bytes:
-    from markupsafe import escape
-
-    return f'<!DOCTYPE html><meta charset="utf-8"><title>GradLoc</title><p>Waiting: {escape(why)}</p>'.encode()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -7,13 +7,9 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from .names import number, numbers
+from .names import number, numbers, step_of
 from .recording import Recording, flat, gather
 from .source import Source
-
-
-def is_database(source: Source) -> bool:
-    return source.head.startswith(b"SQLite format 3\0")
 
 
 def read_database(source: Source) -> list[Recording]:
@@ -24,78 +20,75 @@ def read_database(source: Source) -> list[Recording]:
             with closing(sqlite3.connect(f"{where}?mode={mode}", uri=True)) as database:
                 columns = [row[1] for row in database.execute("pragma table_info(metrics)")]
                 if "metrics" in columns:
-                    return list(_trackio(source, database, columns))
-                return list(_mlflow(source, database)) if "run_uuid" in columns else []
+                    return _read_trackio(source, database, columns)
+                return list(_read_mlflow(source, database)) if "run_uuid" in columns else []
         except (sqlite3.Error, UnicodeDecodeError) as error:
-            notes = [f"{source.name} is damaged ({error})."]
-    source.notes += notes
+            problem = error
+    source.notes.append(f"{source.name} is damaged ({problem}).")
     return []
 
 
-def _trackio(source: Source, database: sqlite3.Connection, columns: list[str]) -> Iterator[Recording]:
+def _read_trackio(source: Source, database: sqlite3.Connection, columns: list[str]) -> list[Recording]:
     which = "run_id" if "run_id" in columns else "run_name"
     runs: dict[str, Recording] = {}
     for key, name, step, text in database.execute(f"select {which}, run_name, step, metrics from metrics order by id"):
-        found = runs.setdefault(key, Recording(source.name, "trackio", str(name)))
+        run = runs.setdefault(key, Recording(source.name, "trackio", str(name)))
         try:
             values = numbers(json.loads(text))
         except (ValueError, TypeError, AttributeError):
-            found.notes = [f"{source.name} has rows that cannot be read; they were left out."]
+            run.notes = [f"{source.name} has rows that cannot be read; they were left out."]
             continue
         if isinstance(step, int) and values:
-            found.rows.append((step, values))
+            run.rows.append((step, values))
     if runs and database.execute("select count(*) from sqlite_master where name = 'configs'").fetchone()[0]:
         for key, text in database.execute(f"select {which}, config from configs"):
             if key in runs:
-                said = json.loads(text)
-                runs[key].config = {name: value for name, value in flat(said).items() if not name.startswith("_")}
-    yield from runs.values()
+                settings = flat(json.loads(text))
+                runs[key].config = {name: value for name, value in settings.items() if not name.startswith("_")}
+    return list(runs.values())
 
 
-def _mlflow(source: Source, database: sqlite3.Connection) -> Iterator[Recording]:
-    names = dict(database.execute("select run_uuid, name from runs"))
-    for run, name in names.items():
+def _read_mlflow(source: Source, database: sqlite3.Connection) -> Iterator[Recording]:
+    for run, name in database.execute("select run_uuid, name from runs").fetchall():
         values = database.execute(
             "select step, key, value, is_nan from metrics where run_uuid = ? order by timestamp, step", (run,)
         )
-        triples = [
-            (int(step), str(key), float("nan") if is_nan else float(value)) for step, key, value, is_nan in values
-        ]
+        triples = ((int(step), str(key), float("nan" if is_nan else value)) for step, key, value, is_nan in values)
         config = dict(database.execute("select key, value from params where run_uuid = ?", (run,)))
-        if triples:
-            yield Recording(source.name, "MLflow", name or run, "", gather(triples), _dotted(config))
+        yield Recording(source.name, "MLflow", name or run, "", gather(triples), _dotted(config))
 
 
 def is_mlflow_run(folder: Path) -> bool:
-    """Whether a folder is one run of MLflow's file store."""
     return (folder / "meta.yaml").is_file() and (folder / "metrics").is_dir()
 
 
 def read_mlflow_run(folder: Path) -> Recording:
     """A run of MLflow's file store: a file for each metric, ``time value step`` on each line."""
     values, notes = [], []
-    for file in sorted((folder / "metrics").rglob("*")):
-        if not file.is_file():
-            continue
-        name, num_bad = file.relative_to(folder / "metrics").as_posix(), 0
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            said = [number(part) for part in line.split()]
-            if len(said) >= 3 and None not in said[:3] and all(abs(said[at]) < 2**53 for at in (0, 2)):
-                values.append((said[0], int(said[2]), name, said[1]))
+    for name, text in _files(folder / "metrics").items():
+        num_bad = 0
+        for line in filter(str.strip, text.splitlines()):
+            time, value, step = (*map(number, line.split()), None, None, None)[:3]
+            known = step_of({"step": step})
+            if time is None or abs(time) >= 2**53 or value is None or known is None:
+                num_bad += 1
             else:
-                num_bad += bool(line.strip())
+                values.append((time, known, name, value))
         if num_bad:
             notes.append(f"{num_bad} lines of {name} cannot be read and were left out.")
     values.sort(key=lambda entry: entry[:2])
-    params = {
-        file.relative_to(folder / "params").as_posix(): file.read_text(encoding="utf-8", errors="replace").strip()
-        for file in sorted((folder / "params").rglob("*"))
+    rows = gather((step, metric, value) for _, step, metric, value in values)
+    params = {name: text.strip() for name, text in _files(folder / "params").items()}
+    run = _files(folder / "tags").get("mlflow.runName", "").strip()
+    return Recording(folder.name, "MLflow", run, "", rows, _dotted(params), notes)
+
+
+def _files(folder: Path) -> dict[str, str]:
+    return {
+        file.relative_to(folder).as_posix(): file.read_text(encoding="utf-8", errors="replace")
+        for file in sorted(folder.rglob("*"))
         if file.is_file()
     }
-    name = folder / "tags" / "mlflow.runName"
-    run = name.read_text(encoding="utf-8", errors="replace").strip() if name.is_file() else ""
-    rows = gather((step, metric, value) for _, step, metric, value in values)
-    return Recording(folder.name, "MLflow", run, "", rows, _dotted(params), notes)
 
 
 def _dotted(params: dict[str, str]) -> dict[str, str]:

@@ -2,18 +2,16 @@
 """One JSON value over a whole file: ``trainer_state.json``, a series, a list of dicts, a notebook with its outputs."""
 
 import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from ..runs.metrics import MEAN
 from .lines import read_lines
-from .names import is_norm, number, numbers, step_of
-from .recording import Recording, Row
+from .names import STEPS, is_norm, number, numbers, step_of
+from .recording import Recording
 from .source import Source
 
 LARGEST = 400_000_000
-"""Bytes of a document: it has to be held as a whole."""
+"""Bytes of a document, which is held as a whole."""
 
 
 def is_document(source: Source) -> bool:
@@ -35,65 +33,62 @@ def read_document(source: Source) -> list[Recording]:
         document = json.loads(source.read().decode(source.coding or "utf-8", errors="replace").lstrip("\ufeff"))
     except (ValueError, RecursionError):
         return []
-    if isinstance(document, dict) and isinstance(document.get("cells"), list):
-        return _notebook(source, document["cells"])
-    found = Recording(source.name, "JSON", notes=source.notes)
-    if isinstance(document, dict) and isinstance(document.get("series"), list):
+    made = Recording(source.name, "JSON", notes=source.notes)
+    if not isinstance(document, dict):
+        _add_rows(made, document)
+    elif isinstance(document.get("cells"), list):
+        return _read_notebook(source, document["cells"])
+    elif isinstance(document.get("series"), list):
+        made.format = "JSON of a series"
         name = str(document.get("metric", ""))
-        name = name if is_norm(name) else MEAN
-        pairs = [entry for entry in document["series"] if isinstance(entry, list) and len(entry) == 2]
-        known = [(number(step), number(norm)) for step, norm in pairs]
-        found.format = "JSON of a series"
-        found.rows = [(int(s), {name: n}) for s, n in known if s is not None and abs(s) < 2**53 and n is not None]
-        return [found] if found.rows else []
-    entries = document.get("log_history") if isinstance(document, dict) else document
-    if isinstance(document, dict) and isinstance(entries, list):
-        found.format = "trainer_state.json"
-    elif isinstance(document, dict):
-        return _columns(found, document)
-    found.rows = _numbered(entries if isinstance(entries, list) else [document], found)
-    return [found] if found.rows else []
+        _add_columns(made, name if is_norm(name) else MEAN, document["series"])
+    elif isinstance(document.get("log_history"), list):
+        made.format = "trainer_state.json"
+        _add_rows(made, document["log_history"])
+    else:
+        _add_lists(made, document)
+    return [made]
 
 
-def _notebook(source: Source, cells: list[Any]) -> list[Recording]:
-    """What the cells of a notebook printed, read as a console."""
-    outputs = [
-        out for cell in cells if isinstance(cell, dict) for out in cell.get("outputs") or () if isinstance(out, dict)
-    ]
-    texts = [part for out in outputs for part in (out.get("text") or ())]
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", errors="replace") as console:
-        console.write("".join(map(str, texts)))
-        console.flush()
-        return read_lines(Source(Path(console.name), source.name)) if texts else []
+def _read_notebook(source: Source, cells: list[Any]) -> list[Recording]:
+    """What a notebook's cells printed, read as a console."""
+    outputs = [out for cell in cells if isinstance(cell, dict) for out in cell.get("outputs") or ()]
+    texts = [str(part) for out in outputs if isinstance(out, dict) for part in out.get("text") or ()]
+    return read_lines(source, "".join(texts).split("\n"))
 
 
-def _numbered(entries: list[Any], found: Recording) -> list[Row]:
-    """Rows by the step that each says; those that do not are counted, where they have a norm."""
-    rows: list[Row] = []
+def _add_rows(made: Recording, entries: list[Any]) -> None:
+    """Rows by the step that each says; rows with a norm and without a step are counted."""
     for entry in entries:
-        values = numbers(entry.get("data", entry)) if isinstance(entry, dict) else {}
-        step = step_of(numbers(entry)) if isinstance(entry, dict) else None
+        if not isinstance(entry, dict):
+            continue
+        values = numbers(entry.get("data", entry))
+        step = step_of(numbers(entry))
         if step is None and any(map(is_norm, values)):
-            step = rows[-1][0] + 1 if rows else 1
-            found.notes = [f"The rows of {found.source} do not say their step: it was counted."]
+            step = made.rows[-1][0] + 1 if made.rows else 1
+            made.notes = [f"The rows of {made.source} do not say their step: it was counted."]
         if step is not None and values:
-            rows.append((step, values))
-    return rows
+            made.rows.append((step, values))
 
 
-def _columns(found: Recording, document: dict) -> list[Recording]:
-    """``{"step": [1, 2], "grad_norm": [0.5, 0.4]}``, or a single row."""
+def _add_columns(made: Recording, name: str, pairs: list[Any]) -> None:
+    for pair in pairs:
+        if isinstance(pair, list) and len(pair) == 2:
+            step, norm = step_of({"step": number(pair[0])}), number(pair[1])
+            if step is not None and norm is not None:
+                made.rows.append((step, {name: norm}))
+
+
+def _add_lists(made: Recording, document: dict) -> None:
+    """``{"step": [1, 2], "grad_norm": [0.5, 0.4]}``."""
     lists = {str(name): values for name, values in document.items() if isinstance(values, list) and values}
-    name = next((name for name in lists if is_norm(name)), None)
-    if name is None:
-        return []
-    steps = next((values for key, values in lists.items() if key in ("step", "steps", "_step", "global_step")), None)
-    if steps is None:
-        found.notes = [f"{found.source} has no list of steps: its entries were counted."]
-    same = {key: values for key, values in lists.items() if len(values) == len(lists[name])}
-    for at in range(len(lists[name])):
-        step = number(steps[at]) if steps is not None and at < len(steps) else at + 1
-        values = numbers({key: values[at] for key, values in same.items()})
+    norms = next((values for name, values in lists.items() if is_norm(name)), [])
+    steps = next((values for name, values in lists.items() if name in (*STEPS, "steps")), None)
+    if norms and steps is None:
+        made.notes = [f"{made.source} has no list of steps: its entries were counted."]
+    same = {name: values for name, values in lists.items() if len(values) == len(norms)}
+    for at in range(len(norms)):
+        step = step_of({"step": number(steps[at])}) if steps is not None and at < len(steps) else at + 1
+        values = numbers({name: values[at] for name, values in same.items()})
         if step is not None and values:
-            found.rows.append((int(step), values))
-    return [found]
+            made.rows.append((step, values))

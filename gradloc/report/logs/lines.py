@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What trainers print, line by line, among everything else that a console shows.
 
-Each grammar knows one way to print a step. All are asked of every line, the surest first; what the grammar with the
-most gradient norms found is the log, and the others' rows are told, not dropped.
+Each grammar knows one way to print a step. Every line goes to the first grammar that takes it, the surest first. The
+grammar with the most gradient norms is the log; a note counts the norms of the others.
 """
 
 import ast
 import json
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 
 from .names import is_norm, number, numbers, step_of
 from .recording import Recording, Row, flat
@@ -30,12 +31,13 @@ _HEADED = re.compile(
 _LABELLED = re.compile(
     rf"([A-Za-z][\w./@() -]*?)\s*[:=]\s*({_NUMBER})(?![\w.]*\d)|([a-z_]*grad_?norm)\s+({_NUMBER})", re.I
 )
-_TOLD = re.compile(r"loss|reward|kl\b|entropy|return", re.IGNORECASE)
+_OF_TRAINING = re.compile(r"loss|reward|kl\b|entropy|return", re.IGNORECASE)
 _BLOCK = re.compile(r"[=─━]{4,}\s*Step (\d{1,15})(?:/\d+)?\s*[=─━]{4,}|\bTrain step (\d{1,15})/\d+ done")
 _CELL = re.compile(rf"[•│]\s*([A-Za-z][\w ()/.@-]*?)\s*[:│]\s*({_NUMBER})(?![\w.])", re.IGNORECASE)
+_WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
+_CONFIG_BEGINS = re.compile(r"(?:^|\)\s*)\{'\w+': \{")
 _CONFIG_LINES = 4000
 """Lines that a printed configuration has at most."""
-_WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
 
 
 class Grammar:
@@ -46,17 +48,16 @@ class Grammar:
     def __init__(self) -> None:
         self.rows: dict[str, list[Row]] = defaultdict(list)
         """By the process that printed them: several may print into one log."""
-        self.counted = False
-        """Whether the lines do not say their step, and were counted."""
+        self.is_counted = False
+        """Whether the lines do not say their step, so that steps were counted."""
 
     def take(self, line: str, process: str) -> bool:
         raise NotImplementedError
 
     def add(self, process: str, step: int, values: dict[str, float]) -> bool:
-        if not values:
-            return False
-        self.rows[process].append((step, values))
-        return True
+        if values:
+            self.rows[process].append((step, values))
+        return bool(values)
 
     @property
     def num_norms(self) -> int:
@@ -69,9 +70,9 @@ class Console(Grammar):
     title = "verl's console log"
 
     def take(self, line: str, process: str) -> bool:
-        found = _CONSOLE.search(line)
-        if found is not None:
-            return self.add(process, int(found[1]), _dashed(found[2]))
+        step = _CONSOLE.search(line)
+        if step is not None:
+            return self.add(process, int(step[1]), _dashed(step[2]))
         more = _MORE_OF_CONSOLE.search(line) if self.rows.get(process) and line.lstrip().startswith("- ") else None
         if more is not None:  # a line that a terminal or a mail has wrapped
             self.rows[process][-1][1].update(_dashed(more[1]))
@@ -79,23 +80,17 @@ class Console(Grammar):
 
 
 def _dashed(text: str) -> dict[str, float]:
-    made = {}
+    values = {}
     for part in text.split(" - "):
         name, _, value = part.rpartition(":")
-        try:
-            made[name.strip()] = float(value)
-        except ValueError:
-            if "(" in part:  # np.float64(0.3), tensor(0.3, device='cuda:0')
-                name, _, value = part.partition(":") if part.count(":") == 1 else _before_bracket(part)
-            if name.strip() and (found := number(value)) is not None:
-                made[name.strip()] = found
-    made.pop("", None)
-    return made
-
-
-def _before_bracket(part: str) -> tuple[str, str, str]:
-    name, colon, value = part[: part.index("(")].rpartition(":")
-    return name, colon, value + part[part.index("(") :]
+        if value.endswith(")"):  # np.float64(0.3), tensor(0.3, device='cuda:0')
+            before, bracket, inside = part.partition("(")
+            name, _, value = before.rpartition(":")
+            value += bracket + inside
+        known, name = number(value), name.strip()
+        if name and known is not None:
+            values[name] = known
+    return values
 
 
 class Json(Grammar):
@@ -114,20 +109,18 @@ class Json(Grammar):
             entry = json.loads(line)
         except ValueError:
             return False
-        if not isinstance(entry, dict):
-            return False
-        data = entry.get("data")
-        if isinstance(data, dict) and (step := number(entry.get("step"))) is not None and abs(step) < 2**53:
+        data, step = entry.get("data"), step_of({"step": number(entry.get("step"))})
+        if isinstance(data, dict) and step is not None:
             self.title = "verl's file logger"
-            if isinstance(said := data.get("gradloc/verdict"), list):
-                self.verdicts += map(str, said)
-            self.add(process, int(step), numbers(data))
+            verdict = data.get("gradloc/verdict")
+            self.verdicts += map(str, verdict if isinstance(verdict, list) else [])
+            self.add(process, step, numbers(data))
             return True
         values = numbers(entry)
         step = step_of(values)
-        if step is None:
-            self.counted = self.counted or any(map(is_norm, values))
-            step = len(self.rows[process]) + 1 if any(map(is_norm, values)) else None
+        if step is None and any(map(is_norm, values)):
+            self.is_counted = True
+            step = len(self.rows[process]) + 1
         return step is not None and self.add(process, step, values)
 
 
@@ -147,33 +140,35 @@ class Printed(Grammar):
         values = {name: float(value) for name, value in _PAIR.findall(line, start)}
         if not values:
             return False
-        said = _BEFORE_DICT.search(line[:start][-80:])
-        if said is not None and said[1].lower() in ("rollout", "perf"):  # slime: they belong to the step that follows
-            self._pending.update(values)
-            return True
-        if said is not None:
+        head = _BEFORE_DICT.search(line[:start][-80:])
+        if head is not None:
+            kind = head[1].lower()
+            if kind in ("rollout", "perf"):  # slime: they belong to the step that follows
+                self._pending.update(values)
+                return True
             is_slime = any(name.startswith("train/") for name in values)
             self.title = "slime's log" if is_slime else "lines of `step N: {...}`"
-            if said[1].lower() == "global step":
+            if kind == "global step":
                 self.title = "OpenRLHF's log"
             values = {**self._pending, **values}
             self._pending = {}
-        step = int(said[2]) if said is not None else step_of(values)
+        step = int(head[2]) if head is not None else step_of(values)
         if step is None:
+            rows = self.rows[process]
             if not any(map(is_norm, values)):  # an evaluation, or the end of training: of the last step
-                if rows := self.rows.get(process):
+                if rows:
                     rows[-1][1].update({name: value for name, value in values.items() if name not in rows[-1][1]})
                 return bool(rows)
-            self.counted = True
-            step = self._counted(process, values.get("epoch"))
+            self.is_counted = True
+            step = _next_step(rows, values.get("epoch"))
         return self.add(process, step, values)
 
-    def _counted(self, process: str, epoch: float | None) -> int:
-        """The step of a line that does not say it: one more than the last, or where a resumed run's epoch is again."""
-        rows = self.rows[process]
-        if rows and epoch is not None and epoch < rows[-1][1].get("epoch", epoch):
-            return next((step for step, values in rows if values.get("epoch", -1.0) >= epoch), 1)
-        return rows[-1][0] + 1 if rows else 1
+
+def _next_step(rows: list[Row], epoch: float | None) -> int:
+    """The step of a line that does not say it: one more than the last, or where a resumed run's epoch is again."""
+    if rows and epoch is not None and epoch < rows[-1][1].get("epoch", epoch):
+        return next((step for step, values in rows if values.get("epoch", -1.0) >= epoch), 1)
+    return rows[-1][0] + 1 if rows else 1
 
 
 class Blocks(Grammar):
@@ -191,15 +186,15 @@ class Blocks(Grammar):
             if head[2]:
                 self.title = "AReaL's log"
             return True
-        found = {name: float(value) for name, value in _CELL.findall(line)}
+        values = {name: float(value) for name, value in _CELL.findall(line)}
         step = self._step.get(process)
-        if not found or step is None:
+        if not values or step is None:
             return False
         rows = self.rows[process]
-        if not rows or rows[-1][0] != step or not found.keys().isdisjoint(rows[-1][1]):
-            rows.append((step, {}))
-        rows[-1][1].update(found)
-        return True
+        if rows and rows[-1][0] == step and values.keys().isdisjoint(rows[-1][1]):
+            rows[-1][1].update(values)
+            return True
+        return self.add(process, step, values)
 
 
 class Labelled(Grammar):
@@ -214,7 +209,7 @@ class Labelled(Grammar):
         values = {}
         for name, value, bare, bare_value in _LABELLED.findall(line, head.end()):
             values[(name or bare).strip(" |,-")] = float(value or bare_value)
-        if not any(is_norm(name) or _TOLD.search(name) for name in values):
+        if not any(is_norm(name) or _OF_TRAINING.search(name) for name in values):
             return False
         if " | Grad. Norm:" in line:
             self.title = "prime-rl's log"
@@ -223,16 +218,14 @@ class Labelled(Grammar):
         return self.add(process, int(head[1]), values)
 
 
-GRAMMARS = (Console, Json, Printed, Blocks, Labelled)
-
-
-def read_lines(source: Source) -> list[Recording]:
-    """The steps that a text prints, by the process that printed them."""
-    grammars = [grammar() for grammar in GRAMMARS]
+def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recording]:
+    """The steps that a text prints, by the process that printed them; ``lines`` replaces the file's own."""
+    json_lines = Json()
+    grammars = [Console(), json_lines, Printed(), Blocks(), Labelled()]
     config = _Config()
     last, taken = "", None
     num_bad = 0
-    for line in source.lines():
+    for line in source.lines() if lines is None else lines:
         if "\x1b" in line or "[0m" in line:
             line = _COLOUR.sub("", line)
         if line:
@@ -256,27 +249,27 @@ def read_lines(source: Source) -> list[Recording]:
     if not best.rows:
         return []
     notes = _notes(source, grammars, best, num_bad)
-    if best is taken and not source.ends_whole and isinstance(best, Console):
+    if best is taken and isinstance(best, Console) and lines is None and not source.ends_whole:
         notes += _drop_cut_value(best, last)
-    verdicts = next(grammar.verdicts for grammar in grammars if isinstance(grammar, Json))
-    found = []
-    for process, rows in best.rows.items():
-        found.append(Recording(source.name, best.title, "", process, rows, config.found, notes, verdicts))
-        notes = []
-    return found
+    made = [
+        Recording(source.name, best.title, "", process, rows, config.settings, verdicts=json_lines.verdicts)
+        for process, rows in best.rows.items()
+    ]
+    made[0].notes = notes
+    return made
 
 
 def _stripped(line: str) -> tuple[str, str]:
     """A line without Ray's mark of repetition, and the process that printed it."""
     if "[repeated " in line:
         line = _REPEATED.sub("", line)
-    found = _PROCESS.search(line[:80])
-    return line, next(filter(None, found.groups()), "") if found else ""
+    process = _PROCESS.search(line[:80])
+    return line, next(filter(None, process.groups()), "") if process else ""
 
 
 def _notes(source: Source, grammars: list[Grammar], best: Grammar, num_bad: int) -> list[str]:
     notes = list(source.notes)
-    if best.counted:
+    if best.is_counted:
         notes.append(
             f"The lines of {source.name} do not say their step: it was counted, one for each line with a norm."
         )
@@ -286,19 +279,16 @@ def _notes(source: Source, grammars: list[Grammar], best: Grammar, num_bad: int)
                 f"{source.name} also holds {other.num_norms} rows with a gradient norm of another kind "
                 f"({other.title}); {best.title} has more and was read."
             )
-    if isinstance(best, Json) and num_bad:
-        cut = num_bad == 1 and not source.ends_whole
-        notes.append(
-            f"The last line of {source.name} is cut off and was left out."
-            if cut
-            else f"{num_bad} lines of {source.name} cannot be read and were left out."
-        )
+    if isinstance(best, Json) and num_bad == 1 and not source.ends_whole:
+        notes.append(f"The last line of {source.name} is cut off and was left out.")
+    elif isinstance(best, Json) and num_bad:
+        notes.append(f"{num_bad} lines of {source.name} cannot be read and were left out.")
     return notes
 
 
 def _drop_cut_value(grammar: Grammar, last: str) -> list[str]:
     """The last value of a file that ends within a line may lack digits: 90 of 903."""
-    step, values = next(reversed(grammar.rows[_stripped(last)[1]]))
+    step, values = grammar.rows[_stripped(last)[1]][-1]
     name = next(reversed(values), None)
     if name is None or last.rstrip().endswith(")"):
         return []
@@ -310,26 +300,23 @@ class _Config:
     """The settings that verl prints when it starts: one dict over many lines, behind Ray's prefix."""
 
     def __init__(self) -> None:
-        self.found: dict = {}
+        self.settings: dict = {}
         self._parts: list[str] = []
 
     @property
     def is_open(self) -> bool:
-        """Whether its end has not come yet."""
         return bool(self._parts)
 
     def take(self, line: str) -> None:
-        if not self.is_open and (self.found or not re.search(r"(?:^|\)\s*)\{'\w+': \{", line)):
+        if not self.is_open and (self.settings or not _CONFIG_BEGINS.search(line)):
             return
-        text = re.sub(r"^\([^()]*pid=[^()]*\)\s?", "", line)
-        self._parts.append(text)
+        self._parts.append(re.sub(r"^\([^()]*pid=[^()]*\)\s?", "", line))
+        whole = "\n".join(self._parts) if line.rstrip().endswith("}") else ""
         if len(self._parts) > _CONFIG_LINES:
             self._parts = []
-        elif text.rstrip().endswith("}"):
-            whole = "\n".join(self._parts)
-            if whole.count("{") <= whole.count("}"):
-                self._parts = []
-                try:
-                    self.found = flat(ast.literal_eval(whole.strip()))
-                except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-                    pass
+        elif whole and whole.count("{") <= whole.count("}"):
+            self._parts = []
+            try:
+                self.settings = flat(ast.literal_eval(whole.strip()))
+            except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+                pass

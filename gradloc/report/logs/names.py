@@ -6,22 +6,11 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from ..errors import ReportError
 from ..runs.metrics import MAX, MEAN
 
-STEPS = (
-    "step",
-    "global_step",
-    "global_steps",
-    "training/global_step",
-    "train/global_step",
-    "trainer/global_step",
-    "train/step",
-    "current_steps",
-    "global_step/max_steps",
-    "iteration",
-    "iter",
-    "_step",
+STEPS = tuple(
+    "step global_step global_steps training/global_step train/global_step trainer/global_step train/step current_steps "
+    "global_step/max_steps iteration iter _step".split()
 )
 """What a step is called, the surest first: W&B's ``_step`` counts calls of its own."""
 
@@ -60,22 +49,15 @@ def number(text: Any, is_decimal_comma: bool = False) -> float | None:
     >>> number("1.234,5", is_decimal_comma=True), number("1,234.5"), number("5/100"), number("info")
     (1234.5, 1234.5, 5.0, None)
     """
-    if isinstance(text, float):
-        return text
-    if text is None or isinstance(text, bool):
+    if isinstance(text, bool):
         return None
-    if not isinstance(text, str):
-        try:
-            return float(text)
-        except (TypeError, ValueError, OverflowError):
-            return None
     if is_decimal_comma and "," in text:
         text = text.replace(".", "").replace(",", ".")
     try:
         return float(text)
-    except ValueError:
-        found = _WRAPPED.fullmatch(text)
-        return float(found[1].replace(",", "")) if found else None
+    except (TypeError, ValueError, OverflowError):
+        wrapped = _WRAPPED.fullmatch(text) if isinstance(text, str) else None
+        return float(wrapped[1].replace(",", "")) if wrapped else None
 
 
 def numbers(data: Mapping[Any, Any]) -> dict[str, float]:
@@ -83,16 +65,16 @@ def numbers(data: Mapping[Any, Any]) -> dict[str, float]:
     made = {}
     for name, value in data.items():
         if isinstance(value, Mapping):
-            made.update({f"{name}/{inner}": found for inner, found in numbers(value).items()})
-        elif (found := number(value)) is not None:
-            made[str(name)] = found
+            made.update({f"{name}/{inner}": known for inner, known in numbers(value).items()})
+        elif (known := number(value)) is not None:
+            made[str(name)] = known
     return made
 
 
-def step_of(values: Mapping[str, float]) -> int | None:
+def step_of(values: Mapping[str, float | None]) -> int | None:
     """The step that a row says it is of."""
-    found = next((values[name] for name in STEPS if name in values), None)
-    return int(found) if found is not None and abs(found) < 2**53 else None
+    step = next((values[name] for name in STEPS if name in values), None)
+    return int(step) if step is not None and abs(step) < 2**53 else None
 
 
 @lru_cache(maxsize=4096)  # asked of the same few names in every row
@@ -105,29 +87,18 @@ def is_norm(name: str) -> bool:
     return _NORM.search(re.sub(r"[^a-z0-9]", "", name.lower())) is not None and not _SETTING.search(name)
 
 
-def norm_of(series: Mapping[str, Any], name: str | None = None, source: str = "the log") -> str | None:
-    """The metric that holds the gradient norms: the one named, else the actor's, else the one that looks like it.
+def norm_of(names: Iterable[str]) -> str | None:
+    """The metric that holds the gradient norms: the actor's, else the one that looks like it.
 
-    Returns:
-        None when no name looks like a gradient norm.
-
-    Raises:
-        ReportError: when the one named is not there, or several fit; names what there is.
+    None when no name looks like a gradient norm, or several do.
     """
-    if name is not None:
-        if name in series:
-            return name
-        raise ReportError(f"{source} has no metric {name}: name one with --metric; there is {listed(series)}.")
-    found = [metric for metric in series if is_norm(metric)]
+    norms = [name for name in names if is_norm(name)]
     for known in (MAX, MEAN):
-        if known in found:
+        if known in norms:
             return known
-    of_policy = [metric for metric in found if not re.search(r"critic|value|ref|disc|layer|\d", metric.lower())]
-    of_policy = of_policy or found
-    shortest = [metric for metric in of_policy if _plain(metric) == "grad_norm"] or of_policy
-    if len(shortest) > 1:
-        raise ReportError(f"{source} has several gradient norms: name one with --metric; there is {listed(shortest)}.")
-    return shortest[0] if shortest else None
+    norms = [name for name in norms if not re.search(r"critic|value|ref|disc|layer|\d", name.lower())] or norms
+    norms = [name for name in norms if _plain(name) == "grad_norm"] or norms
+    return norms[0] if len(norms) == 1 else None
 
 
 def listed(names: Iterable[str], most: int = 12) -> str:
@@ -140,12 +111,12 @@ def listed(names: Iterable[str], most: int = 12) -> str:
 def canonical(names: Iterable[str]) -> dict[str, str]:
     """verl's name -> the name in the log, for the metrics that another trainer calls otherwise."""
     names = list(names)
-    found: dict[str, str] = {}
+    own: dict[str, str] = {}
     for name in sorted(names, key=len):
         known = _KNOWN.get(_plain(name))
         if known is not None and known not in names and not name.startswith(("eval", "val", "test")):
-            found.setdefault(known, name)
-    return found
+            own.setdefault(known, name)
+    return own
 
 
 def _plain(name: str) -> str:

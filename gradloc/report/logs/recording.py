@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every reader gives: rows of numbers in the order in which they were written."""
+"""What every reader returns: rows of numbers in the order in which they were written."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,19 +20,14 @@ class Recording:
     run: str = ""
     """The run's name, where the source says one."""
     process: str = ""
-    """What printed it, where several processes print into one log; a resumed run is another process."""
+    """Of a log that several processes print into, which one; a resumed run is another process."""
     rows: list[Row] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     """The run's settings by their dotted names, where the source holds them."""
     notes: list[str] = field(default_factory=list)
     """A sentence for each thing that could not be read, or had to be guessed."""
     verdicts: list[str] = field(default_factory=list)
-    """What GradLoc told the log of its events."""
-
-    @property
-    def name(self) -> str:
-        """What tells this run from others: the run's own name, else the source's."""
-        return f"{self.source}, {self.run}" if self.run else self.source
+    """GradLoc's sentences about its events."""
 
 
 def gather(values: Iterable[tuple[int, str, float]]) -> list[Row]:

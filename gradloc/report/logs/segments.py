@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...words.text import plural
 from ..errors import ReportError
 from ..runs.metrics import MAX, MEAN, Metrics, build
 from .names import canonical, is_norm, listed, norm_of
@@ -37,11 +36,6 @@ class Segment:
     def last(self) -> int:
         return self.metrics.steps[-1]
 
-    @property
-    def history(self) -> list["Segment"]:
-        """The segments that it goes on from, the oldest first, and itself."""
-        return [*(self.before.history if self.before else ()), self]
-
 
 @dataclass
 class LoggedRun:
@@ -54,6 +48,10 @@ class LoggedRun:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def parts(self) -> list[Metrics]:
+        return [segment.metrics for segment in self.segments]
+
+    @property
     def metrics(self) -> Metrics:
         """What the run came to: every step as it was logged last."""
         return surviving(self.segments[-1])
@@ -61,57 +59,52 @@ class LoggedRun:
     @property
     def overwritten(self) -> list[tuple[Segment, list[int]]]:
         """The segments of which a part was logged again, and the steps of that part."""
-        kept = {id(part): until for part, until in _parts(self.segments[-1])}
-        parts = []
-        for segment in self.segments:
-            until = kept.get(id(segment), -math.inf)
-            lost = [step for step in segment.metrics.steps if step >= until]
-            if lost:
-                parts.append((segment, lost))
-        return parts
+        kept = {id(segment): until for segment, until in _history(self.segments[-1])}
+        parts = [
+            (segment, [step for step in segment.metrics.steps if step >= kept.get(id(segment), -math.inf)])
+            for segment in self.segments
+        ]
+        return [(segment, lost) for segment, lost in parts if lost]
 
 
 def surviving(tip: Segment) -> Metrics:
     """The steps of a segment and of those that it goes on from, each as it was logged last."""
-    parts = _parts(tip)
-    if len(parts) == 1:
+    history = _history(tip)
+    if len(history) == 1:
         return tip.metrics
-    names = sorted({name for part, _ in parts for name in part.metrics.series})
-    steps, series = [], {name: [] for name in names}
-    for part, until in parts:
+    made = Metrics(tip.metrics.source, verdicts=tip.metrics.verdicts)
+    made.series = {name: [] for name in sorted({name for part, _ in history for name in part.metrics.series})}
+    for part, until in history:
         count = sum(step < until for step in part.metrics.steps)
-        steps += part.metrics.steps[:count]
-        for name in names:
-            series[name] += part.metrics.get(name)[:count]
-    called = {name: own for part, _ in parts for name, own in part.metrics.called.items()}
-    return Metrics(tip.metrics.source, steps, series, called, tip.metrics.verdicts)
+        made.steps += part.metrics.steps[:count]
+        made.called.update(part.metrics.called)
+        for name, values in made.series.items():
+            values += part.metrics.get(name)[:count]
+    return made
 
 
-def _parts(tip: Segment) -> list[tuple[Segment, float]]:
-    """The segments that a run came to, and the step at which each was left."""
-    history = tip.history
-    ends = [min((later.first for later in history[at + 1 :]), default=math.inf) for at in range(len(history))]
-    return list(zip(history, ends, strict=True))
+def _history(tip: Segment) -> list[tuple[Segment, float]]:
+    """The segments that a run came from, the oldest first, and the step at which each was left."""
+    parts: list[tuple[Segment, float]] = []
+    segment, until = tip, math.inf
+    while segment is not None:
+        parts.append((segment, until))
+        segment, until = segment.before, min(until, segment.first)
+    return parts[::-1]
 
 
 def runs_of(chains: Iterable[Sequence[Recording]], metric: str | None = None) -> list[LoggedRun]:
-    """The runs in what was read.
+    """The runs in what was read; raises ReportError where ``metric`` is given and no run has it.
 
-    Args:
-        chains: recordings that may go on from each other, such as the files of one folder, together.
-        metric: holds the gradient norms, whatever it is called.
-
-    Raises:
-        ReportError: where no run has that metric; names those there are.
+    A chain holds recordings that may go on from each other, such as the files of one folder.
     """
     runs: list[LoggedRun] = []
     for chain in chains:
-        ordered = sorted(chain, key=lambda recording: recording.rows[0][0])
-        runs += _linked(ordered)
+        runs += _linked(sorted(chain, key=lambda recording: recording.rows[0][0]))
     for run in runs:
-        _name(run, metric)
-    if metric is not None and not any(MEAN in run.segments[0].metrics.series for run in runs):
-        there = listed(sorted({name for run in runs for name in run.segments[0].metrics.own_names}))
+        _use_known_names(run, metric)
+    if metric is not None and not any(MEAN in part.series for run in runs for part in run.parts):
+        there = listed(sorted({name for run in runs for name in run.parts[0].own_names}))
         raise ReportError(f"{runs[0].name} has no metric {metric}: name one with --metric; there is {there}.")
     return runs
 
@@ -121,17 +114,19 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
     runs: list[LoggedRun] = []
     for recording in chain:
         parts, notes = split(recording.rows, recording.source)
-        for count, part in enumerate(parts):
-            segment = Segment(build(part, recording.source), recording.source)
+        for count, rows in enumerate(parts):
+            segment = Segment(build(rows, recording.source), recording.source)
             segment.metrics.verdicts = recording.verdicts
             segment.before = _before(runs[-1].segments[-1], segment) if runs else None
             if segment.before is not None:
                 runs[-1].segments.append(segment)
             else:
-                again = f", start {count + 1}" if count else ""
-                if runs and recording.process and not count:
-                    again = f", process {recording.process}"
-                runs.append(LoggedRun(recording.name + again, recording.format, [segment]))
+                name = f"{recording.source}, {recording.run}" if recording.run else recording.source
+                if count:
+                    name += f", start {count + 1}"
+                elif runs and recording.process:
+                    name += f", process {recording.process}"
+                runs.append(LoggedRun(name, recording.format, [segment]))
             runs[-1].config = runs[-1].config or recording.config
         runs[-1].notes += [*recording.notes, *notes]
     return runs
@@ -158,28 +153,15 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
     again = sum(a[0] == b[0] and _clash(a[1], b[1]) for a, b in zip(rows, rows[1:], strict=False))
     is_folded = again > max(2, len(rows) // 8)
     parts: list[_Part] = []
-    num_same = 0
     for step, values in rows:
-        part = parts[-1] if parts else None
-        known = part.rows.get(step) if part else None
-        if part is None or not part.takes(step, values, is_folded):
+        if not parts or not parts[-1].takes(step, values, is_folded):
             parts.append(_Part())
-        elif known is not None and known.items() >= values.items():
-            num_same += 1
         parts[-1].put(step, values)
-    notes = []
-    if is_folded:
-        notes.append(
-            f"{source} has several rows for a step ({again} of them): of their gradient norms the largest is shown."
-        )
-    if num_same:
-        notes.append(f"{plural(num_same, 'row')} of {source} repeat what the same step had logged.")
-    return [part.rows for part in parts], notes
+    notes = [f"{source} has several rows for a step ({again} of them): of their gradient norms the largest is shown."]
+    return [part.rows for part in parts], notes if is_folded else []
 
 
 class _Part:
-    """A stretch that is being read."""
-
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, float]] = {}
         self._last = -math.inf
@@ -195,13 +177,10 @@ class _Part:
         return all(self._latest.get(name, -math.inf) < step for name in values if not _is_bookkeeping(name))
 
     def put(self, step: int, values: dict[str, float]) -> None:
-        known = self.rows.get(step)
-        if known is None:
-            self.rows[step] = values
-        else:
-            for name, value in values.items():
-                is_larger = name in known and is_norm(name) and not _worse(value, known[name])
-                known[name] = known[name] if is_larger else value
+        known = self.rows.setdefault(step, {})
+        for name, value in values.items():
+            if not (name in known and is_norm(name) and _is_worse(known[name], value)):
+                known[name] = value
         self._last = max(self._last, step)
         self._latest.update(dict.fromkeys(values, step))
 
@@ -219,31 +198,23 @@ def _is_bookkeeping(name: str) -> bool:
     return name.rpartition("/")[2] in _BOOKKEEPING or name.startswith("_")
 
 
-def _worse(value: float, than: float) -> bool:
-    return not math.isfinite(value) or (math.isfinite(than) and value > than)
+def _is_worse(norm: float, than: float) -> bool:
+    return math.isfinite(than) and not norm <= than
 
 
-def _name(run: LoggedRun, metric: str | None) -> None:
-    """Let the run's metrics go by verl's names, too."""
-    names = {name: None for segment in run.segments for name in segment.metrics.series}
-    try:
-        norm = norm_of(names, metric, run.name)
-    except ReportError:
-        if metric is not None:  # another run may have it
-            for segment in run.segments:
-                segment.metrics.series.pop(MEAN, None)
-                segment.metrics.series.pop(MAX, None)
-            return
-        norm = None
+def _use_known_names(run: LoggedRun, metric: str | None) -> None:
+    """Lets the run's metrics go by verl's names, too; ``metric``, where it is given, by that of the gradient norm."""
+    names = dict.fromkeys(name for part in run.parts for name in part.series)
     known = canonical(names)
-    if norm is not None and (metric is not None or norm not in (MAX, MEAN)):
-        known = {**{name: own for name, own in known.items() if name != MEAN}, MEAN: norm}
-    for segment in run.segments:
-        series = segment.metrics.series
+    norm = norm_of(names) if metric is None else metric
+    if norm is not None and norm not in (MAX, MEAN):
+        known[MEAN] = norm
+    for part in run.parts:
         if metric is not None:
-            series.pop(MAX, None)
+            norms = part.series.get(metric)
+            part.series = {name: values for name, values in part.series.items() if name not in (MAX, MEAN)}
+            part.series.update({metric: norms, MEAN: norms} if norms else {})
         for name, own in known.items():
-            if own in series:
-                series[name] = series[own]
-                segment.metrics.called[name] = own
-        segment.metrics.called.pop(metric or "", None)
+            if own in part.series:
+                part.series[name] = part.series[own]
+                part.called[name] = own

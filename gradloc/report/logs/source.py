@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from rich.console import Console
-from rich.progress import wrap_file
+from rich.progress import Progress
 
 from ..errors import ReportError
 
@@ -20,7 +20,7 @@ HEAD = 1 << 16
 LONGEST = 1 << 22
 """Characters of a line that are read as one; a longer line is no log's."""
 PROGRESS_FROM = 50_000_000
-"""A progress bar is worth it from so many bytes on."""
+"""Bytes from which on a file has a progress bar."""
 _PACKED = {b"\x1f\x8b": "gz", b"\xfd7zXZ\x00": "xz", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zst"}
 _ARCHIVES = {b"PK\x03\x04": "unzip", b"ustar": "tar xf", b"7z\xbc\xaf": "7z x"}
 _MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
@@ -31,7 +31,7 @@ class Source:
 
     Args:
         path: an existing file.
-        name: what it is called in sentences, where that is not the file's name.
+        name: what sentences call it, where that is not the file's name.
 
     Raises:
         ReportError: when it cannot be opened, is an archive of several files, or needs a package that is not there.
@@ -41,45 +41,44 @@ class Source:
         self.path = path
         self.name = name or path.name
         self.notes: list[str] = []
-        self._stream = self._opened()
+        self._file = path.open("rb", buffering=0)
+        self._stream = io.BufferedReader(self._file, HEAD)
+        packed = next((kind for magic, kind in _PACKED.items() if self._stream.peek(6).startswith(magic)), None)
+        self._is_packed = packed is not None
+        if packed is not None:
+            inner = {"gz": gzip.open, "xz": lzma.open, "bz2": bz2.open, "zst": _open_zst}[packed](self._stream)
+            self._stream = io.BufferedReader(_Unpacked(inner, self._note_cut), HEAD)
         self.head = self._stream.peek(HEAD)[:HEAD]
         for magic, command in _ARCHIVES.items():
             if self.head.startswith(magic) or self.head[257:262] == magic:
                 raise ReportError(f"{self.name} is an archive of several files: unpack it first: {command} {path}")
         self.coding = _coding(self.head)
 
-    def _opened(self) -> io.BufferedReader:
-        outer = io.BufferedReader(self._with_progress(), HEAD)
-        packed = next((kind for magic, kind in _PACKED.items() if outer.peek(6).startswith(magic)), None)
-        self._is_packed = packed is not None
-        if packed is None:
-            return outer
-        inner = {"gz": gzip.open, "xz": lzma.open, "bz2": bz2.open}.get(packed, _zst)(outer)
-        return io.BufferedReader(_Unpacked(inner, self._note_cut), HEAD)
-
-    def _with_progress(self) -> BinaryIO:
-        raw, size, console = self.path.open("rb", buffering=0), self.path.stat().st_size, Console(stderr=True)
-        if size < PROGRESS_FROM or not console.is_terminal:
-            return raw
-        bar = wrap_file(raw, size, description=f"Reading {self.name}", console=console, transient=True)
-        return _Tracked(bar.__enter__(), bar)
-
     @property
     def is_binary(self) -> bool:
-        """Whether these bytes are no text."""
         return self.coding is None
 
     @property
     def text_head(self) -> str:
-        """The first characters."""
         return "" if self.coding is None else self.head.decode(self.coding, errors="replace").lstrip("\ufeff")
 
     def read(self) -> bytes:
-        """All bytes that can be had."""
         return self._stream.read()
 
     def lines(self) -> Iterator[str]:
         """Its lines without their ends, which may be \\n, \\r\\n or \\r: a progress bar's end in \\r alone."""
+        size, console = self.path.stat().st_size, Console(stderr=True)
+        if size < PROGRESS_FROM or not console.is_terminal:
+            yield from self._lines()
+            return
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task(f"Reading {self.name}", total=size)
+            for at, line in enumerate(self._lines()):
+                if not at % 10_000:
+                    progress.update(task, completed=self._file.tell())
+                yield line
+
+    def _lines(self) -> Iterator[str]:
         reader = io.TextIOWrapper(self._stream, self.coding or "utf-8", errors="replace")
         try:
             while line := reader.readline(LONGEST):
@@ -102,28 +101,11 @@ class Source:
         self.notes.append(f"{self.name} is cut off or damaged ({error}): what comes after that was not read.")
 
 
-class _Tracked(io.RawIOBase):
-    """A file whose progress bar ends where it does."""
-
-    def __init__(self, file: BinaryIO, bar):
-        self._file, self._bar = file, bar
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        read = self._file.readinto(buffer)
-        if not read and self._bar is not None:
-            self._bar.__exit__(None, None, None)
-            self._bar = None
-        return read
-
-
 class _Unpacked(io.RawIOBase):
     """What can be unpacked of a file; where it is cut off or damaged it ends."""
 
     def __init__(self, file: BinaryIO, note: Callable[[Exception], None]):
-        self._file, self._note = file, note
+        self._note = note
         self._take = getattr(file, "read1", file.read)
 
     def readable(self) -> bool:
@@ -159,14 +141,13 @@ def _coding(head: bytes) -> str | None:
     return "utf-8"
 
 
-def _zst(stream: BinaryIO) -> BinaryIO:
+def _open_zst(stream: BinaryIO) -> BinaryIO:
     for name, make in (  # pyarrow's never ends on a damaged file
         ("compression.zstd", lambda module: module.open(stream)),
         ("zstandard", lambda module: module.ZstdDecompressor().stream_reader(stream)),
     ):
         try:
-            module = importlib.import_module(name)
+            return make(importlib.import_module(name))
         except ImportError:
             continue
-        return make(module)
     raise ReportError("a .zst file needs a package to be read: pip install zstandard, or unpack it first: zstd -d FILE")

@@ -23,7 +23,7 @@ _SCALAR = re.compile(  # time, step, summary: value: tag, float; what nearly eve
     rb"\x09.{8}\x10(" + _LENGTH + rb")\x2a" + _LENGTH + rb"\x0a" + _LENGTH + rb"\x0a([\x01-\x7f])(.+)\x15(.{4})",
     re.DOTALL,
 )
-_TENSORS = {1: ("<f", 4), 2: ("<d", 8)}  # TensorFlow's DT_FLOAT and DT_DOUBLE
+_TENSORS = {1: _FLOAT, 2: _DOUBLE}  # TensorFlow's DT_FLOAT and DT_DOUBLE
 
 
 def is_tensorboard(source: Source) -> bool:
@@ -36,10 +36,8 @@ def is_tensorboard(source: Source) -> bool:
 
 def read_tensorboard(source: Source) -> list[Recording]:
     """Scalars of one event file."""
-    found = Recording(source.name, "TensorBoard")
-    found.rows = gather(_scalars(_framed(source.read())))
-    found.notes = source.notes
-    return [found] if found.rows else []
+    rows = gather(_scalars(_framed(source.read())))
+    return [Recording(source.name, "TensorBoard", rows=rows, notes=source.notes)]
 
 
 def _framed(content: bytes) -> Iterator[bytes]:
@@ -54,130 +52,102 @@ def _framed(content: bytes) -> Iterator[bytes]:
 
 
 def _scalars(records: Iterator[bytes]) -> Iterator[tuple[int, str, float]]:
-    names: dict[bytes, str] = {}
-    steps: dict[bytes, int] = {}
     for record in records:
         plain = _SCALAR.fullmatch(record)
         if plain is not None and len(plain[3]) == plain[2][0]:
-            code, _, tag, value = plain.groups()
-            if code not in steps:
-                steps[code] = _varint(code, 0)[0]
-            yield steps[code], names.get(tag) or names.setdefault(tag, _text(tag)), _FLOAT.unpack(value)[0]
+            yield _varint(plain[1], 0)[0], _text(plain[3]), _FLOAT.unpack(plain[4])[0]
             continue
-        step, summary = 0, None
-        for field, value in fields(record):
-            if field == 2 and isinstance(value, int):
-                step = value
-            elif field == 5 and isinstance(value, bytes):
-                summary = value
-        for field, item in fields(summary or b""):
-            if field != 1 or not isinstance(item, bytes):
-                continue
-            tag, found = b"", None
-            for inner, value in fields(item):
-                if inner == 1 and isinstance(value, bytes):
-                    tag = value
-                elif inner == 2 and isinstance(value, bytes) and len(value) == 4:
-                    found = _FLOAT.unpack(value)[0]
-                elif inner == 8 and isinstance(value, bytes):
-                    found = _tensor(value)
-            if found is not None and tag:
-                yield step, names.setdefault(tag, _text(tag)), found
+        event = dict(fields(record))
+        step = event.get(2, 0)
+        for field, item in fields(_bytes(event.get(5))):
+            value = dict(fields(_bytes(item))) if field == 1 else {}
+            number, tag = _number(value.get(2), _FLOAT), _text(value.get(1))
+            if number is None:
+                number = _tensor(_bytes(value.get(8)))
+            if number is not None and tag and isinstance(step, int):
+                yield step, tag, number
 
 
 def _tensor(content: bytes) -> float | None:
     """The number of a tensor that holds one, as TensorFlow 2 writes scalars."""
-    made = dict(fields(content))
-    kind = _TENSORS.get(made.get(1))
-    if kind is None:
-        return None
-    value = next((made[field] for field in (4, 5, 6) if isinstance(made.get(field), bytes)), b"")
-    return struct.unpack(kind[0], value)[0] if len(value) == kind[1] else None
-
-
-def is_wandb(source: Source) -> bool:
-    return source.head.startswith(b":W&B")
+    tensor = dict(fields(content))
+    kind = _TENSORS.get(tensor.get(1))
+    content = next((tensor[field] for field in (4, 5, 6) if isinstance(tensor.get(field), bytes)), None)
+    return None if kind is None else _number(content, kind)
 
 
 def read_wandb(source: Source) -> list[Recording]:
     """History and configuration of a ``run-*.wandb`` file."""
-    found = Recording(source.name, "W&B's local run")
+    made = Recording(source.name, "W&B's local run", notes=source.notes)
     for record in _logged(source.read()):
         for field, value in fields(record):
-            if not isinstance(value, bytes):
-                continue
             if field == 2:
-                _take_history(found, value)
+                _add_history(made, _bytes(value))
             elif field == 17:
-                said = dict(fields(value))
-                found.run = _text(said.get(8)) or found.run
-                _take_config(found, said.get(4))
+                run = dict(fields(_bytes(value)))
+                made.run = _text(run.get(8)) or made.run
+                _add_config(made, _bytes(run.get(4)))
             elif field == 5:
-                _take_config(found, value)
-    found.notes = source.notes
-    return [found] if found.rows else []
+                _add_config(made, _bytes(value))
+    return [made]
 
 
-def _take_history(found: Recording, content: bytes) -> None:
-    row, step = {}, None
+def _add_history(made: Recording, content: bytes) -> None:
+    row: dict[str, float] = {}
+    step = None
     for field, value in fields(content):
-        if field == 1 and isinstance(value, bytes):
-            key, said = _item(value)
-            if key == "_step" and isinstance(said, int | float):
-                step = int(said)
+        if field == 1:
+            key, item = _item(_bytes(value))
+            if key == "_step" and isinstance(item, int | float):
+                step = int(item)
             else:
-                row.update(numbers({key: said}))
-        elif field == 2 and isinstance(value, bytes):
-            step = dict(fields(value)).get(1, step)
+                row.update(numbers({key: item}))
+        elif field == 2:
+            step = dict(fields(_bytes(value))).get(1, step)
     own = next((row[name] for name in ("train/global_step", "trainer/global_step") if name in row), step)
     if own is not None and row:
-        found.rows.append((int(own), row))
+        made.rows.append((int(own), row))
 
 
-def _take_config(found: Recording, content: Any) -> None:
-    for field, value in fields(content if isinstance(content, bytes) else b""):
-        if field == 1 and isinstance(value, bytes):
-            key, said = _item(value)
+def _add_config(made: Recording, content: bytes) -> None:
+    for field, value in fields(content):
+        if field == 1:
+            key, item = _item(_bytes(value))
             if key and not key.startswith("_"):
-                found.config.update(flat(said, key))
+                made.config.update(flat(item, key))
 
 
 def _item(content: bytes) -> tuple[str, Any]:
     """A key, which may be nested, and its value in JSON."""
-    keys, nested, value = [], [], None
-    for field, found in fields(content):
+    keys, nested, item = [], [], None
+    for field, value in fields(content):
         if field == 1:
-            keys.append(_text(found))
+            keys.append(_text(value))
         elif field == 2:
-            nested.append(_text(found))
+            nested.append(_text(value))
         elif field == 16:
             try:
-                value = json.loads(_text(found))
+                item = json.loads(_text(value))
             except ValueError:
-                value = None
-    return "/".join([*keys, *nested]), value
-
-
-def is_swanlab(source: Source) -> bool:
-    return source.head.startswith(b":SWL")
+                item = None
+    return "/".join([*keys, *nested]), item
 
 
 def read_swanlab(source: Source) -> list[Recording]:
     """Scalars of a ``run-*.swanlab`` file."""
     triples = []
-    found = Recording(source.name, "SwanLab's local run")
+    made = Recording(source.name, "SwanLab's local run", notes=source.notes)
     for record in _logged(source.read()):
         for field, value in fields(record):
-            if field == 10 and isinstance(value, bytes):
-                found.run = _text(dict(fields(value)).get(4)) or found.run
-            elif field == 13 and isinstance(value, bytes):
-                said = dict(fields(value))
-                inner = dict(fields(said[5])) if isinstance(said.get(5), bytes) else {}
-                number = inner.get(1)
-                if isinstance(number, bytes) and len(number) == 8 and isinstance(said.get(2), int):
-                    triples.append((said[2], _text(said.get(1)), _DOUBLE.unpack(number)[0]))
-    found.rows, found.notes = gather(triples), source.notes
-    return [found] if found.rows else []
+            inner = dict(fields(_bytes(value))) if field in (10, 13) else {}
+            if field == 10:
+                made.run = _text(inner.get(4)) or made.run
+            elif field == 13:
+                number = _number(dict(fields(_bytes(inner.get(5)))).get(1), _DOUBLE)
+                if number is not None and isinstance(inner.get(2), int):
+                    triples.append((inner[2], _text(inner.get(1)), number))
+    made.rows = gather(triples)
+    return [made]
 
 
 def _logged(content: bytes) -> Iterator[bytes]:
@@ -233,5 +203,13 @@ def _varint(content: bytes, at: int) -> tuple[int, int]:
     return value & (1 << 64) - 1, at
 
 
+def _bytes(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else b""
+
+
 def _text(value: Any) -> str:
-    return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else ""
+    return _bytes(value).decode("utf-8", errors="replace")
+
+
+def _number(value: Any, kind: struct.Struct) -> float | None:
+    return kind.unpack(value)[0] if isinstance(value, bytes) and len(value) == kind.size else None

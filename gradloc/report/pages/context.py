@@ -11,28 +11,20 @@ from ...words.text import one_line, plural, spoken
 
 
 def context(event: Event, events: Sequence[Event]) -> list[tuple[str, str]]:
-    """Pairs of a name and what is known; what the record does not say is left out.
-
-    Args:
-        event: the event.
-        events: all of its run, in order.
-    """
+    """What is known of an event among all of its run's: names and values, without what the record does not say."""
     run, first = event.run, leader(event.culprits)
-    made = [run.trainer, run.torch and f"torch {run.torch}", run.gradloc and f"gradloc {run.gradloc}"]
-    row = None
-    if first is not None:
-        number = "" if first.data_row is None else f"row {first.data_row}"
-        row = ", ".join(part for part in (first.data_source, number) if part)
-    known = [
-        ("when", _when(event.time)),
-        ("made by", ", ".join(filter(None, made))),
-        ("model", run.model and one_line(run.model, 90, keep="end")),
-        ("commit", run.commit),
-        ("config", run.config),
-        ("data", row),
-        ("seen", _seen(event, events)),
-    ]
-    return [(name, one_line(value)) for name, value in known if value]
+    made_by = (run.trainer, run.torch and f"torch {run.torch}", run.gradloc and f"gradloc {run.gradloc}")
+    row = "" if first is None or first.data_row is None else f"row {first.data_row}"
+    known = {
+        "when": _when(event.time),
+        "made by": ", ".join(filter(None, made_by)),
+        "model": run.model and one_line(run.model, 90, keep="end"),
+        "commit": run.commit,
+        "config": run.config,
+        "data": ", ".join(filter(None, (first and first.data_source, row))),
+        "seen": _seen(event, events),
+    }
+    return [(name, one_line(value)) for name, value in known.items() if value]
 
 
 def _when(time: str | None) -> str | None:
@@ -51,11 +43,10 @@ def _kind(event: Event) -> tuple[str, str]:
 
 def _seen(event: Event, events: Sequence[Event]) -> str:
     """How often this token with this cause, and how often this cause."""
-    kind = _kind(event)
-    alike = [other.step.global_step for other in events if _kind(other) == kind]
-    same = sum(cause_of(other) == kind[0] for other in events)
-    what = spoken(kind[0]) if kind[0] else "no cause"
-    of = f"{what}: {same} of {plural(len(events), 'event')}"
+    cause = cause_of(event)
+    alike = [other.step.global_step for other in events if _kind(other) == _kind(event)]
+    same = sum(cause_of(other) == cause for other in events)
+    of = f"{spoken(cause) if cause else 'no cause'}: {same} of {plural(len(events), 'event')}"
     if len(alike) < 2:
         return f"once, at step {event.step.global_step}" + (f"; {of}" if len(events) > 1 else "")
     again = "this token" if event.culprits else "the same"

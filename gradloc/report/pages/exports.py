@@ -4,17 +4,21 @@
 import csv
 import io
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 from ...record import Culprit, Event
 from ...record.store import plain
 from ...words.culprits import trusted_share
-from ...words.story import cause_of
+from ...words.numbers import bounded, number
+from ...words.story import cause_of, figures, given
+from ...words.text import one_line, span
 from ..runs.run import RunFolder
-from .eventview import plain_view
-from .issue import escape, issue
+from .eventview import CulpritView, EventView
 
+CULPRITS = 8
+"""Culprits in an issue; the rest are counted."""
 EVENT_COLUMNS: dict[str, Callable[[Event], Any]] = {
     "event_id": lambda event: _quoted(event.event_id),
     "global_step": lambda event: event.step.global_step,
@@ -81,12 +85,67 @@ def to_markdown(run: RunFolder, events: list[Event]) -> str:
     """The events as a page of Markdown to paste into an issue."""
     lines = [f"# {escape(run.name)}", ""]
     lines += [f"> {escape(note)}" for note in run.notes]
-    if not events:
-        lines += [] if run.metrics.verdicts else ["No spike was localized in this run."]
+    if not events and not run.metrics.verdicts:
+        lines.append("No spike was localized in this run.")
     for event in events:
-        made, text = issue(plain_view(event, run), run)
-        lines += ["", made + text]
+        numbers, text = issue(EventView(event, run))
+        lines += ["", numbers + text]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def issue(view: EventView) -> tuple[str, str]:
+    """The event in Markdown.
+
+    Returns:
+        The issue, in which tokens are numbers; and the text around the largest culprit as a part that can follow it,
+        empty where there is none.
+    """
+    event, story, certificate = view.event, view.story, view.event.certificate
+    (norm, _, over), *_ = figures(event)
+    after = "".join(bounded(certificate.norm_after, certificate.error_bound, 3))
+    lines = [f"### {escape(story.headline)}", "", escape(story.lede), ""]
+    lines += [f"- Norm {norm} ({over}), {after} without the culprits: {view.certificate}."]
+    lines += [f"- {escape(sentence)}" for sentence in (view.shares, given(event, view.clip)) if sentence]
+    lines += [f"- Action: {view.action}."]
+    lines += [f"- Did it hurt? {view.hurt.answer.capitalize()}. {escape(view.hurt.why)}"]
+    lines += [f"- Search: {escape(event.search.strategy)}; {view.search_cost}."]
+    lines += [f"- {name.capitalize()}: {escape(value)}" for name, value in view.context]
+    if event.culprits:
+        lines += ["", "| tokens | where | share | norm | advantage | ratio | cause |", "|" + " --- |" * 7]
+        lines += [_row(entry) for entry in view.culprits[:CULPRITS]]
+        more = len(event.culprits) - CULPRITS
+        lines += ["", f"And {more} more."] if more > 0 else []
+    if view.next is not None:
+        lines += ["", f"**What to do now:** {escape(view.next.do)} {escape(view.next.why)}", ""]
+        lines += _block(view.next.lines)
+    if view.replay:
+        lines += ["", "Replay:", "", *_block(view.replay)]
+    text = ""
+    if story.token:
+        text = f"{story.before}⟦{story.token}⟧{story.after}"
+        fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
+        text = f"\nThe text, the culprit in brackets:\n\n{fence}text\n{text}\n{fence}\n"
+    return "\n".join(lines) + "\n", text
+
+
+def _row(entry: CulpritView) -> str:
+    culprit = entry.culprit
+    ids = " ".join(str(token) for token in (culprit.token_ids or ())[:4])
+    where = (
+        f"rank {number(culprit.rank)}, micro-batch {number(culprit.micro_batch)}, position {span(culprit.positions)}"
+    )
+    *numbers, cause = entry.cells
+    return "| " + " | ".join([f"id {ids}" if ids else "–", where, *numbers, escape(cause)]) + " |"
+
+
+def _block(lines: dict[str, str]) -> list[str]:
+    named = [f"{line}  # {label}" if label else line for label, line in lines.items()]
+    return ["```sh", *(line.replace("```", "") for line in named), "```"]
+
+
+def escape(text: str) -> str:
+    """Text that Markdown, and the HTML inside it, takes literally."""
+    return "".join(f"\\{c}" if c in "\\`*_{}[]()#+!|<>~$&@" else c for c in one_line(text))
 
 
 FORMATS = {"md": to_markdown, "json": to_json, "csv": to_csv}

@@ -14,6 +14,7 @@ import json
 import zlib
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,16 +25,17 @@ from ...record import Event
 from ...words.numbers import bounded, number, percent
 from ...words.story import cause_of
 from ...words.text import one_line, plural, spoken, visible
+from ..analyses.buckets import read_analyses
+from ..errors import ReportError
 from ..figures.palette import DARK, LIGHT, variables
 from ..runs import tokens
 from ..runs.comparison import Comparison
 from ..runs.diagnosis import diagnose
 from ..runs.health import judge, ranges
 from ..runs.run import RunFolder
-from . import analyses, charts
-from .eventview import EventView, culprit_count, full_view, severity
-from .issue import issue
-from .rows import rows
+from . import script_data
+from .eventview import EventView, culprit_count, severity
+from .exports import issue
 
 INLINE = 10
 """Up to so many events stand one below the other; of more, one is open at a time."""
@@ -43,6 +45,16 @@ SHOWN_TOKENS = 4000
 """Tokens that the page shows before anything is unfolded."""
 BUDGET = {"one": 6_000_000, "many": 1_100_000}
 """Bytes of token arrays in a page of one event, and of several."""
+ANALYSES = 6
+"""Gradient analyses that the page draws, the latest ones."""
+FIGURES = {
+    "summary": "Summary",
+    "plots": "Each bucket on its own",
+    "loss_plots": "Losses",
+    "reward_std": "Reward deviation",
+    "normed_grads": "Per sample and per token",
+}
+"""Titles of a gradient analysis's figures."""
 SCRIPTS = ("base", "chart", "tokens", "events", "keys")
 """Parts of the one script, in order."""
 
@@ -58,28 +70,32 @@ def render(run: RunFolder, events: list[Event] | None = None) -> str:
     is_inline = len(chosen) <= INLINE
     worst = sorted(chosen, key=severity, reverse=True)[:DETAILED]
     size = BUDGET["one" if len(chosen) == 1 else "many"] // tokens.BYTES_PER_TOKEN
-    budget = size // max(len(worst), 1)
     shown = SHOWN_TOKENS // max(len(chosen), 1) if is_inline else SHOWN_TOKENS // 4
     views: dict[str, EventView] = {}
     payload: dict[str, Any] = {}
     for event in worst:
-        view, note = full_view(event, run, budget, shown)
-        if note:
-            run.notes.append(note)
-        views[event.event_id] = view
+        views[event.event_id] = view = EventView(event, run)
+        view.add_tokens(size // len(worst), shown)
+        run.notes += [view.token_note] if view.token_note else []
         payload[event.event_id] = {
-            "issue": issue(view, run),
+            "issue": issue(view),
             "s": [tokens.payload(s, i, view.shades) for i, s in enumerate(view.sequences)],
         }
     in_order = [views[event.event_id] for event in chosen if event.event_id in views]
     packed = {} if is_inline else {name: _packed(view, payload.pop(name)) for name, view in views.items()}
     health = judge(run.metrics)
-    diagnosis = diagnose(run.log.runs[0], near=run.path) if run.log and not chosen else None
+    diagnosis = diagnose(run.runs[0], near=run.path) if run.runs and not chosen else None
     if diagnosis:
         run.notes += diagnosis.limits
-    chart = charts.run_chart(run, health)
+    chart = script_data.run_chart(run, health)
     return fill(
         "report.html",
+        {
+            "labels": tokens.LABELS,
+            "events": payload,
+            "rows": script_data.rows(chosen, run, set(views)) if len(chosen) > 1 else [],
+            "charts": {"run": chart},
+        },
         run=run,
         lead=views[worst[0].event_id] if worst else None,
         views=in_order if is_inline else [],
@@ -90,15 +106,29 @@ def render(run: RunFolder, events: list[Event] | None = None) -> str:
         trainer=next((event.run.trainer for event in run.events), None),
         health=health,
         diagnosis=diagnosis,
-        analyses=analyses.sections(run.path),
+        analyses=_analyses(run.path),
         show=run.show_command("ID"),
-        payload={
-            "labels": tokens.LABELS,
-            "events": payload,
-            "rows": rows(chosen, run, set(views)) if len(chosen) > 1 else [],
-            "charts": {"run": chart},
-        },
     )
+
+
+def _analyses(path: Path) -> tuple[list[tuple[str, list[tuple[str, str]]]], int]:
+    """The latest gradient analyses, each with its figures' titles and ``<svg>``; and how many more there are."""
+    try:
+        analyses, _ = read_analyses(path)
+    except ReportError:
+        return [], 0
+    from ..figures import buckets  # matplotlib takes a second to import, and few runs need it
+    from ..figures.style import to_svg
+
+    made = []
+    for analysis in list(analyses.values())[: -ANALYSES - 1 : -1]:
+        figures = [
+            (title, to_svg(buckets.FIGURES[name](analysis), f"b{analysis.step}-{name}", title))
+            for name, title in FIGURES.items()
+        ]
+        rows = analysis.get("all", "sample_count")
+        made.append((f"Step {analysis.step}: {len(analysis.buckets)} buckets of {rows:.0f} rows", figures))
+    return made, len(analyses) - len(made)
 
 
 def _packed(view: EventView, payload: dict[str, Any]) -> str:
@@ -109,25 +139,23 @@ def _packed(view: EventView, payload: dict[str, Any]) -> str:
     return base64.b64encode(packed).decode("ascii")
 
 
-def render_comparison(runs: list[RunFolder], found: Comparison, notes: list[str]) -> str:
+def render_comparison(runs: list[RunFolder], comparison: Comparison, notes: list[str]) -> str:
     """The page of two runs side by side."""
-    chart = charts.comparison_chart(runs, found)
+    chart = script_data.comparison_chart(runs, comparison)
     payload = {"labels": {}, "events": {}, "rows": [], "charts": {"run": chart}}
-    return fill("compare.html", found=found, notes=notes, chart=chart, payload=payload)
+    return fill("compare.html", payload, comparison=comparison, notes=notes, chart=chart)
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
-    """The run in a few numbers."""
     made = [("events", number(len(run.events)))]
-    explained = sum(event.certificate.verdict == "explained" for event in run.events)
     if run.events:
+        explained = sum(event.certificate.verdict == "explained" for event in run.events)
         made.append(("explained", f"{number(explained)} of {number(len(run.events))}"))
         causes = [label for label in map(cause_of, run.events) if label]
         if causes:
-            common = max(sorted(set(causes)), key=causes.count)
-            made.append(("commonest cause", spoken(common)))
-        spent = [e.search.seconds for e in run.events if e.search.seconds is not None]
-        made.append(("spent searching", f"{number(sum(spent), 3)} s"))
+            made.append(("commonest cause", spoken(max(sorted(set(causes)), key=causes.count))))
+        spent = sum(e.search.seconds for e in run.events if e.search.seconds is not None)
+        made.append(("spent searching", f"{number(spent, 3)} s"))
     if run.metrics:
         made.append(("steps", number(len(run.metrics.steps))))
         if norms := run.metrics.norms:
@@ -151,14 +179,9 @@ def _environment() -> Environment:
 
 
 def fill(template: str, payload: dict[str, Any], **context: Any) -> str:
-    """A whole page.
-
-    Args:
-        template: extends frame.html.
-        payload: what the page's script reads.
-        context: what the template names.
-    """
-    style = _style()
+    """A whole page: a template that extends frame.html, what its script reads, and what it names."""
+    style = _asset("uPlot.min.css") + "\n" + _asset("report.css")
+    style = style.replace("/* LIGHT */", variables(LIGHT)).replace("/* DARK */", variables(DARK))
     parts = "".join(_asset(f"{name}.js") for name in SCRIPTS)
     library = f"/*\n{_asset('uPlot.LICENSE')}*/\n{_asset('uPlot.iife.min.js')}" if payload["charts"].get("run") else ""
     script = f'"use strict";\n{library}{{\n{parts}}}\n'  # the block keeps its names from the window's
@@ -181,14 +204,6 @@ def _level(view: EventView, sequence: int, position: int) -> str:
 def breakable(line: str) -> Markup:
     """A config line that may break after each name."""
     return escape(line).replace(".", Markup(".<wbr>"))
-
-
-def _style() -> str:
-    """The style sheet, with the palette's two themes put in."""
-    sheet = _asset("uPlot.min.css") + "\n" + _asset("report.css")
-    for name, palette in (("LIGHT", LIGHT), ("DARK", DARK)):
-        sheet = sheet.replace(f"/* {name} */", variables(palette))
-    return sheet
 
 
 def _asset(name: str) -> str:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the terminal shows: a summary in tables, and notes.
+"""What the terminal shows of a run: its events, or where there is a log alone, the diagnosis.
 
 Tokens are hostile here, too: text is made visible first, and never read as rich's markup.
 """
 
+import math
 import shlex
 import sys
+from collections.abc import Sequence
 from statistics import median
 
 from rich.console import Console
@@ -13,112 +15,94 @@ from rich.table import Table
 from rich.text import Text
 
 from ...record import Event
-from ...words.culprits import carried, shares_sentence
+from ...words.culprits import carried, leader
 from ...words.numbers import number
 from ...words.story import cause_of
-from ...words.text import one_line, span, spoken, times, visible
-from ...words.verdict import verdict_sentences
+from ...words.text import one_line, plural, span, spoken, times, visible
+from ..runs.diagnosis import Diagnosis, diagnose
+from ..runs.health import judge
 from ..runs.run import RunFolder
-from .eventview import plain_view, severity
+from ..runs.trigger import Judged
+from .eventview import EventView, severity
 
+HEIGHT = 12
+"""Lines of the curve."""
 EVENTS = 30
 """Events listed in the summary: the last ones."""
 CULPRITS = 8
 """Culprits listed per event."""
+RUNS = 20
+"""Runs of a log with a line each, after the worst one."""
+
+
+def console(**options) -> Console:
+    """Prints text as it is: no markup, no colours of its own."""
+    return Console(highlight=False, markup=False, emoji=False, **options)
+
+
+def warn(notes: list[str]) -> None:
+    """Prints what could not be read to standard error."""
+    for note in notes:
+        print(visible(note), file=sys.stderr)
 
 
 def summary(run: RunFolder, events: list[Event]) -> None:
-    """Print a run's events; of one event alone, its culprits with their numbers as well."""
-    console = Console(highlight=False)
-    console.print(Text(one_line(run.name), style="bold"))
+    """Prints a run's events; of one event alone, its culprits with their numbers as well."""
+    out, where = console(), shlex.quote(str(run.path))
+    out.print(one_line(run.name), style="bold")
+    steps: dict[str, str] = {}
     if len(events) == 1:
-        _one(console, events[0])
+        view = EventView(events[0], run)
+        _print_event(out, view)
+        actions = view.next.lines if view.next else {}
+        steps = {_labelled(view.next.do, label): line for label, line in actions.items()}
+        steps["the page of it, with every token"] = f"{run.show_command(events[0].event_id)} -o event.html"
+        steps |= {_labelled("the event again, on one machine", label): line for label, line in view.replay.items()}
     elif events:
-        console.print(_table(events[-EVENTS:]))
+        out.print(_table(events[-EVENTS:]))
         if len(events) > EVENTS:
-            console.print(Text(f"The last {EVENTS} of {len(events)} events; --list names all.", style="dim"))
+            out.print(f"The last {EVENTS} of {len(events)} events; --list names all.", style="dim")
+        steps["the whole report"] = f"gradloc-report {where} -o report.html"
+        steps["the worst event"] = run.show_command(max(events, key=severity).event_id)
+    elif run.metrics:
+        steps["was the run well?"] = f"gradloc-report health {where}"
     if norms := run.metrics.norms:
-        console.print(
+        out.print(
             f"{len(run.metrics.steps)} steps in {run.metrics.source}: "
             f"median gradient norm {number(median(norms))}, largest {number(max(norms))}."
         )
     for note in run.notes:
-        console.print(Text(visible(note), style="yellow"))
-    _next(console, run, events)
-
-
-def _next(console: Console, run: RunFolder, events: list[Event]) -> None:
-    """What one does after reading the summary: the action, then the commands that show more."""
-    where = shlex.quote(str(run.path))
-    if not events:
-        steps = [("was the run well?", f"gradloc-report health {where}")] if run.metrics else []
-    elif len(events) == 1:
-        found = plain_view(events[0], run)
-        steps = [
-            (_labelled(found.next.do, label), line) for label, line in (found.next.lines if found.next else {}).items()
-        ]
-        steps.append(("the page of it, with every token", f"{run.show_command(events[0].event_id)} -o event.html"))
-        steps += [(_labelled("the event again, on one machine", label), line) for label, line in found.replay.items()]
-    else:
-        worst = max(events, key=severity)
-        steps = [
-            ("the whole report", f"gradloc-report {where} -o report.html"),
-            ("the worst event", run.show_command(worst.event_id)),
-        ]
-    next_steps(console, steps)
-
-
-def next_steps(console: Console, steps: list[tuple[str, str]]) -> None:
-    """What one does next: pairs of what, and the command."""
-    if steps:
-        console.print(Text("Next:", style="bold"))
-    for what, command in steps:
-        console.print(Text(f"  {what}", style="dim"))
-        console.print(Text(f"    {one_line(command)}", style="cyan"), soft_wrap=True)
+        out.print(visible(note), style="yellow")
+    _print_next(out, steps)
 
 
 def _labelled(what: str, label: str) -> str:
     return f"{what} ({label})" if label else what
 
 
-def warn(notes: list[str]) -> None:
-    """Print what could not be read to standard error."""
-    for note in notes:
-        print(visible(note), file=sys.stderr)
+def _print_next(out: Console, steps: dict[str, str]) -> None:
+    if steps:
+        out.print("Next:", style="bold")
+    for what, command in steps.items():
+        out.print(f"  {what}", style="dim")
+        out.print(f"    {one_line(command)}", style="cyan", soft_wrap=True)
 
 
-def _one(console: Console, event: Event) -> None:
-    console.print(Text(verdict_sentences(event)))
-    console.print(_table([event]))
-    table = Table(
-        "token",
-        "rank, micro-batch, position",
-        "share",
-        "norm",
-        "advantage",
-        "ratio",
-        "cause",
-        box=None,
-        padding=(0, 2, 0, 0),
-    )
-    for culprit in event.culprits[:CULPRITS]:
+def _print_event(out: Console, view: EventView) -> None:
+    out.print(view.verdict)
+    out.print(_table([view.event]))
+    heads = ("token", "rank, micro-batch, position", "share", "norm", "advantage", "ratio", "cause")
+    table = Table(*heads, box=None, padding=(0, 2, 0, 0))
+    for entry in view.culprits[:CULPRITS]:
+        culprit = entry.culprit
         where = f"{number(culprit.rank)}, {number(culprit.micro_batch)}, {span(culprit.positions)}"
-        cells = (
-            f'"{one_line(culprit.text, 24)}"',
-            where,
-            carried(event, [culprit]) or number(None),
-            ("" if culprit.is_exact else "≥ ") + number(culprit.grad_norm),
-            number(culprit.advantage),
-            number(culprit.ratios.current_over_old),
-            spoken(culprit.cause.label),
-        )
-        table.add_row(*map(Text, cells))
-    if event.culprits:
-        console.print(table)
-    if event.shares is not None:
-        console.print(Text(shares_sentence(event), style="dim"))
-    if len(event.culprits) > CULPRITS:
-        console.print(Text(f"And {len(event.culprits) - CULPRITS} more culprits.", style="dim"))
+        table.add_row(f'"{one_line(culprit.text, 24)}"', where, *entry.cells)
+    if view.culprits:
+        out.print(table)
+    if view.shares:
+        out.print(view.shares, style="dim")
+    if len(view.event.culprits) > CULPRITS:
+        out.print(f"And {len(view.event.culprits) - CULPRITS} more culprits.", style="dim")
 
 
 def _table(events: list[Event]) -> Table:
@@ -128,17 +112,104 @@ def _table(events: list[Event]) -> Table:
     for head, width in widths.items():
         table.add_column(head, no_wrap=head in ("norm", "share"), min_width=width)
     for event in events:
-        first = event.culprits[0] if event.culprits else None
-        token = f'"{one_line(first.text, 16)}"' if first else "none"
+        first = leader(event.culprits)
         more = f" +{len(event.culprits) - 1}" if len(event.culprits) > 1 else ""
-        cells = (
+        table.add_row(
             one_line(event.event_id),
             number(event.trigger.grad_norm),
             number(times(event.trigger.grad_norm, event.trigger.threshold), 3),
-            token + more,
+            f'"{one_line(first.text, 16)}"{more}' if first else "none",
             (carried(event, [first]) if first else None) or number(None),
             spoken(cause_of(event)) or "–",
             spoken(event.certificate.verdict),
         )
-        table.add_row(*map(Text, cells))
     return table
+
+
+def diagnosis(folder: RunFolder) -> None:
+    """Prints what happened in the worst run of a log, a line for each other one, and what to do next."""
+    out = console()
+    first, *others = [diagnose(run, near=folder.path) for run in folder.runs]
+    out.print(_head(first), style="bold")
+    out.print(visible(first.headline), style="bold red" if first.worst else "")
+    for sentence in first.sentences:
+        out.print(visible(sentence))
+    if first.command:
+        out.print(f"    {visible(first.command)}", style="cyan", soft_wrap=True)
+    out.print()
+    for line in curve(first.judged, max(out.width - 12, 20)):
+        out.print(line)
+    health = judge(first.run.parts)
+    if health:
+        out.print(f"Health: {first.beside(health)}")
+        for finding in health.findings[:1]:
+            out.print(f"  {finding.worst.name}, step {finding.worst_step}: {finding.worst.sentence}", style="dim")
+    for note in [*first.limits, *folder.notes]:
+        out.print(visible(note), style="yellow")
+    if others:
+        out.print()
+        out.print(f"{plural(len(others), 'other run')}:", style="bold")
+    for other in others[:RUNS]:
+        out.print(f"  {one_line(other.run.name)}: {visible(other.headline)}")
+    if len(others) > RUNS:
+        out.print(f"  And {len(others) - RUNS} more.", style="dim")
+    where = shlex.quote(str(folder.path))
+    if where != "-":
+        steps = {
+            "step by step, with what people do about it": f"gradloc-report health {where}",
+            "other settings of the trigger": f"gradloc-report trigger {where} --set cap=6",
+            "the page": f"gradloc-report {where} -o page.html",
+        }
+        _print_next(out, steps)
+
+
+def _head(first: Diagnosis) -> str:
+    run = first.run
+    parts = [f"steps {segment.first:,} to {segment.last:,}" for segment in run.segments]
+    spans = ", then ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")
+    return f"{one_line(run.name)} ({run.format}): {spans}, {plural(len(run.parts[0].own_names), 'metric')}"
+
+
+def curve(segments: Sequence[Sequence[Judged]], width: int) -> list[Text]:
+    """The largest norm of each column's steps, and the lowest threshold over it, on a log scale.
+
+    Segments share the axis of steps; what a later one logged again is drawn as overwritten.
+    """
+    latest = {step.step: id(step) for steps in segments for step in steps}
+    judged = sorted((step for steps in segments for step in steps), key=lambda step: step.step)
+    size = -(-len(judged) // width)
+    columns = [judged[at : at + size] for at in range(0, len(judged), size or 1)]
+    tops = [max((j for j in column if 0 < j.norm < math.inf), key=lambda j: j.norm, default=None) for column in columns]
+    norms = [None if top is None else math.log(top.norm) for top in tops]
+    limits = [min((math.log(j.threshold) for j in column if j.threshold), default=None) for column in columns]
+    known = [value for value in [*norms, *limits] if value is not None and math.isfinite(value)]
+    if not known:
+        return []
+    low, high = min(known), max(known)
+    lines = [Text() for _ in range(HEIGHT)]
+    has_lost = False
+    for column, top, norm, limit in zip(columns, tops, norms, limits, strict=True):
+        is_spike = any(j.stands_out for j in column)
+        is_lost = top is not None and latest[top.step] != id(top)
+        has_lost = has_lost or is_lost
+        at, over = _level(norm, low, high), _level(limit, low, high)
+        if norm is None and is_spike:
+            at = HEIGHT - 1  # not finite
+        mark = ("◇" if is_lost else "◆") if is_spike else "∘" if is_lost else "•"
+        for level, line in enumerate(reversed(lines)):
+            if level == at:
+                line.append(mark, style="bold red" if is_spike else "blue")
+            else:
+                line.append("-" if level == over else " ", style="dim")
+    for level, line in enumerate(reversed(lines)):
+        if level in (0, HEIGHT // 2, HEIGHT - 1):
+            line.append(f" {number(math.exp(low + (high - low) * level / (HEIGHT - 1)), 3)}", style="dim")
+    legend = f"steps {judged[0].step:,} to {judged[-1].step:,}: • norm, ◆ flagged, - threshold"
+    legend += ", ◇ ∘ overwritten" * has_lost + f"; {size} steps a column" * (size > 1)
+    return [*lines, Text(legend, style="dim")]
+
+
+def _level(value: float | None, low: float, high: float) -> int | None:
+    if value is None or not math.isfinite(value):
+        return None
+    return round((HEIGHT - 1) * (value - low) / (high - low)) if high > low else 0

@@ -1,32 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trigger's picture as a file of its own: an SVG, or a page that follows the reader's theme."""
 
-import io
+import math
 from collections.abc import Mapping, Sequence
 
-from ..figures.palette import LIGHT, THEME
-from ..figures.svg import to_svg
-from ..figures.trigger import draw
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from ...words.numbers import number
+from ..figures.palette import LIGHT
+from ..figures.style import draw, dress, to_svg
 from ..runs.trigger import Judged
 from .page import fill
 
 TITLE = "What the trigger would have flagged"
+Runs = Mapping[str, Sequence[Judged]]
+"""The steps of each run, by the name that its panel is to have."""
 
 
-def svg(runs: Mapping[str, Sequence[Judged]]) -> str:
+def svg(runs: Runs) -> str:
     """A picture that needs nothing around it."""
-    import matplotlib
-
-    sink = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gradloc"}):
-        draw(runs, LIGHT, TITLE).savefig(sink, format="svg", facecolor=LIGHT.card, metadata={"Date": None})
-    return sink.getvalue()
+    return draw(_figure(runs), facecolor=LIGHT.card)
 
 
-def html(runs: Mapping[str, Sequence[Judged]]) -> str:
+def html(runs: Runs) -> str:
     """The report's page around the picture, with the flagged steps below it."""
     spikes = [(name, judged) for name, steps in runs.items() for judged in steps if judged.spike]
     payload = {"labels": {}, "events": {}, "rows": [], "charts": {}}
-    return fill(
-        "trigger.html", figure=to_svg(draw(runs, THEME, TITLE), "trigger", TITLE), spikes=spikes, payload=payload
-    )
+    return fill("trigger.html", payload, figure=to_svg(_figure(runs), "trigger", TITLE), spikes=spikes)
+
+
+def _figure(runs: Runs) -> Figure:
+    """A panel for each run: the norm, the threshold over it, and what was flagged."""
+    figure = Figure(figsize=(10, 1 + 2.3 * len(runs)), layout="constrained")
+    FigureCanvasSVG(figure)
+    panels = [figure.add_subplot(len(runs), 1, place) for place in range(1, len(runs) + 1)]
+    for axes, (name, judged) in zip(panels, runs.items(), strict=True):
+        _draw_run(axes, name, judged)
+    panels[-1].set_xlabel("training step")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower right", ncols=3, frameon=False, fontsize=9, labelcolor=LIGHT.ink)
+    dress(figure, TITLE)
+    return figure
+
+
+def _draw_run(axes: Axes, name: str, judged: Sequence[Judged]) -> None:
+    norms = [(j.step, j.norm) for j in judged if 0 < j.norm < math.inf]
+    axes.plot(*zip(*norms, strict=True), color=LIGHT.calm, linewidth=1.1, label="gradient norm")
+    limits = [(j.step, j.threshold) for j in judged if j.threshold is not None and math.isfinite(j.threshold)]
+    if limits:
+        dashed = {"color": LIGHT.muted, "linestyle": (0, (4, 2)), "linewidth": 1}
+        axes.step(*zip(*limits, strict=True), where="mid", label="threshold", **dashed)
+    spikes = [j for j in judged if j.spike]
+    finite = [(j.step, j.norm) for j in spikes if math.isfinite(j.norm)]
+    if finite:
+        axes.scatter(*zip(*finite, strict=True), marker="D", s=26, color=LIGHT.spike, zorder=3, label="flagged")
+    for j in spikes:
+        if not math.isfinite(j.norm):
+            axes.axvline(j.step, color=LIGHT.spike, linewidth=1, linestyle=":")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value, 2)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_title(f"{name}: {len(spikes)} of {len(judged)} steps flagged", loc="left")

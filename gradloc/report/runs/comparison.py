@@ -2,12 +2,13 @@
 """What differs between two runs: norms, events, causes, the end of training."""
 
 import math
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ...record import Event
+from ...words.culprits import leader
 from ...words.numbers import number
 from ...words.text import one_line, plural, spoken
 from .metrics import MAX, MEAN, Metrics
@@ -16,12 +17,11 @@ from .run import RunFolder
 _TIMED = re.compile(r"tim(?:e|ing)|perf|throughput|memory|mfu|tokens_per|_s$|/s$|runtime|^_", re.IGNORECASE)
 """What differs between any two runs."""
 _FIRST = (MAX, MEAN, "critic/score/mean", "actor/entropy", "actor/kl_loss", "actor/ppo_kl", "response_length/mean")
-_LEVELS = 40
-"""Metrics whose level is looked at."""
+"""What people look at first."""
+_NUM_SCATTERED = 40
+"""Metrics whose scatter is looked at."""
 _LEARNED, _WINDOW = 8, 50
 """Steps from which a scatter is learned, at least and at most."""
-ENDS = {"critic/score/mean": "score, last", "actor/entropy": "entropy, last"}
-"""Metrics of which the last value is compared."""
 
 
 @dataclass
@@ -40,20 +40,18 @@ class Comparison:
 
 
 def compare(first: RunFolder, second: RunFolder) -> Comparison:
-    """Put two runs side by side; a run without metrics or events has dashes."""
-    names = [run.name for run in (first, second)]
-    if names[0] == names[1]:  # two runs of one experiment
-        names = [
-            f"{run.name} ({part})" for run, part in zip((first, second), _apart(first.path, second.path), strict=True)
-        ]
+    """Puts two runs side by side; a run without metrics or events has dashes."""
+    names = [first.name, second.name]
+    if first.name == second.name:  # two runs of one experiment
+        shared = os.path.commonpath([first.path.resolve(), second.path.resolve()])
+        names = [f"{run.name} ({os.path.relpath(run.path.resolve(), shared)})" for run in (first, second)]
     columns = [_column(run) for run in (first, second)]
     rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
     if not first.events and not second.events:  # logs alone: what is of events says nothing
         rows = [row for row in rows if not {*row[1:]} <= {"0", "–"}]
-    settings = _settings(*(run.log.runs[0].config if run.log else {} for run in (first, second)))
-    return Comparison(
-        names, rows, _steps(first.events, second.events), _parted(first.metrics, second.metrics), settings
-    )
+    known = sorted({event.step.global_step for run in (first, second) for event in run.events})
+    steps = [[str(step), _events_at(first, step), _events_at(second, step)] for step in known]
+    return Comparison(names, rows, steps, _parted(first.metrics, second.metrics), _settings(first, second))
 
 
 def _parted(first: Metrics, second: Metrics) -> str:
@@ -62,80 +60,60 @@ def _parted(first: Metrics, second: Metrics) -> str:
     Runs that are the same for a while part where any metric differs; runs that differ from the start, as seeds do, part
     where a metric leaves the scatter of the differences before it, for good.
     """
-    places = [{step: at for at, step in enumerate(metrics.steps)} for metrics in (first, second)]
-    common = [step for step in first.steps if step in places[1]]
+    common = sorted({*first.steps} & {*second.steps})
     names = [name for name in first.series if name in second.series and not _TIMED.search(name)]
+    names.sort(key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
     if not common or not names:
         return "The two have no step and metric in common."
-
-    def pairs(name: str) -> list[tuple[int, float, float]]:
-        values = [
-            [metrics.get(name)[at[step]] for step in common]
-            for metrics, at in zip((first, second), places, strict=True)
-        ]
-        return [(step, a, b) for step, a, b in zip(common, *values, strict=True) if a is not None and b is not None]
-
-    differ = [
-        next(((step, name, a, b) for step, a, b in pairs(name) if not _same(a, b)), None)
-        for name in sorted(names, key=_rank)
-    ]
-    found = [entry for entry in differ if entry is not None]
-    if not found:
+    pairs = {name: _pairs(first, second, name) for name in names}
+    differ = [(*pair, name) for name in names for pair in pairs[name] if not _is_same(*pair[1:])]
+    if not differ:
         return f"The two are the same in all of their {plural(len(common), 'common step')}."
-    step, name, a, b = min(found, key=lambda entry: entry[0])
+    step, a, b, name = min(differ, key=lambda entry: entry[0])
     if step > common[0]:
         return (
             f"The two are the same until step {step}, where {name} is {number(a, 4)} and {number(b, 4)}: "
             "data, weights and seed were the same until then."
         )
-    away = [entry for name in sorted(names, key=_rank)[:_LEVELS] if (entry := _leaves(name, pairs(name))) is not None]
+    away = [(*pair, name) for name in names[:_NUM_SCATTERED] if (pair := _leaving(pairs[name])) is not None]
     if not away:
         return f"The two differ from step {step} on, as two seeds do; no metric leaves that scatter."
-    step, name, a, b = min(away, key=lambda entry: entry[0])
+    step, a, b, name = min(away, key=lambda entry: entry[0])
     return f"The two part at step {step}: {name} is {number(a, 3)} and {number(b, 3)}, beyond how they differed before."
 
 
-def _leaves(name: str, pairs: list[tuple[int, float, float]]) -> tuple[int, str, float, float] | None:
+Pair = tuple[int, float, float]
+"""A step, and the values of both runs there."""
+
+
+def _pairs(first: Metrics, second: Metrics, name: str) -> list[Pair]:
+    others = dict(zip(second.steps, second.get(name), strict=True))
+    pairs = ((step, a, others.get(step)) for step, a in zip(first.steps, first.get(name), strict=True))
+    return [(step, a, b) for step, a, b in pairs if a is not None and b is not None]
+
+
+def _leaving(pairs: list[Pair]) -> Pair | None:
     """Where the difference of two series leaves its scatter, for three steps in a row."""
     scale = [abs(a - b) / (abs(a) + abs(b) or 1.0) if math.isfinite(a - b) else 1.0 for _, a, b in pairs]
     for at in range(_LEARNED, len(pairs) - 2):
         before = sorted(scale[max(at - _WINDOW, 0) : at])
         limit = max(3 * before[int(0.9 * len(before))], 0.2)
         if min(scale[at : at + 3]) > limit or scale[at] > max(2 * limit, 0.8):
-            return pairs[at][0], name, pairs[at][1], pairs[at][2]
+            return pairs[at]
     return None
 
 
-def _same(a: float, b: float) -> bool:
+def _is_same(a: float, b: float) -> bool:
     return a == b or math.isclose(a, b, rel_tol=1e-6) or (math.isnan(a) and math.isnan(b))
 
 
-def _rank(name: str) -> tuple[int, str]:
-    """The metrics that people look at first."""
-    return (_FIRST.index(name) if name in _FIRST else len(_FIRST), name)
-
-
-def _settings(first: dict, second: dict) -> list[list[str]]:
-    if not first or not second:
+def _settings(first: RunFolder, second: RunFolder) -> list[list[str]]:
+    configs = (run.runs[0].config if run.runs else {} for run in (first, second))
+    ours, theirs = ({name: str(value) for name, value in config.items()} for config in configs)
+    if not ours or not theirs:
         return []
-    names = sorted(name for name in first.keys() | second.keys() if str(first.get(name)) != str(second.get(name)))
-    return [[name, str(first.get(name, "–")), str(second.get(name, "–"))] for name in names]
-
-
-def _apart(first: Path, second: Path) -> tuple[str, str]:
-    """The parts of two paths that tell them apart; first and second where nothing does.
-
-    >>> _apart(Path("/runs/a/gradloc"), Path("/runs/b/gradloc"))
-    ('a', 'b')
-    """
-    left, right = list(first.resolve().parts), list(second.resolve().parts)
-    while left and right and left[-1] == right[-1]:
-        left.pop(), right.pop()
-    while left and right and left[0] == right[0]:
-        left.pop(0), right.pop(0)
-    if not left and not right:
-        return "first", "second"
-    return "/".join(left) or first.resolve().name, "/".join(right) or second.resolve().name
+    names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    return [[name, ours.get(name, "–"), theirs.get(name, "–")] for name in names]
 
 
 def _column(run: RunFolder) -> dict[str, str]:
@@ -143,7 +121,7 @@ def _column(run: RunFolder) -> dict[str, str]:
     top = run.metrics.finite(MAX) or mean
     causes = Counter(spoken(c.cause.label) for e in run.events for c in e.culprits)
     seconds = [e.search.seconds for e in run.events if e.search.seconds is not None]
-    made = {
+    column = {
         "steps": number(len(run.metrics.steps)) if run.metrics else "–",
         "gradient norm, median": number(sorted(mean)[len(mean) // 2]) if mean else "–",
         "gradient norm, largest": number(max(top)) if top else "–",
@@ -154,23 +132,17 @@ def _column(run: RunFolder) -> dict[str, str]:
         "backward passes, searching": number(sum(e.search.backwards or 0 for e in run.events)),
         "seconds, searching": number(sum(seconds)) if seconds else "–",
     }
-    for metric, label in ENDS.items():
-        values = run.metrics.finite(metric)
-        made[label] = number(values[-1]) if values else "–"
-    return made
+    for metric, label in {"critic/score/mean": "score, last", "actor/entropy": "entropy, last"}.items():
+        column[label] = number((run.metrics.finite(metric) or [None])[-1])
+    return column
 
 
-def _steps(first: list[Event], second: list[Event]) -> list[list[str]]:
-    by_step: dict[int, tuple[list[Event], list[Event]]] = {}
-    for index, events in enumerate((first, second)):
-        for event in events:
-            by_step.setdefault(event.step.global_step, ([], []))[index].append(event)
-    return [[str(step), *map(_found, by_step[step])] for step in sorted(by_step)]
+def _events_at(run: RunFolder, step: int) -> str:
+    events = [event for event in run.events if event.step.global_step == step]
+    return ", ".join(map(_norm_and_token, events)) or "–"
 
 
-def _found(events: list[Event]) -> str:
-    parts = []
-    for event in events:
-        token = one_line(event.culprits[0].text, 20) if event.culprits else "no culprit"
-        parts.append(f"{number(event.trigger.grad_norm)} ({token})")
-    return ", ".join(parts) or "–"
+def _norm_and_token(event: Event) -> str:
+    first = leader(event.culprits)
+    token = one_line(first.text, 20) if first else "no culprit"
+    return f"{number(event.trigger.grad_norm)} ({token})"

@@ -22,31 +22,21 @@ _PNG = b"\x89PNG\r\n"
 
 def read_events(path: Path) -> tuple[list[Event], list[str]]:
     """The events of an existing events.jsonl in the order written, and a sentence for each thing not readable."""
-    events: list[Event] = []
+    events: dict[str, Event] = {}
     notes: list[str] = []
     lines = path.read_bytes().split(b"\n")
-    last = max((i for i, line in enumerate(lines) if line.strip()), default=-1)
-    seen: set[str] = set()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        event, note = _read_line(line, number, is_last=number - 1 == last and bool(lines[-1]))
+        event, note = _read_line(line, number, is_last=number == len(lines))
         if note:
             notes.append(note)
-        if event is None:
-            continue
-        events.append(replace(event, event_id=_unique(event.event_id or f"line-{number}", seen)))
-    return events, notes
-
-
-def _unique(name: str, seen: set[str]) -> str:
-    """The name itself, or the name with a number where two events claim it."""
-    made, count = name, 1
-    while made in seen:
-        count += 1
-        made = f"{name}-{count}"
-    seen.add(made)
-    return made
+        if event is not None:
+            name, count = event.event_id or f"line-{number}", 1
+            while (unique := name if count == 1 else f"{name}-{count}") in events:
+                count += 1
+            events[unique] = replace(event, event_id=unique)
+    return list(events.values()), notes
 
 
 def _read_line(line: bytes, number: int, is_last: bool) -> tuple[Event | None, str | None]:
@@ -77,36 +67,48 @@ def recover(root: Path, listed: list[Event]) -> tuple[list[Event], list[str]]:
     record is in the event's own folder as well.
     """
     known = {event.folder for event in listed} | {event.event_id for event in listed}
-    found: list[Event] = []
+    recovered: list[Event] = []
     lost: list[str] = []
     for folder in sorted((root / "events").glob("*/")):
         place = f"events/{folder.name}"
         if known & {place, folder.name}:
             continue
         try:
-            meta = json.loads((folder / "meta.json").read_text(encoding="utf-8", errors="replace"))
-            event = read(Event, meta["event"])
-        except (OSError, ValueError, KeyError, TypeError):
+            event = read(Event, _read_meta(folder).get("event"))
+        except ValueError:
             lost.append(folder.name)
             continue
-        found.append(replace(event, event_id=event.event_id or folder.name, folder=place))
+        recovered.append(replace(event, event_id=event.event_id or folder.name, folder=place))
     notes = []
-    if found:
-        read_from = "its folder" if len(found) == 1 else "their folders"
-        names = first_of([event.event_id for event in found])
-        notes.append(f"{plural(len(found), 'event')} that events.jsonl does not list: read from {read_from} ({names}).")
+    if recovered:
+        events = plural(len(recovered), "event")
+        read_from = "its folder" if len(recovered) == 1 else "their folders"
+        names = first_of([event.event_id for event in recovered])
+        notes.append(f"{events} that events.jsonl does not list: read from {read_from} ({names}).")
     if lost:
         folders = plural(len(lost), "event folder")
         notes.append(f"{folders} without a whole meta.json, and not in events.jsonl: {first_of(lost)}.")
-    return found, notes
+    return recovered, notes
+
+
+def _read_meta(folder: Path | None) -> dict[str, Any]:
+    """An event's meta.json; empty where it cannot be read."""
+    with suppress(OSError, ValueError):
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8", errors="replace")) if folder else {}
+        return meta if isinstance(meta, dict) else {}
+    return {}
+
+
+def read_actor(root: Path, event: Event) -> dict[str, Any]:
+    """The run's ``actor_rollout_ref.actor``, as the event's bundle has it; empty where it is not there."""
+    actor = _read_meta(bundle_folder(root, event)).get("actor")
+    return actor if isinstance(actor, dict) else {}
 
 
 def read_sequences(root: Path, event: Event) -> tuple[list[Sequence], str | None]:
     """The culprits' sequences token by token, and a sentence when they cannot be had.
 
-    Args:
-        root: the folder of events.jsonl; an event's ``folder`` is relative to it.
-        event: the event; its ``folder`` may be null.
+    ``root`` is the folder of events.jsonl; an event's ``folder`` is relative to it, and may be null.
     """
     missing = "its token view is missing."
     folder = bundle_folder(root, event)
@@ -127,44 +129,27 @@ def read_pictures(
 ) -> tuple[dict[str, bytes], str | None]:
     """The pictures of these sequences' prompts by file name, and a sentence when some are not here.
 
-    Args:
-        root: the folder of events.jsonl.
-        event: whose folder holds them.
-        sequences: the most wanted first.
-        limit: bytes of all together; from the first that is beyond, none is read.
+    From the first on with which all would have more than ``limit`` bytes, none is read.
     """
     names = list(dict.fromkeys(name for sequence in sequences for name in sequence.pictures or ()))
     folder = bundle_folder(root, event)
-    found: dict[str, bytes] = {}
+    pictures: dict[str, bytes] = {}
     for name in names if folder is not None else ():
         content = b""
         with suppress(OSError):  # the record is not trusted: only what the writer would have written
             content = (folder / name).read_bytes() if _IS_PICTURE.fullmatch(name) else b""
         if not content.startswith(_PNG):
-            return found, f"{name} of event {event.event_id} cannot be read, so not all pictures are shown."
-        if sum(map(len, found.values())) + len(content) > limit:
-            left = plural(len(names) - len(found), "picture")
-            return found, f"{left} of event {event.event_id} would make this page too large: see {event.folder}."
-        found[name] = content
-    return found, None
-
-
-def read_actor(root: Path, event: Event) -> dict[str, Any]:
-    """The run's ``actor_rollout_ref.actor``, as the event's bundle has it; empty where it is not there."""
-    folder = bundle_folder(root, event)
-    try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8", errors="replace")) if folder else {}
-        return dict(meta["actor"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+            return pictures, f"{name} of event {event.event_id} cannot be read, so not all pictures are shown."
+        if sum(map(len, pictures.values())) + len(content) > limit:
+            left = plural(len(names) - len(pictures), "picture")
+            return pictures, f"{left} of event {event.event_id} would make this page too large: see {event.folder}."
+        pictures[name] = content
+    return pictures, None
 
 
 def bundle_folder(root: Path, event: Event) -> Path | None:
     """The event's bundle folder, or None when it names none, or one outside the run's folder."""
-    if not event.folder:
-        return None
-    folder = root / event.folder
     # The record is not trusted: "../.." must not make the report read somebody else's files.
-    if not folder.resolve().is_relative_to(root.resolve()):
+    if not event.folder or not (root / event.folder).resolve().is_relative_to(root.resolve()):
         return None
-    return folder
+    return root / event.folder

@@ -19,7 +19,7 @@ class Metrics:
     called: dict[str, str] = field(default_factory=dict)
     """verl's name -> the log's own, for metrics that go by both."""
     verdicts: list[str] = field(default_factory=list)
-    """What the ``file`` logger was told of events, on lines of their own."""
+    """GradLoc's sentences about its events."""
 
     def __bool__(self) -> bool:
         return bool(self.steps)
@@ -44,8 +44,7 @@ class Metrics:
 
     @property
     def norms(self) -> list[float]:
-        """The finite gradient norms, in order."""
-        return [] if self.norm is None else self.finite(self.norm)
+        return self.finite(self.norm or "")
 
     @property
     def own_names(self) -> list[str]:
@@ -54,8 +53,7 @@ class Metrics:
 
 
 def build(rows: dict[int, dict[str, float]], source: str) -> Metrics:
-    """Turn ``{step: {name: value}}`` into columns."""
+    """Turns ``{step: {name: value}}`` into columns."""
     steps = sorted(rows)
     names = sorted({name for row in rows.values() for name in row})
-    series = {name: [rows[step].get(name) for step in steps] for name in names}
-    return Metrics(source, steps, series)
+    return Metrics(source, steps, {name: [rows[step].get(name) for step in steps] for name in names})

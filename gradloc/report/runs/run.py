@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what a run's folder holds, events and metrics, and reads both.
-
-A user may name the run's folder, the folder of the events inside it (``bisect_dump_dir``), or the
-events.jsonl itself.
-"""
+"""Finds what a run's folder holds, events and metrics, and reads both."""
 
 import shlex
 from collections.abc import Sequence
@@ -15,16 +11,14 @@ from ...record import Event
 from ...words.advice import is_trl
 from ...words.text import plural
 from .. import logs
-from ..errors import ReportError
-from ..guess import meant
-from ..logs import Log, LoggedRun
-from ..logs.formats import missing
+from ..errors import ReportError, did_you_mean
+from ..logs import LoggedRun, files_of
+from ..logs.formats import check
 from .events import read_events, recover
 from .metrics import Metrics
 
-DEPTH = 4
+DEPTH = 3
 """How many folders down events are looked for."""
-SKIPPED = {"checkpoints", "events", "__pycache__", "wandb", "node_modules", ".git"}
 
 
 @dataclass
@@ -35,14 +29,14 @@ class RunFolder:
     events_root: Path | None = None
     """The folder of events.jsonl."""
     events: list[Event] = field(default_factory=list)
-    log: Log = field(default_factory=Log)
-    """The runs that the logs here tell of: one, where there are events."""
+    runs: list[LoggedRun] = field(default_factory=list)
+    """What the logs tell; the first is the one that the page is about."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def metrics(self) -> Metrics:
-        """Of the run that the page is about: every step as it was logged last."""
-        return self.log.runs[0].metrics if self.log else Metrics()
+        """Of the first run: every step as it was logged last."""
+        return self.runs[0].metrics if self.runs else Metrics()
 
     @property
     def name(self) -> str:
@@ -58,22 +52,18 @@ class RunFolder:
         return f"gradloc-report show {shlex.quote(str(self.path))} --event {shlex.quote(event_id)}"
 
     def find(self, event_id: str) -> Event:
-        """The event of that name.
-
-        Raises:
-            ReportError: names the events there are.
-        """
-        for event in self.events:
-            if event.event_id == event_id:
-                return event
-        names = ", ".join(event.event_id for event in self.events[:5]) or "none"
-        more = f" and {len(self.events) - 5} more" if len(self.events) > 5 else ""
-        guess = meant(event_id, [event.event_id for event in self.events])
-        raise ReportError(f"{self.path} has no event {event_id!r}{guess or f': there are {names}{more}.'}")
+        """The event of that name; raises ReportError with the names there are."""
+        known = {event.event_id: event for event in self.events}
+        if event_id in known:
+            return known[event_id]
+        names = ", ".join(list(known)[:5]) or "none"
+        more = f" and {len(known) - 5} more" if len(known) > 5 else ""
+        guess = did_you_mean(event_id, known) or f": there are {names}{more}."
+        raise ReportError(f"{self.path} has no event {event_id!r}{guess}")
 
 
 def read_run(path: Path, metrics_path: Path | None = None, metric: str | None = None) -> RunFolder:
-    """Read a run.
+    """Reads a run.
 
     Args:
         path: the run's folder, the folder of its events, its events.jsonl, or the folder of one event; or, of a run
@@ -84,56 +74,51 @@ def read_run(path: Path, metrics_path: Path | None = None, metric: str | None = 
     Raises:
         ReportError: when there is neither an event nor a metric to show.
     """
-    if str(path) != "-" and not path.exists():
-        raise ReportError(missing(path))
-    if path.is_file() and path.name == "events.jsonl":
+    check(path)
+    if path.name == "events.jsonl":
         path = path.parent
     if not path.is_dir():
         return read_logs([path], metric)
     if path.parent.name == "events" and (path / "meta.json").is_file():
         return _one_event(path, metrics_path)
-    run = RunFolder(path)
-    files = files_of(path)
-    found = _nearest([file for file in files if file.name == "events.jsonl"]) or _unlisted(path)
-    if found is None and not any(path.iterdir()):
+    events_file = _events_file(path)
+    if events_file is None and not any(path.iterdir()):
         raise ReportError(f"{path} is empty: name the folder of a run, or its log.")
-    if found is None:
+    if events_file is None:
         return read_logs([metrics_path or path], metric, path)
-    run.events_root = found.parent
-    if found.is_file():
-        run.events, run.notes = read_events(found)
-    recovered, notes = recover(found.parent, run.events)
+    run = RunFolder(path, events_file.parent)
+    if events_file.is_file():
+        run.events, run.notes = read_events(events_file)
+    recovered, notes = recover(events_file.parent, run.events)
     run.notes += notes
     if recovered:
         run.events = sorted([*run.events, *recovered], key=_when)
-    _read_metrics(run, metrics_path, metric)
-    _check(run, found)
+    _add_metrics(run, metrics_path, metric)
+    _check(run, events_file)
     return run
 
 
 def read_logs(paths: Sequence[Path], metric: str | None = None, path: Path | None = None) -> RunFolder:
     """Runs of which there are logs alone; the one with the worst gradient norm first.
 
-    Args:
-        paths: files, folders, or ``-`` for standard input.
-        metric: as :func:`read_run` takes it.
-        path: what was named, where the logs lie elsewhere.
+    ``path`` is what the user named, where the logs lie elsewhere.
     """
-    log = logs.read(paths, metric)
-    log.runs.sort(key=_peak, reverse=True)
-    run = RunFolder(path or paths[0], log=log, notes=_notes(log))
-    _check(run, None)
+    run = RunFolder(path or paths[0])
+    _add_runs(run, paths, metric)
+    run.runs.sort(key=_peak, reverse=True)
+    _note_verdicts(run)
     return run
+
+
+def _add_runs(run: RunFolder, paths: Sequence[Path], metric: str | None) -> None:
+    run.runs, notes = logs.read(paths, metric)
+    run.notes += [*notes, *(note for logged in run.runs for note in logged.notes)]
 
 
 def _peak(run: LoggedRun) -> float:
     """A run's largest norm over its median, overwritten ones as well."""
-    norms = [value for part in run.segments if part.metrics.norm for value in part.metrics.finite(part.metrics.norm)]
+    norms = [norm for part in run.parts for norm in part.norms]
     return max(norms) / (sorted(norms)[len(norms) // 2] or 1.0) if norms else 0.0
-
-
-def _notes(log: Log) -> list[str]:
-    return [*log.notes, *(note for run in log.runs for note in run.notes)]
 
 
 def _when(event: Event) -> tuple[int, int, int]:
@@ -151,77 +136,60 @@ def _one_event(folder: Path, metrics_path: Path | None) -> RunFolder:
     return run
 
 
-def _unlisted(path: Path) -> Path | None:
-    """Where events.jsonl would be: beside a folder of events, when the file itself is lost."""
-    for folder in (path, *sorted(path.glob("*/")), *sorted(path.glob("*/*/"))):
+def _events_file(path: Path) -> Path | None:
+    """The events.jsonl that lies nearest; where it is lost, its place beside a folder of events."""
+    files = [file for file in files_of(path, DEPTH) if file.name == "events.jsonl"]
+    nearest = [file for file in files if len(file.parts) == min(len(other.parts) for other in files)]
+    if len(nearest) > 1:
+        names = ", ".join(str(file.parent) for file in nearest[:4])
+        raise ReportError(f"several runs lie under this folder: name one of {names}.")
+    for folder in () if nearest else (path, *sorted(path.glob("*/")), *sorted(path.glob("*/*/"))):
         if any((folder / "events").glob("*/meta.json")):
             return folder / "events.jsonl"
-    return None
+    return nearest[0] if nearest else None
 
 
-def files_of(folder: Path, depth: int = DEPTH) -> list[Path]:
-    """Files of a folder, nearest first; big folders that hold neither kind are passed over."""
-    try:
-        entries = sorted(folder.iterdir(), key=lambda entry: entry.name) if depth else []
-    except OSError:  # somebody else's folder inside the run's, or one that just went away, is no reason to stop
-        return []
-    files = [entry for entry in entries if entry.is_file()]
-    for entry in entries:
-        if entry.is_dir() and not entry.is_symlink() and entry.name not in SKIPPED:
-            files += files_of(entry, depth - 1)
-    return sorted(files, key=lambda file: len(file.parts))
-
-
-def _nearest(found: list[Path]) -> Path | None:
-    if not found:
-        return None
-    depth = len(found[0].parts)
-    rivals = [file for file in found if len(file.parts) == depth]
-    if len(rivals) > 1:
-        names = ", ".join(str(file.parent) for file in rivals[:4])
-        raise ReportError(f"several runs lie under this folder: name one of {names}.")
-    return found[0]
-
-
-def _read_metrics(run: RunFolder, named: Path | None, metric: str | None) -> None:
+def _add_metrics(run: RunFolder, named: Path | None, metric: str | None) -> None:
+    """Adds the runs that logs tell of, the longest first."""
     if named is not None and not named.exists():
         raise ReportError(f"{named} does not exist: --metrics names a file or folder with the run's metrics.")
     try:
-        run.log = logs.read([named or run.path], metric)
+        _add_runs(run, [named or run.path], metric)
     except ReportError:
         if named is not None:
             raise
-    if not run.log and run.events_root == run.path:
+    if not run.runs and run.events_root == run.path:
         # the events' folder was named: the metrics usually lie one folder up, beside it
         beside = [entry for entry in sorted(run.path.resolve().parent.iterdir()) if entry.is_file()]
         with suppress(ReportError):
-            run.log = logs.read([entry for entry in beside if entry.suffix in (".jsonl", ".csv", ".log")], metric)
-    run.log.runs.sort(key=lambda found: len(found.metrics.steps), reverse=True)
-    run.notes += _notes(run.log)
+            _add_runs(run, [entry for entry in beside if entry.suffix in (".jsonl", ".csv", ".log")], metric)
+    run.runs.sort(key=lambda logged: len(logged.metrics.steps), reverse=True)
 
 
-def _check(run: RunFolder, events_file: Path | None) -> None:
-    if run.events:
-        if not run.metrics:
-            has_trl = is_trl(run.events[0].run.trainer)
-            way = "save a checkpoint, whose trainer_state.json has them" if has_trl else "add `file` to trainer.logger"
-            run.notes.append(
-                "No metrics were found beside the events, so the curve shows the events alone: "
-                f"{way}, or name them with --metrics."
-            )
-        return
-    if told := run.metrics.verdicts:
-        run.notes += [
-            f"{run.metrics.source} tells of {plural(len(told), 'event')} whose folder is not here: "
-            "name the one that gradloc.dump_dir named.",
-            *told[-3:],
-        ]
-        return
-    if run.metrics:
-        if events_file is not None:
-            run.notes.append("events.jsonl is empty: no spike was localized.")
-        return
-    if events_file is not None and run.notes:
+def _check(run: RunFolder, events_file: Path) -> None:
+    """Notes what is missing; raises ReportError where there is nothing to show."""
+    if run.events and not run.metrics:
+        has_trl = is_trl(run.events[0].run.trainer)
+        way = "save a checkpoint, whose trainer_state.json has them" if has_trl else "add `file` to trainer.logger"
+        run.notes.append(
+            "No metrics were found beside the events, so the curve shows the events alone: "
+            f"{way}, or name them with --metrics."
+        )
+    elif run.metrics.verdicts and not run.events:
+        _note_verdicts(run)
+    elif run.metrics and not run.events:
+        run.notes.append("events.jsonl is empty: no spike was localized.")
+    elif not run.events and run.notes:
         raise ReportError(f"{events_file} holds no event that can be read. {run.notes[0]}")
-    if events_file is not None:
+    elif not run.events:
         raise ReportError(f"{events_file} is empty and there are no metrics: there is nothing to show yet.")
+
+
+def _note_verdicts(run: RunFolder) -> None:
+    """Notes what the log says of events whose folder is not here: how many, and the last sentences."""
+    if verdicts := run.metrics.verdicts:
+        run.notes.append(
+            f"{run.metrics.source} tells of {plural(len(verdicts), 'event')} whose folder is not here: "
+            "name the one that gradloc.dump_dir named."
+        )
+        run.notes += verdicts[-3:]

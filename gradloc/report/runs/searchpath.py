@@ -8,7 +8,7 @@ from ...words.numbers import number
 from ...words.text import plural
 
 LIMIT = 160
-"""Parts drawn per event; a search with a larger budget says how many are left out."""
+"""Parts drawn per event; the rest are counted."""
 STAGES = {
     "share": "shares of all tokens",
     "coefficients": "loss coefficients",
@@ -17,7 +17,7 @@ STAGES = {
     "sketch": "norms by random directions",
     "bisect": "bisection",
 }
-"""Phases that are about no part of the batch: what each measures."""
+"""What the phases measure that are about no part of the batch."""
 
 
 @dataclass
@@ -31,24 +31,20 @@ class Node:
     def is_over(self) -> bool:
         """Whether the part's norm is over its own threshold; a non-finite norm is."""
         norm, threshold = self.probe.norm, self.probe.threshold
-        if norm is None or threshold is None:
-            return False
-        return not norm <= threshold
+        return norm is not None and threshold is not None and not norm <= threshold
 
     @property
     def label(self) -> str:
-        """What the part is, in words."""
         probe = self.probe
         if probe.phase in STAGES:
             return STAGES[probe.phase]
-        where = f"micro-batch {probe.micro_batch}" if probe.micro_batch is not None else probe.phase
-        if probe.phase == "micro_batch":
-            return where
         if probe.phase == "rank" and probe.ranks:
             return _interval("rank", probe.ranks)
-        if probe.tokens:
+        if probe.tokens and probe.phase != "micro_batch":
             return _interval("token", probe.tokens)
-        return probe.phase or where
+        if probe.phase in ("micro_batch", "") and probe.micro_batch is not None:
+            return f"micro-batch {probe.micro_batch}"
+        return probe.phase
 
 
 def _interval(noun: str, bounds: list[int]) -> str:
@@ -65,38 +61,31 @@ def tree(search: Search) -> tuple[list[Node], int]:
     nodes: list[Node] = []
     for probe in search.path[:LIMIT]:
         node = Node(probe)
-        parent = min(
-            (other for other in nodes if _holds(other.probe, probe)), key=lambda other: _size(other.probe), default=None
-        )
-        (parent.children if parent else roots).append(node)
+        around = [other for other in nodes if _holds(other.probe, probe)]
+        siblings = min(around, key=lambda other: _size(other.probe)).children if around else roots
+        siblings.append(node)
         nodes.append(node)
     return roots, max(len(search.path) - LIMIT, 0)
 
 
 def _holds(outer: PathEntry, inner: PathEntry) -> bool:
-    if outer.phase in STAGES or inner.phase in STAGES:
+    if outer.phase in STAGES or inner.phase in STAGES or outer.micro_batch != inner.micro_batch:
         return False
-    if outer.micro_batch != inner.micro_batch or _size(outer) <= _size(inner):
+    if _size(outer) <= _size(inner) or (outer.ranks and inner.ranks and not _is_within(inner.ranks, outer.ranks)):
         return False
-    if outer.ranks and inner.ranks and not _within(inner.ranks, outer.ranks):
-        return False
-    if outer.tokens is None:
-        return True
-    return inner.tokens is not None and _within(inner.tokens, outer.tokens)
+    return outer.tokens is None or (inner.tokens is not None and _is_within(inner.tokens, outer.tokens))
 
 
-def _within(inner: list[int], outer: list[int]) -> bool:
+def _is_within(inner: list[int], outer: list[int]) -> bool:
     return outer[0] <= inner[0] and inner[-1] <= outer[-1]
 
 
-def _size(probe: PathEntry) -> tuple[int, int]:
-    ranks = probe.ranks[-1] - probe.ranks[0] if probe.ranks else 1 << 30
-    tokens = probe.tokens[-1] - probe.tokens[0] if probe.tokens else 1 << 30
-    return ranks, tokens
+def _size(probe: PathEntry) -> tuple[int, ...]:
+    """Ranks and tokens of a part, all where they are not named."""
+    return tuple(bounds[-1] - bounds[0] if bounds else 1 << 30 for bounds in (probe.ranks, probe.tokens))
 
 
 def cost(search: Search) -> str:
-    """What the search took, in words."""
     passes = (search.backwards, "backward pass"), (search.forwards, "forward pass")
     parts = [plural(count, kind) for count, kind in passes if count is not None]
     return ", ".join(parts + ([] if search.seconds is None else [f"{number(search.seconds, 3)} s"]))

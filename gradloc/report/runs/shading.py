@@ -21,8 +21,6 @@ NOT_KNOWN = "-"
 
 @dataclass(frozen=True)
 class Measure:
-    """One way to shade the tokens."""
-
     name: str
     label: str
     meaning: str
@@ -71,20 +69,16 @@ def values(sequence: Sequence, name: str) -> np.ndarray | None:
         return _difference(sequence.log_prob, sequence.old_log_prob)
     if name == "gap":
         return _difference(sequence.log_prob, sequence.rollout_log_prob)
-    return _array(getattr(sequence, name))
-
-
-def _array(numbers: list[float | None] | None) -> np.ndarray | None:
+    numbers = getattr(sequence, name)
     return None if numbers is None else np.array(numbers, dtype=float)
 
 
 def _difference(ours: list | None, theirs: list | None) -> np.ndarray | None:
-    ours, theirs = _array(ours), _array(theirs)
     if ours is None or theirs is None:
         return None
     num = min(len(ours), len(theirs))
     with np.errstate(invalid="ignore"):
-        return ours[:num] - theirs[:num]
+        return np.array(ours[:num], dtype=float) - np.array(theirs[:num], dtype=float)
 
 
 def shade(sequences: list[Sequence]) -> list[Shades]:
@@ -92,18 +86,15 @@ def shade(sequences: list[Sequence]) -> list[Shades]:
 
     The default is the share; where the strategy did not measure it, the loss coefficient.
     """
-    made = []
+    shades = []
     for measure in MEASURES:
         columns = [values(sequence, measure.name) for sequence in sequences]
-        finite = [np.abs(c[np.isfinite(c)]) for c in columns if c is not None]
-        if not finite:
-            continue
-        largest = max((float(c.max()) for c in finite if len(c)), default=0.0)
-        scale = max(largest, measure.least_scale)
-        lengths = [len(sequence) for sequence in sequences]
-        levels = [_levels(c, scale, n) for c, n in zip(columns, lengths, strict=True)]
-        made.append(Shades(measure, levels, scale))
-    return made
+        known = [np.abs(c[np.isfinite(c)]) for c in columns if c is not None]
+        if known:
+            scale = max([measure.least_scale, *(float(c.max()) for c in known if len(c))])
+            levels = [_levels(c, scale, len(s)) for c, s in zip(columns, sequences, strict=True)]
+            shades.append(Shades(measure, levels, scale))
+    return shades
 
 
 def _levels(column: np.ndarray | None, scale: float, length: int) -> str:

@@ -6,7 +6,7 @@ them. So three sets, each within the next: shown at first; carried (a click unfo
 Tokens that are not even carried are counted; a report of that one event (``--event``) has them.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,14 +40,16 @@ LABELS = {
     "value": "value",
     "value_target": "return",
 }
+Interval = tuple[int, int]
+"""Positions [start, end)."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of tokens that is treated alike: shown, folded, or not carried."""
+    """A stretch of tokens that is treated alike."""
 
     kind: str
-    """``shown``, ``fold``, ``repeat`` (a fold of equal tokens) or ``absent``."""
+    """``shown``, ``fold``, ``repeat`` (a fold of equal tokens) or ``absent`` (not carried)."""
     start: int
     end: int
     share: float | None = None
@@ -68,12 +70,12 @@ class TokenView:
     culprits: list[int]
     """Positions that belong to culprits, ascending."""
     pieces: list[Piece] = field(default_factory=list)
-    carried: list[tuple[int, int]] = field(default_factory=list)
-    """Intervals [start, end) whose text and numbers are in the page."""
+    carried: list[Interval] = field(default_factory=list)
+    """Where text and numbers are in the page."""
     turns: dict[int, int] = field(default_factory=dict)
     """Where a turn begins: its number; empty where the response has a single one."""
     left_out: frozenset[int] = frozenset()
-    """Positions between them: what a tool answered, left out of the loss."""
+    """Positions between turns: what a tool answered, left out of the loss."""
 
     def __len__(self) -> int:
         return len(self.sequence)
@@ -87,7 +89,7 @@ class TokenView:
 
 
 def view(sequence: Sequence, culprits: Iterable[Culprit], limit: int, shown: int) -> TokenView:
-    """Lay out one sequence.
+    """Lays out one sequence.
 
     Args:
         sequence: T tokens.
@@ -114,7 +116,7 @@ def is_same(culprit: Culprit, sequence: Sequence) -> bool:
     return all(getattr(culprit, of) == getattr(sequence, of) for of in ("rank", "micro_batch", "micro_batch_row"))
 
 
-def around(anchors: list[int], num: int, limit: int, reach: int) -> list[tuple[int, int]]:
+def around(anchors: list[int], num: int, limit: int, reach: int) -> list[Interval]:
     """Intervals of [0, num) within ``reach`` of the anchors, with at most ``limit`` tokens in all.
 
     Every anchor gets its own part of the limit, so that many culprits share the room fairly; where
@@ -127,86 +129,72 @@ def around(anchors: list[int], num: int, limit: int, reach: int) -> list[tuple[i
         return [(0, num)] if num else []
     reach = min(reach, num)
     while reach:
-        found = _merge([(max(a - reach, 0), min(a + reach + 1, num)) for a in anchors])
-        if sum(end - start for start, end in found) <= limit:
-            return found
+        intervals = _merge([(max(a - reach, 0), min(a + reach + 1, num)) for a in anchors])
+        if sum(end - start for start, end in intervals) <= limit:
+            return intervals
         reach = reach * 3 // 4 if reach > 8 else reach - 1
     return _merge([(a, a + 1) for a in anchors[:limit]])
 
 
-def _merge(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    made: list[tuple[int, int]] = []
+def _merge(intervals: list[Interval]) -> list[Interval]:
+    merged: list[Interval] = []
     for start, end in intervals:
-        if made and start <= made[-1][1]:
-            made[-1] = (made[-1][0], max(end, made[-1][1]))
-        else:
-            made.append((start, end))
-    return made
+        if merged and start <= merged[-1][1]:
+            start, end = merged[-1][0], max(end, merged.pop()[1])
+        merged.append((start, end))
+    return merged
 
 
-Carried = Callable[[int, int], tuple[float | None, float | None]]
-"""What the tokens from one position to another carry: the sum of their shares, and its standard error."""
-
-
-def _pieces(made: TokenView, windows: list[tuple[int, int]]) -> Iterator[Piece]:
-    shares, errors = values(made.sequence, "share"), values(made.sequence, "share_error")
-    squares = None if errors is None else errors**2
-
-    def carried(start: int, end: int) -> tuple[float | None, float | None]:
-        variance = _sum(squares, start, end)
-        return _sum(shares, start, end), None if variance is None else variance**0.5
-
+def _pieces(made: TokenView, windows: list[Interval]) -> Iterator[Piece]:
+    """The windows, with long runs of one token folded, and what lies between them."""
     at = 0
     for start, end in [*windows, (len(made), len(made))]:
-        yield from _folds(made, at, start, carried)
-        yield from _shown(made, start, end, carried)
+        cuts = sorted({at, start, *(c for pair in made.carried for c in pair if at < c < start)})
+        for first, last in zip(cuts, cuts[1:], strict=False):
+            is_carried = any(a <= first and last <= b for a, b in made.carried)
+            yield _fold(made, "fold" if is_carried else "absent", first, last)
+        yield from _shown(made, start, end)
         at = end
 
 
-def _folds(made: TokenView, start: int, end: int, carried: Carried) -> Iterator[Piece]:
-    """What lies between two windows, cut where the page stops carrying tokens."""
-    cuts = sorted({start, end, *(c for pair in made.carried for c in pair if start < c < end)})
-    for first, last in zip(cuts, cuts[1:], strict=False):
-        is_carried = any(a <= first and last <= b for a, b in made.carried)
-        yield Piece("fold" if is_carried else "absent", first, last, *carried(first, last))
-
-
-def _shown(made: TokenView, start: int, end: int, carried: Carried) -> Iterator[Piece]:
-    """A window, with long runs of one token folded; culprits always show."""
+def _shown(made: TokenView, start: int, end: int) -> Iterator[Piece]:
     ids, culprits = made.sequence.ids, set(made.culprits)
     at = first = start
     while first < end:
         last = first + 1
         while last < end and ids[last] == ids[first] and last not in culprits:
             last += 1
-        # One of them stays in sight, so that a reader knows what is repeated.
-        if last - first > REPEAT:
+        if last - first > REPEAT:  # one of them stays in sight, so that a reader knows what is repeated
             yield Piece("shown", at, first + 1)
-            yield Piece("repeat", first + 1, last, *carried(first + 1, last))
+            yield _fold(made, "repeat", first + 1, last)
             at = last
         first = last
     if at < end:
         yield Piece("shown", at, end)
 
 
-def _sum(column: np.ndarray | None, start: int, end: int) -> float | None:
-    if column is None or start >= end:
+def _fold(made: TokenView, kind: str, start: int, end: int) -> Piece:
+    share = _sum(made.sequence.share, start, end)
+    variance = _sum(made.sequence.share_error, start, end, power=2)
+    return Piece(kind, start, end, share, None if variance is None else variance**0.5)
+
+
+def _sum(numbers: tuple[float | None, ...] | None, start: int, end: int, power: int = 1) -> float | None:
+    if numbers is None:
         return None
-    part = column[start:end]
-    return float(part.sum()) if np.isfinite(part).all() else None
+    part = np.array(numbers[start:end], dtype=float)
+    return float((part**power).sum()) if np.isfinite(part).all() else None
 
 
 def payload(made: TokenView, index: int, shades: list[Shades]) -> dict[str, Any]:
-    """What the page's script needs to unfold, shade and describe the carried tokens.
+    """What the page's script needs to unfold, shade and describe the carried tokens of an event's sequence ``index``.
 
     A list whose values are all equal (GRPO's advantages, a ratio of 1) is sent as that one value.
-
-    Args:
-        made: the sequence's view.
-        index: its number among the event's sequences.
-        shades: of all the event's sequences.
     """
-    columns = {name: _column(made.sequence, name) for name in LABELS}
+    columns = {name: values(made.sequence, name) for name in LABELS}
+    if columns["ratio"] is not None:
+        with np.errstate(over="ignore"):
+            columns["ratio"] = np.exp(columns["ratio"])
     parts = []
     for start, end in made.carried:
         numbers = {n: _pack(c[start:end]) for n, c in columns.items() if c is not None}
@@ -215,14 +203,6 @@ def payload(made: TokenView, index: int, shades: list[Shades]) -> dict[str, Any]
         ids = (made.sequence.token_ids or [])[start:end]
         parts.append({"a": start, "t": texts, "i": ids, "v": numbers, "l": levels})
     return {"n": len(made), "c": made.culprits, "parts": parts}
-
-
-def _column(sequence: Sequence, name: str) -> np.ndarray | None:
-    column = values(sequence, name)
-    if column is not None and name == "ratio":
-        with np.errstate(over="ignore"):
-            return np.exp(column)
-    return column
 
 
 def _pack(column: np.ndarray) -> Any:

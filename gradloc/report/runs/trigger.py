@@ -16,34 +16,26 @@ from ..logs.names import is_norm, listed
 from ..logs.segments import LoggedRun, surviving
 from .metrics import MEAN, Metrics
 
-PREFIX = "actor_rollout_ref.actor.gradloc.trigger."
 LEAST = {"window": 8, "warmup": 2, "floor": 1.0, "cap": 1.0}
 """The rule's settings, and the least value of each (floor and cap must be greater)."""
-
-
 EARLY = 10.0
-"""While the rule has no threshold yet, a norm of so many times the median of the others is told all the same."""
-_FEWEST = 3
-"""Norms that such a median needs."""
+"""While the rule has no threshold yet, a norm of so many times the median of the others counts as a spike."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One step."""
-
     step: int
     norm: float
     threshold: float | None
     """None during the warm-up."""
     spike: bool
     typical: float | None = None
-    """The level that the norm is held against: the rule's, in the warm-up the median of the norms around it."""
+    """What is normal: the rule's level; during the warm-up the median of the norms around it."""
     is_early: bool = False
-    """Told in the warm-up, in which the rule itself says nothing."""
+    """As good as a spike, during the warm-up, when the rule itself says nothing."""
 
     @property
     def ratio(self) -> float | None:
-        """The norm in multiples of the threshold."""
         return self.norm / self.threshold if self.threshold else None
 
     @property
@@ -52,36 +44,29 @@ class Judged:
         return self.norm / self.typical if self.typical and math.isfinite(self.norm) else None
 
     @property
-    def is_told(self) -> bool:
-        """Whether it is a spike by the rule, or as good as one before the rule speaks."""
+    def stands_out(self) -> bool:
         return self.spike or self.is_early
 
 
-def require_norm(metrics: Metrics, called: str) -> str:
-    """The metric that holds the norms.
-
-    Raises:
-        ReportError: where there is none, or several fit; names what there is.
-    """
-    if metrics.norm is not None:
-        return metrics.norm
-    known = [name for name in metrics.own_names if is_norm(name)]
-    there = f"there is {listed(known or metrics.own_names)}."
-    why = "has several gradient norms" if known else f"has no gradient norm ({MEAN}, grad_norm or the like)"
-    raise ReportError(f"{called} {why}: name one with --metric; {there}")
+def require_norm(metrics: Metrics, name: str) -> None:
+    """Raises ReportError where a run has no gradient norm, or several fit; names what there is."""
+    if metrics.norm is None:
+        known = [own for own in metrics.own_names if is_norm(own)]
+        why = "has several gradient norms" if known else f"has no gradient norm ({MEAN}, grad_norm or the like)"
+        there = listed(known or metrics.own_names)
+        raise ReportError(f"{name} {why}: name one with --metric; there is {there}.")
 
 
-def settings_of(given: Mapping[str, str]) -> dict[str, float]:
-    """``--set`` as the rule takes it.
-
-    Raises:
-        ReportError: names the key, what it must be and what was found.
-    """
+def settings_of(given: Sequence[str]) -> dict[str, float]:
+    """What ``--set KEY=VALUE`` sets; raises ReportError with the key, what it must be and what was found."""
     settings: dict[str, float] = {}
-    for key, text in given.items():
-        name = key.removeprefix(PREFIX).removeprefix("gradloc.trigger.").removeprefix("trigger.")
+    for entry in given:
+        key, _, text = (part.strip() for part in entry.partition("="))
+        if not (key and text):
+            raise ReportError(f"--set {entry} cannot be read: write KEY=VALUE, such as --set cap=6.")
+        name = key.rpartition("trigger.")[2]
         if name not in LEAST:
-            raise ReportError(f"--set {key}={text}: there is no such setting; there are {', '.join(LEAST)}.")
+            raise ReportError(f"--set {entry}: there is no such setting; there are {', '.join(LEAST)}.")
         least = LEAST[name]
         try:
             value = type(least)(text)
@@ -89,7 +74,7 @@ def settings_of(given: Mapping[str, str]) -> dict[str, float]:
             value = math.nan
         if not (value >= least if isinstance(least, int) else least < value < math.inf):
             kind = f"an integer of at least {least}" if isinstance(least, int) else f"a number greater than {least:g}"
-            raise ReportError(f"--set {key}={text}: {name} must be {kind}.")
+            raise ReportError(f"--set {entry}: {name} must be {kind}.")
         settings[name] = value
     try:
         AdaptiveThreshold(**settings)
@@ -106,7 +91,7 @@ def judge(metrics: Metrics, settings: Mapping[str, float] | None = None) -> list
         if norm is not None:
             threshold, typical = rule.threshold(0), rule.summary(0)["median_norm"]
             judged.append(Judged(step, norm, threshold, rule.observe([norm])[0], typical))
-    return _early(judged, rule_window=int((settings or {}).get("window", 64)))
+    return _judge_warmup(judged, window=int((settings or {}).get("window", 64)))
 
 
 def judge_run(run: LoggedRun, settings: Mapping[str, float] | None = None) -> list[list[Judged]]:
@@ -116,14 +101,13 @@ def judge_run(run: LoggedRun, settings: Mapping[str, float] | None = None) -> li
     ]
 
 
-def _early(judged: Sequence[Judged], rule_window: int) -> list[Judged]:
-    """Tell apart in the warm-up what is many times the median of all the norms around it."""
-    around = sorted(j.norm for j in judged[:rule_window] if 0 < j.norm < math.inf)
-    made = list(judged)
-    for at, j in enumerate(judged[:rule_window]):
-        if j.threshold is None and 0 < j.norm < math.inf and len(around) > _FEWEST:
-            others = list(around)
+def _judge_warmup(judged: list[Judged], window: int) -> list[Judged]:
+    """The same steps; those of the warm-up held against the median of all the norms around them."""
+    norms = sorted(j.norm for j in judged[:window] if 0 < j.norm < math.inf)
+    for at, j in enumerate(judged[:window]):
+        if j.threshold is None and 0 < j.norm < math.inf and len(norms) > 3:  # fewer say nothing
+            others = list(norms)
             others.remove(j.norm)
             typical = median(others)
-            made[at] = replace(j, typical=typical, is_early=j.norm >= EARLY * typical)
-    return made
+            judged[at] = replace(j, typical=typical, is_early=j.norm >= EARLY * typical)
+    return judged

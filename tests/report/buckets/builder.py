@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs with gradient analyses, written as the trainer and verl's file logger write them."""
 
-import csv
 import json
 from pathlib import Path
 
@@ -12,8 +11,8 @@ def metrics(scale: float = 1.0, terms=("task", "entropy", "kl")) -> dict[str, fl
     """The metrics of one analysis; bucket ten checks that order is by number."""
     row: dict[str, float] = {"actor/grad_norm": 1.0}
     for number, bucket in enumerate([*DEVIATIONS, "all"], start=1):
-        at = f"grad_norm/{bucket}"
-        deviations = DEVIATIONS.get(bucket, [d for ds in DEVIATIONS.values() for d in ds])
+        at, everyone = f"grad_norm/{bucket}", [d for ds in DEVIATIONS.values() for d in ds]
+        deviations = DEVIATIONS.get(bucket, everyone)
         row |= {
             f"{at}/sample_count": 4.0 * len(deviations),
             f"{at}/sample_pct": len(deviations) / 6,
@@ -49,11 +48,8 @@ def write_table(run: Path, step: int) -> Path:
     folder = run / "gradloc" / "gradient_analysis"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"group_rv_table_step_{step}.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["bucket", "group_id", "reward_std"])
-        for bucket, deviations in DEVIATIONS.items():
-            writer.writerows([bucket, 0, deviation] for deviation in deviations)
+    rows = [f"{bucket},0,{deviation}" for bucket, deviations in DEVIATIONS.items() for deviation in deviations]
+    path.write_text("\n".join(["bucket,group_id,reward_std", *rows]) + "\n")
     return path
 
 

@@ -38,14 +38,16 @@ def size(png):
     return struct.unpack(">II", data[16:24])
 
 
-def test_the_guides_seven_files_are_written_for_each_step(tmp_path, capsys):
+def test_the_guides_seven_files_are_written_for_each_step_the_same_bytes_each_time(tmp_path, capsys):
     write_record(tmp_path, 51, scale=2.0)
-    out = tmp_path / "out"
+    out, again = tmp_path / "out", tmp_path / "again"
     assert main(["buckets", str(tmp_path), "--output-dir", str(out)]) == 0
     assert {path.name for path in out.iterdir()} == expected_files(51)
     assert len(capsys.readouterr().out.splitlines()) == 7
     for path in out.glob("*.png"):
         assert min(size(path)) > 150
+    main(["buckets", str(tmp_path), "--output-dir", str(again)])
+    assert all(path.read_bytes() == (again / path.name).read_bytes() for path in out.iterdir())
     data = json.loads((out / "gradient_analysis_metrics_step_51.json").read_text())
     assert list(data["buckets"]) == ["bucket_1", "bucket_2", "bucket_10", "all"]
     assert data["buckets"]["bucket_2"]["task"] == 4.0
@@ -71,15 +73,6 @@ def test_the_default_folder_is_the_guides(tmp_path, monkeypatch):
     write_record(tmp_path / "run-7", 1)
     assert main(["buckets", "run-7"]) == 0
     assert (tmp_path / "gradient_analysis_outputs" / "run-7").is_dir()
-
-
-def test_the_same_run_gives_the_same_bytes(tmp_path):
-    write_record(tmp_path / "run", 1)
-    outs = [tmp_path / "one", tmp_path / "two"]
-    for out in outs:
-        main(["buckets", str(tmp_path / "run"), "--output-dir", str(out)])
-    for path in outs[0].iterdir():
-        assert path.read_bytes() == (outs[1] / path.name).read_bytes(), path.name
 
 
 def test_a_run_without_our_files_is_read_from_verls_log(tmp_path):
@@ -152,28 +145,23 @@ def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path, capsys, arguments, 
 
 def test_three_steps_make_one_figure_of_their_common_buckets(tmp_path, monkeypatch):
     monkeypatch.setattr("gradloc.report.figures.buckets.FIGURES", {})  # each step's own are not what is drawn here
-    folders = []
-    for step in (1, 21, 41):
-        write_record(tmp_path / f"run{step}", step, terms=("task",) if step == 1 else ("task", "kl"))
-        folders.append(tmp_path / f"files{step}")
-        run = str(tmp_path / f"run{step}")
-        main(["buckets", run, "--step", str(step), "--output-dir", str(folders[-1])])
-    out = tmp_path / "figures" / "ppo.png"
-    names = [f"--step{step}-dir={folder}" for step, folder in zip((0, 20, 40), folders, strict=True)]
+    out, names = tmp_path / "figures" / "ppo.png", []
+    for step in (0, 20, 40):
+        run, files = tmp_path / f"run{step}", tmp_path / f"files{step}"
+        write_record(run, step, terms=("task",) if step == 0 else ("task", "kl"))
+        main(["buckets", str(run), "--output-dir", str(files)])
+        names.append(f"--step{step}-dir={files}")
     assert main(["buckets", "--mode", "ppo", *names, "--out", str(out)]) == 0
     assert min(size(out)) > 200
 
 
 def test_steps_with_no_common_bucket_are_refused(tmp_path, capsys):
-    folders = []
-    for number in (1, 2, 3):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        row = {f"bucket_{number}": {"task": 1.0}}
-        data = {"step": number, "buckets": row, "task_cosines": {}}
-        (folder / "metrics.json").write_text(json.dumps(data))
-        folders.append(folder)
-    names = [f"--step{step}-dir={folder}" for step, folder in zip((0, 20, 40), folders, strict=True)]
+    names = []
+    for step in (0, 20, 40):
+        data = {"step": step, "buckets": {f"bucket_{step}": {"task": 1.0}}, "task_cosines": {}}
+        (tmp_path / str(step)).mkdir()
+        (tmp_path / str(step) / "metrics.json").write_text(json.dumps(data))
+        names.append(f"--step{step}-dir={tmp_path / str(step)}")
     assert main(["buckets", "--mode", "grpo", *names, "--out", str(tmp_path / "x.png")]) == 2
     assert "the three steps have no bucket in common." in capsys.readouterr().err
 

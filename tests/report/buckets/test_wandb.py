@@ -71,12 +71,6 @@ def test_a_missing_table_is_a_note_and_not_the_end():
     assert read_wandb(PATH, api=Api([plain]))[1] == ["step 1: it has no group_rv_table; mean and range are drawn."]
 
 
-def test_a_missing_metric_is_left_out():
-    less = {name: value for name, value in row(1).items() if not name.endswith("/kl")}
-    analyses, _, _ = read_wandb(PATH, api=Api([less]))
-    assert analyses[1].terms == ["task", "entropy"]
-
-
 def test_a_run_without_analyses_is_said_to_have_none():
     with pytest.raises(ReportError, match="has no grad_norm/bucket_"):
         read_wandb(PATH, api=Api([{"_step": 1, "actor/grad_norm": 1.0}]))

@@ -28,13 +28,13 @@ def test_a_log_is_answered_with_what_was_planted_in_it(name, capsys, monkeypatch
     for sentence in answer["says"]:
         assert sentence in said.out
     if "settings" in answer:
-        settings = read_run(LOGS / name).log.runs[0].config
+        settings = read_run(LOGS / name).runs[0].config
         assert {key: settings.get(key) for key in answer["settings"]} == answer["settings"]
 
 
 @pytest.mark.parametrize("name", [name for name in ANSWERS if "Step 47: gradient norm 903," in ANSWERS[name]["says"]])
 def test_nothing_but_the_planted_spike_is_told(name):
-    found = diagnose(read_run(LOGS / name).log.runs[0])
+    found = diagnose(read_run(LOGS / name).runs[0])
     assert [explosion.first for explosion in found.explosions] == [47]
     assert 1700 < found.worst.times < 2000
 

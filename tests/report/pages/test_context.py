@@ -1,30 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """An event says when and by what it was made, and how often its like came; an issue of it holds no text by itself."""
 
+from gradloc import __version__
 from gradloc.record import Event
 from gradloc.record.reading import read
 from gradloc.report.pages.context import context
-from gradloc.report.pages.eventview import plain_view
-from gradloc.report.pages.issue import issue
+from gradloc.report.pages.eventview import EventView
+from gradloc.report.pages.exports import issue
 from gradloc.report.runs.run import read_run
 from tests.report.builder import make_culprit, make_event, make_metrics, write_run
-
-RUN = {
-    "project": "math",
-    "experiment": "e",
-    "trainer": "verl 0.9.1",
-    "torch": "2.9.1",
-    "gradloc": "0.2.0",
-    "model": "/models/of/ours/Qwen3-4B",
-    "commit": "1f0c3a9be812-dirty",
-    "config": "8c2d61e0aa47",
-}
+from tests.report.long_run import MADE_BY
 
 
 def event(step: int, token: str = " is", **changes) -> dict:
     return {
         **make_event(step, [make_culprit(token=token, data_row=17)]),
-        "run": RUN,
+        "run": MADE_BY,
         "time": "2026-08-12T03:04:05Z",
         **changes,
     }
@@ -38,9 +29,9 @@ def known(document: dict, *others: dict) -> dict[str, str]:
 def test_everything_that_is_known_is_told():
     assert known(event(5)) == {
         "when": "12 Aug 2026, 03:04 UTC",
-        "made by": "verl 0.9.1, torch 2.9.1, gradloc 0.2.0",
-        "model": "/models/of/ours/Qwen3-4B",
-        "commit": "1f0c3a9be812-dirty",
+        "made by": f"verl 0.9.1, torch 2.9.1, gradloc {__version__}",
+        "model": "Qwen/Qwen3-4B",
+        "commit": "1f0c3a9be812",
         "config": "8c2d61e0aa47",
         "data": "arithmetic, row 17",
         "seen": "once, at step 5",
@@ -63,11 +54,11 @@ def test_how_often_its_like_came_is_counted_by_token_and_cause():
 
 def test_an_issue_has_the_numbers_and_its_text_is_apart(tmp_path):
     run = read_run(write_run(tmp_path, [event(5)], metrics=make_metrics()))
-    made, text = issue(plain_view(run.events[0], run), run)
+    made, text = issue(EventView(run.events[0], run))
     for words in (
         "### One token made the step\\-5 spike".replace("\\", ""),
         "Norm 748 (14.3 times the threshold), 0.77 (within 0.0007) without the culprits: explained",
-        "- Made by: verl 0.9.1, torch 2.9.1, gradloc 0.2.0",
+        "- Made by: verl 0.9.1, torch 2.9.1, gradloc ",
         "| id 1003 | rank 1, micro-batch 2, position 3 | 75% |",
         "**What to do now:**",
         "python -m gradloc.replay",

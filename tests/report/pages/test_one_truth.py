@@ -11,7 +11,7 @@ import pytest
 
 from gradloc.record import Event
 from gradloc.record.reading import read
-from gradloc.report.live.screen import news
+from gradloc.report.live.follow import news
 from gradloc.report.pages import exports, page, terminal
 from gradloc.report.runs.run import read_run
 from gradloc.tell.lines import COLUMNS, announcement, table_rows

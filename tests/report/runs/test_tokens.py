@@ -22,11 +22,11 @@ def culprit(position: int) -> Culprit:
     return read(Culprit, make_culprit(position))
 
 
-def test_a_short_sequence_is_shown_whole():
-    made = tokens.view(sequence(8), [culprit(3)], limit=1000, shown=1000)
+def test_a_short_sequence_is_shown_whole_and_knows_its_own_culprits():
+    other = read(Culprit, make_culprit(5, rank=0))
+    made = tokens.view(sequence(8), [culprit(3), other], limit=1000, shown=1000)
     assert [(p.kind, p.start, p.end) for p in made.pieces] == [("shown", 0, 8)]
-    assert made.carried == [(0, 8)]
-    assert made.culprits == [3]
+    assert made.carried == [(0, 8)] and made.culprits == [3]
 
 
 def test_a_long_sequence_folds_around_its_culprit():
@@ -88,11 +88,6 @@ def test_a_run_that_kept_no_text_shows_positions_with_their_numbers():
     assert tokens.payload(made, 0, shade([found]))["parts"][0]["i"] == []
 
 
-def test_culprits_belong_to_their_own_sequence_only():
-    other = read(Culprit, make_culprit(3, rank=0))
-    assert tokens.view(sequence(8), [other], 100, 100).culprits == []
-
-
 def test_the_share_shades_when_measured_and_the_coefficient_when_not():
     assert shade([sequence()])[0].measure.name == "share"
     assert shade([sequence(share=None)])[0].measure.name == "coefficient"
@@ -118,13 +113,13 @@ def test_shades_are_as_long_as_the_sequence_when_an_array_is_short():
 
 
 def test_the_payload_holds_what_the_script_needs_and_packs_constant_arrays():
-    found = sequence(8, advantage=[0.5] * 8, share=[float("inf")] * 8)
+    errors = [0.01, 0.0, 0.02, 0.03] * 2
+    found = sequence(8, advantage=[0.5] * 8, share=[float("inf")] * 8, share_error=errors)
     made = tokens.view(found, [culprit(3)], 100, 100)
     packed = tokens.payload(made, 0, shade([found]))
     part = packed["parts"][0]
     assert (packed["n"], packed["c"], part["a"]) == (8, [3], 0)
-    assert part["v"]["advantage"] == 0.5
-    assert part["v"]["share"] == "∞" or part["v"]["share"] == ["∞"] * 8
+    assert (part["v"]["advantage"], part["v"]["share"], part["v"]["share_error"]) == (0.5, "∞", errors)
     assert len(part["t"]) == len(part["i"]) == len(part["l"]["advantage"]) == 8
 
 
@@ -141,9 +136,3 @@ def test_a_fold_s_share_has_its_standard_error_where_that_is_known():
     assert (fold.kind, fold.end, fold.share_text) == ("fold", 940, "94% +- 0.92%")  # 0.0003 sqrt(940)
     known = tokens.view(sequence(2000, share=places["share"]), [culprit(1000)], limit=5000, shown=500).pieces[0]
     assert known.share_text == "94%"
-
-
-def test_a_token_s_error_is_carried_with_its_share():
-    found = sequence(4, share=[0.1, 0.2, 0.3, 0.4], share_error=[0.01, 0.0, 0.02, 0.03])
-    made = tokens.view(found, [], 100, 100)
-    assert tokens.payload(made, 0, shade([found]))["parts"][0]["v"]["share_error"] == [0.01, 0, 0.02, 0.03]

@@ -18,55 +18,11 @@ NORMS[30] = 54.25
 NORMS[35] = math.nan
 
 
-def write_file_logger(path):
-    lines = [json.dumps({"step": i + 1, "data": {"actor/grad_norm": norm}}) for i, norm in enumerate(NORMS)]
+def write_log(path):
+    """A console log, which names the norm as verl does; what other formats hold, tests/report/logs reads."""
+    lines = [f"step:{i + 1} - actor/lr:1e-06 - actor/grad_norm:{norm} - x/y@1:0.5" for i, norm in enumerate(NORMS)]
     path.write_text("\n".join(lines) + "\n")
-
-
-def write_console(path):
-    ray = "\x1b[36m(TaskRunner pid=4711)\x1b[0m "
-    lines = [f"{ray}step:{i + 1} - actor/lr:1e-06 - actor/grad_norm:{norm} - x/y@1:0.5" for i, norm in enumerate(NORMS)]
-    typed = lines[3].replace(str(NORMS[3]), f"np.float64({NORMS[3]})")
-    path.write_text("\n".join(["Training Progress:  3%|", *lines[:3], typed, *lines[4:], "step: done"]))
-
-
-def write_wandb_csv(path):
-    rows = [f'"{i + 1}"' + 3 * f',"{norm}"' for i, norm in enumerate(NORMS)]
-    name = "run-7 - actor/grad_norm"
-    path.write_text("\n".join([f'"Step","{name}","{name}__MIN","{name}__MAX"', *rows]))
-
-
-def write_trainer_state(path):
-    log = [{"step": i + 1, "loss": 0.1, "grad_norm": norm} for i, norm in enumerate(NORMS)]
-    path.write_text(json.dumps({"best_metric": None, "log_history": [*log, {"step": 40, "train_runtime": 3.0}]}))
-
-
-def write_printed(path):
-    lines = [f"{{'loss': '0.1', 'grad_norm': {norm}, 'learning_rate': 1e-06}}\r 5%|" for norm in NORMS]
-    path.write_text("some {'words': 'first'}\n" + "\n".join(lines) + "\n{'train_runtime': 3.0}\n")
-
-
-def write_series(path):
-    path.write_text(json.dumps({"source": "x", "series": [[i + 1, norm] for i, norm in enumerate(NORMS)]}))
-
-
-def write_tensorboard(path):
-    tensorboard = pytest.importorskip("torch.utils.tensorboard")
-    path.mkdir()
-    with tensorboard.SummaryWriter(str(path)) as writer:
-        for i, norm in enumerate(NORMS):
-            writer.add_scalar("train/grad_norm", norm, i + 1)
-
-
-FORMATS = {
-    "metrics.jsonl": write_file_logger,
-    "train.log": write_console,
-    "wandb.csv": write_wandb_csv,
-    "trainer_state.json": write_trainer_state,
-    "stdout.txt": write_printed,
-    "series.json": write_series,
-    "tensorboard": write_tensorboard,
-}
+    return path
 
 
 def trigger(path, *arguments):
@@ -76,30 +32,20 @@ def trigger(path, *arguments):
     return json.loads(target.read_text())["steps"]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_each_format_gives_every_step_its_norm_and_the_verdict_of_the_training_rule(tmp_path, name):
-    FORMATS[name](tmp_path / name)
-    steps = trigger(tmp_path / name)
-    rule = AdaptiveThreshold()
+def test_every_step_has_its_norm_and_the_verdict_of_the_training_rule(tmp_path):
+    steps, rule = trigger(write_log(tmp_path / "train.log")), AdaptiveThreshold()
     assert [step["step"] for step in steps] == list(range(1, 41))
     for step, norm in zip(steps, NORMS, strict=True):
-        assert float(step["norm"]) == pytest.approx(norm, rel=1e-5, nan_ok=True)
+        assert float(step["norm"]) == pytest.approx(norm, nan_ok=True)
         threshold = rule.threshold(0)
-        assert step["threshold"] == (None if threshold is None else pytest.approx(threshold, rel=1e-5))
+        assert step["threshold"] == (None if threshold is None else pytest.approx(threshold))
         assert [step["spike"]] == rule.observe([norm])
     assert [step["step"] for step in steps if step["spike"]] == [31, 36]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_health_command_reads_the_same_formats(tmp_path, name, capsys):
-    FORMATS[name](tmp_path / name)
-    assert main(["health", str(tmp_path / name), "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["steps"]) == 40
-
-
 def test_settings_change_what_is_flagged_and_wrong_ones_are_refused(tmp_path, capsys):
-    write_series(tmp_path / "s.json")
-    steps = trigger(tmp_path / "s.json", "--set", "gradloc.trigger.warmup=8", "--set", "floor=1.2", "--set", "cap=1.2")
+    log = write_log(tmp_path / "train.log")
+    steps = trigger(log, "--set", "gradloc.trigger.warmup=8", "--set", "floor=1.2", "--set", "cap=1.2")
     assert sum(step["spike"] for step in steps) > 2 and steps[8]["threshold"] is not None
     for wrong, said in (
         ("floor=11", "floor must be at most cap (10), found 11."),
@@ -107,7 +53,7 @@ def test_settings_change_what_is_flagged_and_wrong_ones_are_refused(tmp_path, ca
         ("deviations=3", "there are window, warmup, floor, cap"),
         ("cap", "write KEY=VALUE"),
     ):
-        assert main(["trigger", str(tmp_path / "s.json"), "--set", wrong]) == 2
+        assert main(["trigger", str(log), "--set", wrong]) == 2
         assert said in capsys.readouterr().err
 
 
@@ -144,7 +90,7 @@ def test_the_terminal_shows_the_curve_the_flagged_steps_and_how_far_the_others_s
     assert main(["trigger", str(SERIES / "verl-maze-actor.json")]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "◆" in said and "2 steps of 61 flagged (3.28%)" in said
-    assert "Of the others the nearest came to" in said and "half stayed below" in said
+    assert "Closest unflagged step: " in said and "; median: " in said
 
 
 @pytest.mark.full

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the page's script reads: the curves, point by point, and the list of events."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ...record import Event
+from ...words.culprits import leader
+from ...words.numbers import bounded, number
+from ...words.story import cause_of, headline
+from ...words.text import one_line, spoken, times, visible
+from ..runs.comparison import Comparison
+from ..runs.health import RunHealth
+from ..runs.metrics import MAX, MEAN, Metrics
+from ..runs.run import RunFolder
+
+POINTS = 4000
+"""Points per curve; of more, the lowest and highest of each bin are kept, so that no spike is lost."""
+LINKED = 300
+"""Events that the curve marks; the largest ones."""
+OTHERS = 6
+"""Other runs of the same log that are drawn."""
+SPANS = 120
+"""Parts that the strip of states has at most; each that is not healthy can be tabbed to."""
+WORDS = 400
+"""Characters of an event's culprits that can be searched."""
+THRESHOLD = "gradloc/threshold"
+BELOW = {
+    "reward": ("critic/score/mean", "critic/rewards/mean"),
+    "entropy": ("actor/entropy", "actor/entropy_loss"),
+    "KL": ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"),
+}
+"""Panels under the norm, and the metrics that can fill each: the first that the run has and that is not always 0."""
+
+Chart = dict[str, Any]
+Points = list[tuple[int, float]]
+
+
+def run_chart(run: RunFolder, health: RunHealth) -> Chart | None:
+    """Gradient norm, threshold and events, with reward, entropy and KL below; None when there is nothing to draw."""
+    metrics, events = run.metrics, [event for event in run.events if event.model != "critic"]  # its norms are others
+    if not metrics and not events:
+        return None
+    lines = []
+    if metrics.get(MAX) != metrics.get(MEAN):
+        lines += _line(metrics.known(MAX), "largest of the step", "spike")
+    lines += _line(metrics.known(MEAN), "mean of the step", "calm")
+    lines += _line(metrics.known(THRESHOLD) or _threshold(metrics, events), "threshold", "limit")
+    lines += _others(run)
+    panels = [{"title": "gradient norm", "is_log": True, "lines": lines}]
+    for title, names in BELOW.items():
+        name = next((name for name in names if any(metrics.finite(name))), None)
+        if name is not None:
+            panels.append({"title": title, "is_log": False, "lines": _line(metrics.known(name), name, "calm")})
+    spans = health.spans(SPANS) if health else []
+    return {
+        "panels": panels,
+        "marks": _marks(events),
+        "bands": [[s.first, s.last, s.state, s.note if s.reasons else ""] for s in spans],
+    }
+
+
+def _others(run: RunFolder) -> list[Chart]:
+    """The norms that the run's own hide: what a resume overwrote, and other runs of the same log."""
+    if not run.runs or run.events:
+        return []
+    first, *others = run.runs
+    lines = []
+    for segment, lost in first.overwritten:
+        norms = segment.metrics.known(segment.metrics.norm or MEAN)
+        part = [(step, norm) for step, norm in norms if step >= lost[0]]
+        lines += _line(part, f"overwritten, from step {lost[0]}", "spike")
+    for other in others[:OTHERS]:
+        metrics = other.metrics
+        lines += _line(metrics.known(metrics.norm or MEAN), one_line(other.name, 40), "calm")
+    return lines
+
+
+def comparison_chart(runs: Sequence[RunFolder], comparison: Comparison) -> Chart | None:
+    """The gradient norms of two runs in one picture; None when neither has metrics."""
+    lines = []
+    for name, run, kind in zip(comparison.names, runs, ("calm", "spike"), strict=True):
+        norms = run.metrics.known(MAX) or run.metrics.known(MEAN)
+        lines += _line(norms, one_line(name, 60, keep="end"), kind)
+    panel = {"title": "gradient norm", "is_log": True, "lines": lines}
+    return {"panels": [panel], "marks": [], "bands": []} if lines else None
+
+
+def _line(points: Points, label: str, kind: str) -> list[Chart]:
+    points = thin(points)
+    y = [float(f"{value:.4g}") for _, value in points]
+    return [{"label": label, "kind": kind, "x": [step for step, _ in points], "y": y}] if points else []
+
+
+def thin(points: Points, most: int = POINTS) -> Points:
+    """At most so many points; the lowest and highest of each bin stay.
+
+    >>> thin([(1, 0.0), (2, 9.0), (3, 1.0), (4, 1.0)], 2)
+    [(1, 0.0), (2, 9.0)]
+    """
+    if len(points) <= most:
+        return points
+    size = math.ceil(2 * len(points) / most)
+    kept: Points = []
+    for start in range(0, len(points), size):
+        members = points[start : start + size]
+        kept += sorted({min(members, key=lambda point: point[1]), max(members, key=lambda point: point[1])})
+    return kept
+
+
+def _threshold(metrics: Metrics, events: list[Event]) -> Points:
+    """The threshold as far as the events know it, from the run's first step to its last."""
+    known = {
+        event.step.global_step: event.trigger.threshold
+        for event in events
+        if event.trigger.threshold is not None and math.isfinite(event.trigger.threshold)
+    }
+    points = sorted(known.items())
+    if not points:
+        return []
+    (first, low), (last, high) = points[0], points[-1]
+    return [(min([first, *metrics.steps[:1]]), low), *points, (max([last, *metrics.steps[-1:]]), high)]
+
+
+def _marks(events: list[Event]) -> list[list[Any]]:
+    """Step, norm (null: not finite) and name of the events, the largest ones."""
+    placed = [
+        (norm if math.isfinite(norm) else math.inf, event)
+        for event in events
+        if (norm := event.trigger.grad_norm) is not None
+    ]
+    placed.sort(key=lambda entry: entry[0], reverse=True)
+    return [
+        [event.step.global_step, float(f"{norm:.4g}") if norm < math.inf else None, event.event_id]
+        for norm, event in placed[:LINKED]
+    ]
+
+
+def rows(events: list[Event], run: RunFolder, carried: set[str]) -> list[dict[str, Any]]:
+    """One record per event, in the order given; ``carried`` names the events that the page holds whole."""
+    return [_row(event) | ({} if event.event_id in carried else _outline(event, run)) for event in events]
+
+
+def _row(event: Event) -> dict[str, Any]:
+    norm, excess = event.trigger.grad_norm, times(event.trigger.grad_norm, event.trigger.threshold)
+    first = leader(event.culprits)
+    tokens = " ".join(dict.fromkeys(one_line(c.text, 24) for c in event.culprits))
+    mini = f".{event.step.mini_batch}" if event.step.mini_batch else ""
+    return {
+        "id": event.event_id,
+        "step": f"{event.step.global_step}{mini}",
+        "norm": number(norm),
+        "size": _sortable(norm),
+        "excess": number(norm) if excess is None else f"{number(excess, 3)}×",
+        "times": _sortable(norm if excess is None else excess),
+        "count": len(event.culprits),
+        "token": one_line(first.text, 24) if first else "",
+        "cause": spoken(cause_of(event)) or "–",
+        "verdict": spoken(event.certificate.verdict),
+        "action": event.action.taken,
+        "words": tokens[:WORDS],
+    }
+
+
+def _outline(event: Event, run: RunFolder) -> dict[str, str]:
+    first = leader(event.culprits)
+    return {
+        "headline": headline(event),
+        "before": visible((first and first.text_before) or "")[-100:],
+        "marked": visible(first.text)[:60] if first else "",
+        "after": visible((first and first.text_after) or "")[:60],
+        "without": bounded(event.certificate.norm_after, event.certificate.error_bound, 3)[0],
+        "threshold": number(event.trigger.threshold, 3),
+        "command": run.show_command(event.event_id),
+    }
+
+
+def _sortable(value: float | None) -> float | str:
+    if value is None:
+        return -1
+    return float(f"{value:.6g}") if math.isfinite(value) else "Infinity"
