@@ -2,7 +2,7 @@
 """verl's actor as the gradient analyses see it, and the analysis that its worker is asked for."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,12 +12,13 @@ from verl.utils.seqlen_balancing import prepare_dynamic_batch
 
 from ...analysis.actor import BUCKET_KEY, MicroBatch, Rows, cut_runs
 from ...analysis.measure import measure
+from ...touched import replaced
 from ..verl_common.losses import aggregation_of
 from .hook import ranks_of
 from .step import readout_of
 
 RECORD_KEY = "gradloc_analysis"
-"""Among a worker's metrics: what it found."""
+"""Among a worker's metrics: what it measured."""
 _INDEX_KEY = "gradloc_analysis_row"
 
 
@@ -34,7 +35,7 @@ def analyze(actor: Any, data: DataProto) -> dict[str, Any]:
 
 
 class AnalysisActor:
-    """The powers that :class:`~..analysis.actor.Actor` names; see there.
+    """The powers that :class:`~...analysis.actor.Actor` names; see there.
 
     Args:
         actor: verl's ``DataParallelPPOActor``.
@@ -53,17 +54,9 @@ class AnalysisActor:
     def loss_scale(self) -> float:
         return 1.0 if self._actor.scaler is None else self._actor.scaler.get_scale()
 
-    @contextmanager
-    def whole_batch(self) -> Iterator[None]:
-        """Context in which verl's loss is not scaled for accumulation."""
-        accumulation = self._actor.__dict__.get("gradient_accumulation")
-        self._actor.gradient_accumulation = 1
-        try:
-            yield
-        finally:
-            del self._actor.gradient_accumulation
-            if accumulation is not None:
-                self._actor.gradient_accumulation = accumulation
+    def whole_batch(self) -> AbstractContextManager[None]:
+        """While verl's loss is not to be scaled for accumulation."""
+        return replaced(self._actor, gradient_accumulation=1)
 
     def micro_batches(self, rows: Rows) -> Iterator[MicroBatch]:
         data = DataProto.from_dict({**rows, _INDEX_KEY: torch.arange(len(rows[BUCKET_KEY]))})

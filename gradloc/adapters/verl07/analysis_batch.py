@@ -1,28 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The separate analysis batch: verl's ``fit``, stopped at the advantages."""
 
+import copy
 from typing import Any
 
-from ..verl_common.separate import Prepared, drawn_prompts, prepared_by, twin_of
-
-
-class _Stop:
-    """Stands where the copy's hook stands: does what the original does, up to the analysis, and ends the loop there."""
-
-    def __init__(self, hook: Any):
-        self._hook = hook
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._hook, name)
-
-    def analyze(self, trainer: Any, batch: Any, metrics: dict, timing_raw: dict) -> bool:
-        raise Prepared(batch)
+from ..verl_common.separate import drawn_prompts, hand_over, prepared_by, twin_of
 
 
 def prepare_batch(trainer: Any, num_groups: int, group_size: int, seed: int) -> Any:
-    """Roll out and score a batch that no update will see.
-
-    The rollout draws from the sampler like any other.
+    """Roll out and score a batch that no update will see; the rollout draws from the sampler like any other.
 
     Args:
         trainer: verl's ``RayPPOTrainer``, inside a step.
@@ -33,12 +19,7 @@ def prepare_batch(trainer: Any, num_groups: int, group_size: int, seed: int) -> 
     Returns:
         The batch with advantages, filtered as training batches are.
     """
-    batch = drawn_prompts(trainer, num_groups, seed)
-    return prepared_by(_twin(trainer, batch, group_size).fit)
-
-
-def _twin(trainer: Any, batch: Any, group_size: int) -> Any:
-    """The trainer with one batch to go; it owns whatever the loop changes on its way."""
+    prompts = drawn_prompts(trainer, num_groups, seed)
     changes = {
         "actor_rollout_ref.rollout.n": group_size,
         "actor_rollout_ref.rollout.skip_rollout": False,
@@ -49,10 +30,11 @@ def _twin(trainer: Any, batch: Any, group_size: int) -> Any:
         "global_profiler.steps": None,
     }
     twin = twin_of(trainer, changes)
-    twin.train_dataloader = [batch]
+    twin.train_dataloader = [prompts]
     twin.val_reward_fn = None
-    twin.gradloc = _Stop(trainer.gradloc)
     # fit() counts from what the checkpoint says to the step that comes after it
     twin._load_checkpoint = lambda: setattr(twin, "global_steps", trainer.global_steps - 1)
-    twin._update_critic = lambda prepared: twin.gradloc.analyze(twin, prepared, {}, {})
-    return twin
+    twin.gradloc = copy.copy(trainer.gradloc)
+    twin.gradloc.analyze = lambda trainer, batch, *_: hand_over(batch)
+    twin._update_critic = hand_over
+    return prepared_by(twin.fit)

@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient analyses and the rollout filter in verl's trainer."""
 
+import math
 from typing import Any, Optional
 
+import numpy as np
 import torch
 
 from verl import DataProto
 from verl.protocol import pad_dataproto_to_divisor
 
-from ...analysis.analyses import Analyses
-from ...analysis.config import BucketSettings, QuartileSettings, check_geometry, geometry
+from ...analysis.config import check_geometry, geometry
 from ...analysis.reporter import Batch
-from ...rollout_filter.config import FilterSettings
-from ..verl_common.analyses import FILLER, analyses_in, refuse_pictures, run_of, well
+from ...rollout_filter.choose import kept_groups
+from ...rollout_filter.groups import groups_of
+from ...rollout_filter.rank import advantage_scale
+from ..verl_common.analyses import FILLER, VerlAnalyses, analyses_in, checked, refuse_pictures
+from ..verl_common.needs import BUCKETS, QUARTILES
 from .analysis_actor import RECORD_KEY
 from .analysis_batch import prepare_batch
 from .refusals import check_run, settings_of
-from .rollout_filter import FILTER_KEY, RolloutFilter
 
+_FILTER_KEY = "gradloc_filter"
+"""In a filtered batch's meta info: what the filter did, in numbers."""
 _ACTOR_KEYS = (
     "responses",
     "response_mask",
@@ -34,48 +39,59 @@ _ACTOR_KEYS = (
 
 
 def build_analysis(trainer: Any) -> Optional["Analysis"]:
-    """The trainer's analyses and rollout filter, or None while all are off.
-
-    Args:
-        trainer: verl's ``RayPPOTrainer``, its data loaded.
+    """The analyses and rollout filter of verl's ``RayPPOTrainer``, its data loaded; None while all are off.
 
     Raises:
         ValueError: one sentence that names a key with a bad value, also while the features are off.
     """
     config = trainer.config
-    found = analyses_in(config)
-    if found is None:
+    settings = analyses_in(config)
+    if settings is None:
         return None
-    buckets, quartiles, chosen = found
+    buckets, quartiles, _ = settings
     if buckets is not None:
-        check_run("trainer.gradient_analysis_mode", config)
+        check_run(BUCKETS, config)
         check_geometry(buckets, config, len(trainer.train_dataset))
     if quartiles is not None:
-        check_run("trainer.quartile_analysis_mode", config)
-    return Analysis(trainer, buckets, quartiles, chosen)
+        check_run(QUARTILES, config)
+    return Analysis(config, settings_of(config).root, settings)
 
 
-class Analysis(Analyses):
-    """Filters the rollouts and, at the steps that are due, splits the gradient that they are about to cause.
+class Analysis(VerlAnalyses):
+    """See there."""
 
-    Args:
-        trainer: verl's.
-        buckets: None: no analysis by bucket.
-        quartiles: None: no analysis by quartile.
-        chosen: the filter's settings.
-    """
+    _trainer: Any
+    """verl's, of the step that is analysed."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        buckets: BucketSettings | None,
-        quartiles: QuartileSettings | None,
-        chosen: FilterSettings,
-    ):
-        config = trainer.config
-        super().__init__(run_of(config, settings_of(config).root), buckets, quartiles, self._separate)
-        self.filter = RolloutFilter(chosen)
-        self._trainer = trainer
+    def filter(self, trainer: Any, batch: Any, rewards: torch.Tensor, extras: dict[str, Any], metrics: dict) -> tuple:
+        """Keep the groups of rollouts that the filter chooses.
+
+        Args:
+            trainer: balances the smaller batch and knows the ranks.
+            batch: with uid, response_mask and attention_mask.
+            rewards: (R, T) token-level scores.
+            extras: per-row lists that the reward function returned.
+            metrics: of the step; ``rollout/*`` is added.
+
+        Returns:
+            batch, rewards and extras of the rows kept.
+        """
+        groups = groups_of(batch.non_tensor_batch["uid"], rewards, batch.batch["response_mask"])
+        choice = kept_groups(groups, self.chosen, _num_ranks(trainer), metrics)
+        if choice is None:
+            return batch, rewards, extras
+        kept, batch.meta_info[_FILTER_KEY] = choice
+        if len(kept) == len(groups):
+            return batch, rewards, extras
+        rows = np.flatnonzero(np.isin(groups.of_row, kept))
+        batch.batch["token_level_scores"] = rewards  # travels with the rows; fit() sets it to the same later
+        batch.non_tensor_batch.update({key: np.array(value) for key, value in extras.items()})
+        batch = batch.select_idxs(rows)
+        if trainer.config.trainer.balance_batch:
+            trainer._balance_batch(batch, metrics=metrics)
+        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
+        rewards = batch.batch.pop("token_level_scores")
+        return batch, rewards, {key: batch.non_tensor_batch[key].tolist() for key in extras}
 
     def run(self, trainer: Any, batch: DataProto, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
         """Scale the filtered batch's advantages, and analyse where the step is due.
@@ -90,14 +106,21 @@ class Analysis(Analyses):
             Whether the run is to end here.
         """
         self._trainer = trainer
-        self.filter.scale_advantages(batch)
+        self._scale_advantages(batch)
         return self.analyse(lambda feature: self._seen(batch, feature), trainer.global_steps, metrics, timing_raw)
 
     def _separate(self, seed: int) -> Batch:
         num_groups, group_size = geometry(self.buckets.settings, self._trainer.config)
         batch = prepare_batch(self._trainer, num_groups, group_size, seed)
-        self.filter.scale_advantages(batch)
-        return self._seen(batch, "trainer.gradient_analysis_mode")
+        self._scale_advantages(batch)
+        return self._seen(batch, BUCKETS)
+
+    def _scale_advantages(self, batch: DataProto) -> None:
+        """As ``filter_loss_scaling`` says; where that changes nothing they stay the very same tensor."""
+        kept_ratio = batch.meta_info.get(_FILTER_KEY, {}).get("kept_ratio", 1.0)
+        scale = advantage_scale(self.chosen.loss_scaling, kept_ratio)
+        if scale != 1.0:
+            batch.batch["advantages"] = batch.batch["advantages"] * scale
 
     def _seen(self, batch: DataProto, feature: str) -> Batch:
         """verl's batch as an analysis sees it."""
@@ -106,7 +129,15 @@ class Analysis(Analyses):
             refuse_pictures(feature, batch.non_tensor_batch.get("multi_modal_inputs", ()))
             return _ask_workers(self._trainer, batch, tensors, meta_info)
 
-        return Batch(batch.batch, batch.non_tensor_batch["uid"], batch.meta_info.get(FILTER_KEY), ask)
+        return Batch(batch.batch, batch.non_tensor_batch["uid"], batch.meta_info.get(_FILTER_KEY), ask)
+
+
+def _num_ranks(trainer: Any) -> int:
+    """What the number of rows must be a multiple of."""
+    sizes = [trainer._get_dp_size(trainer.actor_rollout_wg, "actor")]
+    if trainer.use_critic:
+        sizes.append(trainer._get_dp_size(trainer.critic_wg, "critic"))
+    return math.lcm(*sizes)
 
 
 def _ask_workers(
@@ -121,4 +152,4 @@ def _ask_workers(
         for key in tensors:
             data.batch[key][-num_filling:] = FILLER
     data.meta_info = {"temperature": trainer.config.actor_rollout_ref.rollout.temperature, **meta_info}
-    return well(trainer.actor_rollout_wg.analyze_gradients(data).meta_info["metrics"][RECORD_KEY])
+    return checked(trainer.actor_rollout_wg.analyze_gradients(data).meta_info["metrics"][RECORD_KEY])

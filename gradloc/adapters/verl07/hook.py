@@ -53,10 +53,11 @@ class ActorHook(Watch):
 
     def begin_update(self, data: Any) -> list[str]:
         """Take what the driver sent with verl's DataProto; returns the batch keys that the actor must carry along."""
-        self.is_stage, told = STAGE_MASK_KEY in data.batch.keys(), data.meta_info
-        if self.localizer is not None and told.get(POLICY_KEY) is None:
+        self.is_stage, meta = STAGE_MASK_KEY in data.batch.keys(), data.meta_info
+        policy = meta.get(POLICY_KEY)
+        if self.localizer is not None and policy is None:
             self._note_missing_policy()
-        self.begin(told.get(POLICY_KEY), told.get(STAGE_NAME_KEY, ""), told.get(STABILIZER_KEY))
+        self.begin(policy, meta.get(STAGE_NAME_KEY, ""), meta.get(STABILIZER_KEY))
         return [key for key in (STAGE_MASK_KEY, ROW_KEY) if key in data.batch.keys()]
 
     def _note_missing_policy(self) -> None:

@@ -25,12 +25,8 @@ from ...keys import ROW_KEY
 from ...replay.bundle import Bundle, Entry
 from ...replay.dealt import Replayed
 from ...stabilize.ratio_clip import TokenWeigher
-from ..verl_common.loading import (
-    actor_config,
-    has_flash_attention,
-    load,
-    require_rollout_log_probs,
-)
+from ...touched import replaced
+from ..verl_common.loading import actor_config, has_flash_attention, load, require_rollout_log_probs
 from ..verl_common.loading import start_processes as start_processes
 from .step import ActorStep
 
@@ -46,13 +42,6 @@ class ReplayActor(DataParallelPPOActor):
         if config.gradloc.stabilize.weighs_tokens:  # the weights are part of the loss, other stabilizers are not
             self.gradloc.weigher = TokenWeigher(config.gradloc.stabilize)
         self._processes_per_rank = dist.get_world_size() / dp_size
-        self.watch: Callable | None = None
-
-    def _forward_for_loss(self, model_inputs, temperature, calculate_entropy=None):
-        entropy, log_prob = super()._forward_for_loss(model_inputs, temperature, calculate_entropy)
-        if self.watch is not None:
-            self.watch(log_prob, entropy)
-        return entropy, log_prob
 
     def _loss_scale_factor(self, response_mask):
         return super()._loss_scale_factor(response_mask) * self._processes_per_rank
@@ -64,28 +53,30 @@ class ReplayStep(Replayed, ActorStep):
     Args:
         actor: from :func:`build_actor`.
         bundle: the event.
-        places: this process's micro-batches, from :func:`deal`.
+        places: this process's micro-batches, from :func:`~...replay.dealt.deal`.
         tick: called after every forward.
     """
 
     def __init__(self, actor: ReplayActor, bundle: Bundle, places: list[Entry | None], tick: Callable[[], Any]):
-        self.places = places
-        self._tick = tick
+        self.places, self._tick = places, tick
         micro_batches = [_micro_batch(bundle, entry or bundle.layout[0]) for entry in places]
-        temperature = bundle.meta.temperature
         # dp_size is what the gradient is averaged over here; the run's own is in the actor's loss weights
-        super().__init__(actor, micro_batches, temperature, bundle.meta.on_policy, dp_size=dist.get_world_size())
+        super().__init__(actor, micro_batches, bundle.meta.temperature, bundle.meta.on_policy, dist.get_world_size())
 
     def train(self, space: GradientSpace) -> None:
         """The training pass: puts the step's gradient into ``.grad`` and records what it leaves behind."""
+        of_verl = self.actor._forward_for_loss
         for index in range(self.num_micro_batches):
+
+            def forward(*args: Any, index: int = index) -> tuple[torch.Tensor | None, torch.Tensor]:
+                entropy, log_prob = of_verl(*args)
+                self.after_forward(index, log_prob, entropy)
+                return entropy, log_prob
+
             self.recall(index)
             self.before_forward(index)
-            self.actor.watch = lambda log_prob, entropy, index=index: self.after_forward(index, log_prob, entropy)
-            try:
+            with replaced(self.actor, _forward_for_loss=forward):
                 self.loss(index, None).backward()
-            finally:
-                self.actor.watch = None
         if self.loss_scale != 1.0:
             space.scale(1.0 / self.loss_scale)
 

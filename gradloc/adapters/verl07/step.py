@@ -54,8 +54,8 @@ class ActorStep(LossOfGiven):
 
         config = self.actor.config
         mask = self.micro_batches[micro_batch].batch["response_mask"].to(get_device_id())
-        mode, told = config.loss_agg_mode, config.global_batch_info
-        weights = weights_of(mask, lambda token_losses: agg_loss(token_losses, mask, mode, **told))
+        mode, sizes = config.loss_agg_mode, config.global_batch_info
+        weights = weights_of(mask, lambda token_losses: agg_loss(token_losses, mask, mode, **sizes))
         return weights * self.actor._loss_scale_factor(mask) / self.dp_size
 
     @property

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verl's trainer calls: one object, one method per moment of a step; each goes on to the parts that are on.
-
-The parts: localization (:mod:`~..loop.driver`), Advantage Reweighting and Lopti (:mod:`~..reweighting`), the
-stabilizers' memory (:mod:`~..stabilize`, which works in the actor), the health monitor (:mod:`~..health`), the gradient
-analyses and the rollout filter. Their states lie in one file beside each checkpoint.
-"""
+"""What verl's trainer calls: one object, one method per moment of a step; each goes on to the parts that are on."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,24 +24,25 @@ from ...reweighting import (
 )
 from ...stabilize import STABILIZER_KEY
 from ...stabilize.memory import build_memory
-from ..verl_common.driver import build_driver
+from ..verl_common.driver import VerlDriver
+from ..verl_common.needs import LOPTI, features_on
 from ..verl_common.reports import reports_of
 from ..verl_common.trainer import TrainerParts, build_monitor, reweighting_of
 from .analysis_trainer import build_analysis
-from .refusals import check_critic, check_run, settings_of
+from .refusals import SPIKES, check_critic, check_run, settings_of
 from .worker import report_of_actor, report_of_critic
 
 
-class _Role(NamedTuple):
-    """Of a model: where verl keeps its workers, their mesh, and what each is asked for a report."""
+class _Workers(NamedTuple):
+    """Of a model: where the trainer keeps its workers, their mesh, and what each is asked for a report."""
 
     group: str
     mesh: str
     ask: Callable[[Any], Any]
 
 
-_ACTOR = _Role("actor_rollout_wg", "actor", report_of_actor)
-_CRITIC = _Role("critic_wg", "critic", report_of_critic)
+_ACTOR = _Workers("actor_rollout_wg", "actor", report_of_actor)
+_CRITIC = _Workers("critic_wg", "critic", report_of_critic)
 
 
 def build_trainer_hook(trainer: Any) -> "TrainerHook":
@@ -55,32 +51,27 @@ def build_trainer_hook(trainer: Any) -> "TrainerHook":
     Raises:
         ValueError: one sentence, for a setting that is wrong or that these workers do not have.
     """
-    config, tokenizer = trainer.config, trainer.tokenizer
+    config = trainer.config
     refuse_unknown_names(config)
     settings = settings_of(config)
     alpha, lopti = reweighting_of(config)
-    is_on = {
-        "spike_detection": settings.enable,
-        "algorithm.lopti.enable": lopti is not None,
-        "gradloc.stabilize": settings.stabilize.is_on,
-        "gradloc.stabilize.token_clip or seq_clip": settings.stabilize.weighs_tokens,
-    }
-    for feature in (name for name, on in is_on.items() if on):
+    features = features_on(settings, config.actor_rollout_ref.actor.get("strategy"), SPIKES)
+    for feature in features if lopti is None else [*features, LOPTI]:
         check_run(feature, config)
     if settings.critic != "off":
         check_critic(config)
     fix_dump_dir(config, settings.root)
-    clip_key = "actor_rollout_ref.actor.grad_clip"
-    return TrainerHook(
-        spikes=build_driver(config, settings, tokenizer) if settings.enable else None,
-        critic=None if settings.critic == "off" else build_driver(config, settings, tokenizer, "critic"),
+    clip = clip_limit(config)
+    hook = TrainerHook(
         alpha=alpha,
         lopti=lopti,
-        stabilizers=build_memory(settings.stabilize, clip_key, config.actor_rollout_ref.actor.get("grad_clip")),
-        monitor=build_monitor(config, clip_limit(config)),
+        stabilizers=build_memory(settings.stabilize, "actor_rollout_ref.actor.grad_clip", clip),
+        monitor=build_monitor(config, clip),
         analysis=build_analysis(trainer),
-        trainer=trainer,
     )
+    hook.build_drivers(config, settings, trainer.tokenizer)
+    hook.trainer = trainer
+    return hook
 
 
 def clip_limit(config: Any) -> Any:
@@ -95,16 +86,14 @@ def clip_limit(config: Any) -> Any:
 class TrainerHook(TrainerParts):
     """The parts that are on, behind the calls that verl's trainer makes."""
 
-    def __init__(self, trainer: Any = None, **parts: Any):
-        super().__init__(**parts)
-        self._trainer = trainer
+    trainer: Any = None
 
     def begin_fit(self, tracking: Any) -> None:
         super().begin_fit(tracking)
         if self.critic is not None:
-            group = self._trainer.critic_wg
+            group, driver = self.trainer.critic_wg, self.critic
             of_verl = group.update_critic
-            group.update_critic = lambda batch: self._watched(self._trainer, _CRITIC, of_verl, batch)[0]
+            group.update_critic = lambda batch: self._watched(self.trainer, driver, _CRITIC, of_verl, batch)[0]
 
     # ---- the moments of a step, in order
 
@@ -115,7 +104,7 @@ class TrainerHook(TrainerParts):
         batch.non_tensor_batch[SEQUENCE_KEY] = np.array(sequence_ids(batch.non_tensor_batch["uid"]), dtype=object)
 
     def filter(self, trainer: Any, batch: Any, rewards: torch.Tensor, extras: dict[str, Any], metrics: dict) -> tuple:
-        """Once rewards are known: the rows to train on, see :class:`~.rollout_filter.RolloutFilter`."""
+        """Once rewards are known: the rows to train on, see :meth:`~.analysis_trainer.Analysis.filter`."""
         if self.analysis is None:
             return batch, rewards, extras
         return self.analysis.filter(trainer, batch, rewards, extras, metrics)
@@ -179,7 +168,7 @@ class TrainerHook(TrainerParts):
         if memory is not None and memory.to_send is not None:
             batch.meta_info[STABILIZER_KEY] = memory.to_send
         if self.spikes is not None:
-            output, reports = self._watched(trainer, _ACTOR, group.update_actor, batch)
+            output, reports = self._watched(trainer, self.spikes, _ACTOR, group.update_actor, batch)
         else:
             output, reports = group.update_actor(batch), reports_of(group, report_of_actor)
         if memory is not None:
@@ -188,12 +177,11 @@ class TrainerHook(TrainerParts):
         return output
 
     def _watched(
-        self, trainer: Any, role: _Role, update: Callable[[Any], Any], batch: Any
+        self, trainer: Any, driver: VerlDriver, workers: _Workers, update: Callable[[Any], Any], batch: Any
     ) -> tuple[Any, list[RankReport]]:
         """An update of a model that is looked into, with the events written; its output, and the ranks' reports."""
-        driver: Any = self.critic if role is _CRITIC else self.spikes
-        group, stage = getattr(trainer, role.group), batch.meta_info.get(STAGE_NAME_KEY, "")
-        dp_size, mask = trainer._get_dp_size(group, role.mesh), batch.batch["response_mask"]
+        group, stage = getattr(trainer, workers.group), batch.meta_info.get(STAGE_NAME_KEY, "")
+        dp_size, mask = trainer._get_dp_size(group, workers.mesh), batch.batch["response_mask"]
         batch.meta_info[POLICY_KEY] = driver.before_batch(mask, trainer.global_steps, dp_size, stage)
         batch.batch[ROW_KEY] = torch.arange(len(batch))
         try:
@@ -201,7 +189,7 @@ class TrainerHook(TrainerParts):
         finally:
             batch.meta_info.pop(POLICY_KEY)
             batch.batch.pop(ROW_KEY)
-        reports = reports_of(group, role.ask)
-        view = BatchView(batch.batch, batch.non_tensor_batch, is_critics=role is _CRITIC)
+        reports = reports_of(group, workers.ask)
+        view = BatchView(batch.batch, batch.non_tensor_batch, is_critics=driver.model == "critic")
         output.meta_info["metrics"].update(driver.after_update(reports, view))
         return output, reports

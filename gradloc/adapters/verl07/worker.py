@@ -24,7 +24,7 @@ def analyze_gradients(worker: Any, data: DataProto) -> DataProto:
         data: this rank's rows.
 
     Returns:
-        What this rank found, among the metrics.
+        What this rank measured, among the metrics.
     """
     if worker._is_offload_param:
         load_fsdp_model_to_gpu(worker.actor_module_fsdp)

@@ -31,11 +31,8 @@ from ...replay.dealt import Replayed
 from ...reweighting import STAGE_MASK_KEY
 from ...stabilize.config import SeqClipConfig, StabilizeConfig, TokenClipConfig
 from ...stabilize.ratio_clip import TokenWeigher
-from ..verl_common.loading import (
-    actor_config,
-    load,
-    require_rollout_log_probs,
-)
+from ...touched import replaced
+from ..verl_common.loading import actor_config, load, require_rollout_log_probs
 from ..verl_common.loading import start_processes as start_processes
 from .loss import weighed, within_stage
 from .step import EngineStep
@@ -71,7 +68,7 @@ class ReplayStep(Replayed, EngineStep):
     Args:
         engine: from :func:`build_actor`.
         bundle: the event.
-        places: this process's micro-batches, from :func:`deal`.
+        places: this process's micro-batches, from :func:`~...replay.dealt.deal`.
         tick: called after every forward.
     """
 
@@ -86,21 +83,17 @@ class ReplayStep(Replayed, EngineStep):
 
     def train(self, space: GradientSpace) -> None:
         """The training pass: puts the step's gradient into ``.grad`` and records what it leaves behind."""
-        plain = self.loss_function
+        of_verl = self.loss_function
 
         def watched(model_output: dict[str, torch.Tensor], **given: Any) -> Any:
             self.after_forward(model_output)
-            return plain(model_output=model_output, **given)
+            return of_verl(model_output=model_output, **given)
 
-        for index in range(self.num_micro_batches):
+        for index, micro_batch in enumerate(self._given):
             self.recall(index)
-            self.before_forward(self._given[index])
-            self.loss_function = watched
-            try:
-                with self.in_pass(index == len(self.places) - 1):
-                    self.loss(index, None).backward()
-            finally:
-                self.loss_function = plain
+            self.before_forward(micro_batch)
+            with replaced(self, loss_function=watched), self.in_pass(index == len(self.places) - 1):
+                self.loss(index, None).backward()
         if self.loss_scale != 1.0:
             space.scale(1.0 / self.loss_scale)
 

@@ -29,7 +29,7 @@ FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
 
 
 class EngineStep(LossOfGiven):
-    """One mini-batch of verl's FSDP engine, replayable: see :class:`~..core.step.TrainingStep`.
+    """One mini-batch of verl's FSDP engine, replayable: see :class:`~...core.step.TrainingStep`.
 
     Args:
         engine: verl's ``FSDPEngineWithLMHead``.
@@ -37,8 +37,9 @@ class EngineStep(LossOfGiven):
         dp_size: data-parallel ranks.
     """
 
-    output, old = "log_probs", "old_log_probs"
-    """Of verl's model output what the loss is about, and the batch's from before the update."""
+    output, old, factor = "log_probs", "old_log_probs", 1.0
+    """Of verl's model output what the loss is about, the batch's from before the update, and what the mean of the
+    tokens' losses is multiplied with."""
     on_policy = False  # this verl's loss always takes the old log-probs that came with the batch
 
     def __init__(self, engine: FSDPEngineWithLMHead, loss_function: Callable, dp_size: int):
@@ -109,16 +110,18 @@ class EngineStep(LossOfGiven):
         return padded(self.micro_batches[micro_batch]["response_mask"]).bool().to(get_device_id())
 
     def token_weights(self, micro_batch: int) -> torch.Tensor:
-        config, mask = self._config, self.token_mask(micro_batch)
-        mode, told = config.loss_agg_mode, config.global_batch_info
-        return weights_of(mask, lambda token_losses: agg_loss(token_losses, mask, mode, **told)) / self.dp_size
+        mask, data, config = self.token_mask(micro_batch), self.micro_batches[micro_batch], self._config
+        sizes = {name: data[name] for name in ("dp_size", "batch_num_tokens", "global_batch_size")}
+        sizes["loss_scale_factor"] = config.loss_scale_factor
+        weights = weights_of(mask, lambda losses: self.factor * agg_loss(losses, mask, config.loss_agg_mode, **sizes))
+        return weights / self.dp_size
 
     def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
         return self.engine._gradient_sync_context(is_last_micro_batch=is_last)
 
     def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        found = self._forward(micro_batch, self._data(micro_batch))
-        return found[self.output], found.get("entropy")
+        output = self._forward(micro_batch, self._data(micro_batch))
+        return output[self.output], output.get("entropy")
 
     def entropies(self, micro_batch: int) -> torch.Tensor:
         data = self._data(micro_batch).copy()
@@ -126,7 +129,7 @@ class EngineStep(LossOfGiven):
         return self._forward(micro_batch, data)["entropy"]
 
     def forward_bytes(self) -> int:
-        if self._is_fused:
+        if _is_fused(self.micro_batches[0]):
             return 0
         module = getattr(self.engine.module, "_fsdp_wrapped_module", self.engine.module)
         ids = [micro_batch["input_ids"] for micro_batch in self.micro_batches]
@@ -176,10 +179,6 @@ class EngineStep(LossOfGiven):
     def _config(self) -> Any:
         return self.loss_function.keywords["config"]
 
-    @property
-    def _is_fused(self) -> bool:
-        return _is_fused(self.micro_batches[0])
-
     def _layout(self, micro_batch: int) -> Layout:
         if micro_batch not in self._layouts:
             self._layouts[micro_batch] = Layout(self.micro_batches[micro_batch], torch.device(get_device_name()))
@@ -192,10 +191,22 @@ class EngineStep(LossOfGiven):
     def _forward(self, micro_batch: int, data: Any) -> dict[str, torch.Tensor]:
         self._recorded[micro_batch].rng.restore()
         with readout_of(self.engine, data):
-            _, found = FSDPEngineWithLMHead.forward_step(self.engine, data, None, forward_only=True)
-        output = found["model_output"]
+            _, answer = FSDPEngineWithLMHead.forward_step(self.engine, data, None, forward_only=True)
+        output = answer["model_output"]
         unpack = self._layout(micro_batch).unpack
         return {key: unpack(output[key].values()) for key in FIELDS if output.get(key) is not None}
+
+
+class CriticStep(EngineStep):
+    """One mini-batch of verl's critic: its values stand where the actor's log-probs stand."""
+
+    output, old, factor = "values", "values", 0.5
+
+    def forward_bytes(self) -> int:
+        return 0
+
+    def has_kl_term(self) -> bool:
+        return False
 
 
 def device_of() -> Any:

@@ -21,24 +21,25 @@ from ...loop.wire import Policy, RankReport
 from ...names import refuse_unknown_names
 from ...reweighting import STAGE_MASK_KEY, Stage, kept_share, reweight
 from ...stabilize.memory import build_memory
-from ..verl_common.driver import VerlDriver, build_driver
+from ..verl_common.driver import VerlDriver
 from ..verl_common.reports import reports_of
 from ..verl_common.trainer import TrainerParts, build_monitor, reweighting_of
 from .analysis.trainer import build_analysis
 from .batch import fetch, put, view_of
 from .config import check_critic, check_features
-from .critic import watch_critic
-from .engine import report_of_actor, report_of_model, watch_actor
+from .engine import report_of_actor, report_of_model, watch_actor, watch_critic
 from .touches import check_verl
 
 
-class _Role(NamedTuple):
-    """Of a model: where verl keeps its workers, their mesh, and what is run in each: first of all, and for a report."""
+class _Workers(NamedTuple):
+    """Of a model: where the trainer keeps its workers, their mesh, and what is run in each of them."""
 
     group: str
     mesh: str
     watch: Callable[[Any], Any]
+    """Once, before the first update."""
     ask: Callable[[Any], Any]
+    """After each update, for a report."""
 
 
 class Update(NamedTuple):
@@ -51,8 +52,8 @@ class Update(NamedTuple):
     """verl's own method, which adds to the metrics that it is given."""
 
 
-_ACTOR = _Role("actor_rollout_wg", "actor", watch_actor, report_of_actor)
-_CRITIC = _Role("critic_wg", "train", watch_critic, report_of_model)
+_ACTOR = _Workers("actor_rollout_wg", "actor", watch_actor, report_of_actor)
+_CRITIC = _Workers("critic_wg", "train", watch_critic, report_of_model)
 
 
 class TrainerSide(TrainerParts):
@@ -78,21 +79,17 @@ class TrainerSide(TrainerParts):
             check_critic(config)
         clip = OmegaConf.select(config.actor_rollout_ref.actor, "optim.clip_grad")
         memory = build_memory(self.settings.stabilize, "actor_rollout_ref.actor.optim.clip_grad", clip)
-        monitor = build_monitor(config, clip)
-        super().__init__(alpha=alpha, lopti=lopti, stabilizers=memory, monitor=monitor, analysis=analysis)
+        super().__init__(alpha, lopti, memory, build_monitor(config, clip), analysis)
         self._watched_groups: set[str] = set()
         self._num_updates = 0
         self._of_updates: dict[str, list[dict[str, float]]] = {}  # the present step's metrics, by model
 
     def begin(self, tokenizer: Any) -> None:
         """Once the tokenizer is there, before the workers are."""
-        if self.settings.enable:
-            self.spikes = build_driver(self.config, self.settings, tokenizer)
-            mode = self.settings.action.mode
-            print(f"gradloc: on ({mode}); events go to {self.spikes.writer.store.root}", flush=True)
-        if self.settings.critic != "off":
-            self.critic = build_driver(self.config, self.settings, tokenizer, "critic")
-            print(f"gradloc: on for the critic ({self.settings.critic}): {self.critic.writer.store.root}", flush=True)
+        self.build_drivers(self.config, self.settings, tokenizer)
+        for driver in self.drivers:
+            mode, root = driver.settings.action.mode, driver.writer.store.root
+            print(f"gradloc: on for the {driver.model} ({mode}); events go to {root}", flush=True)
 
     def check_data(self, num_prompts: int) -> None:
         """Once the data is there: whether an analysis has enough of it."""
@@ -107,12 +104,11 @@ class TrainerSide(TrainerParts):
         """Right after the estimator: reweight the advantages."""
         if self.alpha == 0:
             return
-        found = fetch(batch, ["advantages", "old_log_probs", "response_mask"])
-        padded = found.to_padded_tensor()
+        data = fetch(batch, ["advantages", "old_log_probs", "response_mask"])
+        padded = data.to_padded_tensor()
         before, mask = padded["advantages"], padded["response_mask"].bool()
         after = reweight(before, padded["old_log_probs"], self.alpha)
-        fields = {"advantages": response_to_nested(after, found["response_mask"])}
-        put(batch, fields)
+        put(batch, {"advantages": response_to_nested(after, data["response_mask"])})
         metrics["advantage_reweighting/kept_share"] = kept_share(before, after, mask)
 
     def update(self, update: Update, metrics: dict[str, Any]) -> Any:
@@ -130,13 +126,13 @@ class TrainerSide(TrainerParts):
         def update_stage(stage: Stage, keeps_lr_schedule: bool) -> dict[str, Any]:
             fields = {"advantages": whole["advantages"] * stage.mask, STAGE_MASK_KEY: stage.mask.float()}
             put(batch, {name: response_to_nested(values, rows) for name, values in fields.items()})
-            found: dict[str, Any] = {}
-            self._update_once(update, found, stage.name, keeps_lr_schedule)
-            return {name: [value] for name, value in found.items()}
+            of_stage: dict[str, Any] = {}
+            self._update_once(update, of_stage, stage.name, keeps_lr_schedule)
+            return {name: [value] for name, value in of_stage.items()}
 
-        found = self.lopti.update(whole["old_log_probs"], whole["response_mask"], update_stage)
+        of_stages = self.lopti.update(whole["old_log_probs"], whole["response_mask"], update_stage)
         put(batch, {"advantages": data["advantages"]})
-        metrics.update(reduce_metrics(found))
+        metrics.update(reduce_metrics(of_stages))
         return batch
 
     def update_critic(self, update: Update, metrics: dict[str, Any]) -> Any:
@@ -151,13 +147,13 @@ class TrainerSide(TrainerParts):
         if self.spikes is None and self.stabilizers is None and self.lopti is None:
             return update.run(metrics)
         learned = None if self.stabilizers is None else self.stabilizers.to_send
-        told = {"keeps_lr_schedule": keeps_lr_schedule, "learned": learned}
+        given = {"keeps_lr_schedule": keeps_lr_schedule, "learned": learned, "stage": stage or None}
         if self.spikes is not None:
-            return self._watched(self.spikes, _ACTOR, update, metrics, stage, **told)
-        self._through(_ACTOR, update, metrics, replace(self._silent_policy(update, stage), **told))
+            return self._watched(self.spikes, _ACTOR, update, metrics, **given)
+        self._run(_ACTOR, update, metrics, replace(self._silent_policy(update), **given))
         return update.batch
 
-    def _silent_policy(self, update: Update, stage: str) -> Policy:
+    def _silent_policy(self, update: Update) -> Policy:
         """Of an update in which no spike is looked for."""
         actor = self.config.actor_rollout_ref.actor
         rows = actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
@@ -170,55 +166,61 @@ class TrainerSide(TrainerParts):
             thresholds=nothing,
             tau=nothing,
             max_events=0,
-            stage=stage or None,
             update=self._num_updates,
             settings=self.settings,
         )
 
     def _watched(
-        self, driver: VerlDriver, role: _Role, update: Update, metrics: dict[str, Any], stage: str = "", **told: Any
+        self,
+        driver: VerlDriver,
+        workers: _Workers,
+        update: Update,
+        metrics: dict[str, Any],
+        stage: str = "",
+        **given: Any,
     ) -> Any:
         """An update that is looked into, with the events written."""
         trainer, batch = update.trainer, update.batch
         view = view_of(batch, is_critics=driver.model == "critic")
-        dp_size = max(getattr(trainer, role.group)._dispatch_info[role.mesh]) + 1
-        policy = driver.before_batch(view.tensors["response_mask"], trainer.global_steps, dp_size, stage)
+        dp_size = max(getattr(trainer, workers.group)._dispatch_info[workers.mesh]) + 1
+        mask, stage = view.tensors["response_mask"], given.get("stage") or ""
+        policy = driver.before_batch(mask, trainer.global_steps, dp_size, stage)
         put(batch, {ROW_KEY: torch.arange(len(batch.keys)).unsqueeze(-1)})
-        reports = self._through(role, update, metrics, replace(policy, **told))
-        found = reduce_metrics(driver.after_update(reports, view))
-        self._of_updates.setdefault(driver.model, []).append(found)
-        metrics.update(found)
+        reports = self._run(workers, update, metrics, replace(policy, **given))
+        ours = reduce_metrics(driver.after_update(reports, view))
+        self._of_updates.setdefault(driver.model, []).append(ours)
+        metrics.update(ours)
         return batch
 
-    def _through(self, role: _Role, update: Update, metrics: dict[str, Any], policy: Policy) -> list[RankReport]:
+    def _run(self, workers: _Workers, update: Update, metrics: dict[str, Any], policy: Policy) -> list[RankReport]:
         """An update through verl's own method, with a policy; what all processes have to say of it."""
-        group, told = self._watch(update.trainer, role), update.batch.extra_info
-        told[POLICY_KEY] = policy
+        group, extra_info = self._watch(update.trainer, workers), update.batch.extra_info
+        extra_info[POLICY_KEY] = policy
         try:
             update.run(metrics)
         finally:
-            told.pop(POLICY_KEY, None)
-        reports = reports_of(group, role.ask)
-        if role is _ACTOR and self.stabilizers is not None:
+            extra_info.pop(POLICY_KEY, None)
+        reports = reports_of(group, workers.ask)
+        if workers is _ACTOR and self.stabilizers is not None:
             self.stabilizers.after_update(reports[0].learned)
             names = reports[0].metrics
-            found = {name: [value for report in reports for value in report.metrics[name]] for name in names}
-            metrics.update(reduce_metrics(found))
+            ours = {name: [value for report in reports for value in report.metrics[name]] for name in names}
+            metrics.update(reduce_metrics(ours))
         return reports
 
-    def _watch(self, trainer: Any, role: _Role) -> Any:
-        """A model's workers, whose engines are ours from the first time on."""
-        group = getattr(trainer, role.group)
-        if role.group not in self._watched_groups:
-            group.execute_with_func_generator(role.watch)
-            self._watched_groups.add(role.group)
+    def _watch(self, trainer: Any, workers: _Workers) -> Any:
+        """A model's worker group, whose engines are ours from the first time on."""
+        group = getattr(trainer, workers.group)
+        if workers.group not in self._watched_groups:
+            group.execute_with_func_generator(workers.watch)
+            self._watched_groups.add(workers.group)
         return group
 
     def after_metrics(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         """Once verl has computed the step's metrics, before they are logged."""
-        for found in self._of_updates.values():
-            if len(found) > 1:  # of which verl has taken means
-                metrics.update(joined(found))
+        for updates in self._of_updates.values():
+            if len(updates) > 1:  # of which verl has taken means
+                metrics.update(joined(updates))
         self._of_updates = {}
         self.judge(view_of(batch), metrics, global_step)
 

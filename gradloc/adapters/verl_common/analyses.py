@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run that is analysed, from verl's config, and whom a failed analysis may not outlive."""
+"""The gradient analyses and the rollout filter of a trainer of verl's, whatever its version keeps batches in."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from ray.exceptions import RayError
 
+from ...analysis.analyses import Analyses
 from ...analysis.config import BucketSettings, QuartileSettings, read_buckets, read_quartiles
-from ...analysis.reporter import Run
+from ...analysis.reporter import Batch, Run
 from ...rollout_filter.config import FilterSettings, read_filter
 
 FILLER = -1
@@ -24,13 +25,25 @@ def analyses_in(config: Any) -> tuple[BucketSettings | None, QuartileSettings | 
     return None if buckets is None and quartiles is None and chosen.keeps_all else (buckets, quartiles, chosen)
 
 
-def run_of(config: Any, root: str) -> Run:
-    """The run.
+class VerlAnalyses(Analyses):
+    """Filters the rollouts and, at the steps that are due, splits the gradient that they are about to cause.
 
     Args:
         config: the trainer's whole config.
         root: where to write, absolute.
+        settings: from :func:`analyses_in`.
     """
+
+    def __init__(self, config: Any, root: str, settings: tuple):
+        buckets, quartiles, self.chosen = settings
+        super().__init__(_run_of(config, root), buckets, quartiles, self._separate)
+
+    def _separate(self, seed: int) -> Batch:
+        """A batch for the analysis by bucket that no update will see."""
+        raise NotImplementedError
+
+
+def _run_of(config: Any, root: str) -> Run:
     actor = config.actor_rollout_ref.actor
     return Run(
         root=root,
@@ -60,8 +73,8 @@ def refuse_pictures(feature: str, inputs: Iterable[Any]) -> None:
         raise ValueError(f"{feature} does not take batches with multi_modal_inputs yet: switch it off.")
 
 
-def well(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the ranks found.
+def checked(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the ranks measured.
 
     Raises:
         RuntimeError: a rank failed.

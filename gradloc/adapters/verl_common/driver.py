@@ -12,38 +12,33 @@ from ...record.origin import origin
 
 
 def build_driver(config: Any, settings: Any, tokenizer: Any, model: str = "actor") -> "VerlDriver":
-    """The driver of a run.
-
-    Args:
-        config: the trainer's whole config, of any verl.
-        settings: those that hold.
-        tokenizer: the actor's.
-        model: whose updates it is about: ``actor`` or ``critic``.
-    """
+    """The driver of the updates of a run's ``actor`` or ``critic``; ``config`` is the trainer's whole config."""
     from omegaconf import OmegaConf
 
-    trained, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    shared, num_rollouts = config.actor_rollout_ref, config.actor_rollout_ref.rollout.n
+    trained, path, action_key = shared.actor, shared.model.path, "action.mode"
     if model == "critic":
-        trained, settings = config.critic, _of_critic(settings)
+        trained, path, action_key = config.critic, config.critic.model.path, "critic"
+        settings = _of_critic(settings)
     plain: Any = OmegaConf.to_container(trained, resolve=True)
-    whole: Any = OmegaConf.to_container(config)
+    of_run: Any = OmegaConf.to_container(config)
     driver = VerlDriver(
         settings,
         tokenizer=tokenizer,
         run=origin(
             config.trainer.project_name,
             config.trainer.experiment_name,
-            settings=whole,
-            model=(config.critic if model == "critic" else config.actor_rollout_ref).model.path,
+            settings=of_run,
+            model=path,
             estimator=_estimator(config.algorithm),
-            rollouts=rollout.n,
+            rollouts=num_rollouts,
         ),
         trained=plain,
         num_epochs=trained.ppo_epochs,
         model=model,
     )
-    driver.sequences_per_mini_batch = trained.ppo_mini_batch_size * rollout.n
-    driver.action_key = f"actor_rollout_ref.actor.gradloc.{'action.mode' if model == 'actor' else model}"
+    driver.sequences_per_mini_batch = trained.ppo_mini_batch_size * num_rollouts
+    driver.action_key = f"actor_rollout_ref.actor.gradloc.{action_key}"
     return driver
 
 

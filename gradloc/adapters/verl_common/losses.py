@@ -13,22 +13,15 @@ _BY_SEQUENCE = "seq-mean-token-mean"
 
 
 def aggregation_of(config: Any) -> str:
-    """How the policy loss averages its tokens: some take sequences whatever ``loss_agg_mode`` says, and which ones do
-    differs from release to release.
-
-    Args:
-        config: verl's actor config.
-    """
+    """How the policy loss of verl's actor config averages its tokens: some take sequences whatever ``loss_agg_mode``
+    says, and which ones do differs from release to release."""
     by_token, by_sequence = (_policy_loss(config, mode) for mode in ("token-mean", _BY_SEQUENCE))
     return _BY_SEQUENCE if by_token == by_sequence else config.loss_agg_mode
 
 
 def is_of_micro_batch(config: Any) -> bool:
-    """Whether the policy loss is a mean over its micro-batch however large the mini-batch is, as geo_mean's is.
-
-    Args:
-        config: verl's actor config, of an engine that tells the loss how large the mini-batch is.
-    """
+    """Whether the policy loss is a mean over its micro-batch however large the mini-batch is, as geo_mean's is; on an
+    engine that tells the loss how large the mini-batch is."""
     sizes = ({"dp_size": 1, "batch_num_tokens": 4 * times, "global_batch_size": 2 * times} for times in (1, 2))
     once, twice = (_policy_loss(config, config.loss_agg_mode, **of_mini_batch) for of_mini_batch in sizes)
     return once == twice

@@ -8,29 +8,34 @@ from the batch, the copy hands it over instead. Nothing of the loop is written a
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from omegaconf import OmegaConf, open_dict
 
 
-class Prepared(Exception):
+class _Prepared(Exception):
     """Carries the batch out of the loop."""
 
-    def __init__(self, batch: Any):
-        super().__init__("the analysis batch is ready")
-        self.batch = batch
+
+def hand_over(batch: Any, *_: Any) -> NoReturn:
+    """In the place of what learns from the batch."""
+    raise _Prepared(batch)
+
+
+def prepared_by(walk: Callable[[], Any]) -> Any:
+    """The batch that verl's loop hands over."""
+    try:
+        walk()
+    except _Prepared as prepared:
+        return prepared.args[0]
+    raise RuntimeError("verl's training loop ended without offering its batch to the gradient analysis")
 
 
 def drawn_prompts(trainer: Any, num_groups: int, seed: int) -> Any:
-    """Prompts as the trainer's loader would hand them over.
+    """So many prompts as the loader of verl's trainer would hand them over.
 
     They are drawn with a random generator of their own, so the order of the training data stays what it is.
-
-    Args:
-        trainer: verl's, its data loaded.
-        num_groups: prompts.
-        seed: of the draw; one per step.
     """
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(trainer.train_dataset), generator=generator)[:num_groups].tolist()
@@ -47,12 +52,3 @@ def twin_of(trainer: Any, changes: dict[str, Any]) -> Any:
     if hasattr(trainer, "kl_ctrl_in_reward"):
         twin.kl_ctrl_in_reward = copy.deepcopy(trainer.kl_ctrl_in_reward)
     return twin
-
-
-def prepared_by(walk: Callable[[], Any]) -> Any:
-    """The batch that verl's loop was stopped with."""
-    try:
-        walk()
-    except Prepared as prepared:
-        return prepared.batch
-    raise RuntimeError("verl's training loop ended without offering its batch to the gradient analysis")

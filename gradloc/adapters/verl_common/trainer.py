@@ -12,7 +12,7 @@ from ...loop.batch import BatchView
 from ...record.state import load_states, save_states
 from ...reweighting import Lopti
 from ...stabilize.memory import StabilizerMemory
-from .driver import VerlDriver
+from .driver import VerlDriver, build_driver
 
 _WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")
 """verl's advantage estimators that do not compare a prompt's rollouts: equal rewards still teach them something."""
@@ -57,31 +57,31 @@ def limit_of_all(config: Any, grad_clip: Any) -> float | None:
 
 
 class TrainerParts:
-    """The parts that are on; their states lie in one file beside each checkpoint.
+    """The parts that are on; their states lie in one file beside each checkpoint."""
 
-    Args:
-        spikes: localization.
-        critic: the critic's.
-        alpha: of Advantage Reweighting; 0 is off.
-        lopti: the update in two stages.
-        stabilizers: memory of the actor's stabilizers.
-        monitor: the health monitor.
-        analysis: the gradient analyses and the rollout filter.
-    """
+    spikes: VerlDriver | None = None
+    """Of the actor's spikes."""
+    critic: VerlDriver | None = None
+    """Of the critic's."""
 
     def __init__(
         self,
-        spikes: VerlDriver | None = None,
-        critic: VerlDriver | None = None,
         alpha: float = 0.0,
         lopti: Lopti | None = None,
         stabilizers: StabilizerMemory | None = None,
         monitor: Monitor | None = None,
         analysis: Any = None,
     ):
-        self.spikes, self.critic, self.alpha, self.lopti = spikes, critic, alpha, lopti
+        self.alpha, self.lopti = alpha, lopti  # 0 and None: off
         self.stabilizers, self.monitor, self.analysis = stabilizers, monitor, analysis
         self._checkpoint: str | None = None
+
+    def build_drivers(self, config: Any, settings: Any, tokenizer: Any) -> None:
+        """Of the models whose spikes are looked for; see :func:`~.driver.build_driver`."""
+        if settings.enable:
+            self.spikes = build_driver(config, settings, tokenizer)
+        if settings.critic != "off":
+            self.critic = build_driver(config, settings, tokenizer, "critic")
 
     @property
     def drivers(self) -> list[VerlDriver]:
@@ -110,7 +110,7 @@ class TrainerParts:
             self._remember(folder)
 
     def load(self, folder: str) -> None:
-        """Take the states back from a checkpoint; a part that it does not hold, or not as ours, starts anew."""
+        """Take the states back from a checkpoint; a part that it does not hold starts anew."""
         self._remember(folder)
         load_states(self._stateful, folder)
 

@@ -15,13 +15,17 @@ from ...core.gradients import GradientSpace
 from ...core.ranks import Ranks
 from ...loop.localizer import Localizer
 from ...loop.wire import Policy, RankReport
+from ...loop.writer import events_weights_folder
 from ...stabilize.stabilizer import Stabilizer
-from .weights import save_event_weights
+from ...touched import replaced
+from .weights import save_weights
 
 
 class Watch:
-    """The parts that are on, called in the order of the methods; also the model's powers: see
-    :class:`~...loop.localizer.ActorPowers`. An adapter says what verl calls the model's own parts.
+    """The parts that are on, called in the order of the methods.
+
+    It is also what the localizer asks of verl: :class:`~...loop.localizer.ActorPowers`. An adapter says where verl
+    keeps the model, its optimizer, its fp16 scaler and its bound on the norm.
     """
 
     takes_what_is_not_finite = False
@@ -29,7 +33,6 @@ class Watch:
     optimizer: Any
     scaler: Any
     grad_clip: Any
-    """verl's bound on the global norm."""
 
     def __init__(self, settings: Any, ranks: Ranks):
         self.settings, self.ranks = settings, ranks
@@ -38,7 +41,7 @@ class Watch:
         self.weigher = None if self.stabilizer is None else self.stabilizer.weigher
 
     def clip_by_verl(self) -> torch.Tensor:
-        """verl's own clipping of what is in ``.grad``; the norm before it, a scalar."""
+        """Clip ``.grad`` as verl does; returns the norm before, a scalar."""
         raise NotImplementedError
 
     def make_space(self, ranks: Ranks | None) -> GradientSpace:
@@ -78,11 +81,11 @@ class Watch:
             return RankReport(self.ranks.process, learned=learned)
         return self.localizer.report(learned)
 
-    # ---- the model's powers
+    # ---- what the localizer asks of verl
 
     @property
     def clip_limit(self) -> float:
-        return math.inf if self._measures_only else self.grad_clip
+        return math.inf if self._only_measures else self.grad_clip
 
     @property
     def scales_loss(self) -> bool:
@@ -90,21 +93,22 @@ class Watch:
 
     def clip(self) -> torch.Tensor:
         """With ``layer_clip`` nothing is clipped before localization has looked, and the norm is measured instead."""
-        return self.stabilizer.measure() if self._measures_only else self.clip_by_verl()
+        return self.stabilizer.measure() if self._only_measures else self.clip_by_verl()
 
     def save_weights(self, global_step: int) -> str | None:
-        return save_event_weights(self.module, self.settings, global_step, self.ranks)
+        folder = events_weights_folder(self.settings, global_step, self.ranks)
+        return folder if folder is not None and save_weights(self.module, folder, self.ranks) else None
 
     @property
-    def _measures_only(self) -> bool:
+    def _only_measures(self) -> bool:
         return self.stabilizer is not None and self.stabilizer.clips_layers
 
 
 class Clipping:
-    """verl's clipping by a name that one of its modules has imported, and something else in its place for a while.
+    """verl's own clipping, and something else in its place for a while.
 
     Args:
-        holder: the module of verl's that clips: of FSDP1 by the model's own method, of FSDP2 by this function.
+        holder: the module of verl's that clips: FSDP1 by the model's method, FSDP2 by a function that it has imported.
     """
 
     def __init__(self, holder: ModuleType):
@@ -121,11 +125,7 @@ class Clipping:
     @contextmanager
     def replaced(self, module: torch.nn.Module, instead: Callable[[], torch.Tensor]) -> Iterator[None]:
         """While verl clips and then steps: look in between."""
-        if isinstance(module, FSDP1):
-            module.clip_grad_norm_ = lambda max_norm: instead()
-        self._holder.fsdp2_clip_grad_norm_ = lambda parameters, max_norm: instead()
-        try:
+        of_fsdp1 = {"clip_grad_norm_": lambda max_norm: instead()} if isinstance(module, FSDP1) else {}
+        of_fsdp2 = {"fsdp2_clip_grad_norm_": lambda parameters, max_norm: instead()}
+        with replaced(module, **of_fsdp1), replaced(self._holder, **of_fsdp2):
             yield
-        finally:
-            self._holder.fsdp2_clip_grad_norm_ = self._of_fsdp2
-            vars(module).pop("clip_grad_norm_", None)

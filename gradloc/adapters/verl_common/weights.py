@@ -16,31 +16,20 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
 
 from ...core.ranks import PeerFailure, Ranks
-from ...loop.writer import events_weights_folder
 
 logger = logging.getLogger(__name__)
-
-
-def save_event_weights(module: torch.nn.Module, settings: Any, global_step: int, ranks: Ranks) -> str | None:
-    """Save the weights that an event happened at, as ``gradloc.evidence`` asks for it; all ranks call this together.
-
-    Returns:
-        The folder; None where none are to be saved, or could not be, or ``evidence.max_gb`` is reached.
-    """
-    folder = events_weights_folder(settings, global_step, ranks)
-    return folder if folder is not None and save_weights(module, folder, ranks) else None
 
 
 def save_weights(module: torch.nn.Module, folder: str, ranks: Ranks) -> bool:
     """Write this rank's shards, and on the first process what tells verl's readers how to put them together.
 
     Args:
-        module: the actor's, under FSDP1 or FSDP2.
+        module: under FSDP1 or FSDP2.
         folder: absolute; each node writes to its own file system, as with verl's checkpoints.
         ranks: all of them call this together.
 
     Returns:
-        Whether every rank has written; where one has not, the others take back what they wrote.
+        Whether every rank has written; where one has not, the others delete what they wrote.
     """
     size, rank = ranks.num_processes, torch.distributed.get_rank()
     path = os.path.join(folder, f"model_world_size_{size}_rank_{rank}.pt")

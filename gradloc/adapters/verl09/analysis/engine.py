@@ -26,7 +26,7 @@ from ....analysis.quartiles.probe import QUARTILE_KEY, SAMPLE_KEY
 from ....core.ranks import Ranks
 from ....core.step import RngState
 from ...verl_common.losses import aggregation_of, is_of_micro_batch
-from ...verl_common.reports import answer_of
+from ...verl_common.reports import answer
 from ..packed import pack, padded, unpack
 from ..step import device_of, readout_of
 
@@ -66,7 +66,7 @@ def analyze(
 
 def record_of_actor(worker: Any) -> DataProto:
     """Runs in each of the actor's workers: what the last analysis found there."""
-    return answer_of(torch.distributed.get_rank(), worker.actor.engine.analysis_record)
+    return answer(worker.actor.engine.analysis_record)
 
 
 class AnalysisEngine:

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from ...verl_common.separate import Prepared, drawn_prompts, prepared_by, twin_of
+from ...verl_common.separate import drawn_prompts, hand_over, prepared_by, twin_of
 
 
 def prepare_batch(trainer: Any, num_groups: int, group_size: int, seed: int) -> Any:
-    """Roll out and score a batch that no update will see.
+    """Roll out and score a batch that no update will see; the rollout draws from the sampler like any other.
 
-    The rollout draws from the sampler like any other. Its rows lie in verl's queue, until they are cleared from it.
+    Its rows lie in verl's queue until they are cleared from it.
 
     Args:
         trainer: verl's synchronous ``PPOTrainer``, inside a step, its rollouts asleep.
@@ -35,11 +35,7 @@ def prepare_batch(trainer: Any, num_groups: int, group_size: int, seed: int) -> 
     twin.train_dataloader_it = iter([prompts])
     twin.replay_buffer = twin._build_replay_buffer()
     twin.curr_step_profile = False
-    twin._update_critic = twin._update_actor = _hand_over
+    twin._update_critic = twin._update_actor = hand_over
     # verl has dropped the engine's weights after the training batch; the policy is still that of the last step
     trainer.checkpoint_manager.update_weights(trainer.global_steps - 1)
     return prepared_by(lambda: twin.step({}, {}))
-
-
-def _hand_over(batch: Any, metrics: dict[str, Any]) -> None:
-    raise Prepared(batch)

@@ -19,14 +19,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.megatron.pipeline_parallel import make_batch_generator
 
 from ....core.ranks import LostRank
 from ....core.step import RngState, Scheduled
-from ...verl_common.losses import weights_of
+from ....touched import replaced
 from ...verl_common.precise import logit_bytes, precise_linear
 from ..packed import only
 from ..step import FIELDS, EngineStep
@@ -111,23 +110,16 @@ class MegatronStep(EngineStep, Scheduled):
         if self._is_shared:
             return
         source, agree = parallel_state.get_pipeline_model_parallel_last_rank(), self.engine._watch.ranks.agree
-        box = agree(partial(_on, torch.device("cpu"), self._packed))
-        dist.broadcast_object_list(box, src=source, group=_stages())
-        told = self._packed if dist.get_rank() == source else box
-        self._packed = agree(partial(_on, torch.device(get_device_name()), told))
+        sent = agree(partial(_on, torch.device("cpu"), self._packed))
+        dist.broadcast_object_list(sent, src=source, group=_stages())
+        known = self._packed if dist.get_rank() == source else sent
+        self._packed = agree(partial(_on, torch.device(get_device_name()), known))
         self._is_shared = True
 
     def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not self._is_shared and not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return torch.zeros(self.token_mask(micro_batch).shape), None  # the last stage tells
         return super().coefficients(micro_batch)
-
-    def token_weights(self, micro_batch: int) -> torch.Tensor:
-        mask, data, config = self.token_mask(micro_batch), self.micro_batches[micro_batch], self._config
-        told = {name: data[name] for name in ("dp_size", "batch_num_tokens", "global_batch_size")}
-        told["loss_scale_factor"] = config.loss_scale_factor
-        weights = weights_of(mask, lambda losses: agg_loss(losses, mask, config.loss_agg_mode, **told))
-        return weights / self.dp_size
 
     def forward_bytes(self) -> int:
         ids = [micro_batch["input_ids"] for micro_batch in self.micro_batches]
@@ -160,11 +152,11 @@ class MegatronStep(EngineStep, Scheduled):
 
     def _read(self, micro_batch: int, keys: list[str]) -> torch.Tensor:
         """What the pass gave, (keys, B, T): zeros where this is not the last stage, or where it failed."""
-        found = self._outputs.pop(0, {})
+        output = self._outputs.pop(0, {})
         self._outputs.clear()
         try:
-            if found:
-                return torch.stack([self._layout(micro_batch).unpack(found[key]).float() for key in keys])
+            if output:
+                return torch.stack([self._layout(micro_batch).unpack(output[key]).float() for key in keys])
         except Exception as error:  # the other stages wait for what is read
             self.failed(error)
         shape = self.token_mask(micro_batch).shape
@@ -214,11 +206,10 @@ class MegatronStep(EngineStep, Scheduled):
         of_megatron, factor = MoEAuxLossAutoScaler.set_loss_scale, num_micro_batches / self.num_micro_batches
         present = [value.clone() for value in self._routers]
         _copy(self._routers_before, self._routers)
-        MoEAuxLossAutoScaler.set_loss_scale = staticmethod(lambda scale: of_megatron(scale * factor))
         try:
-            yield
+            with replaced(MoEAuxLossAutoScaler, set_loss_scale=staticmethod(lambda scale: of_megatron(scale * factor))):
+                yield
         finally:
-            MoEAuxLossAutoScaler.set_loss_scale = staticmethod(of_megatron)
             _copy(present, self._routers)
 
     def _end(self) -> None:
@@ -263,8 +254,5 @@ def _precise_readout(engine: Any) -> Iterator[None]:
             hidden = gather_from_sequence_parallel_region(hidden)
         return precise_linear(hidden, head.weight if weight is None else weight, head.bias), None
 
-    vars(head)["forward"] = read_out
-    try:
+    with replaced(head, forward=read_out):
         yield
-    finally:
-        vars(head).pop("forward")
