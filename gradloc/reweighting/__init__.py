@@ -3,13 +3,11 @@
 
 from .advantages import ADVANTAGES_BEFORE_KEY, kept_share, reweight
 from .config import AdvantageReweightingConfig, LoptiConfig
-from .stages import KEEPS_LR_SCHEDULE_KEY, STAGE_MASK_KEY, STAGE_NAME_KEY, Lopti, Stage, split
+from .stages import STAGE_MASK_KEY, Lopti, Stage, split
 
 __all__ = [
     "ADVANTAGES_BEFORE_KEY",
-    "KEEPS_LR_SCHEDULE_KEY",
     "STAGE_MASK_KEY",
-    "STAGE_NAME_KEY",
     "AdvantageReweightingConfig",
     "Lopti",
     "LoptiConfig",

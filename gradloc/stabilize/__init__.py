@@ -5,8 +5,3 @@
 layer's gradient by its own history, ``skip_step`` takes no step that is far off the last ones: plain arithmetic, all
 three. ``stabilizer`` is what a trainer's actor calls, ``memory`` the trainer.
 """
-
-__all__ = ["STABILIZER_KEY"]
-
-STABILIZER_KEY = "gradloc_stabilizer"
-"""Meta info on verl 0.7: what was learned, for the first update after a resume."""

@@ -13,7 +13,7 @@ from verl.utils.seqlen_balancing import prepare_dynamic_batch
 from ...analysis.actor import BUCKET_KEY, MicroBatch, Rows, cut_runs
 from ...analysis.measure import measure
 from ...touched import replaced
-from ..verl_common.losses import aggregation_of
+from ..verl_common.analyses import VerlAnalysed
 from .hook import ranks_of
 from .step import readout_of
 
@@ -34,25 +34,15 @@ def analyze(actor: Any, data: DataProto) -> dict[str, Any]:
         return measure(adapted, ranks_of(actor), dict(data.batch), data.meta_info)
 
 
-class AnalysisActor:
-    """The powers that :class:`~...analysis.actor.Actor` names; see there.
-
-    Args:
-        actor: verl's ``DataParallelPPOActor``.
-        temperature: of the rollout.
-    """
+class AnalysisActor(VerlAnalysed):
+    """What the analyses may ask of verl's ``DataParallelPPOActor``; ``temperature`` is the rollout's."""
 
     def __init__(self, actor: Any, temperature: float):
-        self._actor, self._config, self._temperature = actor, actor.config, temperature
+        super().__init__(actor.config, actor.scaler)
+        self._actor, self._temperature = actor, temperature
         self.module, self.optimizer = actor.actor_module, actor.actor_optimizer
         self.device = ranks_of(actor).device
         self.grad_clip = actor.config.grad_clip
-        optional = {"entropy": actor.config.entropy_coeff != 0, "kl": bool(actor.config.use_kl_loss)}
-        self.terms = ("task", *(name for name, is_on in optional.items() if is_on))
-
-    @property
-    def loss_scale(self) -> float:
-        return 1.0 if self._actor.scaler is None else self._actor.scaler.get_scale()
 
     def whole_batch(self) -> AbstractContextManager[None]:
         """While verl's loss is not to be scaled for accumulation."""
@@ -105,9 +95,6 @@ class AnalysisActor:
 
     def share(self, part: MicroBatch, term: str, num_rows: int) -> float:
         return len(part.rows) / num_rows  # verl averages over a micro-batch, and then over these
-
-    def aggregation(self, term: str) -> str:
-        return aggregation_of(self._config) if term == "task" else self._config.loss_agg_mode
 
     def clip(self) -> torch.Tensor:
         return self._actor._clip_grad_norm()

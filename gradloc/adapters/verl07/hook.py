@@ -15,8 +15,7 @@ from verl.utils.device import get_device_id
 from ...config import GradLocConfig
 from ...core.ranks import Ranks
 from ...keys import POLICY_KEY, ROW_KEY
-from ...reweighting import STAGE_MASK_KEY, STAGE_NAME_KEY
-from ...stabilize import STABILIZER_KEY
+from ...reweighting import STAGE_MASK_KEY
 from ..verl_common.watch import Watch
 from .step import ActorStep
 
@@ -53,11 +52,10 @@ class ActorHook(Watch):
 
     def begin_update(self, data: Any) -> list[str]:
         """Take what the driver sent with verl's DataProto; returns the batch keys that the actor must carry along."""
-        self.is_stage, meta = STAGE_MASK_KEY in data.batch.keys(), data.meta_info
-        policy = meta.get(POLICY_KEY)
+        self.is_stage, policy = STAGE_MASK_KEY in data.batch.keys(), data.meta_info.get(POLICY_KEY)
         if self.localizer is not None and policy is None:
             self._note_missing_policy()
-        self.begin(policy, meta.get(STAGE_NAME_KEY, ""), meta.get(STABILIZER_KEY))
+        self.begin(policy)
         return [key for key in (STAGE_MASK_KEY, ROW_KEY) if key in data.batch.keys()]
 
     def _note_missing_policy(self) -> None:

@@ -26,7 +26,7 @@ from ...replay.bundle import Bundle, Entry
 from ...replay.dealt import Replayed
 from ...stabilize.ratio_clip import TokenWeigher
 from ...touched import replaced
-from ..verl_common.loading import actor_config, has_flash_attention, load, require_rollout_log_probs
+from ..verl_common.loading import actor_config, has_flash_attention, load
 from ..verl_common.loading import start_processes as start_processes
 from .step import ActorStep
 
@@ -96,10 +96,8 @@ def build_actor(bundle: Bundle, model_path: str) -> ReplayActor:
         ReplayError: the model cannot be loaded, does not fit the bundle, or would not fit into memory.
     """
     config = _actor_config(bundle)
-    if config.gradloc.stabilize.weighs_tokens:
-        require_rollout_log_probs(bundle)
     dtype = PrecisionType.to_dtype(config.fsdp_config.dtype)
-    module = load(model_path, bundle, dtype).module
+    module = load(model_path, bundle, dtype, config.gradloc.stabilize.weighs_tokens).module
     if config.use_remove_padding or bundle.inputs is not None:
         from verl.models.transformers.monkey_patch import apply_monkey_patch
 

@@ -6,14 +6,15 @@ from typing import Any
 from verl import DataProto
 from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 
-from ...reweighting import KEEPS_LR_SCHEDULE_KEY
+from ...keys import POLICY_KEY
 from ..verl_common.reports import answer
 from .analysis_actor import RECORD_KEY, analyze
 
 
 def keeps_lr_schedule(data: DataProto) -> bool:
     """Whether this update is followed by another one of the same step: Lopti's first stage."""
-    return data.meta_info.get(KEEPS_LR_SCHEDULE_KEY, False)
+    policy = data.meta_info.get(POLICY_KEY)
+    return policy is not None and policy.keeps_lr_schedule
 
 
 def analyze_gradients(worker: Any, data: DataProto) -> DataProto:

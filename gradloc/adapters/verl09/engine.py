@@ -53,7 +53,7 @@ class EngineWatch(Watch):
         if policy.update != self._update:
             self._update, self._num_left = policy.update, len(policy.thresholds)
             self.keeps_lr_schedule, self._metrics = policy.keeps_lr_schedule, {}
-            self.begin(policy, policy.stage or "", policy.learned)
+            self.begin(policy)
         of_training = of_search = loss_function
         if self.weigher is not None:
             of_training = weighed(loss_function, self.weigher, self.stabilizer.note)

@@ -10,6 +10,7 @@ Shapes: B rows of the micro-batch, T response positions, N positions.
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from ...core.step import let_through
 
@@ -54,9 +55,10 @@ def pack(values: torch.Tensor, data: Any) -> torch.Tensor:
     return Layout(data, values.device).pack(values)
 
 
-def unpack(values: torch.Tensor, data: Any) -> torch.Tensor:
-    """:meth:`Layout.unpack`, once."""
-    return Layout(data, values.device).unpack(values)
+def nested_rows(rows: dict[str, list[torch.Tensor]]) -> TensorDict:
+    """verl's TensorDict of these tensors, one for each row, laid end to end."""
+    nested = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
+    return TensorDict(nested, batch_size=len(rows["input_ids"]))
 
 
 def only(packed: torch.Tensor, nested: torch.Tensor) -> torch.Tensor:

@@ -32,9 +32,10 @@ from ...reweighting import STAGE_MASK_KEY
 from ...stabilize.config import SeqClipConfig, StabilizeConfig, TokenClipConfig
 from ...stabilize.ratio_clip import TokenWeigher
 from ...touched import replaced
-from ..verl_common.loading import actor_config, load, require_rollout_log_probs
+from ..verl_common.loading import actor_config, load
 from ..verl_common.loading import start_processes as start_processes
 from .loss import weighed, within_stage
+from .packed import nested_rows
 from .step import EngineStep
 from .touches import check_verl
 
@@ -139,8 +140,7 @@ def _micro_batch(engine: ReplayEngine, bundle: Bundle, entry: Entry) -> TensorDi
         }
         for name, values in row.items():
             rows.setdefault(name, []).append(values)
-    nested = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
-    data = TensorDict(nested, batch_size=entry.end_row - entry.first_row)
+    data = nested_rows(rows)
     if bundle.inputs is not None:
         tu.assign_non_tensor_stack(data, "multi_modal_inputs", bundle.inputs[entry.first_row : entry.end_row])
     tu.assign_non_tensor(
@@ -167,10 +167,9 @@ def build_actor(bundle: Bundle, model_path: str) -> ReplayEngine:
         check_verl("replay")
     except RuntimeError as error:
         raise ReplayError(str(error)) from error
-    if _clips_of(bundle).weighs_tokens:
-        require_rollout_log_probs(bundle)
-    config = _actor_config(bundle)
-    loaded = load(model_path, bundle, _compute_dtype(config.fsdp_config))
+    weighs_tokens, config = _clips_of(bundle).weighs_tokens, _actor_config(bundle)
+    dtype = PrecisionType.to_dtype((config.fsdp_config.mixed_precision or {}).get("param_dtype", "bf16"))  # as verl's
+    loaded = load(model_path, bundle, dtype, weighs_tokens)
     with contextlib.redirect_stdout(io.StringIO()):  # verl prints what it does
         from verl.models.transformers.monkey_patch import apply_monkey_patch
 
@@ -183,11 +182,6 @@ def build_actor(bundle: Bundle, model_path: str) -> ReplayEngine:
             override_config={"attn_implementation": loaded.attention},
         )
         return ReplayEngine(config, model_config, loaded.module)
-
-
-def _compute_dtype(fsdp_config: Any) -> torch.dtype:
-    """As verl's engine reads it."""
-    return PrecisionType.to_dtype((fsdp_config.mixed_precision or {}).get("param_dtype", "bf16"))
 
 
 def _actor_config(bundle: Bundle) -> Any:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's V1 trainers with the driver's side of GradLoc: policies sent with a batch, events taken out of the metrics."""
+"""verl's V1 trainers with the driver's side of GradLoc: policies sent with a batch, the ranks' reports asked for."""
 
 import os
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -16,44 +15,56 @@ from verl.workers.utils.padding import response_to_nested
 
 from ...config import fix_dump_dir, settings_in
 from ...keys import POLICY_KEY, ROW_KEY
+from ...loop.batch import BatchView
 from ...loop.metrics import joined
-from ...loop.wire import Policy, RankReport
+from ...loop.wire import Policy
 from ...names import refuse_unknown_names
-from ...reweighting import STAGE_MASK_KEY, Stage, kept_share, reweight
 from ...stabilize.memory import build_memory
-from ..verl_common.driver import VerlDriver
-from ..verl_common.reports import reports_of
-from ..verl_common.trainer import TrainerParts, build_monitor, reweighting_of
+from ..verl_common.trainer import TrainerParts, Update, Workers, build_monitor, reweighting_of
 from .analysis.trainer import build_analysis
 from .batch import fetch, put, view_of
 from .config import check_critic, check_features
 from .engine import report_of_actor, report_of_model, watch_actor, watch_critic
 from .touches import check_verl
 
-
-class _Workers(NamedTuple):
-    """Of a model: where the trainer keeps its workers, their mesh, and what is run in each of them."""
-
-    group: str
-    mesh: str
-    watch: Callable[[Any], Any]
-    """Once, before the first update."""
-    ask: Callable[[Any], Any]
-    """After each update, for a report."""
+_ACTOR = Workers("actor_rollout_wg", "actor", report_of_actor, watch_actor)
+_CRITIC = Workers("critic_wg", "train", report_of_model, watch_critic)
 
 
-class Update(NamedTuple):
-    """An update of a model that verl is about to make."""
+class KVUpdate(Update):
+    """An update on verl's ``KVBatchMeta``; verl's own method adds to the metrics that it is given."""
 
-    trainer: Any
-    batch: Any
-    """verl's ``KVBatchMeta``."""
-    run: Callable[[dict[str, Any]], Any]
-    """verl's own method, which adds to the metrics that it is given."""
+    num_rows = property(lambda self: len(self.batch.keys))
+    dp_size = property(lambda self: max(self.group._dispatch_info[self.workers.mesh]) + 1)
 
+    def get(self, *names: str) -> list[torch.Tensor]:
+        rows = fetch(self.batch, names).to_padded_tensor()
+        return [rows[name] for name in names]
 
-_ACTOR = _Workers("actor_rollout_wg", "actor", watch_actor, report_of_actor)
-_CRITIC = _Workers("critic_wg", "train", watch_critic, report_of_model)
+    def put(self, **tensors: torch.Tensor) -> None:
+        rows = fetch(self.batch, ["response_mask"])["response_mask"]
+        put(self.batch, {name: response_to_nested(values, rows) for name, values in tensors.items()})
+
+    def view(self) -> BatchView:
+        return view_of(self.batch, is_critics=self.workers is _CRITIC)
+
+    def watch(self) -> None:
+        """Have the engines of the model's workers be ours, from the first time on."""
+        if not hasattr(self.group, "gradloc_is_there"):
+            self.group.execute_with_func_generator(self.workers.watch)
+            self.group.gradloc_is_there = True
+
+    def run(self, policy: Policy) -> dict[str, Any]:
+        self.watch()
+        if policy.kind != "off":
+            put(self.batch, {ROW_KEY: torch.arange(self.num_rows).unsqueeze(-1)})
+        metrics: dict[str, Any] = {}
+        self.batch.extra_info[POLICY_KEY] = policy
+        try:
+            self.of_verl(metrics)
+        finally:
+            self.batch.extra_info.pop(POLICY_KEY, None)
+        return metrics
 
 
 class TrainerSide(TrainerParts):
@@ -69,24 +80,21 @@ class TrainerSide(TrainerParts):
     def __init__(self, config: Any):
         refuse_unknown_names(config)
         self.config = config
-        self.settings = settings_in(config, omega_conf_to_dataclass)
+        settings = settings_in(config, omega_conf_to_dataclass)
         alpha, lopti = reweighting_of(config)
-        analysis = build_analysis(config, self.settings)
-        if check_features(config, self.settings, lopti, analysis):
+        analysis = build_analysis(config, settings)
+        if check_features(config, settings, lopti, analysis):
             check_verl("trainer")
-        fix_dump_dir(config, self.settings.root)
-        if self.settings.critic != "off":
+        fix_dump_dir(config, settings.root)
+        if settings.critic != "off":
             check_critic(config)
         clip = OmegaConf.select(config.actor_rollout_ref.actor, "optim.clip_grad")
-        memory = build_memory(self.settings.stabilize, "actor_rollout_ref.actor.optim.clip_grad", clip)
-        super().__init__(alpha, lopti, memory, build_monitor(config, clip), analysis)
-        self._watched_groups: set[str] = set()
-        self._num_updates = 0
-        self._of_updates: dict[str, list[dict[str, float]]] = {}  # the present step's metrics, by model
+        memory = build_memory(settings.stabilize, "actor_rollout_ref.actor.optim.clip_grad", clip)
+        super().__init__(settings, alpha, lopti, memory, build_monitor(config, clip), analysis)
 
     def begin(self, tokenizer: Any) -> None:
         """Once the tokenizer is there, before the workers are."""
-        self.build_drivers(self.config, self.settings, tokenizer)
+        self.build_drivers(self.config, tokenizer)
         for driver in self.drivers:
             mode, root = driver.settings.action.mode, driver.writer.store.root
             print(f"gradloc: on for the {driver.model} ({mode}); events go to {root}", flush=True)
@@ -102,127 +110,35 @@ class TrainerSide(TrainerParts):
 
     def after_advantages(self, batch: Any, metrics: dict[str, Any]) -> None:
         """Right after the estimator: reweight the advantages."""
-        if self.alpha == 0:
-            return
-        data = fetch(batch, ["advantages", "old_log_probs", "response_mask"])
-        padded = data.to_padded_tensor()
-        before, mask = padded["advantages"], padded["response_mask"].bool()
-        after = reweight(before, padded["old_log_probs"], self.alpha)
-        put(batch, {"advantages": response_to_nested(after, data["response_mask"])})
-        metrics["advantage_reweighting/kept_share"] = kept_share(before, after, mask)
+        if self.alpha != 0:
+            update = KVUpdate(None, _ACTOR, batch, metrics.update)
+            advantages, old_log_probs, mask = update.get("advantages", "old_log_probs", "response_mask")
+            update.put(advantages=self.reweighted(advantages, old_log_probs, mask, metrics))
 
-    def update(self, update: Update, metrics: dict[str, Any]) -> Any:
-        """The actor's update through verl's own method, once or in Lopti's two stages; before it, what is analysed."""
-        batch = update.batch
+    def update(self, update: KVUpdate, metrics: dict[str, Any]) -> Any:
+        """The actor's update; before it, what is analysed."""
         if self.analysis is not None:
-            self._watch(update.trainer, _ACTOR)
-            if self.analysis.run(update.trainer, batch, metrics):
+            update.watch()
+            if self.analysis.run(update.trainer, update.batch, metrics):
                 raise _Ended(metrics)
-        if self.lopti is None:
-            return self._update_once(update, metrics)
-        data = fetch(batch, ["advantages", "old_log_probs", "response_mask"])
-        whole, rows = data.to_padded_tensor(), data["response_mask"]
-
-        def update_stage(stage: Stage, keeps_lr_schedule: bool) -> dict[str, Any]:
-            fields = {"advantages": whole["advantages"] * stage.mask, STAGE_MASK_KEY: stage.mask.float()}
-            put(batch, {name: response_to_nested(values, rows) for name, values in fields.items()})
-            of_stage: dict[str, Any] = {}
-            self._update_once(update, of_stage, stage.name, keeps_lr_schedule)
-            return {name: [value] for name, value in of_stage.items()}
-
-        of_stages = self.lopti.update(whole["old_log_probs"], whole["response_mask"], update_stage)
-        put(batch, {"advantages": data["advantages"]})
-        metrics.update(reduce_metrics(of_stages))
-        return batch
-
-    def update_critic(self, update: Update, metrics: dict[str, Any]) -> Any:
-        """The critic's update, likewise."""
-        if self.critic is None:
-            return update.run(metrics)
-        return self._watched(self.critic, _CRITIC, update, metrics)
-
-    def _update_once(
-        self, update: Update, metrics: dict[str, Any], stage: str = "", keeps_lr_schedule: bool = False
-    ) -> Any:
-        if self.spikes is None and self.stabilizers is None and self.lopti is None:
-            return update.run(metrics)
-        learned = None if self.stabilizers is None else self.stabilizers.to_send
-        given = {"keeps_lr_schedule": keeps_lr_schedule, "learned": learned, "stage": stage or None}
-        if self.spikes is not None:
-            return self._watched(self.spikes, _ACTOR, update, metrics, **given)
-        self._run(_ACTOR, update, metrics, replace(self._silent_policy(update), **given))
+        if not self.is_in_update:
+            return update.of_verl(metrics)
+        _add(self.update_actor(update), metrics)
         return update.batch
-
-    def _silent_policy(self, update: Update) -> Policy:
-        """Of an update in which no spike is looked for."""
-        actor = self.config.actor_rollout_ref.actor
-        rows = actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-        nothing = (None,) * (max(len(update.batch.keys) // rows, 1) * actor.ppo_epochs)
-        self._num_updates += 1
-        return Policy(
-            update.trainer.global_steps,
-            kind="off",
-            num_tokens=(),
-            thresholds=nothing,
-            tau=nothing,
-            max_events=0,
-            update=self._num_updates,
-            settings=self.settings,
-        )
-
-    def _watched(
-        self,
-        driver: VerlDriver,
-        workers: _Workers,
-        update: Update,
-        metrics: dict[str, Any],
-        stage: str = "",
-        **given: Any,
-    ) -> Any:
-        """An update that is looked into, with the events written."""
-        trainer, batch = update.trainer, update.batch
-        view = view_of(batch, is_critics=driver.model == "critic")
-        dp_size = max(getattr(trainer, workers.group)._dispatch_info[workers.mesh]) + 1
-        mask, stage = view.tensors["response_mask"], given.get("stage") or ""
-        policy = driver.before_batch(mask, trainer.global_steps, dp_size, stage)
-        put(batch, {ROW_KEY: torch.arange(len(batch.keys)).unsqueeze(-1)})
-        reports = self._run(workers, update, metrics, replace(policy, **given))
-        ours = reduce_metrics(driver.after_update(reports, view))
-        self._of_updates.setdefault(driver.model, []).append(ours)
-        metrics.update(ours)
-        return batch
-
-    def _run(self, workers: _Workers, update: Update, metrics: dict[str, Any], policy: Policy) -> list[RankReport]:
-        """An update through verl's own method, with a policy; what all processes have to say of it."""
-        group, extra_info = self._watch(update.trainer, workers), update.batch.extra_info
-        extra_info[POLICY_KEY] = policy
-        try:
-            update.run(metrics)
-        finally:
-            extra_info.pop(POLICY_KEY, None)
-        reports = reports_of(group, workers.ask)
-        if workers is _ACTOR and self.stabilizers is not None:
-            self.stabilizers.after_update(reports[0].learned)
-            names = reports[0].metrics
-            ours = {name: [value for report in reports for value in report.metrics[name]] for name in names}
-            metrics.update(reduce_metrics(ours))
-        return reports
-
-    def _watch(self, trainer: Any, workers: _Workers) -> Any:
-        """A model's worker group, whose engines are ours from the first time on."""
-        group = getattr(trainer, workers.group)
-        if workers.group not in self._watched_groups:
-            group.execute_with_func_generator(workers.watch)
-            self._watched_groups.add(workers.group)
-        return group
 
     def after_metrics(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         """Once verl has computed the step's metrics, before they are logged."""
-        for updates in self._of_updates.values():
-            if len(updates) > 1:  # of which verl has taken means
-                metrics.update(joined(updates))
-        self._of_updates = {}
+        for driver in self.drivers:
+            if len(driver.of_step) > 1:  # of which verl has taken means
+                metrics.update(joined(driver.of_step))
         self.judge(view_of(batch), metrics, global_step)
+
+
+def _add(of_update: dict[str, Any], metrics: dict[str, Any]) -> None:
+    """Add an update's metrics to the step's, lists as verl reduces them."""
+    lists = {name: value for name, value in of_update.items() if isinstance(value, list)}
+    metrics.update(of_update)
+    metrics.update(reduce_metrics(lists))
 
 
 class _Ended(Exception):
@@ -276,12 +192,14 @@ class _Watched:
         return batch
 
     def _update_critic(self, batch: Any, metrics: dict) -> Any:
-        update = super()._update_critic
-        return self.gradloc.update_critic(Update(self, batch, lambda found: update(batch, found)), metrics)
+        update = KVUpdate(self, _CRITIC, batch, partial(super()._update_critic, batch))
+        if self.gradloc.critic is None:
+            return update.of_verl(metrics)
+        _add(self.gradloc.update_critic(update), metrics)
+        return batch
 
     def _update_actor(self, batch: Any, metrics: dict) -> Any:
-        update = super()._update_actor
-        return self.gradloc.update(Update(self, batch, lambda found: update(batch, found)), metrics)
+        return self.gradloc.update(KVUpdate(self, _ACTOR, batch, partial(super()._update_actor, batch)), metrics)
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver of a run of verl's: built from verl's config, and told of a batch as verl deals it out."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ...loop.batch import BatchView
 from ...loop.driver import Driver
-from ...loop.wire import Policy
+from ...loop.wire import Policy, RankReport
 from ...record.origin import origin
 
 
@@ -47,6 +49,9 @@ class VerlDriver(Driver):
 
     sequences_per_mini_batch: int
     """Rollouts, over all ranks."""
+    of_step: tuple[dict[str, float], ...] = ()
+    """The metrics of each update of the trainer's present step."""
+    _global_step = -1
 
     def before_batch(self, response_mask: torch.Tensor, global_step: int, dp_size: int, stage: str = "") -> Policy:
         """The policy of the update that comes next.
@@ -57,8 +62,15 @@ class VerlDriver(Driver):
             dp_size: data-parallel ranks.
             stage: which of Lopti's two updates this is; "" for the only one.
         """
+        if global_step != self._global_step:
+            self._global_step, self.of_step = global_step, ()
         num_tokens = tokens_per_mini_batch(response_mask, dp_size, self.sequences_per_mini_batch)
         return self.before_update(num_tokens, global_step, stage)
+
+    def after_update(self, reports: Sequence[RankReport], batch: BatchView) -> dict[str, list[float]]:
+        metrics = super().after_update(reports, batch)
+        self.of_step += ({name: value for name, (value,) in metrics.items()},)
+        return metrics
 
 
 def tokens_per_mini_batch(response_mask: torch.Tensor, dp_size: int, sequences_per_mini_batch: int) -> list[int]:

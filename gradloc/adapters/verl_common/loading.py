@@ -39,16 +39,6 @@ def start_processes() -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def require_rollout_log_probs(bundle: Bundle) -> None:
-    """Refuse a bundle whose run had clips on ratios, and which does not hold what they weighed by.
-
-    Raises:
-        ReplayError: one sentence.
-    """
-    if "rollout_log_probs" not in bundle.tensors:
-        raise ReplayError("batch.safetensors: rollout_log_probs is missing, by which the run's clips weighed its loss.")
-
-
 def has_flash_attention() -> bool:
     from transformers.utils import is_flash_attn_2_available
 
@@ -80,10 +70,8 @@ def actor_config(of_run: dict[str, Any], adapt: Callable[[dict[str, Any]], None]
         adapt(actor)
         return omega_conf_to_dataclass(OmegaConf.create(actor))
     except Exception as error:  # hydra, omegaconf and verl's own checks each raise their own kinds
-        why = str(error.__cause__ or error).strip().splitlines()
-        raise ReplayError(
-            f"meta.json: actor is no config of this verl's actor: {why[0] if why else type(error).__name__}."
-        ) from error
+        why = _first_line(error.__cause__ or error)
+        raise ReplayError(f"meta.json: actor is no config of this verl's actor: {why}.") from error
 
 
 def _targets_in(value: Any) -> set[str]:
@@ -110,12 +98,20 @@ class Loaded:
     is_checkpointing: bool
 
 
-def load(path: str, bundle: Bundle, dtype: torch.dtype) -> Loaded:
+def load(path: str, bundle: Bundle, dtype: torch.dtype, weighs_tokens: bool) -> Loaded:
     """The model at ``path``, which has to fit the bundle and, computing in ``dtype``, this machine's memory.
 
+    Args:
+        path: a Hugging Face model folder, or a checkpoint folder of verl's FSDP workers.
+        bundle: the event.
+        dtype: what the model computes in.
+        weighs_tokens: whether the run's clips on ratios weighed its loss.
+
     Raises:
-        ReplayError: it cannot be loaded, is not the event's, or would not fit.
+        ReplayError: it cannot be loaded, is not the event's, or would not fit; or the bundle lacks what clips need.
     """
+    if weighs_tokens and "rollout_log_probs" not in bundle.tensors:
+        raise ReplayError("batch.safetensors: rollout_log_probs is missing, by which the run's clips weighed its loss.")
     folder, is_checkpoint = _find_model(Path(path))
     described = folder / "huggingface" if is_checkpoint else folder
     outline = _outline_of(described, bundle)
@@ -202,8 +198,8 @@ def _load_model(folder: Path, is_checkpoint: bool, config: Any, attention: str) 
             described = str(folder / "huggingface")
             merger = ModelMergerConfig("merge", "fsdp", local_dir=str(folder), hf_model_config_path=described)
             module = kind.from_config(config, attn_implementation=attention).float()
-            found = module.load_state_dict(_ShardReader(merger).read(), strict=False)
-            missing = set(found.missing_keys) | set(found.unexpected_keys)
+            keys = module.load_state_dict(_ShardReader(merger).read(), strict=False)
+            missing = set(keys.missing_keys) | set(keys.unexpected_keys)
         missing -= set(getattr(module, "_tied_weights_keys", None) or ())
         if missing:
             raise ValueError(f"its config and its weights do not agree on {min(missing)}")
@@ -217,8 +213,11 @@ def _explained(what: str):
     except ReplayError:
         raise
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, AssertionError) as error:
-        why = str(error).strip().splitlines()
-        raise ReplayError(f"{what}: {why[0] if why else type(error).__name__}") from error
+        raise ReplayError(f"{what}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # ---- memory
@@ -258,5 +257,4 @@ def _size(num_bytes: float) -> str:
 def _free_bytes() -> int:
     """What one of this machine's processes may take."""
     name = get_device_name()
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if name == "cpu" else 1
-    return free_bytes(torch.device(name)) // processes
+    return free_bytes(torch.device(name)) // (int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if name == "cpu" else 1)

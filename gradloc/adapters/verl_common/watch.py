@@ -48,11 +48,12 @@ class Watch:
         """The gradient; ``ranks`` hear of it when one fails in its own part of a sum."""
         return GradientSpace(self.module, ranks)
 
-    def begin(self, policy: Policy | None, stage: str = "", learned: Any = None) -> None:
-        """Before the first micro-batch of an update; see :meth:`~...stabilize.stabilizer.Stabilizer.begin_update`."""
+    def begin(self, policy: Policy | None) -> None:
+        """Before the first micro-batch of an update; None where the trainer has sent no policy."""
         if self.localizer is not None:
             self.localizer.begin_update(policy, self.make_space(self.ranks))
         if self.stabilizer is not None:
+            stage, learned = ("", None) if policy is None else (policy.stage or "", policy.learned)
             self.stabilizer.begin_update(self.make_space(None), stage, learned)
 
     def after_backward(self) -> None:

@@ -25,9 +25,10 @@ from ....analysis.measure import measure
 from ....analysis.quartiles.probe import QUARTILE_KEY, SAMPLE_KEY
 from ....core.ranks import Ranks
 from ....core.step import RngState
-from ...verl_common.losses import aggregation_of, is_of_micro_batch
+from ...verl_common.analyses import VerlAnalysed
+from ...verl_common.losses import is_of_micro_batch
 from ...verl_common.reports import answer
-from ..packed import pack, padded, unpack
+from ..packed import Layout, pack, padded
 from ..step import device_of, readout_of
 
 ASKED_KEY = "gradloc_analysis"
@@ -51,42 +52,32 @@ class Asked:
 def analyze(
     engine: Any, data: Any, loss_function: Any, clip: Callable[[], torch.Tensor], request: dict[str, Any]
 ) -> dict[str, Any]:
-    """Split the gradient of a batch: see :func:`~....analysis.measure.measure`.
-
-    Args:
-        engine: verl's ``FSDPEngineWithLMHead``.
-        data: this rank's rows, verl's TensorDict.
-        loss_function: training's.
-        clip: verl's own clipping of ``.grad``; returns the norm before it.
-        request: what is asked for.
-    """
+    """Split the gradient of a batch: see :func:`~....analysis.measure.measure`, and below."""
     adapted = AnalysisEngine(engine, data, loss_function, clip)
     return measure(adapted, Ranks(device=device_of()), adapted.rows, request)
 
 
 def record_of_actor(worker: Any) -> DataProto:
-    """Runs in each of the actor's workers: what the last analysis found there."""
+    """Runs in each of the actor's workers: what the last analysis measured there."""
     return answer(worker.actor.engine.analysis_record)
 
 
-class AnalysisEngine:
-    """The powers that :class:`~....analysis.actor.Actor` names; see there.
+class AnalysisEngine(VerlAnalysed):
+    """What the analyses may ask of verl's engine.
 
     Args:
-        engine: verl's.
-        data: this rank's rows.
+        engine: verl's ``FSDPEngineWithLMHead``.
+        data: this rank's rows, verl's TensorDict.
         loss_function: training's, with the actor's config bound to it.
-        clip: verl's own.
+        clip: verl's own clipping of ``.grad``; returns the norm before it.
     """
 
     def __init__(self, engine: Any, data: Any, loss_function: Any, clip: Callable[[], torch.Tensor]):
+        super().__init__(loss_function.keywords["config"], engine.scaler)
         self._engine, self._data, self._loss_function = engine, data, loss_function
-        self._config = loss_function.keywords["config"]
         self.module, self.optimizer, self.clip = engine.module, engine.optimizer, clip
         self.device = torch.device(device_of())
         self.grad_clip = engine.optimizer_config.clip_grad
-        optional = {"entropy": self._config.entropy_coeff != 0, "kl": bool(self._config.use_kl_loss)}
-        self.terms = ("task", *(name for name, is_on in optional.items() if is_on))
         self.rows = self._padded_rows()
         self._ranks = Ranks(device=device_of())
         is_real = self.rows[BUCKET_KEY] >= 0
@@ -107,11 +98,6 @@ class AnalysisEngine:
         self._width = max(values.shape[1] for key, values in rows.items() if key in (QUARTILE_KEY, "response_mask"))
         rows["response_mask"] = self._widened(rows["response_mask"])
         return rows
-
-    @property
-    def loss_scale(self) -> float:
-        scaler = self._engine.scaler
-        return 1.0 if scaler is None else scaler.get_scale()
 
     def micro_batches(self, rows: Rows) -> Iterator[MicroBatch]:
         engine, config = self._engine, self._config
@@ -141,18 +127,19 @@ class AnalysisEngine:
         )
 
     def forward(self, inputs: Rows, with_entropy: bool | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        found: dict[str, torch.Tensor] = {}
+        output: dict[str, torch.Tensor] = {}
 
         def keep(model_output: dict[str, torch.Tensor], **_: Any) -> tuple[torch.Tensor, dict]:
-            found.update(model_output)
+            output.update(model_output)
             return torch.zeros(()), {}
 
         data = self._of(inputs)
         wants = self._config.calculate_entropy or "entropy" in self.terms if with_entropy is None else with_entropy
         tu.assign_non_tensor(data, calculate_entropy=bool(wants))
         FSDPEngineWithLMHead.forward_step(self._engine, data, keep, forward_only=False)
-        values = [found.get(name) for name in ("log_probs", "entropy")]
-        log_prob, entropy = (None if each is None else self._widened(unpack(each.values(), data)) for each in values)
+        unpack = Layout(data, self.device).unpack
+        values = [output.get(name) for name in ("log_probs", "entropy")]
+        log_prob, entropy = (None if each is None else self._widened(unpack(each.values())) for each in values)
         return log_prob, entropy
 
     def log_prob(self, inputs: Rows) -> torch.Tensor:
@@ -192,8 +179,7 @@ class AnalysisEngine:
         return len(part.rows) / num_rows
 
     def aggregation(self, term: str) -> str:
-        mode = aggregation_of(self._config) if term == "task" else self._config.loss_agg_mode
-        return mode.removesuffix("-norm")  # this verl's is a mean over sequences, divided by a constant
+        return super().aggregation(term).removesuffix("-norm")  # here a mean over sequences, divided by a constant
 
     # ---- inside
 

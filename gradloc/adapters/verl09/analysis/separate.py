@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ...verl_common.separate import drawn_prompts, hand_over, prepared_by, twin_of
+from ...verl_common.analyses import drawn_prompts, hand_over, prepared_by, twin_of
 
 
 def prepare_batch(trainer: Any, num_groups: int, group_size: int, seed: int) -> Any:
