@@ -184,7 +184,7 @@ def filter_rows(rewards: list[float], per_group: int, dump_dir: str, overrides: 
 
 def prepare_separate(dump_dir: str) -> dict[str, Any]:
     """verl's loop on a twin: what the twin sees, and what the trainer looks like afterwards."""
-    from verl.gradloc.adapters.verl07.analysis_batch import prepare_batch
+    from verl.gradloc.adapters.verl07.analysis_trainer import prepare_batch
 
     trainer = StandIn([*ON, "trainer.gradient_analysis_env_groups=4", "trainer.n_gpus_per_node=1"], dump_dir)
     trainer.train_dataset = list(range(100, 200))

@@ -90,8 +90,8 @@ def refuse(trainer: Any, settings: GradLocConfig | None) -> None:
         (not trainer._is_vlm, "model", "a model of text (pictures were not tried)", "one of pictures and text"),
         (not views, "gradient_as_bucket_view", "false (a probe would overwrite the gradient that is set aside)", views),
     )  # fmt: skip
-    for is_met, key, expected, found in needs:
-        require(is_met, key, f'{expected} with gradloc; gradloc="off" trains without', found)
+    for is_met, key, expected, value in needs:
+        require(is_met, key, f'{expected} with gradloc; gradloc="off" trains without', value)
 
 
 def _named_ours(make: Any, *given: Any) -> Any:

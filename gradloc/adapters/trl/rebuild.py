@@ -44,14 +44,7 @@ def start_processes() -> None:
 
 
 class ReplayStep(Replayed, TrlStep):
-    """The event's step, as far as the bundle holds it: this process's micro-batches.
-
-    Args:
-        actor: from :func:`build_actor`.
-        bundle: the event.
-        places: this process's micro-batches, from :func:`deal`.
-        tick: called after every forward.
-    """
+    """The event's step, as far as the bundle holds it: this process's micro-batches, see :class:`Replayed`."""
 
     def __init__(self, actor: Any, bundle: Bundle, places: list[Entry | None], tick: Callable[[], Any]):
         trainer = actor.trainer

@@ -163,8 +163,8 @@ def attach(trainer: Any, gradloc: Any = None, health: Any = None) -> None:
         ValueError: one sentence that says why it cannot look into this run.
     """
     if not isinstance(trainer, trl.GRPOTrainer | trl.RLOOTrainer):
-        found = f"{type(trainer).__module__}.{type(trainer).__name__}"
-        raise ValueError(f"gradloc.trl.attach takes a trainer of TRL's GRPO or RLOO, found a {found}.")
+        name = f"{type(trainer).__module__}.{type(trainer).__name__}"
+        raise ValueError(f"gradloc.trl.attach takes a trainer of TRL's GRPO or RLOO, found a {name}.")
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (Watched, kind), {"__module__": kind.__module__})
     trainer._start(gradloc, health)

@@ -127,10 +127,10 @@ class Watch:
         taken = localizer.before_step(_whole(norm), ranks.sent_by(0, policy))
         localizer.end_update()
         is_written = any(spike.is_written for spike in localizer.outcomes)
-        told = ranks.gather_first((localizer.report(), rows_of(step) if is_written else brief_of(step)))
+        by_rank = ranks.gather_first((localizer.report(), rows_of(step) if is_written else brief_of(step)))
         metrics: dict[str, float] = {}
-        if told is not None:
-            reports, rows = zip(*told, strict=True)
+        if by_rank is not None:
+            reports, rows = zip(*by_rank, strict=True)
             if is_written:
                 self.driver.teller.trackers = _trackers_of(self.trainer)
             of_step = self.driver.after_update(reports, view_of(rows) if is_written else brief_view(rows))

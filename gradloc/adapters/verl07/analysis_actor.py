@@ -14,8 +14,8 @@ from ...analysis.actor import BUCKET_KEY, MicroBatch, Rows, cut_runs
 from ...analysis.measure import measure
 from ...touched import replaced
 from ..verl_common.analyses import VerlAnalysed
+from ..verl_common.precise import readout_of
 from .hook import ranks_of
-from .step import readout_of
 
 RECORD_KEY = "gradloc_analysis"
 """Among a worker's metrics: what it measured."""
@@ -23,12 +23,8 @@ _INDEX_KEY = "gradloc_analysis_row"
 
 
 def analyze(actor: Any, data: DataProto) -> dict[str, Any]:
-    """Split the gradient of a batch: :func:`~...analysis.measure.measure`.
-
-    Args:
-        actor: verl's ``DataParallelPPOActor``.
-        data: this rank's rows; meta info ``temperature``, and what is asked for.
-    """
+    """Split the gradient of this rank's rows: :func:`~...analysis.measure.measure`. Their meta info has ``temperature``
+    and what is asked for."""
     adapted = AnalysisActor(actor, data.meta_info["temperature"])
     with adapted.whole_batch():
         return measure(adapted, ranks_of(actor), dict(data.batch), data.meta_info)
@@ -63,25 +59,20 @@ class AnalysisActor(VerlAnalysed):
     def _cut(self, mini_batch: DataProto) -> list[DataProto]:
         """Cut as verl's ``update_policy`` does."""
         if self._config.use_dynamic_bsz:
-            return prepare_dynamic_batch(mini_batch, max_token_len=self._max_tokens)[0]
+            return prepare_dynamic_batch(mini_batch, max_token_len=self._config.ppo_max_token_len_per_gpu)[0]
         return mini_batch.split(self._config.ppo_micro_batch_size_per_gpu)
-
-    @property
-    def _max_tokens(self) -> int:
-        return self._config.ppo_max_token_len_per_gpu * self._actor.ulysses_sequence_parallel_size
 
     def runs(self, lengths: torch.Tensor) -> list[list[int]]:
         config = self._config
-        return cut_runs(
-            lengths, self._max_tokens if config.use_dynamic_bsz else None, config.ppo_micro_batch_size_per_gpu
-        )
+        num_tokens = config.ppo_max_token_len_per_gpu if config.use_dynamic_bsz else None
+        return cut_runs(lengths, num_tokens, config.ppo_micro_batch_size_per_gpu)
 
     def forward(self, inputs: Rows, with_entropy: bool | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         entropy, log_prob = self._actor._forward_for_loss(inputs, self._temperature, with_entropy)
         return log_prob, entropy
 
     def log_prob(self, inputs: Rows) -> torch.Tensor:
-        with torch.no_grad(), readout_of(self._actor):
+        with torch.no_grad(), readout_of(self.module, self._actor.param_dtype, self._actor.use_fused_kernels):
             return self.forward(inputs, with_entropy=False)[0]
 
     def loss_terms(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient analyses and the rollout filter in verl's trainer."""
 
+import copy
 import math
 from typing import Any, Optional
 
@@ -15,10 +16,19 @@ from ...analysis.reporter import Batch
 from ...rollout_filter.choose import kept_groups
 from ...rollout_filter.groups import groups_of
 from ...rollout_filter.rank import advantage_scale
-from ..verl_common.analyses import FILLER, VerlAnalyses, analyses_in, checked, refuse_pictures
+from ..verl_common.analyses import (
+    FILLER,
+    VerlAnalyses,
+    analyses_in,
+    checked,
+    drawn_prompts,
+    hand_over,
+    prepared_by,
+    refuse_pictures,
+    twin_of,
+)
 from ..verl_common.needs import BUCKETS, QUARTILES
 from .analysis_actor import RECORD_KEY
-from .analysis_batch import prepare_batch
 from .refusals import check_run, settings_of
 
 _FILTER_KEY = "gradloc_filter"
@@ -94,17 +104,8 @@ class Analysis(VerlAnalyses):
         return batch, rewards, {key: batch.non_tensor_batch[key].tolist() for key in extras}
 
     def run(self, trainer: Any, batch: DataProto, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
-        """Scale the filtered batch's advantages, and analyse where the step is due.
-
-        Args:
-            trainer: verl's trainer, just before the actor's update.
-            batch: the training batch, with advantages; not changed by the analyses.
-            metrics: of the step; added to.
-            timing_raw: of the step; added to.
-
-        Returns:
-            Whether the run is to end here.
-        """
+        """Just before the actor's update: scale the filtered batch's advantages, and analyse where the step is due.
+        Adds to the step's metrics and timings; returns whether the run is to end here."""
         self._trainer = trainer
         self._scale_advantages(batch)
         return self.analyse(lambda feature: self._seen(batch, feature), trainer.global_steps, metrics, timing_raw)
@@ -153,3 +154,36 @@ def _ask_workers(
             data.batch[key][-num_filling:] = FILLER
     data.meta_info = {"temperature": trainer.config.actor_rollout_ref.rollout.temperature, **meta_info}
     return checked(trainer.actor_rollout_wg.analyze_gradients(data).meta_info["metrics"][RECORD_KEY])
+
+
+def prepare_batch(trainer: Any, num_groups: int, group_size: int, seed: int) -> Any:
+    """Roll out and score a batch that no update will see; the rollout draws from the sampler like any other.
+
+    Args:
+        trainer: verl's ``RayPPOTrainer``, inside a step.
+        num_groups: prompts.
+        group_size: rollouts per prompt.
+        seed: of the prompts' draw; one per step.
+
+    Returns:
+        The batch with advantages, filtered as training batches are.
+    """
+    prompts = drawn_prompts(trainer, num_groups, seed)
+    changes = {
+        "actor_rollout_ref.rollout.n": group_size,
+        "actor_rollout_ref.rollout.skip_rollout": False,
+        "trainer.logger": [],
+        "trainer.critic_warmup": 0,
+        "trainer.val_before_train": False,
+        "trainer.total_epochs": trainer.global_steps + 1,
+        "global_profiler.steps": None,
+    }
+    twin = twin_of(trainer, changes)
+    twin.train_dataloader = [prompts]
+    twin.val_reward_fn = None
+    # fit() counts from what the checkpoint says to the step that comes after it
+    twin._load_checkpoint = lambda: setattr(twin, "global_steps", trainer.global_steps - 1)
+    twin.gradloc = copy.copy(trainer.gradloc)
+    twin.gradloc.analyze = lambda trainer, batch, *_: hand_over(batch)
+    twin._update_critic = hand_over
+    return prepared_by(twin.fit)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from verl.trainer.ppo import core_algos
-from verl.utils.device import get_device_id
 from verl.workers.critic import DataParallelPPOCritic, dp_critic
 
 from ...core.ranks import Ranks
@@ -18,7 +17,7 @@ from ...loop.wire import Policy, RankReport
 from ...touched import replaced
 from ..verl_common.losses import weights_of
 from ..verl_common.precise import precise_readout
-from ..verl_common.watch import Clipping, Watch
+from ..verl_common.watch import Clipping, Watch, device_of
 
 _CLIPPING = Clipping(dp_critic)
 
@@ -54,8 +53,7 @@ class CriticWatch(Watch):
 
     def __init__(self, critic: DataParallelPPOCritic, settings: Any):
         self.critic = critic
-        device = get_device_id() if critic.device_name != "cpu" else "cpu"
-        super().__init__(settings, Ranks(device=device))
+        super().__init__(settings, Ranks(device=device_of()))
         self._step: CriticStep | None = None
 
     @contextmanager

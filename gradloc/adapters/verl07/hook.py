@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 
-from verl.utils.device import get_device_id
-
 from ...config import GradLocConfig
 from ...core.ranks import Ranks
 from ...keys import POLICY_KEY, ROW_KEY
 from ...reweighting import STAGE_MASK_KEY
-from ..verl_common.watch import Watch
+from ..verl_common.watch import Watch, device_of
 from .step import ActorStep
 
 logger = logging.getLogger(__name__)
@@ -29,8 +27,7 @@ def build_hook(actor: Any) -> "ActorHook":
 
 def ranks_of(actor: Any) -> Ranks:
     """The data-parallel ranks of verl's actor."""
-    device = get_device_id() if actor.device_name != "cpu" else "cpu"
-    return Ranks(device=device, replicas=actor.ulysses_sequence_parallel_size)
+    return Ranks(device=device_of(), replicas=actor.ulysses_sequence_parallel_size)
 
 
 class ActorHook(Watch):

@@ -24,9 +24,10 @@ from ...core.gradients import GradientSpace
 from ...keys import ROW_KEY
 from ...replay.bundle import Bundle, Entry
 from ...replay.dealt import Replayed
+from ...stabilize.config import StabilizeConfig
 from ...stabilize.ratio_clip import TokenWeigher
 from ...touched import replaced
-from ..verl_common.loading import actor_config, has_flash_attention, load
+from ..verl_common.loading import actor_config, clips_of, has_flash_attention, load
 from ..verl_common.loading import start_processes as start_processes
 from .step import ActorStep
 
@@ -34,13 +35,13 @@ from .step import ActorStep
 class ReplayActor(DataParallelPPOActor):
     """verl's actor with the run's loss weights, whatever it runs on now."""
 
-    def __init__(self, config: Any, module: torch.nn.Module, dp_size: int):
+    def __init__(self, config: Any, clips: StabilizeConfig, module: torch.nn.Module, dp_size: int):
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its settings
             super().__init__(config, module)
         if not config.use_dynamic_bsz:
             self.gradient_accumulation = config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu
-        if config.gradloc.stabilize.weighs_tokens:  # the weights are part of the loss, other stabilizers are not
-            self.gradloc.weigher = TokenWeigher(config.gradloc.stabilize)
+        if clips.weighs_tokens:
+            self.gradloc.weigher = TokenWeigher(clips)
         self._processes_per_rank = dist.get_world_size() / dp_size
 
     def _loss_scale_factor(self, response_mask):
@@ -48,14 +49,7 @@ class ReplayActor(DataParallelPPOActor):
 
 
 class ReplayStep(Replayed, ActorStep):
-    """The event's step, as far as the bundle holds it: this process's micro-batches.
-
-    Args:
-        actor: from :func:`build_actor`.
-        bundle: the event.
-        places: this process's micro-batches, from :func:`~...replay.dealt.deal`.
-        tick: called after every forward.
-    """
+    """The event's step, as far as the bundle holds it: this process's micro-batches, see :class:`Replayed`."""
 
     def __init__(self, actor: ReplayActor, bundle: Bundle, places: list[Entry | None], tick: Callable[[], Any]):
         self.places, self._tick = places, tick
@@ -97,20 +91,17 @@ def build_actor(bundle: Bundle, model_path: str) -> ReplayActor:
     """
     config = _actor_config(bundle)
     dtype = PrecisionType.to_dtype(config.fsdp_config.dtype)
-    module = load(model_path, bundle, dtype, config.gradloc.stabilize.weighs_tokens).module
+    clips, module = clips_of(bundle), load(model_path, bundle, dtype)
     if config.use_remove_padding or bundle.inputs is not None:
         from verl.models.transformers.monkey_patch import apply_monkey_patch
 
         with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does
             apply_monkey_patch(model=module, use_remove_padding=config.use_remove_padding, ulysses_sp_size=1)
-    return ReplayActor(config, _place(module, config, dtype), bundle.dp_size)
+    return ReplayActor(config, clips, _place(module, config, dtype), bundle.dp_size)
 
 
 def _actor_config(bundle: Bundle) -> Any:
     given = {key: value for key, value in bundle.meta.actor.items() if key != "gradloc"}
-    of_run = bundle.meta.actor.get("gradloc")
-    if isinstance(of_run, dict) and "stabilize" in of_run:  # of gradloc's own settings, only these are part of the loss
-        given["gradloc"] = {"stabilize": of_run["stabilize"]}
 
     def adapt(actor: dict[str, Any]) -> None:
         # as verl's worker normalises them: the config counts prompts over all ranks, the actor sequences of one

@@ -18,15 +18,8 @@ def keeps_lr_schedule(data: DataProto) -> bool:
 
 
 def analyze_gradients(worker: Any, data: DataProto) -> DataProto:
-    """Split the batch's gradient by bucket and loss term, or by probability quartile; the actor stays as it was.
-
-    Args:
-        worker: verl's ``ActorRolloutRefWorker`` with an actor.
-        data: this rank's rows.
-
-    Returns:
-        What this rank measured, among the metrics.
-    """
+    """Split the gradient of this rank's rows by bucket and loss term, or by probability quartile; the actor of verl's
+    ``ActorRolloutRefWorker`` stays as it was. What was measured comes among the metrics."""
     if worker._is_offload_param:
         load_fsdp_model_to_gpu(worker.actor_module_fsdp)
     with worker.ulysses_sharding_manager:

@@ -25,20 +25,21 @@ from ..verl_common.needs import (
     STABILIZE,
     WHOLE_SEQUENCES,
     features_on,
+    only,
 )
 from .touches import check_verl
 
 _SPIKES = f"{ACTOR}.gradloc.enable"
 _FILTER = "actor_rollout_ref.rollout.rollout_filter_value"
 _NO_DERIVATIVE = "its gradient is not the derivative of its forward"
-_V1 = Requirement("trainer.use_v1", (True,), True, "true", "it hangs on the V1 trainers")
+_V1 = only("trainer.use_v1", True, "it hangs on the V1 trainers")
 _FSDP_OR_MEGATRON = replace(FSDP, allowed=(*FSDP.allowed, "megatron"), expected="fsdp, fsdp2 or megatron")
 _ENGINE = (
     _V1,
-    Requirement(f"{ACTOR}.use_prefix_grouper", (False,), False, "false", "its forward is another one"),
-    Requirement(f"{ACTOR}.qat.enable", (False,), False, "false", _NO_DERIVATIVE),
-    Requirement(f"{ACTOR}.fsdp_config.qat.enable", (False,), False, "false", _NO_DERIVATIVE),
-    Requirement("distillation.enabled", (False,), False, "false", "its loss is another one"),
+    only(f"{ACTOR}.use_prefix_grouper", False, "its forward is another one"),
+    only(f"{ACTOR}.qat.enable", False, _NO_DERIVATIVE),
+    only(f"{ACTOR}.fsdp_config.qat.enable", False, _NO_DERIVATIVE),
+    only("distillation.enabled", False, "its loss is another one"),
 )
 _WHOLE_SEQUENCES = (
     WHOLE_SEQUENCES,
@@ -51,9 +52,7 @@ _MEAN = Requirement(
     "one of verl's means",
     "its parts are parts of a mean",
 )
-_IN_ORDER = Requirement(
-    f"{ACTOR}.shuffle", (False,), False, "false", "the trainer must know which mini-batch a row is in"
-)
+_IN_ORDER = only(f"{ACTOR}.shuffle", False, "the trainer must know which mini-batch a row is in")
 _NEEDS = {
     **needs.NEEDS,
     _SPIKES: (_FSDP_OR_MEGATRON, *_ENGINE, _IN_ORDER, *SEARCHABLE),
@@ -65,8 +64,8 @@ _NEEDS = {
 _MEGATRON = f"{ACTOR}.megatron"
 _MEGATRON_NEEDS = (
     *(
-        Requirement(key, (allowed,), allowed, str(allowed).lower(), "no search was run with it on Megatron")
-        for key, allowed in {
+        only(key, value, "no search was run with it on Megatron")
+        for key, value in {
             f"{_MEGATRON}.context_parallel_size": 1,
             f"{_MEGATRON}.dynamic_context_parallel": False,
             f"{_MEGATRON}.use_megatron_fsdp": False,
@@ -80,13 +79,11 @@ _MEGATRON_NEEDS = (
             "actor_rollout_ref.model.mtp.enable": False,
         }.items()
     ),
-    Requirement(f"{_MEGATRON}.qat.enable", (False,), False, "false", _NO_DERIVATIVE),
-    Requirement(
-        f"{ACTOR}.gradloc.evidence.checkpoint", ("off",), "off", "off", "weights are saved in FSDP's format alone"
-    ),
+    only(f"{_MEGATRON}.qat.enable", False, _NO_DERIVATIVE),
+    only(f"{ACTOR}.gradloc.evidence.checkpoint", "off", "weights are saved in FSDP's format alone"),
 )
-_ONE_STAGE = Requirement(
-    f"{_MEGATRON}.pipeline_model_parallel_size", (1,), 1, "1", "the first stage has no log-probs to tell the clips of"
+_ONE_STAGE = only(
+    f"{_MEGATRON}.pipeline_model_parallel_size", 1, "the first stage has no log-probs to tell the clips of"
 )
 
 

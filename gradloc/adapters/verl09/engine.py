@@ -20,10 +20,10 @@ from ...keys import POLICY_KEY
 from ...loop.wire import Policy, RankReport
 from ...stabilize.ratio_clip import TokenWeigher
 from ..verl_common.reports import answer
-from ..verl_common.watch import Clipping, Watch
+from ..verl_common.watch import Clipping, Watch, device_of
 from .analysis.engine import ASKED_KEY, analyze
 from .loss import weighed, within_stage
-from .step import CriticStep, EngineStep, device_of
+from .step import CriticStep, EngineStep
 
 CLIPPING = Clipping(transformer_impl)
 
@@ -160,7 +160,7 @@ class GradLocEngine(WatchedFSDP, FSDPEngineWithLMHead):
     """verl's engine of the actor; asked for an analysis of a batch, it does that in place of verl's forward."""
 
     analysis_record: Any = None
-    """What the last analysis found on this rank."""
+    """What the last analysis measured on this rank."""
 
     def infer_batch(self, data: Any, loss_function: Callable | None = None) -> Any:
         asked = tu.get_non_tensor_data(data=data, key=ASKED_KEY, default=None)

@@ -24,13 +24,8 @@ _WEIGHTS = "rollout_is_weights"
 
 
 def weighed(loss_function: partial, weigher: TokenWeigher, note: Callable[[Mapping[str, float]], Any]) -> partial:
-    """A loss whose tokens count as the clips on ratios say.
-
-    Args:
-        loss_function: verl's ``ppo_loss`` with the actor's config bound to it.
-        weigher: of the clips.
-        note: is told what they did with a micro-batch.
-    """
+    """verl's ``ppo_loss``, the actor's config bound to it, with tokens that count as the clips on ratios say; ``note``
+    is told what these did with a micro-batch."""
     return partial(_weighed_loss, loss_function.func, weigher, note, **loss_function.keywords)
 
 

@@ -29,10 +29,9 @@ from ...keys import ROW_KEY
 from ...replay.bundle import Bundle, Entry, ReplayError
 from ...replay.dealt import Replayed
 from ...reweighting import STAGE_MASK_KEY
-from ...stabilize.config import SeqClipConfig, StabilizeConfig, TokenClipConfig
 from ...stabilize.ratio_clip import TokenWeigher
 from ...touched import replaced
-from ..verl_common.loading import actor_config, load
+from ..verl_common.loading import actor_config, clips_of, load
 from ..verl_common.loading import start_processes as start_processes
 from .loss import weighed, within_stage
 from .packed import nested_rows
@@ -51,27 +50,12 @@ class ReplayEngine(FSDPEngineWithLMHead):
 
     def __init__(self, config: Any, model_config: HFModelConfig, module: torch.nn.Module):
         super().__init__(model_config, config.fsdp_config, config.optim, CheckpointConfig())
-        self.config = config
-        self.module = self._build_fsdp_module(module)
-
-    @property
-    def device_name(self) -> str:
-        return get_device_name()
-
-    @property
-    def actor_module(self) -> torch.nn.Module:
-        return self.module
+        self.config, self.device_name = config, get_device_name()
+        self.module = self.actor_module = self._build_fsdp_module(module)
 
 
 class ReplayStep(Replayed, EngineStep):
-    """The event's step, as far as the bundle holds it: this process's micro-batches.
-
-    Args:
-        engine: from :func:`build_actor`.
-        bundle: the event.
-        places: this process's micro-batches, from :func:`~...replay.dealt.deal`.
-        tick: called after every forward.
-    """
+    """The event's step, as far as the bundle holds it: this process's micro-batches, see :class:`Replayed`."""
 
     def __init__(self, engine: ReplayEngine, bundle: Bundle, places: list[Entry | None], tick: Callable[[], Any]):
         super().__init__(engine, _loss_of(bundle, engine.config), dp_size=dist.get_world_size())
@@ -101,26 +85,10 @@ class ReplayStep(Replayed, EngineStep):
 
 def _loss_of(bundle: Bundle, config: Any) -> partial:
     """The run's loss: with the weights of its clips, and of its stage."""
-    loss, stabilize = partial(ppo_loss, config=config), _clips_of(bundle)
-    if stabilize.weighs_tokens:
-        loss = weighed(loss, TokenWeigher(stabilize), dict)
+    loss, clips = partial(ppo_loss, config=config), clips_of(bundle)
+    if clips.weighs_tokens:
+        loss = weighed(loss, TokenWeigher(clips), dict)
     return within_stage(loss) if STAGE_MASK_KEY in bundle.tensors else loss
-
-
-def _clips_of(bundle: Bundle) -> StabilizeConfig:
-    """Of the run's stabilizers those that are part of its loss.
-
-    Raises:
-        ReplayError: their settings are none.
-    """
-    block = (bundle.meta.actor.get("gradloc") or {}).get("stabilize") or {}
-    given = {name: dict(block.get(name) or {}) for name in ("token_clip", "seq_clip")}
-    for settings in given.values():
-        settings.pop("_target_", None)
-    try:
-        return StabilizeConfig(TokenClipConfig(**given["token_clip"]), SeqClipConfig(**given["seq_clip"]))
-    except (TypeError, ValueError) as error:
-        raise ReplayError(f"meta.json: actor.gradloc.stabilize: {error}") from error
 
 
 def _micro_batch(engine: ReplayEngine, bundle: Bundle, entry: Entry) -> TensorDict:
@@ -167,21 +135,22 @@ def build_actor(bundle: Bundle, model_path: str) -> ReplayEngine:
         check_verl("replay")
     except RuntimeError as error:
         raise ReplayError(str(error)) from error
-    weighs_tokens, config = _clips_of(bundle).weighs_tokens, _actor_config(bundle)
+    clips_of(bundle)  # refused before anything is loaded
+    config = _actor_config(bundle)
     dtype = PrecisionType.to_dtype((config.fsdp_config.mixed_precision or {}).get("param_dtype", "bf16"))  # as verl's
-    loaded = load(model_path, bundle, dtype, weighs_tokens)
+    module = load(model_path, bundle, dtype)
     with contextlib.redirect_stdout(io.StringIO()):  # verl prints what it does
         from verl.models.transformers.monkey_patch import apply_monkey_patch
 
-        apply_monkey_patch(model=loaded.module, use_remove_padding=config.use_remove_padding, ulysses_sp_size=1)
+        apply_monkey_patch(model=module, use_remove_padding=config.use_remove_padding, ulysses_sp_size=1)
         model_config = HFModelConfig(
-            path=str(loaded.folder),
+            path=module.config.name_or_path,
             load_tokenizer=False,
             use_remove_padding=config.use_remove_padding,
-            enable_gradient_checkpointing=loaded.is_checkpointing,
-            override_config={"attn_implementation": loaded.attention},
+            enable_gradient_checkpointing=module.is_gradient_checkpointing,
+            override_config={"attn_implementation": module.config._attn_implementation},
         )
-        return ReplayEngine(config, model_config, loaded.module)
+        return ReplayEngine(config, model_config, module)
 
 
 def _actor_config(bundle: Bundle) -> Any:

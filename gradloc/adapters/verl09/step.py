@@ -15,13 +15,12 @@ import torch
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
-from verl.utils.experimental.torch_functional import FusedLinearForPPO
 from verl.workers.engine import FSDPEngineWithLMHead
 
 from ...core.step import LossOfGiven, Recorded, RngState
 from ...keys import ROW_KEY
 from ..verl_common.losses import weights_of
-from ..verl_common.precise import logit_bytes, precise_fused_readout, precise_readout
+from ..verl_common.precise import logit_bytes, readout_of
 from .packed import Layout, only, padded
 
 FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
@@ -129,7 +128,7 @@ class EngineStep(LossOfGiven):
         return self._forward(micro_batch, data)["entropy"]
 
     def forward_bytes(self) -> int:
-        if _is_fused(self.micro_batches[0]):
+        if is_fused(self.micro_batches[0]):
             return 0
         module = getattr(self.engine.module, "_fsdp_wrapped_module", self.engine.module)
         ids = [micro_batch["input_ids"] for micro_batch in self.micro_batches]
@@ -190,7 +189,7 @@ class EngineStep(LossOfGiven):
     @torch.no_grad()
     def _forward(self, micro_batch: int, data: Any) -> dict[str, torch.Tensor]:
         self._recorded[micro_batch].rng.restore()
-        with readout_of(self.engine, data):
+        with readout_of(self.engine.module, self.compute_dtype, is_fused(data)):
             _, answer = FSDPEngineWithLMHead.forward_step(self.engine, data, None, forward_only=True)
         output = answer["model_output"]
         unpack = self._layout(micro_batch).unpack
@@ -209,19 +208,8 @@ class CriticStep(EngineStep):
         return False
 
 
-def device_of() -> Any:
-    """This process' device, as collectives take it."""
-    return "cpu" if get_device_name() == "cpu" else get_device_id()
-
-
-def readout_of(engine: Any, data: Any) -> AbstractContextManager[None]:
-    """Log-probs of verl's engine as precisely as can be; ``data`` is a micro-batch of its."""
-    if _is_fused(data):
-        return precise_fused_readout(FusedLinearForPPO, engine._autocast_dtype)
-    return precise_readout(engine.module, engine._autocast_dtype)
-
-
-def _is_fused(data: Any) -> bool:
+def is_fused(data: Any) -> bool:
+    """Whether verl computes the log-probs of a micro-batch by its fused kernel."""
     return tu.get_non_tensor_data(data=data, key="use_fused_kernels", default=False)
 
 

@@ -54,14 +54,7 @@ class VerlDriver(Driver):
     _global_step = -1
 
     def before_batch(self, response_mask: torch.Tensor, global_step: int, dp_size: int, stage: str = "") -> Policy:
-        """The policy of the update that comes next.
-
-        Args:
-            response_mask: (R, T), in the order in which the rows are dealt out to the ranks.
-            global_step: the trainer's.
-            dp_size: data-parallel ranks.
-            stage: which of Lopti's two updates this is; "" for the only one.
-        """
+        """The policy of the update that comes next: see :meth:`~...loop.driver.Driver.before_update` and below."""
         if global_step != self._global_step:
             self._global_step, self.of_step = global_step, ()
         num_tokens = tokens_per_mini_batch(response_mask, dp_size, self.sequences_per_mini_batch)

@@ -4,7 +4,6 @@
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from verl.utils.device import get_device_name, get_nccl_backend, get_torch_devic
 
 from ...core.memory import free_bytes
 from ...replay.bundle import Bundle, ReplayError
+from ...stabilize.config import SeqClipConfig, StabilizeConfig, TokenClipConfig
 
 _NUM_COPIES = 5  # of the model in float32: weights, gradient, the gradient set aside, the weights' copy, a residual
 
@@ -74,6 +74,25 @@ def actor_config(of_run: dict[str, Any], adapt: Callable[[dict[str, Any]], None]
         raise ReplayError(f"meta.json: actor is no config of this verl's actor: {why}.") from error
 
 
+def clips_of(bundle: Bundle) -> StabilizeConfig:
+    """Of the run's stabilizers those that are part of its loss.
+
+    Raises:
+        ReplayError: their settings are none, or the bundle does not hold what they weighed the loss by.
+    """
+    block = (bundle.meta.actor.get("gradloc") or {}).get("stabilize") or {}
+    given = {name: dict(block.get(name) or {}) for name in ("token_clip", "seq_clip")}
+    for settings in given.values():
+        settings.pop("_target_", None)
+    try:
+        clips = StabilizeConfig(TokenClipConfig(**given["token_clip"]), SeqClipConfig(**given["seq_clip"]))
+    except (TypeError, ValueError) as error:
+        raise ReplayError(f"meta.json: actor.gradloc.stabilize: {error}") from error
+    if clips.weighs_tokens and "rollout_log_probs" not in bundle.tensors:
+        raise ReplayError("batch.safetensors: rollout_log_probs is missing, by which the run's clips weighed its loss.")
+    return clips
+
+
 def _targets_in(value: Any) -> set[str]:
     """Every ``_target_`` in a config, however deep."""
     if isinstance(value, list):
@@ -87,41 +106,22 @@ def _targets_in(value: Any) -> set[str]:
 # ---- the model
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """The event's model in float32, as verl's actor keeps it, ready to be trained on one step."""
+def load(path: str, bundle: Bundle, dtype: torch.dtype) -> Any:
+    """transformers' model at ``path`` in float32, as verl's actor keeps it, ready to be trained on one step.
 
-    module: torch.nn.Module
-    folder: Path
-    """Of its config."""
-    attention: str
-    is_checkpointing: bool
-
-
-def load(path: str, bundle: Bundle, dtype: torch.dtype, weighs_tokens: bool) -> Loaded:
-    """The model at ``path``, which has to fit the bundle and, computing in ``dtype``, this machine's memory.
-
-    Args:
-        path: a Hugging Face model folder, or a checkpoint folder of verl's FSDP workers.
-        bundle: the event.
-        dtype: what the model computes in.
-        weighs_tokens: whether the run's clips on ratios weighed its loss.
+    It has to fit the bundle and, computing in ``dtype``, this machine's memory.
 
     Raises:
-        ReplayError: it cannot be loaded, is not the event's, or would not fit; or the bundle lacks what clips need.
+        ReplayError: it cannot be loaded, is not the event's, or would not fit.
     """
-    if weighs_tokens and "rollout_log_probs" not in bundle.tensors:
-        raise ReplayError("batch.safetensors: rollout_log_probs is missing, by which the run's clips weighed its loss.")
     folder, is_checkpoint = _find_model(Path(path))
-    described = folder / "huggingface" if is_checkpoint else folder
-    outline = _outline_of(described, bundle)
-    is_checkpointing = _check_memory(outline, bundle, dtype)
+    outline = _outline_of(folder / "huggingface" if is_checkpoint else folder, bundle)
+    needs_checkpointing = _check_memory(outline, bundle, dtype)
     attention = "flash_attention_2" if has_flash_attention() else "sdpa"
     module = _load_model(folder, is_checkpoint, outline.config, attention)
-    if is_checkpointing:
+    if needs_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    module.train()
-    return Loaded(module, described, attention, is_checkpointing)
+    return module.train()
 
 
 class _ShardReader(FSDPModelMerger):
@@ -184,7 +184,7 @@ def _class_of(config: Any) -> Any:
     return AutoModelForImageTextToText if reads_pictures else AutoModelForCausalLM
 
 
-def _load_model(folder: Path, is_checkpoint: bool, config: Any, attention: str) -> torch.nn.Module:
+def _load_model(folder: Path, is_checkpoint: bool, config: Any, attention: str) -> Any:
     """The model with its weights in float32, as verl's actor keeps them."""
     kind = _class_of(config)
     with _explained(f"The model at {folder} cannot be loaded"):

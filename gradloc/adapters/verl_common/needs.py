@@ -15,10 +15,14 @@ LOPTI = "algorithm.lopti.enable"
 BUCKETS, QUARTILES = "trainer.gradient_analysis_mode", "trainer.quartile_analysis_mode"
 """The features, by the setting that switches each on."""
 
+
+def only(key: str, value: Any, because: str) -> Requirement:
+    """What a setting has to be, and is where nobody has set it."""
+    return Requirement(key, (value,), value, str(value).lower(), because)
+
+
 FSDP = Requirement(f"{ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "others do not have it")
-WHOLE_SEQUENCES = Requirement(
-    f"{ACTOR}.ulysses_sequence_parallel_size", (1,), 1, "1", "sequence parallelism is not supported yet"
-)
+WHOLE_SEQUENCES = only(f"{ACTOR}.ulysses_sequence_parallel_size", 1, "sequence parallelism is not supported yet")
 NEEDS = {
     RATIO_CLIPS: (
         Requirement(
@@ -79,8 +83,8 @@ def check_critic(config: Any, ulysses: str, offload: str, *needs: Requirement) -
     require(need_critic(config), "critic.enable", f"true while {feature} is not off", config.critic.enable)
     of_all = (
         replace(FSDP, key="critic.strategy"),
-        Requirement("critic.model.enable_activation_offload", (False,), False, "false", "a search runs forwards alone"),
-        Requirement(ulysses, (1,), 1, "1", "sequence parallelism was not tried there"),
+        only("critic.model.enable_activation_offload", False, "a search runs forwards alone"),
+        only(ulysses, 1, "sequence parallelism was not tried there"),
         Requirement(offload, (False, None), False, "false", "use param_offload and optimizer_offload instead"),
     )
     check_requirements(feature, (*of_all, *needs), config)

@@ -5,7 +5,7 @@ Where the device has them, in its tensor cores: products of half precision are e
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -84,6 +84,15 @@ def precise_readout(module: torch.nn.Module, compute_dtype: torch.dtype) -> Iter
 
     with replaced(head, forward=read_out):  # in its place, so that the rounded logits do not lie beside these
         yield
+
+
+def readout_of(module: torch.nn.Module, compute_dtype: torch.dtype, is_fused: bool) -> AbstractContextManager[None]:
+    """Log-probs of verl's model as precisely as can be; ``is_fused``: it computes them by verl's fused kernel."""
+    if not is_fused:
+        return precise_readout(module, compute_dtype)
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    return precise_fused_readout(FusedLinearForPPO, compute_dtype)
 
 
 def fused_log_probs(

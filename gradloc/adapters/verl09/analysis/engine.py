@@ -27,9 +27,11 @@ from ....core.ranks import Ranks
 from ....core.step import RngState
 from ...verl_common.analyses import VerlAnalysed
 from ...verl_common.losses import is_of_micro_batch
+from ...verl_common.precise import readout_of
 from ...verl_common.reports import answer
+from ...verl_common.watch import device_of
 from ..packed import Layout, pack, padded
-from ..step import device_of, readout_of
+from ..step import is_fused
 
 ASKED_KEY = "gradloc_analysis"
 """Meta info of a batch: what is :class:`Asked`."""
@@ -143,7 +145,7 @@ class AnalysisEngine(VerlAnalysed):
         return log_prob, entropy
 
     def log_prob(self, inputs: Rows) -> torch.Tensor:
-        with torch.no_grad(), readout_of(self._engine, self._data):
+        with torch.no_grad(), readout_of(self.module, self._engine._autocast_dtype, is_fused(self._data)):
             return self.forward(inputs, with_entropy=False)[0]
 
     def loss_terms(

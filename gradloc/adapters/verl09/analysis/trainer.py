@@ -18,12 +18,21 @@ from ....analysis.reporter import Batch
 from ....rollout_filter.choose import kept_groups
 from ....rollout_filter.groups import groups_of
 from ....rollout_filter.rank import advantage_scale
-from ...verl_common.analyses import FILLER, VerlAnalyses, analyses_in, checked, refuse_pictures
+from ...verl_common.analyses import (
+    FILLER,
+    VerlAnalyses,
+    analyses_in,
+    checked,
+    drawn_prompts,
+    hand_over,
+    prepared_by,
+    refuse_pictures,
+    twin_of,
+)
 from ...verl_common.needs import BUCKETS
 from ...verl_common.reports import reports_of
 from ..batch import fetch, put, view_of
 from .engine import ASKED_KEY, Asked, record_of_actor
-from .separate import prepare_batch
 
 _PARTITION = "train"
 """Of verl's queue: where its agent loop puts whatever is no validation's."""
@@ -67,12 +76,8 @@ class Analysis(VerlAnalyses):
             check_geometry(self.buckets.settings, config, num_prompts)
 
     def filter(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Once rewards are known: the rows to train on; the others are dropped from the queue.
-
-        Args:
-            batch: verl's ``KVBatchMeta``.
-            metrics: of the step; ``rollout/*`` is added.
-        """
+        """Once rewards are known: verl's ``KVBatchMeta`` with the rows to train on; the others are dropped from the
+        queue. Adds ``rollout/*`` to the step's metrics."""
         data = fetch(batch, ["rm_scores", "response_mask", "uid"])
         scores, mask = (data[name].to_padded_tensor(0) for name in ("rm_scores", "response_mask"))
         groups = groups_of(list(data["uid"]), scores, mask)
@@ -87,16 +92,8 @@ class Analysis(VerlAnalyses):
         return batch
 
     def run(self, trainer: Any, batch: Any, metrics: dict[str, Any]) -> bool:
-        """Scale the filtered batch's advantages, and analyse where the step is due: once, of several updates.
-
-        Args:
-            trainer: verl's, just before the actor's update.
-            batch: the training batch, with advantages; not changed by the analyses.
-            metrics: of the step; added to.
-
-        Returns:
-            Whether the run is to end here.
-        """
+        """Just before the actor's update: scale the filtered batch's advantages, and analyse where the step is due, of
+        several updates before the first. Adds to the step's metrics; returns whether the run is to end here."""
         self._scale_advantages(batch)
         step = trainer.global_steps
         if step == self._last_step:
@@ -111,7 +108,7 @@ class Analysis(VerlAnalyses):
         self._afterwards.callback(_clear_all_but, _keys_in_queue())
         counts, self._counts = self._counts, None
         try:
-            batch = prepare_batch(self._trainer, num_groups, group_size, seed)
+            batch = _prepare_batch(self._trainer, num_groups, group_size, seed)
             self._scale_advantages(batch)
             return self._seen(self._trainer, batch, BUCKETS)
         finally:
@@ -131,12 +128,44 @@ class Analysis(VerlAnalyses):
         def ask(tensors: Mapping[str, torch.Tensor], request: Mapping[str, Any]) -> list[dict[str, Any]]:
             refuse_pictures(feature, view.labels["multi_modal_inputs"])
             put(whole, {key: _filled_up(values, len(fillers)) for key, values in tensors.items()})
-            told = {"compute_loss": True, "calculate_entropy": False, "temperature": self._temperature}
-            whole.extra_info |= {**told, ASKED_KEY: Asked(dict(request), self.settings)}
+            whole.extra_info |= {"compute_loss": True, "calculate_entropy": False, "temperature": self._temperature}
+            whole.extra_info[ASKED_KEY] = Asked(dict(request), self.settings)
             trainer.actor_rollout_wg.compute_log_prob(whole)
             return checked(reports_of(trainer.actor_rollout_wg, record_of_actor))
 
         return Batch(view.tensors, view.labels["uid"], self._counts, ask)
+
+
+def _prepare_batch(trainer: Any, num_groups: int, group_size: int, seed: int) -> Any:
+    """Roll out and score a batch that no update will see; the rollout draws from the sampler like any other.
+
+    Args:
+        trainer: verl's synchronous ``PPOTrainer``, inside a step, its rollouts asleep.
+        num_groups: prompts.
+        group_size: rollouts per prompt.
+        seed: of the prompts' draw; one per step.
+
+    Returns:
+        verl's ``KVBatchMeta``, with advantages, filtered as training batches are; its rows stay in verl's queue until
+        they are cleared from it.
+    """
+    prompts = drawn_prompts(trainer, num_groups, seed)
+    prompts["__rollout_n__"] = torch.full((num_groups,), group_size)  # verl's agent loop keeps a config of its own
+    changes = {
+        "actor_rollout_ref.rollout.n": group_size,
+        "data.train_batch_size": num_groups,
+        "data.gen_batch_size": None,
+        "algorithm.filter_groups": None,  # which would have further training prompts rolled out
+        "trainer.v1.sampler.sync_refill_failed_groups": False,
+    }
+    twin = twin_of(trainer, changes)
+    twin.train_dataloader_it = iter([prompts])
+    twin.replay_buffer = twin._build_replay_buffer()
+    twin.curr_step_profile = False
+    twin._update_critic = twin._update_actor = hand_over
+    # verl has dropped the engine's weights after the training batch; the policy is still that of the last step
+    trainer.checkpoint_manager.update_weights(trainer.global_steps - 1)
+    return prepared_by(lambda: twin.step({}, {}))
 
 
 def _parted(keys: Sequence[str], is_it: Iterable[bool]) -> tuple[list[str], list[str]]:

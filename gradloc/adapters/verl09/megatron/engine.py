@@ -16,8 +16,8 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from ....core.ranks import Ranks
 from ....touched import replaced
+from ...verl_common.watch import device_of
 from ..engine import EngineWatch, Watched
-from ..step import device_of
 from .space import MegatronSpace, leaves_of
 from .step import MegatronStep
 

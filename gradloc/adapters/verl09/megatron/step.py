@@ -39,13 +39,7 @@ _Selections = Sequence[tuple[int, torch.Tensor | None]]
 
 
 class MegatronStep(EngineStep, Scheduled):
-    """One mini-batch of verl's Megatron engine: see :class:`~..core.step.TrainingStep`.
-
-    Args:
-        engine: verl's ``MegatronEngineWithLMHead``.
-        loss_function: verl's ``ppo_loss`` with the actor's config bound to it.
-        dp_size: data-parallel ranks.
-    """
+    """One mini-batch of verl's ``MegatronEngineWithLMHead``, replayable."""
 
     loss_scale = 1.0
     reduces_once = True
