@@ -12,7 +12,7 @@ from ...loop.batch import BatchView
 from ...loop.driver import sequence_ids
 from ...loop.wire import Policy
 from ...names import refuse_unknown_names
-from ...reweighting import ADVANTAGES_BEFORE_KEY, STAGE_MASK_KEY
+from ...reweighting import STAGE_MASK_KEY
 from ...stabilize.memory import build_memory
 from ..verl_common.needs import LOPTI, features_on
 from ..verl_common.trainer import TrainerParts, Update, Workers, build_monitor, reweighting_of
@@ -68,7 +68,6 @@ class BatchUpdate(Update):
 
     output: Any = None
     """verl's DataProto, with ``metrics``."""
-    num_rows = property(lambda self: len(self.batch))
     dp_size = property(lambda self: self.trainer._get_dp_size(self.group, self.workers.mesh))
 
     def get(self, *names: str) -> list[torch.Tensor]:
@@ -83,7 +82,7 @@ class BatchUpdate(Update):
 
     def run(self, policy: Policy) -> dict[str, Any]:
         self.batch.meta_info[POLICY_KEY] = policy
-        self.batch.batch[ROW_KEY] = torch.arange(self.num_rows)
+        self.batch.batch[ROW_KEY] = torch.arange(len(self.batch))
         try:
             self.output = self.of_verl(self.batch)
         finally:
@@ -124,12 +123,8 @@ class TrainerHook(TrainerParts):
         return self.analysis.filter(trainer, batch, rewards, extras, metrics)
 
     def after_advantages(self, batch: Any, metrics: dict[str, Any]) -> None:
-        """Right after the estimator: reweight the advantages; the batch keeps the old ones, too."""
-        if self.alpha == 0:
-            return
-        rows = batch.batch
-        rows[ADVANTAGES_BEFORE_KEY] = rows["advantages"]
-        rows["advantages"] = self.reweighted(rows["advantages"], rows["old_log_probs"], rows["response_mask"], metrics)
+        """Right after the estimator."""
+        self.reweight(BatchUpdate(self.trainer, _ACTOR, batch), metrics)
 
     def analyze(self, trainer: Any, batch: Any, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
         """Just before the actor's update: the gradient analyses; returns whether the run is to end here."""

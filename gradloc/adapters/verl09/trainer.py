@@ -34,7 +34,6 @@ _CRITIC = Workers("critic_wg", "train", report_of_model, watch_critic)
 class KVUpdate(Update):
     """An update on verl's ``KVBatchMeta``; verl's own method adds to the metrics that it is given."""
 
-    num_rows = property(lambda self: len(self.batch.keys))
     dp_size = property(lambda self: max(self.group._dispatch_info[self.workers.mesh]) + 1)
 
     def get(self, *names: str) -> list[torch.Tensor]:
@@ -57,7 +56,7 @@ class KVUpdate(Update):
     def run(self, policy: Policy) -> dict[str, Any]:
         self.watch()
         if policy.kind != "off":
-            put(self.batch, {ROW_KEY: torch.arange(self.num_rows).unsqueeze(-1)})
+            put(self.batch, {ROW_KEY: torch.arange(len(self.batch)).unsqueeze(-1)})
         metrics: dict[str, Any] = {}
         self.batch.extra_info[POLICY_KEY] = policy
         try:
@@ -109,11 +108,8 @@ class TrainerSide(TrainerParts):
         return batch if self.analysis is None else self.analysis.filter(batch, metrics)
 
     def after_advantages(self, batch: Any, metrics: dict[str, Any]) -> None:
-        """Right after the estimator: reweight the advantages."""
-        if self.alpha != 0:
-            update = KVUpdate(None, _ACTOR, batch, metrics.update)
-            advantages, old_log_probs, mask = update.get("advantages", "old_log_probs", "response_mask")
-            update.put(advantages=self.reweighted(advantages, old_log_probs, mask, metrics))
+        """Right after the estimator."""
+        self.reweight(KVUpdate(None, _ACTOR, batch), metrics)
 
     def update(self, update: KVUpdate, metrics: dict[str, Any]) -> Any:
         """The actor's update; before it, what is analysed."""

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver of a run of verl's: built from verl's config, and told of a batch as verl deals it out."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ...loop.batch import BatchView
 from ...loop.driver import Driver
-from ...loop.wire import Policy, RankReport
+from ...loop.wire import Policy
 from ...record.origin import origin
 
 
@@ -59,11 +57,6 @@ class VerlDriver(Driver):
             self._global_step, self.of_step = global_step, ()
         num_tokens = tokens_per_mini_batch(response_mask, dp_size, self.sequences_per_mini_batch)
         return self.before_update(num_tokens, global_step, stage)
-
-    def after_update(self, reports: Sequence[RankReport], batch: BatchView) -> dict[str, list[float]]:
-        metrics = super().after_update(reports, batch)
-        self.of_step += ({name: value for name, (value,) in metrics.items()},)
-        return metrics
 
 
 def tokens_per_mini_batch(response_mask: torch.Tensor, dp_size: int, sequences_per_mini_batch: int) -> list[int]:

@@ -81,14 +81,13 @@ class Update:
         trainer: verl's.
         workers: the model's.
         batch: verl's, in the order in which its rows are dealt out.
-        of_verl: verl's own method.
+        of_verl: verl's own method, where it is to be made.
     """
 
-    num_rows: int
     dp_size: int
     """Data-parallel ranks of the model."""
 
-    def __init__(self, trainer: Any, workers: Workers, batch: Any, of_verl: Callable[[Any], Any]):
+    def __init__(self, trainer: Any, workers: Workers, batch: Any, of_verl: Any = None):
         self.trainer, self.workers, self.batch, self.of_verl = trainer, workers, batch, of_verl
 
     @property
@@ -152,13 +151,13 @@ class TrainerParts:
         """Whether the actor's update is anything but verl's own."""
         return self.spikes is not None or self.stabilizers is not None or self.lopti is not None
 
-    def reweighted(
-        self, advantages: torch.Tensor, old_log_probs: torch.Tensor, mask: torch.Tensor, metrics: dict[str, Any]
-    ) -> torch.Tensor:
-        """Advantage Reweighting, (R, T) each; adds to the step's metrics."""
-        after = reweight(advantages, old_log_probs, self.alpha)
-        metrics["advantage_reweighting/kept_share"] = kept_share(advantages, after, mask.bool())
-        return after
+    def reweight(self, update: Update, metrics: dict[str, Any]) -> None:
+        """Right after the estimator: Advantage Reweighting of what the update is to be made with."""
+        if self.alpha != 0:
+            before, old_log_probs, mask = update.get("advantages", "old_log_probs", "response_mask")
+            after = reweight(before, old_log_probs, self.alpha)
+            update.put(advantages=after)
+            metrics["advantage_reweighting/kept_share"] = kept_share(before, after, mask.bool())
 
     def update_actor(self, update: Update) -> dict[str, Any]:
         """The actor's update, once or in Lopti's two stages; its metrics, of which ours are lists."""
@@ -204,13 +203,15 @@ class TrainerParts:
             for name in reports[0].metrics:
                 metrics[name] = [value for report in reports for value in report.metrics[name]]
         if driver is not None:
-            metrics.update(driver.after_update(reports, view))
+            ours = driver.after_update(reports, view)
+            driver.of_step += ({name: value for name, (value,) in ours.items()},)
+            metrics.update(ours)
         return metrics
 
     def _silent_policy(self, update: Update) -> Policy:
         """Of an update in which no spike is looked for."""
         config = update.trainer.config.actor_rollout_ref
-        num_mini_batches = max(update.num_rows // (config.actor.ppo_mini_batch_size * config.rollout.n), 1)
+        num_mini_batches = max(len(update.batch) // (config.actor.ppo_mini_batch_size * config.rollout.n), 1)
         nothing = (None,) * (num_mini_batches * config.actor.ppo_epochs)
         self._num_silent += 1
         return Policy(
