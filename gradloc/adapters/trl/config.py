@@ -38,7 +38,7 @@ def settings_of(given: Any, output_dir: str) -> GradLocConfig | None:
     if settings.enable is False:
         return None
     require(settings.critic == "off", "gradloc.critic", "off with TRL, whose trainers have none", settings.critic)
-    why = "left as it is: the stabilizers need verl 0.7"
+    why = "left as it is: the stabilizers need verl"
     require(settings.stabilize == StabilizeConfig(), "gradloc.stabilize", why, settings.stabilize)
     is_named = settings.dump_dir != GradLocConfig.dump_dir
     root = settings.root if is_named else os.path.abspath(os.path.join(output_dir, "gradloc"))
