@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer step of TRL as a step that can be replayed: its forwards and losses are TRL's ``_compute_loss``.
 
-That method asks the trainer for log-probs and entropies by one other method, and there a replay steps in: it lets the
-gradient of chosen tokens through, gives values in their place, or takes them and leaves.
+That method gets log-probs and entropies from another one of the trainer's. There a replay steps in: it lets the
+gradient of chosen tokens through, gives other values, or takes the values and breaks off.
 
 Shapes: B rows of a micro-batch, P prompt and T completion positions.
 """
@@ -36,7 +36,7 @@ class TrlStep(LossOfGiven):
     """
 
     window: int | None = None
-    """Micro-batches of the step, where this process does not have them all: in a replay."""
+    """Micro-batches of the whole step, where a replay's process does not have them all."""
 
     def __init__(self, trainer: Any, model: torch.nn.Module, dp_size: int):
         self.trainer, self.model, self.dp_size = trainer, model, dp_size
@@ -69,7 +69,7 @@ class TrlStep(LossOfGiven):
         return self._way(call)
 
     def high_entropy_mask(self, call: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        """In place of TRL's, whose quantile is over all ranks: replays take training's."""
+        """In place of TRL's, whose quantile is over all ranks: replays take the mask that training had."""
         if self._way == self._record:
             self._entropy_masks[self._present] = call()
         return self._entropy_masks[self._present]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rides along with a trainer, and all that this adapter has to do with the loop.
+"""What rides along with a trainer of TRL's.
 
-With TRL every process is a trainer: the rank's side of a search is on each of them, the driver's side on the first, and
-what the two have to say to each other goes by two small messages an optimizer step.
+Every process is a trainer there: the rank's side of a search is on each of them, the driver's side on the first. They
+exchange two small messages an optimizer step.
 """
 
 import os

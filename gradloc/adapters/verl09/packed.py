@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How verl's engine lays out a micro-batch: sequences end to end, without padding.
+"""How verl's engine lays out a micro-batch: prompts and responses end to end, N positions, without padding.
 
-There are ``N`` positions of prompts and responses in one micro-batch. A position's log-prob is that of the token after
-it, so a response's first log-prob stands at its prompt's last position.
+A position's log-prob is that of the next token: a response's first stands at its prompt's last position.
 
 Shapes: B rows of the micro-batch, T response positions, N positions.
 """

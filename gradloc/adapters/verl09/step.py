@@ -52,14 +52,14 @@ class EngineStep(LossOfGiven):
     # ---- recording, while verl trains
 
     def before_forward(self, micro_batch: Any) -> None:
-        """Take the next micro-batch (verl's TensorDict) and the random state before its forward."""
+        """Keep the next micro-batch (verl's TensorDict) and the random state before its forward."""
         self.micro_batches.append(micro_batch)
         rng = RngState(torch.device(get_device_name()))
         self._recorded.append(Recorded(rng=rng, is_value=self.output == "values"))
         self._packed.append({})
 
     def after_forward(self, model_output: dict[str, torch.Tensor], number: int = -1) -> None:
-        """Keep a micro-batch's values, else the last's, and hook their coefficients; computes nothing."""
+        """Keep the values of the last micro-batch, or of this one, and hook their coefficients; computes nothing."""
         packed = self._packed[number]
         for key, name in FIELDS.items():
             value = model_output.get(key)

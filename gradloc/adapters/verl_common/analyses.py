@@ -116,8 +116,8 @@ class _Prepared(Exception):
     """Carries the batch out of the loop."""
 
 
-def hand_over(batch: Any, *_: Any) -> NoReturn:
-    """In the place of what learns from the batch."""
+def hand_over(batch: Any, metrics: Any = None) -> NoReturn:
+    """In the place of verl's method that learns from the batch."""
     raise _Prepared(batch)
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's engine as the gradient analyses see it.
 
-The engine keeps its own micro-batches without padding. An analysis deals in padded rows; so each of its rows carries
-its number, by which the engine's own are found again.
+The engine's rows have no padding, an analysis' have; each carries its number, by which the engine's row is found again.
 
 Shapes: R rows on this rank, B rows of a micro-batch, T response positions of this rank.
 """

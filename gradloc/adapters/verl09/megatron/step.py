@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One mini-batch of verl's Megatron engine as a step that can be replayed: every pass is Megatron's own schedule.
 
-Only a pipeline's last stage has log-probs: there they are recorded and detached. A search begins by telling the other
-stages what was recorded, so that every process of a data-parallel rank asks and answers alike.
+Only a pipeline's last stage has log-probs: there they are recorded and detached. A search begins with the last stage
+sending the others what it recorded, so that every process of a data-parallel rank has the same.
 
 Shapes: B rows of the micro-batch, T response positions, N positions.
 """
@@ -91,7 +91,7 @@ class MegatronStep(EngineStep, Scheduled):
         return {key: only(packed, value) for key, value in output.items()}
 
     def failed(self, error: Exception) -> None:
-        """In the loss of a pass: it runs on, so that no stage waits for another, and is then given up by all."""
+        """In the loss of a pass: it runs to its end, so that no stage waits for another, and then all give it up."""
         self._failure = self._failure or error
 
     # ---- what the search may ask
@@ -145,7 +145,7 @@ class MegatronStep(EngineStep, Scheduled):
         return dict(zip(keys, values.unbind(), strict=True))
 
     def _read(self, micro_batch: int, keys: list[str]) -> torch.Tensor:
-        """What the pass gave, (keys, B, T): zeros where this is not the last stage, or where it failed."""
+        """What the pass put out, (keys, B, T): zeros where this is not the last stage, or where it failed."""
         output = self._outputs.pop(0, {})
         self._outputs.clear()
         try:
@@ -195,8 +195,8 @@ class MegatronStep(EngineStep, Scheduled):
 
     @contextmanager
     def _routers_as_in_step(self, num_micro_batches: int) -> Iterator[None]:
-        """Their losses, which Megatron adds by itself in the backward, count over the step's micro-batches and not over
-        a pass'; their biases are those of training's forwards."""
+        """While a pass runs: Megatron adds routers' losses by itself in the backward, as a mean over the pass'
+        micro-batches; make that the step's. And routers have the biases of training's forwards."""
         of_megatron, factor = MoEAuxLossAutoScaler.set_loss_scale, num_micro_batches / self.num_micro_batches
         present = [value.clone() for value in self._routers]
         _copy(self._routers_before, self._routers)
