@@ -184,6 +184,7 @@ def prepare_batch(trainer: Any, num_groups: int, group_size: int, seed: int) -> 
     # fit() counts from what the checkpoint says to the step that comes after it
     twin._load_checkpoint = lambda: setattr(twin, "global_steps", trainer.global_steps - 1)
     twin.gradloc = copy.copy(trainer.gradloc)
+    twin.gradloc.begin_fit = lambda tracking: None  # the twin's has no trackers, and the trainer's is begun
     twin.gradloc.analyze = lambda trainer, batch, *_: hand_over(batch)
     twin._update_critic = hand_over
     return prepared_by(twin.fit)
