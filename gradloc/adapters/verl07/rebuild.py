@@ -108,16 +108,8 @@ def _actor_config(bundle: Bundle) -> Any:
         actor["ppo_mini_batch_size"] = actor["ppo_mini_batch_size"] * actor["rollout_n"] // bundle.dp_size
         if actor["ppo_micro_batch_size"] is not None:
             actor["ppo_micro_batch_size_per_gpu"] = actor["ppo_micro_batch_size"] // bundle.dp_size
-        actor.update(
-            strategy="fsdp2",
-            ppo_micro_batch_size=None,
-            use_torch_compile=False,
-            use_fused_kernels=False,
-            use_remove_padding=actor["use_remove_padding"] and has_flash_attention(),
-            ulysses_sequence_parallel_size=1,
-            spike_detection=False,
-        )
-        actor["fsdp_config"].update(ulysses_sequence_parallel_size=1, fsdp_size=-1, offload_policy=False)
+        actor["spike_detection"] = False
+        actor["use_remove_padding"] = actor["use_remove_padding"] and has_flash_attention()
         if not actor["use_dynamic_bsz"] and not actor["ppo_mini_batch_size"] >= actor["ppo_micro_batch_size_per_gpu"]:
             raise ValueError("ppo_micro_batch_size_per_gpu is larger than a rank's mini-batch")
 

@@ -158,22 +158,9 @@ def _actor_config(bundle: Bundle) -> Any:
 
     def adapt(actor: dict[str, Any]) -> None:
         del actor["profiler"]
-        actor.update(
-            strategy="fsdp2",
-            ppo_micro_batch_size=None,
-            ppo_micro_batch_size_per_gpu=1,
-            use_torch_compile=False,
-            use_fused_kernels=False,
-            ulysses_sequence_parallel_size=1,
-        )
+        actor["ppo_micro_batch_size_per_gpu"] = 1
         actor["fsdp_config"].update(
-            strategy="fsdp2",
-            fsdp_size=-1,
-            ulysses_sequence_parallel_size=1,
-            offload_policy=False,
-            param_offload=False,
-            optimizer_offload=False,
-            use_torch_compile=False,
+            strategy="fsdp2", param_offload=False, optimizer_offload=False, use_torch_compile=False
         )
 
     return actor_config(given, adapt)

@@ -53,13 +53,13 @@ def actor_config(of_run: dict[str, Any], adapt: Callable[[dict[str, Any]], None]
 
     Args:
         of_run: what of the run's own is part of the loss.
-        adapt: changes the merged config in place to suit this machine, where that leaves the loss alone.
+        adapt: changes the merged config in place to suit this machine, as far as this verl needs more than any does.
 
     Raises:
         ReplayError: it is no config of this verl's actor, or wants something built that verl's own does not.
     """
     defaults = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
-    actor = OmegaConf.to_container(OmegaConf.select(defaults, "actor_rollout_ref.actor"), resolve=True)
+    actor: Any = OmegaConf.to_container(OmegaConf.select(defaults, "actor_rollout_ref.actor"), resolve=True)
     unknown = _targets_in(of_run) - _targets_in(actor)
     if unknown:  # a config says what is to be built from it; a bundle from elsewhere must not be able to run anything
         raise ReplayError(
@@ -68,6 +68,9 @@ def actor_config(of_run: dict[str, Any], adapt: Callable[[dict[str, Any]], None]
     try:
         actor = OmegaConf.to_container(OmegaConf.merge(actor, of_run))
         adapt(actor)
+        same_loss = {"use_torch_compile": False, "use_fused_kernels": False, "ulysses_sequence_parallel_size": 1}
+        actor.update(same_loss, strategy="fsdp2", ppo_micro_batch_size=None)
+        actor["fsdp_config"].update(fsdp_size=-1, ulysses_sequence_parallel_size=1, offload_policy=False)
         return omega_conf_to_dataclass(OmegaConf.create(actor))
     except Exception as error:  # hydra, omegaconf and verl's own checks each raise their own kinds
         why = _first_line(error.__cause__ or error)
