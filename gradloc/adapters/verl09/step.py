@@ -4,7 +4,6 @@
 Shapes: B rows of the micro-batch, T response positions, N positions: see :mod:`.packed`.
 """
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,7 +18,7 @@ from verl.workers.engine import FSDPEngineWithLMHead
 
 from ...core.step import LossOfGiven, Recorded, RngState
 from ...keys import ROW_KEY
-from ..verl_common.losses import weights_of
+from ..verl_common.losses import changed, weights_of
 from ..verl_common.precise import logit_bytes, readout_of
 from .packed import Layout, only, padded
 
@@ -161,9 +160,8 @@ class EngineStep(LossOfGiven):
     def loss_of_given(self, micro_batch: int, log_prob: torch.Tensor, is_without_kl: bool = False) -> torch.Tensor:
         pack, entropy, of_verl = self._layout(micro_batch).pack, self.recorded(micro_batch).entropy, self.loss_function
         if is_without_kl:
-            without = copy.copy(self._config)
-            object.__setattr__(without, "use_kl_loss", False)  # verl freezes its configs
-            of_verl = partial(of_verl.func, *of_verl.args, **{**of_verl.keywords, "config": without})
+            without = {**of_verl.keywords, "config": changed(self._config, use_kl_loss=False)}
+            of_verl = partial(of_verl.func, *of_verl.args, **without)
         output = {self.output: pack(log_prob)} | ({} if entropy is None else {"entropy": pack(entropy)})
         group = self.engine.get_data_parallel_group()
         return of_verl(model_output=output, data=self._data(micro_batch), dp_group=group)[0]

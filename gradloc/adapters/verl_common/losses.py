@@ -12,6 +12,14 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn
 _BY_SEQUENCE = "seq-mean-token-mean"
 
 
+def changed(config: Any, **values: Any) -> Any:
+    """A copy of one of verl's configs, which are frozen, with these values."""
+    config = copy.copy(config)
+    for name, value in values.items():
+        object.__setattr__(config, name, value)
+    return config
+
+
 def aggregation_of(config: Any) -> str:
     """How the policy loss of verl's actor config averages its tokens: some take sequences whatever ``loss_agg_mode``
     says, and which ones do differs from release to release."""
@@ -29,8 +37,7 @@ def is_of_micro_batch(config: Any) -> bool:
 
 def _policy_loss(config: Any, mode: str, **of_mini_batch: int) -> float:
     """Of two sequences of one token and of three, with different advantages."""
-    config = copy.copy(config)
-    object.__setattr__(config, "global_batch_info", of_mini_batch)  # verl freezes its configs
+    config = changed(config, global_batch_info=of_mini_batch)
     mask = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
     log_prob, advantages = torch.zeros_like(mask), torch.tensor([[1.0], [3.0]]) * mask
     policy_loss = get_policy_loss_fn(config.policy_loss.get("loss_mode", "vanilla"))

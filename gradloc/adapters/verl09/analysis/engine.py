@@ -6,7 +6,6 @@ The engine's rows have no padding, an analysis' have; each carries its number, b
 Shapes: R rows on this rank, B rows of a micro-batch, T response positions of this rank.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from ....analysis.quartiles.probe import QUARTILE_KEY, SAMPLE_KEY
 from ....core.ranks import Ranks
 from ....core.step import RngState
 from ...verl_common.analyses import VerlAnalysed
-from ...verl_common.losses import is_of_micro_batch
+from ...verl_common.losses import changed, is_of_micro_batch
 from ...verl_common.precise import readout_of
 from ...verl_common.reports import answer
 from ...verl_common.watch import device_of
@@ -123,9 +122,8 @@ class AnalysisEngine(VerlAnalysed):
 
     def runs(self, lengths: torch.Tensor) -> list[list[int]]:
         config = self._engine.engine_config
-        return cut_runs(
-            lengths, config.max_token_len_per_gpu if config.use_dynamic_bsz else None, config.micro_batch_size_per_gpu
-        )
+        num_tokens = config.max_token_len_per_gpu if config.use_dynamic_bsz else None
+        return cut_runs(lengths, num_tokens, config.micro_batch_size_per_gpu)
 
     def forward(self, inputs: Rows, with_entropy: bool | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         output: dict[str, torch.Tensor] = {}
@@ -158,10 +156,8 @@ class AnalysisEngine(VerlAnalysed):
         width = mask.shape[1]
         output = {"log_probs": pack(log_prob[:, :width], data)}
         rng = RngState(self.device)  # some losses draw: every term is of the same draw
-        config = copy.copy(self._config)
-        changes = {"global_batch_info": {}, "loss_scale_factor": config.loss_scale_factor or int(inputs[_WIDTH_KEY][0])}
-        for name, value in changes.items():
-            object.__setattr__(config, name, value)  # verl freezes its configs
+        divisor = self._config.loss_scale_factor or int(inputs[_WIDTH_KEY][0])
+        config = changed(self._config, global_batch_info={}, loss_scale_factor=divisor)
         terms = {"task": self._loss(output, data, config, use_kl_loss=False)}
         if "entropy" in self.terms and entropy is not None:
             rng.restore()
@@ -185,8 +181,7 @@ class AnalysisEngine(VerlAnalysed):
     # ---- inside
 
     def _loss(self, output: dict[str, torch.Tensor], data: Any, config: Any, use_kl_loss: bool) -> torch.Tensor:
-        object.__setattr__(config, "use_kl_loss", use_kl_loss)
-        given = {**self._loss_function.keywords, "config": config}
+        given = {**self._loss_function.keywords, "config": changed(config, use_kl_loss=use_kl_loss)}
         return self._loss_function.func(*self._loss_function.args, **given, model_output=output, data=data)[0]
 
     def _of(self, inputs: Rows) -> Any:
