@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from verl.trainer.ppo.core_algos import get_policy_loss_fn
-
 _BY_SEQUENCE = "seq-mean-token-mean"
 
 
@@ -37,6 +35,8 @@ def is_of_micro_batch(config: Any) -> bool:
 
 def _policy_loss(config: Any, mode: str, **of_mini_batch: int) -> float:
     """Of two sequences of one token and of three, with different advantages."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
     config = changed(config, global_batch_info=of_mini_batch)
     mask = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
     log_prob, advantages = torch.zeros_like(mask), torch.tensor([[1.0], [3.0]]) * mask
