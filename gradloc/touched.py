@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether something of another package is still as we know it: what an adapter touches, it lists and asks about."""
+"""What an adapter touches of another package: is it still as we know it; and something else in its place."""
 
 import functools
 import importlib
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -26,3 +28,19 @@ def difference(place: str, expected: str | None) -> str | None:
         return f"{place} is gone"
     parameters = None if expected is None else ", ".join(inspect.signature(inspect.unwrap(found)).parameters)
     return None if parameters == expected else f"{place} takes ({parameters}), expected ({expected})"
+
+
+@contextmanager
+def replaced(owner: Any, **instead: Any) -> Iterator[None]:
+    """Give an object, class or module other attributes for a while; what it had of its own comes back."""
+    own = {name: vars(owner)[name] for name in instead if name in vars(owner)}
+    for name, value in instead.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in instead:
+            if name in own:
+                setattr(owner, name, own[name])
+            else:
+                delattr(owner, name)

@@ -3,9 +3,6 @@
 
 import torch
 
-ADVANTAGES_BEFORE_KEY = "advantages_before_reweighting"
-"""The batch keeps the advantages as the estimator gave them under this name."""
-
 
 def reweight(advantages: torch.Tensor, old_log_prob: torch.Tensor, alpha: float) -> torch.Tensor:
     """``[alpha * pi_old + (1 - alpha)] * A`` (arXiv 2505.12929).

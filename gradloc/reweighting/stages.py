@@ -20,10 +20,6 @@ logger = logging.getLogger(__name__)
 
 STAGE_MASK_KEY = "lopti_mask"
 """Batch tensor (B, T), 1 on the stage's tokens; the actor reads it."""
-STAGE_NAME_KEY = "lopti_stage"
-"""Meta info: ``low`` or ``high``."""
-KEEPS_LR_SCHEDULE_KEY = "keeps_lr_schedule"
-"""Meta info: the worker does not advance the learning-rate schedule after this update."""
 
 _ADDITIVE = ("actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/entropy_loss")
 """Means over all response tokens, of which each stage has its part."""

@@ -168,7 +168,7 @@ def filter_rows(rewards: list[float], per_group: int, dump_dir: str, overrides: 
 
 def prepare_separate(dump_dir: str) -> dict[str, Any]:
     """verl's loop on a twin: what the twin sees, and what the trainer looks like afterwards."""
-    from verl.gradloc.adapters.verl07.analysis_batch import prepare_batch
+    from verl.gradloc.adapters.verl07.analysis_trainer import prepare_batch
 
     own = [f"trainer.{key}" for key in ("gradient_analysis_mode=True", "gradient_analysis_env_groups=4")]
     trainer = StandIn([*own, "trainer.n_gpus_per_node=1"], dump_dir)

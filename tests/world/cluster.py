@@ -14,7 +14,7 @@ from tests.world.harness import lines_of, local_of, make_batch, make_trainer
 
 def keep_weights(strategy: str, folder: str, full_rank: int | None) -> dict[str, Any]:
     """Save the weights, the disk of one rank maybe full; and read them back with verl's own manager."""
-    from verl.gradloc.adapters.verl_common.weights import save_weights
+    from verl.gradloc.adapters.verl_common.watch import save_weights
     from verl.gradloc.core.ranks import Ranks
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 

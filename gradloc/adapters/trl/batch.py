@@ -33,7 +33,7 @@ Rows = dict[str, torch.Tensor]
 
 def rows_of(step: TrlStep) -> Rows:
     """This rank's rows, on the CPU: (R, P) or (R, T)."""
-    found: dict[str, list[torch.Tensor]] = defaultdict(list)
+    rows: dict[str, list[torch.Tensor]] = defaultdict(list)
     for index, inputs in enumerate(step.inputs):
         mask = mask_of(inputs)
         values = {ours: inputs[theirs] for theirs, ours in _NAMES.items() if inputs.get(theirs) is not None}
@@ -45,8 +45,8 @@ def rows_of(step: TrlStep) -> Rows:
             values["token_level_scores"] = inputs[REWARD_KEY].unsqueeze(1) * first
         for name, value in values.items():
             wide = value if name in _OF_PROMPT else value.view(len(mask), -1).expand_as(mask)
-            found[name].append(wide.detach().cpu())
-    return {name: _joined(name, parts) for name, parts in found.items()}
+            rows[name].append(wide.detach().cpu())
+    return {name: _joined(name, parts) for name, parts in rows.items()}
 
 
 def view_of(by_rank: Sequence[Rows]) -> BatchView:

@@ -38,7 +38,7 @@ def settings_of(given: Any, output_dir: str) -> GradLocConfig | None:
     if settings.enable is False:
         return None
     require(settings.critic == "off", "gradloc.critic", "off with TRL, whose trainers have none", settings.critic)
-    why = "left as it is: the stabilizers need verl 0.7"
+    why = "left as it is: the stabilizers need verl"
     require(settings.stabilize == StabilizeConfig(), "gradloc.stabilize", why, settings.stabilize)
     is_named = settings.dump_dir != GradLocConfig.dump_dir
     root = settings.root if is_named else os.path.abspath(os.path.join(output_dir, "gradloc"))
@@ -90,8 +90,8 @@ def refuse(trainer: Any, settings: GradLocConfig | None) -> None:
         (not trainer._is_vlm, "model", "a model of text (pictures were not tried)", "one of pictures and text"),
         (not views, "gradient_as_bucket_view", "false (a probe would overwrite the gradient that is set aside)", views),
     )  # fmt: skip
-    for is_met, key, expected, found in needs:
-        require(is_met, key, f'{expected} with gradloc; gradloc="off" trains without', found)
+    for is_met, key, expected, value in needs:
+        require(is_met, key, f'{expected} with gradloc; gradloc="off" trains without', value)
 
 
 def _named_ours(make: Any, *given: Any) -> Any:

@@ -44,14 +44,7 @@ def start_processes() -> None:
 
 
 class ReplayStep(Replayed, TrlStep):
-    """The event's step, as far as the bundle holds it: this process's micro-batches.
-
-    Args:
-        actor: from :func:`build_actor`.
-        bundle: the event.
-        places: this process's micro-batches, from :func:`deal`.
-        tick: called after every forward.
-    """
+    """The event's step, as far as the bundle holds it: this process's micro-batches, see :class:`Replayed`."""
 
     def __init__(self, actor: Any, bundle: Bundle, places: list[Entry | None], tick: Callable[[], Any]):
         trainer = actor.trainer
@@ -75,8 +68,9 @@ class ReplayStep(Replayed, TrlStep):
             loss.backward()
 
     def _record_places(self, call: Callable[[], Any]) -> Any:
-        found = self._record(call)
-        return found if self.places[self._present] is not None else tuple(part and part.detach() for part in found)
+        forwarded = self._record(call)
+        is_filler = self.places[self._present] is None
+        return tuple(part and part.detach() for part in forwarded) if is_filler else forwarded
 
     def _loss(self, *args: Any, **given: Any) -> torch.Tensor:
         return super()._loss(*args, **given) * self._of_run
@@ -89,7 +83,7 @@ def _inputs_of(bundle: Bundle, entry: Entry, of_run: float, trainer: Any) -> dic
     }
     num_response, device = rows["responses"].shape[1], trainer.accelerator.device
     old, mask = rows["old_log_probs"], rows["response_mask"]
-    found = {
+    inputs = {
         "prompt_ids": rows["input_ids"][:, :-num_response],
         "prompt_mask": rows["attention_mask"][:, :-num_response],
         "completion_ids": rows["responses"],
@@ -98,15 +92,15 @@ def _inputs_of(bundle: Bundle, entry: Entry, of_run: float, trainer: Any) -> dic
         "advantages": rows["advantages"],
     }
     if isinstance(trainer, trl.RLOOTrainer):
-        found |= {"advantages": rows["advantages"][:, 0], "old_logps": (old * mask).sum(1)}
+        inputs |= {"advantages": rows["advantages"][:, 0], "old_logps": (old * mask).sum(1)}
     elif not bundle.meta.on_policy:
-        found["old_per_token_logps"] = old
+        inputs["old_per_token_logps"] = old
     others = {"ref_log_prob": "ref_per_token_logps", "rollout_log_probs": "sampling_per_token_logps"}
     others["rollout_is_weights"] = "importance_sampling_ratio"
-    found |= {theirs: rows[ours] for ours, theirs in others.items() if ours in rows}
+    inputs |= {theirs: rows[ours] for ours, theirs in others.items() if ours in rows}
     if "num_items_in_batch" in rows:
-        found["num_items_in_batch"] = rows["num_items_in_batch"].max() * of_run
-    return {name: value.to(device) for name, value in found.items()}
+        inputs["num_items_in_batch"] = rows["num_items_in_batch"].max() * of_run
+    return {name: value.to(device) for name, value in inputs.items()}
 
 
 def build_actor(bundle: Bundle, model_path: str) -> Any:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer step of TRL as a step that can be replayed: its forwards and losses are TRL's ``_compute_loss``.
 
-That method asks the trainer for log-probs and entropies by one other method, and there a replay steps in: it lets the
-gradient of chosen tokens through, gives values in their place, or takes them and leaves.
+That method gets log-probs and entropies from another one of the trainer's. There a replay steps in: it lets the
+gradient of chosen tokens through, gives other values, or takes the values and breaks off.
 
 Shapes: B rows of a micro-batch, P prompt and T completion positions.
 """
@@ -18,13 +18,13 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from trl.trainer import utils as trl_utils
 
 from ...core.step import LossOfGiven, Recorded, RngState, let_through, record
+from ...touched import replaced
 
 Forwarded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """What TRL's method returns: log-probs (B, T), entropies (B, T), and a mixture of experts' balancing loss."""
 
-_OF_WINDOW = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
-"""What TRL's loss changes beside the gradient: its entropy controller moves inside the window's last micro-batch."""
-_NOT_OF_TOKENS = {"aux_loss_enabled": False}
+_ENTROPY_CONTROLLER = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
+"""What TRL's loss changes beside the gradient: its entropy controller moves inside the step's last micro-batch."""
 _PLAIN = {"beta": 0.0, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "_entropy_bonus_enabled": False}
 """A loss of the advantages alone."""
 
@@ -36,14 +36,14 @@ class TrlStep(LossOfGiven):
     """
 
     window: int | None = None
-    """Micro-batches of the step, where this process does not have them all: in a replay."""
+    """Micro-batches of the whole step, where a replay's process does not have them all."""
 
     def __init__(self, trainer: Any, model: torch.nn.Module, dp_size: int):
         self.trainer, self.model, self.dp_size = trainer, model, dp_size
         self.inputs: list[dict[str, Any]] = []
         self._recorded: list[Recorded] = []
         self._entropy_masks: list[torch.Tensor | None] = []
-        self._before = {name: getattr(trainer, name) for name in _OF_WINDOW if hasattr(trainer, name)}
+        self._before = {name: getattr(trainer, name) for name in _ENTROPY_CONTROLLER if hasattr(trainer, name)}
         self._present = -1
         self._way: Callable[[Callable[[], Forwarded]], Forwarded] | None = None
 
@@ -69,7 +69,7 @@ class TrlStep(LossOfGiven):
         return self._way(call)
 
     def high_entropy_mask(self, call: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        """In place of TRL's, whose quantile is over all ranks: replays take training's."""
+        """In place of TRL's, whose quantile is over all ranks: replays take the mask that training had."""
         if self._way == self._record:
             self._entropy_masks[self._present] = call()
         return self._entropy_masks[self._present]
@@ -191,7 +191,7 @@ class TrlStep(LossOfGiven):
         self, micro_batch: int, log_prob: torch.Tensor, entropy: Any, inputs: dict[str, Any], changed: dict[str, Any]
     ) -> torch.Tensor:
         given = log_prob, entropy, None
-        return self._loss(micro_batch, lambda call: given, inputs, {**changed, **_NOT_OF_TOKENS})
+        return self._loss(micro_batch, lambda call: given, inputs, {**changed, "aux_loss_enabled": False})
 
     def _loss(
         self, micro_batch: int, way: Any, inputs: dict[str, Any] | None = None, changed: dict[str, Any] | None = None
@@ -201,7 +201,7 @@ class TrlStep(LossOfGiven):
         states = {**self._before, "_metrics": {"train": defaultdict(list)}}
         states |= {"current_gradient_accumulation_steps": window, **(changed or {})}
         inputs = {**self.inputs[micro_batch], **(inputs or {})}
-        with self._asking(micro_batch, way), _attributes(trainer, states), _attributes(trainer.accelerator, _ALONE):
+        with self._asking(micro_batch, way), replaced(trainer, **states), replaced(trainer.accelerator, **_ALONE):
             with trainer.compute_loss_context_manager():
                 loss = trainer._compute_loss(self.model, inputs)
         return loss if trainer.loss_is_scaled_for_ga else loss / window
@@ -215,9 +215,9 @@ class TrlStep(LossOfGiven):
             self._way = None
 
     def _record(self, call: Callable[[], Forwarded]) -> Forwarded:
-        found = call()
-        record(self._recorded[self._present], *found[:2])
-        return found
+        forwarded = call()
+        record(self._recorded[self._present], *forwarded[:2])
+        return forwarded
 
 
 class _Taken(Exception):
@@ -247,19 +247,6 @@ _ALONE = {name: _same for name in ("gather", "gather_for_metrics", "reduce")}
 """TRL's loss sums its metrics over the ranks; in a replay nobody reads them, and one rank may run it alone."""
 
 
-@contextmanager
-def _attributes(owner: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Give an object attributes of its own, and put back those that it had."""
-    own = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    vars(owner).update(values)
-    try:
-        yield
-    finally:
-        for name in values.keys() - own.keys():
-            del vars(owner)[name]
-        vars(owner).update(own)
-
-
 class _Float32Head:
     """TRL's kernel for log-probs, in float32."""
 
@@ -271,15 +258,10 @@ class _Float32Head:
             return cls.kernel.apply(hidden.float(), weight.float(), None if bias is None else bias.float(), *others)
 
 
-@contextmanager
-def _float32_head(compute_dtype: torch.dtype) -> Iterator[None]:
+def _float32_head(compute_dtype: torch.dtype) -> AbstractContextManager[None]:
     """Log-probs as precisely as can be: TRL projects in the compute dtype."""
-    if compute_dtype != torch.float32:
-        trl_utils._ChunkedLogProbFunction = _Float32Head
-    try:
-        yield
-    finally:
-        trl_utils._ChunkedLogProbFunction = _Float32Head.kernel
+    is_precise = compute_dtype == torch.float32
+    return nullcontext() if is_precise else replaced(trl_utils, _ChunkedLogProbFunction=_Float32Head)
 
 
 def mask_of(inputs: dict[str, Any]) -> torch.Tensor:

@@ -46,13 +46,11 @@ def check_trl() -> None:
     Raises:
         RuntimeError: one sentence that names the version, what changed, and what to do.
     """
-    touched = {f"trl:{name}.{method}": takes for name in _TRAINERS for method, takes in _OF_TRAINER.items()} | _OTHERS
-    changed = [found for place, takes in touched.items() if (found := difference(place, takes)) is not None]
+    trainers = ("GRPOTrainer", "RLOOTrainer")
+    touched = {f"trl:{name}.{method}": takes for name in trainers for method, takes in _OF_TRAINER.items()} | _OTHERS
+    changed = [said for place, takes in touched.items() if (said := difference(place, takes)) is not None]
     if changed:
         raise RuntimeError(
             f"TRL {version('trl')} or what it stands on changed what gradloc hangs on (it knows {', '.join(KNOWN)}): "
             f'{changed[0]}; pip install trl=={KNOWN[-1]}, or train with gradloc="off".'
         )
-
-
-_TRAINERS = ("GRPOTrainer", "RLOOTrainer")

@@ -2,8 +2,6 @@
 """TRL's trainers with GradLoc riding along: methods overridden by name, as any subclass may."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 import trl
 
 from ...core.ranks import PeerFailure, Ranks
+from ...touched import replaced
 from .batch import REWARD_KEY
 from .config import health_of, refuse, settings_of
 from .touches import check_trl
@@ -84,10 +83,10 @@ class Watched:
     # ---- rewards, which the inputs do not hold
 
     def _calculate_rewards(self, *args: Any, **given: Any) -> torch.Tensor:
-        found = super()._calculate_rewards(*args, **given)
+        rewards = super()._calculate_rewards(*args, **given)
         if self._watch is not None:
-            self._rewards = (found * self.reward_weights.to(found.device)).nansum(dim=1)
-        return found
+            self._rewards = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         output = super()._generate_and_score_completions(inputs)
@@ -118,7 +117,8 @@ class Watched:
 
     def clip_again(self) -> Any:
         """Clip what is in ``.grad`` as training does, and return its norm before that; it is not scaled any more."""
-        with _unscaled(self.accelerator):
+        # accelerate unscales fp16's gradients where it clips, and refuses to do so twice in a step
+        with replaced(self.accelerator, unscale_gradients=lambda *_: None):
             clipped = self._clip_grad_norm(self.model_wrapped) if self.args.max_grad_norm > 0 else None
             return super()._get_grad_norm(self.model_wrapped, grad_norm=clipped)
 
@@ -130,16 +130,6 @@ class Watched:
         except PeerFailure:
             return False
         return True
-
-
-@contextmanager
-def _unscaled(accelerator: Any) -> Iterator[None]:
-    """accelerate unscales fp16's gradients where it clips, and refuses to do so twice in a step."""
-    accelerator.unscale_gradients = lambda *_: None
-    try:
-        yield
-    finally:
-        del accelerator.unscale_gradients
 
 
 class GRPOTrainer(Watched, trl.GRPOTrainer):
@@ -173,8 +163,8 @@ def attach(trainer: Any, gradloc: Any = None, health: Any = None) -> None:
         ValueError: one sentence that says why it cannot look into this run.
     """
     if not isinstance(trainer, trl.GRPOTrainer | trl.RLOOTrainer):
-        found = f"{type(trainer).__module__}.{type(trainer).__name__}"
-        raise ValueError(f"gradloc.trl.attach takes a trainer of TRL's GRPO or RLOO, found a {found}.")
+        name = f"{type(trainer).__module__}.{type(trainer).__name__}"
+        raise ValueError(f"gradloc.trl.attach takes a trainer of TRL's GRPO or RLOO, found a {name}.")
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (Watched, kind), {"__module__": kind.__module__})
     trainer._start(gradloc, health)

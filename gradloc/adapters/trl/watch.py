@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rides along with a trainer, and all that this adapter has to do with the loop.
+"""What rides along with a trainer of TRL's.
 
-With TRL every process is a trainer: the rank's side of a search is on each of them, the driver's side on the first, and
-what the two have to say to each other goes by two small messages an optimizer step.
+Every process is a trainer there: the rank's side of a search is on each of them, the driver's side on the first. They
+exchange two small messages an optimizer step.
 """
 
 import os
 import sys
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +18,9 @@ from ...core.ranks import Ranks
 from ...health.config import HealthConfig
 from ...health.monitor import Monitor
 from ...health.rules import FROM_TRL
-from ...loop.batch import BatchView
 from ...loop.driver import AbortedBySpike, Driver
 from ...loop.localizer import Localizer
 from ...loop.metrics import joined
-from ...loop.wire import RankReport
 from ...loop.writer import events_weights_folder
 from ...record import Run
 from ...record.origin import origin
@@ -33,21 +30,25 @@ from .step import TrlStep, mask_of
 
 
 class Watch:
-    """Looks into the steps of one trainer; also its powers: see :class:`~...loop.localizer.ActorPowers`.
+    """Looks into the steps of one trainer; also what the localizer asks of it: :class:`~...loop.localizer.ActorPowers`.
 
     Args:
         trainer: TRL's, ready to train.
-        settings: those that hold, of spikes; None: none are looked for.
-        health: of the health monitor, likewise.
+        settings: of spikes; None: none are looked for.
+        health: of the health monitor; None: off.
     """
 
     def __init__(self, trainer: Any, settings: Any, health: HealthConfig | None):
         self.trainer, self.settings = trainer, settings
         self.ranks = Ranks(device=trainer.accelerator.device)
+        self.clip_limit = trainer.args.max_grad_norm or float("inf")
+        self.scales_loss = trainer.accelerator.scaler is not None
+        self.takes_what_is_not_finite = not self.scales_loss  # transformers steps on NaN; fp16's scaler does not
         self.localizer = None if settings is None else Localizer(self, self.ranks, settings)
         self.step: TrlStep | None = None
         self._metrics: list[dict[str, float]] = []
         self._num_known: dict[str, int] = {}
+        """How many values of each of TRL's metrics are of earlier steps."""
         self._loss = 0.0
         self.driver = self.monitor = None
         if self.ranks.is_first and settings is not None:
@@ -93,19 +94,18 @@ class Watch:
 
     def take_metrics(self) -> dict[str, float]:
         """What is to be logged of the steps since the last time, each joined as its name asks for; first process."""
-        found, self._metrics = self._metrics, []
-        return joined(found) if found else {}
+        steps, self._metrics = self._metrics, []
+        return joined(steps) if steps else {}
 
     def save(self, folder: str) -> None:
         """Put what was learned beside a checkpoint."""
-        if save_states(self._stateful, folder) and self.driver is not None:
-            self.driver.writer.last_checkpoint = os.path.abspath(folder)
+        if save_states(self._stateful, folder):
+            self._remember(folder)
 
     def load(self, folder: str) -> None:
         """Take it back from the checkpoint that the run goes on from."""
         load_states(self._stateful, folder)
-        if self.driver is not None:
-            self.driver.writer.last_checkpoint = os.path.abspath(folder)
+        self._remember(folder)
 
     # ---- inside
 
@@ -114,35 +114,35 @@ class Watch:
         parts = {"spikes": self.driver, "health": self.monitor}
         return {name: part for name, part in parts.items() if part is not None}
 
+    def _remember(self, folder: str) -> None:
+        if self.driver is not None:
+            self.driver.writer.last_checkpoint = os.path.abspath(folder)
+
     def _look(self, norm: Any) -> tuple[Any, dict[str, float]]:
         """Ask the driver, look, tell the driver."""
-        step, found, ranks, number = self.step, self.localizer, self.ranks, self.trainer.state.global_step + 1
+        step, localizer, ranks = self.step, self.localizer, self.ranks
         (num_tokens,) = ranks.sum([float(sum(int(mask_of(inputs).sum()) for inputs in step.inputs))])
         policy = None
         if self.driver is not None:
-            policy = self.driver.before_update([int(num_tokens)], number)
-        before = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
-        taken = found.before_step(before, ranks.sent_by(0, policy))
-        found.end_update()
-        is_written = any(spike.is_written for spike in found.outcomes)
-        told = ranks.gather_first((found.report(), rows_of(step) if is_written else brief_of(step)))
+            policy = self.driver.before_update([int(num_tokens)], self.trainer.state.global_step + 1)
+        taken = localizer.before_step(_whole(norm), ranks.sent_by(0, policy))
+        localizer.end_update()
+        is_written = any(spike.is_written for spike in localizer.outcomes)
+        by_rank = ranks.gather_first((localizer.report(), rows_of(step) if is_written else brief_of(step)))
         metrics: dict[str, float] = {}
-        if told is not None:
-            reports, rows = zip(*told, strict=True)
-            metrics = self._tell(reports, view_of(rows) if is_written else brief_view(rows))
-        if any(spike.taken == "abort" for spike in found.outcomes):
+        if by_rank is not None:
+            reports, rows = zip(*by_rank, strict=True)
+            if is_written:
+                self.driver.teller.trackers = _trackers_of(self.trainer)
+            of_step = self.driver.after_update(reports, view_of(rows) if is_written else brief_view(rows))
+            metrics = {name: float(value) for name, (value,) in of_step.items()}
+        if any(spike.taken == "abort" for spike in localizer.outcomes):
             raise AbortedBySpike("gradloc stopped the run at a gradient spike: the first process says why.")
-        is_other = any(spike.taken != "observe" for spike in found.outcomes)
+        is_other = any(spike.taken != "observe" for spike in localizer.outcomes)
         return taken if is_other else norm, metrics
 
-    def _tell(self, reports: Sequence[RankReport], batch: BatchView) -> dict[str, float]:
-        if reports[0].events:
-            self.driver.teller.trackers = _trackers_of(self.trainer)
-        found = self.driver.after_update(reports, batch)
-        return {name: float(value) for name, (value,) in found.items()}
-
     def _judge(self, norm: Any, metrics: dict[str, float]) -> None:
-        """Judge the step by the rules of health, which know verl's names."""
+        """Judge the step by the rules of health, which know verl's names; adds to its metrics."""
         step = {FROM_TRL["grad_norm"]: float(norm), FROM_TRL["loss"]: float(self._loss), **metrics}
         for theirs, ours in FROM_TRL.items():
             values = self.trainer._metrics["train"].get(theirs, [])[self._num_known.get(theirs, 0) :]
@@ -152,38 +152,29 @@ class Watch:
         self.monitor.observe(None, step, self.trainer.state.global_step + 1)
         metrics.update({name: value for name, value in step.items() if name not in before})
 
-    # ---- the actor's powers
-
-    @property
-    def clip_limit(self) -> float:
-        return self.trainer.args.max_grad_norm or float("inf")
+    # ---- what the localizer asks of the trainer
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self.trainer.optimizer.optimizer  # in accelerate's
 
-    @property
-    def scales_loss(self) -> bool:
-        return self.trainer.accelerator.scaler is not None
-
-    @property
-    def takes_what_is_not_finite(self) -> bool:
-        return not self.scales_loss  # transformers' trainer steps on NaN and infinity; fp16's scaler does not
-
     def clip(self) -> torch.Tensor:
-        norm = self.trainer.clip_again()
-        return norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
+        return _whole(self.trainer.clip_again())
 
     def save_weights(self, global_step: int) -> str | None:
         folder = events_weights_folder(self.settings, global_step, self.ranks)
         return folder if folder is not None and self.trainer.save_whole_model(folder, self.ranks) else None
 
 
+def _whole(norm: Any) -> torch.Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
+
+
 def _driver_of(trainer: Any, settings: Any) -> Driver:
     args = trainer.args
     name, of_run = args.run_name or os.path.basename(args.output_dir), args.to_dict()
     model = getattr(trainer.model.config, "_name_or_path", None)
-    run = Run(os.environ.get("WANDB_PROJECT", "trl"), name, model=model, **_group(trainer.args))
+    run = Run(os.environ.get("WANDB_PROJECT", "trl"), name, model=model, **_group(args))
     run = origin(run, of_run, "trl")
     return Driver(settings, tokenizer=trainer._tokenizer, run=run, trained=of_run)
 
@@ -200,16 +191,16 @@ def _group(args: Any) -> dict[str, Any]:
 
 def _trackers_of(trainer: Any) -> dict[str, Any]:
     """The clients that the trainer's callbacks have opened, by the names that the teller knows."""
-    found: dict[str, Any] = {}
+    clients: dict[str, Any] = {}
     for callback in trainer.callback_handler.callbacks:
         name = type(callback).__name__.removesuffix("Callback").lower()
         if getattr(callback, "tb_writer", None) is not None:
-            found["tensorboard"] = SimpleNamespace(writer=callback.tb_writer)
+            clients["tensorboard"] = SimpleNamespace(writer=callback.tb_writer)
         elif name == "wandb":
-            found[name] = _OfWandb(sys.modules[name])
+            clients[name] = _OfWandb(sys.modules[name])
         elif name in ("trackio", "swanlab", "mlflow", "clearml"):
-            found[name] = sys.modules[name]
-    return found
+            clients[name] = sys.modules[name]
+    return clients
 
 
 class _OfWandb:

@@ -2,7 +2,7 @@
 """verl's actor as the gradient analyses see it, and the analysis that its worker is asked for."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,58 +12,37 @@ from verl.utils.seqlen_balancing import prepare_dynamic_batch
 
 from ...analysis.actor import BUCKET_KEY, MicroBatch, Rows, cut_runs
 from ...analysis.measure import measure
-from ..verl_common.losses import aggregation_of
+from ...touched import replaced
+from ..verl_common.analyses import VerlAnalysed
+from ..verl_common.precise import readout_of
 from .hook import ranks_of
-from .step import readout_of
 
 RECORD_KEY = "gradloc_analysis"
-"""Among a worker's metrics: what it found."""
+"""Among a worker's metrics: what it measured."""
 _INDEX_KEY = "gradloc_analysis_row"
 
 
 def analyze(actor: Any, data: DataProto) -> dict[str, Any]:
-    """Split the gradient of a batch: :func:`~...analysis.measure.measure`.
-
-    Args:
-        actor: verl's ``DataParallelPPOActor``.
-        data: this rank's rows; meta info ``temperature``, and what is asked for.
-    """
+    """Split the gradient of this rank's rows: :func:`~...analysis.measure.measure`. Their meta info has ``temperature``
+    and what is asked for."""
     adapted = AnalysisActor(actor, data.meta_info["temperature"])
     with adapted.whole_batch():
         return measure(adapted, ranks_of(actor), dict(data.batch), data.meta_info)
 
 
-class AnalysisActor:
-    """The powers that :class:`~..analysis.actor.Actor` names; see there.
-
-    Args:
-        actor: verl's ``DataParallelPPOActor``.
-        temperature: of the rollout.
-    """
+class AnalysisActor(VerlAnalysed):
+    """What the analyses may ask of verl's ``DataParallelPPOActor``; ``temperature`` is the rollout's."""
 
     def __init__(self, actor: Any, temperature: float):
-        self._actor, self._config, self._temperature = actor, actor.config, temperature
+        super().__init__(actor.config, actor.scaler)
+        self._actor, self._temperature = actor, temperature
         self.module, self.optimizer = actor.actor_module, actor.actor_optimizer
         self.device = ranks_of(actor).device
         self.grad_clip = actor.config.grad_clip
-        optional = {"entropy": actor.config.entropy_coeff != 0, "kl": bool(actor.config.use_kl_loss)}
-        self.terms = ("task", *(name for name, is_on in optional.items() if is_on))
 
-    @property
-    def loss_scale(self) -> float:
-        return 1.0 if self._actor.scaler is None else self._actor.scaler.get_scale()
-
-    @contextmanager
-    def whole_batch(self) -> Iterator[None]:
-        """Context in which verl's loss is not scaled for accumulation."""
-        accumulation = self._actor.__dict__.get("gradient_accumulation")
-        self._actor.gradient_accumulation = 1
-        try:
-            yield
-        finally:
-            del self._actor.gradient_accumulation
-            if accumulation is not None:
-                self._actor.gradient_accumulation = accumulation
+    def whole_batch(self) -> AbstractContextManager[None]:
+        """While verl's loss is not to be scaled for accumulation."""
+        return replaced(self._actor, gradient_accumulation=1)
 
     def micro_batches(self, rows: Rows) -> Iterator[MicroBatch]:
         data = DataProto.from_dict({**rows, _INDEX_KEY: torch.arange(len(rows[BUCKET_KEY]))})
@@ -80,25 +59,20 @@ class AnalysisActor:
     def _cut(self, mini_batch: DataProto) -> list[DataProto]:
         """Cut as verl's ``update_policy`` does."""
         if self._config.use_dynamic_bsz:
-            return prepare_dynamic_batch(mini_batch, max_token_len=self._max_tokens)[0]
+            return prepare_dynamic_batch(mini_batch, max_token_len=self._config.ppo_max_token_len_per_gpu)[0]
         return mini_batch.split(self._config.ppo_micro_batch_size_per_gpu)
-
-    @property
-    def _max_tokens(self) -> int:
-        return self._config.ppo_max_token_len_per_gpu * self._actor.ulysses_sequence_parallel_size
 
     def runs(self, lengths: torch.Tensor) -> list[list[int]]:
         config = self._config
-        return cut_runs(
-            lengths, self._max_tokens if config.use_dynamic_bsz else None, config.ppo_micro_batch_size_per_gpu
-        )
+        num_tokens = config.ppo_max_token_len_per_gpu if config.use_dynamic_bsz else None
+        return cut_runs(lengths, num_tokens, config.ppo_micro_batch_size_per_gpu)
 
     def forward(self, inputs: Rows, with_entropy: bool | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         entropy, log_prob = self._actor._forward_for_loss(inputs, self._temperature, with_entropy)
         return log_prob, entropy
 
     def log_prob(self, inputs: Rows) -> torch.Tensor:
-        with torch.no_grad(), readout_of(self._actor):
+        with torch.no_grad(), readout_of(self.module, self._actor.param_dtype, self._actor.use_fused_kernels):
             return self.forward(inputs, with_entropy=False)[0]
 
     def loss_terms(
@@ -112,9 +86,6 @@ class AnalysisActor:
 
     def share(self, part: MicroBatch, term: str, num_rows: int) -> float:
         return len(part.rows) / num_rows  # verl averages over a micro-batch, and then over these
-
-    def aggregation(self, term: str) -> str:
-        return aggregation_of(self._config) if term == "task" else self._config.loss_agg_mode
 
     def clip(self) -> torch.Tensor:
         return self._actor._clip_grad_norm()

@@ -1,23 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient analyses and the rollout filter in verl's trainer."""
 
+import copy
+import math
 from typing import Any, Optional
 
+import numpy as np
 import torch
 
 from verl import DataProto
 from verl.protocol import pad_dataproto_to_divisor
 
-from ...analysis.analyses import Analyses
-from ...analysis.config import BucketSettings, QuartileSettings, check_geometry, geometry
+from ...analysis.config import check_geometry, geometry
 from ...analysis.reporter import Batch
-from ...rollout_filter.config import FilterSettings
-from ..verl_common.analyses import FILLER, analyses_in, refuse_pictures, run_of, well
+from ...rollout_filter.choose import advantage_scale, kept_groups
+from ...rollout_filter.groups import groups_of
+from ..verl_common.analyses import (
+    FILLER,
+    VerlAnalyses,
+    analyses_in,
+    checked,
+    drawn_prompts,
+    hand_over,
+    prepared_by,
+    refuse_pictures,
+    twin_of,
+)
+from ..verl_common.needs import BUCKETS, QUARTILES
 from .analysis_actor import RECORD_KEY
-from .analysis_batch import prepare_batch
 from .refusals import check_run, settings_of
-from .rollout_filter import FILTER_KEY, RolloutFilter
 
+_FILTER_KEY = "gradloc_filter"
+"""In a filtered batch's meta info: what the filter did, in numbers."""
 _ACTOR_KEYS = (
     "responses",
     "response_mask",
@@ -34,70 +48,79 @@ _ACTOR_KEYS = (
 
 
 def build_analysis(trainer: Any) -> Optional["Analysis"]:
-    """The trainer's analyses and rollout filter, or None while all are off.
-
-    Args:
-        trainer: verl's ``RayPPOTrainer``, its data loaded.
+    """The analyses and rollout filter of verl's ``RayPPOTrainer``, its data loaded; None while all are off.
 
     Raises:
         ValueError: one sentence that names a key with a bad value, also while the features are off.
     """
     config = trainer.config
-    found = analyses_in(config)
-    if found is None:
+    settings = analyses_in(config)
+    if settings is None:
         return None
-    buckets, quartiles, chosen = found
+    buckets, quartiles, _ = settings
     if buckets is not None:
-        check_run("trainer.gradient_analysis_mode", config)
+        check_run(BUCKETS, config)
         check_geometry(buckets, config, len(trainer.train_dataset))
     if quartiles is not None:
-        check_run("trainer.quartile_analysis_mode", config)
-    return Analysis(trainer, buckets, quartiles, chosen)
+        check_run(QUARTILES, config)
+    return Analysis(config, settings_of(config).root, settings)
 
 
-class Analysis(Analyses):
-    """Filters the rollouts and, at the steps that are due, splits the gradient that they are about to cause.
+class Analysis(VerlAnalyses):
+    """See there."""
 
-    Args:
-        trainer: verl's.
-        buckets: None: no analysis by bucket.
-        quartiles: None: no analysis by quartile.
-        chosen: the filter's settings.
-    """
+    _trainer: Any
+    """verl's, of the step that is analysed."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        buckets: BucketSettings | None,
-        quartiles: QuartileSettings | None,
-        chosen: FilterSettings,
-    ):
-        config = trainer.config
-        super().__init__(run_of(config, settings_of(config).root), buckets, quartiles, self._separate)
-        self.filter = RolloutFilter(chosen)
-        self._trainer = trainer
-
-    def run(self, trainer: Any, batch: DataProto, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
-        """Scale the filtered batch's advantages, and analyse where the step is due.
+    def filter(self, trainer: Any, batch: Any, rewards: torch.Tensor, extras: dict[str, Any], metrics: dict) -> tuple:
+        """Keep the groups of rollouts that the filter chooses.
 
         Args:
-            trainer: verl's trainer, just before the actor's update.
-            batch: the training batch, with advantages; not changed by the analyses.
-            metrics: of the step; added to.
-            timing_raw: of the step; added to.
+            trainer: balances the smaller batch and knows the ranks.
+            batch: with uid, response_mask and attention_mask.
+            rewards: (R, T) token-level scores.
+            extras: per-row lists that the reward function returned.
+            metrics: of the step; ``rollout/*`` is added.
 
         Returns:
-            Whether the run is to end here.
+            batch, rewards and extras of the rows kept.
         """
+        groups = groups_of(batch.non_tensor_batch["uid"], rewards, batch.batch["response_mask"])
+        choice = kept_groups(groups, self.chosen, _num_ranks(trainer), metrics)
+        if choice is None:
+            return batch, rewards, extras
+        kept, batch.meta_info[_FILTER_KEY] = choice
+        if len(kept) == len(groups):
+            return batch, rewards, extras
+        rows = np.flatnonzero(np.isin(groups.of_row, kept))
+        batch.batch["token_level_scores"] = rewards  # travels with the rows; fit() sets it to the same later
+        batch.non_tensor_batch.update({key: np.array(value) for key, value in extras.items()})
+        batch = batch.select_idxs(rows)
+        if trainer.config.trainer.balance_batch:
+            trainer._balance_batch(batch, metrics=metrics)
+        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
+        rewards = batch.batch.pop("token_level_scores")
+        return batch, rewards, {key: batch.non_tensor_batch[key].tolist() for key in extras}
+
+    def run(self, trainer: Any, batch: DataProto, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
+        """Just before the actor's update: scale the filtered batch's advantages, and analyse where the step is due.
+        Adds to the step's metrics and timings; returns whether the run is to end here."""
         self._trainer = trainer
-        self.filter.scale_advantages(batch)
+        self._scale_advantages(batch)
         return self.analyse(lambda feature: self._seen(batch, feature), trainer.global_steps, metrics, timing_raw)
 
     def _separate(self, seed: int) -> Batch:
         num_groups, group_size = geometry(self.buckets.settings, self._trainer.config)
         batch = prepare_batch(self._trainer, num_groups, group_size, seed)
-        self.filter.scale_advantages(batch)
-        return self._seen(batch, "trainer.gradient_analysis_mode")
+        self._scale_advantages(batch)
+        return self._seen(batch, BUCKETS)
+
+    def _scale_advantages(self, batch: DataProto) -> None:
+        """As ``filter_loss_scaling`` says; where that changes nothing they stay the very same tensor."""
+        kept_ratio = batch.meta_info.get(_FILTER_KEY, {}).get("kept_ratio", 1.0)
+        scale = advantage_scale(self.chosen.loss_scaling, kept_ratio)
+        if scale != 1.0:
+            batch.batch["advantages"] = batch.batch["advantages"] * scale
 
     def _seen(self, batch: DataProto, feature: str) -> Batch:
         """verl's batch as an analysis sees it."""
@@ -106,7 +129,15 @@ class Analysis(Analyses):
             refuse_pictures(feature, batch.non_tensor_batch.get("multi_modal_inputs", ()))
             return _ask_workers(self._trainer, batch, tensors, meta_info)
 
-        return Batch(batch.batch, batch.non_tensor_batch["uid"], batch.meta_info.get(FILTER_KEY), ask)
+        return Batch(batch.batch, batch.non_tensor_batch["uid"], batch.meta_info.get(_FILTER_KEY), ask)
+
+
+def _num_ranks(trainer: Any) -> int:
+    """What the number of rows must be a multiple of."""
+    sizes = [trainer._get_dp_size(trainer.actor_rollout_wg, "actor")]
+    if trainer.use_critic:
+        sizes.append(trainer._get_dp_size(trainer.critic_wg, "critic"))
+    return math.lcm(*sizes)
 
 
 def _ask_workers(
@@ -121,4 +152,38 @@ def _ask_workers(
         for key in tensors:
             data.batch[key][-num_filling:] = FILLER
     data.meta_info = {"temperature": trainer.config.actor_rollout_ref.rollout.temperature, **meta_info}
-    return well(trainer.actor_rollout_wg.analyze_gradients(data).meta_info["metrics"][RECORD_KEY])
+    return checked(trainer.actor_rollout_wg.analyze_gradients(data).meta_info["metrics"][RECORD_KEY])
+
+
+def prepare_batch(trainer: Any, num_groups: int, group_size: int, seed: int) -> Any:
+    """Roll out and score a batch that no update will see; the rollout draws from the sampler like any other.
+
+    Args:
+        trainer: verl's ``RayPPOTrainer``, inside a step.
+        num_groups: prompts.
+        group_size: rollouts per prompt.
+        seed: of the prompts' draw; one per step.
+
+    Returns:
+        The batch with advantages, filtered as training batches are.
+    """
+    prompts = drawn_prompts(trainer, num_groups, seed)
+    changes = {
+        "actor_rollout_ref.rollout.n": group_size,
+        "actor_rollout_ref.rollout.skip_rollout": False,
+        "trainer.logger": [],
+        "trainer.critic_warmup": 0,
+        "trainer.val_before_train": False,
+        "trainer.total_epochs": trainer.global_steps + 1,
+        "global_profiler.steps": None,
+    }
+    twin = twin_of(trainer, changes)
+    twin.train_dataloader = [prompts]
+    twin.val_reward_fn = None
+    # fit() counts from what the checkpoint says to the step that comes after it
+    twin._load_checkpoint = lambda: setattr(twin, "global_steps", trainer.global_steps - 1)
+    twin.gradloc = copy.copy(trainer.gradloc)
+    twin.gradloc.begin_fit = lambda tracking: None  # the twin's has no trackers, and the trainer's is begun
+    twin.gradloc.analyze = lambda trainer, batch, *_: hand_over(batch)
+    twin._update_critic = hand_over
+    return prepared_by(twin.fit)

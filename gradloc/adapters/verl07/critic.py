@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's critic with a localizer riding along: its values stand where the actor's log-probs stand."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from verl.trainer.ppo import core_algos
-from verl.utils.device import get_device_id
 from verl.workers.critic import DataParallelPPOCritic, dp_critic
 
 from ...core.ranks import Ranks
 from ...core.step import LossOfGiven, Recorded, RngState, let_through, record
 from ...keys import POLICY_KEY, ROW_KEY
 from ...loop.wire import Policy, RankReport
+from ...touched import replaced
 from ..verl_common.losses import weights_of
 from ..verl_common.precise import precise_readout
-from ..verl_common.watch import Clipping, Watch
+from ..verl_common.watch import Clipping, Watch, device_of
 
 _CLIPPING = Clipping(dp_critic)
 
@@ -28,29 +28,19 @@ class WatchedCritic(DataParallelPPOCritic):
     _watch: "CriticWatch | None" = None
 
     def update_critic(self, data: Any) -> dict[str, Any]:
-        if POLICY_KEY not in data.meta_info:
+        policy = data.meta_info.get(POLICY_KEY)
+        if policy is None:
             return super().update_critic(data)
         if self._watch is None:
-            self._watch = CriticWatch(self, data.meta_info[POLICY_KEY].settings)
+            self._watch = CriticWatch(self, policy.settings)
         select = data.select  # verl takes the keys that it knows
         data.select = lambda batch_keys, **given: select(batch_keys=[*batch_keys, ROW_KEY], **given)
-        with self._watch.update(data.meta_info[POLICY_KEY]):
+        with self._watch.update(policy):
             return super().update_critic(data)
 
-    def report(self) -> RankReport | None:
-        """What this process has to say of the last update; None where none was watched."""
-        return None if self._watch is None else self._watch.report()
-
-    def _forward_micro_batch(self, micro_batch: dict[str, Any]) -> torch.Tensor:
-        if self._watch is None or not self._watch.is_open:
-            return super()._forward_micro_batch(micro_batch)
-        return self._watch.forward(micro_batch, super()._forward_micro_batch)
-
-    def _optimizer_step(self) -> torch.Tensor:
-        if self._watch is None or not self._watch.is_open:
-            return super()._optimizer_step()
-        with self._watch.around_clip():
-            return super()._optimizer_step()
+    def report(self) -> RankReport:
+        """What this process has to say of the last update that was watched."""
+        return self._watch.report()
 
 
 class CriticWatch(Watch):
@@ -63,50 +53,45 @@ class CriticWatch(Watch):
 
     def __init__(self, critic: DataParallelPPOCritic, settings: Any):
         self.critic = critic
-        device = get_device_id() if critic.device_name != "cpu" else "cpu"
-        super().__init__(settings, Ranks(device=device))
-        self.is_open = False
-        """Whether an update is being watched, and no probe is running."""
+        super().__init__(settings, Ranks(device=device_of()))
         self._step: CriticStep | None = None
 
     @contextmanager
     def update(self, policy: Policy) -> Iterator[None]:
         """Around an update that comes with a policy."""
         self.begin(policy)
-        self.is_open = True
         try:
-            yield
+            with replaced(self.critic, _forward_micro_batch=self._forward, _optimizer_step=self._optimizer_step):
+                yield
         finally:
-            self._step, self.is_open = None, False
+            self._step = None
             self.end({})
 
-    def forward(self, micro_batch: dict[str, Any], forward: Callable) -> torch.Tensor:
-        """verl's forward of the next micro-batch."""
+    def _forward(self, micro_batch: dict[str, Any]) -> torch.Tensor:
         if self._step is None:
             self._step = CriticStep(self.critic, self.ranks.size)
             self.localizer.begin_mini_batch(self._step)
         else:
             self.after_backward()  # of the one before
-        return self._step.forward_recorded(micro_batch, forward)
+        return self._step.train_forward(micro_batch)
 
-    def around_clip(self) -> AbstractContextManager[None]:
-        """While verl clips and steps: look in between, with the norm that verl's own clipping has measured."""
+    def _optimizer_step(self) -> torch.Tensor:
         self.after_backward()
-        return _CLIPPING.replaced(self.module, self.before_step)
+        with _CLIPPING.replaced(self.module, self.before_step):
+            return DataParallelPPOCritic._optimizer_step(self.critic)
 
     def before_step(self) -> torch.Tensor:
-        self.is_open = False
         try:
             return super().before_step()
         finally:
-            self._step, self.is_open = None, True
+            self._step = None
 
     def clip_by_verl(self) -> torch.Tensor:
         return _CLIPPING.clip(self.module, self.grad_clip)
 
 
 class CriticStep(LossOfGiven):
-    """One mini-batch of verl's critic, replayable: the :class:`~..core.step.TrainingStep` of the search."""
+    """One mini-batch of verl's critic, replayable: the :class:`~...core.step.TrainingStep` of the search."""
 
     on_policy, reduces_once, temperature, loss_scale = False, False, 1.0, 1.0
     compute_dtype = torch.bfloat16  # verl's critic sees to that itself, whatever its weights are kept in
@@ -116,13 +101,12 @@ class CriticStep(LossOfGiven):
         self.micro_batches: list[dict[str, Any]] = []
         self._recorded: list[Recorded] = []
 
-    def forward_recorded(self, micro_batch: dict[str, Any], forward: Callable) -> torch.Tensor:
-        """Run and record the training forward; changes nothing."""
-        recorded = Recorded(rng=RngState(torch.device(self.critic.device_name)), is_value=True)
+    def train_forward(self, micro_batch: dict[str, Any]) -> torch.Tensor:
+        """Run and record training's forward of the next micro-batch; changes nothing."""
         self.micro_batches.append(micro_batch)
-        self._recorded.append(recorded)
-        values = forward(micro_batch)
-        record(recorded, values, None)
+        self._recorded.append(Recorded(rng=RngState(torch.device(self.critic.device_name)), is_value=True))
+        values = DataParallelPPOCritic._forward_micro_batch(self.critic, micro_batch)
+        record(self._recorded[-1], values, None)
         return values
 
     @property

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What verl's actor calls: one object, one method per moment of an update.
 
-Behind it are the parts that the configuration switches on: the localizer and the stabilizers. With none of them, the
-hook does nothing and changes nothing. A stage of Lopti's, which the trainer decides on, it recognizes by the batch.
+It calls the localizer and the stabilizers, where the config switches them on; with both off it changes nothing.
 """
 
 import logging
@@ -10,14 +9,11 @@ from typing import Any
 
 import torch
 
-from verl.utils.device import get_device_id
-
 from ...config import GradLocConfig
 from ...core.ranks import Ranks
 from ...keys import POLICY_KEY, ROW_KEY
-from ...reweighting.stages import STAGE_MASK_KEY, STAGE_NAME_KEY
-from ...stabilize import STABILIZER_KEY
-from ..verl_common.watch import Watch
+from ...reweighting.stages import STAGE_MASK_KEY
+from ..verl_common.watch import Watch, device_of
 from .step import ActorStep
 
 logger = logging.getLogger(__name__)
@@ -30,8 +26,7 @@ def build_hook(actor: Any) -> "ActorHook":
 
 def ranks_of(actor: Any) -> Ranks:
     """The data-parallel ranks of verl's actor."""
-    device = get_device_id() if actor.device_name != "cpu" else "cpu"
-    return Ranks(device=device, replicas=actor.ulysses_sequence_parallel_size)
+    return Ranks(device=device_of(), replicas=actor.ulysses_sequence_parallel_size)
 
 
 class ActorHook(Watch):
@@ -52,15 +47,15 @@ class ActorHook(Watch):
         self._num_without_policy = 0
 
     def begin_update(self, data: Any) -> list[str]:
-        """Take what the driver sent with verl's DataProto; returns the batch keys that the actor must carry along."""
-        self.is_stage, told = STAGE_MASK_KEY in data.batch.keys(), data.meta_info
-        if self.localizer is not None and told.get(POLICY_KEY) is None:
+        """Take the policy that came with verl's DataProto; returns the batch keys that the actor must carry along."""
+        self.is_stage, policy = STAGE_MASK_KEY in data.batch.keys(), data.meta_info.get(POLICY_KEY)
+        if self.localizer is not None and policy is None:
             self._note_missing_policy()
-        self.begin(told.get(POLICY_KEY), told.get(STAGE_NAME_KEY, ""), told.get(STABILIZER_KEY))
+        self.begin(policy)
         return [key for key in (STAGE_MASK_KEY, ROW_KEY) if key in data.batch.keys()]
 
     def _note_missing_policy(self) -> None:
-        """Say once that nothing is looked into, and count: a trainer with its own ``fit`` may not call our hook."""
+        """Say once that nothing is searched, and count: a trainer with a ``fit`` of its own may not call our hook."""
         self._num_without_policy += 1
         if self._num_without_policy == 1 and self.ranks.is_first:
             logger.error(
@@ -84,7 +79,7 @@ class ActorHook(Watch):
             self._step.before_forward(self._micro_batch)
 
     def after_forward(self, log_prob: torch.Tensor, entropy: torch.Tensor | None) -> None:
-        """After it: (B, T) both."""
+        """After the forward: log-probs and entropies, (B, T) both."""
         if self._step is not None:
             self._step.after_forward(self._micro_batch, log_prob, entropy)
 
@@ -95,7 +90,7 @@ class ActorHook(Watch):
         return self.weigher.token_weights(model_inputs, log_prob, given, metrics)
 
     def in_stage(self, values: torch.Tensor, model_inputs: dict[str, Any]) -> torch.Tensor:
-        """Values (B, T), zero outside of Lopti's stage: no part in a term of the loss; denominators stay."""
+        """Values (B, T), zero outside of Lopti's stage, so that they add nothing to a loss; denominators stay."""
         return values * model_inputs[STAGE_MASK_KEY] if STAGE_MASK_KEY in model_inputs else values
 
     def clip_by_verl(self) -> torch.Tensor:

@@ -24,13 +24,10 @@ from ...core.gradients import GradientSpace
 from ...keys import ROW_KEY
 from ...replay.bundle import Bundle, Entry
 from ...replay.dealt import Replayed
+from ...stabilize.config import StabilizeConfig
 from ...stabilize.ratio_clip import TokenWeigher
-from ..verl_common.loading import (
-    actor_config,
-    has_flash_attention,
-    load,
-    require_rollout_log_probs,
-)
+from ...touched import replaced
+from ..verl_common.loading import actor_config, clips_of, has_flash_attention, load
 from ..verl_common.loading import start_processes as start_processes
 from .step import ActorStep
 
@@ -38,54 +35,42 @@ from .step import ActorStep
 class ReplayActor(DataParallelPPOActor):
     """verl's actor with the run's loss weights, whatever it runs on now."""
 
-    def __init__(self, config: Any, module: torch.nn.Module, dp_size: int):
+    def __init__(self, config: Any, clips: StabilizeConfig, module: torch.nn.Module, dp_size: int):
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its settings
             super().__init__(config, module)
         if not config.use_dynamic_bsz:
             self.gradient_accumulation = config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu
-        if config.gradloc.stabilize.weighs_tokens:  # the weights are part of the loss, other stabilizers are not
-            self.gradloc.weigher = TokenWeigher(config.gradloc.stabilize)
+        if clips.weighs_tokens:
+            self.gradloc.weigher = TokenWeigher(clips)
         self._processes_per_rank = dist.get_world_size() / dp_size
-        self.watch: Callable | None = None
-
-    def _forward_for_loss(self, model_inputs, temperature, calculate_entropy=None):
-        entropy, log_prob = super()._forward_for_loss(model_inputs, temperature, calculate_entropy)
-        if self.watch is not None:
-            self.watch(log_prob, entropy)
-        return entropy, log_prob
 
     def _loss_scale_factor(self, response_mask):
         return super()._loss_scale_factor(response_mask) * self._processes_per_rank
 
 
 class ReplayStep(Replayed, ActorStep):
-    """The event's step, as far as the bundle holds it: this process's micro-batches.
-
-    Args:
-        actor: from :func:`build_actor`.
-        bundle: the event.
-        places: this process's micro-batches, from :func:`deal`.
-        tick: called after every forward.
-    """
+    """The event's step, as far as the bundle holds it: this process's micro-batches, see :class:`Replayed`."""
 
     def __init__(self, actor: ReplayActor, bundle: Bundle, places: list[Entry | None], tick: Callable[[], Any]):
-        self.places = places
-        self._tick = tick
+        self.places, self._tick = places, tick
         micro_batches = [_micro_batch(bundle, entry or bundle.layout[0]) for entry in places]
-        temperature = bundle.meta.temperature
         # dp_size is what the gradient is averaged over here; the run's own is in the actor's loss weights
-        super().__init__(actor, micro_batches, temperature, bundle.meta.on_policy, dp_size=dist.get_world_size())
+        super().__init__(actor, micro_batches, bundle.meta.temperature, bundle.meta.on_policy, dist.get_world_size())
 
     def train(self, space: GradientSpace) -> None:
         """The training pass: puts the step's gradient into ``.grad`` and records what it leaves behind."""
+        of_verl = self.actor._forward_for_loss
         for index in range(self.num_micro_batches):
+
+            def forward(*args: Any, index: int = index) -> tuple[torch.Tensor | None, torch.Tensor]:
+                entropy, log_prob = of_verl(*args)
+                self.after_forward(index, log_prob, entropy)
+                return entropy, log_prob
+
             self.recall(index)
             self.before_forward(index)
-            self.actor.watch = lambda log_prob, entropy, index=index: self.after_forward(index, log_prob, entropy)
-            try:
+            with replaced(self.actor, _forward_for_loss=forward):
                 self.loss(index, None).backward()
-            finally:
-                self.actor.watch = None
         if self.loss_scale != 1.0:
             space.scale(1.0 / self.loss_scale)
 
@@ -105,39 +90,26 @@ def build_actor(bundle: Bundle, model_path: str) -> ReplayActor:
         ReplayError: the model cannot be loaded, does not fit the bundle, or would not fit into memory.
     """
     config = _actor_config(bundle)
-    if config.gradloc.stabilize.weighs_tokens:
-        require_rollout_log_probs(bundle)
     dtype = PrecisionType.to_dtype(config.fsdp_config.dtype)
-    module = load(model_path, bundle, dtype).module
+    clips, module = clips_of(bundle), load(model_path, bundle, dtype)
     if config.use_remove_padding or bundle.inputs is not None:
         from verl.models.transformers.monkey_patch import apply_monkey_patch
 
         with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does
             apply_monkey_patch(model=module, use_remove_padding=config.use_remove_padding, ulysses_sp_size=1)
-    return ReplayActor(config, _place(module, config, dtype), bundle.dp_size)
+    return ReplayActor(config, clips, _place(module, config, dtype), bundle.dp_size)
 
 
 def _actor_config(bundle: Bundle) -> Any:
     given = {key: value for key, value in bundle.meta.actor.items() if key != "gradloc"}
-    of_run = bundle.meta.actor.get("gradloc")
-    if isinstance(of_run, dict) and "stabilize" in of_run:  # of gradloc's own settings, only these are part of the loss
-        given["gradloc"] = {"stabilize": of_run["stabilize"]}
 
     def adapt(actor: dict[str, Any]) -> None:
         # as verl's worker normalises them: the config counts prompts over all ranks, the actor sequences of one
         actor["ppo_mini_batch_size"] = actor["ppo_mini_batch_size"] * actor["rollout_n"] // bundle.dp_size
         if actor["ppo_micro_batch_size"] is not None:
             actor["ppo_micro_batch_size_per_gpu"] = actor["ppo_micro_batch_size"] // bundle.dp_size
-        actor.update(
-            strategy="fsdp2",
-            ppo_micro_batch_size=None,
-            use_torch_compile=False,
-            use_fused_kernels=False,
-            use_remove_padding=actor["use_remove_padding"] and has_flash_attention(),
-            ulysses_sequence_parallel_size=1,
-            spike_detection=False,
-        )
-        actor["fsdp_config"].update(ulysses_sequence_parallel_size=1, fsdp_size=-1, offload_policy=False)
+        actor["spike_detection"] = False
+        actor["use_remove_padding"] = actor["use_remove_padding"] and has_flash_attention()
         if not actor["use_dynamic_bsz"] and not actor["ppo_mini_batch_size"] >= actor["ppo_micro_batch_size_per_gpu"]:
             raise ValueError("ppo_micro_batch_size_per_gpu is larger than a rank's mini-batch")
 

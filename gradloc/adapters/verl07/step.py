@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from verl.utils.device import get_device_id
-from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
 from ...core.step import LossOfGiven, Recorded, RngState, let_through, record
 from ...keys import ROW_KEY
 from ..verl_common.losses import weights_of
-from ..verl_common.precise import logit_bytes, precise_fused_readout, precise_readout
+from ..verl_common.precise import logit_bytes, readout_of
 
 
 class ActorStep(LossOfGiven):
@@ -54,8 +53,8 @@ class ActorStep(LossOfGiven):
 
         config = self.actor.config
         mask = self.micro_batches[micro_batch].batch["response_mask"].to(get_device_id())
-        mode, told = config.loss_agg_mode, config.global_batch_info
-        weights = weights_of(mask, lambda token_losses: agg_loss(token_losses, mask, mode, **told))
+        mode, sizes = config.loss_agg_mode, config.global_batch_info
+        weights = weights_of(mask, lambda token_losses: agg_loss(token_losses, mask, mode, **sizes))
         return weights * self.actor._loss_scale_factor(mask) / self.dp_size
 
     @property
@@ -64,7 +63,7 @@ class ActorStep(LossOfGiven):
 
     def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         self._recorded[micro_batch].rng.restore()
-        with torch.no_grad(), readout_of(self.actor):
+        with torch.no_grad(), readout_of(self.actor.actor_module, self.compute_dtype, self.actor.use_fused_kernels):
             entropy, log_prob = self.actor._forward_for_loss(self._inputs(micro_batch), self.temperature)
         return log_prob, entropy
 
@@ -131,10 +130,3 @@ class ActorStep(LossOfGiven):
     def _loss(self, inputs, log_prob, entropy, terms: dict) -> torch.Tensor:
         scratch = {"actor/pg_loss": 0.0, "actor/kl_loss": 0.0}
         return self.actor._micro_batch_loss(inputs, log_prob, entropy, self.on_policy, scratch, {}, terms)
-
-
-def readout_of(actor: Any) -> AbstractContextManager[None]:
-    """Log-probs of verl's actor as precisely as can be."""
-    if actor.use_fused_kernels:
-        return precise_fused_readout(FusedLinearForPPO, actor.param_dtype)
-    return precise_readout(actor.actor_module, actor.param_dtype)

@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verl's trainer calls: one object, one method per moment of a step; each goes on to the parts that are on.
+"""What verl's trainer calls: one object, one method per moment of a step; each goes on to the parts that are on."""
 
-The parts: localization (:mod:`~..loop.driver`), Advantage Reweighting and Lopti (:mod:`~..reweighting`), the
-stabilizers' memory (:mod:`~..stabilize`, which works in the actor), the health monitor (:mod:`~..health`), the gradient
-analyses and the rollout filter. Their states lie in one file beside each checkpoint.
-"""
-
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,30 +10,18 @@ from ...config import fix_dump_dir
 from ...keys import POLICY_KEY, ROW_KEY, SEQUENCE_KEY
 from ...loop.batch import BatchView
 from ...loop.driver import sequence_ids
-from ...loop.wire import RankReport
+from ...loop.wire import Policy
 from ...names import refuse_unknown_names
-from ...reweighting.advantages import ADVANTAGES_BEFORE_KEY, kept_share, reweight
-from ...reweighting.stages import KEEPS_LR_SCHEDULE_KEY, STAGE_MASK_KEY, STAGE_NAME_KEY, Stage, update_in_stages
-from ...stabilize import STABILIZER_KEY
+from ...reweighting.stages import STAGE_MASK_KEY
 from ...stabilize.memory import build_memory
-from ..verl_common.driver import build_driver
-from ..verl_common.reports import reports_of
-from ..verl_common.trainer import TrainerParts, build_monitor, reweighting_of
+from ..verl_common.needs import LOPTI, features_on
+from ..verl_common.trainer import TrainerParts, Update, Workers, build_monitor, reweighting_of
 from .analysis_trainer import build_analysis
-from .refusals import check_critic, check_run, settings_of
+from .refusals import SPIKES, check_critic, check_run, settings_of
 from .worker import report_of_actor, report_of_critic
 
-
-class _Role(NamedTuple):
-    """Of a model: where verl keeps its workers, their mesh, and what each is asked for a report."""
-
-    group: str
-    mesh: str
-    ask: Callable[[Any], Any]
-
-
-_ACTOR = _Role("actor_rollout_wg", "actor", report_of_actor)
-_CRITIC = _Role("critic_wg", "critic", report_of_critic)
+_ACTOR = Workers("actor_rollout_wg", "actor", report_of_actor)
+_CRITIC = Workers("critic_wg", "critic", report_of_critic)
 
 
 def build_trainer_hook(trainer: Any) -> "TrainerHook":
@@ -48,32 +30,28 @@ def build_trainer_hook(trainer: Any) -> "TrainerHook":
     Raises:
         ValueError: one sentence, for a setting that is wrong or that these workers do not have.
     """
-    config, tokenizer = trainer.config, trainer.tokenizer
+    config = trainer.config
     refuse_unknown_names(config)
     settings = settings_of(config)
     alpha, lopti = reweighting_of(config)
-    is_on = {
-        "spike_detection": settings.enable,
-        "algorithm.lopti.enable": lopti is not None,
-        "gradloc.stabilize": settings.stabilize.is_on,
-        "gradloc.stabilize.token_clip or seq_clip": settings.stabilize.weighs_tokens,
-    }
-    for feature in (name for name, on in is_on.items() if on):
+    features = features_on(settings, config.actor_rollout_ref.actor.get("strategy"), SPIKES)
+    for feature in features if lopti is None else [*features, LOPTI]:
         check_run(feature, config)
     if settings.critic != "off":
         check_critic(config)
     fix_dump_dir(config, settings.root)
-    clip_key = "actor_rollout_ref.actor.grad_clip"
-    return TrainerHook(
-        spikes=build_driver(config, settings, tokenizer) if settings.enable else None,
-        critic=None if settings.critic == "off" else build_driver(config, settings, tokenizer, "critic"),
+    clip = clip_limit(config)
+    hook = TrainerHook(
+        settings,
         alpha=alpha,
         lopti=lopti,
-        stabilizers=build_memory(settings.stabilize, clip_key, config.actor_rollout_ref.actor.get("grad_clip")),
-        monitor=build_monitor(config, clip_limit(config)),
+        stabilizers=build_memory(settings.stabilize, "actor_rollout_ref.actor.grad_clip", clip),
+        monitor=build_monitor(config, clip),
         analysis=build_analysis(trainer),
-        trainer=trainer,
     )
+    hook.build_drivers(config, trainer.tokenizer)
+    hook.trainer = trainer
+    return hook
 
 
 def clip_limit(config: Any) -> Any:
@@ -85,19 +63,50 @@ def clip_limit(config: Any) -> Any:
     return (actor.get("optim") or {}).get("clip_grad")
 
 
+class BatchUpdate(Update):
+    """An update on verl's DataProto."""
+
+    output: Any = None
+    """verl's DataProto, with ``metrics``."""
+    dp_size = property(lambda self: self.trainer._get_dp_size(self.group, self.workers.mesh))
+
+    def get(self, *names: str) -> list[torch.Tensor]:
+        return [self.batch.batch[name] for name in names]
+
+    def put(self, **tensors: torch.Tensor) -> None:
+        for name, values in tensors.items():
+            self.batch.batch[name] = values
+
+    def view(self) -> BatchView:
+        return BatchView(self.batch.batch, self.batch.non_tensor_batch, is_critics=self.workers is _CRITIC)
+
+    def run(self, policy: Policy) -> dict[str, Any]:
+        self.batch.meta_info[POLICY_KEY] = policy
+        self.batch.batch[ROW_KEY] = torch.arange(len(self.batch))
+        try:
+            self.output = self.of_verl(self.batch)
+        finally:
+            self.batch.meta_info.pop(POLICY_KEY)
+            self.batch.batch.pop(ROW_KEY)
+        return self.output.meta_info["metrics"]
+
+
 class TrainerHook(TrainerParts):
     """The parts that are on, behind the calls that verl's trainer makes."""
 
-    def __init__(self, trainer: Any = None, **parts: Any):
-        super().__init__(**parts)
-        self._trainer = trainer
+    trainer: Any = None
 
     def begin_fit(self, tracking: Any) -> None:
         super().begin_fit(tracking)
         if self.critic is not None:
-            group = self._trainer.critic_wg
-            of_verl = group.update_critic
-            group.update_critic = lambda batch: self._watched(self._trainer, _CRITIC, of_verl, batch)[0]
+            of_verl = self.trainer.critic_wg.update_critic
+
+            def update_critic(batch: Any) -> Any:
+                update = BatchUpdate(self.trainer, _CRITIC, batch, of_verl)
+                self.update_critic(update)
+                return update.output
+
+            self.trainer.critic_wg.update_critic = update_critic
 
     # ---- the moments of a step, in order
 
@@ -108,95 +117,32 @@ class TrainerHook(TrainerParts):
         batch.non_tensor_batch[SEQUENCE_KEY] = np.array(sequence_ids(batch.non_tensor_batch["uid"]), dtype=object)
 
     def filter(self, trainer: Any, batch: Any, rewards: torch.Tensor, extras: dict[str, Any], metrics: dict) -> tuple:
-        """Once rewards are known: the rows to train on, see :class:`~.rollout_filter.RolloutFilter`."""
+        """Once rewards are known: the rows to train on, see :meth:`~.analysis_trainer.Analysis.filter`."""
         if self.analysis is None:
             return batch, rewards, extras
         return self.analysis.filter(trainer, batch, rewards, extras, metrics)
 
     def after_advantages(self, batch: Any, metrics: dict[str, Any]) -> None:
-        """Right after the estimator: reweight the advantages; the batch keeps the old ones, too."""
-        if self.alpha == 0:
-            return
-        before, mask = batch.batch["advantages"], batch.batch["response_mask"].bool()
-        after = reweight(before, batch.batch["old_log_probs"], self.alpha)
-        batch.batch[ADVANTAGES_BEFORE_KEY] = before
-        batch.batch["advantages"] = after
-        metrics["advantage_reweighting/kept_share"] = kept_share(before, after, mask)
+        """Right after the estimator."""
+        self.reweight(BatchUpdate(self.trainer, _ACTOR, batch), metrics)
 
     def analyze(self, trainer: Any, batch: Any, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
         """Just before the actor's update: the gradient analyses; returns whether the run is to end here."""
         return self.analysis is not None and self.analysis.run(trainer, batch, metrics, timing_raw)
 
     def update(self, trainer: Any, batch: Any) -> Any:
-        """The actor's update: once, or in Lopti's two stages.
-
-        Args:
-            trainer: verl's trainer.
-            batch: verl's DataProto, in the order in which it is dispatched.
-
-        Returns:
-            The update's output, verl's DataProto with ``metrics``.
-        """
-        if self.lopti is None:
-            return self._update_once(trainer, batch)
-        advantages, outputs = batch.batch["advantages"], []
-
-        def update_stage(stage: Stage, keeps_lr_schedule: bool) -> dict[str, Any]:
-            mask = stage.mask.to(advantages.dtype)
-            batch.batch["advantages"] = advantages * mask
-            batch.batch[STAGE_MASK_KEY] = mask
-            batch.meta_info |= {STAGE_NAME_KEY: stage.name, KEEPS_LR_SCHEDULE_KEY: keeps_lr_schedule}
-            outputs.append(self._update_once(trainer, batch))
-            return outputs[-1].meta_info["metrics"]
-
+        """The actor's update on verl's DataProto; returns verl's, with ``metrics``."""
+        of_verl = trainer.actor_rollout_wg.update_actor
+        if not self.is_in_update:
+            return of_verl(batch)
+        update = BatchUpdate(trainer, _ACTOR, batch, of_verl)
         try:
-            metrics = update_in_stages(
-                self.lopti, batch.batch["old_log_probs"], batch.batch["response_mask"], update_stage
-            )
+            metrics = self.update_actor(update)
         finally:
-            batch.batch["advantages"] = advantages
             batch.batch.pop(STAGE_MASK_KEY, None)
-            for key in (STAGE_NAME_KEY, KEEPS_LR_SCHEDULE_KEY):
-                batch.meta_info.pop(key, None)
-        outputs[-1].meta_info["metrics"] = metrics
-        return outputs[-1]
+        update.output.meta_info["metrics"] = metrics
+        return update.output
 
     def after_step(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         """Just before the step's metrics are logged."""
         self.judge(BatchView(batch.batch, batch.non_tensor_batch), metrics, global_step)
-
-    # ---- inside
-
-    def _update_once(self, trainer: Any, batch: Any) -> Any:
-        group, memory = trainer.actor_rollout_wg, self.stabilizers
-        if self.spikes is None and memory is None:
-            return group.update_actor(batch)
-        if memory is not None and memory.to_send is not None:
-            batch.meta_info[STABILIZER_KEY] = memory.to_send
-        if self.spikes is not None:
-            output, reports = self._watched(trainer, _ACTOR, group.update_actor, batch)
-        else:
-            output, reports = group.update_actor(batch), reports_of(group, report_of_actor)
-        if memory is not None:
-            batch.meta_info.pop(STABILIZER_KEY, None)
-            memory.after_update(reports[0].learned)
-        return output
-
-    def _watched(
-        self, trainer: Any, role: _Role, update: Callable[[Any], Any], batch: Any
-    ) -> tuple[Any, list[RankReport]]:
-        """An update of a model that is looked into, with the events written; its output, and the ranks' reports."""
-        driver: Any = self.critic if role is _CRITIC else self.spikes
-        group, stage = getattr(trainer, role.group), batch.meta_info.get(STAGE_NAME_KEY, "")
-        dp_size, mask = trainer._get_dp_size(group, role.mesh), batch.batch["response_mask"]
-        batch.meta_info[POLICY_KEY] = driver.before_batch(mask, trainer.global_steps, dp_size, stage)
-        batch.batch[ROW_KEY] = torch.arange(len(batch))
-        try:
-            output = update(batch)
-        finally:
-            batch.meta_info.pop(POLICY_KEY)
-            batch.batch.pop(ROW_KEY)
-        reports = reports_of(group, role.ask)
-        view = BatchView(batch.batch, batch.non_tensor_batch, is_critics=role is _CRITIC)
-        output.meta_info["metrics"].update(driver.after_update(reports, view))
-        return output, reports

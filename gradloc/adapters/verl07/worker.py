@@ -6,26 +6,20 @@ from typing import Any
 from verl import DataProto
 from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 
-from ...reweighting.stages import KEEPS_LR_SCHEDULE_KEY
+from ...keys import POLICY_KEY
 from ..verl_common.reports import answer
 from .analysis_actor import RECORD_KEY, analyze
 
 
 def keeps_lr_schedule(data: DataProto) -> bool:
     """Whether this update is followed by another one of the same step: Lopti's first stage."""
-    return data.meta_info.get(KEEPS_LR_SCHEDULE_KEY, False)
+    policy = data.meta_info.get(POLICY_KEY)
+    return policy is not None and policy.keeps_lr_schedule
 
 
 def analyze_gradients(worker: Any, data: DataProto) -> DataProto:
-    """Split the batch's gradient by bucket and loss term, or by probability quartile; the actor stays as it was.
-
-    Args:
-        worker: verl's ``ActorRolloutRefWorker`` with an actor.
-        data: this rank's rows.
-
-    Returns:
-        What this rank found, among the metrics.
-    """
+    """Split the gradient of this rank's rows by bucket and loss term, or by probability quartile; the actor of verl's
+    ``ActorRolloutRefWorker`` stays as it was. What was measured comes among the metrics."""
     if worker._is_offload_param:
         load_fsdp_model_to_gpu(worker.actor_module_fsdp)
     with worker.ulysses_sharding_manager:

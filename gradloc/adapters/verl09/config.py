@@ -15,75 +15,76 @@ from ...checks import SEARCHABLE, Requirement, check_requirements, keys_in
 from ...config import GradLocConfig, settle
 from ...rollout_filter.config import FilterSettings
 from ..verl_common import needs
-from ..verl_common.needs import FSDP, ROLLOUT_LOG_PROBS, SEPARATE_PARAMETERS, WHOLE_SEQUENCES, of_critics_fsdp
+from ..verl_common.needs import (
+    ACTOR,
+    BUCKETS,
+    FSDP,
+    LOPTI,
+    QUARTILES,
+    RATIO_CLIPS,
+    STABILIZE,
+    WHOLE_SEQUENCES,
+    features_on,
+    only,
+)
 from .touches import check_verl
 
-_ACTOR = "actor_rollout_ref.actor"
-_V1 = Requirement("trainer.use_v1", (True,), True, "true", "it hangs on the V1 trainers")
+_SPIKES = f"{ACTOR}.gradloc.enable"
+_FILTER = "actor_rollout_ref.rollout.rollout_filter_value"
+_NO_DERIVATIVE = "its gradient is not the derivative of its forward"
+_V1 = only("trainer.use_v1", True, "it hangs on the V1 trainers")
 _FSDP_OR_MEGATRON = replace(FSDP, allowed=(*FSDP.allowed, "megatron"), expected="fsdp, fsdp2 or megatron")
 _ENGINE = (
     _V1,
-    Requirement(f"{_ACTOR}.use_prefix_grouper", (False,), False, "false", "its forward is another one"),
-    *(
-        Requirement(f"{_ACTOR}.{key}", (False,), False, "false", "its gradient is not the derivative of its forward")
-        for key in ("qat.enable", "fsdp_config.qat.enable")
-    ),
-    Requirement("distillation.enabled", (False,), False, "false", "its loss is another one"),
+    only(f"{ACTOR}.use_prefix_grouper", False, "its forward is another one"),
+    only(f"{ACTOR}.qat.enable", False, _NO_DERIVATIVE),
+    only(f"{ACTOR}.fsdp_config.qat.enable", False, _NO_DERIVATIVE),
+    only("distillation.enabled", False, "its loss is another one"),
 )
 _WHOLE_SEQUENCES = (
     WHOLE_SEQUENCES,
-    replace(WHOLE_SEQUENCES, key=f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size"),
+    replace(WHOLE_SEQUENCES, key=f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"),
 )
 _MEAN = Requirement(
-    f"{_ACTOR}.loss_agg_mode",
+    f"{ACTOR}.loss_agg_mode",
     ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
     "token-mean",
     "one of verl's means",
     "its parts are parts of a mean",
 )
-_IN_ORDER = Requirement(
-    f"{_ACTOR}.shuffle", (False,), False, "false", "the trainer must know which mini-batch a row is in"
-)
+_IN_ORDER = only(f"{ACTOR}.shuffle", False, "the trainer must know which mini-batch a row is in")
 _NEEDS = {
-    f"{_ACTOR}.gradloc.enable": (_FSDP_OR_MEGATRON, *_ENGINE, _IN_ORDER, *SEARCHABLE),
-    f"{_ACTOR}.gradloc.stabilize": (_FSDP_OR_MEGATRON, *_ENGINE, *_WHOLE_SEQUENCES),
-    f"{_ACTOR}.gradloc.stabilize.token_clip or seq_clip": (ROLLOUT_LOG_PROBS,),
-    f"{_ACTOR}.gradloc.stabilize.layer_clip.group finer than layer": (SEPARATE_PARAMETERS,),
-    "algorithm.lopti.enable": (FSDP, *_ENGINE),
-    "trainer.gradient_analysis_mode": (FSDP, *_ENGINE, *_WHOLE_SEQUENCES, _MEAN),
-    "trainer.quartile_analysis_mode": (FSDP, *_ENGINE, *_WHOLE_SEQUENCES, _MEAN),
-    "actor_rollout_ref.rollout.rollout_filter_value": (_V1,),
+    **needs.NEEDS,
+    _SPIKES: (_FSDP_OR_MEGATRON, *_ENGINE, _IN_ORDER, *SEARCHABLE),
+    STABILIZE: (_FSDP_OR_MEGATRON, *_ENGINE, *_WHOLE_SEQUENCES),
+    LOPTI: (FSDP, *_ENGINE),
+    **dict.fromkeys((BUCKETS, QUARTILES), (FSDP, *_ENGINE, *_WHOLE_SEQUENCES, _MEAN)),
+    _FILTER: (_V1,),
 }
-_NOT_RUN = "no search was run with it on Megatron"
-_MEGATRON = f"{_ACTOR}.megatron"
+_MEGATRON = f"{ACTOR}.megatron"
 _MEGATRON_NEEDS = (
     *(
-        Requirement(key, (allowed,), allowed, str(allowed).lower(), _NOT_RUN)
-        for key, allowed in {
+        only(key, value, "no search was run with it on Megatron")
+        for key, value in {
             f"{_MEGATRON}.context_parallel_size": 1,
             f"{_MEGATRON}.dynamic_context_parallel": False,
             f"{_MEGATRON}.use_megatron_fsdp": False,
             f"{_MEGATRON}.router_replay.mode": "disabled",
             f"{_MEGATRON}.dtype": "bfloat16",
-            f"{_ACTOR}.optim.optimizer": "adam",
-            f"{_ACTOR}.optim.use_precision_aware_optimizer": False,
+            f"{ACTOR}.optim.optimizer": "adam",
+            f"{ACTOR}.optim.use_precision_aware_optimizer": False,
             "actor_rollout_ref.model.lora.rank": 0,
             "actor_rollout_ref.model.lora_rank": 0,
             "actor_rollout_ref.model.use_fused_kernels": False,
             "actor_rollout_ref.model.mtp.enable": False,
         }.items()
     ),
-    Requirement(
-        f"{_MEGATRON}.qat.enable", (False,), False, "false", "its gradient is not the derivative of its forward"
-    ),
-    Requirement(
-        f"{_ACTOR}.gradloc.evidence.checkpoint", ("off",), "off", "off", "weights are saved in FSDP's format alone"
-    ),
+    only(f"{_MEGATRON}.qat.enable", False, _NO_DERIVATIVE),
+    only(f"{ACTOR}.gradloc.evidence.checkpoint", "off", "weights are saved in FSDP's format alone"),
 )
-_ONE_STAGE = Requirement(
-    f"{_MEGATRON}.pipeline_model_parallel_size", (1,), 1, "1", "the first stage has no log-probs to tell the clips of"
+_ONE_STAGE = only(
+    f"{_MEGATRON}.pipeline_model_parallel_size", 1, "the first stage has no log-probs to tell the clips of"
 )
-_CRITIC = of_critics_fsdp("critic.fsdp.ulysses_sequence_parallel_size", "critic.fsdp.offload_policy")
 
 
 def check_features(config: Any, settings: GradLocConfig, lopti: Any, analysis: Any) -> bool:
@@ -93,40 +94,36 @@ def check_features(config: Any, settings: GradLocConfig, lopti: Any, analysis: A
         config: the trainer's whole config.
         settings: those that hold.
         lopti: None while it is off.
-        analysis: likewise, the analyses and the rollout filter.
+        analysis: the analyses and the rollout filter; None while all are off.
 
     Returns:
-        Whether any of them is on.
+        Whether any feature is on.
 
     Raises:
         ValueError: one sentence.
     """
-    stabilize = settings.stabilize
-    is_fine = stabilize.layer_clip.rule != "off" and stabilize.layer_clip.group != "layer"
-    is_on = (
-        settings.enable,
-        stabilize.is_on,
-        stabilize.weighs_tokens,
-        is_fine and config.actor_rollout_ref.actor.strategy == "fsdp",
-        lopti is not None,
-        analysis is not None and analysis.buckets is not None,
-        analysis is not None and analysis.quartiles is not None,
-        analysis is not None,
-    )
-    for (feature, needed), on in zip(_NEEDS.items(), is_on, strict=True):
-        if on:
-            check_requirements(feature, needed, config)
-    if any(is_on) and config.actor_rollout_ref.actor.strategy == "megatron":
+    is_on = {
+        LOPTI: lopti is not None,
+        BUCKETS: analysis is not None and analysis.buckets is not None,
+        QUARTILES: analysis is not None and analysis.quartiles is not None,
+        _FILTER: analysis is not None,
+    }
+    strategy = config.actor_rollout_ref.actor.strategy
+    features = [*features_on(settings, strategy, _SPIKES), *(feature for feature, on in is_on.items() if on)]
+    for feature in features:
+        check_requirements(feature, _NEEDS[feature], config)
+    if features and strategy == "megatron":
         check_requirements("gradloc", _MEGATRON_NEEDS, config)
-        if stabilize.weighs_tokens:
-            check_requirements(f"{_ACTOR}.gradloc.stabilize.token_clip or seq_clip", (_ONE_STAGE,), config)
-    return any(is_on)
+        if RATIO_CLIPS in features:
+            check_requirements(RATIO_CLIPS, (_ONE_STAGE,), config)
+    return bool(features)
 
 
 def check_critic(config: Any) -> None:
     """Refuse a run in which spikes of the critic could not be localized: one sentence, a ValueError."""
     check_verl("trainer")
-    needs.check_critic(config, _V1, replace(_IN_ORDER, key="critic.shuffle"), *_CRITIC)
+    keys = "critic.fsdp.ulysses_sequence_parallel_size", "critic.fsdp.offload_policy"
+    needs.check_critic(config, *keys, _V1, replace(_IN_ORDER, key="critic.shuffle"))
 
 
 _OF_ROLLOUT = [

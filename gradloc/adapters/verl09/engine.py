@@ -13,16 +13,17 @@ from verl import DataProto
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine import FSDPEngineWithLMHead
 from verl.workers.engine.fsdp import transformer_impl
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
 from ...core.ranks import Ranks
 from ...keys import POLICY_KEY
 from ...loop.wire import Policy, RankReport
 from ...stabilize.ratio_clip import TokenWeigher
 from ..verl_common.reports import answer
-from ..verl_common.watch import Clipping, Watch
+from ..verl_common.watch import Clipping, Watch, device_of
 from .analysis.engine import ASKED_KEY, analyze
 from .loss import weighed, within_stage
-from .step import EngineStep, device_of
+from .step import CriticStep, EngineStep
 
 CLIPPING = Clipping(transformer_impl)
 
@@ -40,7 +41,7 @@ class EngineWatch(Watch):
         super().__init__(settings, self._make_ranks())
         self.is_open = self.keeps_lr_schedule = False
         """Whether a mini-batch is being watched; whether the update is followed by another of the same step."""
-        self._found: dict[str, Any] = {}
+        self._metrics: dict[str, Any] = {}
         self.step: EngineStep | None = None
         """The mini-batch whose forwards are recorded, for a search."""
         self._update = -1
@@ -51,13 +52,12 @@ class EngineWatch(Watch):
         """Around a mini-batch, which comes with its update's policy; gives the loss function to train with."""
         if policy.update != self._update:
             self._update, self._num_left = policy.update, len(policy.thresholds)
-            self.keeps_lr_schedule, self._found = policy.keeps_lr_schedule, {}
-            self.begin(policy, policy.stage or "", policy.learned)
+            self.keeps_lr_schedule, self._metrics = policy.keeps_lr_schedule, {}
+            self.begin(policy)
         of_training = of_search = loss_function
         if self.weigher is not None:
-            of_training, of_search = (
-                weighed(loss_function, self.weigher, to) for to in (self.stabilizer.note, _forget)
-            )
+            of_training = weighed(loss_function, self.weigher, self.stabilizer.note)
+            of_search = weighed(loss_function, self.weigher, _forget)
         if policy.stage is not None:
             of_training, of_search = within_stage(of_training), within_stage(of_search)
         if self.localizer is not None:
@@ -70,7 +70,7 @@ class EngineWatch(Watch):
             self.step, self.is_open = None, False
         self._num_left -= 1
         if self._num_left == 0:
-            self.end(self._found)
+            self.end(self._metrics)
 
     def before_forward(self, micro_batch: Any, loss_function: Callable) -> Callable:
         """Before a micro-batch's forward; returns the loss function to call after it."""
@@ -101,7 +101,7 @@ class EngineWatch(Watch):
         return CLIPPING.clip(self.module, self.grad_clip)
 
     def report(self) -> RankReport:
-        return replace(super().report(), metrics=self._found)
+        return replace(super().report(), metrics=self._metrics)
 
     # ---- what differs by engine, beside the powers
 
@@ -138,10 +138,13 @@ class Watched:
         with self._watch.around_clip():
             return super().optimizer_step()
 
-    def lr_scheduler_step(self) -> float:
+    def lr_scheduler_step(self) -> Any:
         if self._watch is not None and self._watch.keeps_lr_schedule:
-            return self.lr_scheduler.get_last_lr()[0]
+            return self._last_lr()
         return super().lr_scheduler_step()
+
+    def _last_lr(self) -> Any:
+        return self.lr_scheduler.get_last_lr()[0]
 
 
 class WatchedFSDP(Watched):
@@ -157,7 +160,7 @@ class GradLocEngine(WatchedFSDP, FSDPEngineWithLMHead):
     """verl's engine of the actor; asked for an analysis of a batch, it does that in place of verl's forward."""
 
     analysis_record: Any = None
-    """What the last analysis found on this rank."""
+    """What the last analysis measured on this rank."""
 
     def infer_batch(self, data: Any, loss_function: Callable | None = None) -> Any:
         asked = tu.get_non_tensor_data(data=data, key=ASKED_KEY, default=None)
@@ -170,6 +173,12 @@ class GradLocEngine(WatchedFSDP, FSDPEngineWithLMHead):
         clip = partial(CLIPPING.clip, self.module, self.optimizer_config.clip_grad)
         self.analysis_record = analyze(self, data, loss_function, clip, asked.request)
         return {"model_output": {}, "loss": [], "metrics": {}}
+
+
+class GradLocValueEngine(WatchedFSDP, FSDPEngineWithValueHead):
+    """verl's engine of the critic."""
+
+    step_class = CriticStep
 
 
 def _forget(metrics: Any) -> None:
@@ -185,6 +194,12 @@ def watch_actor(worker: Any) -> DataProto:
         engine.__class__ = GradLocMegatronEngine
     else:
         engine.__class__ = GradLocEngine
+    return DataProto()
+
+
+def watch_critic(worker: Any) -> DataProto:
+    """Likewise in each of the critic's (``TrainingWorker``)."""
+    worker.engine.__class__ = GradLocValueEngine
     return DataProto()
 
 

@@ -4,8 +4,7 @@
 Shapes: B rows of the micro-batch, T response positions.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
 from ...reweighting.stages import STAGE_MASK_KEY
 from ...stabilize.ratio_clip import TokenWeigher
+from ...touched import replaced
 from .packed import pack, padded, scaled
 
 _RATIO_FIELDS = ("rollout_log_probs", "response_mask")
@@ -24,13 +24,8 @@ _WEIGHTS = "rollout_is_weights"
 
 
 def weighed(loss_function: partial, weigher: TokenWeigher, note: Callable[[Mapping[str, float]], Any]) -> partial:
-    """A loss whose tokens count as the clips on ratios say.
-
-    Args:
-        loss_function: verl's ``ppo_loss`` with the actor's config bound to it.
-        weigher: of the clips.
-        note: takes what they did with a micro-batch.
-    """
+    """verl's ``ppo_loss``, the actor's config bound to it, with tokens that count as the clips on ratios say; ``note``
+    is told what these did with a micro-batch."""
     return partial(_weighed_loss, loss_function.func, weigher, note, **loss_function.keywords)
 
 
@@ -43,12 +38,12 @@ def _weighed_loss(
     data: Any,
     **given: Any,
 ) -> tuple[torch.Tensor, dict]:
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     inputs = {name: padded(data[name]) for name in _RATIO_FIELDS if name in data.keys()}
     log_prob = no_padding_2_padding(model_output["log_probs"].detach(), data)
     before = padded(data[_WEIGHTS]) if _WEIGHTS in data.keys() else None
-    weights = weigher.token_weights(inputs, log_prob, before, found)
-    note(found)
+    weights = weigher.token_weights(inputs, log_prob, before, metrics)
+    note(metrics)
     data = data.copy()
     data[_WEIGHTS] = response_to_nested(weights, data["response_mask"])
     return of_verl(model_output=model_output, data=data, **given)
@@ -66,16 +61,7 @@ def _loss_of_stage(
     output = dict(model_output)
     if output.get("entropy") is not None:
         output["entropy"] = scaled(output["entropy"], pack(mask, data))
-    with _kl_penalty_times(mask):
+    # verl's loss has the KL of its tokens from a function of this name, and nothing between it and the mean
+    of_tokens = losses.kl_penalty
+    with replaced(losses, kl_penalty=lambda *args, **given: of_tokens(*args, **given) * mask):
         return of_verl(*args, model_output=output, data=data, **given)
-
-
-@contextmanager
-def _kl_penalty_times(mask: torch.Tensor) -> Iterator[None]:
-    """verl's loss has the KL of its tokens from a function of this name, and nothing between it and the mean."""
-    of_verl = losses.kl_penalty
-    losses.kl_penalty = lambda *args, **given: of_verl(*args, **given) * mask
-    try:
-        yield
-    finally:
-        losses.kl_penalty = of_verl

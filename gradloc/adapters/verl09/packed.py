@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How verl's engine lays out a micro-batch: sequences end to end, without padding.
+"""How verl's engine lays out a micro-batch: prompts and responses end to end, N positions, without padding.
 
-There are ``N`` positions of prompts and responses in one micro-batch. A position's log-prob is that of the token after
-it, so a response's first log-prob stands at its prompt's last position.
+A position's log-prob is that of the next token: a response's first stands at its prompt's last position.
 
 Shapes: B rows of the micro-batch, T response positions, N positions.
 """
@@ -10,6 +9,7 @@ Shapes: B rows of the micro-batch, T response positions, N positions.
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from ...core.step import let_through
 
@@ -54,9 +54,10 @@ def pack(values: torch.Tensor, data: Any) -> torch.Tensor:
     return Layout(data, values.device).pack(values)
 
 
-def unpack(values: torch.Tensor, data: Any) -> torch.Tensor:
-    """:meth:`Layout.unpack`, once."""
-    return Layout(data, values.device).unpack(values)
+def nested_rows(rows: dict[str, list[torch.Tensor]]) -> TensorDict:
+    """verl's TensorDict of these tensors, one for each row, laid end to end."""
+    nested = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
+    return TensorDict(nested, batch_size=len(rows["input_ids"]))
 
 
 def only(packed: torch.Tensor, nested: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verl 0.9 loads in every process (entry point group ``verl.plugins``), while verl itself is being imported.
+"""verl 0.9 loads this in every process (entry point group ``verl.plugins``), while verl itself is being imported.
 
-It imports nothing of verl and next to nothing of ours: once verl has imported its trainers, they are replaced by
-subclasses that have the hook. In a run that does not ask for GradLoc these do nothing.
+So it imports nothing of verl. Once verl has imported its trainers, subclasses with our hook take their places; in a run
+that does not ask for GradLoc these do nothing.
 """
 
 import importlib
@@ -17,7 +17,7 @@ _TRAINERS = "verl.trainer.ppo.v1"
 
 
 class _AfterTrainers(MetaPathFinder):
-    """Runs our part right after verl's trainers have been imported; where nobody imports them, never."""
+    """Puts our trainers in place as soon as verl's have been imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -29,15 +29,12 @@ from ...keys import ROW_KEY
 from ...replay.bundle import Bundle, Entry, ReplayError
 from ...replay.dealt import Replayed
 from ...reweighting.stages import STAGE_MASK_KEY
-from ...stabilize.config import SeqClipConfig, StabilizeConfig, TokenClipConfig
 from ...stabilize.ratio_clip import TokenWeigher
-from ..verl_common.loading import (
-    actor_config,
-    load,
-    require_rollout_log_probs,
-)
+from ...touched import replaced
+from ..verl_common.loading import actor_config, clips_of, load
 from ..verl_common.loading import start_processes as start_processes
 from .loss import weighed, within_stage
+from .packed import nested_rows
 from .step import EngineStep
 from .touches import check_verl
 
@@ -53,27 +50,12 @@ class ReplayEngine(FSDPEngineWithLMHead):
 
     def __init__(self, config: Any, model_config: HFModelConfig, module: torch.nn.Module):
         super().__init__(model_config, config.fsdp_config, config.optim, CheckpointConfig())
-        self.config = config
-        self.module = self._build_fsdp_module(module)
-
-    @property
-    def device_name(self) -> str:
-        return get_device_name()
-
-    @property
-    def actor_module(self) -> torch.nn.Module:
-        return self.module
+        self.config, self.device_name = config, get_device_name()
+        self.module = self.actor_module = self._build_fsdp_module(module)
 
 
 class ReplayStep(Replayed, EngineStep):
-    """The event's step, as far as the bundle holds it: this process's micro-batches.
-
-    Args:
-        engine: from :func:`build_actor`.
-        bundle: the event.
-        places: this process's micro-batches, from :func:`deal`.
-        tick: called after every forward.
-    """
+    """The event's step, as far as the bundle holds it: this process's micro-batches, see :class:`Replayed`."""
 
     def __init__(self, engine: ReplayEngine, bundle: Bundle, places: list[Entry | None], tick: Callable[[], Any]):
         super().__init__(engine, _loss_of(bundle, engine.config), dp_size=dist.get_world_size())
@@ -86,47 +68,27 @@ class ReplayStep(Replayed, EngineStep):
 
     def train(self, space: GradientSpace) -> None:
         """The training pass: puts the step's gradient into ``.grad`` and records what it leaves behind."""
-        plain = self.loss_function
+        of_verl = self.loss_function
 
         def watched(model_output: dict[str, torch.Tensor], **given: Any) -> Any:
             self.after_forward(model_output)
-            return plain(model_output=model_output, **given)
+            return of_verl(model_output=model_output, **given)
 
-        for index in range(self.num_micro_batches):
+        for index, micro_batch in enumerate(self._given):
             self.recall(index)
-            self.before_forward(self._given[index])
-            self.loss_function = watched
-            try:
-                with self.in_pass(index == len(self.places) - 1):
-                    self.loss(index, None).backward()
-            finally:
-                self.loss_function = plain
+            self.before_forward(micro_batch)
+            with replaced(self, loss_function=watched), self.in_pass(index == len(self.places) - 1):
+                self.loss(index, None).backward()
         if self.loss_scale != 1.0:
             space.scale(1.0 / self.loss_scale)
 
 
 def _loss_of(bundle: Bundle, config: Any) -> partial:
     """The run's loss: with the weights of its clips, and of its stage."""
-    loss, stabilize = partial(ppo_loss, config=config), _clips_of(bundle)
-    if stabilize.weighs_tokens:
-        loss = weighed(loss, TokenWeigher(stabilize), dict)
+    loss, clips = partial(ppo_loss, config=config), clips_of(bundle)
+    if clips.weighs_tokens:
+        loss = weighed(loss, TokenWeigher(clips), dict)
     return within_stage(loss) if STAGE_MASK_KEY in bundle.tensors else loss
-
-
-def _clips_of(bundle: Bundle) -> StabilizeConfig:
-    """Of the run's stabilizers those that are part of its loss.
-
-    Raises:
-        ReplayError: their settings are none.
-    """
-    block = (bundle.meta.actor.get("gradloc") or {}).get("stabilize") or {}
-    given = {name: dict(block.get(name) or {}) for name in ("token_clip", "seq_clip")}
-    for settings in given.values():
-        settings.pop("_target_", None)
-    try:
-        return StabilizeConfig(TokenClipConfig(**given["token_clip"]), SeqClipConfig(**given["seq_clip"]))
-    except (TypeError, ValueError) as error:
-        raise ReplayError(f"meta.json: actor.gradloc.stabilize: {error}") from error
 
 
 def _micro_batch(engine: ReplayEngine, bundle: Bundle, entry: Entry) -> TensorDict:
@@ -146,8 +108,7 @@ def _micro_batch(engine: ReplayEngine, bundle: Bundle, entry: Entry) -> TensorDi
         }
         for name, values in row.items():
             rows.setdefault(name, []).append(values)
-    nested = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
-    data = TensorDict(nested, batch_size=entry.end_row - entry.first_row)
+    data = nested_rows(rows)
     if bundle.inputs is not None:
         tu.assign_non_tensor_stack(data, "multi_modal_inputs", bundle.inputs[entry.first_row : entry.end_row])
     tu.assign_non_tensor(
@@ -174,27 +135,22 @@ def build_actor(bundle: Bundle, model_path: str) -> ReplayEngine:
         check_verl("replay")
     except RuntimeError as error:
         raise ReplayError(str(error)) from error
-    if _clips_of(bundle).weighs_tokens:
-        require_rollout_log_probs(bundle)
+    clips_of(bundle)  # refused before anything is loaded
     config = _actor_config(bundle)
-    loaded = load(model_path, bundle, _compute_dtype(config.fsdp_config))
+    dtype = PrecisionType.to_dtype((config.fsdp_config.mixed_precision or {}).get("param_dtype", "bf16"))  # as verl's
+    module = load(model_path, bundle, dtype)
     with contextlib.redirect_stdout(io.StringIO()):  # verl prints what it does
         from verl.models.transformers.monkey_patch import apply_monkey_patch
 
-        apply_monkey_patch(model=loaded.module, use_remove_padding=config.use_remove_padding, ulysses_sp_size=1)
+        apply_monkey_patch(model=module, use_remove_padding=config.use_remove_padding, ulysses_sp_size=1)
         model_config = HFModelConfig(
-            path=str(loaded.folder),
+            path=module.config.name_or_path,
             load_tokenizer=False,
             use_remove_padding=config.use_remove_padding,
-            enable_gradient_checkpointing=loaded.is_checkpointing,
-            override_config={"attn_implementation": loaded.attention},
+            enable_gradient_checkpointing=module.is_gradient_checkpointing,
+            override_config={"attn_implementation": module.config._attn_implementation},
         )
-        return ReplayEngine(config, model_config, loaded.module)
-
-
-def _compute_dtype(fsdp_config: Any) -> torch.dtype:
-    """As verl's engine reads it."""
-    return PrecisionType.to_dtype((fsdp_config.mixed_precision or {}).get("param_dtype", "bf16"))
+        return ReplayEngine(config, model_config, module)
 
 
 def _actor_config(bundle: Bundle) -> Any:
@@ -202,22 +158,9 @@ def _actor_config(bundle: Bundle) -> Any:
 
     def adapt(actor: dict[str, Any]) -> None:
         del actor["profiler"]
-        actor.update(
-            strategy="fsdp2",
-            ppo_micro_batch_size=None,
-            ppo_micro_batch_size_per_gpu=1,
-            use_torch_compile=False,
-            use_fused_kernels=False,
-            ulysses_sequence_parallel_size=1,
-        )
+        actor["ppo_micro_batch_size_per_gpu"] = 1
         actor["fsdp_config"].update(
-            strategy="fsdp2",
-            fsdp_size=-1,
-            ulysses_sequence_parallel_size=1,
-            offload_policy=False,
-            param_offload=False,
-            optimizer_offload=False,
-            use_torch_compile=False,
+            strategy="fsdp2", param_offload=False, optimizer_offload=False, use_torch_compile=False
         )
 
     return actor_config(given, adapt)

@@ -4,7 +4,6 @@
 Shapes: B rows of the micro-batch, T response positions, N positions: see :mod:`.packed`.
 """
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -15,13 +14,12 @@ import torch
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
-from verl.utils.experimental.torch_functional import FusedLinearForPPO
 from verl.workers.engine import FSDPEngineWithLMHead
 
 from ...core.step import LossOfGiven, Recorded, RngState
 from ...keys import ROW_KEY
-from ..verl_common.losses import weights_of
-from ..verl_common.precise import logit_bytes, precise_fused_readout, precise_readout
+from ..verl_common.losses import changed, weights_of
+from ..verl_common.precise import logit_bytes, readout_of
 from .packed import Layout, only, padded
 
 FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
@@ -29,7 +27,7 @@ FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
 
 
 class EngineStep(LossOfGiven):
-    """One mini-batch of verl's FSDP engine, replayable: see :class:`~..core.step.TrainingStep`.
+    """One mini-batch of verl's FSDP engine, replayable: see :class:`~...core.step.TrainingStep`.
 
     Args:
         engine: verl's ``FSDPEngineWithLMHead``.
@@ -37,8 +35,9 @@ class EngineStep(LossOfGiven):
         dp_size: data-parallel ranks.
     """
 
-    output, old = "log_probs", "old_log_probs"
-    """Of verl's model output what the loss is about, and the batch's from before the update."""
+    output, old, factor = "log_probs", "old_log_probs", 1.0
+    """Of verl's model output what the loss is about, the batch's from before the update, and what the mean of the
+    tokens' losses is multiplied with."""
     on_policy = False  # this verl's loss always takes the old log-probs that came with the batch
 
     def __init__(self, engine: FSDPEngineWithLMHead, loss_function: Callable, dp_size: int):
@@ -52,14 +51,14 @@ class EngineStep(LossOfGiven):
     # ---- recording, while verl trains
 
     def before_forward(self, micro_batch: Any) -> None:
-        """Take the next micro-batch (verl's TensorDict) and the random state before its forward."""
+        """Keep the next micro-batch (verl's TensorDict) and the random state before its forward."""
         self.micro_batches.append(micro_batch)
         rng = RngState(torch.device(get_device_name()))
         self._recorded.append(Recorded(rng=rng, is_value=self.output == "values"))
         self._packed.append({})
 
     def after_forward(self, model_output: dict[str, torch.Tensor], number: int = -1) -> None:
-        """Keep a micro-batch's values, else the last's, and hook their coefficients; computes nothing."""
+        """Keep the values of the last micro-batch, or of this one, and hook their coefficients; computes nothing."""
         packed = self._packed[number]
         for key, name in FIELDS.items():
             value = model_output.get(key)
@@ -109,16 +108,18 @@ class EngineStep(LossOfGiven):
         return padded(self.micro_batches[micro_batch]["response_mask"]).bool().to(get_device_id())
 
     def token_weights(self, micro_batch: int) -> torch.Tensor:
-        config, mask = self._config, self.token_mask(micro_batch)
-        mode, told = config.loss_agg_mode, config.global_batch_info
-        return weights_of(mask, lambda token_losses: agg_loss(token_losses, mask, mode, **told)) / self.dp_size
+        mask, data, config = self.token_mask(micro_batch), self.micro_batches[micro_batch], self._config
+        sizes = {name: data[name] for name in ("dp_size", "batch_num_tokens", "global_batch_size")}
+        sizes["loss_scale_factor"] = config.loss_scale_factor
+        weights = weights_of(mask, lambda losses: self.factor * agg_loss(losses, mask, config.loss_agg_mode, **sizes))
+        return weights / self.dp_size
 
     def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
         return self.engine._gradient_sync_context(is_last_micro_batch=is_last)
 
     def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        found = self._forward(micro_batch, self._data(micro_batch))
-        return found[self.output], found.get("entropy")
+        output = self._forward(micro_batch, self._data(micro_batch))
+        return output[self.output], output.get("entropy")
 
     def entropies(self, micro_batch: int) -> torch.Tensor:
         data = self._data(micro_batch).copy()
@@ -126,7 +127,7 @@ class EngineStep(LossOfGiven):
         return self._forward(micro_batch, data)["entropy"]
 
     def forward_bytes(self) -> int:
-        if self._is_fused:
+        if is_fused(self.micro_batches[0]):
             return 0
         module = getattr(self.engine.module, "_fsdp_wrapped_module", self.engine.module)
         ids = [micro_batch["input_ids"] for micro_batch in self.micro_batches]
@@ -159,9 +160,8 @@ class EngineStep(LossOfGiven):
     def loss_of_given(self, micro_batch: int, log_prob: torch.Tensor, is_without_kl: bool = False) -> torch.Tensor:
         pack, entropy, of_verl = self._layout(micro_batch).pack, self.recorded(micro_batch).entropy, self.loss_function
         if is_without_kl:
-            without = copy.copy(self._config)
-            object.__setattr__(without, "use_kl_loss", False)  # verl freezes its configs
-            of_verl = partial(of_verl.func, *of_verl.args, **{**of_verl.keywords, "config": without})
+            without = {**of_verl.keywords, "config": changed(self._config, use_kl_loss=False)}
+            of_verl = partial(of_verl.func, *of_verl.args, **without)
         output = {self.output: pack(log_prob)} | ({} if entropy is None else {"entropy": pack(entropy)})
         group = self.engine.get_data_parallel_group()
         return of_verl(model_output=output, data=self._data(micro_batch), dp_group=group)[0]
@@ -176,10 +176,6 @@ class EngineStep(LossOfGiven):
     def _config(self) -> Any:
         return self.loss_function.keywords["config"]
 
-    @property
-    def _is_fused(self) -> bool:
-        return _is_fused(self.micro_batches[0])
-
     def _layout(self, micro_batch: int) -> Layout:
         if micro_batch not in self._layouts:
             self._layouts[micro_batch] = Layout(self.micro_batches[micro_batch], torch.device(get_device_name()))
@@ -191,26 +187,27 @@ class EngineStep(LossOfGiven):
     @torch.no_grad()
     def _forward(self, micro_batch: int, data: Any) -> dict[str, torch.Tensor]:
         self._recorded[micro_batch].rng.restore()
-        with readout_of(self.engine, data):
-            _, found = FSDPEngineWithLMHead.forward_step(self.engine, data, None, forward_only=True)
-        output = found["model_output"]
+        with readout_of(self.engine.module, self.compute_dtype, is_fused(data)):
+            _, answer = FSDPEngineWithLMHead.forward_step(self.engine, data, None, forward_only=True)
+        output = answer["model_output"]
         unpack = self._layout(micro_batch).unpack
         return {key: unpack(output[key].values()) for key in FIELDS if output.get(key) is not None}
 
 
-def device_of() -> Any:
-    """This process' device, as collectives take it."""
-    return "cpu" if get_device_name() == "cpu" else get_device_id()
+class CriticStep(EngineStep):
+    """One mini-batch of verl's critic: its values stand where the actor's log-probs stand."""
+
+    output, old, factor = "values", "values", 0.5
+
+    def forward_bytes(self) -> int:
+        return 0
+
+    def has_kl_term(self) -> bool:
+        return False
 
 
-def readout_of(engine: Any, data: Any) -> AbstractContextManager[None]:
-    """Log-probs of verl's engine as precisely as can be; ``data`` is a micro-batch of its."""
-    if _is_fused(data):
-        return precise_fused_readout(FusedLinearForPPO, engine._autocast_dtype)
-    return precise_readout(engine.module, engine._autocast_dtype)
-
-
-def _is_fused(data: Any) -> bool:
+def is_fused(data: Any) -> bool:
+    """Whether verl computes the log-probs of a micro-batch by its fused kernel."""
     return tu.get_non_tensor_data(data=data, key="use_fused_kernels", default=False)
 
 

@@ -21,29 +21,32 @@ _ENGINE = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
 _TRAINER = "verl.trainer.ppo.v1.trainer_base:PPOTrainer"
 _MERGER = "verl.model_merger.fsdp_model_merger:FSDPModelMerger"
 _WORKER = "verl.workers.engine_workers:TrainingWorker"
+_MEGATRON = "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead"
+_LOSSES = {
+    "verl.workers.utils.losses:ppo_loss": "config, model_output, data, dp_group",
+    "verl.workers.utils.losses:kl_penalty": "logprob, ref_logprob, kl_penalty",
+    "verl.workers.utils.padding:no_padding_2_padding": "tensor, data",
+    "verl.workers.utils.padding:response_to_nested": "tensor, response_mask",
+    "verl.utils.tensordict_utils:index_select_tensor_dict": "batch, indices",
+    "verl.trainer.ppo.core_algos:agg_loss": None,
+    "verl.utils.experimental.torch_functional:FusedLinearForPPO.forward": (
+        "self, hidden_states, vocab_weights, input_ids, temperature"
+    ),
+}
 _BY_WORKER = {
+    **_LOSSES,
     f"{_ENGINE}.train_batch": "self, data, loss_function",
+    f"{_ENGINE}.infer_batch": "self, data, loss_function",
     f"{_ENGINE}.forward_step": "self, micro_batch, loss_function, forward_only",
     f"{_ENGINE}.optimizer_step": "self",
     f"{_ENGINE}.lr_scheduler_step": "self",
-    f"{_ENGINE}.is_mp_src_rank_with_outputs": "self",
     f"{_ENGINE}.get_data_parallel_group": "self",
     f"{_ENGINE}._gradient_sync_context": "self, is_last_micro_batch",
     "verl.workers.engine.fsdp.transformer_impl:fsdp2_clip_grad_norm_": (
         "parameters, max_norm, norm_type, error_if_nonfinite, foreach"
     ),
-    "verl.workers.utils.losses:ppo_loss": "config, model_output, data, dp_group",
-    "verl.workers.utils.losses:kl_penalty": "logprob, ref_logprob, kl_penalty",
-    "verl.workers.utils.padding:no_padding_2_padding": "tensor, data",
-    f"{_ENGINE}.infer_batch": "self, data, loss_function",
     "verl.workers.engine.utils:prepare_micro_batches": (
         "data, dp_group, num_batches_divided_by, same_micro_num_in_dp, min_num_micro_batch, use_dynamic_bsz_balance"
-    ),
-    "verl.utils.tensordict_utils:index_select_tensor_dict": "batch, indices",
-    "verl.workers.utils.padding:response_to_nested": "tensor, response_mask",
-    "verl.trainer.ppo.core_algos:agg_loss": None,
-    "verl.utils.experimental.torch_functional:FusedLinearForPPO.forward": (
-        "self, hidden_states, vocab_weights, input_ids, temperature"
     ),
 }
 _BY_TRAINER = {
@@ -51,7 +54,6 @@ _BY_TRAINER = {
     f"{_TRAINER}.on_train_begin": "self",
     f"{_TRAINER}._update_actor": "self, batch, metrics",
     f"{_TRAINER}._update_critic": "self, batch, metrics",
-    "verl.single_controller.base.worker:Worker.execute_with_func_generator": None,
     f"{_TRAINER}._compute_advantage": "self, batch, metrics",
     f"{_TRAINER}._compute_metrics": "self, batch, metrics, timing_raw, global_steps, epoch",
     f"{_TRAINER}._save_checkpoint": "self",
@@ -64,10 +66,12 @@ _BY_TRAINER = {
     f"{_TRAINER}.fit": "self, agent_loop_manager",
     f"{_TRAINER}._balance_batch": "self, batch, metrics, logging_prefix, keep_minibatch",
     f"{_TRAINER}._shutdown_dump_executor": "self",
+    "verl.single_controller.base.worker:Worker.execute_with_func_generator": None,
     "verl.trainer.ppo.v1.trainer_base:TRAINER_REGISTRY": None,
     "verl.workers.utils.padding:response_to_nested": "tensor, response_mask",
 }
 _BY_REPLAY = {
+    **_BY_WORKER,
     f"{_ENGINE}._build_fsdp_module": "self, module",
     f"{_MERGER}._get_world_size": "self",
     f"{_MERGER}._load_rank_zero_state_dict": "self, world_size",
@@ -76,20 +80,16 @@ _BY_REPLAY = {
     f"{_MERGER}._merge_by_placement": "self, tensors, placement",
 }
 _BY_MEGATRON = {
-    **{
-        f"verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead.{name}": takes
-        for name, takes in {
-            "train_batch": "self, data, loss_function",
-            "forward_step": "self, batch_iter, model, logits_processor_func, postprocess_micro_batch_func",
-            "postprocess_micro_batch_func": "self, output, data, forward_only, loss_function, local_cp_size",
-            "optimizer_zero_grad": "self",
-            "optimizer_step": "self",
-            "lr_scheduler_step": "self",
-            "get_data_parallel_rank": "self",
-            "get_data_parallel_size": "self",
-            "get_data_parallel_group": "self",
-        }.items()
-    },
+    **_LOSSES,
+    f"{_MEGATRON}.train_batch": "self, data, loss_function",
+    f"{_MEGATRON}.forward_step": "self, batch_iter, model, logits_processor_func, postprocess_micro_batch_func",
+    f"{_MEGATRON}.postprocess_micro_batch_func": "self, output, data, forward_only, loss_function, local_cp_size",
+    f"{_MEGATRON}.optimizer_zero_grad": "self",
+    f"{_MEGATRON}.optimizer_step": "self",
+    f"{_MEGATRON}.lr_scheduler_step": "self",
+    f"{_MEGATRON}.get_data_parallel_rank": "self",
+    f"{_MEGATRON}.get_data_parallel_size": "self",
+    f"{_MEGATRON}.get_data_parallel_group": "self",
     "verl.utils.megatron.pipeline_parallel:make_batch_generator": "batches, vpp_size",
     "verl.utils.megatron.optimizer:get_megatron_last_lr": "optimizer",
     "megatron.core.optimizer:ChainedOptimizer.get_grad_norm": "self",
@@ -99,11 +99,9 @@ _BY_MEGATRON = {
     ),
     "megatron.core.transformer.module:param_is_not_shared": "param",
     "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale": "scale",
-    **{place: takes for place, takes in _BY_WORKER.items() if "engine" not in place},
 }
-_TOUCHED = {"megatron": _BY_MEGATRON, "worker": _BY_WORKER, "trainer": _BY_TRAINER, "replay": _BY_WORKER | _BY_REPLAY}
+_TOUCHED = {"megatron": _BY_MEGATRON, "worker": _BY_WORKER, "trainer": _BY_TRAINER, "replay": _BY_REPLAY}
 """By who touches it: ``module:name`` and its parameters; None: it only has to be there."""
-
 
 _BODIES: dict[str, str] = {
     f"{_ENGINE}.forward_backward_batch": "29e272a8addc 4383a855ffa8",
@@ -142,12 +140,8 @@ def verl_version() -> str:
 
 
 def differences(who: str) -> list[str]:
-    """What of the installed verl is not as we know it, a sentence each.
-
-    Args:
-        who: ``worker``, ``trainer`` or ``replay``.
-    """
-    return [found for place, expected in _TOUCHED[who].items() if (found := difference(place, expected)) is not None]
+    """What of verl is not as ``worker``, ``trainer``, ``replay`` or ``megatron`` know it, a sentence each."""
+    return [said for place, expected in _TOUCHED[who].items() if (said := difference(place, expected)) is not None]
 
 
 def changed_bodies() -> list[str]:
@@ -155,13 +149,12 @@ def changed_bodies() -> list[str]:
     return [place for place, known in _BODIES.items() if _digest_at(place) not in known.split()]
 
 
-def digest_of(source: str) -> str:
-    """Of a function's code: comments, docstring, decorators, signature and blank lines aside.
-
-    Args:
-        source: as it stands in a file, indented or not.
-    """
-    source = textwrap.dedent(source)
+def _digest_at(place: str) -> str:
+    """Of a function's code: comments, docstring, decorators, signature and blank lines aside."""
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(find(place))))
+    except (ImportError, AttributeError, OSError, TypeError):
+        return "gone"
     statements: list[Any] = ast.parse(source).body[0].body
     has_docstring = isinstance(statements[0], ast.Expr) and isinstance(statements[0].value, ast.Constant)
     first = statements[1 if has_docstring and len(statements) > 1 else 0]
@@ -170,34 +163,24 @@ def digest_of(source: str) -> str:
     return hashlib.sha256(code.encode()).hexdigest()[:12]
 
 
-def _digest_at(place: str) -> str:
-    try:
-        return digest_of(inspect.getsource(inspect.unwrap(find(place))))
-    except (ImportError, AttributeError, OSError, TypeError):
-        return "gone"
-
-
 def check_verl(who: str) -> None:
     """Refuse a verl that this adapter does not fit: what decides is what it touches, not how the release is called.
 
-    To the trainer, changes that may be harmless are a warning.
-
-    Args:
-        who: touches it: ``worker``, ``trainer`` or ``replay``.
+    To the trainer, changes that may be harmless are a warning. ``who`` is as for :func:`differences`.
 
     Raises:
         RuntimeError: one sentence that names the version, what changed, and what to do.
     """
-    found = verl_version()
-    if tuple(map(int, re.findall(r"\d+", found)[:2])) < (0, 9):
+    release = verl_version()
+    if tuple(map(int, re.findall(r"\d+", release)[:2])) < (0, 9):
         raise RuntimeError(
-            f"gradloc's plug-in is for verl 0.9, found verl {found}: on 0.7.0 and 0.7.1 apply the patch "
+            f"gradloc's plug-in is for verl 0.9, found verl {release}: on 0.7.0 and 0.7.1 apply the patch "
             "(gradloc-patch --repo VERL), from 0.8 move on to 0.9, and leave +gradloc out until then."
         )
     changed = differences(who)
     if changed:
         raise RuntimeError(
-            f"verl {found} changed what gradloc hangs on (it knows {', '.join(KNOWN)}): {changed[0]}; "
+            f"verl {release} changed what gradloc hangs on (it knows {', '.join(KNOWN)}): {changed[0]}; "
             "install one of these, or leave +gradloc out."
         )
     changed = changed_bodies() if who == "trainer" else []
@@ -205,7 +188,7 @@ def check_verl(who: str) -> None:
         logger.warning(
             "gradloc: verl %s changed the code of %s, which gradloc knows of %s: it goes on; a rehearsal "
             "(actor_rollout_ref.actor.gradloc.trigger.force_step=1) shows whether it still measures what it should",
-            found,
+            release,
             ", ".join(place.partition(":")[2] for place in changed),
             ", ".join(KNOWN),
         )

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's V1 trainers with the driver's side of GradLoc: policies sent with a batch, events taken out of the metrics."""
+"""verl's V1 trainers with the driver's side of GradLoc: policies sent with a batch, the ranks' reports asked for."""
 
 import os
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -16,44 +15,55 @@ from verl.workers.utils.padding import response_to_nested
 
 from ...config import fix_dump_dir, settings_in
 from ...keys import POLICY_KEY, ROW_KEY
+from ...loop.batch import BatchView
 from ...loop.metrics import joined
-from ...loop.wire import Policy, RankReport
+from ...loop.wire import Policy
 from ...names import refuse_unknown_names
-from ...reweighting.advantages import kept_share, reweight
-from ...reweighting.stages import STAGE_MASK_KEY, Stage, update_in_stages
 from ...stabilize.memory import build_memory
-from ..verl_common.driver import VerlDriver, build_driver
-from ..verl_common.reports import reports_of
-from ..verl_common.trainer import TrainerParts, build_monitor, reweighting_of
+from ..verl_common.trainer import TrainerParts, Update, Workers, build_monitor, reweighting_of
 from .analysis.trainer import build_analysis
 from .batch import fetch, put, view_of
 from .config import check_critic, check_features
-from .critic import watch_critic
-from .engine import report_of_actor, report_of_model, watch_actor
+from .engine import report_of_actor, report_of_model, watch_actor, watch_critic
 from .touches import check_verl
 
-
-class _Role(NamedTuple):
-    """Of a model: where verl keeps its workers, their mesh, and what is run in each: first of all, and for a report."""
-
-    group: str
-    mesh: str
-    watch: Callable[[Any], Any]
-    ask: Callable[[Any], Any]
+_ACTOR = Workers("actor_rollout_wg", "actor", report_of_actor, watch_actor)
+_CRITIC = Workers("critic_wg", "train", report_of_model, watch_critic)
 
 
-class Update(NamedTuple):
-    """An update of a model that verl is about to make."""
+class KVUpdate(Update):
+    """An update on verl's ``KVBatchMeta``; verl's own method adds to the metrics that it is given."""
 
-    trainer: Any
-    batch: Any
-    """verl's ``KVBatchMeta``."""
-    run: Callable[[dict[str, Any]], Any]
-    """verl's own method, which adds to the metrics that it is given."""
+    dp_size = property(lambda self: max(self.group._dispatch_info[self.workers.mesh]) + 1)
 
+    def get(self, *names: str) -> list[torch.Tensor]:
+        rows = fetch(self.batch, names).to_padded_tensor()
+        return [rows[name] for name in names]
 
-_ACTOR = _Role("actor_rollout_wg", "actor", watch_actor, report_of_actor)
-_CRITIC = _Role("critic_wg", "train", watch_critic, report_of_model)
+    def put(self, **tensors: torch.Tensor) -> None:
+        rows = fetch(self.batch, ["response_mask"])["response_mask"]
+        put(self.batch, {name: response_to_nested(values, rows) for name, values in tensors.items()})
+
+    def view(self) -> BatchView:
+        return view_of(self.batch, is_critics=self.workers is _CRITIC)
+
+    def watch(self) -> None:
+        """Have the engines of the model's workers be ours, from the first time on."""
+        if not hasattr(self.group, "gradloc_is_there"):
+            self.group.execute_with_func_generator(self.workers.watch)
+            self.group.gradloc_is_there = True
+
+    def run(self, policy: Policy) -> dict[str, Any]:
+        self.watch()
+        if policy.kind != "off":
+            put(self.batch, {ROW_KEY: torch.arange(len(self.batch)).unsqueeze(-1)})
+        metrics: dict[str, Any] = {}
+        self.batch.extra_info[POLICY_KEY] = policy
+        try:
+            self.of_verl(metrics)
+        finally:
+            self.batch.extra_info.pop(POLICY_KEY, None)
+        return metrics
 
 
 class TrainerSide(TrainerParts):
@@ -69,31 +79,24 @@ class TrainerSide(TrainerParts):
     def __init__(self, config: Any):
         refuse_unknown_names(config)
         self.config = config
-        self.settings = settings_in(config, omega_conf_to_dataclass)
+        settings = settings_in(config, omega_conf_to_dataclass)
         alpha, lopti = reweighting_of(config)
-        analysis = build_analysis(config, self.settings)
-        if check_features(config, self.settings, lopti, analysis):
+        analysis = build_analysis(config, settings)
+        if check_features(config, settings, lopti, analysis):
             check_verl("trainer")
-        fix_dump_dir(config, self.settings.root)
-        if self.settings.critic != "off":
+        fix_dump_dir(config, settings.root)
+        if settings.critic != "off":
             check_critic(config)
         clip = OmegaConf.select(config.actor_rollout_ref.actor, "optim.clip_grad")
-        memory = build_memory(self.settings.stabilize, "actor_rollout_ref.actor.optim.clip_grad", clip)
-        monitor = build_monitor(config, clip)
-        super().__init__(alpha=alpha, lopti=lopti, stabilizers=memory, monitor=monitor, analysis=analysis)
-        self._watched_groups: set[str] = set()
-        self._num_updates = 0
-        self._of_updates: dict[str, list[dict[str, float]]] = {}  # the present step's metrics, by model
+        memory = build_memory(settings.stabilize, "actor_rollout_ref.actor.optim.clip_grad", clip)
+        super().__init__(settings, alpha, lopti, memory, build_monitor(config, clip), analysis)
 
     def begin(self, tokenizer: Any) -> None:
         """Once the tokenizer is there, before the workers are."""
-        if self.settings.enable:
-            self.spikes = build_driver(self.config, self.settings, tokenizer)
-            mode = self.settings.action.mode
-            print(f"gradloc: on ({mode}); events go to {self.spikes.writer.store.root}", flush=True)
-        if self.settings.critic != "off":
-            self.critic = build_driver(self.config, self.settings, tokenizer, "critic")
-            print(f"gradloc: on for the critic ({self.settings.critic}): {self.critic.writer.store.root}", flush=True)
+        self.build_drivers(self.config, tokenizer)
+        for driver in self.drivers:
+            mode, root = driver.settings.action.mode, driver.writer.store.root
+            print(f"gradloc: on for the {driver.model} ({mode}); events go to {root}", flush=True)
 
     def check_data(self, num_prompts: int) -> None:
         """Once the data is there: whether an analysis has enough of it."""
@@ -105,123 +108,33 @@ class TrainerSide(TrainerParts):
         return batch if self.analysis is None else self.analysis.filter(batch, metrics)
 
     def after_advantages(self, batch: Any, metrics: dict[str, Any]) -> None:
-        """Right after the estimator: reweight the advantages."""
-        if self.alpha == 0:
-            return
-        found = fetch(batch, ["advantages", "old_log_probs", "response_mask"])
-        padded = found.to_padded_tensor()
-        before, mask = padded["advantages"], padded["response_mask"].bool()
-        after = reweight(before, padded["old_log_probs"], self.alpha)
-        fields = {"advantages": response_to_nested(after, found["response_mask"])}
-        put(batch, fields)
-        metrics["advantage_reweighting/kept_share"] = kept_share(before, after, mask)
+        """Right after the estimator."""
+        self.reweight(KVUpdate(None, _ACTOR, batch), metrics)
 
-    def update(self, update: Update, metrics: dict[str, Any]) -> Any:
-        """The actor's update through verl's own method, once or in Lopti's two stages; before it, what is analysed."""
-        batch = update.batch
+    def update(self, update: KVUpdate, metrics: dict[str, Any]) -> Any:
+        """The actor's update; before it, what is analysed."""
         if self.analysis is not None:
-            self._watch(update.trainer, _ACTOR)
-            if self.analysis.run(update.trainer, batch, metrics):
+            update.watch()
+            if self.analysis.run(update.trainer, update.batch, metrics):
                 raise _Ended(metrics)
-        if self.lopti is None:
-            return self._update_once(update, metrics)
-        data = fetch(batch, ["advantages", "old_log_probs", "response_mask"])
-        whole, rows = data.to_padded_tensor(), data["response_mask"]
-
-        def update_stage(stage: Stage, keeps_lr_schedule: bool) -> dict[str, Any]:
-            fields = {"advantages": whole["advantages"] * stage.mask, STAGE_MASK_KEY: stage.mask.float()}
-            put(batch, {name: response_to_nested(values, rows) for name, values in fields.items()})
-            found: dict[str, Any] = {}
-            self._update_once(update, found, stage.name, keeps_lr_schedule)
-            return {name: [value] for name, value in found.items()}
-
-        found = update_in_stages(self.lopti, whole["old_log_probs"], whole["response_mask"], update_stage)
-        put(batch, {"advantages": data["advantages"]})
-        metrics.update(reduce_metrics(found))
-        return batch
-
-    def update_critic(self, update: Update, metrics: dict[str, Any]) -> Any:
-        """The critic's update, likewise."""
-        if self.critic is None:
-            return update.run(metrics)
-        return self._watched(self.critic, _CRITIC, update, metrics)
-
-    def _update_once(
-        self, update: Update, metrics: dict[str, Any], stage: str = "", keeps_lr_schedule: bool = False
-    ) -> Any:
-        if self.spikes is None and self.stabilizers is None and self.lopti is None:
-            return update.run(metrics)
-        learned = None if self.stabilizers is None else self.stabilizers.to_send
-        told = {"keeps_lr_schedule": keeps_lr_schedule, "learned": learned}
-        if self.spikes is not None:
-            return self._watched(self.spikes, _ACTOR, update, metrics, stage, **told)
-        self._through(_ACTOR, update, metrics, replace(self._silent_policy(update, stage), **told))
+        if not self.is_in_update:
+            return update.of_verl(metrics)
+        _add(self.update_actor(update), metrics)
         return update.batch
-
-    def _silent_policy(self, update: Update, stage: str) -> Policy:
-        """Of an update in which no spike is looked for."""
-        actor = self.config.actor_rollout_ref.actor
-        rows = actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-        nothing = (None,) * (max(len(update.batch.keys) // rows, 1) * actor.ppo_epochs)
-        self._num_updates += 1
-        return Policy(
-            update.trainer.global_steps,
-            kind="off",
-            num_tokens=(),
-            thresholds=nothing,
-            tau=nothing,
-            max_events=0,
-            stage=stage or None,
-            update=self._num_updates,
-            settings=self.settings,
-        )
-
-    def _watched(
-        self, driver: VerlDriver, role: _Role, update: Update, metrics: dict[str, Any], stage: str = "", **told: Any
-    ) -> Any:
-        """An update that is looked into, with the events written."""
-        trainer, batch = update.trainer, update.batch
-        view = view_of(batch, is_critics=driver.model == "critic")
-        dp_size = max(getattr(trainer, role.group)._dispatch_info[role.mesh]) + 1
-        policy = driver.before_batch(view.tensors["response_mask"], trainer.global_steps, dp_size, stage)
-        put(batch, {ROW_KEY: torch.arange(len(batch.keys)).unsqueeze(-1)})
-        reports = self._through(role, update, metrics, replace(policy, **told))
-        found = reduce_metrics(driver.after_update(reports, view))
-        self._of_updates.setdefault(driver.model, []).append(found)
-        metrics.update(found)
-        return batch
-
-    def _through(self, role: _Role, update: Update, metrics: dict[str, Any], policy: Policy) -> list[RankReport]:
-        """An update through verl's own method, with a policy; what all processes have to say of it."""
-        group, told = self._watch(update.trainer, role), update.batch.extra_info
-        told[POLICY_KEY] = policy
-        try:
-            update.run(metrics)
-        finally:
-            told.pop(POLICY_KEY, None)
-        reports = reports_of(group, role.ask)
-        if role is _ACTOR and self.stabilizers is not None:
-            self.stabilizers.after_update(reports[0].learned)
-            names = reports[0].metrics
-            found = {name: [value for report in reports for value in report.metrics[name]] for name in names}
-            metrics.update(reduce_metrics(found))
-        return reports
-
-    def _watch(self, trainer: Any, role: _Role) -> Any:
-        """A model's workers, whose engines are ours from the first time on."""
-        group = getattr(trainer, role.group)
-        if role.group not in self._watched_groups:
-            group.execute_with_func_generator(role.watch)
-            self._watched_groups.add(role.group)
-        return group
 
     def after_metrics(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         """Once verl has computed the step's metrics, before they are logged."""
-        for found in self._of_updates.values():
-            if len(found) > 1:  # of which verl has taken means
-                metrics.update(joined(found))
-        self._of_updates = {}
+        for driver in self.drivers:
+            if len(driver.of_step) > 1:  # of which verl has taken means
+                metrics.update(joined(driver.of_step))
         self.judge(view_of(batch), metrics, global_step)
+
+
+def _add(of_update: dict[str, Any], metrics: dict[str, Any]) -> None:
+    """Add an update's metrics to the step's, lists as verl reduces them."""
+    lists = {name: value for name, value in of_update.items() if isinstance(value, list)}
+    metrics.update(of_update)
+    metrics.update(reduce_metrics(lists))
 
 
 class _Ended(Exception):
@@ -275,12 +188,14 @@ class _Watched:
         return batch
 
     def _update_critic(self, batch: Any, metrics: dict) -> Any:
-        update = super()._update_critic
-        return self.gradloc.update_critic(Update(self, batch, lambda found: update(batch, found)), metrics)
+        update = KVUpdate(self, _CRITIC, batch, partial(super()._update_critic, batch))
+        if self.gradloc.critic is None:
+            return update.of_verl(metrics)
+        _add(self.gradloc.update_critic(update), metrics)
+        return batch
 
     def _update_actor(self, batch: Any, metrics: dict) -> Any:
-        update = super()._update_actor
-        return self.gradloc.update(Update(self, batch, lambda found: update(batch, found)), metrics)
+        return self.gradloc.update(KVUpdate(self, _ACTOR, batch, partial(super()._update_actor, batch)), metrics)
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run that is analysed, from verl's config, and whom a failed analysis may not outlive."""
+"""The gradient analyses and the rollout filter of a trainer of verl's, whatever its version keeps batches in."""
 
-from collections.abc import Iterable
-from typing import Any
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
+import torch
+from omegaconf import OmegaConf, open_dict
 from ray.exceptions import RayError
 
+from ...analysis.analyses import Analyses
 from ...analysis.config import BucketSettings, QuartileSettings, read_if_on
-from ...analysis.reporter import Run
+from ...analysis.reporter import Batch, Run
 from ...rollout_filter.config import FilterSettings, read_filter
+from .losses import aggregation_of
 
 FILLER = -1
 """What a tensor of ours holds in rows that only fill up the ranks."""
@@ -25,13 +30,43 @@ def analyses_in(config: Any) -> tuple[BucketSettings | None, QuartileSettings | 
     return None if buckets is None and quartiles is None and chosen.keeps_all else (buckets, quartiles, chosen)
 
 
-def run_of(config: Any, root: str) -> Run:
-    """The run.
+class VerlAnalyses(Analyses):
+    """Filters the rollouts and, at the steps that are due, splits the gradient that they are about to cause.
+
+    ``settings`` are from :func:`analyses_in`; what is found is written under ``root``.
+    """
+
+    def __init__(self, config: Any, root: str, settings: tuple):
+        buckets, quartiles, self.chosen = settings
+        super().__init__(_run_of(config, root), buckets, quartiles, self._separate)
+
+    def _separate(self, seed: int) -> Batch:
+        """A batch for the analysis by bucket that no update will see."""
+        raise NotImplementedError
+
+
+class VerlAnalysed:
+    """What the analyses may ask of a model, see :class:`~...analysis.actor.Actor`, as far as every verl has it alike.
 
     Args:
-        config: the trainer's whole config.
-        root: where to write, absolute.
+        config: verl's actor config.
+        scaler: of fp16; None without.
     """
+
+    def __init__(self, config: Any, scaler: Any):
+        self._config, self._scaler = config, scaler
+        optional = {"entropy": config.entropy_coeff != 0, "kl": bool(config.use_kl_loss)}
+        self.terms = ("task", *(name for name, is_on in optional.items() if is_on))
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0 if self._scaler is None else self._scaler.get_scale()
+
+    def aggregation(self, term: str) -> str:
+        return aggregation_of(self._config) if term == "task" else self._config.loss_agg_mode
+
+
+def _run_of(config: Any, root: str) -> Run:
     actor = config.actor_rollout_ref.actor
     return Run(
         root=root,
@@ -61,8 +96,8 @@ def refuse_pictures(feature: str, inputs: Iterable[Any]) -> None:
         raise ValueError(f"{feature} does not take batches with multi_modal_inputs yet: switch it off.")
 
 
-def well(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the ranks found.
+def checked(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the ranks measured.
 
     Raises:
         RuntimeError: a rank failed.
@@ -71,3 +106,48 @@ def well(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if "error" in record:
             raise RuntimeError(record["error"])
     return records
+
+
+# ---- a batch of its own: verl's training loop, run on one batch and stopped at the advantages. A copy of the trainer
+# whose loader holds that batch walks through the loop: rollout, filter, reward, log-probs, values, advantages, whatever
+# else is there. Where the loop would learn from the batch, the copy hands it over: nothing of it is written twice.
+
+
+class _Prepared(Exception):
+    """Carries the batch out of the loop."""
+
+
+def hand_over(batch: Any, metrics: Any = None) -> NoReturn:
+    """In the place of verl's method that learns from the batch."""
+    raise _Prepared(batch)
+
+
+def prepared_by(walk: Callable[[], Any]) -> Any:
+    """The batch that verl's loop hands over."""
+    try:
+        walk()
+    except _Prepared as prepared:
+        return prepared.args[0]
+    raise RuntimeError("verl's training loop ended without offering its batch to the gradient analysis")
+
+
+def drawn_prompts(trainer: Any, num_groups: int, seed: int) -> Any:
+    """So many prompts as the loader of verl's trainer would hand them over.
+
+    They are drawn with a random generator of their own, so the order of the training data stays what it is.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(len(trainer.train_dataset), generator=generator)[:num_groups].tolist()
+    return trainer.train_dataloader.collate_fn([trainer.train_dataset[index] for index in chosen])
+
+
+def twin_of(trainer: Any, changes: dict[str, Any]) -> Any:
+    """The trainer with a config of its own, in which this is changed; it shares the workers."""
+    twin = copy.copy(trainer)
+    twin.config = copy.deepcopy(trainer.config)
+    with open_dict(twin.config):
+        for key, value in changes.items():
+            OmegaConf.update(twin.config, key, value)
+    if hasattr(trainer, "kl_ctrl_in_reward"):
+        twin.kl_ctrl_in_reward = copy.deepcopy(trainer.kl_ctrl_in_reward)
+    return twin

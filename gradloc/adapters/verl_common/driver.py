@@ -13,21 +13,16 @@ from ...record.origin import origin
 
 
 def build_driver(config: Any, settings: Any, tokenizer: Any, model: str = "actor") -> "VerlDriver":
-    """The driver of a run.
-
-    Args:
-        config: the trainer's whole config, of any verl.
-        settings: those that hold.
-        tokenizer: the actor's.
-        model: whose updates it is about: ``actor`` or ``critic``.
-    """
+    """The driver of the updates of a run's ``actor`` or ``critic``; ``config`` is the trainer's whole config."""
     from omegaconf import OmegaConf
 
-    trained, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    shared, num_rollouts = config.actor_rollout_ref, config.actor_rollout_ref.rollout.n
+    trained, path, action_key = shared.actor, shared.model.path, "action.mode"
     if model == "critic":
-        trained, settings = config.critic, _of_critic(settings)
+        trained, path, action_key = config.critic, config.critic.model.path, "critic"
+        settings = _of_critic(settings)
     plain: Any = OmegaConf.to_container(trained, resolve=True)
-    whole: Any = OmegaConf.to_container(config)
+    of_run: Any = OmegaConf.to_container(config)
     driver = VerlDriver(
         settings,
         tokenizer=tokenizer,
@@ -35,18 +30,18 @@ def build_driver(config: Any, settings: Any, tokenizer: Any, model: str = "actor
             Run(
                 config.trainer.project_name,
                 config.trainer.experiment_name,
-                model=(config.critic if model == "critic" else config.actor_rollout_ref).model.path,
+                model=path,
                 estimator=_estimator(config.algorithm),
-                rollouts=rollout.n,
+                rollouts=num_rollouts,
             ),
-            whole,
+            of_run,
         ),
         trained=plain,
         num_epochs=trained.ppo_epochs,
         model=model,
     )
-    driver.sequences_per_mini_batch = trained.ppo_mini_batch_size * rollout.n
-    driver.action_key = f"actor_rollout_ref.actor.gradloc.{'action.mode' if model == 'actor' else model}"
+    driver.sequences_per_mini_batch = trained.ppo_mini_batch_size * num_rollouts
+    driver.action_key = f"actor_rollout_ref.actor.gradloc.{action_key}"
     return driver
 
 
@@ -55,16 +50,14 @@ class VerlDriver(Driver):
 
     sequences_per_mini_batch: int
     """Rollouts, over all ranks."""
+    of_step: tuple[dict[str, float], ...] = ()
+    """The metrics of each update of the trainer's present step."""
+    _global_step = -1
 
     def before_batch(self, response_mask: torch.Tensor, global_step: int, dp_size: int, stage: str = "") -> Policy:
-        """The policy of the update that comes next.
-
-        Args:
-            response_mask: (R, T), in the order in which the rows are dealt out to the ranks.
-            global_step: the trainer's.
-            dp_size: data-parallel ranks.
-            stage: which of Lopti's two updates this is; "" for the only one.
-        """
+        """The policy of the update that comes next: see :meth:`~...loop.driver.Driver.before_update` and below."""
+        if global_step != self._global_step:
+            self._global_step, self.of_step = global_step, ()
         num_tokens = tokens_per_mini_batch(response_mask, dp_size, self.sequences_per_mini_batch)
         return self.before_update(num_tokens, global_step, stage)
 

@@ -4,7 +4,6 @@
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from verl.utils.device import get_device_name, get_nccl_backend, get_torch_devic
 
 from ...core.memory import free_bytes
 from ...replay.bundle import Bundle, ReplayError
+from ...stabilize.config import SeqClipConfig, StabilizeConfig, TokenClipConfig
 
 _NUM_COPIES = 5  # of the model in float32: weights, gradient, the gradient set aside, the weights' copy, a residual
 
@@ -39,16 +39,6 @@ def start_processes() -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def require_rollout_log_probs(bundle: Bundle) -> None:
-    """Refuse a bundle whose run had clips on ratios, and which does not hold what they weighed by.
-
-    Raises:
-        ReplayError: one sentence.
-    """
-    if "rollout_log_probs" not in bundle.tensors:
-        raise ReplayError("batch.safetensors: rollout_log_probs is missing, by which the run's clips weighed its loss.")
-
-
 def has_flash_attention() -> bool:
     from transformers.utils import is_flash_attn_2_available
 
@@ -63,13 +53,13 @@ def actor_config(of_run: dict[str, Any], adapt: Callable[[dict[str, Any]], None]
 
     Args:
         of_run: what of the run's own is part of the loss.
-        adapt: changes the merged config in place to suit this machine, where that leaves the loss alone.
+        adapt: changes the merged config in place to suit this machine, as far as this verl needs more than any does.
 
     Raises:
         ReplayError: it is no config of this verl's actor, or wants something built that verl's own does not.
     """
     defaults = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
-    actor = OmegaConf.to_container(OmegaConf.select(defaults, "actor_rollout_ref.actor"), resolve=True)
+    actor: Any = OmegaConf.to_container(OmegaConf.select(defaults, "actor_rollout_ref.actor"), resolve=True)
     unknown = _targets_in(of_run) - _targets_in(actor)
     if unknown:  # a config says what is to be built from it; a bundle from elsewhere must not be able to run anything
         raise ReplayError(
@@ -78,12 +68,32 @@ def actor_config(of_run: dict[str, Any], adapt: Callable[[dict[str, Any]], None]
     try:
         actor = OmegaConf.to_container(OmegaConf.merge(actor, of_run))
         adapt(actor)
+        same_loss = {"use_torch_compile": False, "use_fused_kernels": False, "ulysses_sequence_parallel_size": 1}
+        actor.update(same_loss, strategy="fsdp2", ppo_micro_batch_size=None)
+        actor["fsdp_config"].update(fsdp_size=-1, ulysses_sequence_parallel_size=1, offload_policy=False)
         return omega_conf_to_dataclass(OmegaConf.create(actor))
     except Exception as error:  # hydra, omegaconf and verl's own checks each raise their own kinds
-        why = str(error.__cause__ or error).strip().splitlines()
-        raise ReplayError(
-            f"meta.json: actor is no config of this verl's actor: {why[0] if why else type(error).__name__}."
-        ) from error
+        why = _first_line(error.__cause__ or error)
+        raise ReplayError(f"meta.json: actor is no config of this verl's actor: {why}.") from error
+
+
+def clips_of(bundle: Bundle) -> StabilizeConfig:
+    """Of the run's stabilizers those that are part of its loss.
+
+    Raises:
+        ReplayError: their settings are none, or the bundle does not hold what they weighed the loss by.
+    """
+    block = (bundle.meta.actor.get("gradloc") or {}).get("stabilize") or {}
+    given = {name: dict(block.get(name) or {}) for name in ("token_clip", "seq_clip")}
+    for settings in given.values():
+        settings.pop("_target_", None)
+    try:
+        clips = StabilizeConfig(TokenClipConfig(**given["token_clip"]), SeqClipConfig(**given["seq_clip"]))
+    except (TypeError, ValueError) as error:
+        raise ReplayError(f"meta.json: actor.gradloc.stabilize: {error}") from error
+    if clips.weighs_tokens and "rollout_log_probs" not in bundle.tensors:
+        raise ReplayError("batch.safetensors: rollout_log_probs is missing, by which the run's clips weighed its loss.")
+    return clips
 
 
 def _targets_in(value: Any) -> set[str]:
@@ -99,33 +109,22 @@ def _targets_in(value: Any) -> set[str]:
 # ---- the model
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """The event's model in float32, as verl's actor keeps it, ready to be trained on one step."""
+def load(path: str, bundle: Bundle, dtype: torch.dtype) -> Any:
+    """transformers' model at ``path`` in float32, as verl's actor keeps it, ready to be trained on one step.
 
-    module: torch.nn.Module
-    folder: Path
-    """Of its config."""
-    attention: str
-    is_checkpointing: bool
-
-
-def load(path: str, bundle: Bundle, dtype: torch.dtype) -> Loaded:
-    """The model at ``path``, which has to fit the bundle and, computing in ``dtype``, this machine's memory.
+    It has to fit the bundle and, computing in ``dtype``, this machine's memory.
 
     Raises:
         ReplayError: it cannot be loaded, is not the event's, or would not fit.
     """
     folder, is_checkpoint = _find_model(Path(path))
-    described = folder / "huggingface" if is_checkpoint else folder
-    outline = _outline_of(described, bundle)
-    is_checkpointing = _check_memory(outline, bundle, dtype)
+    outline = _outline_of(folder / "huggingface" if is_checkpoint else folder, bundle)
+    needs_checkpointing = _check_memory(outline, bundle, dtype)
     attention = "flash_attention_2" if has_flash_attention() else "sdpa"
     module = _load_model(folder, is_checkpoint, outline.config, attention)
-    if is_checkpointing:
+    if needs_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    module.train()
-    return Loaded(module, described, attention, is_checkpointing)
+    return module.train()
 
 
 class _ShardReader(FSDPModelMerger):
@@ -188,7 +187,7 @@ def _class_of(config: Any) -> Any:
     return AutoModelForImageTextToText if reads_pictures else AutoModelForCausalLM
 
 
-def _load_model(folder: Path, is_checkpoint: bool, config: Any, attention: str) -> torch.nn.Module:
+def _load_model(folder: Path, is_checkpoint: bool, config: Any, attention: str) -> Any:
     """The model with its weights in float32, as verl's actor keeps them."""
     kind = _class_of(config)
     with _explained(f"The model at {folder} cannot be loaded"):
@@ -202,8 +201,8 @@ def _load_model(folder: Path, is_checkpoint: bool, config: Any, attention: str) 
             described = str(folder / "huggingface")
             merger = ModelMergerConfig("merge", "fsdp", local_dir=str(folder), hf_model_config_path=described)
             module = kind.from_config(config, attn_implementation=attention).float()
-            found = module.load_state_dict(_ShardReader(merger).read(), strict=False)
-            missing = set(found.missing_keys) | set(found.unexpected_keys)
+            keys = module.load_state_dict(_ShardReader(merger).read(), strict=False)
+            missing = set(keys.missing_keys) | set(keys.unexpected_keys)
         missing -= set(getattr(module, "_tied_weights_keys", None) or ())
         if missing:
             raise ValueError(f"its config and its weights do not agree on {min(missing)}")
@@ -217,8 +216,11 @@ def _explained(what: str):
     except ReplayError:
         raise
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, AssertionError) as error:
-        why = str(error).strip().splitlines()
-        raise ReplayError(f"{what}: {why[0] if why else type(error).__name__}") from error
+        raise ReplayError(f"{what}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # ---- memory
@@ -258,5 +260,4 @@ def _size(num_bytes: float) -> str:
 def _free_bytes() -> int:
     """What one of this machine's processes may take."""
     name = get_device_name()
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if name == "cpu" else 1
-    return free_bytes(torch.device(name)) // processes
+    return free_bytes(torch.device(name)) // (int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if name == "cpu" else 1)

@@ -7,28 +7,27 @@ from typing import Any
 
 import torch
 
-from verl.trainer.ppo.core_algos import get_policy_loss_fn
-
 _BY_SEQUENCE = "seq-mean-token-mean"
 
 
-def aggregation_of(config: Any) -> str:
-    """How the policy loss averages its tokens: some take sequences whatever ``loss_agg_mode`` says, and which ones do
-    differs from release to release.
+def changed(config: Any, **values: Any) -> Any:
+    """A copy of one of verl's configs, which are frozen, with these values."""
+    config = copy.copy(config)
+    for name, value in values.items():
+        object.__setattr__(config, name, value)
+    return config
 
-    Args:
-        config: verl's actor config.
-    """
+
+def aggregation_of(config: Any) -> str:
+    """How the policy loss of verl's actor config averages its tokens: some take sequences whatever ``loss_agg_mode``
+    says, and which ones do differs from release to release."""
     by_token, by_sequence = (_policy_loss(config, mode) for mode in ("token-mean", _BY_SEQUENCE))
     return _BY_SEQUENCE if by_token == by_sequence else config.loss_agg_mode
 
 
 def is_of_micro_batch(config: Any) -> bool:
-    """Whether the policy loss is a mean over its micro-batch however large the mini-batch is, as geo_mean's is.
-
-    Args:
-        config: verl's actor config, of an engine that tells the loss how large the mini-batch is.
-    """
+    """Whether the policy loss is a mean over its micro-batch however large the mini-batch is, as geo_mean's is; on an
+    engine that tells the loss how large the mini-batch is."""
     sizes = ({"dp_size": 1, "batch_num_tokens": 4 * times, "global_batch_size": 2 * times} for times in (1, 2))
     once, twice = (_policy_loss(config, config.loss_agg_mode, **of_mini_batch) for of_mini_batch in sizes)
     return once == twice
@@ -36,8 +35,9 @@ def is_of_micro_batch(config: Any) -> bool:
 
 def _policy_loss(config: Any, mode: str, **of_mini_batch: int) -> float:
     """Of two sequences of one token and of three, with different advantages."""
-    config = copy.copy(config)
-    object.__setattr__(config, "global_batch_info", of_mini_batch)  # verl freezes its configs
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    config = changed(config, global_batch_info=of_mini_batch)
     mask = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
     log_prob, advantages = torch.zeros_like(mask), torch.tensor([[1.0], [3.0]]) * mask
     policy_loss = get_policy_loss_fn(config.policy_loss.get("loss_mode", "vanilla"))

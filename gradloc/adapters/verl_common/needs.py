@@ -1,37 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a feature needs of a run on every verl."""
 
+from dataclasses import replace
 from typing import Any
 
 from ...checks import Requirement, check_requirements, require
+from ...config import GradLocConfig
 
-_ACTOR = "actor_rollout_ref.actor"
-
-FSDP = Requirement(f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "others do not have it")
-WHOLE_SEQUENCES = Requirement(
-    f"{_ACTOR}.ulysses_sequence_parallel_size", (1,), 1, "1", "sequence parallelism is not supported yet"
-)
-SEPARATE_PARAMETERS = Requirement(
-    f"{_ACTOR}.fsdp_config.use_orig_params",
-    (True,),
-    False,
-    "true with strategy=fsdp",
-    "FSDP1 merges a layer's parameters into one without it",
-)
-ROLLOUT_LOG_PROBS = Requirement(
-    "actor_rollout_ref.rollout.calculate_log_probs",
-    (True,),
-    False,
-    "true",
-    "its weights come from the rollout's log-probs",
-)
+ACTOR = "actor_rollout_ref.actor"
+STABILIZE = f"{ACTOR}.gradloc.stabilize"
+RATIO_CLIPS = f"{STABILIZE}.token_clip or seq_clip"
+FINE_LAYER_CLIP = f"{STABILIZE}.layer_clip.group finer than layer"
+LOPTI = "algorithm.lopti.enable"
+BUCKETS, QUARTILES = "trainer.gradient_analysis_mode", "trainer.quartile_analysis_mode"
+"""The features, by the setting that switches each on."""
 
 
-def check_critic(config: Any, *needs: Requirement) -> None:
+def only(key: str, value: Any, because: str) -> Requirement:
+    """What a setting has to be, and is where nobody has set it."""
+    return Requirement(key, (value,), value, str(value).lower(), because)
+
+
+FSDP = Requirement(f"{ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "others do not have it")
+WHOLE_SEQUENCES = only(f"{ACTOR}.ulysses_sequence_parallel_size", 1, "sequence parallelism is not supported yet")
+NEEDS = {
+    RATIO_CLIPS: (
+        Requirement(
+            "actor_rollout_ref.rollout.calculate_log_probs",
+            (True,),
+            False,
+            "true",
+            "its weights come from the rollout's log-probs",
+        ),
+    ),
+    FINE_LAYER_CLIP: (
+        Requirement(
+            f"{ACTOR}.fsdp_config.use_orig_params",
+            (True,),
+            False,
+            "true with strategy=fsdp",
+            "FSDP1 merges a layer's parameters into one without it",
+        ),
+    ),
+}
+"""Of the features that need the same on every verl."""
+
+
+def features_on(settings: GradLocConfig, strategy: str, spikes: str) -> list[str]:
+    """The features under ``gradloc`` that a run has on.
+
+    Args:
+        settings: those that hold.
+        strategy: the actor's.
+        spikes: the setting that switches localization on.
+    """
+    stabilize = settings.stabilize
+    clips_finely = stabilize.layer_clip.rule != "off" and stabilize.layer_clip.group != "layer"
+    is_on = {
+        spikes: settings.enable,
+        STABILIZE: stabilize.is_on,
+        RATIO_CLIPS: stabilize.weighs_tokens,
+        FINE_LAYER_CLIP: clips_finely and strategy == "fsdp",
+    }
+    return [feature for feature, on in is_on.items() if on]
+
+
+def check_critic(config: Any, ulysses: str, offload: str, *needs: Requirement) -> None:
     """Refuse a run in which spikes of the critic could not be localized.
 
     Args:
         config: the trainer's whole config.
+        ulysses: the key of the critic's sequence parallel size on this verl.
+        offload: likewise, of FSDP's own offload.
         needs: what this verl needs beside what every one does.
 
     Raises:
@@ -39,18 +79,12 @@ def check_critic(config: Any, *needs: Requirement) -> None:
     """
     from verl.trainer.ppo.utils import need_critic
 
-    feature = f"{_ACTOR}.gradloc.critic"
+    feature = f"{ACTOR}.gradloc.critic"
     require(need_critic(config), "critic.enable", f"true while {feature} is not off", config.critic.enable)
     of_all = (
-        Requirement("critic.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "others do not have it"),
-        Requirement("critic.model.enable_activation_offload", (False,), False, "false", "a search runs forwards alone"),
-    )
-    check_requirements(feature, (*of_all, *needs), config)
-
-
-def of_critics_fsdp(ulysses: str, offload: str) -> tuple[Requirement, Requirement]:
-    """What the critic needs of FSDP, by the names that these settings have here."""
-    return (
-        Requirement(ulysses, (1,), 1, "1", "sequence parallelism was not tried there"),
+        replace(FSDP, key="critic.strategy"),
+        only("critic.model.enable_activation_offload", False, "a search runs forwards alone"),
+        only(ulysses, 1, "sequence parallelism was not tried there"),
         Requirement(offload, (False, None), False, "false", "use param_offload and optimizer_offload instead"),
     )
+    check_requirements(feature, (*of_all, *needs), config)

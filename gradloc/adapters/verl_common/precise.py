@@ -5,10 +5,12 @@ Where the device has them, in its tensor cores: products of half precision are e
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+
+from ...touched import replaced
 
 _VOCABULARY_PART = 8192  # rows of the head's weight in float32 at a time: 128 MiB of a hidden size of 4,096
 _ROWS_PART = 512  # positions whose logits are held at a time, where a fused kernel never holds them all
@@ -69,7 +71,9 @@ def precise_readout(module: torch.nn.Module, compute_dtype: torch.dtype) -> Iter
         compute_dtype: what its forward computes in; float32 changes nothing.
     """
     unwrapped: Any = getattr(module, "_fsdp_wrapped_module", module)
-    head = None if compute_dtype == torch.float32 else unwrapped.get_output_embeddings() or _value_head(unwrapped)
+    head = None
+    if compute_dtype != torch.float32:  # a critic is one of transformers' token classifiers, which call it "score"
+        head = unwrapped.get_output_embeddings() or getattr(unwrapped, "score", None)
     if not isinstance(head, torch.nn.Linear):  # none, or one that does more than read out
         yield
         return
@@ -78,19 +82,17 @@ def precise_readout(module: torch.nn.Module, compute_dtype: torch.dtype) -> Iter
         with torch.autocast(device_type=hidden.device.type, enabled=False):
             return precise_linear(hidden, head.weight, head.bias)
 
-    own = vars(head).get("forward")
-    vars(head)["forward"] = read_out  # in its place, so that the rounded logits do not lie beside these
-    try:
+    with replaced(head, forward=read_out):  # in its place, so that the rounded logits do not lie beside these
         yield
-    finally:
-        vars(head).pop("forward")
-        if own is not None:
-            vars(head)["forward"] = own
 
 
-def _value_head(module: Any) -> Any:
-    """Of transformers' token classifiers, which verl takes for critics; None where there is none."""
-    return getattr(module, "score", None)
+def readout_of(module: torch.nn.Module, compute_dtype: torch.dtype, is_fused: bool) -> AbstractContextManager[None]:
+    """Log-probs of verl's model as precisely as can be; ``is_fused``: it computes them by verl's fused kernel."""
+    if not is_fused:
+        return precise_readout(module, compute_dtype)
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    return precise_fused_readout(FusedLinearForPPO, compute_dtype)
 
 
 def fused_log_probs(
@@ -133,9 +135,5 @@ def precise_fused_readout(kernel: type, compute_dtype: torch.dtype) -> Iterator[
         with torch.autocast(device_type=hidden_states.device.type, enabled=False):
             return fused_log_probs(hidden_states, vocab_weights, input_ids, temperature)
 
-    own = vars(kernel)["forward"]
-    kernel.forward = forward
-    try:
+    with replaced(kernel, forward=forward):
         yield
-    finally:
-        kernel.forward = own

@@ -2,17 +2,26 @@
 """What a trainer of verl's holds of GradLoc on the driver, whatever its version calls when."""
 
 import os
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
 
 from verl.utils.config import omega_conf_to_dataclass
 
+from ...config import GradLocConfig
 from ...health.config import HealthConfig
 from ...health.monitor import Monitor
 from ...loop.batch import BatchView
+from ...loop.wire import Policy, RankReport
 from ...record.state import load_states, save_states
 from ...reweighting import LoptiConfig
+from ...reweighting.advantages import kept_share, reweight
+from ...reweighting.stages import STAGE_MASK_KEY, Stage, update_in_stages
 from ...stabilize.memory import StabilizerMemory
-from .driver import VerlDriver
+from .driver import VerlDriver, build_driver
+from .reports import reports_of
 
 _WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")
 """verl's advantage estimators that do not compare a prompt's rollouts: equal rewards still teach them something."""
@@ -56,37 +65,167 @@ def limit_of_all(config: Any, grad_clip: Any) -> float | None:
     return None if clips_layers or not grad_clip else float(grad_clip)
 
 
-class TrainerParts:
-    """The parts that are on; their states lie in one file beside each checkpoint.
+class Workers(NamedTuple):
+    """Of a model: where the trainer keeps its workers, their mesh, and what is run in each of them."""
+
+    group: str
+    mesh: str
+    report: Callable[[Any], Any]
+    """After an update."""
+    watch: Callable[[Any], Any] | None = None
+    """Before the first one."""
+
+
+class Update:
+    """An update of a model that verl is about to make; an adapter says what its batch of R rows is kept in.
 
     Args:
-        spikes: localization.
-        critic: the critic's.
-        alpha: of Advantage Reweighting; 0 is off.
-        lopti: the update in two stages.
-        stabilizers: memory of the actor's stabilizers.
-        monitor: the health monitor.
-        analysis: the gradient analyses and the rollout filter.
+        trainer: verl's.
+        workers: the model's.
+        batch: verl's, in the order in which its rows are dealt out.
+        of_verl: verl's own method, where it is to be made.
     """
+
+    dp_size: int
+    """Data-parallel ranks of the model."""
+
+    def __init__(self, trainer: Any, workers: Workers, batch: Any, of_verl: Any = None):
+        self.trainer, self.workers, self.batch, self.of_verl = trainer, workers, batch, of_verl
+
+    @property
+    def group(self) -> Any:
+        """The model's worker group."""
+        return getattr(self.trainer, self.workers.group)
+
+    def get(self, *names: str) -> list[torch.Tensor]:
+        """Tensors of the batch, (R, T) each."""
+        raise NotImplementedError
+
+    def put(self, **tensors: torch.Tensor) -> None:
+        """Have the batch hold these, (R, T) each."""
+        raise NotImplementedError
+
+    def view(self) -> BatchView:
+        """The batch as events see it."""
+        raise NotImplementedError
+
+    def run(self, policy: Policy) -> dict[str, Any]:
+        """Update through verl's own method, the policy sent along; returns the update's metrics."""
+        raise NotImplementedError
+
+
+class TrainerParts:
+    """The parts that are on; their states lie in one file beside each checkpoint."""
+
+    spikes: VerlDriver | None = None
+    """Of the actor's spikes."""
+    critic: VerlDriver | None = None
+    """Of the critic's."""
 
     def __init__(
         self,
-        spikes: VerlDriver | None = None,
-        critic: VerlDriver | None = None,
+        settings: GradLocConfig | None = None,
         alpha: float = 0.0,
         lopti: LoptiConfig | None = None,
         stabilizers: StabilizerMemory | None = None,
         monitor: Monitor | None = None,
         analysis: Any = None,
     ):
-        self.spikes, self.critic, self.alpha, self.lopti = spikes, critic, alpha, lopti
+        self.settings, self.alpha, self.lopti = settings, alpha, lopti
         self.stabilizers, self.monitor, self.analysis = stabilizers, monitor, analysis
+        self._num_silent = 0
         self._checkpoint: str | None = None
+
+    def build_drivers(self, config: Any, tokenizer: Any) -> None:
+        """Of the models whose spikes are looked for; see :func:`~.driver.build_driver`."""
+        if self.settings.enable:
+            self.spikes = build_driver(config, self.settings, tokenizer)
+        if self.settings.critic != "off":
+            self.critic = build_driver(config, self.settings, tokenizer, "critic")
 
     @property
     def drivers(self) -> list[VerlDriver]:
         """Of the models whose spikes are looked for."""
         return [driver for driver in (self.spikes, self.critic) if driver is not None]
+
+    @property
+    def is_in_update(self) -> bool:
+        """Whether the actor's update is anything but verl's own."""
+        return self.spikes is not None or self.stabilizers is not None or self.lopti is not None
+
+    def reweight(self, update: Update, metrics: dict[str, Any]) -> None:
+        """Right after the estimator: Advantage Reweighting of what the update is to be made with."""
+        if self.alpha != 0:
+            before, old_log_probs, mask = update.get("advantages", "old_log_probs", "response_mask")
+            after = reweight(before, old_log_probs, self.alpha)
+            update.put(advantages=after)
+            metrics["advantage_reweighting/kept_share"] = kept_share(before, after, mask.bool())
+
+    def update_actor(self, update: Update) -> dict[str, Any]:
+        """The actor's update, once or in Lopti's two stages; its metrics, of which ours are lists."""
+        if self.lopti is None:
+            return self._update(update, self.spikes, self.stabilizers)
+        advantages, old_log_probs, response_mask = update.get("advantages", "old_log_probs", "response_mask")
+
+        def update_stage(stage: Stage, keeps_lr_schedule: bool) -> dict[str, Any]:
+            mask = stage.mask.to(advantages.dtype)
+            update.put(**{"advantages": advantages * mask, STAGE_MASK_KEY: mask})
+            metrics = self._update(update, self.spikes, self.stabilizers, stage.name, keeps_lr_schedule)
+            return {name: value if isinstance(value, list) else [value] for name, value in metrics.items()}
+
+        try:
+            return update_in_stages(self.lopti, old_log_probs, response_mask, update_stage)
+        finally:
+            update.put(advantages=advantages)
+
+    def update_critic(self, update: Update) -> dict[str, Any]:
+        """The critic's update; its metrics."""
+        return self._update(update, self.critic)
+
+    def _update(
+        self,
+        update: Update,
+        driver: VerlDriver | None,
+        memory: StabilizerMemory | None = None,
+        stage: str = "",
+        keeps_lr_schedule: bool = False,
+    ) -> dict[str, Any]:
+        """One update; its driver, where there is one, looks into it."""
+        view, step = update.view(), update.trainer.global_steps
+        if driver is None:
+            policy = self._silent_policy(update)
+        else:
+            policy = driver.before_batch(view.tensors["response_mask"], step, update.dp_size, stage)
+        learned = None if memory is None else memory.to_send
+        policy = replace(policy, stage=stage or None, learned=learned, keeps_lr_schedule=keeps_lr_schedule)
+        metrics = update.run(policy)
+        reports: list[RankReport] = reports_of(update.group, update.workers.report)
+        if memory is not None:
+            memory.after_update(reports[0].learned)
+            for name in reports[0].metrics:
+                metrics[name] = [value for report in reports for value in report.metrics[name]]
+        if driver is not None:
+            ours = driver.after_update(reports, view)
+            driver.of_step += ({name: value for name, (value,) in ours.items()},)
+            metrics.update(ours)
+        return metrics
+
+    def _silent_policy(self, update: Update) -> Policy:
+        """Of an update in which no spike is looked for."""
+        config = update.trainer.config.actor_rollout_ref
+        num_mini_batches = max(len(update.batch) // (config.actor.ppo_mini_batch_size * config.rollout.n), 1)
+        nothing = (None,) * (num_mini_batches * config.actor.ppo_epochs)
+        self._num_silent += 1
+        return Policy(
+            update.trainer.global_steps,
+            kind="off",
+            num_tokens=(),
+            thresholds=nothing,
+            tau=nothing,
+            max_events=0,
+            update=self._num_silent,
+            settings=self.settings,
+        )
 
     def begin_fit(self, tracking: Any) -> None:
         """Once verl's ``Tracking`` is open, before the first step: whom to tell events, and to show tables."""
@@ -110,7 +249,7 @@ class TrainerParts:
             self._remember(folder)
 
     def load(self, folder: str) -> None:
-        """Take the states back from a checkpoint; a part that it does not hold, or not as ours, starts anew."""
+        """Take the states back from a checkpoint; a part that it does not hold starts anew."""
         self._remember(folder)
         load_states(self._stateful, folder)
 

@@ -1,27 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """What rides along with a model's updates on a rank: the localizer and the stabilizers, and what they ask of verl."""
 
+import contextlib
+import json
+import logging
 import math
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor
 
+from verl.utils.device import get_device_id, get_device_name
+
 from ...core.gradients import GradientSpace
-from ...core.ranks import Ranks
+from ...core.ranks import PeerFailure, Ranks
 from ...loop.localizer import Localizer
 from ...loop.wire import Policy, RankReport
+from ...loop.writer import events_weights_folder
 from ...stabilize.stabilizer import Stabilizer
-from .weights import save_event_weights
+from ...touched import replaced
+
+logger = logging.getLogger(__name__)
+
+
+def device_of() -> Any:
+    """This process' device, as collectives take it."""
+    return "cpu" if get_device_name() == "cpu" else get_device_id()
 
 
 class Watch:
-    """The parts that are on, called in the order of the methods; also the model's powers: see
-    :class:`~...loop.localizer.ActorPowers`. An adapter says what verl calls the model's own parts.
+    """The parts that are on, called in the order of the methods.
+
+    It is also what the localizer asks of verl: :class:`~...loop.localizer.ActorPowers`. An adapter says where verl
+    keeps the model, its optimizer, its fp16 scaler and its bound on the norm.
     """
 
     takes_what_is_not_finite = False
@@ -29,7 +45,6 @@ class Watch:
     optimizer: Any
     scaler: Any
     grad_clip: Any
-    """verl's bound on the global norm."""
 
     def __init__(self, settings: Any, ranks: Ranks):
         self.settings, self.ranks = settings, ranks
@@ -38,18 +53,19 @@ class Watch:
         self.weigher = None if self.stabilizer is None else self.stabilizer.weigher
 
     def clip_by_verl(self) -> torch.Tensor:
-        """verl's own clipping of what is in ``.grad``; the norm before it, a scalar."""
+        """Clip ``.grad`` as verl does; returns the norm before, a scalar."""
         raise NotImplementedError
 
     def make_space(self, ranks: Ranks | None) -> GradientSpace:
         """The gradient; ``ranks`` hear of it when one fails in its own part of a sum."""
         return GradientSpace(self.module, ranks)
 
-    def begin(self, policy: Policy | None, stage: str = "", learned: Any = None) -> None:
-        """Before the first micro-batch of an update; see :meth:`~...stabilize.stabilizer.Stabilizer.begin_update`."""
+    def begin(self, policy: Policy | None) -> None:
+        """Before the first micro-batch of an update; None where the trainer has sent no policy."""
         if self.localizer is not None:
             self.localizer.begin_update(policy, self.make_space(self.ranks))
         if self.stabilizer is not None:
+            stage, learned = ("", None) if policy is None else (policy.stage or "", policy.learned)
             self.stabilizer.begin_update(self.make_space(None), stage, learned)
 
     def after_backward(self) -> None:
@@ -78,11 +94,11 @@ class Watch:
             return RankReport(self.ranks.process, learned=learned)
         return self.localizer.report(learned)
 
-    # ---- the model's powers
+    # ---- what the localizer asks of verl
 
     @property
     def clip_limit(self) -> float:
-        return math.inf if self._measures_only else self.grad_clip
+        return math.inf if self._only_measures else self.grad_clip
 
     @property
     def scales_loss(self) -> bool:
@@ -90,21 +106,22 @@ class Watch:
 
     def clip(self) -> torch.Tensor:
         """With ``layer_clip`` nothing is clipped before localization has looked, and the norm is measured instead."""
-        return self.stabilizer.measure() if self._measures_only else self.clip_by_verl()
+        return self.stabilizer.measure() if self._only_measures else self.clip_by_verl()
 
     def save_weights(self, global_step: int) -> str | None:
-        return save_event_weights(self.module, self.settings, global_step, self.ranks)
+        folder = events_weights_folder(self.settings, global_step, self.ranks)
+        return folder if folder is not None and save_weights(self.module, folder, self.ranks) else None
 
     @property
-    def _measures_only(self) -> bool:
+    def _only_measures(self) -> bool:
         return self.stabilizer is not None and self.stabilizer.clips_layers
 
 
 class Clipping:
-    """verl's clipping by a name that one of its modules has imported, and something else in its place for a while.
+    """verl's own clipping, and something else in its place for a while.
 
     Args:
-        holder: the module of verl's that clips: of FSDP1 by the model's own method, of FSDP2 by this function.
+        holder: the module of verl's that clips: FSDP1 by the model's method, FSDP2 by a function that it has imported.
     """
 
     def __init__(self, holder: ModuleType):
@@ -118,14 +135,51 @@ class Clipping:
             norm = self._of_fsdp2(module.parameters(), max_norm=limit)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    @contextmanager
+    @contextlib.contextmanager
     def replaced(self, module: torch.nn.Module, instead: Callable[[], torch.Tensor]) -> Iterator[None]:
         """While verl clips and then steps: look in between."""
-        if isinstance(module, FSDP1):
-            module.clip_grad_norm_ = lambda max_norm: instead()
-        self._holder.fsdp2_clip_grad_norm_ = lambda parameters, max_norm: instead()
-        try:
+        of_fsdp1 = {"clip_grad_norm_": lambda max_norm: instead()} if isinstance(module, FSDP1) else {}
+        of_fsdp2 = {"fsdp2_clip_grad_norm_": lambda parameters, max_norm: instead()}
+        with replaced(module, **of_fsdp1), replaced(self._holder, **of_fsdp2):
             yield
-        finally:
-            self._holder.fsdp2_clip_grad_norm_ = self._of_fsdp2
-            vars(module).pop("clip_grad_norm_", None)
+
+
+def save_weights(module: torch.nn.Module, folder: str, ranks: Ranks) -> bool:
+    """Write this rank's shards, and on the first process what tells verl's readers how to put them together.
+
+    verl's own writer has a barrier behind its writing, where every rank would wait for one whose disk is full. So what
+    it writes for ``save_contents=[model]`` is written here, with nothing to wait for until all know how it went.
+
+    Args:
+        module: under FSDP1 or FSDP2.
+        folder: absolute; each node writes to its own file system, as with verl's checkpoints.
+        ranks: all of them call this together.
+
+    Returns:
+        Whether every rank has written; where one has not, the others delete what they wrote.
+    """
+    size, rank = ranks.num_processes, torch.distributed.get_rank()
+    path = os.path.join(folder, f"model_world_size_{size}_rank_{rank}.pt")
+    version = 1 if isinstance(module, FSDP1) else 2
+
+    def write() -> None:
+        os.makedirs(folder, exist_ok=True)
+        torch.save(state, path)
+        if ranks.is_first:
+            unwrapped: Any = module._fsdp_wrapped_module if version == 1 else module
+            unwrapped.config.save_pretrained(os.path.join(folder, "huggingface"))
+            with open(os.path.join(folder, "fsdp_config.json"), "w", encoding="utf-8") as file:
+                json.dump({"FSDP_version": version, "world_size": size}, file)
+
+    settings = ShardedStateDictConfig(offload_to_cpu=next(module.parameters()).device.type != "cpu")
+    kind = FSDP1.state_dict_type(module, StateDictType.SHARDED_STATE_DICT, settings)
+    try:
+        with kind if version == 1 else contextlib.nullcontext():
+            state = ranks.together(module.state_dict)
+        ranks.agree(write)
+    except PeerFailure:
+        logger.exception("gradloc: the weights of this event are not kept: %s could not be written on some rank", path)
+        with contextlib.suppress(OSError):
+            os.remove(path)
+        return False
+    return True

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's engine as the gradient analyses see it.
 
-The engine keeps its own micro-batches without padding. An analysis deals in padded rows; so each of its rows carries
-its number, by which the engine's own are found again.
+The engine's rows have no padding, an analysis' have; each carries its number, by which the engine's row is found again.
 
 Shapes: R rows on this rank, B rows of a micro-batch, T response positions of this rank.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +23,13 @@ from ....analysis.measure import measure
 from ....analysis.quartiles.probe import QUARTILE_KEY, SAMPLE_KEY
 from ....core.ranks import Ranks
 from ....core.step import RngState
-from ...verl_common.losses import aggregation_of, is_of_micro_batch
-from ...verl_common.reports import answer_of
-from ..packed import pack, padded, unpack
-from ..step import device_of, readout_of
+from ...verl_common.analyses import VerlAnalysed
+from ...verl_common.losses import changed, is_of_micro_batch
+from ...verl_common.precise import readout_of
+from ...verl_common.reports import answer
+from ...verl_common.watch import device_of
+from ..packed import Layout, pack, padded
+from ..step import is_fused
 
 ASKED_KEY = "gradloc_analysis"
 """Meta info of a batch: what is :class:`Asked`."""
@@ -51,42 +52,32 @@ class Asked:
 def analyze(
     engine: Any, data: Any, loss_function: Any, clip: Callable[[], torch.Tensor], request: dict[str, Any]
 ) -> dict[str, Any]:
-    """Split the gradient of a batch: see :func:`~....analysis.measure.measure`.
-
-    Args:
-        engine: verl's ``FSDPEngineWithLMHead``.
-        data: this rank's rows, verl's TensorDict.
-        loss_function: training's.
-        clip: verl's own clipping of ``.grad``; returns the norm before it.
-        request: what is asked for.
-    """
+    """Split the gradient of a batch: see :func:`~....analysis.measure.measure`, and below."""
     adapted = AnalysisEngine(engine, data, loss_function, clip)
     return measure(adapted, Ranks(device=device_of()), adapted.rows, request)
 
 
 def record_of_actor(worker: Any) -> DataProto:
-    """Runs in each of the actor's workers: what the last analysis found there."""
-    return answer_of(torch.distributed.get_rank(), worker.actor.engine.analysis_record)
+    """Runs in each of the actor's workers: what the last analysis measured there."""
+    return answer(worker.actor.engine.analysis_record)
 
 
-class AnalysisEngine:
-    """The powers that :class:`~....analysis.actor.Actor` names; see there.
+class AnalysisEngine(VerlAnalysed):
+    """What the analyses may ask of verl's engine.
 
     Args:
-        engine: verl's.
-        data: this rank's rows.
+        engine: verl's ``FSDPEngineWithLMHead``.
+        data: this rank's rows, verl's TensorDict.
         loss_function: training's, with the actor's config bound to it.
-        clip: verl's own.
+        clip: verl's own clipping of ``.grad``; returns the norm before it.
     """
 
     def __init__(self, engine: Any, data: Any, loss_function: Any, clip: Callable[[], torch.Tensor]):
+        super().__init__(loss_function.keywords["config"], engine.scaler)
         self._engine, self._data, self._loss_function = engine, data, loss_function
-        self._config = loss_function.keywords["config"]
         self.module, self.optimizer, self.clip = engine.module, engine.optimizer, clip
         self.device = torch.device(device_of())
         self.grad_clip = engine.optimizer_config.clip_grad
-        optional = {"entropy": self._config.entropy_coeff != 0, "kl": bool(self._config.use_kl_loss)}
-        self.terms = ("task", *(name for name, is_on in optional.items() if is_on))
         self.rows = self._padded_rows()
         self._ranks = Ranks(device=device_of())
         is_real = self.rows[BUCKET_KEY] >= 0
@@ -107,11 +98,6 @@ class AnalysisEngine:
         self._width = max(values.shape[1] for key, values in rows.items() if key in (QUARTILE_KEY, "response_mask"))
         rows["response_mask"] = self._widened(rows["response_mask"])
         return rows
-
-    @property
-    def loss_scale(self) -> float:
-        scaler = self._engine.scaler
-        return 1.0 if scaler is None else scaler.get_scale()
 
     def micro_batches(self, rows: Rows) -> Iterator[MicroBatch]:
         engine, config = self._engine, self._config
@@ -136,27 +122,27 @@ class AnalysisEngine:
 
     def runs(self, lengths: torch.Tensor) -> list[list[int]]:
         config = self._engine.engine_config
-        return cut_runs(
-            lengths, config.max_token_len_per_gpu if config.use_dynamic_bsz else None, config.micro_batch_size_per_gpu
-        )
+        num_tokens = config.max_token_len_per_gpu if config.use_dynamic_bsz else None
+        return cut_runs(lengths, num_tokens, config.micro_batch_size_per_gpu)
 
     def forward(self, inputs: Rows, with_entropy: bool | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        found: dict[str, torch.Tensor] = {}
+        output: dict[str, torch.Tensor] = {}
 
         def keep(model_output: dict[str, torch.Tensor], **_: Any) -> tuple[torch.Tensor, dict]:
-            found.update(model_output)
+            output.update(model_output)
             return torch.zeros(()), {}
 
         data = self._of(inputs)
         wants = self._config.calculate_entropy or "entropy" in self.terms if with_entropy is None else with_entropy
         tu.assign_non_tensor(data, calculate_entropy=bool(wants))
         FSDPEngineWithLMHead.forward_step(self._engine, data, keep, forward_only=False)
-        values = [found.get(name) for name in ("log_probs", "entropy")]
-        log_prob, entropy = (None if each is None else self._widened(unpack(each.values(), data)) for each in values)
+        unpack = Layout(data, self.device).unpack
+        values = [output.get(name) for name in ("log_probs", "entropy")]
+        log_prob, entropy = (None if each is None else self._widened(unpack(each.values())) for each in values)
         return log_prob, entropy
 
     def log_prob(self, inputs: Rows) -> torch.Tensor:
-        with torch.no_grad(), readout_of(self._engine, self._data):
+        with torch.no_grad(), readout_of(self.module, self._engine._autocast_dtype, is_fused(self._data)):
             return self.forward(inputs, with_entropy=False)[0]
 
     def loss_terms(
@@ -170,10 +156,8 @@ class AnalysisEngine:
         width = mask.shape[1]
         output = {"log_probs": pack(log_prob[:, :width], data)}
         rng = RngState(self.device)  # some losses draw: every term is of the same draw
-        config = copy.copy(self._config)
-        changes = {"global_batch_info": {}, "loss_scale_factor": config.loss_scale_factor or int(inputs[_WIDTH_KEY][0])}
-        for name, value in changes.items():
-            object.__setattr__(config, name, value)  # verl freezes its configs
+        divisor = self._config.loss_scale_factor or int(inputs[_WIDTH_KEY][0])
+        config = changed(self._config, global_batch_info={}, loss_scale_factor=divisor)
         terms = {"task": self._loss(output, data, config, use_kl_loss=False)}
         if "entropy" in self.terms and entropy is not None:
             rng.restore()
@@ -192,14 +176,12 @@ class AnalysisEngine:
         return len(part.rows) / num_rows
 
     def aggregation(self, term: str) -> str:
-        mode = aggregation_of(self._config) if term == "task" else self._config.loss_agg_mode
-        return mode.removesuffix("-norm")  # this verl's is a mean over sequences, divided by a constant
+        return super().aggregation(term).removesuffix("-norm")  # here a mean over sequences, divided by a constant
 
     # ---- inside
 
     def _loss(self, output: dict[str, torch.Tensor], data: Any, config: Any, use_kl_loss: bool) -> torch.Tensor:
-        object.__setattr__(config, "use_kl_loss", use_kl_loss)
-        given = {**self._loss_function.keywords, "config": config}
+        given = {**self._loss_function.keywords, "config": changed(config, use_kl_loss=use_kl_loss)}
         return self._loss_function.func(*self._loss_function.args, **given, model_output=output, data=data)[0]
 
     def _of(self, inputs: Rows) -> Any:

@@ -5,7 +5,7 @@ A batch is filled up with padding rows to whole mini-batches, by verl itself. An
 last to the workers, which run them for the sake of their peers and count them for nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,16 +13,25 @@ import numpy as np
 import torch
 import transfer_queue as tq
 
-from ....analysis.analyses import Analyses
 from ....analysis.config import check_geometry, check_separate, geometry
 from ....analysis.reporter import Batch
 from ....rollout_filter.choose import advantage_scale, kept_groups
 from ....rollout_filter.groups import groups_of
-from ...verl_common.analyses import FILLER, analyses_in, refuse_pictures, run_of, well
+from ...verl_common.analyses import (
+    FILLER,
+    VerlAnalyses,
+    analyses_in,
+    checked,
+    drawn_prompts,
+    hand_over,
+    prepared_by,
+    refuse_pictures,
+    twin_of,
+)
+from ...verl_common.needs import BUCKETS
 from ...verl_common.reports import reports_of
 from ..batch import fetch, put, view_of
 from .engine import ASKED_KEY, Asked, record_of_actor
-from .separate import prepare_batch
 
 _PARTITION = "train"
 """Of verl's queue: where its agent loop puts whatever is no validation's."""
@@ -33,34 +42,29 @@ def build_analysis(config: Any, settings: Any) -> "Analysis | None":
 
     Args:
         config: the trainer's whole config.
-        settings: those that hold.
+        settings: those that hold under ``gradloc``.
 
     Raises:
         ValueError: one sentence that names a key with a bad value, also while the features are off.
     """
-    found = analyses_in(config)
-    mode = config.trainer.v1.trainer_mode
-    if found is not None and found[0] is not None and mode != "sync":
-        check_separate(found[0], f"trainer.v1.trainer_mode={mode} rolls out further training batches meanwhile")
-    return None if found is None else Analysis(config, settings, *found)
+    of_analyses = analyses_in(config)
+    if of_analyses is None:
+        return None
+    mode, buckets = config.trainer.v1.trainer_mode, of_analyses[0]
+    if buckets is not None and mode != "sync":
+        check_separate(buckets, f"trainer.v1.trainer_mode={mode} rolls out further training batches meanwhile")
+    return Analysis(config, settings, of_analyses)
 
 
-class Analysis(Analyses):
-    """Filters the rollouts and, at the steps that are due, splits the gradient that they are about to cause.
+class Analysis(VerlAnalyses):
+    """See there."""
 
-    Args:
-        config: the trainer's whole config.
-        settings: those that hold.
-        buckets: None: no analysis by bucket.
-        quartiles: None: no analysis by quartile.
-        chosen: the filter's settings.
-    """
-
-    def __init__(self, config: Any, settings: Any, buckets: Any, quartiles: Any, chosen: Any):
-        super().__init__(run_of(config, settings.root), buckets, quartiles, self._separate)
-        self.settings, self.chosen = settings, chosen
+    def __init__(self, config: Any, settings: Any, of_analyses: tuple):
+        super().__init__(config, settings.root, of_analyses)
+        self.settings = settings
         self._temperature = config.actor_rollout_ref.rollout.temperature
         self._counts: dict[str, float] | None = None
+        """What the filter did with the step's batch."""
         self._last_step = 0
         self._trainer: Any = None
         self._afterwards = ExitStack()
@@ -71,45 +75,31 @@ class Analysis(Analyses):
             check_geometry(self.buckets.settings, config, num_prompts)
 
     def filter(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Once rewards are known: the rows to train on; the others are dropped from the queue.
-
-        Args:
-            batch: verl's ``KVBatchMeta``.
-            metrics: of the step; ``rollout/*`` is added.
-        """
-        found = fetch(batch, ["rm_scores", "response_mask", "uid"])
-        padded = {name: found[name].to_padded_tensor(0) for name in ("rm_scores", "response_mask")}
-        groups = groups_of(list(found["uid"]), padded["rm_scores"], padded["response_mask"])
-        chosen = kept_groups(groups, self.chosen, num_ranks=1, metrics=metrics)  # verl fills up to whole mini-batches
-        if chosen is None:
+        """Once rewards are known: verl's ``KVBatchMeta`` with the rows to train on; the others are dropped from the
+        queue. Adds ``rollout/*`` to the step's metrics."""
+        data = fetch(batch, ["rm_scores", "response_mask", "uid"])
+        scores, mask = (data[name].to_padded_tensor(0) for name in ("rm_scores", "response_mask"))
+        groups = groups_of(list(data["uid"]), scores, mask)
+        choice = kept_groups(groups, self.chosen, num_ranks=1, metrics=metrics)  # verl fills up to whole mini-batches
+        if choice is None:
             return batch
-        kept, self._counts = chosen
-        is_kept = np.isin(groups.of_row, kept)
-        dropped = [key for key, stays in zip(batch.keys, is_kept, strict=True) if not stays]
+        kept, self._counts = choice
+        keys, dropped = _parted(batch.keys, np.isin(groups.of_row, kept))
         if dropped:
             tq.kv_clear(keys=dropped, partition_id=batch.partition_id)
-            batch = batch.select_keys([key for key, stays in zip(batch.keys, is_kept, strict=True) if stays])
+            batch = batch.select_keys(keys)
         return batch
 
     def run(self, trainer: Any, batch: Any, metrics: dict[str, Any]) -> bool:
-        """Scale the filtered batch's advantages, and analyse where the step is due: once, of several updates.
-
-        Args:
-            trainer: verl's, just before the actor's update.
-            batch: the training batch, with advantages; not changed by the analyses.
-            metrics: of the step; added to.
-
-        Returns:
-            Whether the run is to end here.
-        """
+        """Just before the actor's update: scale the filtered batch's advantages, and analyse where the step is due, of
+        several updates before the first. Adds to the step's metrics; returns whether the run is to end here."""
         self._scale_advantages(batch)
-        step, is_first = trainer.global_steps, trainer.global_steps != self._last_step
-        self._last_step = step
-        timing = getattr(trainer, "timing_raw", {})
-        if not is_first:
+        step = trainer.global_steps
+        if step == self._last_step:
             return False
+        self._trainer, self._last_step = trainer, step
+        timing = getattr(trainer, "timing_raw", {})
         with ExitStack() as self._afterwards:
-            self._trainer = trainer
             return self.analyse(lambda feature: self._seen(trainer, batch, feature), step, metrics, timing)
 
     def _separate(self, seed: int) -> Batch:
@@ -117,9 +107,9 @@ class Analysis(Analyses):
         self._afterwards.callback(_clear_all_but, _keys_in_queue())
         counts, self._counts = self._counts, None
         try:
-            batch = prepare_batch(self._trainer, num_groups, group_size, seed)
+            batch = _prepare_batch(self._trainer, num_groups, group_size, seed)
             self._scale_advantages(batch)
-            return self._seen(self._trainer, batch, "trainer.gradient_analysis_mode")
+            return self._seen(self._trainer, batch, BUCKETS)
         finally:
             self._counts = counts
 
@@ -131,20 +121,56 @@ class Analysis(Analyses):
 
     def _seen(self, trainer: Any, batch: Any, feature: str) -> Batch:
         """verl's batch as an analysis sees it."""
-        fills_up = [tag.get("is_padding", False) for tag in batch.tags]
-        real = [key for key, is_filler in zip(batch.keys, fills_up, strict=True) if not is_filler]
-        fillers = [key for key, is_filler in zip(batch.keys, fills_up, strict=True) if is_filler]
+        fillers, real = _parted(batch.keys, [tag.get("is_padding", False) for tag in batch.tags])
         view, whole = view_of(batch.select_keys(real)), batch.select_keys([*real, *fillers])
 
         def ask(tensors: Mapping[str, torch.Tensor], request: Mapping[str, Any]) -> list[dict[str, Any]]:
             refuse_pictures(feature, view.labels["multi_modal_inputs"])
             put(whole, {key: _filled_up(values, len(fillers)) for key, values in tensors.items()})
-            told = {"compute_loss": True, "calculate_entropy": False, "temperature": self._temperature}
-            whole.extra_info |= {**told, ASKED_KEY: Asked(dict(request), self.settings)}
+            whole.extra_info |= {"compute_loss": True, "calculate_entropy": False, "temperature": self._temperature}
+            whole.extra_info[ASKED_KEY] = Asked(dict(request), self.settings)
             trainer.actor_rollout_wg.compute_log_prob(whole)
-            return well(reports_of(trainer.actor_rollout_wg, record_of_actor))
+            return checked(reports_of(trainer.actor_rollout_wg, record_of_actor))
 
         return Batch(view.tensors, view.labels["uid"], self._counts, ask)
+
+
+def _prepare_batch(trainer: Any, num_groups: int, group_size: int, seed: int) -> Any:
+    """Roll out and score a batch that no update will see; the rollout draws from the sampler like any other.
+
+    Args:
+        trainer: verl's synchronous ``PPOTrainer``, inside a step, its rollouts asleep.
+        num_groups: prompts.
+        group_size: rollouts per prompt.
+        seed: of the prompts' draw; one per step.
+
+    Returns:
+        verl's ``KVBatchMeta``, with advantages, filtered as training batches are; its rows stay in verl's queue until
+        they are cleared from it.
+    """
+    prompts = drawn_prompts(trainer, num_groups, seed)
+    prompts["__rollout_n__"] = torch.full((num_groups,), group_size)  # verl's agent loop keeps a config of its own
+    changes = {
+        "actor_rollout_ref.rollout.n": group_size,
+        "data.train_batch_size": num_groups,
+        "data.gen_batch_size": None,
+        "algorithm.filter_groups": None,  # which would have further training prompts rolled out
+        "trainer.v1.sampler.sync_refill_failed_groups": False,
+    }
+    twin = twin_of(trainer, changes)
+    twin.train_dataloader_it = iter([prompts])
+    twin.replay_buffer = twin._build_replay_buffer()
+    twin.curr_step_profile = False
+    twin._update_critic = twin._update_actor = hand_over
+    # verl has dropped the engine's weights after the training batch; the policy is still that of the last step
+    trainer.checkpoint_manager.update_weights(trainer.global_steps - 1)
+    return prepared_by(lambda: twin.step({}, {}))
+
+
+def _parted(keys: Sequence[str], is_it: Iterable[bool]) -> tuple[list[str], list[str]]:
+    """Those of which it is true, and the others."""
+    pairs = list(zip(keys, is_it, strict=True))
+    return [key for key, holds in pairs if holds], [key for key, holds in pairs if not holds]
 
 
 def _keys_in_queue() -> set[str]:

@@ -28,7 +28,9 @@ from ....config import settings_in
 from ....core.probe import Prober
 from ....keys import POLICY_KEY
 from ....loop.wire import Policy
+from ....touched import replaced
 from ..engine import watch_actor
+from ..packed import nested_rows
 from .space import MegatronSpace, leaves_of
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -44,11 +46,7 @@ _NUM_PROMPT, _NUM_RESPONSE = 16, 32
 
 
 class Check:
-    """verl's worker of this process, with what is to be found out.
-
-    Args:
-        overrides: of verl's ``ppo_trainer`` config.
-    """
+    """verl's worker of this process, and what it is asked; ``overrides`` are of verl's ``ppo_trainer`` config."""
 
     def __init__(self, overrides: Sequence[str]):
         asked = [f"{_ACTOR}.gradloc.dump_dir={tempfile.gettempdir()}/gradloc-check", *overrides, *_OWN]
@@ -61,30 +59,22 @@ class Check:
         self.engine = self.worker.actor.engine
         self.engine.lr_scheduler_step = lambda: 0.0  # each step has the same
         self.space = MegatronSpace(self.engine)
-        self.vocabulary = self.engine.model_config.hf_config.get_text_config().vocab_size
         self.num_rows = 2 * self.worker.config.actor.megatron.pipeline_model_parallel_size
         self.num_updates, self.sum_error = 0, 0.0
         self.event: Any = None
         """Of the step that is looked into, on the first process."""
 
-    def run(self) -> dict[str, Any]:
-        """Everything, the same on all processes."""
+    def run(self) -> dict[str, bool]:
+        """What should hold, and whether it does; the same on all processes."""
         self._update(1.0, "observe", float("inf"))
         limit = 10 * self.engine._watch.report().norms[0]
         start = self._state()
-        self.engine.optimizer_step = self._add_up_halves
-        self._update(1.0, "observe", float("inf"))
-        del self.engine.optimizer_step
-        plain, again, watched, masked, without = (
-            self._after(start, *how)
-            for how in (
-                (_ADVANTAGE,),
-                (_ADVANTAGE,),
-                (_ADVANTAGE, "observe", limit),
-                (_ADVANTAGE, "mask", limit),
-                (0.0,),
-            )
-        )
+        with replaced(self.engine, optimizer_step=self._add_up_halves):
+            self._update(1.0, "observe", float("inf"))
+        plain, again = self._after(start, _ADVANTAGE), self._after(start, _ADVANTAGE)
+        watched = self._after(start, _ADVANTAGE, "observe", limit)
+        masked = self._after(start, _ADVANTAGE, "mask", limit)
+        without = self._after(start, 0.0)
         return {
             "the same step again is the same": self._are_same(plain, again),
             "a step that was looked into is the same": self._are_same(plain, watched),
@@ -104,35 +94,33 @@ class Check:
     def _update(self, advantage: float, mode: str | None = None, limit: float = 0.0) -> None:
         """One of verl's; with a mode it is watched, and looked into where its norm is over the limit."""
         data = self._sequences(advantage)
-        size = self.engine.get_data_parallel_size()
-        num_tokens = size * self.num_rows * _NUM_RESPONSE
+        size = self.engine.get_data_parallel_size() * self.num_rows
         self.num_updates += 1
-        told: dict[str, Any] = {"calculate_entropy": False, "distillation_use_topk": False, "distillation_only": False}
-        told |= {"global_batch_size": size * self.num_rows, "mini_batch_size": size * self.num_rows, "temperature": 1.0}
-        told |= {"epochs": 1, "seed": 1, "dataloader_kwargs": {"shuffle": False}}
         self.engine._watch = None
         if mode is not None:
             settings = replace(self.settings, action=replace(self.settings.action, mode=mode))
-            tau = [limit * num_tokens**0.5]
-            told[POLICY_KEY] = Policy(
-                self.num_updates, "fixed", [num_tokens], [limit], tau, 1, update=self.num_updates, settings=settings
-            )
-        tu.assign_non_tensor(data, **told)
+            num_tokens = size * _NUM_RESPONSE
+            of_rule = [num_tokens], [limit], [limit * num_tokens**0.5]
+            policy = Policy(self.num_updates, "fixed", *of_rule, 1, update=self.num_updates, settings=settings)
+            tu.assign_non_tensor(data, **{POLICY_KEY: policy})
+        flags = ("calculate_entropy", "distillation_use_topk", "distillation_only")
+        tu.assign_non_tensor(data, **dict.fromkeys(flags, False), global_batch_size=size, mini_batch_size=size)
+        tu.assign_non_tensor(data, temperature=1.0, epochs=1, seed=1, dataloader_kwargs={"shuffle": False})
         self.worker.update_actor(data)
         if mode == "observe" and (events := self.engine._watch.report().events):
             self.event = events[0].event
 
     def _add_up_halves(self) -> float:
         """In place of a step: the gradients of every other token and of those between, against that of all."""
-        step, ranks = self.engine._watch.step, self.engine._watch.ranks
-        prober = Prober(step, self.space, ranks)
+        prober = Prober(self.engine._watch.step, self.space, self.engine._watch.ranks)
 
         def gradient(*parities: int) -> list[Any]:
-            def chosen(mask: torch.Tensor) -> torch.Tensor:
+            def chosen(index: int) -> torch.Tensor:
+                mask = prober.step.token_mask(index)
                 parity = torch.arange(mask.shape[-1], device=mask.device) % 2
                 return mask & torch.isin(parity, torch.tensor(parities, device=mask.device))
 
-            prober.compute((index, chosen(prober.step.token_mask(index))) for index in range(step.num_micro_batches))
+            prober.compute((index, chosen(index)) for index in range(prober.step.num_micro_batches))
             return self.space.take()
 
         whole, even, odd = gradient(0, 1), gradient(0), gradient(1)
@@ -144,26 +132,26 @@ class Check:
 
     def _sequences(self, advantage: float) -> TensorDict:
         """A data-parallel rank's rows, the same each time, with this advantage at one token of the first rank."""
-        rank = self.engine.get_data_parallel_rank()
+        rank, size, length = self.engine.get_data_parallel_rank(), self.num_rows, _NUM_PROMPT + _NUM_RESPONSE
+        vocabulary = self.engine.model_config.hf_config.get_text_config().vocab_size
         draw = torch.Generator().manual_seed(rank)
-        length = _NUM_PROMPT + _NUM_RESPONSE
-        ids = [torch.randint(self.vocabulary, (length,), generator=draw) for _ in range(self.num_rows)]
-        advantages = torch.randn(self.num_rows, _NUM_RESPONSE, generator=draw)
+        ids = [torch.randint(vocabulary, (length,), generator=draw) for _ in range(size)]
+        advantages = torch.randn(size, _NUM_RESPONSE, generator=draw)
         if rank == 0:
             advantages[_ROW, _POSITION] = advantage
-        ones = torch.ones(_NUM_RESPONSE)
-        rows = {
-            "prompts": [row[:_NUM_PROMPT] for row in ids],
-            "responses": [row[_NUM_PROMPT:] for row in ids],
-            "input_ids": ids,
-            "position_ids": [torch.arange(length)] * self.num_rows,
-            "response_mask": [ones.long()] * self.num_rows,
-            "loss_mask": [ones.long()] * self.num_rows,
-            "old_log_probs": [0 * ones] * self.num_rows,
-            "advantages": list(advantages),
-        }
-        nested = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
-        return TensorDict(nested, batch_size=self.num_rows)
+        masks = [torch.ones(_NUM_RESPONSE, dtype=torch.long)] * size
+        return nested_rows(
+            {
+                "prompts": [row[:_NUM_PROMPT] for row in ids],
+                "responses": [row[_NUM_PROMPT:] for row in ids],
+                "input_ids": ids,
+                "position_ids": [torch.arange(length)] * size,
+                "response_mask": masks,
+                "loss_mask": masks,
+                "old_log_probs": [torch.zeros(_NUM_RESPONSE)] * size,
+                "advantages": list(advantages),
+            }
+        )
 
     def _tensors(self) -> list[torch.Tensor]:
         """Weights and moments of this process, and what its routers keep."""
@@ -176,13 +164,12 @@ class Check:
         return [tensor.detach().cpu().clone() for tensor in self._tensors()]
 
     def _are_same(self, left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-        same = all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, same)
-        return all(told)
+        by_process: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_process, all(map(torch.equal, left, right)))
+        return all(by_process)
 
 
-def block(check: Check, found: dict[str, bool]) -> str:
+def block(check: Check, claims: dict[str, bool]) -> str:
     """What to send, on the first process."""
     packages = ("verl", "megatron-core", "megatron-bridge", "transformer-engine", "torch")
     megatron, event = check.worker.config.actor.megatron, check.event
@@ -195,7 +182,7 @@ def block(check: Check, found: dict[str, bool]) -> str:
         f"two halves of the tokens add up to the gradient within {check.sum_error:.1e}",
         f"one token planted: {len(named)} named, at {named}: {event.certificate.verdict if event else 'no event'}",
         f"closure: {event.shares.closure:.4f}" if event and event.shares else "closure: none",
-        *(f"{what}: {'yes' if found[what] else 'NO'}" for what in found),
+        *(f"{claim}: {'yes' if holds else 'NO'}" for claim, holds in claims.items()),
     ]
     return "\n  ".join(["gradloc check, to be sent as it is:", *lines])
 
@@ -212,9 +199,9 @@ def main(overrides: Sequence[str]) -> None:
     if not dist.is_initialized():
         initialize_global_process_group()
     check = Check(overrides)
-    found = check.run()
+    claims = check.run()
     if dist.get_rank() == 0:
-        print(block(check, found), flush=True)
+        print(block(check, claims), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ from verl.utils.megatron.optimizer import get_megatron_last_lr
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
 from ....core.ranks import Ranks
+from ....touched import replaced
+from ...verl_common.watch import device_of
 from ..engine import EngineWatch, Watched
-from ..step import device_of
 from .space import MegatronSpace, leaves_of
 from .step import MegatronStep
 
@@ -86,11 +87,10 @@ class MegatronWatch(EngineWatch):
                 config.clip_grad = 0.0
             return norm
 
-        optimizer.get_grad_norm = get_grad_norm
         try:
-            yield
+            with replaced(optimizer, get_grad_norm=get_grad_norm):
+                yield
         finally:
-            del optimizer.get_grad_norm
             for config, limit in zip(configs, limits, strict=True):
                 config.clip_grad = limit
 
@@ -117,18 +117,16 @@ class GradLocMegatronEngine(Watched, MegatronEngineWithLMHead):
         of_verl, step = super().postprocess_micro_batch_func, self._step
         if step is None:
             return of_verl(output, data, forward_only, loss_function, local_cp_size)
-        if not step.is_replaying:
-            return of_verl(step.after_output(output, data), data, forward_only, loss_function, local_cp_size)
         try:
             return of_verl(step.after_output(output, data), data, forward_only, loss_function, local_cp_size)
         except Exception as error:
+            if not step.is_replaying:
+                raise
             step.failed(error)
             return 0.0 * output[step.output].values().sum(), {}
 
-    def lr_scheduler_step(self) -> Any:
-        if self._watch is not None and self._watch.keeps_lr_schedule:
-            return get_megatron_last_lr(self.optimizer)
-        return MegatronEngineWithLMHead.lr_scheduler_step(self)
+    def _last_lr(self) -> Any:
+        return get_megatron_last_lr(self.optimizer)
 
 
 def _check(engine: Any) -> None:

@@ -50,12 +50,12 @@ def leaves_of(optimizer: Any) -> list[Any]:
 
 def chunks_of(module: Any) -> list[Any]:
     """Each model chunk without what wraps it."""
-    found = []
+    chunks = []
     for chunk in module:
         while hasattr(chunk, "module"):
             chunk = chunk.module
-        found.append(chunk)
-    return found
+        chunks.append(chunk)
+    return chunks
 
 
 class MegatronSpace(GradientSpace):
@@ -76,10 +76,11 @@ class MegatronSpace(GradientSpace):
         parts = dict(_parts(engine.module, self._leaves))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, [(name, part.place, part.is_original) for name, part in parts.items()])
-        held = {place for told in everyone[: dist.get_rank()] for _, place, is_original in told if is_original}
+        before = [part for of_process in everyone[: dist.get_rank()] for part in of_process]
+        held = {place for _, place, is_original in before if is_original}
         device = next(engine.module[0].parameters()).device
         elsewhere = _Part(torch.nn.Parameter(torch.empty(0, device=device)), True, "")
-        names = dict.fromkeys(name for told in everyone for name, _, _ in told)
+        names = dict.fromkeys(name for of_process in everyone for name, _, _ in of_process)
         named = [(name, parts.get(name, elsewhere)) for name in names]
         dtype = next(engine.module[0].parameters()).main_grad.dtype
         of_params = [(name, part.param) for name, part in named]
@@ -156,9 +157,9 @@ def _named(module: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     for chunk in chunks_of(module):
         first = parallel_state.get_expert_model_parallel_rank() * (chunk.config.num_moe_experts or 0) // ranks
         layers = {
-            f"{name}.": f"{found.group(1)}{layer.layer_number - 1}."
+            f"{name}.": f"{match.group(1)}{layer.layer_number - 1}."
             for name, layer in chunk.named_modules()
-            if hasattr(layer, "layer_number") and (found := _LAYER.match(name))
+            if hasattr(layer, "layer_number") and (match := _LAYER.match(name))
         }
         for name, param in chunk.named_parameters():
             before = next((prefix for prefix in layers if name.startswith(prefix)), "")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One mini-batch of verl's Megatron engine as a step that can be replayed: every pass is Megatron's own schedule.
 
-Only a pipeline's last stage has log-probs: there they are recorded and detached. A search begins by telling the other
-stages what was recorded, so that every process of a data-parallel rank asks and answers alike.
+Only a pipeline's last stage has log-probs: there they are recorded and detached. A search begins with the last stage
+sending the others what it recorded, so that every process of a data-parallel rank has the same.
 
 Shapes: B rows of the micro-batch, T response positions, N positions.
 """
@@ -19,14 +19,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.megatron.pipeline_parallel import make_batch_generator
 
 from ....core.ranks import LostRank
 from ....core.step import RngState, Scheduled
-from ...verl_common.losses import weights_of
+from ....touched import replaced
 from ...verl_common.precise import logit_bytes, precise_linear
 from ..packed import only
 from ..step import FIELDS, EngineStep
@@ -40,13 +39,7 @@ _Selections = Sequence[tuple[int, torch.Tensor | None]]
 
 
 class MegatronStep(EngineStep, Scheduled):
-    """One mini-batch of verl's Megatron engine: see :class:`~..core.step.TrainingStep`.
-
-    Args:
-        engine: verl's ``MegatronEngineWithLMHead``.
-        loss_function: verl's ``ppo_loss`` with the actor's config bound to it.
-        dp_size: data-parallel ranks.
-    """
+    """One mini-batch of verl's ``MegatronEngineWithLMHead``, replayable."""
 
     loss_scale = 1.0
     reduces_once = True
@@ -98,7 +91,7 @@ class MegatronStep(EngineStep, Scheduled):
         return {key: only(packed, value) for key, value in output.items()}
 
     def failed(self, error: Exception) -> None:
-        """In the loss of a pass: it runs on, so that no stage waits for another, and is then given up by all."""
+        """In the loss of a pass: it runs to its end, so that no stage waits for another, and then all give it up."""
         self._failure = self._failure or error
 
     # ---- what the search may ask
@@ -111,23 +104,16 @@ class MegatronStep(EngineStep, Scheduled):
         if self._is_shared:
             return
         source, agree = parallel_state.get_pipeline_model_parallel_last_rank(), self.engine._watch.ranks.agree
-        box = agree(partial(_on, torch.device("cpu"), self._packed))
-        dist.broadcast_object_list(box, src=source, group=_stages())
-        told = self._packed if dist.get_rank() == source else box
-        self._packed = agree(partial(_on, torch.device(get_device_name()), told))
+        sent = agree(partial(_on, torch.device("cpu"), self._packed))
+        dist.broadcast_object_list(sent, src=source, group=_stages())
+        known = self._packed if dist.get_rank() == source else sent
+        self._packed = agree(partial(_on, torch.device(get_device_name()), known))
         self._is_shared = True
 
     def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not self._is_shared and not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return torch.zeros(self.token_mask(micro_batch).shape), None  # the last stage tells
         return super().coefficients(micro_batch)
-
-    def token_weights(self, micro_batch: int) -> torch.Tensor:
-        mask, data, config = self.token_mask(micro_batch), self.micro_batches[micro_batch], self._config
-        told = {name: data[name] for name in ("dp_size", "batch_num_tokens", "global_batch_size")}
-        told["loss_scale_factor"] = config.loss_scale_factor
-        weights = weights_of(mask, lambda losses: agg_loss(losses, mask, config.loss_agg_mode, **told))
-        return weights / self.dp_size
 
     def forward_bytes(self) -> int:
         ids = [micro_batch["input_ids"] for micro_batch in self.micro_batches]
@@ -159,12 +145,12 @@ class MegatronStep(EngineStep, Scheduled):
         return dict(zip(keys, values.unbind(), strict=True))
 
     def _read(self, micro_batch: int, keys: list[str]) -> torch.Tensor:
-        """What the pass gave, (keys, B, T): zeros where this is not the last stage, or where it failed."""
-        found = self._outputs.pop(0, {})
+        """What the pass put out, (keys, B, T): zeros where this is not the last stage, or where it failed."""
+        output = self._outputs.pop(0, {})
         self._outputs.clear()
         try:
-            if found:
-                return torch.stack([self._layout(micro_batch).unpack(found[key]).float() for key in keys])
+            if output:
+                return torch.stack([self._layout(micro_batch).unpack(output[key]).float() for key in keys])
         except Exception as error:  # the other stages wait for what is read
             self.failed(error)
         shape = self.token_mask(micro_batch).shape
@@ -209,16 +195,15 @@ class MegatronStep(EngineStep, Scheduled):
 
     @contextmanager
     def _routers_as_in_step(self, num_micro_batches: int) -> Iterator[None]:
-        """Their losses, which Megatron adds by itself in the backward, count over the step's micro-batches and not over
-        a pass'; their biases are those of training's forwards."""
+        """While a pass runs: Megatron adds routers' losses by itself in the backward, as a mean over the pass'
+        micro-batches; make that the step's. And routers have the biases of training's forwards."""
         of_megatron, factor = MoEAuxLossAutoScaler.set_loss_scale, num_micro_batches / self.num_micro_batches
         present = [value.clone() for value in self._routers]
         _copy(self._routers_before, self._routers)
-        MoEAuxLossAutoScaler.set_loss_scale = staticmethod(lambda scale: of_megatron(scale * factor))
         try:
-            yield
+            with replaced(MoEAuxLossAutoScaler, set_loss_scale=staticmethod(lambda scale: of_megatron(scale * factor))):
+                yield
         finally:
-            MoEAuxLossAutoScaler.set_loss_scale = staticmethod(of_megatron)
             _copy(present, self._routers)
 
     def _end(self) -> None:
@@ -263,8 +248,5 @@ def _precise_readout(engine: Any) -> Iterator[None]:
             hidden = gather_from_sequence_parallel_region(hidden)
         return precise_linear(hidden, head.weight if weight is None else weight, head.bias), None
 
-    vars(head)["forward"] = read_out
-    try:
+    with replaced(head, forward=read_out):
         yield
-    finally:
-        vars(head).pop("forward")
