@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...words.text import plural
 from ..errors import ReportError
 from ..runs.metrics import MAX, MEAN, Metrics, build
 from .names import canonical, is_norm, listed, norm_of
@@ -153,12 +154,21 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
     again = sum(a[0] == b[0] and _clash(a[1], b[1]) for a, b in zip(rows, rows[1:], strict=False))
     is_folded = again > max(2, len(rows) // 8)
     parts: list[_Part] = []
+    num_same = 0
     for step, values in rows:
         if not parts or not parts[-1].takes(step, values, is_folded):
             parts.append(_Part())
+        elif step in parts[-1].rows and parts[-1].rows[step].items() >= values.items():
+            num_same += 1
         parts[-1].put(step, values)
-    notes = [f"{source} has several rows for a step ({again} of them): of their gradient norms the largest is shown."]
-    return [part.rows for part in parts], notes if is_folded else []
+    notes = []
+    if is_folded:
+        notes.append(
+            f"{source} has several rows for a step ({again} of them): of their gradient norms the largest is shown."
+        )
+    if num_same:
+        notes.append(f"{plural(num_same, 'row')} of {source} repeat what the same step had logged.")
+    return [part.rows for part in parts], notes
 
 
 class _Part:
