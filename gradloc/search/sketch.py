@@ -104,14 +104,16 @@ def sketch(task: Task, named: Sequence[Token] = ()) -> SearchResult:
         return result
     found = measure_norms(task, list(named), directions)
     least = task.culprit_norm
-    candidates = by_value(task, lambda index: found.norms[index], _MARGIN * least, set(named))
+    measured = set(named)
+    candidates = by_value(task, lambda index: found.norms[index], _MARGIN * least, measured)
     for candidate in candidates[: 2 * task.max_culprits]:
         if len(result.culprits) == task.max_culprits or not task.can_afford(backwards=1):
             break
         culprit = verify(task, "token", candidate.tokens, least)
+        measured.update(candidate.tokens)
         if not culprit.norm < least:
             result.culprits.append(culprit)
-    largest = _largest_left(task, found, {token for c in candidates for token in c.tokens} | set(named))
+    largest = _largest_left(task, found, measured)
     bound = largest * found.inflation
     result.path.append(
         PathEntry(
