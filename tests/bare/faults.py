@@ -239,7 +239,7 @@ def _train(layout, place, number, failing, mode, dtype, around_search) -> tuple[
         if plants:
             around_search()
         localizer.end_update()
-        num_events += len(localizer.events)
+        num_events += sum(outcome.is_written for outcome in localizer.outcomes)
         optimizer.step()
     return model, localizer, num_events
 
