@@ -28,7 +28,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "smollm2": (("localize", "--model", "smollm2", "--tokens", "128", "--ranks", "1"),),
     "shapes": (("shapes", "--steps", "1", "--groups", "2"),),
     "healthy": (("healthy", "--pairs", "600"),),
-    "spiking": (("spiking",),),
+    "spiking": (("spiking", "--dtype", "float32"),),
+    "spiking-bfloat16": (("spiking", "--dtype", "bfloat16"),),
 }
 """By record: the modules of this folder that make it, with their arguments."""
 
@@ -49,8 +50,8 @@ def measure(name: str) -> None:
         for module, *arguments in COMMANDS[name]:
             given = [argument.format(out=out) for argument in arguments]
             subprocess.run([sys.executable, "-m", f"benchmarks.{module}", *given, "--out", out], cwd=REPO, check=True)
-        made = Path(out) / f"{name}.json"
-        shutil.copyfile(made if made.is_file() else Path(out) / "localize.json", RESULTS / f"{name}.json")
+        made = f"{module.rpartition('.')[2]}.json"  # the last one's
+        shutil.copyfile(Path(out) / made, RESULTS / f"{name}.json")
 
 
 def main(arguments: list[str] | None = None) -> int:
