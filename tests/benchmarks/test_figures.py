@@ -21,7 +21,7 @@ def test_what_is_missing_is_measured_and_what_fails_is_left(results, monkeypatch
     """A benchmark of two lines stands in for those that take hours."""
     fake = (
         "import sys, json, pathlib; n, out = sys.argv[2], pathlib.Path(sys.argv[4]);"
-        "(out / 'one.json').write_text(json.dumps({'core_sha256': n}));"
+        "(out / 'made.json').write_text(json.dumps({'core_sha256': n}));"
         "sys.exit(n == '0')"
     )
     run = figures.subprocess.run
