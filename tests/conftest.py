@@ -161,7 +161,7 @@ def unpatched_world(worlds: Callable[..., World], verl_version: str) -> World:
 @pytest.fixture
 def doomed(world_settings: Callable[..., dict[str, Any]]) -> Iterator[World]:
     """Two ranks on the patched tree that a test may lose."""
-    with World(2, **world_settings()) as world:
+    with World(2, **(world_settings() | {"timeout_s": 120})) as world:
         yield world
 
 
