@@ -172,7 +172,7 @@ RULES = (
         "The next event is explained.",
     ),
     Rule(
-        "The rest spikes, too",
+        "The rest still spikes",
         lambda at: at.is_judged("not_explained"),
         ("more_steps", "rerun", "skip"),
         "Without {it} the norm is {after}, still over the threshold of {threshold}: something else spikes, too.",

@@ -66,7 +66,7 @@ SEEN = {
     "The critic's value is far from the return": event(label="value_outlier", model="critic"),
     "The search ended undecided": certified("undecided"),
     "More culprits than may be named": certified("not_explained", num_more=3),
-    "The rest spikes, too": certified("not_explained"),
+    "The rest still spikes": certified("not_explained"),
     "The policy never sampled the token": event({"rollout_log_prob": 0.0, "log_prob": -12.0}, "not_sampled"),
     "The rollout's log-probs are shifted by one": event(label="shifted_log_probs"),
     "The advantage is more than its estimator gives, or its group is odd": event(
