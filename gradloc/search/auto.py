@@ -27,13 +27,14 @@ from .candidates import (
     by_value,
     carried,
     carried_by,
+    confirmed,
     masks_of,
     non_finite,
     weighed,
     why_spread,
 )
 from .named import Named
-from .share import ShareMap, measure_shares
+from .share import LIKELY, ShareMap, measure_shares
 from .sketch import sketch
 from .task import CulpritSpan, SearchResult, Task
 
@@ -41,7 +42,6 @@ _MAX_ROUNDS = 4
 _MAX_HINTS = 2  # tokens that are verified though no share names them
 _MANY = 64  # tokens that their coefficients may single out
 _RESOLVED = 0.02  # of closure: if less is missing, nothing more is read
-_LIKELY = 2.0  # standard errors: a share of more may be a culprit's, which its own backward has to tell
 _ANY = 1e-9  # standard errors, as good as none; 0 would mean the default
 _MAX_REFINEMENTS = 2  # further measurements of shares that do not add up
 _MOSTLY_SEEN = 0.25  # of ||R||^2: with more unread, a closure below 1 says nothing about the measurement
@@ -76,7 +76,7 @@ class _Search(Named):
             # The same shares read three ways: certain beyond chance, likely at two standard errors, and with all noise.
             candidates = self._candidates(shares, with_hints=number == 0)
             read = {span.tokens: span for span in self._spans(replace(shares, certainty=_ANY))}
-            likely = [read.get(span.tokens, span) for span in self._spans(replace(shares, certainty=_LIKELY))]
+            likely = [read.get(span.tokens, span) for span in self._spans(replace(shares, certainty=LIKELY))]
             if not candidates and not likely:  # a loud token may be lost in noise: its own backward tells
                 loud = [span for span in read.values() if span.span == "token"]
                 candidates = [replace(span, bound=0.0) for span in loud[:_MAX_HINTS]]
@@ -217,7 +217,7 @@ class _Search(Named):
         known = {token for candidate in found for token in candidate.tokens}
         by_share_alone = {token for candidate in found if not candidate.is_weighed for token in candidate.tokens}
         hints = by_coefficient(task, _MAX_HINTS, named | by_share_alone) if with_hints else []
-        return found + [hint for hint in hints if known.isdisjoint(hint.tokens)]
+        return found + [confirmed(task, shares, hint) for hint in hints if known.isdisjoint(hint.tokens)]
 
     def _spans(self, shares: ShareMap) -> list[Candidate]:
         """Spans by share. If these carry little, also tokens whose <g, R> alone is a culprit's, if few carry much.

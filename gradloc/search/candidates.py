@@ -16,7 +16,7 @@ import torch
 from ..core.certificate import is_subtracted
 from ..core.selection import Token, mask_without
 from .rows import ELEVATED, Row, median, widened
-from .share import ShareMap
+from .share import LIKELY, ShareMap
 from .task import Task
 
 MUCH = 0.5  # of a spike: a few spans that carry this are worth naming even if they do not explain it
@@ -105,6 +105,20 @@ def weighed(task: Task, shares: ShareMap, named: set[Token], found: list[Candida
 
     more = by_value(task, value, task.culprit_norm**2, known, 1 / norm) if shares.singled_out else []
     return [replace(candidate, is_weighed=True) for candidate in more]
+
+
+def confirmed(task: Task, shares: ShareMap, hint: Candidate) -> Candidate:
+    """A hint that its share confirms, with its bound; any other as it is.
+
+    The likeliest bound is a culprit's norm, and two standard errors below that the estimated norm is still twice a
+    culprit's (:func:`least_bound`). The coefficient had pointed at this token before, so it needs no backward.
+    """
+    norm = shares.square**0.5
+    product, variance = carried_by(task, shares, set(hint.tokens))
+    least = product - LIKELY * variance**0.5
+    if product < task.culprit_norm * norm or least < (_BY_ESTIMATE * task.culprit_norm) ** 2:
+        return hint
+    return replace(hint, bound=least / norm, is_weighed=True)
 
 
 def least_bound(task: Task, norm: float, candidate: Candidate) -> float:

@@ -37,7 +37,7 @@ _CURVATURE = 0.2  # closure's error over the squared response (measured: 0.01 wi
 _RESPONSES = (0.05, 2.0)  # least and most response of a step that is taken anew
 _FINE = {torch.float32: 0.02, torch.bfloat16: 0.15, torch.float16: 0.15}  # an error of closure not worth another step
 _BAND = {torch.float32: 0.03, torch.bfloat16: 0.15, torch.float16: 0.15}  # error of closure allowed beside its noise
-_CERTAIN, _LIKELY = 3.0, 2.0  # standard errors
+_CERTAIN, LIKELY = 3.0, 2.0  # standard errors: beyond chance of many, and of one that something else points at
 _FAR = 3.0  # a factor: neither a wrong step nor rounding puts closure that far off
 _HEARD = 0.05  # of closure: if the noise's bound is more, the noise is measured
 _USABLE = 1 / _CERTAIN  # a larger standard error of closure would not tell 1 from 0
@@ -126,7 +126,7 @@ class ShareMap:
         errors = self.errors[micro_batch]
         if self.singled_out is None:
             return self.chance * errors
-        return torch.where(self.singled_out[micro_batch], min(_LIKELY, self.chance), self.chance) * errors
+        return torch.where(self.singled_out[micro_batch], min(LIKELY, self.chance), self.chance) * errors
 
     def least(self, micro_batch: int) -> torch.Tensor:
         """Each product moved towards 0 by what may be chance, float64 (B, T)."""

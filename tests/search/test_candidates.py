@@ -4,6 +4,7 @@
 import math
 import pickle
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -146,6 +147,25 @@ def test_a_token_whose_coefficient_points_at_it_is_weighed_from_a_culprit_s_prod
     told = [(span.start, span.bound, span.is_weighed) for span in found]
     assert told == [(1, pytest.approx(1.0), True), (2, pytest.approx(0.9), True)]
     assert weighed(task, SimpleNamespace(square=100.0, singled_out=None), set(), []) == []
+
+
+@pytest.mark.parametrize(
+    ("product", "error", "bound"),
+    [
+        (20.0, 2.0, 1.6),  # two errors below, 16 is the square of twice a culprit's norm
+        (20.0, 2.01, 0.0),
+        (19.9, 0.0, 0.0),  # over ||R|| no culprit's norm
+        (-60.0, 0.0, 0.0),  # it takes something back, so its norm is not estimated by it
+    ],
+)
+def test_a_hint_that_its_share_confirms_needs_no_backward(product, error, bound):
+    task = one_rank([[[0.0, 1.0]]], culprit_norm=2.0)
+    of_token = [torch.tensor([[99.0, value]], dtype=torch.float64) for value in (product, error)]
+    shares = SimpleNamespace(square=100.0, products=of_token[:1], errors=of_token[1:])
+    hint = Candidate(0.0, "token", 0, 0, 1, 2)
+    told = candidates.confirmed(task, shares, hint)
+    assert told == replace(hint, bound=pytest.approx(bound), is_weighed=bound > 0)
+    assert (told.bound >= least_bound(task, 10.0, told)) == (bound > 0)
 
 
 def span_of(bound, span="token", size=1, **known):
