@@ -36,7 +36,7 @@ variables:
   PYTHON      the Python to run with; else python3 (the demo: an environment that it makes itself)
   VERL09_PYTHON   for verl=0.9.1, instead of both: a Python with verl 0.9.1 and gradloc installed
   TRL_PYTHON  for trainer=trl, likewise: a Python with what requirements/trl.txt names
-  RUN_DIR     where results go; else runs/NAME-<time>
+  RUN_DIR     where results go; else runs/NAME-<time>. An experiment with arms goes on there if it was cut off
 """
 
 
@@ -89,7 +89,7 @@ def run(args, environ, cwd: Path) -> int:
     on_cpu = experiment.is_on_cpu
     find = find_installed if experiment.is_installed else find_patched
     python, chosen = find(experiment, version, environ, cwd, args.dry_run)
-    run_dir = results_folder(environ, cwd, experiment.name)
+    run_dir = results_folder(environ, cwd, experiment.name, is_suite=bool(cells))
     if args.dry_run:
         for cell in cells:
             overrides = cell.overrides(args.overrides)
@@ -102,7 +102,7 @@ def run(args, environ, cwd: Path) -> int:
     if on_cpu:
         material = environment.ensure_material(python, experiment.material, report=progress)
     before = dict(environ)
-    run_dir.mkdir(parents=True)
+    run_dir.mkdir(parents=True, exist_ok=bool(cells))
     with launch.plain_path(python) as plain:
 
         def run_one(overrides: list[str], folder: Path) -> int:
@@ -239,15 +239,15 @@ def take(overrides: list[str], name: str) -> str | None:
     return given[-1].removeprefix(f"{name}=") if given else None
 
 
-def results_folder(environ, cwd: Path, name: str) -> Path:
-    """A folder that does not exist yet.
+def results_folder(environ, cwd: Path, name: str, is_suite: bool = False) -> Path:
+    """A folder that does not exist yet, or that of a suite which goes on.
 
     Raises:
-        ExperimentError: if RUN_DIR names one that does.
+        ExperimentError: if RUN_DIR names another one that exists.
     """
     if environ.get("RUN_DIR"):
         folder = cwd / Path(environ["RUN_DIR"]).expanduser()
-        if folder.exists():
+        if folder.exists() and not (is_suite and (folder / suite.RECORD).is_file()):
             raise ExperimentError(f"RUN_DIR={folder} exists: name a folder that does not.")
         return folder
     stem = target.REPO / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"

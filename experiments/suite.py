@@ -7,6 +7,7 @@ experiment's summary reads it. Standard library only.
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -82,6 +83,9 @@ def run(
 ) -> int:
     """Runs the cells, goes on after one that fails, and ends with the summary.
 
+    A suite that was cut off goes on where it stopped: a run that ended well with the same overrides is kept. What is
+    left of another is renamed `NAME.cut`.
+
     Args:
         experiment: whose cells they are.
         cells: what `plan` gave.
@@ -107,12 +111,15 @@ def run(
         }
         for cell in cells
     ]
-    suite = {"experiment": experiment.name, "cells": records}
-    for number, (cell, record) in enumerate(zip(cells, records, strict=True)):
+    suite = {"experiment": experiment.name, "cells": [*records, *keep_ended(folder, experiment.name, records)]}
+    to_run = [(cell, record) for cell, record in zip(cells, records, strict=True) if record["exit_code"] != 0]
+    if len(to_run) < len(cells):
+        say(f"{len(cells) - len(to_run)} of {len(cells)} runs have ended well already")
+    for number, (cell, record) in enumerate(to_run):
         write(folder, suite)
         gone = time.monotonic() - started
-        say(f"\nrun {number + 1} of {len(cells)}: {cell.folder} ({cell.arm.meaning})")
-        say(f"{clock(gone)} gone{expectation(gone, number, len(cells))}")
+        say(f"\nrun {number + 1} of {len(to_run)}: {cell.folder} ({cell.arm.meaning})")
+        say(f"{clock(gone)} gone{expectation(gone, number, len(to_run))}")
         begun = time.monotonic()
         code = run_one(record["overrides"], folder / cell.folder)
         record.update(exit_code=code, seconds=round(time.monotonic() - begun, 1))
@@ -128,6 +135,37 @@ def run(
     if failed:
         say(f"failed: {', '.join(failed)}")
     return 1 if summarize(experiment, folder, python) or failed else 0
+
+
+def keep_ended(folder: Path, name: str, records: list[dict]) -> list[dict]:
+    """Takes over the runs of an earlier start in this folder that ended well, and puts aside what is left of others.
+
+    Returns:
+        The records of those that are not to be run this time.
+
+    Raises:
+        ExperimentError: if the folder is another experiment's.
+    """
+    before = read(folder) if (folder / RECORD).is_file() else {"experiment": name, "cells": []}
+    if before["experiment"] != name:
+        raise ExperimentError(f"{folder} holds runs of {before['experiment']}, not of {name}: name another RUN_DIR.")
+    ended = {cell["folder"]: cell for cell in before["cells"] if cell["exit_code"] == 0}
+    for record in records:
+        cell, place = ended.pop(record["folder"], None), folder / record["folder"]
+        if cell and cell["overrides"] == record["overrides"]:
+            record.update(cell)
+        elif place.exists():
+            place.rename(free_name(place))
+    return list(ended.values())
+
+
+def free_name(folder: Path) -> Path:
+    """`NAME.cut`, or `NAME.cut2` and so on where that is taken."""
+    numbers = itertools.count(2)
+    free = folder.with_name(f"{folder.name}.cut")
+    while free.exists():
+        free = folder.with_name(f"{folder.name}.cut{next(numbers)}")
+    return free
 
 
 def summarize(experiment: Experiment, folder: Path, python: str) -> int:

@@ -117,6 +117,38 @@ def test_an_interrupt_ends_the_suite(stage, capfd):
     assert [cell["exit_code"] for cell in cells] == [130, None, None, None]
 
 
+def test_a_suite_that_was_cut_off_goes_on_and_keeps_what_ended_well(stage, capfd):
+    _, folder = stage("import sys; sys.exit(130 if 'a.b=1' in sys.argv else 0)")
+    capfd.readouterr()
+    code, _ = stage("print('step:1 - actor/grad_norm:2.0')")
+    said = capfd.readouterr().out
+    assert code == 0 and "2 of 4 runs have ended well already" in said
+    assert "run 1 of 2: loud-seed3" in said and "plain-seed3 (" not in said
+    assert "4 of 4 runs ended well" in said
+    assert (folder / "loud-seed3.cut").is_dir() and not (folder / "loud-seed4.cut").exists()
+
+
+def test_another_part_of_a_suite_joins_what_was_run_before(tmp_path):
+    def run(seeds, given=()):
+        def run_one(overrides, into):
+            into.mkdir()
+            started.append(into.name)
+            return 0
+
+        started = []
+        cells = suite.plan(DUEL, "plain", seeds, [])
+        assert suite.run(DUEL, cells, list(given), tmp_path, run_one, sys.executable) == 0
+        return started, [cell["folder"] for cell in suite.read(tmp_path)["cells"]]
+
+    assert run("3") == (["plain-seed3"], ["plain-seed3"])
+    assert run("4") == (["plain-seed4"], ["plain-seed4", "plain-seed3"])
+    # With other overrides it is another run.
+    assert run("3", ["a.b=9"]) == (["plain-seed3"], ["plain-seed3", "plain-seed4"])
+    assert (tmp_path / "plain-seed3.cut").is_dir()
+    with pytest.raises(ExperimentError, match="holds runs of duel, not of other"):
+        suite.run(replace(DUEL, name="other"), suite.plan(DUEL, "plain", "3", []), [], tmp_path, None, sys.executable)
+
+
 @pytest.mark.parametrize(("summary", "code"), [("no_such", 1), (None, 0)])
 def test_a_summary_that_fails_fails_the_suite_and_there_need_be_none(stage, summary, code):
     assert stage("pass", summary)[0] == code
