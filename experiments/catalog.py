@@ -71,7 +71,8 @@ PUBLISHED_VERL09 = on_verl09(PUBLISHED, imports=(*PUBLISHED.imports, "gradloc"))
 
 _ACTOR = "actor_rollout_ref.actor"
 _STABILIZE = f"{_ACTOR}.gradloc.stabilize"
-_MASK = f"{_ACTOR}.gradloc.action.mode=mask"
+_ACTION = f"{_ACTOR}.gradloc.action.mode"
+_MASK = f"{_ACTION}=mask"
 
 EXPLOSION = DEMO.heir(
     "explosion",
@@ -179,6 +180,37 @@ WILD = DEMO_LLM.heir(
     ),
     seeds=(1,),
     summary_module="experiments.llm.wild",
+)
+
+_NO_DUAL_CLIP = f"{_ACTOR}.clip_ratio_c=1e9"
+_EXPLODING = {
+    "reward": ("minus the squared error as the reward, not normalized", _REWARD_ERROR, _REWARD_ERROR[:1]),
+    "no-clip": ("four epochs of two mini-batches on each rollout, no clip", (*_STALE, *_NO_CLIP), _STALE),
+    "stale": (
+        "eight epochs of two mini-batches, and no clip where the advantage is negative",
+        (*_STALE, f"{_ACTOR}.ppo_epochs=8", _NO_DUAL_CLIP),
+        (*_STALE, f"{_ACTOR}.ppo_epochs=8"),
+    ),
+    "rate": ("a hundred times the learning rate", (f"{_ACTOR}.optim.lr=1e-3",), ()),
+}
+"""By arm: its meaning, its overrides, and those of its healthy twin."""
+
+
+def _with_twins(name: str, meaning: str, exploding: tuple[str, ...], healthy: tuple[str, ...]) -> tuple[Arm, ...]:
+    """An arm that explodes, the same with spikes masked or skipped, and its healthy twin."""
+    modes = ("mask", "skip")
+    acting = (Arm(f"{name}-{m}", f"the same, action.mode={m}", (*exploding, f"{_ACTION}={m}")) for m in modes)
+    return Arm(name, meaning, exploding), *acting, Arm(f"{name}-twin", "its healthy twin", healthy)
+
+
+WILD_LONG = WILD.heir(
+    "wild-long",
+    "what natural spikes are made of: four arms that explode by themselves, masked, skipped, and their healthy twins",
+    arms=tuple(arm for name, told in _EXPLODING.items() for arm in _with_twins(name, *told)),
+    seeds=(1, 2, 3),
+    summary_module="experiments.llm.natural",
+    config=WILD.name,
+    overrides=("demo.steps=5", f"{_ACTOR}.gradloc.trigger.max_events=4"),
 )
 
 BUCKETS_DEMO = DEMO.heir(

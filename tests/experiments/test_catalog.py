@@ -83,7 +83,7 @@ def test_an_heir_needs_what_its_base_needs_and_has_arms_of_its_own():
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(UsageError, match=r"called 'two': there are buckets-demo, .*two-nodes, wild\.$"):
+    with pytest.raises(UsageError, match=r"called 'two': there are buckets-demo, .*two-nodes, wild, wild-long\.$"):
         catalog.load("two")
     with pytest.raises(UsageError, match="write demo verl=0.9.1"):
         catalog.load("demo-verl09")

@@ -39,7 +39,7 @@ KNOBBED = ["demo", "explosion", "buckets-demo"]
 ARMS = [(name, arm) for name in PATCHED for arm in catalog.load(name).arms]
 CASES = [
     *((*OWN[name], {}) for name in PATCHED),
-    *((name, [*arm.overrides], {}) for name, arm in ARMS if arm.overrides),
+    *((*catalog.load(name).arguments(arm.overrides), {}) for name, arm in ARMS if arm.overrides),
     *((name, [], KNOBS) for name in KNOBBED),
     (catalog.PUBLISHED.name, ["data.train_batch_size=32"], {"NNODES": "2"}),
     (catalog.DEMO.name, ["seed=7"], {}),
@@ -71,7 +71,8 @@ def test_an_experiment_composes_and_becomes_verls_dataclasses(composed, name):
 
 @pytest.mark.parametrize("name, arm", ARMS, ids=[f"{name}: {arm.name}" for name, arm in ARMS])
 def test_every_arm_of_an_experiment_composes(composed, name, arm):
-    assert composed(name, arm.overrides)["trainer"]["experiment_name"] == name
+    config, given = OWN[name]
+    assert composed(config, (*given, *arm.overrides))["trainer"]["experiment_name"] == name
 
 
 @pytest.mark.parametrize("experiment", [catalog.DEMO, catalog.PUBLISHED], ids=lambda found: found.name)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What natural spikes are made of: every event of `wild-long`, and what masking and skipping changed.
+
+    python -m experiments.llm.natural SUITE_DIR [SUITE_DIR ...]
+
+It prints three tables, and writes them to `summary.md` and what they are made of to `natural.json` in the first folder.
+Standard library only.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from experiments import suite
+from experiments.errors import ExperimentError
+from experiments.llm.wild import Run, cause, number, read
+
+MODES = ("observe", "mask", "skip", "twin")
+MADE_OF = ["arm", "runs", "events", "named: one token, a few, whole answers, nothing", "causes", "explained"]
+MADE_OF += ["shares trusted", "p of the largest", "|advantage| of the largest", "updates a search", "longest"]
+CHANGED = ["arm", "seed", *(f"{what}: {mode}" for what in ("largest norm", "last reward") for mode in MODES)]
+EVENTS = ["arm", "seed", "step", "norm / threshold", "named", "largest", "p: old, now", "ratio", "advantage", "share"]
+EVENTS += ["cause", "closure", "norm without", "certificate", "updates"]
+
+
+def record(folders: list[Path]) -> dict[str, Any]:
+    """What the tables are made of: `command`, `runs` and `events` of all suites.
+
+    Raises:
+        ExperimentError: if a folder holds no suite, or no run of an arm ended well.
+    """
+    runs, events = [], []
+    for folder in folders:
+        for cell in suite.read(folder)["cells"]:
+            if cell["exit_code"] == 0:
+                run = read(folder, cell)
+                arm, _, mode = cell["arm"].rpartition("-")
+                arm, mode = (arm, mode) if mode in MODES else (cell["arm"], MODES[0])
+                place = {"arm": arm, "mode": mode, "seed": cell["seed"]}
+                runs.append({**place, **readings(run)})
+                events += [{**place, **summary(event)} for event in run.events]
+    if not runs:
+        raise ExperimentError(f"no run in {folders[0]} ended well: there is nothing to tell.")
+    return {"command": "./run_experiment.sh wild-long", "runs": runs, "events": events}
+
+
+def readings(run: Run) -> dict[str, Any]:
+    """A run's norms and rewards by step, and its minutes."""
+    return {"minutes": round(run.seconds / 60, 1), "norms": list(run.norms.values()), "rewards": run.rewards}
+
+
+def summary(event: dict) -> dict[str, Any]:
+    """An event in the numbers that the tables have; `largest` is of the culprit with the largest share."""
+    step, search, shares = event["step"], event["search"], event["shares"] or {}
+    culprits = event["culprits"]
+    told = {
+        "step": step["global_step"],
+        "norm": event["trigger"]["grad_norm"],
+        "threshold": event["trigger"]["threshold"],
+        "num_tokens": event["trigger"]["num_tokens"],
+        "named": [len(culprit["positions"]) for culprit in culprits],
+        "spans": [culprit["span"] for culprit in culprits],
+        "answers": len({culprit["sequence_id"] for culprit in culprits}),
+        "cause": cause(event),
+        **{key: shares.get(key) for key in ("closure", "closure_error", "is_trusted")},
+        "norm_after": event["certificate"]["norm_after"],
+        "verdict": event["certificate"]["verdict"],
+        "taken": event["action"]["taken"],
+        # an update of M micro-batches is M forwards and M backwards, each of which counts as two
+        "updates": (search["forwards"] + 2 * search["backwards"]) / (3 * step["num_micro_batches"]),
+        "seconds": search["seconds"],
+        "largest": None,
+    }
+    if culprits:
+        worst = max(culprits, key=lambda culprit: abs(finite(culprit["share"]) or 0.0))
+        told["largest"] = {
+            "text": "".join(worst["tokens"] or ())[:16],
+            "p": [probability(worst[key]) for key in ("old_log_prob_used", "log_prob")],
+            "ratio": finite(worst["ratios"]["current_over_old"]),
+            **{key: finite(worst[key]) for key in ("advantage", "share")},
+        }
+    return told
+
+
+def finite(value: Any) -> float | None:
+    """The number, or None for one that is missing or written as a word since it is not finite."""
+    return value if isinstance(value, int | float) else None
+
+
+def probability(log_prob: Any) -> float | None:
+    return None if finite(log_prob) is None else math.exp(log_prob)
+
+
+# ---- tables
+
+
+def markdown(told: dict[str, Any]) -> str:
+    """The three tables of a record."""
+    return "\n\n".join(suite.as_markdown(make(told)) for make in (made_of, changed, events))
+
+
+def made_of(told: dict[str, Any]) -> suite.Table:
+    """A line for each arm, over its seeds, and one for all: only runs that observe."""
+    observed = [event for event in told["events"] if event["mode"] == MODES[0]]
+    runs = Counter(run["arm"] for run in told["runs"] if run["mode"] == MODES[0])
+    lines = [
+        made_of_line(arm, count, [event for event in observed if event["arm"] == arm]) for arm, count in runs.items()
+    ]
+    return [MADE_OF, *lines, made_of_line("all", runs.total(), observed)]
+
+
+def made_of_line(arm: str, num_runs: int, found: list[dict]) -> list[str]:
+    kinds = Counter(kind(event) for event in found)
+    causes = Counter(event["cause"] for event in found).most_common()
+    measured = [event for event in found if event["closure"] is not None]
+    largest = [event["largest"] for event in found if event["largest"]]
+    return [
+        arm,
+        str(num_runs),
+        str(len(found)),
+        ", ".join(str(kinds[name]) for name in ("one", "few", "answers", "nothing")),
+        ", ".join(f"{count} {label}" for label, count in causes) or "-",
+        str(sum(event["verdict"] == "explained" for event in found)),
+        f"{sum(bool(event['is_trusted']) for event in measured)} of {len(measured)}",
+        spread(token["p"][1] for token in largest),
+        spread(None if token["advantage"] is None else abs(token["advantage"]) for token in largest),
+        spread((event["updates"] for event in found), statistics.median),
+        spread((event["updates"] for event in found), max),
+    ]
+
+
+def kind(event: dict) -> str:
+    """What was named: `one` token, a `few` spans, whole `answers` among them, or `nothing`."""
+    if not event["named"]:
+        return "nothing"
+    if "sequence" in event["spans"]:
+        return "answers"
+    return "one" if sum(event["named"]) == 1 else "few"
+
+
+def spread(values: Iterable[float | None], of: Callable[[list[float]], float] | None = None) -> str:
+    """Least, median and most; or what `of` makes of the values."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    if of is not None:
+        return number(of(known))
+    return ", ".join(number(of_all(known)) for of_all in (min, statistics.median, max))
+
+
+def changed(told: dict[str, Any]) -> suite.Table:
+    """A line for each arm and seed: the largest norm and the last step's reward, with the actions and of the twin."""
+    by_place: dict[tuple[str, int], dict[str, dict]] = {}
+    for run in told["runs"]:
+        by_place.setdefault((run["arm"], run["seed"]), {})[run["mode"]] = run
+    lines = []
+    for (arm, seed), modes in by_place.items():
+        runs = [modes.get(mode) for mode in MODES]
+        norms = [number(max(run["norms"])) if run else "-" for run in runs]
+        lines.append([arm, str(seed), *norms, *(number(run["rewards"][-1]) if run else "-" for run in runs)])
+    return [CHANGED, *lines]
+
+
+def events(told: dict[str, Any]) -> suite.Table:
+    """A line for each event of the runs that observe."""
+    return [EVENTS, *(event_line(event) for event in told["events"] if event["mode"] == MODES[0])]
+
+
+def event_line(event: dict) -> list[str]:
+    largest = event["largest"]
+    closure = "-" if event["closure"] is None else f"{event['closure']:.3f}"
+    if event["closure_error"] is not None:
+        closure += f" ± {event['closure_error']:.3f}"
+    tokens = "nothing" if not event["named"] else f"{sum(event['named'])} in {event['answers']}"
+    return [
+        event["arm"],
+        str(event["seed"]),
+        str(event["step"]),
+        f"{number(event['norm'])} / {number(event['threshold'])}",
+        tokens,
+        f"`{largest['text']!r}`".replace("|", "\\|") if largest else "-",
+        ", ".join(map(number, largest["p"])) if largest else "-",
+        *(number(largest[key]) if largest else "-" for key in ("ratio", "advantage", "share")),
+        event["cause"],
+        closure,
+        number(event["norm_after"]),
+        event["verdict"],
+        number(event["updates"]),
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("suite_dirs", type=Path, nargs="+", metavar="SUITE_DIR")
+    folders = parser.parse_args(argv).suite_dirs
+    try:
+        told = record(folders)
+    except ExperimentError as error:
+        print(f"natural: {error}", file=sys.stderr)
+        return error.exit_code
+    print("\n" + "\n\n".join(suite.as_text(make(told)) for make in (made_of, changed, events)))
+    (folders[0] / "natural.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    (folders[0] / "summary.md").write_text(f"{markdown(told)}\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

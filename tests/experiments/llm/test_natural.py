@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of `wild-long`, from runs on disk."""
+
+import json
+
+import pytest
+
+from experiments import catalog, suite
+from experiments.llm import natural
+from tests.experiments.llm.test_wild import write
+from tests.report.builder import make_culprit, make_event
+
+
+@pytest.fixture
+def told(tmp_path):
+    """The record of a suite: an arm that spikes three times, the same with mask, and its twin."""
+    answer = make_culprit(3, span="sequence", positions=tuple(range(3, 9)), share=0.2)
+    found = [
+        make_event(2, [make_culprit(3, share=0.6), make_culprit(5, share=-0.7, log_prob=-0.1, advantage="NaN")]),
+        make_event(3, [answer]),
+        make_event(4, [], shares=None),
+    ]
+    write(tmp_path / "no-clip-seed1", [3.0, 90.0, 4.0], found)
+    write(tmp_path / "no-clip-mask-seed1", [3.0, 80.0], found[:1])
+    write(tmp_path / "no-clip-twin-seed1", [3.0, 5.0])
+    names = {"no-clip": 0, "no-clip-mask": 0, "no-clip-twin": 0, "rate": 1}
+    cells = [
+        {"arm": arm, "seed": 1, "folder": f"{arm}-seed1", "exit_code": code, "seconds": 90.0}
+        for arm, code in names.items()
+    ]
+    (tmp_path / suite.RECORD).write_text(json.dumps({"experiment": "wild-long", "cells": cells}))
+    assert natural.main([str(tmp_path)]) == 0
+    return json.loads((tmp_path / "natural.json").read_text())
+
+
+def line(table, *begins):
+    """The one line of a table that begins with these cells, by column."""
+    head, *body = table
+    (found,) = [cells for cells in body if cells[: len(begins)] == list(begins)]
+    return dict(zip(head, found, strict=True))
+
+
+def test_an_arm_s_events_are_counted_where_the_run_only_observes(told):
+    cells = line(natural.made_of(told), "no-clip")
+    assert (cells["runs"], cells["events"], cells["explained"]) == ("1", "3", "3")
+    assert cells["named: one token, a few, whole answers, nothing"] == "0, 1, 1, 1"
+    assert cells["shares trusted"] == "2 of 2"
+    assert line(natural.made_of(told), "all")["events"] == "3"
+    # 24 forwards and as many backwards of 4 micro-batches: (24 + 48) / 12
+    assert (cells["updates a search"], cells["longest"]) == ("6", "6")
+
+
+def test_an_event_s_line_is_about_the_culprit_with_the_largest_share(told):
+    cells = line(natural.events(told), "no-clip", "1", "2")
+    assert cells["named"] == "2 in 1" and cells["share"] == "-0.7"
+    assert cells["p: old, now"] == "0.0101, 0.905" and cells["advantage"] == "-"
+    assert line(natural.events(told), "no-clip", "1", "4")["named"] == "nothing"
+    assert len(natural.events(told)) == 4
+
+
+def test_what_an_action_changed_stands_beside_the_twin(told):
+    cells = line(natural.changed(told), "no-clip", "1")
+    assert [cells[key] for key in natural.CHANGED[2:]] == ["90", "80", "-", "5", "0.3", "0.2", "-", "0.2"]
+
+
+def test_a_suite_without_a_run_that_ended_well_is_one_sentence(tmp_path, capsys):
+    cell = {"arm": "rate", "seed": 1, "folder": "rate-seed1", "exit_code": 1, "seconds": 9.0}
+    (tmp_path / suite.RECORD).write_text(json.dumps({"experiment": "wild-long", "cells": [cell]}))
+    assert natural.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_every_arm_that_explodes_has_its_actions_and_its_twin():
+    names = {arm.name for arm in catalog.WILD_LONG.arms}
+    exploding = {name for name in names if name.rpartition("-")[2] not in natural.MODES}
+    assert len(exploding) >= 4
+    assert names == exploding | {f"{name}-{mode}" for name in exploding for mode in natural.MODES[1:]}
