@@ -56,6 +56,24 @@ DEMO_VLLM = DEMO_VERL09.heir(
     verls=("0.9.1",),
 )
 
+TOOL_LOOP = DEMO_VERL09.heir(
+    "tool-loop",
+    "a tool loop on verl 0.9.1 that appends a token to the loss which the policy never sampled, on SmolLM2",
+    number("GRPO_LEARNING_RATE", "the actor's learning rate (1e-4)"),
+    material=DEMO_LLM.material,
+    verls=("0.9.1",),
+    arms=(
+        Arm("appended", "the end of the first turn, which the loop appends, is in the loss"),
+        Arm(
+            "left-out",
+            "the same, and it is not",
+            ("actor_rollout_ref.rollout.agent.default_agent_loop=calculator-masked",),
+        ),
+    ),
+    seeds=(1,),
+    summary_module="experiments.llm.wild",
+)
+
 PUBLISHED = Experiment(
     "gradloc-qwen3-4b",
     "the published experiment: Qwen3-4B-Instruct-2507, GRPO, 8 nodes of 8 GPUs, vLLM",
