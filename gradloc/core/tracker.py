@@ -92,8 +92,8 @@ class NormTracker:
         if self.is_on and self._num_updates >= _NUM_TRIALS and cost > _MAX_COST:
             self.is_on = False
             logger.warning(
-                "gradloc: noting each micro-batch's norm takes %.2f %% of an update, more than %.2f %%, so it stops: "
-                "searches no longer know where to look first, and events have no history of their layers",
+                "gradloc: noting each micro-batch's norm takes %.2f %% of an update, more than %.2f %%, so it stops: a "
+                "search does not know any more where to look first",
                 100 * cost,
                 100 * _MAX_COST,
             )
