@@ -292,12 +292,19 @@ def _unsampled_ending(culprit: Culprit, tensors: Any) -> int | None:
 
 
 def _by_engine(batch: BatchView, row: int | None, now: Sequence[float]) -> list[tuple[float, float]]:
-    """What trainer and rollout engine say of each token of a row in the loss; empty where the latter is not known."""
-    if not now or "rollout_log_probs" not in batch.tensors.keys():
+    """What trainer and rollout engine say of each token of a row in the loss; empty where the latter is not known.
+
+    The trainer's log-probs are those before the update, since the policy moves during it, and ``now`` where the batch
+    has none: bypass mode stores the engine's as the old ones.
+    """
+    tensors = batch.tensors
+    if not now or "rollout_log_probs" not in tensors.keys():
         return []
-    engines = batch.tensors["rollout_log_probs"][row].tolist()
-    places = batch.tensors["response_mask"][row].nonzero().flatten().tolist()
-    return [(now[place], engines[place]) for place in places]
+    mask = tensors["response_mask"][row].bool()
+    engines, trainers = tensors["rollout_log_probs"][row][mask], torch.tensor(now)[mask[: len(now)]]
+    if "old_log_probs" in tensors.keys() and not torch.equal(tensors["old_log_probs"][row][mask], engines):
+        trainers = tensors["old_log_probs"][row][mask]
+    return list(zip(trainers.tolist(), engines.tolist(), strict=False))
 
 
 def _complete_culprit(culprit: Culprit, batch: BatchView, texts: _Texts) -> Culprit:

@@ -48,8 +48,8 @@ def classify(
     Args:
         culprit: with log-probs, ratios, advantage, siblings, coefficients and gradient norm.
         batch: typical values.
-        row: log-probs of each token of the response: the trainer's now, and the rollout engine's; empty where the
-            engine's are not known.
+        row: log-probs of each token of the response: the trainer's before the update, and the rollout engine's; empty
+            where the engine's are not known.
         run: says how advantages are made; None where they are more than that.
 
     Returns:

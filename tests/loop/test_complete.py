@@ -13,7 +13,18 @@ from gradloc.loop.batch import BatchView
 from gradloc.loop.complete import BUNDLE_KEYS, bundle_tensors, complete_event, complete_sequences
 from gradloc.loop.pictures import Album
 from gradloc.loop.wire import RawEntry, RawEvent
-from gradloc.record import Certificate, Coefficients, Culprit, Event, Fingerprint, LayerHistory, Run, StepCause, Trigger
+from gradloc.record import (
+    Certificate,
+    Coefficients,
+    Culprit,
+    Event,
+    Fingerprint,
+    LayerHistory,
+    Ratios,
+    Run,
+    StepCause,
+    Trigger,
+)
 from gradloc.record import Sequence as SequenceRecord
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -256,6 +267,21 @@ def test_how_many_events_a_token_that_was_never_sampled_ended_is_counted():
         assert [culprit.cause.label for culprit in found] == ["not_sampled"] * 2
         counts.append([culprit.cause.numbers.get("events_ended") for culprit in found])
     assert counts == [[1.0, None], [2.0, None]], "the middle of a turn ends none"
+
+
+@pytest.mark.parametrize(("engines_as_old", "label"), [(False, "not_sampled"), (True, "token_mismatch")])
+def test_a_policy_that_moved_during_the_update_does_not_excuse_a_token_that_was_never_sampled(engines_as_old, label):
+    old = torch.full((3, 8), -1.0)
+    old[0, 1] = -13.0
+    written = old.clone()
+    written[0, 1] = 0.0
+    batch = batch_of(old_log_probs=written if engines_as_old else old, rollout_log_probs=written)
+    moved = replace(never_sampled(1), log_prob=-2.0, ratios=Ratios(current_over_old=math.exp(11.0)))
+    sequence = SequenceRecord(row=0, log_prob=(-2.0,) * 8)
+    (found,) = completed(batch, moved, sequences=[sequence]).culprits
+    assert found.cause.label == label
+    if not engines_as_old:
+        assert found.cause.numbers["drift"] == 11.0 and found.cause.numbers["engine_gap_of_response"] == 0.0
 
 
 # ---- sequences and the bundle
