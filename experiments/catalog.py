@@ -56,24 +56,6 @@ DEMO_VLLM = DEMO_VERL09.heir(
     verls=("0.9.1",),
 )
 
-TOOL_LOOP = DEMO_VERL09.heir(
-    "tool-loop",
-    "a tool loop on verl 0.9.1 that appends a token to the loss which the policy never sampled, on SmolLM2",
-    number("GRPO_LEARNING_RATE", "the actor's learning rate (1e-4)"),
-    material=DEMO_LLM.material,
-    verls=("0.9.1",),
-    arms=(
-        Arm("appended", "the end of the first turn, which the loop appends, is in the loss"),
-        Arm(
-            "left-out",
-            "the same, and it is not",
-            ("actor_rollout_ref.rollout.agent.default_agent_loop=calculator-masked",),
-        ),
-    ),
-    seeds=(1,),
-    summary_module="experiments.llm.wild",
-)
-
 PUBLISHED = Experiment(
     "gradloc-qwen3-4b",
     "the published experiment: Qwen3-4B-Instruct-2507, GRPO, 8 nodes of 8 GPUs, vLLM",
@@ -91,6 +73,25 @@ _ACTOR = "actor_rollout_ref.actor"
 _STABILIZE = f"{_ACTOR}.gradloc.stabilize"
 _ACTION = f"{_ACTOR}.gradloc.action.mode"
 _MASK = f"{_ACTION}=mask"
+
+TOOL_LOOP = DEMO_VERL09.heir(
+    "tool-loop",
+    "a tool loop on verl 0.9.1 that appends a token to the loss which the policy never sampled, on SmolLM2",
+    number("GRPO_LEARNING_RATE", "the actor's learning rate (1e-4)"),
+    material=DEMO_LLM.material,
+    verls=("0.9.1",),
+    arms=(
+        Arm("appended", "the end of the first turn, which the loop appends, is in the loss"),
+        Arm("appended-mask", "the same, and the step without what is named", (_MASK,)),
+        Arm(
+            "left-out",
+            "it is not: the twin",
+            ("actor_rollout_ref.rollout.agent.default_agent_loop=calculator-masked",),
+        ),
+    ),
+    seeds=(1,),
+    summary_module="experiments.llm.wild",
+)
 
 EXPLOSION = DEMO.heir(
     "explosion",
@@ -200,16 +201,21 @@ WILD = DEMO_LLM.heir(
     summary_module="experiments.llm.wild",
 )
 
-_NO_DUAL_CLIP = f"{_ACTOR}.clip_ratio_c=1e9"
+_EIGHT_EPOCHS = (*_STALE, f"{_ACTOR}.optim.lr=3e-5", f"{_ACTOR}.ppo_epochs=8")
+_HOT_EPOCHS = (*_HOT, *_STALE, f"{_ACTOR}.ppo_epochs=2")
 _EXPLODING = {
     "reward": ("minus the squared error as the reward, not normalized", _REWARD_ERROR, _REWARD_ERROR[:1]),
     "no-clip": ("four epochs of two mini-batches on each rollout, no clip", (*_STALE, *_NO_CLIP), _STALE),
     "stale": (
-        "eight epochs of two mini-batches, and no clip where the advantage is negative",
-        (*_STALE, f"{_ACTOR}.ppo_epochs=8", _NO_DUAL_CLIP),
-        (*_STALE, f"{_ACTOR}.ppo_epochs=8"),
+        "eight epochs of two mini-batches at a third of that rate, no clip",
+        (*_EIGHT_EPOCHS, *_NO_CLIP),
+        _EIGHT_EPOCHS,
     ),
-    "rate": ("a hundred times the learning rate", (f"{_ACTOR}.optim.lr=1e-3",), ()),
+    "hot": (
+        "rollouts at temperature 1.5, two epochs of two mini-batches, no clip",
+        (*_HOT_EPOCHS, *_NO_CLIP),
+        _HOT_EPOCHS,
+    ),
 }
 """By arm: its meaning, its overrides, and those of its healthy twin."""
 
@@ -228,7 +234,7 @@ WILD_LONG = WILD.heir(
     seeds=(1, 2, 3),
     summary_module="experiments.llm.natural",
     config=WILD.name,
-    overrides=("demo.steps=5", f"{_ACTOR}.gradloc.trigger.max_events=4"),
+    overrides=tuple(f"{_ACTOR}.gradloc.trigger.{key}=4" for key in ("max_events", "max_events_per_step")),
 )
 
 BUCKETS_DEMO = DEMO.heir(
