@@ -77,7 +77,7 @@ _MASK = f"{_ACTION}=mask"
 TOOL_LOOP = DEMO_VERL09.heir(
     "tool-loop",
     "a tool loop on verl 0.9.1 that appends a token to the loss which the policy never sampled, on SmolLM2",
-    number("GRPO_LEARNING_RATE", "the actor's learning rate (1e-4)"),
+    number("GRPO_LEARNING_RATE", "the actor's learning rate (2e-5)"),
     material=DEMO_LLM.material,
     verls=("0.9.1",),
     arms=(
