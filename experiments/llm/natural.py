@@ -3,8 +3,8 @@
 
     python -m experiments.llm.natural SUITE_DIR [SUITE_DIR ...]
 
-It prints three tables, and writes them to `summary.md` and what they are made of to `natural.json` in the first folder.
-Standard library only.
+It prints three tables. In the first folder it writes them to `summary.md`, what they are made of to `natural.json`, and
+a figure to `natural.png`.
 """
 
 import argparse
@@ -207,6 +207,9 @@ def main(argv: list[str] | None = None) -> int:
     print("\n" + "\n\n".join(suite.as_text(make(told)) for make in (made_of, changed, events)))
     (folders[0] / "natural.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     (folders[0] / "summary.md").write_text(f"{markdown(told)}\n", encoding="utf-8")
+    from experiments.llm.natural_plot import draw  # the tables need no matplotlib
+
+    draw(told, folders[0] / "natural.png")
     return 0
 
 

@@ -30,6 +30,7 @@ def told(tmp_path):
     ]
     (tmp_path / suite.RECORD).write_text(json.dumps({"experiment": "wild-long", "cells": cells}))
     assert natural.main([str(tmp_path)]) == 0
+    assert (tmp_path / "natural.png").read_bytes().startswith(b"\x89PNG")
     return json.loads((tmp_path / "natural.json").read_text())
 
 
