@@ -4,8 +4,6 @@
 python -m experiments.llm.natural_plot NATURAL.json OUT.png
 """
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
