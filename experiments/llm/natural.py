@@ -22,8 +22,10 @@ from experiments.errors import ExperimentError
 from experiments.llm.wild import Run, cause, number, read
 
 MODES = ("observe", "mask", "skip", "twin")
-MADE_OF = ["arm", "runs", "events", "named: one token, a few, whole answers, nothing", "causes", "explained"]
-MADE_OF += ["shares trusted", "p of the largest", "|advantage| of the largest", "updates a search", "longest"]
+KINDS = ("one token", "a few", "whole answers", "nothing")
+"""What an event names."""
+MADE_OF = ["arm", "runs", "events", *KINDS, "causes", "explained", "shares trusted"]
+MADE_OF += ["the largest: p when sampled", "ratio", "updates a search: median", "most"]
 CHANGED = ["arm", "seed", *(f"{what}: {mode}" for what in ("largest norm", "last reward") for mode in MODES)]
 EVENTS = ["arm", "seed", "step", "norm / threshold", "named", "largest", "p: old, now", "ratio", "advantage", "share"]
 EVENTS += ["cause", "closure", "norm without", "certificate", "updates"]
@@ -124,24 +126,25 @@ def made_of_line(arm: str, num_runs: int, found: list[dict]) -> list[str]:
         arm,
         str(num_runs),
         str(len(found)),
-        ", ".join(str(kinds[name]) for name in ("one", "few", "answers", "nothing")),
+        *(str(kinds[name]) for name in KINDS),
         ", ".join(f"{count} {label}" for label, count in causes) or "-",
         str(sum(event["verdict"] == "explained" for event in found)),
         f"{sum(bool(event['is_trusted']) for event in measured)} of {len(measured)}",
-        spread(token["p"][1] for token in largest),
-        spread(None if token["advantage"] is None else abs(token["advantage"]) for token in largest),
+        spread(token["p"][0] for token in largest),
+        spread(token["ratio"] for token in largest),
         spread((event["updates"] for event in found), statistics.median),
         spread((event["updates"] for event in found), max),
     ]
 
 
 def kind(event: dict) -> str:
-    """What was named: `one` token, a `few` spans, whole `answers` among them, or `nothing`."""
+    """Which of `KINDS` was named; `a few` spans are tokens and runs of them, with no whole answer."""
+    one, few, answers, nothing = KINDS
     if not event["named"]:
-        return "nothing"
+        return nothing
     if "sequence" in event["spans"]:
-        return "answers"
-    return "one" if sum(event["named"]) == 1 else "few"
+        return answers
+    return one if sum(event["named"]) == 1 else few
 
 
 def spread(values: Iterable[float | None], of: Callable[[list[float]], float] | None = None) -> str:
