@@ -202,6 +202,7 @@ WILD = DEMO_LLM.heir(
 )
 
 _EIGHT_EPOCHS = (*_STALE, f"{_ACTOR}.optim.lr=3e-5", f"{_ACTOR}.ppo_epochs=8")
+_WARM_EPOCHS = (*_STALE, "actor_rollout_ref.rollout.temperature=1.2")
 _HOT_EPOCHS = (*_HOT, *_STALE, f"{_ACTOR}.ppo_epochs=2")
 _EXPLODING = {
     "reward": ("minus the squared error as the reward, not normalized", _REWARD_ERROR, _REWARD_ERROR[:1]),
@@ -210,6 +211,11 @@ _EXPLODING = {
         "eight epochs of two mini-batches at a third of that rate, no clip",
         (*_EIGHT_EPOCHS, *_NO_CLIP),
         _EIGHT_EPOCHS,
+    ),
+    "warm": (
+        "rollouts at temperature 1.2, four epochs of two mini-batches, no clip",
+        (*_WARM_EPOCHS, *_NO_CLIP),
+        _WARM_EPOCHS,
     ),
     "hot": (
         "rollouts at temperature 1.5, two epochs of two mini-batches, no clip",
@@ -229,7 +235,7 @@ def _with_twins(name: str, meaning: str, exploding: tuple[str, ...], healthy: tu
 
 WILD_LONG = WILD.heir(
     "wild-long",
-    "what natural spikes are made of: four arms that explode by themselves, masked, skipped, and their healthy twins",
+    "what natural spikes are made of: five arms that explode by themselves, masked, skipped, and their healthy twins",
     arms=tuple(arm for name, told in _EXPLODING.items() for arm in _with_twins(name, *told)),
     seeds=(1, 2, 3),
     summary_module="experiments.llm.natural",
