@@ -205,29 +205,18 @@ _EIGHT_EPOCHS = (*_STALE, f"{_ACTOR}.optim.lr=3e-5", f"{_ACTOR}.ppo_epochs=8")
 _WARM_EPOCHS = (*_STALE, "actor_rollout_ref.rollout.temperature=1.2")
 _HOT_EPOCHS = (*_HOT, *_STALE, f"{_ACTOR}.ppo_epochs=2")
 _EXPLODING = {
-    "reward": ("minus the squared error as the reward, not normalized", _REWARD_ERROR, _REWARD_ERROR[:1]),
-    "no-clip": ("four epochs of two mini-batches on each rollout, no clip", (*_STALE, *_NO_CLIP), _STALE),
-    "stale": (
-        "eight epochs of two mini-batches at a third of that rate, no clip",
-        (*_EIGHT_EPOCHS, *_NO_CLIP),
-        _EIGHT_EPOCHS,
-    ),
-    "warm": (
-        "rollouts at temperature 1.2, four epochs of two mini-batches, no clip",
-        (*_WARM_EPOCHS, *_NO_CLIP),
-        _WARM_EPOCHS,
-    ),
-    "hot": (
-        "rollouts at temperature 1.5, two epochs of two mini-batches, no clip",
-        (*_HOT_EPOCHS, *_NO_CLIP),
-        _HOT_EPOCHS,
-    ),
+    "reward": ("minus the squared error as the reward, not normalized", _REWARD_ERROR[:1], _REWARD_ERROR[1:]),
+    "no-clip": ("four epochs of two mini-batches on each rollout, no clip", _STALE, _NO_CLIP),
+    "stale": ("eight epochs at a third of that rate, no clip", _EIGHT_EPOCHS, _NO_CLIP),
+    "warm": ("four epochs, rollouts at temperature 1.2, no clip", _WARM_EPOCHS, _NO_CLIP),
+    "hot": ("two epochs, rollouts at temperature 1.5, no clip", _HOT_EPOCHS, _NO_CLIP),
 }
-"""By arm: its meaning, its overrides, and those of its healthy twin."""
+"""By arm: its meaning, what its healthy twin has, and what makes it explode."""
 
 
-def _with_twins(name: str, meaning: str, exploding: tuple[str, ...], healthy: tuple[str, ...]) -> tuple[Arm, ...]:
+def _with_twins(name: str, meaning: str, healthy: tuple[str, ...], more: tuple[str, ...]) -> tuple[Arm, ...]:
     """An arm that explodes, the same with spikes masked or skipped, and its healthy twin."""
+    exploding = (*healthy, *more)
     modes = ("mask", "skip")
     acting = (Arm(f"{name}-{m}", f"the same, action.mode={m}", (*exploding, f"{_ACTION}={m}")) for m in modes)
     return Arm(name, meaning, exploding), *acting, Arm(f"{name}-twin", "its healthy twin", healthy)
