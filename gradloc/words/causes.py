@@ -21,6 +21,8 @@ from .advice import is_trl
 NOTABLE = 3.0
 """A factor under three times its typical value explains nothing."""
 _SPREAD = 10.0  # a layer ten times further above its history than the median layer explodes alone
+_UNSCALED = 10.0
+"""An advantage beyond this has a reward's unit: GRPO's are at most (n - 1) / sqrt(n), which is 8 for a group of 64."""
 _LEADS = 3.0  # the entropy term carries what has this many times the log-prob's coefficient
 _UNLIKELY = 0.01  # STAPO's bound on the probability
 _TINY = 1e-30
@@ -113,6 +115,9 @@ def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
     if label in ("low_probability", "unknown") and _is_spurious(culprit, batch):
         label = "spurious_token"
         numbers |= {"probability": math.exp(culprit.log_prob or 0.0), "entropy": culprit.entropy}
+    if label == "unknown" and min(abs(culprit.advantage or 0.0), batch.advantage) > _UNSCALED:
+        label = "extreme_advantage"  # the whole batch's are, so none stands out
+        numbers["batch_advantage"] = batch.advantage
     return Cause(label, numbers)
 
 

@@ -57,7 +57,8 @@ MEANINGS = {
     ),
     "extreme_advantage": Meaning(
         "The advantage is extreme",
-        "The advantage of this token is far outside what the batch has; the gradient is proportional to it.",
+        "The advantage of this token is far outside what the batch has, or all of the batch's have the reward's unit. "
+        "The gradient is proportional to it.",
         ("keep_rollouts", "mask", "mean_only", "clip"),
     ),
     "low_probability": Meaning(

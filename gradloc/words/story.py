@@ -272,7 +272,10 @@ def _cause_in_words(cause: StepCause) -> str:
 
 
 def odd_number(culprit: Culprit) -> str:
-    """The number that stands out, such as ``380,119 times typical``; empty where none is known."""
+    """What stands out in a number, such as ``380,119 times typical``; empty where none is known."""
+    of_batch = culprit.cause.numbers.get("batch_advantage")
+    if of_batch is not None:
+        return f"half of the batch's are over {number(of_batch, 3)}"
     value = culprit.cause.numbers.get(ODD.get(culprit.cause.label, ("",))[0])
     return f"{number(value, 3)} times typical" if value is not None and math.isfinite(value) else ""
 

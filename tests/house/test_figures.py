@@ -15,6 +15,8 @@ from benchmarks import healthy, mixtures, shapes, spiking, unrepeatable
 from benchmarks.localization import cost
 from benchmarks.localization import tables as localization
 from benchmarks.trigger import tables as trigger
+from experiments import suite
+from experiments.llm import natural
 from gradloc.report.runs.metrics import MEAN
 from gradloc.report.runs.run import read_run
 from gradloc.tell.lines import announcement
@@ -65,6 +67,14 @@ RECORDED = {
     "## Kernels that do not repeat": ("unrepeatable", lambda found: unrepeatable.markdown(found["rows"])),
     "## A search in passes": ("cost", cost.markdown),
 }
+
+
+def test_every_row_of_natural_spikes_is_the_record_s_and_every_event_is_shown():
+    told = record("natural")
+    shown = rows((ROOT / "docs" / "natural-spikes.md").read_text(encoding="utf-8"))
+    made = [suite.as_markdown(table(told)).splitlines() for table in (natural.made_of, natural.changed, natural.events)]
+    assert [row for row in shown if row not in {line for table in made for line in table}] == []
+    assert len(made[2]) - 2 >= 30 and [row for row in made[2][2:] if row not in shown] == []
 
 
 @pytest.mark.parametrize("title", RECORDED)

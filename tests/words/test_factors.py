@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from gradloc.record import BatchStatistics, Coefficients, Culprit, Ratios, Run, Sibling
 from gradloc.words.causes import APART, classify
+from gradloc.words.story import odd_number
 
 QUICK = settings(deadline=None, derandomize=True, max_examples=60)
 TOKEN = Culprit(
@@ -69,6 +70,27 @@ def test_a_large_jacobian_is_a_low_probability_s_as_far_as_that_predicts_it():
     assert label(replace(BATCH, layer_spread=10.1), **unlikely, grad_norm=0.06) == "layer_heterogeneity"
     assert label(replace(BATCH, layer_spread=9.9), **unlikely, grad_norm=0.0599) == "low_probability"
     assert label(span="segment", grad_norm=9.0) == "unknown", "several tokens have no single one"
+
+
+@pytest.mark.parametrize(
+    ("advantage", "of_batch", "found"),
+    [
+        (-227.0, 523.0, "extreme_advantage"),  # less than what is typical of a batch in the reward's own unit
+        (10.1, 10.1, "extreme_advantage"),
+        (9.9, 523.0, "unknown"),
+        (29.0, 9.9, "unknown"),
+        (30.0, 9.9, "extreme_advantage"),  # beside a batch of another scale
+    ],
+)
+def test_a_batch_whose_advantages_have_a_reward_s_unit_is_told_from_one_where_nothing_stands_out(
+    advantage, of_batch, found
+):
+    made = classify(replace(TOKEN, advantage=advantage), replace(BATCH, advantage=of_batch))
+    assert made.label == found
+    is_batch_s = found == "extreme_advantage" and of_batch > 10
+    assert made.numbers.get("batch_advantage") == (of_batch if is_batch_s else None)
+    told = odd_number(Culprit(advantage=advantage, cause=made))
+    assert (told == f"half of the batch's are over {of_batch:g}") == is_batch_s
 
 
 @pytest.mark.parametrize(
