@@ -158,12 +158,15 @@ def spread(values: Iterable[float | None], of: Callable[[list[float]], float] | 
 
 
 def changed(told: dict[str, Any]) -> suite.Table:
-    """A line for each arm and seed: the largest norm and the last step's reward, with the actions and of the twin."""
+    """The largest norm and the last step's reward, with the actions and of the twin: a line for each arm and seed that
+    was run with any of them."""
     by_place: dict[tuple[str, int], dict[str, dict]] = {}
     for run in told["runs"]:
         by_place.setdefault((run["arm"], run["seed"]), {})[run["mode"]] = run
     lines = []
     for (arm, seed), modes in by_place.items():
+        if modes.keys() == {MODES[0]}:
+            continue
         runs = [modes.get(mode) for mode in MODES]
         norms = [number(max(run["norms"])) if run else "-" for run in runs]
         lines.append([arm, str(seed), *norms, *(number(run["rewards"][-1]) if run else "-" for run in runs)])
