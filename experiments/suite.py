@@ -138,7 +138,7 @@ def run(
 
 
 def keep_ended(folder: Path, name: str, records: list[dict]) -> list[dict]:
-    """Takes over the runs of an earlier start in this folder that ended well, and puts aside what is left of others.
+    """Takes over the runs of this folder that ended well, and renames the folders of others.
 
     Returns:
         The records of those that are not to be run this time.

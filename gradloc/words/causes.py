@@ -63,9 +63,13 @@ def classify(
     is_advantage_finite = _are_finite(culprit.advantage)
     if cause.label not in _EFFECTS_OF_LOG_PROBS or not is_advantage_finite:
         label = ""
-    if run is not None and (cause.label == "extreme_advantage" or not is_advantage_finite):
+    label = label or cause.label
+    if label == "unknown" and min(abs(culprit.advantage or 0.0), batch.advantage) > _UNSCALED:
+        label = "extreme_advantage"  # the whole batch's are, so none stands out
+        numbers["batch_advantage"] = batch.advantage
+    if run is not None and (label == "extreme_advantage" or not is_advantage_finite):
         numbers |= _of_group(culprit, run)
-    return Cause(label or cause.label, {**cause.numbers, **numbers})
+    return Cause(label, {**cause.numbers, **numbers})
 
 
 # ---- against what is typical in the batch
@@ -115,9 +119,6 @@ def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
     if label in ("low_probability", "unknown") and _is_spurious(culprit, batch):
         label = "spurious_token"
         numbers |= {"probability": math.exp(culprit.log_prob or 0.0), "entropy": culprit.entropy}
-    if label == "unknown" and min(abs(culprit.advantage or 0.0), batch.advantage) > _UNSCALED:
-        label = "extreme_advantage"  # the whole batch's are, so none stands out
-        numbers["batch_advantage"] = batch.advantage
     return Cause(label, numbers)
 
 

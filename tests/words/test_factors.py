@@ -161,6 +161,11 @@ def test_each_bound_of_a_token_that_was_never_sampled(changes, found):
     assert engine(**changes).label == found
 
 
+def test_a_token_that_was_never_sampled_is_so_in_a_batch_of_large_advantages_too():
+    made = classify(replace(SAMPLED, advantage=200.0), BatchStatistics(advantage=100.0))
+    assert made.label == "not_sampled" and "batch_advantage" not in made.numbers
+
+
 def test_an_engine_that_is_a_twentieth_as_far_off_everywhere_may_have_sampled_it():
     gap = 11.8
     for usual, found in ((gap / 20 * 1.01, "unknown"), (gap / 20 * 0.99, "not_sampled")):

@@ -14,7 +14,7 @@ END = 3
 
 
 class Letters:
-    """A tokenizer of one token for each character; the end of a turn is one, too."""
+    """A tokenizer with one token for each character, and one for the end of a turn."""
 
     def convert_tokens_to_ids(self, token):
         return END
