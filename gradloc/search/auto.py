@@ -156,12 +156,14 @@ class _Search(Named):
     def _refined(self, shares: ShareMap) -> ShareMap:
         """Measure shares that do not add up again: at a shorter step, or as the mean of several draws."""
         for _ in range(_MAX_REFINEMENTS):
-            if shares.is_trusted or shares.unseen > _MOSTLY_SEEN or shares.is_short:
+            is_moved = math.isfinite(shares.closure)  # a direction of few weights may move none beyond their rounding
+            if shares.is_trusted or not is_moved or shares.unseen > _MOSTLY_SEEN or shares.is_short:
                 break
             refined = self._measure_of(sorted(shares.seen), refined=shares)
             if refined is None:
                 break
             is_stable = abs(refined.closure - shares.closure) <= 3 * math.hypot(shares.noise, refined.noise)
+            is_stable = is_stable or (shares.is_far and refined.is_far)
             if abs(1 - refined.closure) >= abs(1 - shares.closure):
                 break  # the next would be the same measurement
             shares = refined
@@ -205,6 +207,8 @@ class _Search(Named):
         is_whole = len(seen) == self.prober.step.num_micro_batches
         of = "all micro-batches" if is_whole else f"micro-batches {seen} alone"
         note = f"the shares of {of} add up to {shares.closure:.4f} (+- {shares.closure_error:.2g})"
+        if math.isnan(shares.closure):
+            note = f"the shares of {of} are not finite: rounding undid the move, or outputs overflowed"
         self.note("share", verdict, note, shares.square**0.5)
         return shares
 

@@ -384,7 +384,7 @@ class _Measurement:
         """See :class:`ShareMap`. A step x times as long has the error off x^2 + noise / x, ``off`` being closure's now:
         least at x^3 = noise / (2 off)."""
         off = max(abs(1 - closure) - self.carried_unseen, 0.0)
-        if off <= max(_BAND[self.dtype], _CERTAIN * noise):
+        if not off > max(_BAND[self.dtype], _CERTAIN * noise):
             return 1.0
         least, most = _SHRINKING
         most = next((part for bent, part in _BENT.items() if off > bent), most)

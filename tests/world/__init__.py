@@ -6,6 +6,7 @@ of a world are started once; each call names a function, every rank calls it, an
 back by rank. Needs torch alone: the tests and the benchmarks use it.
 """
 
+import faulthandler
 import gc
 import importlib
 import multiprocessing
@@ -76,8 +77,11 @@ class World:
                     raise TimeoutError(f"did not answer within {limit} s")
                 is_ok, answer = pipe.recv()
             except (EOFError, OSError) as error:
+                self._processes[rank].join(1.0)
+                ended = self._processes[rank].exitcode
                 self.close()
-                raise RankError(f"rank {rank} was lost in {function}: {error!r}") from error
+                errors.append(f"rank {rank} was lost in {function}: {error!r}, exit code {ended}")
+                raise RankError("\n".join(errors)) from error
             answers.append(answer)
             if not is_ok:
                 errors.append(f"rank {rank}:\n{answer}")
@@ -143,6 +147,7 @@ def _serve(rank: int, size: int, port: int, device: str, path: tuple[str, ...], 
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank)
     )
+    faulthandler.enable()  # a rank that a signal ends says where it stood
     import torch
 
     torch.set_num_threads(threads)
