@@ -16,7 +16,6 @@ SUFFIXES = {".sh", ".slurm"}
 _SETS = r"(?:model_engine|strategy|config-name|CONFIG_NAME)[= ]['\"]?\S*"
 _MEGATRON = rf"(?s)\A(?=.*{_SETS}megatron).*"
 REASONS = {
-    "fused kernels on Megatron (`use_fused_kernels`)": rf"{_MEGATRON}use_fused_kernels=true",
     "multi-token prediction on Megatron (`mtp.enable`)": rf"{_MEGATRON}mtp\.enable=true",
     "Megatron-FSDP (`use_megatron_fsdp`)": rf"{_MEGATRON}use_megatron_fsdp=true",
     "context parallelism on Megatron": rf"{_MEGATRON}actor\.megatron\.context_parallel_size=[^01]",

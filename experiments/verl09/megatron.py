@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets verl's Megatron engine train on a machine with no GPU: what Megatron-Core and mbridge ask of CUDA alone.
 
-Megatron's own local layers stand in for TransformerEngine's. Nothing of verl's is changed. Made for megatron-core
-0.16.1 and mbridge 0.15.1, whose private names it knows; `install()` comes before the engine is built.
+Megatron's own local layers stand in for TransformerEngine's, torch for the fused kernel in Triton. Nothing else of
+verl's is changed. Made for megatron-core 0.16.1 and mbridge 0.15.1, whose private names it knows; `install()` comes
+before the engine is built.
 """
 
 import copy
@@ -45,6 +46,7 @@ def install() -> None:
     _gather_uneven_parts()
     _attend_without_kernels()
     _allow_norms_with_sequence_parallelism()
+    _read_out_without_triton()
 
 
 def engine_in(dtype: str) -> Any:
@@ -228,3 +230,19 @@ def _allow_norms_with_sequence_parallelism() -> None:
         return norm
 
     WrappedTorchNorm.__new__ = staticmethod(new)
+
+
+def _read_out_without_triton() -> None:
+    """verl's fused kernel for log-probs and entropies. As there, the layers before sum the gradient over processes."""
+    from verl.models.mcore import model_forward_fused
+    from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
+
+    def linear_cross_entropy(
+        hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperature: float, *_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = (hidden.reshape(-1, hidden.shape[-1]) @ weight.T).float() / temperature
+        entropy = vocab_parallel_entropy(logits)
+        log_probs = vocab_parallel_log_probs_from_logits(logits.clone(), labels.reshape(-1))  # which spoils its logits
+        return log_probs.view(labels.shape), entropy.view(labels.shape)
+
+    model_forward_fused.linear_cross_entropy = linear_cross_entropy

@@ -75,7 +75,6 @@ _MEGATRON_NEEDS = (
             f"{ACTOR}.optim.use_precision_aware_optimizer": False,
             "actor_rollout_ref.model.lora.rank": 0,
             "actor_rollout_ref.model.lora_rank": 0,
-            "actor_rollout_ref.model.use_fused_kernels": False,
             "actor_rollout_ref.model.mtp.enable": False,
         }.items()
     ),

@@ -13,7 +13,7 @@ import torch
 from ...touched import replaced
 
 _VOCABULARY_PART = 8192  # rows of the head's weight in float32 at a time: 128 MiB of a hidden size of 4,096
-_ROWS_PART = 512  # positions whose logits are held at a time, where a fused kernel never holds them all
+ROWS_PART = 512  # positions whose logits are held at a time, where a fused kernel never holds them all
 
 
 def logit_bytes(is_scaled: bool = False, has_entropy: bool = False) -> float:
@@ -111,7 +111,7 @@ def fused_log_probs(
     """
     log_probs, entropies = [], []
     for rows, chosen in zip(
-        hidden.reshape(-1, hidden.shape[-1]).split(_ROWS_PART), labels.reshape(-1, 1).split(_ROWS_PART), strict=True
+        hidden.reshape(-1, hidden.shape[-1]).split(ROWS_PART), labels.reshape(-1, 1).split(ROWS_PART), strict=True
     ):
         logits = (precise_linear(rows, weight, None) / temperature).log_softmax(-1)
         log_probs.append(logits.gather(-1, chosen.long()).squeeze(-1))

@@ -19,16 +19,18 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+from verl.models.mcore import model_forward_fused
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.megatron.pipeline_parallel import make_batch_generator
+from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
 
 from ....core.ranks import LostRank
 from ....core.step import RngState, Scheduled
 from ....touched import replaced
-from ...verl_common.precise import logit_bytes, precise_linear
+from ...verl_common.precise import ROWS_PART, logit_bytes, precise_linear
 from ..packed import only
-from ..step import FIELDS, EngineStep
+from ..step import FIELDS, EngineStep, is_fused
 from .space import chunks_of
 
 _NUMBER = "gradloc_micro_batch"
@@ -116,6 +118,8 @@ class MegatronStep(EngineStep, Scheduled):
         return super().coefficients(micro_batch)
 
     def forward_bytes(self) -> int:
+        if is_fused(self.micro_batches[0]):
+            return 0
         ids = [micro_batch["input_ids"] for micro_batch in self.micro_batches]
         vocabulary = self.engine.model_config.hf_config.get_text_config().vocab_size
         each = logit_bytes(True, True)
@@ -237,7 +241,7 @@ def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
 
 @contextmanager
 def _precise_readout(engine: Any) -> Iterator[None]:
-    """The logits in float32 from the last hidden state, see :func:`~...verl_common.precise.precise_readout`."""
+    """Log-probs in float32 from the last hidden state, see :func:`~...verl_common.precise.precise_readout`."""
     head = getattr(chunks_of(engine.module)[-1], "output_layer", None)
     if head is None or engine.param_dtype == torch.float32:
         yield
@@ -248,5 +252,19 @@ def _precise_readout(engine: Any) -> Iterator[None]:
             hidden = gather_from_sequence_parallel_region(hidden)
         return precise_linear(hidden, head.weight if weight is None else weight, head.bias), None
 
-    with replaced(head, forward=read_out):
+    with replaced(head, forward=read_out), replaced(model_forward_fused, linear_cross_entropy=_fused_log_probs):
         yield
+
+
+def _fused_log_probs(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperature: float, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of verl's fused kernel, whose weight is this process' part of the vocabulary: log-probs and entropies,
+    float32 in the labels' shape, with the logits of a few positions at a time."""
+    log_probs, entropies = [], []
+    rows = hidden.reshape(-1, hidden.shape[-1]).split(ROWS_PART)
+    for part, chosen in zip(rows, labels.reshape(-1).split(ROWS_PART), strict=True):
+        logits = precise_linear(part, weight, None) / temperature
+        entropies.append(vocab_parallel_entropy(logits))
+        log_probs.append(vocab_parallel_log_probs_from_logits(logits, chosen))
+    return torch.cat(log_probs).view(labels.shape), torch.cat(entropies).view(labels.shape)

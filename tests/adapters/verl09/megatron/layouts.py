@@ -13,6 +13,11 @@ INTERLEAVED = f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"
 EP, ETP_1 = f"{MEGATRON}.expert_model_parallel_size=2", f"{MEGATRON}.expert_tensor_parallel_size=1"
 NORMALIZED = f"++{MEGATRON}.override_transformer_config.moe_router_pre_softmax=false"  # as transformers' Mixtral
 SHARDED = f"{MEGATRON}.use_distributed_optimizer=true"
+FUSED = f"{PACKED} actor_rollout_ref.model.use_fused_kernels=true".split()
+RECOMPUTED = [
+    f"++{MEGATRON}.override_transformer_config.{setting}"
+    for setting in ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
+]
 
 
 class Layout(NamedTuple):
@@ -57,6 +62,13 @@ LAYOUTS = {
     "experts, TP 2 within, EP 2": Layout(4, [TP, EP, PACKED], experts="qwen3_moe"),
     "experts, PP 2 x EP 2": Layout(4, [PP, EP, PACKED], experts="qwen3_moe"),
     "Mixtral, EP 2": Layout(2, [EP, NORMALIZED, PACKED], experts="mixtral"),
+    "fused kernel, TP 2": Layout(2, [TP, *FUSED]),
+    "fused kernel, TP 2, sharded optimizer, bfloat16": Layout(2, [TP, SHARDED, *FUSED], "bfloat16"),
+    "fused kernel, PP 2, tied embeddings": Layout(2, [PP, *FUSED], is_tied=True),
+    "fused kernel, experts, EP 2": Layout(2, [EP, *FUSED], experts="qwen3_moe"),
+    "recomputed, TP 2": Layout(2, [TP, PACKED, *RECOMPUTED]),
+    "recomputed, PP 2, bfloat16": Layout(2, [PP, PACKED, *RECOMPUTED], "bfloat16"),
+    "recomputed, experts, EP 2": Layout(2, [EP, PACKED, *RECOMPUTED], experts="qwen3_moe"),
 }
 """The first are part of the default tests; sequence parallelism goes with TP unless it says otherwise."""
 

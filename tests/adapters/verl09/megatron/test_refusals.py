@@ -18,7 +18,6 @@ REFUSED = {
     f"{ACTOR}.optim.use_precision_aware_optimizer=true": "use_precision_aware_optimizer must be false",
     f"{ACTOR}.optim.optimizer=muon": "optim.optimizer must be adam",
     f"{MODEL}.lora.rank=8": "lora.rank must be 0",
-    f"{MODEL}.use_fused_kernels=true": "use_fused_kernels must be false",
     f"{MODEL}.mtp.enable=true": "mtp.enable must be false",
     f"{ACTOR}.gradloc.evidence.checkpoint=before_step": "evidence.checkpoint must be off .* FSDP's format alone",
     f"{ACTOR}.gradloc.critic=observe algorithm.adv_estimator=gae": "critic.strategy must be fsdp or fsdp2",

@@ -12,6 +12,7 @@ from .layouts import DEFAULT, LAYOUTS, MEGATRON, in_layouts
 ACTOR = "actor_rollout_ref.actor"
 ON = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=640"]
 TWO = test_localization.PLACES["two culprits on two ranks, two micro-batches"]
+KERNELS = ("fused kernel, TP 2", "fused kernel, experts, EP 2", "recomputed, TP 2", "recomputed, experts, EP 2")
 PAIRS = ("PP 2, interleaved", "TP 2 without sequence parallelism", "TP 2, padded", "experts, TP 2 x EP 2")
 TERMS = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.entropy_coeff=0.05"]
 LOSSES = [
@@ -58,11 +59,11 @@ test_a_gradient_that_is_not_finite_is_traced_and_masked = same(
     test_trigger.test_a_norm_that_is_not_finite_in_the_warm_up_is_looked_into_certified_and_masked, "PP 2", kind="nan"
 )
 test_the_shares_of_all_tokens_add_up_however_they_are_grouped = same(
-    shares, *DEFAULT, *PAIRS, default=("TP 2", "PP 2"), layout=TERMS
+    shares, *DEFAULT, *PAIRS, *KERNELS, default=("TP 2", "PP 2", "fused kernel, TP 2"), layout=TERMS
 )
 test_the_shares_add_up_where_routers_have_biases = same(shares, "experts, EP 2", layout=BIAS)
 test_a_masked_step_is_training_without_the_culprits_bit_for_bit = same(
-    masked_step, *DEFAULT, *PAIRS, strategy=[], dropout=0.0
+    masked_step, *DEFAULT, *PAIRS, *KERNELS, strategy=[], dropout=0.0
 )
 test_a_step_with_routers_losses_is_masked_bit_for_bit_too = same(
     masked_step, "experts, EP 2", "experts, PP 2 x EP 2", strategy=[loss.format(0.01) for loss in LOSSES], dropout=0.0
