@@ -60,11 +60,14 @@ def parser() -> argparse.ArgumentParser:
 def main(argv=None) -> int:
     """Runs the command line; returns the exit code."""
     args = parser().parse_intermixed_args(argv)
-    if args.list:
-        print(catalog.describe())
-        return 0
     try:
+        if args.list:
+            print(catalog.describe(), flush=True)
+            return 0
         return run(args, os.environ, Path.cwd())
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ExperimentError as error:
         print(f"run_experiment.sh: {error}", file=sys.stderr)
         return error.exit_code

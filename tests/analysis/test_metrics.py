@@ -72,6 +72,14 @@ def test_losses_of_buckets_are_their_own_means_and_weigh_together_to_the_batch_l
     assert 0.25 * first["total"] + 0.75 * second["total"] == pytest.approx(whole["total"])
 
 
+def test_a_bucket_without_response_tokens_carries_nothing():
+    weights, losses = [[0.0, 0.25], [1.0, 0.75]], [[0.0, 0.25], [2.0, 0.75]]
+    norms = [{"task": 0.0, "kl": 0.0}, *RAW["norms"][1:]]
+    numbers = {**RAW, "weights": weights, "losses": losses, "norms": norms}
+    first, _, _ = metrics.bucket_records(numbers, BUCKETS, GROUPS, TOKENS)
+    assert first.norm["task"].own == first.loss["policy"] == 0.0
+
+
 def test_cosines_are_left_out_where_a_gradient_is_zero():
     first, second, whole = (bucket.cosine["task_kl"] for bucket in record().buckets)
     assert first is None

@@ -37,8 +37,9 @@ def _bucket(
     norms, dots = numbers["norms"][index], numbers["dots"][index]
     weight = dict(zip(terms, [1.0] * len(terms) if is_all else numbers["weights"][index], strict=True))
     losses = np.sum(numbers["losses"], axis=0).tolist() if is_all else numbers["losses"][index]
+    scale = {term: 1 / weight[term] if weight[term] else 0.0 for term in terms}  # 0: no row has a response token
     loss = {
-        "policy" if term == "task" else term: value / weight[term] for term, value in zip(terms, losses, strict=True)
+        "policy" if term == "task" else term: value * scale[term] for term, value in zip(terms, losses, strict=True)
     }
     return Bucket(
         name=name,
@@ -50,7 +51,7 @@ def _bucket(
         weight=weight,
         norm={
             term: Norms(
-                own=norms[term] / weight[term],
+                own=norms[term] * scale[term],
                 part=norms[term],
                 per_row=norms[term] / num_rows,
                 per_token=norms[term] / num_tokens if num_tokens else None,
