@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "benchmarks" / "results" / "mutants.json"
+BY_HAND = json.loads((ROOT / "tests" / "data" / "mutants.json").read_text())
 
 sys.path.append(str(ROOT / "scripts" / "mutants"))
 from changes import mutants_of  # noqa: E402
@@ -60,3 +61,8 @@ def test_the_record_adds_up_and_those_that_once_lived_are_dead():
         record["counted"],
     ]
     assert len(record["by_hand"]) == 15 and all(mutant["killed_by"] for mutant in record["by_hand"])
+
+
+@pytest.mark.parametrize("entry", BY_HAND, ids=[entry["was"] for entry in BY_HAND])
+def test_what_a_mutant_by_hand_changes_stands_in_its_file_once(entry):
+    assert (ROOT / entry["file"]).read_text().count(entry["before"]) == 1
