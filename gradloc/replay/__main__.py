@@ -233,7 +233,7 @@ def _figure(value: Any, unknown: str = "none") -> str:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m verl.gradloc.replay",
+        prog=f"python -m {__package__}",
         description="Replay a gradient spike from its bundle and compare the culprits with the event's.",
         epilog="Exit code 0: the same culprits (or none to compare with); 1: different ones; 2: cannot be replayed.",
     )

@@ -30,7 +30,8 @@ class NotifyConfig:
     """Who is told of an event, beside the console and the run's trackers."""
 
     artifact: bool = setting(True, SWITCH)
-    """Whether W&B also gets the event's folder; never with ``evidence.text=off``, since token ids can be decoded."""
+    """Whether W&B also gets the event's folder and MLflow its record; never with ``evidence.text=off``, since token ids
+    can be decoded."""
     tracker_alerts: bool = setting(False, SWITCH)
     """Whether W&B and trackio alert (``wandb.alert``, ``trackio.alert``)."""
     command: str | None = setting(None, or_null(_COMMAND))

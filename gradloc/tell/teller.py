@@ -35,7 +35,7 @@ class Teller:
     Args:
         settings: ``gradloc.notify``.
         root: the folder of the events, absolute.
-        keeps_text: whether the events hold text; without, no folder leaves the machine.
+        keeps_text: whether the events hold text; without, no folder and no record leaves the machine.
     """
 
     def __init__(self, settings: NotifyConfig, root: Path, keeps_text: bool = True):
@@ -81,7 +81,7 @@ class Teller:
 
     def _tell_tracker(self, name: str, client: Any, written: Written, step: int) -> None:
         events = [event for event, _ in written]
-        later = later_of(name)
+        later = later_of(name, self._uploads)
         if later is not None:
             self._slow_trackers.submit(f"telling {name}", partial(later, events))
         if name in ("wandb", "vemlp_wandb") and self._uploads:

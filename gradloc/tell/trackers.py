@@ -81,23 +81,28 @@ FORMS: dict[str, Callable[[Any, list[Event], int], None]] = {
 # ---- what may take long, and is told from another thread
 
 
-def later_of(name: str) -> Callable[[list[Event]], None] | None:
+def later_of(name: str, uploads: bool) -> Callable[[list[Event]], None] | None:
     """What a tracker is told from another thread; called while the run's own thread is the present one.
 
     MLflow sends each artifact in a request of its own, and its fluent functions know only the run of their thread.
+
+    Args:
+        name: the tracker's.
+        uploads: whether the record, which has the text around culprits, goes with the verdict.
     """
     if name != "mlflow":
         return None
     import mlflow
 
     run = mlflow.active_run()
-    return None if run is None else lambda events: _mlflow(mlflow.MlflowClient(), run.info.run_id, events)
+    return None if run is None else lambda events: _mlflow(mlflow.MlflowClient(), run.info.run_id, events, uploads)
 
 
-def _mlflow(client: Any, run_id: str, events: list[Event]) -> None:
+def _mlflow(client: Any, run_id: str, events: list[Event], uploads: bool) -> None:
     for event in events:
         client.log_text(run_id, _verdict(event), f"gradloc/{event.event_id}/verdict.txt")
-        client.log_dict(run_id, plain(event), f"gradloc/{event.event_id}/event.json")
+        if uploads:
+            client.log_dict(run_id, plain(event), f"gradloc/{event.event_id}/event.json")
     columns = dict(zip(COLUMNS, map(list, zip(*table_rows(events), strict=True)), strict=False))
     if columns:
         client.log_table(run_id, columns, "gradloc/culprits.json")

@@ -16,7 +16,7 @@ from .evidence import Evidence
 from .meanings import group
 from .text import one_line
 
-_NAN_ON_PADDING = ("clip_cov", "kl_cov", "geo_mean")
+_NAN_ON_PADDING = ("clip_cov", "kl_cov")
 """verl's policy losses whose gradient is NaN where a log-ratio outside of the mask overflows."""
 
 
@@ -158,8 +158,8 @@ RULES = (
         "The value loss falls again, and the critic has no further spike.",
     ),
     Rule(
-        "The search ended undecided",
-        lambda at: at.is_judged("undecided"),
+        "Undecided, since the search ran out",
+        lambda at: at.is_judged("undecided") and at.event.search.status == "budget_exhausted",
         ("more_steps",),
         "The norm without {it} is not known well enough to blame {it}: {reason}.",
         "The next event is explained. This one alone needs nothing.",

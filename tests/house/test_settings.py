@@ -105,6 +105,7 @@ def test_a_preset_differs_by_what_it_does():
     }
     safe = yaml.safe_load((SEAMS / "gradloc" / "safe.yaml").read_text(encoding="utf-8"))
     assert {key: value for key, value in presets.pop("safe").items() if key != "defaults"} == safe
+    assert presets.pop("off") == {"defaults": ["/gradloc_defaults"]}
     modes = {name: preset["actor_rollout_ref"]["actor"]["gradloc"] for name, preset in presets.items()}
     assert modes == {
         name: {"enable": True, "action": {"mode": mode}}

@@ -18,6 +18,7 @@ from gradloc.record import Event
 from gradloc.record.reading import read
 from gradloc.record.store import EventStore
 from gradloc.tell import teller as teller_module
+from gradloc.tell import trackers
 from gradloc.tell.background import Background
 from gradloc.tell.config import NotifyConfig
 from gradloc.tell.lines import COLUMNS, announcement, opening_command, table_rows
@@ -324,3 +325,13 @@ def test_finish_waits_no_longer_than_it_may():
     background.finish()
     assert time.monotonic() - started < 5
     gate.set()
+
+
+@pytest.mark.parametrize("uploads", [True, False])
+def test_mlflow_gets_the_record_only_where_it_may_leave_the_machine(uploads):
+    sent: list[str] = []
+    client = SimpleNamespace(
+        **dict.fromkeys(("log_text", "log_dict", "log_table"), lambda run, what, name: sent.append(Path(name).name))
+    )
+    trackers._mlflow(client, "run", [event()], uploads)
+    assert sent == ["verdict.txt", *["event.json"] * uploads, "culprits.json"]

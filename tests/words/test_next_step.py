@@ -64,7 +64,7 @@ SEEN = {
         first_not_finite={"module": "model.norm", "way": "backward", "before": {"lm_head": 3e38}},
     ),
     "The critic's value is far from the return": event(label="value_outlier", model="critic"),
-    "The search ended undecided": certified("undecided"),
+    "Undecided, since the search ran out": certified("undecided", status="budget_exhausted"),
     "More culprits than may be named": certified("not_explained", num_more=3),
     "The rest still spikes": certified("not_explained"),
     "The policy never sampled the token": event({"rollout_log_prob": 0.0, "log_prob": -12.0}, "not_sampled"),
@@ -117,6 +117,14 @@ def test_every_rule_is_seen_here_or_needs_the_run_s_config():
     step = next_step(SEEN["NaN on padding"], {"policy_loss": {"loss_mode": "clip_cov"}})
     assert (
         step.lines == {"": "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"} and "clip_cov gives NaN" in step.why
+    )
+
+
+def test_undecided_after_a_whole_search_the_cause_says_what_to_do():
+    assert (
+        next_step(certified("undecided"))
+        == next_step(certified("explained"))
+        != next_step(SEEN["Undecided, since the search ran out"])
     )
 
 
