@@ -158,9 +158,12 @@ def step_class() -> type:
 
 
 def make_trainer(overrides: list[str], dump_dir: str, *args: Any, **given: Any) -> Any:
-    """See :func:`as_actor.make_trainer`."""
+    """See :func:`as_actor.make_trainer`; two chunks on each of two stages take a model of four layers."""
+    of_layout = _layout["overrides"]
+    if any("virtual_pipeline" in override for override in of_layout):
+        harness.save_model(f"{dump_dir}-model")
     with harness.parallel(_layout.get("dtype", "float32")):
-        return as_actor.make_trainer([*overrides, *_layout["overrides"]], dump_dir, *args, kind=Trainer, **given)
+        return as_actor.make_trainer([*overrides, *of_layout], dump_dir, *args, kind=Trainer, **given)
 
 
 @contextlib.contextmanager
