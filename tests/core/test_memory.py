@@ -3,6 +3,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -243,3 +244,17 @@ def test_norms_in_parts_are_those_of_the_whole(monkeypatch):
     for size in (1e30, 1e-30):  # the square is no float32
         module.weight.grad.fill_(size)
         assert float(GradientSpace(module).squares()[0]) == pytest.approx(33 * 17 * size**2, rel=1e-5, abs=0)
+
+
+def test_the_peak_of_a_device_is_asked_of_its_own_module_and_of_none_on_a_cpu(monkeypatch):
+    asked = []
+    module = SimpleNamespace(
+        max_memory_allocated=lambda device: 7,
+        memory_allocated=lambda device: 5,
+        reset_peak_memory_stats=lambda device: asked.append(device),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    for device, most in ((torch.device("cuda", 1), (7, 5)), (torch.device("cpu"), (0, 0))):
+        assert memory.peak_of(device) == most
+        memory.reset_peak(device)
+    assert asked == [torch.device("cuda", 1)]

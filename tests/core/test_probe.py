@@ -2,6 +2,7 @@
 """Sets of tokens are cut without loss, and a probe's gradient is their exact part of training's, at its known cost."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,3 +148,12 @@ def test_a_pass_that_fails_leaves_a_module_that_can_be_trained_or_ends_the_run(i
     with pytest.raises(error):
         prober.compute_without([])
     assert abandoned == [] if is_stuck else [True]
+
+
+def test_before_each_forward_alone_all_ranks_make_sure_that_it_has_room():
+    prober, _, _ = probed(loss=Loss())
+    asked = []
+    prober.space.room = SimpleNamespace(make_sure=lambda: asked.append(True))
+    prober.forward(0)
+    prober.entropies(2)
+    assert len(asked) == 2

@@ -78,6 +78,10 @@ WRONG = [
 ]  # fmt: skip
 
 
+def test_the_shortest_history_is_eight_values():
+    assert HealthConfig(window=8, warmup=8).window == 8
+
+
 @pytest.mark.parametrize(("given", "sentence"), WRONG, ids=lambda value: str(value)[:40])
 def test_a_wrong_value_is_refused_in_one_sentence(given, sentence):
     with pytest.raises(ValueError) as caught:

@@ -242,7 +242,10 @@ def test_a_gradient_is_doubted_where_two_step_sizes_agree_how_far_it_is_off(clos
         return SimpleNamespace(closure=closures[1])
 
     monkeypatch.setattr(triage, "measure_shares", measured)
+    norms = iter([made.spike.grad_norm, 0.05 * made.spike.grad_norm])  # again, and by how much it differs
+    monkeypatch.setattr(made.prober.space, "norm", lambda *_: next(norms, 0.0))
     found = triage.doubt_backward(made, replace(shares, closure=closures[0]))
+    assert found is None or found[0].label == "not_tokens", "it came back"
     assert (found is not None) is is_doubted and half == [shares.step / 2]
     assert triage.doubt_backward(made, replace(shares, unseen=0.1)) is None, "what was not read may be off"
 

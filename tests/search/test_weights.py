@@ -9,6 +9,7 @@ import torch
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import LostRank, Ranks
+from gradloc.search import weights as weights_module
 from gradloc.search.weights import MovedWeights, forward_on_routes, has_experts, hold_routes
 
 
@@ -140,3 +141,13 @@ def test_what_has_no_direction_goes_back_and_what_is_another_s_counts_nothing():
         assert torch.equal(made.bias, before[1]) and torch.allclose(made.weight, before[0] + 0.5)
         space.counts = [False, True]
         assert float(weights.move([ones, None], 0.5)) == 0.0
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_saved_weights_lie_on_the_host_where_the_space_keeps_them_there(on_host, monkeypatch):
+    moved, of_gradloc = [], weights_module.host_copy
+    monkeypatch.setattr(weights_module, "host_copy", lambda tensor: moved.append(1) or of_gradloc(tensor))
+    space = GradientSpace(module(torch.float32))
+    space.keeps_on_host = on_host
+    with MovedWeights(space, torch.float32):
+        assert len(moved) == on_host * len(space.params)

@@ -367,6 +367,7 @@ FAR_OFF = [(now, written - 0.7) for now, written in NEAR]
         ({}, FAR_OFF, "unknown"),  # an engine that is off everywhere
         ({"rollout_log_prob": -7.2}, NEAR, "unknown"),  # nor what engines differ by at one token
         ({"log_prob": -5.0}, NEAR, "unknown"),  # the policy has moved
+        ({"log_prob": 0.0, "old_log_prob_stored": -math.log(3), "rollout_log_prob": -25.0}, NEAR, "not_sampled"),
         ({"log_prob": -1.0, "rollout_log_prob": 0.0}, NEAR, "not_sampled"),  # but none writes exactly 0
         ({"old_log_prob_stored": -0.01, "rollout_log_prob": 0.0}, NEAR, "unknown"),  # where the token was not certain
         ({"rollout_log_prob": -19.0}, NEAR, "unknown"),  # unlikely, and sampled
