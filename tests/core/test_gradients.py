@@ -169,6 +169,7 @@ def test_a_plain_models_weights_and_gradients_are_counted_added_and_put_back():
     assert module.weight.grad is None and space.norm(kept) == pytest.approx(24**0.5)
     space.put(kept)
     assert module.weight.grad is kept[0] and module.bias.grad is None and not space.is_offloaded
+    assert space.are_summed
 
 
 def test_copies_of_a_shard_draw_the_same_numbers_and_other_seeds_others():

@@ -17,6 +17,7 @@ def test_a_process_alone_is_every_rank():
     assert ranks.all(True) and not ranks.all(False)
     assert ranks.gather("a") == ranks.gather_first("a") == ["a"] and ranks.sent_by(0, "a") == "a"
     assert ranks.agree(lambda: "found") == "found"
+    assert ranks._counted is None, "every collective counts"
 
 
 def test_whose_own_part_failed_is_told_with_why():

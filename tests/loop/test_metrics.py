@@ -5,8 +5,11 @@ import math
 
 import pytest
 
-from gradloc.loop.metrics import is_ours, joined
+from gradloc.loop.metrics import _of_events, is_ours, joined
+from gradloc.record import Event
+from gradloc.record.reading import read
 from gradloc.reweighting.stages import merged
+from tests.report.builder import make_event
 
 
 @pytest.mark.parametrize("whose", ["gradloc/", "gradloc/critic_"])
@@ -32,3 +35,10 @@ def test_the_stages_of_lopti_are_joined_so_too():
     assert (both["gradloc/unwritten"], both["gradloc/threshold"]) == ([5], [9.0])
     assert both["gradloc/norm_over_threshold"] == [2.0] and both["actor/pg_loss"] == [1.5]
     assert not is_ours("actor/pg_loss")
+
+
+def test_an_event_whose_consequence_is_not_known_gives_the_rest_of_its_metrics():
+    made = make_event()
+    known = read(Event, made | {"consequence": {"grad_clip": 1.0, "clip_scale": 0.25}})
+    found = _of_events([read(Event, made | {"consequence": None}), known])
+    assert found["gradloc/events"] == 2 and found["gradloc/clip_scale"] == 0.25

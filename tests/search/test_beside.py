@@ -139,6 +139,7 @@ def test_a_loss_that_passes_through_no_token_is_measured_by_itself():
     assert source.label == "not_tokens" and found.tokens == []
     assert source.names[0].startswith("blocks.") and source.numbers["others_norm"] > THRESHOLD
     assert 0.1 < source.numbers["tokens_norm"] < THRESHOLD
+    assert found.certificate.reason == source.reason, "and no token is looked for in the rest"
 
 
 def test_a_culprit_beside_such_a_loss_is_named_and_both_parts_are_told():
@@ -248,6 +249,35 @@ def test_a_gradient_is_doubted_where_two_step_sizes_agree_how_far_it_is_off(clos
     assert found is None or found[0].label == "not_tokens", "it came back"
     assert (found is not None) is is_doubted and half == [shares.step / 2]
     assert triage.doubt_backward(made, replace(shares, unseen=0.1)) is None, "what was not read may be off"
+
+
+class Pair(Ranks):
+    """Two processes, one after the other: the second one's maximum is over both."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_processes, self.sent = 2, []
+
+    def agree(self, local):
+        return local()
+
+    def max(self, values):
+        self.sent.append(values)
+        return [max(pair) for pair in zip(*self.sent, strict=True)]
+
+
+@pytest.mark.parametrize("off_by", [0.0, 1e-3])
+def test_a_parameter_that_two_replicas_hold_differently_is_named(off_by):
+    ranks, found = Pair(), []
+    for shift in (0.0, off_by):
+        model = torch.nn.Linear(3, 2)
+        with torch.no_grad():
+            model.weight.fill_(0.5), model.bias.fill_(-0.25 + shift)
+        space = GradientSpace(model)
+        assert triage.parted_replicas(space, ranks) == (), "one process has no replica"
+        space.num_replicas = 2
+        found.append(triage.parted_replicas(space, ranks))
+    assert found == [(), ("bias",) if off_by else ()]
 
 
 # ---- where a gradient stops being finite

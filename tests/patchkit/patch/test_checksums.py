@@ -36,12 +36,18 @@ def line(digest: str, name: str = NAME) -> str:
     return f"{digest}  {name}\n"
 
 
+def others(size: int) -> str:
+    """Lines of other files, of about so many bytes."""
+    return "".join(line("0" * 64, f"{number:032}.patch") for number in range(size // len(line("0" * 64, "0" * 38))))
+
+
 LISTS = {
     "sums-empty": (lambda d: "", "is empty"),
     "sums-blank": (lambda d: "\n\n", "is empty"),
     "sums-garbage-line": (lambda d: line(d) + "garbage\n", "line 2"),
     "sums-short-digest": (lambda d: line(d[:63]), "line 1"),
     "sums-bare-digest": (lambda d: d + "\n", "line 1"),
+    "sums-longer-than-any": (lambda d: line(d) + others(2**16), "at most 65536 bytes"),
     "sums-duplicate": (lambda d: line(d) + line("0" * 64), f"names {NAME} twice"),
     "sums-traversal": (lambda d: line(d, "../x") + line(d), "outside its folder"),
     "sums-absolute": (lambda d: line(d, "/x") + line(d), "outside its folder"),
