@@ -135,7 +135,7 @@ def test_the_culprits_own_gradient_is_let_go_before_everything_is_run_again():
     prober = prober_of(norm=lambda: 1.0)
     prober.compute_without = lambda culprits: held.append(len(alone))
     found = certify(prober, [], 1.0, 10.0, 4.0, [Token(0, 0, 0)], alone, can_afford=lambda num: False)
-    assert held == [0] and (found.method, found.verdict) == ("recompute", "explained")
+    assert held == [0] and alone == [] and (found.method, found.verdict) == ("recompute", "explained")
 
 
 @pytest.mark.parametrize(

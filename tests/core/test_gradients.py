@@ -156,7 +156,8 @@ def test_a_plain_models_weights_and_gradients_are_counted_added_and_put_back():
     module = torch.nn.Linear(3, 2)
     space = GradientSpace(module)
     square, count = space.weight_square_and_count()
-    assert count == 8 and square == pytest.approx(sum(float(p.detach().square().sum()) for p in module.parameters()))
+    wanted = sum(float(param.detach().double().square().sum()) for param in module.parameters())
+    assert count == 8 and square == pytest.approx(wanted, rel=1e-14)
     ones = [torch.ones(2, 3), None]
     space.add(ones, alpha=2.0)
     assert torch.equal(module.weight.grad, 2 * ones[0]) and module.bias.grad is None

@@ -97,6 +97,7 @@ def test_observing_finds_the_token_and_leaves_gradient_and_random_state_bit_for_
     (culprit,) = found.culprits
     assert (culprit.row, culprit.positions) == (3, (2,))
     assert math.hypot(*found.layers.values()) == pytest.approx(norm, rel=1e-5), "before clipping"
+    assert "micro-batches [0] alone" in found.search.path[0].note, "the running norm tells where to look"
 
 
 def test_masking_takes_the_step_that_training_without_the_token_s_gradient_takes():

@@ -80,3 +80,8 @@ def test_a_bundle_keeps_inputs_as_they_are_up_to_a_limit():
     given[1]["sizes"] = [1]
     assert kept_inputs(batch, [1])[1] == "sizes among the multi-modal inputs is a list, and only tensors are kept"
     assert kept_inputs(BatchView({}, {}), [0]) == ({}, None)
+
+
+def test_a_picture_of_next_to_no_contrast_is_still_drawn_from_black_to_white():
+    drawn = pictures._drawn(torch.tensor([0.0, 1e-6]).expand(3, 1, 2))
+    assert drawn.tolist() == [[[0, 0, 0], [255, 255, 255]]]

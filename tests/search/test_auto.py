@@ -296,9 +296,11 @@ def test_of_bisection_s_tokens_those_with_a_culprit_s_norm_are_new_culprits(monk
     search, made = two_planted()
     named, loud, quiet = (culprit_of(norm, Token(0, 0, index)) for index, norm in enumerate((9.0, 5.0, 4.9)))
     search.result.culprits = [named]
-    monkeypatch.setattr(auto, "bisect", lambda task: SearchResult([named, loud, quiet], stop_reason="its end"))
+    path = [PathEntry("halves")]
+    monkeypatch.setattr(auto, "bisect", lambda task: SearchResult([named, loud, quiet], path, stop_reason="its end"))
     found = search._fall_back("for this", is_allowed=True)
     assert found.culprits == [named, loud] and found.stop_reason == "for this; bisection: its end"
+    assert [entry.phase for entry in found.path[-2:]] == ["bisect", "halves"]
     assert search._fall_back("for that", is_allowed=False).stop_reason == "for that"
 
 

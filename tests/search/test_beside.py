@@ -70,6 +70,7 @@ def test_a_padded_position_is_blamed_where_it_alone_is_not_finite():
     assert found.result.source.label == "non_finite_padding" and found.tokens == []
     assert found.result.source.places == ((row, position),)
     assert found.certificate.verdict == "explained" and found.certificate.norm_after < THRESHOLD
+    assert found.certificate.error_bound == pytest.approx(2**-24 * 4**2 * found.certificate.norm_after)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -278,6 +279,12 @@ def test_a_parameter_that_two_replicas_hold_differently_is_named(off_by):
         space.num_replicas = 2
         found.append(triage.parted_replicas(space, ranks))
     assert found == [(), ("bias",) if off_by else ()]
+
+
+def test_the_parameters_with_a_twentieth_of_a_square_are_suspect_the_most_unusual_first():
+    squares = {"a": 5.0, "b": 94.0, "c": 1.0}
+    assert triage.suspects(squares) == ("b", "a")
+    assert triage.suspects(squares, {"a": 1.0, "b": 94.0, "c": 1.0}) == ("a", "b")
 
 
 # ---- where a gradient stops being finite

@@ -401,7 +401,7 @@ def test_a_critics_culprit_is_explained_by_its_error_or_by_the_values_own_gradie
         given = dict(value=0.1, value_target=0.4, grad_norm=1.0, coefficients=Coefficients(log_prob=1.0))
         return classify(Culprit(**{**given, **changed}), typical)
 
-    assert cause().label == "unknown"
+    assert cause().label == cause(value=None).label == cause(value_target=None).label == "unknown"
     far = cause(value_target=100.1)
     assert far.label == "value_outlier" and far.numbers["error_over_typical"] == pytest.approx(200)
     assert cause(grad_norm=50.0).label == "large_jacobian"

@@ -120,6 +120,10 @@ def test_every_rule_is_seen_here_or_needs_the_run_s_config():
     )
 
 
+def test_a_probability_is_said_as_it_was():
+    assert "Its probability is 0.00012, " in next_step(SEEN["Low probability and a negative advantage"]).why
+
+
 def test_undecided_after_a_whole_search_the_cause_says_what_to_do():
     assert (
         next_step(certified("undecided"))

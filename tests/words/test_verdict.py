@@ -34,6 +34,7 @@ def test_several_culprits_are_counted_and_the_largest_named():
 def test_a_step_without_a_culprit_says_why_the_search_stopped():
     said = said_of(make_event(culprits=[]))
     assert said.startswith("Nothing was found that made the spike at step 5. The search stopped because every part")
+    assert "The norm was 748, 14.3 times the threshold of 52.3." in said
 
 
 @pytest.mark.parametrize("norm", ["NaN", "Infinity", "-Infinity"])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users met and could not get out of: one test for each, as it happened."""
 
+import fcntl
 import json
 import os
 import re
@@ -296,3 +297,21 @@ def test_long_lists_of_files_are_cut_short(capsys, tmp_path):
         assert "... and 70 more" in said.out + said.err
     document = world.run(capsys, patches, root, "--json").document
     assert len(document["files"]) == MAX_LISTED
+
+
+def test_a_run_leaves_no_file_open(apply, clone):
+    open_files = Path("/proc/self/fd")
+    before = len(list(open_files.iterdir()))
+    assert apply(clone).code == 0
+    lock = clone / ".git" / STATE / "lock"
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert "another run is at work" in apply(clone, "--reverse").err
+    assert len(list(open_files.iterdir())) == before
+
+
+def test_a_lock_that_is_no_plain_file_is_refused(apply, clone):
+    assert apply(clone).code == 0
+    os.mkfifo(clone / ".git" / STATE / "lock")
+    refused = apply(clone, "--reverse")
+    assert refused.code == 1 and "plain file" in refused.err

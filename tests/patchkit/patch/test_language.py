@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from patchkit.errors import IntegrityError
-from patchkit.patch.language import MAX_PREAMBLE_LINES, apply_hunks, forward, parse
+from patchkit.patch.language import MAX_PREAMBLE_LINES, Hunk, apply_hunks, forward, parse
 from tests.patchkit import world
 from tests.patchkit.world import ACTOR, BASE, RESULT
 
@@ -54,3 +54,8 @@ def test_a_hunk_of_little_context_stands_at_the_file_s_end_alone():
     file = section(TEXT + "last\n")
     with pytest.raises(IntegrityError, match="less than three lines of context"):
         apply_hunks(ACTOR, file.hunks, (TEXT + "more\n").encode())
+
+
+def test_an_empty_side_of_a_hunk_begins_behind_the_line_that_it_is_written_with():
+    assert Hunk(3, ("a",), 2, (), 0, 0, 1).starts == (3, 3)
+    assert Hunk(2, (), 3, ("a",), 0, 0, 1).starts == (3, 3)
