@@ -171,7 +171,8 @@ class Traced:
 
     @staticmethod
     def _is_quick(item: Any) -> bool:
-        starts_processes = item.get_closest_marker("full") and "patchkit" in item.path.parts
+        in_process = item.path.name == "test_faults.py"
+        starts_processes = item.get_closest_marker("full") and "patchkit" in item.path.parts and not in_process
         needs_verl = NEED_VERL & {*getattr(item, "fixturenames", ())}
         return not (starts_processes or needs_verl or any(map(item.get_closest_marker, LEFT_OUT)))
 

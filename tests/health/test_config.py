@@ -78,8 +78,8 @@ WRONG = [
 ]  # fmt: skip
 
 
-def test_the_shortest_history_is_eight_values():
-    assert HealthConfig(window=8, warmup=8).window == 8
+def test_the_shortest_history_is_eight_values_and_the_shortest_warm_up_two():
+    assert HealthConfig(window=8, warmup=2).window == 8
 
 
 @pytest.mark.parametrize(("given", "sentence"), WRONG, ids=lambda value: str(value)[:40])

@@ -9,6 +9,7 @@ import torch
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import LostRank, Ranks
+from gradloc.search import sketch
 from gradloc.search import weights as weights_module
 from gradloc.search.weights import MovedWeights, forward_on_routes, has_experts, hold_routes
 
@@ -151,3 +152,12 @@ def test_saved_weights_lie_on_the_host_where_the_space_keeps_them_there(on_host,
     space.keeps_on_host = on_host
     with MovedWeights(space, torch.float32):
         assert len(moved) == on_host * len(space.params)
+
+
+@pytest.mark.parametrize(("weight", "found"), [(0.5, 2.0), (0.0, 1.0)])
+def test_a_relative_step_is_one_of_the_weights_root_mean_square(weight, found):
+    model = module(torch.float32)
+    with torch.no_grad():
+        model.weight.fill_(weight)
+    made = SimpleNamespace(prober=SimpleNamespace(space=GradientSpace(model)))
+    assert sketch._root_mean_count(made) == pytest.approx(found)

@@ -100,6 +100,7 @@ IN_TRLS_WORDS = {
     "actor_rollout_ref.actor.fsdp_config.dtype=float32": "bf16=False",
     "actor_rollout_ref.actor.grad_clip=0.5 actor_rollout_ref.actor.ppo_epochs=1": "max_grad_norm=0.5, num_iterations=1",
     "algorithm.norm_adv_by_std_in_grpo=false": 'scale_rewards="none"',
+    "actor_rollout_ref.actor.gradloc.evidence.text=off": 'gradloc={"evidence": {"text": "off"}}',
     "actor_rollout_ref.actor.gradloc.stabilize.token_clip.mode=clamp": None,
     "algorithm.lopti.enable=true": None,
 }

@@ -120,6 +120,12 @@ def test_every_rule_is_seen_here_or_needs_the_run_s_config():
     )
 
 
+def test_a_run_without_a_kl_loss_is_not_told_to_change_its_estimator():
+    found = SEEN["A loss without a finite gradient, from a finite advantage"]
+    assert next_step(found).lines == {"": "actor_rollout_ref.actor.kl_loss_type=mse"}
+    assert next_step(found, {"use_kl_loss": False}).lines == {"": "actor_rollout_ref.actor.clip_ratio_c=2.0"}
+
+
 def test_a_probability_is_said_as_it_was():
     assert "Its probability is 0.00012, " in next_step(SEEN["Low probability and a negative advantage"]).why
 
