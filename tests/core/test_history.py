@@ -54,6 +54,12 @@ def test_a_history_goes_on_from_its_checkpoint_exactly_even_amid_a_new_level():
         one.observe(5e3, True)
     two.load_state(one.state())
     assert two.threshold() == one.threshold() and two.summary()["num_norms"] == 64
+    short = History(64, 16, 6.0)
+    short.observe(5e3, False)
+    three = History(64, 16, 6.0)
+    three.load_state(one.state())
+    three.load_state(short.state())
+    assert three.state() == short.state(), "nothing of its own is left"
     for history in (one, two):
         for _ in range(3):  # the eighth in a row
             history.observe(5e3, True)

@@ -13,6 +13,7 @@ from benchmarks.mixtures import LAYOUTS, markdown, measure
 from gradloc.core.ranks import Ranks
 from gradloc.core.selection import Token
 from gradloc.core.trigger import Spike
+from gradloc.search.candidates import by_coefficient
 from gradloc.search.find import _rehearsal_tau, _status, _with_unlikely, localize
 from gradloc.search.task import CulpritSpan, Limit, SearchResult, Task
 from tests.bare import Loss
@@ -183,3 +184,12 @@ def test_a_rehearsal_s_threshold_is_half_the_norm_by_weight(weights, tau):
     spike = Spike("forced", 9.0, None, None, 10)
     step = SimpleNamespace(num_micro_batches=2, token_weights=lambda index: torch.tensor([[weights[index]]]))
     assert _rehearsal_tau(spike, step, Ranks()) == pytest.approx(tau)
+
+
+def test_a_culprit_without_a_backward_of_its_own_is_subtracted_all_the_same():
+    made, _ = a_step({(3, 2): 300.0})
+    ((culprit,),) = (candidate.tokens for candidate in by_coefficient(made, 1, set()))
+    made.prober.space.clear()
+    found = made.certify([culprit])
+    made.prober.compute_without([culprit])
+    assert found.method == "subtract" and found.norm_after == pytest.approx(made.prober.space.norm(), rel=1e-4)
