@@ -42,3 +42,5 @@ def test_an_event_whose_consequence_is_not_known_gives_the_rest_of_its_metrics()
     known = read(Event, made | {"consequence": {"grad_clip": 1.0, "clip_scale": 0.25}})
     found = _of_events([read(Event, made | {"consequence": None}), known])
     assert found["gradloc/events"] == 2 and found["gradloc/clip_scale"] == 0.25
+    nothing_left = read(Event, made | {"consequence": {"grad_clip": 1.0, "clip_scale": 0.0}})
+    assert _of_events([known, nothing_left])["gradloc/clip_scale"] == 0.0

@@ -16,6 +16,7 @@ from gradloc.record import PathEntry
 from gradloc.search import auto, task
 from gradloc.search.candidates import Candidate, by_coefficient
 from gradloc.search.find import localize
+from gradloc.search.share import ShareMap
 from gradloc.search.task import CulpritSpan, SearchResult, Task
 from tests.bare import BareStep, build, random_batch, shard
 from tests.bare.scenarios import scatter, useless_shares
@@ -381,3 +382,61 @@ def test_a_sum_with_a_part_that_was_not_measured_alone_is_given_up():
     assert search.name([first]) and search.name([second]) and search.alone is not None
     assert search.prober.space.norm(search.alone) == pytest.approx(made.spike.grad_norm, rel=0.1)
     assert search.name([replace(first, bound=99.0, span="segment", start=0)]) and search.alone is None
+
+
+def read_as(closure: float, noise: float = 0.01, is_trusted: bool = False) -> ShareMap:
+    return ShareMap([], [], 100.0, closure, noise, 0.0, is_trusted, 9, 1.0, frozenset({0}))
+
+
+@pytest.mark.parametrize(
+    ("closures", "kept"),
+    [
+        ([1.4, 1.39, 1.2], 1.39),  # another step says the same
+        ([1.4, 1.2, 1.1, 1.0], 1.1),  # a shorter step helps, twice at most
+        ([1.4, 1.5], 1.4),  # it does not
+        ([0.01, 0.06, 0.2], 0.06),  # no step explains that
+        ([math.nan], math.nan),
+    ],
+)
+def test_shares_that_do_not_add_up_are_measured_again_while_that_helps(closures, kept, monkeypatch):
+    search, _ = two_planted()
+    first, *again = map(read_as, closures)
+    monkeypatch.setattr(search, "_measure_of", lambda seen, refined: again.pop(0))
+    assert search._refined(first).closure == pytest.approx(kept, nan_ok=True)
+    assert len(again) == (1 if kept in (1.39, 1.1, 0.06) else 0)
+    assert search._refined(read_as(1.4, is_trusted=True)).closure == 1.4, "nothing is measured"
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_where_the_loudest_tokens_make_the_noise_they_are_named_and_the_rest_is_read_anew(is_over, monkeypatch):
+    search, _ = two_planted()
+    rounds = []
+    monkeypatch.setattr(
+        search, "_measure", lambda number: rounds.append(number) or (read_as(1.0, 1.0) if number == 0 else None)
+    )
+    monkeypatch.setattr(search, "_noisy_hints", lambda shares: ["loud"])
+    monkeypatch.setattr(search, "name", lambda candidates: candidates == ["loud"])
+    monkeypatch.setattr(search, "certify", lambda: is_over)
+    found = search.run(2, is_last_resort_allowed=True)
+    assert rounds == ([0] if is_over else [0, 1]) and found.exhausted == (not is_over)
+
+
+@pytest.mark.parametrize("likely", [[], [Candidate(9.0, "token", 0, 0, 0, 1)]])
+def test_where_nothing_likely_is_a_culprit_the_spike_is_spread_and_else_no_token_is_enough(likely, monkeypatch):
+    search, _ = two_planted()
+    monkeypatch.setattr(search, "_measure", lambda number: read_as(1.0, is_trusted=True))
+    monkeypatch.setattr(search, "_candidates", lambda shares, with_hints: [])
+    monkeypatch.setattr(search, "_spans", lambda shares: likely)
+    monkeypatch.setattr(search, "_is_spread", lambda *_: False)
+    monkeypatch.setattr(search, "name", lambda candidates: False)
+    said = "no span of tokens carries enough of the gradient"
+    said = said if likely else "the spike is spread: no span of tokens carries a culprit's part of it"
+    assert search.run(1, is_last_resort_allowed=False).stop_reason == said
+
+
+@pytest.mark.parametrize(("is_named", "is_over"), [(True, True), (True, False), (False, True)])
+def test_loud_tokens_explain_it_where_they_are_named_and_that_is_certified(is_named, is_over, monkeypatch):
+    search, _ = two_planted()
+    monkeypatch.setattr(search, "name", lambda candidates: is_named and candidates[0].bound == 0)
+    monkeypatch.setattr(search, "certify", lambda: is_over)
+    assert search._is_explained_by([Candidate(9.0, "token", 0, 0, 0, 1)]) == (is_named and is_over)

@@ -306,7 +306,10 @@ def test_a_run_leaves_no_file_open(apply, clone):
     lock = clone / ".git" / STATE / "lock"
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert "another run is at work" in apply(clone, "--reverse").err
+        held.write("process 7 on there")
+        held.flush()
+        said = apply(clone, "--reverse").err
+        assert "another run is at work" in said and "found:    process 7 on there" in said
     assert len(list(open_files.iterdir())) == before
 
 
