@@ -173,6 +173,14 @@ def test_a_plain_models_weights_and_gradients_are_counted_added_and_put_back():
     assert space.are_summed
 
 
+def test_the_weights_square_is_exact_in_float64():
+    torch.manual_seed(0)
+    module = torch.nn.Linear(100, 100)
+    square, count = GradientSpace(module).weight_square_and_count()
+    wanted = sum(float(param.detach().double().square().sum()) for param in module.parameters())
+    assert count == 10_100 and square == pytest.approx(wanted, rel=1e-13)
+
+
 def test_copies_of_a_shard_draw_the_same_numbers_and_other_seeds_others():
     def drawn(seed, shard=0):
         space = GradientSpace(torch.nn.Linear(3, 2))

@@ -249,7 +249,7 @@ def test_norms_in_parts_are_those_of_the_whole(monkeypatch):
 def test_the_peak_of_a_device_is_asked_of_its_own_module_and_of_none_on_a_cpu(monkeypatch):
     asked = []
     module = SimpleNamespace(
-        synchronize=lambda device: asked.append("synchronize"),
+        synchronize=lambda device: asked.append(("synchronize", device)),
         max_memory_allocated=lambda device: 7,
         memory_allocated=lambda device: 5,
         reset_peak_memory_stats=lambda device: asked.append(device),
@@ -261,4 +261,4 @@ def test_the_peak_of_a_device_is_asked_of_its_own_module_and_of_none_on_a_cpu(mo
         room = object.__new__(Room)
         room._space, room.device, room._moved = SimpleNamespace(), device, [(torch.ones(2), torch.ones(2))]
         room.close()  # what was moved is back before anything reads it
-    assert asked == [torch.device("cuda", 1), "synchronize"]
+    assert asked == [torch.device("cuda", 1), ("synchronize", torch.device("cuda", 1))]

@@ -40,8 +40,8 @@ def _is_among(old, new):
 
 
 def test_what_is_missing_takes_its_default_and_what_is_not_known_is_passed_over():
-    found = read(Event, {"trigger": {"grad_norm": "Infinity"}, "of": "the future"})
-    assert found.trigger.grad_norm == math.inf
+    found = read(Event, {"trigger": {"grad_norm": "Infinity"}, "shares": {"closure": 1.0}, "of": "the future"})
+    assert found.trigger.grad_norm == math.inf and found.shares.is_trusted
     assert (found.culprits, found.search.strategy) == ((), "unknown")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from gradloc.core.gradients import GradientSpace
-from gradloc.core.ranks import Ranks
+from gradloc.core.ranks import PeerFailure, Ranks
 from gradloc.core.selection import mask_without
 from gradloc.core.trigger import Spike
 from gradloc.search.beside import triage
@@ -385,3 +385,11 @@ def test_micro_batches_are_replayed_where_the_module_may_be_found(log_probs, coe
     step.num_micro_batches = 3
     made.prober.compute = lambda selections: asked.extend(index for index, _ in selections)
     assert first_not_finite(made) == (None, None) and asked == replayed
+
+    def fail(selections):
+        asked.append(selections)
+        raise PeerFailure
+
+    asked.clear()
+    made.prober.compute = fail
+    assert first_not_finite(made) == (None, None) and len(asked) == min(len(replayed), 1), "one failure is enough"
