@@ -98,6 +98,7 @@ def test_a_norm_whose_bound_is_wide_is_told_as_at_most(tmp_path):
 )
 def test_advice_is_of_the_search_that_was_made(tmp_path, strategy, line, other):
     certificate = make_event()["certificate"] | {"verdict": "undecided"}
-    run = one(tmp_path, "run", certificate=certificate, search=make_event()["search"] | {"strategy": strategy})
+    search = make_event()["search"] | {"strategy": strategy, "status": "budget_exhausted"}
+    run = one(tmp_path, "run", certificate=certificate, search=search)
     text = exports.to_markdown(run, run.events)
     assert line in text and other not in text
