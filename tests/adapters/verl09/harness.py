@@ -358,6 +358,15 @@ def resume(overrides: list[str], model_dir: str, folder: str) -> dict[str, Any]:
     }
 
 
+def judged(overrides: list[str], model_dir: str) -> dict[str, float]:
+    """The metrics of one step, as the trainer leaves them."""
+    made = make_trainer(overrides, model_dir)
+    metrics = made.update(make_batch())
+    with made.store:
+        made.trainer.gradloc.after_metrics(made.store.add(make_batch()), metrics, 1)
+    return metrics
+
+
 def reweighted(overrides: list[str], model_dir: str, alpha: float) -> dict[str, Any]:
     """Advantages in the store after the trainer's part, against the formula of arXiv 2505.12929."""
     made = make_trainer([*overrides, f"algorithm.advantage_reweighting.alpha={alpha}"], model_dir)

@@ -41,6 +41,11 @@ def test_a_resumed_run_goes_on_with_what_it_had_learned(call, tmp_path):
     assert found["health"] == 0, "the monitor judged the step healthy"
 
 
+def test_the_health_monitor_works_where_nothing_is_searched(call):
+    found, _ = call("judged", ["+gradloc=off", "trainer.health.enable=true"])
+    assert "health/state" in found and "gradloc/spikes" not in found
+
+
 def test_advantages_are_reweighted_where_the_estimator_has_put_them(call):
     found, _ = call("reweighted", ["+gradloc=observe"], alpha=0.3)
     assert found["largest_error"] < 1e-6 and 0 < found["kept_share"] < 1
@@ -78,7 +83,7 @@ def test_the_rollout_filter_drops_groups_before_verl_fills_up_mini_batches(call)
 
 @pytest.mark.parametrize("each, expected", [("false", [1 / 2, 1 / 3]), ("true", [1 / 3, 1 / 5])])
 def test_the_learning_rate_advances_once_a_step_or_with_each_of_loptis_stages(call, each, expected):
-    settings = ["+gradloc=on", f"{ACTOR}.gradloc.enable=null", f"algorithm.lopti.step_lr_each_stage={each}"]
+    settings = ["+gradloc=off", f"algorithm.lopti.step_lr_each_stage={each}"]
     found, _ = call("rates", settings)
     assert found == pytest.approx(expected)
 
