@@ -7,7 +7,7 @@ its certificate explains the spike.
 
     python -m experiments.cpu.verdict RUN_DIR
 
-Standard library, and how gradloc writes a norm with its error.
+Standard library only.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 
 from experiments.errors import ExperimentError
-from gradloc.words.numbers import bounded
 
 
 def read_events(path: Path) -> list[dict]:
@@ -53,46 +52,17 @@ def read_planted(path: Path) -> dict:
 
 
 def tell(event: dict) -> str:
-    """An event in a few lines."""
-    step, trigger, search, certificate = (event[key] for key in ("step", "trigger", "search", "certificate"))
-    lines = [
-        f"Spike at step {step['global_step']}, mini-batch {step['mini_batch']}: "
-        f"gradient norm {number(trigger['grad_norm'])}, threshold {number(trigger['threshold'])} "
-        f"({trigger['kind']}, {trigger['num_tokens']} tokens)"
-    ]
+    """An event in a few lines: its verdict, each culprit's place with the token marked in its sentence, the search."""
+    lines, search = [event["verdict"]], event["search"]
     for culprit in event["culprits"]:
-        lines += tell_culprit(culprit)
-    if not event["culprits"]:
-        lines.append(f"  no culprit was named: {search['status']}, {search['stop_reason']}")
-    without = "it" if len(event["culprits"]) == 1 else "them"
-    after, bound = (float(certificate[name]) for name in ("norm_after", "error_bound"))  # "NaN" is spelled out
-    lines += [
-        f"  with {without} the norm is {number(certificate['norm_before'])}, without {without} "
-        f"{''.join(bounded(after, bound))}: {certificate['verdict']}",
-        f"  {search['strategy']} took {search['backwards']} probes and "
-        f"{number(search['seconds'])} s; action: {event['action']['taken']}",
-    ]
-    return "\n".join(lines)
-
-
-def tell_culprit(culprit: dict) -> list[str]:
-    """A culprit's place, its sentence with the token marked, and its numbers."""
-    positions = culprit["positions"]
-    place = f"{positions[0]}" if len(positions) == 1 else f"{positions[0]}..{positions[-1]}"
-    before, after = culprit["text_before"] or "", culprit["text_after"] or ""
-    sentence = f"{before}>>>{''.join(culprit['tokens'])}<<<{after}"
-    return [
-        f"  culprit: rank {culprit['rank']}, micro-batch {culprit['micro_batch']}, row "
-        f"{culprit['micro_batch_row']} of it, response position {place}",
-        f"    {sentence!r}",
-        f"    cause: {culprit['cause']['label']} (advantage {number(culprit['advantage'])}, "
-        f"share of the spike {number(culprit['share'])})",
-    ]
-
-
-def number(value) -> str:
-    """Four digits; what is not a finite number stays as it is written."""
-    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
+        sentence = f"{culprit['text_before'] or ''}>>>{''.join(culprit['tokens'])}<<<{culprit['text_after'] or ''}"
+        lines += [
+            f"  culprit: rank {culprit['rank']}, micro-batch {culprit['micro_batch']}, row "
+            f"{culprit['micro_batch_row']} of it, response position {culprit['positions'][0]}",
+            f"    {sentence!r}",
+        ]
+    spent = f"{search['backwards']} probes and {search['seconds']:.2g} s"
+    return "\n".join([*lines, f"  {search['strategy']} took {spent}; action: {event['action']['taken']}"])
 
 
 def compare(events: list[dict], planted: dict) -> list[str]:
@@ -107,13 +77,14 @@ def compare(events: list[dict], planted: dict) -> list[str]:
     if not at_step:
         return [*problems, f"no event is at step {planted['step']}, where the fault is"]
     event = at_step[0]
-    culprits = event["culprits"]
+    culprits, wanted = event["culprits"], expected(planted, event["step"])
     if len(culprits) != 1:
         problems.append(f"one culprit was expected, {len(culprits)} are named")
-    wanted = expected(planted, event["step"])
-    if culprits:
-        misses = [differences(culprit, wanted) for culprit in culprits]
-        problems += min(misses, key=len)
+    misses = [
+        [f"{key} is {culprit[key]}, and {value} was planted" for key, value in wanted.items() if culprit[key] != value]
+        for culprit in culprits
+    ]
+    problems += min(misses, key=len, default=[])
     if event["certificate"]["verdict"] != "explained":
         problems.append(f"the certificate says {event['certificate']['verdict']}, not explained")
     return problems
@@ -140,13 +111,6 @@ def expected(planted: dict, step: dict) -> dict:
     }
 
 
-def differences(culprit: dict, wanted: dict) -> list[str]:
-    """One sentence for each field of the culprit that is not as planted."""
-    return [
-        f"{key} is {culprit[key]}, and {value} was planted" for key, value in wanted.items() if culprit[key] != value
-    ]
-
-
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path)
@@ -161,14 +125,9 @@ def main(argv=None) -> int:
         print(f"verdict: {error}", file=sys.stderr)
         return error.exit_code
     print("\nWhat the demo planted")
-    whose = f"row {planted['row']} of the batch"
-    if "uid" in planted:
-        whose = f"rollout {planted['rollout_index']} of prompt {planted['uid']}"
-    print(
-        f"  step {planted['step']}, {whose}, "
-        f"response position {planted['position']}, token id {planted['token_id']} "
-        f"(seed {planted['seed']})"
-    )
+    whose = "rollout {rollout_index} of prompt {uid}" if "uid" in planted else "row {row} of the batch"
+    said = "  step {step}, " + whose + ", response position {position}, token id {token_id} (seed {seed})"
+    print(said.format_map(planted))
     if problems:
         print("NOT FOUND AS PLANTED: " + "; ".join(problems))
         return 1

@@ -174,3 +174,24 @@ def test_it_works_from_a_folder_with_spaces_and_through_a_link(run_experiment, t
     done = run_experiment("demo", "--dry-run", script=copy / "run_experiment.sh")
     assert done.returncode == 0, done.stderr
     assert f"'{copy}/experiments'" in done.stdout
+
+
+def test_a_dry_run_of_the_demo_on_trl_shows_two_processes_and_what_is_handed_on(run_experiment, tmp_path):
+    done = run_experiment(
+        "demo", "trainer=trl", "gradloc=mask", "--dry-run", TRL_PYTHON="/a/python", RUN_DIR=tmp_path / "run"
+    )
+    assert done.returncode == 0, done.stderr
+    assert (
+        "/a/python -m torch.distributed.run --standalone --nproc-per-node=2 -m experiments.trl.demo gradloc=mask"
+        in done.stdout
+    )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [("demo", "trainer=openrlhf"), ("wild", "trainer=trl"), ("demo", "trainer=trl", "verl=0.9.1")]
+)
+def test_trl_is_for_the_demo_alone_and_without_a_version_of_verl(run_experiment, arguments):
+    assert "is for the demo alone, as trainer=trl and without verl=VERSION" in one_sentence(
+        run_experiment(*arguments), 2
+    )

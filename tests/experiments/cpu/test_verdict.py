@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's verdict: what it says, and every way in which it says no."""
 
-import copy
 import json
 
 import pytest
@@ -32,37 +31,24 @@ CULPRIT = {
     "share": 0.99995,
     "cause": {"label": "extreme_advantage"},
 }
+STEP = {"global_step": 5, "num_mini_batches": 1, "num_micro_batches": 8, "dp_size": 2, "world_size": 2}
 EVENT = {
-    "step": {
-        "global_step": 5,
-        "mini_batch": 0,
-        "num_mini_batches": 1,
-        "num_micro_batches": 8,
-        "dp_size": 2,
-        "world_size": 2,
-    },
-    "trigger": {"kind": "fixed", "grad_norm": 117.98, "threshold": 18.77, "num_tokens": 1162},
-    "search": {"strategy": "bisect", "status": "found", "stop_reason": "done", "backwards": 24, "seconds": 0.5},
+    "step": STEP,
+    "verdict": "One token made the step-5 spike.",
+    "search": {"strategy": "bisect", "backwards": 24, "seconds": 0.5},
     "culprits": [CULPRIT],
-    "certificate": {"norm_before": 117.98, "norm_after": 0.836, "error_bound": 0.00017, "verdict": "explained"},
+    "certificate": {"verdict": "explained"},
     "action": {"taken": "observe"},
 }
 
 
-def changed(event=EVENT, **path_values):
-    """A copy of the event with `section__key` replaced."""
-    made = copy.deepcopy(event)
-    for path, value in path_values.items():
-        *sections, key = path.split("__")
-        place = made
-        for section in sections:
-            place = place[section]
-        place[key] = value
-    return made
+def found(**changes):
+    """The event with its culprit changed."""
+    return {**EVENT, "culprits": [{**CULPRIT, **changes}]}
 
 
-def culprit(**changes):
-    return {**CULPRIT, **changes}
+def at_step(number):
+    return {**EVENT, "step": {**STEP, "global_step": number}}
 
 
 def run_dir(tmp_path, events=(EVENT,), planted=PLANTED):
@@ -75,63 +61,42 @@ def run_dir(tmp_path, events=(EVENT,), planted=PLANTED):
     return tmp_path
 
 
-def test_the_planted_token_named_alone_and_explained_is_a_yes(tmp_path, capsys):
-    assert verdict.main([str(run_dir(tmp_path))]) == 0
+@pytest.mark.parametrize(
+    ("left_out", "whose"),
+    [((), "rollout 2 of prompt abc"), (("uid", "rollout_index"), "row 52 of the batch")],
+    ids=["verl", "TRL, which names no prompts"],
+)
+def test_the_planted_token_named_alone_and_explained_is_a_yes(tmp_path, capsys, left_out, whose):
+    planted = {name: value for name, value in PLANTED.items() if name not in left_out}
+    assert verdict.main([str(run_dir(tmp_path, planted=planted))]) == 0
     said = capsys.readouterr().out
     assert "FOUND: the event names exactly the token that was planted" in said
-
-
-def test_the_story_has_step_rank_micro_batch_position_sentence_and_both_norms():
-    said = verdict.tell(EVENT)
+    assert f"step 5, {whose}, response position 12, token id 21 (seed 1)" in said
     for part in (
-        "step 5, mini-batch 0",
+        EVENT["verdict"],
         "rank 1, micro-batch 5, row 0 of it, response position 12",
-        "so the answer>>> is<<< 60.",
-        "extreme_advantage",
-        "with it the norm is 118, without it 0.836",
-        "explained",
-        "24 probes",
-        "action: observe",
+        "'so the answer>>> is<<< 60.'",
+        "bisect took 24 probes and 0.5 s; action: observe",
     ):
         assert part in said
-
-
-def test_a_norm_is_told_as_well_as_it_is_known():
-    assert "without it 0.836 (within 0.00017): explained" in verdict.tell(EVENT)
-    far = changed(certificate__norm_after=1.38, certificate__error_bound=2.562)
-    assert "without it at most 3.942: explained" in verdict.tell(far)
-    assert "without it NaN: explained" in verdict.tell(changed(certificate__norm_after="NaN"))
-
-
-def test_a_span_a_newline_and_a_norm_that_is_no_number_can_be_told():
-    event = changed(
-        trigger__grad_norm="NaN", culprits=[culprit(positions=[3, 4, 5], text_before="a\nb", advantage=None)]
-    )
-    said = verdict.tell(event)
-    assert "gradient norm NaN" in said and "position 3..5" in said and r"a\nb" in said
-
-
-def test_a_search_that_found_nothing_says_how_far_it_came():
-    event = changed(culprits=[], search__status="not_found", search__stop_reason="spread out")
-    assert "no culprit was named: not_found, spread out" in verdict.tell(event)
 
 
 @pytest.mark.parametrize(
     "events, problem",
     [
         ([], "no event was written"),
-        ([changed(step__global_step=4)], "no event is at step 5"),
-        ([EVENT, changed(step__global_step=7)], "one event was expected, 2 were written"),
-        ([changed(culprits=[])], "one culprit was expected, 0 are named"),
-        ([changed(culprits=[CULPRIT, culprit(positions=[3])])], "one culprit was expected, 2"),
-        ([changed(culprits=[culprit(sequence_id="abc:1")])], "sequence_id is abc:1"),
-        ([changed(culprits=[culprit(positions=[11])])], "positions is [11], and [12] was planted"),
-        ([changed(culprits=[culprit(positions=[12, 13])])], "positions is [12, 13]"),
-        ([changed(culprits=[culprit(token_ids=[22])])], "token_ids is [22]"),
-        ([changed(culprits=[culprit(rank=0)])], "rank is 0, and 1 was planted"),
-        ([changed(culprits=[culprit(micro_batch=4)])], "micro_batch is 4"),
-        ([changed(culprits=[culprit(micro_batch_row=1)])], "micro_batch_row is 1"),
-        ([changed(certificate__verdict="undecided")], "the certificate says undecided"),
+        ([at_step(4)], "no event is at step 5"),
+        ([EVENT, at_step(7)], "one event was expected, 2 were written"),
+        ([{**EVENT, "culprits": []}], "one culprit was expected, 0 are named"),
+        ([{**EVENT, "culprits": [CULPRIT, CULPRIT]}], "one culprit was expected, 2"),
+        ([found(sequence_id="abc:1")], "sequence_id is abc:1"),
+        ([found(positions=[11])], "positions is [11], and [12] was planted"),
+        ([found(positions=[12, 13])], "positions is [12, 13]"),
+        ([found(token_ids=[22])], "token_ids is [22]"),
+        ([found(rank=0)], "rank is 0, and 1 was planted"),
+        ([found(micro_batch=4)], "micro_batch is 4"),
+        ([found(micro_batch_row=1)], "micro_batch_row is 1"),
+        ([{**EVENT, "certificate": {"verdict": "undecided"}}], "the certificate says undecided"),
     ],
 )
 def test_anything_else_is_a_no_with_its_reason(tmp_path, capsys, events, problem):
@@ -160,14 +125,12 @@ def test_a_file_that_was_cut_off_is_a_no(tmp_path, capsys, name):
     "row, num_mini_batches, place",
     [
         (0, 1, (0, 0, 0)),
-        (31, 1, (0, 7, 3)),
         (32, 1, (1, 0, 0)),
-        (52, 1, (1, 5, 0)),
         (63, 1, (1, 7, 3)),
         (16 + 5, 2, (0, 1, 1)),
     ],
 )
 def test_the_row_says_rank_and_micro_batch_of_its_mini_batch(row, num_mini_batches, place):
-    step = EVENT["step"] | {"num_mini_batches": num_mini_batches, "num_micro_batches": 8 // num_mini_batches}
+    step = STEP | {"num_mini_batches": num_mini_batches, "num_micro_batches": 8 // num_mini_batches}
     wanted = verdict.expected({**PLANTED, "row": row}, step)
     assert (wanted["rank"], wanted["micro_batch"], wanted["micro_batch_row"]) == place
