@@ -323,7 +323,7 @@ KK_DEMO = DEMO.heir(
     number("GRPO_LEARNING_RATE", "the actor's learning rate (6e-4)"),
     number("RUNAWAY_PENALTY_MULTIPLIER", "nothing here, where rewards are the published ones"),
     imports=("torch", "ray", "hydra", "pysat"),
-    material="experiments.kk.build",
+    material="experiments.kk.language",
     arms=(
         Arm("baseline", "GRPO"),
         Arm("ar", "Advantage Reweighting, alpha 0.2", _KK_METHODS["ar"]),

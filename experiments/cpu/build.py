@@ -6,7 +6,6 @@ python -m experiments.cpu.build --cache .gradloc
 
 import sys
 from functools import partial
-from pathlib import Path
 
 from experiments.cpu import arithmetic, material
 from experiments.cpu.material import Recipe
@@ -32,10 +31,5 @@ LANGUAGE = material.Language(
 make_tokenizer = partial(material.make_tokenizer, LANGUAGE)
 
 
-def build(cache: Path, recipe: Recipe | None = None, report=print) -> Path:
-    """Returns the folder with `model/`, `train.parquet` and `val.parquet`, made if need be."""
-    return material.build(cache, LANGUAGE, recipe or Recipe(), report)
-
-
 if __name__ == "__main__":
-    sys.exit(material.main(LANGUAGE, Recipe()))
+    sys.exit(material.main(LANGUAGE.name, partial(material.build, LANGUAGE, Recipe())))

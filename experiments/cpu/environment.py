@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -177,19 +178,30 @@ def ensure_patched_copy(python: str, report=print, verl: str = DEFAULT_VERL) -> 
     if target.is_dir():
         os.utime(target)  # in use
         return
-    CACHE.mkdir(parents=True, exist_ok=True)
     prune_patched_copies()
     report(f"getting verl {verl} and patching a copy of it")
     fetch = [python, "-m", "patchkit.build.base", "--base", f"v{verl}"]
     base = step(fetch, f"verl {verl} could not be fetched").strip()
-    work = Path(tempfile.mkdtemp(prefix="verl-", dir=CACHE))
-    try:
-        shutil.copytree(base, work, dirs_exist_ok=True)
-        apply = [python, str(REPO / "apply_patch.py"), "--repo", str(work)]
+
+    def fill(folder: Path) -> None:
+        shutil.copytree(base, folder, dirs_exist_ok=True)
+        apply = [python, str(REPO / "apply_patch.py"), "--repo", str(folder)]
         step(apply, f"the patch could not be applied to verl {verl}")
+
+    make_whole(target, fill)
+
+
+def make_whole(target: Path, fill: Callable[[Path], None]) -> None:
+    """Makes a folder that is complete or absent: `fill` gets another one, which is renamed at the end."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f"{target.name.partition('-')[0]}-", dir=target.parent))
+    try:
+        fill(work)
         work.chmod(0o755)
-        if not target.is_dir():
-            work.rename(target)
+        work.rename(target)
+    except OSError:
+        if not target.is_dir():  # else another process was faster
+            raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -9,15 +9,15 @@ language and the recipe, and built again only when they change. No hub is asked.
 import argparse
 import hashlib
 import json
-import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+
+from experiments.cpu import environment
+from experiments.errors import ExperimentError
 
 SPECIAL = ["<pad>", "<unk>", "<user>", "<assistant>", "<end>"]
 CHAT_TEMPLATE = (
@@ -69,43 +69,38 @@ class Recipe:
         return hashlib.sha256(json.dumps(settings).encode() + b"".join(sources)).hexdigest()[:12]
 
 
-def build(cache: Path, language: Language, recipe: Recipe, report=print) -> Path:
+def build(language: Language, recipe: Recipe, cache: Path, report=print) -> Path:
     """Returns the folder with `model/`, `train.parquet` and `val.parquet`, made if need be."""
-    target = cache / f"{language.name}-{recipe.digest(language)}"
-    if target.is_dir():
-        report(f"model and data: {target} (kept from an earlier run)")
-        return target
-    cache.mkdir(parents=True, exist_ok=True)
-    # Another folder first: a build that was interrupted must not be taken for a whole one.
-    work = Path(tempfile.mkdtemp(prefix=f"{language.name}-", dir=cache))
-    try:
-        write_data(work, language, recipe)
+
+    def fill(folder: Path) -> None:
+        parts = language.split(recipe.num_train, recipe.num_val, recipe.seed)
+        for split, exercises in zip(("train", "val"), parts, strict=True):
+            write_rows(folder, split, exercises, language.to_row)
         tokenizer = make_tokenizer(language)
         model = make_model(recipe, tokenizer)
         warm_up(model, tokenizer, language, recipe, report)
-        tokenizer.save_pretrained(work / "model")
-        model.save_pretrained(work / "model")
-        os.chmod(work, 0o755)
-        work.rename(target)
-    except OSError:
-        if not target.is_dir():
-            raise
-        # Two demos built at once; the other one was faster.
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    report(f"model and data: {target}")
-    return target
+        tokenizer.save_pretrained(folder / "model")
+        model.save_pretrained(folder / "model")
+
+    return kept(cache / f"{language.name}-{recipe.digest(language)}", fill, report)
 
 
-def write_data(folder: Path, language: Language, recipe: Recipe) -> None:
-    """Writes the two parquet files that verl reads."""
+def kept(folder: Path, fill: Callable[[Path], None], report) -> Path:
+    """Returns the folder of a model and its data, made by `fill` if need be."""
+    is_there = folder.is_dir()
+    if not is_there:
+        environment.make_whole(folder, fill)
+    report(f"model and data: {folder}{' (kept from an earlier run)' if is_there else ''}")
+    return folder
+
+
+def write_rows(folder: Path, split: str, exercises: list, to_row: Callable[[int, object, str], dict]) -> None:
+    """Writes one of the parquet files that verl reads."""
     import pyarrow
     import pyarrow.parquet
 
-    parts = language.split(recipe.num_train, recipe.num_val, recipe.seed)
-    for split, part in zip(("train", "val"), parts, strict=True):
-        rows = [language.to_row(i, exercise, split) for i, exercise in enumerate(part)]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}.parquet")
+    rows = [to_row(i, exercise, split) for i, exercise in enumerate(exercises)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}.parquet")
 
 
 def make_tokenizer(language: Language):
@@ -206,16 +201,14 @@ def encode(tokenizer, exercises):
     return ids, labels
 
 
-def main(language: Language, recipe: Recipe, argv=None) -> int:
+def main(name: str, build: Callable[[Path, Callable[[str], None]], Path], argv=None) -> int:
     """The command `python -m MODULE --cache FOLDER`, which prints the folder that it made."""
-    parser = argparse.ArgumentParser(description=f"Builds model and data of {language.name}.")
+    parser = argparse.ArgumentParser(description=f"Builds model and data of {name}.")
     parser.add_argument("--cache", type=Path, required=True, help="the folder to keep results in")
-    parser.add_argument("--quiet", action="store_true", help="print only the resulting folder")
-    args = parser.parse_args(argv)
-
-    def report(line):
-        if not args.quiet:
-            print(line, file=sys.stderr, flush=True)
-
-    print(build(args.cache, language, recipe, report=report))
+    try:
+        print(build(parser.parse_args(argv).cache, lambda line: print(line, file=sys.stderr, flush=True)))
+    except ExperimentError as error:
+        # The last line is what the caller shows.
+        print(error)
+        return error.exit_code
     return 0

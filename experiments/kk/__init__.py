@@ -5,5 +5,5 @@
 - `puzzle`      drawing puzzles; a SAT solver decides how many solutions there are
 - `wording`     the published prompt and answer; a puzzle as a row of verl's parquet format
 - `generate`    the command line: writes data sets, checks existing ones
-- `language`, `build`, `summary`  the reduced task of `kk-demo`, and the table it ends with
+- `language`, `summary`  the reduced task of `kk-demo`, and the table it ends with
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task of `kk-demo`: two people, few names, short answers in the published format.
+"""The model, tokenizer and data of `kk-demo`: two people, few names, short answers in the published format.
 
     Ava said Zoey is a knave. Zoey said Ava is a knight and Zoey is a knight.
     <think>Ava: true. Zoey: false.</think><answer>(1) Ava is a knight
@@ -7,12 +7,15 @@
 
 The frame around the puzzle and the system prompt are left out, because a model of 100 thousand
 parameters has none of their words to learn from; the answer is scored by the same reward.
+
+python -m experiments.kk.language --cache .gradloc
 """
 
 import random
 import re
+import sys
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from experiments.cpu import material
 from experiments.kk import puzzle, statements, wording
@@ -24,6 +27,8 @@ NUM_PUZZLES = 400
 """How many are drawn in all; training, validation and the warm-up take theirs from these."""
 PIECES = r"</?[a-z]+>| ?[A-Za-z]+|\s|[^\sA-Za-z]"
 """A tag, a word with the space before it, or one other character."""
+# The warm-up is enough for the format and for part of the puzzles: the rest is left to RL.
+RECIPE = material.Recipe(warmup_steps=100, warmup_batch=64, label_smoothing=0.01, num_train=320, num_val=80)
 
 
 @dataclass(frozen=True)
@@ -80,3 +85,7 @@ def language() -> material.Language:
         to_row=to_row,
         sources=(__file__, puzzle.__file__, statements.__file__, wording.__file__),
     )
+
+
+if __name__ == "__main__":
+    sys.exit(material.main("kk-demo", partial(material.build, language(), RECIPE)))

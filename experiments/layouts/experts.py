@@ -4,7 +4,6 @@
 python -m experiments.layouts.experts --cache .gradloc
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -26,19 +25,16 @@ def make_model(tokenizer):
     return model
 
 
-def main() -> int:
-    """Prints the model's folder, made anew each time."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cache", type=Path, required=True, help="the folder to put it in")
-    folder = parser.parse_args().cache.resolve() / "demo-experts"
+def make(cache: Path, report) -> Path:
+    """The model's folder, made anew each time."""
+    folder = cache.resolve() / "demo-experts"
     tokenizer = build.make_tokenizer()
     model = make_model(tokenizer)
-    material.warm_up(model, tokenizer, build.LANGUAGE, Recipe(), lambda line: print(line, file=sys.stderr))
+    material.warm_up(model, tokenizer, build.LANGUAGE, Recipe(), report)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
-    print(folder)
-    return 0
+    return folder
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(material.main("the demo with experts", make))

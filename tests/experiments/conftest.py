@@ -26,10 +26,10 @@ def verl(patched_tree: Path):
 def material(tmp_path_factory) -> Path:
     """Model, tokenizer and data with a warm-up of three steps: the form is right, the text not."""
     pytest.importorskip("transformers")
-    from experiments.cpu.build import Recipe, build
+    from experiments.cpu import build, material
 
-    recipe = Recipe(warmup_steps=3, warmup_batch=8, num_train=12, num_val=4)
-    return build(tmp_path_factory.mktemp("material"), recipe, report=lambda _: None)
+    recipe = material.Recipe(warmup_steps=3, warmup_batch=8, num_train=12, num_val=4)
+    return material.build(build.LANGUAGE, recipe, tmp_path_factory.mktemp("material"), report=lambda _: None)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ QUICK = Recipe(warmup_steps=1, warmup_batch=4, num_train=6, num_val=3)
 
 
 def quietly(cache, recipe=QUICK):
-    return build.build(cache, recipe, report=lambda _: None)
+    return material.build(build.LANGUAGE, recipe, cache, report=lambda _: None)
 
 
 def test_every_sentence_survives_the_tokenizer():

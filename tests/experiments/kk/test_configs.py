@@ -10,7 +10,7 @@ pytest.importorskip("hydra")
 pytest.importorskip("pysat")
 
 from experiments import catalog  # noqa: E402
-from experiments.kk import build  # noqa: E402
+from experiments.kk import language  # noqa: E402
 from tests.experiments.test_configs import environment  # noqa: E402
 
 pytestmark = pytest.mark.full
@@ -87,7 +87,7 @@ def test_the_demo_is_scored_by_the_reward_that_ships(compose):
     assert (manager["source"], manager["name"]) == ("register", "naive")
     assert config["reward_model"]["reward_kwargs"] == {}
     # Training that ends with its epochs ends without its last validation.
-    steps = build.RECIPE.num_train // config["data"]["train_batch_size"]
+    steps = language.RECIPE.num_train // config["data"]["train_batch_size"]
     assert steps * config["trainer"]["total_epochs"] > config["trainer"]["total_training_steps"]
     # At least two mini-batches, or there is no ratio to clip.
     prompts = config["actor_rollout_ref"]["actor"]["ppo_mini_batch_size"]

@@ -7,7 +7,7 @@ pytest.importorskip("pysat")
 pytest.importorskip("transformers")
 
 from experiments.cpu import material  # noqa: E402
-from experiments.kk import build, language  # noqa: E402
+from experiments.kk import language  # noqa: E402
 from tests.experiments.kk.conftest import every_solution  # noqa: E402
 
 
@@ -34,7 +34,7 @@ def test_the_sentence_that_is_taught_scores_full(kk):
 
 
 def test_nobody_is_trained_on_the_puzzles_of_the_validation():
-    recipe = build.RECIPE
+    recipe = language.RECIPE
     train, val = language.split(recipe.num_train, recipe.num_val, recipe.seed)
     assert (len(train), len(val)) == (recipe.num_train, recipe.num_val)
     assert not set(val) & (set(train) | set(language.lessons(2000, "all of them")))
