@@ -91,17 +91,17 @@ class Fault:
         return faulty
 
 
-_fault: Fault | None = None
+_fault = None
 _rows: Rows | None = None
 
 
-def arm(fault: Fault | None) -> None:
-    """Sets the fault that `grpo_with_fault` plants; None plants nothing."""
+def arm(fault) -> None:
+    """Sets the fault that `grpo_with_fault` plants, of which it calls `plant`; None plants nothing."""
     global _fault
     _fault = fault
 
 
-def armed() -> Fault | None:
+def armed():
     """The fault that `grpo_with_fault` plants."""
     return _fault
 
@@ -136,7 +136,7 @@ def grpo_with_fault(token_level_rewards, response_mask, index, config=None, **_)
         return advantages, returns
     if _rows is None or list(_rows.uids) != list(index):
         raise RuntimeError(
-            "grpo_with_fault saw rows that nobody told it of: on verl 0.7.0 set reward_manager.name=ArithmeticReward "
-            "and reward_model.use_reward_loop=False; on 0.9, model.external_lib=experiments.verl09.demo"
+            "grpo_with_fault saw rows that nobody told it of: leave the experiment's reward manager, use_reward_loop=False, "
+            "and on verl 0.9 model.external_lib as they are"
         )
     return _fault.plant(_rows, advantages, response_mask), returns

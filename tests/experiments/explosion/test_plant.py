@@ -24,13 +24,6 @@ def rollout(verl):
     return rollout
 
 
-@pytest.fixture(scope="module")
-def reward(verl):
-    from experiments.explosion import reward
-
-    return reward
-
-
 SETTINGS = {
     "is_stale": True,
     "warning_step": 3,
@@ -137,39 +130,35 @@ def test_the_real_actors_method_is_wrapped(rollout):
 
 
 @pytest.fixture
-def observe(verl, reward, tmp_path, monkeypatch):
+def observe(verl, tmp_path, monkeypatch):
     """Tells the estimator of rows with these marks, with the run's folder in a place of its own."""
-    from experiments.cpu import build
-    from experiments.cpu.fault import Rows
+    from experiments.cpu import build, fault
+    from experiments.explosion import reward
 
     monkeypatch.setenv("GRADLOC_RUN_DIR", str(tmp_path))
     tokenizer = build.make_tokenizer()
 
-    def told(uids, marks):
+    def tell(uids, marks):
         responses = torch.arange(marks.numel()).view_as(marks) % 20
-        rows = Rows(step=3, uids=list(uids), rollout_indices=[0, 1, 0][: len(uids)], responses=responses)
+        rows = fault.Rows(step=3, uids=list(uids), rollout_indices=[0, 1, 0][: len(uids)], responses=responses)
         reward.observe(rows, marks, 0.8, tokenizer)
         record = tmp_path / reward.RECORD
         return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
 
-    return told
+    yield tell
+    fault.arm(None)
 
 
-def test_the_planted_row_gets_its_advantage_and_the_others_verls_own(observe, stale, reward):
+def test_the_planted_row_gets_its_advantage_and_the_others_verls_own(observe, stale):
+    from experiments.cpu import fault
     from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
     rewards, mask, uids = torch.rand(3, 4), torch.ones(3, 4), np.array(["p", "p", "q"])
     expected, returns = compute_grpo_outcome_advantage(rewards, mask, uids)
     observe(uids, stale.marks(3, 4, row=1, length=3, positions=[0]))
-    advantages, same = reward.grpo_with_explosion(rewards, mask, uids)
+    advantages, same = fault.grpo_with_fault(rewards, mask, uids)
     assert advantages[1].tolist() == pytest.approx([0.8, 0.8, 0.8, expected[1, 3].item()])
     assert torch.equal(advantages[[0, 2]], expected[[0, 2]]) and torch.equal(same, returns)
-
-
-def test_rows_that_nobody_told_of_are_refused(observe, stale, reward):
-    observe(["p", "q"], stale.marks(2, 4, 0, 4, []))
-    with pytest.raises(RuntimeError, match="ExplosionReward"):
-        reward.grpo_with_explosion(torch.zeros(2, 4), torch.ones(2, 4), np.array(["q", "p"]))
 
 
 def test_the_record_names_row_sequence_positions_and_tokens(observe, stale):
