@@ -220,34 +220,56 @@ def say(text: str) -> None:
 
 Table = list[list[str]]
 """Its lines, the names of the columns first."""
+Run = tuple[Path, dict]
+"""A run's folder, and its entry in `suite.json`."""
 
 
-def print_summary(
-    doc: str, legend: str, read: Callable[[list[Path]], tuple[Table, list[str]]], argv: list[str] | None
-) -> int:
+def print_summary(doc: str, legend: str, make: Callable[[list[Run], Path], list[Table]], argv: list[str] | None) -> int:
     """Runs a summary's command line, `python -m MODULE SUITE_DIR [SUITE_DIR ...]`; returns the exit code.
 
     Args:
         doc: the module's docstring; its first line describes the command.
-        legend: what is printed below the table.
-        read: makes of the suites' folders the table, and the names of the runs that did not end well.
+        legend: what is printed below the tables.
+        make: makes of the runs that ended well the tables, and writes what else there is into a folder.
         argv: the arguments; None for the process's.
     """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("suite_dirs", type=Path, nargs="+", metavar="SUITE_DIR")
     folders = parser.parse_args(argv).suite_dirs
     try:
-        table, failed = read(folders)
-        if len(table) < 2:
+        runs = [(folder / cell["folder"], cell) for folder in folders for cell in read(folder)["cells"]]
+        well = [run for run in runs if run[1]["exit_code"] == 0]
+        if not well:
             raise ExperimentError(f"no run in {folders[0]} ended well: there is nothing to compare.")
+        tables = make(well, folders[0])
     except ExperimentError as error:
         print(f"summary: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"\n{as_text(table)}\n\n{legend}")
-    if failed:
+    print("", *map(as_text, tables), legend, sep="\n\n")
+    if len(well) < len(runs):
+        failed = [cell["folder"] for _, cell in runs if cell["exit_code"] != 0]
         print(f"without {', '.join(failed)}, which did not end well")
-    (folders[0] / "summary.md").write_text(f"{as_markdown(table)}\n", encoding="utf-8")
+    (folders[0] / "summary.md").write_text("\n\n".join(map(as_markdown, tables)) + "\n", encoding="utf-8")
     return 0
+
+
+def read_steps(folder: Path, name: str) -> dict[int, dict]:
+    """A run's metrics by step, of the steps that have this one.
+
+    Raises:
+        ExperimentError: if they are missing or cut off, or no step has it.
+    """
+    path = folder / "metrics.jsonl"
+    steps: dict[int, dict] = {}
+    try:
+        for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+            steps.setdefault(line["step"], {}).update(line["data"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ExperimentError(f"{path} cannot be read: {error}.") from None
+    found = {step: data for step, data in steps.items() if name in data}
+    if not found:
+        raise ExperimentError(f"{path} has no step: the run was cut off.")
+    return found
 
 
 def as_text(table: Table) -> str:

@@ -136,7 +136,7 @@ def grpo_with_fault(token_level_rewards, response_mask, index, config=None, **_)
         return advantages, returns
     if _rows is None or list(_rows.uids) != list(index):
         raise RuntimeError(
-            "grpo_with_fault saw rows that nobody told it of: leave the experiment's reward manager, use_reward_loop=False, "
-            "and on verl 0.9 model.external_lib as they are"
+            "grpo_with_fault saw rows that nobody told it of: leave the experiment's reward manager, "
+            "use_reward_loop=False, and on verl 0.9 model.external_lib as they are"
         )
     return _fault.plant(_rows, advantages, response_mask), returns

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
+from experiments import suite
 from experiments.cpu.verdict import read_events
 from experiments.errors import ExperimentError
 
@@ -73,11 +74,10 @@ def read(folder: Path, name: str) -> Reading:
         ExperimentError: if a file of it is missing or cut off.
     """
     try:
-        lines = json_lines(folder / "metrics.jsonl")
         return Reading(
             name=name,
             knobs=json.loads((folder / "knobs.json").read_text(encoding="utf-8")),
-            steps={line["step"]: line["data"] for line in lines},
+            steps=suite.read_steps(folder, "actor/grad_norm_max"),
             planted=json_lines(folder / "planted.jsonl"),
             events=read_events(folder / "gradloc" / "events.jsonl"),
             rewards=read_rewards(folder / "validation"),

@@ -10,37 +10,125 @@ import sys
 from pathlib import Path
 
 from experiments import suite
-from experiments.explosion import plot, readings, table
-from experiments.suite import Table, print_summary
+from experiments.explosion import plot, readings
+from experiments.explosion.readings import LAST_STEPS, Reading, distance, mean_and_error
 
 TWIN = "healthy"
 """The arm that the others are compared with, seed by seed."""
+HEADER = [
+    "arm",
+    "final reward",
+    "against twin",
+    "norm before",
+    "warning",
+    "spike",
+    "done at the spike",
+    "named",
+    "norm without it",
+    "from twin",
+    "moved at the spike",
+    f"moved in the last {LAST_STEPS}",
+]
+LEGEND = f"""\
+final reward: mean on unseen questions, 8 answers each at temperature 1, with the final weights, and
+  its standard error over the questions; against twin: the same of each question's difference.
+norm before: median of the steps before anything was planted; warning, spike: the norm at those
+  steps (largest of the step's mini-batches, before clipping; after token_clip).
+named: at the spike, the first culprit's cause and its ratio to the old policy; "as planted" if the
+  event names the planted token and nothing else; norm without it: the certificate's.
+from twin: L2 distance of the final weights from the healthy twin's, as a share of the way that the
+  twin's weights went. moved: how far the spike's step and the next one, and the last {LAST_STEPS}
+  steps, took the weights, as a share of the twin's."""
 
 
-def collect(folder: Path):
-    """The readings of the runs that ended well, the twin of each, and the runs that did not.
+def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
+    """The table of these runs; their plot goes into the folder.
 
     Raises:
-        ExperimentError: if the folder is not a suite, or a run that ended well cannot be read.
+        ExperimentError: if a run that ended well cannot be read.
     """
-    cells = suite.read(folder)["cells"]
-    well = [cell for cell in cells if cell["exit_code"] == 0]
-    runs = {cell["folder"]: readings.read(folder / cell["folder"], cell["folder"]) for cell in well}
-    by_seed = {cell["seed"]: runs[cell["folder"]] for cell in well if cell["arm"] == TWIN}
-    twins = {cell["folder"]: by_seed[cell["seed"]] for cell in well if cell["seed"] in by_seed}
-    return list(runs.values()), twins, [c["folder"] for c in cells if c["exit_code"] != 0]
+    found = [(readings.read(place, cell["folder"]), cell) for place, cell in runs]
+    by_seed = {cell["seed"]: reading for reading, cell in found if cell["arm"] == TWIN}
+    twins = {reading.name: by_seed[cell["seed"]] for reading, cell in found if cell["seed"] in by_seed}
+    every = [reading for reading, _ in found]
+    (folder / "summary.png").write_bytes(plot.draw(every, twins))
+    return [[HEADER, *(row(reading, twins.get(reading.name)) for reading in every)]]
 
 
-def read(folders: list[Path]) -> tuple[Table, list[str]]:
-    """The table of the first folder's suite, drawn as well; and its runs that did not end well."""
-    runs, twins, failed = collect(folders[0])
-    if runs:
-        (folders[0] / "summary.png").write_bytes(plot.draw(runs, twins))
-    return [table.HEADER, *table.rows(runs, twins)], failed
+def row(reading: Reading, twin: Reading | None) -> list[str]:
+    """One run's cells, in the order of `HEADER`."""
+    warning, spike = (entry["step"] for entry in reading.planted)
+    event = reading.event_at(spike)
+    return [
+        reading.name,
+        "{:.2f} ± {:.2f}".format(*mean_and_error(list(reading.rewards.values()))),
+        "-" if twin is None else "{:+.2f} ± {:.2f}".format(*gain(reading, twin)),
+        number(reading.typical_norm),
+        number(reading.norms[warning]),
+        number(reading.norms[spike]),
+        done(reading, spike),
+        named(reading, spike),
+        "-" if event is None else number(event["certificate"]["norm_after"]),
+        "-" if twin is None else f"{distance(reading.weights[-1], twin.weights[-1]) / twin.moved:.0%}",
+        "-" if twin is None else f"{reading.moved_at_the_spike / twin.moved_at_the_spike:.0%}",
+        "-" if twin is None else f"{reading.moved_lately / twin.moved_lately:.0%}",
+    ]
+
+
+def gain(reading: Reading, twin: Reading) -> tuple[float, float]:
+    """How much higher the final reward is than the twin's, question by question, and the error."""
+    return mean_and_error([mean - twin.rewards[key] for key, mean in reading.rewards.items()])
+
+
+def done(reading: Reading, step: int) -> str:
+    """What the run's safeguards did at a step, as far as its metrics say."""
+    metrics = reading.steps[step]
+    norm, limit = metrics["actor/grad_norm_max"], reading.knobs["max_grad_norm"]
+    deeds = []
+    if metrics.get("gradloc/mask"):
+        deeds.append("step without the culprit")
+    if metrics.get("gradloc/skip") or metrics.get("gradloc/skip_step/skipped"):
+        deeds.append("step skipped")
+    if metrics.get("gradloc/layer_clip/scale_min", 1.0) < 1:
+        deeds.append(f"layers scaled by down to {number(metrics['gradloc/layer_clip/scale_min'])}")
+    if metrics.get("gradloc/token_clip/share", 0.0) > 0:
+        deeds.append("token left out")
+    if metrics.get("actor/pg_clipfrac", 0.0) > 0:
+        deeds.append("ratios clipped")
+    if not deeds and norm > limit:
+        deeds.append(f"scaled by {number(limit / norm)}")
+    return ", ".join(deeds) or "nothing"
+
+
+def named(reading: Reading, step: int) -> str:
+    """What the localizer said about a step's first culprit."""
+    event = reading.event_at(step)
+    if event is None or not event["culprits"]:
+        return "no event" if event is None else "no culprit"
+    planted = next(entry for entry in reading.planted if entry["step"] == step)
+    culprit = event["culprits"][0]
+    ratio = culprit["ratios"]["current_over_old"]
+    said = f"{culprit['cause']['label']}, ratio {number(ratio)}"
+    return f"{said}, as planted" if is_as_planted(event, planted) else said
+
+
+def is_as_planted(event: dict, planted: dict) -> bool:
+    """Whether the event names exactly the stale tokens and nothing else."""
+    culprits = event["culprits"]
+    positions = sorted(position for culprit in culprits for position in culprit["positions"])
+    sequence = f"{planted['uid']}:{planted['rollout_index']}"
+    return positions == planted["positions"] and all(culprit["sequence_id"] == sequence for culprit in culprits)
+
+
+def number(value: float | None) -> str:
+    """Three digits, with thousands apart from 10 000 on."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}".replace(",", " ") if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def main(argv=None) -> int:
-    return print_summary(__doc__, table.LEGEND, read, argv)
+    return suite.print_summary(__doc__, LEGEND, make, argv)
 
 
 if __name__ == "__main__":

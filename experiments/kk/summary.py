@@ -6,18 +6,13 @@
 It writes `summary.md` and `summary.png` beside the runs' folders.
 """
 
-import json
-import math
+import re
 import statistics
 import sys
-from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 
 from experiments import suite
-from experiments.errors import ExperimentError
 from experiments.kk.wording import DATA_SOURCE
-from experiments.suite import Table, print_summary
 
 LAST_STEPS = 5
 """How many steps at the end of a run the training reward is averaged over."""
@@ -35,95 +30,52 @@ mean and, after ±, sample standard deviation over seeds. reward: from -3 (forma
 trained on. Differences within the spread say nothing about the methods."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """What one run's metrics say."""
-
-    arm: str
-    seed: int | None
-    rewards: tuple[float, ...]
-    """The mean reward of each step's rollouts."""
-    final: dict[str, float]
-    """The last validation's means: `reward`, `acc`, `wrong_answer`, `format_error`."""
-
-    def reading(self, key: str) -> float:
-        """One of the table's values."""
-        if key == "train":
-            return statistics.fmean(self.rewards[-LAST_STEPS:])
-        return self.final.get(key, math.nan)
+Arms = dict[str, list[tuple[list[float], dict[str, float]]]]
+"""By arm, what `read` gives of each of its runs."""
 
 
-def read(folders: list[Path]) -> tuple[Table, list[str]]:
-    """The table of the first folder's suite, drawn as well; and its runs that did not end well.
+def read(folder: Path) -> tuple[list[float], dict[str, float]]:
+    """The mean reward of each step's rollouts, and the table's values, by those of `READINGS`.
 
     Raises:
-        ExperimentError: if there is no suite, or a run that ended well cannot be read.
+        ExperimentError: if the run's metrics cannot be read.
     """
-    (folder, *_), runs, failed = folders, [], []
-    for cell in suite.read(folder)["cells"]:
-        if cell["exit_code"] == 0:
-            runs.append(read_run(folder / cell["folder"], cell["arm"], cell["seed"]))
-        else:
-            failed.append(cell["folder"])
-    if runs:
-        draw(runs, folder / "summary.png")
-    return table(runs), failed
+    steps = list(suite.read_steps(folder, SCORE).values())
+    rewards = [step[SCORE] for step in steps]
+    found = {"train": statistics.fmean(rewards[-LAST_STEPS:])}
+    for name, value in steps[-1].items():
+        mean = re.fullmatch(rf"val-\w+/{DATA_SOURCE}\w*/(\w+)/mean@\d+", name)
+        if mean:
+            found[mean[1]] = value
+    return rewards, found
 
 
-def read_run(folder: Path, arm: str, seed: int | None) -> Run:
-    """Reads one run's metrics.
-
-    Raises:
-        ExperimentError: if they are missing or cut off.
-    """
-    path = folder / "metrics.jsonl"
-    try:
-        lines = [json.loads(line)["data"] for line in path.read_text(encoding="utf-8").splitlines()]
-        rewards = tuple(line[SCORE] for line in lines if SCORE in line)
-        final = {}
-        for name, value in lines[-1].items():
-            # val-core/kk_logic2/acc/mean@4
-            parts = name.split("/")
-            if parts[0].startswith("val-") and parts[1].startswith(DATA_SOURCE):
-                if parts[3].startswith("mean@"):
-                    final[parts[2]] = value
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise ExperimentError(f"{path} cannot be read: {error}.") from None
-    if not rewards:
-        raise ExperimentError(f"{path} has no step: the run was cut off.")
-    return Run(arm, seed, rewards, final)
+def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
+    """The table of these runs; their plot goes into the folder."""
+    arms: Arms = {}
+    for run, cell in runs:
+        arms.setdefault(cell["arm"], []).append(read(run))
+    draw(arms, folder / "summary.png")
+    table = [["arm", "seeds", *READINGS]]
+    for arm, group in arms.items():
+        values = ([found.get(key) for _, found in group] for key in READINGS.values())
+        table.append([arm, str(len(group)), *map(spread, values)])
+    return [table]
 
 
-def by_arm(runs: list[Run]) -> dict[str, list[Run]]:
-    """The runs of each arm, arms in the order in which they ran."""
-    groups = defaultdict(list)
-    for run in runs:
-        groups[run.arm].append(run)
-    return dict(groups)
-
-
-def table(runs: list[Run]) -> Table:
-    """The cells, a line of names first."""
-    lines = [["arm", "seeds", *READINGS]]
-    for arm, group in by_arm(runs).items():
-        values = [[run.reading(key) for run in group] for key in READINGS.values()]
-        lines.append([arm, str(len(group)), *map(spread, values)])
-    return lines
-
-
-def spread(values: list[float]) -> str:
+def spread(values: list[float | None]) -> str:
     """Mean and sample standard deviation; the mean alone of one value, a dash if one is missing.
 
     >>> spread([1.0, 2.0])
     '1.50 ± 0.71'
     """
-    if any(map(math.isnan, values)):
+    if None in values:
         return "-"
     mean = f"{statistics.fmean(values):.2f}"
     return f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean
 
 
-def draw(runs: list[Run], path: Path) -> None:
+def draw(arms: Arms, path: Path) -> None:
     """Draws the training reward over steps: each arm's mean over seeds, from least to most."""
     import matplotlib
 
@@ -132,10 +84,9 @@ def draw(runs: list[Run], path: Path) -> None:
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for index, (arm, group) in enumerate(by_arm(runs).items()):
-        num_steps = min(len(run.rewards) for run in group)
-        steps = range(1, num_steps + 1)
-        columns = list(zip(*(run.rewards[:num_steps] for run in group), strict=True))
+    for index, (arm, group) in enumerate(arms.items()):
+        columns = list(zip(*(rewards for rewards, _ in group), strict=False))  # as many as the shortest run has
+        steps = range(1, len(columns) + 1)
         color = f"C{index}"
         axes.plot(steps, [statistics.fmean(c) for c in columns], color=color, label=arm)
         if len(group) > 1:
@@ -152,7 +103,7 @@ def draw(runs: list[Run], path: Path) -> None:
 
 
 def main(argv=None) -> int:
-    return print_summary(__doc__, LEGEND, read, argv)
+    return suite.print_summary(__doc__, LEGEND, make, argv)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ It prints three tables. In the first folder it writes them to `summary.md`, what
 a figure to `natural.png`.
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -18,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import suite
-from experiments.errors import ExperimentError
-from experiments.llm.wild import Run, cause, number, read
+from experiments.llm.wild import cause, finite, largest, number, read, text
 
 MODES = ("observe", "mask", "skip", "twin")
 KINDS = ("one token", "a few", "whole answers", "nothing")
@@ -29,32 +27,25 @@ MADE_OF += ["the largest: p when sampled", "ratio", "updates a search: median", 
 CHANGED = ["arm", "seed", *(f"{what}: {mode}" for what in ("largest norm", "last reward") for mode in MODES)]
 EVENTS = ["arm", "seed", "step", "norm / threshold", "named", "largest", "p: old, now", "ratio", "advantage", "share"]
 EVENTS += ["cause", "closure", "norm without", "certificate", "updates"]
+LEGEND = "The first table and the last: of the runs that observe. updates: the search's passes, in steps of the trainer."
 
 
-def record(folders: list[Path]) -> dict[str, Any]:
-    """What the tables are made of: `command`, `runs` and `events` of all suites.
+def record(found: list[suite.Run]) -> dict[str, Any]:
+    """What the tables are made of: `command`, `runs` and `events`.
 
     Raises:
-        ExperimentError: if a folder holds no suite, or no run of an arm ended well.
+        ExperimentError: if a run that ended well cannot be read.
     """
     runs, events = [], []
-    for folder in folders:
-        for cell in suite.read(folder)["cells"]:
-            if cell["exit_code"] == 0:
-                run = read(folder, cell)
-                arm, _, mode = cell["arm"].rpartition("-")
-                arm, mode = (arm, mode) if mode in MODES else (cell["arm"], MODES[0])
-                place = {"arm": arm, "mode": mode, "seed": cell["seed"]}
-                runs.append({**place, **readings(run)})
-                events += [{**place, **summary(event)} for event in run.events]
-    if not runs:
-        raise ExperimentError(f"no run in {folders[0]} ended well: there is nothing to tell.")
+    for folder, cell in found:
+        run = read(folder, cell)
+        arm, _, mode = cell["arm"].rpartition("-")
+        arm, mode = (arm, mode) if mode in MODES else (cell["arm"], MODES[0])
+        place = {"arm": arm, "mode": mode, "seed": cell["seed"]}
+        told = {"minutes": round(run.seconds / 60, 1), "norms": list(run.norms.values()), "rewards": run.rewards}
+        runs.append({**place, **told})
+        events += [{**place, **summary(event)} for event in run.events]
     return {"command": "./run_experiment.sh wild-long", "runs": runs, "events": events}
-
-
-def readings(run: Run) -> dict[str, Any]:
-    """A run's norms and rewards by step, and its minutes."""
-    return {"minutes": round(run.seconds / 60, 1), "norms": list(run.norms.values()), "rewards": run.rewards}
 
 
 def summary(event: dict) -> dict[str, Any]:
@@ -80,9 +71,9 @@ def summary(event: dict) -> dict[str, Any]:
         "largest": None,
     }
     if culprits:
-        worst = max(culprits, key=lambda culprit: abs(finite(culprit["share"]) or 0.0))
+        worst = largest(culprits)
         told["largest"] = {
-            "text": "".join(worst["tokens"] or ())[:16],
+            "text": text(worst),
             "p": [probability(worst[key]) for key in ("old_log_prob_used", "log_prob")],
             "ratio": finite(worst["ratios"]["current_over_old"]),
             **{key: finite(worst[key]) for key in ("advantage", "share")},
@@ -90,21 +81,11 @@ def summary(event: dict) -> dict[str, Any]:
     return told
 
 
-def finite(value: Any) -> float | None:
-    """The number, or None for one that is missing or written as a word since it is not finite."""
-    return value if isinstance(value, int | float) else None
-
-
 def probability(log_prob: Any) -> float | None:
     return None if finite(log_prob) is None else math.exp(log_prob)
 
 
 # ---- tables
-
-
-def markdown(told: dict[str, Any]) -> str:
-    """The three tables of a record."""
-    return "\n\n".join(suite.as_markdown(make(told)) for make in (made_of, changed, events))
 
 
 def made_of(told: dict[str, Any]) -> suite.Table:
@@ -201,22 +182,52 @@ def event_line(event: dict) -> list[str]:
     ]
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("suite_dirs", type=Path, nargs="+", metavar="SUITE_DIR")
-    folders = parser.parse_args(argv).suite_dirs
-    try:
-        told = record(folders)
-    except ExperimentError as error:
-        print(f"natural: {error}", file=sys.stderr)
-        return error.exit_code
-    print("\n" + "\n\n".join(suite.as_text(make(told)) for make in (made_of, changed, events)))
-    (folders[0] / "natural.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    (folders[0] / "summary.md").write_text(f"{markdown(told)}\n", encoding="utf-8")
-    from experiments.llm.natural_plot import draw  # the tables need no matplotlib
+# ---- the figure
 
-    draw(told, folders[0] / "natural.png")
-    return 0
+
+def draw(told: dict[str, Any], path: Path) -> None:
+    """The figure of docs/natural-spikes.md: every event's norm with and without its culprits, the largest's place."""
+    import matplotlib  # the tables need none
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    observed = [event for event in told["events"] if event["mode"] == MODES[0]]
+    observed.sort(key=lambda event: event["norm"])
+    arms = list(dict.fromkeys(event["arm"] for event in told["events"]))
+    figure, (steps, places) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for index, event in enumerate(observed):
+        color = plt.cm.tab10(arms.index(event["arm"]))
+        ends = (event["norm_after"] or event["norm"], event["norm"])
+        steps.plot([index, index], ends, color=color, linewidth=1.2, alpha=0.6)
+        steps.plot(index, ends[1], "o", color=color, markersize=5)
+        steps.plot(index, ends[0], "o", color=color, markersize=5, markerfacecolor="white")
+        steps.plot(index, event["threshold"], "_", color="black", markersize=7)
+        largest = event["largest"]
+        if largest and largest["p"][0] and largest["ratio"]:
+            places.plot(largest["p"][0], largest["ratio"], "o", color=color, markersize=6, alpha=0.7)
+    for index, arm in enumerate(arms):
+        steps.plot([], [], "o", color=plt.cm.tab10(index), label=arm)
+    steps.set(yscale="log", title="gradient norm, and (hollow) without what is named", xlabel="event, by its norm")
+    steps.plot([], [], "_", color="black", label="threshold")
+    steps.legend(frameon=False)
+    places.set(xscale="log", yscale="log", title="the largest culprit", xlabel="its probability when it was sampled")
+    places.set_ylabel("importance ratio at the spike")
+    # Without metadata two drawings of the same record are the same bytes.
+    figure.savefig(path, dpi=90, metadata={"Software": None})
+    plt.close(figure)
+
+
+def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
+    """The three tables; the record and the figure go into the folder."""
+    told = record(runs)
+    (folder / "natural.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    draw(told, folder / "natural.png")
+    return [made_of(told), changed(told), events(told)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    return suite.print_summary(__doc__, LEGEND, make, argv)
 
 
 if __name__ == "__main__":

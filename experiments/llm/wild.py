@@ -6,17 +6,15 @@
 It prints one table of all of them and writes it to `summary.md` in the first. Standard library only.
 """
 
-import json
 import statistics
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from experiments import suite
 from experiments.cpu.verdict import read_events
-from experiments.errors import ExperimentError
-from experiments.suite import Table, print_summary
 
 HEADER = [
     "arm",
@@ -59,21 +57,13 @@ class Run:
     events: list[dict]
 
 
-def read(suite_dir: Path, cell: dict) -> Run:
-    """Reads the run of one of `suite.json`'s cells.
+def read(folder: Path, cell: dict) -> Run:
+    """Reads a run's folder.
 
     Raises:
         ExperimentError: if its metrics are missing or cut off, or hold no step.
     """
-    folder = suite_dir / cell["folder"]
-    path = folder / "metrics.jsonl"
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        steps = {line["step"]: line["data"] for line in lines if "actor/grad_norm_max" in line["data"]}
-    except (OSError, ValueError, KeyError) as error:
-        raise ExperimentError(f"{path} cannot be read: {error}.") from None
-    if not steps:
-        raise ExperimentError(f"{path} has no step: the run was cut off.")
+    steps = suite.read_steps(folder, "actor/grad_norm_max")
     return Run(
         cell["arm"],
         cell["seed"],
@@ -122,9 +112,23 @@ def named(culprits: list[dict]) -> str:
         return "nothing"
     num_tokens = sum(len(culprit["positions"]) for culprit in culprits)
     answers = len({culprit["sequence_id"] for culprit in culprits})
-    worst = max(culprits, key=lambda culprit: abs(culprit["share"] or 0.0))
-    text = "".join(worst["tokens"] or ())[:16]
-    return f"{num_tokens} in {answers}: {text!r}, advantage {number(worst['advantage'])}"
+    worst = largest(culprits)
+    return f"{num_tokens} in {answers}: {text(worst)!r}, advantage {number(worst['advantage'])}"
+
+
+def largest(culprits: list[dict]) -> dict:
+    """The one that counts most."""
+    return max(culprits, key=lambda culprit: abs(finite(culprit["share"]) or 0.0))
+
+
+def text(culprit: dict) -> str:
+    """Its beginning."""
+    return "".join(culprit["tokens"] or ())[:16]
+
+
+def finite(value: Any) -> float | None:
+    """The number, or None for one that is missing or written as a word since it is not finite."""
+    return value if isinstance(value, int | float) else None
 
 
 def cause(event: dict) -> str:
@@ -140,15 +144,13 @@ def number(value: float | str | None) -> str:
     return f"{value:.3g}" if isinstance(value, int | float) else str(value or "-")
 
 
-def read_all(folders: list[Path]) -> tuple[Table, list[str]]:
-    """One table of all suites' runs, and those that did not end well."""
-    cells = [(folder, cell) for folder in folders for cell in suite.read(folder)["cells"]]
-    rows = [row(read(folder, cell)) for folder, cell in cells if cell["exit_code"] == 0]
-    return [HEADER, *rows], [cell["folder"] for _, cell in cells if cell["exit_code"] != 0]
+def make(runs: list[suite.Run], _folder: Path) -> list[suite.Table]:
+    """One table of all runs."""
+    return [[HEADER, *(row(read(*run)) for run in runs)]]
 
 
 def main(argv=None) -> int:
-    return print_summary(__doc__, LEGEND, read_all, argv)
+    return suite.print_summary(__doc__, LEGEND, make, argv)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures for the experiments' tests."""
+"""Fixtures for the experiments' tests, and a suite as it lies on disk."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,16 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
+
+
+def write_suite(folder: Path, **exit_codes: int) -> None:
+    """A suite's `suite.json`, by what each run ended with: ARM, or ARM_seedN."""
+    cells = []
+    for name, code in exit_codes.items():
+        arm, _, seed = name.replace("_", "-").partition("-seed")
+        cell = {"arm": arm, "seed": int(seed) if seed else None, "folder": name.replace("_", "-"), "exit_code": code}
+        cells.append({**cell, "seconds": 90.0})
+    (folder / "suite.json").write_text(json.dumps({"experiment": "any", "cells": cells}))
 
 
 @pytest.fixture(scope="session")

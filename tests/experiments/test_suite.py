@@ -2,6 +2,7 @@
 """Experiments with arms: what is run in which order, and how it ends."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from experiments import launch, suite
 from experiments.errors import ExperimentError, UsageError
 from experiments.experiment import Arm, Experiment
+from tests.experiments.conftest import write_suite
 
 DUEL = Experiment(
     "duel",
@@ -160,3 +162,35 @@ def test_a_folder_that_is_no_suite_is_refused(tmp_path):
     (tmp_path / "suite.json").write_text('{"cells": [')
     with pytest.raises(ExperimentError, match="cut off"):
         suite.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("codes", "metrics", "problem"),
+    [
+        ({"one": 1}, "", "no run in .* ended well"),
+        ({"one": 0}, None, "cannot be read"),
+        ({"one": 0}, "{", "cannot be read"),
+        ({"one": 0}, '{"step": 1, "data": {}}', "has no step"),
+        ({}, "", "has no suite.json"),
+    ],
+)
+def test_a_summary_of_what_cannot_be_read_is_one_sentence(tmp_path, capsys, codes, metrics, problem):
+    (tmp_path / "one").mkdir()
+    if codes:
+        write_suite(tmp_path, **codes)
+    if metrics is not None:
+        (tmp_path / "one" / "metrics.jsonl").write_text(metrics)
+
+    def make(runs, _folder):
+        return [[[str(suite.read_steps(folder, "norm"))] for folder, _ in runs]]
+
+    assert suite.print_summary("What it is.", "", make, [str(tmp_path)]) == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"summary: .*{problem}", said)
+
+
+def test_lines_of_one_step_are_joined(tmp_path):
+    lines = [(1, {"norm": 2.0}), (1, {"verdict": "a sentence"}), (2, {"verdict": "another"})]
+    text = "".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in lines)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert suite.read_steps(tmp_path, "norm") == {1: {"norm": 2.0, "verdict": "a sentence"}}

@@ -12,7 +12,9 @@ np = pytest.importorskip("numpy")
 pytest.importorskip("safetensors")
 pytest.importorskip("matplotlib")
 
-from experiments.explosion import readings, summary, table  # noqa: E402
+from experiments import suite  # noqa: E402
+from experiments.explosion import readings, summary  # noqa: E402
+from tests.experiments.conftest import write_suite  # noqa: E402
 
 NORMS = {"healthy": [1.0, 2.0, 1.5, 1.2, 1.1, 1.3], "loud": [1.0, 2.0, 14.0, 250.0, 1.1, 1.3]}
 PLANTED = [{"step": step, "uid": "u", "rollout_index": 2, "positions": [5], "token_ids": [9]} for step in (3, 4)]
@@ -74,12 +76,15 @@ def write_run(folder, name, spike_metrics=None, event=EVENT, limit=1e9):
 def suite_dir(tmp_path):
     write_run(tmp_path / "healthy", "healthy", event=None)
     write_run(tmp_path / "loud", "loud")
-    cells = [
-        {"arm": name, "seed": None, "folder": name, "exit_code": code}
-        for name, code in (("healthy", 0), ("loud", 0), ("broken", 1))
-    ]
-    (tmp_path / "suite.json").write_text(json.dumps({"experiment": "explosion", "cells": cells}))
+    write_suite(tmp_path, healthy=0, loud=0, broken=1)
     return tmp_path
+
+
+def cells_of(suite_dir, name):
+    """A run's cells, by column."""
+    runs = [(suite_dir / cell["folder"], cell) for cell in suite.read(suite_dir)["cells"] if cell["exit_code"] == 0]
+    ((head, *rows),) = summary.make(runs, suite_dir)
+    return dict(zip(head, next(row for row in rows if row[0] == name), strict=True))
 
 
 def slow_distance(one, other):
@@ -92,8 +97,7 @@ def slow_distance(one, other):
 
 
 def test_every_number_of_the_table_is_what_its_legend_says(suite_dir):
-    runs, twins, failed = summary.collect(suite_dir)
-    cells = dict(zip(table.HEADER, table.rows(runs, twins)[1], strict=True))
+    cells = cells_of(suite_dir, "loud")
     questions = [0.5, 1.0, 0.1]
     error = statistics.stdev(questions) / math.sqrt(3)
     assert cells["final reward"] == f"{statistics.mean(questions):.2f} ± {error:.2f}"
@@ -113,12 +117,10 @@ def test_every_number_of_the_table_is_what_its_legend_says(suite_dir):
     lately = slow_distance(weights("loud", 6), weights("loud", 1))
     twins_lately = slow_distance(end, weights("healthy", 1))
     assert cells["moved in the last 5"] == f"{lately / twins_lately:.0%}"
-    assert failed == ["broken"]
 
 
 def test_the_healthy_twin_is_at_no_distance_from_itself(suite_dir):
-    runs, twins, _ = summary.collect(suite_dir)
-    cells = dict(zip(table.HEADER, table.rows(runs, twins)[0], strict=True))
+    cells = cells_of(suite_dir, "healthy")
     assert (cells["from twin"], cells["moved in the last 5"]) == ("0%", "100%")
     assert cells["against twin"] == "+0.00 ± 0.00"
     assert cells["named"] == "no event"
@@ -139,7 +141,7 @@ def test_the_healthy_twin_is_at_no_distance_from_itself(suite_dir):
 )
 def test_what_a_safeguard_did_is_read_from_its_metrics(tmp_path, metrics, limit, said):
     write_run(tmp_path / "run", "loud", metrics, limit=limit)
-    assert table.done(readings.read(tmp_path / "run", "loud"), 4) == said
+    assert summary.done(readings.read(tmp_path / "run", "loud"), 4) == said
 
 
 @pytest.mark.parametrize(
@@ -154,20 +156,19 @@ def test_another_token_is_not_as_planted(tmp_path, change, said):
     event = copy.deepcopy(EVENT)
     event["culprits"][0].update(change)
     write_run(tmp_path / "run", "loud", event=event)
-    assert table.named(readings.read(tmp_path / "run", "loud"), 4) == said
+    assert summary.named(readings.read(tmp_path / "run", "loud"), 4) == said
 
 
 def test_an_event_without_a_culprit_is_said(tmp_path):
     write_run(tmp_path / "run", "loud", event={**EVENT, "culprits": []})
-    assert table.named(readings.read(tmp_path / "run", "loud"), 4) == "no culprit"
+    assert summary.named(readings.read(tmp_path / "run", "loud"), 4) == "no culprit"
 
 
 def test_without_a_twin_of_the_same_seed_nothing_is_compared(suite_dir):
     content = json.loads((suite_dir / "suite.json").read_text())
     content["cells"][0]["seed"] = 3
     (suite_dir / "suite.json").write_text(json.dumps(content))
-    runs, twins, _ = summary.collect(suite_dir)
-    cells = dict(zip(table.HEADER, table.rows(runs, twins)[1], strict=True))
+    cells = cells_of(suite_dir, "loud")
     columns = ("against twin", "from twin", "moved at the spike", "moved in the last 5")
     assert [cells[column] for column in columns] == ["-"] * 4
 
@@ -185,12 +186,3 @@ def test_a_run_that_was_cut_off_is_one_sentence(suite_dir, capsys):
     assert summary.main([str(suite_dir)]) == 1
     said = capsys.readouterr().err
     assert said.startswith("summary: the run in ") and "cannot be read" in said
-
-
-def test_a_suite_in_which_nothing_ended_well_is_one_sentence(suite_dir, capsys):
-    content = json.loads((suite_dir / "suite.json").read_text())
-    for cell in content["cells"]:
-        cell["exit_code"] = 1
-    (suite_dir / "suite.json").write_text(json.dumps(content))
-    assert summary.main([str(suite_dir)]) == 1
-    assert "nothing to compare" in capsys.readouterr().err

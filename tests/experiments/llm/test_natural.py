@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from experiments import catalog, suite
+from experiments import catalog
 from experiments.llm import natural
+from tests.experiments.conftest import write_suite
 from tests.experiments.llm.test_wild import write
 from tests.report.builder import make_culprit, make_event
 
@@ -23,12 +24,7 @@ def told(tmp_path):
     write(tmp_path / "no-clip-seed1", [3.0, 90.0, 4.0], found)
     write(tmp_path / "no-clip-mask-seed1", [3.0, 80.0], found[:1])
     write(tmp_path / "no-clip-twin-seed1", [3.0, 5.0])
-    names = {"no-clip": 0, "no-clip-mask": 0, "no-clip-twin": 0, "rate": 1}
-    cells = [
-        {"arm": arm, "seed": 1, "folder": f"{arm}-seed1", "exit_code": code, "seconds": 90.0}
-        for arm, code in names.items()
-    ]
-    (tmp_path / suite.RECORD).write_text(json.dumps({"experiment": "wild-long", "cells": cells}))
+    write_suite(tmp_path, no_clip_seed1=0, no_clip_mask_seed1=0, no_clip_twin_seed1=0, rate_seed1=1)
     assert natural.main([str(tmp_path)]) == 0
     assert (tmp_path / "natural.png").read_bytes().startswith(b"\x89PNG")
     return json.loads((tmp_path / "natural.json").read_text())
@@ -62,13 +58,6 @@ def test_an_event_s_line_is_about_the_culprit_with_the_largest_share(told):
 def test_what_an_action_changed_stands_beside_the_twin(told):
     cells = line(natural.changed(told), "no-clip", "1")
     assert [cells[key] for key in natural.CHANGED[2:]] == ["90", "80", "-", "5", "0.3", "0.2", "-", "0.2"]
-
-
-def test_a_suite_without_a_run_that_ended_well_is_one_sentence(tmp_path, capsys):
-    cell = {"arm": "rate", "seed": 1, "folder": "rate-seed1", "exit_code": 1, "seconds": 9.0}
-    (tmp_path / suite.RECORD).write_text(json.dumps({"experiment": "wild-long", "cells": [cell]}))
-    assert natural.main([str(tmp_path)]) == 1
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_every_arm_that_explodes_has_its_actions_and_its_twin():

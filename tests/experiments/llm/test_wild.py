@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from experiments import suite
 from experiments.llm import wild
+from tests.experiments.conftest import write_suite
 from tests.experiments.real import run_to_the_end
 from tests.report.builder import make_culprit, make_event
 
@@ -30,11 +30,7 @@ def test_a_row_says_what_spiked_and_a_healthy_run_that_nothing_did(tmp_path, cap
     event = make_event(2, [make_culprit(3), make_culprit(5)])
     write(tmp_path / "healthy-seed1", [3.0, 5.0, 4.0])
     write(tmp_path / "odd-seed1", [3.0, 90.0, 4.0], [event])
-    cells = [
-        {"arm": arm, "seed": 1, "folder": f"{arm}-seed1", "exit_code": code, "seconds": 90.0}
-        for arm, code in (("healthy", 0), ("odd", 0), ("late", 1))
-    ]
-    (tmp_path / suite.RECORD).write_text(json.dumps({"experiment": "wild", "cells": cells}))
+    write_suite(tmp_path, healthy_seed1=0, odd_seed1=0, late_seed1=1)
     assert wild.main([str(tmp_path)]) == 0
     assert "without late-seed1, which did not end well" in capsys.readouterr().out
     head, _, healthy, odd = (
