@@ -94,11 +94,9 @@ def run(args, environ, cwd: Path) -> int:
     python, chosen = find(experiment, version, environ, cwd, args.dry_run)
     run_dir = results_folder(environ, cwd, experiment.name, is_suite=bool(cells))
     if args.dry_run:
-        for cell in cells:
-            overrides = cell.overrides(args.overrides)
-            describe(command(python, experiment, overrides), run_dir / cell.folder)
-        if not cells:
-            describe(command(python, experiment, args.overrides), run_dir)
+        runs = [(cell.overrides(args.overrides), run_dir / cell.folder) for cell in cells]
+        for overrides, folder in runs or [(args.overrides, run_dir)]:
+            describe(command(python, experiment, overrides), folder)
         return 0
     check_imports(python, experiment)
     material = None
@@ -253,12 +251,7 @@ def results_folder(environ, cwd: Path, name: str, is_suite: bool = False) -> Pat
         if folder.exists() and not (is_suite and (folder / suite.RECORD).is_file()):
             raise ExperimentError(f"RUN_DIR={folder} exists: name a folder that does not.")
         return folder
-    stem = target.REPO / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, count = stem, 1
-    while folder.exists():
-        count += 1
-        folder = stem.with_name(f"{stem.name}-{count}")
-    return folder
+    return suite.free_name(target.REPO / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def command(python: str, experiment: Experiment, given: list[str]) -> list[str]:

@@ -24,11 +24,7 @@ TAIL_LINES = 30
 STEP = re.compile(r"step:(\d+) - (.*)")
 NUMBER = re.compile(r"(?:np\.\w+\()?([-+0-9.einfa]+)\)?$")
 TOTAL = re.compile(r"Total training steps: (\d+)")
-# What is worth a line in a brief run, and what is said then.
-MILESTONES = [
-    (re.compile(r"Started a local Ray instance|Connected to Ray cluster"), "Ray has started"),
-    (TOTAL, "{0} steps to go; the workers load the model"),
-]
+RAY = re.compile(r"Started a local Ray instance|Connected to Ray cluster")
 SHOWN = {
     "actor/grad_norm": "grad norm",
     "critic/score/mean": "score",
@@ -56,42 +52,34 @@ def parse_step(line: str) -> tuple[int, dict[str, float]] | None:
     return int(found.group(1)), {k: v for k, v in metrics.items() if v is not None}
 
 
-def brief(line: str) -> str | None:
-    """What a brief run shows for one line of output: a step, a milestone, or nothing."""
-    step = parse_step(line)
-    if step:
-        number, metrics = step
-        parts = [f"{text} {metrics[key]:.3g}" for key, text in SHOWN.items() if key in metrics]
-        if metrics.get("gradloc/events"):
-            parts.append("SPIKE: localized")
-        elif metrics.get("gradloc/spikes"):
-            parts.append("SPIKE: not localized")
-        return f"step {number:>2}  " + "  ".join(parts)
-    for pattern, text in MILESTONES:
-        found = pattern.search(line)
-        if found:
-            return text.format(*found.groups())
-    return None
-
-
-class Expectation:
-    """How long a run's other steps will take, by those that it has told of."""
+class Brief:
+    """What a brief run shows: a milestone, or a step, and how long the others will take by those that it has seen."""
 
     def __init__(self):
         self.num_steps = 0
         self.seconds: list[float] = []
 
-    def after(self, line: str) -> str:
-        """Takes a line of output; returns what to say behind a step's."""
+    def line(self, line: str) -> str | None:
+        """What it shows for one line of output, or None."""
+        if RAY.search(line):
+            return "Ray has started"
         total = TOTAL.search(line)
         if total:
-            self.num_steps = int(total.group(1))
-        step = parse_step(line)
-        if step is None or "timing_s/step" not in step[1]:
-            return ""
-        self.seconds.append(step[1]["timing_s/step"])
-        left = self.num_steps - step[0]
-        return f"  about {clock(statistics.median(self.seconds) * left)} to go" if left > 0 else ""
+            self.num_steps = int(total[1])
+            return f"{total[1]} steps to go; the workers load the model"
+        step, metrics = parse_step(line) or (0, {})
+        parts = [f"{text} {metrics[key]:.3g}" for key, text in SHOWN.items() if key in metrics]
+        if not parts:
+            return None
+        if metrics.get("gradloc/events"):
+            parts.append("SPIKE: localized")
+        elif metrics.get("gradloc/spikes"):
+            parts.append("SPIKE: not localized")
+        if "timing_s/step" in metrics:
+            self.seconds.append(metrics["timing_s/step"])
+            left = self.num_steps - step
+            parts += [f"about {clock(statistics.median(self.seconds) * left)} to go"] if left > 0 else []
+        return f"step {step:>2}  {'  '.join(parts)}"
 
 
 @contextlib.contextmanager
@@ -118,10 +106,10 @@ def run(command: list[str], log: Path, is_brief: bool) -> int:
     Args:
         command: what to run. It gets a session of its own, so that an interrupt reaches it once.
         log: the file that takes everything it prints.
-        is_brief: show only what `brief` makes of it.
+        is_brief: show only what `Brief` makes of it.
     """
     started = time.monotonic()
-    expectation = Expectation()
+    brief = Brief()
     tail: list[str] = []
     caught: list[int] = []
     with log.open("w", encoding="utf-8", errors="replace") as sink:
@@ -146,11 +134,10 @@ def run(command: list[str], log: Path, is_brief: bool) -> int:
                 sink.write(line)
                 sink.flush()
                 tail = [*tail[1 - TAIL_LINES :], line]
-                shown = brief(line) if is_brief else line.rstrip("\n")
-                left = expectation.after(line) if is_brief else ""
+                shown = brief.line(line) if is_brief else line.rstrip("\n")
                 if shown is not None and not caught:
                     prefix = f"[{time.monotonic() - started:5.0f} s] " if is_brief else ""
-                    print(prefix + shown + left, flush=True)
+                    print(prefix + shown, flush=True)
             code = child.wait()
         finally:
             for number, handler in before.items():

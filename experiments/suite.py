@@ -155,17 +155,14 @@ def keep_ended(folder: Path, name: str, records: list[dict]) -> list[dict]:
         if cell and cell["overrides"] == record["overrides"]:
             record.update(cell)
         elif place.exists():
-            place.rename(free_name(place))
+            place.rename(free_name(place.with_name(f"{place.name}.cut")))
     return list(ended.values())
 
 
 def free_name(folder: Path) -> Path:
-    """`NAME.cut`, or `NAME.cut2` and so on where that is taken."""
-    numbers = itertools.count(2)
-    free = folder.with_name(f"{folder.name}.cut")
-    while free.exists():
-        free = folder.with_name(f"{folder.name}.cut{next(numbers)}")
-    return free
+    """The folder, or, where that is taken, the first of `NAME-2`, `NAME-3` ... that is not."""
+    others = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    return next(path for path in itertools.chain([folder], others) if not path.exists())
 
 
 def summarize(experiment: Experiment, folder: Path, python: str) -> int:

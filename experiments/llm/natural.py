@@ -27,7 +27,7 @@ MADE_OF += ["the largest: p when sampled", "ratio", "updates a search: median", 
 CHANGED = ["arm", "seed", *(f"{what}: {mode}" for what in ("largest norm", "last reward") for mode in MODES)]
 EVENTS = ["arm", "seed", "step", "norm / threshold", "named", "largest", "p: old, now", "ratio", "advantage", "share"]
 EVENTS += ["cause", "closure", "norm without", "certificate", "updates"]
-LEGEND = "The first table and the last: of the runs that observe. updates: the search's passes, in steps of the trainer."
+LEGEND = "The first table and the last: of runs that observe. updates: the search's passes, in steps of the trainer."
 
 
 def record(found: list[suite.Run]) -> dict[str, Any]:
