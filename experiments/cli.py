@@ -94,7 +94,7 @@ def run(args, environ, cwd: Path) -> int:
     python, chosen = find(experiment, version, environ, cwd, args.dry_run)
     run_dir = results_folder(environ, cwd, experiment.name, is_suite=bool(cells))
     if args.dry_run:
-        runs = [(cell.overrides(args.overrides), run_dir / cell.folder) for cell in cells]
+        runs = [(cell["overrides"], run_dir / cell["folder"]) for cell in cells]
         for overrides, folder in runs or [(args.overrides, run_dir)]:
             describe(command(python, experiment, overrides), folder)
         return 0
@@ -120,7 +120,7 @@ def run(args, environ, cwd: Path) -> int:
             return code
 
         if cells:
-            code = suite.run(experiment, cells, args.overrides, run_dir, run_one, plain)
+            code = suite.run(experiment, cells, run_dir, run_one, plain)
         else:
             code = run_one(args.overrides, run_dir)
     if code == 0 and experiment.is_planted:

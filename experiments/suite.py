@@ -14,8 +14,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from experiments.errors import ExperimentError, UsageError
 from experiments.experiment import Arm, Experiment
@@ -23,27 +23,14 @@ from experiments.experiment import Arm, Experiment
 RECORD = "suite.json"
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One run of a suite."""
-
-    arm: Arm
-    seed: int | None
-    """None where the config's own seed stands."""
-
-    @property
-    def folder(self) -> str:
-        """Its folder's name within the suite's."""
-        return self.arm.name if self.seed is None else f"{self.arm.name}-seed{self.seed}"
-
-    def overrides(self, given: list[str]) -> list[str]:
-        """The arm's overrides, the seed, and then the user's, which win."""
-        seed = [] if self.seed is None else [f"seed={self.seed}"]
-        return [*self.arm.overrides, *seed, *given]
+Cell = dict[str, Any]
+"""One run of a suite, as `suite.json` has it: `exit_code` and `seconds` are None until it has ended."""
 
 
-def plan(experiment: Experiment, arms: str | None, seeds: str | None, given: list[str]):
+def plan(experiment: Experiment, arms: str | None, seeds: str | None, given: list[str]) -> list[Cell]:
     """The cells to run, in order: arm by arm, and within an arm seed by seed.
+
+    A cell's overrides are the arm's, the seed, and then the user's, which win.
 
     Args:
         experiment: what was chosen; without arms it has no cells.
@@ -70,16 +57,24 @@ def plan(experiment: Experiment, arms: str | None, seeds: str | None, given: lis
     if chosen and any(text.lstrip("+").startswith("seed=") for text in given):
         raise UsageError("every arm runs with its own seeds: write --seeds N instead of seed=N.")
     numbers = [int(seed) for seed in chosen] or [None]
-    return [Cell(known[name], seed) for name in dict.fromkeys(names) for seed in numbers]
+    return [new_cell(known[name], seed, given) for name in dict.fromkeys(names) for seed in numbers]
+
+
+def new_cell(arm: Arm, seed: int | None, given: list[str]) -> Cell:
+    """A run that has not begun; with no seed the config's own stands."""
+    return {
+        "arm": arm.name,
+        "meaning": arm.meaning,
+        "seed": seed,
+        "folder": arm.name if seed is None else f"{arm.name}-seed{seed}",
+        "overrides": [*arm.overrides, *([] if seed is None else [f"seed={seed}"]), *given],
+        "exit_code": None,
+        "seconds": None,
+    }
 
 
 def run(
-    experiment: Experiment,
-    cells: list[Cell],
-    given: list[str],
-    folder: Path,
-    run_one: Callable[[list[str], Path], int],
-    python: str,
+    experiment: Experiment, cells: list[Cell], folder: Path, run_one: Callable[[list[str], Path], int], python: str
 ) -> int:
     """Runs the cells, goes on after one that fails, and ends with the summary.
 
@@ -89,7 +84,6 @@ def run(
     Args:
         experiment: whose cells they are.
         cells: what `plan` gave.
-        given: the user's overrides.
         folder: the suite's folder, which exists.
         run_one: runs one experiment with overrides into a folder and returns its exit code; from
             128 on it was interrupted, which ends the suite.
@@ -99,49 +93,41 @@ def run(
         0 if every cell and the summary went well, 1 if not, or the code of the interrupt.
     """
     started = time.monotonic()
-    records = [
-        {
-            "arm": cell.arm.name,
-            "meaning": cell.arm.meaning,
-            "seed": cell.seed,
-            "folder": cell.folder,
-            "overrides": cell.overrides(given),
-            "exit_code": None,
-            "seconds": None,
-        }
-        for cell in cells
-    ]
-    suite = {"experiment": experiment.name, "cells": [*records, *keep_ended(folder, experiment.name, records)]}
-    to_run = [(cell, record) for cell, record in zip(cells, records, strict=True) if record["exit_code"] != 0]
+    suite = {"experiment": experiment.name, "cells": [*cells, *keep_ended(folder, experiment.name, cells)]}
+    to_run = [cell for cell in cells if cell["exit_code"] != 0]
     if len(to_run) < len(cells):
         say(f"{len(cells) - len(to_run)} of {len(cells)} runs have ended well already")
-    for number, (cell, record) in enumerate(to_run):
+    for number, cell in enumerate(to_run):
         write(folder, suite)
         gone = time.monotonic() - started
-        say(f"\nrun {number + 1} of {len(to_run)}: {cell.folder} ({cell.arm.meaning})")
-        say(f"{clock(gone)} gone{expectation(gone, number, len(to_run))}")
+        left = f", about {clock(gone / number * (len(to_run) - number))} to go" if number else ""
+        say(f"\nrun {number + 1} of {len(to_run)}: {cell['folder']} ({cell['meaning']})")
+        say(f"{clock(gone)} gone{left}")
         begun = time.monotonic()
-        code = run_one(record["overrides"], folder / cell.folder)
-        record.update(exit_code=code, seconds=round(time.monotonic() - begun, 1))
+        code = run_one(cell["overrides"], folder / cell["folder"])
+        cell.update(exit_code=code, seconds=round(time.monotonic() - begun, 1))
         if code >= 128:
             write(folder, suite)
             return code
         if code:
-            say(f"{cell.folder} FAILED with exit code {code}; the others go on.")
+            say(f"{cell['folder']} FAILED with exit code {code}; the others go on.")
     write(folder, suite)
-    failed = [record["folder"] for record in records if record["exit_code"]]
+    failed = [cell["folder"] for cell in cells if cell["exit_code"]]
     took = clock(time.monotonic() - started)
     say(f"\n{len(cells) - len(failed)} of {len(cells)} runs ended well, {took} in all")
     if failed:
         say(f"failed: {', '.join(failed)}")
-    return 1 if summarize(experiment, folder, python) or failed else 0
+    if experiment.summary_module is None:
+        return int(bool(failed))
+    summary = subprocess.run([python, "-m", experiment.summary_module, str(folder)], check=False)
+    return int(bool(failed) or summary.returncode != 0)
 
 
-def keep_ended(folder: Path, name: str, records: list[dict]) -> list[dict]:
+def keep_ended(folder: Path, name: str, cells: list[Cell]) -> list[Cell]:
     """Takes over the runs of this folder that ended well, and renames the folders of others.
 
     Returns:
-        The records of those that are not to be run this time.
+        Those that are not to be run this time.
 
     Raises:
         ExperimentError: if the folder is another experiment's.
@@ -150,10 +136,10 @@ def keep_ended(folder: Path, name: str, records: list[dict]) -> list[dict]:
     if before["experiment"] != name:
         raise ExperimentError(f"{folder} holds runs of {before['experiment']}, not of {name}: name another RUN_DIR.")
     ended = {cell["folder"]: cell for cell in before["cells"] if cell["exit_code"] == 0}
-    for record in records:
-        cell, place = ended.pop(record["folder"], None), folder / record["folder"]
-        if cell and cell["overrides"] == record["overrides"]:
-            record.update(cell)
+    for cell in cells:
+        old, place = ended.pop(cell["folder"], None), folder / cell["folder"]
+        if old and old["overrides"] == cell["overrides"]:
+            cell.update(old)
         elif place.exists():
             place.rename(free_name(place.with_name(f"{place.name}.cut")))
     return list(ended.values())
@@ -163,14 +149,6 @@ def free_name(folder: Path) -> Path:
     """The folder, or, where that is taken, the first of `NAME-2`, `NAME-3` ... that is not."""
     others = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([folder], others) if not path.exists())
-
-
-def summarize(experiment: Experiment, folder: Path, python: str) -> int:
-    """Runs the experiment's summary over the suite's folder; returns its exit code."""
-    if experiment.summary_module is None:
-        return 0
-    line = [python, "-m", experiment.summary_module, str(folder)]
-    return subprocess.run(line, check=False).returncode
 
 
 def read(folder: Path) -> dict:
@@ -195,11 +173,6 @@ def write(folder: Path, suite: dict) -> None:
     os.replace(part, folder / RECORD)
 
 
-def expectation(gone: float, done: int, total: int) -> str:
-    """How long the rest will take if it goes as before; nothing while nothing is known."""
-    return f", about {clock(gone / done * (total - done))} to go" if done else ""
-
-
 def clock(seconds: float) -> str:
     """Minutes and seconds.
 
@@ -217,7 +190,7 @@ def say(text: str) -> None:
 
 Table = list[list[str]]
 """Its lines, the names of the columns first."""
-Run = tuple[Path, dict]
+Run = tuple[Path, Cell]
 """A run's folder, and its entry in `suite.json`."""
 
 

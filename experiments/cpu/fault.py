@@ -7,7 +7,7 @@ planted is written down, so that the demo can say whether the event names exactl
 
 verl calls an advantage estimator with rewards, mask and uids only: no step, no token ids. So what
 sees the same rows in the same order, just before and in the same process, calls `observe()` first:
-`experiments.cpu.reward`, on verl 0.9 `experiments.verl09.fault`.
+`experiments.cpu.reward`, on verl 0.9 `experiments.verl09.demo`.
 """
 
 import json

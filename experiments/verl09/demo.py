@@ -1,6 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo has verl 0.9 import: `actor_rollout_ref.model.external_lib` takes one name."""
+"""What the demo has verl 0.9 import: its rollout, and its fault in the trainer.
 
-from experiments.verl09 import fault, rollout
+Loaded by `actor_rollout_ref.model.external_lib`, which takes one name, in the process of the trainer and in the
+workers'. The trainer hands an estimator neither step nor tokens, so its method is wrapped: it tells
+`experiments.cpu.fault` what the rows of the next advantages are.
+"""
 
-__all__ = ["fault", "rollout"]
+import sys
+
+from experiments.cpu import fault
+from experiments.verl09 import rollout
+from experiments.verl09.rows import TRAINER, rows_of
+
+__all__ = ["rollout"]
+
+
+def install(trainer) -> None:
+    """Wraps the trainer's `_compute_advantage`."""
+    of_verl = trainer._compute_advantage
+
+    def compute_advantage(self, batch, metrics):
+        if fault.armed() is None:
+            fault.arm(fault.Fault(**self.config.demo.fault))
+        fault.observe(rows_of(batch, self.global_steps))
+        return of_verl(self, batch, metrics)
+
+    trainer._compute_advantage = compute_advantage
+
+
+if TRAINER in sys.modules:  # not in the workers
+    install(sys.modules[TRAINER].PPOTrainer)

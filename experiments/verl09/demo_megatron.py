@@ -6,9 +6,9 @@ from typing import Any
 from mbridge.core.llm_bridge import LLMBridge
 from mbridge.core.util import unwrap_model
 
-from experiments.verl09 import fault, megatron, rollout
+from experiments.verl09 import demo, megatron
 
-__all__ = ["fault", "rollout"]
+__all__ = ["demo"]
 
 PAD, UNKNOWN = 0, 1
 

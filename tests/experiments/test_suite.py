@@ -24,21 +24,21 @@ DUEL = Experiment(
 
 def test_every_arm_runs_with_every_seed_arm_by_arm():
     cells = suite.plan(DUEL, None, None, [])
-    assert [cell.folder for cell in cells] == ["plain-seed3", "plain-seed4", "loud-seed3", "loud-seed4"]
+    assert [cell["folder"] for cell in cells] == ["plain-seed3", "plain-seed4", "loud-seed3", "loud-seed4"]
 
 
 def test_a_part_can_be_chosen():
     cells = suite.plan(DUEL, "loud", "7", ["a.b=2"])
-    assert [cell.folder for cell in cells] == ["loud-seed7"]
+    assert [cell["folder"] for cell in cells] == ["loud-seed7"]
     # The user's override comes last and so wins.
-    assert cells[0].overrides(["a.b=2"]) == ["a.b=1", "c=[x, y]", "~d", "seed=7", "a.b=2"]
+    assert cells[0]["overrides"] == ["a.b=1", "c=[x, y]", "~d", "seed=7", "a.b=2"]
 
 
 def test_without_seeds_a_folder_is_called_like_its_arm():
     experiment = replace(DUEL, seeds=())
     cells = suite.plan(experiment, None, None, ["seed=5"])
-    assert [cell.folder for cell in cells] == ["plain", "loud"]
-    assert cells[0].overrides(["seed=5"]) == ["seed=5"]
+    assert [cell["folder"] for cell in cells] == ["plain", "loud"]
+    assert cells[0]["overrides"] == ["seed=5"]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def stage(tmp_path, monkeypatch):
             return launch.run(command, into / "console.log", is_brief=True)
 
         cells = suite.plan(experiment, None, None, [])
-        return suite.run(experiment, cells, [], folder, run_one, sys.executable), folder
+        return suite.run(experiment, cells, folder, run_one, sys.executable), folder
 
     return run
 
@@ -138,8 +138,8 @@ def test_another_part_of_a_suite_joins_what_was_run_before(tmp_path):
             return 0
 
         started = []
-        cells = suite.plan(DUEL, "plain", seeds, [])
-        assert suite.run(DUEL, cells, list(given), tmp_path, run_one, sys.executable) == 0
+        cells = suite.plan(DUEL, "plain", seeds, list(given))
+        assert suite.run(DUEL, cells, tmp_path, run_one, sys.executable) == 0
         return started, [cell["folder"] for cell in suite.read(tmp_path)["cells"]]
 
     assert run("3") == (["plain-seed3"], ["plain-seed3"])
@@ -148,7 +148,7 @@ def test_another_part_of_a_suite_joins_what_was_run_before(tmp_path):
     assert run("3", ["a.b=9"]) == (["plain-seed3"], ["plain-seed3", "plain-seed4"])
     assert (tmp_path / "plain-seed3.cut").is_dir()
     with pytest.raises(ExperimentError, match="holds runs of duel, not of other"):
-        suite.run(replace(DUEL, name="other"), suite.plan(DUEL, "plain", "3", []), [], tmp_path, None, sys.executable)
+        suite.run(replace(DUEL, name="other"), suite.plan(DUEL, "plain", "3", []), tmp_path, None, sys.executable)
 
 
 @pytest.mark.parametrize(("summary", "code"), [("no_such", 1), (None, 0)])
