@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.localization.memory import peak_memory, wait
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.memory import WAYS, Room, StepPeak, Way
 from gradloc.core.probe import Prober
@@ -111,20 +112,20 @@ class Bench:
     def search(self, step: BareStep, spike: Spike, way: Way = WAYS[0]) -> tuple[Finding, dict[str, Any]]:
         """Localize in one way; what was found, the seconds, and the peak of memory beside its forecast, in GiB."""
         room = Room(self.space, self.optimizer, self.peak.size, step.forward_bytes())
-        _forget_peak(self.device)
-        before = _used(self.device)
-        room.make(way)
-        try:
-            strategy = "auto" if way.is_full else "bisect"
-            finding, seconds = _timed(
-                self.device, lambda: localize(step, self.space, self.ranks, spike, 1.0, strategy=strategy, max_steps=20)
-            )
-        finally:
-            room.close()
-        peak = _peak(self.device)
-        forecast = None if peak is None else max(room.need.of(way), 0) / 2**30
-        taken = None if peak is None or before is None else peak - before
-        return finding, {"seconds": seconds, "peak_gib": taken, "forecast_gib": forecast}
+        with peak_memory(self.device) as peak:
+            room.make(way)
+            try:
+                strategy = "auto" if way.is_full else "bisect"
+                finding, seconds = _timed(
+                    self.device,
+                    lambda: localize(step, self.space, self.ranks, spike, 1.0, strategy=strategy, max_steps=20),
+                )
+            finally:
+                room.close()
+        figures = {"seconds": seconds, "peak_gib": None, "forecast_gib": None}
+        if self.device.type == "cuda":
+            figures |= {"peak_gib": peak.extra_mib / 2**10, "forecast_gib": max(room.need.of(way), 0) / 2**30}
+        return finding, figures
 
     def named(self, step: BareStep, finding: Finding) -> set[Place]:
         """Where the culprits stand in the batch."""
@@ -324,26 +325,8 @@ def _varlen(is_deterministic: bool) -> Callable:
 
 
 def _timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
-    _wait(device)
+    wait(device)
     started = time.perf_counter()
     answer = work()
-    _wait(device)
+    wait(device)
     return answer, time.perf_counter() - started
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _forget_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _peak(device: torch.device) -> float | None:
-    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
-
-
-def _used(device: torch.device) -> float | None:
-    return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else None

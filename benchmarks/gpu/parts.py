@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.counter import DeviceCounter
 from benchmarks.gpu.cells import MODELS, Bench
+from benchmarks.localization.memory import wait
 from benchmarks.run import REPO
 from gradloc.adapters.verl_common.precise import _has_wide_product, precise_readout
 
@@ -52,8 +53,7 @@ def head_cell(size: str, device: torch.device) -> dict[str, Any]:
             started = time.perf_counter()
             for _ in range(3):
                 model(tokens)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            wait(device)
             return logits, (time.perf_counter() - started) / 3
 
     rounded, plain = seconds(False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of this process while something runs: the device's on CUDA, else the resident set."""
+"""What a device is asked for measurements: its peak of memory (a CPU's: of the process), and to be done."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,16 +27,12 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
         yield peak
         peak.extra_mib = (torch.cuda.max_memory_allocated(device) - start) / 2**20
         return
-    _reset()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: start the high-water mark anew
     start = _status("VmRSS")
     yield peak
     end = _status("VmHWM")
     peak.extra_mib = None if start is None or end is None else (end - start) / _KIB_PER_MIB
-
-
-def _reset() -> None:
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: start the high-water mark anew
 
 
 def _status(key: str) -> int | None:
@@ -45,3 +41,9 @@ def _status(key: str) -> int | None:
             if line.startswith(key + ":"):
                 return int(line.split()[1])
     return None
+
+
+def wait(device: torch.device) -> None:
+    """Until it has done what it was asked."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

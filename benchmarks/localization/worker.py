@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.localization.corpus import load
-from benchmarks.localization.memory import peak_memory
+from benchmarks.localization.memory import peak_memory, wait
 from benchmarks.localization.plan import UNTRACKED, Cell
 from benchmarks.localization.published import descend
 from gradloc.core.gradients import GradientSpace
@@ -169,16 +169,11 @@ def _unit_costs(step: BareStep, space) -> tuple[float, float]:
         forward = time.perf_counter() - started
         started = time.perf_counter()
         step.loss(0, None).backward()
-        _wait(step.device)
+        wait(step.device)
         both = time.perf_counter() - started
         space.clear()
     space.put(saved)
     return forward, both
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 _kept: dict[tuple, torch.nn.Module] = {}
