@@ -44,9 +44,9 @@ def cut_at(eos: int, tokens: list[int], log_probs: list[float]) -> tuple[list[in
     return tokens[:end], log_probs[:end]
 
 
-def left_pad(rows: list[list[int]], pad: int) -> dict[str, torch.Tensor]:
-    """Stacks prompts with padding in front: `input_ids` and `attention_mask`, both (B, T)."""
-    width = max(len(row) for row in rows)
+def left_pad(rows: list[list[int]], pad: int, width: int | None = None) -> dict[str, torch.Tensor]:
+    """Stacks prompts with padding in front: `input_ids` and `attention_mask`, (B, T) each."""
+    width = width or max(len(row) for row in rows)
     ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     return {"input_ids": ids, "attention_mask": mask}

@@ -15,16 +15,18 @@ agent loop orders requests by arrival and does not.
 import time
 
 import numpy as np
+import pandas
 import ray
 import torch
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from experiments.cpu import reward
-from experiments.generation import call_seed, sample
+from experiments.generation import call_seed, left_pad, sample
 from verl import DataProto
 from verl.utils import hf_tokenizer
 from verl.utils.model import compute_position_id_with_mask
+from verl.utils.torch_functional import pad_2d_list_to_length
 from verl.workers.rollout import base
 
 base._ROLLOUT_REGISTRY[("hf_cpu", "async")] = f"{__name__}.HFRollout"
@@ -106,7 +108,8 @@ class DirectManager:
             self.response_width(answers),
         )
         uids = prompts.non_tensor_batch["uid"]
-        output.non_tensor_batch["rollout_index"] = occurrence(uids)
+        # How often each was seen before: ["a", "b", "a"] gives [0, 0, 1].
+        output.non_tensor_batch["rollout_index"] = pandas.Series(uids).groupby(uids).cumcount().to_numpy(dtype=object)
         # As verl's own agent loop; 0.7.1's trainer reads it.
         output.non_tensor_batch["multi_modal_inputs"] = np.array([{} for _ in uids], dtype=object)
         output.non_tensor_batch["__num_turns__"] = np.full(len(uids), 2, dtype=np.int32)
@@ -153,37 +156,23 @@ def _generate(worker, *arguments) -> list:
     return rollout.generate(*arguments)
 
 
-def occurrence(keys) -> np.ndarray:
-    """How often each key was seen before: `["a", "b", "a"]` gives `[0, 0, 1]`."""
-    seen: dict = {}
-    return np.array([seen.update({k: seen.get(k, -1) + 1}) or seen[k] for k in keys], dtype=object)
-
-
 def to_batch(prompt_ids, answers, pad: int, prompt_length: int, response_length: int) -> DataProto:
     """Pads prompts left to `prompt_length` and responses right to `response_length`."""
-    num_rows = len(prompt_ids)
-    prompts = torch.full((num_rows, prompt_length), pad)
-    responses = torch.full((num_rows, response_length), pad)
-    prompt_mask = torch.zeros((num_rows, prompt_length), dtype=torch.long)
-    response_mask = torch.zeros((num_rows, response_length), dtype=torch.long)
-    log_probs = torch.zeros((num_rows, response_length))
-    for i, (prompt, (tokens, token_log_probs)) in enumerate(zip(prompt_ids, answers, strict=True)):
-        prompts[i, prompt_length - len(prompt) :] = torch.tensor(prompt)
-        prompt_mask[i, prompt_length - len(prompt) :] = 1
-        responses[i, : len(tokens)] = torch.tensor(tokens)
-        response_mask[i, : len(tokens)] = 1
-        log_probs[i, : len(tokens)] = torch.tensor(token_log_probs)
-    attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
+    prompts = left_pad(prompt_ids, pad, prompt_length)
+    tokens, log_probs = zip(*answers, strict=True)
+    responses = pad_2d_list_to_length(tokens, pad, response_length)
+    response_mask = pad_2d_list_to_length([[1] * len(row) for row in tokens], 0, response_length)
+    attention_mask = torch.cat([prompts["attention_mask"], response_mask], dim=1)
     batch = TensorDict(
         {
-            "prompts": prompts,
+            "prompts": prompts["input_ids"],
             "responses": responses,
             "response_mask": response_mask,
-            "input_ids": torch.cat([prompts, responses], dim=1),
+            "input_ids": torch.cat([prompts["input_ids"], responses], dim=1),
             "attention_mask": attention_mask,
             "position_ids": compute_position_id_with_mask(attention_mask),
-            "rollout_log_probs": log_probs,
+            "rollout_log_probs": pad_2d_list_to_length(log_probs, 0.0, response_length),
         },
-        batch_size=num_rows,
+        batch_size=len(prompt_ids),
     )
     return DataProto(batch=batch, non_tensor_batch={}, meta_info={})

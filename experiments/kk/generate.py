@@ -10,6 +10,7 @@ of N people. No puzzle is in two files, and each has exactly one solution.
 
 import argparse
 import random
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +28,9 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--people", type=int, nargs="+", metavar="N", help="2 to 7; 3 to 7 published")
+    made.add_argument(
+        "--people", type=int, nargs="+", choices=range(2, 8), metavar="N", help="2 to 7; 3 to 7 published"
+    )
     made.add_argument("--train", type=int, default=900, help="training puzzles for each N (900)")
     made.add_argument("--test", type=int, default=100, help="test puzzles for each N (100)")
     made.add_argument("--seed", type=int, default=0, help="the same seed, the same files (0)")
@@ -38,7 +41,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv=None) -> int:
     """Runs the command line; returns the exit code."""
-    args = parser().parse_args(argv)
+    options = parser()
+    args = options.parse_args(argv)
+    if not args.check and (not args.people or args.out is None or args.train < 1 or args.test < 0):
+        options.error("--people and --out are needed, or --check FILE; --train is at least 1, --test at least 0.")
     try:
         missing = [name for name in ("pysat", "pyarrow") if find_spec(name) is None]
         if missing:
@@ -53,62 +59,30 @@ def main(argv=None) -> int:
     except OSError as error:
         print(f"generate: {error}: name a folder that can be written to.", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("Stopped.", file=sys.stderr)
-        return 130
 
 
 def generate(args) -> int:
     """Draws and writes what the arguments ask for."""
-    if not args.people or args.out is None:
-        raise ExperimentError("--people and --out are needed, or --check FILE.")
-    few, most = puzzle.FEWEST, puzzle.MOST
-    for number in args.people:
-        if not few <= number <= most:
-            raise ExperimentError(f"--people {number} is not from {few} to {most}: choose from these.")
-    for option, value in (("--train", args.train), ("--test", args.test)):
-        if value < 0 or (option == "--train" and value == 0):
-            raise ExperimentError(f"{option} {value} is not a number of puzzles: give a positive one.")
-    written = ["train.parquet", *(f"test-{number}ppl.parquet" for number in args.people)]
-    for name in written:
-        if (args.out / name).exists():
-            raise ExperimentError(f"{args.out / name} exists: name another folder, or remove it.")
-    args.out.mkdir(parents=True, exist_ok=True)
-    train, tests = [], {}
-    for number in sorted(set(args.people)):
-        # A stream for each N: adding an N changes no other's puzzles.
-        rng = random.Random(f"knights {args.seed} {number}")
-        found = puzzle.draw(args.train + args.test, number, rng, report=progress(number, args))
-        train += found[: args.train]
-        tests[number] = found[args.train :]
-    random.Random(f"order {args.seed}").shuffle(train)
-    write(args.out / "train.parquet", train, "train")
-    for number, part in tests.items():
-        if part:
-            write(args.out / f"test-{number}ppl.parquet", part, "test")
-    return 0
-
-
-def progress(number: int, args):
-    """A line on stderr that counts the puzzles of one N."""
-    total = args.train + args.test
-
-    def report(done: int) -> None:
-        if done % 100 == 0 or done == total:
-            end = "\n" if done == total else "\r"
-            print(f"{number} people: {done}/{total} puzzles", end=end, file=sys.stderr, flush=True)
-
-    return report
-
-
-def write(path: Path, puzzles: list[puzzle.Puzzle], split: str) -> None:
-    """Writes one parquet file and says so."""
     import pyarrow
     import pyarrow.parquet
 
-    rows = [wording.to_row(i, one, split) for i, one in enumerate(puzzles)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    print(f"{path}: {len(rows)} puzzles")
+    parts = {"train.parquet": []}
+    for number in sorted(set(args.people)):
+        # A stream for each N: adding an N changes no other's puzzles.
+        found = puzzle.draw(args.train + args.test, number, random.Random(f"knights {args.seed} {number}"))
+        parts["train.parquet"] += found[: args.train]
+        parts[f"test-{number}ppl.parquet"] = found[args.train :]
+    random.Random(f"order {args.seed}").shuffle(parts["train.parquet"])
+    for name in parts:
+        if (args.out / name).exists():
+            raise ExperimentError(f"{args.out / name} exists: name another folder, or remove it.")
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, puzzles in parts.items():
+        if puzzles:
+            rows = [wording.to_row(i, one, re.match("train|test", name)[0]) for i, one in enumerate(puzzles)]
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), args.out / name)
+            print(f"{args.out / name}: {len(rows)} puzzles")
+    return 0
 
 
 def check(path: Path) -> int:

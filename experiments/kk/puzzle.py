@@ -19,8 +19,6 @@ NAMES = (
     "Joshua Lily Liam Logan Lucas Luke Mason Matthew Mia Michael Noah Oliver Olivia Owen Penelope "
     "Riley Samuel Scarlett Sebastian Sofia Sophia Theodore Victoria William Zoey"
 ).split()
-FEWEST, MOST = 2, 7
-"""How many people there can be; the paper trains on 3 to 7."""
 SIMPLE = "simple"
 """The kind of a statement that is a leaf."""
 KINDS = (SIMPLE, SIMPLE, "not", *statements.MANY, *statements.BINARY)
@@ -86,16 +84,15 @@ def draw_statement(rng: random.Random, num_people: int, speaker: int, kinds) -> 
     return (kind, *((rng.choice(statements.LEAVES), person) for person in pair))
 
 
-def draw(num: int, num_people: int, rng: random.Random, names=NAMES, kinds=KINDS, report=None) -> list[Puzzle]:
+def draw(num: int, num_people: int, rng: random.Random, names=NAMES, kinds=KINDS) -> list[Puzzle]:
     """Different puzzles with exactly one solution each.
 
     Args:
         num: how many.
-        num_people: 2 to 7.
+        num_people: 2 to 7; the paper trains on 3 to 7.
         rng: the same state gives the same puzzles on every machine.
         names: who can be there.
         kinds: what they can say, some of `KINDS`.
-        report: takes the number of puzzles found so far, after each.
 
     Raises:
         ExperimentError: if no more new ones turn up.
@@ -109,8 +106,6 @@ def draw(num: int, num_people: int, rng: random.Random, names=NAMES, kinds=KINDS
         since += 1
         if puzzle not in found and len(solutions(puzzle.said)) == 1:
             found[puzzle] = since = 0
-            if report:
-                report(len(found))
         if since > PATIENCE:
             raise ExperimentError(
                 f"only {len(found)} different puzzles of {num_people} people were found and {num} "

@@ -32,10 +32,6 @@ def generate(server, prompts, seed, **changes):
     return server.generate(prompts, params, seed)
 
 
-def test_rollouts_of_a_prompt_are_counted_in_order(rollout):
-    assert rollout.occurrence(["a", "a", "b", "a"]).tolist() == [0, 1, 0, 2]
-
-
 def test_what_follows_the_first_end_token_is_dropped():
     from experiments import generation
 
