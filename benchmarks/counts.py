@@ -91,7 +91,7 @@ def markdown(run: Record) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Count, print a table, and say what is over its limit."""
     parsed = with_worlds(parser("counts", __doc__)).parse_args(arguments)
-    with tempfile.TemporaryDirectory() as scratch, worlds(Path(scratch), parsed.ranks, parsed.tree) as variants:
+    with tempfile.TemporaryDirectory() as scratch, worlds(parsed.ranks, parsed.tree) as variants:
         run = measure(variants, Path(scratch))
     finish(run, parsed.out, "counts", markdown(run))
     over = broken(run)

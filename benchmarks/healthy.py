@@ -15,7 +15,6 @@ import argparse
 import os
 import platform
 import random
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.actor import is_engine
-from benchmarks.run import MACHINE, REPO, Progress, Record, as_typed, digest, finish, parser, table
+from benchmarks.run import MACHINE, Progress, Record, as_typed, digest, finish, parser, table
 from tests.world import World
 
 SCHEMA_VERSION = 1
@@ -40,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = with_worlds(parser("healthy", __doc__))
     options.add_argument("--pairs", type=int, default=200, help="interleaved groups to time")
     parsed = options.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as scratch, worlds(Path(scratch), parsed.ranks, parsed.tree) as variants:
+    with tempfile.TemporaryDirectory() as scratch, worlds(parsed.ranks, parsed.tree) as variants:
         run = {"command": as_typed("healthy", arguments), **measure(variants, parsed.pairs, Path(scratch))}
     finish(run, parsed.out, "healthy", markdown(run))
     return 0
@@ -49,19 +48,13 @@ def main(arguments: list[str] | None = None) -> int:
 def with_worlds(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """The options that :func:`worlds` needs, added to a command line's."""
     options.add_argument("--ranks", type=int, default=2)
-    options.add_argument("--tree", help="a patched verl checkout (default: patches a copy)")
+    options.add_argument("--tree", help="a patched verl checkout (default: the demo's own copy)")
     return options
 
 
 @contextmanager
-def worlds(scratch: Path, size: int, tree: str | None) -> Iterator[dict[str, World]]:
-    """The variants, and the processes that run each.
-
-    Args:
-        scratch: where a patched copy of verl 0.7 goes.
-        size: ranks.
-        tree: a patched checkout in its place.
-    """
+def worlds(size: int, tree: str | None) -> Iterator[dict[str, World]]:
+    """The variants, and the processes of so many ranks that run each; ``tree`` as :func:`trees` has it."""
     slow: dict[str, Any] = {"timeout_s": 1800}
     if is_engine():
         from experiments.verl09 import ENVIRONMENT
@@ -70,7 +63,7 @@ def worlds(scratch: Path, size: int, tree: str | None) -> Iterator[dict[str, Wor
         with World(size, **slow) as world:
             yield dict.fromkeys(("unpatched", AGAIN, "on"), world)
         return
-    base, patched = trees(scratch, tree)
+    base, patched = trees(tree)
     with World(size, path=(str(base),), **slow) as plain, World(size, path=(str(patched),), **slow) as ours:
         yield {"unpatched": plain, AGAIN: plain, "off": ours, "on": ours}
 
@@ -163,20 +156,14 @@ def _cell(interval: dict[str, float]) -> str:
     return f"{interval['median']:.4f} ({interval['low']:.4f} to {interval['high']:.4f})"
 
 
-def trees(scratch: Path, tree: str | None) -> tuple[Path, Path]:
-    """The unpatched verl, and a patched one: the named checkout, or a copy with our patch on it."""
-    from patchkit.apply.applier import Applier
-    from patchkit.apply.library import Library
+def trees(tree: str | None) -> tuple[Path, Path]:
+    """The unpatched verl 0.7.0, and a patched one: the named checkout, or the demo's."""
+    from experiments.cpu import environment
     from patchkit.build.base import ensure_base
-    from patchkit.tree.checkout import resolve
 
-    base = ensure_base()
-    if tree is not None:
-        return base, Path(tree).resolve()
-    patched = scratch / base.name
-    shutil.copytree(base, patched)
-    Applier(resolve(str(patched)), Library(REPO / "patches")).apply()
-    return base, patched
+    if tree is None:
+        environment.ensure_patched_copy(sys.executable)
+    return ensure_base(), Path(tree).resolve() if tree else environment.patched_copy().path
 
 
 if __name__ == "__main__":

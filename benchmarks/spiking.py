@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = options.parse_args(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
-        _, tree = trees(Path(scratch), parsed.tree)
+        _, tree = trees(parsed.tree)
         with World(parsed.ranks, path=(str(tree),), timeout_s=1800) as world:
             chosen = parsed.case or list(_ANY), parsed.dtype or list(LIMITS)
             measured = measure(world, *chosen, parsed.times, parsed.response, Path(scratch), parsed.out)

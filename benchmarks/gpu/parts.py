@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What else has to hold on a GPU: the read-out of a real model's head, no waiting for the device, two on one card."""
 
-import os
-import socket
 import subprocess
 import sys
 import time
@@ -105,29 +103,14 @@ def _waits(device: torch.device, work: Any) -> dict[str, int]:
 
 def two_cell(device: torch.device, size: str, num_tokens: int, out: Path) -> dict[str, Any]:
     """The first part by two processes on this one device, over gloo: agreement, sharding and gathers are real."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", device.type, "--size", size, "--parts", "first"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "benchmarks.gpu", "--device", device.type, "--size", size, "--parts", "first"]
     command += ["--tokens", str(num_tokens), "--out", str(out / "two")]
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=REPO,
-            env=os.environ
-            | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-            | {"MASTER_PORT": port},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        errors = [rank.communicate(timeout=600)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    codes = [rank.returncode for rank in ranks]
-    said = [error.strip().splitlines()[-1] for code, error in zip(codes, errors, strict=True) if code and error]
-    return {"exit_codes": codes, "said": said, "is_ok": codes == [0, 0]}
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=REPO, **silent) as ranks:
+        try:
+            _, errors = ranks.communicate(timeout=600)
+        finally:
+            ranks.terminate()  # torchrun ends its processes, too
+    said = errors.strip().splitlines()[-20:] if ranks.returncode else []
+    return {"exit_code": ranks.returncode, "said": said, "is_ok": ranks.returncode == 0}

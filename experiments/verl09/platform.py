@@ -46,23 +46,16 @@ class PlatformCPU(PlatformBase):
     def device_count(self):
         return 1
 
-    def set_device(self, device_index):
-        pass
-
-    def synchronize(self, device_index=None):
-        pass
-
     def manual_seed(self, seed):
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed):
-        torch.manual_seed(seed)
+    manual_seed_all = manual_seed
 
-    def set_allocator_settings(self, settings):
-        pass
+    def nothing(self, *_, **__):
+        """There is one device, which is never behind, caches nothing and has no profiler."""
 
-    def empty_cache(self):
-        pass
+    set_device = synchronize = set_allocator_settings = empty_cache = nothing
+    profiler_start = profiler_stop = cudart = nothing
 
     def get_device_capability(self, device_index=0):
         return None, None
@@ -76,12 +69,6 @@ class PlatformCPU(PlatformBase):
     def nvtx_range(self, msg):
         return contextlib.nullcontext()
 
-    def profiler_start(self):
-        pass
-
-    def profiler_stop(self):
-        pass
-
     def ray_resource_name(self):
         return "GPU"
 
@@ -90,9 +77,6 @@ class PlatformCPU(PlatformBase):
 
     def is_ipc_supported(self):
         return False
-
-    def cudart(self):
-        return None
 
 
 # What torch lacks on a CPU is the same for every verl. Imported last: it asks verl for its platform.
