@@ -49,24 +49,14 @@ def test_help_explains_arguments_and_variables_and_list_names_every_experiment(r
         assert variable in done.stdout
 
 
-def test_with_no_name_and_nothing_set_it_says_what_to_set_and_names_the_demo(run_experiment):
+def test_with_no_name_the_published_experiment_runs_once_its_variables_are_set(run_experiment, published, patched_tree):
     said = one_sentence(run_experiment(), 2)
     assert "demo" in said and all(variable in said for variable in PUBLISHED)
-
-
-def test_with_no_name_the_published_experiment_runs_when_its_variables_are_set(run_experiment, published, patched_tree):
     done = run_experiment("--dry-run", VERL_REPO=patched_tree, **published)
     assert done.returncode == 0, done.stderr
     assert "--config-name gradloc-qwen3-4b" in done.stdout
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_each_variable_of_the_published_experiment_is_asked_for_and_has_to_exist(run_experiment, published, name):
-    said = one_sentence(run_experiment(catalog.PUBLISHED.name, **{**published, name: ""}), 1)
-    assert f"{name} is not set" in said
-    if name != "CKPTS_DIR":
-        said = one_sentence(run_experiment(catalog.PUBLISHED.name, **{**published, name: "/no/such/place"}), 1)
-        assert f"{name}=/no/such/place does not exist" in said
+    said = one_sentence(run_experiment(catalog.PUBLISHED.name, **{**published, "TRAIN_FILE": "/no/such/place"}), 1)
+    assert "TRAIN_FILE=/no/such/place does not exist" in said
 
 
 def test_a_dry_run_prints_target_command_and_results_and_leaves_nothing(run_experiment, patched_tree, tmp_path):
@@ -77,35 +67,30 @@ def test_a_dry_run_prints_target_command_and_results_and_leaves_nothing(run_expe
     assert "-m verl.trainer.main_ppo" in command and command.endswith("seed=3 '+a.b=[1,2]'")
     assert results.split(None, 1)[1] == str(tmp_path / "my run")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_current_folder_is_the_target_when_it_is_verl(run_experiment, patched_tree):
     done = run_experiment("demo", "--dry-run", cwd=patched_tree)
     assert done.stdout.startswith(f"verl:    {patched_tree.resolve()} (the current folder)")
 
 
-def test_the_demo_makes_its_own_target_otherwise(run_experiment):
-    done = run_experiment("demo", "--dry-run")
-    assert "(verl 0.7.0, the demo's own patched copy)" in done.stdout
-
-
-def test_another_verl_is_chosen_by_its_version_and_is_no_override(run_experiment, patched_tree):
-    done = run_experiment("demo", "verl=0.7.1", "seed=3", "--dry-run")
-    assert "(verl 0.7.1, the demo's own patched copy)" in done.stdout
-    assert "seed=3" in done.stdout and "verl=" not in done.stdout
-    for name, version, fits in (("demo", "0.8.0", "0.7.0, 0.7.1 and 0.9.1"), ("explosion", "0.7.1", "0.7.0 and 0.9.1")):
-        refused = one_sentence(run_experiment(name, f"verl={version}", "--dry-run"), 2)
-        assert f"{name} runs on verl {fits}, not on {version}." in refused
-    both = one_sentence(run_experiment("demo", "verl=0.7.1", "--dry-run", VERL_REPO=patched_tree), 2)
-    assert "not for VERL_REPO" in both
-
-
-def test_a_verl_that_is_not_patched_runs_in_an_environment_of_its_own(run_experiment):
-    done = run_experiment("demo", "verl=0.9.1", "seed=3", "--dry-run")
-    assert f"{REPO}/.gradloc/venv-verl09/bin/python -m verl.trainer.main_ppo" in done.stdout
-    assert "--config-name demo-verl09 seed=3\n" in done.stdout
-    done = run_experiment("demo", "verl=0.9.1", "--dry-run", VERL09_PYTHON="/some/python")
-    assert "command: /some/python -m verl.trainer.main_ppo" in done.stdout
+@pytest.mark.parametrize(
+    ("given", "variables", "shown"),
+    [
+        ([], {}, ["(verl 0.7.0, the demo's own patched copy)"]),
+        (["verl=0.7.1"], {}, ["(verl 0.7.1, the demo's own patched copy)", "--config-name demo seed=3\n"]),
+        (["verl=0.9.1"], {}, [f"{REPO}/.gradloc/venv-verl09/bin/python -m verl", "--config-name demo-verl09 seed=3\n"]),
+        (["verl=0.9.1"], {"VERL09_PYTHON": "/a/python"}, ["command: /a/python -m verl.trainer.main_ppo"]),
+        (
+            ["trainer=trl", "gradloc=mask"],
+            {"TRL_PYTHON": "/a/python"},
+            ["/a/python -m torch.distributed.run --standalone --nproc-per-node=2 -m experiments.trl.demo gradloc=mask"],
+        ),
+    ],
+    ids=["usual", "0.7.1", "0.9.1", "its Python", "TRL"],
+)
+def test_the_demo_has_an_environment_for_each_trainer(run_experiment, tmp_path, given, variables, shown):
+    done = run_experiment("demo", *given, "seed=3", "--dry-run", **variables)
+    assert done.returncode == 0, done.stderr
+    assert all(text in done.stdout for text in shown) and "verl=" not in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unpatched_target_is_refused_with_the_command_that_patches_it(run_experiment, base_tree):
@@ -122,40 +107,42 @@ def test_a_folder_that_is_no_verl_or_whose_packages_ray_would_prefer_is_refused(
     assert "run this from another folder" in said
 
 
-def test_a_python_without_verl_is_told_so(run_experiment, published):
-    done = run_experiment(catalog.PUBLISHED.name, PYTHON=os.path.realpath(sys.executable), **published)
-    if "what" in done.stdout:
-        pytest.skip("this interpreter has verl outside its environment")
-    assert "no verl found" in one_sentence(done, 1)
-
-
-def test_a_python_without_the_packages_is_told_which_ones(run_experiment, published, patched_tree, tmp_path):
+def test_a_python_without_verl_or_the_packages_is_told_so(run_experiment, published, patched_tree, tmp_path):
     bare = tmp_path / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
-    python = bare / "bin" / "python"
-    done = run_experiment(catalog.PUBLISHED.name, VERL_REPO=patched_tree, PYTHON=python, **published)
-    said = one_sentence(done, 1)
+    published["PYTHON"] = bare / "bin" / "python"
+    assert "no verl found" in one_sentence(run_experiment(catalog.PUBLISHED.name, **published), 1)
+    said = one_sentence(run_experiment(catalog.PUBLISHED.name, VERL_REPO=patched_tree, **published), 1)
     assert "lacks torch, ray, hydra, vllm, math_verify" in said
 
 
+ALONE = "is for the demo alone, as trainer=trl and without verl=VERSION"
+
+
 @pytest.mark.parametrize(
-    "arguments, expected",
+    ("arguments", "expected"),
     [
         (["nonsense"], f"there are {', '.join(catalog.names())}"),
         (["demo", "second"], "'second' is not an override"),
         (["seed=3"], "name it first"),
         (["demo", "--no-such-option"], "--no-such-option"),
+        (["demo", "verl=0.8.0"], "demo runs on verl 0.7.0, 0.7.1 and 0.9.1, not on 0.8.0."),
+        (["explosion", "verl=0.7.1"], "explosion runs on verl 0.7.0 and 0.9.1, not on 0.7.1."),
+        (["demo", "trainer=openrlhf"], ALONE),
+        (["wild", "trainer=trl"], ALONE),
+        (["demo", "trainer=trl", "verl=0.9.1"], ALONE),
     ],
-    ids=["unknown-name", "two-names", "override-first", "unknown-option"],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_wrong_call_is_answered_with_what_would_be_right(run_experiment, arguments, expected):
     done = run_experiment(*arguments)
     assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr
 
 
-def test_results_are_never_written_over(run_experiment, patched_tree, tmp_path):
-    said = one_sentence(run_experiment("demo", "--dry-run", VERL_REPO=patched_tree, RUN_DIR=tmp_path), 1)
-    assert "exists" in said
+def test_a_version_beside_a_named_verl_and_results_that_are_there_are_refused(run_experiment, patched_tree, tmp_path):
+    both = one_sentence(run_experiment("demo", "verl=0.7.1", "--dry-run", VERL_REPO=patched_tree), 2)
+    assert "not for VERL_REPO" in both
+    assert "exists" in one_sentence(run_experiment("demo", "--dry-run", VERL_REPO=patched_tree, RUN_DIR=tmp_path), 1)
 
 
 def test_a_python_that_is_missing_or_is_none_is_one_sentence(run_experiment, tmp_path):
@@ -174,24 +161,3 @@ def test_it_works_from_a_folder_with_spaces_and_through_a_link(run_experiment, t
     done = run_experiment("demo", "--dry-run", script=copy / "run_experiment.sh")
     assert done.returncode == 0, done.stderr
     assert f"'{copy}/experiments'" in done.stdout
-
-
-def test_a_dry_run_of_the_demo_on_trl_shows_two_processes_and_what_is_handed_on(run_experiment, tmp_path):
-    done = run_experiment(
-        "demo", "trainer=trl", "gradloc=mask", "--dry-run", TRL_PYTHON="/a/python", RUN_DIR=tmp_path / "run"
-    )
-    assert done.returncode == 0, done.stderr
-    assert (
-        "/a/python -m torch.distributed.run --standalone --nproc-per-node=2 -m experiments.trl.demo gradloc=mask"
-        in done.stdout
-    )
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    "arguments", [("demo", "trainer=openrlhf"), ("wild", "trainer=trl"), ("demo", "trainer=trl", "verl=0.9.1")]
-)
-def test_trl_is_for_the_demo_alone_and_without_a_version_of_verl(run_experiment, arguments):
-    assert "is for the demo alone, as trainer=trl and without verl=VERSION" in one_sentence(
-        run_experiment(*arguments), 2
-    )
