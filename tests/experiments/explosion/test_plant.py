@@ -3,6 +3,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,22 +35,23 @@ SETTINGS = {
     "sure": 0.9,
     "advantage": 0.8,
 }
+PARAMS = {"temperature": 1.0, "top_p": 1.0, "do_sample": True, "max_new_tokens": 6, "pad_token_id": 0}
 # Probabilities of one response's tokens: 0.93 is the least sure that still counts as sure.
 LOG_PROBS = [math.log(p) for p in (0.999, 0.5, 0.93, 0.89, 0.97)]
 
 
-def test_the_stale_token_is_the_least_sure_of_the_sure_ones(stale):
-    assert stale.choose(stale.Settings(**SETTINGS), LOG_PROBS) == [2]
-
-
-@pytest.mark.parametrize("number, positions", [(2, [2, 4]), (3, [0, 2, 4]), (200, [0, 2, 4])])
-def test_more_tokens_can_be_stale_but_only_sure_ones(stale, number, positions):
-    settings = stale.Settings(**{**SETTINGS, "num_stale": number})
-    assert stale.choose(settings, LOG_PROBS) == positions
-
-
-def test_the_healthy_twin_has_no_stale_token(stale):
-    assert stale.choose(stale.Settings(**{**SETTINGS, "is_stale": False}), LOG_PROBS) == []
+@pytest.mark.parametrize(
+    ("changes", "positions"),
+    [
+        ({}, [2]),
+        ({"num_stale": 2}, [2, 4]),
+        ({"num_stale": 200}, [0, 2, 4]),
+        ({"is_stale": False}, []),
+    ],
+    ids=["least-sure", "more", "only-sure-ones", "healthy-twin"],
+)
+def test_the_stale_tokens_are_the_least_sure_of_the_sure_ones(stale, changes, positions):
+    assert stale.choose(stale.Settings(**{**SETTINGS, **changes}), LOG_PROBS) == positions
 
 
 def test_a_response_without_a_sure_token_is_refused(stale):
@@ -87,40 +89,16 @@ def test_only_the_marked_token_gets_the_old_policys_log_prob(stale):
     assert torch.exp(math.log(0.93) - changed[1, 2]).item() == pytest.approx(93_000, rel=1e-4)
 
 
-def batch(verl, stale, marks, **meta_info):
-    """A batch of as many rows of 4 tokens as there are marks."""
-    rows = len(marks)
-    return verl.DataProto.from_dict(
-        tensors={
-            stale.KEY: marks,
-            "responses": torch.arange(rows * 4).view(rows, 4) % 20,
-            "prompts": torch.zeros(rows, 2, dtype=torch.long),
-            "attention_mask": torch.ones(rows, 6, dtype=torch.long),
-            "rollout_log_probs": torch.full((rows, 4), -9.0),
-        },
-        non_tensors={
-            "uid": np.array(["p", "p", "q"][:rows], dtype=object),
-            "rollout_index": np.array([0, 1, 0][:rows], dtype=object),
-        },
-        meta_info=meta_info,
-    )
-
-
-def test_the_actor_stores_the_rollouts_log_prob_for_the_stale_token_only(verl, stale, rollout):
+def test_the_actor_stores_the_rollouts_log_prob_for_the_stale_token_only(stale, rollout):
     computed, entropy = torch.rand(3, 4), torch.rand(3, 4)
     wrapped = rollout.store_stale_log_probs(lambda _, data, calculate_entropy: (computed, entropy))
-    data = batch(verl, stale, stale.marks(3, 4, row=2, length=4, positions=[1]))
-    log_probs, same = wrapped(None, data, calculate_entropy=True)
+    fields = {"rollout_log_probs": torch.full((3, 4), -9.0)}
+    unmarked = wrapped(None, SimpleNamespace(batch=fields), calculate_entropy=True)
+    assert torch.equal(unmarked[0], computed)
+    fields[stale.KEY] = stale.marks(3, 4, row=2, length=4, positions=[1])
+    log_probs, same = wrapped(None, SimpleNamespace(batch=fields), calculate_entropy=True)
     assert (log_probs != computed).nonzero().tolist() == [[2, 1]] and log_probs[2, 1] == -9.0
     assert same is entropy
-
-
-def test_a_batch_without_marks_keeps_its_log_probs(verl, stale, rollout):
-    computed = torch.rand(3, 4)
-    wrapped = rollout.store_stale_log_probs(lambda *_, **__: (computed, None))
-    data = batch(verl, stale, stale.marks(3, 4, 2, 4, [1]))
-    data.pop(batch_keys=[stale.KEY])
-    assert torch.equal(wrapped(None, data)[0], computed)
 
 
 def test_the_real_actors_method_is_wrapped(rollout):
@@ -188,15 +166,7 @@ def server(rollout, material):
 
 
 def test_the_long_response_has_no_end_and_the_policys_own_log_probs(server):
-    params = {
-        "temperature": 0.7,
-        "top_p": 1.0,
-        "do_sample": True,
-        "max_new_tokens": 12,
-        "is_long": True,
-        "pad_token_id": 0,
-    }
-    prompt = [7, 8, 9]
+    prompt, params = [7, 8, 9], {**PARAMS, "temperature": 0.7, "max_new_tokens": 12, "is_long": True}
     ((tokens, log_probs),) = server.generate([prompt], params, 5)
     assert len(tokens) == 12 and server.model.generation_config.eos_token_id not in tokens
     # Token by token, from a forward of its own.
@@ -209,7 +179,5 @@ def test_the_long_response_has_no_end_and_the_policys_own_log_probs(server):
 def test_an_ordinary_rollout_is_the_demos(server, rollout):
     from experiments.cpu.rollout import HFRollout
 
-    params = {"temperature": 1.0, "top_p": 1.0, "do_sample": True, "max_new_tokens": 6}
-    params["pad_token_id"] = 0
-    answers = server.generate([[7, 8], [9]], params, 5)
-    assert answers == HFRollout.generate(server, [[7, 8], [9]], params, 5)
+    answers = server.generate([[7, 8], [9]], PARAMS, 5)
+    assert answers == HFRollout.generate(server, [[7, 8], [9]], PARAMS, 5)

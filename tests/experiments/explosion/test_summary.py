@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The explosion's summary: every number of the table against one computed by hand."""
 
-import copy
 import json
 import math
 import statistics
@@ -144,19 +143,11 @@ def test_what_a_safeguard_did_is_read_from_its_metrics(tmp_path, metrics, limit,
     assert summary.done(readings.read(tmp_path / "run", "loud"), 4) == said
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        ({"positions": [6]}, "token_mismatch, ratio 93 000"),
-        ({"positions": [5, 6]}, "token_mismatch, ratio 93 000"),
-        ({"sequence_id": "u:1"}, "token_mismatch, ratio 93 000"),
-    ],
-)
-def test_another_token_is_not_as_planted(tmp_path, change, said):
-    event = copy.deepcopy(EVENT)
-    event["culprits"][0].update(change)
+@pytest.mark.parametrize("change", [{"positions": [6]}, {"positions": [5, 6]}, {"sequence_id": "u:1"}])
+def test_another_token_is_not_as_planted(tmp_path, change):
+    event = {**EVENT, "culprits": [{**EVENT["culprits"][0], **change}]}
     write_run(tmp_path / "run", "loud", event=event)
-    assert summary.named(readings.read(tmp_path / "run", "loud"), 4) == said
+    assert summary.named(readings.read(tmp_path / "run", "loud"), 4) == "token_mismatch, ratio 93 000"
 
 
 def test_an_event_without_a_culprit_is_said(tmp_path):
@@ -165,9 +156,8 @@ def test_an_event_without_a_culprit_is_said(tmp_path):
 
 
 def test_without_a_twin_of_the_same_seed_nothing_is_compared(suite_dir):
-    content = json.loads((suite_dir / "suite.json").read_text())
-    content["cells"][0]["seed"] = 3
-    (suite_dir / "suite.json").write_text(json.dumps(content))
+    (suite_dir / "healthy").rename(suite_dir / "healthy-seed3")
+    write_suite(suite_dir, healthy_seed3=0, loud=0)
     cells = cells_of(suite_dir, "loud")
     columns = ("against twin", "from twin", "moved at the spike", "moved in the last 5")
     assert [cells[column] for column in columns] == ["-"] * 4

@@ -51,41 +51,24 @@ def test_a_good_file_passes_the_check(capsys, data):
     assert code == 0 and "16 puzzles, each with exactly one solution" in said.out
 
 
-def truth_of(row):
-    return row["reward_model"]["ground_truth"]
-
-
-def ambiguous(row):
-    truth_of(row)["statements"] = "(('telling-truth', 1), ('telling-truth', 0))"
-
-
-def paradox(row):
-    truth_of(row)["statements"] = "(('lying', 0), ('lying', 0))"
-
-
-def mislabelled(row):
-    text = truth_of(row)["solution_text_format"]
-    first, *rest = text.split("\n")
-    other = first[:-6] + "knave" if first.endswith("knight") else first[:-5] + "knight"
-    truth_of(row)["solution_text_format"] = "\n".join([other, *rest])
-
-
-def garbled(row):
-    truth_of(row)["statements"] = "hm"
+def swapped(text):
+    return text.replace("knight", "?").replace("knave", "knight").replace("?", "knave")
 
 
 @pytest.mark.parametrize(
-    "damage, said",
+    ("key", "damage", "said"),
     [
-        (ambiguous, "has more than one solution"),
-        (paradox, "has no solution"),
-        (mislabelled, "its solution is not the one that its statements have"),
-        (garbled, "is not a tuple of statements"),
+        ("statements", lambda _: "(('telling-truth', 1), ('telling-truth', 0))", "has more than one solution"),
+        ("statements", lambda _: "(('lying', 0), ('lying', 0))", "has no solution"),
+        ("statements", lambda _: "hm", "is not a tuple of statements"),
+        ("solution_text_format", swapped, "its solution is not the one that its statements have"),
     ],
+    ids=["ambiguous", "paradox", "garbled", "mislabelled"],
 )
-def test_a_row_without_the_unique_solution_that_it_states_is_refused(capsys, data, tmp_path, damage, said):
+def test_a_row_without_the_unique_solution_that_it_states_is_refused(capsys, data, tmp_path, key, damage, said):
     rows = rows_of(data / "test-2ppl.parquet")
-    damage(rows[1])
+    truth = rows[1]["reward_model"]["ground_truth"]
+    truth[key] = damage(truth[key])
     path = tmp_path / "bad.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     code, output = run(capsys, "--check", path)

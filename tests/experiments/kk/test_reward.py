@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 pytest.importorskip("pysat")
 
 from experiments.kk import puzzle, wording  # noqa: E402
-from tests.experiments.kk.test_puzzle import any_claims  # noqa: E402
 
 PROPERTY = settings(deadline=None, max_examples=60, derandomize=True)
 PUZZLES = [one for n in range(2, 8) for one in puzzle.draw(4, n, random.Random(f"reward {n}"))]
@@ -103,17 +102,6 @@ def test_the_published_values(kk, text, expected):
 def test_a_solution_about_nobody_is_refused(kk):
     with pytest.raises(ValueError, match="experiments.kk.generate --check"):
         kk.compute_score(RIGHT, {"solution_text_format": ""})
-
-
-@settings(deadline=None, max_examples=40, derandomize=True)
-@given(said=any_claims())
-def test_the_truth_of_any_puzzle_is_read_back(kk, said):
-    assume(len(puzzle.solutions(said)) == 1)
-    one = puzzle.Puzzle(puzzle.NAMES[: len(said)], said)
-    read = kk.parse_solution(truth(one)["solution_text_format"])
-    assert read == {
-        name: "knight" if is_knight else "knave" for name, is_knight in zip(one.names, one.solution, strict=True)
-    }
 
 
 def test_verl_routes_the_data_source_to_it(patched_tree, monkeypatch):
