@@ -6,6 +6,7 @@ import os
 import pytest
 
 from experiments import catalog
+from experiments.experiment import Arm
 from tests.experiments.conftest import REPO
 
 pytest.importorskip("hydra")
@@ -34,12 +35,10 @@ KNOBS = {
 }
 # tests/adapters/verl09 composes the others.
 PATCHED = [name for name in catalog.names() if not catalog.load(name).is_installed]
-OWN = {name: catalog.load(name).arguments() for name in PATCHED}
 KNOBBED = ["demo", "explosion", "buckets-demo"]
-ARMS = [(name, arm) for name in PATCHED for arm in catalog.load(name).arms]
+RUNS = [(name, arm) for name in PATCHED for arm in (Arm("as it is", ""), *catalog.load(name).arms)]
 CASES = [
-    *((*OWN[name], {}) for name in PATCHED),
-    *((*catalog.load(name).arguments(arm.overrides), {}) for name, arm in ARMS if arm.overrides),
+    *((*catalog.load(name).arguments(arm.overrides), {}) for name, arm in RUNS),
     *((name, [], KNOBS) for name in KNOBBED),
     (catalog.PUBLISHED.name, ["data.train_batch_size=32"], {"NNODES": "2"}),
     (catalog.DEMO.name, ["seed=7"], {}),
@@ -62,17 +61,11 @@ def composed(single, tmp_path_factory, patched_tree):
     return look_up
 
 
-@pytest.mark.parametrize("name", PATCHED)
-def test_an_experiment_composes_and_becomes_verls_dataclasses(composed, name):
-    config = composed(*OWN[name])
+@pytest.mark.parametrize("name, arm", RUNS, ids=[f"{name}: {arm.name}" for name, arm in RUNS])
+def test_every_arm_of_an_experiment_composes_and_becomes_verls_dataclasses(composed, name, arm):
+    config = composed(*catalog.load(name).arguments(arm.overrides))
     assert config["trainer"]["experiment_name"] == name
     assert str(composed.folder) in config["data"]["train_files"]
-
-
-@pytest.mark.parametrize("name, arm", ARMS, ids=[f"{name}: {arm.name}" for name, arm in ARMS])
-def test_every_arm_of_an_experiment_composes(composed, name, arm):
-    config, given = OWN[name]
-    assert composed(config, (*given, *arm.overrides))["trainer"]["experiment_name"] == name
 
 
 @pytest.mark.parametrize("experiment", [catalog.DEMO, catalog.PUBLISHED], ids=lambda found: found.name)

@@ -12,13 +12,9 @@ def test_a_question_and_its_sentence_read_as_english():
     assert addition.sentence == "12+7=19, so the answer is 19."
 
 
-def test_the_same_seed_draws_the_same_additions_and_another_seed_others():
-    assert draw(20, "a") == draw(20, "a")
-    assert draw(20, "a") != draw(20, "b")
-
-
-def test_no_addition_is_drawn_twice_and_none_that_there_is_not():
+def test_a_seed_draws_the_same_additions_none_of_them_twice():
     every = (LARGEST + 1) ** 2
+    assert draw(20, "a") == draw(20, "a") != draw(20, "b")
     assert len(set(draw(every, "all"))) == every
     with pytest.raises(ValueError):
         draw(every + 1, "too many")

@@ -64,20 +64,15 @@ def test_the_saved_model_loads_with_its_tokenizer(material):
 
 
 def test_the_same_recipe_gives_the_same_weights(tmp_path):
-    first = (quietly(tmp_path / "a") / "model" / "model.safetensors").read_bytes()
-    second = (quietly(tmp_path / "b") / "model" / "model.safetensors").read_bytes()
-    assert first == second
+    first, second = (quietly(tmp_path / name) / "model" / "model.safetensors" for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
 
 
-def test_a_second_build_keeps_the_first(tmp_path):
+def test_a_second_build_keeps_the_first_and_another_recipe_gets_another_folder(tmp_path):
     folder = quietly(tmp_path)
     (folder / "mark").touch()
-    assert quietly(tmp_path) == folder
-    assert (folder / "mark").exists()
-
-
-def test_another_recipe_gets_another_folder(tmp_path):
-    assert quietly(tmp_path) != quietly(tmp_path, dataclasses.replace(QUICK, seed=1))
+    assert quietly(tmp_path) == folder and (folder / "mark").exists()
+    assert quietly(tmp_path, dataclasses.replace(QUICK, seed=1)) != folder
 
 
 def test_an_interrupted_build_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -26,19 +26,14 @@ def rows(fault, step=2, uids=UIDS):
     return fault.Rows(step, list(uids), [0, 1, 0, 1], responses)
 
 
-def armed(fault, tmp_path, seed=1):
-    made = fault.Fault(seed, 2, 2, 1000.0, str(tmp_path / "planted.json"))
-    fault.arm(made)
-    return made
+def armed(fault, tmp_path):
+    fault.arm(fault.Fault(1, 2, 2, 1000.0, str(tmp_path / "planted.json")))
 
 
 def test_a_seed_draws_the_same_place_everywhere_and_each_another_of_the_steps(fault):
     assert fault.draw(1, 3, 6) == fault.FaultPlan(5, 0.819075893664897, 0.7154095937980914)
     plans = {fault.draw(seed, 3, 6) for seed in range(100)}
     assert len(plans) == 100 and {plan.step for plan in plans} == {3, 4, 5, 6}
-
-
-def test_an_empty_range_of_steps_is_refused(fault):
     with pytest.raises(ValueError, match="between 5 and 4"):
         fault.draw(1, 5, 4)
 
@@ -79,9 +74,13 @@ def test_tokens_that_the_rollout_was_surer_of_are_passed_over(fault, tmp_path):
 
 
 def test_without_the_fault_the_advantages_are_verls_own(fault, tmp_path):
-    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, get_adv_estimator_fn
 
+    assert get_adv_estimator_fn("grpo_with_fault") is fault.grpo_with_fault
     rewards = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
+    raw = compute_grpo_outcome_advantage(rewards, MASK, UIDS, norm_adv_by_std_in_grpo=False)
+    config = {"norm_adv_by_std_in_grpo": False}
+    assert all(map(torch.equal, fault.grpo_with_fault(rewards, MASK, UIDS, config=config), raw))
     expected = compute_grpo_outcome_advantage(rewards, MASK, UIDS)
     assert all(map(torch.equal, fault.grpo_with_fault(rewards, MASK, UIDS), expected))
     armed(fault, tmp_path)
@@ -90,22 +89,8 @@ def test_without_the_fault_the_advantages_are_verls_own(fault, tmp_path):
     assert not (tmp_path / "planted.json").exists()
 
 
-def test_the_normalization_setting_is_passed_on(fault):
-    rewards = torch.zeros(4, 4)
-    rewards[0, 2] = 1.0
-    raw, _ = fault.grpo_with_fault(rewards, MASK, UIDS, config={"norm_adv_by_std_in_grpo": False})
-    scaled, _ = fault.grpo_with_fault(rewards, MASK, UIDS, config={})
-    assert not torch.equal(raw, scaled)
-
-
 def test_rows_that_were_not_observed_are_refused(fault, tmp_path):
     armed(fault, tmp_path)
     fault.observe(rows(fault, uids=["q", "p", "p", "q"]))
     with pytest.raises(RuntimeError, match="reward manager"):
         fault.grpo_with_fault(torch.zeros(4, 4), MASK, UIDS)
-
-
-def test_verl_finds_the_estimator_by_name(fault):
-    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
-
-    assert get_adv_estimator_fn("grpo_with_fault") is fault.grpo_with_fault

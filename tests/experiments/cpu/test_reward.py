@@ -41,6 +41,9 @@ def batch(verl, tokenizer, text, **meta_info):
     )
 
 
+RIGHT = "1+2=3, so the answer is 3."
+
+
 def test_training_rows_are_shown_to_the_fault_and_validation_rows_are_not(verl, monkeypatch):
     from experiments.cpu import build, fault
     from experiments.cpu.reward import ArithmeticReward
@@ -49,45 +52,36 @@ def test_training_rows_are_shown_to_the_fault_and_validation_rows_are_not(verl, 
     monkeypatch.setattr(fault, "observe", seen.append)
     tokenizer = build.make_tokenizer()
     manager = ArithmeticReward(tokenizer, 0, None, "data_source")
-    text = "1+2=3, so the answer is 3."
-    manager(batch(verl, tokenizer, text, validate=True))
+    manager(batch(verl, tokenizer, RIGHT, validate=True))
     assert seen == []
-    reward = manager(batch(verl, tokenizer, text, demo_step=7))
+    reward = manager(batch(verl, tokenizer, RIGHT, demo_step=7))
     assert [(rows.step, rows.uids) for rows in seen] == [(7, ["p"])]
     assert reward.sum() == 1.0
 
 
-RIGHT = "1+2=3, so the answer is 3."
-
-
 @pytest.mark.parametrize(
-    "length, ending, factor",
-    [(0, "", 0.3), (0, "<end>", 1.0), (1, "", 1.0)],
-    ids=["at-the-limit-without-an-end", "at-the-limit-with-one", "under-the-limit"],
+    "length, ending, meta, factor",
+    [
+        (0, "", {"demo_step": 7}, 0.3),
+        (0, "<end>", {"demo_step": 7}, 1.0),
+        (1, "", {"demo_step": 7}, 1.0),
+        (0, "", {"validate": True}, 1.0),
+    ],
+    ids=["at-the-limit-without-an-end", "at-the-limit-with-one", "under-the-limit", "validation"],
 )
-def test_only_a_response_without_an_end_in_time_is_penalized(verl, length, ending, factor):
+def test_only_a_training_response_without_an_end_in_time_is_penalized(verl, length, ending, meta, factor):
     from experiments.cpu import build
     from experiments.cpu.reward import ArithmeticReward
 
     tokenizer = build.make_tokenizer()
     manager = ArithmeticReward(tokenizer, 0, None, "data_source", runaway_penalty=0.3)
-    data = batch(verl, tokenizer, RIGHT + ending, demo_step=7)
+    data = batch(verl, tokenizer, RIGHT + ending, **meta)
     # `length` more columns than the response has tokens: padding, so the limit was not reached.
     pad = torch.zeros(1, length, dtype=torch.long)
     for key in ("responses", "attention_mask"):
         data.batch[key] = torch.cat([data.batch[key], pad], dim=1)
-    assert manager(data).sum().item() == pytest.approx(factor)
-    with_extras = manager(data, return_dict=True)["reward_tensor"]
-    assert with_extras.sum().item() == pytest.approx(factor)
-
-
-def test_a_validation_is_scored_without_the_penalty(verl):
-    from experiments.cpu import build
-    from experiments.cpu.reward import ArithmeticReward
-
-    tokenizer = build.make_tokenizer()
-    manager = ArithmeticReward(tokenizer, 0, None, "data_source", runaway_penalty=0.3)
-    assert manager(batch(verl, tokenizer, RIGHT, validate=True)).sum() == 1.0
+    for found in (manager(data), manager(data, return_dict=True)["reward_tensor"]):
+        assert found.sum().item() == pytest.approx(factor)
 
 
 def test_mathematics_is_scored_by_verls_own_function(verl):

@@ -32,18 +32,12 @@ def generate(server, prompts, seed, **changes):
     return server.generate(prompts, params, seed)
 
 
-def test_what_follows_the_first_end_token_is_dropped():
+def test_what_follows_the_first_end_token_is_dropped_and_calls_have_seeds_of_their_own():
     from experiments import generation
 
     assert generation.cut_at(4, [1, 4, 2, 4], [0.1, 0.2, 0.3, 0.4]) == ([1, 4], [0.1, 0.2])
     assert generation.cut_at(4, [1, 2], [0.1, 0.2]) == ([1, 2], [0.1, 0.2])
-
-
-def test_calls_have_seeds_of_their_own():
-    from experiments.generation import call_seed
-
-    seeds = {call_seed(s, t, r) for s in range(5) for t in range(5) for r in range(5)}
-    assert len(seeds) == 125
+    assert len({generation.call_seed(s, t, r) for s in range(5) for t in range(5) for r in range(5)}) == 125
 
 
 def test_prompts_are_padded_left_and_responses_right(rollout):
@@ -55,15 +49,12 @@ def test_prompts_are_padded_left_and_responses_right(rollout):
     assert batch["position_ids"][0, 2:5].tolist() == [0, 1, 2]
 
 
-def test_the_same_seed_answers_the_same_and_leaves_the_global_generator_alone(server):
+def test_a_seed_answers_the_same_greed_needs_none_and_the_global_generator_is_left_alone(server):
     before = torch.get_rng_state()
     first, second = (generate(server, [[7, 8], [9]], 1) for _ in range(2))
     assert first == second
     assert first != generate(server, [[7, 8], [9]], 2)
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_a_greedy_answer_needs_no_seed(server):
     greedy = {"do_sample": False, "temperature": 0}
     assert generate(server, [[7, 8]], 1, **greedy) == generate(server, [[7, 8]], 2, **greedy)
 
