@@ -22,44 +22,41 @@ DUEL = Experiment(
 )
 
 
-def test_every_arm_runs_with_every_seed_arm_by_arm():
-    cells = suite.plan(DUEL, None, None, [])
-    assert [cell["folder"] for cell in cells] == ["plain-seed3", "plain-seed4", "loud-seed3", "loud-seed4"]
+@pytest.mark.parametrize(
+    ("arms", "seeds", "of_its_own", "folders"),
+    [
+        (None, None, (3, 4), ["plain-seed3", "plain-seed4", "loud-seed3", "loud-seed4"]),
+        ("loud", "7", (3, 4), ["loud-seed7"]),
+        (None, None, (), ["plain", "loud"]),
+    ],
+    ids=["arm by arm", "a part", "without seeds"],
+)
+def test_every_arm_runs_with_every_seed(arms, seeds, of_its_own, folders):
+    given = ["a.b=2"] if of_its_own else ["seed=5"]
+    cells = suite.plan(replace(DUEL, seeds=of_its_own), arms, seeds, given)
+    assert [cell["folder"] for cell in cells] == folders
+    seed = [f"seed={cells[-1]['seed']}"] if of_its_own else []
+    assert cells[-1]["overrides"] == ["a.b=1", "c=[x, y]", "~d", *seed, *given], "the user's come last and so win"
 
 
-def test_a_part_can_be_chosen():
-    cells = suite.plan(DUEL, "loud", "7", ["a.b=2"])
-    assert [cell["folder"] for cell in cells] == ["loud-seed7"]
-    # The user's override comes last and so wins.
-    assert cells[0]["overrides"] == ["a.b=1", "c=[x, y]", "~d", "seed=7", "a.b=2"]
-
-
-def test_without_seeds_a_folder_is_called_like_its_arm():
-    experiment = replace(DUEL, seeds=())
-    cells = suite.plan(experiment, None, None, ["seed=5"])
-    assert [cell["folder"] for cell in cells] == ["plain", "loud"]
-    assert cells[0]["overrides"] == ["seed=5"]
+ONE = Experiment("one", "it")
 
 
 @pytest.mark.parametrize(
-    "arms, seeds, given, problem",
+    "experiment, arms, seeds, given, problem",
     [
-        ("other", None, [], "has no arm 'other': there are plain, loud"),
-        ("plain,", None, [], "has no arm ''"),
-        (None, "one", [], "--seeds one is not a list of whole numbers"),
-        (None, "", [], "is not a list of whole numbers"),
-        (None, None, ["seed=3"], "write --seeds N instead of seed=N"),
+        (DUEL, "other", None, [], "has no arm 'other': there are plain, loud"),
+        (DUEL, "plain,", None, [], "has no arm ''"),
+        (DUEL, None, "one", [], "--seeds one is not a list of whole numbers"),
+        (DUEL, None, "", [], "is not a list of whole numbers"),
+        (DUEL, None, None, ["seed=3"], "write --seeds N instead of seed=N"),
+        (ONE, "a", None, [], "leave --arms out"),
+        (ONE, None, "1", [], "leave --seeds out"),
     ],
 )
-def test_a_choice_that_does_not_exist_is_refused(arms, seeds, given, problem):
+def test_a_choice_that_does_not_exist_is_refused(experiment, arms, seeds, given, problem):
     with pytest.raises(UsageError, match=problem):
-        suite.plan(DUEL, arms, seeds, given)
-
-
-@pytest.mark.parametrize("arms, seeds, option", [("a", None, "--arms"), (None, "1", "--seeds")])
-def test_one_run_has_no_arms_to_choose_from(arms, seeds, option):
-    with pytest.raises(UsageError, match=f"leave {option} out"):
-        suite.plan(Experiment("one", "it"), arms, seeds, [])
+        suite.plan(experiment, arms, seeds, given)
 
 
 @pytest.fixture
@@ -156,9 +153,7 @@ def test_a_summary_that_fails_fails_the_suite_and_there_need_be_none(stage, summ
     assert stage("pass", summary)[0] == code
 
 
-def test_a_folder_that_is_no_suite_is_refused(tmp_path):
-    with pytest.raises(ExperimentError, match="name the results folder"):
-        suite.read(tmp_path)
+def test_a_suite_that_was_cut_off_while_writing_is_refused(tmp_path):
     (tmp_path / "suite.json").write_text('{"cells": [')
     with pytest.raises(ExperimentError, match="cut off"):
         suite.read(tmp_path)
