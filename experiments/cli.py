@@ -89,7 +89,6 @@ def run(args, environ, cwd: Path) -> int:
     if problem:
         raise ExperimentError(problem)
     cells = suite.plan(experiment, args.arms, args.seeds, args.overrides)
-    on_cpu = experiment.is_on_cpu
     find = find_installed if experiment.is_installed else find_patched
     python, chosen = find(experiment, version, environ, cwd, args.dry_run)
     run_dir = results_folder(environ, cwd, experiment.name, is_suite=bool(cells))
@@ -99,9 +98,8 @@ def run(args, environ, cwd: Path) -> int:
             describe(command(python, experiment, overrides), folder)
         return 0
     check_imports(python, experiment)
-    material = None
-    if on_cpu:
-        material = environment.ensure_material(python, experiment.material, report=progress)
+    on_cpu = experiment.is_on_cpu
+    material = environment.ensure_material(python, experiment.material) if on_cpu else None
     before = dict(environ)
     run_dir.mkdir(parents=True, exist_ok=bool(cells))
     with launch.plain_path(python) as plain:
@@ -113,8 +111,7 @@ def run(args, environ, cwd: Path) -> int:
             if experiment.nodes > 1:
                 line = [plain, "-m", "experiments.cpu.nodes", str(experiment.nodes), *line]
             describe(line, folder)
-            is_brief = on_cpu and not args.verbose
-            code = launch.run(line, folder / "console.log", is_brief)
+            code = launch.run(line, folder / "console.log", is_brief=on_cpu and not args.verbose)
             if cells and code == 0 and (folder / "gradloc" / "events.jsonl").is_file():
                 draw_report(python, folder)
             return code
@@ -140,8 +137,8 @@ def run_on_trl(args, environ, cwd: Path) -> int:
     describe(line, run_dir)
     if args.dry_run:
         return 0
-    environment.ensure_python(report=progress, environment=own)
-    material = environment.ensure_material(python, catalog.DEMO.material, report=progress)
+    environment.ensure_python(environment=own)
+    material = environment.ensure_material(python, catalog.DEMO.material)
     run_dir.mkdir(parents=True)
     paths = os.pathsep.join(filter(None, [str(target.REPO), environ.get("PYTHONPATH")]))
     os.environ.update(PYTHONPATH=paths, OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
@@ -177,9 +174,9 @@ def find_patched(
         # Before anything is installed for it.
         target.check_patched(chosen)
     if on_cpu:
-        python = python or environment.ensure_python(report=progress)
+        python = python or environment.ensure_python()
     if is_own:
-        environment.ensure_patched_copy(python, report=progress, verl=version)
+        environment.ensure_patched_copy(python, verl=version)
         target.check_patched(chosen)
     return python, chosen
 
@@ -194,7 +191,7 @@ def find_installed(
     elif is_dry:
         return environ.get(own.variable) or str(own.python), target.Target(own.folder, "the demo's own environment")
     else:
-        python = environment.ensure_python(report=progress, environment=own)
+        python = environment.ensure_python(environment=own)
     chosen = target.imported(python)
     say("verl", f"{chosen.path} ({chosen.origin})")
     target.check_folder(cwd, chosen)
@@ -316,7 +313,3 @@ def describe(line: list[str], run_dir: Path) -> None:
 
 def say(word: str, text) -> None:
     print(f"{word + ':':<9}{text}", flush=True)
-
-
-def progress(text: str) -> None:
-    print(text, flush=True)

@@ -74,7 +74,12 @@ TRL = Environment("venv-trl", _requirements("trl.txt"), "about a minute, 2 GB", 
 VLLM = replace(VERL09, name="venv-vllm", size="some minutes, 4 GB", beside=_requirements("vllm.txt"))
 
 
-def ensure_python(report=print, environment: Environment = DEMO) -> str:
+def tell(line: str) -> None:
+    """One line of progress, at once."""
+    print(line, flush=True)
+
+
+def ensure_python(report=tell, environment: Environment = DEMO) -> str:
     """Returns the interpreter of an environment with the pinned packages, made if need be.
 
     Raises:
@@ -163,7 +168,7 @@ def patched_copy(verl: str = DEFAULT_VERL) -> Target:
     return Target(CACHE / f"verl-{patches[verl]['sha256'][:12]}", f"verl {verl}, the demo's own patched copy")
 
 
-def ensure_patched_copy(python: str, report=print, verl: str = DEFAULT_VERL) -> None:
+def ensure_patched_copy(python: str, report=tell, verl: str = DEFAULT_VERL) -> None:
     """Makes `patched_copy(verl)`, unless it is there.
 
     Args:
@@ -214,7 +219,7 @@ def prune_patched_copies() -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def ensure_material(python: str, module: str, report=print) -> Path:
+def ensure_material(python: str, module: str, report=tell) -> Path:
     """Returns the folder with an experiment's model and data, made if need be.
 
     Args:
