@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.localization import pretrained
 from benchmarks.run import REPO, Progress, as_typed, digest, finish, parser, table, write
+from experiments.generation import cut_at
 from experiments.llm import tasks
 from gradloc.search.rows import ELEVATED
 from gradloc.words.causes import NOTABLE
@@ -71,9 +72,7 @@ def _step(model: pretrained.Pretrained, path: Path, groups: int, seed: int) -> I
         how = dict(do_sample=True, temperature=1.0, top_k=0, max_new_tokens=_LONGEST, num_return_sequences=ROLLOUTS)
         ids = prompt[None]
         answers = model.inner.generate(ids, attention_mask=torch.ones_like(ids), **how)[:, len(prompt) :]
-        lengths = [(answer == tokenizer.eos_token_id).int().argmax().item() + 1 for answer in answers]
-        ended = [(answer == tokenizer.eos_token_id).any().item() for answer in answers]
-        kept = [a[:n] if e else a for a, n, e in zip(answers, lengths, ended, strict=True)]
+        kept = [torch.tensor(cut_at(tokenizer.eos_token_id, row, row)[0]) for row in answers.tolist()]
         texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in kept]
         rewards = torch.tensor([float(re.findall(r"\d+", text)[-1:] == [question.answer]) for text in texts])
         print(f"{question.text} {int(rewards.sum())} of {ROLLOUTS} right", file=sys.stderr, flush=True)

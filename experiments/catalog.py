@@ -84,9 +84,7 @@ TOOL_LOOP = DEMO_VERL09.heir(
         Arm("appended", "the end of the first turn, which the loop appends, is in the loss"),
         Arm("appended-mask", "the same, and the step without what is named", (_MASK,)),
         Arm(
-            "left-out",
-            "it is not: the twin",
-            ("actor_rollout_ref.rollout.agent.default_agent_loop=calculator-masked",),
+            "left-out", "it is not: the twin", ("actor_rollout_ref.rollout.agent.default_agent_loop=calculator-masked",)
         ),
     ),
     seeds=(1,),
@@ -155,12 +153,7 @@ _NO_CLIP = tuple(f"{_ACTOR}.clip_ratio{which}=1e9" for which in ("", "_low", "_h
 _FAST = (f"{_ACTOR}.optim.lr=1e-4",)
 _STALE = (*_FAST, f"{_ACTOR}.ppo_epochs=4", f"{_ACTOR}.ppo_mini_batch_size=2")
 # Two mini-batches: with one, verl takes the ratio for 1 and never reads the rollouts' log-probs.
-_BYPASS = (
-    *_FAST,
-    f"{_ACTOR}.ppo_mini_batch_size=2",
-    "algorithm.rollout_correction.bypass_mode=true",
-    *_NO_CLIP,
-)
+_BYPASS = (*_FAST, f"{_ACTOR}.ppo_mini_batch_size=2", "algorithm.rollout_correction.bypass_mode=true", *_NO_CLIP)
 _HOT = ("actor_rollout_ref.rollout.temperature=1.5",)
 _LONG = (*_FAST, "data.max_response_length=64", "actor_rollout_ref.rollout.temperature=0.5")
 _NEGATIVE = "algorithm.adv_estimator=negative_only"
@@ -172,16 +165,8 @@ WILD = DEMO_LLM.heir(
     number("GRPO_LEARNING_RATE", "the actor's learning rate (1e-5)"),
     arms=(
         Arm("healthy", "GRPO as it should be: the twin of all others that have no twin of their own"),
-        Arm(
-            "reward-error",
-            "minus the squared error as the reward, not normalized: no lower bound",
-            _REWARD_ERROR,
-        ),
-        Arm(
-            "reward-error-mask",
-            "the same, and the step without what is named",
-            (*_REWARD_ERROR, _MASK),
-        ),
+        Arm("reward-error", "minus the squared error as the reward, not normalized: no lower bound", _REWARD_ERROR),
+        Arm("reward-error-mask", "the same, and the step without what is named", (*_REWARD_ERROR, _MASK)),
         Arm("reward-error-normalized", "the same, with advantages in units of their group's spread", _REWARD_ERROR[:1]),
         Arm("learning-rate", "ten times the learning rate", _FAST),
         Arm("stale", "the same with four epochs of two mini-batches on each rollout, clipped as usual", _STALE),
@@ -251,8 +236,7 @@ BUCKETS_RAGEN = Experiment(
     imports=("torch", "ray", "hydra", "vllm"),
 )
 QUARTILES_DEMO = DEMO.heir(
-    "quartiles-demo",
-    "which tokens' gradients dominate, by probability, with no GPU: GRPO, steps 1, 9 and 17",
+    "quartiles-demo", "which tokens' gradients dominate, by probability, with no GPU: GRPO, steps 1, 9 and 17"
 )
 
 BUCKETS_DEMO_VERL09, QUARTILES_DEMO_VERL09 = map(on_verl09, (BUCKETS_DEMO, QUARTILES_DEMO))

@@ -25,11 +25,7 @@ STEP = re.compile(r"step:(\d+) - (.*)")
 NUMBER = re.compile(r"(?:np\.\w+\()?([-+0-9.einfa]+)\)?$")
 TOTAL = re.compile(r"Total training steps: (\d+)")
 RAY = re.compile(r"Started a local Ray instance|Connected to Ray cluster")
-SHOWN = {
-    "actor/grad_norm": "grad norm",
-    "critic/score/mean": "score",
-    "timing_s/step": "seconds",
-}
+SHOWN = {"actor/grad_norm": "grad norm", "critic/score/mean": "score", "timing_s/step": "seconds"}
 
 
 def parse_step(line: str) -> tuple[int, dict[str, float]] | None:

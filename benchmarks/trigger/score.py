@@ -47,10 +47,7 @@ def score_kind(kind: Kind, number: int, make: Callable[[], Rule], seeds: Sequenc
             is_size = factors == size
             if is_size.any():
                 misses[size].append(100 * (~is_flagged[is_size]).mean())
-    return {
-        "false_flags": _summary(flags),
-        **{f"missed_x{size}": _summary(values) for size, values in misses.items()},
-    }
+    return {"false_flags": _summary(flags), **{f"missed_x{size}": _summary(values) for size, values in misses.items()}}
 
 
 def score_collapse(growth: float, size: int, number: int, make: Callable[[], Rule], seeds: Sequence[int]) -> dict:

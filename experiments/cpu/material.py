@@ -166,9 +166,7 @@ def warm_up(model, tokenizer, language: Language, recipe: Recipe, report) -> flo
         ids, labels = encode(tokenizer, batch)
         logits = model(input_ids=ids, attention_mask=(ids != tokenizer.pad_token_id)).logits
         loss = torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1),
-            labels[:, 1:].flatten(),
-            label_smoothing=recipe.label_smoothing,
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=recipe.label_smoothing
         )
         optimizer.zero_grad()
         loss.backward()

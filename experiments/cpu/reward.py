@@ -58,15 +58,7 @@ class ArithmeticReward(NaiveRewardManager):
         fault_settings: what `fault.Fault` takes; None plants nothing.
     """
 
-    def __init__(
-        self,
-        tokenizer,
-        num_examine,
-        compute_score,
-        reward_fn_key,
-        runaway_penalty=1.0,
-        fault_settings=None,
-    ):
+    def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key, runaway_penalty=1.0, fault_settings=None):
         super().__init__(tokenizer, num_examine, score, reward_fn_key)
         self.runaway_penalty = float(runaway_penalty)
         fault.arm(fault.Fault(**fault_settings) if fault_settings else None)

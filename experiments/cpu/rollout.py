@@ -101,11 +101,7 @@ class DirectManager:
         if self.is_woken:
             ray.get([worker.sleep.remote() for worker in self.workers])
         output = to_batch(
-            prompt_ids,
-            answers,
-            self.tokenizer.pad_token_id,
-            self.rollout.prompt_length,
-            self.response_width(answers),
+            prompt_ids, answers, self.tokenizer.pad_token_id, self.rollout.prompt_length, self.response_width(answers)
         )
         uids = prompts.non_tensor_batch["uid"]
         # How often each was seen before: ["a", "b", "a"] gives [0, 0, 1].

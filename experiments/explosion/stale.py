@@ -56,10 +56,7 @@ class Settings:
     @property
     def probabilities(self) -> dict[int, float]:
         """What the old policy gave a stale token, at each step at which something is planted."""
-        return {
-            self.warning_step: self.warning_probability,
-            self.spike_step: self.old_probability,
-        }
+        return {self.warning_step: self.warning_probability, self.spike_step: self.old_probability}
 
 
 def draw_row(seed: int, step: int, num_rows: int) -> int:

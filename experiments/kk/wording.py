@@ -70,20 +70,14 @@ def to_row(index: int, puzzle: Puzzle, split: str, messages: list[dict] | None =
         split: train or test.
         messages: the prompt, if not the published one.
     """
-    published = [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": question(puzzle)},
-    ]
+    published = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question(puzzle)}]
     return {
         "data_source": f"{DATA_SOURCE}{len(puzzle.names)}",
         "prompt": messages or published,
         "ability": "logic",
         "reward_model": {
             "style": "rule",
-            "ground_truth": {
-                "solution_text_format": answer(puzzle),
-                "statements": repr(puzzle.said),
-            },
+            "ground_truth": {"solution_text_format": answer(puzzle), "statements": repr(puzzle.said)},
         },
         "extra_info": {"index": index, "split": split, "names": list(puzzle.names)},
     }

@@ -122,13 +122,7 @@ def test_a_file_that_was_cut_off_is_a_no(tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize(
-    "row, num_mini_batches, place",
-    [
-        (0, 1, (0, 0, 0)),
-        (32, 1, (1, 0, 0)),
-        (63, 1, (1, 7, 3)),
-        (16 + 5, 2, (0, 1, 1)),
-    ],
+    "row, num_mini_batches, place", [(0, 1, (0, 0, 0)), (32, 1, (1, 0, 0)), (63, 1, (1, 7, 3)), (16 + 5, 2, (0, 1, 1))]
 )
 def test_the_row_says_rank_and_micro_batch_of_its_mini_batch(row, num_mini_batches, place):
     step = STEP | {"num_mini_batches": num_mini_batches, "num_micro_batches": 8 // num_mini_batches}

@@ -42,12 +42,7 @@ LOG_PROBS = [math.log(p) for p in (0.999, 0.5, 0.93, 0.89, 0.97)]
 
 @pytest.mark.parametrize(
     ("changes", "positions"),
-    [
-        ({}, [2]),
-        ({"num_stale": 2}, [2, 4]),
-        ({"num_stale": 200}, [0, 2, 4]),
-        ({"is_stale": False}, []),
-    ],
+    [({}, [2]), ({"num_stale": 2}, [2, 4]), ({"num_stale": 200}, [0, 2, 4]), ({"is_stale": False}, [])],
     ids=["least-sure", "more", "only-sure-ones", "healthy-twin"],
 )
 def test_the_stale_tokens_are_the_least_sure_of_the_sure_ones(stale, changes, positions):
