@@ -3,10 +3,11 @@
 
 Each run has a folder of its own, `SUITE_DIR/ARM` or `SUITE_DIR/ARM-seedN`, and is what a single
 experiment's run is. `SUITE_DIR/suite.json` says which there are and what became of them; the
-experiment's summary reads it. Standard library only.
+experiment's summary reads it. Standard library only, but for figures.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -253,3 +254,18 @@ def as_markdown(table: Table) -> str:
     """For a page."""
     head, *body = table
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *body])
+
+
+@contextlib.contextmanager
+def figure(path: Path, width: float, num_plots: int):
+    """Yields a figure and its plots, side by side; what is drawn on them goes to a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    made, plots = pyplot.subplots(1, num_plots, figsize=(width, 4.2), layout="constrained")
+    yield made, plots
+    # Without metadata two drawings of the same runs are the same bytes.
+    made.savefig(path, dpi=100, metadata={"Software": None})
+    pyplot.close(made)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from experiments import suite
-from experiments.explosion import plot, readings
+from experiments.explosion import readings
 from experiments.explosion.readings import LAST_STEPS, Reading, distance, mean_and_error
 
 TWIN = "healthy"
@@ -51,7 +51,7 @@ def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
     by_seed = {cell["seed"]: reading for reading, cell in found if cell["arm"] == TWIN}
     twins = {reading.name: by_seed[cell["seed"]] for reading, cell in found if cell["seed"] in by_seed}
     every = [reading for reading, _ in found]
-    (folder / "summary.png").write_bytes(plot.draw(every, twins))
+    draw(every, twins, folder / "summary.png")
     return [[HEADER, *(row(reading, twins.get(reading.name)) for reading in every)]]
 
 
@@ -125,6 +125,34 @@ def number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}".replace(",", " ") if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def draw(runs: list[Reading], twins: dict[str, Reading], path: Path) -> None:
+    """Draws gradient norm (log), training reward and distance from the healthy twin over the steps.
+
+    Args:
+        runs: a line for each.
+        twins: the healthy run to compare with, by the run's name.
+        path: of the PNG.
+    """
+    with suite.figure(path, 13, 3) as (figure, plots):
+        norms, rewards, distances = plots
+        for index, reading in enumerate(runs):
+            twin, steps = twins.get(reading.name), sorted(reading.steps)
+            style = {"color": f"C{index % 10}", "label": reading.name, "linewidth": 1.3}
+            if reading is twin:
+                style.update(color="black", linewidth=2.2, zorder=9)
+            norms.plot(steps, [reading.norms[step] for step in steps], **style)
+            rewards.plot(steps, [reading.steps[step]["critic/score/mean"] for step in steps], **style)
+            if twin is not None:
+                pairs = zip(reading.weights, twin.weights, strict=False)
+                distances.plot([distance(one, other) for one, other in pairs], **style)
+        norms.set(yscale="log", title="largest gradient norm, before clipping", xlabel="step")
+        rewards.set(title="mean reward of the step's rollouts", xlabel="step")
+        distances.set(title="weights' distance from the healthy twin's", xlabel="steps taken")
+        for axes in plots:
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        figure.legend(*norms.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
 
 
 def main(argv=None) -> int:

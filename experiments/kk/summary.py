@@ -77,29 +77,18 @@ def spread(values: list[float | None]) -> str:
 
 def draw(arms: Arms, path: Path) -> None:
     """Draws the training reward over steps: each arm's mean over seeds, from least to most."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import MaxNLocator
-
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for index, (arm, group) in enumerate(arms.items()):
-        columns = list(zip(*(rewards for rewards, _ in group), strict=False))  # as many as the shortest run has
-        steps = range(1, len(columns) + 1)
-        color = f"C{index}"
-        axes.plot(steps, [statistics.fmean(c) for c in columns], color=color, label=arm)
-        if len(group) > 1:
+    with suite.figure(path, 8, 1) as (_, axes):
+        for index, (arm, group) in enumerate(arms.items()):
+            columns = list(zip(*(rewards for rewards, _ in group), strict=False))  # as many as the shortest run has
+            steps, color = range(1, len(columns) + 1), f"C{index}"
+            axes.plot(steps, [statistics.fmean(c) for c in columns], color=color, label=arm)
             low, high = [min(c) for c in columns], [max(c) for c in columns]
             axes.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
-    axes.set(xlabel="step", ylabel="mean reward of the step's rollouts")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_title("kk-demo: mean over seeds; the band runs from the least to the most")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    # Without metadata two drawings of the same runs are the same bytes.
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(figure)
+        axes.set(xlabel="step", ylabel="mean reward of the step's rollouts")
+        axes.locator_params(axis="x", integer=True)
+        axes.set_title("kk-demo: mean over seeds; the band runs from the least to the most")
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right")
 
 
 def main(argv=None) -> int:

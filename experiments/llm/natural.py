@@ -187,35 +187,26 @@ def event_line(event: dict) -> list[str]:
 
 def draw(told: dict[str, Any], path: Path) -> None:
     """The figure of docs/natural-spikes.md: every event's norm with and without its culprits, the largest's place."""
-    import matplotlib  # the tables need none
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     observed = [event for event in told["events"] if event["mode"] == MODES[0]]
-    observed.sort(key=lambda event: event["norm"])
     arms = list(dict.fromkeys(event["arm"] for event in told["events"]))
-    figure, (steps, places) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for index, event in enumerate(observed):
-        color = plt.cm.tab10(arms.index(event["arm"]))
-        ends = (event["norm_after"] or event["norm"], event["norm"])
-        steps.plot([index, index], ends, color=color, linewidth=1.2, alpha=0.6)
-        steps.plot(index, ends[1], "o", color=color, markersize=5)
-        steps.plot(index, ends[0], "o", color=color, markersize=5, markerfacecolor="white")
-        steps.plot(index, event["threshold"], "_", color="black", markersize=7)
-        largest = event["largest"]
-        if largest and largest["p"][0] and largest["ratio"]:
-            places.plot(largest["p"][0], largest["ratio"], "o", color=color, markersize=6, alpha=0.7)
-    for index, arm in enumerate(arms):
-        steps.plot([], [], "o", color=plt.cm.tab10(index), label=arm)
-    steps.set(yscale="log", title="gradient norm, and (hollow) without what is named", xlabel="event, by its norm")
-    steps.plot([], [], "_", color="black", label="threshold")
-    steps.legend(frameon=False)
-    places.set(xscale="log", yscale="log", title="the largest culprit", xlabel="its probability when it was sampled")
-    places.set_ylabel("importance ratio at the spike")
-    # Without metadata two drawings of the same record are the same bytes.
-    figure.savefig(path, dpi=90, metadata={"Software": None})
-    plt.close(figure)
+    with suite.figure(path, 11, 2) as (_, (steps, places)):
+        for index, event in enumerate(sorted(observed, key=lambda event: event["norm"])):
+            color = f"C{arms.index(event['arm'])}"
+            ends = (event["norm_after"] or event["norm"], event["norm"])
+            steps.plot([index, index], ends, color=color, linewidth=1.2, alpha=0.6)
+            steps.plot(index, ends[1], "o", color=color, markersize=5)
+            steps.plot(index, ends[0], "o", color=color, markersize=5, markerfacecolor="white")
+            steps.plot(index, event["threshold"], "_", color="black", markersize=7)
+            largest = event["largest"]
+            if largest and largest["p"][0] and largest["ratio"]:
+                places.plot(largest["p"][0], largest["ratio"], "o", color=color, markersize=6, alpha=0.7)
+        for index, arm in enumerate(arms):
+            steps.plot([], [], "o", color=f"C{index}", label=arm)
+        steps.plot([], [], "_", color="black", label="threshold")
+        steps.set(yscale="log", title="gradient norm, and (hollow) without what is named", xlabel="event, by its norm")
+        steps.legend(frameon=False)
+        places.set(xscale="log", yscale="log", title="the largest culprit")
+        places.set(xlabel="its probability when it was sampled", ylabel="importance ratio at the spike")
 
 
 def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
