@@ -60,3 +60,36 @@ def steps_of(run_dir: Path) -> list[dict]:
 def largest_difference(steps: list[dict]) -> float:
     """Of rollout and trainer: small where rollouts come from the weights being trained, not those at the start."""
     return max(data["training/rollout_probs_diff_max"] for data in steps)
+
+
+def explode(run_dir: Path, *more: str, **variables: str) -> None:
+    """Run two arms of the explosion, with the plants early, and check norms, event, record and summary.
+
+    Args:
+        run_dir: of the suite.
+        more: overrides.
+        variables: of the environment.
+    """
+    # Every part as in the experiment. The trigger has to know healthy norms.
+    early = ["demo.steps=6", "explosion.warning_step=5", "explosion.spike_step=6"]
+    command = ["explosion", "--arms", "healthy,unprotected", *early, *more]
+    printed = run_to_the_end(*command, run_dir=run_dir, RUNAWAY_PENALTY_MULTIPLIER="0.25", **variables)
+    assert "run 2 of 2: unprotected" in printed and "2 of 2 runs ended well" in printed
+    arms = run_dir / "healthy", run_dir / "unprotected"
+    healthy, exploding = ([data["actor/grad_norm_max"] for data in steps_of(arm)] for arm in arms)
+    assert [json.loads((arm / "knobs.json").read_text())["runaway_penalty"] for arm in arms] == [0.25] * 2
+    # The same up to the plant, to the last digit; a warning; the catastrophe.
+    assert healthy[:4] == exploding[:4]
+    warning, spike = exploding[4:]
+    assert spike > 3 * warning > 6 * max(healthy)
+    event = json.loads((arms[1] / "gradloc" / "events.jsonl").read_text().splitlines()[-1])
+    (culprit,) = event["culprits"]
+    _, planted = map(json.loads, (arms[1] / "planted.jsonl").read_text().splitlines())
+    assert event["step"]["global_step"] == planted["step"] == 6 and planted["length"] == 200
+    assert [culprit[key] for key in ("positions", "token_ids")] == [planted[key] for key in ("positions", "token_ids")]
+    assert culprit["advantage"] == pytest.approx(0.8)
+    assert 5e4 < culprit["ratios"]["current_over_old"] < 1e5
+    assert culprit["cause"]["label"] == "token_mismatch"
+    assert "as planted" in printed and (run_dir / "summary.png").is_file()
+    assert (arms[1] / "report.html").is_file()
+    assert not (arms[0] / "gradloc" / "events.jsonl").exists()

@@ -8,8 +8,7 @@ import pytest
 from experiments import catalog
 from experiments.errors import UsageError
 from experiments.kk import reward as kk_reward
-from tests.experiments.explosion.short import explode
-from tests.experiments.real import demo, largest_difference
+from tests.experiments.real import demo, explode, largest_difference
 
 NAME = catalog.DEMO_VERL09.name
 KNOBS = {"GRPO_MAX_GRAD_NORM": "0.25", "GRPO_TEMPERATURE": "0.8", "GRPO_LEARNING_RATE": "3e-6"}

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of `wild`, from runs on disk; and one arm of it in the real trainer."""
+"""The table of `wild`, from runs on disk."""
 
 import json
 
-import pytest
-
 from experiments.llm import wild
 from tests.experiments.conftest import write_suite
-from tests.experiments.real import run_to_the_end
 from tests.report.builder import make_culprit, make_event
 
 
@@ -44,12 +41,3 @@ def test_a_row_says_what_spiked_and_a_healthy_run_that_nothing_did(tmp_path, cap
     assert told["reward: first, last"] == "0.1, 0.3"
     assert told["named"].startswith("2 in 1: ")
     assert told["certificate"] == event["certificate"]["verdict"] and told["done"] == event["action"]["taken"]
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-def test_an_arm_runs_in_the_real_trainer_and_ends_with_its_row(patched_tree, tmp_path):
-    arguments = ["wild", "--arms", "reward-error", "--seeds", "1", "demo.steps=1"]
-    run_to_the_end(*arguments, run_dir=tmp_path / "wild", seconds=1800, VERL_REPO=str(patched_tree))
-    (line,) = (tmp_path / "wild" / "summary.md").read_text().splitlines()[2:]
-    assert line.startswith("| reward-error | 1 | 1 |")
