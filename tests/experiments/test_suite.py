@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import launch, suite
+from experiments import suite
 from experiments.errors import ExperimentError, UsageError
 from experiments.experiment import Arm, Experiment
 from tests.experiments.conftest import write_suite
@@ -60,10 +60,8 @@ def test_a_choice_that_does_not_exist_is_refused(experiment, arms, seeds, given,
 
 
 @pytest.fixture
-def stage(tmp_path, monkeypatch):
-    """Runs the suite with a Python one-liner in the trainer's place; returns its exit code."""
-    folder = tmp_path / "suite"
-    folder.mkdir()
+def run(tmp_path, monkeypatch):
+    """Runs cells of the duel, which end as `code` says of their overrides; returns the exit code and who was run."""
     # The summary is a module that is found by PYTHONPATH, as a real one is.
     (tmp_path / "told.py").write_text(
         "import sys; from experiments import suite; from pathlib import Path\n"
@@ -72,85 +70,71 @@ def stage(tmp_path, monkeypatch):
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
 
-    def run(code, summary_module="told"):
-        experiment = replace(DUEL, summary_module=summary_module)
-
-        def run_one(overrides, into):
-            into.mkdir()
-            command = [sys.executable, "-c", code, *overrides]
-            return launch.run(command, into / "console.log", is_brief=True)
-
-        cells = suite.plan(experiment, None, None, [])
-        return suite.run(experiment, cells, folder, run_one, sys.executable), folder
-
-    return run
-
-
-def test_each_run_has_its_folder_its_line_of_progress_and_the_summary_comes_last(stage, capfd):
-    code, folder = stage("print('step:1 - actor/grad_norm:2.0')")
-    said = capfd.readouterr().out
-    assert code == 0
-    for number, name in enumerate(("plain-seed3", "plain-seed4", "loud-seed3", "loud-seed4"), 1):
-        assert f"run {number} of 4: {name}" in said
-        assert (folder / name / "console.log").is_file()
-    assert said.count("step  1  grad norm 2") == 4 and said.count("to go") == 3
-    assert "4 of 4 runs ended well" in said
-    assert said.index("told ('plain-seed3', 0)") > said.index("ended well")
-
-
-def test_a_failed_run_is_named_and_the_others_go_on(stage, capfd):
-    code, folder = stage("import sys; sys.exit(5 if 'seed=3' in sys.argv else 0)")
-    said = capfd.readouterr().out
-    assert code == 1
-    assert "plain-seed3 FAILED with exit code 5; the others go on." in said
-    assert "2 of 4 runs ended well" in said and "failed: plain-seed3, loud-seed3" in said
-    assert "told ('plain-seed3', 5) ('plain-seed4', 0)" in said
-    cells = json.loads((folder / "suite.json").read_text())["cells"]
-    assert [cell["exit_code"] for cell in cells] == [5, 0, 5, 0]
-
-
-def test_an_interrupt_ends_the_suite(stage, capfd):
-    code, folder = stage("import sys; sys.exit(130)")
-    assert code == 130 and "told" not in capfd.readouterr().out
-    cells = suite.read(folder)["cells"]
-    assert [cell["exit_code"] for cell in cells] == [130, None, None, None]
-
-
-def test_a_suite_that_was_cut_off_goes_on_and_keeps_what_ended_well(stage, capfd):
-    _, folder = stage("import sys; sys.exit(130 if 'a.b=1' in sys.argv else 0)")
-    capfd.readouterr()
-    code, _ = stage("print('step:1 - actor/grad_norm:2.0')")
-    said = capfd.readouterr().out
-    assert code == 0 and "2 of 4 runs have ended well already" in said
-    assert "run 1 of 2: loud-seed3" in said and "plain-seed3 (" not in said
-    assert "4 of 4 runs ended well" in said
-    assert (folder / "loud-seed3.cut").is_dir() and not (folder / "loud-seed4.cut").exists()
-
-
-def test_another_part_of_a_suite_joins_what_was_run_before(tmp_path):
-    def run(seeds, given=()):
+    def call(code=lambda overrides: 0, arms=None, seeds=None, given=(), summary="told", name="duel"):
         def run_one(overrides, into):
             into.mkdir()
             started.append(into.name)
-            return 0
+            return code(overrides)
 
         started = []
-        cells = suite.plan(DUEL, "plain", seeds, list(given))
-        assert suite.run(DUEL, cells, tmp_path, run_one, sys.executable) == 0
-        return started, [cell["folder"] for cell in suite.read(tmp_path)["cells"]]
+        experiment = replace(DUEL, summary_module=summary, name=name)
+        cells = suite.plan(experiment, arms, seeds, list(given))
+        return suite.run(experiment, cells, tmp_path, run_one, sys.executable), started
 
-    assert run("3") == (["plain-seed3"], ["plain-seed3"])
-    assert run("4") == (["plain-seed4"], ["plain-seed4", "plain-seed3"])
+    return call
+
+
+def ended(folder):
+    """What `suite.json` says of each run."""
+    return {cell["folder"]: cell["exit_code"] for cell in suite.read(folder)["cells"]}
+
+
+EVERY = ["plain-seed3", "plain-seed4", "loud-seed3", "loud-seed4"]
+
+
+def test_each_run_has_its_folder_its_line_of_progress_and_the_summary_comes_last(run, capfd):
+    assert run() == (0, EVERY)
+    said = capfd.readouterr().out
+    assert all(f"run {number} of 4: {name}" in said for number, name in enumerate(EVERY, 1))
+    assert said.count("to go") == 3 and "4 of 4 runs ended well" in said
+    assert said.index("told ('plain-seed3', 0)") > said.index("ended well")
+
+
+def test_a_failed_run_is_named_and_the_others_go_on(run, tmp_path, capfd):
+    assert run(lambda overrides: 5 if "seed=3" in overrides else 0) == (1, EVERY)
+    said = capfd.readouterr().out
+    assert "plain-seed3 FAILED with exit code 5; the others go on." in said
+    assert "2 of 4 runs ended well" in said and "failed: plain-seed3, loud-seed3" in said
+    assert "told ('plain-seed3', 5) ('plain-seed4', 0)" in said
+    assert list(ended(tmp_path).values()) == [5, 0, 5, 0]
+
+
+def test_an_interrupt_ends_the_suite_which_goes_on_and_keeps_what_ended_well(run, tmp_path, capfd):
+    assert run(lambda overrides: 130 if "a.b=1" in overrides else 0) == (130, EVERY[:3])
+    assert "told" not in capfd.readouterr().out
+    assert list(ended(tmp_path).values()) == [0, 0, 130, None]
+    assert run() == (0, EVERY[2:])
+    said = capfd.readouterr().out
+    assert "2 of 4 runs have ended well already" in said and "run 1 of 2: loud-seed3" in said
+    assert "4 of 4 runs ended well" in said
+    assert (tmp_path / "loud-seed3.cut").is_dir() and not (tmp_path / "loud-seed4.cut").exists()
+
+
+def test_another_part_of_a_suite_joins_what_was_run_before(run, tmp_path):
+    assert run(arms="plain", seeds="3") == (0, ["plain-seed3"])
+    assert run(arms="plain", seeds="4") == (0, ["plain-seed4"])
+    assert list(ended(tmp_path)) == ["plain-seed4", "plain-seed3"]
     # With other overrides it is another run.
-    assert run("3", ["a.b=9"]) == (["plain-seed3"], ["plain-seed3", "plain-seed4"])
-    assert (tmp_path / "plain-seed3.cut").is_dir()
+    for folder in ("plain-seed3.cut", "plain-seed3.cut-2"):
+        assert run(arms="plain", seeds="3", given=[f"a.b={folder}"]) == (0, ["plain-seed3"])
+        assert (tmp_path / folder).is_dir()
     with pytest.raises(ExperimentError, match="holds runs of duel, not of other"):
-        suite.run(replace(DUEL, name="other"), suite.plan(DUEL, "plain", "3", []), tmp_path, None, sys.executable)
+        run(name="other")
 
 
 @pytest.mark.parametrize(("summary", "code"), [("no_such", 1), (None, 0)])
-def test_a_summary_that_fails_fails_the_suite_and_there_need_be_none(stage, summary, code):
-    assert stage("pass", summary)[0] == code
+def test_a_summary_that_fails_fails_the_suite_and_there_need_be_none(run, summary, code):
+    assert run(summary=summary)[0] == code
 
 
 def test_a_suite_that_was_cut_off_while_writing_is_refused(tmp_path):
