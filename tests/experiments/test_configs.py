@@ -35,6 +35,9 @@ KNOBS = {
 }
 # tests/adapters/verl09 composes the others.
 PATCHED = [name for name in catalog.names() if not catalog.load(name).is_installed]
+REINFORCE = ("algorithm.adv_estimator=reinforce_plus_plus",)
+# alpha, eta (None: no Lopti), from the four scripts of the authors' repository.
+KNIGHTS = {"kk-baseline": (0.0, None), "kk-ar": (0.2, None), "kk-lopti": (0.0, 0.4), "kk-ar-lopti": (0.3, 0.5)}
 KNOBBED = ["demo", "explosion", "buckets-demo"]
 RUNS = [(name, arm) for name in PATCHED for arm in (Arm("as it is", ""), *catalog.load(name).arms)]
 CASES = [
@@ -42,6 +45,7 @@ CASES = [
     *((name, [], KNOBS) for name in KNOBBED),
     (catalog.PUBLISHED.name, ["data.train_batch_size=32"], {"NNODES": "2"}),
     (catalog.DEMO.name, ["seed=7"], {}),
+    (*catalog.load("kk-ar-lopti").arguments(REINFORCE), {}),
 ]
 
 
@@ -53,7 +57,7 @@ def composed(single, tmp_path_factory, patched_tree):
     (made,) = single.run("configs.experiments", configs=str(catalog.CONFIGS), cases=CASES, variables=variables)
 
     def look_up(name, overrides=(), variables=None):
-        found = made[CASES.index((name, [*overrides], variables or {}))]
+        found = made[CASES.index((*catalog.load(name).arguments(overrides), variables or {}))]
         assert "error" not in found, found["error"]
         return found["config"]
 
@@ -63,7 +67,7 @@ def composed(single, tmp_path_factory, patched_tree):
 
 @pytest.mark.parametrize("name, arm", RUNS, ids=[f"{name}: {arm.name}" for name, arm in RUNS])
 def test_every_arm_of_an_experiment_composes_and_becomes_verls_dataclasses(composed, name, arm):
-    config = composed(*catalog.load(name).arguments(arm.overrides))
+    config = composed(name, arm.overrides)
     assert config["trainer"]["experiment_name"] == name
     assert str(composed.folder) in config["data"]["train_files"]
 
@@ -135,3 +139,61 @@ def test_without_the_variables_the_values_are_the_documented_ones(composed):
     assert (planted["old_probability"], planted["advantage"]) == (1e-5, 0.8)
     assert explosion["data"]["max_response_length"] == 200
     assert planted["spike_step"] + 5 < explosion["trainer"]["total_training_steps"]
+
+
+@pytest.mark.parametrize("name", KNIGHTS)
+def test_knights_and_knaves_have_the_published_values(composed, name):
+    config = composed(name)
+    alpha, eta = KNIGHTS[name]
+    algorithm, data = config["algorithm"], config["data"]
+    worker, trainer = config["actor_rollout_ref"], config["trainer"]
+    actor, rollout = worker["actor"], worker["rollout"]
+    assert algorithm["advantage_reweighting"]["alpha"] == alpha
+    assert algorithm["lopti"]["enable"] is (eta is not None)
+    assert eta is None or (algorithm["lopti"]["eta"], algorithm["lopti"]["quantile"]) == (eta, None)
+    assert (algorithm["adv_estimator"], algorithm["use_kl_in_reward"]) == ("grpo", False)
+    assert data["train_batch_size"] == 64 and rollout["n"] == 8
+    assert (data["max_prompt_length"], data["max_response_length"]) == (400, 4096)
+    assert rollout["temperature"] == 0.7 and rollout["tensor_model_parallel_size"] == 1
+    # 256 rows and 32 rows over 4 GPUs, as the fork counts them.
+    assert actor["ppo_mini_batch_size"] * rollout["n"] == 256
+    assert actor["ppo_micro_batch_size_per_gpu"] * trainer["n_gpus_per_node"] == 32
+    assert [actor[f"clip_ratio{end}"] for end in ("_low", "_high", "_c")] == [0.2, 0.24, 10.0]
+    assert (actor["loss_agg_mode"], actor["optim"]["lr"]) == ("token-mean", 1e-6)
+    assert (actor["use_kl_loss"], actor["kl_loss_type"]) == (True, "low_var_kl")
+    assert actor["kl_loss_coef"] == 0.001 and actor["entropy_coeff"] == 0.0
+    assert (trainer["total_epochs"], trainer["test_freq"], trainer["nnodes"]) == (5, 20, 1)
+    assert len(data["val_files"]) == 5
+
+
+def test_reinforce_plus_plus_is_one_override_away(composed):
+    config = composed("kk-ar-lopti", REINFORCE)
+    assert config["algorithm"]["adv_estimator"] == "reinforce_plus_plus"
+
+
+def test_knights_and_knaves_demo_compares_the_published_four_with_three_seeds():
+    demo = catalog.load("kk-demo")
+    given = {f"kk-{arm.name}": dict(text.split("=") for text in arm.overrides) for arm in demo.arms}
+    assert demo.seeds == (1, 2, 3)
+    assert {
+        name: (
+            float(values.get("algorithm.advantage_reweighting.alpha", 0.0)),
+            float(values["algorithm.lopti.eta"]) if "algorithm.lopti.enable" in values else None,
+        )
+        for name, values in given.items()
+    } == KNIGHTS
+
+
+def test_knights_and_knaves_demo_is_scored_by_the_reward_that_ships(composed):
+    from experiments.kk import language
+
+    config = composed("kk-demo")
+    manager = config["reward_manager"]
+    assert (manager["source"], manager["name"]) == ("register", "naive")
+    assert config["reward_model"]["reward_kwargs"] == {}
+    # Training that ends with its epochs ends without its last validation.
+    steps = language.RECIPE.num_train // config["data"]["train_batch_size"]
+    assert steps * config["trainer"]["total_epochs"] > config["trainer"]["total_training_steps"]
+    # At least two mini-batches, or there is no ratio to clip.
+    prompts = config["actor_rollout_ref"]["actor"]["ppo_mini_batch_size"]
+    assert config["data"]["train_batch_size"] == 2 * prompts
