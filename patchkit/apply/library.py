@@ -13,10 +13,10 @@ from ..errors import GET_AGAIN, RESTORE, IntegrityError, PatchkitError, UsageErr
 from ..patch import manifest as manifests
 from ..patch.content import sha256_hex
 from ..patch.language import MAX_BYTES
-from ..patch.manifest import Base, Edition, recall
+from ..patch.manifest import Base, Edition
 from . import download
 
-MANIFEST_NAME, HISTORY_NAME = "manifest.json", "history.json"
+MANIFEST_NAME, RELEASED = "manifest.json", "released"
 PUBLISHED_SHA256 = "9bd7c21f7a95a5b993af36d15166b822dcc7ac0c3fa067d011c1cc61949ba925"
 PUBLISHED_RESULTS = {  # of the GradLoc patch that was released to the public, on v0.7.0: git's ids
     "verl/trainer/ppo/ray_trainer.py": "fbf2ab2b134437aa817ee939b816d66e7e21599e",
@@ -34,8 +34,8 @@ class Library:
             return read_capped(folder / name, limit, name, "patches/ is not complete.", RESTORE)
 
         self.manifest = manifests.parse(read(MANIFEST_NAME, manifests.MAX_BYTES))
-        has_history = (folder / HISTORY_NAME).is_file()
-        released = recall(read(HISTORY_NAME, manifests.MAX_BYTES) if has_history else b"")
+        past = (f"{RELEASED}/{path.name}" for path in sorted((folder / RELEASED).glob("*.patch")))
+        released = [Edition.released(read(name, MAX_BYTES), name) for name in past]
         self.families: list[tuple[Base, tuple[Edition, ...]]] = []
         for entry in self.manifest.entries:
             listed = f"{entry.name}.sha256"

@@ -13,12 +13,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ..apply.library import HISTORY_NAME
+from ..apply.library import RELEASED
 from ..command import Parser, guarded, say
 from ..errors import CheckoutStateError, IntegrityError, capped, program, quoted
 from ..patch.content import blob_id, sha256_hex
 from ..patch.language import forward, parse
-from ..patch.manifest import Base, Edition, remember
+from ..patch.manifest import Base, remembered
 from ..tree.checkout import Checkout, resolve
 from ..tree.disk import Filesystem, locked
 from ..tree.transaction import KEPT_PATCH
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--repo", metavar="CHECKOUT", help="take the edits of this checkout")
     command.add_argument("--check", action="store_true", help="write nothing; fail if patches/ is not what it would be")
     command.add_argument("--drift", metavar="VERL", help="say which seams still fit a verl tree; write nothing")
-    command.add_argument("--remember", type=Path, metavar="PATCH", help="add a released patch to the history")
+    command.add_argument("--remember", type=Path, metavar="PATCH", help="keep a released patch known")
     add("--base", metavar="REV", help="the commit or tag that the edits start from (default: the pinned one it is on)")
     add("--head", metavar="REV", help="take a commit's content (default: the working tree)")
     add("--output", type=Path, metavar="FILE", help="write a patch of the checkout here, and change nothing else")
@@ -102,7 +102,7 @@ def check(expected: dict[str, bytes], patches: Path) -> None:
         found = (patches / name).read_bytes() if (patches / name).is_file() else b""
         if found != data:
             before, after = (text.decode("utf-8", "replace").splitlines() for text in (found, data))
-            diff = difflib.unified_diff(before, after, f"patches/{name}", f"built: {name}", lineterm="", n=1)
+            diff = list(difflib.unified_diff(before, after, f"patches/{name}", f"built: {name}", lineterm="", n=1))
             what, cause = f"patches/{name} is not what its sources build", "One was edited and the other not rebuilt."
             raise IntegrityError("build-stale", what, cause, "bash make_patch.sh", diff=diff)
     for path in sorted(patches.rglob("*")):
@@ -124,13 +124,13 @@ def _drift(folders: Folders, trees: dict[Base, Path], root: Path, tag: str | Non
 
 
 def _remember(folders: Folders, trees: dict[Base, Path], path: Path) -> None:
-    """Adds a released patch, whose preamble says which version it is, to ``verl_overrides/history.json``."""
-    data, history = path.read_bytes(), folders.overrides / HISTORY_NAME
+    """Adds a released patch, whose preamble says which version it is, to ``verl_overrides/released/``."""
+    data = path.read_bytes()
     version = data.split(b"\n", 1)[0].decode("utf-8", "replace").rpartition(" ")[2]
     for base in (base for base in trees if f"Applies-To: verl {base.tag},".encode() in data):
         check_fits(data, trees[base])
-        known = history.read_bytes() if history.is_file() else b""
-        write_file(history, remember(Edition.of(data, version, base.tag), known))
+        place = folders.overrides / RELEASED / f"gradloc-{version}-for-{base.tag}.patch"
+        write_file(place, remembered(data, version, base.tag))
         say(f"remembered: {version} for verl {base.tag}")
 
 

@@ -11,11 +11,11 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..apply.library import HISTORY_NAME, MANIFEST_NAME
+from ..apply.library import MANIFEST_NAME, RELEASED
 from ..errors import IntegrityError, quoted
 from ..patch.content import ABSENT, blob_id, check_path, hidden_character, sha256_hex, short
 from ..patch.language import forward, parse
-from ..patch.manifest import Base, Entry, Manifest, recall, render
+from ..patch.manifest import Base, Edition, Entry, Manifest, render
 from .seams import relocate, seam
 
 PACKAGE = "verl/gradloc/"  # where the patch puts the package
@@ -190,7 +190,7 @@ def check_fits(patch: bytes, tree: Path) -> None:
 
 
 def compose(folders: Folders, trees: dict[Base, Path]) -> dict[str, bytes]:
-    """Returns what ``patches/`` must hold, by file name; ``trees`` are the pristine verls, the first one first."""
+    """Returns what ``patches/`` must hold, by name; ``trees`` are the pristine verls, the first one first."""
     files, entries, version = dict[str, bytes](), list[Entry](), ""
     for base, tree in trees.items():
         sources = folders.read(base.tag, tree)
@@ -202,8 +202,7 @@ def compose(folders: Folders, trees: dict[Base, Path]) -> dict[str, bytes]:
             raise IntegrityError("build-no-version", what, cause, "Put it back: it is the one place that names it.")
         entries.append(Entry(base, name, sha256_hex(patch), len(patch)))
         files |= {name: patch, f"{name}.sha256": f"{sha256_hex(patch)}  {name}\n".encode()}
-    history = folders.overrides / HISTORY_NAME
-    if history.is_file():
-        recall(history.read_bytes())
-        files[HISTORY_NAME] = history.read_bytes()
+    for path in sorted((folders.overrides / RELEASED).glob("*.patch")):
+        files[f"{RELEASED}/{path.name}"] = path.read_bytes()
+        Edition.released(path.read_bytes(), path.name)
     return files | {MANIFEST_NAME: render(Manifest(version, tuple(entries)))}

@@ -44,16 +44,12 @@ class Hunk:
 
 @dataclass(frozen=True)
 class FilePatch:
-    """One file's section: its path, blob ids before (None for a new file) and after, and what changes.
-
-    ``cuts`` stand in place of hunks for a release of which only the way back is known: (line, count, the base's lines).
-    """
+    """One file's section: its path, blob ids before (None for a new file) and after, and what changes."""
 
     path: str
     before: str | None
     after: str
-    hunks: tuple[Hunk, ...] = ()
-    cuts: tuple[tuple[int, int, tuple[str, ...]], ...] = ()
+    hunks: tuple[Hunk, ...]
 
     @property
     def inverse(self) -> tuple[Hunk, ...]:
@@ -61,14 +57,17 @@ class FilePatch:
         return tuple(Hunk(h.new_start, h.new, h.old_start, h.old, h.lead, h.trail, h.line) for h in self.hunks)
 
 
-def parse(data: bytes) -> tuple[FilePatch, ...]:
-    """Returns the sections of the patch ``data``; IntegrityError says which line is outside the language."""
+def parse(data: bytes, is_hollow: bool = False) -> tuple[FilePatch, ...]:
+    """Returns the sections of the patch ``data``; IntegrityError says which line is outside the language.
+
+    Where it ``is_hollow`` the text of new files is left out: see :func:`patchkit.patch.manifest.remembered`.
+    """
     _check_bytes(data)
     reader = _Reader(data.decode("utf-8").split("\n")[:-1])
     reader.skip_preamble()
     files = []
     while reader.number < len(reader.lines):
-        files.append(_read_file(reader))
+        files.append(_read_file(reader, is_hollow))
     paths = [file.path for file in files]
     check_path_set(paths)
     for previous, path in zip(paths, paths[1:], strict=False):
@@ -135,7 +134,7 @@ class _Reader:
         raise self.refusal("patch-no-files", "'diff --git' never occurs in the patch", "It is another file.")
 
 
-def _read_file(reader: _Reader) -> FilePatch:
+def _read_file(reader: _Reader, is_hollow: bool) -> FilePatch:
     header = reader.take()
     match = _DIFF.match(header)
     if not match:
@@ -145,6 +144,8 @@ def _read_file(reader: _Reader) -> FilePatch:
     check_path(match[2])
     is_new = _read_mode(reader, path)
     before, after = _read_index(reader, path, is_new)
+    if is_new and is_hollow:
+        return FilePatch(path, None, after, ())
     wanted = ("--- " + ("/dev/null" if is_new else f"a/{path}"), f"+++ b/{path}")
     for expected, found in ((path, match[2]), *((line, reader.take()) for line in wanted)):
         if found != expected:
@@ -281,18 +282,7 @@ def forward(file: FilePatch, base: bytes) -> bytes:
 
 def backward(file: FilePatch, result: bytes) -> bytes:
     """Returns the base that ``file`` makes ``result`` from; ``file.before`` must not be None."""
-    if not file.cuts:
-        return _checked(file.path, file.before, apply_hunks(file.path, file.inverse, result))
-    lines = split(result.decode("utf-8"))
-    for start, count, base in reversed(file.cuts):
-        lines[start : start + count] = base
-    return _checked(file.path, file.before, "".join(lines).encode("utf-8"))
-
-
-def cuts(file: FilePatch) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
-    """Returns what leads back from the result, without the result's own lines: see ``FilePatch.cuts``."""
-    sizes = ((h, len(h.new) - h.lead - h.trail, len(h.old) - h.trail) for h in file.hunks)
-    return tuple((h.starts[1] - 1 + h.lead, count, h.old[h.lead : end]) for h, count, end in sizes)
+    return _checked(file.path, file.before, apply_hunks(file.path, file.inverse, result))
 
 
 def split(text: str) -> list[str]:

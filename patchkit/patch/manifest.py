@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What says what a patch must be: ``manifest.json``, checksum lists, and ``history.json`` for the releases of the past.
+"""What says what a patch must be: ``manifest.json``, checksum lists, and what is kept of the releases of the past.
 
-The readers of our own files take exactly what the writers write. By the history a tree that has an old release is known
-and taken back to verl without that release's patch: it has the ids of all files, and verl's lines that were replaced.
+The readers of our own files take exactly what the writers write. A tree that has an old release is known by the ids of
+all its files, and taken back to verl by that release's edits of verl's files; the text of its own files is not kept.
 """
 
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from ..errors import GET_AGAIN, RESTORE, IntegrityError, quoted
-from .content import check_path_set, problem_with, sha256_hex
-from .language import FilePatch, cuts
+from .content import sha256_hex
+from .language import MAX_BYTES as PATCH_BYTES
+from .language import FilePatch
 from .language import parse as parse_patch
 
 SCHEMA_VERSION = 2
@@ -27,6 +28,8 @@ ENTRY: dict[str, Any] = {
 }
 MAX_LIST_BYTES = 64 * 1024
 _LINE = re.compile(r"([0-9A-Fa-f]{64}) [ *](\S.*)\Z")
+_RELEASE = re.compile(rb"Release: ([0-9A-Za-z.+-]{1,40}) for (v[0-9a-z.]+), sha256 ([0-9a-f]{64})\n")
+_NEW_TEXT = re.compile(rb"(new file mode 100644\nindex .*\n)--- .*\n\+\+\+ .*\n@@ .*\n(?:\+.*\n)+")
 _EDITED = "It was cut off or edited by hand; it is generated."
 
 
@@ -70,64 +73,54 @@ def render(manifest: Manifest) -> bytes:
 
 def parse(data: bytes, name: str = "manifest.json") -> Manifest:
     """Returns the manifest that ``data`` holds; ``name`` is for messages."""
-    document = read_json(data, name)
+    document = _read_json(data, name)
     version = document.get("schema_version") if isinstance(document, dict) else None
     if type(version) is int and version > SCHEMA_VERSION:
         what, cause = f"{name} has a schema that is newer than this tool", "patches/ and the tool are of two versions."
         raise IntegrityError("manifest-future", what, cause, "git pull", expected=SCHEMA_VERSION, found=version)
-    top = fields(document, "$", name, schema_version=int, version=VERSION, patches=list)
+    top = _fields(document, "$", name, schema_version=int, version=VERSION, patches=list)
     if version != SCHEMA_VERSION or not top["patches"]:
         where = "$.schema_version" if top["patches"] else "$.patches"
-        raise wrong(name, where, f"schema {SCHEMA_VERSION} with patches", version)
-    read = (fields(item, f"$.patches[{index}]", name, **ENTRY) for index, item in enumerate(top["patches"]))
-    entries = (Entry(Base(e["base"], e["commit"]), e["name"], e["sha256"], e["size_bytes"]) for e in read)
-    return Manifest(top["version"], tuple(entries))
+        raise _wrong(name, where, f"schema {SCHEMA_VERSION} with patches", version)
+    entries = []
+    for index, item in enumerate(top["patches"]):
+        one = _fields(item, f"$.patches[{index}]", name, **ENTRY)
+        if not 0 < one["size_bytes"] <= PATCH_BYTES:
+            raise _wrong(name, f"$.patches[{index}].size_bytes", f"1 to {PATCH_BYTES}", one["size_bytes"])
+        entries.append(Entry(Base(one["base"], one["commit"]), one["name"], one["sha256"], one["size_bytes"]))
+    manifest = Manifest(top["version"], tuple(entries))
+    if render(manifest) != data:  # a key twice, another order, other white space
+        raise IntegrityError("manifest-spelling", f"{name} is not as make_patch.sh writes it", _EDITED, RESTORE)
+    return manifest
 
 
-def wrong(name: str, where: str, expected: str, found: Any) -> IntegrityError:
-    """Returns the refusal of a JSON value."""
+def _wrong(name: str, where: str, expected: str, found: Any) -> IntegrityError:
     what, shown = f"{name} is wrong at {where[:120]}", found if isinstance(found, str) else json.dumps(found)
     return IntegrityError("manifest-schema", what, _EDITED, RESTORE, expected=expected, found=shown[:80])
 
 
-def read_json(data: bytes, name: str) -> Any:
-    """Returns the JSON value in ``data``, of which only what ``render`` can write is taken."""
-
-    def refuse(what: str, found: str) -> NoReturn:
-        raise IntegrityError("manifest-value", f"{name} {what}", _EDITED, RESTORE, found=found[:40])
-
-    def number(text: str) -> int:
-        return int(text) if text.isdigit() and len(text) < 16 else refuse("holds a number that is no integer", text)
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in items]
-        repeated = next((key for key in keys if keys.count(key) > 1), None)
-        return dict(items) if repeated is None else refuse("has a key twice", repeated)
-
-    if len(data) > MAX_BYTES:
-        refuse("is too large", f"{len(data)} bytes")
+def _read_json(data: bytes, name: str) -> Any:
     try:
-        text = data.decode("utf-8")
-        return json.loads(text, parse_constant=number, parse_float=number, parse_int=number, object_pairs_hook=pairs)
+        return json.loads(data.decode("utf-8"))
     except RecursionError:
-        refuse("is nested too deeply", "")
+        raise IntegrityError("manifest-json", f"{name} is nested too deeply", _EDITED, RESTORE) from None
     except ValueError as error:  # of JSON and of UTF-8
         where = f"line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(error)[-60:]
         what = f"{name} is not JSON at {where}"
         raise IntegrityError("manifest-json", what, _EDITED, RESTORE, found=str(error)[:80]) from error
 
 
-def fields(value: Any, where: str, name: str, /, **kinds: Any) -> dict[str, Any]:
+def _fields(value: Any, where: str, name: str, /, **kinds: Any) -> dict[str, Any]:
     """Returns the object ``value``, whose keys must be those of ``kinds``: a type, or a pattern for a string."""
     if not isinstance(value, dict):
-        raise wrong(name, where, "an object", value)
+        raise _wrong(name, where, "an object", value)
     for key in value.keys() ^ kinds.keys():
-        raise wrong(name, f"{where}.{key}", "this key" if key in kinds else "no such key", value.get(key, "nothing"))
+        raise _wrong(name, f"{where}.{key}", "this key" if key in kinds else "no such key", value.get(key, "nothing"))
     for key, kind in kinds.items():
         is_type = isinstance(kind, type)
         if type(value[key]) is not (kind if is_type else str) or not (is_type or kind.match(value[key])):
             expected = kind.__name__ if is_type else f"text like {kind.pattern}"
-            raise wrong(name, f"{where}.{key}", expected, value[key])
+            raise _wrong(name, f"{where}.{key}", expected, value[key])
     return value
 
 
@@ -162,7 +155,7 @@ def digest_for(name: str, data: bytes, path: str) -> str:
 class Edition:
     """What one version does to which files of the verl with the tag ``base``.
 
-    ``patch`` is None for a release of which only the way back is known.
+    ``patch`` is None for a release of the past, which is known without the text of the files that it adds.
     """
 
     version: str
@@ -176,51 +169,23 @@ class Edition:
         """Returns the edition with the patch ``patch``; raises IntegrityError if it is outside the language."""
         return cls(version, base, sha256_hex(patch), {file.path: file for file in parse_patch(patch)}, patch)
 
+    @classmethod
+    def released(cls, data: bytes, name: str) -> "Edition":
+        """Returns the release of the past that :func:`remembered` wrote."""
+        head = _RELEASE.match(data)
+        if not head:
+            what = f"the first line of {name} does not say which release it is"
+            raise IntegrityError("release-unnamed", what, _EDITED, RESTORE)
+        version, base, digest = (part.decode() for part in head.groups())
+        return cls(version, base, digest, {file.path: file for file in parse_patch(data, is_hollow=True)})
+
     def shares_base(self, other: "Edition") -> bool:
         """True if no file says that the two are for different verls."""
         pairs = ((file.before, other.files[path].before) for path, file in self.files.items() if path in other.files)
         return all(mine == theirs for mine, theirs in pairs)
 
 
-def remember(edition: Edition, history: bytes) -> bytes:
-    """Returns ``history`` (``history.json``, or nothing) with the release ``edition`` in it."""
-    known = [one for one in recall(history) if (one.version, one.base) != (edition.version, edition.base)]
-    releases = [
-        {
-            "version": release.version,
-            "base": release.base,
-            "sha256": release.sha256,
-            "added": {path: file.after for path, file in release.files.items() if file.before is None},
-            "edited": {
-                path: {"before": file.before, "after": file.after, "back": file.cuts or cuts(file)}
-                for path, file in release.files.items()
-                if file.before is not None
-            },
-        }
-        for release in [*known, edition]
-    ]
-    return (json.dumps({"releases": releases}, indent=0, sort_keys=True) + "\n").encode("ascii")
-
-
-def recall(history: bytes) -> list[Edition]:
-    """Returns the releases that ``history.json`` knows; raises IntegrityError where it is not what it should be."""
-    name, editions = "history.json", []
-    listed = fields(read_json(history, name), "$", name, releases=list)["releases"] if history else []
-    for index, item in enumerate(listed):
-        where = f"$.releases[{index}]"
-        fields(item, where, name, version=VERSION, base=ENTRY["base"], sha256=ENTRY["sha256"], added=dict, edited=dict)
-        files = {path: FilePatch(path, None, after) for path, after in item["added"].items()}
-        for path, change in item["edited"].items():
-            change = fields(change, f"{where}.{path}", name, before=str, after=str, back=list)
-            try:
-                back = tuple((int(at), int(count), tuple(base)) for at, count, base in change["back"])
-            except (TypeError, ValueError):
-                raise wrong(name, f"{where}.{path}.back", "lines of the base", change["back"]) from None
-            files[path] = FilePatch(path, change["before"], change["after"], cuts=back)
-        for path, file in files.items():
-            ids = (str(file.before or file.after), str(file.after))
-            if problem_with(path) or not all(map(ENTRY["commit"].match, ids)):
-                raise wrong(name, f"{where}.{path}", "ids of a file under verl/", file.after)
-        check_path_set(files)
-        editions.append(Edition(item["version"], item["base"], item["sha256"], files))
-    return editions
+def remembered(patch: bytes, version: str, base: str) -> bytes:
+    """Returns what is kept of a release: its patch without the text of new files, below a line that names it."""
+    head = f"Release: {version} for {base}, sha256 {sha256_hex(patch)}\n"
+    return head.encode() + _NEW_TEXT.sub(rb"\1", patch)

@@ -18,7 +18,7 @@ from patchkit.build import cli as regenerate
 from patchkit.build.cli import write_file
 from patchkit.build.sources import Folders, Sources, compose
 from patchkit.patch.content import blob_id
-from patchkit.patch.manifest import Base, Edition, remember
+from patchkit.patch.manifest import Base, remembered
 
 V070, V071 = bases.V070, bases.V071
 ACTOR = "verl/workers/actor/dp_actor.py"
@@ -99,6 +99,11 @@ def write_sources(root: Path, made: Sources, base: Base = V070) -> Folders:
     return folders
 
 
+def release(folders: Folders, patch: bytes, version: str) -> None:
+    """Has the sources in ``folders`` know ``patch`` as a release of the past."""
+    write_file(folders.overrides / f"released/{version}.patch", remembered(patch, version, V070.tag))
+
+
 def patch_of(before: Mapping[str, str], after: Mapping[str, str]) -> bytes:
     """Returns the patch from ``before`` to ``after``."""
     return sources(before, after).patch(V070)
@@ -111,12 +116,11 @@ def make_patches(
     older: Mapping[str, str] | None = None,
     verl: Base = V070,
 ) -> Path:
-    """Builds a patches/ folder below ``folder`` as make_patch.sh does; its history knows ``older`` as 0.0.9."""
+    """Builds a patches/ folder below ``folder`` as make_patch.sh does; it knows ``older`` as 0.0.9."""
     tree = write_tree(folder / "pristine", before)
     folders = write_sources(folder, sources(before, after))
     if older is not None:
-        history = remember(Edition.of(patch_of(before, older), "0.0.9", V070.tag), b"")
-        write_file(folders.overrides / "history.json", history)
+        release(folders, patch_of(before, older), "0.0.9")
     for name, data in compose(folders, {verl: tree}).items():
         write_file(folder / "patches" / name, data)
     return folder / "patches"

@@ -51,7 +51,7 @@ def test_0_2_0_is_upgraded_in_one_step_and_then_reversed_to_the_exact_base(
 
 
 def test_0_2_0_is_reversed_without_its_copy(capsys, old_tree, base_tree):
-    """By the history alone: the ids of its files, and verl's lines that it replaced."""
+    """By what is kept of it alone: the ids of its files, and its edits of verl's."""
     shutil.rmtree(old_tree / ".gradloc-patch")
     assert world.run(capsys, ROOT / "patches", old_tree, "--reverse").code == 0
     assert contents(old_tree) == contents(base_tree)
