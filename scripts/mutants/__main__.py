@@ -15,14 +15,13 @@ import contextlib
 import hashlib
 import json
 import os
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 from changes import Mutant, mutants_of
-from forks import OUTPUT, UNTRIED, Chosen, Fork, Job, Traced, copied, run_all
+from forks import OUTPUT, Chosen, Traced, copied, in_copies, run_tests
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE = ROOT / ".gradloc" / "mutants"
@@ -69,25 +68,25 @@ def traced(folders: list[Path]) -> Tests:
     stale = sorted(set(names) - known.keys(), key=lambda name: -(ROOT / name).stat().st_mtime)  # edited last: first
     lengths = {name: len((ROOT / name).read_bytes().splitlines()) for name in files_in(SOURCES, "*.py")}
 
-    def start(name: str, folder: Path) -> Fork:
-        return Fork(folder, ["--maxfail=1000", name], Traced(folder, lengths), 900)
-
-    def tell(name: str, ended: dict[str, Any], folder: Path) -> None:
-        tests = ended.get("result", {})
-        reached = {source for _, lines in tests.values() for source in lines}
-        known[name] = {"of": {path: digest(folder / path) for path in [name, *reached]}, "tests": tests}
+    for name, entry in in_copies(folders, trace, [(name, lengths) for name in stale]):
+        known[name] = entry
         kept.write_text(json.dumps(known))
-        seconds = sum(seconds for seconds, _ in tests.values())
-        print(f"{name}: {len(tests)} tests, {seconds:.1f} s", flush=True)
-        if ended.get("code") not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-            print((folder / OUTPUT).read_text()[-3000:], "its tests that fail as it is judge nothing", flush=True)
-
-    run_all([([partial(start, name)], partial(tell, name)) for name in stale], folders)
     return {test: found for entry in known.values() for test, found in entry["tests"].items()}
 
 
-def chosen(mutant: Mutant, tests: Tests) -> list[list[str]]:
-    """The tests that reach a mutant, the quick ones first: those of its room, then others."""
+def trace(folder: Path, name: str, lengths: dict[str, int]) -> tuple[str, dict[str, Any]]:
+    """A file of tests, and what it was traced with."""
+    ended = run_tests(folder, ["--maxfail=1000", name], Traced(folder, lengths), 900)
+    tests = ended.get("result", {})
+    print(f"{name}: {len(tests)} tests, {sum(seconds for seconds, _ in tests.values()):.1f} s", flush=True)
+    if ended.get("code") not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        print((folder / OUTPUT).read_text()[-3000:], "its tests that fail as it is judge nothing", flush=True)
+    reached = {source for _, lines in tests.values() for source in lines}
+    return name, {"of": {path: digest(folder / path) for path in [name, *reached]}, "tests": tests}
+
+
+def chosen(mutant: Mutant, tests: Tests) -> list[dict[str, float]]:
+    """The tests that reach a mutant, with their seconds, the quick ones first: those of its room, then others."""
     lines = {*range(mutant.line, mutant.last + 1)}
     room = mutant.file.removeprefix("gradloc/").split("/")[0]
     own = f"tests/{room}/test_{Path(mutant.file).stem}.py"  # its file had been imported when lines were traced
@@ -98,11 +97,11 @@ def chosen(mutant: Mutant, tests: Tests) -> list[list[str]]:
         return not lines.isdisjoint(found.get(mutant.file, []))
 
     reach = {name: seconds for name, (seconds, found) in tests.items() if reaches(name, found)}
-    of_room, others, total = [], [], 0.0
+    of_room, others, total = dict[str, float](), dict[str, float](), 0.0
     for name in sorted(reach, key=lambda name: (name.split("/")[1] != room, reach[name])):
         total += reach[name]
         if total <= MOST_SECONDS or total == reach[name]:
-            (of_room if name.split("/")[1] == room else others).append(name)
+            (of_room if name.split("/")[1] == room else others)[name] = reach[name]
     return [names for names in (of_room, others) if names]
 
 
@@ -128,52 +127,25 @@ def by_hand() -> list[Mutant]:
     return found
 
 
-class Results:
-    """What became of each mutant: a line of a file each, so that a run that was stopped goes on."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.known = {entry["name"]: entry for entry in map(json.loads, lines)}
-
-    def note(self, mutant: Mutant, killed_by: str | None, note: str = "") -> None:
-        """``killed_by``: a test, or "time"; None where it lived."""
-        self.known[mutant.name] = {"name": mutant.name, "killed_by": killed_by, "note": note}
-        with self._path.open("a") as lines:
-            lines.write(json.dumps(self.known[mutant.name]) + "\n")
-        said = f"killed by {killed_by}" if killed_by else f"LIVED {note}"
-        print(f"{mutant.file}:{mutant.line}: {mutant.before} -> {mutant.after}: {said}", flush=True)
-
-    def forget_survivors(self) -> None:
-        self.known = {name: entry for name, entry in self.known.items() if entry["killed_by"]}
-        self._path.write_text("".join(json.dumps(entry) + "\n" for entry in self.known.values()))
-
-
-def run(mutants: list[Mutant], tests: Tests, folders: list[Path], results: Results) -> None:
-    """Try each mutant that has no result yet."""
-    sources = {mutant.file: (ROOT / mutant.file).read_bytes() for mutant in mutants}  # whoever edits meanwhile
-
-    def start(mutant: Mutant, names: list[str], folder: Path) -> Fork:
-        place = folder / mutant.file
-        place.write_bytes(mutant.applied(sources[mutant.file]))
-        os.utime(place, (0, int(mutant.rank(SEED)[:7], 16)))  # Python knows compiled code by size and time
-        usual = sum(tests[name][0] for name in names)
-        return Fork(folder, sorted({name.split("::")[0] for name in names}), Chosen(names), 15 + 4 * usual)
-
-    def tell(mutant: Mutant, ended: dict[str, Any], folder: Path) -> None:
-        (folder / mutant.file).write_bytes(sources[mutant.file])
-        os.utime(folder / mutant.file, (0, 0))
-        if ended == UNTRIED:
-            results.note(mutant, None, "no test reaches it")
-        elif ended.get("code") == 0:
-            results.note(mutant, None)
-        else:
-            results.note(mutant, ended.get("result") or ("the import" if ended else "time"))
-
-    jobs: list[Job] = []
-    for mutant in (mutant for mutant in mutants if mutant.name not in results.known):
-        jobs.append(([partial(start, mutant, names) for names in chosen(mutant, tests)], partial(tell, mutant)))
-    run_all(jobs, folders)
+def tried(folder: Path, mutant: Mutant, source: bytes, groups: list[dict[str, float]]) -> tuple[str, dict[str, Any]]:
+    """The mutant's name, and who killed it: a test of the groups, or "time"; None where it lives."""
+    found: dict[str, Any] = {"killed_by": None, "note": "" if groups else "no test reaches it"}
+    place = folder / mutant.file
+    place.write_bytes(mutant.applied(source))
+    os.utime(place, (0, int(mutant.rank(SEED)[:7], 16)))  # Python knows compiled code by size and time
+    try:
+        for tests in groups:
+            files = sorted({name.split("::")[0] for name in tests})
+            ended = run_tests(folder, files, Chosen([*tests]), 15 + 4 * sum(tests.values()))
+            if ended.get("code") != 0:
+                found["killed_by"] = ended.get("result") or ("the import" if ended else "time")
+                break
+    finally:
+        place.write_bytes(source)
+        os.utime(place, (0, 0))
+    said = f"killed by {found['killed_by']}" if found["killed_by"] else f"LIVED {found['note']}"
+    print(f"{mutant.file}:{mutant.line}: {mutant.before} -> {mutant.after}: {said}", flush=True)
+    return mutant.name, found
 
 
 def write_record(places: int, sample: list[Mutant], hand: list[Mutant], known: dict[str, Any]) -> None:
@@ -215,7 +187,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--first", type=int, default=SAMPLE, help="so many of the sample, which has a random order")
     parser.add_argument("--again", action="store_true", help="try those that lived again")
-    parser.add_argument("--lines", action="store_true", help="only trace which test reaches which line")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -225,16 +196,20 @@ def main() -> None:
     STATE.mkdir(parents=True, exist_ok=True)
     folders = [copied(ROOT, STATE / f"copy{number}") for number in range(WORKERS)]
     tests = traced(folders)
-    if options.lines:
-        return
-    places, hand, results = population(), by_hand(), Results(STATE / "results.jsonl")
+    kept = STATE / "results.json"
+    known = json.loads(kept.read_text()) if kept.exists() else {}
+    places, hand = population(), by_hand()
     ranked = sorted(places, key=lambda mutant: mutant.rank(SEED))
     sample = list(islice((m for m in ranked if m.is_code((ROOT / m.file).read_bytes())), options.first))
     if options.again:
-        results.forget_survivors()
+        known = {name: found for name, found in known.items() if found["killed_by"]}
     with contextlib.suppress(KeyboardInterrupt):  # what was tried until then is kept
-        run([*hand, *sample], tests, folders, results)
-    write_record(len(places), sample, hand, results.known)
+        rest = [mutant for mutant in (*hand, *sample) if mutant.name not in known]
+        sources = {mutant.file: (ROOT / mutant.file).read_bytes() for mutant in rest}  # whoever edits meanwhile
+        for name, found in in_copies(folders, tried, [(m, sources[m.file], chosen(m, tests)) for m in rest]):
+            known[name] = found
+            kept.write_text(json.dumps(known))
+    write_record(len(places), sample, hand, known)
 
 
 if __name__ == "__main__":

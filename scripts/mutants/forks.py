@@ -13,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,35 @@ def copied(root: Path, folder: Path) -> Path:
     return folder
 
 
-class Fork:
-    """Runs pytest in a fork.
+_HERE: Path
+"""A worker's copy of the repository."""
+
+
+def in_copies(folders: list[Path], work: Callable[..., Any], jobs: list[tuple[Any, ...]]) -> Iterator[Any]:
+    """What ``work(folder, *job)`` returns of each job, as it comes; each folder has a process that works in it."""
+    context = multiprocessing.get_context("fork")
+    free = context.SimpleQueue()
+    for folder in folders:
+        free.put(folder)
+    workers = ProcessPoolExecutor(len(folders), context, _settle, (free,))
+    try:
+        for done in as_completed([workers.submit(_work_here, work, *job) for job in jobs]):
+            yield done.result()
+    finally:
+        workers.shutdown(cancel_futures=True)
+
+
+def _settle(free: Any) -> None:
+    global _HERE
+    _HERE = free.get()
+
+
+def _work_here(work: Callable[..., Any], *job: Any) -> Any:
+    return work(_HERE, *job)
+
+
+def run_tests(folder: Path, files: list[str], plugin: Any, seconds: float) -> dict[str, Any]:
+    """Run pytest in a fork: its ``code`` and the plugin's ``result``; {} where it took too long or died.
 
     Args:
         folder: a copy of the repository.
@@ -50,86 +78,41 @@ class Fork:
         plugin: has a ``result`` that is kept.
         seconds: of processor time. On the clock it may take sixty times that: the machine may be busy.
     """
-
-    def __init__(self, folder: Path, files: list[str], plugin: Any, seconds: float):
-        self._ends = time.monotonic() + 60 * seconds
-        self._folder, self._result = folder, folder / ".result.json"
-        self._result.unlink(missing_ok=True)
-        self._pid = os.fork()
-        if not self._pid:
-            try:
-                self._run(files, plugin, int(seconds))
-            finally:
-                os._exit(1)
-
-    def ended(self) -> dict[str, Any] | None:
-        """None while it runs; pytest's ``code`` and the plugin's ``result``; {} where it took too long or died."""
-        pid, _ = os.waitpid(self._pid, os.WNOHANG)
-        if not pid and time.monotonic() < self._ends:
-            return None
-        self.kill(is_running=not pid)
-        return json.loads(self._result.read_text()) if self._result.exists() else {}
-
-    def kill(self, is_running: bool = True) -> None:
-        """End it and its ranks."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGKILL)
-        if is_running:
-            os.kill(self._pid, signal.SIGKILL)  # where it has no group yet
-            os.waitpid(self._pid, 0)
-
-    def _run(self, files: list[str], plugin: Any, seconds: int) -> None:
-        os.setsid()
-        os.chdir(self._folder)
-        sys.path[0] = os.environ["PYTHONPATH"] = str(self._folder)
-        output = os.open(OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for stream in (1, 2):
-            os.dup2(output, stream)
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
-        context = multiprocessing.get_context  # ranks are forked, too: they have torch
-        multiprocessing.get_context = lambda method=None: context("fork" if method == "forkserver" else method)
-        options = ["-q", "-x", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        code = pytest.main([*options, *files], plugins=[plugin])
-        self._result.write_text(json.dumps({"code": int(code), "result": plugin.result}))
-        os._exit(0)
-
-
-UNTRIED = {"code": None}
-Job = tuple[list[Callable[[Path], Fork]], Callable[[dict[str, Any], Path], None]]
-"""Forks that follow each other until one ends badly, and what is told of the last one; UNTRIED where there is none."""
-
-
-def run_all(jobs: list[Job], folders: list[Path]) -> None:
-    """Run the jobs in their order, in each folder one at a time; where this is stopped, the forks are."""
-    rest = list(reversed(jobs))
-    busy: dict[Path, tuple[Job, int, Fork]] = {}
+    result, ends = folder / ".result.json", time.monotonic() + 60 * seconds
+    result.unlink(missing_ok=True)
+    pid = os.fork()
+    if not pid:
+        try:
+            _be_pytest(folder, int(seconds))
+            code = pytest.main(_OPTIONS + files, plugins=[plugin])
+            result.write_text(json.dumps({"code": int(code), "result": plugin.result}))
+        finally:
+            os._exit(0)
     try:
-        while rest or busy:
-            for folder in folders:
-                if folder in busy:
-                    _look_after(busy, folder)
-                elif rest:
-                    job = rest.pop()
-                    if job[0]:
-                        busy[folder] = (job, 0, job[0][0](folder))
-                    else:
-                        job[1](UNTRIED, folder)
-            time.sleep(0.1)
+        while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < ends:
+            time.sleep(0.05)
     finally:
-        for _, _, fork in busy.values():
-            fork.kill()
+        for end in (os.killpg, os.kill):  # with its ranks; it alone where it has no group yet
+            with contextlib.suppress(ProcessLookupError):
+                end(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+    return json.loads(result.read_text()) if result.exists() else {}
 
 
-def _look_after(busy: dict[Path, tuple[Job, int, Fork]], folder: Path) -> None:
-    (starts, tell), number, fork = busy[folder]
-    ended = fork.ended()
-    if ended is None:
-        return
-    if ended.get("code") == 0 and number + 1 < len(starts):
-        busy[folder] = ((starts, tell), number + 1, starts[number + 1](folder))
-    else:
-        del busy[folder]
-        tell(ended, folder)
+_OPTIONS = ["-q", "-x", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
+
+
+def _be_pytest(folder: Path, seconds: int) -> None:
+    os.setsid()
+    os.chdir(folder)
+    sys.path[0] = os.environ["PYTHONPATH"] = str(folder)
+    output = os.open(OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+    context = multiprocessing.get_context  # ranks are forked, too: they have torch
+    multiprocessing.get_context = lambda method=None: context("fork" if method == "forkserver" else method)
 
 
 class Chosen:
@@ -159,11 +142,9 @@ class Traced:
 
     def __init__(self, folder: Path, lengths: dict[str, int]):
         self.result: dict[str, tuple[float, dict[str, list[int]]]] = {}
-        self._starts, total = {}, 0
-        for name, length in lengths.items():
-            self._starts[str(folder / name)] = (name, total)
-            total += length + 1
-        self._hits = mmap.mmap(-1, total)  # ranks write into it, too
+        self._folder = folder
+        # Ranks write into these, too.
+        self._hits = {str(folder / name): mmap.mmap(-1, length + 1) for name, length in lengths.items()}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -178,7 +159,8 @@ class Traced:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
-        self._hits[:] = bytes(len(self._hits))
+        for hits in self._hits.values():
+            hits[:] = bytes(len(hits))
         self._failed, began = False, time.process_time()
         threading.settrace(self._call)
         sys.settrace(self._call)
@@ -195,21 +177,16 @@ class Traced:
         self._failed |= not report.passed
 
     def _lines(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
-        ends = [start for _, start in self._starts.values()][1:] + [len(self._hits)]
-        for (name, start), end in zip(self._starts.values(), ends, strict=True):
-            of_file = self._hits[start:end]
-            if any(of_file):
-                found[name] = [line for line, is_hit in enumerate(of_file) if is_hit]
-        return found
+        found = {path: [line for line, is_hit in enumerate(hits[:]) if is_hit] for path, hits in self._hits.items()}
+        return {Path(path).relative_to(self._folder).as_posix(): lines for path, lines in found.items() if lines}
 
     def _call(self, frame: Any, event: str, _: Any) -> Callable[..., Any] | None:
-        if frame.f_code.co_filename not in self._starts:
+        hits = self._hits.get(frame.f_code.co_filename)
+        if hits is None:
             return None
-        hits, (_, start) = self._hits, self._starts[frame.f_code.co_filename]
 
         def line(frame: Any, event: str, _: Any) -> Callable[..., Any]:
-            hits[start + frame.f_lineno] = 1
+            hits[frame.f_lineno] = 1
             return line
 
         return line(frame, event, None)
