@@ -12,6 +12,14 @@ from pathlib import Path
 
 import trustme
 
+HOPS = {
+    "hop": "/plain/gradloc.patch",
+    "loop": "/loop/gradloc.patch",
+    "to_http": "http://localhost:9/gradloc.patch",
+    "to_file": "file:///etc/passwd",
+}
+"""Behaviours that lead elsewhere."""
+
 
 class Handler(http.server.BaseHTTPRequestHandler):
     """Serves ``/<behaviour>/<name>``; each behaviour is one of the methods below."""
@@ -25,13 +33,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.server.requests.append(self.path)
         behaviour = self.path.split("/")[1].replace("-", "_")
         with contextlib.suppress(BrokenPipeError, ConnectionResetError, ssl.SSLError):
-            getattr(self, behaviour)(self.server.content)
+            if behaviour in HOPS:
+                self.say(302, Location=HOPS[behaviour])
+            else:
+                getattr(self, behaviour)(self.server.content)
 
-    def say(self, code: int, body: bytes = b"", **headers: str) -> None:
+    def say(self, code: int, body: bytes = b"", **headers: str | None) -> None:
         self.send_response(code)
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        for name, value in ({"Content-Length": str(len(body))} | named).items():
-            self.send_header(name, value)
+        for name, value in ({"Content_Length": str(len(body))} | headers).items():
+            if value is not None:
+                self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         self.wfile.write(body)
 
@@ -42,32 +53,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.say(200, self.server.sums)
 
     def chunked(self, content: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        for start in range(0, len(content), 100):
-            piece = content[start : start + 100]
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-        self.wfile.write(b"0\r\n\r\n")
+        pieces = [content[start : start + 100] for start in range(0, len(content), 100)]
+        body = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+        self.say(200, body + b"0\r\n\r\n", Content_Length=None, Transfer_Encoding="chunked")
 
     def cut_chunk(self, content: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        self.wfile.write(b"400\r\n" + content[:100])
+        self.say(200, b"400\r\n" + content[:100], Content_Length=None, Transfer_Encoding="chunked")
         self.close_connection = True
-
-    def hop(self, content: bytes) -> None:
-        self.say(302, Location="/plain/gradloc.patch")
-
-    def loop(self, content: bytes) -> None:
-        self.say(302, Location=self.path)
-
-    def to_http(self, content: bytes) -> None:
-        self.say(302, Location="http://localhost:9/gradloc.patch")
-
-    def to_file(self, content: bytes) -> None:
-        self.say(302, Location="file:///etc/passwd")
 
     def busy(self, content: bytes) -> None:
         self.say(503)
@@ -86,16 +78,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.plain(content) if len(self.server.requests) > 1 else self.short(content)
 
     def until_close(self, content: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(content[:-50])
+        self.say(200, content[:-50], Content_Length=None, Connection="close")
         self.close_connection = True
 
     def drip(self, content: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
+        self.say(200, Content_Length=str(len(content)))
         for byte in content:
             self.wfile.write(bytes([byte]))
             self.wfile.flush()
@@ -108,8 +95,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.say(200, content + b"more\n")
 
     def endless(self, content: bytes) -> None:
-        self.send_response(200)
-        self.end_headers()
+        self.say(200, Content_Length=None)
         while True:
             self.wfile.write(b"0" * 65536)
 

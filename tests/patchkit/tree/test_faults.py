@@ -5,11 +5,10 @@ A run that can still speak leaves all-before or all-after. A run that died leave
 as before or as after, and the next run finishes or undoes the rest.
 """
 
-import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,10 +41,7 @@ class FaultyDisk(Filesystem):
     """Counts operations; number ``at`` (and, if ``lasting``, all later ones) fails."""
 
     def __init__(self, at: int, fault: type[BaseException] = OSError, lasting: bool = False):
-        self.at = at
-        self.fault = fault
-        self.lasting = lasting
-        self.count = 0
+        self.at, self.fault, self.lasting, self.count = at, fault, lasting, 0
 
     def do(self, call, *arguments):
         self.count += 1
@@ -71,21 +67,23 @@ def run(root: Path, patches: Path, method: str, disk: Filesystem | None = None) 
     return 0
 
 
-def each_operation(patches: Path, folder: Path, command: str, **options) -> Iterator[tuple]:
-    """Yields (root, exit code) of the command with operation 1, 2, 3 ... failing."""
-    before, method, _ = COMMANDS[command]
-    at = 0
-    while True:
+def each_operation(
+    start: Callable[[Path], Path], folder: Path, patches: Path, method: str, **options
+) -> Iterator[tuple]:
+    """Yields (root, exit code) of a command whose operation 1, 2, 3 ... fails, on a root from ``start``; None: died."""
+    at, disk = 0, FaultyDisk(0)
+    while disk.count >= at:
         at += 1
-        root = world.write_tree(folder / f"{command}-{at}", before)
-        disk = FaultyDisk(at, **options)
+        root, disk = start(folder / str(at)), FaultyDisk(at, **options)
         try:
             code = run(root, patches, method, disk)
-        except Killed:
+        except (Killed, KeyboardInterrupt):
             code = None
         yield root, code
-        if disk.count < at:
-            return
+
+
+def written(files: dict[str, str]) -> Callable[[Path], Path]:
+    return lambda root: world.write_tree(root, files)
 
 
 def no_traces(root: Path) -> bool:
@@ -104,7 +102,7 @@ def test_every_call_that_changes_a_disk_is_one_that_the_tests_make_fail():
 def test_one_failed_operation_is_rolled_back_or_does_no_harm(patches, tmp_path, command):
     before, method, after = COMMANDS[command]
     codes = []
-    for root, code in each_operation(patches, tmp_path, command):
+    for root, code in each_operation(written(before), tmp_path, patches, method):
         codes.append(code)
         assert code in (0, 4)
         assert world.files_of(root) == (after if code == 0 else before)
@@ -118,7 +116,7 @@ def test_one_failed_operation_is_rolled_back_or_does_no_harm(patches, tmp_path, 
 def test_a_disk_that_stays_broken_is_reported_and_repaired_by_the_next_run(patches, tmp_path, command):
     before, method, after = COMMANDS[command]
     codes = set()
-    for root, code in each_operation(patches, tmp_path, command, lasting=True):
+    for root, code in each_operation(written(before), tmp_path, patches, method, lasting=True):
         codes.add(code)
         assert code in (0, 4, 5)
         if code != 5:
@@ -134,7 +132,7 @@ def test_a_disk_that_stays_broken_is_reported_and_repaired_by_the_next_run(patch
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_that_died_is_finished_or_undone_by_the_next(patches, tmp_path, command, next_method):
     before, method, after = COMMANDS[command]
-    for root, _ in each_operation(patches, tmp_path, command, fault=Killed, lasting=True):
+    for root, _ in each_operation(written(before), tmp_path, patches, method, fault=Killed, lasting=True):
         assert_each_file_is_whole(root, before, after)
         untouched = world.picture(root)
         assert run(root, patches, "status") == run(root, patches, "check") == 0
@@ -151,42 +149,41 @@ def test_an_upgrade_from_a_build_that_only_its_copy_knows_survives_any_death(pat
         world.INIT: RESULT[world.INIT],
     }
     made = world.make_patches(tmp_path / "trial", trial)
-    at = 0
-    while True:
-        at += 1
-        root = world.write_tree(tmp_path / str(at), BASE)
-        assert run(root, made, "apply") == 0
-        disk = FaultyDisk(at, Killed, lasting=True)
-        with contextlib.suppress(Killed):
-            run(root, patches, "apply", disk)
+
+    def start(root: Path) -> Path:
+        assert run(world.write_tree(root, BASE), made, "apply") == 0
+        return root
+
+    died = 0
+    for root, code in each_operation(start, tmp_path, patches, "apply", fault=Killed, lasting=True):
+        died += code is None
         assert run(root, patches, "apply") == 0
         assert world.files_of(root) == RESULT
-        if disk.count < at:
-            break
-    assert at > 60
+    assert died > 60
 
 
 @pytest.mark.parametrize("fault", [OSError, Killed])
 def test_a_recovery_that_dies_or_fails_is_recovered_from(patches, tmp_path, fault):
     counter = FaultyDisk(10**9)
     run(world.write_tree(tmp_path / "count", BASE), patches, "apply", counter)
+
+    def died_at(first: int) -> Callable[[Path], Path]:
+        def start(root: Path) -> Path:
+            with pytest.raises(Killed):
+                run(world.write_tree(root, BASE), patches, "apply", FaultyDisk(first, Killed, lasting=True))
+            return root
+
+        return start
+
     tries = 0
     for first in range(counter.count // 2, counter.count - 8, 5):
-        at = 0
-        while True:
-            at += 1
-            root = world.write_tree(tmp_path / f"{first}-{at}", BASE)
-            with pytest.raises(Killed):
-                run(root, patches, "apply", FaultyDisk(first, Killed, lasting=True))
-            disk = FaultyDisk(at, fault, lasting=True)
-            with contextlib.suppress(Killed):
-                assert run(root, patches, "reverse", disk) in (0, 4, 5)
+        folder = tmp_path / str(first)
+        for root, code in each_operation(died_at(first), folder, patches, "reverse", fault=fault, lasting=True):
+            assert code in (0, 4, 5, None)
             assert_each_file_is_whole(root, BASE, RESULT)
             assert run(root, patches, "apply") == 0
             assert world.files_of(root) == RESULT and no_traces(root)
             tries += 1
-            if disk.count < at:
-                break
     assert tries > 100
 
 
@@ -233,16 +230,9 @@ def test_an_edit_made_after_a_crash_is_never_overwritten(capsys, patches, tree):
 def test_a_journal_that_names_a_path_outside_the_tree_is_refused(capsys, patches, tree):
     state = tree / ".gradloc-patch"
     state.mkdir()
-    entry = {
-        "where": "tree",
-        "path": "verl/../../escape",
-        "before": None,
-        "after": None,
-        "temporary": ".gradloc.1.0.tmp",
-    }
-    deep: list = []
-    for _ in range(900):
-        deep = [deep]
+    entry = {"where": "tree", "path": "verl/../../escape", "before": None, "after": None}
+    entry["temporary"] = ".gradloc.1.0.tmp"
+    deep = world.json.loads("[" * 900 + "]" * 900)
     for entries in ([entry], [entry | {"path": "verl/x", "temporary": "../x"}], [{}], 7, deep):
         document = {"schema_version": 1, "committing": True, "entries": entries, "folders": []}
         (state / "journal.json").write_text(world.json.dumps(document))
@@ -251,19 +241,9 @@ def test_a_journal_that_names_a_path_outside_the_tree_is_refused(capsys, patches
     assert world.files_of(tree) == BASE
 
 
-def test_an_interrupt_from_the_keyboard_puts_everything_back(patches, tree):
-    at = 0
-    while True:
-        at += 1
-        disk = FaultyDisk(at, KeyboardInterrupt)
-        try:
-            run(tree, patches, "apply", disk)
-        except KeyboardInterrupt:
-            assert world.files_of(tree) in (BASE, RESULT)
-            assert no_traces(tree)
-            run(tree, patches, "reverse")
-        if disk.count < at:
-            break
+def test_an_interrupt_from_the_keyboard_puts_everything_back(patches, tmp_path):
+    for root, _ in each_operation(written(BASE), tmp_path, patches, "apply", fault=KeyboardInterrupt):
+        assert world.files_of(root) in (BASE, RESULT) and no_traces(root)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
