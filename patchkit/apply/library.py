@@ -44,9 +44,9 @@ class Library:
                 raise IntegrityError("sums-manifest", what, cause, RESTORE)
             data = read(entry.name, entry.size_bytes)
             check_digest(data, entry.sha256, entry.name)
-            edition = Edition.of(data, self.manifest.version, entry.base.tag)
-            older = (e for e in released if e.base == entry.base.tag and e.sha256 != entry.sha256)
-            self.families.append((entry.base, (edition, *older)))
+            edition = Edition.of(data, self.manifest.version, entry.base)
+            older = (e for e in released if e.base == entry.base and e.sha256 != entry.sha256)
+            self.families.append((Base(entry.base, entry.commit), (edition, *older)))
 
     def only(self, base: str | None, version: str | None, digest: str | None) -> None:
         """Keeps the verls whose wanted edition is the one that the options name; refuses if there is none."""

@@ -200,7 +200,7 @@ def compose(folders: Folders, trees: dict[Base, Path]) -> dict[str, bytes]:
         if not version:
             what, cause = f"{PACKAGE}__init__.py names no version", "Its line __version__ = ... is gone."
             raise IntegrityError("build-no-version", what, cause, "Put it back: it is the one place that names it.")
-        entries.append(Entry(base, name, sha256_hex(patch), len(patch)))
+        entries.append(Entry(base.tag, base.commit, name, sha256_hex(patch), len(patch)))
         files |= {name: patch, f"{name}.sha256": f"{sha256_hex(patch)}  {name}\n".encode()}
     for path in sorted((folders.overrides / RELEASED).glob("*.patch")):
         files[f"{RELEASED}/{path.name}"] = path.read_bytes()

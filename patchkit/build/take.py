@@ -22,7 +22,14 @@ from .seams import run_git, seam
 from .sources import PACKAGE, Sources, check_mode, check_text
 
 Listing = dict[str, tuple[str, str]]  # for each path its git mode and blob id
-Reader = Callable[[str], bytes]
+
+
+@dataclass(frozen=True)
+class Side:
+    """A tree as it was or is, and how a file of it is read."""
+
+    listing: Listing
+    read: Callable[[str], bytes]
 
 
 @dataclass(frozen=True)
@@ -31,67 +38,61 @@ class Edits:
 
     contents: dict[str, bytes]
     base_contents: dict[str, bytes]
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...]
 
 
 def edits_of_archive(root: Path, base: Path) -> Edits:
     """Returns the edits of a tree without git (an unpacked archive, an installed package)."""
 
-    def listed(tree: Path) -> Listing:
+    def side(tree: Path) -> Side:
         places = (place for place in sorted((tree / "verl").rglob("*")) if place.is_symlink() or not place.is_dir())
         paths = (place.relative_to(tree).as_posix() for place in places)
         # A clone, an archive and a wheel each say their own version.
-        return _read_all(tree, (path for path in paths if not _is_cache(path) and path != VERSION_FILE), {})
+        return _on_disk(tree, (path for path in paths if not _is_cache(path) and path != VERSION_FILE), {})
 
-    def read_in(tree: Path) -> Reader:
-        return lambda path: (tree / path).read_bytes()
-
-    return _compare(root, listed(base), listed(root), read_in(base), read_in(root))
+    return _compare(root, side(base), side(root))
 
 
 def edits_of_clone(root: Path, base_rev: str, head_rev: str | None) -> Edits:
     """Returns the edits of a clone since ``base_rev``: of a commit, or for None all that is in the work tree."""
-    base, head = _list_commit(root, base_rev), _list_commit(root, head_rev or "HEAD")
+    base, head = _committed(root, base_rev), _committed(root, head_rev or "HEAD")
     if not descends(root, base_rev, head_rev or "HEAD"):
         what, cause = f"{root} is not at the base, nor on top of it", "Another version of verl is checked out."
         next_ = f"git -C {quoted(root)} worktree add DIR {base_rev}   (make the edits there)"
         raise CheckoutStateError("take-wrong-commit", what, cause, next_)
 
-    def blob_of(listing: Listing) -> Reader:
-        return lambda path: run_git(root, "cat-file", "blob", listing[path][1])
-
     if head_rev is not None:
-        return _compare(root, base, head, blob_of(base), blob_of(head))
+        return _compare(root, base, head)
     others = set(_names(root, "--others", "--exclude-standard"))
     ignored = set(_names(root, "--others", "--ignored", "--exclude-standard", "--", "verl"))
     # Our own new files are taken even where git is told to ignore them.
     wanted = {path for path in others if path.startswith(PREFIX)} | {p for p in ignored if p.startswith(PACKAGE)}
     wanted = {path for path in wanted if not _is_cache(path)}
-    present = sorted(path for path in {*_names(root, "--cached"), *base, *wanted} if os.path.lexists(root / path))
-    current = _read_all(root, present, base)
+    present = sorted(
+        path for path in {*_names(root, "--cached"), *base.listing, *wanted} if os.path.lexists(root / path)
+    )
     left_out = sorted(path for path in (others | ignored) - wanted if not _is_cache(path))
-    found = _compare(root, base, current, blob_of(base), lambda path: (root / path).read_bytes())
-    return Edits(found.contents, found.base_contents, tuple(left_out))
+    return _compare(root, base, _on_disk(root, present, base.listing), left_out)
 
 
-def _compare(root: Path, base: Listing, current: Listing, original: Reader, content: Reader) -> Edits:
-    edits = Edits({}, {})
-    for path in sorted(path for path in base.keys() | current.keys() if base.get(path) != current.get(path)):
+def _compare(root: Path, base: Side, current: Side, left_out: Iterable[str] = ()) -> Edits:
+    before, now, edits = base.listing, current.listing, Edits({}, {}, tuple(left_out))
+    for path in sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path)):
         undo = f"git -C {quoted(root)} checkout -- {quoted(path)}"
         if not path.startswith(PREFIX):
             what, cause = f"{path} was changed, which lies outside verl/", "The patch carries verl's package only."
             raise CheckoutStateError("take-outside", what, cause, f"Keep it in a branch of its own, or: {undo}")
-        if path not in current:
+        if path not in now:
             what, cause = f"{path} was deleted in the checkout", "Our patches never delete verl's files."
             raise CheckoutStateError("take-deleted", what, cause, undo)
-        check_mode(path, current[path][0], base.get(path, ("100644", ""))[0])
-        edits.contents[path] = content(path)
-        if path in base:
-            edits.base_contents[path] = original(path)
+        check_mode(path, now[path][0], before.get(path, ("100644", ""))[0])
+        edits.contents[path] = current.read(path)
+        if path in before:
+            edits.base_contents[path] = base.read(path)
     return edits
 
 
-def _read_all(root: Path, paths: Iterable[str], base: Listing) -> Listing:
+def _on_disk(root: Path, paths: Iterable[str], base: Listing) -> Side:
     """Reads files' modes and ids; a link's content is where it points, a submodule of verl's is not looked into."""
     listing = {}
     for path in paths:
@@ -103,17 +104,18 @@ def _read_all(root: Path, paths: Iterable[str], base: Listing) -> Listing:
         else:
             target = os.readlink(root / path) if stat.S_ISLNK(mode) else ""
             listing[path] = ("120000" if target else "0", blob_id(os.fsencode(target)))
-    return listing
+    return Side(listing, lambda path: (root / path).read_bytes())
 
 
-def _list_commit(root: Path, rev: str) -> Listing:
+def _committed(root: Path, rev: str) -> Side:
     commit = resolve_commit(root, rev)
     if not commit:
         what, cause = f"{root} has no commit {rev}", "A shallow clone, or a clone of another repository."
         raise CheckoutStateError("take-no-commit", what, cause, f"git -C {quoted(root)} fetch origin {quoted(rev)}")
     entries = run_git(root, "ls-tree", "-r", "-z", "--full-tree", commit).decode("utf-8").split("\0")[:-1]
     split = ((*entry.split("\t", 1)[0].split(" "), entry.split("\t", 1)[1]) for entry in entries)
-    return {path: (mode, blob) for mode, _, blob, path in split}
+    listing = {path: (mode, blob) for mode, _, blob, path in split}
+    return Side(listing, lambda path: run_git(root, "cat-file", "blob", listing[path][1]))
 
 
 def resolve_commit(root: Path, rev: str) -> str:

@@ -7,7 +7,7 @@ all its files, and taken back to verl by that release's edits of verl's files; t
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import GET_AGAIN, RESTORE, IntegrityError, quoted
@@ -47,9 +47,10 @@ class Base:
 
 @dataclass(frozen=True)
 class Entry:
-    """The patch for one verl."""
+    """The patch for the verl with the tag ``base``."""
 
-    base: Base
+    base: str
+    commit: str
     name: str
     sha256: str
     size_bytes: int
@@ -65,8 +66,7 @@ class Manifest:
 
 def render(manifest: Manifest) -> bytes:
     """Returns the manifest as JSON: sorted keys, LF, the same bytes for the same content."""
-    values = ((e.base.tag, e.base.commit, e.name, e.sha256, e.size_bytes) for e in manifest.entries)
-    entries = [dict(zip(ENTRY, value, strict=True)) for value in values]
+    entries = [asdict(entry) for entry in manifest.entries]
     document = {"schema_version": SCHEMA_VERSION, "version": manifest.version, "patches": entries}
     return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode("ascii")
 
@@ -84,10 +84,9 @@ def parse(data: bytes, name: str = "manifest.json") -> Manifest:
         raise _wrong(name, where, f"schema {SCHEMA_VERSION} with patches", version)
     entries = []
     for index, item in enumerate(top["patches"]):
-        one = _fields(item, f"$.patches[{index}]", name, **ENTRY)
-        if not 0 < one["size_bytes"] <= PATCH_BYTES:
-            raise _wrong(name, f"$.patches[{index}].size_bytes", f"1 to {PATCH_BYTES}", one["size_bytes"])
-        entries.append(Entry(Base(one["base"], one["commit"]), one["name"], one["sha256"], one["size_bytes"]))
+        entries.append(Entry(**_fields(item, f"$.patches[{index}]", name, **ENTRY)))
+        if not 0 < (size := entries[-1].size_bytes) <= PATCH_BYTES:
+            raise _wrong(name, f"$.patches[{index}].size_bytes", f"1 to {PATCH_BYTES}", size)
     manifest = Manifest(top["version"], tuple(entries))
     if render(manifest) != data:  # a key twice, another order, other white space
         raise IntegrityError("manifest-spelling", f"{name} is not as make_patch.sh writes it", _EDITED, RESTORE)

@@ -2,8 +2,9 @@
 """Decides a checkout's state from nothing but the bytes of the files that the editions touch."""
 
 import stat
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 
 from ..patch.content import blob_id, read_regular
@@ -47,9 +48,22 @@ class Survey:
     before: dict[str, str | None]
     strangers: tuple[str, ...]
     is_at_base: bool
-    elsewhere: dict[str, str] = field(default_factory=dict)
-    state: State = State.PARTIAL
-    edition: Edition | None = None
+    elsewhere: dict[str, str]
+
+    @cached_property
+    def edition(self) -> Edition | None:
+        """The edition that the checkout has, if it has one whole."""
+        known = () if self.strangers or self.is_as(None) else self.editions
+        return next(filter(self.is_as, known), None)
+
+    @cached_property
+    def state(self) -> State:
+        """What the checkout is."""
+        if self.strangers:
+            return State.DRIFTED if self.is_at_base else State.WRONG_BASE
+        if self.edition:
+            return State.APPLIED if self.edition is self.editions[0] else State.OTHER_VERSION
+        return State.PRISTINE if self.is_as(None) else State.PARTIAL
 
     def holds(self, path: str, blob: str | None) -> bool:
         """True if ``path`` holds a file of this id; of None, if nothing is there."""
@@ -90,14 +104,7 @@ def _measure(checkout: Checkout, base: Base, editions: tuple[Edition, ...], seen
     files = {path: seen[path] for path in sorted(before)}
     strangers = tuple(path for path, at in files.items() if at.obstacle or at.blob not in known[path])
     at_base = checkout.head == base.commit if checkout.head else base.is_said_by(checkout.version)
-    measured = Survey(base, editions, files, before, strangers, at_base)
-    if strangers:
-        return replace(measured, state=State.DRIFTED if at_base else State.WRONG_BASE)
-    if measured.is_as(None):
-        return replace(measured, state=State.PRISTINE)
-    applied = next(filter(measured.is_as, editions), None)
-    state = State.APPLIED if applied is editions[0] else State.OTHER_VERSION if applied else State.PARTIAL
-    return replace(measured, state=state, edition=applied)
+    return Survey(base, editions, files, before, strangers, at_base, {})
 
 
 def read_plain(root: Path, path: str) -> FileState:
