@@ -180,6 +180,13 @@ class Outcome:
     out: str
     err: str
 
+    def expect(self, code: int, *said: str) -> "Outcome":
+        """This, whose exit code is to be ``code``; all of ``said`` is to stand in the answer, or in the refusal."""
+        assert self.code == code, self.out + self.err
+        for text in said:
+            assert text in (self.err if code else self.out)
+        return self
+
     @property
     def document(self) -> dict:
         return json.loads(self.out)

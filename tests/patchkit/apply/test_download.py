@@ -120,14 +120,12 @@ def test_net_dns_failure_is_exit_7(apply, tree, waits, monkeypatch):
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", fail)
-    outcome = apply("--repo", tree, "--patch-url", "https://nowhere.example/gradloc.patch")
-    assert outcome.code == 7 and "Name or service not known" in outcome.err
+    apply("--repo", tree, "--patch-url", "https://nowhere.example/gradloc.patch").expect(7, "Name or service not known")
 
 
 def test_net_tls_error_is_exit_7(apply, server, tree, waits, monkeypatch):
     monkeypatch.delenv("REQUESTS_CA_BUNDLE")
-    outcome = apply("--repo", tree, "--patch-url", url(server, "plain"))
-    assert outcome.code == 7 and "CERTIFICATE_VERIFY_FAILED" in outcome.err
+    apply("--repo", tree, "--patch-url", url(server, "plain")).expect(7, "CERTIFICATE_VERIFY_FAILED")
 
 
 def test_passwords_are_not_taken_from_netrc(server, tmp_path, monkeypatch):
@@ -164,5 +162,4 @@ def test_an_unknown_patch_needs_its_digest(apply, server, tree):
 
 def test_two_sources_for_the_digest_are_refused(apply, tree, patches):
     options = ("--patch-file", patches / "gradloc.patch", "--patch-sha256", "0" * 64, "--sha256-file", "x")
-    outcome = apply("--repo", tree, *options)
-    assert outcome.code == 2 and "not allowed with" in outcome.err
+    apply("--repo", tree, *options).expect(2, "not allowed with")

@@ -35,8 +35,7 @@ def test_an_unknown_build_is_not_called_edited_and_the_way_out_keeps_all_of_it(c
     world.run(capsys, world.make_patches(tmp_path / "trial", TRIAL), clone)
     shutil.rmtree(clone / ".git" / STATE)
     for options in ((), ("--reverse",), ("--force",)):
-        refused = apply(clone, *options)
-        assert refused.code == 1 and "a build of the patch that is not known here" in refused.err
+        refused = apply(clone, *options).expect(1, "a build of the patch that is not known here")
         assert "make_patch.sh" not in refused.err and "edited after it was applied" not in refused.err
     # What it advises: everything of that build is kept aside, and the tree can be patched.
     world.git(clone, "stash", "push", "--include-untracked", "--", "verl")
@@ -106,8 +105,7 @@ def test_byte_code_of_another_user_does_not_stand_in_the_way(apply, tree, monkey
         return do(self, call, *arguments)
 
     monkeypatch.setattr(Filesystem, "do", denied)
-    outcome = apply(tree, "--reverse")
-    assert outcome.code == 0 and f"sudo rm -r {cache}" in outcome.out
+    apply(tree, "--reverse").expect(0, f"sudo rm -r {cache}")
     assert {path: text for path, text in world.files_of(tree).items() if "pycache" not in path} == BASE
     monkeypatch.undo()
     assert apply(tree, "--reverse").code == 0
@@ -131,8 +129,7 @@ def test_another_verl_is_named_with_what_fits_it(apply, tmp_path, version, said)
     files = {path: text for path, text in BASE.items() if path != ACTOR} | {"verl/version/version": version + "\n"}
     root = world.write_tree(tmp_path / "t", files)
     for options in ((), ("--check",), ("--reverse",)):
-        refused = apply(root, *options)
-        assert refused.code == 1 and "WRONG_BASE" in refused.err
+        refused = apply(root, *options).expect(1, "WRONG_BASE")
         assert all(text in refused.err for text in said), refused.err
         assert ("the file is missing" in refused.err) == ("nearest" in refused.err), "no list where nothing fits"
     assert apply(root, "--status", "--quiet").out == "WRONG_BASE\n"
@@ -146,8 +143,7 @@ def test_another_verl_is_named_with_what_fits_it(apply, tmp_path, version, said)
 def test_a_journal_that_cannot_be_used_is_said_by_every_command(apply, tree, content, options):
     (tree / STATE).mkdir()
     (tree / STATE / "journal.json").write_text(content)
-    refused = apply(tree, *options)
-    assert refused.code == 5 and "cannot be used" in refused.err and f"rm -r {tree}/{STATE}" in refused.err
+    apply(tree, *options).expect(5, "cannot be used", f"rm -r {tree}/{STATE}")
     assert world.files_of(tree) == BASE
     assert "a run was interrupted here" in apply(tree, "--status").out
 

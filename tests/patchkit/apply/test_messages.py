@@ -53,8 +53,7 @@ def test_quiet_prints_errors_only(apply, tree):
 
 
 def test_list_names_every_edition_with_its_files(apply):
-    outcome = apply("--list")
-    assert outcome.code == 0 and "0.0.9 for verl v0.7.0" in outcome.out and ACTOR in outcome.out
+    apply("--list").expect(0, "0.0.9 for verl v0.7.0", ACTOR)
     editions = json.loads(apply("--list", "--json").out)["editions"]
     assert [edition["version"] for edition in editions][1] == "0.0.9"
 

@@ -39,14 +39,12 @@ def test_a_folder_that_may_not_be_read_is_refused(apply, tree, monkeypatch):
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr(os, "listdir", forbidden)
-    outcome = apply("--repo", tree)
-    assert outcome.code == 1 and "cannot be read" in outcome.err
+    apply("--repo", tree).expect(1, "cannot be read")
 
 
 @pytest.mark.parametrize("named", [(), ("A", "--repo", "B"), ("A", "--installed")])
 def test_exactly_one_target_must_be_named(apply, named):
-    outcome = apply(*named)
-    assert outcome.code == 2 and "exactly one target" in outcome.err
+    apply(*named).expect(2, "exactly one target")
 
 
 @pytest.mark.parametrize("kind", ["another repository", "empty site-packages", "our own"])
@@ -55,23 +53,19 @@ def test_what_is_not_verl_is_refused(apply, tmp_path, kind):
     root.mkdir()
     if kind == "another repository":
         world.make_clone(root, {"setup.py": "x = 1\n"})
-    outcome = apply("--repo", ROOT if kind == "our own" else root)
-    assert outcome.code == 1 and "NOT_VERL" in outcome.err
-    assert "no verl/__init__.py" in outcome.err
+    apply("--repo", ROOT if kind == "our own" else root).expect(1, "NOT_VERL", "no verl/__init__.py")
 
 
 def test_an_environment_is_only_patched_when_asked_for_by_name(apply, tmp_path):
     root = world.write_tree(tmp_path / "site-packages", BASE)
-    outcome = apply("--repo", root)
-    assert outcome.code == 1 and "--installed" in outcome.err
+    apply("--repo", root).expect(1, "--installed")
     assert world.files_of(root) == BASE
 
 
 def test_a_bare_repository_is_refused(apply, clone, tmp_path):
     world.git(clone, "clone", "-q", "--bare", str(clone), str(tmp_path / "bare.git"))
     for target in (tmp_path / "bare.git", clone / ".git"):
-        outcome = apply("--repo", target)
-        assert outcome.code == 1 and "bare" in outcome.err
+        apply("--repo", target).expect(1, "bare")
 
 
 def test_a_linked_worktree_is_patched_and_its_status_shows_the_patch_alone(apply, clone, tmp_path):
@@ -94,8 +88,7 @@ def test_a_submodule_is_patched(apply, clone, tmp_path):
     world.git(outer, "submodule", "add", "-q", str(clone), "verl", GIT_CONFIG_VALUE_0="always", **allow)
     inner = outer / "verl"
     assert (inner / ".git").is_file()
-    outcome = apply(inner)
-    assert outcome.code == 0 and "submodule" in outcome.out
+    apply(inner).expect(0, "submodule")
     assert world.files_of(inner) == RESULT
     assert apply(inner, "--reverse").code == 0
     assert world.git(inner, "status", "--porcelain", "--ignored") == ""
@@ -121,16 +114,14 @@ def test_of_an_unpacked_archive_the_commit_is_said_to_be_unknown(apply, tree):
 
 def test_a_folder_inside_verl_is_refused_and_the_parent_proposed(apply, tree):
     before = world.picture(tree)
-    outcome = apply("--repo", tree / "verl")
-    assert outcome.code == 1 and f"--repo {tree}" in outcome.err
+    apply("--repo", tree / "verl").expect(1, f"--repo {tree}")
     assert world.picture(tree) == before
 
 
 def test_a_checkout_of_another_owner_works_and_is_noted(apply, clone, monkeypatch):
     owner = clone.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    outcome = apply(clone)
-    assert outcome.code == 0 and "belongs to another user" in outcome.out
+    apply(clone).expect(0, "belongs to another user")
     assert world.files_of(clone) == RESULT
 
 
@@ -146,8 +137,7 @@ def test_root_leaves_the_files_of_another_owner_to_that_owner(apply, clone):
 def test_another_commit_with_the_same_touched_files_is_patched_with_a_note(apply, clone):
     world.write_tree(clone, {"verl/utils/other.py": "another = 1\n"})
     world.git(clone, "commit", "-qam", "elsewhere")
-    outcome = apply(clone)
-    assert outcome.code == 0 and "HEAD is " in outcome.out and "not the base" in outcome.out
+    apply(clone).expect(0, "HEAD is ", "not the base")
 
 
 def test_another_commit_with_other_touched_files_is_the_wrong_base(apply, clone):

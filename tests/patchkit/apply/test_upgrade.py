@@ -41,8 +41,7 @@ def test_0_2_0_is_upgraded_in_one_step_and_then_reversed_to_the_exact_base(
 ):
     if not has_copy:
         shutil.rmtree(old_tree / ".gradloc-patch")
-    outcome = world.run(capsys, ROOT / "patches", old_tree)
-    assert outcome.code == 0 and "upgraded from 0.2.0" in outcome.out
+    world.run(capsys, ROOT / "patches", old_tree).expect(0, "upgraded from 0.2.0")
     assert contents(old_tree) == contents(patched_tree)
     assert not (old_tree / GONE).exists()
     assert world.run(capsys, ROOT / "patches", old_tree, "--reverse").code == 0

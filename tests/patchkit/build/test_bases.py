@@ -54,8 +54,7 @@ def test_the_content_of_the_tree_picks_the_patch(capsys, two, tmp_path):
     for name, before, after, tag in (("a", BASE, RESULT, "v0.7.0"), ("b", NEXT, NEXT_RESULT, "v0.7.1")):
         # What the tree says of itself decides nothing where the content fits.
         root = world.write_tree(tmp_path / name, before | {"verl/version/version": "9.9\n"})
-        outcome = world.run(capsys, patches, root)
-        assert outcome.code == 0 and f"the patch for verl {tag}" in outcome.out
+        world.run(capsys, patches, root).expect(0, f"the patch for verl {tag}")
         assert world.files_of(root) == after | {"verl/version/version": "9.9\n"}
         assert world.run(capsys, patches, root, "--status", "--json").document["base"] == tag
         assert world.run(capsys, patches, root, "--reverse").code == 0
@@ -64,31 +63,26 @@ def test_the_content_of_the_tree_picks_the_patch(capsys, two, tmp_path):
 
 def test_base_filters_and_forces_nothing(capsys, two, tmp_path):
     root = world.write_tree(tmp_path / "t", NEXT)
-    refused = world.run(capsys, two[2], root, "--base", "v0.7.0")
-    assert refused.code == 1 and "this is verl 0.7.1, the nearest patch is for v0.7.0" in refused.err
+    world.run(capsys, two[2], root, "--base", "v0.7.0").expect(1, "this is verl 0.7.1, the nearest patch is for v0.7.0")
     assert world.files_of(root) == NEXT
     patched = world.write_tree(tmp_path / "patched", NEXT_RESULT)
-    refused = world.run(capsys, two[2], patched, "--base", "v0.7.0")
-    assert refused.code == 1 and "this is verl 0.7.1" in refused.err and "not known here" not in refused.err
-    unknown = world.run(capsys, two[2], root, "--base", "v0.6")
-    assert unknown.code == 2 and "expected: v0.7.0, v0.7.1" in unknown.err
+    refused = world.run(capsys, two[2], patched, "--base", "v0.7.0").expect(1, "this is verl 0.7.1")
+    assert "not known here" not in refused.err
+    world.run(capsys, two[2], root, "--base", "v0.6").expect(2, "expected: v0.7.0, v0.7.1")
     assert world.run(capsys, two[2], root, "--base", "0.7.1").code == 0
 
 
 def test_an_edited_tree_is_explained_against_the_verl_that_it_is(capsys, two, tmp_path):
     root = world.write_tree(tmp_path / "t", NEXT | {ACTOR: NEXT[ACTOR].replace("line 10\n", "line ten\n")})
-    refused = world.run(capsys, two[2], root)
-    assert refused.code == 1 and "DRIFTED" in refused.err and "hunk 1 does not fit at line 10" in refused.err
+    refused = world.run(capsys, two[2], root).expect(1, "DRIFTED", "hunk 1 does not fit at line 10")
     assert TRAINER not in refused.err
 
 
 def test_a_mixture_of_two_verls_is_told_which_file_is_of_which(capsys, two, tmp_path):
     root = world.write_tree(tmp_path / "t", BASE | {ACTOR: NEXT[ACTOR]})
-    refused = world.run(capsys, two[2], root)
-    assert refused.code == 1 and f"{ACTOR}: it is of verl v0.7.1" in refused.err
+    world.run(capsys, two[2], root).expect(1, f"{ACTOR}: it is of verl v0.7.1")
     world.write_tree(root, NEXT | {ACTOR: RESULT[ACTOR], TRAINER: NEXT_RESULT[TRAINER]})
-    refused = world.run(capsys, two[2], root, "--force")
-    assert refused.code == 1 and f"{ACTOR}: it is of verl v0.7.0" in refused.err
+    world.run(capsys, two[2], root, "--force").expect(1, f"{ACTOR}: it is of verl v0.7.0")
 
 
 def test_a_seam_serves_the_next_verl_where_each_hunk_fits_at_one_place_alone(two):
@@ -164,8 +158,7 @@ def next_base() -> Path:
 
 def test_the_real_0_7_1_is_patched_and_reversed_to_its_exact_base(capsys, next_base, base_tree, tmp_path):
     root = Path(shutil.copytree(next_base, tmp_path / "verl"))
-    outcome = world.run(capsys, ROOT / "patches", root)
-    assert outcome.code == 0 and "the patch for verl v0.7.1" in outcome.out
+    world.run(capsys, ROOT / "patches", root).expect(0, "the patch for verl v0.7.1")
     first, second = (families[1][0] for families in Library(ROOT / "patches").families)
     assert first.files.keys() == second.files.keys()
     package = {path: file.after for path, file in first.files.items() if file.before is None}

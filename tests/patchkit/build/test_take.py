@@ -49,9 +49,7 @@ class Workshop:
     def refused(self, code: int, said: str, *options) -> str:
         """Asserts that a take is refused and that nothing was written."""
         before = self.picture()
-        outcome = self.take(*options)
-        assert outcome.code == code, outcome.out + outcome.err
-        assert said in outcome.err and "next:" in outcome.err
+        outcome = self.take(*options).expect(code, said, "next:")
         assert self.picture() == before
         return outcome.err
 
@@ -74,10 +72,10 @@ def shop(tmp_path, monkeypatch, capsys):
 
 def test_a_build_and_a_take_without_edits_write_nothing(shop):
     before = shop.picture()
-    for outcome, said in ((shop.make(), "unchanged"), (shop.take(), "nothing to take")):
-        assert outcome.code == 0 and said in outcome.out
-        assert shop.picture() == before
-    assert shop.make("--check").code == 0
+    shop.make().expect(0, "unchanged")
+    shop.take().expect(0, "nothing to take")
+    shop.make("--check").expect(0)
+    assert shop.picture() == before
 
 
 @pytest.mark.parametrize("how", ["uncommitted", "staged", "committed", "staged-then-edited"])
@@ -89,9 +87,7 @@ def test_edits_are_taken_whether_or_not_they_are_committed(shop, how):
     if how == "committed":
         world.git(shop.clone, "commit", "-qm", "mine")
     shop.edit(ACTOR, changed)
-    outcome = shop.take()
-    assert outcome.code == 0 and f"taken: {ACTOR}" in outcome.out
-    assert "built: gradloc.patch" in outcome.out
+    shop.take().expect(0, f"taken: {ACTOR}", "built: gradloc.patch")
     assert shop.result() == RESULT | {ACTOR: changed}
     assert shop.make("--check").code == 0
 
@@ -99,9 +95,7 @@ def test_edits_are_taken_whether_or_not_they_are_committed(shop, how):
 def test_an_untracked_new_module_is_taken_and_a_removed_one_removed(shop):
     shop.edit("verl/gradloc/fresh.py", "fresh = 1\n")
     (shop.clone / NEW).unlink()
-    outcome = shop.take()
-    assert outcome.code == 0
-    assert "taken: verl/gradloc/fresh.py" in outcome.out and f"removed: {NEW}" in outcome.out
+    shop.take().expect(0, "taken: verl/gradloc/fresh.py", f"removed: {NEW}")
     wanted = {path: text for path, text in RESULT.items() if path != NEW}
     assert shop.result() == wanted | {"verl/gradloc/fresh.py": "fresh = 1\n"}
 
@@ -230,8 +224,7 @@ def test_edits_of_one_file_on_both_sides_are_refused_and_both_shown(shop):
 def test_edits_of_two_files_on_two_sides_are_brought_together(shop):
     shop.edit(ACTOR, RESULT[ACTOR].replace("hook()", "hook(self)"))
     shop.folders.place("v0.7.0", NEW).write_text("def hook(actor):\n    return None\n")
-    outcome = shop.take()
-    assert outcome.code == 0 and f"kept, newer in the sources: {NEW}" in outcome.out
+    shop.take().expect(0, f"kept, newer in the sources: {NEW}")
     result = shop.result()
     assert "hook(self)" in result[ACTOR] and "hook(actor)" in result[NEW]
 
@@ -366,24 +359,20 @@ def test_stale_generated_yaml_is_refused_with_the_command_that_refreshes_it(shop
     shop.edit(f"{CONFIG}/actor.yaml", "a: 1\n")
     said = shop.refused(3, "_generated_ppo_trainer.yaml")
     assert f"make_patch.sh --repo '{shop.clone}' --refresh-generated" in said
-    outcome = shop.take("--refresh-generated")
-    assert outcome.code == 0 and f"refreshed: {CONFIG}/_generated_ppo_trainer.yaml" in outcome.out
+    shop.take("--refresh-generated").expect(0, f"refreshed: {CONFIG}/_generated_ppo_trainer.yaml")
     assert shop.result()[f"{CONFIG}/_generated_ppo_trainer.yaml"] == "another\n"
 
 
 def test_without_hydra_the_skipped_check_is_said(shop, monkeypatch):
     monkeypatch.setattr(generated, "can_check", lambda: False)
     shop.edit(f"{CONFIG}/actor.yaml", "a: 1\n")
-    outcome = shop.take()
-    assert outcome.code == 0 and "was not checked: no hydra" in outcome.out
+    shop.take().expect(0, "was not checked: no hydra")
 
 
 def test_check_shows_the_difference_and_writes_nothing(shop):
     shop.folders.place("v0.7.0", NEW).write_text("def hook():\n    return 2\n")
     before = world.picture(shop.patches)
-    outcome = shop.make("--check")
-    assert outcome.code == 3 and "bash make_patch.sh" in outcome.err
-    assert "+    return 2" in outcome.err and "-+    return None" in outcome.err
+    shop.make("--check").expect(3, "bash make_patch.sh", "+    return 2", "-+    return None")
     assert world.picture(shop.patches) == before
 
 

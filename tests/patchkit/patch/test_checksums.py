@@ -25,9 +25,7 @@ def own(patches: Path, tmp_path: Path) -> Path:
 
 def refused(capsys, own: Path, tree: Path, *options, code: int = 3):
     before = world.picture(tree)
-    outcome = world.run(capsys, own, "--repo", tree, *options)
-    assert outcome.code == code, outcome.out + outcome.err
-    assert "cause:" in outcome.err and "next:" in outcome.err
+    outcome = world.run(capsys, own, "--repo", tree, *options).expect(code, "cause:", "next:")
     assert world.picture(tree) == before
     return outcome.err
 

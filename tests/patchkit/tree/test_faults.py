@@ -220,9 +220,7 @@ def test_an_edit_made_after_a_crash_is_never_overwritten(capsys, patches, tree):
     (tree / world.TRAINER).write_text("my edit\n")
     before = world.files_of(tree)
     for options in ((), ("--reverse",), ("--force",)):
-        outcome = world.run(capsys, patches, tree, *options)
-        assert outcome.code == 1
-        assert "was edited after a run was interrupted" in outcome.err
+        outcome = world.run(capsys, patches, tree, *options).expect(1, "was edited after a run was interrupted")
         assert world.TRAINER in outcome.err
     assert world.files_of(tree) == before
 
@@ -236,8 +234,7 @@ def test_a_journal_that_names_a_path_outside_the_tree_is_refused(capsys, patches
     for entries in ([entry], [entry | {"path": "verl/x", "temporary": "../x"}], [{}], 7, deep):
         document = {"schema_version": 1, "committing": True, "entries": entries, "folders": []}
         (state / "journal.json").write_text(world.json.dumps(document))
-        outcome = world.run(capsys, patches, tree)
-        assert outcome.code == 5 and "journal.json" in outcome.err
+        world.run(capsys, patches, tree).expect(5, "journal.json")
     assert world.files_of(tree) == BASE
 
 
@@ -296,6 +293,5 @@ def test_a_full_disk_is_predicted_before_anything_is_written(capsys, patches, tr
     monkeypatch.setattr(os, "statvfs", lambda folder: full)
     before = world.picture(tree)
     for options in ((), ("--check",)):
-        outcome = world.run(capsys, patches, tree, *options)
-        assert outcome.code == 4 and "not enough room" in outcome.err
+        world.run(capsys, patches, tree, *options).expect(4, "not enough room")
     assert world.picture(tree) == before

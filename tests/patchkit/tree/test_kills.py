@@ -122,9 +122,7 @@ def test_the_holder_of_the_lock_is_named_and_who_waits_waits_as_long_as_said(app
         stream.flush()
         fcntl.flock(stream, fcntl.LOCK_EX)
         for options in ((), ("--reverse",), ("--check",), ("--force",)):
-            outcome = apply(tree, *options)
-            assert outcome.code == 6 and "another run is at work" in outcome.err
-            assert "found:    process 4242 on box" in outcome.err
+            apply(tree, *options).expect(6, "another run is at work", "found:    process 4242 on box")
         assert "another run is at work" in apply(tree, "--status").out
         began = time.monotonic()
         assert apply(tree, "--wait", "0.3").code == 6 and time.monotonic() - began >= 0.3
@@ -142,8 +140,7 @@ def test_a_state_folder_that_is_none_is_refused(apply, tree, tmp_path, link):
         if link == "to a folder":
             outside.mkdir()
         state.symlink_to(outside)
-    outcome = apply(tree)
-    assert outcome.code == 1 and ".gradloc-patch is not a folder" in outcome.err
+    apply(tree).expect(1, ".gradloc-patch is not a folder")
     assert world.files_of(tree) == BASE
     assert not outside.exists() or not any(outside.iterdir())
 
@@ -153,13 +150,10 @@ def test_a_state_folder_that_is_none_is_refused(apply, tree, tmp_path, link):
 )
 def test_an_unfinished_git_operation_is_noted_and_refused_where_files_differ(apply, clone, name, said):
     (clone / ".git" / name).write_text("")
-    outcome = apply(clone)
-    assert outcome.code == 0 and f"{said} is under way" in outcome.out
-    refused = apply(clone, "--reverse")
-    assert refused.code == 1 and f"{said} is under way" in refused.err
+    apply(clone).expect(0, f"{said} is under way")
+    apply(clone, "--reverse").expect(1, f"{said} is under way")
     assert world.files_of(clone) == RESULT
-    forced = apply(clone, "--reverse", "--force")
-    assert forced.code == 0 and said in forced.out and "--force skipped" in forced.out
+    apply(clone, "--reverse", "--force").expect(0, said, "--force skipped")
     assert world.files_of(clone) == BASE
 
 
@@ -186,8 +180,7 @@ def test_a_tree_or_a_folder_that_may_not_be_written_to_is_refused(apply, tree, m
     else:
         monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "actor")
     before = world.picture(tree)
-    outcome = apply(tree)
-    assert outcome.code == 1 and "may not be written to" in outcome.err
+    apply(tree).expect(1, "may not be written to")
     assert world.picture(tree) == before
 
 
@@ -196,7 +189,6 @@ def test_an_error_in_the_tool_itself_is_no_traceback(capsys, patches, tree, monk
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(Applier, "apply", broken)
-    outcome = world.run(capsys, patches, tree)
-    assert outcome.code == 4 and "RuntimeError: a bug" in outcome.err and "--debug" in outcome.err
+    world.run(capsys, patches, tree).expect(4, "RuntimeError: a bug", "--debug")
     with pytest.raises(PatchkitError):
         world.run(capsys, patches, tree, "--debug")
