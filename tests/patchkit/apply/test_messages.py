@@ -33,14 +33,14 @@ def test_the_whole_of_a_refusal_reads_like_this(apply, tree):
 
 def test_json_carries_the_same_parts(apply, tree):
     world.write_tree(tree, {ACTOR: "mine\n"})
-    document = json.loads(apply("--repo", tree, "--json").out)
+    document = apply("--repo", tree, "--json").document
     assert document["exit_code"] == 1 and document["state"] == "DRIFTED"
     assert set(document["error"]) == {"reason", "what", "expected", "found", "cause", "next"}
     assert [file["path"] for file in document["files"]] == [ACTOR]
 
 
 def test_json_of_a_success_says_what_was_done(apply, tree):
-    document = json.loads(apply("--repo", tree, "--json").out)
+    document = apply("--repo", tree, "--json").document
     assert document["exit_code"] == 0 and document["state"] == "APPLIED"
     assert ACTOR in document["changed"] and document["command"] == "apply"
 
@@ -54,7 +54,7 @@ def test_quiet_prints_errors_only(apply, tree):
 
 def test_list_names_every_edition_with_its_files(apply):
     apply("--list").expect(0, "0.0.9 for verl v0.7.0", ACTOR)
-    editions = json.loads(apply("--list", "--json").out)["editions"]
+    editions = apply("--list", "--json").document["editions"]
     assert [edition["version"] for edition in editions][1] == "0.0.9"
 
 
