@@ -3,12 +3,13 @@
 other. Its seams are made with difflib, so the applier is tested on diffs that git did not write.
 """
 
+import contextlib
 import difflib
 import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,6 +147,14 @@ def picture(root: Path) -> dict[str, tuple]:
             times = () if path.is_dir() else (info.st_mtime_ns,)
             seen[str(path.relative_to(root))] = (info.st_mode, *times, content)
     return seen
+
+
+@contextlib.contextmanager
+def unchanged(*roots: Path) -> Iterator[None]:
+    """What happens here is to change nothing in ``roots``."""
+    before = [*map(picture, roots)]
+    yield
+    assert [*map(picture, roots)] == before
 
 
 def make_clone(root: Path, files: Mapping[str, str] = BASE) -> Path:

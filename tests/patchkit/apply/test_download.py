@@ -84,11 +84,10 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_server_is_refused_and_nothing_left(apply, server, tree, waits, tmp_path, case):
     behaviour, code, said = BAD[case]
-    before = world.picture(tmp_path)
-    outcome = apply("--repo", tree, "--patch-url", url(server, behaviour))
-    assert outcome.code == code, outcome.err
-    assert said in outcome.err and "next:" in outcome.err
-    assert world.picture(tmp_path) == before
+    with world.unchanged(tmp_path):
+        outcome = apply("--repo", tree, "--patch-url", url(server, behaviour))
+        assert outcome.code == code, outcome.err
+        assert said in outcome.err and "next:" in outcome.err
     if case == "503-three-times":
         assert len(server.requests) == 3 and len(waits) == 2
 
@@ -110,8 +109,7 @@ ADDRESSES = {
 def test_a_bad_address_is_refused_without_a_request(apply, tree, case, monkeypatch):
     monkeypatch.setattr(socket, "create_connection", lambda *a, **k: pytest.fail("connected"))
     address, said = ADDRESSES[case]
-    outcome = apply("--repo", tree, "--patch-url", address)
-    assert outcome.code == 7 and said in outcome.err
+    outcome = apply("--repo", tree, "--patch-url", address).expect(7, said)
     assert "secret" not in outcome.err
 
 

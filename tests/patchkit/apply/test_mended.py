@@ -68,9 +68,8 @@ def test_an_old_release_whose_copy_is_gone_brings_nothing_back(shop):
     world.git(shop.clone, "checkout", "-q", "--", ".")
     world.write_tree(shop.clone, TRIAL)
     shutil.rmtree(shop.clone / ".git" / STATE)
-    before = shop.picture()
-    assert "nothing to take" in shop.take().out
-    assert shop.picture() == before
+    with world.unchanged(*shop.places):
+        assert "nothing to take" in shop.take().out
 
 
 # What was done is not unsaid.
@@ -182,10 +181,9 @@ def test_a_git_folder_elsewhere_that_does_not_point_back_is_not_written_to(apply
         (tree / ".git").write_text(f"gitdir: {victim}\n")
     else:
         (tree / ".git").symlink_to(victim)
-    before = world.picture(victim)
-    outcome = apply(tree, "--json")
-    assert outcome.code == 0 and outcome.document["head"] is None
-    assert world.picture(victim) == before
+    with world.unchanged(victim):
+        outcome = apply(tree, "--json")
+        assert outcome.code == 0 and outcome.document["head"] is None
     assert apply(tree, "--reverse").code == 0 and not (tree / STATE).exists()
 
 
@@ -249,11 +247,10 @@ def test_the_next_command_can_be_pasted_as_it_is(apply, tmp_path):
 
 def test_check_and_reverse_together_predict_the_reverse(apply, tree):
     apply(tree)
-    before = world.picture(tree)
-    outcome = apply(tree, "--check", "--reverse")
-    assert outcome.code == 0
-    assert all(said in outcome.out for said in ("would change", "removed", "--reverse"))
-    assert world.picture(tree) == before
+    with world.unchanged(tree):
+        outcome = apply(tree, "--check", "--reverse")
+        assert outcome.code == 0
+        assert all(said in outcome.out for said in ("would change", "removed", "--reverse"))
     world.write_tree(tree, {ACTOR: "mine\n"})
     assert apply(tree, "--check", "--reverse").code == 1
 

@@ -105,9 +105,8 @@ def test_of_an_unpacked_archive_the_commit_is_said_to_be_unknown(apply, tree):
 
 
 def test_a_folder_inside_verl_is_refused_and_the_parent_proposed(apply, tree):
-    before = world.picture(tree)
-    apply("--repo", tree / "verl").expect(1, f"--repo {tree}")
-    assert world.picture(tree) == before
+    with world.unchanged(tree):
+        apply("--repo", tree / "verl").expect(1, f"--repo {tree}")
 
 
 def test_a_checkout_of_another_owner_works_and_is_noted(apply, clone, monkeypatch):

@@ -131,7 +131,6 @@ def test_a_clone_is_taken_to_be_on_the_latest_verl_that_it_descends_from(tmp_pat
 
 def test_drift_says_for_each_seam_whether_and_where_it_fits(capsys, two, tmp_path):
     folders, _, patches = two
-    before = tuple(map(world.picture, (folders.package, folders.overrides, patches)))
 
     def drift(files: dict) -> str:
         root = world.write_tree(tmp_path / f"t{len(list(tmp_path.iterdir()))}", files)
@@ -139,12 +138,13 @@ def test_drift_says_for_each_seam_whether_and_where_it_fits(capsys, two, tmp_pat
         assert outcome.code == 0
         return outcome.out
 
-    assert "2 same" in drift(BASE)
-    assert f"{ACTOR}  conflict  hunk 1 at line 11: expects 'actor line 11', there is 'actor line eleven'" in drift(NEXT)
-    assert f"{TRAINER} moved hunk 1 by +5 lines, hunk 2 by +5 lines" in " ".join(drift(NEXT).split())
-    assert "fits" in drift(BASE | {ACTOR: BASE[ACTOR] + "mine\n"})
-    assert "missing" in drift({path: text for path, text in BASE.items() if path != ACTOR})
-    assert tuple(map(world.picture, (folders.package, folders.overrides, patches))) == before
+    with world.unchanged(folders.package, folders.overrides, patches):
+        assert "2 same" in drift(BASE)
+        conflict = f"{ACTOR}  conflict  hunk 1 at line 11: expects 'actor line 11', there is 'actor line eleven'"
+        assert conflict in drift(NEXT)
+        assert f"{TRAINER} moved hunk 1 by +5 lines, hunk 2 by +5 lines" in " ".join(drift(NEXT).split())
+        assert "fits" in drift(BASE | {ACTOR: BASE[ACTOR] + "mine\n"})
+        assert "missing" in drift({path: text for path, text in BASE.items() if path != ACTOR})
 
 
 # The real verls.

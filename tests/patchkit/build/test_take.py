@@ -48,13 +48,14 @@ class Workshop:
 
     def refused(self, code: int, said: str, *options) -> str:
         """Asserts that a take is refused and that nothing was written."""
-        before = self.picture()
-        outcome = self.take(*options).expect(code, said, "next:")
-        assert self.picture() == before
+        with world.unchanged(*self.places):
+            outcome = self.take(*options).expect(code, said, "next:")
         return outcome.err
 
-    def picture(self) -> tuple:
-        return tuple(map(world.picture, (self.folders.package, self.folders.overrides, self.patches)))
+    @property
+    def places(self) -> tuple[Path, ...]:
+        """All that a take may write."""
+        return self.folders.package, self.folders.overrides, self.patches
 
     def result(self) -> dict[str, str]:
         """What the built patch makes of the base."""
@@ -71,11 +72,10 @@ def shop(tmp_path, monkeypatch, capsys):
 
 
 def test_a_build_and_a_take_without_edits_write_nothing(shop):
-    before = shop.picture()
-    shop.make().expect(0, "unchanged")
-    shop.take().expect(0, "nothing to take")
-    shop.make("--check").expect(0)
-    assert shop.picture() == before
+    with world.unchanged(*shop.places):
+        shop.make().expect(0, "unchanged")
+        shop.take().expect(0, "nothing to take")
+        shop.make("--check").expect(0)
 
 
 @pytest.mark.parametrize("how", ["uncommitted", "staged", "committed", "staged-then-edited"])
@@ -278,10 +278,9 @@ def test_no_setting_of_git_changes_the_bytes(shop, monkeypatch, tmp_path, where)
 
 def test_output_writes_a_patch_elsewhere_and_leaves_this_repository_alone(shop, tmp_path):
     shop.edit(NEW, "def hook():\n    return 1\n")
-    before = shop.picture()
-    out = tmp_path / "out put/mine.patch"
-    assert shop.take("--output", out).code == 0
-    assert shop.picture() == before
+    with world.unchanged(*shop.places):
+        out = tmp_path / "out put/mine.patch"
+        assert shop.take("--output", out).code == 0
     fresh = world.write_tree(tmp_path / "fresh", BASE)
     options = ("--repo", fresh, "--patch-file", out)
     assert world.run(shop.capsys, shop.patches, *options).code == 0, "its .sha256 lies beside it"
@@ -371,9 +370,8 @@ def test_without_hydra_the_skipped_check_is_said(shop, monkeypatch):
 
 def test_check_shows_the_difference_and_writes_nothing(shop):
     shop.folders.place("v0.7.0", NEW).write_text("def hook():\n    return 2\n")
-    before = world.picture(shop.patches)
-    shop.make("--check").expect(3, "bash make_patch.sh", "+    return 2", "-+    return None")
-    assert world.picture(shop.patches) == before
+    with world.unchanged(shop.patches):
+        shop.make("--check").expect(3, "bash make_patch.sh", "+    return 2", "-+    return None")
 
 
 def test_nothing_is_written_when_the_edits_cannot_be_built(shop):
@@ -396,9 +394,8 @@ def test_damaged_sources_do_not_build(shop, damage):
         place.write_text(text.replace(world.blob_id(BASE[ACTOR].encode()), "1" * 40))
     else:
         world.write_tree(shop.folders.overrides / "v0.7.0", {ACTOR: "a copy\n"})
-    before = world.picture(shop.patches)
-    assert shop.make().code == 3
-    assert world.picture(shop.patches) == before
+    with world.unchanged(shop.patches):
+        assert shop.make().code == 3
 
 
 def test_the_committed_patches_are_what_the_sources_build():

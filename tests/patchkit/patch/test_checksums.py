@@ -24,9 +24,8 @@ def own(patches: Path, tmp_path: Path) -> Path:
 
 
 def refused(capsys, own: Path, tree: Path, *options, code: int = 3):
-    before = world.picture(tree)
-    outcome = world.run(capsys, own, "--repo", tree, *options).expect(code, "cause:", "next:")
-    assert world.picture(tree) == before
+    with world.unchanged(tree):
+        outcome = world.run(capsys, own, "--repo", tree, *options).expect(code, "cause:", "next:")
     return outcome.err
 
 

@@ -155,14 +155,13 @@ def test_a_hostile_patch_is_refused_and_the_tree_untouched(apply, tree, tmp_path
     data = text if isinstance(text, bytes) else text.encode()
     file = tmp_path / "hostile.patch"
     file.write_bytes(data)
-    before = world.picture(tmp_path)
-    options = ("--repo", tree, "--patch-file", file, "--patch-sha256", sha256_hex(data))
-    outcome = apply(*options, "--json")
-    assert outcome.code == 3, outcome.out
-    assert reason in outcome.reason, outcome.out
-    shown = apply(*options).err
-    assert shown.startswith("refused: ") and "cause:" in shown and "next:" in shown
-    assert world.picture(tmp_path) == before
+    with world.unchanged(tmp_path):
+        options = ("--repo", tree, "--patch-file", file, "--patch-sha256", sha256_hex(data))
+        outcome = apply(*options, "--json")
+        assert outcome.code == 3, outcome.out
+        assert reason in outcome.reason, outcome.out
+        shown = apply(*options).err
+        assert shown.startswith("refused: ") and "cause:" in shown and "next:" in shown
 
 
 def test_the_patch_that_these_were_made_from_is_accepted(apply, tree, tmp_path):

@@ -179,9 +179,8 @@ def test_a_tree_or_a_folder_that_may_not_be_written_to_is_refused(apply, tree, m
         monkeypatch.setattr(Filesystem, "do", fail)
     else:
         monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "actor")
-    before = world.picture(tree)
-    apply(tree).expect(1, "may not be written to")
-    assert world.picture(tree) == before
+    with world.unchanged(tree):
+        apply(tree).expect(1, "may not be written to")
 
 
 def test_an_error_in_the_tool_itself_is_no_traceback(capsys, patches, tree, monkeypatch):

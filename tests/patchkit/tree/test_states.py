@@ -40,11 +40,11 @@ def test_reverse_keeps_a_file_of_the_users_in_our_folder(apply, tree):
 def test_what_is_done_already_and_what_only_looks_changes_nothing(apply, tree, applied):
     if applied:
         apply(tree)
-    before = world.picture(tree)
-    for options in (("--check",), ("--status",), () if applied else ("--reverse",)):
-        outcome = apply(tree, *options)
-        assert outcome.code == 0 and world.picture(tree) == before
-    assert f"{'already' if applied else 'not'} applied, nothing to do" in outcome.out
+    with world.unchanged(tree):
+        apply(tree, "--check").expect(0)
+        apply(tree, "--status").expect(0)
+        said = f"{'already' if applied else 'not'} applied, nothing to do"
+        apply(tree, *(() if applied else ("--reverse",))).expect(0, said)
 
 
 @pytest.mark.parametrize(
@@ -85,26 +85,18 @@ DRIFTS = {
 def test_a_file_of_unknown_content_is_never_overwritten(apply, tmp_path, case, options):
     edits, said = DRIFTS[case]
     root = world.write_tree(tmp_path / "t", BASE | edits)
-    before = world.picture(root)
-    outcome = apply("--repo", root, *options)
-    assert outcome.code == 1
-    assert "DRIFTED" in outcome.err and said in outcome.err
-    assert next(iter(edits)).removesuffix("/x") in outcome.err
-    assert "next:" in outcome.err
-    assert ("--force never overwrites" in outcome.err) == ("--force" in options)
-    assert world.picture(root) == before
+    with world.unchanged(root):
+        outcome = apply("--repo", root, *options).expect(1, "DRIFTED", said, next(iter(edits)), "next:")
+        assert ("--force never overwrites" in outcome.err) == ("--force" in options)
 
 
 def test_edits_of_a_patched_checkout_are_told_from_strange_files(apply, clone):
     apply(clone)
     world.write_tree(clone, {NEW: "mine = 1\n", ACTOR: RESULT[ACTOR].replace("hook()", "hook(1)")})
-    before = world.picture(clone)
-    for options in ((), ("--reverse",), ("--force",)):
-        outcome = apply(clone, *options)
-        assert outcome.code == 1 and "were edited after it was applied" in outcome.err
-        assert f"bash make_patch.sh --repo {clone}" in outcome.err
-        assert "the patch expects 'hook()', there is 'hook(1)'" in outcome.err
-    assert world.picture(clone) == before
+    with world.unchanged(clone):
+        for options in ((), ("--reverse",), ("--force",)):
+            outcome = apply(clone, *options).expect(1, "were edited after it was applied")
+            outcome.expect(1, f"bash make_patch.sh --repo {clone}", "expects 'hook()', there is 'hook(1)'")
 
 
 def test_edits_can_be_thrown_away_and_the_patch_completed(apply, clone):
@@ -131,8 +123,7 @@ def test_a_base_file_that_is_no_plain_file_is_refused(apply, tree, kind):
     (tree / TRAINER).rename(tree / TRAINER.replace("ray_trainer", "moved"))
     KINDS[kind](tree / TRAINER)
     before = world.files_of(tree)
-    outcome = apply(tree)
-    assert outcome.code == 1 and TRAINER in outcome.err
+    apply(tree).expect(1, TRAINER)
     assert world.files_of(tree) == before
 
 
@@ -148,13 +139,10 @@ def test_a_half_patched_tree_is_refused_and_force_finishes_or_undoes_it(apply, t
     for options, wanted in ((("--force",), RESULT), (("--reverse", "--force"), BASE)):
         root = world.write_tree(tmp_path / options[0] / str(len(options)), BASE)
         world.write_tree(root, {ACTOR: RESULT[ACTOR]})
-        before = world.picture(root)
-        refused = apply(root)
-        assert refused.code == 1 and "PARTIAL" in refused.err
-        assert "--force" in refused.err and "--reverse" in refused.err
-        assert f"not patched: {TRAINER}" in refused.err and "found:    1 of 5 files patched" in refused.err
-        assert ACTOR not in refused.err and "gone.py" not in refused.err, "only what the patch wants and is not there"
-        assert world.picture(root) == before
+        with world.unchanged(root):
+            refused = apply(root).expect(1, "PARTIAL", "--force", "--reverse", "found:    1 of 5 files patched")
+            listed = [line for line in refused.err.splitlines() if "not patched:" in line]
+            assert len(listed) == 4 and ACTOR not in refused.err, "only what the patch wants and is not there"
         apply(root, *options).expect(0, "--force skipped the check")
         assert world.files_of(root) == wanted
 
@@ -164,8 +152,7 @@ def test_a_half_patched_tree_is_refused_and_force_finishes_or_undoes_it(apply, t
 )
 def test_an_older_version_is_upgraded_or_reversed_in_one_step(apply, tmp_path, options, said, files):
     root = world.write_tree(tmp_path / "t", OLDER)
-    outcome = apply(root, *options)
-    assert outcome.code == 0 and said in outcome.out
+    apply(root, *options).expect(0, said)
     assert world.files_of(root) == files
 
 
