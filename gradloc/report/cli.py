@@ -6,15 +6,12 @@
 """
 
 import argparse
-import difflib
 import importlib
 import os
-import shlex
 import sys
-from pathlib import Path
 
 from . import __version__
-from .errors import ReportError, did_you_mean, did_you_mean_path
+from .errors import ReportError
 
 COMMANDS = {
     "show": "what happened in a run, from its events or from its log alone; the page with -o",
@@ -45,8 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     if words and words[0] not in (*COMMANDS, "-h", "--help", "--version"):
         words.insert(0, "show")
     try:
-        _check_path(words)
-        args = _parse(words)
+        args = _parser().parse_args(words)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(errors="replace")  # a terminal may not know every token's characters
         return _module(args.command).run(args)
@@ -64,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _parse(words: list[str]) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gradloc-report",
         description="Shows what spiked in a run, which tokens did it, and why.",
@@ -83,27 +79,8 @@ def _parse(words: list[str]) -> argparse.Namespace:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(sub)
-    args, unknown = parser.parse_known_args(words)
-    if unknown:
-        known = commands.choices[args.command]._option_string_actions
-        guess = did_you_mean(unknown[0].partition("=")[0], known) or "."
-        raise ReportError(f"{args.command} does not take {unknown[0]}{guess}")
-    return args
+    return parser
 
 
 def _module(name: str):
     return importlib.import_module(f".commands.{name}", __package__)
-
-
-def _check_path(words: list[str]) -> None:
-    """Raises ReportError with a guess where the first path does not exist and looks like a mistyped command or path."""
-    command, path = (*words, "", "")[:2]
-    if command == "watch" or not path or path.startswith("-") or Path(path).exists():  # a watched run may yet begin
-        return
-    missing = f"there is no file or folder {path}"
-    close = difflib.get_close_matches(path, COMMANDS, n=1, cutoff=0.7) if command == "show" else []
-    if close:
-        rest = shlex.join(words[2:]) or "RUN_DIR"
-        raise ReportError(f"{missing} and no command of that name: did you mean `gradloc-report {close[0]} {rest}`?")
-    if guess := did_you_mean_path(path):
-        raise ReportError(missing + guess)

@@ -13,7 +13,7 @@ from rich.text import Text
 from ...record.store import plain
 from ...words.text import one_line, plural
 from ..analyses.lead import HORIZON, lead
-from ..errors import ReportError
+from ..errors import ReportError, assignments
 from ..pages import terminal
 from ..runs.diagnosis import diagnose
 from ..runs.health import CLIP, STATES, HealthConfig, RunHealth, judge, ranges
@@ -79,18 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(given: list[str]) -> HealthConfig:
-    settings = {}
-    for entry in given:
-        name, equals, text = entry.partition("=")
-        try:
-            settings[name.removeprefix("trainer.health.")] = json.loads(text.lower())
-        except ValueError:
-            equals = ""
-        if not equals:
-            raise ReportError(
-                f"--set {entry} cannot be read: write KEY=VALUE with a number, null, or "
-                "[warning,danger], such as --set policy_kl=[0.2,null]."
-            )
+    settings = assignments(given, "health.", "a number, null, or [warning,danger], such as --set policy_kl=[0.2,null]")
     try:
         return HealthConfig(**settings)
     except ValueError as error:

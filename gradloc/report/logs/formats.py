@@ -10,7 +10,7 @@ from shutil import copyfileobj
 from sys import stdin
 
 from ...words.text import first_of, plural
-from ..errors import ReportError
+from ..errors import ReportError, did_you_mean
 from .databases import is_mlflow_run, read_database, read_mlflow_run
 from .documents import is_document, read_document
 from .lines import read_lines
@@ -101,12 +101,9 @@ def _of_file(path: Path) -> list[Placed]:
 
 def check(path: Path) -> None:
     """Raises ReportError where neither a file nor standard input is named."""
-    if re.match(r"https?:/", str(path)):
-        raise ReportError(
-            f"{path} is an address, and this command reads files: download the run's log, or export the panel as CSV."
-        )
     if str(path) != "-" and not path.exists():
-        raise ReportError(f"{path} does not exist: name a run's log, or the folder that holds it.")
+        guess = did_you_mean(path.name, [entry.name for entry in path.parent.glob("*")])
+        raise ReportError(f"{path} does not exist" + (guess or ": name a run's log, or the folder that holds it."))
 
 
 def read_file(path: Path, name: str | None = None) -> list[Recording]:

@@ -10,14 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from ...checks import integer, number
 from ...core.trigger import AdaptiveThreshold
-from ..errors import ReportError
+from ..errors import ReportError, assignments
 from ..logs.names import is_norm, listed
 from ..logs.segments import LoggedRun, surviving
 from .metrics import MEAN, Metrics
 
-LEAST = {"window": 8, "warmup": 2, "floor": 1.0, "cap": 1.0}
-"""The rule's settings, and the least value of each (floor and cap must be greater)."""
+_OVER_ONE = number("a number greater than 1", lambda value: 1 < value < math.inf)
+SETTINGS = {"window": integer(8), "warmup": integer(2), "floor": _OVER_ONE, "cap": _OVER_ONE}
+"""The rule's settings, and what each may be."""
 EARLY = 10.0
 """While the rule has no threshold yet, a norm of so many times the median of the others counts as a spike."""
 
@@ -59,24 +61,12 @@ def require_norm(metrics: Metrics, name: str) -> None:
 
 def settings_of(given: Sequence[str]) -> dict[str, float]:
     """What ``--set KEY=VALUE`` sets; raises ReportError with the key, what it must be and what was found."""
-    settings: dict[str, float] = {}
-    for entry in given:
-        key, _, text = (part.strip() for part in entry.partition("="))
-        if not (key and text):
-            raise ReportError(f"--set {entry} cannot be read: write KEY=VALUE, such as --set cap=6.")
-        name = key.rpartition("trigger.")[2]
-        if name not in LEAST:
-            raise ReportError(f"--set {entry}: there is no such setting; there are {', '.join(LEAST)}.")
-        least = LEAST[name]
-        try:
-            value = type(least)(text)
-        except ValueError:
-            value = math.nan
-        if not (value >= least if isinstance(least, int) else least < value < math.inf):
-            kind = f"an integer of at least {least}" if isinstance(least, int) else f"a number greater than {least:g}"
-            raise ReportError(f"--set {entry}: {name} must be {kind}.")
-        settings[name] = value
+    settings = assignments(given, "trigger.", "a number, such as --set cap=6")
     try:
+        for name, value in settings.items():
+            if name not in SETTINGS:
+                raise ReportError(f"--set {name}: there is no such setting; there are {', '.join(SETTINGS)}.")
+            SETTINGS[name].check(name, value)
         AdaptiveThreshold(**settings)
     except ValueError as error:
         raise ReportError(f"--set: {error}") from None
