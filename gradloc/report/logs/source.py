@@ -10,17 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from rich.console import Console
-from rich.progress import Progress
-
 from ..errors import ReportError
 
 HEAD = 1 << 16
 """Bytes that say what a file is."""
 LONGEST = 1 << 22
 """Characters of a line that are read as one; a longer line is no log's."""
-PROGRESS_FROM = 50_000_000
-"""Bytes from which on a file has a progress bar."""
 _PACKED = {b"\x1f\x8b": "gz", b"\xfd7zXZ\x00": "xz", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zst"}
 _ARCHIVES = {b"PK\x03\x04": "unzip", b"ustar": "tar xf", b"7z\xbc\xaf": "7z x"}
 _MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
@@ -41,8 +36,7 @@ class Source:
         self.path = path
         self.name = name or path.name
         self.notes: list[str] = []
-        self._file = path.open("rb", buffering=0)
-        self._stream = io.BufferedReader(self._file, HEAD)
+        self._stream = io.BufferedReader(path.open("rb", buffering=0), HEAD)
         packed = next((kind for magic, kind in _PACKED.items() if self._stream.peek(6).startswith(magic)), None)
         self._is_packed = packed is not None
         if packed is not None:
@@ -67,18 +61,6 @@ class Source:
 
     def lines(self) -> Iterator[str]:
         """Its lines without their ends, which may be \\n, \\r\\n or \\r: a progress bar's end in \\r alone."""
-        size, console = self.path.stat().st_size, Console(stderr=True)
-        if size < PROGRESS_FROM or not console.is_terminal:
-            yield from self._lines()
-            return
-        with Progress(console=console, transient=True) as progress:
-            task = progress.add_task(f"Reading {self.name}", total=size)
-            for at, line in enumerate(self._lines()):
-                if not at % 10_000:
-                    progress.update(task, completed=self._file.tell())
-                yield line
-
-    def _lines(self) -> Iterator[str]:
         reader = io.TextIOWrapper(self._stream, self.coding or "utf-8", errors="replace")
         try:
             while line := reader.readline(LONGEST):

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from gradloc.report.cli import main
-from gradloc.report.logs.source import PROGRESS_FROM, Source
+from gradloc.report.logs.source import Source
 from tests.report.builder import REPO
 
 
@@ -63,12 +63,3 @@ def _slowness() -> float:
     for _ in range(5_000_000):
         pass
     return (time.process_time() - started) / 0.15
-
-
-def test_a_large_file_has_a_progress_bar_on_a_terminal(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("gradloc.report.logs.source.PROGRESS_FROM", 10)
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the stream for a terminal
-    (tmp_path / "a.log").write_text("step:1 - actor/grad_norm:1.0\n" * 3)
-    assert len(list(Source(tmp_path / "a.log").lines())) == 3
-    assert "Reading a.log" in capsys.readouterr().err
-    assert PROGRESS_FROM >= 10_000_000
