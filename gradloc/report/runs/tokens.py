@@ -21,8 +21,6 @@ CONTEXT = 60
 """Tokens shown on either side of a culprit."""
 SHORT = 240
 """Sequences up to this length are shown whole."""
-REPEAT = 12
-"""So many equal tokens in a row are folded."""
 BYTES_PER_TOKEN = 85
 """What a carried token costs in the page, measured on GRPO runs with all arrays recorded."""
 LABELS = {
@@ -49,7 +47,7 @@ class Piece:
     """A stretch of tokens that is treated alike."""
 
     kind: str
-    """``shown``, ``fold``, ``repeat`` (a fold of equal tokens) or ``absent`` (not carried)."""
+    """``shown``, ``fold`` or ``absent`` (not carried)."""
     start: int
     end: int
     share: float | None = None
@@ -146,31 +144,16 @@ def _merge(intervals: list[Interval]) -> list[Interval]:
 
 
 def _pieces(made: TokenView, windows: list[Interval]) -> Iterator[Piece]:
-    """The windows, with long runs of one token folded, and what lies between them."""
+    """The windows, and what lies between them."""
     at = 0
     for start, end in [*windows, (len(made), len(made))]:
         cuts = sorted({at, start, *(c for pair in made.carried for c in pair if at < c < start)})
         for first, last in zip(cuts, cuts[1:], strict=False):
             is_carried = any(a <= first and last <= b for a, b in made.carried)
             yield _fold(made, "fold" if is_carried else "absent", first, last)
-        yield from _shown(made, start, end)
+        if start < end:
+            yield Piece("shown", start, end)
         at = end
-
-
-def _shown(made: TokenView, start: int, end: int) -> Iterator[Piece]:
-    ids, culprits = made.sequence.ids, set(made.culprits)
-    at = first = start
-    while first < end:
-        last = first + 1
-        while last < end and ids[last] == ids[first] and last not in culprits:
-            last += 1
-        if last - first > REPEAT:  # one of them stays in sight, so that a reader knows what is repeated
-            yield Piece("shown", at, first + 1)
-            yield _fold(made, "repeat", first + 1, last)
-            at = last
-        first = last
-    if at < end:
-        yield Piece("shown", at, end)
 
 
 def _fold(made: TokenView, kind: str, start: int, end: int) -> Piece:

@@ -45,14 +45,6 @@ def test_what_a_page_cannot_carry_is_counted_and_not_unfoldable():
     assert sum(end - start for start, end in made.carried) <= 1000
 
 
-def test_a_run_of_one_token_folds_but_a_culprit_in_it_shows():
-    ids = [7] * 100
-    made = tokens.view(sequence(100, token_ids=ids), [culprit(50)], limit=1000, shown=1000)
-    shown = [p for p in made.pieces if p.kind == "shown"]
-    assert any(p.start <= 50 < p.end for p in shown)
-    assert [p.kind for p in made.pieces].count("repeat") == 2
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_pieces_cover_every_token_once_and_every_culprit_shows(seed):
     source = random.Random(seed)
@@ -66,7 +58,7 @@ def test_pieces_cover_every_token_once_and_every_culprit_shows(seed):
     visible = {i for p in made.pieces if p.kind == "shown" for i in range(p.start, p.end)}
     assert set(places) <= visible
     carried = {i for start, end in made.carried for i in range(start, end)}
-    openable = {i for p in made.pieces if p.kind in ("fold", "repeat") for i in range(p.start, p.end)}
+    openable = {i for p in made.pieces if p.kind == "fold" for i in range(p.start, p.end)}
     assert openable <= carried
 
 
