@@ -4,18 +4,16 @@
 from pathlib import Path
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from ...record import Event
-from ...words.culprits import carried, leader
 from ...words.numbers import bounded, number
 from ...words.story import headline
 from ...words.text import one_line
 from ..errors import ReportError
 from ..logs import files_of
 from ..pages.script_data import THRESHOLD
-from ..pages.terminal import curve
+from ..pages.terminal import curve, event_table
 from ..runs.diagnosis import diagnose
 from ..runs.health import RunHealth, judge
 from ..runs.metrics import MAX, MEAN
@@ -78,7 +76,7 @@ def view(follower: Follower, width: int) -> Group:
         parts.append(Text.assemble(name, f": {reason.sentence}"))
     parts.append(Text())
     if run.events:
-        parts.append(_events(run.events))
+        parts.append(event_table(run.events[-EVENTS:]))
         parts.append(Text(run.show_command(run.events[-1].event_id), style="cyan"))
     elif run.runs:  # GradLoc may have been off: what the log says
         diagnosis = diagnose(run.runs[0])
@@ -120,22 +118,6 @@ def _curve(run: RunFolder, width: int) -> list[Text]:
     logged = zip(metrics.steps, metrics.get(metrics.norm or MEAN), metrics.get(THRESHOLD), strict=True)
     judged = [Judged(step, norm, limit, step in spiked) for step, norm, limit in logged if norm is not None]
     return curve([judged[-width:]], width)
-
-
-def _events(events: list[Event]) -> Table:
-    table = Table("step", "what", "token", "share", "norm", "action", box=None, padding=(0, 2, 0, 0))
-    for event in events[-EVENTS:]:
-        first = leader(event.culprits)
-        cells = (
-            str(event.step.global_step),
-            headline(event),
-            f'"{one_line(first.text, 20)}"' if first else "none",
-            (carried(event, [first]) if first else None) or number(None),
-            _change(event),
-            event.action.taken,
-        )
-        table.add_row(*map(Text, cells))
-    return table
 
 
 def _change(event: Event) -> str:

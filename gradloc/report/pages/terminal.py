@@ -59,7 +59,7 @@ def summary(run: RunFolder, events: list[Event]) -> None:
         steps["the page of it, with every token"] = f"{run.show_command(events[0].event_id)} -o event.html"
         steps |= {_labelled("the event again, on one machine", label): line for label, line in view.replay.items()}
     elif events:
-        out.print(_table(events[-EVENTS:]))
+        out.print(event_table(events[-EVENTS:]))
         if len(events) > EVENTS:
             out.print(f"The last {EVENTS} of {len(events)} events; --list names all.", style="dim")
         steps["the whole report"] = f"gradloc-report {where} -o report.html"
@@ -90,7 +90,7 @@ def _print_next(out: Console, steps: dict[str, str]) -> None:
 
 def _print_event(out: Console, view: EventView) -> None:
     out.print(view.verdict)
-    out.print(_table([view.event]))
+    out.print(event_table([view.event]))
     heads = ("token", "rank, micro-batch, position", "share", "norm", "advantage", "ratio", "cause")
     table = Table(*heads, box=None, padding=(0, 2, 0, 0))
     for entry in view.culprits[:CULPRITS]:
@@ -105,7 +105,8 @@ def _print_event(out: Console, view: EventView) -> None:
         out.print(f"And {len(view.event.culprits) - CULPRITS} more culprits.", style="dim")
 
 
-def _table(events: list[Event]) -> Table:
+def event_table(events: list[Event]) -> Table:
+    """A line for each event."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("event", no_wrap=True, overflow="fold")  # --event wants the whole name
     widths = {"norm": 5, "x thresh.": 5, "culprit": 7, "share": 5, "cause": 9, "certificate": 11}
