@@ -9,13 +9,14 @@ import csv
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import ReportError
-from ..logs import files_of, read_file
+from ..logs import LoggedRun, read
 
 TERMS = ("task", "entropy", "kl")
 LOSSES = ("policy", "entropy", "kl", "total")
@@ -52,7 +53,7 @@ class Analysis:
         return self.values.get(bucket, {}).get(name, math.nan)
 
 
-def from_metrics(step: int, row: dict[str, float]) -> Analysis | None:
+def from_metrics(step: int, row: Mapping[str, float | None]) -> Analysis | None:
     """Picks an analysis out of a step's metrics; None when no bucket was measured at this step."""
     values: dict[str, dict[str, float]] = {}
     cosines = {}
@@ -70,12 +71,15 @@ def from_metrics(step: int, row: dict[str, float]) -> Analysis | None:
     return Analysis(step, {name: values[name] for name in [*buckets, ALL] if name in values}, cosines)
 
 
-def read_analyses(path: Path) -> Found:
-    """The analyses in a run's folder, by step; raises ReportError when there is none."""
+def read_analyses(path: Path, runs: Sequence[LoggedRun] | None = None) -> Found:
+    """The analyses in a run's folder, by step; raises ReportError when there is none.
+
+    ``runs`` are what the folder's logs tell, where they have been read.
+    """
     analyses, notes = read_steps(path, FOLDER, _from_record)
     if not analyses:
-        analyses, more = _from_logs(path)
-        notes += more
+        with suppress(ReportError):  # there may be no log
+            analyses = _from_logs(path, read([path])[0] if runs is None else runs)
     return required(analyses, notes, path, "gradient")
 
 
@@ -115,32 +119,20 @@ def _from_record(record: dict) -> Analysis | None:
     return analysis
 
 
-def _from_logs(path: Path) -> Found:
-    """From the trackers' own files: verl's ``file`` logger, CSV, TensorBoard; tables from the trainer's CSV."""
+def _from_logs(path: Path, runs: Sequence[LoggedRun]) -> dict[int, Analysis]:
+    """From the metrics that any logger kept; tables from the trainer's CSV."""
     analyses: dict[int, Analysis] = {}
-    notes: list[str] = []
-    for file in files_of(path, depth=4):
-        is_log = file.suffix.lower() in (".jsonl", ".csv") or ".tfevents." in file.name
-        if not is_log or file.name == "events.jsonl":
-            continue
-        try:
-            recordings = read_file(file)
-        except ReportError:  # a table without steps, a list of something else
-            continue
-        rows: dict[int, dict[str, float]] = {}
-        for recording in recordings:
-            notes += recording.notes
-            for step, values in recording.rows:  # trackers with a row for each metric
-                rows.setdefault(step, {}).update(values)
-        for step, values in rows.items():
-            analysis = from_metrics(step, values)
+    for metrics in (run.metrics for run in runs):
+        series = {name: values for name, values in metrics.series.items() if name.startswith("grad_")}
+        for at, step in enumerate(metrics.steps if series else ()):
+            analysis = from_metrics(step, {name: values[at] for name, values in series.items()})
             if analysis is not None:
                 analyses.setdefault(step, analysis)
     for file in _files(path, FOLDER, "group_rv_table_step_*.csv"):
         step = int(file.stem.rpartition("_")[2])
         if step in analyses:
             analyses[step].table = _read_table(file)
-    return analyses, notes
+    return analyses
 
 
 def _files(path: Path, folder: str, pattern: str) -> list[Path]:

@@ -79,7 +79,7 @@ def write(analysis: Analysis, folder: Path) -> list[Path]:
         return folder / f"gradient_analysis_{name}_step_{analysis.step}.{ending}"
 
     paths = []
-    for name, draw in FIGURES.items():
+    for name, (_, draw) in FIGURES.items():
         paths.append(place(name, "png"))
         save(draw(analysis), paths[-1])
     metrics, table = place("metrics", "json"), place("bucket_rv_table", "csv")

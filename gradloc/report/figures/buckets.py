@@ -201,10 +201,10 @@ def _agreement(axes: Axes, analysis: Analysis) -> None:
 
 
 FIGURES = {
-    "summary": summary,
-    "plots": norms,
-    "loss_plots": losses,
-    "reward_std": reward_deviation,
-    "normed_grads": normed,
+    "summary": ("Summary", summary),
+    "plots": ("Each bucket on its own", norms),
+    "loss_plots": ("Losses", losses),
+    "reward_std": ("Reward deviation", reward_deviation),
+    "normed_grads": ("Per sample and per token", normed),
 }
-"""What the guide's files are called -> what draws them."""
+"""What the guide's files are called -> the figure's title on the page, and what draws it."""

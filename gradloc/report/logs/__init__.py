@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads training logs, whoever wrote them, and tells the runs in them apart."""
 
-from .formats import files_of, read, read_file
+from .formats import files_of, read
 from .segments import LoggedRun, Segment
 
-__all__ = ["LoggedRun", "Segment", "files_of", "read", "read_file"]
+__all__ = ["LoggedRun", "Segment", "files_of", "read"]

@@ -2,11 +2,12 @@
 """One JSON value over a whole file: ``trainer_state.json``, a series, a list of dicts, a notebook with its outputs."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from ..runs.metrics import MEAN
 from .lines import read_lines
-from .names import STEPS, is_norm, number, numbers, step_of
+from .names import is_norm, numbers, step_of
 from .recording import Recording
 from .source import Source
 
@@ -41,12 +42,14 @@ def read_document(source: Source) -> list[Recording]:
     elif isinstance(document.get("series"), list):
         made.format = "JSON of a series"
         name = str(document.get("metric", ""))
-        _add_columns(made, name if is_norm(name) else MEAN, document["series"])
+        name = name if is_norm(name) else MEAN
+        pairs = (pair for pair in document["series"] if isinstance(pair, list) and len(pair) == 2)
+        _add_rows(made, [{"step": step, name: norm} for step, norm in pairs])
     elif isinstance(document.get("log_history"), list):
         made.format = "trainer_state.json"
         _add_rows(made, document["log_history"])
     else:
-        _add_lists(made, document)
+        _add_rows(made, _entries_of(document))
     return [made]
 
 
@@ -57,7 +60,7 @@ def _read_notebook(source: Source, cells: list[Any]) -> list[Recording]:
     return read_lines(source, "".join(texts).split("\n"))
 
 
-def _add_rows(made: Recording, entries: list[Any]) -> None:
+def _add_rows(made: Recording, entries: Iterable[Any]) -> None:
     """Rows by the step that each says; rows with a norm and without a step are counted."""
     for entry in entries:
         if not isinstance(entry, dict):
@@ -71,24 +74,9 @@ def _add_rows(made: Recording, entries: list[Any]) -> None:
             made.rows.append((step, values))
 
 
-def _add_columns(made: Recording, name: str, pairs: list[Any]) -> None:
-    for pair in pairs:
-        if isinstance(pair, list) and len(pair) == 2:
-            step, norm = step_of({"step": number(pair[0])}), number(pair[1])
-            if step is not None and norm is not None:
-                made.rows.append((step, {name: norm}))
-
-
-def _add_lists(made: Recording, document: dict) -> None:
-    """``{"step": [1, 2], "grad_norm": [0.5, 0.4]}``."""
-    lists = {str(name): values for name, values in document.items() if isinstance(values, list) and values}
-    norms = next((values for name, values in lists.items() if is_norm(name)), [])
-    steps = next((values for name, values in lists.items() if name in (*STEPS, "steps")), None)
-    if norms and steps is None:
-        made.notes = [f"{made.source} has no list of steps: its entries were counted."]
-    same = {name: values for name, values in lists.items() if len(values) == len(norms)}
-    for at in range(len(norms)):
-        step = step_of({"step": number(steps[at])}) if steps is not None and at < len(steps) else at + 1
-        values = numbers({name: values[at] for name, values in same.items()})
-        if step is not None and values:
-            made.rows.append((step, values))
+def _entries_of(document: dict) -> list[dict]:
+    """The rows of ``{"step": [1, 2], "grad_norm": [0.5, 0.4]}``, as many as there are norms."""
+    lists = {name: values for name, values in document.items() if isinstance(values, list)}
+    count = next((len(values) for name, values in lists.items() if is_norm(name)), 0)
+    whole = {name: values for name, values in lists.items() if len(values) == count}
+    return [{"step" if name == "steps" else name: values[at] for name, values in whole.items()} for at in range(count)]

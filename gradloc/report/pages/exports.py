@@ -11,9 +11,9 @@ from typing import Any
 from ...record import Culprit, Event
 from ...record.store import plain
 from ...words.culprits import trusted_share
-from ...words.numbers import bounded, number
+from ...words.numbers import bounded
 from ...words.story import cause_of, figures, given
-from ...words.text import one_line, span
+from ...words.text import one_line
 from ..runs.run import RunFolder
 from .eventview import CulpritView, EventView
 
@@ -129,13 +129,9 @@ def issue(view: EventView) -> tuple[str, str]:
 
 
 def _row(entry: CulpritView) -> str:
-    culprit = entry.culprit
-    ids = " ".join(str(token) for token in (culprit.token_ids or ())[:4])
-    where = (
-        f"rank {number(culprit.rank)}, micro-batch {number(culprit.micro_batch)}, position {span(culprit.positions)}"
-    )
+    ids = " ".join(str(token) for token in (entry.culprit.token_ids or ())[:4])
     *numbers, cause = entry.cells
-    return "| " + " | ".join([f"id {ids}" if ids else "–", where, *numbers, escape(cause)]) + " |"
+    return "| " + " | ".join([f"id {ids}" if ids else "–", entry.place, *numbers, escape(cause)]) + " |"
 
 
 def _block(lines: dict[str, str]) -> list[str]:

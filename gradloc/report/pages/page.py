@@ -14,7 +14,6 @@ import json
 import zlib
 from functools import cache
 from importlib import resources
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -47,14 +46,6 @@ BUDGET = {"one": 6_000_000, "many": 1_100_000}
 """Bytes of token arrays in a page of one event, and of several."""
 ANALYSES = 6
 """Gradient analyses that the page draws, the latest ones."""
-FIGURES = {
-    "summary": "Summary",
-    "plots": "Each bucket on its own",
-    "loss_plots": "Losses",
-    "reward_std": "Reward deviation",
-    "normed_grads": "Per sample and per token",
-}
-"""Titles of a gradient analysis's figures."""
 SCRIPTS = ("base", "chart", "tokens", "events", "keys")
 """Parts of the one script, in order."""
 
@@ -106,15 +97,15 @@ def render(run: RunFolder, events: list[Event] | None = None) -> str:
         trainer=next((event.run.trainer for event in run.events), None),
         health=health,
         diagnosis=diagnosis,
-        analyses=_analyses(run.path),
+        analyses=_analyses(run),
         show=run.show_command("ID"),
     )
 
 
-def _analyses(path: Path) -> tuple[list[tuple[str, list[tuple[str, str]]]], int]:
+def _analyses(run: RunFolder) -> tuple[list[tuple[str, list[tuple[str, str]]]], int]:
     """The latest gradient analyses, each with its figures' titles and ``<svg>``; and how many more there are."""
     try:
-        analyses, _ = read_analyses(path)
+        analyses, _ = read_analyses(run.path, run.runs)
     except ReportError:
         return [], 0
     from ..figures import buckets  # matplotlib takes a second to import, and few runs need it
@@ -123,8 +114,8 @@ def _analyses(path: Path) -> tuple[list[tuple[str, list[tuple[str, str]]]], int]
     made = []
     for analysis in list(analyses.values())[: -ANALYSES - 1 : -1]:
         figures = [
-            (title, to_svg(buckets.FIGURES[name](analysis), f"b{analysis.step}-{name}", title))
-            for name, title in FIGURES.items()
+            (title, to_svg(draw(analysis), f"b{analysis.step}-{name}", title))
+            for name, (title, draw) in buckets.FIGURES.items()
         ]
         rows = analysis.get("all", "sample_count")
         made.append((f"Step {analysis.step}: {len(analysis.buckets)} buckets of {rows:.0f} rows", figures))

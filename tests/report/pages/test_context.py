@@ -59,7 +59,7 @@ def test_an_issue_has_the_numbers_and_its_text_is_apart(tmp_path):
         "### One token made the step\\-5 spike".replace("\\", ""),
         "Norm 748 (14.3 times the threshold), 0.77 (within 0.0007) without the culprits: explained",
         "- Made by: verl 0.9.1, torch 2.9.1, gradloc ",
-        "| id 1003 | rank 1, micro-batch 2, position 3 | 75% |",
+        "| id 1003 | rank 1, micro-batch 2, row 0, position 3 | 75% |",
         "**What to do now:**",
         "python -m gradloc.replay",
     ):

@@ -43,7 +43,7 @@ def test_no_csv_cell_starts_a_formula(run):
 def test_markdown_shows_the_verdict_the_culprits_and_the_command(run):
     text = exports.to_markdown(run, run.events)
     assert "### Two tokens made the step-1 spike" in text and "Norm 748 (14.3 times the threshold)" in text
-    assert "| id 1005 | rank 1, micro-batch 2, position 5 |" in text
+    assert "| id 1005 | rank 1, micro-batch 2, row 0, position 5 |" in text
     assert "python -m gradloc.replay" in text and "python -m verl.gradloc.replay" in text
     assert "```text\nthe answer⟦" in text
 
