@@ -11,17 +11,9 @@ import os
 import sys
 
 from . import __version__
-from .errors import ReportError
+from .commands import COMMANDS
+from .errors import ReportError, did_you_mean
 
-COMMANDS = {
-    "show": "what happened in a run, from its events or from its log alone; the page with -o",
-    "compare": "two runs side by side",
-    "watch": "a run that is going on: norm, threshold, health, events as they come; --serve for the page",
-    "health": "healthy, warning or danger, step by step, with reasons and what people do",
-    "trigger": "which steps the trigger would have flagged, with these settings or others",
-    "buckets": "a run's gradient analyses: figures by reward variance, or three steps in one",
-    "quartiles": "which tokens' gradients dominate, by probability: figures and tables",
-}
 EPILOG = """\
 examples:
   gradloc-report train.log                        any run's log: what exploded, and what that did
@@ -42,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     if words and words[0] not in (*COMMANDS, "-h", "--help", "--version"):
         words.insert(0, "show")
     try:
-        args = _parser().parse_args(words)
+        args = _parse(words)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(errors="replace")  # a terminal may not know every token's characters
         return _module(args.command).run(args)
@@ -60,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gradloc-report",
         description="Shows what spiked in a run, which tokens did it, and why.",
@@ -79,7 +71,12 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(sub)
-    return parser
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        known = commands.choices[args.command]._option_string_actions
+        guess = did_you_mean(unknown[0].partition("=")[0], known) or "."
+        raise ReportError(f"{args.command} does not take {unknown[0]}{guess}")
+    return args
 
 
 def _module(name: str):

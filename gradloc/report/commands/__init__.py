@@ -3,3 +3,13 @@
 
 ``add_arguments(parser)`` says what a subcommand takes; ``run(args)`` does it and returns the exit code.
 """
+
+COMMANDS = {
+    "show": "what happened in a run, from its events or from its log alone; the page with -o",
+    "compare": "two runs side by side",
+    "watch": "a run that is going on: norm, threshold, health, events as they come; --serve for the page",
+    "health": "healthy, warning or danger, step by step, with reasons and what people do",
+    "trigger": "which steps the trigger would have flagged, with these settings or others",
+    "buckets": "a run's gradient analyses: figures by reward variance, or three steps in one",
+    "quartiles": "which tokens' gradients dominate, by probability: figures and tables",
+}

@@ -10,6 +10,7 @@ from shutil import copyfileobj
 from sys import stdin
 
 from ...words.text import first_of, plural
+from ..commands import COMMANDS
 from ..errors import ReportError, did_you_mean
 from .databases import is_mlflow_run, read_database, read_mlflow_run
 from .documents import is_document, read_document
@@ -102,7 +103,7 @@ def _of_file(path: Path) -> list[Placed]:
 def check(path: Path) -> None:
     """Raises ReportError where neither a file nor standard input is named."""
     if str(path) != "-" and not path.exists():
-        guess = did_you_mean(path.name, [entry.name for entry in path.parent.glob("*")])
+        guess = did_you_mean(path.name, [*COMMANDS, *(entry.name for entry in path.parent.glob("*"))])
         raise ReportError(f"{path} does not exist" + (guess or ": name a run's log, or the folder that holds it."))
 
 
