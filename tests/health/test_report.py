@@ -177,7 +177,7 @@ def test_spans_cover_every_step_once_and_keep_the_worst():
         (201, 300, "healthy"),
     ]
     few = found.spans(10)
-    assert len(few) <= 10 and [s.state for s in few if s.reasons] == ["danger", "warning"]
+    assert len(few) <= 10 and [s.state for s in few if s.note] == ["danger", "warning"]
     assert few[0].first == 1 and few[-1].last == 300
     assert all(a.last + 1 == b.first for a, b in zip(few, few[1:], strict=False))
     assert exact[1].note == "Steps 50-52: danger. policy_kl: actor/ppo_kl is 5 (limit 1)."

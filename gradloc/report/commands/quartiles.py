@@ -7,10 +7,11 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ...record.analysis import Moved, QuartileAnalysis, Update
+from ...record.analysis import QUARTILES, Moved, QuartileAnalysis, Update
+from ...record.reading import read
 from ...record.store import plain
 from ...words.numbers import number, percent
-from ..analyses.quartiles import SPLITS, read_quartiles
+from ..analyses.buckets import read_steps, required
 from ..pages import terminal
 from .buckets import chosen, save
 
@@ -33,28 +34,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    analyses, notes = read_quartiles(args.run_dir)
+    found = read_steps(args.run_dir, "quartile_analysis", _from_record)
+    analyses, notes = required(*found, args.run_dir, "quartile")
     wanted = chosen(analyses, args.step)
     if args.json:
         print(json.dumps(plain({"steps": wanted, "notes": notes}), indent=1, allow_nan=False))
         return 0
     for note in notes:
         print(f"note: {note}")
-    from ..figures.quartiles import figure_of
+    from ..figures.quartiles import SPLITS, figure_of
 
     folder = args.output_dir or Path(OUTPUTS) / args.run_dir.resolve().name
     for analysis in wanted:
-        _print(analysis)
+        _print(analysis, SPLITS.get(analysis.split, analysis.split))
         path = folder / f"quartiles_step_{analysis.global_step}.{args.format}"
         save(figure_of(analysis), path)
         print(f"{path}\n")
     return 0
 
 
-def _print(analysis: QuartileAnalysis) -> None:
+def _from_record(record: dict) -> QuartileAnalysis:
+    analysis = read(QuartileAnalysis, record)
+    if len(analysis.quartiles) != len(QUARTILES):
+        raise ValueError(f"{len(analysis.quartiles)} quartiles")
+    return analysis
+
+
+def _print(analysis: QuartileAnalysis, what: str) -> None:
     console = terminal.console(soft_wrap=True)
     console.width = max(console.width, 92)  # the table's
-    what = SPLITS.get(analysis.split, analysis.split)
     console.print(
         f"Step {analysis.global_step}: {analysis.whole.num_tokens:,} tokens in {what}; "
         f"gradient norm {number(analysis.whole.norm, 3)}, "

@@ -15,12 +15,12 @@ from matplotlib.patches import Patch
 
 from ...record.analysis import QUARTILES, Change, Moved, QuartileAnalysis, Update
 from ...words.numbers import number, percent
-from ..analyses.quartiles import SPLITS
 from .palette import LIGHT
 from .style import dress
 
 PLACES = np.arange(len(QUARTILES))
 UPDATED = {"all": range(len(QUARTILES)), "lowest": (0,), "highest": (len(QUARTILES) - 1,)}
+SPLITS = {"quantile": "four parts of equally many tokens", "range": "quarters of the probabilities"}
 PANELS = {
     "all": "(c) after updating all tokens",
     "lowest": "(e) after updating the lowest quartile",

@@ -5,16 +5,17 @@ import base64
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 from ...record import Culprit, Event, Sequence
 from ...words.advice import replay_lines
-from ...words.culprits import by_size, carried, shares_sentence
+from ...words.culprits import by_size, carried, leader, shares_sentence
 from ...words.hurt import did_it_hurt
 from ...words.meanings import Meaning, meaning_of
 from ...words.next_step import next_step
 from ...words.numbers import number, percent
-from ...words.story import ACTIONS, CERTIFICATES, ODD, odd_number, step_cause, tell
+from ...words.story import ACTIONS, CERTIFICATES, ODD, cause_of, odd_number, step_cause, tell
 from ...words.text import one_line, plural, span, spoken, visible
 from ...words.verdict import verdict_sentences
 from ..figures import drawings
@@ -22,7 +23,6 @@ from ..runs import searchpath, tokens
 from ..runs.events import bundle_folder, read_actor, read_pictures, read_sequences
 from ..runs.run import RunFolder
 from ..runs.shading import Shades, shade
-from .context import context
 
 CULPRITS = 40
 """Culprits written out per event; the rest are counted."""
@@ -294,3 +294,46 @@ def culprit_count(event: Event) -> str:
     """``2 tokens``, ``1 sequence``; spans of several kinds are counted as culprits."""
     spans = {culprit.span for culprit in event.culprits}
     return plural(len(event.culprits), spans.pop() if len(spans) == 1 else "culprit")
+
+
+def context(event: Event, events: list[Event]) -> list[tuple[str, str]]:
+    """What is known of an event among all of its run's: names and values, without what the record does not say."""
+    run, first = event.run, leader(event.culprits)
+    made_by = (run.trainer, run.torch and f"torch {run.torch}", run.gradloc and f"gradloc {run.gradloc}")
+    row = "" if first is None or first.data_row is None else f"row {first.data_row}"
+    known = {
+        "when": _when(event.time),
+        "made by": ", ".join(filter(None, made_by)),
+        "model": run.model and one_line(run.model, 90, keep="end"),
+        "commit": run.commit,
+        "config": run.config,
+        "data": ", ".join(filter(None, (first and first.data_source, row))),
+        "seen": _seen(event, events),
+    }
+    return [(name, one_line(value)) for name, value in known.items() if value]
+
+
+def _when(time: str | None) -> str | None:
+    try:
+        at = datetime.fromisoformat((time or "").replace("Z", "+00:00"))
+        return f"{at.day} {at:%b %Y, %H:%M} UTC"
+    except ValueError:
+        return time
+
+
+def _kind(event: Event) -> tuple[str, str]:
+    """Events of one kind have the same cause, and the same text of the largest culprit."""
+    first = leader(event.culprits)
+    return cause_of(event), first.text if first else ""
+
+
+def _seen(event: Event, events: list[Event]) -> str:
+    """How often this token with this cause, and how often this cause."""
+    cause = cause_of(event)
+    alike = [other.step.global_step for other in events if _kind(other) == _kind(event)]
+    same = sum(cause_of(other) == cause for other in events)
+    of = f"{spoken(cause) if cause else 'no cause'}: {same} of {plural(len(events), 'event')}"
+    if len(alike) < 2:
+        return f"once, at step {event.step.global_step}" + (f"; {of}" if len(events) > 1 else "")
+    again = "this token" if event.culprits else "the same"
+    return f"{again} {len(alike)} times, first at step {min(alike)}, last at step {max(alike)}; {of}"

@@ -53,12 +53,7 @@ def run_chart(run: RunFolder, health: RunHealth) -> Chart | None:
         name = next((name for name in names if any(metrics.finite(name))), None)
         if name is not None:
             panels.append({"title": title, "is_log": False, "lines": _line(metrics.known(name), name, "calm")})
-    spans = health.spans(SPANS) if health else []
-    return {
-        "panels": panels,
-        "marks": _marks(events),
-        "bands": [[s.first, s.last, s.state, s.note if s.reasons else ""] for s in spans],
-    }
+    return {"panels": panels, "marks": _marks(events), "bands": health.spans(SPANS)}
 
 
 def _others(run: RunFolder) -> list[Chart]:

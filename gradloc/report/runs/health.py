@@ -3,6 +3,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import NamedTuple
 
 from ...health import STATES, HealthConfig, Judge, Reason, Verdict
 from ...words.text import plural
@@ -24,20 +26,14 @@ class Finding:
     """Every step with this fault."""
 
 
-@dataclass(frozen=True)
-class Span:
-    """Consecutive logged steps of one state and with the same reasons, those of its first step."""
+class Span(NamedTuple):
+    """Consecutive logged steps of one state and with the same reasons."""
 
     first: int
     last: int
     state: str
-    reasons: tuple[Reason, ...]
-
-    @property
-    def note(self) -> str:
-        when = f"Step {self.first}" if self.first == self.last else f"Steps {self.first}-{self.last}"
-        why = " ".join(f"{reason.name}: {reason.sentence}" for reason in self.reasons)
-        return f"{when}: {self.state}. {why}".rstrip()
+    note: str
+    """What is wrong at its first step; empty where nothing is."""
 
 
 @dataclass
@@ -89,14 +85,14 @@ class RunHealth:
     def spans(self, most: int) -> list[Span]:
         """The run as at most so many spans; of more, the worst step of neighbours stands for all."""
         size = max(-(-len(self.verdicts) // most), 1)
-        spans: list[Span] = []
-        for at in range(0, len(self.verdicts), size):
-            members = self.verdicts[at : at + size]
-            worst = _worst(members)
-            span = Span(members[0].step, members[-1].step, worst.state, worst.reasons)
-            if spans and spans[-1].state == span.state and _names(spans[-1]) == _names(span):
-                span = replace(spans.pop(), last=span.last)
-            spans.append(span)
+        parts = [self.verdicts[at : at + size] for at in range(0, len(self.verdicts), size)]
+        spans = []
+        for _, group in groupby(parts, key=lambda part: _what(_worst(part))):
+            alike = list(group)
+            first, last, worst = alike[0][0].step, alike[-1][-1].step, _worst(alike[0])
+            when = f"Step {first}" if first == last else f"Steps {first}-{last}"
+            why = " ".join(f"{reason.name}: {reason.sentence}" for reason in worst.reasons)
+            spans.append(Span(first, last, worst.state, f"{when}: {worst.state}. {why}" if why else ""))
         return spans
 
 
@@ -104,8 +100,8 @@ def _worst(verdicts: Sequence[Verdict]) -> Verdict:
     return max(verdicts, key=lambda verdict: STATES.index(verdict.state))
 
 
-def _names(span: Span) -> list[str]:
-    return [reason.name for reason in span.reasons]
+def _what(verdict: Verdict) -> tuple[str, list[str]]:
+    return verdict.state, [reason.name for reason in verdict.reasons]
 
 
 def judge(

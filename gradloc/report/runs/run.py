@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...record import Event
 from ...words.advice import is_trl
-from ...words.text import plural
+from ...words.text import first_of, plural
 from .. import logs
 from ..errors import ReportError, did_you_mean
 from ..logs import LoggedRun, files_of
@@ -56,9 +56,7 @@ class RunFolder:
         known = {event.event_id: event for event in self.events}
         if event_id in known:
             return known[event_id]
-        names = ", ".join(list(known)[:5]) or "none"
-        more = f" and {len(known) - 5} more" if len(known) > 5 else ""
-        guess = did_you_mean(event_id, known) or f": there are {names}{more}."
+        guess = did_you_mean(event_id, known) or f": there are {first_of(list(known), 5) or 'none'}."
         raise ReportError(f"{self.path} has no event {event_id!r}{guess}")
 
 

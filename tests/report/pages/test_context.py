@@ -4,8 +4,7 @@
 from gradloc import __version__
 from gradloc.record import Event
 from gradloc.record.reading import read
-from gradloc.report.pages.context import context
-from gradloc.report.pages.eventview import EventView
+from gradloc.report.pages.eventview import EventView, context
 from gradloc.report.pages.exports import issue
 from gradloc.report.runs.run import read_run
 from tests.report.builder import make_culprit, make_event, make_metrics, write_run
